@@ -1,0 +1,375 @@
+"""Processes, and what passes between them: set-up, the control group, DDP's knobs, who saves and who loads.
+
+The only file that reads the environment.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from config import Refused, TrainingConfig
+from utils import checkpoint
+from utils.logger import NAME
+from utils.precision import has_fast_bf16
+from utils.run_folder import Run
+from utils.signals import die_with_parent, end_workers
+from utils.train_state import TrainState
+
+CONTROL_TIMEOUT = timedelta(hours=24)  # words, barriers and saves: who is late here is not lost
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher said of this process. A process that nobody launched is a world of one."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    is_launched: bool = False  # RANK, LOCAL_RANK and WORLD_SIZE are set
+    is_under_torchrun: bool = False
+    may_restart: bool = False  # torchrun --max-restarts
+    id: str = ""  # the same for all attempts of one launch; empty where nobody knows
+    git_commit: str = ""
+
+
+@dataclass(frozen=True)
+class DistributedContext:
+    """This process among the others. `hosts` and `device_names` have one entry a rank; `control` is a gloo group on the CPU."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    local_world_size: int = 1
+    hosts: tuple[str, ...] = ("localhost",)
+    device_names: tuple[str, ...] = ("cpu",)
+    fast_bf16: bool = False  # on every rank
+    launch: Launch = field(default_factory=Launch)
+    control: dist.ProcessGroup | None = None
+
+    @property
+    def is_main(self) -> bool:
+        return is_main_process(self.rank)
+
+    @property
+    def host(self) -> str:
+        return self.hosts[self.rank]
+
+
+def is_main_process(rank: int) -> bool:
+    return rank == 0
+
+
+def read_launch() -> Launch:
+    """Read what torchrun (or whoever plays its part) put into the environment. Raises Refused when only some of it is there."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    missing = [name for name in names if name not in os.environ]
+    git_commit = os.environ.get("GIT_COMMIT", "")
+    if len(missing) == len(names):
+        return Launch(git_commit=git_commit)
+    if missing:
+        there = [name for name in names if name not in missing]
+        raise Refused(
+            f"{' and '.join(missing)}: not set, while {' and '.join(there)} is; start with torchrun, or set all of {', '.join(names)}"
+        )
+    try:
+        rank, local_rank, world_size = (int(os.environ[name]) for name in names)
+    except ValueError:
+        raise Refused(f"{', '.join(f'{name}={os.environ[name]}' for name in names)}: not whole numbers; start with torchrun") from None
+    if not (0 <= rank < world_size and 0 <= local_rank < world_size):
+        raise Refused(f"RANK={rank}, LOCAL_RANK={local_rank}: outside WORLD_SIZE={world_size}; count ranks from 0 to WORLD_SIZE - 1")
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return Launch(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        is_launched=True,
+        is_under_torchrun="TORCHELASTIC_RUN_ID" in os.environ,
+        may_restart=os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
+        id=os.environ.get("LAUNCH_ID", "") or ("" if run_id == "none" else run_id),
+        git_commit=git_commit,
+    )
+
+
+def choose_device(backend: str, local_rank: int) -> tuple[str, torch.device]:
+    """The backend ("auto" resolved) and the device of this rank. Raises Refused where the machine lacks what was asked for."""
+    gpus = torch.cuda.device_count()
+    if backend == "auto":
+        backend = "nccl" if gpus else "gloo"
+    built = {name: dist.is_backend_available(name) for name in ("nccl", "gloo", "mpi")}
+    if not built[backend]:
+        has = ", ".join(name for name in built if built[name])
+        raise Refused(f"backend={backend}: this build of torch has no {backend}; choose one of {has}")
+    if backend != "nccl":
+        return backend, torch.device("cpu")
+    if not gpus:
+        raise Refused(
+            "backend=nccl: this machine shows no CUDA device; use --backend gloo, or make its GPUs visible (nvidia-smi, CUDA_VISIBLE_DEVICES)"
+        )
+    if local_rank >= gpus:
+        raise Refused(f"LOCAL_RANK={local_rank}: this machine shows {gpus} GPU(s), one for each rank; start with --nproc-per-node={gpus}")
+    return backend, torch.device("cuda", local_rank)
+
+
+def setup_distributed(config: TrainingConfig) -> DistributedContext:
+    """Make the process groups. Before any group exists, the ranks tell each other over the store what they are and what ails them.
+
+    Raises:
+        Refused: on every rank, when one of them cannot take part.
+    """
+    launch = read_launch()
+    if launch.is_under_torchrun:
+        die_with_parent()
+    if config.deterministic != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(config.deterministic)  # it imports the compiler, which takes seconds
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+    torch.backends.cudnn.benchmark = not config.deterministic
+    if dist.is_initialized():  # left by an earlier run in this process that failed
+        dist.destroy_process_group()
+    card: dict[str, Any] = {"host": socket.gethostname(), "problem": ""}
+    backend, device = "", torch.device("cpu")
+    try:
+        backend, device = choose_device(config.backend, launch.local_rank)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # before anything touches a GPU, and before the group: NCCL else guesses which
+        card |= {"backend": backend, "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}
+        card["bf16"] = has_fast_bf16(device)
+    except Refused as refused:
+        if not launch.is_launched:
+            raise
+        card["problem"] = str(refused)
+
+    timeout = timedelta(seconds=config.timeout)
+    store = _rendezvous(launch, config.init_method or "env://", timeout)
+    cards = _introduce(store, launch, card, config)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("world", store),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    hosts = tuple(each["host"] for each in cards)
+    return DistributedContext(
+        rank=launch.rank,
+        local_rank=launch.local_rank,
+        world_size=launch.world_size,
+        device=device,
+        local_world_size=hosts.count(card["host"]),
+        hosts=hosts,
+        device_names=tuple(each["device"] for each in cards),
+        fast_bf16=all(each["bf16"] for each in cards),
+        launch=launch,
+        control=dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT),
+    )
+
+
+def _rendezvous(launch: Launch, url: str, timeout: timedelta) -> dist.Store:
+    if not launch.is_launched:
+        if url != "env://":
+            raise Refused(f"init_method={url}: needs RANK, LOCAL_RANK and WORLD_SIZE, which are not set; start with torchrun, or set them")
+        return dist.HashStore()  # a world of one: no port, no environment
+    if url == "env://" and not ("MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ):
+        raise Refused("MASTER_ADDR and MASTER_PORT: not set, while RANK is; start with torchrun, set both, or give --init_method")
+    try:
+        store, _, _ = next(dist.rendezvous(url, launch.rank, launch.world_size, timeout=timeout))
+    except (dist.DistError, ValueError, RuntimeError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}" if url == "env://" else url
+        raise Refused(
+            f"rank {launch.rank} cannot meet the others at {where} ({error}); check that rank 0 runs and its address is right"
+        ) from None
+    store.set_timeout(timeout)
+    return store
+
+
+def _introduce(store: dist.Store, launch: Launch, card: dict[str, Any], config: TrainingConfig) -> list[dict[str, Any]]:
+    """Exchange one card a rank; raise on every rank what any of them found wrong."""
+    store.set(f"card/{launch.rank}", json.dumps(card))
+    cards = [json.loads(store.get(f"card/{rank}")) for rank in range(launch.world_size)]
+    for rank, each in enumerate(cards):
+        if each["problem"]:
+            is_common = len({card["problem"] for card in cards}) == 1
+            whose = "" if is_common else f" (rank {rank} on {each['host']})"
+            raise Refused(each["problem"] + whose, rank, each["host"])
+    bare = [rank for rank, each in enumerate(cards) if each["device"] == "cpu"]
+    if config.backend == "auto" and 0 < len(bare) < len(cards):
+        hosts = ", ".join(sorted({cards[rank]["host"] for rank in bare}))
+        text = "shows no CUDA device while other ranks have one; repair it or leave it out, or give --backend gloo"
+        raise Refused(f"{hosts}: {text}", bare[0], cards[bare[0]]["host"])
+    return cards
+
+
+def cleanup_distributed() -> None:
+    """End the process groups after a success. A barrier comes first: gloo aborts when a peer leaves early. Never call it on an error."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def leave_after(error: BaseException) -> NoReturn:
+    """Say the error and end this process at once: nothing waits for peers, and gloo's threads do not make an abort of the exit code."""
+    logger, is_refused = logging.getLogger(NAME), isinstance(error, Refused)
+    if is_refused and error.rank is not None:  # every rank has it: rank 0 says it, and nobody leaves before it has
+        if read_launch().rank == 0:
+            logger.error("%s", error)
+        time.sleep(1 if read_launch().rank == 0 else 3)
+    elif is_refused:
+        logger.error("%s", error)
+    else:
+        logger.error("this rank failed", exc_info=error)
+    end_workers()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(2 if is_refused else 1)
+
+
+# ---- small talk on the control group ----
+
+
+def exchange(value: Any, ctx: DistributedContext) -> list[Any]:
+    """What every rank gave, in the order of ranks. The value is plain JSON."""
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    size = torch.tensor([data.numel()])
+    sizes = [torch.empty_like(size) for _ in range(ctx.world_size)]
+    dist.all_gather(sizes, size, group=ctx.control)
+    lengths = [each.item() for each in sizes]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: data.numel()] = data
+    rows = [torch.empty_like(padded) for _ in range(ctx.world_size)]
+    dist.all_gather(rows, padded, group=ctx.control)
+    return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
+
+
+def by_rank_0(action: Callable[[], object], ctx: DistributedContext) -> None:
+    """Run `action` on rank 0 while the others wait for its outcome; as `together` when it fails."""
+    together(lambda: action() if ctx.is_main else None, ctx, is_for_all=True)
+
+
+def together(action: Callable[[], T], ctx: DistributedContext, is_for_all: bool = False) -> T:
+    """Run `action` on every rank. When it fails on one, every rank raises that rank's sentence, so that nobody waits.
+
+    Args:
+        is_for_all: whose rank's it is does not matter, and is not said.
+
+    Raises:
+        Refused: when the action was refused, or met an OSError, on any rank.
+    """
+    problem, result = "", None
+    try:
+        result = action()
+    except (Refused, OSError) as error:
+        problem = str(error) if isinstance(error, Refused) else f"{error}; mend that and start again"
+    problems = exchange(problem, ctx)
+    for rank, text in enumerate(problems):
+        if text:
+            is_for_all = is_for_all or len(set(problems)) == 1
+            raise Refused(text if is_for_all else f"{text} (rank {rank} on {ctx.hosts[rank]})", rank, ctx.hosts[rank])
+    return result
+
+
+def once_per_file_system(folder: Path, is_done: Callable[[], bool], action: Callable[[], None], ctx: DistributedContext) -> None:
+    """Where `is_done` says no, run `action` on the lowest of the ranks that see the same `folder`; its outcome reaches all ranks.
+
+    Each rank in need leaves a file of its name in the folder; the lowest name that it finds there is its leader's.
+    """
+    is_needed = not together(is_done, ctx)
+    meeting, *_ = exchange(f"{os.getpid()}-{time.time_ns()}", ctx)
+    tokens = [folder / f".{meeting}-rank{rank}" for rank in range(ctx.world_size)]
+
+    def leave_token() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        tokens[ctx.rank].touch()
+
+    together(lambda: leave_token() if is_needed else None, ctx)
+    is_leader = is_needed and next(rank for rank, token in enumerate(tokens) if token.exists()) == ctx.rank
+    exchange(is_leader, ctx)  # all have looked
+    tokens[ctx.rank].unlink(missing_ok=True)
+    together(lambda: action() if is_leader else None, ctx)
+
+
+# ---- DDP and checkpoints ----
+
+
+def wrap_ddp(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) -> DistributedDataParallel:
+    """Wrap the model in DDP. Every knob of DDP is set here and only here."""
+    sizes = [p.numel() * p.element_size() for p in model.parameters() if p.requires_grad]
+    if not sizes:
+        raise Refused("model: has no parameter that is trained; leave some with requires_grad=True")
+    megabytes = sum(sizes) / 2**20
+    # running statistics have a rule of their own (utils/running_stats.py); torch 2.15 renamed the argument
+    is_new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    no_buffers = {"forward_sync_buffers" if is_new else "broadcast_buffers": False}
+    return DistributedDataParallel(
+        model,
+        device_ids=[ctx.device.index] if ctx.device.type == "cuda" else None,
+        **no_buffers,
+        gradient_as_bucket_view=True,
+        bucket_cap_mb=config.bucket_cap_mb or min(25.0, max(1.0, megabytes / 4)),  # some buckets, so that they overlap
+    )
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model without DDP."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def open_run(config: TrainingConfig, ctx: DistributedContext) -> Run:
+    """Claim the run's folder; rank 0 decides whether a run in it is continued, and all ranks learn it. Raises Refused."""
+    run = Run(config.run_folder, config.checkpoint_folder, ctx.rank, ctx.host)
+    by_rank_0(lambda: run.claim(config, ctx.launch.id, ctx.launch.may_restart), ctx)
+    resume_path, run.is_completed, run.attempt = exchange([str(run.resume_path or ""), run.is_completed, run.attempt], ctx)[0]
+    run.resume_path = Path(resume_path) if resume_path else None
+    return run
+
+
+def save_checkpoint(
+    run: Run, state: TrainState, ctx: DistributedContext, meta: dict[str, Any], keep_last: int, is_best: bool = False
+) -> Path:
+    """Write a checkpoint of this moment: the ranks give what is theirs, rank 0 writes, the others wait for the outcome.
+
+    Args:
+        meta: its "config" and "provenance".
+        keep_last: of the steps' own checkpoints.
+        is_best: write best.pt instead.
+
+    Raises:
+        Refused: on every rank, when the file could not be written. What was there before is untouched.
+    """
+    intervals = exchange(state.interval.state(), ctx)
+    state.read_skipped()
+    payload = state.state_dict(intervals) | meta
+    name = checkpoint.BEST if is_best else checkpoint.step_path(run.checkpoints, state.progress.step).name
+    by_rank_0((lambda: run.commit_best(payload)) if is_best else (lambda: run.commit(payload, keep_last)), ctx)
+    return run.checkpoints / name
+
+
+def load_checkpoint(path: Path, ctx: DistributedContext) -> dict[str, Any]:
+    """Every rank reads the file from shared storage; all of them read the same bytes, or all raise Refused."""
+    payload, digest = together(lambda: checkpoint.read(path), ctx)
+    digests = exchange(digest, ctx)
+    if len(set(digests)) > 1:
+        other = next(rank for rank, each in enumerate(digests) if each != digests[0])
+        hosts = f"{ctx.hosts[0]} and {ctx.hosts[other]}"
+        raise Refused(f"{path}: {hosts} see different files under this name; put the run folder on storage that all nodes share")
+    return payload

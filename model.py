@@ -1,0 +1,158 @@
+"""The model: yours to change. Four functions are all that the training loop knows of it.
+
+create_model(config, device)    the network
+param_groups(model, config)     which parameters are trained, with which weight decay and learning rate
+compute_loss(model, batch)      the loss summed over a micro-batch, and what is to be reported
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from config import Refused, TrainingConfig, nearest
+from ddp_utils import unwrap, wrap_ddp
+from utils.checkpoint import load_weights
+from utils.logger import NAME
+from utils.metrics import Metrics, count_correct
+
+__all__ = ["MiniResNet", "compute_loss", "create_model", "param_groups", "wrap_ddp"]
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions beside a shortcut (He et al., "Deep residual learning", 2015): [B, in, H, W] -> [B, out, H/stride, W/stride]."""
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out_channels)
+        self.shortcut = nn.Identity()
+        if stride != 1 or in_channels != out_channels:
+            self.shortcut = nn.Sequential(nn.Conv2d(in_channels, out_channels, 1, stride, bias=False), nn.BatchNorm2d(out_channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual = F.relu(self.bn1(self.conv1(x)))
+        return F.relu(self.bn2(self.conv2(residual)) + self.shortcut(x))
+
+
+class MiniResNet(nn.Module):
+    """A small ResNet for small images: 2,777,674 parameters for 3 channels and 10 classes.
+
+    Input: float [B, in_channels, H, W], H and W at least 4. Output: logits [B, num_classes].
+    """
+
+    def __init__(self, in_channels: int = 3, num_classes: int = 10) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(in_channels, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True))
+        self.stages = nn.Sequential(
+            ResidualBlock(64, 64, 1),
+            ResidualBlock(64, 64, 1),
+            ResidualBlock(64, 128, 2),
+            ResidualBlock(128, 128, 1),
+            ResidualBlock(128, 256, 2),
+            ResidualBlock(256, 256, 1),
+        )
+        self.head = nn.Linear(256, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stages(self.stem(x))
+        return self.head(x.mean(dim=(2, 3)))
+
+
+def create_model(config: TrainingConfig, device: torch.device) -> nn.Module:
+    """The network on its device, with the weights of `init_from` where that is given.
+
+    Raises:
+        Refused: for an unknown model, or one that does not fit the config.
+    """
+    auto = {"num_classes": 10, "in_channels": 3, "image_size": 32}  # of the synthetic set; `train` knows them from the data
+    sizes = {name: default if getattr(config, name) == "auto" else getattr(config, name) for name, default in auto.items()}
+    if config.model == "mini_resnet":
+        model = MiniResNet(sizes["in_channels"], sizes["num_classes"])
+    else:
+        model = _torchvision_model(config.model, **sizes)
+    if config.init_from:
+        _take_weights(model, Path(config.init_from))
+    if config.sync_bn:
+        if device.type != "cuda":
+            raise Refused("sync_bn=True: SyncBatchNorm works on CUDA alone; leave out --sync_bn on the CPU")
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model.label_smoothing = config.label_smoothing
+    layout = torch.channels_last if config.channels_last else torch.contiguous_format
+    return model.to(device, memory_format=layout)
+
+
+def param_groups(model: nn.Module, config: TrainingConfig) -> list[dict[str, Any]]:
+    """Groups for the optimizer: no weight decay on biases and normalisation layers. A group may bring an "lr" of its own.
+
+    Parameters that are in no group are not trained; freeze them in create_model with requires_grad_(False), so that DDP knows.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def compute_loss(model: nn.Module, batch: Any) -> tuple[Tensor, Metrics]:
+    """The loss summed over the micro-batch, and what is reported as {name: (sum, count)}.
+
+    Args:
+        model: maybe wrapped in DDP; in training or evaluation mode.
+        batch: what the data set's device_transform gave: images float [B, C, H, W] and labels int64 [B].
+    """
+    images, labels = batch
+    logits = model(images)
+    if model.training:
+        loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=unwrap(model).label_smoothing)
+        return loss, {"accuracy": (count_correct(logits, labels), len(labels))}
+    loss = F.cross_entropy(logits, labels, reduction="sum")
+    return loss, {f"top{k}": (count_correct(logits, labels, k), len(labels)) for k in (1, 5)}
+
+
+def _torchvision_model(name: str, in_channels: int, num_classes: int, image_size: int) -> nn.Module:
+    try:
+        from torchvision import models
+    except ImportError as error:
+        raise Refused(f"model={name}: needs torchvision ({error}); install it, or use --model mini_resnet") from None
+    known = models.list_models(module=models)
+    if name not in known:
+        raise Refused(f"model={name}: is not known; choose mini_resnet or a classifier of torchvision: {nearest(name, known)}")
+    if in_channels != 3:
+        raise Refused(f"in_channels={in_channels}: the models of torchvision take 3; use --model mini_resnet or images of 3 channels")
+    special = {"inception_v3": {"aux_logits": False}, "googlenet": {"aux_logits": False}}.get(name, {})
+    if name.startswith("vit_"):
+        special = {"image_size": image_size}
+    try:
+        return models.get_model(name, weights=None, num_classes=num_classes, **special)
+    except (ValueError, AssertionError) as error:
+        raise Refused(f"model={name}: does not take images of {image_size} pixels ({error}); give another image_size or model") from None
+
+
+def _take_weights(model: nn.Module, path: Path) -> None:
+    """Load what fits by name and shape, and say what did not (a head of another size)."""
+    weights, own = load_weights(path), model.state_dict()
+    fitting = {name: value for name, value in weights.items() if name in own and own[name].shape == value.shape}
+    if not fitting:
+        raise Refused(f"init_from={path}: none of its {len(weights)} tensors fits the model; give the model they were made with")
+    model.load_state_dict(fitting, strict=False)
+    replaced = [name for name in own if name not in fitting]
+    extra = [name for name in weights if name not in fitting]
+    logging.getLogger(NAME).info(
+        "init_from: took %d of %d tensors from %s; left at their new values: %s; not used: %s",
+        len(fitting),
+        len(own),
+        path,
+        ", ".join(replaced) or "none",
+        ", ".join(extra) or "none",
+    )

@@ -1,0 +1,38 @@
+"""For all tests: the repository on the path, one thread a process, nothing left of one test in the next."""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PATHS = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "multiprocess")]
+sys.path[:0] = PATHS
+os.environ |= {"PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # for processes started here
+for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(name, None)
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_trace():
+    """A test that computes in float64 or sets up the logger leaves no trace."""
+    yield
+    torch.set_default_dtype(torch.float32)
+    logger = logging.getLogger("ddp")
+    logger.propagate = True
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Training with real ranks in a folder of the test's own (multiprocess/training.py)."""
+    from training import Runs
+
+    return Runs(tmp_path)

@@ -1,0 +1,18 @@
+"""Image folders for tests."""
+
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+
+def save_images(folder: Path, classes: dict[str, int], size: int | tuple[int, int] = 8, seed: int = 0) -> None:
+    """Write <folder>/<class>/<n>.png: so many random images of each class, whose mean colour tells the class."""
+    generator = torch.Generator().manual_seed(seed)
+    height, width = (size, size) if isinstance(size, int) else size
+    for label, (name, count) in enumerate(classes.items()):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for k in range(count):
+            image = torch.randint(0, 100, (3, height, width), generator=generator, dtype=torch.uint8)
+            image[label % 3] += 120
+            Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / name / f"{k:03d}.png")

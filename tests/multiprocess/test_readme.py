@@ -1,0 +1,70 @@
+"""The README's commands, as they stand there."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from config import TrainingConfig
+from ranks import ROOT, copy_repository, launch
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+LINES = [line.split(" #")[0].strip() for block in BLOCKS for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+ENV = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+TINY = "--image_size 8 --batch_size 8 --dataset_size 32 --backend gloo"
+
+
+def test_every_command_of_ours_has_flags_that_exist():
+    """Those of train.py are parsed by the config, those of launch.sh by its dry run."""
+    seen = 0
+    for line in (line for line in LINES if "train.py" in line or "scripts/" in line):
+        if "launch.sh" in line:
+            ended = launch(["bash", "-c", f"{line} --dry-run"], env={**ENV, "NPROC_PER_NODE": "8"})
+            assert ended.code == 0 and "torchrun --nnodes=2" in ended.out, line
+        elif "train.py" in line:
+            words = shlex.split(line.split("train.py", 1)[1])
+            if "--config" not in words:
+                TrainingConfig.from_args(words)
+        seen += 1
+    assert seen >= 12
+
+
+def test_a_first_hour_with_the_readme(tmp_path):
+    """Train by one process, then the block on what a run leaves, word for word, in a clone of its own."""
+    copy_repository(tmp_path)
+    ended = launch(["bash", "-c", f"python train.py --epochs 1 {TINY}"], env=ENV, cwd=tmp_path)
+    assert ended.code == 0, ended.text
+    block = next(block for block in BLOCKS if "runs.py" in block)
+    for line in block.splitlines():
+        if "tensorboard" in line:
+            continue  # a server
+        ended = launch(["bash", "-c", line + (" --backend gloo" if "train.py" in line else "")], env=ENV, cwd=tmp_path)
+        assert ended.code == 0, ended.text
+    assert (tmp_path / "curves.svg").exists() and (tmp_path / "model.pt").exists()
+    assert json.loads((tmp_path / "runs/default/eval-best.json").read_text())["records"]
+
+
+def test_the_quickstart_trains_two_ranks_and_judges_them(tmp_path):
+    """In full, as a newcomer types it; then too little training, which has to be refused."""
+    ended = launch([ROOT / "scripts" / "quickstart.sh"], env=ENV, deadline=600)
+    assert ended.code == 0, ended.text
+    assert re.search(r"two ranks reached \d\d(\.\d)?.* top-1", ended.out) and "Type next:" in ended.out and "2 on 1 node(s)" in ended.out
+    folder = ROOT / re.search(r"run +(runs/quickstart-\d+)", ended.out)[1]
+    assert json.loads((folder / "summary.json").read_text())["best_top1"] >= 0.9
+    ended = launch([ROOT / "scripts" / "quickstart.sh", *TINY.split(), "--epochs", "1"], env=ENV)
+    assert ended.code != 0 and "is below 90 %" in ended.err
+    another = ROOT / re.search(r"run +(runs/quickstart-\d+)", ended.out)[1]
+    assert another != folder
+    for made in (folder, another):
+        shutil.rmtree(made)
+
+
+@pytest.mark.parametrize("name", ["quickstart.sh", "test.sh", "launch.sh"])
+def test_scripts_can_be_started(name):
+    assert os.access(ROOT / "scripts" / name, os.X_OK)

@@ -1,0 +1,129 @@
+"""A run that stopped and went on is the run that did not: weights, optimizer, averages, records, samples."""
+
+import math
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+
+from ranks import start, stop
+from training import difference
+from utils import checkpoint
+
+STATE = ("model", "ema", "optimizer", "scaler", "progress")
+TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes")
+FLAGS = [
+    "--dataset_size",
+    "100",
+    "--epochs",
+    "2",
+    "--grad_accum_steps",
+    "2",
+    "--num_workers",
+    "1",
+    "--ema_decay",
+    "0.9",
+    "--log_interval",
+    "3",
+]
+
+
+def same_records(runs, a, b):
+    for kind in ("train", "eval"):
+        left, right = ([{k: v for k, v in record.items() if k not in TIMES} for record in runs.records(name, kind)] for name in (a, b))
+        assert left == right and left
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (1, ["--amp_dtype", "bf16"]),
+        (2, ["--no-use_amp", "--optimizer", "adamw", "--lr", "0.001"]),
+        (4, ["--no-use_amp", "--record_samples"]),
+    ],
+)
+def test_a_run_resumed_within_an_epoch_is_the_uninterrupted_one_to_the_bit(runs, ranks, flags):
+    """From a save on the way, at a step that ends no log interval; on 2 ranks also from an epoch's end, before its evaluation."""
+    runs.train(ranks, "whole", *FLAGS, *flags)
+    runs.train(ranks, "parts", *FLAGS, *flags, "--save_every_steps", 2, "--keep_last", 99)
+    steps_per_epoch = math.ceil(100 / (4 * 2 * ranks))
+    path = runs.folder("parts") / "checkpoints"
+    for step in (steps_per_epoch, 2) if ranks == 2 else (2,):
+        runs.train(ranks, "parts", *FLAGS, *flags, "--resume_from", checkpoint.step_path(path, step), "--keep_last", 99)
+        whole, parts = runs.last("whole"), runs.last("parts")
+        assert [difference(whole[key], parts[key]) for key in STATE] == [[]] * len(STATE)
+        same_records(runs, "whole", "parts")
+        assert [record["step"] for record in runs.records("parts", "event") if record["event"] == "resumed"] == [step]
+    assert runs.samples("whole") == runs.samples("parts")
+    assert bool(runs.samples("whole")) is ("--record_samples" in flags)
+
+
+def test_a_global_batch_goes_on_over_other_numbers_of_ranks(runs):
+    """4 -> 2 -> 3 ranks, in float64: the same samples in the same steps, and the same weights but for the order of sums."""
+    flags = ["--dataset_size", 60, "--epochs", 2, "--global_batch_size", 16, "--no-use_amp", "--record_samples", "--log_interval", 3]
+    runs.train(4, "whole", *flags, dtype=torch.float64)
+    whole = runs.samples("whole")
+    assert len(whole) == 8
+    runs.train(4, "again", *flags, "--save_every_steps", 3, "--keep_last", 9, dtype=torch.float64)
+    path = runs.folder("again") / "checkpoints"
+    runs.train(
+        2, "again", *flags, "--resume_from", path / "step_00000003.pt", "--save_every_steps", 3, "--keep_last", 9, dtype=torch.float64
+    )
+    runs.train(3, "again", *flags, "--resume_from", path / "step_00000006.pt", dtype=torch.float64)
+    assert runs.samples("again") == whole
+    for key in ("model", "optimizer"):
+        for want, got in zip(tensors(runs.last("whole")[key]), tensors(runs.last("again")[key]), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
+def tensors(nest):
+    if isinstance(nest, dict):
+        return [found for key in sorted(nest, key=str) for found in tensors(nest[key])]
+    return [nest] if isinstance(nest, torch.Tensor) else []
+
+
+def test_sigterm_to_the_group_saves_and_the_run_goes_on_to_the_same_weights(runs):
+    """torchrun forwards SIGTERM to each rank's process group, workers included; the ranks stop after one step and lose none."""
+    flags = ["--dataset_size", "400", "--epochs", "2", "--image_size", "8", "--batch_size", "4", "--num_workers", "1"]
+    flags += ["--no-use_amp", "--log_interval", "5", "--record_samples", "--backend", "gloo"]
+    runs.train(2, "whole", *flags)
+    folder = runs.folder("parts")
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py", *flags, "--run_dir", folder]
+    program = start(line)
+    try:
+        ends = time.monotonic() + 60
+        while not (folder / "metrics.jsonl").exists() and time.monotonic() < ends:
+            time.sleep(0.05)
+        os.kill(program.pid, signal.SIGTERM)
+        out, err = program.communicate(timeout=60)
+    finally:
+        stop(program)
+    status = runs.json("parts", "status.json")
+    assert status["state"] == "preempted", out + err
+    assert runs.json("parts", "summary.json")["state"] == "preempted" and "--resume_from auto" in out
+    assert 0 < status["step"] < 100 and runs.last("parts")["progress"]["step"] == status["step"] == max(runs.samples("parts"))
+    runs.train(2, "parts", *flags, "--resume_from", "auto")
+    assert runs.samples("parts") == runs.samples("whole")
+    whole, parts = runs.last("whole"), runs.last("parts")
+    assert [difference(whole[key], parts[key]) for key in STATE] == [[]] * len(STATE)
+    assert runs.json("parts", "summary.json")["restarts"] == 1
+
+
+def test_the_time_limit_and_the_clock_of_saves(runs):
+    """Both are words that rank 0 gives and all ranks follow: one stops the run, the other saves on the way."""
+    flags = ["--dataset_size", 400, "--epochs", 50, "--no-use_amp", "--save_every", 0, "--max_time", 0.05, "--save_every_minutes", 0.01]
+    outcomes = runs.train(2, "timed", *flags)
+    assert [outcome["state"] for outcome in outcomes] == ["preempted"] * 2
+    assert outcomes[0]["steps"] == outcomes[1]["steps"] == runs.last("timed")["progress"]["step"]
+    assert len([record for record in runs.records("timed", "event") if record["event"] == "checkpoint"]) >= 3
+
+
+def test_a_completed_run_is_left_as_it_is(runs):
+    runs.train(2, "done", "--dataset_size", 16, "--epochs", 1)
+    files = {path: path.read_bytes() for path in runs.folder("done").rglob("*") if path.is_file()}
+    outcomes = runs.train(2, "done", "--dataset_size", 16, "--epochs", 1, "--resume_from", "auto")
+    assert outcomes[0]["state"] == "completed"
+    assert files == {path: path.read_bytes() for path in runs.folder("done").rglob("*") if path.is_file()}

@@ -1,0 +1,161 @@
+"""Real processes for tests: ranks forked from a warm server, and whole launches; each with a deadline, none left behind."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DEADLINE = 120.0  # seconds
+
+
+# Ranks are forked from a server that has imported everything and has no threads: a fork of pytest's own process, in which a thread
+# may hold a lock of libc at that moment, hangs now and then.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["training"])
+STORES = """
+import sys, torch.distributed as dist
+stores = []
+for line in sys.stdin:
+    stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    print(stores[-1].port, flush=True)
+"""
+
+
+@functools.cache
+def _store_server() -> subprocess.Popen:
+    server = subprocess.Popen([sys.executable, "-c", STORES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(server.communicate)  # closes its input, which ends it
+    return server
+
+
+def new_store() -> str:
+    """The port of a new store in a process that lives as long as pytest: as torchrun's agent has one, so that no port is guessed."""
+    server = _store_server()
+    print(file=server.stdin, flush=True)
+    return server.stdout.readline().strip()
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Any]:
+    """Run function(*args) in processes that find torchrun's variables in their environment; what each returned, by rank.
+
+    Raises AssertionError, with what the ranks printed, when one fails or the deadline passes.
+    """
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": new_store(), "TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(world_size)}
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, str(rank)) for rank in range(world_size)]
+        ranks = []
+        for rank, file in enumerate(files):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common}
+            ranks.append(CONTEXT.Process(target=_be_a_rank, args=(file, own, function, args)))
+            ranks[-1].start()
+        ends = time.monotonic() + deadline
+        try:
+            while any(rank.is_alive() for rank in ranks) and time.monotonic() < ends and not any(rank.exitcode for rank in ranks):
+                time.sleep(0.01)
+            if any(rank.exitcode for rank in ranks):
+                time.sleep(1)  # let the others say what they saw
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+        codes = [rank.exitcode for rank in ranks]
+        if any(codes):
+            said = "\n".join(f"--- rank {rank}\n{file.with_suffix('.out').read_text()}" for rank, file in enumerate(files))
+            raise AssertionError(f"exit codes {codes} (-9: ended by the test, after {deadline} s or when another rank failed)\n{said}")
+        return [pickle.loads(file.read_bytes()) for file in files]
+
+
+def _be_a_rank(file: Path, env: dict[str, str], function: Callable[..., Any], args: tuple) -> None:
+    output = os.open(file.with_suffix(".out"), os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(env)
+    multiprocessing.set_start_method("fork", force=True)  # of DataLoader workers, as in a process that was not forked from a server
+    try:
+        file.write_bytes(pickle.dumps(function(*args)))
+    except BaseException:
+        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+@dataclass
+class Ended:
+    """How a launched program ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def text(self) -> str:
+        return self.out + self.err
+
+
+def launch(command: Sequence[str | Path], *, env: dict[str, str] | None = None, cwd: Path = ROOT, deadline: float = DEADLINE) -> Ended:
+    """Run a program in a session of its own to its end; past the deadline it and what it started are ended, and the test fails."""
+    program = start(command, env=env, cwd=cwd)
+    try:
+        out, err = program.communicate(timeout=deadline)
+    except subprocess.TimeoutExpired:
+        stop(program)
+        out, err = program.communicate()
+        raise AssertionError(f"{command} took more than {deadline} s\n{out}\n{err}") from None
+    return Ended(program.returncode, out, err)
+
+
+def start(command: Sequence[str | Path], *, env: dict[str, str] | None = None, cwd: Path = ROOT) -> subprocess.Popen:
+    words = [str(word) for word in command]
+    everything = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(words, env=everything, cwd=cwd, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+
+def stop(program: subprocess.Popen) -> None:
+    """End a program that this test started; its ranks are told by the kernel (utils/signals.py)."""
+    if program.poll() is None:
+        program.terminate()
+        try:
+            program.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(program.pid, signal.SIGKILL)
+
+
+def torchrun(world_size: int, *flags: str | Path, script: str = "train.py", **options: Any) -> Ended:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", script, *flags]
+    return launch(command, **options)
+
+
+def copy_repository(target: Path) -> Path:
+    """What git tracks or would track, as it is in the working tree: what a clone gives, and a forker changes."""
+    need("git")
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in listed.stdout.split():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, target / name)
+    return target
+
+
+def need(tool: str) -> None:
+    """Skip where a tool of the system is missing; fail where CI is set, which has to install it."""
+    if shutil.which(tool) is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"{tool} is not installed")

@@ -1,0 +1,77 @@
+"""Logger: rank 0 speaks, the others warn, every rank's file has everything with time, rank and host on each line."""
+
+import io
+import re
+import sys
+
+import pytest
+
+from utils.logger import duration, log_epoch_summary, log_training_step, setup_logger, show_progress
+
+RECORD = {
+    "epoch": 1, "step": 40, "loss": 1.25, "accuracy": 0.5, "lr": 0.01, "samples_per_s": 2000.0,
+    "data_wait_s": 0.01, "step_s": 0.1, "peak_memory_bytes": 2**30,
+}  # fmt: skip
+
+
+def test_rank_0_shows_information_and_other_ranks_only_warnings(capsys):
+    setup_logger(0).info("hello")
+    assert capsys.readouterr().out == "hello\n"
+    logger = setup_logger(3)
+    logger.info("hello")
+    logger.warning("trouble")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "[rank 3] trouble\n")
+
+
+def test_every_line_of_a_file_has_time_rank_and_host(tmp_path):
+    file = tmp_path / "logs" / "rank2.log"
+    logger = setup_logger(2, file)
+    logger.info("one\ntwo")
+    try:
+        raise RuntimeError("three")
+    except RuntimeError:
+        logger.exception("failed")
+    setup_logger(2, file).info("a second attempt appends")
+    lines = file.read_text().splitlines()
+    assert len(lines) >= 6
+    assert all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z 2 \S+ ", line) for line in lines)
+    assert lines[0].endswith(" one") and lines[1].endswith(" two") and "ERROR failed" in lines[2] and lines[-1].endswith("appends")
+
+
+def test_a_training_line_says_where_how_well_how_fast_and_how_long(capsys):
+    log_training_step(setup_logger(0), RECORD, ["accuracy"], total_steps=640, world_size=4)
+    line = capsys.readouterr().out
+    for part in ("epoch 1", "step 40/640", "loss 1.2500", "accuracy 0.5000", "lr 0.01", "2,000 samples/s (500 a rank)", "data wait 10%"):
+        assert part in line
+    assert "mem 1.00 GiB" in line and "1 min 00 s left" in line
+
+
+def test_a_loss_that_is_not_finite_is_said(capsys):
+    log_training_step(setup_logger(0), RECORD | {"loss": None}, [], 640, 1)
+    assert "loss not finite" in capsys.readouterr().out
+
+
+def test_an_epoch_line_has_each_split_and_kind_of_weights(capsys):
+    record = {"kind": "eval", "epoch": 2, "step": 9, "split": "val", "weights": "model", "loss": 0.5, "top1": 0.9, "count": 1000}
+    log_epoch_summary(setup_logger(0), [record, record | {"weights": "ema", "top1": 0.95}], 3.0, is_best=True)
+    line = capsys.readouterr().out
+    assert "epoch 2" in line and "val: loss 0.5000, top1 0.9000 on 1,000 samples" in line and "val (ema): loss 0.5000, top1 0.9500" in line
+    assert "best so far" in line
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_progress_bar_only_on_a_terminal(monkeypatch, is_terminal):
+    screen = io.StringIO()
+    screen.isatty = lambda: is_terminal
+    monkeypatch.setattr(sys, "stdout", screen)
+    logger = setup_logger(0)
+    show_progress(logger, 3, 12, "step")
+    logger.info("a line")
+    text = screen.getvalue()
+    assert ("[######" in text and "step 3/12" in text) is is_terminal
+    assert text.endswith("a line\n")
+
+
+def test_durations():
+    assert [duration(s) for s in (5, 65, 3725)] == ["5 s", "1 min 05 s", "1 h 02 min"]

@@ -1,0 +1,106 @@
+"""Model: shapes, sizes, parameter groups, the summed loss, weights from elsewhere."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from config import Refused, TrainingConfig
+from model import MiniResNet, compute_loss, create_model, param_groups, wrap_ddp
+
+CPU = torch.device("cpu")
+
+
+def test_mini_resnet_has_the_published_number_of_parameters():
+    assert sum(p.numel() for p in MiniResNet(3, 10).parameters()) == 2_777_674
+
+
+@pytest.mark.parametrize(("channels", "classes", "size", "batch"), [(3, 10, 32, 2), (1, 5, 28, 3), (3, 100, 64, 1), (4, 2, 4, 2)])
+def test_mini_resnet_shapes(channels, classes, size, batch):
+    assert MiniResNet(channels, classes).eval()(torch.randn(batch, channels, size, size)).shape == (batch, classes)
+
+
+def test_create_model_is_channels_last_unless_asked_otherwise():
+    for channels_last in (True, False):
+        weight = create_model(TrainingConfig(channels_last=channels_last), CPU).stages[0].conv1.weight
+        assert weight.is_contiguous(memory_format=torch.channels_last) is channels_last
+
+
+def test_no_weight_decay_on_biases_and_norms():
+    model = create_model(TrainingConfig(), CPU)
+    decayed, bare = param_groups(model, TrainingConfig(weight_decay=0.1))
+    assert (decayed["weight_decay"], bare["weight_decay"]) == (0.1, 0.0)
+    assert all(p.ndim > 1 for p in decayed["params"]) and all(p.ndim <= 1 for p in bare["params"])
+    assert len(decayed["params"]) + len(bare["params"]) == len(list(model.parameters()))
+
+
+def test_the_loss_is_a_sum_and_metrics_are_sums_and_counts():
+    model = create_model(TrainingConfig(label_smoothing=0.1), CPU)
+    images, labels = torch.randn(6, 3, 8, 8), torch.arange(6)
+    model.eval()
+    loss, metrics = compute_loss(model, (images, labels))
+    each = [compute_loss(model, (images[k : k + 1], labels[k : k + 1]))[0] for k in range(6)]
+    torch.testing.assert_close(loss, torch.stack(each).sum())
+    assert set(metrics) == {"top1", "top5"} and metrics["top1"][1] == 6
+    logits = model(images)
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))  # smoothing is for training
+    model.train()
+    smoothed, metrics = compute_loss(model, (images, labels))
+    expected = torch.nn.functional.cross_entropy(model(images), labels, reduction="sum", label_smoothing=0.1)
+    torch.testing.assert_close(smoothed, expected)
+    assert set(metrics) == {"accuracy"}
+
+
+def test_torchvision_classifiers_by_name():
+    model = create_model(TrainingConfig(model="resnet18", num_classes=7), CPU).eval()
+    assert model(torch.randn(1, 3, 32, 32)).shape == (1, 7)
+    vit = create_model(TrainingConfig(model="vit_b_32", num_classes=3, image_size=64), CPU).eval()
+    assert vit(torch.randn(1, 3, 64, 64)).shape == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": "resnet81"}, "model=resnet81: is not known; choose mini_resnet or a classifier of torchvision: .*did you mean resnet18"),
+        ({"model": "resnet18", "in_channels": 1}, "in_channels=1: the models of torchvision take 3; use"),
+        ({"model": "vit_b_16", "image_size": 30}, "model=vit_b_16: does not take images of 30 pixels .*; give another"),
+        ({"sync_bn": True}, "sync_bn=True: SyncBatchNorm works on CUDA alone; leave out --sync_bn"),
+        ({"init_from": "/nowhere.pt"}, "init_from=/nowhere.pt: holds no weights .*; give"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(changes, said):
+    with pytest.raises(Refused, match=said):
+        create_model(TrainingConfig(**changes), CPU)
+
+
+def test_init_from_takes_what_fits_and_says_what_was_replaced(tmp_path, caplog):
+    source = MiniResNet(3, 10)
+    file = tmp_path / "weights.pt"
+    for payload in (source.state_dict(), {"model": source.state_dict(), "progress": {}}):
+        torch.save(payload, file)
+        caplog.clear()
+        with caplog.at_level("INFO", logger="ddp"):
+            torch.manual_seed(1)
+            model = create_model(TrainingConfig(init_from=str(file), num_classes=4, channels_last=False), CPU)
+        assert torch.equal(model.stages[2].conv1.weight, source.stages[2].conv1.weight)
+        assert model.head.weight.shape == (4, 256)
+        assert "left at their new values: head.weight, head.bias" in caplog.text
+
+
+def test_init_from_another_model_is_refused(tmp_path):
+    torch.save({"layer": torch.ones(3)}, tmp_path / "other.pt")
+    with pytest.raises(Refused, match="none of its 1 tensors fits the model; give"):
+        create_model(TrainingConfig(init_from=str(tmp_path / "other.pt")), CPU)
+
+
+def test_wrap_ddp_is_importable_from_here_and_refuses_a_model_without_trained_parameters():
+    from ddp_utils import DistributedContext
+
+    model = MiniResNet().requires_grad_(False)
+    with pytest.raises(Refused, match="no parameter that is trained; leave some"):
+        wrap_ddp(model, TrainingConfig(), DistributedContext(0, 0, 1, CPU))
+
+
+def test_configs_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TrainingConfig().lr = 1.0

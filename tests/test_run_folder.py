@@ -1,0 +1,239 @@
+"""The run's folder: who owns it, when a run is continued, moved aside, replaced or refused, and what its files say."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from config import Refused, TrainingConfig
+from ranks import ROOT
+from test_checkpoint import payload
+from utils import checkpoint
+from utils.run_folder import Run
+
+
+def open_run(config, rank=0, launch_id="", may_restart=False):
+    run = Run(config.run_folder, config.checkpoint_folder, rank, "here")
+    if rank == 0:
+        run.claim(config, launch_id, may_restart)
+    return run
+
+
+def fill(run, steps=(10, 20), state="running"):
+    """What a run leaves behind."""
+    run.status(state, epoch=0, step=steps[-1], error=None)
+    for step in steps:
+        run.record("train", epoch=0, step=step, loss=1.0)
+        run.record("event", event="checkpoint", step=step)
+        run.record("eval", epoch=0, step=step, split="val", loss=1.0)
+        run.commit(payload(step), keep_last=5)
+    run.close()
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return TrainingConfig(run_dir="runs/mine")
+
+
+def with_(config, **changes):
+    import dataclasses
+
+    return dataclasses.replace(config, **changes)
+
+
+def test_a_fresh_folder_is_made_and_claimed(config):
+    run = open_run(config, launch_id="abc")
+    claim = json.loads((run.folder / "claim.json").read_text())
+    assert (claim["host"], claim["launch_id"], claim["attempt"]) == ("here", "abc", 1) and claim["pid"] > 0
+    assert run.resume_path is None and run.checkpoints.is_dir()
+
+
+def test_a_named_folder_that_holds_a_run_is_refused_with_the_commands(config):
+    fill(open_run(config))
+    with pytest.raises(Refused, match="holds a run already; add --resume_from auto .* --overwrite .* another --run_dir"):
+        open_run(config)
+    assert len(list(config.checkpoint_folder.glob("*.pt"))) == 2
+
+
+def test_a_folder_without_a_record_is_taken_again(config):
+    run = open_run(config)
+    run.status("running")
+    run.failed(Refused("bad data; mend it"))
+    run.close()
+    assert open_run(config).attempt == 1
+
+
+def test_the_default_folder_moves_aside(config):
+    default = TrainingConfig()
+    for number in (1, 2):
+        fill(open_run(default))
+        run = open_run(default)
+        assert not checkpoint.step_checkpoints(run.checkpoints) and run.attempt == 1
+        run.close()
+        assert len(list((run.folder.parent / f"default.{number}" / "checkpoints").glob("*.pt"))) == 2
+        assert f"default.{number}" in run.notes[0]
+
+
+def test_overwrite_replaces_what_a_run_wrote_and_nothing_else(config):
+    fill(open_run(config))
+    (config.run_folder / "notes.txt").write_text("mine")
+    run = open_run(with_(config, overwrite=True))
+    assert sorted(path.name for path in run.folder.iterdir()) == ["checkpoints", "claim.json", "notes.txt"]
+    assert not list(run.checkpoints.iterdir()) and run.attempt == 1
+
+
+def test_auto_takes_the_newest_whole_checkpoint_and_counts_attempts(config):
+    fill(open_run(with_(config, resume_from="auto")))  # where there is none: a fresh start
+    run = open_run(with_(config, resume_from="auto"))
+    assert run.resume_path.name == "step_00000020.pt" and run.attempt == 2
+    run.close()
+    newest = config.checkpoint_folder / "step_00000020.pt"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    run = open_run(with_(config, resume_from="auto"))
+    assert run.resume_path.name == "step_00000010.pt" and run.attempt == 3 and "cut short" in run.notes[0]
+
+
+def test_a_run_without_a_checkpoint_starts_anew_in_its_folder(config):
+    run = open_run(config)
+    run.record("train", step=3, loss=1.0)
+    run.close()
+    run = open_run(with_(config, resume_from="auto"))
+    assert run.resume_path is None
+    run.rewind(0)
+    assert run.records("train") == []
+
+
+def test_a_completed_run_is_left_alone(config):
+    fill(open_run(config), state="completed")
+    before = {path: path.read_bytes() for path in config.run_folder.rglob("*") if path.is_file()}
+    run = open_run(with_(config, resume_from="auto"))
+    assert run.is_completed and run.resume_path is None
+    run.close()
+    assert before == {path: path.read_bytes() for path in config.run_folder.rglob("*") if path.is_file()}
+
+
+def test_a_path_within_the_run_goes_back_and_sets_what_is_beyond_aside(config):
+    run = open_run(config)
+    run.commit_best(payload(20))
+    fill(run, steps=(10, 20, 30))
+    run = open_run(with_(config, resume_from=str(config.checkpoint_folder / "step_00000010.pt")))
+    assert run.resume_path.name == "step_00000010.pt" and run.attempt == 2
+    run.rewind(10)
+    assert sorted(path.name for path in (run.folder / "superseded-2").iterdir()) == ["best.pt", "step_00000020.pt", "step_00000030.pt"]
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000010.pt"]
+    records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(r["kind"], r["step"]) for r in records] == [("train", 10), ("event", 10)]
+
+
+def test_a_path_of_another_run_starts_a_new_one_and_never_in_a_folder_that_holds_one(config, tmp_path):
+    fill(open_run(config))
+    source = str(config.checkpoint_folder / "step_00000020.pt")
+    other = open_run(TrainingConfig(run_dir="runs/other", resume_from=source))
+    assert other.resume_path.name == "step_00000020.pt" and other.attempt == 1
+    fill(other)
+    with pytest.raises(Refused, match="holds a run already"):
+        open_run(TrainingConfig(run_dir="runs/other", resume_from=source))
+    with pytest.raises(Refused, match="cannot be read"):
+        open_run(TrainingConfig(run_dir="runs/new", resume_from="nowhere.pt"))
+
+
+def test_a_restart_of_the_same_launch_continues_even_where_overwrite_was_asked(config):
+    first = with_(config, overwrite=True)
+    fill(open_run(first, launch_id="job-7"))
+    run = open_run(first, launch_id="job-7")
+    assert run.resume_path.name == "step_00000020.pt" and run.attempt == 2
+    run.close()
+    with pytest.raises(Refused, match="holds a run already"):
+        open_run(config, launch_id="job-8")
+
+
+def test_a_restart_that_cannot_be_told_from_a_new_run_is_refused(config):
+    fill(open_run(TrainingConfig()))
+    with pytest.raises(Refused, match="whether this restarts it cannot be known; give torchrun --rdzv-id NAME"):
+        open_run(TrainingConfig(), may_restart=True)
+
+
+def test_a_folder_in_use_is_refused_with_its_owner_and_a_dead_owner_does_not_block(config, tmp_path):
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from config import TrainingConfig; from utils.run_folder import Run\n"
+        "config = TrainingConfig(run_dir='runs/mine'); run = Run(config.run_folder, config.checkpoint_folder, 0, 'there')\n"
+        "run.claim(config, '', False); print('claimed', flush=True); sys.stdin.read()"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout.readline() == "claimed\n"
+        with pytest.raises(Refused, match=rf"in use by process {owner.pid} on there since .*; end that job or give another --run_dir"):
+            open_run(with_(config, overwrite=True))
+    finally:
+        owner.kill()
+        owner.wait()
+    assert open_run(config).attempt == 1
+
+
+@pytest.mark.parametrize("where", ["run_dir", "checkpoint_dir"])
+def test_an_unwritable_folder_is_refused(tmp_path, where):
+    (tmp_path / "file").touch()
+    with pytest.raises(Refused, match="cannot be written .Not a directory.; give"):
+        open_run(TrainingConfig(**{"run_dir": str(tmp_path / "run"), where: str(tmp_path / "file" / "x")}))
+
+
+def test_checkpoints_of_another_run_are_not_mixed_in(config, tmp_path):
+    fill(open_run(config))
+    with pytest.raises(Refused, match="holds a run already"):
+        open_run(TrainingConfig(run_dir="runs/new", checkpoint_dir=str(config.checkpoint_folder)))
+
+
+# ---- records ----
+
+
+def test_a_number_that_is_not_finite_becomes_null(config):
+    run = open_run(config)
+    assert run.record("train", step=1, loss=float("nan"), lr=0.1) == {"kind": "train", "step": 1, "loss": None, "lr": 0.1}
+    assert json.loads((run.folder / "metrics.jsonl").read_text())["loss"] is None
+
+
+def test_other_ranks_write_only_their_samples(config):
+    open_run(config)
+    other = open_run(config, rank=3)
+    other.record("train", step=1)
+    other.status("running")
+    other.write_json("summary.json", {})
+    other.record_samples(0, 1, [4, 2])
+    other.close()
+    assert sorted(path.name for path in config.run_folder.iterdir()) == ["checkpoints", "claim.json", "samples"]
+    assert json.loads((config.run_folder / "samples" / "rank3.jsonl").read_text()) == {"epoch": 0, "step": 1, "indices": [4, 2]}
+
+
+def test_rewinding_drops_later_samples_and_a_torn_last_line(config):
+    run = open_run(config)
+    for step in (1, 2, 3):
+        run.record_samples(0, step, [step])
+    with (run.folder / "metrics.jsonl").open("w") as file:
+        file.write('{"kind": "train", "step": 1}\n{"kind": "tra')
+    run.rewind(2)
+    assert len((run.folder / "samples" / "rank0.jsonl").read_text().splitlines()) == 2
+    assert run.records("train") == [{"kind": "train", "step": 1}]
+
+
+def test_the_first_failure_is_kept(config):
+    run = open_run(config)
+    run.status("running", epoch=0, step=7, error=None)
+    other = open_run(config, rank=2)
+    other.failed(ValueError("the cause"))
+    run.failed(RuntimeError("connection closed by peer"))
+    status = json.loads((run.folder / "status.json").read_text())
+    assert (status["state"], status["error"], status["rank"], status["host"], status["step"]) == ("failed", "the cause", 2, "here", 7)
+
+
+def test_best_is_a_link_to_the_steps_checkpoint_or_a_file_of_its_own(config):
+    run = open_run(config)
+    path = run.commit(payload(10), keep_last=2)
+    best = run.commit_best(payload(10))
+    assert best.samefile(path)
+    run.commit(payload(20), keep_last=2), run.commit(payload(30), keep_last=2)
+    assert not path.exists() and checkpoint.read(best)[0]["progress"]["step"] == 10
+    run.commit_best(payload(25))
+    assert checkpoint.read(best)[0]["progress"]["step"] == 25

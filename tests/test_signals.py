@@ -1,0 +1,38 @@
+"""Signals: a flag for the loop, workers that do not die of the group's SIGTERM, and none of them left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from ranks import ROOT
+from utils.signals import StopSignals
+
+HOLDS_WORKERS = """
+import sys, torch
+from torch.utils.data import DataLoader
+from utils.signals import ignore_in_worker
+batches = iter(DataLoader(range(100), num_workers=2, worker_init_fn=ignore_in_worker))
+next(batches)
+sys.kept = batches  # nothing shuts them down before the interpreter ends
+print("done", flush=True)
+"""
+
+
+def test_a_signal_sets_a_flag_and_the_handlers_come_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignals() as signals:
+        assert signals.received == ""
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt):  # once: save and stop; twice: now
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_workers_that_ignore_sigterm_do_not_keep_the_process_from_its_end():
+    """multiprocessing ends daemonic children by SIGTERM and joins them without a limit."""
+    ended = subprocess.run([sys.executable, "-c", HOLDS_WORKERS], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr

@@ -1,0 +1,218 @@
+"""Optimizer step, schedule, average: what is skipped is skipped to the bit, at the first step too."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from config import Refused, TrainingConfig
+from ddp_utils import cleanup_distributed, setup_distributed
+from utils.loading import Window
+from utils.optim import WeightAverage, create_optimizer, lr_factor
+from utils.precision import Precision, has_fast_bf16
+from utils.train_state import TrainState
+
+CPU = torch.device("cpu")
+WINDOW = Window(samples=4, weight=4.0, micro_batches=[])
+
+
+@pytest.fixture(autouse=True)
+def world_of_one():
+    setup_distributed(TrainingConfig(backend="gloo"))
+    yield
+    cleanup_distributed()
+
+
+def make(precision=None, **changes):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    config = TrainingConfig(warmup_epochs=0, **changes)
+    state = TrainState(model, [{"params": list(model.parameters())}], config, precision or Precision("cpu", None))
+    state.plan(steps_left=100, steps_per_epoch=10, config=config)
+    return state
+
+
+def step(state, gradient=None):
+    """A step whose gradients are as they come, or all of one value."""
+    loss = state.model(torch.randn(4, 3)).square().sum()
+    state.running_stats.add(4)
+    state.running_stats.start_reduce()
+    state.scaler.scale(loss).backward()
+    if gradient is not None:
+        for p in state.model.parameters():
+            p.grad.fill_(gradient)
+    state.update_if_finite(WINDOW)
+    state.advance(WINDOW)
+
+
+def snapshot(state):
+    parts = {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()["state"]}
+    if state.average:
+        parts["average"] = state.average.model.state_dict()
+    return copy.deepcopy(parts)
+
+
+def same(a, b):
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_gradient_that_is_not_finite_changes_nothing(optimizer, bad, steps_before):
+    state = make(optimizer=optimizer, ema_decay=0.9, clip_grad_norm=1.0, lr=0.01)
+    for _ in range(steps_before):
+        step(state)
+    if not steps_before and optimizer == "adamw":
+        step(state, gradient=bad)  # Adam makes its state in its first step
+    before = snapshot(state)
+    step(state, gradient=bad)
+    assert same(before, snapshot(state))
+    step(state)
+    after = snapshot(state)
+    assert not same(before["model"], after["model"])
+    assert all(value.isfinite().all() for value in after["model"].values())
+    assert state.progress.step == steps_before + (3 if not steps_before and optimizer == "adamw" else 2)
+    assert state.read_skipped() == state.progress.skipped_steps == state.progress.step - steps_before - 1
+    assert state.read_skipped() == 0
+
+
+def test_zeroed_momenta_do_not_change_a_good_first_step():
+    torch.manual_seed(0)
+    plain, ours = nn.Linear(3, 2), nn.Linear(3, 2)
+    ours.load_state_dict(plain.state_dict())
+    config = TrainingConfig(lr=0.1, momentum=0.9, weight_decay=0.01)
+    optimizers = [
+        torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, fused=True),
+        create_optimizer([{"params": list(ours.parameters())}], config),
+    ]
+    for _ in range(3):
+        x = torch.randn(5, 3)
+        for model, optimizer in zip((plain, ours), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+        assert torch.equal(plain.weight, ours.weight)
+
+
+def test_clipping_bounds_the_norm_and_the_record_has_the_norm_before_it():
+    state = make(clip_grad_norm=0.5, momentum=0, lr=1.0, weight_decay=0)
+    before = [p.detach().clone() for p in state.model.parameters()]
+    step(state, gradient=3.0)
+    moved = torch.cat([(a - b.detach()).flatten() for a, b in zip(before, state.model.parameters(), strict=True)])
+    torch.testing.assert_close(moved.norm(), torch.tensor(0.5), rtol=1e-4, atol=0)
+    numbers = sum(p.numel() for p in state.model.parameters())
+    assert state.interval.means()["grad_norm"] == pytest.approx(3 * math.sqrt(numbers))
+
+
+def test_fp16_scaling_gives_the_unscaled_step_and_lowers_the_scale_on_overflow():
+    plain, scaled = make(), make(Precision("cpu", torch.float16))
+    torch.manual_seed(1)
+    x = torch.randn(4, 3)
+    for state in (plain, scaled):
+        loss = state.model(x).square().sum()
+        state.running_stats.add(4), state.running_stats.start_reduce()
+        state.scaler.scale(loss).backward()
+        state.update_if_finite(WINDOW)
+    for a, b in zip(plain.model.parameters(), scaled.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    before = scaled.scaler.get_scale()
+    step(scaled, gradient=float("inf"))
+    assert scaled.scaler.get_scale() == before / 2
+
+
+def test_the_learning_rate_is_a_function_of_the_step_and_goes_on_over_a_skip():
+    factors = [lr_factor(step, 10, 4) for step in range(11)]
+    assert factors[:4] == [0.25, 0.5, 0.75, 1.0] and factors[4] == 1.0
+    assert factors[7] == pytest.approx(0.5) and factors[10] == 0 and factors == sorted(factors[:4]) + sorted(factors[4:], reverse=True)
+    assert lr_factor(5, 5, 0) == 0
+    state = make(lr=0.2)
+    for gradient in (None, float("nan"), None):
+        step(state, gradient)
+    assert state.lr == 0.2 * lr_factor(2, 100, 0)
+
+
+def test_a_group_may_bring_a_learning_rate_of_its_own():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    groups = [{"params": list(model[0].parameters()), "lr": 0.01}, {"params": list(model[1].parameters())}]
+    config = TrainingConfig(lr=0.1, warmup_epochs=0)
+    state = TrainState(model, groups, config, Precision("cpu", None))
+    state.plan(10, 10, config)
+    state.progress.step = 5
+    model(torch.randn(2, 3)).sum().backward()
+    state.update_if_finite(WINDOW)
+    assert [group["lr"] for group in state.optimizer.param_groups] == [0.01 * lr_factor(5, 10, 0), 0.1 * lr_factor(5, 10, 0)]
+
+
+def test_the_average_is_that_of_swa_utils():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    ours = WeightAverage(model, 0.9)
+    theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for k in range(5):
+        with torch.no_grad():
+            model.weight += torch.randn(2, 3, dtype=torch.float64)
+        ours.update(is_first=k == 0, taken=torch.tensor(1.0))
+        theirs.update_parameters(model)
+        torch.testing.assert_close(ours.model.weight, theirs.module.weight, rtol=1e-14, atol=0)
+
+
+def test_patience_counts_evaluations_without_a_better_value():
+    progress = make().progress
+    values = [(0.5, True), (0.4, False), (0.6, True), (0.6, False), (float("nan"), False)]
+    assert [progress.note_value(value, 1) for value, _ in values] == [is_best for _, is_best in values]
+    assert (progress.best_value, progress.evaluations_since_best) == (0.6, 2)
+    assert make().progress.note_value(3.0, -1)
+
+
+def test_a_checkpoint_of_other_parameter_groups_is_refused():
+    payload = make().state_dict([{"numbers": {}, "tensors": {}}])
+    model = make().model
+    groups = [{"params": list(model[:2].parameters())}, {"params": list(model[2].parameters())}]
+    other = TrainState(model, groups, TrainingConfig(), Precision("cpu", None))
+    with pytest.raises(Refused, match="optimizer has other parameter groups; give"):
+        other.load_state_dict(payload, rank=0, world_size=1)
+
+
+def test_a_resume_takes_learning_rate_and_decay_from_the_config():
+    source = make(lr=0.1, weight_decay=0.1, momentum=0.8)
+    step(source)
+    target = make(lr=0.02, weight_decay=0.3, momentum=0.9)
+    target.load_state_dict(copy.deepcopy(source.state_dict([source.interval.state()])), rank=0, world_size=1)
+    group = target.optimizer.param_groups[0]
+    assert (group["base_lr"], group["weight_decay"], group["momentum"]) == (0.02, 0.3, 0.9)
+    assert same(target.optimizer.state_dict()["state"], source.optimizer.state_dict()["state"])
+
+
+def test_sums_of_other_ranks_go_to_rank_0_when_their_number_changed():
+    states = [make() for _ in range(3)]
+    for k, state in enumerate(states):
+        state.interval.update({"loss": (torch.tensor(float(k + 1)), 1)})
+    payload = states[0].state_dict([state.interval.state() for state in states])
+    ranks = [make(), make()]
+    for rank, state in enumerate(ranks):
+        state.load_state_dict(payload, rank=rank, world_size=2)
+    assert ranks[0].interval.means([state.interval.totals() for state in ranks])["loss"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "fast", "device", "expected"),
+    [
+        ({}, True, "cpu", torch.bfloat16),
+        ({}, False, "cpu", None),
+        ({}, False, "cuda", torch.float16),
+        ({"use_amp": False}, True, "cuda", None),
+        ({"amp_dtype": "fp16"}, True, "cpu", torch.float16),
+        ({"amp_dtype": "bf16"}, False, "cpu", torch.bfloat16),
+    ],
+)
+def test_the_precision_is_that_of_the_hardware_unless_named(changes, fast, device, expected):
+    precision = Precision.choose(TrainingConfig(**changes), torch.device(device), fast)
+    assert precision.dtype is expected and precision.is_scaled is (expected is torch.float16)
+    assert isinstance(has_fast_bf16(CPU), bool)

@@ -1,0 +1,390 @@
+"""Train a model on one process or on many, without losing, repeating or distorting a sample.
+
+python train.py                                                  one process
+torchrun --standalone --nproc-per-node=2 train.py --epochs 5     two processes on this machine
+scripts/launch.sh --epochs 5                                     several machines (see the README)
+"""
+
+from __future__ import annotations
+
+from config import Refused, TrainingConfig
+
+if __name__ == "__main__":
+    TrainingConfig.from_args()  # answers --help and refuses a bad flag before torch, which takes seconds, is imported
+
+import copy
+import dataclasses
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
+
+from dataset import create_dataset, is_prepared, prepare_data
+from ddp_utils import (
+    DistributedContext,
+    by_rank_0,
+    cleanup_distributed,
+    exchange,
+    leave_after,
+    load_checkpoint,
+    once_per_file_system,
+    open_run,
+    read_launch,
+    save_checkpoint,
+    setup_distributed,
+    together,
+    wrap_ddp,
+)
+from model import compute_loss, create_model, param_groups
+from utils import provenance, resume
+from utils.agreement import Agreement, Word
+from utils.atomic_file import replace_json
+from utils.checkpoint import BEST, best_or_newest
+from utils.loading import WindowLoader, create_distributed_dataloader, create_evaluation_dataloader, settle
+from utils.logger import log_epoch_summary, setup_logger
+from utils.metrics import MetricTracker, choose_best
+from utils.precision import Precision
+from utils.report import Reporter, decisions
+from utils.run_folder import Run
+from utils.signals import StopSignals
+from utils.streams import seed_device
+from utils.train_state import TrainState
+
+PREEMPTED = 75  # exit code
+
+
+@record
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns the exit code: 0, or 75 when a run of one process was asked to stop and has saved."""
+    config = TrainingConfig.from_args(argv)
+    try:
+        outcome = train(config)
+    except Refused as refused:
+        raise refused.with_traceback(None) from None  # torchrun's summary shows the sentence, not the way to it
+    is_preempted = outcome.get("state") == "preempted"
+    return PREEMPTED if is_preempted and not read_launch().is_under_torchrun else 0
+
+
+def train(config: TrainingConfig) -> dict[str, Any]:
+    """Train as the config says, in every process of the launch alike. May be called again in the same process.
+
+    Returns:
+        What summary.json holds, or with `eval_only` the records of the evaluation.
+
+    Raises:
+        Refused: when the config or the data cannot be used; the message ends with the fix.
+    """
+    ctx = setup_distributed(config)
+    if config.eval_only:
+        outcome = evaluate_only(config, ctx)
+        cleanup_distributed()
+        return outcome
+    run = open_run(config, ctx)
+    logger = setup_logger(ctx.rank, None if run.is_completed else run.log_file)
+    if run.is_completed:
+        logger.info(
+            "%s: this run is completed, nothing is left to do; to train on, give --resume_from a checkpoint of it and more --epochs",
+            run.folder,
+        )
+        outcome = {"state": "completed"}
+    else:
+        try:
+            with StopSignals() as signals:
+                outcome = run_training(config, ctx, run, logger, signals)
+        except BaseException as error:
+            run.failed(error)
+            raise
+    run.close()
+    cleanup_distributed()
+    return outcome
+
+
+def run_training(config: TrainingConfig, ctx: DistributedContext, run: Run, logger: logging.Logger, signals: StopSignals) -> dict[str, Any]:
+    """One attempt of a run, from its data to its summary."""
+    started = time.monotonic()
+    run.status("running", epoch=0, step=0, samples_seen=0, checkpoint=None, error=None, rank=None, host=None)
+
+    train_set, held_out, config = load_data(config, ctx)
+    loader, sampler = together(lambda: create_distributed_dataloader(train_set, config, ctx), ctx)
+    held_out_loaders = {split: create_evaluation_dataloader(dataset, config, ctx) for split, dataset in held_out.items()}
+
+    weights_from = "" if run.resume_path else config.init_from  # a resumed run has its own
+    state = together(lambda: create_state(dataclasses.replace(config, init_from=weights_from), ctx), ctx)
+    model = wrap_ddp(state.model, config, ctx)
+    first_batch = together(loader.sample_batch, ctx)
+    names = warm_up(model, first_batch, state)  # before the state is loaded
+    best_name, sign = together(lambda: choose_best(config.best_metric, names), ctx)
+    progress = state.progress
+
+    origin = provenance.collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit)
+    origin |= provenance.describe(train_set) | {"global_batch_size": sampler.global_batch_size}
+    differences, ledger = resume_run(run, state, config, origin, ctx)
+    state.plan(sampler.steps_left(progress.epoch, progress.samples_in_epoch, config.epochs), sampler.steps_per_epoch, config)
+    reporter = Reporter(run, config, ctx, logger, state.total_steps, ledger)
+    reporter.start(origin, decisions(config, ctx, run, state, loader, held_out), differences, first_batch, state)
+    del first_batch
+
+    def wish() -> Word:
+        is_time_up = 0 < config.max_time < (time.monotonic() - started) / 60
+        is_save_due = 0 < config.save_every_minutes < (time.monotonic() - reporter.saved_at) / 60
+        return Word(stop=2 if signals.received else int(is_time_up), save=int(is_save_due and ctx.is_main))
+
+    def save(is_best: bool = False) -> None:
+        begin = time.perf_counter()
+        meta = {"config": config.to_dict(), "provenance": origin | {"ledger": reporter.ledger}}
+        path = save_checkpoint(run, state, ctx, meta, config.keep_last, is_best)
+        reporter.saved(path, state, time.perf_counter() - begin, is_best)
+
+    agreement = Agreement(wish, ctx.control)
+    models = {"model": state.model} | ({"ema": state.average.model} if state.average else {})
+    chosen = "ema" if state.average else "model"  # the weights that the best checkpoint is chosen by
+    is_stopped = False
+    while progress.epoch < config.epochs:
+        is_stopped = train_one_epoch(model, loader, state, config, ctx, agreement, reporter, save).stop > 0
+        is_at_end = progress.step >= state.total_steps
+        is_save_due = is_stopped or is_at_end or is_every(config.save_every, progress.epoch)
+        if is_save_due and reporter.saved_step != progress.step:
+            save()  # before the evaluation
+        if "val" in held_out_loaders and not is_stopped and (is_at_end or is_every(config.eval_every, progress.epoch)):
+            begin = time.perf_counter()
+            records = evaluate_all(models, "val", held_out_loaders["val"], state, ctx, agreement)
+            is_stopped = not records
+            if records:
+                value = next(each[best_name] for each in records if each["weights"] == chosen)
+                is_best = progress.note_value(value, sign)
+                reporter.evaluated(records, time.perf_counter() - begin, is_best)
+                if is_best:
+                    save(is_best=True)
+            elif reporter.saved_step != progress.step:
+                save()
+        if is_stopped:
+            break
+        if progress.samples_in_epoch >= sampler.samples_per_epoch:
+            state.next_epoch()
+        if is_at_end or 0 < config.patience <= progress.evaluations_since_best:
+            break
+
+    test_records = []
+    if "test" in held_out_loaders and not is_stopped:
+        test_records = evaluate_best(run, models, chosen, held_out_loaders["test"], state, ctx, agreement)
+        reporter.evaluated(test_records, 0.0, is_best=False)
+    return reporter.finish("preempted" if is_stopped else "completed", state, sampler.global_batch_size, best_name, test_records)
+
+
+def train_one_epoch(
+    model: DistributedDataParallel,
+    loader: WindowLoader,
+    state: TrainState,
+    config: TrainingConfig,
+    ctx: DistributedContext,
+    agreement: Agreement,
+    reporter: Reporter,
+    save: Callable[[], None],
+) -> Word:
+    """Train from where `state` stands to the end of its epoch, or to the step at which the ranks agreed to stop. Returns the last word."""
+    progress = state.progress
+    model.train()
+    state.running_stats.begin_epoch()
+    reporter.start_clock()
+    for window in loader.windows(progress.epoch, progress.samples_in_epoch):
+        if progress.step >= state.total_steps:
+            break
+        divisor = window.weight / ctx.world_size  # DDP averages over ranks: its result is then the mean over the window's samples
+        indices = []
+        for micro_batch in window:
+            is_counted, is_last_micro_batch = micro_batch.is_counted, micro_batch.is_last
+            with nullcontext() if is_last_micro_batch else model.no_sync():
+                seed_device(ctx.device, "step", config.seed, progress.step, micro_batch.number)
+                with state.precision.autocast():
+                    loss_sum, metrics = compute_loss(model, micro_batch.batch)
+                if is_counted:
+                    weight = window.weight if ctx.is_main and is_last_micro_batch else 0.0  # once, for all ranks
+                    state.interval.update({"loss": (loss_sum, weight)} | metrics)
+                    state.running_stats.add(len(micro_batch.indices))
+                    indices += micro_batch.indices
+                if is_last_micro_batch:
+                    state.running_stats.start_reduce()  # beside the backward pass
+                loss = loss_sum / divisor if is_counted else loss_sum * 0.0
+                state.scaler.scale(loss).backward()
+        state.update_if_finite(window)
+        state.advance(window)
+        reporter.step_done(window.samples, progress.step)
+
+        if config.record_samples:
+            reporter.record_samples(progress, indices)
+        if reporter.is_due(progress.step):
+            reporter.log(state, exchange(reporter.share(state, loader), ctx))
+        word = agreement.step()
+        if word.save or word.stop or is_every(config.save_every_steps, progress.step - 1):
+            word = Word(*map(max, word, agreement.drain()))  # no older word may be heard after a save
+            if word.stop:
+                return word
+            save()
+        reporter.start_clock()
+    return agreement.drain()
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, loader: WindowLoader, precision: Precision, ctx: DistributedContext, agreement: Agreement | None
+) -> dict | None:
+    """The mean loss and metrics over a set on all ranks, each sample counted once, and their "count".
+
+    None when the ranks agreed to stop meanwhile. Every rank makes the same number of steps, some of them empty.
+    """
+    model.eval()
+    tracker, samples = MetricTracker(ctx.device), 0
+    for window in loader.windows(epoch=0):
+        for micro_batch in window:
+            if micro_batch.is_counted:
+                with precision.autocast():
+                    loss_sum, metrics = compute_loss(model, micro_batch.batch)
+                tracker.update({"loss": (loss_sum, window.weight if ctx.is_main else 0.0)} | metrics)
+                samples += len(micro_batch.indices)
+        if agreement and agreement.step().stop:
+            agreement.drain()
+            return None
+    if agreement and agreement.drain().stop:
+        return None
+    ranks = exchange({"totals": tracker.totals(), "samples": samples}, ctx)
+    count = sum(each["samples"] for each in ranks)
+    if count != len(loader.dataset):
+        raise RuntimeError(f"evaluation counted {count} samples of {len(loader.dataset)}; this is a bug of the loader")
+    return tracker.means([each["totals"] for each in ranks]) | {"count": count}
+
+
+def evaluate_all(
+    models: dict[str, nn.Module], split: str, loader: WindowLoader, state: TrainState, ctx: DistributedContext, agreement: Agreement | None
+) -> list[dict[str, Any]]:
+    """An eval record for each kind of weights; none when the ranks agreed to stop meanwhile."""
+    records = []
+    where = {"epoch": state.progress.epoch, "step": state.progress.step, "split": getattr(loader.dataset, "split", split)}
+    for weights, model in models.items():
+        means = evaluate(model, loader, state.precision, ctx, agreement)
+        if means is None:
+            return []
+        records.append({"kind": "eval", **where, "weights": weights, **means})
+    return records
+
+
+def evaluate_best(
+    run: Run,
+    models: dict[str, nn.Module],
+    chosen: str,
+    loader: WindowLoader,
+    state: TrainState,
+    ctx: DistributedContext,
+    agreement: Agreement,
+) -> list[dict[str, Any]]:
+    """Evaluate the best checkpoint's weights (where there is none, the last ones) on a set that chose nothing."""
+    best = run.checkpoints / BEST
+    if best.exists():
+        payload = load_checkpoint(best, ctx)
+        models[chosen].load_state_dict(payload["ema" if chosen == "ema" else "model"])
+    return evaluate_all({chosen: models[chosen]}, "test", loader, state, ctx, agreement)
+
+
+def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, Any]:
+    """Evaluate a checkpoint on what is held out, and write eval-<checkpoint>.json into the run's folder; nothing else is touched."""
+    logger = setup_logger(ctx.rank)
+    asked = Path(config.resume_from) if config.resume_from not in ("", "auto") else None
+    path = asked or together(lambda: best_or_newest(config.checkpoint_folder, prefers_best=not config.resume_from), ctx)
+    payload = load_checkpoint(path, ctx)
+    _, held_out, config = load_data(config, ctx)
+    state = together(lambda: create_state(dataclasses.replace(config, init_from=""), ctx), ctx)
+    models = {"model": state.model}
+    together(lambda: state.load_model(payload), ctx)
+    if payload["ema"]:
+        models["ema"] = copy.deepcopy(state.model)
+        models["ema"].load_state_dict(payload["ema"])
+    state.progress.epoch, state.progress.step = payload["progress"]["epoch"], payload["progress"]["step"]
+    records = []
+    for split, dataset in held_out.items():
+        begin = time.perf_counter()
+        found = evaluate_all(models, split, create_evaluation_dataloader(dataset, config, ctx), state, ctx, None)
+        log_epoch_summary(logger, found, time.perf_counter() - begin, is_best=False)
+        records += found
+    outcome = {"checkpoint": str(path), "records": records}
+    file = config.run_folder / f"eval-{path.stem}.json"
+    if ctx.is_main:
+        config.run_folder.mkdir(parents=True, exist_ok=True)
+        replace_json(file, outcome)
+    logger.info("wrote %s", file)
+    return outcome
+
+
+def load_data(config: TrainingConfig, ctx: DistributedContext) -> tuple[Dataset, dict[str, Dataset], TrainingConfig]:
+    """The training set, the held-out sets by split, and the config with its `auto` fields taken from the data."""
+    once_per_file_system(Path(config.data_dir), lambda: is_prepared(config), lambda: prepare_data(config), ctx)
+    sets = {split: together(lambda split=split: create_dataset(config, split), ctx) for split in ("train", "val", "test")}
+    train_set = sets.pop("train")
+    config = together(lambda: settle(config, train_set), ctx)
+    return train_set, {split: dataset for split, dataset in sets.items() if dataset is not None and len(dataset)}, config
+
+
+def create_state(config: TrainingConfig, ctx: DistributedContext) -> TrainState:
+    """The model with its optimizer and all else that survives a restart, at step 0."""
+    torch.manual_seed(config.seed)
+    model = create_model(config, ctx.device)
+    return TrainState(model, param_groups(model, config), config, Precision.choose(config, ctx.device, ctx.fast_bf16))
+
+
+def warm_up(model: DistributedDataParallel, batch: Any, state: TrainState) -> list[str]:
+    """Two complete passes whose gradients are dropped: DDP orders its buckets in them, so that a resumed run sums as a fresh one does.
+
+    Returns the names that an evaluation will report.
+    """
+    model.train()
+    for _ in range(2):
+        with state.precision.autocast():
+            loss_sum, _ = compute_loss(model, batch)
+        loss_sum.backward()
+    state.optimizer.zero_grad()
+    state.running_stats.discard()
+    with torch.no_grad(), state.precision.autocast():
+        _, metrics = compute_loss(state.model.eval(), batch)
+    return ["loss", *metrics]
+
+
+def resume_run(
+    run: Run, state: TrainState, config: TrainingConfig, origin: dict[str, Any], ctx: DistributedContext
+) -> tuple[list[str], dict[str, float] | None]:
+    """Load the checkpoint that the run starts from, if any, and rewind the records to it.
+
+    Returns what differs from the checkpoint's config and may, and the checkpoint's account of time.
+    """
+    differences, ledger = [], None
+    if run.resume_path:
+        payload = load_checkpoint(run.resume_path, ctx)
+        differences = together(lambda: resume.compare(payload, config, origin["fingerprint"], origin["global_batch_size"]), ctx)
+        together(lambda: state.load_state_dict(payload, ctx.rank, ctx.world_size), ctx)
+        ledger = payload["provenance"]["ledger"]
+    by_rank_0(lambda: run.rewind(state.progress.step), ctx)
+    return differences, ledger
+
+
+def is_every(interval: int, index: int) -> bool:
+    """Whether the index-th epoch or step (from 0) ends an interval of so many; never where the interval is 0."""
+    return interval > 0 and (index + 1) % interval == 0
+
+
+def run_as_script() -> None:
+    """Run the command line and end this process with the contract's exit code."""
+    try:
+        code = main()
+    except (Exception, KeyboardInterrupt) as error:
+        leave_after(error)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    run_as_script()

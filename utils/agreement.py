@@ -1,0 +1,67 @@
+"""What all ranks agree on while they train: to stop, to save now. It costs no rank a wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+SECONDS_BETWEEN_WORDS = 0.25
+MOST_STEPS_BETWEEN_WORDS = 32
+
+
+class Word(NamedTuple):
+    """What a rank wishes, and what all agreed on: the largest of the wishes."""
+
+    stop: int = 0  # 1: the time is up, 2: a signal came
+    save: int = 0  # 1: a checkpoint is due
+
+
+class Agreement:
+    """One small word on the control group, started at one step and read `every` steps later, so that nobody waits.
+
+    `every` is common to all ranks and such that about 0.25 s pass between two words.
+
+    Args:
+        wish: gives what this rank would have the others agree to; it repeats itself until that came.
+        group: a gloo group, the control group.
+    """
+
+    def __init__(self, wish: Callable[[], Word], group: dist.ProcessGroup) -> None:
+        self._wish, self._group = wish, group
+        self._reset()
+
+    def _reset(self) -> None:
+        self._every, self._steps, self._started_at = 1, 0, time.monotonic()
+        self._pending: tuple[torch.Tensor, dist.Work] | None = None
+
+    def step(self) -> Word:
+        """Call once for each step of training or evaluation, on all ranks alike; all hear the same at the same step."""
+        self._steps += 1
+        if self._steps < self._every:
+            return Word()
+        now = time.monotonic()
+        seconds_per_step = (now - self._started_at) / self._steps
+        self._started_at, self._steps = now, 0
+        heard = self._read()
+        every = max(1, min(MOST_STEPS_BETWEEN_WORDS, int(SECONDS_BETWEEN_WORDS / max(seconds_per_step, 1e-6))))
+        word = torch.tensor([*self._wish(), every])
+        self._pending = (word, dist.all_reduce(word, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
+        return heard
+
+    def drain(self) -> Word:
+        """Read the word that is under way, before something after which no old word may be heard: a save, the end of an epoch."""
+        heard = self._read()
+        self._reset()
+        return heard
+
+    def _read(self) -> Word:
+        if self._pending is None:
+            return Word()
+        word, work = self._pending
+        work.wait()
+        stop, save, self._every = word.tolist()
+        return Word(stop, save)

@@ -1,0 +1,342 @@
+"""From the order of an epoch to batches on the device: sampler, windows, workers.
+
+The order of an epoch is cut into micro-batches of `batch_size` consecutive entries; `micro_batches_per_step` consecutive
+micro-batches are one global batch, one optimizer step. Micro-batch m of a global batch goes to rank m % world_size. Ranks
+decide only who computes a micro-batch, never what is in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
+
+from config import Refused, TrainingConfig
+from utils.signals import ignore_in_worker
+from utils.streams import derive_seed
+
+if TYPE_CHECKING:
+    from ddp_utils import DistributedContext
+
+MOST_WORKERS = 8  # that "auto" asks for, of one rank
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """`batch_size` consecutive entries of the order (the last of an epoch may be short), and where they stand."""
+
+    epoch: int
+    number: int  # within its global batch, over all ranks
+    indices: list[int]
+    is_counted: bool  # False: a stand-in with weight 0, so that an idle rank takes part in the all-reduce
+    is_last: bool  # of this rank in its window
+    batch: Any = None  # on the device, once the loader has fetched it
+
+
+@dataclass(slots=True)
+class Window:
+    """One global batch as one rank sees it. Iterating gives this rank's micro-batches."""
+
+    samples: int  # of all ranks
+    weight: float  # of all ranks' samples; the divisor of the loss
+    micro_batches: list[MicroBatch]
+    fetched: Iterator[MicroBatch] | None = None
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return (next(self.fetched) for _ in self.micro_batches) if self.fetched else iter(self.micro_batches)
+
+
+class WindowSampler(DistributedSampler):
+    """A DistributedSampler that deals whole micro-batches, never repeats a sample, and starts at any position of an epoch.
+
+    As an iterable it gives this rank's indices of `epoch` from `start` on. A data set may bring `weights` (one number a
+    sample) and `epoch_order(seed, epoch, n)` (an order of its own, n indices).
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        batch_size: int,
+        micro_batches_per_step: int,
+        rank: int,
+        world_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        self.batch_size = batch_size
+        self.micro_batches_per_step = micro_batches_per_step
+        self.start = 0
+        weights = getattr(dataset, "weights", None)
+        self.weights = None if weights is None else torch.as_tensor(weights, dtype=torch.float64)
+        self._order: tuple[int, Tensor] | None = None
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.batch_size * self.micro_batches_per_step
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """All samples, or with drop_last those that fill global batches."""
+        n = len(self.dataset)
+        return n - n % self.global_batch_size if self.drop_last else n
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(self.samples_per_epoch / self.global_batch_size)
+
+    def steps_left(self, epoch: int, start: int, epochs: int) -> int:
+        """Optimizer steps from sample `start` of an epoch to the end of the last of so many epochs."""
+        here = math.ceil((self.samples_per_epoch - start) / self.global_batch_size)
+        return max(0, here) + max(0, epochs - epoch - 1) * self.steps_per_epoch if epoch < epochs else 0
+
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        super().set_epoch(epoch)
+        self.start = start
+
+    def order(self, epoch: int) -> Tensor:
+        """int64 [samples_per_epoch]: the samples of the epoch, a pure function of (seed, epoch). Raises Refused."""
+        if self._order is None or self._order[0] != epoch:
+            n = len(self.dataset)
+            if self.shuffle and hasattr(self.dataset, "epoch_order"):
+                order = torch.as_tensor(self.dataset.epoch_order(self.seed, epoch, n), dtype=torch.int64)
+                if len(order) != n or (n and not 0 <= order.min() <= order.max() < n):
+                    raise Refused(f"epoch_order: gave {len(order)} indices for {n} samples; return n indices from 0 to n - 1")
+            elif self.shuffle:
+                generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))
+                order = torch.randperm(n, generator=generator)
+            else:
+                order = torch.arange(n)
+            self._order = (epoch, order[: self.samples_per_epoch])
+        return self._order[1]
+
+    def windows(self, epoch: int, start: int = 0) -> Iterator[Window]:
+        """The global batches of the epoch from position `start` on, as this rank sees them."""
+        order = self.order(epoch)
+        for first in range(start, len(order), self.global_batch_size):
+            entries = order[first : first + self.global_batch_size]
+            weight = float(len(entries)) if self.weights is None else self.weights[entries].sum().item()
+            parts = [part.tolist() for part in entries.split(self.batch_size)]
+            mine = range(self.rank, len(parts), self.num_replicas)
+            micro_batches = [MicroBatch(epoch, number, parts[number], True, number == mine[-1]) for number in mine]
+            yield Window(len(entries), weight, micro_batches or [MicroBatch(epoch, 0, parts[0], False, True)])
+
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        """What this rank computes from here on, stand-ins of an idle rank included."""
+        return (micro_batch for window in self.windows(self.epoch, self.start) for micro_batch in window.micro_batches)
+
+    def __iter__(self) -> Iterator[int]:
+        return (index for micro_batch in self.micro_batches() if micro_batch.is_counted for index in micro_batch.indices)
+
+    def __len__(self) -> int:
+        return sum(len(micro_batch.indices) for micro_batch in self.micro_batches() if micro_batch.is_counted)
+
+
+class WindowLoader:
+    """Fetches the sampler's micro-batches in workers, moves them to the device and applies the data set's device transform.
+
+    `windows(epoch, start)` is what training uses. Iterating gives the batches alone, and each pass is the next epoch.
+    """
+
+    def __init__(self, dataset: Dataset, sampler: WindowSampler, num_workers: int, seed: int, device: torch.device) -> None:
+        self.dataset, self.sampler, self.num_workers = dataset, sampler, num_workers
+        self._seconds_waited = 0.0
+        self._seed, self._device = seed, device
+        self._transform = getattr(dataset, "device_transform", None)
+        self._loader = DataLoader(
+            _Fetcher(dataset, seed),
+            batch_sampler=_Plan(sampler),
+            collate_fn=_Collate(getattr(dataset, "collate", default_collate)),
+            num_workers=num_workers,
+            worker_init_fn=ignore_in_worker,
+            persistent_workers=num_workers > 0,
+            pin_memory=device.type == "cuda",
+            generator=torch.Generator(),  # the workers' base seed, which nothing uses, comes not from the model's generator
+        )
+
+    def windows(self, epoch: int, start: int = 0) -> Iterator[Window]:
+        """The global batches of the epoch from sample `start` on, their micro-batches fetched as they are asked for."""
+        self.sampler.set_epoch(epoch, start)
+        fetched = self._fetch()
+        for window in self.sampler.windows(epoch, start):
+            window.fetched = fetched
+            yield window
+
+    def sample_batch(self) -> Any:
+        """The first micro-batch of the data set, fetched in this process: for the passes before the first step and for a look."""
+        indices = list(range(min(self.sampler.batch_size, len(self.dataset))))
+        fetcher, collate = self._loader.dataset, self._loader.collate_fn
+        return self._to_device(collate(fetcher.__getitems__(MicroBatch(0, 0, indices, True, True)))).batch
+
+    def take_seconds_waited(self) -> float:
+        """Seconds in which the loop waited for data since the last call."""
+        waited, self._seconds_waited = self._seconds_waited, 0.0
+        return waited
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (micro_batch.batch for micro_batch in self._fetch() if micro_batch.is_counted)
+        self.sampler.set_epoch(self.sampler.epoch + 1)
+
+    def __len__(self) -> int:
+        return sum(micro_batch.is_counted for micro_batch in self.sampler.micro_batches())
+
+    def _fetch(self) -> Iterator[MicroBatch]:
+        batches = iter(self._loader)
+        while True:
+            begin = time.perf_counter()
+            item = next(batches, None)
+            self._seconds_waited += time.perf_counter() - begin
+            if item is None:
+                return
+            yield self._to_device(item)
+
+    def _to_device(self, item: tuple[MicroBatch, Any]) -> MicroBatch:
+        micro_batch, batch = item
+        if isinstance(batch, Refused):
+            raise batch
+        batch = to_device(batch, self._device)
+        if self._transform:
+            indices = torch.tensor(micro_batch.indices).to(self._device, non_blocking=True)
+            batch = self._transform(batch, self._seed, micro_batch.epoch, indices)
+        micro_batch.batch = batch
+        return micro_batch
+
+
+class _Plan:
+    """The batch sampler of the DataLoader: micro-batches instead of lists, so that epoch and position travel to the workers."""
+
+    def __init__(self, sampler: WindowSampler) -> None:
+        self._sampler = sampler
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self._sampler.micro_batches()
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self._sampler.micro_batches())
+
+
+class _Fetcher(Dataset):
+    """Runs in the worker: the samples of one micro-batch, each with random streams of its own."""
+
+    def __init__(self, dataset: Dataset, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+
+    def __getitems__(self, micro_batch: MicroBatch) -> tuple[MicroBatch, Any]:
+        try:
+            if hasattr(self._dataset, "__getitems__"):
+                return micro_batch, self._dataset.__getitems__(micro_batch.indices)
+            return micro_batch, [self._sample(micro_batch.epoch, index) for index in micro_batch.indices]
+        except Refused as refused:  # raised again in the main process, as one sentence
+            return micro_batch, refused
+
+    def _sample(self, epoch: int, index: int) -> Any:
+        seed = derive_seed("sample", self._seed, epoch, index)
+        random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
+        return self._dataset[index]
+
+
+class _Collate:
+    def __init__(self, collate: Any) -> None:
+        self._collate = collate
+
+    def __call__(self, item: tuple[MicroBatch, Any]) -> tuple[MicroBatch, Any]:
+        micro_batch, samples = item
+        if isinstance(samples, Refused):
+            return item
+        try:
+            return micro_batch, self._collate(samples)
+        except Refused as refused:
+            return micro_batch, refused
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with every tensor in it (through tuples, lists and dicts) on the device; pinned ones travel asynchronously."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        moved = [to_device(value, device) for value in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    return batch
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may use: its affinity mask (where the system has one) and its container's quota."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+        return cpus if quota == "max" else max(1, min(cpus, int(quota) // int(period)))
+    except (OSError, ValueError):
+        return cpus
+
+
+def choose_workers(config: TrainingConfig, dataset: Dataset, local_world_size: int) -> int:
+    """Loader processes of this rank. "auto": none for data in memory, else its share of the node's CPUs."""
+    if config.num_workers != "auto":
+        return config.num_workers
+    if getattr(dataset, "in_memory", False):
+        return 0
+    return max(1, min(MOST_WORKERS, usable_cpus() // local_world_size))
+
+
+def create_distributed_dataloader(dataset: Dataset, config: TrainingConfig, ctx: DistributedContext) -> tuple[WindowLoader, WindowSampler]:
+    """The loader of the training set on this rank, and its sampler. Raises Refused when an epoch would be empty."""
+    sampler = WindowSampler(
+        dataset,
+        batch_size=config.batch_size,
+        micro_batches_per_step=config.micro_batches_per_step(ctx.world_size),
+        rank=ctx.rank,
+        world_size=ctx.world_size,
+        seed=config.seed,
+        drop_last=config.drop_last,
+    )
+    if not sampler.steps_per_epoch:
+        size = sampler.global_batch_size
+        raise Refused(f"dataset: its {len(dataset)} samples do not fill one global batch of {size}; give more data or a smaller batch_size")
+    return WindowLoader(dataset, sampler, choose_workers(config, dataset, ctx.local_world_size), config.seed, ctx.device), sampler
+
+
+def create_evaluation_dataloader(dataset: Dataset, config: TrainingConfig, ctx: DistributedContext) -> WindowLoader:
+    """The loader of an evaluation set: in order, micro-batch b on rank b % world_size, as many windows on every rank."""
+    sampler = WindowSampler(
+        dataset,
+        batch_size=config.batch_size,
+        micro_batches_per_step=ctx.world_size,
+        rank=ctx.rank,
+        world_size=ctx.world_size,
+        shuffle=False,
+    )
+    return WindowLoader(dataset, sampler, choose_workers(config, dataset, ctx.local_world_size), config.seed, ctx.device)
+
+
+def settle(config: TrainingConfig, dataset: Dataset) -> TrainingConfig:
+    """The config with `auto` fields taken from the data. Raises Refused when the data and the config contradict each other."""
+    found = {name: getattr(dataset, name) for name in ("num_classes", "in_channels", "image_size") if hasattr(dataset, name)}
+    if config.num_classes != "auto" and found.get("num_classes", 0) > config.num_classes:
+        need = found["num_classes"]
+        raise Refused(f"num_classes={config.num_classes}: the data has labels of {need} classes; give num_classes={need} or leave it auto")
+    classes = found.get("num_classes", 0) if config.num_classes == "auto" else config.num_classes
+    labels = getattr(dataset, "targets", ())
+    if classes and len(labels) and not 0 <= min(labels) <= max(labels) < classes:
+        wrong = next(index for index, label in enumerate(labels) if not 0 <= label < classes)
+        raise Refused(
+            f"dataset: sample {wrong} has label {labels[wrong]}, outside the {classes} classes; mend the label or give num_classes"
+        )
+    return dataclasses.replace(config, **{name: value for name, value in found.items() if getattr(config, name) == "auto"})

@@ -1,0 +1,119 @@
+"""What people read while it runs: one line a log interval on rank 0's terminal, everything in each rank's own file."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+NAME = "ddp"
+BAR_WIDTH = 24
+
+
+class _FileFormatter(logging.Formatter):
+    """`<ISO time> <rank> <host> <message>` on every line, of a traceback too, so that `sort -m` merges the files of all ranks."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank, self._host = rank, socket.gethostname()
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+        level = "" if record.levelno == logging.INFO else f"{record.levelname} "
+        return "\n".join(f"{when} {self._rank} {self._host} {level}{line}" for line in super().format(record).splitlines() or [""])
+
+
+class _ConsoleHandler(logging.StreamHandler):
+    """Whole lines; a progress bar that stands on the line is wiped first."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        bar = getattr(record, "bar", "")
+        if bar:
+            self.stream.write(f"\r\x1b[2K{bar}")
+            self.flush()
+            return
+        if self.stream.isatty():
+            self.stream.write("\r\x1b[2K")
+        super().emit(record)
+
+
+class _NotABar(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not getattr(record, "bar", "")
+
+
+def setup_logger(rank: int, file: Path | None = None) -> logging.Logger:
+    """The logger of this rank. Rank 0 shows what is of interest on the terminal, other ranks only warnings, marked with their rank.
+
+    Args:
+        file: takes everything; it is appended to. None: no file.
+    """
+    logger = logging.getLogger(NAME)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    plain, marked = logging.Formatter("%(message)s"), logging.Formatter(f"[rank {rank}] %(message)s")
+    if rank == 0:
+        console = _ConsoleHandler(sys.stdout)
+        console.addFilter(lambda record: record.levelno < logging.ERROR)
+        console.setFormatter(plain)
+        logger.addHandler(console)
+    errors = _ConsoleHandler(sys.stderr)
+    errors.setLevel(logging.ERROR if rank == 0 else logging.WARNING)
+    errors.setFormatter(plain if rank == 0 else marked)
+    logger.addHandler(errors)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(file, encoding="utf-8")
+        handler.setFormatter(_FileFormatter(rank))
+        handler.addFilter(_NotABar())
+        logger.addHandler(handler)
+    return logger
+
+
+def log_training_step(logger: logging.Logger, record: dict[str, Any], metrics: list[str], total_steps: int, world_size: int) -> None:
+    """One line for one train record: where, loss, metrics, learning rate, rate in total and of one rank, data wait, memory, time left."""
+    rate, step_s = record["samples_per_s"], record["step_s"]
+    shown = [f"epoch {record['epoch']}", f"step {record['step']}/{total_steps}", f"loss {show(record['loss'])}"]
+    shown += [f"{name} {show(record[name])}" for name in metrics]
+    shown += [f"lr {record['lr']:.3g}", f"{rate:,.0f} samples/s ({rate / world_size:,.0f} a rank)"]
+    shown += [f"data wait {record['data_wait_s'] / step_s if step_s else 0:.0%}", f"mem {record['peak_memory_bytes'] / 2**30:.2f} GiB"]
+    logger.info("%s", " | ".join([*shown, f"{duration(step_s * (total_steps - record['step']))} left"]))
+
+
+def log_epoch_summary(logger: logging.Logger, records: list[dict[str, Any]], seconds: float, is_best: bool) -> None:
+    """One line for the evaluations at the end of an epoch: each split and kind of weights, with their metrics."""
+    fixed = ("kind", "epoch", "step", "split", "weights", "count")
+    parts = []
+    for record in records:
+        values = ", ".join(f"{name} {show(value)}" for name, value in record.items() if name not in fixed)
+        parts.append(f"{record['split']}{' (ema)' if record['weights'] == 'ema' else ''}: {values} on {record['count']:,} samples")
+    logger.info(
+        "== epoch %s done, %s%s", records[0]["epoch"], "; ".join(parts), f" in {duration(seconds)}" + (" -- best so far" if is_best else "")
+    )
+
+
+def show_progress(logger: logging.Logger, step: int, total_steps: int, label: str) -> None:
+    """A progress bar in place of plain lines' silence, only where this logger writes to a terminal."""
+    if any(isinstance(handler, _ConsoleHandler) and handler.stream.isatty() for handler in logger.handlers):
+        filled = BAR_WIDTH * step // max(1, total_steps)
+        bar = f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {label} {step}/{total_steps}"
+        logger.info("", extra={"bar": bar})
+
+
+def show(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: 5 s, 1 min 05 s, 1 h 02 min."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"

@@ -1,0 +1,115 @@
+"""Where a result comes from: command, code, versions, machines. `python -m utils.provenance` renews the list of the template's files."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+import subprocess
+import sys
+import zipfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+ROOT = Path(__file__).resolve().parent.parent
+MANIFEST = ROOT / "scripts" / "template.sha256"
+YOURS = ("model.py", "dataset.py")
+BLOCK = ("# ---- yours:", "# ---- end of yours")  # the lines of config.py between these are the forker's
+
+
+def now() -> str:
+    """The time in UTC, ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def collect(hosts: tuple[str, ...], device_names: tuple[str, ...], git_commit: str) -> dict[str, Any]:
+    """Plain values only: it goes into every checkpoint. `hosts` and `device_names` have an entry for each rank."""
+    commit, is_dirty = _git()
+    return {
+        "command": [sys.executable, *sys.argv],
+        "git_commit": commit or git_commit,
+        "git_dirty": is_dirty,
+        "changed_template_files": changed_files(),
+        "verified": False,  # no scripts/verify.py has passed with this code
+        "versions": versions(),
+        "hosts": sorted(set(hosts)),
+        "ranks": [{"rank": rank, "host": host, "device": device_names[rank]} for rank, host in enumerate(hosts)],
+        "world_size": len(hosts),
+        "start_time": now(),
+    }
+
+
+def describe(dataset: Dataset) -> dict[str, Any]:
+    """What an export or a resume has to know of a training set."""
+    as_list = {name: torch.as_tensor(getattr(dataset, name)).tolist() for name in ("mean", "std") if hasattr(dataset, name)}
+    return {
+        "fingerprint": getattr(dataset, "fingerprint", f"{type(dataset).__name__} of {len(dataset)}"),
+        "classes": list(getattr(dataset, "classes", [])),
+        "mean": as_list.get("mean", []),
+        "std": as_list.get("std", []),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python and the packages; an empty text where one is missing."""
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for package in ("torchvision", "tensorboard", "numpy"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = ""
+    if torch.cuda.is_available():
+        found |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    return found
+
+
+def zip_code(path: Path) -> None:
+    """The *.py that ran, so that a result can be looked into after the tree has changed."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in [*sorted(ROOT.glob("*.py")), *sorted(ROOT.glob("utils/**/*.py")), *sorted(ROOT.glob("scripts/**/*.py"))]:
+            archive.write(file, file.relative_to(ROOT))
+
+
+def template_digests() -> dict[str, str]:
+    """SHA-256 of each file of ours as it is now, by its path from the root; of config.py without the forker's block."""
+    files = [ROOT / name for name in ("train.py", "config.py", "ddp_utils.py")]
+    files += [path for folder in ("utils", "scripts") for path in sorted((ROOT / folder).rglob("*")) if path.suffix in (".py", ".sh")]
+    return {str(path.relative_to(ROOT)): _digest(path) for path in files if path.exists()}
+
+
+def changed_files() -> list[str]:
+    """Files of ours that are not as the template has them."""
+    if not MANIFEST.exists():
+        return []
+    known = dict(reversed(line.split("  ", 1)) for line in MANIFEST.read_text().splitlines())
+    here = template_digests()
+    return sorted(name for name in known.keys() | here.keys() if known.get(name) != here.get(name))
+
+
+def _digest(path: Path) -> str:
+    text = path.read_text(encoding="utf-8")
+    if path.name == "config.py":
+        before, _, rest = text.partition(BLOCK[0])
+        text = before + rest.partition(BLOCK[1])[2]
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _git() -> tuple[str, bool]:
+    """The commit of the tree ("" where git does not know) and whether the tree differs from it."""
+
+    def ask(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        return ask("rev-parse", "HEAD"), bool(ask("status", "--porcelain"))
+    except (OSError, subprocess.SubprocessError):
+        return "", False
+
+
+if __name__ == "__main__":
+    MANIFEST.write_text("".join(f"{digest}  {name}\n" for name, digest in template_digests().items()))
+    print(f"wrote {MANIFEST.relative_to(ROOT)}")

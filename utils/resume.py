@@ -1,0 +1,39 @@
+"""What may differ between a checkpoint and the run that goes on from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from config import Refused, TrainingConfig
+
+
+def compare(payload: dict[str, Any], config: TrainingConfig, fingerprint: str, global_batch_size: int) -> list[str]:
+    """What differs and may, a line each: from there on the run is not the one that would have gone on undisturbed.
+
+    Args:
+        payload: the checkpoint.
+        config: settled, of the run that goes on.
+        fingerprint: of its training set.
+        global_batch_size: samples of one of its optimizer steps.
+
+    Raises:
+        Refused: when something differs that must not, with all such fields.
+    """
+    saved, provenance = payload["config"], payload["provenance"]
+    wrong, said = [], []
+    for field in dataclasses.fields(config):
+        before, here = saved.get(field.name, field.default), getattr(config, field.name)
+        if before == here or field.metadata["resume"] == "free":
+            continue
+        line = f"{field.name}={here}: the checkpoint has {field.name}={before}"
+        (wrong if field.metadata["resume"] == "must" else said).append(line)
+    if provenance["fingerprint"] != fingerprint:
+        wrong.append("the training set is not the one of the checkpoint (other files, sizes or values)")
+    before = provenance["global_batch_size"]
+    if before != global_batch_size:
+        line = f"global batch: {global_batch_size} samples an optimizer step, the checkpoint has {before}"
+        (wrong if config.global_batch_size else said).append(line)
+    if wrong:
+        raise Refused("\n".join([*wrong, "resume_from: these must match; give them as they were, or start a new run with --init_from"]))
+    return said

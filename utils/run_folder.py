@@ -1,0 +1,259 @@
+"""The run's folder: who owns it, whether a run in it is continued, and the records that people and programs read."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from config import DEFAULT_RUN_DIR, Refused, TrainingConfig
+from utils import checkpoint
+from utils.atomic_file import TEMPORARY, replace_json
+from utils.provenance import now
+
+FILES = ("config.json", "provenance.json", "code.zip", "status.json", "metrics.jsonl", "summary.json", "eval-*.json")
+FOLDERS = ("tensorboard", "logs", "traces", "samples", "superseded-*")
+
+
+@dataclass
+class Run:
+    """The folder of one run, as one rank sees it. What rank 0 alone may write, the other ranks pass over in silence."""
+
+    folder: Path
+    checkpoints: Path
+    rank: int
+    host: str
+    resume_path: Path | None = None  # the checkpoint to start from
+    is_completed: bool = False  # nothing is left to do, and nothing may be written
+    attempt: int = 1
+    notes: list[str] = field(default_factory=list)  # what was decided while there was no logger yet
+    _claim: IO[str] | None = None
+    _samples: IO[str] | None = None
+    _status: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def log_file(self) -> Path:
+        return self.folder / "logs" / f"rank{self.rank}.log"
+
+    # ---- the claim ----
+
+    def claim(self, config: TrainingConfig, launch_id: str, may_restart: bool) -> None:
+        """On rank 0: own the folder, and decide whether the run in it is continued.
+
+        Args:
+            launch_id: common to all attempts of one launch; empty where nobody knows.
+            may_restart: whether the launcher starts further attempts.
+
+        Raises:
+            Refused: when the folder holds another run, belongs to a running job, or cannot be written.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._claim = _lock(self.folder)
+        except OSError as error:
+            raise Refused(f"run_dir={self.folder}: cannot be written ({error.strerror}); give a folder that can") from None
+        owner = _read_claim(self._claim)
+        holds_run = (self.folder / "metrics.jsonl").exists() or any(self.checkpoints.glob("*.pt"))
+        is_same_launch = bool(launch_id) and owner.get("launch_id") == launch_id
+        given = Path(config.resume_from) if config.resume_from not in ("", "auto") else None
+        if given and not is_same_launch:
+            checkpoint.verify(given)
+            self.resume_path = given
+
+        if holds_run and (config.resume_from == "auto" or is_same_launch):
+            self.is_completed = _read_json(self.folder / "status.json").get("state") == "completed"
+            if self.is_completed:
+                return
+            self.resume_path, passed_over = checkpoint.newest_whole(self.checkpoints)
+            self.notes += passed_over
+        elif holds_run and not (given and given.resolve().parent == self.checkpoints.resolve()):
+            if may_restart and not launch_id:
+                raise Refused(
+                    f"run_dir={self.folder}: holds a run, and whether this restarts it cannot be known; give torchrun --rdzv-id NAME"
+                )
+            self._make_room(config)
+            owner = {}
+        self.attempt = owner.get("attempt", 0) + 1 if holds_run else 1
+        for left_over in [*self.folder.glob(f"*{TEMPORARY}"), *self.checkpoints.glob(f"*{TEMPORARY}")]:
+            left_over.unlink()
+        self._claim.seek(0)
+        self._claim.truncate()
+        mine = {"host": self.host, "pid": os.getpid(), "time": now(), "launch_id": launch_id, "attempt": self.attempt}
+        self._claim.write(json.dumps(mine) + "\n")
+        self._claim.flush()
+
+    def _make_room(self, config: TrainingConfig) -> None:
+        """The folder holds a run and a fresh start was asked for: replace it, move it aside, or refuse."""
+        if config.overwrite:
+            for pattern in FILES:
+                for path in self.folder.glob(pattern):
+                    path.unlink()
+            for pattern in FOLDERS:
+                for path in self.folder.glob(pattern):
+                    shutil.rmtree(path)
+            for path in self.checkpoints.glob("*.pt"):
+                path.unlink()
+            self.notes.append(f"replaced the run that {self.folder} held")
+        elif config.run_dir == DEFAULT_RUN_DIR and not config.checkpoint_dir:
+            number = next(n for n in range(1, 1_000_000) if not self.folder.with_name(f"{self.folder.name}.{n}").exists())
+            aside = self.folder.with_name(f"{self.folder.name}.{number}")
+            self.folder.rename(aside)
+            self._claim.close()
+            self.checkpoints.mkdir(parents=True)
+            self._claim = _lock(self.folder)
+            self.notes.append(f"moved the earlier run aside: it is now in {aside}")
+        else:
+            raise Refused(
+                f"run_dir={self.folder}: holds a run already; "
+                "add --resume_from auto to continue it, --overwrite to replace it, or give another --run_dir"
+            )
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        for file in (self._claim, self._samples):
+            if file is not None:
+                file.close()
+        self._claim = self._samples = None
+
+    # ---- records ----
+
+    def record(self, kind: str, **values: Any) -> dict[str, Any]:
+        """Append a record to metrics.jsonl; a number that is not finite becomes null."""
+        values = {"kind": kind} | {name: _finite(value) for name, value in values.items()}
+        if self.is_main:
+            with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(values) + "\n")
+        return values
+
+    def record_samples(self, epoch: int, step: int, indices: list[int]) -> None:
+        """Append what this rank computed in a committed step to its own file; written on every rank."""
+        if self._samples is None:
+            path = self.folder / "samples" / f"rank{self.rank}.jsonl"
+            path.parent.mkdir(exist_ok=True)
+            self._samples = path.open("a", encoding="utf-8", buffering=1)
+        self._samples.write(json.dumps({"epoch": epoch, "step": step, "indices": indices}) + "\n")
+
+    def status(self, state: str, **values: Any) -> None:
+        """Replace status.json: the state, and the values that changed since the last call."""
+        if self.is_main:
+            self._status |= {"state": state} | values | {"time": now()}
+            replace_json(self.folder / "status.json", self._status)
+
+    def failed(self, error: BaseException) -> None:
+        """Say in status.json that the run failed; for the rank that notices first, whichever it is."""
+        path = self.folder / "status.json"
+        status = _read_json(path)
+        if status.get("state") == "running":
+            text = str(error).strip() or type(error).__name__
+            rank, host = getattr(error, "rank", None), getattr(error, "host", None)
+            where = {"rank": self.rank, "host": self.host} if rank is None else {"rank": rank, "host": host}
+            replace_json(path, status | {"state": "failed", "error": text} | where | {"time": now()})
+
+    def records(self, kind: str) -> list[dict[str, Any]]:
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [record for line in lines if (record := json.loads(line))["kind"] == kind]
+
+    def write_json(self, name: str, value: Any) -> None:
+        if self.is_main:
+            replace_json(self.folder / name, value)
+
+    # ---- checkpoints: on rank 0 ----
+
+    def commit(self, payload: dict[str, Any], keep_last: int) -> Path:
+        """Write the checkpoint of the payload's step and delete old ones."""
+        path = checkpoint.step_path(self.checkpoints, payload["progress"]["step"])
+        checkpoint.write(path, payload)
+        checkpoint.prune(self.checkpoints, keep_last)
+        return path
+
+    def commit_best(self, payload: dict[str, Any]) -> Path:
+        """Make best.pt this state: a link to the step's own checkpoint where there is one."""
+        best = self.checkpoints / checkpoint.BEST
+        source = checkpoint.step_path(self.checkpoints, payload["progress"]["step"])
+        if not source.exists():
+            checkpoint.write(best, payload)
+            return best
+        temporary = best.with_name(best.name + TEMPORARY)
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(source, temporary)
+        except OSError:  # a file system without links
+            shutil.copyfile(source, temporary)
+        temporary.replace(best)
+        return best
+
+    def rewind(self, step: int) -> None:
+        """Before a resumed run writes: drop records that it will write again, and set aside checkpoints from beyond its step."""
+        _keep_records(self.folder / "metrics.jsonl", lambda r: r["step"] < step or (r["step"] == step and r["kind"] != "eval"))
+        for path in self.folder.glob("samples/rank*.jsonl"):
+            _keep_records(path, lambda r: r["step"] <= step)
+        beyond = [path for path in checkpoint.step_checkpoints(self.checkpoints) if path > checkpoint.step_path(self.checkpoints, step)]
+        best = self.checkpoints / checkpoint.BEST
+        if best.exists() and checkpoint.read(best)[0]["progress"]["step"] > step:
+            beyond.append(best)
+        if beyond:
+            aside = self.folder / f"superseded-{self.attempt}"
+            aside.mkdir(exist_ok=True)
+            for path in beyond:
+                shutil.move(path, aside / path.name)
+            self.notes.append(f"moved {', '.join(path.name for path in beyond)}, from beyond step {step}, to {aside}")
+
+
+def _lock(folder: Path) -> IO[str]:
+    """Hold the folder for the life of this process: the kernel lets go of the lock however the process ends."""
+    file = (folder / "claim.json").open("a+", encoding="utf-8")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        owner = _read_claim(file)
+        who = f"process {owner.get('pid', '?')} on {owner.get('host', '?')} since {owner.get('time', '?')}"
+        raise Refused(f"run_dir={folder}: is in use by {who}; end that job or give another --run_dir") from None
+    except OSError:  # a file system without locks
+        pass
+    return file
+
+
+def _read_claim(file: IO[str]) -> dict[str, Any]:
+    file.seek(0)
+    try:
+        return json.loads(file.read())
+    except ValueError:
+        return {}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _keep_records(path: Path, is_kept: Any) -> None:
+    """Rewrite a file of JSON lines without the records that are not kept, and without a last line that a kill cut short."""
+    if not path.exists():
+        return
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if is_kept(json.loads(line)):
+                lines.append(line + "\n")
+        except ValueError:
+            continue
+    temporary = path.with_name(path.name + TEMPORARY)
+    temporary.write_text("".join(lines), encoding="utf-8")
+    temporary.replace(path)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

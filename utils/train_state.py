@@ -1,0 +1,176 @@
+"""All that survives a restart: model, averaged weights, optimizer, scaler and progress. The schedule and random streams do not,
+since both are functions of the optimizer step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from config import Refused, TrainingConfig
+from utils.loading import Window
+from utils.metrics import MetricTracker
+from utils.optim import WeightAverage, create_optimizer, lr_factor
+from utils.precision import Precision
+from utils.running_stats import RunningStats
+
+
+@dataclass
+class Progress:
+    """Where the run stands. `epoch` counts from 0; `samples_in_epoch` is the position in its order, on all ranks together."""
+
+    epoch: int = 0
+    step: int = 0  # optimizer steps since the start of the run, skipped ones too
+    samples_in_epoch: int = 0
+    samples_seen: int = 0
+    skipped_steps: int = 0
+    best_value: float | None = None
+    best_epoch: int = -1
+    best_step: int = -1
+    evaluations_since_best: int = 0
+
+    def note_value(self, value: float, sign: int) -> bool:
+        """Count the evaluation that just ended. Whether its value is the best so far: the highest for sign 1, the lowest for -1."""
+        is_best = math.isfinite(value) and (self.best_value is None or sign * value > sign * self.best_value)
+        if is_best:
+            self.best_value, self.best_epoch, self.best_step = value, self.epoch, self.step
+        self.evaluations_since_best = 0 if is_best else self.evaluations_since_best + 1
+        return is_best
+
+
+class TrainState:
+    """Raises Refused when the model or the parameter groups cannot be trained."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: list[dict[str, Any]],
+        config: TrainingConfig,
+        precision: Precision,
+    ) -> None:
+        self.model, self.precision = model, precision  # the model is not wrapped
+        self.total_steps = self._warmup_steps = 0
+        self.running_stats = RunningStats(model)
+        self.average = WeightAverage(model, config.ema_decay) if config.ema_decay else None
+        self.optimizer = create_optimizer(groups, config)
+        device = next(model.parameters()).device
+        self.scaler = torch.amp.GradScaler(precision.device_type, enabled=precision.is_scaled)
+        self.interval = MetricTracker(device)  # sums since the last log point
+        self.progress = Progress()
+        self._clip = config.clip_grad_norm
+        self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._skipped = torch.zeros((), device=device)  # since the last read
+
+    def plan(self, steps_left: int, steps_per_epoch: int, config: TrainingConfig) -> None:
+        """Lay the schedule over the whole run, of which so many optimizer steps are left."""
+        total = self.progress.step + steps_left
+        self.total_steps = min(total, config.max_steps) if config.max_steps else total
+        self._warmup_steps = round(config.warmup_epochs * steps_per_epoch)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the last step taken, of the first parameter group."""
+        return self.optimizer.param_groups[0]["lr"]
+
+    def update_if_finite(self, window: Window) -> None:
+        """Unscale, clip, step, average. When the gradient is not finite all of it is skipped, on the device.
+
+        After the all-reduce the gradient is the same on every rank, so all of them decide alike, without a message or a read.
+        """
+        factor = lr_factor(self.progress.step, self.total_steps, self._warmup_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["base_lr"] * factor
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        if self._clip:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip, norm)
+        is_finite = norm.isfinite()
+        taken = is_finite.float()
+        skipped = 1 - taken
+        self.optimizer.grad_scale, self.optimizer.found_inf = None, skipped  # exactly 0 or 1
+        self.optimizer.step()
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.running_stats.commit(window.samples, is_finite)
+        if self.average:
+            self.average.update(is_first=self.progress.step == 0, taken=taken)
+        self._skipped += skipped
+        self.interval.update({"grad_norm": (norm.where(is_finite, 0.0), taken)})
+
+    def advance(self, window: Window) -> None:
+        self.progress.step += 1
+        self.progress.samples_in_epoch += window.samples
+        self.progress.samples_seen += window.samples
+
+    def next_epoch(self) -> None:
+        self.progress.epoch += 1
+        self.progress.samples_in_epoch = 0
+
+    def read_skipped(self) -> int:
+        """Skipped steps since the last call, counted into the progress. Reads from the device."""
+        skipped = int(self._skipped.item())
+        self._skipped.zero_()
+        self.progress.skipped_steps += skipped
+        return skipped
+
+    def state_dict(self, intervals: list[dict[str, Any]]) -> dict[str, Any]:
+        """The part of a checkpoint that is the run's state. Tensors are not copied.
+
+        Args:
+            intervals: `interval.state()` of every rank.
+        """
+        return {
+            "model": self.model.state_dict(),
+            "ema": self.average.model.state_dict() if self.average else {},
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "progress": dataclasses.asdict(self.progress) | {"intervals": intervals},
+        }
+
+    def load_state_dict(self, payload: dict[str, Any], rank: int, world_size: int) -> None:
+        """Take over the state of a checkpoint; learning rate, decay and the like stay those of the config.
+
+        Raises:
+            Refused: when something does not fit, with its name. What fitted may be loaded by then.
+        """
+        names = {field.name for field in dataclasses.fields(Progress)} | {"intervals"}
+        missing = sorted(names - payload["progress"].keys())
+        if missing:
+            raise Refused(f"the checkpoint's progress lacks {', '.join(missing)}; give another checkpoint")
+        self.load_model(payload)
+        self._load_optimizer(payload["optimizer"])
+        if self.average:
+            self.average.model.load_state_dict(payload["ema"] or payload["model"])
+        if self.scaler.is_enabled() and payload["scaler"]:
+            self.scaler.load_state_dict(payload["scaler"])
+        progress = dict(payload["progress"])
+        self._load_intervals(progress.pop("intervals"), rank, world_size)
+        for name, value in progress.items():
+            setattr(self.progress, name, value)
+
+    def load_model(self, payload: dict[str, Any]) -> None:
+        try:
+            self.model.load_state_dict(payload["model"])
+        except RuntimeError as error:
+            raise Refused(f"the checkpoint's model does not fit ({error}); give the model it was made with") from None
+        self.running_stats.reload()
+
+    def _load_optimizer(self, saved: dict[str, Any]) -> None:
+        here = self.optimizer.state_dict()
+        if [len(group["params"]) for group in saved["param_groups"]] != [len(group["params"]) for group in here["param_groups"]]:
+            raise Refused(
+                "the checkpoint's optimizer has other parameter groups; give the model.py it was made with, or --init_from its weights"
+            )
+        self.optimizer.load_state_dict({"state": saved["state"], "param_groups": here["param_groups"]})
+
+    def _load_intervals(self, intervals: list[dict[str, Any]], rank: int, world_size: int) -> None:
+        """Each rank its own sums; where there were more or fewer ranks, rank 0 all of them."""
+        if len(intervals) == world_size:
+            self.interval.load_state(intervals[rank])
+        elif rank == 0:
+            for state in intervals:
+                self.interval.add_state(state)
