@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 120.0  # seconds
+MARK = "DDP_TEST_PROGRAM"
 
 
 # Ranks are forked from a server that has imported everything and has no threads: a fork of pytest's own process, in which a thread
@@ -41,7 +44,7 @@ for line in sys.stdin:
 @functools.cache
 def _store_server() -> subprocess.Popen:
     server = subprocess.Popen([sys.executable, "-c", STORES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    atexit.register(server.communicate)  # closes its input, which ends it
+    atexit.register(server.kill)  # closing its input would not do: a DataLoader worker forked from this process holds a copy of the pipe
     return server
 
 
@@ -112,7 +115,7 @@ class Ended:
 
 
 def launch(command: Sequence[str | Path], *, env: dict[str, str] | None = None, cwd: Path = ROOT, deadline: float = DEADLINE) -> Ended:
-    """Run a program in a session of its own to its end; past the deadline it and what it started are ended, and the test fails."""
+    """Run a program to its end; past the deadline the test fails. What it started ends with it in any case."""
     program = start(command, env=env, cwd=cwd)
     try:
         out, err = program.communicate(timeout=deadline)
@@ -120,24 +123,33 @@ def launch(command: Sequence[str | Path], *, env: dict[str, str] | None = None, 
         stop(program)
         out, err = program.communicate()
         raise AssertionError(f"{command} took more than {deadline} s\n{out}\n{err}") from None
+    finally:
+        stop(program)
     return Ended(program.returncode, out, err)
 
 
 def start(command: Sequence[str | Path], *, env: dict[str, str] | None = None, cwd: Path = ROOT) -> subprocess.Popen:
     words = [str(word) for word in command]
-    everything = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    mark = str(uuid.uuid4())
+    everything = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {}), MARK: mark}
     pipe = subprocess.PIPE
-    return subprocess.Popen(words, env=everything, cwd=cwd, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    program = subprocess.Popen(words, env=everything, cwd=cwd, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    program.mark = f"{MARK}={mark}".encode()
+    return program
 
 
 def stop(program: subprocess.Popen) -> None:
-    """End a program that this test started; its ranks are told by the kernel (utils/signals.py)."""
+    """End a program that this test started, and what it started in turn: sessions of their own, known by a variable they inherited."""
     if program.poll() is None:
         program.terminate()
         try:
             program.wait(10)
         except subprocess.TimeoutExpired:
             os.killpg(program.pid, signal.SIGKILL)
+    for process in Path("/proc").glob("[0-9]*"):  # none where there is no /proc
+        with contextlib.suppress(OSError):
+            if program.mark in (process / "environ").read_bytes().split(b"\0"):
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def torchrun(world_size: int, *flags: str | Path, script: str = "train.py", **options: Any) -> Ended:

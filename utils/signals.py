@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import multiprocessing
+import multiprocessing.util
 import signal
 import sys
 import threading
@@ -47,7 +47,7 @@ def end_workers() -> None:
             child.kill()
 
 
-atexit.register(end_workers)  # runs before multiprocessing's own handler, which was registered earlier
+atexit.register(end_workers)  # runs before multiprocessing's own handler, which its import above has registered
 
 
 def die_with_parent() -> None:
