@@ -108,6 +108,7 @@ class Ended:
     code: int
     out: str
     err: str
+    left: int  # processes that it left behind, which were ended
 
     @property
     def text(self) -> str:
@@ -124,8 +125,8 @@ def launch(command: Sequence[str | Path], *, env: dict[str, str] | None = None, 
         out, err = program.communicate()
         raise AssertionError(f"{command} took more than {deadline} s\n{out}\n{err}") from None
     finally:
-        stop(program)
-    return Ended(program.returncode, out, err)
+        left = stop(program)
+    return Ended(program.returncode, out, err, left)
 
 
 def start(command: Sequence[str | Path], *, env: dict[str, str] | None = None, cwd: Path = ROOT) -> subprocess.Popen:
@@ -138,18 +139,24 @@ def start(command: Sequence[str | Path], *, env: dict[str, str] | None = None, c
     return program
 
 
-def stop(program: subprocess.Popen) -> None:
-    """End a program that this test started, and what it started in turn: sessions of their own, known by a variable they inherited."""
+def stop(program: subprocess.Popen) -> int:
+    """End a program that this test started, and what it left behind: in sessions of its own, known by a variable it inherited.
+
+    Returns how many processes that were.
+    """
     if program.poll() is None:
         program.terminate()
         try:
             program.wait(10)
         except subprocess.TimeoutExpired:
             os.killpg(program.pid, signal.SIGKILL)
+    left = 0
     for process in Path("/proc").glob("[0-9]*"):  # none where there is no /proc
         with contextlib.suppress(OSError):
             if program.mark in (process / "environ").read_bytes().split(b"\0"):
                 os.kill(int(process.name), signal.SIGKILL)
+                left += 1
+    return left
 
 
 def torchrun(world_size: int, *flags: str | Path, script: str = "train.py", **options: Any) -> Ended:

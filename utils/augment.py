@@ -86,6 +86,7 @@ def center_crop(images: Tensor, size: int) -> Tensor:
 
 def normalize(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """(images / 255 - mean) / std in torch's default float type; mean and std have shape [C] and are in [0, 1]."""
-    scale = (1 / (255 * std)).to(images.device).view(-1, 1, 1)
-    shift = (mean / std).to(images.device).view(-1, 1, 1)
+    # non_blocking: a blocking copy to the device would wait for all that is queued there
+    scale = (1 / (255 * std)).to(images.device, non_blocking=True).view(-1, 1, 1)
+    shift = (mean / std).to(images.device, non_blocking=True).view(-1, 1, 1)
     return images.to(torch.get_default_dtype()) * scale - shift

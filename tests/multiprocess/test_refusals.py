@@ -248,6 +248,13 @@ def test_an_unreadable_image_ends_a_real_launch_with_one_sentence(runs):
     assert "039.png: cannot be read" in runs.json("run", "status.json")["error"] and runs.json("run", "status.json")["host"]
 
 
+def test_a_refusal_leaves_no_worker_behind(runs):
+    words = folder_of_images(runs.root / "images", count=40)
+    (runs.root / "images/train/dog/039.png").write_bytes(b"nothing")
+    ended = launch([sys.executable, "train.py", *TINY, *words, "--run_dir", runs.folder("run"), "--num_workers", "2"])
+    assert (ended.code, ended.left) == (2, 0), ended.text
+
+
 def test_exit_code_2_one_sentence_and_no_traceback(tmp_path):
     ended = launch([sys.executable, "train.py", *TINY, "--dataset", "imagefolder", "--data_dir", tmp_path, "--run_dir", tmp_path / "run"])
     assert ended.code == 2 and "Traceback" not in ended.text
@@ -285,6 +292,22 @@ def test_a_rank_that_fails_ends_the_others_within_seconds(runs):
     assert "KeyError: 'a bug of the fork'" in ended.err
     status = runs.json("run", "status.json")
     assert (status["state"], status["rank"]) == ("failed", 1) and "a bug of the fork" in status["error"]
+
+
+def leave_late(seconds_late):
+    """Seconds that this rank spent in the clean-up, where the last rank comes so late."""
+    ctx = setup_distributed(TrainingConfig(backend="gloo"))
+    if ctx.rank == ctx.world_size - 1:
+        time.sleep(seconds_late)
+    begin = time.monotonic()
+    cleanup_distributed()
+    return time.monotonic() - begin
+
+
+def test_no_rank_leaves_the_group_before_all_have_finished():
+    """gloo aborts in a rank whose peer is gone."""
+    *early, _ = run_ranks(4, leave_late, 1.0)
+    assert min(early) > 0.8
 
 
 def test_two_runs_into_one_folder(runs):

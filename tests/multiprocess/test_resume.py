@@ -121,6 +121,13 @@ def test_the_time_limit_and_the_clock_of_saves(runs):
     assert len([record for record in runs.records("timed", "event") if record["event"] == "checkpoint"]) >= 3
 
 
+def test_after_a_save_no_older_word_asks_for_another(runs):
+    """A save is always due here: asked for at one step, done at the next. A word under way meanwhile would bring one more."""
+    flags = ["--dataset_size", 80, "--epochs", 1, "--save_every", 0, "--eval_every", 0, "--save_every_minutes", 1e-9]
+    runs.train(2, "often", *flags)
+    assert [record["step"] for record in runs.records("often", "event") if record["event"] == "checkpoint"] == [2, 4, 6, 8, 10]
+
+
 def test_a_completed_run_is_left_as_it_is(runs):
     runs.train(2, "done", "--dataset_size", 16, "--epochs", 1)
     files = {path: path.read_bytes() for path in runs.folder("done").rglob("*") if path.is_file()}
