@@ -116,27 +116,40 @@ class Ended:
 
 
 def launch(command: Sequence[str | Path], *, env: dict[str, str] | None = None, cwd: Path = ROOT, deadline: float = DEADLINE) -> Ended:
-    """Run a program to its end; past the deadline the test fails. What it started ends with it in any case."""
-    program = start(command, env=env, cwd=cwd)
-    try:
-        out, err = program.communicate(timeout=deadline)
-    except subprocess.TimeoutExpired:
-        stop(program)
-        out, err = program.communicate()
-        raise AssertionError(f"{command} took more than {deadline} s\n{out}\n{err}") from None
-    finally:
-        left = stop(program)
-    return Ended(program.returncode, out, err, left)
+    """Run a program to its end. Raises AssertionError, with what it printed, when the deadline passes."""
+    return finish(start(command, env=env, cwd=cwd), deadline)
 
 
 def start(command: Sequence[str | Path], *, env: dict[str, str] | None = None, cwd: Path = ROOT) -> subprocess.Popen:
-    words = [str(word) for word in command]
+    """Start a program in a session of its own. It prints into files: a pipe would stay open as long as anything that it left behind."""
     mark = str(uuid.uuid4())
     everything = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {}), MARK: mark}
-    pipe = subprocess.PIPE
-    program = subprocess.Popen(words, env=everything, cwd=cwd, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
-    program.mark = f"{MARK}={mark}".encode()
+    files = [tempfile.TemporaryFile("w+") for _ in range(2)]
+    words = [str(word) for word in command]
+    program = subprocess.Popen(words, env=everything, cwd=cwd, stdout=files[0], stderr=files[1], start_new_session=True)
+    program.mark, program.files = f"{MARK}={mark}".encode(), files
     return program
+
+
+def finish(program: subprocess.Popen, deadline: float = DEADLINE) -> Ended:
+    """Wait for the end of a program that `start` gave. What it left behind is ended."""
+    try:
+        program.wait(deadline)
+        is_late = False
+    except subprocess.TimeoutExpired:
+        is_late = True
+    left, (out, err) = stop(program), _printed(program)
+    assert not is_late, f"{program.args} took more than {deadline} s\n{out}\n{err}"
+    return Ended(program.returncode, out, err, left)
+
+
+def _printed(program: subprocess.Popen) -> list[str]:
+    texts = []
+    for file in program.files:
+        file.seek(0)
+        texts.append(file.read())
+        file.close()
+    return texts
 
 
 def stop(program: subprocess.Popen) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ranks import ROOT, launch, start, stop
+from ranks import ROOT, finish, launch, start, stop
 
 SCRIPT = ROOT / "scripts" / "launch.sh"
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -75,8 +75,8 @@ def test_sigterm_to_the_script_saves_and_exits_75(tmp_path):
         while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < ends:
             time.sleep(0.1)
         os.kill(program.pid, signal.SIGTERM)
-        out, err = program.communicate(timeout=60)
+        ended = finish(program, 60)
     finally:
         stop(program)
-    assert program.returncode == 75, out + err
+    assert ended.code == 75, ended.text
     assert list((tmp_path / "run" / "checkpoints").glob("step_*.pt"))

@@ -14,7 +14,7 @@ import ddp_utils
 from config import Refused, TrainingConfig
 from ddp_utils import choose_device, cleanup_distributed, once_per_file_system, read_launch, setup_distributed, together
 from images import save_images
-from ranks import ROOT, launch, run_ranks, start, stop, torchrun
+from ranks import ROOT, finish, launch, run_ranks, start, stop, torchrun
 from training import TINY
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -326,8 +326,8 @@ def test_two_runs_into_one_folder(runs):
         assert second.code == 2 and f"in use by process {first.pid} on " in second.err and "give another --run_dir" in second.err
         assert first.poll() is None
         os.kill(first.pid, signal.SIGINT)
-        out, err = first.communicate(timeout=60)
-        assert first.returncode == 75, out + err  # preempted, alone
+        ended = finish(first, 60)
+        assert ended.code == 75, ended.text  # preempted, alone
     finally:
         stop(first)
 

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from ranks import start, stop
+from ranks import finish, start, stop
 from training import difference
 from utils import checkpoint
 
@@ -98,12 +98,12 @@ def test_sigterm_to_the_group_saves_and_the_run_goes_on_to_the_same_weights(runs
         while not (folder / "metrics.jsonl").exists() and time.monotonic() < ends:
             time.sleep(0.05)
         os.kill(program.pid, signal.SIGTERM)
-        out, err = program.communicate(timeout=60)
+        ended = finish(program, 60)
     finally:
         stop(program)
     status = runs.json("parts", "status.json")
-    assert status["state"] == "preempted", out + err
-    assert runs.json("parts", "summary.json")["state"] == "preempted" and "--resume_from auto" in out
+    assert status["state"] == "preempted", ended.text
+    assert runs.json("parts", "summary.json")["state"] == "preempted" and "--resume_from auto" in ended.out
     assert 0 < status["step"] < 100 and runs.last("parts")["progress"]["step"] == status["step"] == max(runs.samples("parts"))
     runs.train(2, "parts", *flags, "--resume_from", "auto")
     assert runs.samples("parts") == runs.samples("whole")
