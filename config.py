@@ -57,6 +57,10 @@ def local_path(value: str) -> str:
     return "is no path of a mounted file system; mount the storage and give its path" if "://" in value else ""
 
 
+def run_path(value: str) -> str:
+    return local_path(value) if value.strip() else "is empty; give a folder, runs/NAME say"
+
+
 def metric_name(value: str) -> str:
     prefix, colon, _ = value.rpartition(":")
     return "" if not colon or prefix in ("min", "max") else "has an unknown prefix; write min:NAME or max:NAME"
@@ -88,7 +92,7 @@ class TrainingConfig:
     """The configuration of one run. Raises Refused, with all problems listed, when a value cannot be used."""
 
     # fmt: off
-    run_dir: str = setting("run", DEFAULT_RUN_DIR, "folder of the run; may hold field names: runs/{model}-lr{lr}-s{seed}", local_path)
+    run_dir: str = setting("run", DEFAULT_RUN_DIR, "folder of the run; may hold field names: runs/{model}-lr{lr}-s{seed}", run_path)
     resume_from: str = setting("run", "", "auto: the newest whole checkpoint of run_dir; or the path of one; empty: a fresh start", local_path)
     overwrite: bool = setting("run", False, "replace the run that run_dir holds")
     init_from: str = setting("run", "", "weights to start a new run from: a checkpoint of ours or a bare state dict", local_path)
@@ -271,8 +275,9 @@ def _flags_of(cls: type) -> list[str]:
 
 
 def _unknown(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word.split("=")[0].replace("-", "_").replace("__", "--", 1), known, n=1)
-    return f"{word}: is not known; " + (f"did you mean {close[0]}?" if close else "see --help for all that are")
+    bare = {name.lstrip("-"): name for name in known}  # two dashes in common are no likeness
+    close = difflib.get_close_matches(word.split("=")[0].lstrip("-").replace("-", "_"), bare, n=1)
+    return f"{word}: is not known; " + (f"did you mean {bare[close[0]]}?" if close else "see --help for all that are")
 
 
 def _parser(cls: type) -> argparse.ArgumentParser:
@@ -292,7 +297,7 @@ def _parser(cls: type) -> argparse.ArgumentParser:
         spellings = list(dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]))
         if meta["type"] is bool:
             negations = list(dict.fromkeys(f"--{no}{spelled[2:]}" for no in ("no-", "no_") for spelled in spellings))
-            group.add_argument(*spellings, dest=name, action="store_true", help=f"{text}; also --no-{name}")
+            group.add_argument(*spellings, dest=name, nargs="?", const=True, metavar="BOOL", help=f"{text}; also --no-{name}")
             group.add_argument(*negations, dest=name, action="store_false", help=argparse.SUPPRESS)
         else:
             group.add_argument(*spellings, dest=name, metavar=meta["type"].__name__.upper(), help=text)

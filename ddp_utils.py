@@ -31,6 +31,7 @@ from utils.run_folder import Run
 from utils.signals import die_with_parent, end_workers
 from utils.train_state import TrainState
 
+SECONDS_OF_BLAME = 2.0
 CONTROL_TIMEOUT = timedelta(hours=24)  # words, barriers and saves: who is late here is not lost
 
 T = TypeVar("T")
@@ -195,9 +196,11 @@ def _rendezvous(launch: Launch, url: str, timeout: timedelta) -> dist.Store:
         store, _, _ = next(dist.rendezvous(url, launch.rank, launch.world_size, timeout=timeout))
     except (dist.DistError, ValueError, RuntimeError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}" if url == "env://" else url
-        raise Refused(
-            f"rank {launch.rank} cannot meet the others at {where} ({error}); check that rank 0 runs and its address is right"
-        ) from None
+        reason = str(error).splitlines()[0]  # frames of C++ follow
+        look = (
+            "check that rank 0 runs and its address is right" if launch.rank else f"start all {launch.world_size} ranks with this address"
+        )
+        raise Refused(f"rank {launch.rank} cannot meet the others at {where} ({reason}); {look}") from None
     store.set_timeout(timeout)
     return store
 
@@ -226,6 +229,18 @@ def cleanup_distributed() -> None:
         dist.destroy_process_group()
 
 
+def is_of_a_peer(error: BaseException) -> bool:
+    """Whether a collective failed since a peer was gone: the trouble is another rank's."""
+    words = ("gloo", "Connection closed by peer", "Connection reset by peer")
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(word in str(error) for word in words))
+
+
+def wait_for_blame(error: BaseException) -> None:
+    """After an error that is a peer's: torchrun blames the rank whose report has the earliest second, so this one comes later."""
+    if is_of_a_peer(error):
+        time.sleep(SECONDS_OF_BLAME)
+
+
 def leave_after(error: BaseException) -> NoReturn:
     """Say the error and end this process at once: nothing waits for peers, and gloo's threads do not make an abort of the exit code."""
     logger, is_refused = logging.getLogger(NAME), isinstance(error, Refused)
@@ -235,6 +250,9 @@ def leave_after(error: BaseException) -> NoReturn:
         time.sleep(1 if read_launch().rank == 0 else 3)
     elif is_refused:
         logger.error("%s", error)
+    elif is_of_a_peer(error):
+        logger.error("this rank lost its peers (%s): another rank failed first, and its log says of what", str(error).splitlines()[0])
+        logger.debug("the way to it", exc_info=error)
     else:
         logger.error("this rank failed", exc_info=error)
     end_workers()
@@ -294,6 +312,8 @@ def once_per_file_system(folder: Path, is_done: Callable[[], bool], action: Call
     Each rank in need leaves a file of its name in the folder; the lowest name that it finds there is its leader's.
     """
     is_needed = not together(is_done, ctx)
+    if not any(exchange(is_needed, ctx)):
+        return
     meeting, *_ = exchange(f"{os.getpid()}-{time.time_ns()}", ctx)
     tokens = [folder / f".{meeting}-rank{rank}" for rank in range(ctx.world_size)]
 
@@ -304,7 +324,8 @@ def once_per_file_system(folder: Path, is_done: Callable[[], bool], action: Call
     together(lambda: leave_token() if is_needed else None, ctx)
     is_leader = is_needed and next(rank for rank, token in enumerate(tokens) if token.exists()) == ctx.rank
     exchange(is_leader, ctx)  # all have looked
-    tokens[ctx.rank].unlink(missing_ok=True)
+    if is_needed:
+        tokens[ctx.rank].unlink()
     together(lambda: action() if is_leader else None, ctx)
 
 

@@ -134,9 +134,12 @@ def _torchvision_model(name: str, in_channels: int, num_classes: int, image_size
     if name.startswith("vit_"):
         special = {"image_size": image_size}
     try:
-        return models.get_model(name, weights=None, num_classes=num_classes, **special)
-    except (ValueError, AssertionError) as error:
+        model = models.get_model(name, weights=None, num_classes=num_classes, **special).eval()
+        shapes = {key: value.to("meta") for key, value in [*model.named_parameters(), *model.named_buffers()]}
+        torch.func.functional_call(model, shapes, torch.empty(2, 3, image_size, image_size, device="meta"))  # computes nothing else
+    except (ValueError, AssertionError, RuntimeError) as error:
         raise Refused(f"model={name}: does not take images of {image_size} pixels ({error}); give another image_size or model") from None
+    return model.train()
 
 
 def _take_weights(model: nn.Module, path: Path) -> None:

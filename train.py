@@ -15,6 +15,7 @@ if __name__ == "__main__":
 import copy
 import dataclasses
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -42,6 +43,7 @@ from ddp_utils import (
     save_checkpoint,
     setup_distributed,
     together,
+    wait_for_blame,
     wrap_ddp,
 )
 from model import compute_loss, create_model, param_groups
@@ -70,6 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcome = train(config)
     except Refused as refused:
         raise refused.with_traceback(None) from None  # torchrun's summary shows the sentence, not the way to it
+    except Exception as error:
+        wait_for_blame(error)
+        raise
     is_preempted = outcome.get("state") == "preempted"
     return PREEMPTED if is_preempted and not read_launch().is_under_torchrun else 0
 
@@ -91,10 +96,8 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     run = open_run(config, ctx)
     logger = setup_logger(ctx.rank, None if run.is_completed else run.log_file)
     if run.is_completed:
-        logger.info(
-            "%s: this run is completed, nothing is left to do; to train on, give --resume_from a checkpoint of it and more --epochs",
-            run.folder,
-        )
+        more = "to train on, give --resume_from a checkpoint of it and more --epochs"
+        logger.info("%s: this run is completed, nothing is left to do; %s", run.folder, more)
         outcome = {"state": "completed"}
     else:
         try:
@@ -111,8 +114,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
 def run_training(config: TrainingConfig, ctx: DistributedContext, run: Run, logger: logging.Logger, signals: StopSignals) -> dict[str, Any]:
     """One attempt of a run, from its data to its summary."""
     started = time.monotonic()
-    run.status("running", epoch=0, step=0, samples_seen=0, checkpoint=None, error=None, rank=None, host=None)
-
+    run.begin()
     train_set, held_out, config = load_data(config, ctx)
     loader, sampler = together(lambda: create_distributed_dataloader(train_set, config, ctx), ctx)
     held_out_loaders = {split: create_evaluation_dataloader(dataset, config, ctx) for split, dataset in held_out.items()}
@@ -127,7 +129,7 @@ def run_training(config: TrainingConfig, ctx: DistributedContext, run: Run, logg
 
     origin = provenance.collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit)
     origin |= provenance.describe(train_set) | {"global_batch_size": sampler.global_batch_size}
-    differences, ledger = resume_run(run, state, config, origin, ctx)
+    differences, ledger = resume_run(run, state, config, origin, sampler.samples_per_epoch, ctx)
     state.plan(sampler.steps_left(progress.epoch, progress.samples_in_epoch, config.epochs), sampler.steps_per_epoch, config)
     reporter = Reporter(run, config, ctx, logger, state.total_steps, ledger)
     reporter.start(origin, decisions(config, ctx, run, state, loader, held_out), differences, first_batch, state)
@@ -159,18 +161,23 @@ def run_training(config: TrainingConfig, ctx: DistributedContext, run: Run, logg
             records = evaluate_all(models, "val", held_out_loaders["val"], state, ctx, agreement)
             is_stopped = not records
             if records:
-                value = next(each[best_name] for each in records if each["weights"] == chosen)
-                is_best = progress.note_value(value, sign)
+                found = next(each for each in records if each["weights"] == chosen)
+                is_best = progress.note_value(found[best_name] if math.isfinite(found["loss"]) else math.nan, sign)
                 reporter.evaluated(records, time.perf_counter() - begin, is_best)
                 if is_best:
                     save(is_best=True)
+                if progress.samples_in_epoch < sampler.samples_per_epoch:
+                    save()  # max_steps ended the run here: one that goes on from here does not make this evaluation again
             elif reporter.saved_step != progress.step:
                 save()
         if is_stopped:
             break
         if progress.samples_in_epoch >= sampler.samples_per_epoch:
             state.next_epoch()
-        if is_at_end or 0 < config.patience <= progress.evaluations_since_best:
+        is_patience_over = 0 < config.patience <= progress.evaluations_since_best
+        if is_patience_over:
+            logger.info("no better %s in %d evaluation(s): patience ends the run", best_name, progress.evaluations_since_best)
+        if is_at_end or is_patience_over:
             break
 
     test_records = []
@@ -300,6 +307,7 @@ def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, 
     path = asked or together(lambda: best_or_newest(config.checkpoint_folder, prefers_best=not config.resume_from), ctx)
     payload = load_checkpoint(path, ctx)
     _, held_out, config = load_data(config, ctx)
+    together(lambda: resume.check_evaluation(payload, config), ctx)
     state = together(lambda: create_state(dataclasses.replace(config, init_from=""), ctx), ctx)
     models = {"model": state.model}
     together(lambda: state.load_model(payload), ctx)
@@ -313,11 +321,9 @@ def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, 
         found = evaluate_all(models, split, create_evaluation_dataloader(dataset, config, ctx), state, ctx, None)
         log_epoch_summary(logger, found, time.perf_counter() - begin, is_best=False)
         records += found
-    outcome = {"checkpoint": str(path), "records": records}
+    outcome = {"checkpoint": str(path), "data_dir": config.data_dir, "records": records}
     file = config.run_folder / f"eval-{path.stem}.json"
-    if ctx.is_main:
-        config.run_folder.mkdir(parents=True, exist_ok=True)
-        replace_json(file, outcome)
+    by_rank_0(lambda: replace_json(file, outcome), ctx)
     logger.info("wrote %s", file)
     return outcome
 
@@ -327,6 +333,8 @@ def load_data(config: TrainingConfig, ctx: DistributedContext) -> tuple[Dataset,
     once_per_file_system(Path(config.data_dir), lambda: is_prepared(config), lambda: prepare_data(config), ctx)
     sets = {split: together(lambda split=split: create_dataset(config, split), ctx) for split in ("train", "val", "test")}
     train_set = sets.pop("train")
+    if train_set is None:
+        raise Refused(f"data_dir={config.data_dir}: create_dataset found no training set there; give the folder that holds it")
     config = together(lambda: settle(config, train_set), ctx)
     return train_set, {split: dataset for split, dataset in sets.items() if dataset is not None and len(dataset)}, config
 
@@ -356,7 +364,7 @@ def warm_up(model: DistributedDataParallel, batch: Any, state: TrainState) -> li
 
 
 def resume_run(
-    run: Run, state: TrainState, config: TrainingConfig, origin: dict[str, Any], ctx: DistributedContext
+    run: Run, state: TrainState, config: TrainingConfig, origin: dict[str, Any], samples_per_epoch: int, ctx: DistributedContext
 ) -> tuple[list[str], dict[str, float] | None]:
     """Load the checkpoint that the run starts from, if any, and rewind the records to it.
 
@@ -368,7 +376,7 @@ def resume_run(
         differences = together(lambda: resume.compare(payload, config, origin["fingerprint"], origin["global_batch_size"]), ctx)
         together(lambda: state.load_state_dict(payload, ctx.rank, ctx.world_size), ctx)
         ledger = payload["provenance"]["ledger"]
-    by_rank_0(lambda: run.rewind(state.progress.step), ctx)
+    by_rank_0(lambda: run.rewind(state.progress.step, is_evaluated=state.progress.samples_in_epoch < samples_per_epoch), ctx)
     return differences, ledger
 
 
@@ -380,10 +388,9 @@ def is_every(interval: int, index: int) -> bool:
 def run_as_script() -> None:
     """Run the command line and end this process with the contract's exit code."""
     try:
-        code = main()
+        sys.exit(main())
     except (Exception, KeyboardInterrupt) as error:
         leave_after(error)
-    sys.exit(code)
 
 
 if __name__ == "__main__":

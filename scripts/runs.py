@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from config import Refused
 
 COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
 NOT_SETTINGS = ("run_dir", "checkpoint_dir", "resume_from", "overwrite", "init_method")
@@ -58,7 +63,7 @@ def find_runs(folders: list[Path]) -> list[RunInfo]:
 def table(runs: list[RunInfo]) -> str:
     """One line a run: state, progress, results, time, size, and the settings that are not the same in all of them."""
     names = [name for name in dict.fromkeys(n for run in runs for n in run.config) if name not in NOT_SETTINGS]
-    differing = [name for name in names if len({json.dumps(run.config.get(name)) for run in runs}) > 1]
+    differing = [name for name in names if len({json.dumps(run.config.get(name)) for run in runs if run.config}) > 1]
     rows = [["run", "state", "epoch", "step", "best", "final top1", "minutes", "MB", *differing]]
     for run in runs:
         best = f"{run.summary['best_metric']} {run.summary['best_value']:.4f}" if run.summary.get("best_value") is not None else "-"
@@ -77,7 +82,7 @@ def plot(runs: list[RunInfo], metric: str) -> str:
     dashed = [run.curve("train", PARTNERS.get(metric, metric)) for run in runs]
     points = [point for curve in solid + dashed for point in curve]
     if not points:
-        raise SystemExit(f"metric={metric}: no run has records of it; give one that eval records have")
+        raise Refused(f"metric={metric}: no run has records of it; give one that eval records have")
     left, top, right, bottom = 62, 26 + 18 * len(runs), 20, 46
     width, height = 760, 380 + top
     low, high = min(y for _, y in points), max(y for _, y in points)
@@ -122,20 +127,35 @@ def round_step(last: int) -> int:
     return next(step for step in (magnitude * k for k in (1, 2, 5, 10, 20)) if last / step <= 10)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("folders", nargs="*", type=Path, default=[Path("runs")])
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="write the curves into this file")
     parser.add_argument("--metric", default="top1", help="of the curves: top1, loss, ... [top1]")
     options = parser.parse_args()
-    runs = find_runs(options.folders)
+    try:
+        show(options.folders, options.plot, options.metric)
+    except Refused as refused:
+        print(refused, file=sys.stderr)
+        return 2
+    return 0
+
+
+def show(folders: list[Path], picture: Path | None, metric: str) -> None:
+    """Raises Refused where there is nothing to show, or no place for the picture."""
+    runs = find_runs(folders)
     if not runs:
-        raise SystemExit(f"{' '.join(map(str, options.folders))}: no run is there (a folder with a status.json); give the folder of one")
+        raise Refused(f"{' '.join(map(str, folders))}: no run is there (a folder with a status.json); give the folder of one")
     print(table(runs))
-    if options.plot:
-        options.plot.write_text(plot(runs, options.metric))
-        print(f"wrote {options.plot}")
+    if picture:
+        if picture.suffix != ".svg":
+            raise Refused(f"plot={picture}: the picture is an SVG; give a name that ends in .svg")
+        try:
+            picture.write_text(plot(runs, metric))
+        except OSError as error:
+            raise Refused(f"plot={picture}: cannot be written ({error.strerror}); give another file") from None
+        print(f"wrote {picture}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -124,8 +124,11 @@ def test_weights_come_from_a_checkpoint_or_a_bare_state_dict(tmp_path):
     torch.save([1, 2], tmp_path / "list.pt")
     (tmp_path / "text.pt").write_text("hello")
     for name in ("list.pt", "text.pt"):
-        with pytest.raises(Refused, match=f"init_from=.*{name}: holds no weights"):
+        with pytest.raises(Refused, match=f"init_from=.*{name}: (holds no weights|is no file of tensors alone); give"):
             checkpoint.load_weights(tmp_path / name)
+    flip(tmp_path / "c.pt", 2000)
+    with pytest.raises(Refused, match="c.pt: is damaged"):
+        checkpoint.load_weights(tmp_path / "c.pt")
 
 
 # ---- what may differ on resume ----

@@ -40,6 +40,7 @@ def test_flags_with_underscores_dashes_and_negations():
     assert (config.use_amp, config.channels_last, config.sync_bn) == (False, False, True)
     for spelling in ("--no-use-amp", "--no_use_amp", "--no-use_amp", "--no_use-amp"):
         assert TrainingConfig.from_args([spelling]).use_amp is False
+    assert TrainingConfig.from_args("--use_amp False --channels_last=no --overwrite".split()).use_amp is False
 
 
 def test_auto_or_a_number():
@@ -75,6 +76,9 @@ def test_auto_or_a_number():
         ("--btach_size 3", "--btach_size: is not known; did you mean --batch_size?"),
         ("--batch 3", "--batch: is not known"),  # abbreviations are not accepted
         ("--frobnicate", "--frobnicate: is not known; see --help"),
+        ("--nonsense", "--nonsense: is not known; see --help"),
+        ("--run_dir=", "run_dir=: is empty; give a folder"),
+        ("--overwrite maybe", "overwrite=maybe: is not true or false; give true or false"),
         ("stray", "stray: belongs to no flag; write --flag value"),
         ("--lr", "--lr: expected one argument; see --help"),
         ("--config nowhere.toml", "config=nowhere.toml: cannot be read"),

@@ -64,8 +64,9 @@ def test_torchvision_classifiers_by_name():
         ({"model": "resnet81"}, "model=resnet81: is not known; choose mini_resnet or a classifier of torchvision: .*did you mean resnet18"),
         ({"model": "resnet18", "in_channels": 1}, "in_channels=1: the models of torchvision take 3; use"),
         ({"model": "vit_b_16", "image_size": 30}, "model=vit_b_16: does not take images of 30 pixels .*; give another"),
+        ({"model": "alexnet", "image_size": 8}, "model=alexnet: does not take images of 8 pixels .*; give another"),
         ({"sync_bn": True}, "sync_bn=True: SyncBatchNorm works on CUDA alone; leave out --sync_bn"),
-        ({"init_from": "/nowhere.pt"}, "init_from=/nowhere.pt: holds no weights .*; give"),
+        ({"init_from": "/nowhere.pt"}, "init_from=/nowhere.pt: cannot be read .*; give"),
     ],
 )
 def test_what_cannot_be_made_is_refused(changes, said):

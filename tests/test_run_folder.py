@@ -78,10 +78,46 @@ def test_the_default_folder_moves_aside(config):
 
 def test_overwrite_replaces_what_a_run_wrote_and_nothing_else(config):
     fill(open_run(config))
-    (config.run_folder / "notes.txt").write_text("mine")
+    mine = [config.run_folder / name for name in ("notes.txt", "logs/mine.txt", "checkpoints/mine.pt")]
+    theirs = [config.run_folder / name for name in ("logs/rank0.log", "tensorboard/events.out.tfevents.1")]
+    for path in mine + theirs:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
     run = open_run(with_(config, overwrite=True))
-    assert sorted(path.name for path in run.folder.iterdir()) == ["checkpoints", "claim.json", "notes.txt"]
-    assert not list(run.checkpoints.iterdir()) and run.attempt == 1
+    assert {path for path in run.folder.rglob("*") if path.is_file()} == {*mine, run.folder / "claim.json"}
+    assert run.attempt == 1
+
+
+@pytest.mark.parametrize("folder", [".", "..", "/", "runs"])
+def test_a_folder_that_holds_more_than_one_run_is_refused(config, folder):
+    fill(open_run(config))
+    with pytest.raises(Refused, match="run_dir=.*: holds other things than one run; give a folder of the run's own"):
+        open_run(with_(config, run_dir=folder, overwrite=True))
+
+
+def test_a_refused_start_leaves_the_status_of_the_run(config):
+    fill(open_run(config), state="preempted")
+    before = (config.run_folder / "status.json").read_bytes()
+    run = open_run(with_(config, resume_from="auto"))
+    run.begin()
+    assert json.loads((config.run_folder / "status.json").read_text())["step"] == 20
+    run.failed(Refused("seed=1: the checkpoint has seed=2", 0, "here"))
+    assert json.loads((config.run_folder / "status.json").read_text()) == json.loads(before)
+    run.begin()
+    run.status("running", step=21)  # it goes on
+    run.failed(Refused("a.png: cannot be read", 0, "here"))
+    assert json.loads((config.run_folder / "status.json").read_text())["state"] == "failed"
+
+
+def test_a_failure_that_all_ranks_have_is_written_by_rank_0(config):
+    first = open_run(config)
+    first.begin()
+    second = Run(config.run_folder, config.checkpoint_folder, 1, "there")
+    for run, state in ((second, "running"), (first, "failed")):
+        run.failed(Refused("one class alone", 1, "there"))
+        status = json.loads((config.run_folder / "status.json").read_text())
+        assert status["state"] == state
+    assert (status["rank"], status["host"]) == (1, "there")
 
 
 def test_auto_takes_the_newest_whole_checkpoint_and_counts_attempts(config):

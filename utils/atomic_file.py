@@ -17,7 +17,7 @@ def replace_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
     Raises:
         OSError: when any of that failed; `path` is then as it was, and the temporary file is gone.
     """
-    temporary = path.with_name(path.name + TEMPORARY)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY}")  # ranks that fail together may write the same file
     try:
         with temporary.open("wb") as file:
             write(file)
@@ -31,6 +31,8 @@ def replace_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
 
 
 def replace_json(path: Path, value: Any) -> None:
+    """As `replace_file`; the folder is made where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     data = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     replace_file(path, lambda file: file.write(data.encode()))
 

@@ -116,11 +116,19 @@ def prune(folder: Path, keep_last: int) -> None:
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Weights only: from a checkpoint of ours, or from a bare state dict. Raises Refused."""
+    """Weights only: from a checkpoint of ours, or from a bare state dict. Raises Refused, for a damaged checkpoint of ours too."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TRAILER_BYTES))
+            is_ours = TRAILER.fullmatch(file.read())
+    except OSError as error:
+        raise Refused(f"init_from={path}: cannot be read ({error.strerror}); give a checkpoint or a state dict") from None
+    if is_ours:
+        verify(path)
     try:
         payload = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # as in `read`
-        raise Refused(f"init_from={path}: holds no weights ({_first_line(error)}); give a checkpoint or a state dict") from None
+    except Exception:  # as in `read`; torch's own text recommends to switch its protection off
+        raise Refused(f"init_from={path}: is no file of tensors alone; give a checkpoint or a saved state dict") from None
     weights = payload.get("model", payload) if isinstance(payload, dict) else payload
     if not isinstance(weights, dict) or not weights or not all(isinstance(value, torch.Tensor) for value in weights.values()):
         raise Refused(f"init_from={path}: holds no weights; give a checkpoint or a state dict")

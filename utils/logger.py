@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import sys
 import time
@@ -39,6 +40,12 @@ class _ConsoleHandler(logging.StreamHandler):
             self.stream.write("\r\x1b[2K")
         super().emit(record)
 
+    def handleError(self, record: logging.LogRecord) -> None:
+        if isinstance(sys.exc_info()[1], BrokenPipeError):  # `| head` has seen enough; the run goes on
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        else:
+            super().handleError(record)
+
 
 class _NotABar(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
@@ -52,7 +59,7 @@ def setup_logger(rank: int, file: Path | None = None) -> logging.Logger:
         file: takes everything; it is appended to. None: no file.
     """
     logger = logging.getLogger(NAME)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG)
     logger.propagate = False
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
@@ -60,6 +67,7 @@ def setup_logger(rank: int, file: Path | None = None) -> logging.Logger:
     plain, marked = logging.Formatter("%(message)s"), logging.Formatter(f"[rank {rank}] %(message)s")
     if rank == 0:
         console = _ConsoleHandler(sys.stdout)
+        console.setLevel(logging.INFO)
         console.addFilter(lambda record: record.levelno < logging.ERROR)
         console.setFormatter(plain)
         logger.addHandler(console)

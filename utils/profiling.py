@@ -23,7 +23,7 @@ class StepProfiler:
             activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
             self._sort = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
             plan = schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=1)
-            self._profile = profile(activities=activities, schedule=plan, on_trace_ready=self._report)
+            self._profile = profile(activities=activities, schedule=plan, on_trace_ready=self._report, acc_events=True)
             self._profile.start()
 
     def step(self) -> None:

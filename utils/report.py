@@ -74,6 +74,7 @@ class Reporter:
         for line in differences:
             self._logger.warning("changed: %s", line)
         self._skips_said = state.progress.skipped_steps
+        run.status("running", epoch=state.progress.epoch, step=step, samples_seen=state.progress.samples_seen)
         if run.resume_path:
             self.saved_step = step
             self.event("resumed", step, checkpoint=str(run.resume_path), world_size=self._world_size, changed=differences)
@@ -205,7 +206,7 @@ class Reporter:
         self._run.status(ending, epoch=progress.epoch, step=progress.step, samples_seen=progress.samples_seen)
         self._profiler.close()
         self._board.close()
-        self._logger.info("%s", end_text(summary, self._run))
+        self._logger.info("%s", end_text(summary, self._run, ledger["trained_s"], chosen))
         return summary
 
 
@@ -259,15 +260,23 @@ def banner(decided: dict[str, str]) -> str:
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in decided.items())
 
 
-def end_text(summary: dict[str, Any], run: Run) -> str:
-    """The end summary, with the next commands to type."""
+def end_text(summary: dict[str, Any], run: Run, trained_s: float, chosen: str) -> str:
+    """The end summary, with the next commands to type.
+
+    Args:
+        trained_s: seconds in training, of all attempts.
+        chosen: the weights that the best checkpoint was chosen by, "model" or "ema".
+    """
     folder = run.folder
+    skipped = f" ({summary['skipped_steps']} of them skipped, their gradients were not finite)" if summary["skipped_steps"] else ""
     lines = [
-        f"{summary['state']}: {summary['epochs']} epochs, {summary['steps']} steps, {summary['samples_seen']:,} samples "
-        f"in {duration(summary['wall_s'])}, {summary['samples_per_s']:,.0f} samples/s",
+        f"{summary['state']}: {summary['epochs']} epochs, {summary['steps']} steps{skipped}, {summary['samples_seen']:,} samples "
+        f"in {duration(trained_s)} of training, {summary['samples_per_s']:,.0f} samples/s",
     ]
+    average = " --ema" if chosen == "ema" else ""
     if summary["best_value"] is not None:
-        lines.append(f"best {summary['best_metric']} {summary['best_value']:.4f} in epoch {summary['best_epoch']}")
+        whose = " (averaged weights)" if average else ""
+        lines.append(f"best {summary['best_metric']} {summary['best_value']:.4f}{whose} in epoch {summary['best_epoch']}")
     if summary["state"] == "preempted":
         return "\n".join([*lines, "to go on: the same command with --resume_from auto"])
     best = run.checkpoints / "best.pt"
@@ -278,7 +287,7 @@ def end_text(summary: dict[str, Any], run: Run) -> str:
             "next:",
             f"  tensorboard --logdir {folder}",
             f"  python scripts/runs.py {folder.parent} --plot {folder}/curves.svg",
-            f"  python scripts/export.py {source} {folder}/model.pt",
+            f"  python scripts/export.py {source} {folder}/model.pt{average}",
         ]
     )
 

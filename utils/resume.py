@@ -8,6 +8,20 @@ from typing import Any
 from config import Refused, TrainingConfig
 
 
+def check_evaluation(payload: dict[str, Any], config: TrainingConfig) -> None:
+    """Raises Refused when the config names another model or another kind of data than the checkpoint was trained with."""
+    saved = payload["config"]
+    wrong = [
+        f"{field.name}={getattr(config, field.name)}: the checkpoint has {field.name}={saved.get(field.name, field.default)}"
+        for field in dataclasses.fields(config)
+        if field.metadata["group"] in ("data", "model")
+        and field.metadata["resume"] == "must"
+        and getattr(config, field.name) != saved.get(field.name, field.default)
+    ]
+    if wrong:
+        raise Refused("\n".join([*wrong, f"eval_only: these must match; give --config {saved['run_dir']}/config.json"]))
+
+
 def compare(payload: dict[str, Any], config: TrainingConfig, fingerprint: str, global_batch_size: int) -> list[str]:
     """What differs and may, a line each: from there on the run is not the one that would have gone on undisturbed.
 

@@ -7,6 +7,8 @@ import json
 import math
 import os
 import shutil
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -17,7 +19,8 @@ from utils.atomic_file import TEMPORARY, replace_json
 from utils.provenance import now
 
 FILES = ("config.json", "provenance.json", "code.zip", "status.json", "metrics.jsonl", "summary.json", "eval-*.json")
-FOLDERS = ("tensorboard", "logs", "traces", "samples", "superseded-*")
+FILES += ("tensorboard/events.out.*", "logs/rank*.log", "traces/rank*.json.gz", "samples/rank*.jsonl", "superseded-*/*.pt")
+CHECKPOINTS = ("step_*.pt", checkpoint.BEST)
 
 
 @dataclass
@@ -35,6 +38,7 @@ class Run:
     _claim: IO[str] | None = None
     _samples: IO[str] | None = None
     _status: dict[str, Any] = field(default_factory=dict)
+    _status_before: dict[str, Any] = field(default_factory=dict)  # of a continued run, until it is settled that it goes on
 
     @property
     def is_main(self) -> bool:
@@ -56,6 +60,8 @@ class Run:
         Raises:
             Refused: when the folder holds another run, belongs to a running job, or cannot be written.
         """
+        if Path.cwd().is_relative_to(self.folder.resolve()) or any(self.folder.glob("*/claim.json")):
+            raise Refused(f"run_dir={self.folder}: holds other things than one run; give a folder of the run's own, runs/NAME say")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -95,14 +101,9 @@ class Run:
     def _make_room(self, config: TrainingConfig) -> None:
         """The folder holds a run and a fresh start was asked for: replace it, move it aside, or refuse."""
         if config.overwrite:
-            for pattern in FILES:
-                for path in self.folder.glob(pattern):
+            for folder, patterns in ((self.folder, FILES), (self.checkpoints, CHECKPOINTS)):
+                for path in (path for pattern in patterns for path in folder.glob(pattern)):
                     path.unlink()
-            for pattern in FOLDERS:
-                for path in self.folder.glob(pattern):
-                    shutil.rmtree(path)
-            for path in self.checkpoints.glob("*.pt"):
-                path.unlink()
             self.notes.append(f"replaced the run that {self.folder} held")
         elif config.run_dir == DEFAULT_RUN_DIR and not config.checkpoint_dir:
             number = next(n for n in range(1, 1_000_000) if not self.folder.with_name(f"{self.folder.name}.{n}").exists())
@@ -143,21 +144,41 @@ class Run:
             self._samples = path.open("a", encoding="utf-8", buffering=1)
         self._samples.write(json.dumps({"epoch": epoch, "step": step, "indices": indices}) + "\n")
 
+    def begin(self) -> None:
+        """Say in status.json that an attempt is running."""
+        path = self.folder / "status.json"
+        before = _read_json(path) if self.attempt > 1 else {}
+        where = {"epoch": 0, "step": 0, "samples_seen": 0, "checkpoint": None}
+        self.status("running", **{name: before.get(name, value) for name, value in where.items()}, error=None, rank=None, host=None)
+        self._status_before = before if self.is_main else {}
+
     def status(self, state: str, **values: Any) -> None:
         """Replace status.json: the state, and the values that changed since the last call."""
+        self._status_before = {}
         if self.is_main:
             self._status |= {"state": state} | values | {"time": now()}
             replace_json(self.folder / "status.json", self._status)
 
     def failed(self, error: BaseException) -> None:
         """Say in status.json that the run failed; for the rank that notices first, whichever it is."""
+        if getattr(error, "rank", None) is not None and not self.is_main:
+            return  # all ranks have this error: rank 0 writes it
         path = self.folder / "status.json"
-        status = _read_json(path)
-        if status.get("state") == "running":
-            text = str(error).strip() or type(error).__name__
-            rank, host = getattr(error, "rank", None), getattr(error, "host", None)
-            where = {"rank": self.rank, "host": self.host} if rank is None else {"rank": rank, "host": host}
-            replace_json(path, status | {"state": "failed", "error": text} | where | {"time": now()})
+        if isinstance(error, Refused) and self._status_before:  # the run is what it was
+            replace_json(path, self._status_before)
+            return
+        text = str(error).strip() or type(error).__name__
+        rank, host = getattr(error, "rank", None), getattr(error, "host", None)
+        where = {"rank": self.rank, "host": self.host} if rank is None else {"rank": rank, "host": host}
+        for is_second_look in (False, True):
+            if is_second_look:
+                time.sleep(0.3)  # rank 0, which may have been writing its own status just then, waits for this rank by now
+            status = _read_json(path)
+            if status.get("state") == "running":
+                with suppress(OSError):  # the error itself must come through
+                    replace_json(path, status | {"state": "failed", "error": text} | where | {"time": now()})
+            if self.is_main:
+                break
 
     def records(self, kind: str) -> list[dict[str, Any]]:
         path = self.folder / "metrics.jsonl"
@@ -193,9 +214,15 @@ class Run:
         temporary.replace(best)
         return best
 
-    def rewind(self, step: int) -> None:
-        """Before a resumed run writes: drop records that it will write again, and set aside checkpoints from beyond its step."""
-        _keep_records(self.folder / "metrics.jsonl", lambda r: r["step"] < step or (r["step"] == step and r["kind"] != "eval"))
+    def rewind(self, step: int, is_evaluated: bool = False) -> None:
+        """Before a resumed run writes: drop records that it will write again, and set aside checkpoints from beyond its step.
+
+        Args:
+            is_evaluated: an evaluation at this step is behind it, and not made again.
+        """
+        _keep_records(
+            self.folder / "metrics.jsonl", lambda r: r["step"] < step or (r["step"] == step and (is_evaluated or r["kind"] != "eval"))
+        )
         for path in self.folder.glob("samples/rank*.jsonl"):
             _keep_records(path, lambda r: r["step"] <= step)
         beyond = [path for path in checkpoint.step_checkpoints(self.checkpoints) if path > checkpoint.step_path(self.checkpoints, step)]

@@ -212,7 +212,7 @@ def refusal_of(runs, *flags, ranks=2):
         (lambda root: None, ["--model", "resnet81"], "did you mean resnet18"),
         (lambda root: None, ["--sync_bn"], "sync_bn=True: SyncBatchNorm works on CUDA alone; leave out"),
         (lambda root: None, ["--best_metric", "f1"], "best_metric=f1: an evaluation reports loss, top1, top5; choose"),
-        (lambda root: None, ["--init_from", "/nowhere"], "init_from=/nowhere: holds no weights"),
+        (lambda root: None, ["--init_from", "/nowhere"], "init_from=/nowhere: cannot be read"),
         (
             lambda root: save_images(root / "train", {"eel": 1}, size=9),
             ["--image_size", "auto"],
@@ -246,6 +246,7 @@ def test_an_unreadable_image_ends_a_real_launch_with_one_sentence(runs):
     sentences = [line for line in ended.text.splitlines() if "039.png: cannot be read as an image" in line and "Error" not in line]
     assert sentences and all(line.endswith("replace or delete it") for line in sentences)
     assert "039.png: cannot be read" in runs.json("run", "status.json")["error"] and runs.json("run", "status.json")["host"]
+    assert "gloo" not in ended.text  # what a lost peer looks like to the others is in their logs alone
 
 
 def test_exit_code_2_one_sentence_and_no_traceback(tmp_path):

@@ -218,6 +218,8 @@ def test_a_separate_test_set_is_evaluated_once_with_the_best_weights(runs):
     summary = runs.json("run", "summary.json")
     assert summary["test"] == evaluations[-1:] and summary["final_top1"] == evaluations[1]["top1"]
     runs.train(2, "run", "--dataset", "imagefolder", "--eval_only")
+    with pytest.raises(AssertionError, match=r"(?s)dataset=synthetic: the checkpoint has dataset=imagefolder\n.*/run/config.json"):
+        runs.train(2, "run", "--eval_only")  # not the data that it was trained on
     again = runs.json("run", "eval-best.json")["records"]
     assert [(record["split"], record["loss"]) for record in again if record["split"] == "test"] == [("test", evaluations[-1]["loss"])]
 
@@ -226,5 +228,12 @@ def test_patience_and_max_steps_end_a_run_as_completed(runs):
     outcome = runs.train(2, "steps", "--dataset_size", 80, "--epochs", 9, "--max_steps", 13)[0]
     assert (outcome["state"], outcome["steps"]) == ("completed", 13) and runs.last("steps")["progress"]["step"] == 13
     assert runs.records("steps", "eval")[-1]["step"] == 13 and runs.records("steps", "train")[-1]["lr"] < 0.01
+    best = runs.last("steps")["progress"]["best_value"]  # known to a run that goes on from here, and its evaluation stays
+    assert best == runs.records("steps", "eval")[-1]["top1"] is not None
+    last = runs.checkpoints("steps")[-1]
+    runs.train(2, "steps", "--dataset_size", 80, "--epochs", 9, "--max_steps", 15, "--lr", 1e-9, "--resume_from", last)
+    assert [record["step"] for record in runs.records("steps", "eval")] == [10, 13, 15]
+    assert runs.json("steps", "summary.json")["best_value"] == max(r["top1"] for r in runs.records("steps", "eval"))
     outcome = runs.train(2, "patience", "--dataset_size", 16, "--epochs", 9, "--lr", 1e-9, "--patience", 2)[0]
     assert (outcome["state"], outcome["epochs"]) == ("completed", 3)
+    assert "no better top1 in 2 evaluation(s): patience ends the run" in (runs.folder("patience") / "logs" / "rank0.log").read_text()
