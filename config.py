@@ -146,7 +146,7 @@ class TrainingConfig:
     save_every_minutes: float = setting("checkpoints", 10.0, "minutes between checkpoints (0: off)", at_least(0))
     keep_last: int = setting("checkpoints", 3, "newest checkpoints that stay, beside the best", at_least(2))
     eval_every: int = setting("checkpoints", 1, "epochs between evaluations; the last epoch is always evaluated (0: only then)", at_least(0))
-    best_metric: str = setting("checkpoints", "auto", "what the best checkpoint is chosen by: auto (top1, else loss), NAME, min:NAME or max:NAME", metric_name)
+    best_metric: str = setting("checkpoints", "auto", "what the best checkpoint is chosen by: auto (top1, else loss), NAME, min:NAME or max:NAME", metric_name, "may")
 
     log_interval: int = setting("logging", 20, "optimizer steps between two log lines", at_least(1))
     enable_profiling: bool = setting("logging", False, "trace a few steps of rank 0 into run_dir/traces and name the costliest operations")
@@ -319,6 +319,8 @@ def _read_file(file: str, cls: type) -> dict[str, Any]:
     unknown = [f"{file}: {_unknown(key, names)}" for key in values if key not in names]
     if unknown:
         raise Refused("\n".join(unknown))
+    if path.suffix == ".json":  # how that run was started is no setting of another
+        values = {key: value for key, value in values.items() if key not in ("resume_from", "overwrite", "eval_only")}
     if values.get("checkpoint_dir") == f"{values.get('run_dir')}/checkpoints":
         del values["checkpoint_dir"]
     return values

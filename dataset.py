@@ -19,6 +19,7 @@ A data set is map-style (`__len__`, `__getitem__`). All else is optional:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import shutil
@@ -82,7 +83,7 @@ class InMemoryImages(ImageDataset):
         self.image_size = images.shape[-1]
         self.mean, self.std = torch.tensor(mean), torch.tensor(std)
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         return hashlib.sha256(self.images.numpy().tobytes() + self.labels.numpy().tobytes()).hexdigest()
 
@@ -148,7 +149,7 @@ class ImageFolderDataset(ImageDataset):
         mean, std = (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ((0.5,) * channels, (0.25,) * channels)
         self.mean, self.std = torch.tensor(mean), torch.tensor(std)
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         names = "\n".join(f"{path.parent.name}/{path.name} {path.stat().st_size}" for path in self.paths)
         return hashlib.sha256(names.encode()).hexdigest()

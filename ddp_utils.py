@@ -6,17 +6,17 @@ The only file that reads the environment.
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import logging
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,17 +24,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from config import Refused, TrainingConfig
-from utils import checkpoint
-from utils.logger import NAME
+from utils import checkpoint, resume
+from utils.logger import NAME, setup_logger
 from utils.precision import has_fast_bf16
 from utils.run_folder import Run
 from utils.signals import die_with_parent, end_workers
+from utils.together import by_rank_0, exchange, together
 from utils.train_state import TrainState
 
+GROUPS = itertools.count()
 SECONDS_OF_BLAME = 2.0
 CONTROL_TIMEOUT = timedelta(hours=24)  # words, barriers and saves: who is late here is not lost
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,7 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
 
     timeout = timedelta(seconds=config.timeout)
     store = _rendezvous(launch, config.init_method or "env://", timeout)
+    store = dist.PrefixStore(f"group {next(GROUPS)}", store)  # a second run in this process meets none of the first one's keys
     cards = _introduce(store, launch, card, config)
     dist.init_process_group(
         backend,
@@ -262,73 +263,6 @@ def leave_after(error: BaseException) -> NoReturn:
     os._exit(2 if is_refused else 1)
 
 
-# ---- small talk on the control group ----
-
-
-def exchange(value: Any, ctx: DistributedContext) -> list[Any]:
-    """What every rank gave, in the order of ranks. The value is plain JSON."""
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    size = torch.tensor([data.numel()])
-    sizes = [torch.empty_like(size) for _ in range(ctx.world_size)]
-    dist.all_gather(sizes, size, group=ctx.control)
-    lengths = [each.item() for each in sizes]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: data.numel()] = data
-    rows = [torch.empty_like(padded) for _ in range(ctx.world_size)]
-    dist.all_gather(rows, padded, group=ctx.control)
-    return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
-
-
-def by_rank_0(action: Callable[[], object], ctx: DistributedContext) -> None:
-    """Run `action` on rank 0 while the others wait for its outcome; as `together` when it fails."""
-    together(lambda: action() if ctx.is_main else None, ctx, is_for_all=True)
-
-
-def together(action: Callable[[], T], ctx: DistributedContext, is_for_all: bool = False) -> T:
-    """Run `action` on every rank. When it fails on one, every rank raises that rank's sentence, so that nobody waits.
-
-    Args:
-        is_for_all: whose rank's it is does not matter, and is not said.
-
-    Raises:
-        Refused: when the action was refused, or met an OSError, on any rank.
-    """
-    problem, result = "", None
-    try:
-        result = action()
-    except (Refused, OSError) as error:
-        problem = str(error) if isinstance(error, Refused) else f"{error}; mend that and start again"
-    problems = exchange(problem, ctx)
-    for rank, text in enumerate(problems):
-        if text:
-            is_for_all = is_for_all or len(set(problems)) == 1
-            raise Refused(text if is_for_all else f"{text} (rank {rank} on {ctx.hosts[rank]})", rank, ctx.hosts[rank])
-    return result
-
-
-def once_per_file_system(folder: Path, is_done: Callable[[], bool], action: Callable[[], None], ctx: DistributedContext) -> None:
-    """Where `is_done` says no, run `action` on the lowest of the ranks that see the same `folder`; its outcome reaches all ranks.
-
-    Each rank in need leaves a file of its name in the folder; the lowest name that it finds there is its leader's.
-    """
-    is_needed = not together(is_done, ctx)
-    if not any(exchange(is_needed, ctx)):
-        return
-    meeting, *_ = exchange(f"{os.getpid()}-{time.time_ns()}", ctx)
-    tokens = [folder / f".{meeting}-rank{rank}" for rank in range(ctx.world_size)]
-
-    def leave_token() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        tokens[ctx.rank].touch()
-
-    together(lambda: leave_token() if is_needed else None, ctx)
-    is_leader = is_needed and next(rank for rank, token in enumerate(tokens) if token.exists()) == ctx.rank
-    exchange(is_leader, ctx)  # all have looked
-    if is_needed:
-        tokens[ctx.rank].unlink()
-    together(lambda: action() if is_leader else None, ctx)
-
-
 # ---- DDP and checkpoints ----
 
 
@@ -359,9 +293,34 @@ def open_run(config: TrainingConfig, ctx: DistributedContext) -> Run:
     """Claim the run's folder; rank 0 decides whether a run in it is continued, and all ranks learn it. Raises Refused."""
     run = Run(config.run_folder, config.checkpoint_folder, ctx.rank, ctx.host)
     by_rank_0(lambda: run.claim(config, ctx.launch.id, ctx.launch.may_restart), ctx)
-    resume_path, run.is_completed, run.attempt = exchange([str(run.resume_path or ""), run.is_completed, run.attempt], ctx)[0]
+    mine = [str(run.resume_path or ""), run.is_completed, run.is_replacing, run.attempt]
+    resume_path, run.is_completed, run.is_replacing, run.attempt = exchange(mine, ctx)[0]
     run.resume_path = Path(resume_path) if resume_path else None
     return run
+
+
+def resume_run(
+    run: Run, state: TrainState, config: TrainingConfig, origin: dict[str, Any], ctx: DistributedContext
+) -> tuple[list[str], dict[str, float] | None]:
+    """Load the checkpoint that the run starts from, if any, and make the folder fit to go on from there.
+
+    Returns what differs from the checkpoint's config and may, and the checkpoint's account of time.
+    """
+    differences, ledger = [], None
+    if run.resume_path:
+        payload = load_checkpoint(run.resume_path, ctx)
+        differences = together(lambda: resume.compare(payload, config, origin["fingerprint"], origin["global_batch_size"]), ctx)
+        together(lambda: state.load_state_dict(payload, ctx.rank, ctx.world_size), ctx)
+        if resume.is_other_best(payload, config):
+            state.progress.forget_best()
+        ledger = payload["provenance"]["ledger"]
+    if run.is_replacing:  # nothing is left that could be refused
+        by_rank_0(lambda: run.make_room(config), ctx)
+        setup_logger(ctx.rank, run.log_file)
+        run.begin()
+    progress = state.progress
+    by_rank_0(lambda: run.rewind(progress.step, progress.evaluated_step == progress.step), ctx)
+    return differences, ledger
 
 
 def save_checkpoint(

@@ -32,17 +32,14 @@ from torch.utils.data import Dataset
 from dataset import create_dataset, is_prepared, prepare_data
 from ddp_utils import (
     DistributedContext,
-    by_rank_0,
     cleanup_distributed,
-    exchange,
     leave_after,
     load_checkpoint,
-    once_per_file_system,
     open_run,
     read_launch,
+    resume_run,
     save_checkpoint,
     setup_distributed,
-    together,
     wait_for_blame,
     wrap_ddp,
 )
@@ -59,6 +56,7 @@ from utils.report import Reporter, decisions
 from utils.run_folder import Run
 from utils.signals import StopSignals
 from utils.streams import seed_device
+from utils.together import by_rank_0, exchange, once_per_file_system, together
 from utils.train_state import TrainState
 
 PREEMPTED = 75  # exit code
@@ -94,7 +92,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         cleanup_distributed()
         return outcome
     run = open_run(config, ctx)
-    logger = setup_logger(ctx.rank, None if run.is_completed else run.log_file)
+    logger = setup_logger(ctx.rank, None if run.is_completed or run.is_replacing else run.log_file)
     if run.is_completed:
         more = "to train on, give --resume_from a checkpoint of it and more --epochs"
         logger.info("%s: this run is completed, nothing is left to do; %s", run.folder, more)
@@ -114,7 +112,8 @@ def train(config: TrainingConfig) -> dict[str, Any]:
 def run_training(config: TrainingConfig, ctx: DistributedContext, run: Run, logger: logging.Logger, signals: StopSignals) -> dict[str, Any]:
     """One attempt of a run, from its data to its summary."""
     started = time.monotonic()
-    run.begin()
+    if not run.is_replacing:
+        run.begin()
     train_set, held_out, config = load_data(config, ctx)
     loader, sampler = together(lambda: create_distributed_dataloader(train_set, config, ctx), ctx)
     held_out_loaders = {split: create_evaluation_dataloader(dataset, config, ctx) for split, dataset in held_out.items()}
@@ -129,7 +128,7 @@ def run_training(config: TrainingConfig, ctx: DistributedContext, run: Run, logg
 
     origin = provenance.collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit)
     origin |= provenance.describe(train_set) | {"global_batch_size": sampler.global_batch_size}
-    differences, ledger = resume_run(run, state, config, origin, sampler.samples_per_epoch, ctx)
+    differences, ledger = resume_run(run, state, config, origin, ctx)
     state.plan(sampler.steps_left(progress.epoch, progress.samples_in_epoch, config.epochs), sampler.steps_per_epoch, config)
     reporter = Reporter(run, config, ctx, logger, state.total_steps, ledger)
     reporter.start(origin, decisions(config, ctx, run, state, loader, held_out), differences, first_batch, state)
@@ -156,7 +155,8 @@ def run_training(config: TrainingConfig, ctx: DistributedContext, run: Run, logg
         is_save_due = is_stopped or is_at_end or is_every(config.save_every, progress.epoch)
         if is_save_due and reporter.saved_step != progress.step:
             save()  # before the evaluation
-        if "val" in held_out_loaders and not is_stopped and (is_at_end or is_every(config.eval_every, progress.epoch)):
+        is_evaluation_due = (is_at_end or is_every(config.eval_every, progress.epoch)) and progress.evaluated_step != progress.step
+        if "val" in held_out_loaders and is_evaluation_due and not is_stopped:
             begin = time.perf_counter()
             records = evaluate_all(models, "val", held_out_loaders["val"], state, ctx, agreement)
             is_stopped = not records
@@ -167,7 +167,7 @@ def run_training(config: TrainingConfig, ctx: DistributedContext, run: Run, logg
                 if is_best:
                     save(is_best=True)
                 if progress.samples_in_epoch < sampler.samples_per_epoch:
-                    save()  # max_steps ended the run here: one that goes on from here does not make this evaluation again
+                    save()  # max_steps ended the run here: one that goes on from here comes not by this evaluation again
             elif reporter.saved_step != progress.step:
                 save()
         if is_stopped:
@@ -177,13 +177,18 @@ def run_training(config: TrainingConfig, ctx: DistributedContext, run: Run, logg
         is_patience_over = 0 < config.patience <= progress.evaluations_since_best
         if is_patience_over:
             logger.info("no better %s in %d evaluation(s): patience ends the run", best_name, progress.evaluations_since_best)
+            if reporter.saved_step != progress.step:
+                save()
         if is_at_end or is_patience_over:
             break
 
     test_records = []
     if "test" in held_out_loaders and not is_stopped:
+        begin = time.perf_counter()
         test_records = evaluate_best(run, models, chosen, held_out_loaders["test"], state, ctx, agreement)
-        reporter.evaluated(test_records, 0.0, is_best=False)
+        is_stopped = not test_records
+        if test_records:
+            reporter.evaluated(test_records, time.perf_counter() - begin, is_best=False)
     return reporter.finish("preempted" if is_stopped else "completed", state, sampler.global_batch_size, best_name, test_records)
 
 
@@ -266,7 +271,8 @@ def evaluate(
     count = sum(each["samples"] for each in ranks)
     if count != len(loader.dataset):
         raise RuntimeError(f"evaluation counted {count} samples of {len(loader.dataset)}; this is a bug of the loader")
-    return tracker.means([each["totals"] for each in ranks]) | {"count": count}
+    means = tracker.means([each["totals"] for each in ranks])
+    return exchange(means, ctx)[0] | {"count": count}  # only rank 0 is sure to know each metric's last function
 
 
 def evaluate_all(
@@ -294,9 +300,9 @@ def evaluate_best(
 ) -> list[dict[str, Any]]:
     """Evaluate the best checkpoint's weights (where there is none, the last ones) on a set that chose nothing."""
     best = run.checkpoints / BEST
-    if best.exists():
+    if exchange(best.exists(), ctx)[0]:
         payload = load_checkpoint(best, ctx)
-        models[chosen].load_state_dict(payload["ema" if chosen == "ema" else "model"])
+        models[chosen].load_state_dict((chosen == "ema" and payload["ema"]) or payload["model"])
     return evaluate_all({chosen: models[chosen]}, "test", loader, state, ctx, agreement)
 
 
@@ -336,7 +342,17 @@ def load_data(config: TrainingConfig, ctx: DistributedContext) -> tuple[Dataset,
     if train_set is None:
         raise Refused(f"data_dir={config.data_dir}: create_dataset found no training set there; give the folder that holds it")
     config = together(lambda: settle(config, train_set), ctx)
-    return train_set, {split: dataset for split, dataset in sets.items() if dataset is not None and len(dataset)}, config
+    held_out = {split: dataset for split, dataset in sets.items() if dataset is not None and len(dataset)}
+    seen = exchange(
+        [[split, len(dataset), provenance.fingerprint(dataset)] for split, dataset in [("train", train_set), *held_out.items()]], ctx
+    )
+    if other := next((rank for rank, sets in enumerate(seen) if sets != seen[0]), 0):
+        raise Refused(
+            f"data_dir={config.data_dir}: holds other data on {ctx.hosts[other]} (rank {other}) than on {ctx.hosts[0]} (rank 0); make them alike",
+            other,
+            ctx.hosts[other],
+        )
+    return train_set, held_out, config
 
 
 def create_state(config: TrainingConfig, ctx: DistributedContext) -> TrainState:
@@ -361,23 +377,6 @@ def warm_up(model: DistributedDataParallel, batch: Any, state: TrainState) -> li
     with torch.no_grad(), state.precision.autocast():
         _, metrics = compute_loss(state.model.eval(), batch)
     return ["loss", *metrics]
-
-
-def resume_run(
-    run: Run, state: TrainState, config: TrainingConfig, origin: dict[str, Any], samples_per_epoch: int, ctx: DistributedContext
-) -> tuple[list[str], dict[str, float] | None]:
-    """Load the checkpoint that the run starts from, if any, and rewind the records to it.
-
-    Returns what differs from the checkpoint's config and may, and the checkpoint's account of time.
-    """
-    differences, ledger = [], None
-    if run.resume_path:
-        payload = load_checkpoint(run.resume_path, ctx)
-        differences = together(lambda: resume.compare(payload, config, origin["fingerprint"], origin["global_batch_size"]), ctx)
-        together(lambda: state.load_state_dict(payload, ctx.rank, ctx.world_size), ctx)
-        ledger = payload["provenance"]["ledger"]
-    by_rank_0(lambda: run.rewind(state.progress.step, is_evaluated=state.progress.samples_in_epoch < samples_per_epoch), ctx)
-    return differences, ledger
 
 
 def is_every(interval: int, index: int) -> bool:

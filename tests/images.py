@@ -16,3 +16,10 @@ def save_images(folder: Path, classes: dict[str, int], size: int | tuple[int, in
             image = torch.randint(0, 100, (3, height, width), generator=generator, dtype=torch.uint8)
             image[label % 3] += 120
             Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / name / f"{k:03d}.png")
+
+
+def folder_of_images(root, classes=("cat", "dog"), count=6):
+    """train/ and val/ of so many images a class; returns the flags that read them."""
+    for split in ("train", "val"):
+        save_images(root / split, dict.fromkeys(classes, count))
+    return ["--dataset", "imagefolder", "--data_dir", str(root), "--num_workers", "1"]

@@ -10,7 +10,7 @@ import torch
 from config import Refused, TrainingConfig
 from utils import checkpoint
 from utils.atomic_file import TEMPORARY, replace_file, replace_json
-from utils.resume import compare
+from utils.resume import compare, is_other_best
 
 
 def payload(step=10, **changes):
@@ -165,3 +165,35 @@ def test_every_field_has_a_class_on_resume():
     classes = {field.name: field.metadata["resume"] for field in dataclasses.fields(TrainingConfig)}
     assert set(classes.values()) == {"must", "may", "free"}
     assert {name for name, kind in classes.items() if kind == "must"} >= {"seed", "batch_size", "dataset", "dataset_size", "model"}
+
+
+def test_what_is_written_lies_on_the_cpu(tmp_path, monkeypatch):
+    """So that a file from a GPU opens where there is none."""
+    moved = []
+
+    def to_device(batch, device):
+        moved.append((batch, device))
+        return batch
+
+    monkeypatch.setattr(checkpoint, "to_device", to_device)
+    written = payload()
+    checkpoint.write(tmp_path / "c.pt", written)
+    assert moved == [(written, torch.device("cpu"))]
+
+
+def test_the_newest_may_be_the_best(tmp_path):
+    """best.pt is a file of its own where no checkpoint was due at its step."""
+    checkpoint.write(tmp_path / "best.pt", payload(15))
+    assert checkpoint.newest_whole(tmp_path) == (tmp_path / "best.pt", [])
+    for step, newest in ((10, "best.pt"), (20, "step_00000020.pt")):
+        checkpoint.write(checkpoint.step_path(tmp_path, step), payload(step))
+        assert checkpoint.newest_whole(tmp_path)[0].name == newest
+    flip(tmp_path / "best.pt", 2000)
+    path, skipped = checkpoint.newest_whole(tmp_path)
+    assert path.name == "step_00000020.pt" and "best.pt: is damaged" in skipped[0]
+
+
+def test_a_best_value_of_another_metric_or_of_other_weights_is_none():
+    saved = payload()
+    assert not is_other_best(saved, TrainingConfig())
+    assert is_other_best(saved, TrainingConfig(best_metric="loss")) and is_other_best(saved, TrainingConfig(ema_decay=0.9))

@@ -231,3 +231,18 @@ def test_to_device_goes_through_containers():
     batch = {"x": torch.ones(2), "rest": [torch.zeros(1), ("text", 3)]}
     moved = to_device(batch, torch.device("meta"))
     assert moved["x"].device.type == moved["rest"][0].device.type == "meta" and moved["rest"][1] == ("text", 3)
+
+
+def test_sync_bn_wants_as_many_micro_batches_on_each_rank():
+    """SyncBatchNorm communicates in every forward pass: a rank with one more would meet another collective of the others."""
+    for samples, changes in ((44, {"grad_accum_steps": 2}), (40, {"global_batch_size": 12})):
+        config = TrainingConfig(batch_size=4, sync_bn=True, **changes)
+        with pytest.raises(Refused, match="sync_bn=True: needs as many micro-batches on each rank.*; give --drop_last"):
+            create_distributed_dataloader(
+                SyntheticImageDataset(samples, image_size=8), config, DistributedContext(0, 0, 2, torch.device("cuda", 0))
+            )
+    for samples, changes in ((40, {"grad_accum_steps": 2}), (44, {"grad_accum_steps": 2, "drop_last": True}), (39, {})):
+        config = TrainingConfig(batch_size=4, sync_bn=True, **changes)
+        create_distributed_dataloader(
+            SyntheticImageDataset(samples, image_size=8), config, DistributedContext(0, 0, 2, torch.device("cuda", 0))
+        )

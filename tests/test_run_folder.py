@@ -17,6 +17,8 @@ def open_run(config, rank=0, launch_id="", may_restart=False):
     run = Run(config.run_folder, config.checkpoint_folder, rank, "here")
     if rank == 0:
         run.claim(config, launch_id, may_restart)
+        if run.is_replacing:
+            run.make_room(config)
     return run
 
 
@@ -273,3 +275,55 @@ def test_best_is_a_link_to_the_steps_checkpoint_or_a_file_of_its_own(config):
     assert not path.exists() and checkpoint.read(best)[0]["progress"]["step"] == 10
     run.commit_best(payload(25))
     assert checkpoint.read(best)[0]["progress"]["step"] == 25
+
+
+def test_a_restart_before_the_first_checkpoint_starts_from_the_path_again(config, tmp_path):
+    other = with_(config, run_dir="runs/other")
+    fill(open_run(other))
+    given = with_(config, resume_from=str(other.checkpoint_folder / "step_00000010.pt"))
+    for attempt in (1, 2):
+        run = open_run(given, launch_id="job-7")
+        assert run.resume_path == other.checkpoint_folder / "step_00000010.pt" and run.attempt == attempt
+        run.record("train", epoch=0, step=11, loss=1.0)
+        run.close()
+    run = open_run(given, launch_id="job-7")
+    run.commit(payload(12), keep_last=2)
+    run.close()
+    assert open_run(given, launch_id="job-7").resume_path.name == "step_00000012.pt"
+
+
+@pytest.mark.parametrize("changes", [{"overwrite": True}, {"run_dir": "runs/default"}])
+def test_a_run_is_replaced_only_when_nothing_more_can_be_refused(config, changes):
+    config = with_(config, **changes)
+    fill(open_run(config), state="completed")
+    before = {path: path.read_bytes() for path in config.run_folder.rglob("*") if path.name != "claim.json" and path.is_file()}
+    run = Run(config.run_folder, config.checkpoint_folder, 0, "here")
+    run.claim(config, "job-7", may_restart=False)
+    assert run.is_replacing
+    run.failed(Refused("data_dir=typo: has no train/<class>/ folders; give the folder that holds train/", 0, "here"))
+    run.close()
+    assert {path: path.read_bytes() for path in before} == before
+    restarted = Run(config.run_folder, config.checkpoint_folder, 0, "here")
+    restarted.claim(config, "job-7", may_restart=False)
+    assert restarted.is_replacing and restarted.resume_path is None  # the old run is not this launch's own
+
+
+def test_a_damaged_best_checkpoint_is_set_aside_and_said(config):
+    fill(open_run(config))
+    best = config.checkpoint_folder / "best.pt"
+    best.write_bytes(b"broken")
+    run = open_run(with_(config, resume_from="auto"))
+    run.rewind(20)
+    assert not best.exists() and list(run.folder.glob("superseded-*/best.pt"))
+    assert "best.pt: has no checksum" in "\n".join(run.notes)
+
+
+def test_what_an_evaluation_left_is_dropped_where_it_is_made_again(config):
+    fill(open_run(config))
+    run = open_run(with_(config, resume_from="auto"))
+    run.record("event", event="best", step=20)
+    kinds = [(record["kind"], record.get("event")) for record in run.records("eval") + run.records("event") if record["step"] == 20]
+    run.rewind(20, is_evaluated=True)
+    assert [(r["kind"], r.get("event")) for r in run.records("eval") + run.records("event") if r["step"] == 20] == kinds
+    run.rewind(20)
+    assert [(r["kind"], r.get("event")) for r in run.records("eval") + run.records("event") if r["step"] == 20] == [("event", "checkpoint")]

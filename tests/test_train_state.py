@@ -155,10 +155,10 @@ def test_the_average_is_that_of_swa_utils():
     model = nn.Linear(3, 2).double()
     ours = WeightAverage(model, 0.9)
     theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    for k in range(5):
+    for _ in range(5):
         with torch.no_grad():
             model.weight += torch.randn(2, 3, dtype=torch.float64)
-        ours.update(is_first=k == 0, taken=torch.tensor(1.0))
+        ours.update(torch.tensor(1.0))
         theirs.update_parameters(model)
         torch.testing.assert_close(ours.model.weight, theirs.module.weight, rtol=1e-14, atol=0)
 
@@ -216,3 +216,47 @@ def test_the_precision_is_that_of_the_hardware_unless_named(changes, fast, devic
     precision = Precision.choose(TrainingConfig(**changes), torch.device(device), fast)
     assert precision.dtype is expected and precision.is_scaled is (expected is torch.float16)
     assert isinstance(has_fast_bf16(CPU), bool)
+
+
+def test_the_average_begins_with_the_first_step_that_is_taken():
+    model = nn.Linear(3, 2)
+    average = WeightAverage(model, 0.9)
+    for taken in (0.0, 1.0):
+        with torch.no_grad():
+            model.weight += 1
+        average.update(torch.tensor(taken))
+    torch.testing.assert_close(average.model.weight, model.weight, rtol=1e-6, atol=1e-6)  # a difference added back is rounded
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_resume_takes_the_memory_format_of_the_parameters(optimizer):
+    """Fused kernels walk through memory: a state of another layout would be added to the wrong weights."""
+
+    def convolution(layout):
+        torch.manual_seed(0)
+        model = nn.Conv2d(2, 3, 3).to(memory_format=layout)
+        config = TrainingConfig(warmup_epochs=0, optimizer=optimizer)
+        state = TrainState(model, [{"params": list(model.parameters())}], config, Precision("cpu", None))
+        state.plan(steps_left=100, steps_per_epoch=10, config=config)
+        return state
+
+    def train(state, steps):
+        for _ in range(steps):
+            torch.manual_seed(state.progress.step)
+            state.model(torch.randn(2, 2, 5, 5)).square().sum().backward()
+            state.update_if_finite(WINDOW)
+            state.advance(WINDOW)
+
+    whole, other = convolution(torch.channels_last), convolution(torch.contiguous_format)
+    train(whole, 3)
+    other.load_state_dict(copy.deepcopy(whole.state_dict([{"numbers": {}, "tensors": {}}])), 0, 1)
+    train(whole, 1), train(other, 1)
+    torch.testing.assert_close(other.model.weight, whole.model.weight, rtol=1e-4, atol=1e-6)  # convolutions of another layout
+
+
+def test_momentum_that_a_resume_turns_on_begins_at_zero():
+    before, after = make(momentum=0.0), make(momentum=0.9)
+    step(before)
+    after.load_state_dict(copy.deepcopy(before.state_dict([{"numbers": {}, "tensors": {}}])), 0, 1)
+    buffers = [state["momentum_buffer"] for state in after.optimizer.state.values()]
+    assert len(buffers) == len(list(after.model.parameters())) and not any(buffer.any() for buffer in buffers)

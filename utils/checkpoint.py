@@ -14,6 +14,7 @@ import torch
 
 from config import Refused
 from utils.atomic_file import replace_file
+from utils.loading import to_device
 
 KEYS = ("model", "ema", "optimizer", "scaler", "progress", "config", "provenance")
 STEP_NAME = re.compile(r"step_(\d{8,})\.pt")
@@ -37,7 +38,7 @@ def write(path: Path, payload: dict[str, Any]) -> None:
 
     def fill(file: BinaryIO) -> None:
         hashing = _HashingWriter(file)
-        torch.save(payload, hashing)
+        torch.save(to_device(payload, torch.device("cpu")), hashing)  # a file that opens where there is no GPU
         file.write(f"\nsha256:{hashing.digest.hexdigest()}\n".encode())
 
     try:
@@ -86,7 +87,14 @@ def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
         Refused: when there are checkpoints and none is whole.
     """
     skipped: list[str] = []
-    for path in reversed(step_checkpoints(folder)):
+    found = step_checkpoints(folder)
+    if (folder / BEST).exists():  # a file of its own where none was due at its step
+        try:
+            step = read(folder / BEST)[0]["progress"]["step"]
+            found.insert(sum(path < step_path(folder, step + 1) for path in found), folder / BEST)
+        except Refused as refused:
+            skipped.append(str(refused))
+    for path in reversed(found):
         try:
             verify(path)
         except Refused as refused:

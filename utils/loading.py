@@ -310,6 +310,12 @@ def create_distributed_dataloader(dataset: Dataset, config: TrainingConfig, ctx:
     if not sampler.steps_per_epoch:
         size = sampler.global_batch_size
         raise Refused(f"dataset: its {len(dataset)} samples do not fill one global batch of {size}; give more data or a smaller batch_size")
+    last = math.ceil((sampler.samples_per_epoch % sampler.global_batch_size) / config.batch_size)  # micro-batches of the short window
+    if config.sync_bn and ctx.device.type == "cuda" and (sampler.micro_batches_per_step % ctx.world_size or last % ctx.world_size):
+        raise Refused(
+            "sync_bn=True: needs as many micro-batches on each rank, in the last step of an epoch too; "
+            "give --drop_last, and a global batch that the ranks divide"
+        )
     return WindowLoader(dataset, sampler, choose_workers(config, dataset, ctx.local_world_size), config.seed, ctx.device), sampler
 
 

@@ -27,13 +27,18 @@ def create_optimizer(groups: list[dict[str, Any]], config: TrainingConfig) -> to
         optimizer = torch.optim.AdamW(groups, betas=(config.momentum, 0.999), **common)
     else:
         optimizer = torch.optim.SGD(groups, momentum=config.momentum, nesterov=config.nesterov and config.momentum > 0, **common)
-        if config.momentum:
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                # fused SGD whose first step is skipped goes on from uninitialised momentum; zeros give the same first step
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        fill_momenta(optimizer)
     for group in optimizer.param_groups:
         group["base_lr"] = group["lr"]
     return optimizer
+
+
+def fill_momenta(optimizer: torch.optim.Optimizer) -> None:
+    """Fused SGD whose first step is skipped goes on from uninitialised momentum; zeros give the same first step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if isinstance(optimizer, torch.optim.SGD) and group["momentum"] else ():
+            if optimizer.state[parameter].get("momentum_buffer") is None:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def lr_factor(step: int, total_steps: int, warmup_steps: int) -> float:
@@ -56,19 +61,25 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.model = copy.deepcopy(model).requires_grad_(False).eval()
-        self._rate = 1.0 - decay
         self._averages = _floats(self.model)
         self._sources = _floats(model)
+        self._rate = torch.full_like(self._sources[0].flatten()[0], 1.0 - decay)
+        self._is_first = torch.ones_like(self._rate)  # 1 until the first step is taken
         self._counters = [
             (mine, its) for mine, its in zip(self.model.buffers(), model.buffers(), strict=True) if not mine.is_floating_point()
         ]
 
+    def has_begun(self, has_begun: bool) -> None:
+        """Whether a step was taken already; for a state that is loaded."""
+        self._is_first.fill_(not has_begun)
+
     @torch.no_grad()
-    def update(self, is_first: bool, taken: Tensor) -> None:
+    def update(self, taken: Tensor) -> None:
         """taken: float, 0-dimensional, on the device, 1 where the step was taken and 0 where it was skipped."""
         gaps = torch._foreach_sub(self._sources, self._averages)
-        torch._foreach_mul_(gaps, taken)
-        torch._foreach_add_(self._averages, gaps, alpha=1.0 if is_first else self._rate)
+        torch._foreach_mul_(gaps, taken * torch.maximum(self._is_first, self._rate))
+        torch._foreach_add_(self._averages, gaps)
+        self._is_first.mul_(1 - taken)
         for mine, its in self._counters:
             mine.copy_(its)
 

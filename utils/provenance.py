@@ -43,11 +43,16 @@ def collect(hosts: tuple[str, ...], device_names: tuple[str, ...], git_commit: s
     }
 
 
+def fingerprint(dataset: Dataset) -> str:
+    """What tells this set from another; its type and size where it brings no fingerprint of its own."""
+    return getattr(dataset, "fingerprint", f"{type(dataset).__name__} of {len(dataset)}")
+
+
 def describe(dataset: Dataset) -> dict[str, Any]:
     """What an export or a resume has to know of a training set."""
     as_list = {name: torch.as_tensor(getattr(dataset, name)).tolist() for name in ("mean", "std") if hasattr(dataset, name)}
     return {
-        "fingerprint": getattr(dataset, "fingerprint", f"{type(dataset).__name__} of {len(dataset)}"),
+        "fingerprint": fingerprint(dataset),
         "classes": list(getattr(dataset, "classes", [])),
         "mean": as_list.get("mean", []),
         "std": as_list.get("std", []),

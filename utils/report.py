@@ -45,7 +45,6 @@ class Reporter:
         self._profiler = StepProfiler(run.folder / "traces" if config.enable_profiling and ctx.is_main else None, ctx.device, logger)
         self._train_names: list[str] = []
         self._samples, self._steps, self._seconds = 0, 0, 0.0  # since the last log point
-        self._skips_said = 0
         self._mark = time.perf_counter()
         self.saved_at, self.saved_step = time.monotonic(), -1
 
@@ -73,7 +72,6 @@ class Reporter:
         self._logger.info("%s", banner(decided))
         for line in differences:
             self._logger.warning("changed: %s", line)
-        self._skips_said = state.progress.skipped_steps
         run.status("running", epoch=state.progress.epoch, step=step, samples_seen=state.progress.samples_seen)
         if run.resume_path:
             self.saved_step = step
@@ -134,8 +132,8 @@ class Reporter:
             peak_memory_bytes=max(each["memory"] for each in ranks),
         )
         state.read_skipped()
-        skipped = progress.skipped_steps - self._skips_said
-        self._skips_said = progress.skipped_steps
+        skipped = progress.skipped_steps - progress.skipped_steps_said
+        progress.skipped_steps_said = progress.skipped_steps
         if skipped:
             self.event("skipped_step", progress.step, count=skipped)
             self._logger.warning("skipped %d optimizer step(s) with a gradient that is not finite, up to step %d", skipped, progress.step)
@@ -206,7 +204,7 @@ class Reporter:
         self._run.status(ending, epoch=progress.epoch, step=progress.step, samples_seen=progress.samples_seen)
         self._profiler.close()
         self._board.close()
-        self._logger.info("%s", end_text(summary, self._run, ledger["trained_s"], chosen))
+        self._logger.info("%s", end_text(summary, self._run, self._config, ledger["trained_s"]))
         return summary
 
 
@@ -260,25 +258,21 @@ def banner(decided: dict[str, str]) -> str:
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in decided.items())
 
 
-def end_text(summary: dict[str, Any], run: Run, trained_s: float, chosen: str) -> str:
-    """The end summary, with the next commands to type.
-
-    Args:
-        trained_s: seconds in training, of all attempts.
-        chosen: the weights that the best checkpoint was chosen by, "model" or "ema".
-    """
+def end_text(summary: dict[str, Any], run: Run, config: TrainingConfig, trained_s: float) -> str:
+    """The end summary, with the next commands to type. trained_s: seconds in training, of all attempts."""
     folder = run.folder
     skipped = f" ({summary['skipped_steps']} of them skipped, their gradients were not finite)" if summary["skipped_steps"] else ""
     lines = [
         f"{summary['state']}: {summary['epochs']} epochs, {summary['steps']} steps{skipped}, {summary['samples_seen']:,} samples "
         f"in {duration(trained_s)} of training, {summary['samples_per_s']:,.0f} samples/s",
     ]
-    average = " --ema" if chosen == "ema" else ""
+    average = " --ema" if config.ema_decay else ""  # the weights that the best checkpoint was chosen by
     if summary["best_value"] is not None:
         whose = " (averaged weights)" if average else ""
         lines.append(f"best {summary['best_metric']} {summary['best_value']:.4f}{whose} in epoch {summary['best_epoch']}")
     if summary["state"] == "preempted":
-        return "\n".join([*lines, "to go on: the same command with --resume_from auto"])
+        change = "with --resume_from auto" + (" in place of --overwrite" if config.overwrite else "")
+        return "\n".join([*lines, f"to go on: the same command {change}"])
     best = run.checkpoints / "best.pt"
     source = best if best.exists() else next(iter(sorted(run.checkpoints.glob("step_*.pt"), reverse=True)), best)
     return "\n".join(

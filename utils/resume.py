@@ -22,6 +22,11 @@ def check_evaluation(payload: dict[str, Any], config: TrainingConfig) -> None:
         raise Refused("\n".join([*wrong, f"eval_only: these must match; give --config {saved['run_dir']}/config.json"]))
 
 
+def is_other_best(payload: dict[str, Any], config: TrainingConfig) -> bool:
+    """Whether the best checkpoint is chosen by another metric, or by other weights, than it was in the checkpoint."""
+    return payload["config"].get("best_metric") != config.best_metric or bool(payload["ema"]) != bool(config.ema_decay)
+
+
 def compare(payload: dict[str, Any], config: TrainingConfig, fingerprint: str, global_batch_size: int) -> list[str]:
     """What differs and may, a line each: from there on the run is not the one that would have gone on undisturbed.
 

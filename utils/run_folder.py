@@ -33,9 +33,11 @@ class Run:
     host: str
     resume_path: Path | None = None  # the checkpoint to start from
     is_completed: bool = False  # nothing is left to do, and nothing may be written
+    is_replacing: bool = False  # another run is in the folder, until `make_room`
     attempt: int = 1
     notes: list[str] = field(default_factory=list)  # what was decided while there was no logger yet
     _claim: IO[str] | None = None
+    _launch_id: str = ""
     _samples: IO[str] | None = None
     _status: dict[str, Any] = field(default_factory=dict)
     _status_before: dict[str, Any] = field(default_factory=dict)  # of a continued run, until it is settled that it goes on
@@ -72,40 +74,49 @@ class Run:
         holds_run = (self.folder / "metrics.jsonl").exists() or any(self.checkpoints.glob("*.pt"))
         is_same_launch = bool(launch_id) and owner.get("launch_id") == launch_id
         given = Path(config.resume_from) if config.resume_from not in ("", "auto") else None
-        if given and not is_same_launch:
-            checkpoint.verify(given)
-            self.resume_path = given
-
-        if holds_run and (config.resume_from == "auto" or is_same_launch):
+        is_continued = holds_run and (config.resume_from == "auto" or is_same_launch)
+        if is_continued:
             self.is_completed = _read_json(self.folder / "status.json").get("state") == "completed"
             if self.is_completed:
                 return
             self.resume_path, passed_over = checkpoint.newest_whole(self.checkpoints)
             self.notes += passed_over
-        elif holds_run and not (given and given.resolve().parent == self.checkpoints.resolve()):
+        if given and not self.resume_path:  # else an earlier attempt of this launch has started from it
+            checkpoint.verify(given)
+            self.resume_path = given
+        if holds_run and not is_continued and not (given and given.resolve().parent == self.checkpoints.resolve()):
             if may_restart and not launch_id:
                 raise Refused(
                     f"run_dir={self.folder}: holds a run, and whether this restarts it cannot be known; give torchrun --rdzv-id NAME"
                 )
-            self._make_room(config)
-            owner = {}
-        self.attempt = owner.get("attempt", 0) + 1 if holds_run else 1
+            if not config.overwrite and (config.run_dir != DEFAULT_RUN_DIR or config.checkpoint_dir):
+                raise Refused(
+                    f"run_dir={self.folder}: holds a run already; "
+                    "add --resume_from auto to continue it, --overwrite to replace it, or give another --run_dir"
+                )
+            self.is_replacing = True
+        self.attempt = owner.get("attempt", 0) + 1 if holds_run and not self.is_replacing else 1
+        self._launch_id = launch_id
+        # what is replaced is not this launch's own: a restart must not continue it
+        self._write_claim("" if self.is_replacing else launch_id)
         for left_over in [*self.folder.glob(f"*{TEMPORARY}"), *self.checkpoints.glob(f"*{TEMPORARY}")]:
             left_over.unlink()
+
+    def _write_claim(self, launch_id: str) -> None:
         self._claim.seek(0)
         self._claim.truncate()
         mine = {"host": self.host, "pid": os.getpid(), "time": now(), "launch_id": launch_id, "attempt": self.attempt}
         self._claim.write(json.dumps(mine) + "\n")
         self._claim.flush()
 
-    def _make_room(self, config: TrainingConfig) -> None:
-        """The folder holds a run and a fresh start was asked for: replace it, move it aside, or refuse."""
+    def make_room(self, config: TrainingConfig) -> None:
+        """On rank 0, once nothing more can be refused: delete the run that the folder holds, or move it aside."""
         if config.overwrite:
             for folder, patterns in ((self.folder, FILES), (self.checkpoints, CHECKPOINTS)):
-                for path in (path for pattern in patterns for path in folder.glob(pattern)):
+                for path in [path for pattern in patterns for path in folder.glob(pattern)]:
                     path.unlink()
             self.notes.append(f"replaced the run that {self.folder} held")
-        elif config.run_dir == DEFAULT_RUN_DIR and not config.checkpoint_dir:
+        else:
             number = next(n for n in range(1, 1_000_000) if not self.folder.with_name(f"{self.folder.name}.{n}").exists())
             aside = self.folder.with_name(f"{self.folder.name}.{number}")
             self.folder.rename(aside)
@@ -113,11 +124,7 @@ class Run:
             self.checkpoints.mkdir(parents=True)
             self._claim = _lock(self.folder)
             self.notes.append(f"moved the earlier run aside: it is now in {aside}")
-        else:
-            raise Refused(
-                f"run_dir={self.folder}: holds a run already; "
-                "add --resume_from auto to continue it, --overwrite to replace it, or give another --run_dir"
-            )
+        self._write_claim(self._launch_id)
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -146,6 +153,7 @@ class Run:
 
     def begin(self) -> None:
         """Say in status.json that an attempt is running."""
+        self.is_replacing = False
         path = self.folder / "status.json"
         before = _read_json(path) if self.attempt > 1 else {}
         where = {"epoch": 0, "step": 0, "samples_seen": 0, "checkpoint": None}
@@ -161,6 +169,8 @@ class Run:
 
     def failed(self, error: BaseException) -> None:
         """Say in status.json that the run failed; for the rank that notices first, whichever it is."""
+        if self.is_replacing:
+            return  # the status is still that of the run which was to be replaced
         if getattr(error, "rank", None) is not None and not self.is_main:
             return  # all ranks have this error: rank 0 writes it
         path = self.folder / "status.json"
@@ -220,21 +230,29 @@ class Run:
         Args:
             is_evaluated: an evaluation at this step is behind it, and not made again.
         """
-        _keep_records(
-            self.folder / "metrics.jsonl", lambda r: r["step"] < step or (r["step"] == step and (is_evaluated or r["kind"] != "eval"))
-        )
+
+        def is_kept(record: dict[str, Any]) -> bool:
+            is_of_evaluation = record["kind"] == "eval" or record.get("event") == "best"
+            return record["step"] < step or (record["step"] == step and (is_evaluated or not is_of_evaluation))
+
+        _keep_records(self.folder / "metrics.jsonl", is_kept)
         for path in self.folder.glob("samples/rank*.jsonl"):
             _keep_records(path, lambda r: r["step"] <= step)
         beyond = [path for path in checkpoint.step_checkpoints(self.checkpoints) if path > checkpoint.step_path(self.checkpoints, step)]
         best = self.checkpoints / checkpoint.BEST
-        if best.exists() and checkpoint.read(best)[0]["progress"]["step"] > step:
-            beyond.append(best)
+        if best.exists():
+            try:
+                is_beyond = checkpoint.read(best)[0]["progress"]["step"] > step
+            except Refused as refused:
+                self.notes.append(str(refused))
+                is_beyond = True
+            beyond += [best] * is_beyond
         if beyond:
             aside = self.folder / f"superseded-{self.attempt}"
             aside.mkdir(exist_ok=True)
             for path in beyond:
                 shutil.move(path, aside / path.name)
-            self.notes.append(f"moved {', '.join(path.name for path in beyond)}, from beyond step {step}, to {aside}")
+            self.notes.append(f"moved {', '.join(path.name for path in beyond)}, not of the run up to step {step}, to {aside}")
 
 
 def _lock(folder: Path) -> IO[str]:

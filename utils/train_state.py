@@ -14,7 +14,7 @@ from torch import nn
 from config import Refused, TrainingConfig
 from utils.loading import Window
 from utils.metrics import MetricTracker
-from utils.optim import WeightAverage, create_optimizer, lr_factor
+from utils.optim import WeightAverage, create_optimizer, fill_momenta, lr_factor
 from utils.precision import Precision
 from utils.running_stats import RunningStats
 
@@ -32,14 +32,21 @@ class Progress:
     best_epoch: int = -1
     best_step: int = -1
     evaluations_since_best: int = 0
+    evaluated_step: int = -1  # of the last evaluation
+    skipped_steps_said: int = 0  # of skipped_steps, in the records
 
     def note_value(self, value: float, sign: int) -> bool:
         """Count the evaluation that just ended. Whether its value is the best so far: the highest for sign 1, the lowest for -1."""
         is_best = math.isfinite(value) and (self.best_value is None or sign * value > sign * self.best_value)
         if is_best:
             self.best_value, self.best_epoch, self.best_step = value, self.epoch, self.step
+        self.evaluated_step = self.step
         self.evaluations_since_best = 0 if is_best else self.evaluations_since_best + 1
         return is_best
+
+    def forget_best(self) -> None:
+        """What comes is not to be compared with what was."""
+        self.best_value, self.best_epoch, self.best_step, self.evaluations_since_best = None, -1, -1, 0
 
 
 class TrainState:
@@ -97,7 +104,7 @@ class TrainState:
         self.optimizer.zero_grad()
         self.running_stats.commit(window.samples, is_finite)
         if self.average:
-            self.average.update(is_first=self.progress.step == 0, taken=taken)
+            self.average.update(taken)
         self._skipped += skipped
         self.interval.update({"grad_norm": (norm.where(is_finite, 0.0), taken)})
 
@@ -151,6 +158,8 @@ class TrainState:
         self._load_intervals(progress.pop("intervals"), rank, world_size)
         for name, value in progress.items():
             setattr(self.progress, name, value)
+        if self.average:
+            self.average.has_begun(self.progress.step > self.progress.skipped_steps)
 
     def load_model(self, payload: dict[str, Any]) -> None:
         try:
@@ -166,6 +175,12 @@ class TrainState:
                 "the checkpoint's optimizer has other parameter groups; give the model.py it was made with, or --init_from its weights"
             )
         self.optimizer.load_state_dict({"state": saved["state"], "param_groups": here["param_groups"]})
+        for parameter in self._parameters:
+            state = self.optimizer.state[parameter]
+            for key, value in state.items():  # fused kernels walk through memory: the layout must be the parameter's
+                if key != "step" and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    state[key] = torch.empty_like(parameter).copy_(value)
+        fill_momenta(self.optimizer)  # where the checkpoint was made without
 
     def _load_intervals(self, intervals: list[dict[str, Any]], rank: int, world_size: int) -> None:
         """Each rank its own sums; where there were more or fewer ranks, rank 0 all of them."""

@@ -12,10 +12,11 @@ import torch
 
 import ddp_utils
 from config import Refused, TrainingConfig
-from ddp_utils import choose_device, cleanup_distributed, once_per_file_system, read_launch, setup_distributed, together
-from images import save_images
+from ddp_utils import choose_device, cleanup_distributed, read_launch, setup_distributed
+from images import folder_of_images, save_images
 from ranks import ROOT, finish, launch, run_ranks, start, stop, torchrun
 from training import TINY
+from utils.together import once_per_file_system, together
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -83,6 +84,7 @@ def test_an_init_method_without_ranks_is_refused():
 
 
 def backend_of_the_world(init_method):
+    init_method = init_method.format(**os.environ)
     ctx = setup_distributed(TrainingConfig(backend="gloo", init_method=init_method))
     found = (ddp_utils.dist.get_backend(), ctx.world_size, ctx.local_world_size, ctx.host == ctx.hosts[0])
     cleanup_distributed()
@@ -90,11 +92,8 @@ def backend_of_the_world(init_method):
 
 
 def test_init_methods_are_passed_through(tmp_path):
-    from ranks import new_store
-
-    for url in (f"file://{tmp_path}/meeting", f"tcp://127.0.0.1:{new_store()}", "env://", ""):
-        if not url.startswith("tcp"):
-            assert run_ranks(2, backend_of_the_world, url) == [("gloo", 2, 2, True)] * 2
+    for url in (f"file://{tmp_path}/meeting", "tcp://{MASTER_ADDR}:{MASTER_PORT}", "env://", ""):
+        assert run_ranks(2, backend_of_the_world, url) == [("gloo", 2, 2, True)] * 2
     address = "tcp://127.0.0.1:1"
     with pytest.raises(AssertionError, match="cannot meet the others at tcp://127.0.0.1:1 .*; check that rank 0 runs"):
         run_ranks(1, unreachable, address)
@@ -190,12 +189,6 @@ def test_a_failing_preparation_ends_all_ranks_with_its_sentence(tmp_path):
 
 
 # ---- data and folders, from the command line ----
-
-
-def folder_of_images(root, classes=("cat", "dog"), count=6):
-    for split in ("train", "val"):
-        save_images(root / split, dict.fromkeys(classes, count))
-    return ["--dataset", "imagefolder", "--data_dir", str(root), "--num_workers", "1"]
 
 
 def refusal_of(runs, *flags, ranks=2):

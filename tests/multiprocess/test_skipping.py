@@ -60,5 +60,9 @@ def test_all_ranks_skip_the_step_and_agree_after_it(runs, bad_step, flags):
     assert runs.json("run", "summary.json")["skipped_steps"] == 1
     assert "(1 of them skipped, their gradients were not finite)" in (runs.folder("run") / "logs" / "rank0.log").read_text()
     assert [record["count"] for record in runs.records("run", "event") if record["event"] == "skipped_step"] == [1]
+    if bad_step == 3:  # a resume from between the skip and its log point says it once more, and once
+        path = runs.folder("run") / "checkpoints" / "step_00000004.pt"
+        run_ranks(2, train_and_keep, str(runs.folder("run")), [*flags, "--resume_from", str(path)], 99)
+        assert [record["count"] for record in runs.records("run", "event") if record["event"] == "skipped_step"] == [1]
     assert runs.records("run", "train")[0]["loss"] is None  # the interval's loss says it; the others are numbers
     assert runs.records("run", "train")[-1]["loss"] is not None and runs.records("run", "eval")[-1]["loss"] is not None

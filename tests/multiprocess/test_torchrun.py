@@ -234,6 +234,7 @@ def test_patience_and_max_steps_end_a_run_as_completed(runs):
     runs.train(2, "steps", "--dataset_size", 80, "--epochs", 9, "--max_steps", 15, "--lr", 1e-9, "--resume_from", last)
     assert [record["step"] for record in runs.records("steps", "eval")] == [10, 13, 15]
     assert runs.json("steps", "summary.json")["best_value"] == max(r["top1"] for r in runs.records("steps", "eval"))
-    outcome = runs.train(2, "patience", "--dataset_size", 16, "--epochs", 9, "--lr", 1e-9, "--patience", 2)[0]
+    outcome = runs.train(2, "patience", "--dataset_size", 16, "--epochs", 9, "--lr", 1e-9, "--patience", 2, "--save_every", 0)[0]
+    assert runs.last("patience")["progress"]["step"] == outcome["steps"] == 6  # saved, though no save was due
     assert (outcome["state"], outcome["epochs"]) == ("completed", 3)
     assert "no better top1 in 2 evaluation(s): patience ends the run" in (runs.folder("patience") / "logs" / "rank0.log").read_text()

@@ -1,0 +1,84 @@
+"""Small talk of the ranks on the control group: who has what, who met trouble, who does a thing for all."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from config import Refused
+
+if TYPE_CHECKING:
+    from ddp_utils import DistributedContext
+
+T = TypeVar("T")
+
+
+def exchange(value: Any, ctx: DistributedContext) -> list[Any]:
+    """What every rank gave, in the order of ranks. The value is plain JSON."""
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    size = torch.tensor([data.numel()])
+    sizes = [torch.empty_like(size) for _ in range(ctx.world_size)]
+    dist.all_gather(sizes, size, group=ctx.control)
+    lengths = [each.item() for each in sizes]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: data.numel()] = data
+    rows = [torch.empty_like(padded) for _ in range(ctx.world_size)]
+    dist.all_gather(rows, padded, group=ctx.control)
+    return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
+
+
+def by_rank_0(action: Callable[[], object], ctx: DistributedContext) -> None:
+    """Run `action` on rank 0 while the others wait for its outcome; as `together` when it fails."""
+    together(lambda: action() if ctx.is_main else None, ctx, is_for_all=True)
+
+
+def together(action: Callable[[], T], ctx: DistributedContext, is_for_all: bool = False) -> T:
+    """Run `action` on every rank. When it fails on one, every rank raises that rank's sentence, so that nobody waits.
+
+    Args:
+        is_for_all: whose rank's it is does not matter, and is not said.
+
+    Raises:
+        Refused: when the action was refused, or met an OSError, on any rank.
+    """
+    problem, result = "", None
+    try:
+        result = action()
+    except (Refused, OSError) as error:
+        problem = str(error) if isinstance(error, Refused) else f"{error}; mend that and start again"
+    problems = exchange(problem, ctx)
+    for rank, text in enumerate(problems):
+        if text:
+            is_for_all = is_for_all or len(set(problems)) == 1
+            raise Refused(text if is_for_all else f"{text} (rank {rank} on {ctx.hosts[rank]})", rank, ctx.hosts[rank])
+    return result
+
+
+def once_per_file_system(folder: Path, is_done: Callable[[], bool], action: Callable[[], None], ctx: DistributedContext) -> None:
+    """Where `is_done` says no, run `action` on the lowest of the ranks that see the same `folder`; its outcome reaches all ranks.
+
+    Each rank in need leaves a file of its name in the folder; the lowest name that it finds there is its leader's.
+    """
+    is_needed = not together(is_done, ctx)
+    if not any(exchange(is_needed, ctx)):
+        return
+    meeting, *_ = exchange(f"{os.getpid()}-{time.time_ns()}", ctx)
+    tokens = [folder / f".{meeting}-rank{rank}" for rank in range(ctx.world_size)]
+
+    def leave_token() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        tokens[ctx.rank].touch()
+
+    together(lambda: leave_token() if is_needed else None, ctx)
+    is_leader = is_needed and next(rank for rank, token in enumerate(tokens) if token.exists()) == ctx.rank
+    exchange(is_leader, ctx)  # all have looked
+    if is_needed:
+        tokens[ctx.rank].unlink()
+    together(lambda: action() if is_leader else None, ctx)
