@@ -146,6 +146,13 @@ def test_the_config_json_of_a_run_is_a_config_file_and_does_not_drag_its_checkpo
     assert str(config.checkpoint_folder) == "runs/b/checkpoints"
 
 
+def test_how_a_run_was_started_is_not_taken_from_its_config_json(tmp_path):
+    started = TrainingConfig(overwrite=True, eval_only=True, seed=5)
+    (tmp_path / "config.json").write_text(json.dumps(started.to_dict() | {"resume_from": "runs/a/step_00000001.pt"}))
+    config = TrainingConfig.from_args(["--config", str(tmp_path / "config.json")])
+    assert (config.overwrite, config.eval_only, config.resume_from, config.seed) == (False, False, "", 5)
+
+
 def test_micro_batches_of_a_step():
     assert TrainingConfig(grad_accum_steps=3).micro_batches_per_step(world_size=4) == 12
     assert TrainingConfig(batch_size=8, global_batch_size=48).micro_batches_per_step(world_size=4) == 6

@@ -295,7 +295,7 @@ def test_a_restart_before_the_first_checkpoint_starts_from_the_path_again(config
 @pytest.mark.parametrize("changes", [{"overwrite": True}, {"run_dir": "runs/default"}])
 def test_a_run_is_replaced_only_when_nothing_more_can_be_refused(config, changes):
     config = with_(config, **changes)
-    fill(open_run(config), state="completed")
+    fill(open_run(config), state="running")  # it was killed
     before = {path: path.read_bytes() for path in config.run_folder.rglob("*") if path.name != "claim.json" and path.is_file()}
     run = Run(config.run_folder, config.checkpoint_folder, 0, "here")
     run.claim(config, "job-7", may_restart=False)

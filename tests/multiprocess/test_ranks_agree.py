@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+import ddp_utils
 import train
 from config import TrainingConfig
 from images import folder_of_images, save_images
@@ -37,7 +38,20 @@ def test_overwrite_with_a_bad_flag_leaves_the_run_as_it_was(runs):
         assert {path: path.read_bytes() for path in files} == files
     best = runs.folder("run") / "checkpoints" / "best.pt"
     runs.train(2, "run", "--dataset_size", 16, "--epochs", 1, "--overwrite", "--init_from", best)  # read before it is replaced
-    assert "init_from: took 92 of 92" in (runs.folder("run") / "logs" / "rank0.log").read_text() or best.exists()
+    assert best.exists() and not list(runs.folder("run").glob("superseded-*"))  # replaced, not continued
+
+
+def own_cards_met(words):
+    """Whether this rank finds its own card of an earlier run in the store, run by run."""
+    plain, met = ddp_utils._introduce, []
+
+    def introduce(store, launch, *args):
+        met.append(store.check([f"card/{launch.rank}"]))
+        return plain(store, launch, *args)
+
+    ddp_utils._introduce = introduce
+    assert train_twice(words) == ["completed"] * 2
+    return met
 
 
 def train_twice(words):
@@ -50,7 +64,7 @@ def train_twice(words):
 
 def test_two_runs_in_each_of_two_processes(runs):
     words = [*TINY, "--dataset_size", "16", "--epochs", "1", "--run_dir", str(runs.folder("run"))]
-    assert run_ranks(2, train_twice, words) == [["completed"] * 2] * 2
+    assert run_ranks(2, own_cards_met, words) == [[False, False]] * 2
 
 
 def one_rank_evaluates(words):
@@ -69,6 +83,36 @@ def one_rank_evaluates(words):
 def test_ranks_agree_on_what_is_best_where_one_alone_evaluates(runs):
     words = [*TINY, "--dataset_size", "16", "--epochs", "2", "--best_metric", "min:perplexity", "--run_dir", str(runs.folder("run"))]
     assert run_ranks(2, one_rank_evaluates, words) == [(None, "completed")] * 2
+
+
+def evaluations_are_not_numbers(words):
+    plain = train.compute_loss
+
+    def loss(model, batch):
+        loss_sum, metrics = plain(model, batch)
+        return (loss_sum if model.training else loss_sum * math.nan), metrics
+
+    train.compute_loss = loss
+    outcome = train.train(TrainingConfig.from_args(words))
+    return outcome["best_value"], outcome["state"]
+
+
+def test_an_evaluation_whose_loss_is_not_finite_is_not_the_best(runs):
+    words = [*TINY, "--dataset_size", "16", "--epochs", "1", "--run_dir", str(runs.folder("run"))]
+    assert run_ranks(2, evaluations_are_not_numbers, words) == [(None, "completed")] * 2
+    assert runs.records("run", "eval")[0]["loss"] is None and runs.records("run", "eval")[0]["top1"] is not None
+
+
+def test_a_rank_that_lost_its_peer_reports_after_the_one_that_failed(monkeypatch):
+    """torchrun blames the earliest second."""
+    gloo = RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:51369.")
+    for error, seconds in ((gloo, [ddp_utils.SECONDS_OF_BLAME]), (KeyError("a bug"), [])):
+        slept = []
+        monkeypatch.setattr(ddp_utils.time, "sleep", slept.append)
+        monkeypatch.setattr(train, "train", lambda config, error=error: (_ for _ in ()).throw(error))
+        with pytest.raises(type(error)):
+            train.main([])
+        assert slept == seconds
 
 
 def stopped_in_the_last_evaluation(words):

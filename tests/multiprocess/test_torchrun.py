@@ -231,6 +231,8 @@ def test_patience_and_max_steps_end_a_run_as_completed(runs):
     best = runs.last("steps")["progress"]["best_value"]  # known to a run that goes on from here, and its evaluation stays
     assert best == runs.records("steps", "eval")[-1]["top1"] is not None
     last = runs.checkpoints("steps")[-1]
+    runs.train(2, "steps", "--dataset_size", 80, "--epochs", 9, "--max_steps", 13, "--resume_from", last)  # nothing is left to do
+    assert [record["step"] for record in runs.records("steps", "eval")] == [10, 13]
     runs.train(2, "steps", "--dataset_size", 80, "--epochs", 9, "--max_steps", 15, "--lr", 1e-9, "--resume_from", last)
     assert [record["step"] for record in runs.records("steps", "eval")] == [10, 13, 15]
     assert runs.json("steps", "summary.json")["best_value"] == max(r["top1"] for r in runs.records("steps", "eval"))
