@@ -39,6 +39,7 @@ class Reporter:
         ledger: dict[str, float] | None,
     ) -> None:
         self._run, self._config, self._logger = run, config, logger
+        self._warn = logger.warning if run.is_main else logger.info  # of what all ranks know: on the terminal once
         self._total_steps, self._world_size = total_steps, ctx.world_size
         self.ledger = ledger or {"started_at": time.time(), "trained_s": 0.0, "waited_s": 0.0}  # over all attempts; kept in checkpoints
         self._board = Board(None, 0)
@@ -71,7 +72,7 @@ class Reporter:
             self._logger.warning("%s", line)
         self._logger.info("%s", banner(decided))
         for line in differences:
-            self._logger.warning("changed: %s", line)
+            self._warn("changed: %s", line)
         run.status("running", epoch=state.progress.epoch, step=step, samples_seen=state.progress.samples_seen)
         if run.resume_path:
             self.saved_step = step
@@ -136,7 +137,7 @@ class Reporter:
         progress.skipped_steps_said = progress.skipped_steps
         if skipped:
             self.event("skipped_step", progress.step, count=skipped)
-            self._logger.warning("skipped %d optimizer step(s) with a gradient that is not finite, up to step %d", skipped, progress.step)
+            self._warn("skipped %d optimizer step(s) with a gradient that is not finite, up to step %d", skipped, progress.step)
         log_training_step(self._logger, record, self._train_names[1:], self._total_steps, self._world_size)
         self._board.scalars(record)
         self._run.status("running", epoch=progress.epoch, step=progress.step, samples_seen=progress.samples_seen)

@@ -159,6 +159,9 @@ def test_training_through_torchrun(tmp_path, ranks):
     assert ended.code == 0, ended.text
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["state"], status["samples_seen"], status["step"]) == ("completed", 100, -(-100 // (8 * ranks)))
+    flags = ["--dataset_size", 100, "--epochs", 2, "--run_dir", tmp_path / "run", "--resume_from", status["checkpoint"]]
+    ended = torchrun(ranks, *SMALL, *flags)
+    assert ended.code == 0 and ended.text.count("changed: epochs=2: the checkpoint has epochs=1") == 1  # not by each rank
 
 
 def test_one_process_needs_no_launcher_and_no_variables(tmp_path):
