@@ -231,9 +231,9 @@ def cleanup_distributed() -> None:
 
 
 def is_of_a_peer(error: BaseException) -> bool:
-    """Whether a collective failed since a peer was gone: the trouble is another rank's."""
-    words = ("gloo", "Connection closed by peer", "Connection reset by peer")
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(word in str(error) for word in words))
+    """Whether a collective failed since a peer was gone, as gloo and NCCL say it: the trouble is another rank's."""
+    is_said = isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "ncclRemoteError"))
+    return is_said or isinstance(error, dist.DistNetworkError)
 
 
 def wait_for_blame(error: BaseException) -> None:

@@ -106,7 +106,8 @@ def test_an_evaluation_whose_loss_is_not_finite_is_not_the_best(runs):
 def test_a_rank_that_lost_its_peer_reports_after_the_one_that_failed(monkeypatch):
     """torchrun blames the earliest second."""
     gloo = RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:51369.")
-    for error, seconds in ((gloo, [ddp_utils.SECONDS_OF_BLAME]), (KeyError("a bug"), [])):
+    own = ddp_utils.dist.DistBackendError("NCCL error: ncclInvalidUsage, duplicate GPU detected")  # of this rank: nothing is hidden
+    for error, seconds in ((gloo, [ddp_utils.SECONDS_OF_BLAME]), (own, []), (KeyError("a bug"), [])):
         slept = []
         monkeypatch.setattr(ddp_utils.time, "sleep", slept.append)
         monkeypatch.setattr(train, "train", lambda config, error=error: (_ for _ in ()).throw(error))
