@@ -171,13 +171,40 @@ def test_patience_counts_evaluations_without_a_better_value():
     assert make().progress.note_value(3.0, -1)
 
 
-def test_a_checkpoint_of_other_parameter_groups_is_refused():
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_momenta_go_to_the_parameter_they_were_saved_for_in_whatever_order_groups_are_made(optimizer):
+    source = make(optimizer=optimizer, clip_grad_norm=0.1)
+    step(source)
+    payload = source.state_dict([source.interval.state()])
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    groups = [{"params": list(net[2].parameters())[::-1]}, {"params": list(net[:2].parameters())}]
+    other = TrainState(net, groups, TrainingConfig(optimizer=optimizer, clip_grad_norm=0.1, warmup_epochs=0), Precision("cpu", None))
+    other.plan(steps_left=100, steps_per_epoch=10, config=TrainingConfig(warmup_epochs=0))
+    other.load_state_dict(copy.deepcopy(payload), rank=0, world_size=1)
+    for state in (source, other):
+        torch.manual_seed(1)
+        step(state)
+    assert same(other.model.state_dict(), source.model.state_dict())
+    for mine, its in zip(other.model.parameters(), source.model.parameters(), strict=True):
+        assert same(other.optimizer.state[mine], source.optimizer.state[its])
+
+
+def test_a_checkpoint_whose_optimizer_has_other_parameters_is_refused():
     payload = make().state_dict([{"numbers": {}, "tensors": {}}])
-    model = make().model
-    groups = [{"params": list(model[:2].parameters())}, {"params": list(model[2].parameters())}]
-    other = TrainState(model, groups, TrainingConfig(), Precision("cpu", None))
-    with pytest.raises(Refused, match="optimizer has other parameter groups; give"):
+    frozen = make().model
+    frozen[0].requires_grad_(False)
+    other = TrainState(frozen, [{"params": list(frozen.parameters())}], TrainingConfig(), Precision("cpu", None))
+    with pytest.raises(Refused, match="optimizer has other parameters; give"):
         other.load_state_dict(payload, rank=0, world_size=1)
+    payload["optimizer"]["state"][0]["momentum_buffer"] = torch.zeros(5)  # a fused kernel would write beyond it
+    with pytest.raises(Refused, match="optimizer has other parameters; give"):
+        make().load_state_dict(payload, rank=0, world_size=1)
+
+
+def test_a_parameter_that_is_not_the_models_is_refused():
+    net, stranger = make().model, nn.Parameter(torch.zeros(2))
+    with pytest.raises(Refused, match="holds a parameter that is not the model's.*; make it the model's"):
+        TrainState(net, [{"params": [*net.parameters(), stranger]}], TrainingConfig(), Precision("cpu", None))
 
 
 def test_a_resume_takes_learning_rate_and_decay_from_the_config():

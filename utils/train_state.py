@@ -69,7 +69,14 @@ class TrainState:
         self.interval = MetricTracker(device)  # sums since the last log point
         self.progress = Progress()
         self._clip = config.clip_grad_norm
-        self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        # in the model's order, which is the same in all processes: the norm is a sum, and groups may be made in any order
+        self._names = {p: name for name, p in model.named_parameters() if id(p) in held}
+        if len(self._names) < len(held):
+            raise Refused(
+                "param_groups: holds a parameter that is not the model's, whose gradient ranks would not share; make it the model's"
+            )
+        self._parameters = list(self._names)
         self._skipped = torch.zeros((), device=device)  # since the last read
 
     def plan(self, steps_left: int, steps_per_epoch: int, config: TrainingConfig) -> None:
@@ -133,7 +140,7 @@ class TrainState:
         return {
             "model": self.model.state_dict(),
             "ema": self.average.model.state_dict() if self.average else {},
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self.optimizer.state_dict() | {"names": self._optimizer_names()},
             "scaler": self.scaler.state_dict(),
             "progress": dataclasses.asdict(self.progress) | {"intervals": intervals},
         }
@@ -168,13 +175,22 @@ class TrainState:
             raise Refused(f"the checkpoint's model does not fit ({error}); give the model it was made with") from None
         self.running_stats.reload()
 
+    def _optimizer_names(self) -> list[str]:
+        """The names of the parameters in the order in which the optimizer numbers them."""
+        return [self._names[p] for group in self.optimizer.param_groups for p in group["params"]]
+
     def _load_optimizer(self, saved: dict[str, Any]) -> None:
-        here = self.optimizer.state_dict()
-        if [len(group["params"]) for group in saved["param_groups"]] != [len(group["params"]) for group in here["param_groups"]]:
-            raise Refused(
-                "the checkpoint's optimizer has other parameter groups; give the model.py it was made with, or --init_from its weights"
-            )
-        self.optimizer.load_state_dict({"state": saved["state"], "param_groups": here["param_groups"]})
+        """Each parameter takes the state that was saved under its name, in whatever order the groups are made."""
+        names = self._optimizer_names()
+        before = {name: saved["state"].get(number, {}) for number, name in enumerate(saved.get("names", names))}
+        shapes = {self._names[p]: p.shape for p in self._parameters}
+        fits = before.keys() == shapes.keys() and all(
+            value.shape == shapes[name] for name, state in before.items() for key, value in state.items() if key != "step"
+        )
+        if not fits:
+            raise Refused("the checkpoint's optimizer has other parameters; give the model.py it was made with, or --init_from its weights")
+        state = {number: before[name] for number, name in enumerate(names) if before[name]}
+        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
         for parameter in self._parameters:
             state = self.optimizer.state[parameter]
             for key, value in state.items():  # fused kernels walk through memory: the layout must be the parameter's
