@@ -10,7 +10,8 @@ A data set is map-style (`__len__`, `__getitem__`). All else is optional:
     device_transform(batch, seed, epoch, indices)       the batch, on the device -> what compute_loss takes; its random draws
                                                         are functions of (seed, epoch, index): utils.streams.sample_draws
     weights                                             how much each sample counts in the loss (default: 1), its tokens say
-    epoch_order(seed, epoch, n)                         an order of its own: n indices
+    epoch_order(seed, epoch, n)                         an order of its own: n indices, each once
+    with_replacement                                    True: epoch_order may repeat some and leave out others
     in_memory                                           True: no workers are needed
     num_classes, in_channels, image_size                what `auto` stands for in the config
     targets                                             labels, checked against num_classes

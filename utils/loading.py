@@ -60,7 +60,8 @@ class WindowSampler(DistributedSampler):
     """A DistributedSampler that deals whole micro-batches, never repeats a sample, and starts at any position of an epoch.
 
     As an iterable it gives this rank's indices of `epoch` from `start` on. A data set may bring `weights` (one number a
-    sample) and `epoch_order(seed, epoch, n)` (an order of its own, n indices).
+    sample) and `epoch_order(seed, epoch, n)` (an order of its own: n indices, each once unless it says `with_replacement = True`).
+    Raises Refused when these do not fit the data set.
     """
 
     def __init__(
@@ -81,6 +82,8 @@ class WindowSampler(DistributedSampler):
         self.start = 0
         weights = getattr(dataset, "weights", None)
         self.weights = None if weights is None else torch.as_tensor(weights, dtype=torch.float64)
+        if weights is not None and not (len(weights) == len(dataset) and ((self.weights >= 0) & self.weights.isfinite()).all()):
+            raise Refused(f"weights: must be {len(dataset)} numbers, one a sample, finite and not negative; mend them in the data set")
         self._order: tuple[int, Tensor] | None = None
 
     @property
@@ -114,6 +117,11 @@ class WindowSampler(DistributedSampler):
                 order = torch.as_tensor(self.dataset.epoch_order(self.seed, epoch, n), dtype=torch.int64)
                 if len(order) != n or (n and not 0 <= order.min() <= order.max() < n):
                     raise Refused(f"epoch_order: gave {len(order)} indices for {n} samples; return n indices from 0 to n - 1")
+                if len(order.unique()) < n and not getattr(self.dataset, "with_replacement", False):
+                    raise Refused(
+                        f"epoch_order: leaves out {n - len(order.unique())} of {n} samples and repeats others; "
+                        "give each index once, or declare with_replacement = True in the data set"
+                    )
             elif self.shuffle:
                 generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))
                 order = torch.randperm(n, generator=generator)
@@ -176,9 +184,13 @@ class WindowLoader:
 
     def sample_batch(self) -> Any:
         """The first micro-batch of the data set, fetched in this process: for the passes before the first step and for a look."""
-        indices = list(range(min(self.sampler.batch_size, len(self.dataset))))
-        fetcher, collate = self._loader.dataset, self._loader.collate_fn
-        return self._to_device(collate(fetcher.__getitems__(MicroBatch(0, 0, indices, True, True)))).batch
+        return self.fetch(list(range(min(self.sampler.batch_size, len(self.dataset)))))[2]
+
+    def fetch(self, indices: list[int], epoch: int = 0) -> tuple[Any, Any, Any]:
+        """Some samples: as the data set gives them, as collated, and as the loop gets them on the device. Fetched in this process."""
+        fetched = self._loader.dataset.__getitems__(MicroBatch(epoch, 0, indices, True, True))
+        collated = self._loader.collate_fn(fetched)
+        return fetched[1], collated[1], self._to_device(collated).batch
 
     def take_seconds_waited(self) -> float:
         """Seconds in which the loop waited for data since the last call."""
