@@ -72,8 +72,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadlin
         try:
             while any(rank.is_alive() for rank in ranks) and time.monotonic() < ends and not any(rank.exitcode for rank in ranks):
                 time.sleep(0.01)
-            if any(rank.exitcode for rank in ranks):
-                time.sleep(1)  # let the others say what they saw
+            ends = time.monotonic() + 1  # let the others say what they saw
+            while any(rank.is_alive() for rank in ranks) and any(rank.exitcode for rank in ranks) and time.monotonic() < ends:
+                time.sleep(0.01)
         finally:
             for rank in ranks:
                 rank.kill()
