@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
 import platform
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from torch.utils.data import Dataset
 
 ROOT = Path(__file__).resolve().parent.parent
 MANIFEST = ROOT / "scripts" / "template.sha256"
+VERIFIED = ROOT / "verified.json"  # what scripts/verify.py found
 YOURS = ("model.py", "dataset.py")
 BLOCK = ("# ---- yours:", "# ---- end of yours")  # the lines of config.py between these are the forker's
 
@@ -29,12 +31,14 @@ def now() -> str:
 def collect(hosts: tuple[str, ...], device_names: tuple[str, ...], git_commit: str) -> dict[str, Any]:
     """Plain values only: it goes into every checkpoint. `hosts` and `device_names` have an entry for each rank."""
     commit, is_dirty = _git()
+    is_verified, said = verification()
     return {
         "command": [sys.executable, *sys.argv],
         "git_commit": commit or git_commit,
         "git_dirty": is_dirty,
         "changed_template_files": changed_files(),
-        "verified": False,  # no scripts/verify.py has passed with this code
+        "verified": is_verified,
+        "verification": said,
         "versions": versions(),
         "hosts": sorted(set(hosts)),
         "ranks": [{"rank": rank, "host": host, "device": device_names[rank]} for rank, host in enumerate(hosts)],
@@ -93,6 +97,37 @@ def changed_files() -> list[str]:
     known = dict(reversed(line.split("  ", 1)) for line in MANIFEST.read_text().splitlines())
     here = template_digests()
     return sorted(name for name in known.keys() | here.keys() if known.get(name) != here.get(name))
+
+
+def code_digests() -> dict[str, str]:
+    """SHA-256 of each file of the repository that is imported here, by its path from the root; scripts and tests left out."""
+    files = {Path(module.__file__).resolve() for module in list(sys.modules.values()) if getattr(module, "__file__", None)}
+    names = [file.relative_to(ROOT) for file in files if file.is_relative_to(ROOT) and file.is_file()]
+    names = [name for name in names if name.parts[0] not in ("scripts", "tests") and "site-packages" not in name.parts]
+    return {str(name): _sha256(ROOT / name) for name in sorted(names)}
+
+
+def verification() -> tuple[bool, str]:
+    """Whether scripts/verify.py passed with this code, and what is to be said of it."""
+    try:
+        found = json.loads(VERIFIED.read_text(encoding="utf-8"))
+        changed = [name for name, digest in found["code"].items() if not (ROOT / name).exists() or _sha256(ROOT / name) != digest]
+        before, here = found["versions"], versions()
+        changed += [f"{name} {before[name]} -> {here.get(name)}" for name in before if before[name] != here.get(name)]
+        broken = [name for name, outcome in found["invariants"].items() if not outcome["passed"]]
+        what = f"{found['title']}, {found['ranks']} rank(s), {found['time'][:10]}"
+        is_passed = found["passed"]
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+        return False, "not verified; scripts/verify.py checks your model and data in a minute"
+    if changed:
+        return False, f"changed since scripts/verify.py was run: {', '.join(changed)}"
+    if not is_passed:
+        return False, f"scripts/verify.py found broken: {', '.join(broken) or 'it did not come to its end'}"
+    return True, f"verified with this code: {what}"
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _digest(path: Path) -> str:

@@ -17,7 +17,7 @@ from config import TrainingConfig
 from utils.loading import WindowLoader
 from utils.logger import duration, log_epoch_summary, log_training_step, show_progress
 from utils.profiling import StepProfiler
-from utils.provenance import changed_files, zip_code
+from utils.provenance import changed_files, verification, zip_code
 from utils.run_folder import Run
 from utils.tensorboard import Board
 from utils.train_state import Progress, TrainState
@@ -241,6 +241,7 @@ def decisions(
         decided["resumed"] = (
             f"{run.resume_path}: epoch {progress.epoch}, step {progress.step}, {progress.samples_in_epoch:,} samples into it"
         )
+    decided["invariants"] = verification()[1]
     if origin_files := changed_files():
         decided["changed"] = f"files of the template: {', '.join(origin_files)}"
     return decided

@@ -1,0 +1,155 @@
+"""Check on your own model and data what this template promises, in about a minute:
+
+torchrun --standalone --nproc-per-node=4 scripts/verify.py [flags of train.py]
+
+A line for each invariant, with its figure or with what breaks it. Exit code 0: all hold; 1: one is broken; 2: the flags cannot be used.
+It trains for a few steps on a few samples, in a folder beside run_dir that it deletes, and writes verified.json beside train.py:
+the start of a run then says "verified with this code", or which files changed since. With two ranks a sum has one order only: take four.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
+
+from config import Refused, TrainingConfig
+
+if __name__ == "__main__":
+    TrainingConfig.from_args()  # refuses a bad flag before torch is imported
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+import train
+from ddp_utils import cleanup_distributed, setup_distributed
+from utils import provenance
+from utils.atomic_file import replace_json
+from utils.together import exchange
+from verification import of_data, of_model, of_runs
+from verification.fork import Broken, Fork
+
+CHECKS = {  # in this order: what comes first is as a rule the cause of what breaks later
+    "order": of_data.order,
+    "content": of_data.content,
+    "loss": of_model.loss,
+    "parameters": of_model.parameters,
+    "evaluation": of_model.evaluation,
+    "gradient": of_model.gradient,
+    "training": of_runs.training,
+    "weights": of_runs.weights,
+    "resume": of_runs.resume,
+    "plain load": of_runs.plain_load,
+}
+NEEDS = ("parameters",)  # without these no training comes to its end
+TRAINS = ("gradient", "training", "weights", "resume", "plain load")
+
+
+@record
+def main(argv: Sequence[str] | None = None) -> int:
+    config = TrainingConfig.from_args(argv)
+    fork = prepare(config)
+    report = Report(fork, sys.argv[1:] if argv is None else list(argv))
+    try:
+        for name, check in CHECKS.items():
+            report.run(name, check)
+    finally:
+        if fork.ctx.is_main:
+            shutil.rmtree(fork.folder, ignore_errors=True)
+    is_passed = report.finish()
+    cleanup_distributed()
+    return 0 if is_passed else 1
+
+
+def prepare(config: TrainingConfig) -> Fork:
+    """The data of the flags, in all ranks. Raises Refused."""
+    config = replace(config, resume_from="", overwrite=False, eval_only=False, sync_bn=False)  # with sync_bn the ranks do show
+    ctx = setup_distributed(config)
+    train_set, held_out, config = train.load_data(config, ctx)
+    token = exchange(f"{time.time_ns():x}", ctx)[0]
+    return Fork(config, train_set, next(iter(held_out.values()), None), ctx, config.run_folder.parent / f".verify-{token}")
+
+
+class Report:
+    """Runs the checks on all ranks, says their outcome on rank 0, and keeps it for verified.json."""
+
+    def __init__(self, fork: Fork, flags: list[str]) -> None:
+        self._fork, self._flags = fork, flags
+        self._outcomes: dict[str, dict[str, object]] = {}
+        ranks = fork.ctx.world_size
+        self._say(f"verifying {fork.title} on {ranks} rank(s)")
+        if ranks < 4:
+            self._say(f"  note: with {ranks} rank(s) not every order of sums can go wrong; --nproc-per-node=4 shows more")
+
+    @property
+    def broken(self) -> list[str]:
+        return [name for name, outcome in self._outcomes.items() if not outcome["passed"]]
+
+    def run(self, name: str, check: Callable[[Fork], str]) -> None:
+        begin = time.monotonic()
+        missing = [need for need in NEEDS if need in self.broken and name in TRAINS]
+        logging.disable(logging.CRITICAL)  # what the short runs have to say
+        try:
+            if missing:
+                raise Broken(f"not checked, since {missing[0]} is broken; mend that first")
+            self._note(name, True, check(self._fork), begin)
+        except Broken as broken:
+            hint = f" (it may follow from what is broken above: {', '.join(self.broken)})" if self.broken and not missing else ""
+            self._note(name, False, f"{broken}{hint}", begin)
+        except Exception as error:  # on this rank maybe alone: the others wait for it in a collective, so all have to end
+            if not self._fork.ctx.is_main:
+                time.sleep(3)  # rank 0 says it where it has it too
+            text = (str(error).strip() or type(error).__name__).splitlines()
+            self._note(name, False, f"rank {self._fork.ctx.rank} met {type(error).__name__}: {text[0]}; mend that first", begin, True)
+            self.finish(True)
+            logging.disable(logging.NOTSET)
+            train.leave_after(error)
+        finally:
+            logging.disable(logging.NOTSET)
+
+    def _note(self, name: str, is_passed: bool, text: str, begin: float, is_alone: bool = False) -> None:
+        seconds = time.monotonic() - begin
+        self._outcomes[name] = {"passed": is_passed, "figure": text, "seconds": round(seconds, 1)}
+        self._say(f"{'ok    ' if is_passed else 'BROKEN'}  {name:<11} {text}  [{seconds:.1f} s]", is_alone)
+
+    def _say(self, text: str, is_alone: bool = False) -> None:
+        if self._fork.ctx.is_main or is_alone:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
+    def finish(self, is_alone: bool = False) -> bool:
+        """Write verified.json. Whether all invariants hold."""
+        fork, is_passed = self._fork, not self.broken and self._outcomes.keys() == CHECKS.keys()
+        if fork.ctx.is_main or is_alone:
+            found = {
+                "passed": is_passed,
+                "time": provenance.now(),
+                "ranks": fork.ctx.world_size,
+                "model": fork.config.model,
+                "dataset": fork.config.dataset,
+                "title": fork.title,
+                "flags": self._flags,
+                "devices": sorted(set(fork.ctx.device_names)),
+                "versions": provenance.versions(),
+                "code": provenance.code_digests(),
+                "invariants": self._outcomes,
+            }
+            replace_json(provenance.VERIFIED, found)
+        held = len(self._outcomes) - len(self.broken)
+        self._say(f"{held} of {len(CHECKS)} invariants hold; wrote {os.path.relpath(provenance.VERIFIED)}", is_alone)
+        return is_passed
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (Refused, Exception, KeyboardInterrupt) as error:
+        train.leave_after(error)
