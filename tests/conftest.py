@@ -12,10 +12,36 @@ os.environ |= {"PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1", "OP
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
 
+import random
+import time
+
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+DRILLS = 2  # of the slow ones, that a run of the tests takes
+DRILL_SEED = os.environ.get("DRILL_SEED", time.strftime("%Y-%m-%d"))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--drills", action="store_true", help="run all slow drills, not a sample of them")
+
+
+def pytest_report_header(config):
+    return (
+        "drills: all" if config.getoption("drills") else f"drills: {DRILLS} of them, chosen by DRILL_SEED={DRILL_SEED} (--drills runs all)"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    drills = [item for item in items if item.get_closest_marker("drill")]
+    if len(drills) > DRILLS and not config.getoption("drills"):
+        chosen = random.Random(DRILL_SEED).sample(drills, DRILLS)
+        left_out = [item for item in drills if item not in chosen]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(autouse=True)

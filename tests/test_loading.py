@@ -125,6 +125,24 @@ def test_an_order_that_is_none_is_refused():
         WindowSampler(data, batch_size=2, micro_batches_per_step=1, rank=0, world_size=1).order(0)
 
 
+def test_an_order_that_repeats_samples_has_to_say_so():
+    data = Weighted()
+    data.epoch_order = lambda seed, epoch, n: [k // 2 for k in range(n)]
+    each = WindowSampler(data, batch_size=2, micro_batches_per_step=1, rank=0, world_size=1)
+    with pytest.raises(Refused, match="leaves out 5 of 10 samples and repeats others; give each index once, or declare with_replacement"):
+        each.order(0)
+    data.with_replacement = True
+    assert each.order(0).tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize("weights", [[1.0] * 9, [1.0] * 9 + [-1.0], [1.0] * 9 + [float("nan")]])
+def test_weights_that_do_not_fit_the_set_are_refused(weights):
+    data = Weighted()
+    data.weights = weights
+    with pytest.raises(Refused, match="weights: must be 10 numbers, one a sample, finite and not negative; mend them"):
+        WindowSampler(data, batch_size=2, micro_batches_per_step=1, rank=0, world_size=1)
+
+
 # ---- the loader ----
 
 

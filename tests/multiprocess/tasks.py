@@ -86,10 +86,10 @@ def token_loss(net, lines):
 
 
 TASKS = {
-    "images": {"create_model": lambda config, device: SmallNet(True, 10)},
-    "plain": {"create_model": lambda config, device: SmallNet(False, 10)},
+    "images": {"create_model": lambda config, device: SmallNet(True, 10).to(device)},
+    "plain": {"create_model": lambda config, device: SmallNet(False, 10).to(device)},
     "lines": {
-        "create_model": lambda config, device: TokenModel(),
+        "create_model": lambda config, device: TokenModel().to(device),
         "compute_loss": token_loss,
         "create_dataset": lambda config, split: Lines(config.dataset_size if split == "train" else 7, split) if split != "test" else None,
     },

@@ -7,7 +7,6 @@ import sys
 import time
 
 import pytest
-import torch
 
 from ranks import finish, start, stop
 from training import difference
@@ -40,7 +39,6 @@ def same_records(runs, a, b):
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
-        (1, ["--amp_dtype", "bf16"]),
         (2, ["--no-use_amp", "--optimizer", "adamw", "--lr", "0.001"]),
         (4, ["--no-use_amp", "--record_samples"]),
     ],
@@ -59,30 +57,6 @@ def test_a_run_resumed_within_an_epoch_is_the_uninterrupted_one_to_the_bit(runs,
         assert [record["step"] for record in runs.records("parts", "event") if record["event"] == "resumed"] == [step]
     assert runs.samples("whole") == runs.samples("parts")
     assert bool(runs.samples("whole")) is ("--record_samples" in flags)
-
-
-def test_a_global_batch_goes_on_over_other_numbers_of_ranks(runs):
-    """4 -> 2 -> 3 ranks, in float64: the same samples in the same steps, and the same weights but for the order of sums."""
-    flags = ["--dataset_size", 60, "--epochs", 2, "--global_batch_size", 16, "--no-use_amp", "--record_samples", "--log_interval", 3]
-    runs.train(4, "whole", *flags, dtype=torch.float64)
-    whole = runs.samples("whole")
-    assert len(whole) == 8
-    runs.train(4, "again", *flags, "--save_every_steps", 3, "--keep_last", 9, dtype=torch.float64)
-    path = runs.folder("again") / "checkpoints"
-    runs.train(
-        2, "again", *flags, "--resume_from", path / "step_00000003.pt", "--save_every_steps", 3, "--keep_last", 9, dtype=torch.float64
-    )
-    runs.train(3, "again", *flags, "--resume_from", path / "step_00000006.pt", dtype=torch.float64)
-    assert runs.samples("again") == whole
-    for key in ("model", "optimizer"):
-        for want, got in zip(tensors(runs.last("whole")[key]), tensors(runs.last("again")[key]), strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
-
-
-def tensors(nest):
-    if isinstance(nest, dict):
-        return [found for key in sorted(nest, key=str) for found in tensors(nest[key])]
-    return [nest] if isinstance(nest, torch.Tensor) else []
 
 
 def test_sigterm_to_the_group_saves_and_the_run_goes_on_to_the_same_weights(runs):

@@ -1,0 +1,78 @@
+"""scripts/verify.py: it passes on the template, and names what breaks in forks that hold a fault (tests/faults/*.patch)."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from ranks import ROOT, copy_repository, launch, need, torchrun
+
+FLAGS = ["--image_size", "8", "--dataset_size", "60", "--backend", "gloo"]
+FAULTS = sorted((ROOT / "tests" / "faults").glob("*.patch"))
+ALWAYS = ("unseeded_noise", "rank_dependent_parameter", "forgotten_set_epoch", "padded_evaluation", "momentum_left_out")
+INVARIANTS = ["order", "content", "loss", "parameters", "evaluation", "gradient", "training", "weights", "resume", "plain load"]
+
+
+def outcomes(text):
+    """{invariant: ok or BROKEN} of the lines that verify printed."""
+    return {name.strip(): outcome.strip() for outcome, name in re.findall(r"^(ok    |BROKEN)  ([a-z ]{11}) ", text, re.MULTILINE)}
+
+
+def test_the_template_holds_on_four_ranks_and_a_run_says_so_until_a_file_changes(tmp_path):
+    fork = copy_repository(tmp_path)
+    ended = torchrun(4, *FLAGS, "--ema_decay", "0.9", script="scripts/verify.py", cwd=fork)
+    assert ended.code == 0, ended.text
+    assert outcomes(ended.out) == dict.fromkeys(INVARIANTS, "ok") and list(outcomes(ended.out)) == INVARIANTS
+    found = json.loads((fork / "verified.json").read_text())
+    assert found["passed"] and found["ranks"] == 4 and list(found["invariants"]) == INVARIANTS
+    assert {"train.py", "model.py", "dataset.py", "config.py", "ddp_utils.py", "utils/loading.py"} <= found["code"].keys()
+    assert found["flags"] == [*FLAGS, "--ema_decay", "0.9"] and found["versions"]["torch"]
+    assert not list((fork / "runs").iterdir())  # the short runs are gone
+
+    def train():
+        ended = launch([sys.executable, "train.py", *FLAGS, "--epochs", "1", "--run_dir", "runs/one", "--overwrite"], cwd=fork)
+        origin = json.loads((fork / "runs" / "one" / "provenance.json").read_text())
+        return re.search(r"^  invariants +(.*)", ended.out, re.MULTILINE)[1], origin["verified"]
+
+    said, is_verified = train()
+    assert is_verified and said.startswith(
+        "verified with this code: mini_resnet on synthetic (SyntheticImageDataset, 60 samples), 4 rank(s)"
+    )
+    with (fork / "utils" / "optim.py").open("a") as file:
+        file.write("# mine\n")
+    assert train() == ("changed since scripts/verify.py was run: utils/optim.py", False)
+
+
+@pytest.mark.parametrize(
+    "patch", [pytest.param(path, id=path.stem, marks=() if path.stem in ALWAYS else pytest.mark.drill) for path in FAULTS]
+)
+def test_a_fault_in_a_fork_is_named_with_its_remedy(tmp_path, patch):
+    need("patch")
+    fork, text = copy_repository(tmp_path), patch.read_text()
+    subprocess.run(["patch", "-s", "-p1"], cwd=fork, input=text, text=True, check=True)
+    ended = torchrun(2, *FLAGS, script="scripts/verify.py", cwd=fork)
+    broken = [name for name, outcome in outcomes(ended.out).items() if outcome == "BROKEN"]
+    expected = re.search(r"^breaks: (.*)", text, re.MULTILINE)[1]
+    assert ended.code == 1 and expected in broken, ended.text
+    line = re.search(rf"^BROKEN  {expected} .*", ended.out, re.MULTILINE)[0]
+    assert ": " in line and "; " in line  # what was seen: its cause; its remedy
+    found = json.loads((fork / "verified.json").read_text())
+    assert not found["passed"] and [name for name, each in found["invariants"].items() if not each["passed"]] == broken
+
+
+def test_unused_parameters_are_named_before_ddp_waits_for_them(tmp_path):
+    fork = copy_repository(tmp_path)
+    text = (fork / "model.py").read_text()
+    (fork / "model.py").write_text(text.replace("        self.head = nn.", "        self.spare = nn.Linear(2, 3)\n        self.head = nn."))
+    ended = torchrun(2, *FLAGS, script="scripts/verify.py", cwd=fork)
+    assert ended.code == 1
+    assert "spare.weight, spare.bias: unused" in ended.out and "freeze it in create_model with requires_grad_(False)" in ended.out
+    assert "not checked, since parameters is broken; mend that first" in ended.out
+    assert "Expected to have finished reduction" not in ended.text
+
+
+def test_flags_that_cannot_be_used_are_refused():
+    ended = launch([sys.executable, "scripts/verify.py", "--batch_size", "0"])
+    assert ended.code == 2 and "batch_size=0: is below 1; give 1 or more" in ended.err

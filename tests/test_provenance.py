@@ -1,0 +1,66 @@
+"""Whether it may be said that scripts/verify.py passed with this code."""
+
+import json
+
+import pytest
+
+from utils import provenance
+
+
+@pytest.fixture
+def verified(tmp_path, monkeypatch):
+    """A root of one file, and what verify.py found there; returns a function that changes it."""
+    (tmp_path / "model.py").write_text("x = 1\n")
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    monkeypatch.setattr(provenance, "VERIFIED", tmp_path / "verified.json")
+    found = {
+        "passed": True,
+        "time": "2026-11-21T15:20:05.754+00:00",
+        "ranks": 4,
+        "title": "net on data",
+        "versions": provenance.versions(),
+        "code": {"model.py": provenance._sha256(tmp_path / "model.py")},
+        "invariants": {"order": {"passed": True}, "content": {"passed": True}},
+    }
+
+    def write(**changes):
+        provenance.VERIFIED.write_text(json.dumps(found | changes))
+
+    write()
+    return write
+
+
+def test_it_holds_as_long_as_code_and_versions_are_the_same(verified):
+    assert provenance.verification() == (True, "verified with this code: net on data, 4 rank(s), 2026-11-21")
+    (provenance.ROOT / "dataset.py").write_text("not imported then")
+    assert provenance.verification()[0]
+
+
+def test_a_changed_file_or_version_is_named(verified):
+    (provenance.ROOT / "model.py").write_text("x = 2\n")
+    assert provenance.verification() == (False, "changed since scripts/verify.py was run: model.py")
+    (provenance.ROOT / "model.py").unlink()
+    assert provenance.verification() == (False, "changed since scripts/verify.py was run: model.py")
+    (provenance.ROOT / "model.py").write_text("x = 1\n")
+    torch = provenance.versions()["torch"]
+    verified(versions=provenance.versions() | {"torch": "1.0"})
+    assert provenance.verification() == (False, f"changed since scripts/verify.py was run: torch 1.0 -> {torch}")
+
+
+def test_what_was_broken_is_named(verified):
+    verified(passed=False, invariants={"order": {"passed": False}, "content": {"passed": True}})
+    assert provenance.verification() == (False, "scripts/verify.py found broken: order")
+    verified(passed=False)
+    assert provenance.verification() == (False, "scripts/verify.py found broken: it did not come to its end")
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"passed": true}', '{"code": 3}'])
+def test_a_file_that_cannot_be_read_verifies_nothing(verified, text):
+    provenance.VERIFIED.write_text(text)
+    assert provenance.verification() == (False, "not verified; scripts/verify.py checks your model and data in a minute")
+
+
+def test_the_code_that_counts_is_what_is_imported_from_the_repository():
+    found = provenance.code_digests()
+    assert {"config.py", "utils/provenance.py"} <= found.keys()
+    assert not [name for name in found if name.startswith(("tests/", "scripts/", ".venv"))]
