@@ -67,9 +67,11 @@ def content(fork: Fork) -> str:
     plan = [indices.tolist() for indices in fork.on_all(lambda: fork.loader(few).sampler.order(1).split(size))]
 
     def fetch(noise: int) -> list[list[str]]:
-        """The samples of each micro-batch before collate and device_transform; the last micro-batch is fetched first."""
+        """The samples of each micro-batch before collate and device_transform; the last one first, and all of another epoch before."""
         scramble(noise)
         loader, found, rows = fork.loader(few, num_workers=0), {}, []
+        for indices in plan:
+            loader.fetch(indices, epoch=noise)  # where data is changed in place, it changes
         for number in reversed(range(len(plan))):
             samples, collated, _ = loader.fetch(plan[number], epoch=1)
             is_list = isinstance(samples, list) and len(samples) == len(plan[number])

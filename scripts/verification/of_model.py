@@ -149,7 +149,7 @@ def gradient(fork: Fork) -> str:
         ):
             scramble(99)
             net, _, _ = plain_loop.plain_loop(config, ACCUMULATION * fork.ctx.world_size)
-        return compare(ours, fork.states["gradient"].model, theirs, net)
+        return compare(ours, fork.states["gradient"].model, theirs, net) + compare_statistics(fork.states["gradient"].model, net)
 
     return fork.on_rank_0(look)
 
@@ -183,6 +183,19 @@ def compare(ours: list[Update], our_model: nn.Module, theirs: list[Update], thei
             )
         worst = max(worst, error)
     return f"{len(ours)} global batches, the last one short: within {worst:.0e} of the plain loop"
+
+
+def compare_statistics(ours: nn.Module, theirs: nn.Module) -> str:
+    """Raises Broken where a buffer of floats (running statistics) is not the plain loop's after the epoch. "" where there is none."""
+    pairs = [(name, ours.get_buffer(name), buffer) for name, buffer in theirs.named_buffers() if buffer.is_floating_point()]
+    for name, mine, plain in pairs:
+        error = ((mine - plain).norm() / plain.norm().clamp(min=1e-30)).item()
+        if not error <= ROUNDING:
+            raise Broken(
+                f"{name}: off by {error:.1e} relative after an epoch: a buffer that moves with each micro-batch of its own rank, or counts a "
+                "micro-batch of weight 0; move it once a step over the whole window, as utils/running_stats.py does for BatchNorm"
+            )
+    return f", {len(pairs)} running statistics too" if pairs else ""
 
 
 def sums(loss_sum: Tensor, metrics: dict[str, tuple]) -> dict[str, float]:
