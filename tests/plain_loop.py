@@ -36,9 +36,9 @@ def plain_loop(config, micro_batches_per_step):
     torch.manual_seed(config.seed)
     model = create_model(config, torch.device("cpu")).train()
     groups = param_groups(model, config)
-    optimizer = torch.optim.SGD(groups, config.lr, config.momentum, nesterov=config.nesterov)
+    optimizer = torch.optim.SGD(groups, config.lr, config.momentum, nesterov=config.nesterov, weight_decay=config.weight_decay)
     if config.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(groups, config.lr, (config.momentum, 0.999))
+        optimizer = torch.optim.AdamW(groups, config.lr, (config.momentum, 0.999), weight_decay=config.weight_decay)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(config.ema_decay), use_buffers=True) if config.ema_decay else None
     norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     rates = [norm.momentum for norm in norms for _ in range(2)]

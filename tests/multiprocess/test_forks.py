@@ -80,6 +80,9 @@ def test_text_of_unequal_lengths_with_perplexity(fork):
     evaluated = [record for record in records if record["kind"] == "eval"][-1]
     assert evaluated["count"] == 40
     assert evaluated["perplexity"] == pytest.approx(2.718281828459045 ** evaluated["loss"])  # per token, not per line
+    words = re.search(r"train\.py((?: |\\\n).*)", blocks["bash"][0], re.DOTALL)[1].replace("\\\n", " ").split()
+    ended = torchrun(2, *words, "--backend", "gloo", script="scripts/verify.py", cwd=fork)  # it knows nothing of images
+    assert ended.code == 0 and "10 of 10 invariants hold" in ended.out, ended.text
 
 
 def test_fine_tuning_with_a_new_head_and_a_frozen_trunk(fork):
