@@ -122,7 +122,7 @@ def run_training(config: TrainingConfig, ctx: DistributedContext, run: Run, logg
     state = together(lambda: create_state(dataclasses.replace(config, init_from=weights_from), ctx), ctx)
     model = wrap_ddp(state.model, config, ctx)
     first_batch = together(loader.sample_batch, ctx)
-    names = warm_up(model, first_batch, state)  # before the state is loaded
+    names = together(lambda batch=first_batch: warm_up(model, batch, state), ctx)  # before the state is loaded
     best_name, sign = together(lambda: choose_best(config.best_metric, names), ctx)
     progress = state.progress
 
@@ -365,13 +365,14 @@ def create_state(config: TrainingConfig, ctx: DistributedContext) -> TrainState:
 def warm_up(model: DistributedDataParallel, batch: Any, state: TrainState) -> list[str]:
     """Two complete passes whose gradients are dropped: DDP orders its buckets in them, so that a resumed run sums as a fresh one does.
 
-    Returns the names that an evaluation will report.
+    Returns the names that an evaluation will report. Raises Refused when a parameter got no gradient.
     """
     model.train()
     for _ in range(2):
         with state.precision.autocast():
             loss_sum, _ = compute_loss(model, batch)
         loss_sum.backward()
+        state.check_gradients()
     state.optimizer.zero_grad()
     state.running_stats.discard()
     with torch.no_grad(), state.precision.autocast():

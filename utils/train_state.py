@@ -85,6 +85,16 @@ class TrainState:
         self.total_steps = min(total, config.max_steps) if config.max_steps else total
         self._warmup_steps = round(config.warmup_epochs * steps_per_epoch)
 
+    def check_gradients(self) -> None:
+        """After a backward pass. Raises Refused when a parameter got no gradient: DDP would wait for it in the next one."""
+        unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+        if unused:
+            more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+            raise Refused(
+                f"model: the loss does not depend on {', '.join(unused[:3])}{more}, and DDP would wait for the gradient; "
+                "use it in every forward pass, or freeze it in create_model with requires_grad_(False)"
+            )
+
     @property
     def lr(self) -> float:
         """The learning rate of the last step taken, of the first parameter group."""

@@ -7,11 +7,9 @@ import torch
 
 from ranks import run_ranks
 from tasks import train_task
-from training import TINY, difference
+from training import STATE, TIMES, TINY, difference
 from utils import checkpoint
 
-STATE = ("model", "ema", "optimizer", "scaler", "progress")
-TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes")
 ENDS = ("epochs", "steps", "skipped_steps", "samples_seen", "best_value", "best_epoch", "final_top1", "final_loss")
 FLAGS = [*TINY, "--dataset_size", "70", "--epochs", "2", "--ema_decay", "0.9", "--num_workers", "2", "--log_interval", "3", "--lr", "0.02"]
 FLAGS += [

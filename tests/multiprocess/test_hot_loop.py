@@ -107,17 +107,18 @@ def collectives(folder, flags):
     return steps, len(wrapped[0]._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(","))
 
 
-def test_the_collectives_of_a_step_are_the_buckets_and_one_for_batch_norm(tmp_path):
-    for steps, buckets in run_ranks(2, collectives, str(tmp_path / "run"), ["--bucket_cap_mb", "3"]):
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_collectives_of_a_step_are_the_buckets_and_one_for_batch_norm(tmp_path, ranks):
+    for steps, buckets in run_ranks(ranks, collectives, str(tmp_path / "run"), ["--bucket_cap_mb", "3"]):
         assert buckets > 2
-        assert steps == [buckets + 1] * 4
+        assert steps == [buckets + 1] * (8 // ranks)
 
 
-def test_a_model_without_batch_norm_has_no_further_collective(tmp_path):
-    for steps, buckets in run_ranks(
-        2, collectives, str(tmp_path / "run"), ["--model", "squeezenet1_1", "--image_size", "32", "--lr", "1e-4"]
-    ):
-        assert steps == [buckets] * 4
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_model_without_batch_norm_has_no_further_collective(tmp_path, ranks):
+    flags = ["--model", "squeezenet1_1", "--image_size", "32", "--lr", "1e-4"]
+    for steps, buckets in run_ranks(ranks, collectives, str(tmp_path / "run"), flags):
+        assert steps == [buckets] * (8 // ranks)
 
 
 def test_the_default_buckets_are_several_so_that_they_overlap(tmp_path):

@@ -11,8 +11,7 @@ from killer import Place, kill_one, train_and_say_where
 from ranks import CONTEXT, run_ranks
 from tasks import train_task
 from test_exact_ranks import relative
-from test_exact_resume import STATE
-from training import TINY, difference
+from training import STATE, TINY, difference
 
 MOST_KILLS = 40
 AIMS = ("data", "forward", "backward", "save", "evaluation")

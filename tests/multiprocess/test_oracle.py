@@ -36,8 +36,8 @@ def check_against_the_oracle(runs, ranks, accumulation, dtype, flags, tolerance)
     model, average, losses = oracle(ranks * accumulation, dtype, flags)
     assert worst(model.state_dict(), ours["model"]) < tolerance
     assert worst(average.state_dict(), ours["ema"]) < tolerance
-    counts = [name for name in ours["model"] if name.endswith("num_batches_tracked")]
-    assert {ours["progress"]["step"], *(ours["model"][name].item() for name in counts)} == {len(losses)}
+    counts = [ours[kind][name].item() for kind in ("model", "ema") for name in ours[kind] if name.endswith("num_batches_tracked")]
+    assert {ours["progress"]["step"], *counts} == {len(losses)}
     records = runs.records("ours", "train")
     size = 4 * ranks * accumulation
     samples = ([size] * (42 // size) + [42 % size]) * 20

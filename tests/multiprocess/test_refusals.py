@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import ddp_utils
+import train
 from config import Refused, TrainingConfig
 from ddp_utils import choose_device, cleanup_distributed, read_launch, setup_distributed
 from images import folder_of_images, save_images
@@ -222,6 +223,29 @@ def test_data_that_cannot_be_used(runs, spoil, flags, said):
     assert re.search(said, text) and "Refused:" in text
     assert runs.json("run", "status.json")["state"] == "failed" and re.search(said, runs.json("run", "status.json")["error"])
     assert not runs.checkpoints("run")
+
+
+def train_with_a_spare_layer(folder):
+    """Returns what it was refused with."""
+    plain = train.create_model
+
+    def create(config, device):
+        net = plain(config, device)
+        net.spare = torch.nn.Linear(2, 3)
+        return net
+
+    train.create_model = create
+    try:
+        train.train(TrainingConfig.from_args([*TINY, "--dataset_size", "16", "--run_dir", folder]))
+    except Refused as refused:
+        return str(refused)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_parameter_that_is_not_used_is_named_where_ddp_would_only_speak_of_reductions(tmp_path, ranks):
+    for said in run_ranks(ranks, train_with_a_spare_layer, str(tmp_path / "run")):
+        assert said.startswith("model: the loss does not depend on spare.weight, spare.bias, and DDP would wait")
+        assert said.endswith("freeze it in create_model with requires_grad_(False)")
 
 
 def test_a_refused_start_leaves_the_command_usable_once_it_is_mended(runs):

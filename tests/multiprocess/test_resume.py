@@ -9,11 +9,9 @@ import time
 import pytest
 
 from ranks import finish, start, stop
-from training import difference
+from training import STATE, TIMES, difference
 from utils import checkpoint
 
-STATE = ("model", "ema", "optimizer", "scaler", "progress")
-TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes")
 FLAGS = [
     "--dataset_size",
     "100",

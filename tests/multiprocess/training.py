@@ -12,6 +12,8 @@ from config import TrainingConfig
 from ranks import run_ranks
 from utils import checkpoint
 
+STATE = ("model", "ema", "optimizer", "scaler", "progress")  # of a checkpoint, what makes a run
+TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes")  # of a record, what differs each time
 TINY = ["--image_size", "8", "--batch_size", "4", "--log_interval", "5", "--save_every_minutes", "0", "--backend", "gloo"]
 
 
