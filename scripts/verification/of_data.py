@@ -78,7 +78,7 @@ def content(fork: Fork) -> str:
             found[number] = [digest(sample) for sample in samples] if is_list else [digest(samples)]
             rows.append((max(map(len, tensors(collated)), default=0), len(plan[number])))
             for place, index in enumerate(plan[number]):
-                check_row(tensors(collated), tensors(loader.fetch([index], epoch=1)[1]), place, few.chosen[index])
+                check_row(tensors(collated), tensors(loader.fetch([index], epoch=1)[1]), len(plan[number]), place, few.chosen[index])
         if any(has == wants for has, wants in rows) and (short := [row for row in rows if row[0] < row[1]]):
             raise Broken("a batch of {1} samples has {0} rows: collate or __getitems__ loses samples; keep all of them".format(*short[0]))
         return [found[number] for number in range(len(plan))]
@@ -113,16 +113,21 @@ def tensors(batch: object) -> list[Tensor]:
     return [leaf for leaf in leaves(batch).values() if isinstance(leaf, Tensor) and leaf.ndim]
 
 
-def check_row(batch: list[Tensor], alone: list[Tensor], place: int, index: int) -> None:
-    """Raises Broken where a row of a collated batch is not the row of that sample alone. What padding added is not compared."""
-    for many, one in zip(batch, alone, strict=False):
-        if len(one) == 1 and place < len(many) and one.ndim == many.ndim:
-            common = tuple(slice(min(sizes)) for sizes in zip(one[0].shape, many[0].shape, strict=True))
-            if digest(one[0][common]) != digest(many[place][common]):
-                raise Broken(
-                    f"dataset[{index}] is another in a batch with others than alone: __getitems__ gives another order than it was asked for, or "
-                    "collate replaces, changes or mixes samples; give one row a sample, in the order asked for (mix in device_transform)"
-                )
+def check_row(batch: list[Tensor], alone: list[Tensor], rows: int, place: int, index: int) -> None:
+    """Raises Broken where a row of a collated batch is not the row of that sample alone. What padding added is not compared.
+
+    Batches that are packed otherwise than in one row a sample are passed over.
+    """
+    pairs = list(zip(batch, alone, strict=False))
+    if not all(len(many) == rows and len(one) == 1 and many.ndim == one.ndim for many, one in pairs):
+        return
+    for many, one in pairs:
+        common = tuple(slice(min(sizes)) for sizes in zip(one[0].shape, many[0].shape, strict=True))
+        if digest(one[0][common]) != digest(many[place][common]):
+            raise Broken(
+                f"dataset[{index}] is another in a batch with others than alone: __getitems__ gives another order than it was asked for, or "
+                "collate replaces, changes or mixes samples; give one row a sample, in the order asked for (mix in device_transform)"
+            )
 
 
 def check_samples(few: Few, plan: list[list[int]], rank: int, found: list[list[str]], expected: list[list[str]]) -> None:
