@@ -200,6 +200,11 @@ class TrainingConfig:
     def checkpoint_folder(self) -> Path:
         return Path(self.checkpoint_dir) if self.checkpoint_dir else self.run_folder / "checkpoints"
 
+    @property
+    def task(self) -> str:
+        """What scripts/verify.py verifies."""
+        return f"{self.model} on {self.dataset}"
+
     def micro_batches_per_step(self, world_size: int) -> int:
         """Micro-batches of all ranks in one optimizer step: M in the sampler's arithmetic."""
         return self.global_batch_size // self.batch_size if self.global_batch_size else world_size * self.grad_accum_steps

@@ -126,7 +126,7 @@ def run_training(config: TrainingConfig, ctx: DistributedContext, run: Run, logg
     best_name, sign = together(lambda: choose_best(config.best_metric, names), ctx)
     progress = state.progress
 
-    origin = provenance.collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit)
+    origin = provenance.collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit, config.task)
     origin |= provenance.describe(train_set) | {"global_batch_size": sampler.global_batch_size}
     differences, ledger = resume_run(run, state, config, origin, ctx)
     state.plan(sampler.steps_left(progress.epoch, progress.samples_in_epoch, config.epochs), sampler.steps_per_epoch, config)

@@ -2,9 +2,10 @@
 
 torchrun --standalone --nproc-per-node=4 scripts/verify.py [flags of train.py]
 
-A line for each invariant, with its figure or with what breaks it. Exit code 0: all hold; 1: one is broken; 2: the flags cannot be used.
-It trains for a few steps on a few samples, in a folder beside run_dir that it deletes, and writes verified.json beside train.py:
-the start of a run then says "verified with this code", or which files changed since. With two ranks a sum has one order only: take four.
+A line for each invariant, with its figure or with what breaks it. Exit code 0 where all hold, else 1 (2 without torchrun, for flags that
+cannot be used). It trains for a few steps on a few samples, in a folder beside run_dir that it deletes, and writes verified.json beside
+train.py: the start of a run then says "verified with this code", or which files changed since. With two ranks a sum has one order only:
+take four. It takes the flags of train.py; resume_from, overwrite, eval_only and sync_bn do not count.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 from config import Refused, TrainingConfig
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv):
+        print(__doc__)
     TrainingConfig.from_args()  # refuses a bad flag before torch is imported
 
 import logging
 import os
-import shutil
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,12 +33,12 @@ from dataclasses import replace
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import train
-from ddp_utils import cleanup_distributed, setup_distributed
+from ddp_utils import cleanup_distributed, is_of_a_peer, setup_distributed
 from utils import provenance
 from utils.atomic_file import replace_json
-from utils.together import exchange
+from utils.together import by_rank_0, exchange
 from verification import of_data, of_model, of_runs
-from verification.fork import Broken, Fork
+from verification.fork import Broken, Fork, in_one_line, named
 
 CHECKS = {  # in this order: what comes first is as a rule the cause of what breaks later
     "order": of_data.order,
@@ -56,14 +59,14 @@ TRAINS = ("gradient", "training", "weights", "resume", "plain load")
 @record
 def main(argv: Sequence[str] | None = None) -> int:
     config = TrainingConfig.from_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left behind
     fork = prepare(config)
     report = Report(fork, sys.argv[1:] if argv is None else list(argv))
     try:
         for name, check in CHECKS.items():
             report.run(name, check)
     finally:
-        if fork.ctx.is_main:
-            shutil.rmtree(fork.folder, ignore_errors=True)
+        fork.clean_up()
     is_passed = report.finish()
     cleanup_distributed()
     return 0 if is_passed else 1
@@ -75,7 +78,9 @@ def prepare(config: TrainingConfig) -> Fork:
     ctx = setup_distributed(config)
     train_set, held_out, config = train.load_data(config, ctx)
     token = exchange(f"{time.time_ns():x}", ctx)[0]
-    return Fork(config, train_set, next(iter(held_out.values()), None), ctx, config.run_folder.parent / f".verify-{token}")
+    fork = Fork(config, train_set, next(iter(held_out.values()), None), ctx, config.run_folder.parent / f".verify-{token}")
+    by_rank_0(lambda: fork.folder.mkdir(parents=True), ctx)
+    return fork
 
 
 class Report:
@@ -84,6 +89,7 @@ class Report:
     def __init__(self, fork: Fork, flags: list[str]) -> None:
         self._fork, self._flags = fork, flags
         self._outcomes: dict[str, dict[str, object]] = {}
+        self._code = provenance.code_digests()  # as it was imported
         ranks = fork.ctx.world_size
         self._say(f"verifying {fork.title} on {ranks} rank(s)")
         if ranks < 4:
@@ -105,12 +111,13 @@ class Report:
             hint = f" (it may follow from what is broken above: {', '.join(self.broken)})" if self.broken and not missing else ""
             self._note(name, False, f"{broken}{hint}", begin)
         except Exception as error:  # on this rank maybe alone: the others wait for it in a collective, so all have to end
-            if not self._fork.ctx.is_main:
-                time.sleep(3)  # rank 0 says it where it has it too
-            text = (str(error).strip() or type(error).__name__).splitlines()
-            self._note(name, False, f"rank {self._fork.ctx.rank} met {type(error).__name__}: {text[0]}; mend that first", begin, True)
-            self.finish(True)
+            if not self._fork.ctx.is_main or is_of_a_peer(error):
+                time.sleep(3)  # rank 0 says it where it has it too; who only lost a peer leaves the word to that one
+            if not is_of_a_peer(error):
+                self._note(name, False, f"rank {self._fork.ctx.rank} met {in_one_line(error)}; mend that first", begin, True)
+                self.finish(True)
             logging.disable(logging.NOTSET)
+            self._fork.clean_up()
             train.leave_after(error)
         finally:
             logging.disable(logging.NOTSET)
@@ -127,29 +134,40 @@ class Report:
 
     def finish(self, is_alone: bool = False) -> bool:
         """Write verified.json. Whether all invariants hold."""
-        fork, is_passed = self._fork, not self.broken and self._outcomes.keys() == CHECKS.keys()
+        now, fork = provenance.code_digests(), self._fork
+        if edited := [name for name in self._code if now.get(name) != self._code[name]]:
+            self._note(
+                "code", False, f"{named(edited)}: edited meanwhile, so nothing is known of it; run this again", time.monotonic(), is_alone
+            )
+        is_passed = not self.broken and self._outcomes.keys() == CHECKS.keys()
         if fork.ctx.is_main or is_alone:
             found = {
                 "passed": is_passed,
                 "time": provenance.now(),
                 "ranks": fork.ctx.world_size,
-                "model": fork.config.model,
-                "dataset": fork.config.dataset,
+                "task": fork.config.task,
                 "title": fork.title,
                 "flags": self._flags,
                 "devices": sorted(set(fork.ctx.device_names)),
                 "versions": provenance.versions(),
-                "code": provenance.code_digests(),
+                "code": now | self._code,
                 "invariants": self._outcomes,
             }
-            replace_json(provenance.VERIFIED, found)
-        held = len(self._outcomes) - len(self.broken)
-        self._say(f"{held} of {len(CHECKS)} invariants hold; wrote {os.path.relpath(provenance.VERIFIED)}", is_alone)
+            try:
+                replace_json(provenance.VERIFIED, found)
+            except OSError as error:
+                raise Refused(f"{provenance.VERIFIED}: cannot be written ({error.strerror}); make its folder writable") from None
+        held = [name for name in self._outcomes if name not in self.broken]
+        which = f"; broken: {', '.join(self.broken)}" if self.broken else ""
+        self._say(f"{len(held)} of {len(CHECKS)} invariants hold{which}; wrote {os.path.relpath(provenance.VERIFIED)}", is_alone)
         return is_passed
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (Refused, Exception, KeyboardInterrupt) as error:
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted: nothing was found out, nothing was written\n")
+        os._exit(1)
+    except Exception as error:
         train.leave_after(error)

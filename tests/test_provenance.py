@@ -1,10 +1,13 @@
 """Whether it may be said that scripts/verify.py passed with this code."""
 
 import json
+import sys
 
 import pytest
 
 from utils import provenance
+
+TASK = "net on data"
 
 
 @pytest.fixture
@@ -17,7 +20,7 @@ def verified(tmp_path, monkeypatch):
         "passed": True,
         "time": "2026-11-21T15:20:05.754+00:00",
         "ranks": 4,
-        "title": "net on data",
+        "task": "net on data",
         "versions": provenance.versions(),
         "code": {"model.py": provenance._sha256(tmp_path / "model.py")},
         "invariants": {"order": {"passed": True}, "content": {"passed": True}},
@@ -31,33 +34,47 @@ def verified(tmp_path, monkeypatch):
 
 
 def test_it_holds_as_long_as_code_and_versions_are_the_same(verified):
-    assert provenance.verification() == (True, "verified with this code: net on data, 4 rank(s), 2026-11-21")
+    assert provenance.verification(TASK) == (True, "verified with this code: net on data, 4 rank(s), 2026-11-21")
     (provenance.ROOT / "dataset.py").write_text("not imported then")
-    assert provenance.verification()[0]
+    assert provenance.verification(TASK)[0]
+
+
+def test_another_model_or_data_set_is_not_verified(verified):
+    said = "not verified for other on data; scripts/verify.py passed for net on data, 4 rank(s), 2026-11-21"
+    assert provenance.verification("other on data") == (False, said)
+
+
+def test_a_file_that_was_not_imported_when_it_passed_is_named(verified, monkeypatch):
+    (provenance.ROOT / "extra.py").write_text("y = 1\n")
+    monkeypatch.syspath_prepend(provenance.ROOT)
+    import extra  # noqa: F401
+
+    assert provenance.verification(TASK) == (False, "changed since scripts/verify.py was run: extra.py")
+    monkeypatch.delitem(sys.modules, "extra")
 
 
 def test_a_changed_file_or_version_is_named(verified):
     (provenance.ROOT / "model.py").write_text("x = 2\n")
-    assert provenance.verification() == (False, "changed since scripts/verify.py was run: model.py")
+    assert provenance.verification(TASK) == (False, "changed since scripts/verify.py was run: model.py")
     (provenance.ROOT / "model.py").unlink()
-    assert provenance.verification() == (False, "changed since scripts/verify.py was run: model.py")
+    assert provenance.verification(TASK) == (False, "changed since scripts/verify.py was run: model.py")
     (provenance.ROOT / "model.py").write_text("x = 1\n")
     torch = provenance.versions()["torch"]
     verified(versions=provenance.versions() | {"torch": "1.0"})
-    assert provenance.verification() == (False, f"changed since scripts/verify.py was run: torch 1.0 -> {torch}")
+    assert provenance.verification(TASK) == (False, f"changed since scripts/verify.py was run: torch 1.0 -> {torch}")
 
 
 def test_what_was_broken_is_named(verified):
     verified(passed=False, invariants={"order": {"passed": False}, "content": {"passed": True}})
-    assert provenance.verification() == (False, "scripts/verify.py found broken: order")
+    assert provenance.verification(TASK) == (False, "scripts/verify.py found broken: order")
     verified(passed=False)
-    assert provenance.verification() == (False, "scripts/verify.py found broken: it did not come to its end")
+    assert provenance.verification(TASK) == (False, "scripts/verify.py found broken: it did not come to its end")
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"passed": true}', '{"code": 3}'])
 def test_a_file_that_cannot_be_read_verifies_nothing(verified, text):
     provenance.VERIFIED.write_text(text)
-    assert provenance.verification() == (False, "not verified; scripts/verify.py checks your model and data in a minute")
+    assert provenance.verification(TASK) == (False, "not verified; scripts/verify.py checks your model and data in a minute")
 
 
 def test_the_code_that_counts_is_what_is_imported_from_the_repository():

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, default_collate
 
 from config import Refused, TrainingConfig
 from utils.signals import ignore_in_worker
@@ -226,6 +226,11 @@ class WindowLoader:
         return micro_batch
 
 
+def fetches_batches(dataset: Dataset) -> bool:
+    """Whether a data set fetches a micro-batch at once. torch's Subset always says so; what it holds decides."""
+    return fetches_batches(dataset.dataset) if isinstance(dataset, Subset) else hasattr(dataset, "__getitems__")
+
+
 class _Plan:
     """The batch sampler of the DataLoader: micro-batches instead of lists, so that epoch and position travel to the workers."""
 
@@ -247,7 +252,7 @@ class _Fetcher(Dataset):
 
     def __getitems__(self, micro_batch: MicroBatch) -> tuple[MicroBatch, Any]:
         try:
-            if hasattr(self._dataset, "__getitems__"):
+            if fetches_batches(self._dataset):
                 return micro_batch, self._dataset.__getitems__(micro_batch.indices)
             return micro_batch, [self._sample(micro_batch.epoch, index) for index in micro_batch.indices]
         except Refused as refused:  # raised again in the main process, as one sentence

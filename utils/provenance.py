@@ -28,10 +28,10 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def collect(hosts: tuple[str, ...], device_names: tuple[str, ...], git_commit: str) -> dict[str, Any]:
-    """Plain values only: it goes into every checkpoint. `hosts` and `device_names` have an entry for each rank."""
+def collect(hosts: tuple[str, ...], device_names: tuple[str, ...], git_commit: str, task: str) -> dict[str, Any]:
+    """Plain values only: it goes into every checkpoint. `hosts` and `device_names` have an entry for each rank; task: as `verification`."""
     commit, is_dirty = _git()
-    is_verified, said = verification()
+    is_verified, said = verification(task)
     return {
         "command": [sys.executable, *sys.argv],
         "git_commit": commit or git_commit,
@@ -107,22 +107,25 @@ def code_digests() -> dict[str, str]:
     return {str(name): _sha256(ROOT / name) for name in sorted(names)}
 
 
-def verification() -> tuple[bool, str]:
-    """Whether scripts/verify.py passed with this code, and what is to be said of it."""
+def verification(task: str) -> tuple[bool, str]:
+    """Whether scripts/verify.py passed with this code and task ("MODEL on DATASET"), and what is to be said of it."""
     try:
         found = json.loads(VERIFIED.read_text(encoding="utf-8"))
         changed = [name for name, digest in found["code"].items() if not (ROOT / name).exists() or _sha256(ROOT / name) != digest]
+        changed += [name for name in code_digests() if name not in found["code"]]
         before, here = found["versions"], versions()
         changed += [f"{name} {before[name]} -> {here.get(name)}" for name in before if before[name] != here.get(name)]
         broken = [name for name, outcome in found["invariants"].items() if not outcome["passed"]]
-        what = f"{found['title']}, {found['ranks']} rank(s), {found['time'][:10]}"
-        is_passed = found["passed"]
+        verified, is_passed = found["task"], found["passed"]
+        what = f"{verified}, {found['ranks']} rank(s), {found['time'][:10]}"
     except (OSError, ValueError, LookupError, AttributeError, TypeError):
         return False, "not verified; scripts/verify.py checks your model and data in a minute"
     if changed:
         return False, f"changed since scripts/verify.py was run: {', '.join(changed)}"
     if not is_passed:
         return False, f"scripts/verify.py found broken: {', '.join(broken) or 'it did not come to its end'}"
+    if verified != task:
+        return False, f"not verified for {task}; scripts/verify.py passed for {what}"
     return True, f"verified with this code: {what}"
 
 

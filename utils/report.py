@@ -241,7 +241,7 @@ def decisions(
         decided["resumed"] = (
             f"{run.resume_path}: epoch {progress.epoch}, step {progress.step}, {progress.samples_in_epoch:,} samples into it"
         )
-    decided["invariants"] = verification()[1]
+    decided["invariants"] = verification(config.task)[1]
     if origin_files := changed_files():
         decided["changed"] = f"files of the template: {', '.join(origin_files)}"
     return decided

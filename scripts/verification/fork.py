@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import pickle
 import random
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -18,7 +20,7 @@ from torch.utils.data import Dataset
 import train
 from config import Refused, TrainingConfig
 from ddp_utils import DistributedContext
-from utils.loading import WindowLoader
+from utils.loading import WindowLoader, fetches_batches
 from utils.run_folder import Run
 from utils.together import exchange
 
@@ -41,9 +43,12 @@ class Fork:
     runs: dict[str, Run] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)  # the TrainState at the end of each run
 
+    def clean_up(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
     @property
     def title(self) -> str:
-        return f"{self.config.model} on {self.config.dataset} ({type(self.train_set).__name__}, {len(self.train_set):,} samples)"
+        return f"{self.config.task} ({type(self.train_set).__name__}, {len(self.train_set):,} samples)"
 
     @property
     def alone(self) -> DistributedContext:
@@ -79,7 +84,8 @@ class Fork:
     def few(self) -> Few:
         """Samples of two global batches and a short one: a full micro-batch and one of two samples, so that some ranks are idle."""
         size = self.small.batch_size
-        count = 2 * size * ACCUMULATION * self.ctx.world_size + size + min(2, size)
+        count = min(2 * size * ACCUMULATION * self.ctx.world_size + size + min(2, size), len(self.train_set))
+        count -= count > 1 == count % size  # BatchNorm cannot train on one sample of one pixel
         _, sampler = train.create_distributed_dataloader(self.train_set, replace(self.config, drop_last=False), self.ctx)
         return Few(self.train_set, sampler.order(0)[:count].tolist())
 
@@ -108,7 +114,7 @@ class Fork:
         except (Broken, Refused) as error:
             return str(error), None
         except Exception as error:
-            return f"{type(error).__name__}: {(str(error).strip() or 'no text').splitlines()[0]}; mend that first", None
+            return f"{in_one_line(error)}; mend that first", None
 
     def on_rank_0(self, action: Callable[[], str]) -> str:
         """What `action` gives on rank 0, on all ranks; where it fails there, all raise Broken."""
@@ -124,15 +130,15 @@ class Few(Dataset):
     def __init__(self, whole: Dataset, chosen: list[int]) -> None:
         self._whole, self.chosen = whole, chosen
         for name in ("weights", "targets"):
-            if hasattr(whole, name):
+            if getattr(whole, name, None) is not None:
                 setattr(self, name, [getattr(whole, name)[k] for k in chosen])
-        if hasattr(whole, "__getitems__"):
+        if fetches_batches(whole):
             self.__getitems__ = self._fetch
         if hasattr(whole, "device_transform"):
             self.device_transform = self._transform
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "epoch_order":  # the order of all samples is a check of its own
+        if name.startswith("_") or name in ("weights", "targets", "epoch_order"):  # the order of all samples is a check of its own
             raise AttributeError(name)
         return getattr(self._whole, name)
 
@@ -159,6 +165,10 @@ def scramble(number: int) -> None:
 
 def leaves(nest: Any, path: str = "") -> dict[str, Any]:
     """Everything in a nest of dicts, lists and tuples, by its path."""
+    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+        nest = vars(nest)
+    if isinstance(nest, set | frozenset):
+        nest = sorted(map(repr, nest))
     if isinstance(nest, dict | list | tuple):
         parts = nest.items() if isinstance(nest, dict) else enumerate(nest)
         return {name: leaf for key, value in parts for name, leaf in leaves(value, f"{path}/{key}").items()}
@@ -175,6 +185,12 @@ def digest(nest: Any) -> str:
         else:
             found.update(name.encode() + pickle.dumps(leaf))
     return found.hexdigest()[:16]
+
+
+def in_one_line(error: BaseException) -> str:
+    """Its kind and text; of an error in a worker, which comes with its traceback, the last line."""
+    lines = (str(error).strip() or "no text").splitlines()
+    return lines[-1] if lines[0].startswith("Caught ") else f"{type(error).__name__}: {lines[0]}"
 
 
 def named(names: list[str]) -> str:

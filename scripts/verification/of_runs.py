@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import subprocess
@@ -20,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import model as fork_model
 import train
+from config import Refused
 from ddp_utils import cleanup_distributed, setup_distributed
 from utils import checkpoint, provenance
 from utils.loading import to_device
@@ -59,7 +59,7 @@ def training(fork: Fork) -> str:
                 f"epoch {epoch} trained on {len(set(mine))} of {count} samples, {len(mine) - len(set(mine))} of them again: "
                 "a loop or a loader of its own; see train_one_epoch"
             )
-    if progress.skipped_steps:
+    if progress.skipped_steps and not fork.states["whole"].precision.is_scaled:  # a float16 scale is searched for
         raise Broken(
             f"{progress.skipped_steps} of {progress.step} steps were skipped, their gradients were not finite; "
             "lower --lr, or look for a division by zero in compute_loss"
@@ -93,7 +93,8 @@ def resume(fork: Fork) -> str:
             cause = "two uninterrupted runs differ as well: randomness outside the streams; draw from torch's generators, which are seeded"
         else:
             cause = (
-                "a state that is not in the checkpoint; keep it in a parameter or a (persistent) buffer of the model, not in an attribute"
+                "a state that is not in the checkpoint, or draws from torch's generator that no stream keys; keep state in a parameter or "
+                "a (persistent) buffer of the model, not in an attribute, and draw by utils.streams"
             )
         raise Broken(f"{named(different)}: other after save, load, continue than without: {cause}")
     return f"{before} step(s), a checkpoint, {steps - before} more = {steps} steps: state and records to the bit"
@@ -104,7 +105,7 @@ def plain_load(fork: Fork) -> str:
     path = checkpoint.step_checkpoints(need_whole(fork).checkpoints)[-1]
 
     def look() -> str:
-        net = copy.deepcopy(fork.states["whole"].model).cpu().eval()
+        net = fork.states["whole"].model.cpu().eval()
         batch = to_device(fork.loader(fork.few()).sample_batch(), torch.device("cpu"))
         with torch.no_grad():
             expected = fork_model.compute_loss(net, batch)[0].item()
@@ -180,7 +181,13 @@ def run(fork: Fork, name: str, is_standing: bool = False, **changes: Any) -> lis
         updates_into(updates) if is_standing else nullcontext(),
     ):
         scramble(100 * fork.ctx.rank + len(fork.runs))
-        train.train(config)
+        try:
+            outcome = train.train(config)
+        except Refused as refused:  # by all ranks alike
+            fork.ctx = setup_distributed(fork.config)
+            raise Broken(str(refused)) from None
+    if outcome["state"] == "preempted":
+        raise KeyboardInterrupt
     fork.runs[name] = Run(config.run_folder, config.checkpoint_folder, fork.ctx.rank, fork.ctx.host)
     fork.ctx = setup_distributed(fork.config)
     return updates
