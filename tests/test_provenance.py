@@ -79,5 +79,5 @@ def test_a_file_that_cannot_be_read_verifies_nothing(verified, text):
 
 def test_the_code_that_counts_is_what_is_imported_from_the_repository():
     found = provenance.code_digests()
-    assert {"config.py", "utils/provenance.py"} <= found.keys()
+    assert "utils/provenance.py" in found
     assert not [name for name in found if name.startswith(("tests/", "scripts/", ".venv"))]
