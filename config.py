@@ -138,7 +138,7 @@ class TrainingConfig:
     backend: str = setting("distributed", "auto", "nccl (on CUDA), gloo (on the CPU) or mpi; auto: by the hardware", one_of("auto", "nccl", "gloo", "mpi"))
     init_method: str = setting("distributed", "", "env://, tcp://HOST:PORT or file:///SHARED/PATH (empty: env://)", rendezvous_url)
     timeout: float = setting("distributed", 600.0, "seconds a collective may take", above(0))
-    bucket_cap_mb: float = setting("distributed", 0.0, "size of DDP's gradient buckets (0: chosen by the size of the model)", at_least(0))
+    bucket_cap_mb: float = setting("distributed", 0.0, "size of DDP's gradient buckets (0: chosen by the size of the model)", at_least(0), "may")
 
     checkpoint_dir: str = setting("checkpoints", "", "empty: run_dir/checkpoints", local_path)
     save_every: int = setting("checkpoints", 1, "epochs between checkpoints (0: off)", at_least(0))

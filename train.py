@@ -149,7 +149,9 @@ def run_training(config: TrainingConfig, ctx: DistributedContext, run: Run, logg
     models = {"model": state.model} | ({"ema": state.average.model} if state.average else {})
     chosen = "ema" if state.average else "model"  # the weights that the best checkpoint is chosen by
     is_stopped = False
-    while progress.epoch < config.epochs:
+    if run.resume_path and reporter.saved_step != progress.step:
+        save()  # a run that goes on in another folder has a checkpoint there from the start
+    while progress.epoch < config.epochs and not progress.is_patience_over(config.patience):
         is_stopped = train_one_epoch(model, loader, state, config, ctx, agreement, reporter, save).stop > 0
         is_at_end = progress.step >= state.total_steps
         is_save_due = is_stopped or is_at_end or is_every(config.save_every, progress.epoch)
@@ -174,12 +176,11 @@ def run_training(config: TrainingConfig, ctx: DistributedContext, run: Run, logg
             break
         if progress.samples_in_epoch >= sampler.samples_per_epoch:
             state.next_epoch()
-        is_patience_over = 0 < config.patience <= progress.evaluations_since_best
-        if is_patience_over:
+        if progress.is_patience_over(config.patience):
             logger.info("no better %s in %d evaluation(s): patience ends the run", best_name, progress.evaluations_since_best)
             if reporter.saved_step != progress.step:
                 save()
-        if is_at_end or is_patience_over:
+        if is_at_end:
             break
 
     test_records = []
@@ -359,7 +360,7 @@ def create_state(config: TrainingConfig, ctx: DistributedContext) -> TrainState:
     """The model with its optimizer and all else that survives a restart, at step 0."""
     torch.manual_seed(config.seed)
     model = create_model(config, ctx.device)
-    return TrainState(model, param_groups(model, config), config, Precision.choose(config, ctx.device, ctx.fast_bf16))
+    return TrainState(model, param_groups(model, config), config, Precision.choose(config, ctx.device, ctx.fast_bf16), ctx.is_main)
 
 
 def warm_up(model: DistributedDataParallel, batch: Any, state: TrainState) -> list[str]:

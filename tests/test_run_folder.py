@@ -3,13 +3,14 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from config import Refused, TrainingConfig
 from ranks import ROOT
 from test_checkpoint import payload
-from utils import checkpoint
+from utils import checkpoint, run_folder
 from utils.run_folder import Run
 
 
@@ -24,6 +25,7 @@ def open_run(config, rank=0, launch_id="", may_restart=False):
 
 def fill(run, steps=(10, 20), state="running"):
     """What a run leaves behind."""
+    run.own()
     run.status(state, epoch=0, step=steps[-1], error=None)
     for step in steps:
         run.record("train", epoch=0, step=step, loss=1.0)
@@ -48,7 +50,9 @@ def with_(config, **changes):
 def test_a_fresh_folder_is_made_and_claimed(config):
     run = open_run(config, launch_id="abc")
     claim = json.loads((run.folder / "claim.json").read_text())
-    assert (claim["host"], claim["launch_id"], claim["attempt"]) == ("here", "abc", 1) and claim["pid"] > 0
+    assert (claim["host"], claim["launch_id"], claim["attempt"]) == ("here", "", 1) and claim["pid"] > 0
+    run.own()
+    assert json.loads((run.folder / "claim.json").read_text())["launch_id"] == "abc"
     assert run.resume_path is None and run.checkpoints.is_dir()
 
 
@@ -284,6 +288,7 @@ def test_a_restart_before_the_first_checkpoint_starts_from_the_path_again(config
     for attempt in (1, 2):
         run = open_run(given, launch_id="job-7")
         assert run.resume_path == other.checkpoint_folder / "step_00000010.pt" and run.attempt == attempt
+        run.own()
         run.record("train", epoch=0, step=11, loss=1.0)
         run.close()
     run = open_run(given, launch_id="job-7")
@@ -327,3 +332,71 @@ def test_what_an_evaluation_left_is_dropped_where_it_is_made_again(config):
     assert [(r["kind"], r.get("event")) for r in run.records("eval") + run.records("event") if r["step"] == 20] == kinds
     run.rewind(20)
     assert [(r["kind"], r.get("event")) for r in run.records("eval") + run.records("event") if r["step"] == 20] == [("event", "checkpoint")]
+
+
+def test_a_restart_of_a_launch_that_had_not_begun_starts_where_the_launch_was_told_to(config):
+    """Its first attempt failed in start-up, or was refused: what lies in the folder is another run's, finished even."""
+    fill(open_run(config, launch_id="job-6"), state="completed")
+    given = with_(config, resume_from=str(config.checkpoint_folder / "step_00000010.pt"))
+    for attempt in (2, 3):
+        run = open_run(given, launch_id="job-7")
+        assert run.resume_path.name == "step_00000010.pt" and not run.is_completed and run.attempt == attempt
+        run.close()
+    with pytest.raises(Refused, match="holds a run already"):
+        open_run(config, launch_id="job-7")
+
+
+class Killed(BaseException):
+    """What a SIGKILL leaves undone stays undone."""
+
+
+def killed(*_):
+    raise Killed
+
+
+def test_a_kill_while_records_are_cut_leaves_nothing_to_go_on_from_beyond_them(config, monkeypatch):
+    fill(open_run(config), steps=(10, 20, 30))
+    run = open_run(with_(config, resume_from=str(config.checkpoint_folder / "step_00000010.pt")))
+    monkeypatch.setattr(run_folder, "_keep_records", killed)
+    with pytest.raises(Killed):
+        run.rewind(10)
+    run.close()
+    assert open_run(with_(config, resume_from="auto")).resume_path.name == "step_00000010.pt"
+
+
+def test_a_kill_while_a_run_is_replaced_leaves_none_of_its_checkpoints_without_its_records(config, monkeypatch):
+    fill(open_run(config))
+    run = Run(config.run_folder, config.checkpoint_folder, 0, "here")
+    run.claim(with_(config, overwrite=True), "", False)
+    plain = Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda path, **_: killed() if path.name == "metrics.jsonl" else plain(path))
+    with pytest.raises(Killed):
+        run.make_room(with_(config, overwrite=True))
+    assert not list(config.checkpoint_folder.glob("*.pt")) and (config.run_folder / "metrics.jsonl").exists()
+
+
+def test_the_best_checkpoint_comes_back_from_its_step_or_from_the_folder_resumed_from(config):
+    run = open_run(config)
+    fill_best = run.commit(payload(10), keep_last=9)
+    run.commit(payload(20), keep_last=9)
+    run.commit_best(payload(20))
+    run.rewind(10)  # best.pt is from beyond
+    best = config.checkpoint_folder / "best.pt"
+    assert not best.exists() and run.restore_best(10) and best.samefile(fill_best)
+    run.close()
+    other = open_run(with_(config, run_dir="runs/other", resume_from=str(fill_best)))
+    fill_best.rename(fill_best.with_name("gone"))
+    assert other.restore_best(10) and checkpoint.read(other.checkpoints / "best.pt")[0]["progress"]["step"] == 10
+    assert other.restore_best(-1) and not other.restore_best(15)
+    assert other.notes[-1] == "the best checkpoint so far, of step 15, is gone: the best is looked for anew"
+
+
+def test_a_test_record_beside_a_validation_is_made_again_and_not_left_twice(config):
+    run = open_run(config)
+    for split in ("val", "test"):
+        run.record("eval", epoch=0, step=20, split=split, loss=1.0)
+    run.rewind(20, is_evaluated=True)
+    assert [record["split"] for record in run.records("eval")] == ["val"]
+    run.record("eval", epoch=0, step=30, split="test", loss=1.0)  # the only held-out set, which chooses the best
+    run.rewind(30, is_evaluated=True)
+    assert [record["split"] for record in run.records("eval")] == ["val", "test"]

@@ -75,7 +75,8 @@ class Reporter:
             self._warn("changed: %s", line)
         run.status("running", epoch=state.progress.epoch, step=step, samples_seen=state.progress.samples_seen)
         if run.resume_path:
-            self.saved_step = step
+            if run.resume_path.resolve().parent == run.checkpoints.resolve():
+                self.saved_step = step
             self.event("resumed", step, checkpoint=str(run.resume_path), world_size=self._world_size, changed=differences)
 
     # ---- training ----
@@ -175,6 +176,8 @@ class Reporter:
         rate = progress.samples_seen / ledger["trained_s"] if ledger["trained_s"] else 0.0
         chosen = "ema" if self._config.ema_decay else "model"
         evaluations = [r for r in self._run.records("eval") if r["weights"] == chosen and r not in test]
+        if any(r["split"] == "val" for r in evaluations):  # what is left are tests at the end of an earlier, shorter run
+            evaluations = [r for r in evaluations if r["split"] == "val"]
         final = evaluations[-1] if evaluations else {}
         best = next((r for r in reversed(evaluations) if r["step"] == progress.best_step), {})
         summary = {

@@ -97,8 +97,8 @@ class Run:
             self.is_replacing = True
         self.attempt = owner.get("attempt", 0) + 1 if holds_run and not self.is_replacing else 1
         self._launch_id = launch_id
-        # what is replaced is not this launch's own: a restart must not continue it
-        self._write_claim("" if self.is_replacing else launch_id)
+        # until `own` the launch has made nothing of what is here: a restart must not go on from that
+        self._write_claim(launch_id if is_same_launch and not self.is_replacing else "")
         for left_over in [*self.folder.glob(f"*{TEMPORARY}"), *self.checkpoints.glob(f"*{TEMPORARY}")]:
             left_over.unlink()
 
@@ -109,10 +109,14 @@ class Run:
         self._claim.write(json.dumps(mine) + "\n")
         self._claim.flush()
 
+    def own(self) -> None:
+        """On rank 0, once the run is about to train: a restart of this launch goes on from what it finds in the folder."""
+        self._write_claim(self._launch_id)
+
     def make_room(self, config: TrainingConfig) -> None:
         """On rank 0, once nothing more can be refused: delete the run that the folder holds, or move it aside."""
         if config.overwrite:
-            for folder, patterns in ((self.folder, FILES), (self.checkpoints, CHECKPOINTS)):
+            for folder, patterns in ((self.checkpoints, CHECKPOINTS), (self.folder, FILES)):  # a kill must leave nothing to go on from
                 for path in [path for pattern in patterns for path in folder.glob(pattern)]:
                     path.unlink()
             self.notes.append(f"replaced the run that {self.folder} held")
@@ -124,7 +128,6 @@ class Run:
             self.checkpoints.mkdir(parents=True)
             self._claim = _lock(self.folder)
             self.notes.append(f"moved the earlier run aside: it is now in {aside}")
-        self._write_claim(self._launch_id)
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -191,9 +194,7 @@ class Run:
                 break
 
     def records(self, kind: str) -> list[dict[str, Any]]:
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        return [record for line in lines if (record := json.loads(line))["kind"] == kind]
+        return [record for record in _read_records(self.folder / "metrics.jsonl") if record["kind"] == kind]
 
     def write_json(self, name: str, value: Any) -> None:
         if self.is_main:
@@ -215,13 +216,7 @@ class Run:
         if not source.exists():
             checkpoint.write(best, payload)
             return best
-        temporary = best.with_name(best.name + TEMPORARY)
-        temporary.unlink(missing_ok=True)
-        try:
-            os.link(source, temporary)
-        except OSError:  # a file system without links
-            shutil.copyfile(source, temporary)
-        temporary.replace(best)
+        _link(source, best)
         return best
 
     def rewind(self, step: int, is_evaluated: bool = False) -> None:
@@ -231,13 +226,6 @@ class Run:
             is_evaluated: an evaluation at this step is behind it, and not made again.
         """
 
-        def is_kept(record: dict[str, Any]) -> bool:
-            is_of_evaluation = record["kind"] == "eval" or record.get("event") == "best"
-            return record["step"] < step or (record["step"] == step and (is_evaluated or not is_of_evaluation))
-
-        _keep_records(self.folder / "metrics.jsonl", is_kept)
-        for path in self.folder.glob("samples/rank*.jsonl"):
-            _keep_records(path, lambda r: r["step"] <= step)
         beyond = [path for path in checkpoint.step_checkpoints(self.checkpoints) if path > checkpoint.step_path(self.checkpoints, step)]
         best = self.checkpoints / checkpoint.BEST
         if best.exists():
@@ -247,12 +235,52 @@ class Run:
                 self.notes.append(str(refused))
                 is_beyond = True
             beyond += [best] * is_beyond
-        if beyond:
+        if beyond:  # before the records: a kill in between leaves nothing from beyond the step to go on from
             aside = self.folder / f"superseded-{self.attempt}"
             aside.mkdir(exist_ok=True)
             for path in beyond:
                 shutil.move(path, aside / path.name)
             self.notes.append(f"moved {', '.join(path.name for path in beyond)}, not of the run up to step {step}, to {aside}")
+        is_test_apart = any(record["step"] == step and record["split"] == "val" for record in self.records("eval"))
+
+        def is_kept(record: dict[str, Any]) -> bool:
+            is_of_evaluation = record["kind"] == "eval" or record.get("event") == "best"
+            is_made_again = not is_evaluated or (is_test_apart and record.get("split") == "test")
+            return record["step"] < step or (record["step"] == step and not (is_of_evaluation and is_made_again))
+
+        _keep_records(self.folder / "metrics.jsonl", is_kept)
+        for path in self.folder.glob("samples/rank*.jsonl"):
+            _keep_records(path, lambda r: r["step"] <= step)
+
+    def restore_best(self, step: int) -> bool:
+        """Make best.pt the checkpoint of this step again, from this folder or from that of the checkpoint resumed from. Whether it is.
+
+        step: of the best evaluation so far; below 0 where there was none.
+        """
+        best = self.checkpoints / checkpoint.BEST
+        folders = dict.fromkeys([self.checkpoints, self.resume_path.parent] if self.resume_path else [self.checkpoints])
+        for path in [each for folder in folders for each in (folder / checkpoint.BEST, checkpoint.step_path(folder, step))]:
+            try:
+                if step >= 0 and path.exists() and checkpoint.read(path)[0]["progress"]["step"] == step:
+                    if path != best:
+                        _link(path, best)
+                    return True
+            except Refused as refused:
+                self.notes.append(str(refused))
+        if step >= 0:
+            self.notes.append(f"the best checkpoint so far, of step {step}, is gone: the best is looked for anew")
+        return step < 0
+
+
+def _link(source: Path, target: Path) -> None:
+    """Let `target` be the same file, or a copy of it where there are no links."""
+    temporary = target.with_name(target.name + TEMPORARY)
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(source, temporary)
+    except OSError:  # a file system without links
+        shutil.copyfile(source, temporary)
+    temporary.replace(target)
 
 
 def _lock(folder: Path) -> IO[str]:
@@ -284,19 +312,21 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
 
 
+def _read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a file of JSON lines, without a last one that a kill cut short."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    return records
+
+
 def _keep_records(path: Path, is_kept: Any) -> None:
-    """Rewrite a file of JSON lines without the records that are not kept, and without a last line that a kill cut short."""
+    """Rewrite a file of JSON lines without the records that are not kept."""
     if not path.exists():
         return
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            if is_kept(json.loads(line)):
-                lines.append(line + "\n")
-        except ValueError:
-            continue
     temporary = path.with_name(path.name + TEMPORARY)
-    temporary.write_text("".join(lines), encoding="utf-8")
+    temporary.write_text("".join(json.dumps(record) + "\n" for record in _read_records(path) if is_kept(record)), encoding="utf-8")
     temporary.replace(path)
 
 

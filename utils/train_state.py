@@ -44,6 +44,9 @@ class Progress:
         self.evaluations_since_best = 0 if is_best else self.evaluations_since_best + 1
         return is_best
 
+    def is_patience_over(self, patience: int) -> bool:
+        return 0 < patience <= self.evaluations_since_best
+
     def forget_best(self) -> None:
         """What comes is not to be compared with what was."""
         self.best_value, self.best_epoch, self.best_step, self.evaluations_since_best = None, -1, -1, 0
@@ -58,8 +61,10 @@ class TrainState:
         groups: list[dict[str, Any]],
         config: TrainingConfig,
         precision: Precision,
+        is_main: bool = True,
     ) -> None:
         self.model, self.precision = model, precision  # the model is not wrapped
+        self._is_main = is_main  # counts for all ranks what is the same on each
         self.total_steps = self._warmup_steps = 0
         self.running_stats = RunningStats(model)
         self.average = WeightAverage(model, config.ema_decay) if config.ema_decay else None
@@ -84,6 +89,13 @@ class TrainState:
         total = self.progress.step + steps_left
         self.total_steps = min(total, config.max_steps) if config.max_steps else total
         self._warmup_steps = round(config.warmup_epochs * steps_per_epoch)
+        if self.progress.step:
+            self._set_lr(self.progress.step - 1)  # as the step before left it
+
+    def _set_lr(self, step: int) -> None:
+        factor = lr_factor(step, self.total_steps, self._warmup_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["base_lr"] * factor
 
     def check_gradients(self) -> None:
         """After a backward pass. Raises Refused when a parameter got no gradient: DDP would wait for it in the next one."""
@@ -105,9 +117,7 @@ class TrainState:
 
         After the all-reduce the gradient is the same on every rank, so all of them decide alike, without a message or a read.
         """
-        factor = lr_factor(self.progress.step, self.total_steps, self._warmup_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["base_lr"] * factor
+        self._set_lr(self.progress.step)
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
         if self._clip:
@@ -123,7 +133,8 @@ class TrainState:
         if self.average:
             self.average.update(taken)
         self._skipped += skipped
-        self.interval.update({"grad_norm": (norm.where(is_finite, 0.0), taken)})
+        if self._is_main:
+            self.interval.update({"grad_norm": (norm.where(is_finite, 0.0), taken)})
 
     def advance(self, window: Window) -> None:
         self.progress.step += 1
@@ -202,7 +213,7 @@ class TrainState:
         state = {number: before[name] for number, name in enumerate(names) if before[name]}
         self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
         for parameter in self._parameters:
-            state = self.optimizer.state[parameter]
+            state = self.optimizer.state.get(parameter, {})
             for key, value in state.items():  # fused kernels walk through memory: the layout must be the parameter's
                 if key != "step" and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     state[key] = torch.empty_like(parameter).copy_(value)

@@ -82,9 +82,10 @@ class Fork:
         )
 
     def few(self) -> Few:
-        """Samples of two global batches and a short one: a full micro-batch and one of two samples, so that some ranks are idle."""
-        size = self.small.batch_size
-        count = min(2 * size * ACCUMULATION * self.ctx.world_size + size + min(2, size), len(self.train_set))
+        """Samples of two global batches and a short one, whose last micro-batch has two samples and which leaves some rank idle."""
+        size, ranks = self.small.batch_size, self.ctx.world_size
+        short = (size if ranks > 2 else 0) + min(2, size)
+        count = min(2 * size * ACCUMULATION * ranks + short, len(self.train_set))
         count -= count > 1 == count % size  # BatchNorm cannot train on one sample of one pixel
         _, sampler = train.create_distributed_dataloader(self.train_set, replace(self.config, drop_last=False), self.ctx)
         return Few(self.train_set, sampler.order(0)[:count].tolist())
