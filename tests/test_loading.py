@@ -10,7 +10,7 @@ import utils.loading
 from config import Refused, TrainingConfig
 from dataset import SyntheticImageDataset, create_distributed_dataloader
 from ddp_utils import DistributedContext
-from utils.loading import WindowSampler, choose_workers, create_evaluation_dataloader, to_device
+from utils.loading import WindowSampler, choose_workers, create_evaluation_dataloader, fetches_batches, to_device
 
 CPU = torch.device("cpu")
 
@@ -264,3 +264,13 @@ def test_sync_bn_wants_as_many_micro_batches_on_each_rank():
         create_distributed_dataloader(
             SyntheticImageDataset(samples, image_size=8), config, DistributedContext(0, 0, 2, torch.device("cuda", 0))
         )
+
+
+def test_a_subset_of_a_set_without_getitems_is_seeded_sample_by_sample():
+    """torch's Subset always has __getitems__, and would fetch a micro-batch with nobody's seeds."""
+    subset = torch.utils.data.Subset(Noisy(), range(20))
+    reference = batches(subset, 1, 0, 0, 1)
+    random.seed(99), torch.manual_seed(99)
+    again = batches(subset, 2, 0, 2, 1) | batches(subset, 2, 1, 0, 1)
+    assert again.keys() == reference.keys() and all(torch.equal(again[k], reference[k]) for k in again)
+    assert fetches_batches(torch.utils.data.Subset(SyntheticImageDataset(4, image_size=8), range(2))) and not fetches_batches(subset)

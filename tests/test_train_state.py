@@ -217,6 +217,15 @@ def test_a_resume_takes_learning_rate_and_decay_from_the_config():
     assert same(target.optimizer.state_dict()["state"], source.optimizer.state_dict()["state"])
 
 
+def test_a_resumed_run_that_saves_before_its_first_step_says_the_last_steps_learning_rate():
+    source, target = make(lr=0.1), make(lr=0.1)
+    for _ in range(3):
+        step(source)
+    target.load_state_dict(copy.deepcopy(source.state_dict([source.interval.state()])), rank=0, world_size=1)
+    target.plan(steps_left=97, steps_per_epoch=10, config=TrainingConfig(warmup_epochs=0))
+    assert target.state_dict([])["optimizer"]["param_groups"] == source.state_dict([])["optimizer"]["param_groups"]
+
+
 def test_sums_of_other_ranks_go_to_rank_0_when_their_number_changed():
     states = [make() for _ in range(3)]
     for k, state in enumerate(states):

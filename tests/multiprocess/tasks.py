@@ -109,7 +109,7 @@ def using(task):
 
 def config_of(flags, dtype=torch.float32):
     torch.set_default_dtype(dtype)
-    return TrainingConfig.from_args([*flags, *BUCKETS])
+    return TrainingConfig.from_args([*BUCKETS, *flags])
 
 
 def train_task(task, flags, dtype=torch.float32, stops=(), is_watched=False, goes_on=True):

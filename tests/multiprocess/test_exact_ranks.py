@@ -38,6 +38,10 @@ def test_four_two_one_three_and_four_ranks_within_one_epoch(runs, task):
     assert relative(saved["ema"], average.state_dict()) < 1e-12
     order = torch.randperm(462, generator=torch.Generator().manual_seed(plain_loop.number("order", 42, 0)))
     assert runs.samples("run") == {step: sorted(window.tolist()) for step, window in enumerate(order.split(20), start=1)}
+    run_ranks(4, train_task, task, [*flags[:-1], runs.folder("whole")], torch.float64)
+    for name in ("loss", "grad_norm", "accuracy"):  # intervals of 3 steps, in which the number of ranks changed
+        whole, parts = ([record[name] for record in runs.records(run, "train")] for run in ("whole", "run"))
+        assert parts == pytest.approx(whole, rel=1e-9), name
     rates = [record["lr"] for record in runs.records("run", "train")]
     assert len(rates) == 8 and rates == pytest.approx([0.05 * plain_factor(step) for step in range(2, 24, 3)], rel=1e-12)
 
