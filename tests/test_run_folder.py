@@ -1,5 +1,6 @@
 """The run's folder: who owns it, when a run is continued, moved aside, replaced or refused, and what its files say."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -42,8 +43,6 @@ def config(tmp_path, monkeypatch):
 
 
 def with_(config, **changes):
-    import dataclasses
-
     return dataclasses.replace(config, **changes)
 
 
@@ -346,19 +345,15 @@ def test_a_restart_of_a_launch_that_had_not_begun_starts_where_the_launch_was_to
         open_run(config, launch_id="job-7")
 
 
-class Killed(BaseException):
-    """What a SIGKILL leaves undone stays undone."""
-
-
 def killed(*_):
-    raise Killed
+    raise KeyboardInterrupt
 
 
 def test_a_kill_while_records_are_cut_leaves_nothing_to_go_on_from_beyond_them(config, monkeypatch):
     fill(open_run(config), steps=(10, 20, 30))
     run = open_run(with_(config, resume_from=str(config.checkpoint_folder / "step_00000010.pt")))
     monkeypatch.setattr(run_folder, "_keep_records", killed)
-    with pytest.raises(Killed):
+    with pytest.raises(KeyboardInterrupt):
         run.rewind(10)
     run.close()
     assert open_run(with_(config, resume_from="auto")).resume_path.name == "step_00000010.pt"
@@ -370,7 +365,7 @@ def test_a_kill_while_a_run_is_replaced_leaves_none_of_its_checkpoints_without_i
     run.claim(with_(config, overwrite=True), "", False)
     plain = Path.unlink
     monkeypatch.setattr(Path, "unlink", lambda path, **_: killed() if path.name == "metrics.jsonl" else plain(path))
-    with pytest.raises(Killed):
+    with pytest.raises(KeyboardInterrupt):
         run.make_room(with_(config, overwrite=True))
     assert not list(config.checkpoint_folder.glob("*.pt")) and (config.run_folder / "metrics.jsonl").exists()
 

@@ -20,10 +20,10 @@ class MetricTracker:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
+        self._finish: dict[str, Callable[[float], float]] = {}
         self.reset()
 
     def reset(self) -> None:
-        self._finish: dict[str, Callable[[float], float]] = {}
         self._numbers: dict[str, float] = {}  # keyed "<name>/sum" and "<name>/count"
         self._tensors: dict[str, Tensor] = {}  # 0-dimensional, float64, on the device
 

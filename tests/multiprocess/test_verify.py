@@ -1,13 +1,16 @@
 """scripts/verify.py: it passes on the template, and names what breaks in forks that hold a fault (tests/faults/*.patch)."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
-from ranks import ROOT, copy_repository, launch, need, torchrun
+from ranks import ROOT, copy_repository, finish, launch, need, start, stop, torchrun
 
 FLAGS = ["--image_size", "8", "--dataset_size", "60", "--backend", "gloo"]
 FAULTS = sorted((ROOT / "tests" / "faults").glob("*.patch"))
@@ -75,3 +78,24 @@ def test_unused_parameters_are_named_before_ddp_waits_for_them(tmp_path):
 def test_flags_that_cannot_be_used_are_refused():
     ended = launch([sys.executable, "scripts/verify.py", "--batch_size", "0"])
     assert ended.code == 2 and "batch_size=0: is below 1; give 1 or more" in ended.err
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_leaves_nothing_behind_and_says_nothing_untrue(tmp_path, number):
+    """To torchrun, while the first short run trains."""
+    fork = copy_repository(tmp_path)
+    program = start(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "scripts/verify.py", *FLAGS], cwd=fork
+    )
+    try:
+        ends = time.monotonic() + 60
+        while not list((fork / "runs").glob(".verify-*/gradient/status.json")) and time.monotonic() < ends:
+            time.sleep(0.02)
+        os.kill(program.pid, number)
+        ended = finish(program, 40)
+    finally:
+        stop(program)
+    assert ended.code != 0 and ended.left == 0
+    assert not (fork / "verified.json").exists() and not list((fork / "runs").glob(".verify-*")), ended.text
+    assert "BROKEN" not in ended.out
