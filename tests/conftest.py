@@ -21,7 +21,7 @@ import torch
 torch.set_num_threads(1)
 
 
-DRILLS = 2  # of the slow ones, that a run of the tests takes
+DRILLS = 1  # of the slow ones, that a run of the tests takes
 DRILL_SEED = os.environ.get("DRILL_SEED", time.strftime("%Y-%m-%d"))
 
 

@@ -106,7 +106,7 @@ def kill_one(folder, ranks, seed, target, report):
     places = [Place(folder, rank) for rank in range(ranks)]
     while not all(place.read()[2] > 0 for place in places) and time.monotonic() < ends:
         time.sleep(0.002)
-    time.sleep(clock.uniform(0.0, 0.3))
+    time.sleep(clock.uniform(0.0, 0.15))
     victim = 0 if target == "save" else clock.randrange(ranks)  # in a save rank 0 writes
     while places[victim].read()[1] != PHASES.index(target) and time.monotonic() < ends:
         time.sleep(0.0002)
