@@ -320,7 +320,8 @@ def resume_run(
         run.begin()
     progress = state.progress
     by_rank_0(lambda: run.rewind(progress.step, progress.evaluated_step == progress.step), ctx)
-    if not exchange(ctx.is_main and run.restore_best(progress.best_step), ctx)[0]:
+    is_best_there = together(lambda: ctx.is_main and run.restore_best(progress.best_step), ctx)
+    if not exchange(is_best_there, ctx)[0]:
         progress.forget_best()
     by_rank_0(run.own, ctx)
     return differences, ledger

@@ -52,7 +52,7 @@ CHECKS = {  # in this order: what comes first is as a rule the cause of what bre
     "resume": of_runs.resume,
     "plain load": of_runs.plain_load,
 }
-NEEDS = ("parameters",)  # without these no training comes to its end
+NEEDED = "parameters"  # without them no training comes to its end
 TRAINS = ("gradient", "training", "weights", "resume", "plain load")
 
 
@@ -101,14 +101,14 @@ class Report:
 
     def run(self, name: str, check: Callable[[Fork], str]) -> None:
         begin = time.monotonic()
-        missing = [need for need in NEEDS if need in self.broken and name in TRAINS]
+        is_idle = name in TRAINS and NEEDED in self.broken
         logging.disable(logging.CRITICAL)  # what the short runs have to say
         try:
-            if missing:
-                raise Broken(f"not checked, since {missing[0]} is broken; mend that first")
+            if is_idle:
+                raise Broken(f"not checked, since {NEEDED} is broken; mend that first")
             self._note(name, True, check(self._fork), begin)
         except Broken as broken:
-            hint = f" (it may follow from what is broken above: {', '.join(self.broken)})" if self.broken and not missing else ""
+            hint = f" (it may follow from what is broken above: {', '.join(self.broken)})" if self.broken and not is_idle else ""
             self._note(name, False, f"{broken}{hint}", begin)
         except Exception as error:  # on this rank maybe alone: the others wait for it in a collective, so all have to end
             if not self._fork.ctx.is_main or is_of_a_peer(error):

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PATHS = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "multiprocess")]
+PATHS = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests"), str(ROOT / "tests" / "multiprocess")]
 sys.path[:0] = PATHS
 os.environ |= {"PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # for processes started here
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

@@ -93,3 +93,11 @@ def test_all_reduce_scalar_over_three_ranks_and_alone():
     assert all_reduce_scalar(4.0) == 4.0
     with pytest.raises(ValueError, match="op=median: is not known; choose mean, sum, min, max"):
         all_reduce_scalar(1.0, "median")
+
+
+def test_the_function_of_a_metric_outlives_the_interval_it_was_reported_in():
+    tracker = MetricTracker()
+    tracker.update({"perplexity": (2.0, 2, math.exp)})
+    tracker.reset()
+    tracker.add_state({"numbers": {"perplexity/sum": 3.0, "perplexity/count": 1}, "tensors": {}})
+    assert tracker.means() == {"perplexity": math.exp(3.0)}

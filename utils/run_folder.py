@@ -257,19 +257,20 @@ class Run:
 
         step: of the best evaluation so far; below 0 where there was none.
         """
+        if step < 0:
+            return True
         best = self.checkpoints / checkpoint.BEST
         folders = dict.fromkeys([self.checkpoints, self.resume_path.parent] if self.resume_path else [self.checkpoints])
         for path in [each for folder in folders for each in (folder / checkpoint.BEST, checkpoint.step_path(folder, step))]:
             try:
-                if step >= 0 and path.exists() and checkpoint.read(path)[0]["progress"]["step"] == step:
+                if path.exists() and checkpoint.read(path)[0]["progress"]["step"] == step:
                     if path != best:
                         _link(path, best)
                     return True
             except Refused as refused:
                 self.notes.append(str(refused))
-        if step >= 0:
-            self.notes.append(f"the best checkpoint so far, of step {step}, is gone: the best is looked for anew")
-        return step < 0
+        self.notes.append(f"the best checkpoint so far, of step {step}, is gone: the best is looked for anew")
+        return False
 
 
 def _link(source: Path, target: Path) -> None:

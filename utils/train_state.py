@@ -203,7 +203,7 @@ class TrainState:
     def _load_optimizer(self, saved: dict[str, Any]) -> None:
         """Each parameter takes the state that was saved under its name, in whatever order the groups are made."""
         names = self._optimizer_names()
-        before = {name: saved["state"].get(number, {}) for number, name in enumerate(saved.get("names", names))}
+        before = {name: saved["state"].get(number, {}) for number, name in enumerate(saved.get("names", []))}
         shapes = {self._names[p]: p.shape for p in self._parameters}
         fits = before.keys() == shapes.keys() and all(
             value.shape == shapes[name] for name, state in before.items() for key, value in state.items() if key != "step"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -33,7 +34,7 @@ def loss(fork: Fork) -> str:
         batches = [loader.fetch(list(part))[2] for part in (range(size), range(size, 2 * size), range(2 * size))]
         is_joined = all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == size for leaf in leaves(batches[:2]).values())
         if is_joined:  # a transform may mix the samples of a batch
-            with suppress(RuntimeError, TypeError):
+            with suppress(RuntimeError):  # of unequal shapes
                 batches[2] = joined(batches[0], batches[1])
         net, worst = fork.new_model(), 0.0
         for is_training in (False, True):
@@ -157,7 +158,7 @@ def gradient(fork: Fork) -> str:
         plain = Few(few, list(range(len(few))))
         transform = getattr(few, "device_transform", lambda batch, *_: batch)
         plain.device_transform = lambda batch, seed, epoch, indices: transform(to_device(batch, device), seed, epoch, indices.to(device))
-        config = train.dataclasses.replace(fork.small, **plain_settings)
+        config = replace(fork.small, **plain_settings)
         with (
             mock.patch.object(plain_loop, "create_dataset", lambda *_: plain),
             mock.patch.object(plain_loop, "create_model", lambda config, _: fork_model.create_model(config, device)),
@@ -224,12 +225,10 @@ def sums(loss_sum: Tensor, metrics: dict[str, tuple]) -> dict[str, float]:
 
 
 def joined(a: Any, b: Any) -> Any:
-    """Two batches as one. Raises RuntimeError or TypeError where their parts do not fit."""
+    """Two batches, nests of tensors, as one. Raises RuntimeError where their shapes do not fit."""
     if isinstance(a, Tensor):
         return torch.cat([a, b])
     if isinstance(a, dict):
         return {key: joined(a[key], b[key]) for key in a}
-    if isinstance(a, tuple | list):
-        parts = [joined(x, y) for x, y in zip(a, b, strict=True)]
-        return type(a)(*parts) if hasattr(a, "_fields") else type(a)(parts)
-    raise TypeError(type(a))
+    parts = [joined(x, y) for x, y in zip(a, b, strict=True)]
+    return type(a)(*parts) if hasattr(a, "_fields") else type(a)(parts)

@@ -34,7 +34,7 @@ PLAIN_LOAD = """
 import sys, torch
 from config import TrainingConfig
 from model import compute_loss, create_model
-probe = torch.load(sys.argv[2], weights_only=False)
+probe = torch.load(sys.argv[2], weights_only=False)  # verify.py's own, of a moment ago: a batch may be of any type
 saved = torch.load(sys.argv[1], map_location="cpu", weights_only=True)
 torch.set_num_threads(probe["threads"])
 model = create_model(TrainingConfig(**saved["config"] | {"init_from": "", "sync_bn": False}), torch.device("cpu"))

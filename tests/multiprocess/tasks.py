@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import Dataset
 
 import dataset
@@ -177,19 +176,3 @@ def watching(found):
 def digest(batch):
     tensors = batch if isinstance(batch, tuple | list) else [batch]
     return hashlib.sha256(b"".join(each.contiguous().numpy().tobytes() for each in tensors)).hexdigest()
-
-
-@contextlib.contextmanager
-def standing(found):
-    """Keep the gradients that each optimizer step is given, and the weights where they are: with a learning rate of 0."""
-
-    def note(optimizer, *_):
-        found.append([p.grad.clone() for group in optimizer.param_groups for p in group["params"]])
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
-
-    handle = register_optimizer_step_pre_hook(note)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -11,10 +11,11 @@ import plain_loop
 import train
 from ddp_utils import setup_distributed, wrap_ddp
 from ranks import run_ranks
-from tasks import config_of, standing, using
+from tasks import config_of, using
 from train import Agreement, Precision, TrainState, Word
 from utils.loading import create_distributed_dataloader
 from utils.train_state import Progress
+from verification.of_runs import updates_into
 
 BATCH = 2
 FLAGS = [
@@ -72,10 +73,10 @@ def gradients(task, accumulations, tails, precision, dtype):
                 loader, sampler = create_distributed_dataloader(train.create_dataset(config, "train"), config, ctx)
                 state.progress = Progress()
                 state.plan(sampler.steps_per_epoch, sampler.steps_per_epoch, config)
-                with standing(taken := []):
+                with updates_into(taken := []):
                     train.train_one_epoch(model, loader, state, config, ctx, Agreement(Word, ctx.control), Silent(), None)
                 assert len(taken) == 1 and state.progress.samples_seen == tail
-                found[accumulation, tail] = [g.numpy() for g in taken[0]]
+                found[accumulation, tail] = [g.numpy() for g in taken[0].gradients.values()]
             train.cleanup_distributed()
     return found
 
@@ -83,10 +84,10 @@ def gradients(task, accumulations, tails, precision, dtype):
 @functools.cache
 def oracle(task, tail):
     """The plain loop's gradient of one window of so many samples, float64."""
-    with using(task), standing(taken := []):
+    with using(task), updates_into(taken := []):
         plain_loop.plain_loop(config_of([*FLAGS, *OF_TASK[task], "--dataset_size", str(tail)], torch.float64), -(-tail // BATCH))
     torch.set_default_dtype(torch.float32)
-    return taken[0]
+    return list(taken[0].gradients.values())
 
 
 @functools.cache
@@ -135,9 +136,9 @@ def half_precision_oracle(tail):
             loss_sum, metrics = plain(net, batch)
         return loss_sum * SCALE, metrics
 
-    with using("plain"), mock.patch.object(plain_loop, "compute_loss", loss), standing(taken := []):
+    with using("plain"), mock.patch.object(plain_loop, "compute_loss", loss), updates_into(taken := []):
         plain_loop.plain_loop(config_of([*FLAGS, "--dataset_size", str(tail)]), -(-tail // BATCH))
-    return [g / SCALE for g in taken[0]]
+    return [g / SCALE for g in taken[0].gradients.values()]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -13,7 +13,7 @@ from tasks import train_task
 from test_exact_ranks import relative
 from training import STATE, TINY, difference
 
-MOST_KILLS = 40
+KILLS, MOST_KILLS = 20, 40
 AIMS = ("data", "forward", "backward", "save", "evaluation")
 FLAGS = [
     *TINY,
@@ -33,15 +33,15 @@ FLAGS += ["--record_samples", "--num_workers", "1", "--save_every_steps", "3", "
 
 
 @pytest.mark.parametrize(("choices", "dtype", "seed"), [((1, 2, 4), torch.float64, 11), ((4,), torch.float32, 12)], ids=["1-2-4", "4"])
-def test_twenty_kills_leave_the_run_that_was_never_killed(runs, choices, dtype, seed, kills=20):
+def test_twenty_kills_leave_the_run_that_was_never_killed(runs, choices, dtype, seed):
     """Each of five phases is hit at least twice; each time a random number of ranks goes on from the newest whole checkpoint."""
     run_ranks(4, train_task, "lines", [*FLAGS, "--run_dir", runs.folder("whole"), "--save_every_steps", "0"], dtype)
     folder, rng, hits, attempts = runs.folder("killed"), random.Random(seed), Counter(), []
     folder.mkdir()
     flags = [*FLAGS, "--run_dir", folder / "run", "--resume_from", "auto"]
-    aims = [aim for aim in AIMS for _ in range(kills // len(AIMS))]
+    aims = [aim for aim in AIMS for _ in range(KILLS // len(AIMS))]
     rng.shuffle(aims)
-    while len(attempts) < kills or any(hits[aim] < 2 for aim in AIMS):
+    while len(attempts) < KILLS or any(hits[aim] < 2 for aim in AIMS):
         assert len(attempts) < MOST_KILLS, hits
         aim = aims.pop() if aims else min(AIMS, key=lambda each: hits[each])
         ranks, report = rng.choice(choices), folder / f"report{len(attempts)}"
