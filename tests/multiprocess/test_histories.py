@@ -7,11 +7,13 @@ import pytest
 import torch
 
 import train
+from config import Refused
 from ranks import run_ranks
 from tasks import config_of, train_task, using
 from training import TINY, difference
 from utils import checkpoint
 from utils.report import Reporter
+from utils.run_folder import Run
 
 # the loss falls, so that by its highest value the first epoch is the best
 FLAGS = [*TINY, "--dataset_size", "60", "--epochs", "4", "--no-use_amp", "--lr", "0.02", "--best_metric", "max:loss", "--keep_last", "99"]
@@ -33,6 +35,21 @@ def test_a_run_that_goes_on_in_another_folder_has_a_checkpoint_and_its_best_ther
     assert difference(runs.last("whole")["model"], runs.last("moved")["model"]) == []
     for name in ("best_value", "best_epoch", "steps"):
         assert runs.json("moved", "summary.json")[name] == runs.json("whole", "summary.json")[name]
+
+
+def resume_without_room_for_the_best(flags):
+    """On rank 0 alone; what this rank ended with."""
+    full = OSError(28, "No space left on device")
+    with using("images"), mock.patch.object(Run, "restore_best", side_effect=full), pytest.raises(Refused) as refused:
+        train.train(config_of([*map(str, flags)]))
+    return str(refused.value)
+
+
+def test_a_best_checkpoint_that_cannot_be_taken_along_ends_all_ranks(runs):
+    run_ranks(2, train_task, "images", [*FLAGS, "--epochs", 1, "--run_dir", runs.folder("run")])
+    flags = [*FLAGS, "--epochs", 2, "--run_dir", runs.folder("moved"), "--resume_from", runs.checkpoints("run")[0]]
+    said = run_ranks(2, resume_without_room_for_the_best, flags, deadline=40)
+    assert said[0] == said[1] and "No space left on device; mend that and start again" in said[0]
 
 
 def end_before_the_summary(flags):

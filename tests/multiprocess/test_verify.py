@@ -68,6 +68,23 @@ def test_a_fault_in_a_fork_is_named_with_its_remedy(tmp_path, patch):
     assert not found["passed"] and [name for name, each in found["invariants"].items() if not each["passed"]] == broken
 
 
+@pytest.mark.drill
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--amp_dtype", "fp16"],  # its first scales overflow
+        ["--dataset_size", "1"],
+        ["--dataset_size", "2", "--seed", "0"],  # whose first two epochs have one order by chance
+        ["--image_size", "4", "--dataset_size", "37"],  # BatchNorm sees one pixel of a sample
+        ["--optimizer", "adamw", "--ema_decay", "0.9", "--drop_last", "--batch_size", "8", "--global_batch_size", "16"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_sound_is_no_false_alarm(tmp_path, flags):
+    ended = torchrun(2, *FLAGS, *flags, script="scripts/verify.py", cwd=copy_repository(tmp_path))
+    assert ended.code == 0 and set(outcomes(ended.out).values()) == {"ok"}, ended.text
+
+
 def test_unused_parameters_are_named_before_ddp_waits_for_them(tmp_path):
     fork = copy_repository(tmp_path)
     text = (fork / "model.py").read_text()
