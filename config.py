@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import json
 import math
+import shlex
 import string
 import sys
 import tomllib
@@ -25,8 +26,20 @@ BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0
 class Refused(ValueError):
     """The user asked for something that cannot be done. The message is a sentence that ends with the fix; exit code 2.
 
-    Where all ranks raise it, `rank` and `host` say whose trouble it is.
+    Where all ranks raise it, `rank` and `host` say whose trouble it is; `is_final`: another attempt of this launch is of no use.
     """
+
+    def __init__(self, sentence: str, rank: int | None = None, host: str | None = None, is_final: bool = False) -> None:
+        super().__init__(sentence)
+        self.rank, self.host, self.is_final = rank, host, is_final
+
+
+class UnreadableSample(Refused):
+    """A data set's `__getitem__` raises it for one sample that cannot be read: with `corrupt_images=replace` another is taken."""
+
+
+class RunFailed(RuntimeError):
+    """Training cannot go on. The message is a sentence that ends with the remedy; exit code 1."""
 
     def __init__(self, sentence: str, rank: int | None = None, host: str | None = None) -> None:
         super().__init__(sentence)
@@ -59,6 +72,14 @@ def local_path(value: str) -> str:
 
 def run_path(value: str) -> str:
     return local_path(value) if value.strip() else "is empty; give a folder, runs/NAME say"
+
+
+def command_line(value: str) -> str:
+    try:
+        shlex.split(value)
+    except ValueError as error:
+        return f"cannot be split into words ({error}); close its quotes"
+    return ""
 
 
 def metric_name(value: str) -> str:
@@ -106,6 +127,7 @@ class TrainingConfig:
     augment: str = setting("data", "auto", "none, crop (padded crop, flip), resized_crop (and flip); auto: crop up to 64 pixels, else resized_crop", one_of("auto", "none", "crop", "resized_crop"), "may")
     num_workers: int | str = setting("data", "auto", "loader processes of one rank; auto: 0 for data in memory, else what the CPUs allow", at_least(0), auto=int)
     drop_last: bool = setting("data", False, "drop what does not fill a global batch at the end of an epoch", resume="must")
+    corrupt_images: str = setting("data", "fail", "a sample that cannot be read: fail, or replace it by the next one that can (counted)", one_of("fail", "replace"), "may")
     record_samples: bool = setting("data", False, "write the sample indices of each optimizer step to run_dir/samples")
 
     model: str = setting("model", "mini_resnet", "mini_resnet or any classifier of torchvision (resnet18, vit_b_16, ...)", resume="must")
@@ -129,6 +151,7 @@ class TrainingConfig:
     label_smoothing: float = setting("training", 0.0, "in the training loss", between(0, 1), "may")
     clip_grad_norm: float = setting("training", 0.0, "largest norm of the gradient (0: no clipping)", at_least(0), "may")
     ema_decay: float = setting("training", 0.0, "decay of the weights' moving average, 0.999 say (0: none)", between(0, 1), "may")
+    max_skipped_steps: int = setting("training", 50, "stop after so many steps in a row whose loss or gradient was not finite (0: never)", at_least(0))
     patience: int = setting("training", 0, "end after so many evaluations without a better one (0: off)", at_least(0))
     max_time: float = setting("training", 0.0, "save and stop after so many minutes (0: off)", at_least(0))
 
@@ -138,6 +161,7 @@ class TrainingConfig:
     backend: str = setting("distributed", "auto", "nccl (on CUDA), gloo (on the CPU) or mpi; auto: by the hardware", one_of("auto", "nccl", "gloo", "mpi"))
     init_method: str = setting("distributed", "", "env://, tcp://HOST:PORT or file:///SHARED/PATH (empty: env://)", rendezvous_url)
     timeout: float = setting("distributed", 600.0, "seconds a collective may take", above(0))
+    hang_timeout: float = setting("distributed", 300.0, "seconds without any progress after which the run is ended, to be restarted (0: never)", at_least(0))
     bucket_cap_mb: float = setting("distributed", 0.0, "size of DDP's gradient buckets (0: chosen by the size of the model)", at_least(0), "may")
 
     checkpoint_dir: str = setting("checkpoints", "", "empty: run_dir/checkpoints", local_path)
@@ -145,6 +169,7 @@ class TrainingConfig:
     save_every_steps: int = setting("checkpoints", 0, "optimizer steps between checkpoints (0: off)", at_least(0))
     save_every_minutes: float = setting("checkpoints", 10.0, "minutes between checkpoints (0: off)", at_least(0))
     keep_last: int = setting("checkpoints", 3, "newest checkpoints that stay, beside the best", at_least(2))
+    on_checkpoint: str = setting("checkpoints", "", "command run after each checkpoint: words, no shell; {} or the end takes the checkpoint's path", command_line)
     eval_every: int = setting("checkpoints", 1, "epochs between evaluations; the last epoch is always evaluated (0: only then)", at_least(0))
     best_metric: str = setting("checkpoints", "auto", "what the best checkpoint is chosen by: auto (top1, else loss), NAME, min:NAME or max:NAME", metric_name, "may")
 

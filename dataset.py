@@ -4,7 +4,7 @@ create_dataset(config, split)   the data set of "train", "val" or "test"; None w
 is_prepared(config)             whether create_dataset finds its data
 prepare_data(config)            where not: download, unpack; called on one rank per file system
 
-A data set is map-style (`__len__`, `__getitem__`). All else is optional:
+A data set is map-style (`__len__`, `__getitem__`, which raises UnreadableSample where a sample is corrupt). All else is optional:
     __getitems__(indices)                               fetch a whole micro-batch at once
     collate(samples)                                    samples -> batch (default: torch's default_collate)
     device_transform(batch, seed, epoch, indices)       the batch, on the device -> what compute_loss takes; its random draws
@@ -20,6 +20,7 @@ A data set is map-style (`__len__`, `__getitem__`). All else is optional:
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import math
@@ -31,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from config import Refused, TrainingConfig
+from config import Refused, TrainingConfig, UnreadableSample
 from utils.augment import RESIZE_MARGIN, augment_images, choose, normalize
 from utils.loading import create_distributed_dataloader
 from utils.streams import derive_seed
@@ -39,6 +40,7 @@ from utils.streams import derive_seed
 __all__ = ["SyntheticImageDataset", "create_dataset", "create_distributed_dataloader", "is_prepared", "prepare_data"]
 
 SYNTHETIC_SAMPLES = 5_000
+SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of the machine: no fault of the file that is being read
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
 CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -160,7 +162,7 @@ class ImageFolderDataset(ImageDataset):
         self.targets = [self.targets[k] for k in chosen.tolist()]
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """uint8 [C, load_size, load_size] and the label. Raises Refused for a file that is no image, or of another size."""
+        """uint8 [C, load_size, load_size] and the label. Raises UnreadableSample for a file that is no image, Refused for another size."""
         path, size = self.paths[index], self._load_size
         image = read_image(path, self.in_channels, size if self._is_resized else 0)
         height, width = image.shape[1:]
@@ -172,7 +174,7 @@ class ImageFolderDataset(ImageDataset):
 def read_image(path: Path, channels: int, size: int = 0) -> Tensor:
     """uint8 [channels, H, W]; with a size, the shorter side is brought to it and the middle cut out: [channels, size, size].
 
-    Raises Refused when the file cannot be read as an image.
+    Raises UnreadableSample when the file, <class>/<name>, cannot be read as an image.
     """
     from PIL import Image
     from torchvision.transforms.v2 import functional as transforms
@@ -180,11 +182,23 @@ def read_image(path: Path, channels: int, size: int = 0) -> Tensor:
     try:
         with Image.open(path) as file:
             image = file.convert("L" if channels == 1 else "RGB")
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # PIL raises SyntaxError for a broken PNG
-        raise Refused(f"{path}: cannot be read as an image ({error}); replace or delete it") from None
+    except Exception as error:  # a broken file makes PIL raise much: OSError, SyntaxError, ValueError, struct.error, ...
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) in SHORTAGES:
+            raise
+        raise UnreadableSample(f"{path}: cannot be read as an image (class {path.parent.name}; {error}); replace or delete it") from None
     if size and image.size != (size, size):
         image = transforms.center_crop(transforms.resize(image, [size]), [size])
     return transforms.pil_to_tensor(image)
+
+
+def _first_image(paths: list[Path], channels: int, is_replacing: bool) -> tuple[Path, Tensor]:
+    for path in paths:
+        try:
+            return path, read_image(path, channels)
+        except UnreadableSample:
+            if not is_replacing or path == paths[-1]:
+                raise
+    raise AssertionError("no paths")
 
 
 def _images_in(folder: Path) -> list[Path]:
@@ -282,8 +296,8 @@ def _image_folder(config: TrainingConfig, split: str) -> ImageFolderDataset | No
     channels = 3 if config.in_channels == "auto" else config.in_channels
     if channels not in (1, 3):
         raise Refused(f"in_channels={channels}: images are read with 1 channel or 3; give one of these")
-    first = _images_in(train / classes[0])[0]
-    height, width = read_image(first, channels).shape[1:]
+    first, image = _first_image(_images_in(train / classes[0]), channels, config.corrupt_images == "replace")
+    height, width = image.shape[1:]
     if config.image_size != "auto":
         size = config.image_size
         is_cropped = choose(config.augment, size) == "resized_crop" and (height, width) != (size, size)

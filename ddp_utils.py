@@ -5,35 +5,36 @@ The only file that reads the environment.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import itertools
 import json
-import logging
 import os
 import socket
-import sys
-import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from config import Refused, TrainingConfig
+from config import Refused, RunFailed, TrainingConfig
 from utils import checkpoint, resume
-from utils.logger import NAME, setup_logger
+from utils.claim import MOST_STRIKES
+from utils.ledger import LEDGER, read_ledger
+from utils.loading import WindowSampler
+from utils.logger import setup_logger
 from utils.precision import has_fast_bf16
 from utils.run_folder import Run
-from utils.signals import die_with_parent, end_workers
+from utils.saving import Saver
+from utils.signals import die_with_parent, is_orphan
 from utils.together import by_rank_0, exchange, together
 from utils.train_state import TrainState
 
 GROUPS = itertools.count()
-SECONDS_OF_BLAME = 2.0
 CONTROL_TIMEOUT = timedelta(hours=24)  # words, barriers and saves: who is late here is not lost
 
 
@@ -49,6 +50,7 @@ class Launch:
     may_restart: bool = False  # torchrun --max-restarts
     id: str = ""  # the same for all attempts of one launch; empty where nobody knows
     git_commit: str = ""
+    error_file: str = ""  # what torchrun's summary shows of this rank
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ def read_launch() -> Launch:
         may_restart=os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
         id=os.environ.get("LAUNCH_ID", "") or ("" if run_id == "none" else run_id),
         git_commit=git_commit,
+        error_file=os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
     )
 
 
@@ -139,6 +142,8 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
     launch = read_launch()
     if launch.is_under_torchrun:
         die_with_parent()
+        if is_orphan():  # the agent was killed while this process imported torch
+            raise RunFailed("torchrun is gone already; start it again")
     if config.deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(config.deterministic)  # it imports the compiler, which takes seconds
     if config.deterministic:
@@ -146,6 +151,7 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
     torch.backends.cudnn.benchmark = not config.deterministic
     if dist.is_initialized():  # left by an earlier run in this process that failed
         dist.destroy_process_group()
+    gc.collect()  # what is left of that run's groups ends here: in a worker that is forked later, without their threads, it would hang
     card: dict[str, Any] = {"host": socket.gethostname(), "problem": ""}
     backend, device = "", torch.device("cpu")
     try:
@@ -230,39 +236,6 @@ def cleanup_distributed() -> None:
         dist.destroy_process_group()
 
 
-def is_of_a_peer(error: BaseException) -> bool:
-    """Whether a collective failed since a peer was gone, as gloo and NCCL say it: the trouble is another rank's."""
-    is_said = isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "ncclRemoteError"))
-    return is_said or isinstance(error, dist.DistNetworkError)
-
-
-def wait_for_blame(error: BaseException) -> None:
-    """After an error that is a peer's: torchrun blames the rank whose report has the earliest second, so this one comes later."""
-    if is_of_a_peer(error):
-        time.sleep(SECONDS_OF_BLAME)
-
-
-def leave_after(error: BaseException) -> NoReturn:
-    """Say the error and end this process at once: nothing waits for peers, and gloo's threads do not make an abort of the exit code."""
-    logger, is_refused = logging.getLogger(NAME), isinstance(error, Refused)
-    if is_refused and error.rank is not None:  # every rank has it: rank 0 says it, and nobody leaves before it has
-        if read_launch().rank == 0:
-            logger.error("%s", error)
-        time.sleep(1 if read_launch().rank == 0 else 3)
-    elif is_refused:
-        logger.error("%s", error)
-    elif is_of_a_peer(error):
-        logger.error("this rank lost its peers (%s): another rank failed first, and its log says of what", str(error).splitlines()[0])
-        logger.debug("the way to it", exc_info=error)
-    else:
-        logger.error("this rank failed", exc_info=error)
-    end_workers()
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(2 if is_refused else 1)
-
-
 # ---- DDP and checkpoints ----
 
 
@@ -291,20 +264,23 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def open_run(config: TrainingConfig, ctx: DistributedContext) -> Run:
     """Claim the run's folder; rank 0 decides whether a run in it is continued, and all ranks learn it. Raises Refused."""
-    run = Run(config.run_folder, config.checkpoint_folder, ctx.rank, ctx.host)
+    run = Run(config.run_folder, config.checkpoint_folder, ctx.rank, ctx.hosts)
     by_rank_0(lambda: run.claim(config, ctx.launch.id, ctx.launch.may_restart), ctx)
-    mine = [str(run.resume_path or ""), run.is_completed, run.is_replacing, run.attempt]
-    resume_path, run.is_completed, run.is_replacing, run.attempt = exchange(mine, ctx)[0]
+    mine = [str(run.resume_path or ""), run.is_completed, run.is_replacing, run.attempt, run.strikes]
+    resume_path, run.is_completed, run.is_replacing, run.attempt, run.strikes = exchange(mine, ctx)[0]
     run.resume_path = Path(resume_path) if resume_path else None
     return run
 
 
 def resume_run(
-    run: Run, state: TrainState, config: TrainingConfig, origin: dict[str, Any], ctx: DistributedContext
-) -> tuple[list[str], dict[str, float] | None]:
+    run: Run, state: TrainState, config: TrainingConfig, origin: dict[str, Any], sampler: WindowSampler, ctx: DistributedContext
+) -> tuple[list[str], dict[str, Any] | None]:
     """Load the checkpoint that the run starts from, if any, and make the folder fit to go on from there.
 
-    Returns what differs from the checkpoint's config and may, and the checkpoint's account of time.
+    Returns what differs from the checkpoint's config and may, and the account of time so far.
+
+    Raises:
+        Refused: also when the last attempts all ended at the same step.
     """
     differences, ledger = [], None
     if run.resume_path:
@@ -314,6 +290,9 @@ def resume_run(
         if resume.is_other_best(payload, config):
             state.progress.forget_best()
         ledger = payload["provenance"]["ledger"]
+    if len(run.strikes) >= MOST_STRIKES:
+        by_rank_0(run.say_diagnosis, ctx)
+        raise Refused(resume.diagnosis(run.strikes, state.progress, sampler), 0, ctx.hosts[0], is_final=True)
     if run.is_replacing:  # nothing is left that could be refused
         by_rank_0(lambda: run.make_room(config), ctx)
         setup_logger(ctx.rank, run.log_file)
@@ -324,28 +303,12 @@ def resume_run(
     if not exchange(is_best_there, ctx)[0]:
         progress.forget_best()
     by_rank_0(run.own, ctx)
-    return differences, ledger
+    return differences, read_ledger(run.folder / LEDGER) or ledger
 
 
-def save_checkpoint(
-    run: Run, state: TrainState, ctx: DistributedContext, meta: dict[str, Any], keep_last: int, is_best: bool = False
-) -> Path:
-    """Write a checkpoint of this moment: the ranks give what is theirs, rank 0 writes, the others wait for the outcome.
-
-    Args:
-        meta: its "config" and "provenance".
-        keep_last: of the steps' own checkpoints.
-        is_best: write best.pt instead.
-
-    Raises:
-        Refused: on every rank, when the file could not be written. What was there before is untouched.
-    """
-    intervals = exchange(state.interval.state(), ctx)
-    state.read_skipped()
-    payload = state.state_dict(intervals) | meta
-    name = checkpoint.BEST if is_best else checkpoint.step_path(run.checkpoints, state.progress.step).name
-    by_rank_0((lambda: run.commit_best(payload)) if is_best else (lambda: run.commit(payload, keep_last)), ctx)
-    return run.checkpoints / name
+def save_checkpoint(saver: Saver, must: bool = True) -> None:
+    """A checkpoint of this moment, by all ranks alike: rank 0 writes, and its process goes on meanwhile. As `Saver.save_now`."""
+    saver.save_now(must)
 
 
 def load_checkpoint(path: Path, ctx: DistributedContext) -> dict[str, Any]:

@@ -8,9 +8,11 @@ scripts/launch.sh --epochs 5                                     several machine
 from __future__ import annotations
 
 from config import Refused, TrainingConfig
+from utils.signals import StopSignals, began_at, hold
 
 if __name__ == "__main__":
     TrainingConfig.from_args()  # answers --help and refuses a bad flag before torch, which takes seconds, is imported
+    hold()
 
 import copy
 import dataclasses
@@ -18,7 +20,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -33,31 +35,33 @@ from dataset import create_dataset, is_prepared, prepare_data
 from ddp_utils import (
     DistributedContext,
     cleanup_distributed,
-    leave_after,
     load_checkpoint,
     open_run,
     read_launch,
     resume_run,
-    save_checkpoint,
     setup_distributed,
-    wait_for_blame,
     wrap_ddp,
 )
 from model import compute_loss, create_model, param_groups
 from utils import provenance, resume
-from utils.agreement import Agreement, Word
+from utils.agreement import Agreement, Word, is_every
 from utils.atomic_file import replace_json
 from utils.checkpoint import BEST, best_or_newest
+from utils.ending import is_of_a_peer, leave_after, start_watch, wait_for_blame
+from utils.ledger import LEDGER, Ledger
 from utils.loading import WindowLoader, create_distributed_dataloader, create_evaluation_dataloader, settle
 from utils.logger import log_epoch_summary, setup_logger
 from utils.metrics import MetricTracker, choose_best
 from utils.precision import Precision
 from utils.report import Reporter, decisions
 from utils.run_folder import Run
-from utils.signals import StopSignals
+from utils.saving import Saver
 from utils.streams import seed_device
-from utils.together import by_rank_0, exchange, once_per_file_system, together
+from utils.together import by_rank_0, exchange, once_per_file_system, refuse_unlike, together
 from utils.train_state import TrainState
+from utils.watchdog import Watch
+from utils.workers import explain
+from utils.writer import Writer
 
 PREEMPTED = 75  # exit code
 
@@ -86,6 +90,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     Raises:
         Refused: when the config or the data cannot be used; the message ends with the fix.
     """
+    began = began_at()
     ctx = setup_distributed(config)
     if config.eval_only:
         outcome = evaluate_only(config, ctx)
@@ -98,25 +103,33 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         logger.info("%s: this run is completed, nothing is left to do; %s", run.folder, more)
         outcome = {"state": "completed"}
     else:
+        watch = start_watch(run, config, ctx, logger)
         try:
             with StopSignals() as signals:
-                outcome = run_training(config, ctx, run, logger, signals)
+                outcome = run_training(config, ctx, run, logger, signals, watch, began)
         except BaseException as error:
-            run.failed(error)
-            raise
+            cause = explain(error, ctx.rank) or (run.lost_ranks() if is_of_a_peer(error) else None) or error
+            run.failed(cause)
+            watch.close()
+            raise cause from (error if cause is not error else error.__cause__)
+        watch.close()
     run.close()
     cleanup_distributed()
     return outcome
 
 
-def run_training(config: TrainingConfig, ctx: DistributedContext, run: Run, logger: logging.Logger, signals: StopSignals) -> dict[str, Any]:
-    """One attempt of a run, from its data to its summary."""
+def run_training(
+    config: TrainingConfig, ctx: DistributedContext, run: Run, logger: logging.Logger, signals: StopSignals, watch: Watch, began: float
+) -> dict[str, Any]:
+    """One attempt of a run, from its data to its summary. began: when its process did, in seconds since 1970."""
     started = time.monotonic()
+    writer = Writer() if ctx.is_main else None  # forked while this process is small
     if not run.is_replacing:
         run.begin()
     train_set, held_out, config = load_data(config, ctx)
     loader, sampler = together(lambda: create_distributed_dataloader(train_set, config, ctx), ctx)
-    held_out_loaders = {split: create_evaluation_dataloader(dataset, config, ctx) for split, dataset in held_out.items()}
+    loader.clock = watch
+    held_out_loaders = {split: create_evaluation_dataloader(dataset, config, ctx, watch) for split, dataset in held_out.items()}
 
     weights_from = "" if run.resume_path else config.init_from  # a resumed run has its own
     state = together(lambda: create_state(dataclasses.replace(config, init_from=weights_from), ctx), ctx)
@@ -128,69 +141,71 @@ def run_training(config: TrainingConfig, ctx: DistributedContext, run: Run, logg
 
     origin = provenance.collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit, config.task)
     origin |= provenance.describe(train_set) | {"global_batch_size": sampler.global_batch_size}
-    differences, ledger = resume_run(run, state, config, origin, ctx)
+    differences, ledger_before = resume_run(run, state, config, origin, sampler, ctx)
     state.plan(sampler.steps_left(progress.epoch, progress.samples_in_epoch, config.epochs), sampler.steps_per_epoch, config)
-    reporter = Reporter(run, config, ctx, logger, state.total_steps, ledger)
+    ledger = Ledger(run.folder / LEDGER if ctx.is_main else None, watch, ledger_before, began)
+    reporter = Reporter(run, config, ctx, logger, state.total_steps, sampler, watch, ledger)
     reporter.start(origin, decisions(config, ctx, run, state, loader, held_out), differences, first_batch, state)
     del first_batch
 
     def wish() -> Word:
         is_time_up = 0 < config.max_time < (time.monotonic() - started) / 60
-        is_save_due = 0 < config.save_every_minutes < (time.monotonic() - reporter.saved_at) / 60
-        return Word(stop=2 if signals.received else int(is_time_up), save=int(is_save_due and ctx.is_main))
+        return Word(stop=2 if signals.received else int(is_time_up), save=int(saver.is_due()))
 
-    def save(is_best: bool = False) -> None:
-        begin = time.perf_counter()
-        meta = {"config": config.to_dict(), "provenance": origin | {"ledger": reporter.ledger}}
-        path = save_checkpoint(run, state, ctx, meta, config.keep_last, is_best)
-        reporter.saved(path, state, time.perf_counter() - begin, is_best)
+    def meta() -> dict[str, Any]:
+        return {"config": config.to_dict(), "provenance": origin | {"ledger": ledger.now()}}
 
+    saver = Saver(run, state, config, ctx, reporter, watch, writer, meta)
     agreement = Agreement(wish, ctx.control)
     models = {"model": state.model} | ({"ema": state.average.model} if state.average else {})
     chosen = "ema" if state.average else "model"  # the weights that the best checkpoint is chosen by
-    is_stopped = False
-    if run.resume_path and reporter.saved_step != progress.step:
-        save()  # a run that goes on in another folder has a checkpoint there from the start
-    while progress.epoch < config.epochs and not progress.is_patience_over(config.patience):
-        is_stopped = train_one_epoch(model, loader, state, config, ctx, agreement, reporter, save).stop > 0
+    watch.every_second = ledger.write
+    if run.resume_path and run.resume_path.resolve().parent == run.checkpoints.resolve():
+        saver.saved_step = progress.step
+    elif run.resume_path:
+        saver.save_now()  # a run that goes on in another folder has a checkpoint there from the start
+    is_stopped = max(exchange(wish().stop, ctx)) > 0  # meanwhile, before there was a step
+    while not is_stopped and progress.epoch < config.epochs and not progress.is_patience_over(config.patience):
+        is_stopped = train_one_epoch(model, loader, state, config, ctx, agreement, reporter, saver).stop > 0
         is_at_end = progress.step >= state.total_steps
-        is_save_due = is_stopped or is_at_end or is_every(config.save_every, progress.epoch)
-        if is_save_due and reporter.saved_step != progress.step:
-            save()  # before the evaluation
+        if is_stopped or is_at_end or is_every(config.save_every, progress.epoch):
+            saver.save_now(must=is_stopped or is_at_end)  # before the evaluation
         is_evaluation_due = (is_at_end or is_every(config.eval_every, progress.epoch)) and progress.evaluated_step != progress.step
         if "val" in held_out_loaders and is_evaluation_due and not is_stopped:
             begin = time.perf_counter()
             records = evaluate_all(models, "val", held_out_loaders["val"], state, ctx, agreement)
-            is_stopped = not records
             if records:
                 found = next(each for each in records if each["weights"] == chosen)
                 is_best = progress.note_value(found[best_name] if math.isfinite(found["loss"]) else math.nan, sign)
                 reporter.evaluated(records, time.perf_counter() - begin, is_best)
                 if is_best:
-                    save(is_best=True)
+                    saver.save_best()
                 if progress.samples_in_epoch < sampler.samples_per_epoch:
-                    save()  # max_steps ended the run here: one that goes on from here comes not by this evaluation again
-            elif reporter.saved_step != progress.step:
-                save()
+                    saver.save_now(is_again=True)  # max_steps ended the run here; a run that goes on comes not by this evaluation again
+            else:
+                is_stopped = True
+                saver.save_now()
         if is_stopped:
             break
         if progress.samples_in_epoch >= sampler.samples_per_epoch:
             state.next_epoch()
         if progress.is_patience_over(config.patience):
             logger.info("no better %s in %d evaluation(s): patience ends the run", best_name, progress.evaluations_since_best)
-            if reporter.saved_step != progress.step:
-                save()
+            saver.save_now()
         if is_at_end:
             break
 
+    saver.finish()
     test_records = []
     if "test" in held_out_loaders and not is_stopped:
         begin = time.perf_counter()
-        test_records = evaluate_best(run, models, chosen, held_out_loaders["test"], state, ctx, agreement)
+        test_records = evaluate_best(run.checkpoints / BEST, chosen, models[chosen], held_out_loaders["test"], state, ctx, agreement)
         is_stopped = not test_records
         if test_records:
             reporter.evaluated(test_records, time.perf_counter() - begin, is_best=False)
-    return reporter.finish("preempted" if is_stopped else "completed", state, sampler.global_batch_size, best_name, test_records)
+    outcome = reporter.finish("preempted" if is_stopped else "completed", state, sampler.global_batch_size, best_name, test_records)
+    saver.close()
+    return outcome
 
 
 def train_one_epoch(
@@ -201,16 +216,16 @@ def train_one_epoch(
     ctx: DistributedContext,
     agreement: Agreement,
     reporter: Reporter,
-    save: Callable[[], None],
+    saver: Saver,
 ) -> Word:
     """Train from where `state` stands to the end of its epoch, or to the step at which the ranks agreed to stop. Returns the last word."""
-    progress = state.progress
+    progress, clock = state.progress, loader.clock
     model.train()
     state.running_stats.begin_epoch()
-    reporter.start_clock()
     for window in loader.windows(progress.epoch, progress.samples_in_epoch):
         if progress.step >= state.total_steps:
             break
+        clock.begin_step(progress.step + 1)
         divisor = window.weight / ctx.world_size  # DDP averages over ranks: its result is then the mean over the window's samples
         indices = []
         for micro_batch in window:
@@ -226,8 +241,10 @@ def train_one_epoch(
                     indices += micro_batch.indices
                 if is_last_micro_batch:
                     state.running_stats.start_reduce()  # beside the backward pass
-                loss = loss_sum / divisor if is_counted else loss_sum * 0.0
-                state.scaler.scale(loss).backward()
+                clock.enter("backward")
+                state.backward(loss_sum / divisor if is_counted else loss_sum * 0.0)
+        clock.enter("update")
+        saver.settle()  # the copy of a checkpoint is complete before the weights change
         state.update_if_finite(window)
         state.advance(window)
         reporter.step_done(window.samples, progress.step)
@@ -241,14 +258,14 @@ def train_one_epoch(
             word = Word(*map(max, word, agreement.drain()))  # no older word may be heard after a save
             if word.stop:
                 return word
-            save()
-        reporter.start_clock()
+            saver.save()
+    clock.leave_steps()
     return agreement.drain()
 
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, loader: WindowLoader, precision: Precision, ctx: DistributedContext, agreement: Agreement | None
+    model: nn.Module, loader: WindowLoader, precision: Precision, ctx: DistributedContext, agreement: Agreement | None = None
 ) -> dict | None:
     """The mean loss and metrics over a set on all ranks, each sample counted once, and their "count".
 
@@ -291,20 +308,13 @@ def evaluate_all(
 
 
 def evaluate_best(
-    run: Run,
-    models: dict[str, nn.Module],
-    chosen: str,
-    loader: WindowLoader,
-    state: TrainState,
-    ctx: DistributedContext,
-    agreement: Agreement,
+    best: Path, weights: str, model: nn.Module, loader: WindowLoader, state: TrainState, ctx: DistributedContext, agreement: Agreement
 ) -> list[dict[str, Any]]:
     """Evaluate the best checkpoint's weights (where there is none, the last ones) on a set that chose nothing."""
-    best = run.checkpoints / BEST
     if exchange(best.exists(), ctx)[0]:
         payload = load_checkpoint(best, ctx)
-        models[chosen].load_state_dict((chosen == "ema" and payload["ema"]) or payload["model"])
-    return evaluate_all({chosen: models[chosen]}, "test", loader, state, ctx, agreement)
+        model.load_state_dict((weights == "ema" and payload["ema"]) or payload["model"])
+    return evaluate_all({weights: model}, "test", loader, state, ctx, agreement)
 
 
 def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, Any]:
@@ -316,8 +326,8 @@ def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, 
     _, held_out, config = load_data(config, ctx)
     together(lambda: resume.check_evaluation(payload, config), ctx)
     state = together(lambda: create_state(dataclasses.replace(config, init_from=""), ctx), ctx)
-    models = {"model": state.model}
     together(lambda: state.load_model(payload), ctx)
+    models = {"model": state.model}
     if payload["ema"]:
         models["ema"] = copy.deepcopy(state.model)
         models["ema"].load_state_dict(payload["ema"])
@@ -330,7 +340,7 @@ def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, 
         records += found
     outcome = {"checkpoint": str(path), "data_dir": config.data_dir, "records": records}
     file = config.run_folder / f"eval-{path.stem}.json"
-    by_rank_0(lambda: replace_json(file, outcome), ctx)
+    by_rank_0(lambda: (file.parent.mkdir(parents=True, exist_ok=True), replace_json(file, outcome)), ctx)
     logger.info("wrote %s", file)
     return outcome
 
@@ -344,15 +354,8 @@ def load_data(config: TrainingConfig, ctx: DistributedContext) -> tuple[Dataset,
         raise Refused(f"data_dir={config.data_dir}: create_dataset found no training set there; give the folder that holds it")
     config = together(lambda: settle(config, train_set), ctx)
     held_out = {split: dataset for split, dataset in sets.items() if dataset is not None and len(dataset)}
-    seen = exchange(
-        [[split, len(dataset), provenance.fingerprint(dataset)] for split, dataset in [("train", train_set), *held_out.items()]], ctx
-    )
-    if other := next((rank for rank, sets in enumerate(seen) if sets != seen[0]), 0):
-        raise Refused(
-            f"data_dir={config.data_dir}: holds other data on {ctx.hosts[other]} (rank {other}) than on {ctx.hosts[0]} (rank 0); make them alike",
-            other,
-            ctx.hosts[other],
-        )
+    seen = [[split, len(dataset), provenance.fingerprint(dataset)] for split, dataset in [("train", train_set), *held_out.items()]]
+    refuse_unlike(seen, f"data_dir={config.data_dir}: holds other data on {{other}} than on {{first}}; make them alike", ctx)
     return train_set, held_out, config
 
 
@@ -381,17 +384,13 @@ def warm_up(model: DistributedDataParallel, batch: Any, state: TrainState) -> li
     return ["loss", *metrics]
 
 
-def is_every(interval: int, index: int) -> bool:
-    """Whether the index-th epoch or step (from 0) ends an interval of so many; never where the interval is 0."""
-    return interval > 0 and (index + 1) % interval == 0
-
-
 def run_as_script() -> None:
     """Run the command line and end this process with the contract's exit code."""
     try:
         sys.exit(main())
     except (Exception, KeyboardInterrupt) as error:
-        leave_after(error)
+        launch = read_launch()
+        leave_after(error, launch.rank, launch.may_restart)
 
 
 if __name__ == "__main__":

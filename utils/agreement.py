@@ -65,3 +65,8 @@ class Agreement:
         work.wait()
         stop, save, self._every = word.tolist()
         return Word(stop, save)
+
+
+def is_every(interval: int, index: int) -> bool:
+    """Whether the index-th epoch or step (from 0) ends an interval of so many; never where the interval is 0."""
+    return interval > 0 and (index + 1) % interval == 0

@@ -1,26 +1,39 @@
-"""The checkpoint file: what torch.save wrote, and behind the archive a checksum of it.
+"""The checkpoint file: what torch.save wrote, and behind the archive its seal: whose it is, of which step, and a checksum of it all.
 
-`torch.load(path, weights_only=True)` opens such a file; it does not look at the checksum, `read` does.
+`torch.load(path, weights_only=True)` opens such a file; it does not look at the seal, `read` does.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
+import os
 import re
+from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from config import Refused
+from utils.archive import PLAIN, NotOurs, load_archive, open_file, type_name
 from utils.atomic_file import replace_file
-from utils.loading import to_device
 
 KEYS = ("model", "ema", "optimizer", "scaler", "progress", "config", "provenance")
 STEP_NAME = re.compile(r"step_(\d{8,})\.pt")
 BEST = "best.pt"
-TRAILER = re.compile(rb"\nsha256:([0-9a-f]{64})\n")
-TRAILER_BYTES = 73
+TRAILER = re.compile(rb"\nclaim:(\d{10}) step:(\d{10}) sha256:([0-9a-f]{64})\n")
+TRAILER_BYTES = 106
+
+
+class Seal(NamedTuple):
+    """What stands behind the archive."""
+
+    claim: int  # the number of the claim on the run's folder under which it was written; 0: none
+    step: int
+    digest: str  # SHA-256 of all before it
 
 
 def step_path(folder: Path, step: int) -> Path:
@@ -33,70 +46,153 @@ def step_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def write(path: Path, payload: dict[str, Any]) -> None:
-    """Write a checkpoint under its final name, whole or not at all. Raises Refused when the disk does not take it."""
+def take_apart(payload: dict[str, Any]) -> tuple[Any, list[Tensor]]:
+    """The payload with a number in the place of each tensor, and the tensors. `put_together` is the inverse.
+
+    Raises:
+        Refused: for a value that `torch.load(weights_only=True)` would refuse, or not give back as it was, by its name.
+    """
+    tensors: list[Tensor] = []
+    known: dict[tuple, int] = {}
+
+    def visit(value: Any, name: str) -> Any:
+        kind = type(value)
+        if kind is Tensor or kind is nn.Parameter:
+            key = (value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else (id(value),)
+            if key not in known:  # weights that are tied stay one tensor
+                known[key] = len(tensors)
+                tensors.append(value.detach())
+            return _Tensor(known[key])
+        if kind is dict or kind is OrderedDict:
+            if wrong := next((key for key in value if type(key) not in PLAIN), None):
+                raise Refused(f"{name}: has a key of type {type_name(wrong)}, which no checkpoint can hold; use plain text or numbers")
+            return {key: visit(each, f"{name}.{key}" if name else str(key)) for key, each in value.items()}
+        if kind is list or kind is tuple:
+            return kind(visit(each, f"{name}[{number}]") for number, each in enumerate(value))
+        if kind in PLAIN:
+            return value
+        raise Refused(f"{name}: is of type {type_name(value)}, which no checkpoint can hold; make it a tensor, number, text, list or dict")
+
+    return visit(payload, ""), tensors
+
+
+def put_together(apart: Any, tensors: list[Tensor]) -> Any:
+    """The payload that was taken apart, of these tensors."""
+    if type(apart) is _Tensor:
+        return tensors[apart]
+    if type(apart) is dict:
+        return {key: put_together(value, tensors) for key, value in apart.items()}
+    return type(apart)(put_together(value, tensors) for value in apart) if type(apart) in (list, tuple) else apart
+
+
+class _Tensor(int):
+    """The number of a tensor."""
+
+
+def write(path: Path, payload: dict[str, Any], claim: int = 0, may_appear: Callable[[], None] | None = None) -> None:
+    """Write a checkpoint, its tensors on the CPU, under its final name: whole or not at all.
+
+    Args:
+        claim: the number that goes into the seal.
+        may_appear: called when the file is on the disk, before it gets its name; what it raises ends the writing.
+
+    Raises:
+        OSError: when the disk does not take it. What was there before is untouched, the partial file is gone.
+    """
 
     def fill(file: BinaryIO) -> None:
         hashing = _HashingWriter(file)
-        torch.save(to_device(payload, torch.device("cpu")), hashing)  # a file that opens where there is no GPU
-        file.write(f"\nsha256:{hashing.digest.hexdigest()}\n".encode())
+        try:
+            torch.save(payload, hashing)
+        except RuntimeError as error:  # torch.save makes of a full disk an "unexpected pos"
+            raise hashing.error or error from None
+        hashing.write(f"\nclaim:{claim:010d} step:{_step_of(payload):010d} ".encode())
+        file.write(f"sha256:{hashing.digest.hexdigest()}\n".encode())
 
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, fill)
-    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
-        raise Refused(f"{path}: cannot be written ({error}); make room or give another checkpoint_dir, then --resume_from auto") from error
+    replace_file(path, fill, may_appear)
+
+
+def _step_of(payload: dict[str, Any]) -> int:
+    return payload["progress"]["step"]
 
 
 def read(path: Path) -> tuple[dict[str, Any], str]:
     """The checkpoint, its tensors on the CPU, and its checksum. Raises Refused, with the reason, when it is damaged or incomplete."""
-    digest = verify(path)
+    seal = verify(path)
     try:
-        payload = torch.load(path, map_location="cpu", weights_only=True)
+        payload = load_archive(path)
     except Exception as error:  # bytes that are no archive raise whatever the unpickler met
-        raise Refused(f"{path}: is no checkpoint ({_first_line(error)}); give another") from None
-    missing = [key for key in KEYS if not isinstance(payload, dict) or key not in payload]
+        # torch's own text recommends to switch its protection off
+        why = str(error) if isinstance(error, NotOurs) else type(error).__name__
+        raise Refused(f"{path}: is no checkpoint ({why}); give another") from None
+    missing = [key for key in KEYS if not isinstance(payload, dict) or not isinstance(payload.get(key), dict)]
     if missing:
         raise Refused(f"{path}: lacks {', '.join(missing)}; give another checkpoint, or --init_from to take only its weights")
-    return payload, digest
+    counts = {"step": None} | {name: value for name, value in payload["progress"].items() if name not in ("best_value", "intervals")}
+    wrong = [name for name, value in counts.items() if type(value) is not int or not -1 <= value < 2**53]
+    best = payload["progress"].get("best_value")
+    if not wrong and not (best is None or (type(best) in (int, float) and math.isfinite(best))):
+        wrong = ["best_value"]
+    if wrong or counts["step"] != seal.step:
+        raise Refused(f"{path}: its progress has no number for {wrong[0] if wrong else 'step'}; give another checkpoint")
+    return payload, seal.digest
 
 
-def verify(path: Path) -> str:
-    """The checksum of the file's archive. Raises Refused when it is not the one behind the archive."""
+def verify(path: Path) -> Seal:
+    """The file's seal. Raises Refused when the file is not what was sealed, or lies under the name of another step."""
     try:
-        with path.open("rb") as file:
-            size = path.stat().st_size - TRAILER_BYTES
-            digest = hashlib.sha256()
+        with open_file(path) as file:
+            seal = _read_seal(file)
+            if seal is None:
+                raise Refused(f"{path}: has no checksum at its end, it was cut short or is no checkpoint of ours; give another")
+            size, digest = file.seek(0, os.SEEK_END) - len(f"sha256:{seal.digest}\n"), hashlib.sha256()
+            file.seek(0)
             while size > 0 and (block := file.read(min(size, 2**22))):
                 digest.update(block)
                 size -= len(block)
-            written = TRAILER.fullmatch(file.read())
     except OSError as error:
         raise Refused(f"{path}: cannot be read ({error.strerror}); give the path of a checkpoint") from None
-    if written is None:
-        raise Refused(f"{path}: has no checksum at its end, it was cut short or is no checkpoint of ours; give another")
-    if written[1].decode() != digest.hexdigest():
+    if seal.digest != digest.hexdigest():
         raise Refused(f"{path}: is damaged, its bytes do not have the checksum at its end; give another")
-    return digest.hexdigest()
+    if (name := STEP_NAME.fullmatch(path.name)) and int(name[1]) != seal.step:
+        raise Refused(f"{path}: is the checkpoint of step {seal.step} under another's name; give another, or rename it")
+    return seal
 
 
-def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
+def seal_of(path: Path) -> Seal | None:
+    """The seal as it is written, the bytes before it unread. None where there is none."""
+    try:
+        with open_file(path) as file:
+            return _read_seal(file)
+    except OSError:
+        return None
+
+
+def _read_seal(file: BinaryIO) -> Seal | None:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - TRAILER_BYTES))
+    written = TRAILER.fullmatch(file.read())
+    return Seal(int(written[1]), int(written[2]), written[3].decode()) if written else None
+
+
+def newest_whole(folder: Path, is_ours: Callable[[Seal], bool] = lambda seal: True) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that is whole (None where the folder has none at all) and why newer ones were passed over.
+
+    Args:
+        is_ours: whether a checkpoint with this seal was written by a rightful owner of the folder.
 
     Raises:
         Refused: when there are checkpoints and none is whole.
     """
     skipped: list[str] = []
-    found = step_checkpoints(folder)
-    if (folder / BEST).exists():  # a file of its own where none was due at its step
+    found = [(int(STEP_NAME.fullmatch(path.name)[1]), path) for path in step_checkpoints(folder)]
+    if os.path.lexists(folder / BEST):  # a file of its own where none was due at its step
+        seal = seal_of(folder / BEST)
+        found.append((seal.step if seal else -1, folder / BEST))  # without a seal: last, to be refused with its reason
+    for _, path in sorted(found, key=lambda each: (each[0], each[1].name), reverse=True):
         try:
-            step = read(folder / BEST)[0]["progress"]["step"]
-            found.insert(sum(path < step_path(folder, step + 1) for path in found), folder / BEST)
-        except Refused as refused:
-            skipped.append(str(refused))
-    for path in reversed(found):
-        try:
-            verify(path)
+            seal = verify(path)
+            if not is_ours(seal):
+                raise Refused(f"{path}: was written by an earlier owner of the folder, after it had lost it; it does not count")
         except Refused as refused:
             skipped.append(str(refused))
         else:
@@ -118,7 +214,7 @@ def best_or_newest(folder: Path, prefers_best: bool) -> Path:
 
 
 def prune(folder: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` step checkpoints."""
+    """Delete all but the newest `keep_last` step checkpoints; to be called when a new one has its name."""
     for path in step_checkpoints(folder)[:-keep_last]:
         path.unlink(missing_ok=True)
 
@@ -126,37 +222,39 @@ def prune(folder: Path, keep_last: int) -> None:
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
     """Weights only: from a checkpoint of ours, or from a bare state dict. Raises Refused, for a damaged checkpoint of ours too."""
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TRAILER_BYTES))
-            is_ours = TRAILER.fullmatch(file.read())
+        with open_file(path) as file:
+            is_ours = _read_seal(file) is not None
     except OSError as error:
         raise Refused(f"init_from={path}: cannot be read ({error.strerror}); give a checkpoint or a state dict") from None
     if is_ours:
         verify(path)
     try:
-        payload = torch.load(path, map_location="cpu", weights_only=True)
+        payload = load_archive(path)
     except Exception:  # as in `read`; torch's own text recommends to switch its protection off
         raise Refused(f"init_from={path}: is no file of tensors alone; give a checkpoint or a saved state dict") from None
+    if isinstance(payload, dict) and not is_ours and payload.keys() >= {"model", "progress", "provenance"}:
+        raise Refused(f"init_from={path}: has no checksum at its end, as checkpoints of ours have: it was cut short; give another")
     weights = payload.get("model", payload) if isinstance(payload, dict) else payload
     if not isinstance(weights, dict) or not weights or not all(isinstance(value, torch.Tensor) for value in weights.values()):
         raise Refused(f"init_from={path}: holds no weights; give a checkpoint or a state dict")
     return weights
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
 class _HashingWriter:
-    """A file that keeps the checksum of what passes through it."""
+    """A file that keeps the checksum of what passes through it, and the error that torch.save makes something else of."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.digest = hashlib.sha256()
+        self.error: OSError | None = None
 
     def write(self, data: bytes) -> int:
         self.digest.update(data)
-        return self._file.write(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
 
     def flush(self) -> None:
         self._file.flush()

@@ -8,22 +8,22 @@ decide only who computes a micro-batch, never what is in it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
-import random
-import sys
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, default_collate
 
-from config import Refused, TrainingConfig
-from utils.signals import ignore_in_worker
+from config import Refused, TrainingConfig, UnreadableSample
+from utils.signals import ignore_in_worker, kept_back
 from utils.streams import derive_seed
+from utils.watchdog import Clock
+from utils.workers import Collate, Fetcher, check_shared_memory, explain, no_longer_than
 
 if TYPE_CHECKING:
     from ddp_utils import DistributedContext
@@ -41,6 +41,7 @@ class MicroBatch:
     is_counted: bool  # False: a stand-in with weight 0, so that an idle rank takes part in the all-reduce
     is_last: bool  # of this rank in its window
     batch: Any = None  # on the device, once the loader has fetched it
+    replaced: list[tuple[int, str]] = field(default_factory=list)  # indices whose sample could not be read, and why
 
 
 @dataclass(slots=True)
@@ -158,21 +159,30 @@ class WindowLoader:
     `windows(epoch, start)` is what training uses. Iterating gives the batches alone, and each pass is the next epoch.
     """
 
-    def __init__(self, dataset: Dataset, sampler: WindowSampler, num_workers: int, seed: int, device: torch.device) -> None:
-        self.dataset, self.sampler, self.num_workers = dataset, sampler, num_workers
-        self._seconds_waited = 0.0
-        self._seed, self._device = seed, device
+    def __init__(self, dataset: Dataset, sampler: WindowSampler, config: TrainingConfig, ctx: DistributedContext) -> None:
+        self.dataset, self.sampler, self.num_workers = dataset, sampler, choose_workers(config, dataset, ctx.local_world_size)
+        self._is_replacing = config.corrupt_images == "replace"
+        if self._is_replacing and sampler.weights is not None:
+            raise Refused(
+                "corrupt_images=replace: the data set has weights, and another sample would count with that of the one it stands for; leave it fail"
+            )
+        self.clock, self.phases = Clock(), ("data", "forward")  # while it waits for data, and while the loop computes with it
+        self._replaced: list[list] = []
+        self._patience = 0.9 * config.hang_timeout if self.num_workers else 0.0  # seconds; the watchdog has more
+        self._seed, self._device, self._local_world_size = config.seed, ctx.device, ctx.local_world_size
         self._transform = getattr(dataset, "device_transform", None)
         self._loader = DataLoader(
-            _Fetcher(dataset, seed),
+            Fetcher(dataset, fetches_batches(dataset), config.seed, self._is_replacing),
             batch_sampler=_Plan(sampler),
-            collate_fn=_Collate(getattr(dataset, "collate", default_collate)),
-            num_workers=num_workers,
+            collate_fn=Collate(getattr(dataset, "collate", default_collate)),
+            num_workers=self.num_workers,
             worker_init_fn=ignore_in_worker,
-            persistent_workers=num_workers > 0,
-            pin_memory=device.type == "cuda",
+            persistent_workers=self.num_workers > 0,
+            pin_memory=ctx.device.type == "cuda",
             generator=torch.Generator(),  # the workers' base seed, which nothing uses, comes not from the model's generator
         )
+        # where max_steps ends an epoch, the training set's wait there while the evaluation's come
+        self._batches_ahead = (self._loader.prefetch_factor or 0) * (2 if config.max_steps else 1)
 
     def windows(self, epoch: int, start: int = 0) -> Iterator[Window]:
         """The global batches of the epoch from sample `start` on, their micro-batches fetched as they are asked for."""
@@ -183,8 +193,14 @@ class WindowLoader:
             yield window
 
     def sample_batch(self) -> Any:
-        """The first micro-batch of the data set, fetched in this process: for the passes before the first step and for a look."""
-        return self.fetch(list(range(min(self.sampler.batch_size, len(self.dataset)))))[2]
+        """The first micro-batch of the data set, fetched in this process: for the passes before the first step and for a look.
+
+        Raises Refused where /dev/shm cannot hold as many of it as workers make ahead.
+        """
+        _, collated, batch = self.fetch(list(range(min(self.sampler.batch_size, len(self.dataset)))))
+        if self.num_workers:
+            check_shared_memory(collated, self.num_workers, self._batches_ahead, self._local_world_size)
+        return batch
 
     def fetch(self, indices: list[int], epoch: int = 0) -> tuple[Any, Any, Any]:
         """Some samples: as the data set gives them, as collated, and as the loop gets them on the device. Fetched in this process."""
@@ -192,10 +208,10 @@ class WindowLoader:
         collated = self._loader.collate_fn(fetched)
         return fetched[1], collated[1], self._to_device(collated).batch
 
-    def take_seconds_waited(self) -> float:
-        """Seconds in which the loop waited for data since the last call."""
-        waited, self._seconds_waited = self._seconds_waited, 0.0
-        return waited
+    def take_replaced(self) -> list[list]:
+        """[index, why] of each sample that was replaced by another since the last call, on this rank."""
+        taken, self._replaced = self._replaced, []
+        return taken
 
     def __iter__(self) -> Iterator[Any]:
         yield from (micro_batch.batch for micro_batch in self._fetch() if micro_batch.is_counted)
@@ -205,14 +221,42 @@ class WindowLoader:
         return sum(micro_batch.is_counted for micro_batch in self.sampler.micro_batches())
 
     def _fetch(self) -> Iterator[MicroBatch]:
-        batches = iter(self._loader)
-        while True:
-            begin = time.perf_counter()
-            item = next(batches, None)
-            self._seconds_waited += time.perf_counter() - begin
-            if item is None:
-                return
-            yield self._to_device(item)
+        number = 0
+        try:
+            with no_longer_than(self._patience), kept_back():
+                batches = iter(self._loader)
+            while True:
+                self.clock.enter(self.phases[0])
+                with no_longer_than(self._patience):
+                    item = next(batches, None)
+                self.clock.enter(self.phases[1])
+                if item is None:
+                    return
+                micro_batch, item = self._to_device(self._inspect(item)), None  # what lies in shared memory is let go
+                yield micro_batch
+                number += 1
+        except RuntimeError as error:
+            failure = explain(error, self.sampler.rank, self._what_is_read(number))
+            if failure is None:
+                raise
+            raise failure from None
+
+    def _inspect(self, item: tuple[MicroBatch, Any]) -> tuple[MicroBatch, Any]:
+        """Note what was replaced; raise what is corrupt and was not."""
+        micro_batch, batch = item
+        if isinstance(batch, UnreadableSample):
+            way_out = "" if self._is_replacing else " (--corrupt_images replace goes on without it)"
+            raise Refused(f"rank {self.sampler.rank} met a corrupt sample{way_out}: {batch}")
+        if micro_batch.is_counted:
+            self._replaced += map(list, micro_batch.replaced)
+        return item
+
+    def _what_is_read(self, number: int) -> str:
+        """Names the number-th micro-batch that this rank reads from here on."""
+        micro_batch = next(itertools.islice(self.sampler.micro_batches(), number, None), None)
+        indices = micro_batch.indices if micro_batch else []
+        some = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
+        return f"samples {some} of {getattr(self.dataset, 'split', 'the data set')} in epoch {self.sampler.epoch}"
 
     def _to_device(self, item: tuple[MicroBatch, Any]) -> MicroBatch:
         micro_batch, batch = item
@@ -242,43 +286,6 @@ class _Plan:
 
     def __len__(self) -> int:
         return sum(1 for _ in self._sampler.micro_batches())
-
-
-class _Fetcher(Dataset):
-    """Runs in the worker: the samples of one micro-batch, each with random streams of its own."""
-
-    def __init__(self, dataset: Dataset, seed: int) -> None:
-        self._dataset, self._seed = dataset, seed
-
-    def __getitems__(self, micro_batch: MicroBatch) -> tuple[MicroBatch, Any]:
-        try:
-            if fetches_batches(self._dataset):
-                return micro_batch, self._dataset.__getitems__(micro_batch.indices)
-            return micro_batch, [self._sample(micro_batch.epoch, index) for index in micro_batch.indices]
-        except Refused as refused:  # raised again in the main process, as one sentence
-            return micro_batch, refused
-
-    def _sample(self, epoch: int, index: int) -> Any:
-        seed = derive_seed("sample", self._seed, epoch, index)
-        random.seed(seed)
-        torch.default_generator.manual_seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
-        return self._dataset[index]
-
-
-class _Collate:
-    def __init__(self, collate: Any) -> None:
-        self._collate = collate
-
-    def __call__(self, item: tuple[MicroBatch, Any]) -> tuple[MicroBatch, Any]:
-        micro_batch, samples = item
-        if isinstance(samples, Refused):
-            return item
-        try:
-            return micro_batch, self._collate(samples)
-        except Refused as refused:
-            return micro_batch, refused
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -333,10 +340,12 @@ def create_distributed_dataloader(dataset: Dataset, config: TrainingConfig, ctx:
             "sync_bn=True: needs as many micro-batches on each rank, in the last step of an epoch too; "
             "give --drop_last, and a global batch that the ranks divide"
         )
-    return WindowLoader(dataset, sampler, choose_workers(config, dataset, ctx.local_world_size), config.seed, ctx.device), sampler
+    return WindowLoader(dataset, sampler, config, ctx), sampler
 
 
-def create_evaluation_dataloader(dataset: Dataset, config: TrainingConfig, ctx: DistributedContext) -> WindowLoader:
+def create_evaluation_dataloader(
+    dataset: Dataset, config: TrainingConfig, ctx: DistributedContext, clock: Clock | None = None
+) -> WindowLoader:
     """The loader of an evaluation set: in order, micro-batch b on rank b % world_size, as many windows on every rank."""
     sampler = WindowSampler(
         dataset,
@@ -346,7 +355,9 @@ def create_evaluation_dataloader(dataset: Dataset, config: TrainingConfig, ctx: 
         world_size=ctx.world_size,
         shuffle=False,
     )
-    return WindowLoader(dataset, sampler, choose_workers(config, dataset, ctx.local_world_size), config.seed, ctx.device)
+    loader = WindowLoader(dataset, sampler, config, ctx)
+    loader.clock, loader.phases = clock or loader.clock, ("evaluation", "evaluation")
+    return loader
 
 
 def settle(config: TrainingConfig, dataset: Dataset) -> TrainingConfig:

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from utils.lines import LinesFile
+
 NAME = "ddp"
 BAR_WIDTH = 24
 
@@ -47,6 +49,17 @@ class _ConsoleHandler(logging.StreamHandler):
             super().handleError(record)
 
 
+class _FileHandler(logging.Handler):
+    """Whole lines; what a full disk does not take comes later."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self._lines = LinesFile(file)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(self.format(record))
+
+
 class _NotABar(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         return not getattr(record, "bar", "")
@@ -77,7 +90,7 @@ def setup_logger(rank: int, file: Path | None = None) -> logging.Logger:
     logger.addHandler(errors)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(file, encoding="utf-8")
+        handler = _FileHandler(file)
         handler.setFormatter(_FileFormatter(rank))
         handler.addFilter(_NotABar())
         logger.addHandler(handler)

@@ -6,24 +6,30 @@ import logging
 import math
 import resource
 import sys
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import Dataset
 
-from config import TrainingConfig
-from utils.loading import WindowLoader
+from config import RunFailed, TrainingConfig
+from utils.checkpoint import BEST
+from utils.ledger import ACCOUNTS, Ledger, goodput
+from utils.loading import WindowLoader, WindowSampler
 from utils.logger import duration, log_epoch_summary, log_training_step, show_progress
-from utils.profiling import StepProfiler
+from utils.profiling import DeviceClock, StepProfiler
 from utils.provenance import changed_files, verification, zip_code
 from utils.run_folder import Run
 from utils.tensorboard import Board
-from utils.train_state import Progress, TrainState
+from utils.train_state import Progress, SkippedStep, TrainState
+from utils.watchdog import STEP_PHASES, Clock, slowest
+from utils.writer import Outcome
 
 if TYPE_CHECKING:
     from ddp_utils import DistributedContext
+
+
+STRAGGLES = 1.5  # times the median
+LEAST_EXCESS = 0.25  # seconds over the median in an interval: below that it is noise
 
 
 class Reporter:
@@ -36,18 +42,22 @@ class Reporter:
         ctx: DistributedContext,
         logger: logging.Logger,
         total_steps: int,
-        ledger: dict[str, float] | None,
+        sampler: WindowSampler,
+        clock: Clock,
+        ledger: Ledger,
     ) -> None:
-        self._run, self._config, self._logger = run, config, logger
-        self._warn = logger.warning if run.is_main else logger.info  # of what all ranks know: on the terminal once
+        self._run, self._config, self._logger, self._hosts = run, config, logger, ctx.hosts
+        self.warn = logger.warning if run.is_main else logger.info  # of what all ranks know: on the terminal once
         self._total_steps, self._world_size = total_steps, ctx.world_size
-        self.ledger = ledger or {"started_at": time.time(), "trained_s": 0.0, "waited_s": 0.0}  # over all attempts; kept in checkpoints
+        self._sampler, self._clock, self._ledger = sampler, clock, ledger
         self._board = Board(None, 0)
         self._profiler = StepProfiler(run.folder / "traces" if config.enable_profiling and ctx.is_main else None, ctx.device, logger)
         self._train_names: list[str] = []
-        self._samples, self._steps, self._seconds = 0, 0, 0.0  # since the last log point
-        self._mark = time.perf_counter()
-        self.saved_at, self.saved_step = time.monotonic(), -1
+        self._samples, self._steps = 0, 0  # since the last log point
+        self._spent = dict(clock.seconds)  # up to the last log point
+        self._device_clock = DeviceClock() if ctx.device.type == "cuda" else None
+        clock.on_enter = self._device_clock.mark if self._device_clock else None
+        self._said: set[str] = set()
 
     def start(self, origin: dict[str, Any], decided: dict[str, str], differences: list[str], batch: Any, state: TrainState) -> None:
         """Say what was decided and where the run comes from.
@@ -72,27 +82,17 @@ class Reporter:
             self._logger.warning("%s", line)
         self._logger.info("%s", banner(decided))
         for line in differences:
-            self._warn("changed: %s", line)
+            self.warn("changed: %s", line)
         run.status("running", epoch=state.progress.epoch, step=step, samples_seen=state.progress.samples_seen)
         if run.resume_path:
-            if run.resume_path.resolve().parent == run.checkpoints.resolve():
-                self.saved_step = step
             self.event("resumed", step, checkpoint=str(run.resume_path), world_size=self._world_size, changed=differences)
 
     # ---- training ----
 
-    def start_clock(self) -> None:
-        """What follows is training time, up to `step_done`."""
-        self._mark = time.perf_counter()
-
     def step_done(self, samples: int, step: int) -> None:
         """After each optimizer step, over so many samples of all ranks."""
-        now = time.perf_counter()
         self._samples += samples
         self._steps += 1
-        self._seconds += now - self._mark
-        self.ledger["trained_s"] += now - self._mark
-        self._mark = now
         show_progress(self._logger, step, self._total_steps, "step")
         self._profiler.step()
 
@@ -105,19 +105,30 @@ class Reporter:
 
     def share(self, state: TrainState, loader: WindowLoader) -> dict[str, Any]:
         """What this rank brings to a log point; reads from the device."""
+        totals = state.interval.totals()
+        spent = self._clock.spent()[0]
+        seconds = {phase: spent[phase] - self._spent[phase] for phase in STEP_PHASES}
+        self._spent = spent
+        own = {"data": seconds["data"], "compute": self._device_clock.take() if self._device_clock else seconds["forward"]}
         return {
-            "totals": state.interval.totals(),
-            "seconds": self._seconds,
-            "waited": loader.take_seconds_waited(),
+            "totals": totals,
+            "seconds": seconds,
+            "own": own,
             "memory": peak_memory(),
+            "skips": state.read_skips(),
+            "replaced": loader.take_replaced(),
         }
 
     def log(self, state: TrainState, ranks: list[dict[str, Any]]) -> None:
-        """Write the train record of the interval that ends here. ranks: the `share` of each."""
+        """Write the train record of the interval that ends here. ranks: the `share` of each.
+
+        Raises:
+            RunFailed: when too many steps in a row were skipped.
+        """
         means = state.interval.means([each["totals"] for each in ranks])
         grad_norm = means.pop("grad_norm")
-        seconds, waited = (sum(each[name] for each in ranks) / len(ranks) for name in ("seconds", "waited"))
-        self.ledger["waited_s"] += waited
+        seconds = sum(sum(each["seconds"].values()) for each in ranks) / len(ranks)
+        waited = sum(each["seconds"]["data"] for each in ranks) / len(ranks)
         progress, steps = state.progress, max(1, self._steps)
         means = {"loss": means.pop("loss")} | means
         self._train_names = list(means)
@@ -133,30 +144,64 @@ class Reporter:
             step_s=seconds / steps,
             peak_memory_bytes=max(each["memory"] for each in ranks),
         )
-        state.read_skipped()
-        skipped = progress.skipped_steps - progress.skipped_steps_said
-        progress.skipped_steps_said = progress.skipped_steps
-        if skipped:
-            self.event("skipped_step", progress.step, count=skipped)
-            self._warn("skipped %d optimizer step(s) with a gradient that is not finite, up to step %d", skipped, progress.step)
+        self._say_replaced(progress, ranks)
+        self.skipped(state.note_skips([each["skips"] for each in ranks]))
+        self._say_slowest(progress.step, [each["own"] for each in ranks])
         log_training_step(self._logger, record, self._train_names[1:], self._total_steps, self._world_size)
         self._board.scalars(record)
         self._run.status("running", epoch=progress.epoch, step=progress.step, samples_seen=progress.samples_seen)
-        self._samples, self._steps, self._seconds = 0, 0, 0.0
+        self._samples, self._steps = 0, 0
         state.interval.reset()
+        if 0 < self._config.max_skipped_steps <= progress.skipped_in_row:
+            raise RunFailed(
+                f"the last {progress.skipped_in_row} optimizer steps, up to step {progress.step}, had a loss or a gradient that is not finite; "
+                "look at their samples (skipped_step in metrics.jsonl), lower --lr or give --clip_grad_norm 1, then --resume_from auto"
+            )
+
+    def skipped(self, skipped: list[SkippedStep]) -> None:
+        """Record optimizer steps that were not taken, with the samples of their global batches."""
+        for each in skipped:
+            indices = self._sampler.order(each.epoch)[each.first : each.first + each.samples].tolist()
+            self.event("skipped_step", each.step, epoch=each.epoch, indices=indices)
+        if skipped:
+            steps = ", ".join(str(each.step) for each in skipped[:5]) + (", ..." if len(skipped) > 5 else "")
+            self.warn("skipped %d optimizer step(s) whose loss or gradient is not finite: %s", len(skipped), steps)
+
+    def _say_replaced(self, progress: Progress, ranks: list[dict[str, Any]]) -> None:
+        for rank, share in enumerate(ranks):
+            for index, text in share["replaced"]:
+                progress.replaced_samples += 1
+                self.event("replaced_sample", progress.step, index=index, rank=rank, problem=text)
+                if text not in self._said:
+                    self._said.add(text)
+                    self.warn("replaced sample %d on rank %d: %s", index, rank, text)
+
+    def _say_slowest(self, step: int, shares: list[dict[str, float]]) -> None:
+        rank, ratio, cause = slowest(shares)
+        self._logger.debug("slowest: rank %d on %s, %.2f times the median, by its %s", rank, self._hosts[rank], ratio, cause)
+        own = shares[rank]["data"] + shares[rank]["compute"]
+        if len(shares) > 1 and ratio >= STRAGGLES and own * (1 - 1 / ratio) > LEAST_EXCESS:
+            self.event("straggler", step, rank=rank, host=self._hosts[rank], times=round(ratio, 2), cause=cause)
+            self.warn("rank %d on %s is %.1f times slower than the median of all ranks, by its %s", rank, self._hosts[rank], ratio, cause)
 
     # ---- checkpoints and evaluation ----
 
     def event(self, event: str, step: int, **values: Any) -> None:
         self._run.record("event", event=event, step=step, **values)
 
-    def saved(self, path: Path, state: TrainState, seconds: float, is_best: bool) -> None:
-        progress = state.progress
-        self.event("best" if is_best else "checkpoint", progress.step, epoch=progress.epoch, path=str(path), seconds=round(seconds, 3))
-        if not is_best:
-            self.saved_at, self.saved_step = time.monotonic(), progress.step
-            self._run.status("running", epoch=progress.epoch, step=progress.step, samples_seen=progress.samples_seen, checkpoint=str(path))
-            self._logger.info("saved %s in %.2f s", path, seconds)
+    def saved(self, outcome: Outcome, stood_still_s: float) -> None:
+        """A checkpoint is on the disk."""
+        path, step = outcome.path, outcome.step
+        if path.name == BEST:
+            return
+        times = {"seconds": round(outcome.seconds, 3), "stood_still_s": round(stood_still_s, 5)}
+        self.event("checkpoint", step, epoch=outcome.epoch, path=str(path), **times)
+        self._run.status("running", checkpoint=str(path))
+        self._logger.info("saved %s in %.2f s; training stood still for %.1f ms", path, outcome.seconds, 1000 * stood_still_s)
+
+    def best(self, progress: Progress) -> None:
+        """best.pt is this state."""
+        self.event("best", progress.step, epoch=progress.epoch, path=str(self._run.checkpoints / BEST))
 
     def evaluated(self, records: list[dict[str, Any]], seconds: float, is_best: bool) -> None:
         for record in records:
@@ -171,9 +216,10 @@ class Reporter:
         self, ending: str, state: TrainState, global_batch_size: int, best_metric: str, test: list[dict[str, Any]]
     ) -> dict[str, Any]:
         """Write summary.json and the last status, and say what to type next."""
-        progress, ledger = state.progress, self.ledger
-        wall = max(1e-9, time.time() - ledger["started_at"])
-        rate = progress.samples_seen / ledger["trained_s"] if ledger["trained_s"] else 0.0
+        progress, ledger = state.progress, self._ledger.now()
+        wall = max(1e-9, ledger["until"] - ledger["started_at"])
+        trained = ledger["training"] + ledger["data_wait"]  # each step once
+        rate = progress.samples_seen / trained if trained else 0.0
         chosen = "ema" if self._config.ema_decay else "model"
         evaluations = [r for r in self._run.records("eval") if r["weights"] == chosen and r not in test]
         if any(r["split"] == "val" for r in evaluations):  # what is left are tests at the end of an earlier, shorter run
@@ -197,10 +243,13 @@ class Reporter:
             "best_epoch": progress.best_epoch,
             "final_top1": final.get("top1"),
             "final_loss": final.get("loss"),
-            "data_wait_fraction": ledger["waited_s"] / ledger["trained_s"] if ledger["trained_s"] else 0.0,
+            "data_wait_fraction": ledger["data_wait"] / trained if trained else 0.0,
             "peak_memory_bytes": peak_memory(),
             "restarts": self._run.attempt - 1,
-            "goodput": min(1.0, ledger["trained_s"] / wall),
+            "goodput": goodput(ledger),
+            "overflow_steps": progress.overflow_steps,
+            "replaced_samples": progress.replaced_samples,
+            "ledger": {f"{name}_s": round(ledger[name], 3) for name in ACCOUNTS},
         }
         if test:
             summary["test"] = test
@@ -208,7 +257,7 @@ class Reporter:
         self._run.status(ending, epoch=progress.epoch, step=progress.step, samples_seen=progress.samples_seen)
         self._profiler.close()
         self._board.close()
-        self._logger.info("%s", end_text(summary, self._run, self._config, ledger["trained_s"]))
+        self._logger.info("%s", end_text(summary, self._run, self._config, trained))
         return summary
 
 
@@ -238,7 +287,7 @@ def decisions(
         "batch": batch,
         "steps": f"{state.total_steps:,}, {sampler.steps_per_epoch:,} an epoch",
         "precision": f"{state.precision.name}{', channels_last' if config.channels_last else ''}, {config.optimizer} (fused)",
-        "a kill costs": f"at most {kill_cost(config)}",
+        "a kill costs": kill_cost(config),
     }
     if run.resume_path:
         decided["resumed"] = (
@@ -251,10 +300,13 @@ def decisions(
 
 
 def kill_cost(config: TrainingConfig) -> str:
-    """How much work lies between two checkpoints."""
+    """How much work lies between two checkpoints that are on the disk."""
     minutes, steps, epochs = config.save_every_minutes, config.save_every_steps, config.save_every
     parts = [(minutes, f"{minutes:g} min"), (steps, f"{steps} steps"), (epochs, f"{epochs} epoch(s)")]
-    return " or ".join(text for value, text in parts if value) + ", what comes first" if any(value for value, _ in parts) else "everything"
+    first = " or ".join(text for value, text in parts if value)
+    if not first:
+        return "everything: no save is asked for but the last"
+    return f"at most the work of {first}, what comes first, and of the time that it takes to write one; a request to stop costs nothing"
 
 
 def banner(decided: dict[str, str]) -> str:
@@ -266,11 +318,12 @@ def banner(decided: dict[str, str]) -> str:
 def end_text(summary: dict[str, Any], run: Run, config: TrainingConfig, trained_s: float) -> str:
     """The end summary, with the next commands to type. trained_s: seconds in training, of all attempts."""
     folder = run.folder
-    skipped = f" ({summary['skipped_steps']} of them skipped, their gradients were not finite)" if summary["skipped_steps"] else ""
+    skipped = f" ({summary['skipped_steps']} of them skipped, their loss or gradient was not finite)" if summary["skipped_steps"] else ""
     lines = [
         f"{summary['state']}: {summary['epochs']} epochs, {summary['steps']} steps{skipped}, {summary['samples_seen']:,} samples "
         f"in {duration(trained_s)} of training, {summary['samples_per_s']:,.0f} samples/s",
     ]
+    lines.append(time_text(summary))
     average = " --ema" if config.ema_decay else ""  # the weights that the best checkpoint was chosen by
     if summary["best_value"] is not None:
         whose = " (averaged weights)" if average else ""
@@ -289,6 +342,15 @@ def end_text(summary: dict[str, Any], run: Run, config: TrainingConfig, trained_
             f"  python scripts/export.py {source} {folder}/model.pt{average}",
         ]
     )
+
+
+def time_text(summary: dict[str, Any]) -> str:
+    """Where the time went, over all restarts."""
+    shown = [
+        f"{name.removesuffix('_s').replace('_', ' ')} {duration(seconds)}" for name, seconds in summary["ledger"].items() if seconds >= 0.5
+    ]
+    restarts = f", {summary['restarts']} restart(s)" if summary["restarts"] else ""
+    return f"time: {duration(summary['wall_s'])} in all ({', '.join(shown)}), goodput {summary['goodput']:.0%}{restarts}"
 
 
 def peak_memory() -> int:

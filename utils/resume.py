@@ -6,6 +6,9 @@ import dataclasses
 from typing import Any
 
 from config import Refused, TrainingConfig
+from utils.claim import MOST_STRIKES
+from utils.loading import WindowSampler
+from utils.train_state import Progress
 
 
 def check_evaluation(payload: dict[str, Any], config: TrainingConfig) -> None:
@@ -56,3 +59,20 @@ def compare(payload: dict[str, Any], config: TrainingConfig, fingerprint: str, g
     if wrong:
         raise Refused("\n".join([*wrong, "resume_from: these must match; give them as they were, or start a new run with --init_from"]))
     return said
+
+
+def diagnosis(strikes: list[dict[str, Any]], progress: Progress, sampler: WindowSampler) -> str:
+    """What is to be said of a run that ends at the same step each time: which step, of which samples."""
+    step = strikes[-1]["step"]
+    indices, ahead = [], step - progress.step - 1
+    epoch, first = progress.epoch, progress.samples_in_epoch + ahead * sampler.global_batch_size
+    while first >= sampler.samples_per_epoch and ahead >= 0:  # windows do not cross the end of an epoch
+        ahead -= -(-(sampler.samples_per_epoch - (first - ahead * sampler.global_batch_size)) // sampler.global_batch_size)
+        epoch, first = epoch + 1, max(0, ahead) * sampler.global_batch_size
+    if ahead >= 0:
+        indices = sampler.order(epoch)[first : first + sampler.global_batch_size].tolist()
+    shown = f"{indices[:32]}" + (f" and {len(indices) - 32} more" if len(indices) > 32 else "")
+    return (
+        f"the last {len(strikes)} attempts all ended at step {step} (epoch {epoch}, samples {shown}) without a new checkpoint; "
+        f"the last one said: {strikes[-1]['error']}; mend that, then start again: there are {MOST_STRIKES} more attempts"
+    )

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
 import shutil
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from config import DEFAULT_RUN_DIR, Refused, TrainingConfig
+from config import DEFAULT_RUN_DIR, Refused, RunFailed, TrainingConfig
 from utils import checkpoint
 from utils.atomic_file import TEMPORARY, replace_json
+from utils.claim import NAME as CLAIM
+from utils.claim import Claim, strikes_of
+from utils.lines import LinesFile, keep_lines, read_lines
 from utils.provenance import now
+from utils.watchdog import look_twice
 
-FILES = ("config.json", "provenance.json", "code.zip", "status.json", "metrics.jsonl", "summary.json", "eval-*.json")
+FILES = ("config.json", "provenance.json", "code.zip", "status.json", "metrics.jsonl", "summary.json", "ledger.json", "eval-*.json")
 FILES += ("tensorboard/events.out.*", "logs/rank*.log", "traces/rank*.json.gz", "samples/rank*.jsonl", "superseded-*/*.pt")
+FILES += ("watch/*", "hang-*.txt")
 CHECKPOINTS = ("step_*.pt", checkpoint.BEST)
 
 
@@ -30,21 +34,35 @@ class Run:
     folder: Path
     checkpoints: Path
     rank: int
-    host: str
+    hosts: tuple[str, ...]  # of all ranks
     resume_path: Path | None = None  # the checkpoint to start from
     is_completed: bool = False  # nothing is left to do, and nothing may be written
     is_replacing: bool = False  # another run is in the folder, until `make_room`
     attempt: int = 1
+    claim_number: int = 0
+    strikes: list[dict[str, Any]] = field(default_factory=list)  # attempts in a row that ended at the same step
     notes: list[str] = field(default_factory=list)  # what was decided while there was no logger yet
-    _claim: IO[str] | None = None
-    _launch_id: str = ""
-    _samples: IO[str] | None = None
+    _claim: Claim | None = None
+    _kept: dict[str, Any] = field(default_factory=dict)  # with the claim
+    _files: dict[str, LinesFile] = field(default_factory=dict)
     _status: dict[str, Any] = field(default_factory=dict)
     _status_before: dict[str, Any] = field(default_factory=dict)  # of a continued run, until it is settled that it goes on
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def host(self) -> str:
+        return self.hosts[self.rank]
+
+    @property
+    def watch_folder(self) -> Path:
+        return self.folder / "watch"
+
+    @property
+    def claim_file(self) -> Path:
+        return self.folder / CLAIM
 
     @property
     def log_file(self) -> Path:
@@ -62,24 +80,27 @@ class Run:
         Raises:
             Refused: when the folder holds another run, belongs to a running job, or cannot be written.
         """
-        if Path.cwd().is_relative_to(self.folder.resolve()) or any(self.folder.glob("*/claim.json")):
+        if Path.cwd().is_relative_to(self.folder.resolve()) or any(self.folder.glob(f"*/{CLAIM}")):
             raise Refused(f"run_dir={self.folder}: holds other things than one run; give a folder of the run's own, runs/NAME say")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self._claim = _lock(self.folder)
+            self._claim = Claim(self.folder, self.host)
         except OSError as error:
             raise Refused(f"run_dir={self.folder}: cannot be written ({error.strerror}); give a folder that can") from None
-        owner = _read_claim(self._claim)
+        owner = self._claim.before
         holds_run = (self.folder / "metrics.jsonl").exists() or any(self.checkpoints.glob("*.pt"))
         is_same_launch = bool(launch_id) and owner.get("launch_id") == launch_id
         given = Path(config.resume_from) if config.resume_from not in ("", "auto") else None
         is_continued = holds_run and (config.resume_from == "auto" or is_same_launch)
         if is_continued:
-            self.is_completed = _read_json(self.folder / "status.json").get("state") == "completed"
+            status = _read_json(self.folder / "status.json")
+            self.is_completed = status.get("state") == "completed"
             if self.is_completed:
                 return
-            self.resume_path, passed_over = checkpoint.newest_whole(self.checkpoints)
+            if not owner.get("has_diagnosed"):  # else a person looked at it, or sends a new job: torchrun was asked to end
+                self.strikes = strikes_of(owner, status, self.watch_folder)
+            self.resume_path, passed_over = checkpoint.newest_whole(self.checkpoints, self._claim.is_ours)
             self.notes += passed_over
         if given and not self.resume_path:  # else an earlier attempt of this launch has started from it
             checkpoint.verify(given)
@@ -96,22 +117,22 @@ class Run:
                 )
             self.is_replacing = True
         self.attempt = owner.get("attempt", 0) + 1 if holds_run and not self.is_replacing else 1
-        self._launch_id = launch_id
+        self.claim_number = self._claim.number
         # until `own` the launch has made nothing of what is here: a restart must not go on from that
-        self._write_claim(launch_id if is_same_launch and not self.is_replacing else "")
+        self._kept = {"launch_id": launch_id, "attempt": self.attempt, "strikes": self.strikes}
+        self._claim.take(self.checkpoints, **self._kept | {"launch_id": launch_id if is_same_launch and not self.is_replacing else ""})
         for left_over in [*self.folder.glob(f"*{TEMPORARY}"), *self.checkpoints.glob(f"*{TEMPORARY}")]:
             left_over.unlink()
-
-    def _write_claim(self, launch_id: str) -> None:
-        self._claim.seek(0)
-        self._claim.truncate()
-        mine = {"host": self.host, "pid": os.getpid(), "time": now(), "launch_id": launch_id, "attempt": self.attempt}
-        self._claim.write(json.dumps(mine) + "\n")
-        self._claim.flush()
+        for left_over in self.watch_folder.glob("*"):  # of ranks that this attempt may not have
+            left_over.unlink()
 
     def own(self) -> None:
         """On rank 0, once the run is about to train: a restart of this launch goes on from what it finds in the folder."""
-        self._write_claim(self._launch_id)
+        self._claim.keep(**self._kept, has_trained=True)
+
+    def say_diagnosis(self) -> None:
+        """On rank 0: the run was stopped since it ends at the same step again and again. Another launch may try again."""
+        self._claim.keep(**self._kept, has_trained=True, has_diagnosed=True)
 
     def make_room(self, config: TrainingConfig) -> None:
         """On rank 0, once nothing more can be refused: delete the run that the folder holds, or move it aside."""
@@ -126,15 +147,15 @@ class Run:
             self.folder.rename(aside)
             self._claim.close()
             self.checkpoints.mkdir(parents=True)
-            self._claim = _lock(self.folder)
+            self._claim = Claim(self.folder, self.host)
+            self._claim.number = self.claim_number
             self.notes.append(f"moved the earlier run aside: it is now in {aside}")
 
     def close(self) -> None:
         """Let go of the folder."""
-        for file in (self._claim, self._samples):
-            if file is not None:
-                file.close()
-        self._claim = self._samples = None
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
 
     # ---- records ----
 
@@ -142,17 +163,17 @@ class Run:
         """Append a record to metrics.jsonl; a number that is not finite becomes null."""
         values = {"kind": kind} | {name: _finite(value) for name, value in values.items()}
         if self.is_main:
-            with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(values) + "\n")
+            self._append("metrics.jsonl", values)
         return values
+
+    def _append(self, name: str, values: dict[str, Any]) -> None:
+        if name not in self._files:
+            self._files[name] = LinesFile(self.folder / name)
+        self._files[name].append(json.dumps(values))
 
     def record_samples(self, epoch: int, step: int, indices: list[int]) -> None:
         """Append what this rank computed in a committed step to its own file; written on every rank."""
-        if self._samples is None:
-            path = self.folder / "samples" / f"rank{self.rank}.jsonl"
-            path.parent.mkdir(exist_ok=True)
-            self._samples = path.open("a", encoding="utf-8", buffering=1)
-        self._samples.write(json.dumps({"epoch": epoch, "step": step, "indices": indices}) + "\n")
+        self._append(f"samples/rank{self.rank}.jsonl", {"epoch": epoch, "step": step, "indices": indices})
 
     def begin(self) -> None:
         """Say in status.json that an attempt is running."""
@@ -168,17 +189,33 @@ class Run:
         self._status_before = {}
         if self.is_main:
             self._status |= {"state": state} | values | {"time": now()}
-            replace_json(self.folder / "status.json", self._status)
+            is_running = state == "running"
+            if is_running and not self.claim_file.exists():
+                return  # the file system is gone, and nothing belongs below its mount point
+            with suppress(OSError) if is_running else nullcontext():  # a full disk: training goes on
+                replace_json(self.folder / "status.json", self._status, is_flushed=not is_running)
+
+    def lost_ranks(self) -> RunFailed | None:
+        """After a collective failed since a peer was gone: which rank it was that went without a word, as the watch shows it."""
+        places, standing, _ = look_twice(self.watch_folder, len(self.hosts))
+        if not standing:
+            return None
+        rank, place = min(standing), places[min(standing)]
+        where = f" in {place.phase} of step {place.step}" if place else ""
+        more = f", and {len(standing) - 1} more" if len(standing) > 1 else ""
+        remedy = "look for the kernel's word on memory (dmesg) or the node's state, then --resume_from auto"
+        return RunFailed(f"rank {rank} on {self.hosts[rank]} was killed or cut off{where}{more}; {remedy}", rank, self.hosts[rank])
 
     def failed(self, error: BaseException) -> None:
         """Say in status.json that the run failed; for the rank that notices first, whichever it is."""
         if self.is_replacing:
             return  # the status is still that of the run which was to be replaced
-        if getattr(error, "rank", None) is not None and not self.is_main:
+        if getattr(error, "rank", None) is not None and not self.is_main and not isinstance(error, RunFailed):
             return  # all ranks have this error: rank 0 writes it
         path = self.folder / "status.json"
         if isinstance(error, Refused) and self._status_before:  # the run is what it was
-            replace_json(path, self._status_before)
+            with suppress(OSError):
+                replace_json(path, self._status_before)
             return
         text = str(error).strip() or type(error).__name__
         rank, host = getattr(error, "rank", None), getattr(error, "host", None)
@@ -194,7 +231,7 @@ class Run:
                 break
 
     def records(self, kind: str) -> list[dict[str, Any]]:
-        return [record for record in _read_records(self.folder / "metrics.jsonl") if record["kind"] == kind]
+        return [record for record in read_lines(self.folder / "metrics.jsonl") if record["kind"] == kind]
 
     def write_json(self, name: str, value: Any) -> None:
         if self.is_main:
@@ -202,22 +239,12 @@ class Run:
 
     # ---- checkpoints: on rank 0 ----
 
-    def commit(self, payload: dict[str, Any], keep_last: int) -> Path:
-        """Write the checkpoint of the payload's step and delete old ones."""
-        path = checkpoint.step_path(self.checkpoints, payload["progress"]["step"])
-        checkpoint.write(path, payload)
-        checkpoint.prune(self.checkpoints, keep_last)
-        return path
-
-    def commit_best(self, payload: dict[str, Any]) -> Path:
-        """Make best.pt this state: a link to the step's own checkpoint where there is one."""
-        best = self.checkpoints / checkpoint.BEST
-        source = checkpoint.step_path(self.checkpoints, payload["progress"]["step"])
-        if not source.exists():
-            checkpoint.write(best, payload)
-            return best
-        _link(source, best)
-        return best
+    def link_best(self, step: int) -> bool:
+        """Make best.pt the step's own checkpoint, where there is one; whether there is. Raises OSError."""
+        source = checkpoint.step_path(self.checkpoints, step)
+        if source.exists():
+            _link(source, self.checkpoints / checkpoint.BEST)
+        return source.exists()
 
     def rewind(self, step: int, is_evaluated: bool = False) -> None:
         """Before a resumed run writes: drop records that it will write again, and set aside checkpoints from beyond its step.
@@ -230,7 +257,7 @@ class Run:
         best = self.checkpoints / checkpoint.BEST
         if best.exists():
             try:
-                is_beyond = checkpoint.read(best)[0]["progress"]["step"] > step
+                is_beyond = checkpoint.verify(best).step > step
             except Refused as refused:
                 self.notes.append(str(refused))
                 is_beyond = True
@@ -248,9 +275,9 @@ class Run:
             is_made_again = not is_evaluated or (is_test_apart and record.get("split") == "test")
             return record["step"] < step or (record["step"] == step and not (is_of_evaluation and is_made_again))
 
-        _keep_records(self.folder / "metrics.jsonl", is_kept)
+        keep_lines(self.folder / "metrics.jsonl", is_kept)
         for path in self.folder.glob("samples/rank*.jsonl"):
-            _keep_records(path, lambda r: r["step"] <= step)
+            keep_lines(path, lambda r: r["step"] <= step)
 
     def restore_best(self, step: int) -> bool:
         """Make best.pt the checkpoint of this step again, from this folder or from that of the checkpoint resumed from. Whether it is.
@@ -263,7 +290,11 @@ class Run:
         folders = dict.fromkeys([self.checkpoints, self.resume_path.parent] if self.resume_path else [self.checkpoints])
         for path in [each for folder in folders for each in (folder / checkpoint.BEST, checkpoint.step_path(folder, step))]:
             try:
-                if path.exists() and checkpoint.read(path)[0]["progress"]["step"] == step:
+                if (
+                    path.exists()
+                    and (seal := checkpoint.verify(path)).step == step
+                    and (path.parent != self.checkpoints or self._claim.is_ours(seal))
+                ):
                     if path != best:
                         _link(path, best)
                     return True
@@ -284,51 +315,11 @@ def _link(source: Path, target: Path) -> None:
     temporary.replace(target)
 
 
-def _lock(folder: Path) -> IO[str]:
-    """Hold the folder for the life of this process: the kernel lets go of the lock however the process ends."""
-    file = (folder / "claim.json").open("a+", encoding="utf-8")
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        owner = _read_claim(file)
-        who = f"process {owner.get('pid', '?')} on {owner.get('host', '?')} since {owner.get('time', '?')}"
-        raise Refused(f"run_dir={folder}: is in use by {who}; end that job or give another --run_dir") from None
-    except OSError:  # a file system without locks
-        pass
-    return file
-
-
-def _read_claim(file: IO[str]) -> dict[str, Any]:
-    file.seek(0)
-    try:
-        return json.loads(file.read())
-    except ValueError:
-        return {}
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-
-
-def _read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a file of JSON lines, without a last one that a kill cut short."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        with suppress(ValueError):
-            records.append(json.loads(line))
-    return records
-
-
-def _keep_records(path: Path, is_kept: Any) -> None:
-    """Rewrite a file of JSON lines without the records that are not kept."""
-    if not path.exists():
-        return
-    temporary = path.with_name(path.name + TEMPORARY)
-    temporary.write_text("".join(json.dumps(record) + "\n" for record in _read_records(path) if is_kept(record)), encoding="utf-8")
-    temporary.replace(path)
 
 
 def _finite(value: Any) -> Any:

@@ -1,27 +1,36 @@
-"""A request to stop (SIGTERM, SIGINT, SIGUSR1) becomes a flag that the loop reads between two optimizer steps."""
+"""A request to stop (SIGTERM, SIGINT, SIGUSR1, a terminal's SIGHUP) becomes a flag that the loop reads between two optimizer steps."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import multiprocessing.util
+import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Iterator
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+PROCESS, PARENT = os.getpid(), os.getppid()
+BORN = {PROCESS: time.time()}
 
 
 class StopSignals:
     """Holds the name of the first stop signal that came; a second SIGINT interrupts at once. For use in `with`."""
 
+    held: StopSignals | None = None  # what `hold` heard before there was a run
+
     def __init__(self) -> None:
-        self.received = ""
+        self.received = StopSignals.held.received if StopSignals.held else ""
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():  # Python handles signals nowhere else
-            self._before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+            heard = [number for number in STOP_SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]  # nohup
+            self._before = {number: signal.signal(number, self._note) for number in heard}
         return self
 
     def __exit__(self, *_) -> None:
@@ -34,10 +43,32 @@ class StopSignals:
         self.received = self.received or signal.Signals(number).name
 
 
+def hold() -> None:
+    """Listen from here on: a request that comes while torch is imported is heard by the run."""
+    StopSignals.held = StopSignals().__enter__()
+
+
+def began_at() -> float:
+    """When this process began, in seconds since 1970; now, for a second run in it, and in a process that was forked."""
+    return BORN.pop(os.getpid(), time.time())
+
+
+@contextlib.contextmanager
+def kept_back() -> Iterator[None]:
+    """Stop signals wait meanwhile: a process that is started here does not hear one before it ignores them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def ignore_in_worker(_worker: int) -> None:
     """For DataLoader workers: torchrun signals the whole process group, and a worker that dies takes the last save with it."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # they were started with these kept back
+    die_with_parent()
 
 
 def end_workers() -> None:
@@ -50,8 +81,13 @@ def end_workers() -> None:
 atexit.register(end_workers)  # runs before multiprocessing's own handler, which its import above has registered
 
 
-def die_with_parent() -> None:
-    """Ask the kernel (Linux only) to end this process when its parent, torchrun's agent, is gone: no orphan keeps a GPU."""
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Ask the kernel (Linux only) for this signal when the parent is gone: torchrun's agent, so that no orphan keeps a GPU."""
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def is_orphan() -> bool:
+    """Whether the parent that started this process is gone already."""
+    return PROCESS == os.getpid() and PARENT != os.getppid()

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from utils.lines import AppendedFile
+
 GRID = 8  # images a side
 TRAIN_ONLY = ("lr", "grad_norm", "samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes")
 NOT_SCALARS = ("kind", "epoch", "step", "split", "weights", "count")
@@ -25,6 +27,7 @@ class Board:
 
             # what an earlier attempt wrote beyond the step that is resumed from is hidden
             self._writer = SummaryWriter(folder, purge_step=start_step + 1 if start_step else None)
+            self._writer.file_writer.event_writer = _Events(self._writer.file_writer.event_writer)
 
     def texts(self, **values: dict[str, Any]) -> None:
         if self._writer:
@@ -62,6 +65,25 @@ class Board:
     def close(self) -> None:
         if self._writer:
             self._writer.close()
+
+
+class _Events:
+    """In the place of TensorBoard's writer of events, which at the first write that fails ends itself, and the run with it."""
+
+    def __init__(self, theirs: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        theirs.close()
+        self._records = RecordWriter(AppendedFile(Path(theirs._file_name)))
+
+    def add_event(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
+
+    def flush(self) -> None:
+        """Nothing is held back but what the disk does not take."""
+
+    def close(self) -> None:
+        """As `flush`."""
 
 
 def tile(images: Tensor) -> Tensor:

@@ -61,6 +61,19 @@ def together(action: Callable[[], T], ctx: DistributedContext, is_for_all: bool 
     return result
 
 
+def refuse_unlike(value: Any, sentence: str, ctx: DistributedContext) -> None:
+    """Raise Refused on every rank when one of them gave another value than rank 0 did.
+
+    Args:
+        value: plain JSON.
+        sentence: in which {other} and {first} stand for the two ranks and their hosts.
+    """
+    values = exchange(value, ctx)
+    if rank := next((rank for rank, each in enumerate(values) if each != values[0]), 0):
+        other, first = (f"{ctx.hosts[each]} (rank {each})" for each in (rank, 0))
+        raise Refused(sentence.format(other=other, first=first), rank, ctx.hosts[rank])
+
+
 def once_per_file_system(folder: Path, is_done: Callable[[], bool], action: Callable[[], None], ctx: DistributedContext) -> None:
     """Where `is_done` says no, run `action` on the lowest of the ranks that see the same `folder`; its outcome reaches all ranks.
 

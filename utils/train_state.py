@@ -27,13 +27,15 @@ class Progress:
     step: int = 0  # optimizer steps since the start of the run, skipped ones too
     samples_in_epoch: int = 0
     samples_seen: int = 0
-    skipped_steps: int = 0
+    skipped_steps: int = 0  # whose loss or gradient was not finite
+    skipped_in_row: int = 0  # of these, up to now
+    overflow_steps: int = 0  # that float16 skipped in search of its scale
+    replaced_samples: int = 0  # that could not be read
     best_value: float | None = None
     best_epoch: int = -1
     best_step: int = -1
     evaluations_since_best: int = 0
     evaluated_step: int = -1  # of the last evaluation
-    skipped_steps_said: int = 0  # of skipped_steps, in the records
 
     def note_value(self, value: float, sign: int) -> bool:
         """Count the evaluation that just ended. Whether its value is the best so far: the highest for sign 1, the lowest for -1."""
@@ -50,6 +52,16 @@ class Progress:
     def forget_best(self) -> None:
         """What comes is not to be compared with what was."""
         self.best_value, self.best_epoch, self.best_step, self.evaluations_since_best = None, -1, -1, 0
+
+
+@dataclass(frozen=True)
+class SkippedStep:
+    """An optimizer step that was not taken, and which entries of which epoch's order were its global batch."""
+
+    step: int
+    epoch: int
+    first: int
+    samples: int
 
 
 class TrainState:
@@ -82,7 +94,10 @@ class TrainState:
                 "param_groups: holds a parameter that is not the model's, whose gradient ranks would not share; make it the model's"
             )
         self._parameters = list(self._names)
-        self._skipped = torch.zeros((), device=device)  # since the last read
+        self._skips: list[torch.Tensor] = []  # of each step since the last read: 1 where it was skipped
+        self._seeds: list[torch.Tensor] = []  # with float16: NaN where a loss of this rank was not finite
+        self._seed = torch.ones((), device=device)
+        self._steps: list[SkippedStep] = []  # what each of them would be, were it skipped
 
     def plan(self, steps_left: int, steps_per_epoch: int, config: TrainingConfig) -> None:
         """Lay the schedule over the whole run, of which so many optimizer steps are left."""
@@ -112,6 +127,14 @@ class TrainState:
         """The learning rate of the last step taken, of the first parameter group."""
         return self.optimizer.param_groups[0]["lr"]
 
+    def backward(self, loss: torch.Tensor) -> None:
+        """One backward pass. A loss that is not finite makes all gradients NaN, where its own would be finite too: all ranks skip."""
+        loss = self.scaler.scale(loss)
+        seed = loss.detach() * 0 + 1
+        if self.scaler.is_enabled():
+            self._seed = self._seed * seed
+        loss.backward(seed)
+
     def update_if_finite(self, window: Window) -> None:
         """Unscale, clip, step, average. When the gradient is not finite all of it is skipped, on the device.
 
@@ -132,12 +155,16 @@ class TrainState:
         self.running_stats.commit(window.samples, is_finite)
         if self.average:
             self.average.update(taken)
-        self._skipped += skipped
+        self._skips.append(skipped)
+        if self.scaler.is_enabled():
+            self._seeds.append(self._seed)
+            self._seed = torch.ones_like(self._seed)
         if self._is_main:
             self.interval.update({"grad_norm": (norm.where(is_finite, 0.0), taken)})
 
     def advance(self, window: Window) -> None:
         self.progress.step += 1
+        self._steps.append(SkippedStep(self.progress.step, self.progress.epoch, self.progress.samples_in_epoch, window.samples))
         self.progress.samples_in_epoch += window.samples
         self.progress.samples_seen += window.samples
 
@@ -145,11 +172,31 @@ class TrainState:
         self.progress.epoch += 1
         self.progress.samples_in_epoch = 0
 
-    def read_skipped(self) -> int:
-        """Skipped steps since the last call, counted into the progress. Reads from the device."""
-        skipped = int(self._skipped.item())
-        self._skipped.zero_()
-        self.progress.skipped_steps += skipped
+    def read_skips(self) -> list[int]:
+        """For each step since `note_skips`: 0 taken, 1 skipped, 2 skipped and a loss of this rank was not finite. Reads from the device."""
+        if not self._skips:
+            return []
+        skips = torch.stack(self._skips).tolist()
+        seeds = torch.stack(self._seeds).tolist() if self._seeds else [math.nan] * len(skips)
+        return [int(skip) * (1 if math.isfinite(seed) else 2) for skip, seed in zip(skips, seeds, strict=True)]
+
+    def note_skips(self, ranks: list[list[int]]) -> list[SkippedStep]:
+        """Count what `read_skips` gave on each rank; the steps that were skipped for a reason other than float16's scale.
+
+        A step that float16 skipped while every rank's loss was finite is its search for a scale, as long as there is one to find.
+        """
+        can_search = self.scaler.is_enabled() and self.scaler.get_scale() >= 1
+        skipped = []
+        for step, flags in zip(self._steps, zip(*ranks, strict=True), strict=True):
+            if max(flags) == 1 and can_search:
+                self.progress.overflow_steps += 1
+            elif max(flags):
+                skipped.append(step)
+                self.progress.skipped_in_row += 1
+            else:
+                self.progress.skipped_in_row = 0
+        self.progress.skipped_steps += len(skipped)
+        self._skips, self._seeds, self._steps = [], [], []
         return skipped
 
     def state_dict(self, intervals: list[dict[str, Any]]) -> dict[str, Any]:
@@ -172,6 +219,14 @@ class TrainState:
         Raises:
             Refused: when something does not fit, with its name. What fitted may be loaded by then.
         """
+        try:
+            self._load(payload, rank, world_size)
+        except Refused:
+            raise
+        except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+            raise Refused(f"the checkpoint's state does not fit ({error}); give another checkpoint") from error
+
+    def _load(self, payload: dict[str, Any], rank: int, world_size: int) -> None:
         names = {field.name for field in dataclasses.fields(Progress)} | {"intervals"}
         missing = sorted(names - payload["progress"].keys())
         if missing:
@@ -187,7 +242,7 @@ class TrainState:
         for name, value in progress.items():
             setattr(self.progress, name, value)
         if self.average:
-            self.average.has_begun(self.progress.step > self.progress.skipped_steps)
+            self.average.has_begun(self.progress.step > self.progress.skipped_steps + self.progress.overflow_steps)
 
     def load_model(self, payload: dict[str, Any]) -> None:
         try:

@@ -1,0 +1,100 @@
+"""How a process ends when something failed: who is to blame, what is said last, and that it does end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import torch.distributed as dist
+
+from config import Refused, RunFailed, TrainingConfig
+from utils.logger import NAME
+from utils.run_folder import Run
+from utils.signals import end_workers
+from utils.watchdog import Watch
+
+if TYPE_CHECKING:
+    from ddp_utils import DistributedContext
+
+SECONDS_OF_BLAME = 2.0
+
+
+def is_of_a_peer(error: BaseException) -> bool:
+    """Whether a collective failed since a peer was gone, as gloo and NCCL say it: the trouble is another rank's."""
+    if isinstance(error, RunFailed):
+        return error.__cause__ is not None and is_of_a_peer(error.__cause__)
+    is_said = isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "ncclRemoteError"))
+    return is_said or isinstance(error, dist.DistNetworkError)
+
+
+def wait_for_blame(error: BaseException) -> None:
+    """After an error that is a peer's: torchrun blames the rank whose report has the earliest second, so this one comes later."""
+    if is_of_a_peer(error):
+        time.sleep(SECONDS_OF_BLAME)
+
+
+def leave_after(error: BaseException, rank: int, may_restart: bool = False) -> NoReturn:
+    """Say the error and end this process at once: nothing waits for peers, and gloo's threads do not make an abort of the exit code.
+
+    may_restart: torchrun would start another attempt; where that is of no use it is asked to end.
+    """
+    logger, is_refused = logging.getLogger(NAME), isinstance(error, Refused)
+    if is_refused and error.rank is not None:  # every rank has it: rank 0 says it, and nobody leaves before it has
+        if rank == 0:
+            logger.error("%s", error)
+        time.sleep(1 if rank == 0 else 3)
+        if may_restart and error.is_final:
+            os.kill(os.getppid(), signal.SIGTERM)
+    elif is_refused or isinstance(error, RunFailed):
+        logger.error("%s", error)
+        logger.debug("the way to it", exc_info=error)
+    elif is_of_a_peer(error):
+        logger.error("this rank lost its peers (%s): another rank failed first, and its log says of what", str(error).splitlines()[0])
+        logger.debug("the way to it", exc_info=error)
+    else:
+        logger.error("this rank failed", exc_info=error)
+        logger.error("failed: rank %d on %s: %s: %s", rank, socket.gethostname(), type(error).__name__, error)
+    end_now(2 if is_refused else 1)
+
+
+def end_now(code: int) -> NoReturn:
+    """End this process, whatever its threads wait for."""
+    end_workers()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def start_watch(run: Run, config: TrainingConfig, ctx: DistributedContext, logger: logging.Logger) -> Watch:
+    """Begin to say where this rank is, and to look after all ranks."""
+
+    def report(text: str, stacks: str) -> Path:
+        file = run.folder / f"hang-{time.strftime('%Y%m%dT%H%M%S')}.txt"
+        with suppress(OSError):
+            file.write_text(f"{text}\n{stacks}\n", encoding="utf-8")
+        logger.error("%s; the stacks of all ranks: %s", text, file)
+        logger.debug("%s", stacks)
+        return file
+
+    def end(text: str, stacks: str, guilty: int | None) -> None:
+        if guilty is None:  # another rank says it
+            end_now(1)
+        file = report(text, stacks)
+        sentence = f"{text} (hang_timeout={config.hang_timeout:g}); mend what the stacks in {file} show, then --resume_from auto"
+        run.failed(RunFailed(sentence, guilty, ctx.hosts[guilty]))
+        if path := ctx.launch.error_file:  # torchrun's summary shows it
+            extra = {"py_callstack": f"{stacks}\nRunFailed: {sentence}", "timestamp": str(int(time.time()))}  # it shows this alone
+            with suppress(OSError):
+                Path(path).write_text(json.dumps({"message": {"message": f"RunFailed: {sentence}", "extraInfo": extra}}))
+        end_now(1)
+
+    return Watch(run.watch_folder, ctx.rank, ctx.hosts, config.hang_timeout, report, end)
