@@ -5,16 +5,20 @@ The only file that reads the environment.
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import itertools
 import json
 import os
 import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +38,7 @@ from utils.signals import die_with_parent, is_orphan
 from utils.together import by_rank_0, exchange, together
 from utils.train_state import TrainState
 
+T = TypeVar("T")
 GROUPS = itertools.count()
 CONTROL_TIMEOUT = timedelta(hours=24)  # words, barriers and saves: who is late here is not lost
 
@@ -199,23 +204,49 @@ def _rendezvous(launch: Launch, url: str, timeout: timedelta) -> dist.Store:
         return dist.HashStore()  # a world of one: no port, no environment
     if url == "env://" and not ("MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ):
         raise Refused("MASTER_ADDR and MASTER_PORT: not set, while RANK is; start with torchrun, set both, or give --init_method")
+    waited_for = launch.world_size if url.startswith("file://") else 1  # a TCP store that waits for all cannot say who is missing
     try:
-        store, _, _ = next(dist.rendezvous(url, launch.rank, launch.world_size, timeout=timeout))
-    except (dist.DistError, ValueError, RuntimeError) as error:
+        meet = functools.partial(dist.rendezvous, url, launch.rank, waited_for, timeout=timeout)
+        store, _, _ = _within(timeout.total_seconds() + 5, lambda: next(meet()))
+    except (dist.DistError, ValueError, RuntimeError, TimeoutError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}" if url == "env://" else url
-        reason = str(error).splitlines()[0]  # frames of C++ follow
+        reason = str(error).splitlines()[0] if str(error) else "who listens there gives no answer"  # frames of C++ follow
         look = (
             "check that rank 0 runs and its address is right" if launch.rank else f"start all {launch.world_size} ranks with this address"
         )
+        if "EADDRINUSE" in reason:
+            look = "another program listens there (ss -ltnp names it); end it, or give all ranks another MASTER_PORT"
         raise Refused(f"rank {launch.rank} cannot meet the others at {where} ({reason}); {look}") from None
     store.set_timeout(timeout)
     return store
 
 
+def _within(seconds: float, action: Callable[[], T]) -> T:
+    """What it gives, or TimeoutError: a store that meets a program which is none waits for ever, whatever its own timeout."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future.result(seconds)
+
+
 def _introduce(store: dist.Store, launch: Launch, card: dict[str, Any], config: TrainingConfig) -> list[dict[str, Any]]:
     """Exchange one card a rank; raise on every rank what any of them found wrong."""
-    store.set(f"card/{launch.rank}", json.dumps(card))
-    cards = [json.loads(store.get(f"card/{rank}")) for rank in range(launch.world_size)]
+    keys = [f"card/{rank}" for rank in range(launch.world_size)]
+    store.set(keys[launch.rank], json.dumps(card))
+    try:
+        cards = [json.loads(store.get(key)) for key in keys]
+    except dist.DistStoreError:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        names = f"rank {', '.join(map(str, missing))} of {launch.world_size}" if missing else "a rank"
+        remedy = "look at what it said where it was started, then start all again (--timeout waits longer)"
+        speaker = missing[0] if missing and missing[0] > 0 else None  # rank 0 speaks for all, where it is there
+        raise Refused(f"{names}: did not come within {config.timeout:g} s; {remedy}", speaker, "" if speaker else None) from None
     for rank, each in enumerate(cards):
         if each["problem"]:
             is_common = len({card["problem"] for card in cards}) == 1
@@ -266,8 +297,8 @@ def open_run(config: TrainingConfig, ctx: DistributedContext) -> Run:
     """Claim the run's folder; rank 0 decides whether a run in it is continued, and all ranks learn it. Raises Refused."""
     run = Run(config.run_folder, config.checkpoint_folder, ctx.rank, ctx.hosts)
     by_rank_0(lambda: run.claim(config, ctx.launch.id, ctx.launch.may_restart), ctx)
-    mine = [str(run.resume_path or ""), run.is_completed, run.is_replacing, run.attempt, run.strikes]
-    resume_path, run.is_completed, run.is_replacing, run.attempt, run.strikes = exchange(mine, ctx)[0]
+    mine = [str(run.resume_path or ""), run.is_completed, run.is_replacing, run.attempt, run.strikes, run.claim_number]
+    resume_path, run.is_completed, run.is_replacing, run.attempt, run.strikes, run.claim_number = exchange(mine, ctx)[0]
     run.resume_path = Path(resume_path) if resume_path else None
     return run
 
@@ -303,7 +334,7 @@ def resume_run(
     if not exchange(is_best_there, ctx)[0]:
         progress.forget_best()
     by_rank_0(run.own, ctx)
-    return differences, read_ledger(run.folder / LEDGER) or ledger
+    return differences, (read_ledger(run.folder / LEDGER) if run.attempt > 1 else None) or ledger
 
 
 def save_checkpoint(saver: Saver, must: bool = True) -> None:

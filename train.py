@@ -159,7 +159,8 @@ def run_training(
     agreement = Agreement(wish, ctx.control)
     models = {"model": state.model} | ({"ema": state.average.model} if state.average else {})
     chosen = "ema" if state.average else "model"  # the weights that the best checkpoint is chosen by
-    watch.every_second = ledger.write
+    if ctx.is_main:
+        watch.every_second = lambda: run.is_ours() and ledger.write()
     if run.resume_path and run.resume_path.resolve().parent == run.checkpoints.resolve():
         saver.saved_step = progress.step
     elif run.resume_path:

@@ -36,13 +36,13 @@ def open_file(path: Path) -> BinaryIO:
 
 def load_archive(path: Path) -> Any:
     """Whatever is in the file, of plain values and tensors. Raises what it will; never runs code."""
-    _check_archive(path)
+    check_archive(path)
     payload = torch.load(path, map_location="cpu", weights_only=True)
     _check_plain(payload)
     return payload
 
 
-def _check_archive(path: Path) -> None:
+def check_archive(path: Path) -> None:
     """Raises NotOurs for an archive that torch.save did not write: torch would inflate it, or call what allocates, in memory."""
     with open_file(path) as file:
         if file.read(4) != b"PK\3\4":

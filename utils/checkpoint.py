@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from config import Refused
-from utils.archive import PLAIN, NotOurs, load_archive, open_file, type_name
+from utils.archive import PLAIN, NotOurs, check_archive, load_archive, open_file, type_name
 from utils.atomic_file import replace_file
 
 KEYS = ("model", "ema", "optimizer", "scaler", "progress", "config", "provenance")
@@ -122,9 +122,7 @@ def read(path: Path) -> tuple[dict[str, Any], str]:
     try:
         payload = load_archive(path)
     except Exception as error:  # bytes that are no archive raise whatever the unpickler met
-        # torch's own text recommends to switch its protection off
-        why = str(error) if isinstance(error, NotOurs) else type(error).__name__
-        raise Refused(f"{path}: is no checkpoint ({why}); give another") from None
+        raise _no_checkpoint(path, error) from None
     missing = [key for key in KEYS if not isinstance(payload, dict) or not isinstance(payload.get(key), dict)]
     if missing:
         raise Refused(f"{path}: lacks {', '.join(missing)}; give another checkpoint, or --init_from to take only its weights")
@@ -136,6 +134,11 @@ def read(path: Path) -> tuple[dict[str, Any], str]:
     if wrong or counts["step"] != seal.step:
         raise Refused(f"{path}: its progress has no number for {wrong[0] if wrong else 'step'}; give another checkpoint")
     return payload, seal.digest
+
+
+def _no_checkpoint(path: Path, error: Exception) -> Refused:
+    why = str(error) if isinstance(error, NotOurs) else type(error).__name__  # torch's own text recommends to switch its protection off
+    return Refused(f"{path}: is no checkpoint ({why}); give another")
 
 
 def verify(path: Path) -> Seal:
@@ -191,6 +194,10 @@ def newest_whole(folder: Path, is_ours: Callable[[Seal], bool] = lambda seal: Tr
     for _, path in sorted(found, key=lambda each: (each[0], each[1].name), reverse=True):
         try:
             seal = verify(path)
+            try:
+                check_archive(path)
+            except Exception as error:  # left here by a stranger
+                raise _no_checkpoint(path, error) from None
             if not is_ours(seal):
                 raise Refused(f"{path}: was written by an earlier owner of the folder, after it had lost it; it does not count")
         except Refused as refused:

@@ -53,6 +53,13 @@ class Claim:
         who = f"process {owner.get('pid', '?')} on {owner.get('host', '?')} since {since}{age}"
         return f"run_dir={folder}: is in use by {who}; end that job or give another --run_dir"
 
+    def read(self) -> dict[str, Any]:
+        """The claim as it stands now. Never by opening the file anew in this process: to close it again would end the lock."""
+        try:
+            return json.loads(os.pread(self._lock.fileno(), 2**20, 0))
+        except (OSError, ValueError, AttributeError):  # it is being written, or we have let go of it
+            return {}
+
     def is_ours(self, seal: Seal) -> bool:
         """Whether a checkpoint with this seal counts: written by the last owner, or there when the folder came to that one."""
         return seal.claim >= self._last or seal.digest in self._inherited

@@ -116,7 +116,8 @@ class Run:
                     "add --resume_from auto to continue it, --overwrite to replace it, or give another --run_dir"
                 )
             self.is_replacing = True
-        self.attempt = owner.get("attempt", 0) + 1 if holds_run and not self.is_replacing else 1
+        is_again = holds_run or (config.resume_from == "auto" and owner.get("has_trained"))  # killed before it had anything to keep
+        self.attempt = owner.get("attempt", 0) + 1 if is_again and not self.is_replacing else 1
         self.claim_number = self._claim.number
         # until `own` the launch has made nothing of what is here: a restart must not go on from that
         self._kept = {"launch_id": launch_id, "attempt": self.attempt, "strikes": self.strikes}
@@ -151,6 +152,16 @@ class Run:
             self._claim.number = self.claim_number
             self.notes.append(f"moved the earlier run aside: it is now in {aside}")
 
+    def is_ours(self) -> bool:
+        """Whether no other job has taken over the folder, while this one was stopped or cut off."""
+        held = self._claim.read() if self._claim else _read_json(self.claim_file)
+        return not self.claim_number or held.get("number", self.claim_number) == self.claim_number
+
+    def _check(self) -> None:
+        """Before anything is written that a later owner would take for its own."""
+        if not self.is_ours():
+            raise RunFailed(f"run_dir={self.folder}: another job has taken over this run; end this one")
+
     def close(self) -> None:
         """Let go of the folder."""
         if self._claim is not None:
@@ -167,6 +178,7 @@ class Run:
         return values
 
     def _append(self, name: str, values: dict[str, Any]) -> None:
+        self._check()
         if name not in self._files:
             self._files[name] = LinesFile(self.folder / name)
         self._files[name].append(json.dumps(values))
@@ -188,6 +200,7 @@ class Run:
         """Replace status.json: the state, and the values that changed since the last call."""
         self._status_before = {}
         if self.is_main:
+            self._check()
             self._status |= {"state": state} | values | {"time": now()}
             is_running = state == "running"
             if is_running and not self.claim_file.exists():
@@ -208,8 +221,8 @@ class Run:
 
     def failed(self, error: BaseException) -> None:
         """Say in status.json that the run failed; for the rank that notices first, whichever it is."""
-        if self.is_replacing:
-            return  # the status is still that of the run which was to be replaced
+        if self.is_replacing or not self.is_ours():
+            return  # the status is that of another run, or of another job
         if getattr(error, "rank", None) is not None and not self.is_main and not isinstance(error, RunFailed):
             return  # all ranks have this error: rank 0 writes it
         path = self.folder / "status.json"
@@ -235,6 +248,7 @@ class Run:
 
     def write_json(self, name: str, value: Any) -> None:
         if self.is_main:
+            self._check()
             replace_json(self.folder / name, value)
 
     # ---- checkpoints: on rank 0 ----
@@ -242,6 +256,7 @@ class Run:
     def link_best(self, step: int) -> bool:
         """Make best.pt the step's own checkpoint, where there is one; whether there is. Raises OSError."""
         source = checkpoint.step_path(self.checkpoints, step)
+        self._check()
         if source.exists():
             _link(source, self.checkpoints / checkpoint.BEST)
         return source.exists()
