@@ -107,11 +107,16 @@ def plot(runs: list[RunInfo], metric: str) -> str:
         parts.append(f'<text x="{x:.1f}" y="{height - bottom + 18}" text-anchor="middle" fill="#333">{step:,}</text>')
     parts.append(f'<text x="{(width + left) / 2}" y="{height - 8}" text-anchor="middle" fill="#333">optimizer step</text>')
     for k, run in enumerate(runs):
-        color = COLORS[k % len(COLORS)]
-        for curve, style in ((dashed[k], 'stroke-dasharray="4 3" opacity="0.7"'), (solid[k], 'stroke-width="2"')):
+        color, above = COLORS[k % len(COLORS)], len(runs) - 1 - k  # how many are drawn over this one: it shows under them
+        wide = f'stroke-width="{2 + 5 * above}" opacity="{0.35 if above else 1}"'
+        for curve, style in ((dashed[k], f'stroke-dasharray="4 3" {wide}'), (solid[k], wide)):
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in curve))
             parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" {style}/>')
         parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in (place(*point) for point in solid[k])]
+        for event in (record for record in run.records if record.get("event") == "resumed"):
+            x, y = place(event["step"], low)
+            parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{y:.1f}" stroke="{color}" stroke-dasharray="1 3"/>')
+            parts.append(f'<text x="{x:.1f}" y="{top - 4}" text-anchor="middle" fill="{color}">resumed</text>')
         y = 20 + 18 * k
         parts.append(f'<line x1="{left}" x2="{left + 24}" y1="{y}" y2="{y}" stroke="{color}" stroke-width="2"/>')
         name = escape(str(run.folder))
