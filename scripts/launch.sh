@@ -71,4 +71,10 @@ error=$(cat "$TORCHELASTIC_ERROR_FILE") status=$(cat "$run_dir/status.json" 2>/d
 rm -f "$TORCHELASTIC_ERROR_FILE"
 if [[ $error == *'"message": "Refused: '* ]]; then exit 2; fi
 if [[ $status == *'"state": "preempted"'* && $status != "$status_before" ]]; then exit 75; fi
-((code == 0)) || exit 1
+((code == 0)) && exit 0
+if [[ $status == *'"state": "failed"'* && $status != "$status_before" ]]; then
+    # the first failure, after all that followed it
+    python3 -c 'import json, sys; s = json.load(open(sys.argv[1])); print("launch.sh: failed: rank", s["rank"], "on", s["host"] + ":", s["error"])' \
+        "$run_dir/status.json" >&2
+fi
+exit 1

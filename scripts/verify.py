@@ -33,9 +33,10 @@ from dataclasses import replace
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import train
-from ddp_utils import cleanup_distributed, is_of_a_peer, setup_distributed
+from ddp_utils import cleanup_distributed, setup_distributed
 from utils import provenance
 from utils.atomic_file import replace_json
+from utils.ending import is_of_a_peer, leave_after
 from utils.together import by_rank_0, exchange
 from verification import of_data, of_model, of_runs
 from verification.fork import Broken, Fork, in_one_line, named
@@ -118,7 +119,7 @@ class Report:
                 self.finish(True)
             logging.disable(logging.NOTSET)
             self._fork.clean_up()
-            train.leave_after(error)
+            leave_after(error, self._fork.ctx.rank)
         finally:
             logging.disable(logging.NOTSET)
 
@@ -170,4 +171,4 @@ if __name__ == "__main__":
         sys.stderr.write("interrupted: nothing was found out, nothing was written\n")
         os._exit(1)
     except Exception as error:
-        train.leave_after(error)
+        leave_after(error, int(os.environ.get("RANK", 0)))

@@ -1,6 +1,7 @@
 """scripts/launch.sh: the line it makes, what it refuses, and real runs with the contract's exit codes."""
 
 import os
+import re
 import shlex
 import signal
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ranks import ROOT, finish, launch, start, stop
+from utils.watchdog import read_place
 
 SCRIPT = ROOT / "scripts" / "launch.sh"
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -65,6 +67,21 @@ def test_a_real_run_and_its_exit_codes(tmp_path):
     assert ended.code == 0 and "completed: 1 epochs" in ended.out, ended.text
     ended = launch([SCRIPT, *TINY, "--run_dir", tmp_path / "done"], env=env)
     assert ended.code == 2 and "holds a run already" in ended.err
+
+
+def test_the_last_line_of_a_failed_run_names_the_rank_that_failed_first(tmp_path):
+    flags = [*TINY, "--dataset_size", "4000", "--epochs", "50", "--run_dir", tmp_path / "run"]
+    program = start([SCRIPT, *flags], env={"PATH": PATH, "NPROC_PER_NODE": "2"})
+    try:
+        file, ends = tmp_path / "run" / "watch" / "rank1", time.monotonic() + 60
+        while not ((place := read_place(file)) and place.step > 2) and time.monotonic() < ends:
+            time.sleep(0.05)
+        os.kill(place.pid, signal.SIGKILL)
+        ended = finish(program, 60)
+    finally:
+        stop(program)
+    assert ended.code == 1
+    assert re.fullmatch(r"launch.sh: failed: rank 1 on \S+: rank 1 on \S+ was killed or cut off in .*auto", ended.err.splitlines()[-1])
 
 
 def test_sigterm_to_the_script_saves_and_exits_75(tmp_path):

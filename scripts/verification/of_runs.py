@@ -19,9 +19,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import model as fork_model
 import train
-from config import Refused
+from config import Refused, RunFailed
 from ddp_utils import cleanup_distributed, setup_distributed
-from utils import checkpoint, provenance
+from utils import checkpoint, provenance, saving
+from utils.ending import is_of_a_peer
 from utils.loading import to_device
 from utils.run_folder import Run
 from utils.together import exchange
@@ -178,17 +179,20 @@ def run(fork: Fork, name: str, is_standing: bool = False, **changes: Any) -> lis
     with (
         mock.patch.object(train, "create_dataset", lambda _, split: {"train": few, "val": held_out, "test": None}[split]),
         mock.patch.object(train, "create_state", keep),
+        mock.patch.object(saving, "PATIENCE", 60.0),  # a checkpoint at each step, however quick the steps are
         updates_into(updates) if is_standing else nullcontext(),
     ):
         scramble(100 * fork.ctx.rank + len(fork.runs))
         try:
             outcome = train.train(config)
-        except Refused as refused:  # by all ranks alike
-            fork.ctx = setup_distributed(fork.config)
-            raise Broken(str(refused)) from None
+        except (Refused, RunFailed) as problem:
+            if isinstance(problem, RunFailed) and (problem.rank is None or is_of_a_peer(problem)):
+                raise
+            fork.ctx = setup_distributed(fork.config)  # all ranks have it
+            raise Broken(str(problem)) from None
     if outcome["state"] == "preempted":
         raise KeyboardInterrupt
-    fork.runs[name] = Run(config.run_folder, config.checkpoint_folder, fork.ctx.rank, fork.ctx.host)
+    fork.runs[name] = Run(config.run_folder, config.checkpoint_folder, fork.ctx.rank, fork.ctx.hosts)
     fork.ctx = setup_distributed(fork.config)
     return updates
 

@@ -43,9 +43,9 @@ class ScaledPrecision(Precision):
 
 
 class Silent:
-    """In place of the reporter."""
+    """In place of the reporter and the saver."""
 
-    def start_clock(self):
+    def settle(self):
         pass
 
     def step_done(self, samples, step):
@@ -74,7 +74,7 @@ def gradients(task, accumulations, tails, precision, dtype):
                 state.progress = Progress()
                 state.plan(sampler.steps_per_epoch, sampler.steps_per_epoch, config)
                 with updates_into(taken := []):
-                    train.train_one_epoch(model, loader, state, config, ctx, Agreement(Word, ctx.control), Silent(), None)
+                    train.train_one_epoch(model, loader, state, config, ctx, Agreement(Word, ctx.control), Silent(), Silent())
                 assert len(taken) == 1 and state.progress.samples_seen == tail
                 found[accumulation, tail] = [g.numpy() for g in taken[0].gradients.values()]
             train.cleanup_distributed()

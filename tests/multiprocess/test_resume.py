@@ -5,12 +5,14 @@ import os
 import signal
 import sys
 import time
+from unittest import mock
 
 import pytest
 
-from ranks import finish, start, stop
-from training import STATE, TIMES, difference
+from ranks import finish, run_ranks, start, stop
+from training import STATE, TIMES, TINY, difference, train_flags
 from utils import checkpoint
+from utils.saving import Saver
 
 FLAGS = [
     "--dataset_size",
@@ -93,10 +95,23 @@ def test_the_time_limit_and_the_clock_of_saves(runs):
     assert len([record for record in runs.records("timed", "event") if record["event"] == "checkpoint"]) >= 3
 
 
+def train_with_a_quick_disk(flags):
+    """A save that is asked for finds the one before written."""
+    plain = Saver.is_due
+
+    def is_due(self):
+        if self._writer:
+            self._look(60.0)
+        return plain(self)
+
+    with mock.patch.object(Saver, "is_due", is_due):
+        return train_flags(flags)
+
+
 def test_after_a_save_no_older_word_asks_for_another(runs):
     """A save is always due here: asked for at one step, done at the next. A word under way meanwhile would bring one more."""
     flags = ["--dataset_size", 80, "--epochs", 1, "--save_every", 0, "--eval_every", 0, "--save_every_minutes", 1e-9]
-    runs.train(2, "often", *flags)
+    run_ranks(2, train_with_a_quick_disk, [*TINY, *map(str, flags), "--run_dir", str(runs.folder("often"))])
     assert [record["step"] for record in runs.records("often", "event") if record["event"] == "checkpoint"] == [2, 4, 6, 8, 10]
 
 

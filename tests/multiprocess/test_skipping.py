@@ -8,7 +8,20 @@ from config import TrainingConfig
 from ranks import run_ranks
 from training import TINY, difference
 
-FLAGS = [*TINY, "--dataset_size", "48", "--epochs", "1", "--ema_decay", "0.9", "--save_every_steps", "1", "--keep_last", "99"]
+FLAGS = [
+    *TINY,
+    "--dataset_size",
+    "48",
+    "--epochs",
+    "1",
+    "--ema_decay",
+    "0.9",
+    "--save_every_steps",
+    "1",
+    "--keep_last",
+    "99",
+    "--record_samples",
+]
 STATE = ("model", "ema", "optimizer")
 
 
@@ -58,11 +71,12 @@ def test_all_ranks_skip_the_step_and_agree_after_it(runs, bad_step, flags):
         state_after = {key: after[key] if key != "optimizer" else after[key]["state"] for key in STATE}
         assert difference(state, state_after) == []
     assert runs.json("run", "summary.json")["skipped_steps"] == 1
-    assert "(1 of them skipped, their gradients were not finite)" in (runs.folder("run") / "logs" / "rank0.log").read_text()
-    assert [record["count"] for record in runs.records("run", "event") if record["event"] == "skipped_step"] == [1]
+    assert "(1 of them skipped, their loss or gradient was not finite)" in (runs.folder("run") / "logs" / "rank0.log").read_text()
+    skips = [record for record in runs.records("run", "event") if record["event"] == "skipped_step"]
+    assert [record["step"] for record in skips] == [bad_step] and sorted(skips[0]["indices"]) == runs.samples("run")[bad_step]
     if bad_step == 3:  # a resume from between the skip and its log point says it once more, and once
         path = runs.folder("run") / "checkpoints" / "step_00000004.pt"
         run_ranks(2, train_and_keep, str(runs.folder("run")), [*flags, "--resume_from", str(path)], 99)
-        assert [record["count"] for record in runs.records("run", "event") if record["event"] == "skipped_step"] == [1]
+        assert skips == [record for record in runs.records("run", "event") if record["event"] == "skipped_step"]
     assert runs.records("run", "train")[0]["loss"] is None  # the interval's loss says it; the others are numbers
     assert runs.records("run", "train")[-1]["loss"] is not None and runs.records("run", "eval")[-1]["loss"] is not None

@@ -21,7 +21,8 @@ TRAIN_KEYS = "kind epoch step loss accuracy lr grad_norm samples_per_s data_wait
 EVAL_KEYS = "kind epoch step split weights loss top1 top5 count".split()
 SUMMARY_KEYS = (
     "state epochs steps skipped_steps samples_seen wall_s samples_per_s samples_per_s_per_rank world_size global_batch_size best_metric "
-    "best_value best_top1 best_epoch final_top1 final_loss data_wait_fraction peak_memory_bytes restarts goodput"
+    "best_value best_top1 best_epoch final_top1 final_loss data_wait_fraction peak_memory_bytes restarts goodput overflow_steps "
+    "replaced_samples ledger"
 ).split()
 
 
@@ -39,7 +40,7 @@ def test_rank_0_says_what_was_decided_and_how_it_goes(full_run):
     ended, runs = full_run
     for part in (
         "2 on 1 node(s): cpu", "2,777,674 parameters", "8 a micro-batch x 2 micro-batches on 2 ranks = 16 a global batch",
-        "SyntheticImageDataset, 80 training samples, 16 to evaluate on (val)", "15, 5 an epoch", "a kill costs  at most 10 min or 4 steps or 1 epoch(s)",
+        "SyntheticImageDataset, 80 training samples, 16 to evaluate on (val)", "15, 5 an epoch", "a kill costs  at most the work of 10 min or 4 steps or 1 epoch(s), what comes first, and of the time that it takes to write one",
         "epoch 0 | step 2/15 | loss", "samples/s (", "a rank) | data wait", "left", "== epoch 2 done, val: loss", "val (ema): loss",
         "completed: 3 epochs, 15 steps, 240 samples", "tensorboard --logdir", "python scripts/runs.py", "python scripts/export.py",
     ):  # fmt: skip
@@ -56,7 +57,8 @@ def test_records_have_the_contracts_keys_once_a_step(full_run):
     assert [(r["epoch"], r["step"], r["weights"]) for r in evaluations] == [(e, 5 * e + 5, w) for e in range(3) for w in ("model", "ema")]
     assert all(sorted(record) == sorted(EVAL_KEYS) and record["count"] == 16 and record["split"] == "val" for record in evaluations)
     assert all(0 <= record["top1"] <= record["top5"] <= 1 for record in evaluations)
-    assert [event["step"] for event in events if event["event"] == "checkpoint"] == [4, 5, 8, 10, 12, 15]
+    saved = [event["step"] for event in events if event["event"] == "checkpoint"]  # one that falls due while another is written waits
+    assert saved == sorted(set(saved)) and saved[0] == 4 and saved[-1] == 15 and len(saved) > 3
     assert train[-1]["step_s"] > 0 and train[-1]["peak_memory_bytes"] > 1e8
 
 
@@ -72,7 +74,7 @@ def test_status_and_summary(full_run):
     best = max(record["top1"] for record in runs.records("run", "eval") if record["weights"] == "ema")
     assert summary["best_value"] == summary["best_top1"] == best
     assert (summary["epochs"], summary["world_size"], summary["global_batch_size"], summary["restarts"]) == (3, 2, 16, 0)
-    assert 0 < summary["goodput"] <= 1 and summary["wall_s"] > 0
+    assert 0 < summary["goodput"] <= 1 and sum(summary["ledger"].values()) == pytest.approx(summary["wall_s"], abs=0.1)
 
 
 def test_config_provenance_and_code(full_run):
@@ -99,7 +101,7 @@ def test_config_provenance_and_code(full_run):
 
 def test_checkpoints_are_kept_and_open_with_plain_torch_load(full_run):
     _, runs = full_run
-    assert [path.name for path in runs.checkpoints("run")] == ["step_00000012.pt", "step_00000015.pt"]
+    assert len(runs.checkpoints("run")) == 2 and runs.checkpoints("run")[-1].name == "step_00000015.pt"
     payload = torch.load(runs.checkpoints("run")[-1], weights_only=True)
     assert tuple(payload) == checkpoint.KEYS
     assert not any(name.startswith(("module.", "_orig_mod.")) for name in payload["model"])

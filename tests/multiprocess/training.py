@@ -8,10 +8,12 @@ import torch._dynamo  # torch.optim imports it, in seconds, with the first optim
 import torch.utils.tensorboard
 
 import train
+import utils.saving
 from config import TrainingConfig
 from ranks import run_ranks
 from utils import checkpoint
 
+utils.saving.PATIENCE = 60.0  # each save that is due waits for the one before: which steps have a checkpoint does not depend on the clock
 STATE = ("model", "ema", "optimizer", "scaler", "progress")  # of a checkpoint, what makes a run
 TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes")  # of a record, what differs each time
 TINY = ["--image_size", "8", "--batch_size", "4", "--log_interval", "5", "--save_every_minutes", "0", "--backend", "gloo"]
