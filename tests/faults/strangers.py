@@ -35,10 +35,11 @@ def refused(drill: Drill, flag: str, sentence: str) -> float:
     evil = drill.folder / "evil.pt"
     marker = malicious(drill, drill.runs.checkpoints("other")[-1], evil, 5)
     ended = drill.run(2, *RUN, flag, evil)
+    assert not marker.exists(), "its code ran"
     assert (ended.code, ended.left) == (1, 0), ended.text
     says(ended.text, sentence.format(evil))
     says(drill.json("status.json")["error"], sentence.format(evil))
-    assert not drill.runs.checkpoints("run") and not marker.exists()
+    assert not drill.runs.checkpoints("run")
     return len(list(drill.folder.glob("marker")))
 
 
