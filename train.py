@@ -152,8 +152,10 @@ def run_training(
         is_time_up = 0 < config.max_time < (time.monotonic() - started) / 60
         return Word(stop=2 if signals.received else int(is_time_up), save=int(saver.is_due()))
 
+    settings = config.to_dict()
+
     def meta() -> dict[str, Any]:
-        return {"config": config.to_dict(), "provenance": origin | {"ledger": ledger.now()}}
+        return {"config": settings, "provenance": origin | {"ledger": ledger.now()}}
 
     saver = Saver(run, state, config, ctx, reporter, watch, writer, meta)
     agreement = Agreement(wish, ctx.control)

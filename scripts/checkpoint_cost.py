@@ -94,16 +94,18 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     references: list[float] = []
     stood_still, _ = one_run(folder, flags, EVERY, references)
+    is_main = int(os.environ.get("RANK", 0)) == 0
+    if is_main:
+        size = (folder / "reference.pt").stat().st_size / 1e6
+        print(f"{platform.machine()}, torch {torch.__version__}, a checkpoint of {size:.1f} MB in {folder}")
+        print(f"torch.save + fsync + rename: {milliseconds(references)}")
+        ratio = statistics.median(references) / statistics.median(stood_still)
+        print(f"training stands still for:   {milliseconds(stood_still)}, 1/{ratio:.0f} of it", flush=True)
     with_saves, without = [], []
     for _ in range(options.rounds):
         with_saves.append(one_run(folder, flags, EVERY)[1])
         without.append(one_run(folder, flags, 0)[1])
-    if int(os.environ.get("RANK", 0)) == 0:
-        size = (folder / "reference.pt").stat().st_size / 1e6
-        print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, a checkpoint of {size:.1f} MB in {folder}")
-        print(f"torch.save + fsync + rename: {milliseconds(references)}")
-        ratio = statistics.median(references) / statistics.median(stood_still)
-        print(f"training stands still for:   {milliseconds(stood_still)}, 1/{ratio:.0f} of it")
+    if is_main and with_saves:
         slower = statistics.median(with_saves) / statistics.median(without) - 1
         shown = ", ".join(f"{a:.1f} / {b:.1f}" for a, b in zip(with_saves, without, strict=True))
         print(f"a run that saves every {EVERY} steps: {slower:+.2%} (seconds with / without: {shown})")

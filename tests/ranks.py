@@ -26,6 +26,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 120.0  # seconds
 MARK = "DDP_TEST_PROGRAM"
+SECONDS_TO_GO = 3.0  # for what a program leaves behind to end by itself
 
 
 # Ranks are forked from a server that has imported everything and has no threads: a fork of pytest's own process, in which a thread
@@ -164,13 +165,23 @@ def stop(program: subprocess.Popen) -> int:
             program.wait(10)
         except subprocess.TimeoutExpired:
             os.killpg(program.pid, signal.SIGKILL)
-    left = 0
-    for process in Path("/proc").glob("[0-9]*"):  # none where there is no /proc
+    ends = time.monotonic() + SECONDS_TO_GO
+    while (left := _marked(program)) and time.monotonic() < ends:  # the writer of checkpoints hears of the end a moment later
+        time.sleep(0.05)
+    for pid in left:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    return len(left)
+
+
+def _marked(program: subprocess.Popen) -> list[int]:
+    """The processes that the program left; none where there is no /proc."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if program.mark in (process / "environ").read_bytes().split(b"\0"):
-                os.kill(int(process.name), signal.SIGKILL)
-                left += 1
-    return left
+                found.append(int(process.name))
+    return found
 
 
 def torchrun(world_size: int, *flags: str | Path, script: str = "train.py", **options: Any) -> Ended:
