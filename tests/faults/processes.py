@@ -159,7 +159,35 @@ def relaunches_in_vain(drill: Drill) -> float:
     return len(texts)
 
 
+def killed_under_defaults(drill: Drill) -> float:
+    """Three times, at a random step after the first epoch: each time at most an epoch is made again, and what a write took."""
+    run, most = ("--dataset_size", 200, "--epochs", 4, "--num_workers", 1), 0
+    for _ in range(3):
+        again = ("--resume_from", "auto") if most or (drill.folder / "run").exists() else ()
+        job = drill.start(2, *run, *again)
+        first = drill.events("resumed")[-1]["step"] if again else 0
+        victim, wanted = drill.random.randrange(2), drill.random.randrange(max(first, 30) + 1, max(first, 30) + 20)
+        job.wait_for_step(wanted)
+        reached = max(place.step for place in job.places(2))
+        job.signal(victim, signal.SIGKILL)
+        says(job.end().text, r"a kill costs  at most the work of 10 min or 1 epoch\(s\), what comes first")
+        assert drill.run(2, *run, "--resume_from", "auto", "--max_time", 0.001).code == 0  # says where it goes on, and stops
+        most = max(most, drill.steps_lost(reached))
+        assert most <= 25 + 10, most
+    assert drill.run(2, *run, "--resume_from", "auto").code == 0
+    drill.is_whole(2, *run)
+    return most
+
+
 FAULTS = [
+    Fault(
+        "rank killed under default settings",
+        "processes",
+        "SIGKILL to a random rank at three random steps, no flag on saves given",
+        "the work that is made again stays within what the start of the run said; the same bits",
+        "steps made again at most",
+        killed_under_defaults,
+    ),
     Fault(
         "rank killed",
         "processes",
