@@ -59,7 +59,7 @@ def test_twenty_kills_leave_the_run_that_was_never_killed(runs, choices, dtype, 
         hits[found["phase"]] += 1
         attempts.append((ranks, found["victim"], found["phase"], found["steps"]))
     print(f"seed {seed}: (ranks, victim, phase, steps of the attempt) {attempts}; {dict(hits)}")
-    assert run_ranks(rng.choice(choices), train_task, "lines", flags, dtype)[0][0] == "completed"
+    assert run_ranks(rng.choice(choices), train_and_say_where, folder, "lines", flags, dtype)[0] == "completed"
     killed, whole = type(runs)(folder), runs
     assert killed.samples("run") == whole.samples("whole") and len(whole.samples("whole")) == 160
     assert len({ranks for ranks, *_ in attempts}) == len(choices)
