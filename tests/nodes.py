@@ -19,7 +19,7 @@ from ranks import DEADLINE, ROOT, Ended, finish, need, start, stop
 NETWORK = "10.0.0"
 HOLD = "echo held; read _"  # until it is killed, or pytest is: then its input ends
 # As `ip netns exec` does it: /sys shows the interfaces of the network that it was mounted in. The cgroups below it stay.
-OWN_SYS = "mount --rbind /sys/fs/cgroup /mnt; mount -t sysfs sysfs /sys && mount --move /mnt /sys/fs/cgroup"
+OWN_SYS = "mount --rbind /sys/fs/cgroup /mnt; mount -t sysfs sysfs /sys && mount --rbind /mnt /sys/fs/cgroup"
 
 
 class Place:
