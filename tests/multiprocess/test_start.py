@@ -12,6 +12,7 @@ import utils.alike
 from config import TrainingConfig
 from ranks import run_ranks
 from training import TINY
+from utils.together import exchange
 
 
 def unlike(words, what, folder):
@@ -61,3 +62,18 @@ def test_every_rank_is_refused_with_what_differs(tmp_path, what, said, odd):
 def test_ranks_that_are_alike_say_nothing_and_lose_no_time():
     rows = utils.alike.table([["", "rank 0 on a", "rank 1 on b"], ["lr", "0.1", "0.2"]])
     assert rows == "    rank 0 on a  rank 1 on b\nlr  0.1          0.2"
+
+
+def talk(sizes):
+    rank = int(os.environ["RANK"])
+    ctx = train.setup_distributed(TrainingConfig(backend="gloo"))
+    words = [{"rank": rank, "text": "ö" * (size * (rank + 1) // 4)} for size in sizes]
+    heard = [exchange(word, ctx) for word in words]
+    train.cleanup_distributed()
+    return heard
+
+
+def test_messages_short_and_long_come_as_they_were_given():
+    sizes = [0, 1, 500, 505, 506, 507, 508, 509, 510, 2000, 60_000]  # around the length that goes in one collective
+    expected = [[{"rank": rank, "text": "ö" * (size * (rank + 1) // 4)} for rank in range(4)] for size in sizes]
+    assert run_ranks(4, talk, sizes) == [expected] * 4
