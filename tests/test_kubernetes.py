@@ -101,8 +101,14 @@ def torchrun_line(job, index):
     script = ROOT / Path(words[0]).relative_to("/app")
     ended = launch([script, *words[1:], "--dry-run"], env={"PATH": PATH, **env})
     assert ended.code == 0, ended.text
-    line = next(line for line in ended.out.splitlines() if "train.py" in line and "torchrun" in line)
+    line = next(line for line in reversed(ended.out.splitlines()) if "train.py" in line)
     return shlex.split(line), env
+
+
+def given(line, flag):
+    """The value of a flag of torchrun."""
+    values = [word.partition("=")[2] for word in line if word.startswith(f"{flag}=")]
+    return values[-1] if values else line[line.index(flag) + 1]
 
 
 def test_every_manifest_is_what_the_published_schemas_say():
@@ -150,7 +156,7 @@ def test_the_names_agree():
     assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
     line, env = torchrun_line(found["Job"], 0)
     assert env["MASTER_ADDR"] == f"{name}-0.{pod['subdomain']}"
-    assert f"--master-port={service['spec']['ports'][0]['port']}" in line
+    assert given(line, "--master-port") == str(service["spec"]["ports"][0]["port"])
     assert env["NNODES"] == str(spec["completions"])
     assert found["TrainJob"]["spec"]["runtimeRef"]["name"] == found["TrainingRuntime"]["metadata"]["name"]
     assert found["TrainJob"]["spec"]["runtimeRef"]["kind"] == "TrainingRuntime"
@@ -177,11 +183,11 @@ def test_each_pod_starts_its_node_of_the_job(job):
     assert job["spec"]["completionMode"] == "Indexed" and job["spec"]["parallelism"] == nodes == 2
     for index in range(nodes):
         line, env = torchrun_line(job, index)
-        for word in (f"--nnodes={nodes}", f"--node-rank={index}", f"--master-addr={name}-0.{subdomain}", "--master-port=29500"):
-            assert word in line
+        assert (given(line, "--nnodes"), given(line, "--node-rank")) == (str(nodes), str(index))
+        assert (given(line, "--master-addr"), given(line, "--master-port")) == (f"{name}-0.{subdomain}", "29500")
         assert env["LAUNCH_ID"] == "5fcf6d81"
         if "PET_NPROC_PER_NODE" in env:
-            assert f"--nproc-per-node={env['PET_NPROC_PER_NODE']}" in line
+            assert given(line, "--nproc-per-node") == env["PET_NPROC_PER_NODE"]
     assert "--retries" in started(job, 0)[0]
 
 
@@ -203,7 +209,7 @@ def test_the_flags_are_those_of_train_py_and_the_run_is_on_the_shared_claim(job)
 
 def test_a_save_is_not_cut_off(job):
     line, _ = torchrun_line(job, 0)
-    shutdown = next(int(word.partition("=")[2]) for word in line if word.startswith("--shutdown-timeout="))
+    shutdown = float(given(line, "--shutdown-timeout"))
     assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= shutdown + 30
 
 
