@@ -1,6 +1,7 @@
 """scripts/Dockerfile as a list of instructions, and what it copies: as far as an image can be made without docker."""
 
 import shutil
+import subprocess
 from pathlib import Path
 
 from ranks import ROOT
@@ -27,7 +28,7 @@ def copies() -> list[tuple[list[Path], str]]:
 
 
 def copy_into(folder: Path) -> None:
-    """What the image has in its WORKDIR, and nobody may write to, as there."""
+    """What the image has in its WORKDIR, and its user may read and not write."""
     for paths, target in copies():
         for path in paths:
             if path.is_dir():
@@ -36,4 +37,6 @@ def copy_into(folder: Path) -> None:
                 (folder / target).mkdir(parents=True, exist_ok=True)
                 shutil.copy(path, folder / target)
     for path in [folder, *folder.rglob("*")]:
-        path.chmod(path.stat().st_mode & ~0o222)
+        path.chmod(path.stat().st_mode & ~0o277)  # as under the strictest umask
+    for step in (rest for name, rest in instructions() if name == "RUN" and "pip install" not in rest):
+        subprocess.run(["sh", "-c", step], cwd=folder, check=True)
