@@ -13,7 +13,7 @@ import pytest
 from dockerfile import copies, copy_into, instructions
 from ranks import ROOT, finish, launch, need, start, stop
 
-TINY = ["--image_size", "8", "--batch_size", "4", "--dataset_size", "4000", "--backend", "gloo", "--log_interval", "1"]
+TINY = ["--image_size", "8", "--batch_size", "4", "--dataset_size", "320", "--backend", "gloo", "--log_interval", "1"]
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 # a user that is in no list, without a capability; the program is process 1
 POD = "unshare --user --map-user=10001 --map-group=10001 --pid --fork --mount-proc --kill-child".split()
