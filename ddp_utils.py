@@ -11,6 +11,7 @@ import inspect
 import itertools
 import json
 import os
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from config import Refused, RunFailed, TrainingConfig
 from utils import checkpoint, resume
+from utils.alike import check_alike, check_shared, raise_file_limit
 from utils.claim import MOST_STRIKES
 from utils.ledger import LEDGER, read_ledger
 from utils.loading import WindowSampler
@@ -40,6 +42,7 @@ from utils.train_state import TrainState
 
 T = TypeVar("T")
 GROUPS = itertools.count()
+MOST_STEPS = 0xFFFFFF00  # Slurm numbers its steps below; batch scripts and interactive shells have numbers above
 CONTROL_TIMEOUT = timedelta(hours=24)  # words, barriers and saves: who is late here is not lost
 
 
@@ -50,12 +53,13 @@ class Launch:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    is_launched: bool = False  # RANK, LOCAL_RANK and WORLD_SIZE are set
+    is_launched: bool = False  # RANK, LOCAL_RANK and WORLD_SIZE are set, or srun speaks for them
     is_under_torchrun: bool = False
     may_restart: bool = False  # torchrun --max-restarts
     id: str = ""  # the same for all attempts of one launch; empty where nobody knows
     git_commit: str = ""
     error_file: str = ""  # what torchrun's summary shows of this rank
+    address: str = ""  # where the ranks meet, tcp://HOST:PORT, where MASTER_ADDR and MASTER_PORT do not say it
 
 
 @dataclass(frozen=True)
@@ -87,12 +91,12 @@ def is_main_process(rank: int) -> bool:
 
 
 def read_launch() -> Launch:
-    """Read what torchrun (or whoever plays its part) put into the environment. Raises Refused when only some of it is there."""
+    """Read what torchrun (or whoever plays its part, or srun) put into the environment. Raises Refused when only some of it is there."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     missing = [name for name in names if name not in os.environ]
     git_commit = os.environ.get("GIT_COMMIT", "")
     if len(missing) == len(names):
-        return Launch(git_commit=git_commit)
+        return Launch(git_commit=git_commit, **_read_srun())
     if missing:
         there = [name for name in names if name not in missing]
         raise Refused(
@@ -116,6 +120,28 @@ def read_launch() -> Launch:
         git_commit=git_commit,
         error_file=os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
     )
+
+
+def _read_srun() -> dict[str, Any]:
+    """What srun says, where this process is one of several tasks of a step; nothing in a batch script or a shell, which is one process."""
+    words = [os.environ.get(f"SLURM_{name}", "") for name in ("PROCID", "LOCALID", "STEP_NUM_TASKS", "JOB_ID", "STEP_ID")]
+    if not all(word.isdecimal() for word in words):
+        return {}
+    rank, local_rank, world_size, job, step = map(int, words)
+    if world_size < 2 or step > MOST_STEPS:
+        return {}
+    if "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ",") and os.environ.get("SLURM_GPUS_ON_NODE", "1") != "1":
+        local_rank = 0  # --gpus-per-task and the like: each task sees a GPU of its own, and no other
+    first = re.match(r"(?:\[[^]]*]|[^,[])*", os.environ.get("SLURM_STEP_NODELIST", ""))[0]  # of rack[1-2]n[07-12,15],other
+    host = re.sub(r"\[(\d+)[^]]*]", r"\1", first)  # the node of rank 0: rack1n07
+    return {
+        "rank": rank,
+        "local_rank": local_rank,
+        "world_size": world_size,
+        "is_launched": True,
+        "id": os.environ.get("LAUNCH_ID") or f"slurm-{os.environ.get('SLURM_CLUSTER_NAME', '')}-{job}.{step}",  # a requeue has the same
+        "address": f"tcp://{host}:{20000 + (job + 1009 * (step + 1)) % 10000}",  # below the ports that the kernel gives away
+    }
 
 
 def choose_device(backend: str, local_rank: int) -> tuple[str, torch.device]:
@@ -160,6 +186,7 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
     card: dict[str, Any] = {"host": socket.gethostname(), "problem": ""}
     backend, device = "", torch.device("cpu")
     try:
+        raise_file_limit(launch.world_size, (os.cpu_count() or 1) if config.num_workers == "auto" else config.num_workers)
         backend, device = choose_device(config.backend, launch.local_rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)  # before anything touches a GPU, and before the group: NCCL else guesses which
@@ -183,7 +210,7 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
         device_id=device if device.type == "cuda" else None,
     )
     hosts = tuple(each["host"] for each in cards)
-    return DistributedContext(
+    ctx = DistributedContext(
         rank=launch.rank,
         local_rank=launch.local_rank,
         world_size=launch.world_size,
@@ -195,6 +222,8 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
         launch=launch,
         control=dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT),
     )
+    check_alike(config, ctx)
+    return ctx
 
 
 def _rendezvous(launch: Launch, url: str, timeout: timedelta) -> dist.Store:
@@ -203,7 +232,9 @@ def _rendezvous(launch: Launch, url: str, timeout: timedelta) -> dist.Store:
             raise Refused(f"init_method={url}: needs RANK, LOCAL_RANK and WORLD_SIZE, which are not set; start with torchrun, or set them")
         return dist.HashStore()  # a world of one: no port, no environment
     if url == "env://" and not ("MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ):
-        raise Refused("MASTER_ADDR and MASTER_PORT: not set, while RANK is; start with torchrun, set both, or give --init_method")
+        if not launch.address:
+            raise Refused("MASTER_ADDR and MASTER_PORT: not set, while RANK is; start with torchrun, set both, or give --init_method")
+        url = launch.address
     waited_for = launch.world_size if url.startswith("file://") else 1  # a TCP store that waits for all cannot say who is missing
     try:
         meet = functools.partial(dist.rendezvous, url, launch.rank, waited_for, timeout=timeout)
@@ -300,6 +331,8 @@ def open_run(config: TrainingConfig, ctx: DistributedContext) -> Run:
     mine = [str(run.resume_path or ""), run.is_completed, run.is_replacing, run.attempt, run.strikes, run.claim_number]
     resume_path, run.is_completed, run.is_replacing, run.attempt, run.strikes, run.claim_number = exchange(mine, ctx)[0]
     run.resume_path = Path(resume_path) if resume_path else None
+    if not run.is_completed:
+        check_shared(run, ctx)
     return run
 
 

@@ -23,6 +23,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import torch.distributed as dist
 
 import train
 from config import TrainingConfig
@@ -38,6 +39,7 @@ def one_run(folder: Path, flags: list[str], every: int, references: list[float] 
     stood_still, ledgers, plain_save, plain_saved, plain_init = [], [], saving.Saver.save, Reporter.saved, Ledger.__init__
 
     def save(saver: saving.Saver, *args: Any, **options: Any) -> None:
+        dist.barrier()  # who waits here for the slowest rank would do so in the next step
         plain_save(saver, *args, **options)
         if references is not None and saver._writer:
             saver._copy.result()  # neither disturbs the other
@@ -70,7 +72,7 @@ def one_run(folder: Path, flags: list[str], every: int, references: list[float] 
         "--epochs",
         "1000",
     ]
-    words = [*flags, *fixed, "--save_every_steps", str(every), "--run_dir", str(folder / f"run-{time.time_ns()}"), "--overwrite"]
+    words = [*flags, *fixed, "--save_every_steps", str(every), "--run_dir", str(folder / "run"), "--overwrite"]
     with (
         mock.patch.object(saving.Saver, "save", save),
         mock.patch.object(Reporter, "saved", saved),

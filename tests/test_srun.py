@@ -1,0 +1,83 @@
+"""train.py under srun without torchrun: what of Slurm's variables makes a rank, and what does not."""
+
+import os
+
+import pytest
+
+from ddp_utils import read_launch
+
+STEP = {
+    "PROCID": "5", "LOCALID": "1", "STEP_NUM_TASKS": "8", "NTASKS": "8", "JOB_ID": "1234", "STEP_ID": "0", "CLUSTER_NAME": "here",
+    "STEP_NODELIST": "node[07-08,11]", "LAUNCH_NODE_IPADDR": "10.0.0.1", "GPUS_ON_NODE": "4",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_slurm_here(monkeypatch):
+    for name in [*os.environ]:
+        if name.startswith("SLURM_") or name in ("LAUNCH_ID", "CUDA_VISIBLE_DEVICES"):
+            monkeypatch.delenv(name)
+
+
+def launched(monkeypatch, **changed):
+    for name, value in (STEP | changed).items():
+        if value is not None:
+            monkeypatch.setenv(f"SLURM_{name}", value)
+    return read_launch()
+
+
+def test_a_task_of_a_step_is_a_rank(monkeypatch):
+    launch = launched(monkeypatch)
+    assert (launch.rank, launch.local_rank, launch.world_size, launch.is_launched, launch.is_under_torchrun) == (5, 1, 8, True, False)
+    assert launch.id == "slurm-here-1234.0"  # after a requeue too
+    assert launched(monkeypatch, STEP_ID="1").id == "slurm-here-1234.1"
+    monkeypatch.setenv("LAUNCH_ID", "mine")
+    assert read_launch().id == "mine"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu3", "gpu3"),
+        ("node[07-08,11]", "node07"),
+        ("a1,b[2-3]", "a1"),
+        ("rack[1-2]n[07-12,15],other", "rack1n07"),
+        ("n[4,9]-ib.cluster", "n4-ib.cluster"),
+    ],
+)
+def test_the_ranks_meet_on_the_first_node_of_the_step(monkeypatch, nodes, first):
+    assert launched(monkeypatch, STEP_NODELIST=nodes).address.rsplit(":", 1)[0] == f"tcp://{first}"
+
+
+def test_each_step_of_each_job_has_a_port_of_its_own(monkeypatch):
+    ports = {launched(monkeypatch, JOB_ID=str(j), STEP_ID=str(s)).address.split(":")[-1] for j in range(995, 1005) for s in range(5)}
+    assert len(ports) == 50 and all(20000 <= int(port) < 30000 for port in ports)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"STEP_ID": None, "STEP_NUM_TASKS": None},  # a batch script: PROCID and LOCALID are 0, NTASKS is the job's
+        {"STEP_ID": None, "PROCID": None, "LOCALID": None, "STEP_NUM_TASKS": None},  # the shell of salloc
+        {"STEP_ID": "4294967290"},  # the same shell where it is a step (LaunchParameters=use_interactive_step)
+        {"STEP_ID": "4294967291"},
+        {"PROCID": "0", "LOCALID": "0", "STEP_NUM_TASKS": "1"},  # srun --ntasks=1 --pty bash in a job of eight
+    ],
+)
+def test_what_is_no_task_among_several_is_a_run_of_one(monkeypatch, changed):
+    launch = launched(monkeypatch, **changed)
+    assert (launch.rank, launch.world_size, launch.is_launched, launch.address) == (0, 1, False, "")
+
+
+def test_torchruns_variables_count_where_both_are_there(monkeypatch):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}.items():
+        monkeypatch.setenv(name, value)
+    launch = launched(monkeypatch)
+    assert (launch.rank, launch.world_size, launch.is_under_torchrun, launch.address) == (0, 2, True, "")
+
+
+def test_a_task_with_a_gpu_of_its_own_takes_that_one(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # --gpus-per-task=1
+    assert launched(monkeypatch).local_rank == 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    assert read_launch().local_rank == 1
