@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -10,13 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from dockerfile import copies, copy_into, instructions
+from dockerfile import POD, copies, instructions, make_image, make_removable, process_1
 from ranks import ROOT, finish, launch, need, start, stop
 
 TINY = ["--image_size", "8", "--batch_size", "4", "--dataset_size", "320", "--backend", "gloo", "--log_interval", "1"]
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-# a user that is in no list, without a capability; the program is process 1
-POD = "unshare --user --map-user=10001 --map-group=10001 --pid --fork --mount-proc --kill-child".split()
 
 
 def names():
@@ -87,20 +86,11 @@ def test_the_packages_are_those_of_a_run(tmp_path):
 
 @pytest.fixture
 def pod(tmp_path):
-    """A folder with what the image holds, and what starts a program in it as the kubelet would."""
-    need("unshare")
-    if launch([*POD, "true"]).code:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(
-            "this machine grants no namespaces (sysctl kernel.apparmor_restrict_unprivileged_userns=0)"
-        )
+    """The image's folder, a shared one, and the variables."""
     app, shared = tmp_path / "app", tmp_path / "shared"
     shared.mkdir()
-    copy_into(app)
-    variables = dict(word.split("=", 1) for name, rest in instructions() if name == "ENV" for word in rest.split())
-    env = variables | {"GIT_COMMIT": "c0ffee", "PATH": PATH, "PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": ""}
-    yield app, shared, env
-    for path in [app, *app.rglob("*")]:
-        path.chmod(path.stat().st_mode | 0o200)
+    yield app, shared, make_image(app)
+    make_removable(app)
 
 
 def test_the_copied_files_are_enough(pod):
@@ -122,8 +112,7 @@ def test_a_pod_that_is_drained_saves_and_the_next_one_completes_the_run(pod):
         ends = time.monotonic() + 60
         while not (shared / "run" / "metrics.jsonl").exists() and program.poll() is None and time.monotonic() < ends:
             time.sleep(0.1)
-        (first,) = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
-        os.kill(int(first), 15)
+        os.kill(process_1(program), signal.SIGTERM)
         ended = finish(program, 60)
     finally:
         stop(program)
