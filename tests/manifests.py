@@ -1,4 +1,4 @@
-"""scripts/kubernetes as a cluster reads it: the published schemas, the Job that Kubeflow Trainer makes, the pods that the kubelet starts."""
+"""scripts/kubernetes as a cluster reads it: published schemas, the Job that Kubeflow Trainer makes, the pods that the kubelet starts."""
 
 import copy
 import importlib
