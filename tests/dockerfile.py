@@ -1,11 +1,18 @@
 """scripts/Dockerfile as a list of instructions, and what it copies: as far as an image can be made without docker."""
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
-from ranks import ROOT
+import pytest
+
+from ranks import ROOT, launch, need
 
 FILE = ROOT / "scripts" / "Dockerfile"
+# words before a command, which make it run as in a pod: process 1, a user that is in no list and has no capability
+POD = "unshare --user --map-user=10001 --map-group=10001 --pid --fork --mount-proc --kill-child".split()
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -27,7 +34,7 @@ def copies() -> list[tuple[list[Path], str]]:
 
 
 def copy_into(folder: Path) -> None:
-    """What the image has in its WORKDIR, and nobody may write to, as there."""
+    """What the image has in its WORKDIR, and its user may read and not write."""
     for paths, target in copies():
         for path in paths:
             if path.is_dir():
@@ -36,4 +43,29 @@ def copy_into(folder: Path) -> None:
                 (folder / target).mkdir(parents=True, exist_ok=True)
                 shutil.copy(path, folder / target)
     for path in [folder, *folder.rglob("*")]:
-        path.chmod(path.stat().st_mode & ~0o222)
+        path.chmod(path.stat().st_mode & ~0o277)  # as under the strictest umask
+    for step in (rest for name, rest in instructions() if name == "RUN" and "pip install" not in rest):
+        subprocess.run(["sh", "-c", step], cwd=folder, check=True)
+
+
+def make_image(folder: Path) -> dict[str, str]:
+    """The image's WORKDIR in a folder. Returns the variables of a program in it: its ENV, this environment's Python."""
+    need("unshare")
+    if (ended := launch([*POD, "true"])).code:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"this machine allows no namespaces: {ended.err}")
+    copy_into(folder)
+    variables = dict(word.split("=", 1) for name, rest in instructions() if name == "ENV" for word in rest.split())
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return variables | {"GIT_COMMIT": "c0ffee", "PATH": path, "PYTHONPATH": ""}
+
+
+def process_1(program: subprocess.Popen) -> int:
+    """The first process of a pod, as the kubelet knows it."""
+    (pid,) = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
+    return int(pid)
+
+
+def make_removable(folder: Path) -> None:
+    """So that pytest can take it away."""
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(path.stat().st_mode | 0o200)

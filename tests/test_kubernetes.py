@@ -1,10 +1,8 @@
 """scripts/kubernetes: each field is one that the published schemas have, and the pods start launch.sh as it wants to be started."""
 
 import copy
-import importlib
 import json
 import os
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -13,93 +11,33 @@ import pytest
 
 from config import TrainingConfig
 from dockerfile import instructions
-from ranks import ROOT, launch
+from manifests import both, documents, keys, package, publish, started, validate
+from nodes import Nodes
+from ranks import ROOT
 from train import PREEMPTED
 
-FOLDER = ROOT / "scripts" / "kubernetes"
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-VERSIONS = ("1.31", "1.37")  # the oldest that has all fields, and the newest whose schemas were published
-FREE = ("labels", "matchLabels", "selector", "requests", "limits")  # maps whose keys are anybody's
-
-
-def package(name):
-    """A package of the tests' own. Where it is missing the test is skipped; it fails where CI is set."""
-    if os.environ.get("CI"):
-        importlib.import_module(name)
-    return pytest.importorskip(name, reason=f"{name} is not installed (scripts/test.sh installs it)")
-
-
-def documents():
-    """All manifests, by kind."""
-    yaml = package("yaml")
-    found = [each for file in sorted(FOLDER.glob("*.yaml")) for each in yaml.safe_load_all(file.read_text())]
-    assert len(found) == len({each["kind"] for each in found}) == 6
-    return {each["kind"]: each for each in found}
-
-
-def validate(document):
-    """Raise where a document is not what the published schemas say; an unknown field counts."""
-    if document["apiVersion"].startswith("trainer.kubeflow.org/"):
-        models = package("kubeflow_trainer_api.models")
-        model = getattr(models, f"TrainerV1alpha1{document['kind']}").from_dict(document)
-        known = json.loads(json.dumps(model.to_dict(), default=str))  # a model drops what it does not know
-        assert document["kind"] in ("TrainingRuntime", "TrainJob") and known == document, "has an unknown field"
-    else:
-        for version in VERSIONS:
-            package("kubernetes_validate").validate(document, version, strict=True)
-
-
-def job_of_the_trainer(runtime, train_job):
-    """The Job that Kubeflow Trainer 2.3 and JobSet make of a runtime and a TrainJob (its plugins torch.go and jobset.go, read for this)."""
-    name, wishes = train_job["metadata"]["name"], train_job["spec"]["trainer"]
-    replicated = copy.deepcopy(runtime["spec"]["template"]["spec"]["replicatedJobs"][0])
-    spec = replicated["template"]["spec"] | {"completions": wishes["numNodes"], "parallelism": wishes["numNodes"]}
-    container = spec["template"]["spec"]["containers"][0]
-    assert replicated["name"] == container["name"] == "node"  # by these names they are found
-    container |= {"image": wishes["image"], "args": wishes["args"], "resources": wishes["resourcesPerNode"]}
-    container["env"] += [
-        {"name": "PET_NNODES", "value": str(wishes["numNodes"])},
-        {"name": "PET_NPROC_PER_NODE", "value": str(wishes["numProcPerNode"])},
-        {
-            "name": "PET_NODE_RANK",
-            "valueFrom": {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}},
-        },
-        {"name": "PET_MASTER_ADDR", "value": f"{name}-node-0-0.{name}"},
-        {"name": "PET_MASTER_PORT", "value": "29500"},
-    ]
-    spec["template"]["spec"]["subdomain"] = name
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": f"{name}-node-0"}, "spec": spec}
 
 
 @pytest.fixture(params=["Job", "TrainJob"])
 def job(request):
     """Both ways as the Job that a cluster would run."""
-    found = documents()
-    return found["Job"] if request.param == "Job" else job_of_the_trainer(found["TrainingRuntime"], found["TrainJob"])
+    return both()[request.param == "TrainJob"]
 
 
-def started(job, index):
-    """The command and the variables of the pod with this index, filled in by the rules of the kubelet."""
-    container = job["spec"]["template"]["spec"]["containers"][0]
-    fields = {
-        "metadata.annotations['batch.kubernetes.io/job-completion-index']": str(index),
-        "metadata.labels['batch.kubernetes.io/controller-uid']": "5fcf6d81",
-    }
-    env = {}
-    for each in container["env"]:  # in this order: what comes later cannot be filled in
-        env[each["name"]] = filled(each["value"], env) if "value" in each else fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
-    return [filled(word, env) for word in container["command"] + container["args"]], env
+@pytest.fixture(scope="module")
+def cluster():
+    """Two nodes that know the names of the pods of both jobs."""
+    with Nodes(2) as nodes:
+        publish(nodes, *both())
+        yield nodes
 
 
-def filled(text, env):
-    return re.sub(r"\$\((\w+)\)", lambda match: env.get(match[1], match[0]), text)
-
-
-def torchrun_line(job, index):
+def torchrun_line(cluster, job, index):
     """What launch.sh, started as in this pod, would start."""
     words, env = started(job, index)
     script = ROOT / Path(words[0]).relative_to("/app")
-    ended = launch([script, *words[1:], "--dry-run"], env={"PATH": PATH, **env})
+    ended = cluster[index].run(script, *words[1:], "--patience", 1, "--dry-run", env={"PATH": PATH, "CUDA_VISIBLE_DEVICES": "", **env})
     assert ended.code == 0, ended.text
     line = next(line for line in reversed(ended.out.splitlines()) if "train.py" in line)
     return shlex.split(line), env
@@ -120,15 +58,6 @@ def test_what_the_trainer_makes_of_a_trainjob_is_a_job_by_the_schemas(job):
     validate(job)
 
 
-def keys(node, path=()):
-    """The way to each key of a document that a schema knows."""
-    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
-        if isinstance(key, str):
-            yield (*path, key)
-        if key not in FREE:
-            yield from keys(value, (*path, key))
-
-
 @pytest.mark.parametrize("kind", ["Service", "Job", "PersistentVolumeClaim", "NetworkPolicy", "TrainingRuntime", "TrainJob"])
 def test_each_field_misspelt_in_a_copy_is_refused(kind):
     document = documents()[kind]
@@ -147,14 +76,14 @@ def test_each_field_misspelt_in_a_copy_is_refused(kind):
         raise AssertionError(f"{kind}: {'.'.join(map(str, [*way, last]))} misspelt was not noticed")
 
 
-def test_the_names_agree():
+def test_the_names_agree(cluster):
     found = documents()
     service, spec = found["Service"], found["Job"]["spec"]
     name, pod = found["Job"]["metadata"]["name"], spec["template"]["spec"]
     assert service["metadata"]["name"] == pod["subdomain"]
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}  # the Job controller labels its pods so
     assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
-    line, env = torchrun_line(found["Job"], 0)
+    line, env = torchrun_line(cluster, found["Job"], 0)
     assert env["MASTER_ADDR"] == f"{name}-0.{pod['subdomain']}"
     assert given(line, "--master-port") == str(service["spec"]["ports"][0]["port"])
     assert env["NNODES"] == str(spec["completions"])
@@ -163,26 +92,21 @@ def test_the_names_agree():
     wishes = found["TrainJob"]["spec"]["trainer"]
     assert str(wishes["numProcPerNode"]) == wishes["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
     assert found["Job"]["metadata"]["name"] != found["TrainJob"]["metadata"]["name"]  # each makes a Service of its name
-    runs = {TrainingConfig.from_args(flags_of(each)).run_dir for each in both()}
+    runs = {TrainingConfig.from_args(flags_of(cluster, each)).run_dir for each in both()}
     assert len(runs) == 2
 
 
-def both():
-    found = documents()
-    return found["Job"], job_of_the_trainer(found["TrainingRuntime"], found["TrainJob"])
-
-
-def flags_of(job):
-    line, _ = torchrun_line(job, 0)
+def flags_of(cluster, job):
+    line, _ = torchrun_line(cluster, job, 0)
     return line[line.index("train.py") + 1 :]
 
 
-def test_each_pod_starts_its_node_of_the_job(job):
+def test_each_pod_starts_its_node_of_the_job(cluster, job):
     name, subdomain = job["metadata"]["name"], job["spec"]["template"]["spec"]["subdomain"]
     nodes = job["spec"]["completions"]
     assert job["spec"]["completionMode"] == "Indexed" and job["spec"]["parallelism"] == nodes == 2
     for index in range(nodes):
-        line, env = torchrun_line(job, index)
+        line, env = torchrun_line(cluster, job, index)
         assert (given(line, "--nnodes"), given(line, "--node-rank")) == (str(nodes), str(index))
         assert (given(line, "--master-addr"), given(line, "--master-port")) == (f"{name}-0.{subdomain}", "29500")
         assert env["LAUNCH_ID"] == "5fcf6d81"
@@ -191,8 +115,8 @@ def test_each_pod_starts_its_node_of_the_job(job):
     assert "--retries" in started(job, 0)[0]
 
 
-def test_the_flags_are_those_of_train_py_and_the_run_is_on_the_shared_claim(job):
-    config = TrainingConfig.from_args(flags_of(job))
+def test_the_flags_are_those_of_train_py_and_the_run_is_on_the_shared_claim(cluster, job):
+    config = TrainingConfig.from_args(flags_of(cluster, job))
     pod = job["spec"]["template"]["spec"]
     mounts = {mount["name"]: Path(mount["mountPath"]) for mount in pod["containers"][0]["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
@@ -207,8 +131,8 @@ def test_the_flags_are_those_of_train_py_and_the_run_is_on_the_shared_claim(job)
     assert int(size.removesuffix("Gi")) < int(memory.removesuffix("Gi"))  # what lies there counts
 
 
-def test_a_save_is_not_cut_off(job):
-    line, _ = torchrun_line(job, 0)
+def test_a_save_is_not_cut_off(cluster, job):
+    line, _ = torchrun_line(cluster, job, 0)
     shutdown = float(given(line, "--shutdown-timeout"))
     assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= shutdown + 30
 
