@@ -23,7 +23,7 @@ TINY = ["--image_size", "8", "--batch_size", "4", "--dataset_size", "400", "--ep
 
 
 class Setup:
-    """Two nodes that are set up well, and the command of each; a condition spoils something before they are started."""
+    """Nodes that are set up well, and the command of each; a condition spoils something before they are started."""
 
     def __init__(self, nodes: Nodes, folder: Path) -> None:
         self.nodes, self.folder = nodes, folder
@@ -31,16 +31,16 @@ class Setup:
         for each in (self.storage, self.data):
             each.mkdir()
         path = f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
-        common = {"PATH": path, "NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": "node0"}
-        self.env = [common | {"NODE_RANK": str(number)} for number in range(2)]
-        self.flags = [[*TINY, "--run_dir", self.storage / "run"] for _ in range(2)]
-        self.before: list[list[str]] = [[], []]  # words that come first
-        self.is_started = [True, True]
+        common = {"PATH": path, "NNODES": str(len(nodes)), "NPROC_PER_NODE": "1", "MASTER_ADDR": "node0"}
+        self.env = [common | {"NODE_RANK": str(number)} for number in range(len(nodes))]
+        self.flags: list[list] = [[*TINY, "--run_dir", self.storage / "run"] for _ in nodes]
+        self.before: list[list[str]] = [[] for _ in nodes]  # words that come first
+        self.is_started = [True for _ in nodes]
 
-    def give(self, *flags: object, to: tuple[int, ...] = (0, 1)) -> None:
-        """Further flags."""
-        for number in to:
-            self.flags[number] += flags
+    def give(self, *flags: object) -> None:
+        """Further flags, on all nodes."""
+        for own in self.flags:
+            own += flags
 
     def start(self, *flags: str) -> list:
         """Run launch.sh on each node."""
@@ -68,10 +68,10 @@ class Setup:
 
 
 def given(*nodes: int, **variables: str) -> Callable[[Setup], None]:
-    """These variables on these nodes; none named: on both."""
+    """These variables on these nodes; none named: on all."""
 
     def condition(setup: Setup) -> None:
-        for number in nodes or (0, 1):
+        for number in nodes or range(len(setup.nodes)):
             setup.env[number] |= variables
 
     return condition
@@ -103,7 +103,7 @@ def firewall(setup: Setup) -> None:
 def one_open_port(setup: Setup) -> None:
     """node0 drops what comes to any port but MASTER_PORT, without an answer."""
     rules = ["add pref 9 lookup local", "del pref 0"]
-    rules += [f"add pref 5 iif eth0 ipproto tcp dport {ports} blackhole" for ports in (f"1-{PORT - 1}", f"{PORT + 1}-65535")]
+    rules += [f"add pref 5 iif eth0 ipproto tcp dport {ports} blackhole" for ports in (f"1-{PORT - 1}", f"{PORT + 1}-65534")]
     for rule in rules:
         setup.nodes[0].do("ip", "rule", *rule.split())
 
@@ -117,6 +117,12 @@ def not_started(number: int) -> Callable[[Setup], None]:
         setup.is_started[number] = False
 
     return condition
+
+
+def node_0_twice(setup: Setup) -> None:
+    """The same command on both nodes, first on node0."""
+    given(1, NODE_RANK="0")(setup)
+    setup.before[1] = ["sh", "-c", 'sleep 3 && exec "$@"', "sh"]
 
 
 def port_taken(setup: Setup) -> None:
@@ -156,7 +162,7 @@ def other_code(setup: Setup) -> None:
 
 
 def other_config(setup: Setup) -> None:
-    setup.give("--lr", "0.2", to=(1,))
+    setup.flags[1] += ["--lr", "0.2"]
 
 
 def other_data(setup: Setup) -> None:
@@ -223,6 +229,7 @@ class Misconfiguration:
     sees: str  # words of the sentence; ... stands for what differs from case to case
     remedy: str  # what it is, and what to do
     code: int | None = 2  # of whoever says it; None: it goes on waiting
+    nodes: int = 2
 
     @property
     def pattern(self) -> re.Pattern:
@@ -232,22 +239,22 @@ class Misconfiguration:
 # fmt: off
 TABLE = [
     Misconfiguration("unresolvable address", given(MASTER_ADDR="gpu-head"), "launch.sh", "node1",
-        "MASTER_ADDR=...: ... does not know this name",
+        "MASTER_ADDR=...: ... cannot resolve this name in",
         "the name is in no name server and no `/etc/hosts`: give one that `getent hosts NAME` finds on every node, or the address of node 0"),
     Misconfiguration("address not given", given(MASTER_ADDR=""), "launch.sh", "",
         "MASTER_ADDR: is not set, with NNODES=",
         "several nodes have to know where node 0 is: give all of them its name or address"),
     Misconfiguration("loopback address", given(MASTER_ADDR="127.0.0.1"), "launch.sh", "node",
-        "MASTER_ADDR=...: is a loopback address",
+        "MASTER_ADDR=...: is ... on ..., which the other nodes cannot reach",
         "it means each node itself: give the address of node 0 that `ip -brief address` shows on its network"),
     Misconfiguration("own name on loopback", own_name_on_loopback, "launch.sh", "node0",
-        "MASTER_ADDR=...: is a loopback address",
+        "MASTER_ADDR=...: is ... on ..., which the other nodes cannot reach",
         "Debian writes `127.0.1.1 NAME` into `/etc/hosts`: take that line out on node 0, or give its address on the network"),
     Misconfiguration("stale address", stale_name, "launch.sh", "node1",
         "cannot be reached from ... (no route to it, or nobody has that address)",
         "`/etc/hosts` or the name server give an old address: compare `getent hosts NAME` on all nodes"),
     Misconfiguration("no route", no_route, "launch.sh", "node1",
-        "cannot be reached from ... (no route to it, or nobody has that address)",
+        "MASTER_ADDR=...: ... has no way to it (no route to it, or nobody has that address)",
         "the address is in a network that this node is not in: give node 0's address on the common one (`ip route get ADDRESS`)"),
     Misconfiguration("cable out", cable, "launch.sh", "node1",
         "cannot be reached from ... (no route to it, or nobody has that address)",
@@ -273,9 +280,12 @@ TABLE = [
     Misconfiguration("node rank outside", given(1, NODE_RANK="2"), "launch.sh", "",
         "NODE_RANK=...: is outside NNODES=",
         "nodes are counted from 0: give each its own number up to NNODES - 1"),
-    Misconfiguration("node rank twice", given(1, NODE_RANK="0"), "launch.sh", "node1",
-        "NODE_RANK=0: MASTER_ADDR=... is ..., not",
-        "two nodes were started as node 0: give each its own NODE_RANK"),
+    Misconfiguration("node 0 twice", node_0_twice, "launch.sh", "node1",
+        "NODE_RANK=0: MASTER_ADDR=... is ..., not ..., and node 0 is there",
+        "two nodes were started with the same command: give each its own NODE_RANK"),
+    Misconfiguration("node 1 twice", given(2, NODE_RANK="1"), "launch.sh", "node1",
+        "NODE_RANK=...: ... has it already",
+        "the same NODE_RANK on two nodes: number them from 0 to NNODES - 1", nodes=3),
     Misconfiguration("address of another node", given(MASTER_ADDR="node1"), "launch.sh", "node0",
         "MASTER_ADDR=...: does not lead to ..., which is NODE_RANK=0",
         "MASTER_ADDR and NODE_RANK=0 belong to one and the same node: change one of the two"),
@@ -292,7 +302,7 @@ TABLE = [
         "GLOO_SOCKET_IFNAME=...",
         "the interface is in a network that the others are not in: leave the variable out, the route to node 0 decides"),
     Misconfiguration("other Python", other_environment, "launch.sh", "",
-        "torchrun: ...",
+        "torchrun: this Python has no torch",
         "the environment with torch is not the active one on this node: activate it there (`.venv` in the repository is found by itself)"),
     Misconfiguration("other code", other_code, "train.py", "node1",
         "model.py",

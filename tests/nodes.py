@@ -141,6 +141,9 @@ class Nodes(contextlib.AbstractContextManager):
     def __getitem__(self, number: int) -> Node:
         return self._nodes[number]
 
+    def __len__(self) -> int:
+        return self._count
+
     def __iter__(self) -> Iterator[Node]:
         return iter(self._nodes)
 

@@ -33,7 +33,7 @@ def listen(programs, row, seconds):
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name.replace(" ", "-"))
 def test_it_is_caught_in_time_with_the_node_and_what_to_do(row, tmp_path):
-    with Nodes(2) as nodes:
+    with Nodes(row.nodes) as nodes:
         setup = Setup(nodes, tmp_path)
         row.condition(setup)
         programs = setup.start(*(["--preflight"] if row.by == "preflight" else []))
