@@ -238,7 +238,7 @@ class Misconfiguration:
     name: str
     condition: Callable[[Setup], None]
     by: str  # who catches it: launch.sh, preflight, train.py
-    of: str  # the node that the sentence names
+    of: str  # the node that the sentence names, or the table below it, and what of that is wrong: all these words are there
     sees: str  # words of the sentence; ... stands for what differs from case to case
     remedy: str  # what it is, and what to do
     code: int | None = 2  # of whoever says it; None: it goes on waiting
@@ -317,20 +317,20 @@ TABLE = [
     Misconfiguration("other Python", other_environment, "launch.sh", "",
         "torchrun: this Python has no torch",
         "the environment with torch is not the active one on this node: activate it there (`.venv` in the repository is found by itself)"),
-    Misconfiguration("other code", other_code, "train.py", "node1",
-        "model.py",
-        "the nodes run different checkouts: bring the same commit to all of them"),
-    Misconfiguration("other settings", other_config, "train.py", "node1",
-        "lr=0.2",
-        "the nodes were started with different flags or config files: give all the same"),
+    Misconfiguration("other code", other_code, "train.py", "node1 model.py",
+        "the ranks do not run the same thing",
+        "the table below names the files in which the checkouts differ: bring the same commit to all nodes"),
+    Misconfiguration("other settings", other_config, "train.py", "node1 lr",
+        "the ranks do not run the same thing",
+        "the settings in which flags or config files differ: give all nodes the same"),
     Misconfiguration("other data", other_data, "train.py", "node1",
         "data_dir=...: holds other data on",
         "a copy of the data on one node is older or incomplete: make them alike"),
     Misconfiguration("no data", no_data, "train.py", "node1",
-        "data_dir=...",
+        "data_dir=...: has no .../train/<class>/ folders",
         "the data is not there on one node: mount or copy it"),
     Misconfiguration("run folder not shared", unshared_storage, "train.py", "node1",
-        "is not the folder",
+        "run_dir=...: ... does not see there what rank 0 on ... has written",
         "each node sees a folder of its own: put `--run_dir` on storage that all nodes share"),
     Misconfiguration("run folder read-only", read_only_storage(1), "train.py", "node1",
         "cannot be written (Read-only file system)",
@@ -342,7 +342,7 @@ TABLE = [
         "/dev/shm",
         "containers give 64 MB: `docker run --shm-size=8g`, in Kubernetes an emptyDir of medium Memory", 1),
     Misconfiguration("few open files", few_open_files, "train.py", "node1",
-        "open files",
+        "open files: the limit is",
         "`ulimit -n 65536`, `docker run --ulimit nofile=65536`"),
     Misconfiguration("clock off", other_time, "preflight", "node1",
         "the clock of ... is ... ahead of",
