@@ -64,11 +64,11 @@ class Setup:
             node.start([*before, "scripts/launch.sh", *flags, *own], env=env) for node, before, own, env, is_started in starts if is_started
         ]
 
-    def images(self, seed: int, name: str = "data") -> Path:
+    def images(self, name: str) -> Path:
         """An image folder."""
         folder = self.folder / name
         for split in ("train", "val"):
-            save_images(folder / split, {"cat": 6, "dog": 6}, seed=seed)
+            save_images(folder / split, {"cat": 6, "dog": 6})
         return folder
 
 
@@ -177,12 +177,15 @@ def other_config(setup: Setup) -> None:
 
 
 def other_data(setup: Setup) -> None:
-    setup.nodes[1].bind(setup.images(1, "other"), setup.images(0))
+    """node1 has an older copy, which lacks an image."""
+    older = setup.images("older")
+    (older / "train" / "cat" / "005.png").unlink()
+    setup.nodes[1].bind(older, setup.images("data"))
     setup.give("--dataset", "imagefolder", "--data_dir", setup.data, "--dataset_size", 0)
 
 
 def no_data(setup: Setup) -> None:
-    setup.images(0)
+    setup.images("data")
     setup.nodes[1].mount_tmpfs(setup.data, "1m")
     setup.give("--dataset", "imagefolder", "--data_dir", setup.data, "--dataset_size", 0)
 
