@@ -154,14 +154,15 @@ def large_frames(setup: Setup) -> None:
 
 
 def slow_link(setup: Setup) -> None:
-    setup.nodes[1].slow("100mbit")
+    setup.nodes[1].slow("300mbit")
 
 
 def busy_node(setup: Setup) -> None:
-    """node1 has one core, which another program wants too."""
+    """node1 has one core, which two other programs want too."""
     need("taskset")
     setup.before[1] = ["taskset", "-c", "0"]
-    setup.nodes[1].start(["taskset", "-c", "0", sys.executable, "-c", "while True: pass"])
+    for _ in range(2):
+        setup.nodes[1].start(["taskset", "-c", "0", sys.executable, "-c", "while True: pass"])
 
 
 def other_code(setup: Setup) -> None:
@@ -342,7 +343,7 @@ TABLE = [
         "free, ... checkpoints of ... need",
         "make room, give another `--run_dir`, or a smaller `--keep_last`", 1),
     Misconfiguration("small shared memory", small_shared_memory, "preflight", "node1",
-        "/dev/shm",
+        "could not hand over its batch, since /dev/shm is full",
         "containers give 64 MB: `docker run --shm-size=8g`, in Kubernetes an emptyDir of medium Memory", 1),
     Misconfiguration("few open files", few_open_files, "train.py", "node1",
         "open files: the limit is",
