@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags, json_file = split(sys.argv[1:] if argv is None else list(argv))
     config = TrainingConfig.from_args(flags)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left behind
-    ctx = setup_distributed(config)
+    ctx = setup_distributed(config, must_be_alike=False)  # it says more
     steps = Steps(config, ctx)
     measured = measure(config, ctx, steps)
     found = judge(measured, config)
