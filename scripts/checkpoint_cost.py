@@ -9,6 +9,7 @@ For the whole run, runs that save every 20 steps and runs that never do take tur
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import os
 import platform
@@ -31,6 +32,7 @@ from utils import saving
 from utils.ledger import Ledger
 from utils.report import Reporter
 
+RUNS = itertools.count()  # a completed run would be left as it is
 EVERY, SAVES = 20, 8  # steps between two checkpoints; checkpoints of one run
 
 
@@ -72,7 +74,7 @@ def one_run(folder: Path, flags: list[str], every: int, references: list[float] 
         "--epochs",
         "1000",
     ]
-    words = [*flags, *fixed, "--save_every_steps", str(every), "--run_dir", str(folder / "run"), "--overwrite"]
+    words = [*flags, *fixed, "--save_every_steps", str(every), "--run_dir", str(folder / f"run-{next(RUNS)}"), "--overwrite"]
     with (
         mock.patch.object(saving.Saver, "save", save),
         mock.patch.object(Reporter, "saved", saved),

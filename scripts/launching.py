@@ -32,6 +32,7 @@ from utils.atomic_file import replace_json
 
 SECONDS_WITHOUT_RANKS = {"static": 30, "c10d": 120}  # of an agent whose peer is gone; under c10d it may be waiting for a new one
 SECONDS_TO_END = 10
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGHUP)
 SECONDS_OF_PATIENCE = 900  # for other nodes: a large image is pulled, an earlier attempt ends
 
 
@@ -193,8 +194,8 @@ def plan(argv: list[str], env: dict[str, str]) -> str:
     if int(options.max_restarts):
         words += [f"--max-restarts={options.max_restarts}"]
     if torchrun_has("--signals-to-handle"):
-        hears = ["SIGTERM", "SIGINT", "SIGQUIT", "SIGUSR1"]
-        words += ["--signals-to-handle=" + ",".join(hears + ["SIGHUP"] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN))]
+        hears = [number.name for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup, and Slurm's script
+        words += [f"--signals-to-handle={','.join(hears)}"]
     if torchrun_has("--shutdown-timeout"):
         words += ["--shutdown-timeout=300"]  # a large save takes its time
     words += [f"--log-dir={logs / host}", "--tee=3"]

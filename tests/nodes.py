@@ -61,9 +61,9 @@ class Place:
         """The name under which the test sees a path of this place."""
         return Path(f"/proc/{self.pid}/root{path}")
 
-    def mount_tmpfs(self, path: Path, megabytes: int) -> None:
-        """A disk of this size over a folder."""
-        self.do("mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", path)
+    def mount_tmpfs(self, path: Path, size: str) -> None:
+        """A disk of this size (64k, 1m) over a folder."""
+        self.do("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path)
 
     def bind(self, source: Path, target: Path, is_read_only: bool = False) -> None:
         """Put a file or a folder over another one."""
@@ -141,12 +141,15 @@ class Nodes(contextlib.AbstractContextManager):
     def __getitem__(self, number: int) -> Node:
         return self._nodes[number]
 
+    def __len__(self) -> int:
+        return self._count
+
     def __iter__(self) -> Iterator[Node]:
         return iter(self._nodes)
 
-    def mount_tmpfs(self, path: Path, megabytes: int) -> None:
+    def mount_tmpfs(self, path: Path, size: str) -> None:
         """Shared storage: a disk of this size over a folder, on all nodes."""
-        self._switch.mount_tmpfs(path, megabytes)
+        self._switch.mount_tmpfs(path, size)
 
     def seen(self, path: Path) -> Path:
         """The name under which the test sees a path of the shared storage."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ranks import ROOT, finish, launch, start, stop
+from ranks import ROOT, finish, launch, need, start, stop
 from scripts.network import addresses
 from utils.watchdog import read_place
 
@@ -149,3 +149,51 @@ def test_sigterm_to_the_script_saves_and_exits_75(tmp_path):
         stop(program)
     assert ended.code == 75, ended.text
     assert list((tmp_path / "run" / "checkpoints").glob("step_*.pt"))
+
+
+def wait_for(is_so, seconds=90, what=""):
+    ends = time.monotonic() + seconds
+    while not (found := is_so()):
+        assert time.monotonic() < ends, f"not within {seconds} s: {what}"
+        time.sleep(0.05)
+    return found
+
+
+def test_detached_with_a_retry_it_outlives_its_terminal_and_a_killed_rank(tmp_path):
+    """The run is what an undisturbed one is; what is refused is not tried again."""
+    run = tmp_path / "run"
+    flags = [*TINY, "--dataset_size", "400", "--save_every_steps", "10", "--run_dir", run]
+    env = {"PATH": PATH, "NPROC_PER_NODE": "2"}
+    program = start([SCRIPT, *flags, "--detach", "--retries", "2"], env=env)
+    try:
+        assert program.wait(30) == 0
+        program.files[0].seek(0)
+        pid, log = re.search(r"process (\d+) goes on by itself; tail -f (\S+) ", program.files[0].read()).groups()
+        place = wait_for(lambda: (place := read_place(run / "watch" / "rank1")) and place.step > 20 and place, what=Path(log).read_text())
+        os.kill(place.pid, signal.SIGKILL)
+        wait_for(lambda: not Path(f"/proc/{pid}").exists(), what=Path(log).read_text())
+    finally:
+        stop(program)
+    text = Path(log).read_text()
+    assert "launch.sh: ended with 1; start 2 of 3 follows in 5 s" in text and text.count("completed: 1 epochs") == 1, text
+    ended = launch([SCRIPT, *flags, "--retries", "2"], env=env)
+    assert ended.code == 2 and "follows in" not in ended.err
+
+
+def test_as_process_1_it_passes_a_stop_on_and_exits_75(tmp_path):
+    """As in a container: nobody else is there to reap or to signal."""
+    need("unshare")
+    run = tmp_path / "run"
+    flags = [*TINY, "--dataset_size", "4000", "--epochs", "50", "--run_dir", run]
+    program = start(
+        ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", SCRIPT, *flags], env={"PATH": PATH, "NPROC_PER_NODE": "2"}
+    )
+    try:
+        wait_for(lambda: (place := read_place(run / "watch" / "rank1")) and place.step > 2)
+        script = int(Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text())
+        os.kill(script, signal.SIGTERM)
+        ended = finish(program, 60)
+    finally:
+        stop(program)
+    assert ended.code == 75, ended.text
+    assert list((run / "checkpoints").glob("step_*.pt"))

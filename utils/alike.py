@@ -50,6 +50,13 @@ def check_shared(run: Run, ctx: DistributedContext) -> None:
     """Raise Refused on every rank when one does not see in the run's folder what rank 0 has just put there."""
 
     def look() -> None:
+        mark = run.folder / f".rank{ctx.rank}"
+        try:
+            mark.touch()
+            mark.unlink()
+        except OSError as error:
+            host = ctx.hosts[ctx.rank]
+            raise Refused(f"run_dir={run.folder}: {host} cannot write there ({error.strerror}); mount it for all nodes to write") from None
         ends = time.monotonic() + SECONDS_TO_SEE
         while True:
             with suppress(OSError, ValueError, KeyError):

@@ -1,7 +1,7 @@
 """A real Slurm of one controller and two nodes on this machine: munged, slurmctld and two slurmd in namespaces of their own.
 
 Each node has a network, an address and a host name of its own. All of it lives below one process, in a private process and mount
-namespace: when that process ends, the kernel ends the daemons and every job, and nothing is left on the machine.
+namespace: when that process ends (with pytest at the latest), the kernel ends the daemons and every job, and nothing is left on the machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 from ranks import ROOT, Ended, finish, launch, need, start
 
-TOOLS = ("slurmctld", "slurmd", "munged", "sbatch", "ip", "unshare", "nsenter")
+TOOLS = ("slurmctld", "slurmd", "munged", "sbatch", "ip", "unshare", "nsenter", "setpriv")
 HOSTS = "127.0.0.1 localhost\n10.77.0.254 controller\n10.77.0.10 node0\n10.77.0.11 node1\n"
 CONF = """
 ClusterName=virtual
@@ -49,6 +49,7 @@ cd {folder}
 mount -t tmpfs none /run # what ip and munged leave there
 mkdir /run/munge
 mount --bind hosts /etc/hosts
+mount --bind /dev/null /etc/resolv.conf # no name server answers here: nobody waits for one
 hostname controller
 ip link set lo up
 ip link add bridge0 type bridge
@@ -89,7 +90,7 @@ class Cluster:
         self._env = {"SLURM_CONF": str(folder / "slurm.conf")}
 
     def __enter__(self) -> Cluster:
-        own = ["unshare", "--mount", "--net", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        own = ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--net", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         self._program = start([*own, "bash", "-c", DAEMONS.format(folder=self.folder)], env=self._env)
         try:
             self.wait_until_idle()
@@ -123,6 +124,11 @@ class Cluster:
             assert time.monotonic() < ends, f"job {number} is {job} after {deadline} s\n{self.story()}"
             time.sleep(0.3)
         return job
+
+    def limit(self, number: int, minutes: int) -> None:
+        """Change a job's time limit."""
+        ended = self.run("scontrol", "update", f"JobId={number}", f"TimeLimit={minutes}")
+        assert ended.code == 0, ended.text
 
     def wait_until_idle(self, deadline: float = 40) -> None:
         ends = time.monotonic() + deadline

@@ -1,6 +1,8 @@
 """launch.sh on real nodes: they meet, train as one process would, lose a node and go on, bit for bit."""
 
 import os
+import re
+import shlex
 import signal
 import sys
 import time
@@ -13,6 +15,7 @@ from nodes import Nodes
 from ranks import ROOT, finish
 from utils.watchdog import read_place
 
+README = (ROOT / "README.md").read_text()
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 TINY = ["--image_size", 8, "--batch_size", 4, "--dataset_size", 160, "--num_workers", 1, "--save_every_steps", 5, "--log_interval", 1]
 TINY += ["--global_batch_size", 8, "--deterministic"]
@@ -21,6 +24,14 @@ TINY += ["--global_batch_size", 8, "--deterministic"]
 def launch(node, number, *flags, nodes=2, **variables):
     env = {"PATH": PATH, "NNODES": str(nodes), "NODE_RANK": str(number), "MASTER_ADDR": "node0", "NPROC_PER_NODE": "1", **variables}
     return node.start([ROOT / "scripts" / "launch.sh", *TINY, *flags], env=env)
+
+
+def as_in_the_readme(node, number, *flags):
+    """Its line for this node, with these flags in the place of its own."""
+    line = re.search(rf"^(NNODES=2 NODE_RANK={number} .*launch.sh --retries 10) --detach .*# on {node.name}$", README, re.MULTILINE)[1]
+    return node.start(
+        ["bash", "-c", shlex.join(map(str, ["cd", ROOT])) + f" && {line} {shlex.join(map(str, [*TINY, *flags]))}"], env={"PATH": PATH}
+    )
 
 
 def weights(run):
@@ -54,9 +65,9 @@ def test_two_nodes_train_what_one_does(tmp_path, undisturbed):
     """Node 0 comes late, and is waited for by name."""
     with Nodes(2) as nodes:
         flags = ["--epochs", 2, "--run_dir", tmp_path / "run"]
-        second = launch(nodes[1], 1, *flags)
+        second = as_in_the_readme(nodes[1], 1, *flags)
         time.sleep(13)
-        first = launch(nodes[0], 0, *flags)
+        first = as_in_the_readme(nodes[0], 0, *flags)
         ended = [finish(program, 120) for program in (first, second)]
     assert [each.code for each in ended] == [0, 0], ended[0].text + ended[1].text
     assert "waiting for node 0 at node0:29500: refused: nothing listens there" in ended[1].err

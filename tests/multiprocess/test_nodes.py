@@ -102,8 +102,8 @@ def test_what_is_mounted_on_a_node_is_its_own_and_a_shared_disk_is_all_nodes(nod
     for folder in (own, shared, code):
         folder.mkdir()
     (code / "here").touch()
-    nodes[0].mount_tmpfs(own, 1)
-    nodes.mount_tmpfs(shared, 1)
+    nodes[0].mount_tmpfs(own, "1m")
+    nodes.mount_tmpfs(shared, "1m")
     nodes[1].bind(code, own, is_read_only=True)
     assert nodes[0].run("sh", "-c", "touch file; ls; touch ../shared/file", cwd=own).out == "file\n"
     ended = nodes[1].run("sh", "-c", "ls . ../shared; touch file", cwd=own)
@@ -117,7 +117,7 @@ def test_what_is_mounted_on_a_node_is_its_own_and_a_shared_disk_is_all_nodes(nod
 def test_nothing_is_left_behind_even_after_a_failure(tmp_path):
     before = host()
     with pytest.raises(RuntimeError, match="on purpose"), Nodes(3) as nodes:
-        nodes[2].mount_tmpfs(tmp_path, 1)
+        nodes[2].mount_tmpfs(tmp_path, "1m")
         program = nodes[1].start(["sleep", "60"])
         own = {network(node.pid) for node in nodes}
         assert len(own) == 3 and own < networks() and network("self") not in own and host() == before
