@@ -105,4 +105,4 @@ def publish(nodes: Nodes, *jobs: dict) -> None:
         name, subdomain = job["metadata"]["name"], job["spec"]["template"]["spec"]["subdomain"]
         lines += [f"{node.address} {name}-{index}.{subdomain}" for index, node in enumerate(nodes)]
     for node in nodes:
-        node.write(Path("/etc/hosts"), "\n".join(lines) + "\n")
+        node.seen(Path("/etc/hosts")).write_text("\n".join(lines) + "\n")  # in place: pods that run already see it too
