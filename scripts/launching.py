@@ -161,6 +161,10 @@ def plan(argv: list[str], env: dict[str, str]) -> str:
     if options.patience:
         whole("LAUNCH_PATIENCE", options.patience, 1)
     config = TrainingConfig.from_args(flags)
+    status = read_json(config.run_folder / "status.json")
+    if nodes.most > 1 and config.resume_from == "auto" and status.get("state") == "completed" and not options.preflight:
+        meeting.say(f"{config.run_folder}: this run is completed, nothing is left to do")  # the other nodes may be gone for good
+        return "exit 0"
     retries, is_host = whole("LAUNCH_RETRIES", options.retries, 0), False
     gpus = count_gpus(env) if config.backend in ("auto", "nccl") else 0
     processes = whole("NPROC_PER_NODE", options.nproc_per_node, 1) if options.nproc_per_node else gpus or 1

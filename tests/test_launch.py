@@ -62,6 +62,14 @@ def test_restarts_and_a_changing_number_of_nodes_take_c10d():
     assert "--max-restarts=3" in line(MAX_RESTARTS="3")[1]
 
 
+@two_nodes
+def test_a_node_that_comes_back_to_a_completed_run_does_not_wait_for_the_others(tmp_path):
+    (tmp_path / "status.json").write_text('{"state": "completed"}')
+    flags = ["--resume_from", "auto", "--run_dir", tmp_path]
+    ended = launch([SCRIPT, *flags], env={"PATH": PATH, "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": OWN}, deadline=20)
+    assert ended.code == 0 and "this run is completed, nothing is left to do" in ended.err
+
+
 def test_debug_records_collectives_into_the_runs_folder():
     ended, _ = line("--debug", "--run_dir", "runs/x")
     assert "TORCH_FR_DUMP_TEMP_FILE=runs/x/traces/flight-" in ended.err and "TORCH_DISTRIBUTED_DEBUG=DETAIL" in ended.err
