@@ -24,4 +24,4 @@ if command -v shellcheck >/dev/null; then
 else
     skip_or_fail "shellcheck: skipped, it is not installed (apt-get install shellcheck)"
 fi
-exec "$PYTHON" -m pytest "$@"
+exec "$PYTHON" -m pytest --durations=15 "$@"

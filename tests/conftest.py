@@ -21,7 +21,7 @@ import torch
 torch.set_num_threads(1)
 
 
-DRILLS = {"drill": 3, "fault": 7}  # of the slow ones, that a run of the tests takes
+DRILLS = {"drill": 3, "fault": 7, "misconfiguration": 7}  # of the slow ones, that a run of the tests takes
 DRILL_SEED = os.environ.get("DRILL_SEED", time.strftime("%Y-%m-%d"))
 
 

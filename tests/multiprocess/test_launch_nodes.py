@@ -1,5 +1,6 @@
 """launch.sh on real nodes: they meet, train as one process would, lose a node and go on, bit for bit."""
 
+import json
 import os
 import re
 import shlex
@@ -125,5 +126,12 @@ def test_a_node_comes_and_another_leaves_while_the_global_batch_stays(tmp_path):
         programs[2].terminate()
         ended = [finish(program, 240) for program in programs[:2]]
     assert [each.code for each in ended] == [0, 0], "".join(each.text for each in ended)
-    config = (run / "config.json").read_text()
-    assert '"global_batch_size": 12' in config
+    windows: dict[tuple[int, int], list[int]] = {}
+    for file in (run / "samples").glob("rank*.jsonl"):
+        for record in map(json.loads, file.read_text().splitlines()):
+            windows.setdefault((record["epoch"], record["step"]), []).extend(record["indices"])
+    for epoch in range(8):
+        sizes = [len(indices) for (of, _), indices in sorted(windows.items()) if of == epoch]
+        seen = [index for (of, _), indices in windows.items() if of == epoch for index in indices]
+        assert sizes[:-1] == [12] * (len(sizes) - 1) and sorted(seen) == sorted(set(seen)) and len(seen) == sum(sizes), epoch
+        assert set(seen) == {index for (of, _), indices in windows.items() if of == 0 for index in indices}, epoch

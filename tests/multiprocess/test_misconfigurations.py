@@ -23,6 +23,7 @@ def sayers(programs, row):
     return [(match[0], program) for match, program in matches if match]
 
 
+@pytest.mark.misconfiguration
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name.replace(" ", "-"))
 def test_it_is_caught_in_time_with_the_node_and_what_to_do(row, tmp_path):
     with Nodes(row.nodes) as nodes:
