@@ -117,6 +117,7 @@ def test_what_is_refused_is_not_requeued(cluster, tmp_path):
     assert f"slurm.sbatch: {tmp_path}: has no scripts/launch.sh; submit the job in the root" in elsewhere.said
 
 
+@pytest.mark.drill
 def test_a_node_that_fails_ends_the_others_and_the_job(cluster, slow_repository, tmp_path):
     """The rank of one node is killed, that of the other stands still and cannot hear of it."""
     job = Job(cluster, tmp_path, slow_repository)
@@ -130,6 +131,7 @@ def test_a_node_that_fails_ends_the_others_and_the_job(cluster, slow_repository,
     print(f"\na node lost: the job ended after {took:.0f} s")
 
 
+@pytest.mark.drill
 def test_a_job_that_is_to_stop_before_its_first_step_is_not_requeued_for_ever(cluster, tmp_path):
     """The signal comes while there is no rank yet: it is heard all the same."""
     job = Job(cluster, tmp_path, ROOT, flags=[*TINY, "--epochs", "50"])
