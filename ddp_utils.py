@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from config import Refused, RunFailed, TrainingConfig
 from utils import checkpoint, resume
+from utils.alike import check_alike, check_shared, raise_file_limit
 from utils.claim import MOST_STRIKES
 from utils.ledger import LEDGER, read_ledger
 from utils.loading import WindowSampler
@@ -185,6 +186,7 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
     card: dict[str, Any] = {"host": socket.gethostname(), "problem": ""}
     backend, device = "", torch.device("cpu")
     try:
+        raise_file_limit(launch.world_size, (os.cpu_count() or 1) if config.num_workers == "auto" else config.num_workers)
         backend, device = choose_device(config.backend, launch.local_rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)  # before anything touches a GPU, and before the group: NCCL else guesses which
@@ -208,7 +210,7 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
         device_id=device if device.type == "cuda" else None,
     )
     hosts = tuple(each["host"] for each in cards)
-    return DistributedContext(
+    ctx = DistributedContext(
         rank=launch.rank,
         local_rank=launch.local_rank,
         world_size=launch.world_size,
@@ -220,6 +222,8 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
         launch=launch,
         control=dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT),
     )
+    check_alike(config, ctx)
+    return ctx
 
 
 def _rendezvous(launch: Launch, url: str, timeout: timedelta) -> dist.Store:
@@ -327,6 +331,8 @@ def open_run(config: TrainingConfig, ctx: DistributedContext) -> Run:
     mine = [str(run.resume_path or ""), run.is_completed, run.is_replacing, run.attempt, run.strikes, run.claim_number]
     resume_path, run.is_completed, run.is_replacing, run.attempt, run.strikes, run.claim_number = exchange(mine, ctx)[0]
     run.resume_path = Path(resume_path) if resume_path else None
+    if not run.is_completed:
+        check_shared(run, ctx)
     return run
 
 

@@ -9,6 +9,7 @@ For the whole run, runs that save every 20 steps and runs that never do take tur
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import os
 import platform
@@ -23,6 +24,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import torch.distributed as dist
 
 import train
 from config import TrainingConfig
@@ -30,6 +32,7 @@ from utils import saving
 from utils.ledger import Ledger
 from utils.report import Reporter
 
+RUNS = itertools.count()  # a completed run would be left as it is
 EVERY, SAVES = 20, 8  # steps between two checkpoints; checkpoints of one run
 
 
@@ -38,6 +41,7 @@ def one_run(folder: Path, flags: list[str], every: int, references: list[float] 
     stood_still, ledgers, plain_save, plain_saved, plain_init = [], [], saving.Saver.save, Reporter.saved, Ledger.__init__
 
     def save(saver: saving.Saver, *args: Any, **options: Any) -> None:
+        dist.barrier()  # who waits here for the slowest rank would do so in the next step
         plain_save(saver, *args, **options)
         if references is not None and saver._writer:
             saver._copy.result()  # neither disturbs the other
@@ -70,7 +74,7 @@ def one_run(folder: Path, flags: list[str], every: int, references: list[float] 
         "--epochs",
         "1000",
     ]
-    words = [*flags, *fixed, "--save_every_steps", str(every), "--run_dir", str(folder / f"run-{time.time_ns()}"), "--overwrite"]
+    words = [*flags, *fixed, "--save_every_steps", str(every), "--run_dir", str(folder / f"run-{next(RUNS)}"), "--overwrite"]
     with (
         mock.patch.object(saving.Saver, "save", save),
         mock.patch.object(Reporter, "saved", saved),

@@ -10,8 +10,8 @@ skip_or_fail() { # what a test needs and does not find: a skip on a laptop, a fa
     [ -z "${CI:-}" ] || exit 1
 }
 
-if ! "$PYTHON" -m ruff --version >/dev/null 2>&1; then
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check ruff -c constraints.txt || true
+if ! "$PYTHON" -c 'import ruff, kubernetes_validate, kubeflow_trainer_api' 2>/dev/null; then # what the checks need and a run does not
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check ruff kubernetes-validate kubeflow-trainer-api -c constraints.txt || true
 fi
 if "$PYTHON" -m ruff --version >/dev/null 2>&1; then
     "$PYTHON" -m ruff check .

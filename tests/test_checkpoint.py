@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import stat
 from pathlib import Path
 from unittest import mock
 
@@ -110,6 +111,25 @@ def test_a_write_that_fails_leaves_what_was_there_and_no_partial_file(tmp_path):
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["file"]
     replace_json(path, {"a": None})
     assert path.read_text() == '{\n  "a": null\n}\n' and not list(tmp_path.glob(f"*{TEMPORARY}"))
+
+
+def test_the_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_end(tmp_path, monkeypatch):
+    """What a power cut would show, in the order of the calls; test_every_system_call sees the same in the kernel."""
+    said, plain_fsync, plain_rename = [], os.fsync, os.rename
+
+    def fsync(descriptor):
+        said.append("fsync of the folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "fsync of the file")
+        plain_fsync(descriptor)
+
+    def replace(path, target):
+        said.append("rename")
+        plain_rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "replace", replace)
+    (tmp_path / "folder").mkdir()
+    replace_file(tmp_path / "folder" / "file.pt", lambda file: file.write(b"new"), lambda: said.append("claim"))
+    assert said == ["fsync of the file", "claim", "rename", "fsync of the folder"]
 
 
 def test_weights_come_from_a_checkpoint_or_a_bare_state_dict(tmp_path):

@@ -66,9 +66,9 @@ def take_apart(payload: dict[str, Any]) -> tuple[Any, list[Tensor]]:
         if kind is dict or kind is OrderedDict:
             if wrong := next((key for key in value if type(key) not in PLAIN), None):
                 raise Refused(f"{name}: has a key of type {type_name(wrong)}, which no checkpoint can hold; use plain text or numbers")
-            return {key: visit(each, f"{name}.{key}" if name else str(key)) for key, each in value.items()}
+            return {key: each if type(each) in PLAIN else visit(each, f"{name}.{key}" if name else str(key)) for key, each in value.items()}
         if kind is list or kind is tuple:
-            return kind(visit(each, f"{name}[{number}]") for number, each in enumerate(value))
+            return kind([each if type(each) in PLAIN else visit(each, f"{name}[{number}]") for number, each in enumerate(value)])
         if kind in PLAIN:
             return value
         raise Refused(f"{name}: is of type {type_name(value)}, which no checkpoint can hold; make it a tensor, number, text, list or dict")

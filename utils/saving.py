@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from config import RunFailed, TrainingConfig
@@ -41,7 +40,7 @@ class Saver:
 
     Args:
         writer: rank 0's.
-        meta: gives what a checkpoint holds beside the state: its "config" and "provenance".
+        meta: gives what a checkpoint holds beside the state, plain values: its "config" and "provenance".
     """
 
     def __init__(
@@ -58,7 +57,9 @@ class Saver:
         self._run, self._state, self._ctx, self._reporter, self._clock, self._meta = run, state, ctx, reporter, clock, meta
         self._warn, self._keep_last, self._minutes = reporter.warn, config.keep_last, config.save_every_minutes
         self._writer = writer
+        checkpoint.take_apart(meta())  # what no checkpoint can hold is refused now; later its values alone are other ones
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+        self._weights = list(state.model.parameters())
         self._stream = torch.cuda.Stream() if ctx.device.type == "cuda" else None
         self._hook = Hook(config.on_checkpoint, reporter.warn)
         self._copy: Future[int] | None = None  # under way; gives the digest of this rank's weights
@@ -89,8 +90,9 @@ class Saver:
         ranks = exchange({"interval": state.interval.state(), "skips": state.read_skips(), "is_free": is_free}, self._ctx)
         self._reporter.skipped(state.note_skips([each["skips"] for each in ranks]))
         if ranks[0]["is_free"]:
-            payload = state.state_dict([each["interval"] for each in ranks]) | self._meta()
-            self._begin(payload, name or checkpoint.step_path(Path(), state.progress.step).name)
+            self._begin(
+                state.state_dict([each["interval"] for each in ranks]), name or checkpoint.step_path(Path(), state.progress.step).name
+            )
             self._begun_s = time.perf_counter() - began
             if not name:
                 self.saved_step = state.progress.step
@@ -123,19 +125,19 @@ class Saver:
         self._is_owed = self._is_busy
         return not self._is_busy
 
-    def _begin(self, payload: dict[str, Any], name: str) -> None:
-        """Begin the copy of the payload and the digest of the weights, both as they are now."""
+    def _begin(self, state: dict[str, Any], name: str) -> None:
+        """Begin the copy of the state and the digest of the weights, both as they are now."""
         model, later, send = self._state.model, [], None
         if self._writer:
-            apart, tensors = checkpoint.take_apart(payload)
+            apart, tensors = checkpoint.take_apart(state)
             volatile, at_once = {buffer.data_ptr() for buffer in model.buffers()}, []  # the next forward pass changes them
             for view, tensor in zip(self._writer.fit(tensors), tensors, strict=True):
                 (at_once if tensor.data_ptr() in volatile else later).append((view, tensor))
             _copy_all(at_once)
-            where = self._run.checkpoints / name, apart, self._keep_last, self._run.claim_file, self._run.claim_number
+            where = self._run.checkpoints / name, apart | self._meta(), self._keep_last, self._run.claim_file, self._run.claim_number
             send = functools.partial(self._writer.send, *where)
         event = torch.cuda.current_stream().record_event() if self._stream else None
-        self._copy = self._thread.submit(self._copy_and_digest, later, list(model.parameters()), send, event)
+        self._copy = self._thread.submit(self._copy_and_digest, later, self._weights, send, event)
         self._is_busy, self._begun_at = bool(self._writer), time.monotonic()
 
     def _copy_and_digest(self, pairs: list, weights: list[Tensor], send: Callable[[], None] | None, event: Any) -> int:
@@ -162,10 +164,7 @@ class Saver:
             return
         began = time.perf_counter()
         digest, self._copy = self._copy.result(), None
-        found = [torch.empty(1, dtype=torch.int64) for _ in range(self._ctx.world_size)]
-        dist.all_gather(found, torch.tensor([digest]), group=self._ctx.control)
-        digests = [each.item() for each in found]
-        odd = diverged(digests)
+        odd = diverged(exchange(digest, self._ctx))
         if self._writer:
             self._writer.commit(not odd)
             self._begun_s += time.perf_counter() - began

@@ -18,20 +18,28 @@ if TYPE_CHECKING:
     from ddp_utils import DistributedContext
 
 T = TypeVar("T")
+SHORT = 1016  # bytes of a message that goes in one collective
 
 
 def exchange(value: Any, ctx: DistributedContext) -> list[Any]:
     """What every rank gave, in the order of ranks. The value is plain JSON."""
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    size = torch.tensor([data.numel()])
-    sizes = [torch.empty_like(size) for _ in range(ctx.world_size)]
-    dist.all_gather(sizes, size, group=ctx.control)
-    lengths = [each.item() for each in sizes]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: data.numel()] = data
-    rows = [torch.empty_like(padded) for _ in range(ctx.world_size)]
-    dist.all_gather(rows, padded, group=ctx.control)
-    return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
+    text = json.dumps(value)
+    if ctx.world_size == 1:
+        return [json.loads(text)]
+    data = text.encode()
+    heads = _gather(len(data).to_bytes(8, "big") + data[:SHORT], 8 + SHORT, ctx)
+    lengths = [int.from_bytes(head[:8], "big") for head in heads]
+    longest = max(lengths) - SHORT
+    rests = _gather(data[SHORT:], longest, ctx) if longest > 0 else [b""] * ctx.world_size
+    return [json.loads((head[8:] + rest)[:length]) for head, rest, length in zip(heads, rests, lengths, strict=True)]
+
+
+def _gather(data: bytes, size: int, ctx: DistributedContext) -> list[bytes]:
+    """Of every rank so many bytes, filled up with zeros."""
+    row = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
+    rows = [torch.empty_like(row) for _ in range(ctx.world_size)]
+    dist.all_gather(rows, row, group=ctx.control)
+    return [bytes(each.tolist()) for each in rows]
 
 
 def by_rank_0(action: Callable[[], object], ctx: DistributedContext) -> None:

@@ -34,6 +34,7 @@ from utils.signals import die_with_parent
 
 SECONDS_AS_AN_ORPHAN = 8  # to finish a file that was committed before the training process was killed
 ALIGNMENT = 64  # bytes
+NICENESS = 10  # where every core has a rank the training comes first
 HAS_PROCESS = sys.platform == "linux"
 
 
@@ -213,6 +214,7 @@ def _be_the_writer(connection: Connection) -> None:
         signal.signal(signal.SIGUSR2, lambda number, frame: signal.alarm(SECONDS_AS_AN_ORPHAN))
         die_with_parent(signal.SIGUSR2)  # an end of the connection says it too, once the loader's workers, who hold copies, are gone
         torch.set_num_threads(1)
+        os.nice(NICENESS)
         _serve(connection)
     os._exit(0)
 

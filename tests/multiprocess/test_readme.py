@@ -12,6 +12,7 @@ import pytest
 
 from config import TrainingConfig
 from ranks import ROOT, copy_repository, launch
+from scripts.network import addresses
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
@@ -20,13 +21,25 @@ ENV = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 TINY = "--image_size 8 --batch_size 8 --dataset_size 32 --backend gloo"
 
 
+def own_address() -> str:
+    """Of this machine in a network, as other nodes would be given it."""
+    found = [address for address, name in addresses().items() if name != "lo" and ":" not in address]
+    return found[0] if found else pytest.skip("this machine has no address beside its loopback's")
+
+
 def test_every_command_of_ours_has_flags_that_exist():
     """Those of train.py are parsed by the config, those of launch.sh by its dry run."""
     seen = 0
     for line in (line for line in LINES if "train.py" in line or "scripts/" in line):
         if "launch.sh" in line:
-            ended = launch(["bash", "-c", f"{line} --dry-run"], env={**ENV, "NPROC_PER_NODE": "8"})
-            assert ended.code == 0 and "torchrun --nnodes=2" in ended.out, line
+            here = line.replace("MASTER_ADDR=node0", f"MASTER_ADDR={own_address()}")
+            ended = launch(["bash", "-c", f"{here} --dry-run"], env={**ENV, "NPROC_PER_NODE": "8"})
+            assert ended.code == 0 and "torchrun --nproc-per-node=8 --nnodes=2" in ended.out, line
+        elif "slurm.sbatch" in line:
+            TrainingConfig.from_args(shlex.split(line.split("slurm.sbatch", 1)[1]))
+        elif "kubectl" in line or "docker" in line:
+            for file in re.findall(r"-f (\S+)", line):
+                assert (ROOT / file).exists(), line
         elif "train.py" in line:
             words = shlex.split(line.split("train.py", 1)[1])
             if "--config" not in words:

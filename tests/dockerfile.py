@@ -1,0 +1,71 @@
+"""scripts/Dockerfile as a list of instructions, and what it copies: as far as an image can be made without docker."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ranks import ROOT, launch, need
+
+FILE = ROOT / "scripts" / "Dockerfile"
+# words before a command, which make it run as in a pod: process 1, a user that is in no list and has no capability
+POD = "unshare --user --map-user=10001 --map-group=10001 --pid --fork --mount-proc --kill-child".split()
+
+
+def instructions() -> list[tuple[str, str]]:
+    """(instruction, the rest), in order; comments left out, lines that end with a backslash joined."""
+    lines = [line for line in FILE.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ").splitlines()
+    return [tuple(line.split(maxsplit=1)) for line in joined]
+
+
+def copies() -> list[tuple[list[Path], str]]:
+    """Of each COPY the files and folders, and where they go. Raises AssertionError for one that is not there."""
+    found = []
+    for _, words in (each for each in instructions() if each[0] == "COPY"):
+        *sources, target = words.split()
+        paths = [path for source in sources for path in sorted(ROOT.glob(source.rstrip("/")))]
+        assert len(paths) >= len(sources), words
+        found.append((paths, target))
+    return found
+
+
+def copy_into(folder: Path) -> None:
+    """What the image has in its WORKDIR, and its user may read and not write."""
+    for paths, target in copies():
+        for path in paths:
+            if path.is_dir():
+                shutil.copytree(path, folder / target, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+            else:
+                (folder / target).mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, folder / target)
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(path.stat().st_mode & ~0o277)  # as under the strictest umask
+    for step in (rest for name, rest in instructions() if name == "RUN" and "pip install" not in rest):
+        subprocess.run(["sh", "-c", step], cwd=folder, check=True)
+
+
+def make_image(folder: Path) -> dict[str, str]:
+    """The image's WORKDIR in a folder. Returns the variables of a program in it: its ENV, this environment's Python."""
+    need("unshare")
+    if (ended := launch([*POD, "true"])).code:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"this machine allows no namespaces: {ended.err}")
+    copy_into(folder)
+    variables = dict(word.split("=", 1) for name, rest in instructions() if name == "ENV" for word in rest.split())
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return variables | {"GIT_COMMIT": "c0ffee", "PATH": path, "PYTHONPATH": ""}
+
+
+def process_1(program: subprocess.Popen) -> int:
+    """The first process of a pod, as the kubelet knows it."""
+    (pid,) = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
+    return int(pid)
+
+
+def make_removable(folder: Path) -> None:
+    """So that pytest can take it away."""
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(path.stat().st_mode | 0o200)

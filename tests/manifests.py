@@ -1,0 +1,108 @@
+"""scripts/kubernetes as a cluster reads it: published schemas, the Job that Kubeflow Trainer makes, the pods that the kubelet starts."""
+
+import copy
+import importlib
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from nodes import Nodes
+from ranks import ROOT
+
+FOLDER = ROOT / "scripts" / "kubernetes"
+VERSIONS = ("1.31", "1.37")  # the oldest that has all fields, and the newest whose schemas were published
+FREE = ("labels", "matchLabels", "selector", "requests", "limits")  # maps whose keys are anybody's
+
+
+def package(name):
+    """A package of the tests' own. Where it is missing the test is skipped; it fails where CI is set."""
+    if os.environ.get("CI"):
+        importlib.import_module(name)
+    return pytest.importorskip(name, reason=f"{name} is not installed (scripts/test.sh installs it)")
+
+
+def documents():
+    """All manifests, by kind."""
+    yaml = package("yaml")
+    found = [each for file in sorted(FOLDER.glob("*.yaml")) for each in yaml.safe_load_all(file.read_text())]
+    assert len(found) == len({each["kind"] for each in found}) == 6
+    return {each["kind"]: each for each in found}
+
+
+def validate(document):
+    """Raise where a document is not what the published schemas say; an unknown field counts."""
+    if document["apiVersion"].startswith("trainer.kubeflow.org/"):
+        models = package("kubeflow_trainer_api.models")
+        model = getattr(models, f"TrainerV1alpha1{document['kind']}").from_dict(document)
+        known = json.loads(json.dumps(model.to_dict(), default=str))  # a model drops what it does not know
+        assert document["kind"] in ("TrainingRuntime", "TrainJob") and known == document, "has an unknown field"
+    else:
+        for version in VERSIONS:
+            package("kubernetes_validate").validate(document, version, strict=True)
+
+
+def job_of_the_trainer(runtime, train_job):
+    """The Job that Kubeflow Trainer 2.3 and JobSet make of a runtime and a TrainJob (its plugins torch.go and jobset.go, read for this)."""
+    name, wishes = train_job["metadata"]["name"], train_job["spec"]["trainer"]
+    replicated = copy.deepcopy(runtime["spec"]["template"]["spec"]["replicatedJobs"][0])
+    spec = replicated["template"]["spec"] | {"completions": wishes["numNodes"], "parallelism": wishes["numNodes"]}
+    container = spec["template"]["spec"]["containers"][0]
+    assert replicated["name"] == container["name"] == "node"  # by these names they are found
+    container |= {"image": wishes["image"], "args": wishes["args"], "resources": wishes["resourcesPerNode"]}
+    container["env"] += [
+        {"name": "PET_NNODES", "value": str(wishes["numNodes"])},
+        {"name": "PET_NPROC_PER_NODE", "value": str(wishes["numProcPerNode"])},
+        {
+            "name": "PET_NODE_RANK",
+            "valueFrom": {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}},
+        },
+        {"name": "PET_MASTER_ADDR", "value": f"{name}-node-0-0.{name}"},
+        {"name": "PET_MASTER_PORT", "value": "29500"},
+    ]
+    spec["template"]["spec"]["subdomain"] = name
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": f"{name}-node-0"}, "spec": spec}
+
+
+def keys(node, path=()):
+    """The way to each key of a document that a schema knows."""
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        if isinstance(key, str):
+            yield (*path, key)
+        if key not in FREE:
+            yield from keys(value, (*path, key))
+
+
+def both() -> list[dict]:
+    """Both ways as the Job that a cluster would run."""
+    found = documents()
+    return [found["Job"], job_of_the_trainer(found["TrainingRuntime"], found["TrainJob"])]
+
+
+def started(job, index):
+    """The command and the variables of the pod with this index, filled in by the rules of the kubelet."""
+    container = job["spec"]["template"]["spec"]["containers"][0]
+    fields = {
+        "metadata.annotations['batch.kubernetes.io/job-completion-index']": str(index),
+        "metadata.labels['batch.kubernetes.io/controller-uid']": "5fcf6d81",
+    }
+    env = {}
+    for each in container["env"]:  # in this order: what comes later cannot be filled in
+        env[each["name"]] = filled(each["value"], env) if "value" in each else fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
+    return [filled(word, env) for word in container["command"] + container["args"]], env
+
+
+def filled(text, env):
+    return re.sub(r"\$\((\w+)\)", lambda match: env.get(match[1], match[0]), text)
+
+
+def publish(nodes: Nodes, *jobs: dict) -> None:
+    """Let the nodes know the pods by the names that the cluster's DNS has: <job>-<index>.<subdomain>."""
+    lines = ["127.0.0.1 localhost"]
+    for job in jobs:
+        name, subdomain = job["metadata"]["name"], job["spec"]["template"]["spec"]["subdomain"]
+        lines += [f"{node.address} {name}-{index}.{subdomain}" for index, node in enumerate(nodes)]
+    for node in nodes:
+        node.write(Path("/etc/hosts"), "\n".join(lines) + "\n")

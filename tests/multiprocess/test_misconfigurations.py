@@ -1,0 +1,55 @@
+"""Each misconfiguration of the table is caught by what the table says, within 30 s, with the node named and what to do."""
+
+import os
+import re
+import time
+
+import pytest
+
+from misconfigurations import BEGIN, END, TABLE, Setup, markdown
+from nodes import Nodes
+from ranks import ROOT, finish
+
+SECONDS = 30.0
+
+
+def text(program):
+    return "".join(os.pread(file.fileno(), 2**22, 0).decode(errors="replace") for file in program.files)
+
+
+def sayers(programs, row):
+    """The programs that have printed the row's words, each with that line and a table that may follow."""
+    matches = [(re.search(f"^.*{row.pattern.pattern}.*\\n(.*\\n){{0,2}}", text(program), re.MULTILINE), program) for program in programs]
+    return [(match[0], program) for match, program in matches if match]
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name.replace(" ", "-"))
+def test_it_is_caught_in_time_with_the_node_and_what_to_do(row, tmp_path):
+    with Nodes(row.nodes) as nodes:
+        setup = Setup(nodes, tmp_path)
+        row.condition(setup)
+        programs, ends = setup.start(*(["--preflight"] if row.by == "preflight" else [])), time.monotonic() + SECONDS
+        while not (found := sayers(programs, row)) and time.monotonic() < ends and any(program.poll() is None for program in programs):
+            time.sleep(0.05)
+        found = found or sayers(programs, row)
+        assert found, f"{row.pattern.pattern!r} is not said\n" + "\n--------\n".join(map(text, programs))
+        said, _ = found[0]
+        assert all(word in said for word in row.of.split()) and "; " in said, said
+        ends = time.monotonic() + SECONDS
+        while row.code is not None and all(program.poll() is None for _, program in found) and time.monotonic() < ends:
+            time.sleep(0.05)
+        assert row.code in [program.poll() for _, program in found], said
+
+
+@pytest.mark.parametrize("command", [[], ["--preflight"]], ids=["train", "preflight"])
+def test_nothing_is_found_where_nothing_is_wrong(command, tmp_path):
+    """None of the words of the table is said where its condition does not hold."""
+    with Nodes(2) as nodes:
+        for ended in [finish(program) for program in Setup(nodes, tmp_path).start(*command)]:
+            assert ended.code == 0, ended.text
+            assert not [row.name for row in TABLE if row.pattern.search(ended.text)], ended.text
+
+
+def test_the_readmes_troubleshooting_is_this_table():
+    readme = (ROOT / "README.md").read_text()
+    assert readme.partition(BEGIN)[2].partition(END)[0].strip() == markdown(TABLE), "put in what python tests/misconfigurations.py prints"

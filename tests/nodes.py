@@ -1,0 +1,156 @@
+"""Real nodes on one machine: namespaces with a network, a host name and mounts of their own, joined by a bridge.
+
+`with Nodes(2) as nodes:` gives node0 and node1. They reach each other and nothing else, so that several tests may run at once, ports too are
+each node's own, and the machine's network stays as it is. Processes, memory and files are the machine's: what stands in a
+folder is shared storage, unless a node mounts something over it.
+"""
+
+import contextlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from ranks import DEADLINE, ROOT, Ended, finish, need, start, stop
+
+NETWORK = "10.0.0"
+HOLD = "echo held; read _"  # until it is killed, or pytest is: then its input ends
+# As `ip netns exec` does it: /sys shows the interfaces of the network that it was mounted in. The cgroups below it stay.
+OWN_SYS = "mount --rbind /sys/fs/cgroup /mnt; mount -t sysfs sysfs /sys && mount --rbind /mnt /sys/fs/cgroup"
+
+
+class Place:
+    """A process that holds namespaces open, and what runs in them. They end with the process: nothing of them has a name to be left behind."""
+
+    def __init__(self, unshare: Sequence[str], within: "Place | None" = None) -> None:
+        self._is_root = os.geteuid() == 0
+        words = [*(within.enter if within else ()), "unshare", *unshare, "sh", "-c", HOLD]
+        self._holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self._programs: list[subprocess.Popen] = []
+        if self._holder.stdout.readline() != "held\n":
+            (pytest.fail if os.environ.get("CI") else pytest.skip)(f"this machine allows no namespaces: {self._holder.stderr.read()}")
+
+    @property
+    def pid(self) -> int:
+        return self._holder.pid
+
+    @property
+    def enter(self) -> list[str]:
+        """The words before a command that make it run here."""
+        return ["nsenter", *([] if self._is_root else ["-U", "--preserve-credentials"]), "-m", "-n", "-u", "-t", str(self.pid)]
+
+    def start(self, command: Sequence[object], *, env: dict[str, str] | None = None, cwd: Path = ROOT) -> subprocess.Popen:
+        """Start a program here, as `ranks.start` does. The folder is the one that has this name here."""
+        words = [*self.enter, "sh", "-c", 'cd "$0" && exec "$@"', cwd, *command]
+        self._programs.append(start(words, env=env))
+        return self._programs[-1]
+
+    def run(self, *command: object, deadline: float = DEADLINE, **options: object) -> Ended:
+        """Run a program here to its end."""
+        return finish(self.start(command, **options), deadline)
+
+    def do(self, *command: object) -> None:
+        """A command of the test's own, which succeeds."""
+        done = subprocess.run([*self.enter, *map(str, command)], capture_output=True, text=True, timeout=20, check=False)
+        assert done.returncode == 0, f"{done.args}: {done.stderr}"
+
+    def seen(self, path: Path) -> Path:
+        """The name under which the test sees a path of this place."""
+        return Path(f"/proc/{self.pid}/root{path}")
+
+    def mount_tmpfs(self, path: Path, size: str) -> None:
+        """A disk of this size (64k, 1m) over a folder."""
+        self.do("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path)
+
+    def bind(self, source: Path, target: Path, is_read_only: bool = False) -> None:
+        """Put a file or a folder over another one."""
+        self.do("mount", "--bind", source, target)
+        if is_read_only:
+            self.do("mount", "-o", "remount,bind,ro", target)
+
+    def close(self) -> None:
+        for program in self._programs:
+            stop(program)
+        self._holder.kill()
+        self._holder.communicate()
+
+
+class Node(Place):
+    """One node. Its interface is eth0."""
+
+    def __init__(self, number: int, switch: Place, folder: Path) -> None:
+        super().__init__(["-n", "-u", "-m", "--propagation", "slave"], switch)
+        self.name, self.address, self._switch, self._folder = f"node{number}", f"{NETWORK}.{number + 1}", switch, folder
+        self.do("sh", "-c", f"hostname {self.name} && ip link set lo up; {OWN_SYS}")
+        switch.do("ip", "link", "add", self.name, "type", "veth", "peer", "name", "eth0", "netns", self.pid)
+        switch.do("ip", "link", "set", self.name, "master", "bridge", "up")
+        self.do("ip", "address", "add", f"{self.address}/24", "dev", "eth0")
+        self.do("ip", "link", "set", "eth0", "up")
+
+    def write(self, path: Path, text: str) -> None:
+        """Put a file of this text over one of the machine's, for this node alone."""
+        handle, file = tempfile.mkstemp(dir=self._folder)
+        with open(handle, "w") as opened:
+            opened.write(text)
+        os.chmod(file, 0o644)
+        self.bind(Path(file), path)
+
+    def link(self, up: bool) -> None:
+        """Plug the cable in or out, at the switch."""
+        self._switch.do("ip", "link", "set", self.name, "up" if up else "down")
+
+    def slow(self, rate: str) -> None:
+        """Let the cable carry so much in each direction: 10mbit, 1gbit. Empty: as much as it can."""
+        for place, interface in ((self, "eth0"), (self._switch, self.name)):
+            shape = ["replace", "root", "tbf", "rate", rate, "burst", "64kb", "latency", "200ms"] if rate else ["delete", "root"]
+            place.do("tc", "qdisc", shape[0], "dev", interface, *shape[1:])
+
+
+class Nodes(contextlib.AbstractContextManager):
+    """So many nodes on one switch. They are named in /etc/hosts, and no name server answers them."""
+
+    def __init__(self, count: int) -> None:
+        for tool in ("ip", "tc", "nsenter", "unshare", "mount", "hostname"):
+            need(tool)
+        self._count = count
+
+    def __enter__(self) -> "Nodes":
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            self._switch = Place(["-n", "-m", "-u", *([] if os.geteuid() == 0 else ["--map-root-user"])])
+            stack.callback(self._switch.close)
+            # what is mounted here from now on is mounted on all nodes, and what a node mounts is its own
+            self._switch.do("sh", "-c", "mount --make-rshared / && ip link add bridge type bridge && ip link set bridge up")
+            self._nodes: list[Node] = []
+            for number in range(self._count):
+                self._nodes.append(Node(number, self._switch, folder))
+                stack.callback(self._nodes[-1].close)
+            names = "".join(f"{node.address} {node.name}\n" for node in self)
+            for node in self:
+                node.write(Path("/etc/hosts"), f"127.0.0.1 localhost\n{names}")
+                node.write(Path("/etc/nsswitch.conf"), "hosts: files\n")
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._stack.close()
+
+    def __getitem__(self, number: int) -> Node:
+        return self._nodes[number]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._nodes)
+
+    def mount_tmpfs(self, path: Path, size: str) -> None:
+        """Shared storage: a disk of this size over a folder, on all nodes."""
+        self._switch.mount_tmpfs(path, size)
+
+    def seen(self, path: Path) -> Path:
+        """The name under which the test sees a path of the shared storage."""
+        return self._switch.seen(path)
