@@ -20,6 +20,18 @@ sys.kept = batches  # nothing shuts them down before the interpreter ends
 print("done", flush=True)
 """
 
+ENDS_UNDER_SIGNALS = """
+import os, signal, sys
+from utils.signals import hold
+class Late:
+    def __del__(self, kill=os.kill, process=os.getpid(), numbers=(signal.SIGTERM, signal.SIGUSR1)):
+        for number in numbers:
+            kill(process, number)
+late = Late()  # goes with the module, after all that is done at exit
+hold()
+sys.exit(75)
+"""
+
 
 def test_a_signal_sets_a_flag_and_the_handlers_come_back():
     before = signal.getsignal(signal.SIGTERM)
@@ -36,3 +48,9 @@ def test_workers_that_ignore_sigterm_do_not_keep_the_process_from_its_end():
     """multiprocessing ends daemonic children by SIGTERM and joins them without a limit."""
     ended = subprocess.run([sys.executable, "-c", HOLDS_WORKERS], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
+
+
+def test_a_signal_while_the_process_ends_does_not_change_its_exit_code():
+    """srun --kill-on-bad-exit sends SIGTERM to the tasks that are a moment behind the first."""
+    ended = subprocess.run([sys.executable, "-c", ENDS_UNDER_SIGNALS], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 75, ended.stderr

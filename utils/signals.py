@@ -74,6 +74,8 @@ def ignore_in_worker(_worker: int) -> None:
 def end_workers() -> None:
     """At exit: multiprocessing would send SIGTERM to the workers that are left, which ignore it, and wait for them for ever."""
     if threading.current_thread() is threading.main_thread():
+        for number in STOP_SIGNALS if StopSignals.held else ():  # Python lets go of its handlers now: one more signal would
+            signal.signal(number, signal.SIG_IGN)  # make another exit code of a run that has saved (srun --kill-on-bad-exit sends one)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise here, for a worker that is ended on purpose
     for child in multiprocessing.active_children():
         if child.daemon:
