@@ -133,7 +133,7 @@ def port_taken(setup: Setup) -> None:
 
 
 def slow_link(setup: Setup) -> None:
-    setup.nodes[1].slow("300mbit")
+    setup.nodes[1].slow("500mbit")
 
 
 def busy_node(setup: Setup) -> None:
