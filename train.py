@@ -68,7 +68,7 @@ PREEMPTED = 75  # exit code
 
 @record
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code: 0, or 75 when a run of one process was asked to stop and has saved."""
+    """Run the command line. Returns the exit code: 0, or 75 when a run without torchrun was asked to stop and has saved."""
     config = TrainingConfig.from_args(argv)
     try:
         outcome = train(config)

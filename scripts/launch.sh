@@ -49,6 +49,8 @@ export LAUNCH_ID=${LAUNCH_ID:-$(hostname)-$$-$(date +%s)} # common to all attemp
 export TORCHELASTIC_ERROR_FILE=$work/error.json           # torchrun copies the first failing rank's error here
 export PLAN_RUN_DIR PLAN_MEETING PLAN_ATTEMPT=1 STATUS_BEFORE=
 child='' signals=0
+# under slurm.sbatch, which keeps USR1 from here, a preempted run is not started again in the job that ends: the job is requeued
+is_requeued=$(trap -p USR1)
 
 stop() { # the ranks are asked, and torchrun ends after them; whoever asks again means torchrun
     signals=$((signals + 1))
@@ -103,6 +105,7 @@ while true; do
         "${tool[@]}" judge "$code" || result=$?
         code=$result
     fi
+    if [ "$code" = 75 ] && [ -n "$is_requeued" ]; then exit 75; fi
     if ((signals > 0 || code == 0 || code == 2 || PLAN_ATTEMPT > PLAN_RETRIES)); then exit "$code"; fi
     echo "launch.sh: ended with $code; start $((PLAN_ATTEMPT + 1)) of $((PLAN_RETRIES + 1)) follows in $pause s" >&2
     run sleep "$pause"

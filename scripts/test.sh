@@ -20,7 +20,7 @@ else
     skip_or_fail "ruff: skipped, it is not installed (pip install ruff)"
 fi
 if command -v shellcheck >/dev/null; then
-    shellcheck -x scripts/*.sh .ci/run
+    shellcheck -x scripts/*.sh scripts/*.sbatch .ci/run
 else
     skip_or_fail "shellcheck: skipped, it is not installed (apt-get install shellcheck)"
 fi

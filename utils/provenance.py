@@ -86,7 +86,9 @@ def zip_code(path: Path) -> None:
 def template_digests() -> dict[str, str]:
     """SHA-256 of each file of ours as it is now, by its path from the root; of config.py without the forker's block."""
     files = [ROOT / name for name in ("train.py", "config.py", "ddp_utils.py")]
-    files += [path for folder in ("utils", "scripts") for path in sorted((ROOT / folder).rglob("*")) if path.suffix in (".py", ".sh")]
+    files += [
+        path for folder in ("utils", "scripts") for path in sorted((ROOT / folder).rglob("*")) if path.suffix in (".py", ".sh", ".sbatch")
+    ]
     return {str(path.relative_to(ROOT)): _digest(path) for path in files if path.exists()}
 
 

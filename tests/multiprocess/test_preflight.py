@@ -93,6 +93,7 @@ def test_other_flags_and_other_code_are_named(tmp_path):
     says(ended[0].out, r"preflight: do not start yet: .*2 failure\(s\).*; not measured until that is mended: data, model, step, loader\n")
 
 
+@pytest.mark.drill
 def test_nodes_with_an_unshared_folder_and_a_clock_that_is_off(tmp_path):
     """Host names and mounts of their own; the clock of one is off as its ranks see it."""
     (tmp_path / "own").mkdir()
@@ -141,6 +142,7 @@ def test_few_open_files(tmp_path):
     says(ended[0].text, r"open files: the limit is 110, and about \d+ are needed; raise it \(ulimit -n \d+.* \(rank 1 on beta\)")
 
 
+@pytest.mark.drill
 def test_a_slowed_rank_is_named(tmp_path):
     """It gets a fifth of the time, as on a node that something else keeps busy."""
     programs = by_hand(2, [*QUICK, "--run_dir", str(tmp_path / "run")])
@@ -167,6 +169,7 @@ def test_a_slowed_rank_is_named(tmp_path):
     )
 
 
+@pytest.mark.drill
 def test_a_rank_that_hangs_is_named_and_nobody_waits_for_it(tmp_path):
     programs = by_hand(3, [*QUICK, "--run_dir", str(tmp_path / "run"), "--timeout", "6"])
     try:
@@ -203,6 +206,7 @@ def findings_of_slow_data(words):
     return {each.name: [each.level, each.text] for each in found}
 
 
+@pytest.mark.drill
 def test_a_loader_that_does_not_keep_up_says_how_many_workers_would(tmp_path):
     words = [*QUICK, "--num_workers", "1", "--run_dir", str(tmp_path / "run")]
     for found in run_ranks(2, findings_of_slow_data, words):

@@ -141,6 +141,7 @@ def test_a_job_that_is_to_stop_before_its_first_step_is_not_requeued_for_ever(cl
     assert re.search(r"not requeued, since the signal came \d+ s after the start; submit it again with a longer --time", job.said)
 
 
+@pytest.mark.drill
 def test_tasks_of_srun_are_ranks_without_torchrun(cluster, slow_repository, tmp_path):
     """Two tasks on each of two nodes; in the batch script itself train.py is one process. Asked to stop, srun ends with 75."""
     flags = " ".join([*TINY, "--dataset_size", "400", "--epochs", "2", "--run_dir", str(tmp_path)])
