@@ -63,7 +63,7 @@ stop() { # the ranks are asked, and torchrun ends after them; whoever asks again
         "${tool[@]}" pass_on "$child" || true
     fi
 }
-for name in TERM INT USR1 HUP; do
+for name in TERM INT QUIT USR1 HUP; do
     # shellcheck disable=SC2064
     trap "stop $name" "$name" # a SIGHUP that nohup had ignored stays so
 done
@@ -73,6 +73,7 @@ run() { # a program to its end, in a process group of its own: a terminal's Ctrl
     "$@" &
     child=$!
     set +m
+    ((signals == 0)) || kill -TERM "$child" 2>/dev/null || true # it came a moment before
     local watcher=
     if [ -n "$PLAN_MEETING" ] && [ "$1" = torchrun ]; then
         "${tool[@]}" watch "$child" &

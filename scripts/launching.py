@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -102,7 +103,10 @@ def read_nodes(options: argparse.Namespace) -> Nodes:
         raise Refused(f"{what}: static rendezvous hangs at a restart; leave RDZV_BACKEND out (c10d), or give --retries")
     if most > 1 and not options.master_addr:
         raise Refused(f"MASTER_ADDR: is not set, with NNODES={options.nnodes}; give the name or address of node 0")
-    return Nodes(least, most, rank, options.master_addr, whole("MASTER_PORT", options.master_port, 1), backend)
+    port = whole("MASTER_PORT", options.master_port, 1)
+    if port > 65535:
+        raise Refused(f"MASTER_PORT={port}: is no port; give one from 1024 to 65535")
+    return Nodes(least, most, rank, options.master_addr, port, backend)
 
 
 def count_gpus(env: dict[str, str]) -> int:
@@ -120,7 +124,7 @@ def torchrun_has(flag: str) -> bool:
     """Whether this torch's torchrun knows a flag; its source is read, since importing torch takes seconds."""
     found = importlib.util.find_spec("torch")
     source = Path(found.origin).parent / "distributed" / "run.py" if found and found.origin else None
-    if not source or not source.exists():
+    if not source or not source.exists() or not shutil.which("torchrun"):
         raise Refused("torchrun: this Python has no torch; activate the environment that has it (source .venv/bin/activate)")
     return f'"{flag}"' in source.read_text(encoding="utf-8")
 

@@ -103,6 +103,7 @@ def test_preflight_takes_the_place_of_training():
         ({"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"}, "NODE_RANK=2: is outside NNODES=2; give 0 to 1"),
         ({"NODE_RANK": "-1"}, "NODE_RANK=-1: is no whole number"),
         ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0: is no whole number of at least 1"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999: is no port; give"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT=http: is no whole number"),
     ],
 )
