@@ -47,9 +47,19 @@ def table(rows: list[list[str]]) -> str:
 
 
 def check_shared(run: Run, ctx: DistributedContext) -> None:
-    """Raise Refused on every rank when one does not see in the run's folder what rank 0 has just put there."""
+    """Raise Refused on every rank when one does not see in the run's folder what rank 0 has just put there, or cannot write."""
 
     def look() -> None:
+        ends = time.monotonic() + SECONDS_TO_SEE
+        while True:
+            with suppress(OSError, ValueError, KeyError):
+                if json.loads(run.claim_file.read_text(encoding="utf-8"))["number"] == run.claim_number:
+                    break
+            if time.monotonic() > ends:
+                here, first = ctx.hosts[ctx.rank], ctx.hosts[0]
+                remedy = "put the run folder on storage that all nodes share, at the same path"
+                raise Refused(f"run_dir={run.folder}: {here} does not see there what rank 0 on {first} has written; {remedy}")
+            time.sleep(0.1)
         mark = run.folder / f".rank{ctx.rank}"
         try:
             mark.touch()
@@ -57,16 +67,6 @@ def check_shared(run: Run, ctx: DistributedContext) -> None:
         except OSError as error:
             host = ctx.hosts[ctx.rank]
             raise Refused(f"run_dir={run.folder}: {host} cannot write there ({error.strerror}); mount it for all nodes to write") from None
-        ends = time.monotonic() + SECONDS_TO_SEE
-        while True:
-            with suppress(OSError, ValueError, KeyError):
-                if json.loads(run.claim_file.read_text(encoding="utf-8"))["number"] == run.claim_number:
-                    return
-            if time.monotonic() > ends:
-                here, first = ctx.hosts[ctx.rank], ctx.hosts[0]
-                remedy = "put the run folder on storage that all nodes share, at the same path"
-                raise Refused(f"run_dir={run.folder}: {here} does not see there what rank 0 on {first} has written; {remedy}")
-            time.sleep(0.1)
 
     together(look, ctx)
 
