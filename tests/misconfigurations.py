@@ -255,7 +255,7 @@ TABLE = [
         "waiting for node 0 at ...: refused: nothing listens there",
         "node 0 is not started yet, or with another MASTER_PORT, or has ended: look at what it says", None),
     Misconfiguration("node 1 not started", not_started(1), "launch.sh", "node 1",
-        "waiting for node ... of 2",
+        "waiting for node ... of ...; start launch.sh there",
         "node 0 is there and the named ones are not: start `launch.sh` on them; what keeps them stands on their own terminals", None),
     Misconfiguration("another port", given(1, MASTER_PORT="29501"), "launch.sh", "node0:29501",
         "waiting for node 0 at ...: refused: nothing listens there",
