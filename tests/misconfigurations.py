@@ -108,6 +108,14 @@ def firewall(setup: Setup) -> None:
         setup.nodes[0].do("ip", "rule", *rule.split())
 
 
+def one_open_port(setup: Setup) -> None:
+    """node0 drops what comes to any port but MASTER_PORT, without an answer."""
+    rules = ["add pref 9 lookup local", "del pref 0"]
+    rules += [f"add pref 5 iif eth0 ipproto tcp dport {ports} blackhole" for ports in (f"1-{PORT - 1}", f"{PORT + 1}-65534")]
+    for rule in rules:
+        setup.nodes[0].do("ip", "rule", *rule.split())
+
+
 def cable(setup: Setup) -> None:
     setup.nodes[0].link(up=False)
 
@@ -130,6 +138,19 @@ def port_taken(setup: Setup) -> None:
     while b"Serving" not in os.pread(program.files[0].fileno(), 99, 0):
         assert time.monotonic() < ends
         time.sleep(0.01)
+
+
+def isolated_interface(setup: Setup) -> None:
+    """node0 has a second network, on which node1 is not."""
+    for words in ("link add eth1 type bridge", "address add 192.168.7.1/24 dev eth1", "link set eth1 up"):
+        setup.nodes[0].do("ip", *words.split())
+    given(0, GLOO_SOCKET_IFNAME="eth1")(setup)
+
+
+def large_frames(setup: Setup) -> None:
+    """Jumbo frames on both nodes, and a switch that drops them."""
+    for node in setup.nodes:
+        node.do("ip", "link", "set", "eth0", "mtu", "9000", "gso_max_segs", "1")
 
 
 def slow_link(setup: Setup) -> None:
@@ -176,6 +197,13 @@ def unshared_storage(setup: Setup) -> None:
 
 def full_storage(setup: Setup) -> None:
     setup.nodes.mount_tmpfs(setup.storage, "4m")
+
+
+def read_only_storage(number: int) -> Callable[[Setup], None]:
+    def condition(setup: Setup) -> None:
+        setup.nodes[number].bind(setup.storage, setup.storage, is_read_only=True)
+
+    return condition
 
 
 def small_shared_memory(setup: Setup) -> None:
@@ -251,6 +279,9 @@ TABLE = [
     Misconfiguration("firewall", firewall, "launch.sh", "node1",
         "cannot be reached from ... (no answer at all: the machine is off, or a firewall drops what comes)",
         "a firewall or security group: let the nodes reach each other on all ports, on a private network"),
+    Misconfiguration("one open port", one_open_port, "launch.sh", "node1",
+        "...",
+        "only MASTER_PORT is open: gloo, NCCL and the stores take further ports, let the nodes reach each other on all of them"),
     Misconfiguration("node 0 not started", not_started(0), "launch.sh", "node0",
         "waiting for node 0 at ...: refused: nothing listens there",
         "node 0 is not started yet, or with another MASTER_PORT, or has ended: look at what it says", None),
@@ -284,6 +315,9 @@ TABLE = [
     Misconfiguration("interface missing", given(1, GLOO_SOCKET_IFNAME="eth9"), "launch.sh", "node1",
         "GLOO_SOCKET_IFNAME=...: ... has no interface",
         "the variable names an interface of another machine: leave it out, or name one of those listed"),
+    Misconfiguration("wrong interface", isolated_interface, "launch.sh", "node0",
+        "GLOO_SOCKET_IFNAME=...",
+        "the interface is in a network that the others are not in: leave the variable out, the route to node 0 decides"),
     Misconfiguration("other Python", other_environment, "launch.sh", "",
         "torchrun: this Python has no torch",
         "the environment with torch is not the active one on this node: activate it there (`.venv` in the repository is found by itself)"),
@@ -302,6 +336,9 @@ TABLE = [
     Misconfiguration("run folder not shared", unshared_storage, "train.py", "node1",
         "run_dir=...: ... does not see there what rank 0 on ... has written",
         "each node sees a folder of its own: put `--run_dir` on storage that all nodes share"),
+    Misconfiguration("run folder read-only", read_only_storage(1), "train.py", "node1",
+        "cannot be written (Read-only file system)",
+        "the storage is mounted read-only on the named node: mount it writable there"),
     Misconfiguration("run folder full", full_storage, "preflight", "node0",
         "free, ... checkpoints of ... need",
         "make room, give another `--run_dir`, or a smaller `--keep_last`", 1),
@@ -320,6 +357,9 @@ TABLE = [
     Misconfiguration("slow link", slow_link, "preflight", "node1",
         "all links of ... are bad",
         "its cable, port or interface is slower than the others': `ethtool eth0` shows its speed, `ip -s link` its errors", 0, nodes=3),
+    Misconfiguration("large frames", large_frames, "preflight", "node1",
+        "...",
+        "frames larger than the switch takes: small messages pass and large ones do not; the same MTU everywhere (`ip link set eth0 mtu 1500`)", 1),
 ]
 # fmt: on
 
