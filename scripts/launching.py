@@ -62,7 +62,7 @@ FLAGS = {  # name: the variable of the same meaning, its default, and what it is
     "max-restarts": ("MAX_RESTARTS", "0", "restarts by torchrun itself (c10d)"),
     "rdzv-backend": ("RDZV_BACKEND", "", "static, or c10d: follows from the others"),
     "retries": ("LAUNCH_RETRIES", "0", "times that a launch which failed or was preempted is started anew"),
-    "patience": ("LAUNCH_PATIENCE", "", "seconds to wait for the other nodes (900; 20 for a name or route that is not there)"),
+    "patience": ("LAUNCH_PATIENCE", "", "seconds to wait for the other nodes (900; 15 for a name or route that is not there)"),
 }
 
 
@@ -131,7 +131,7 @@ def torchrun_has(flag: str) -> bool:
 
 def route_to_master(nodes: Nodes, seconds: float) -> tuple[str, bool]:
     """This node's address on the route to node 0, and whether it is node 0 itself. Raises Refused."""
-    host, began = socket.gethostname(), time.monotonic()
+    host, began, next_line = socket.gethostname(), time.monotonic(), 1.0
     while True:
         try:
             found = resolve(nodes.address)
@@ -143,8 +143,10 @@ def route_to_master(nodes: Nodes, seconds: float) -> tuple[str, bool]:
                 raise Refused(
                     f"MASTER_ADDR={nodes.address}: {text}; give node 0's address, or put its name into DNS or /etc/hosts"
                 ) from None
-            meeting.say(f"waiting for the name {nodes.address} to resolve ({waited:.0f} s)") if waited > 1 else None
-            time.sleep(min(2.0, seconds))
+            if waited >= next_line:
+                next_line += meeting.SECONDS_BETWEEN_LINES
+                meeting.say(f"waiting for the name {nodes.address} to resolve ({waited:.0f} s)")
+            time.sleep(min(1.0, seconds))
     if all(is_loopback(address) for address in found):
         text = f"is {found[0]} on {host}, which the other nodes cannot reach"
         remedy = "give node 0's address in the network that they share, or mend /etc/hosts (Debian puts the own name at 127.0.1.1)"
@@ -207,6 +209,12 @@ def plan(argv: list[str], env: dict[str, str]) -> str:
     if torchrun_has("--shutdown-timeout"):
         words += ["--shutdown-timeout=300"]  # a large save takes its time
     words += [f"--log-dir={logs / host}", "--tee=3"]
+    try:
+        if not options.dry_run:
+            (logs / host).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        text = f"{host} cannot write beside it ({error.strerror})"
+        raise Refused(f"run_dir={config.run_folder}: {text}; mount it there for writing, or give another") from None
     if options.debug:
         dump = str(config.run_folder / "traces" / f"flight-{host}-")
         settings |= {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_CPP_LOG_LEVEL": "INFO", "NCCL_DEBUG": "INFO"}
@@ -326,7 +334,8 @@ def main() -> int:
         elif task == "help":
             print("\n".join(f"  --{name:15} {variable:17} {text}" for name, (variable, _, text) in FLAGS.items()))
     except Refused as refused:
-        meeting.say(str(refused))
+        host, text = socket.gethostname(), str(refused)
+        meeting.say(text if host in text else f"{host}: {text}")
         return 2
     except meeting.NotCome as late:
         meeting.say(str(late))

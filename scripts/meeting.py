@@ -13,14 +13,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from config import Refused
 from scripts.network import owner_of, why
 
 SECONDS_BETWEEN_LINES = 10.0
-SECONDS_FOR_A_ROUTE = 20.0
+SECONDS_FOR_A_ROUTE = 15.0
+PROBE = b"x" * 100_000  # more than a frame, however large frames are
+SECONDS_FOR_A_PROBE = 5.0
 SECONDS_FOR_A_GREETING = 3.0
 SECONDS_FOR_A_PORT = 10.0  # of an earlier attempt to be free again
 
@@ -45,18 +47,20 @@ class Host:
         self._here: dict[Any, tuple[str, Any]] = {0: (socket.gethostname(), None)}  # by rank, or by connection under c10d
         self._change = threading.Condition()
         self._listener = _listen(port)
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._echo = _listen(0)
+        for listener, answer in ((self._listener, self._receive), (self._echo, _echo)):
+            threading.Thread(target=self._accept, args=(listener, answer), daemon=True).start()
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket, answer: Callable[[socket.socket], None]) -> None:
         with contextlib.suppress(OSError):  # closed
             while True:
-                connection, _ = self._listener.accept()
-                threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
+                connection, _ = listener.accept()
+                threading.Thread(target=answer, args=(connection,), daemon=True).start()
 
     def _receive(self, connection: socket.socket) -> None:
         key = None
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError), connection, connection.makefile("rw") as file:
-            _tell(file, {"host": socket.gethostname(), "pid": self._id})
+            _tell(file, {"host": socket.gethostname(), "pid": self._id, "echo": self._echo.getsockname()[1]})
             word = json.loads(file.readline(4096))
             rank, host = int(word["rank"]), str(word["host"])[:80]
             with self._change:
@@ -116,8 +120,42 @@ class Host:
                     _tell(file, word)
 
     def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        for listener in (self._listener, self._echo):
+            listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+
+
+def _echo(connection: socket.socket) -> None:
+    """Give back what comes, to show that another port is open and that large frames pass."""
+    with contextlib.suppress(OSError), connection:
+        connection.settimeout(SECONDS_FOR_A_PROBE)
+        connection.sendall(_receive_all(connection))
+
+
+def _receive_all(connection: socket.socket) -> bytes:
+    data = b""
+    while len(data) < len(PROBE):
+        if not (some := connection.recv(len(PROBE))):
+            raise OSError(errno.ECONNRESET, "the connection was closed")
+        data += some
+    return data
+
+
+def probe(address: str, port: int) -> None:
+    """Another port of node 0 is open, and large frames pass. Raises Refused."""
+    host, is_open = socket.gethostname(), False
+    try:
+        with socket.create_connection((address, port), SECONDS_FOR_A_PROBE) as connection:
+            is_open = True
+            connection.sendall(PROBE)
+            _receive_all(connection)
+    except OSError as error:
+        if is_open:
+            text, remedy = f"small frames pass between it and {host}, large ones do not", "give all nodes the MTU that the switch takes"
+        else:
+            text = f"MASTER_PORT is open to {host}, and port {port} is not ({why(error)})"
+            remedy = "let the nodes reach each other on all ports: gloo, NCCL and the stores take any"
+        raise Refused(f"MASTER_ADDR={address}: {text}; {remedy}") from None
 
 
 def _listen(port: int) -> socket.socket:
@@ -194,6 +232,8 @@ def join(nodes: dict[str, Any], seconds: float, seconds_for_a_route: float, laun
                         return launch_id  # torchrun's store: the others run already
                     problem = "something else than launch.sh listens there, an earlier attempt perhaps"
                 else:
+                    if "echo" in greeting:
+                        probe(nodes["address"], greeting["echo"])
                     _tell(file, {"rank": nodes["rank"], "host": host, "nnodes": nnodes})
                     while word := _read(file, connection, 2 * SECONDS_BETWEEN_LINES):
                         if "go" in word:
