@@ -48,10 +48,6 @@ class Nodes:
     port: int
     backend: str  # static or c10d; with one node torchrun's own
 
-    @property
-    def is_elastic(self) -> bool:
-        return self.least < self.most
-
 
 FLAGS = {  # name: the variable of the same meaning, its default, and what it is
     "nnodes": ("NNODES", "1", "nodes in all, or MIN:MAX"),

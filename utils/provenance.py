@@ -19,7 +19,6 @@ from torch.utils.data import Dataset
 ROOT = Path(__file__).resolve().parent.parent
 MANIFEST = ROOT / "scripts" / "template.sha256"
 VERIFIED = ROOT / "verified.json"  # what scripts/verify.py found
-YOURS = ("model.py", "dataset.py")
 BLOCK = ("# ---- yours:", "# ---- end of yours")  # the lines of config.py between these are the forker's
 
 

@@ -10,8 +10,6 @@ import hashlib
 import torch
 from torch import Tensor
 
-MASK_32 = 0xFFFFFFFF
-
 
 def derive_seed(*key: object) -> int:
     """A seed below 2^63 from the SHA-256 of the key's parts."""

@@ -12,7 +12,6 @@ from torch import Tensor
 from utils.lines import AppendedFile
 
 GRID = 8  # images a side
-TRAIN_ONLY = ("lr", "grad_norm", "samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes")
 NOT_SCALARS = ("kind", "epoch", "step", "split", "weights", "count")
 
 
