@@ -51,7 +51,7 @@ def check_shared(run: Run, ctx: DistributedContext) -> None:
 
     def look() -> None:
         ends = time.monotonic() + SECONDS_TO_SEE
-        while True:
+        while not ctx.is_main:  # it holds a lock on that file, which would end with a file opened and closed here
             with suppress(OSError, ValueError, KeyError):
                 if json.loads(run.claim_file.read_text(encoding="utf-8"))["number"] == run.claim_number:
                     break
