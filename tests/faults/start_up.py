@@ -129,7 +129,7 @@ def folder_not_shared(drill: Drill) -> float:
         "    subprocess.run(['mount', '--make-rprivate', '/'], check=True)\n"
         f"    subprocess.run(['mount', '--bind', {str(own)!r}, {str(drill.folder / 'run')!r}], check=True)\n"
     )
-    said = rf"step_000000\d\d.pt: cannot be read \(No such file or directory\); .* \(rank 1 on {socket.gethostname()}\)"
+    said = rf"run_dir=\S+: \S+ does not see there what rank 0 on \S+ has written; put .* \(rank 1 on {socket.gethostname()}\)"
     return refused(drill, said, *RUN, "--resume_from", "auto", code=code)
 
 
