@@ -1,7 +1,8 @@
 """What launch.sh knows and checks before it starts torchrun, while it runs, and at its end. Standard library only: it answers at once.
 
 launching.py plan [flags of launch.sh and train.py]   shell text with what launch.sh needs; exit code 2 and a sentence where it cannot be
-launching.py meet                                     wait until all nodes are there (variables of the plan)
+launching.py meet FILE                                wait until all nodes are there (variables of the plan); the launch's id
+launching.py pass_on PID                              ask the ranks of a torchrun to save and stop
 launching.py watch PID                                end a torchrun whose ranks are gone while it stays
 launching.py judge CODE                               the contract's exit code, and the first failure as the last line
 """
@@ -224,7 +225,7 @@ def plan(argv: list[str], env: dict[str, str]) -> str:
         "RETRIES": str(retries),
         "MEETING": json.dumps(vars(nodes) | {"is_host": is_host, "patience": options.patience}) if nodes.most > 1 else "",
     }
-    is_asked = {name: "1" if getattr(options, name) else "" for name in ("dry_run", "detach", "preflight", "debug")}
+    is_asked = {name: "1" if getattr(options, name) else "" for name in ("dry_run", "detach", "preflight")}
     lines = [f"export {name}={shlex.quote(value)}" for name, value in settings.items()]
     lines += [f"PLAN_{name.upper()}={shlex.quote(value)}" for name, value in (own_names | is_asked).items()]
     lines += [f"command=({shlex.join(words)})", f"said={shlex.quote(shlex.join(f'{k}={v}' for k, v in settings.items()))}"]

@@ -1,6 +1,6 @@
 """The nodes meet on the master's port before torchrun starts: torchrun itself would wait for minutes and could not say for whom.
 
-Node 0 listens, the others come: one JSON object a line. Node 0 greets ({"host"}), a node says who it is ({"rank", "host", "nnodes"}),
+Node 0 listens, the others come: one JSON object a line. Node 0 greets ({"host", "token", "echo"}), a node says who it is ({"rank", "host", "nnodes"}),
 and hears {"missing"} every ten seconds, {"refused"}, or {"go"} with the launch's id. Then the port is free again for torchrun's store.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import secrets
 import socket
 import sys
 import threading
@@ -23,6 +24,7 @@ SECONDS_BETWEEN_LINES = 10.0
 SECONDS_FOR_A_ROUTE = 15.0
 PROBE = b"x" * 100_000  # more than a frame, however large frames are
 SECONDS_FOR_A_PROBE = 5.0
+SECONDS_TO_GO = 1.0  # for node 0 when its meeting is over
 SECONDS_FOR_A_GREETING = 3.0
 SECONDS_FOR_A_PORT = 10.0  # of an earlier attempt to be free again
 
@@ -44,6 +46,7 @@ class Host:
 
     def __init__(self, least: int, most: int, port: int, launch_id: str, has_ranks: bool) -> None:
         self._least, self._most, self._id, self._has_ranks = least, most, launch_id, has_ranks
+        self.token = secrets.token_hex(8)  # of this meeting alone: a launch's id may be given to all nodes
         self._here: dict[Any, tuple[str, Any]] = {0: (socket.gethostname(), None)}  # by rank, or by connection under c10d
         self._change = threading.Condition()
         self._listener = _listen(port)
@@ -60,7 +63,7 @@ class Host:
     def _receive(self, connection: socket.socket) -> None:
         key = None
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError), connection, connection.makefile("rw") as file:
-            _tell(file, {"host": socket.gethostname(), "pid": self._id, "echo": self._echo.getsockname()[1]})
+            _tell(file, {"host": socket.gethostname(), "token": self.token, "echo": self._echo.getsockname()[1]})
             word = json.loads(file.readline(4096))
             rank, host = int(word["rank"]), str(word["host"])[:80]
             with self._change:
@@ -175,12 +178,23 @@ def _listen(port: int) -> socket.socket:
         time.sleep(0.2)
 
 
+def _is_closed(connection: socket.socket) -> bool:
+    """Whether the other side goes, in this moment too: then what else it does not answer means nothing."""
+    connection.settimeout(SECONDS_TO_GO)
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+
+
 def _tell(file: Any, word: dict[str, Any]) -> None:
     file.write(json.dumps(word) + "\n")
     file.flush()
 
 
-def check_way_back(address: str, port: int, launch_id: str) -> None:
+def check_way_back(address: str, port: int, token: str) -> None:
     """On node 0: the address that the others were given leads here. Raises Refused."""
     host, remedy = socket.gethostname(), "give an address of this node as MASTER_ADDR, or this node another NODE_RANK"
     try:
@@ -188,7 +202,7 @@ def check_way_back(address: str, port: int, launch_id: str) -> None:
             greeting = _read(file, connection, SECONDS_FOR_A_GREETING)
     except OSError as error:
         raise Refused(f"MASTER_ADDR={address}: does not lead to {host}, which is NODE_RANK=0 ({why(error)}); {remedy}") from None
-    if not greeting or greeting.get("pid") != launch_id:
+    if not greeting or greeting.get("token") != token:
         other = (greeting or {}).get("host", "another machine")
         raise Refused(f"NODE_RANK=0: MASTER_ADDR={address} is {other}, not {host}, and node 0 is there; {remedy}")
 
@@ -206,7 +220,7 @@ def host(nodes: dict[str, Any], seconds: float, launch_id: str) -> str:
     """Node 0: wait for the others. Returns the launch's id."""
     meeting = Host(nodes["least"], nodes["most"], nodes["port"], launch_id, nodes["rank"] >= 0)
     try:
-        check_way_back(nodes["address"], nodes["port"], launch_id)
+        check_way_back(nodes["address"], nodes["port"], meeting.token)
         meeting.wait(seconds)
     finally:
         meeting.close()
@@ -223,8 +237,8 @@ def join(nodes: dict[str, Any], seconds: float, seconds_for_a_route: float, laun
     where, host = f"{nodes['address']}:{nodes['port']}", socket.gethostname()
     nnodes = str(nodes["most"]) if nodes["least"] == nodes["most"] else f"{nodes['least']}:{nodes['most']}"
     began, lines = time.monotonic(), _every(SECONDS_BETWEEN_LINES)
+    seen = began  # when there last was a machine at that address
     while True:
-        waited = time.monotonic() - began
         try:
             with socket.create_connection((nodes["address"], nodes["port"]), 5) as connection, connection.makefile("rw") as file:
                 if not (greeting := _read(file, connection, SECONDS_FOR_A_GREETING)):
@@ -232,8 +246,11 @@ def join(nodes: dict[str, Any], seconds: float, seconds_for_a_route: float, laun
                         return launch_id  # torchrun's store: the others run already
                     problem = "something else than launch.sh listens there, an earlier attempt perhaps"
                 else:
-                    if "echo" in greeting:
+                    try:
                         probe(nodes["address"], greeting["echo"])
+                    except Refused:
+                        if not _is_closed(connection):
+                            raise
                     _tell(file, {"rank": nodes["rank"], "host": host, "nnodes": nnodes})
                     while word := _read(file, connection, 2 * SECONDS_BETWEEN_LINES):
                         if "go" in word:
@@ -245,11 +262,12 @@ def join(nodes: dict[str, Any], seconds: float, seconds_for_a_route: float, laun
                         if "missing" in word:
                             say(f"node 0 ({greeting.get('host')}) is there; waiting for {word['missing']}")
                     problem = "node 0 has left"
-            is_a_route = True
+            seen = time.monotonic()
         except OSError as error:
-            problem, is_a_route = why(error), error.errno == errno.ECONNREFUSED
-        text = f"node 0 at {where}: {problem}"
-        if not is_a_route and waited >= seconds_for_a_route:
+            problem = why(error)
+            seen = time.monotonic() if isinstance(error, ConnectionError) else seen
+        text, waited = f"node 0 at {where}: {problem}", time.monotonic() - began
+        if time.monotonic() - seen >= seconds_for_a_route:
             remedy = "check MASTER_ADDR, the route and the firewall; node 0 should be running launch.sh with NODE_RANK=0"
             raise Refused(f"MASTER_ADDR={nodes['address']}: cannot be reached from {host} in {waited:.0f} s ({problem}); {remedy}")
         if waited >= seconds:
