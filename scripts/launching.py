@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import Refused, TrainingConfig
 from scripts import meeting
-from scripts.network import addresses, check_interfaces, is_loopback, own_address_to, resolve, why
+from scripts.network import check_interfaces, interface_of, is_loopback, own_address_to, resolve, why
 from utils.atomic_file import replace_json
 
 SECONDS_WITHOUT_RANKS = {"static": 30, "c10d": 120}  # of an agent whose peer is gone; under c10d it may be waiting for a new one
@@ -189,7 +189,7 @@ def plan(argv: list[str], env: dict[str, str]) -> str:
     else:
         check_interfaces(env)
         own, is_host = route_to_master(nodes, float(options.patience or meeting.SECONDS_FOR_A_ROUTE))
-        if interface := addresses().get(own):
+        if interface := interface_of(own):
             settings |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
         words += [f"--nnodes={options.nnodes}", f"--local-addr={own}"]
         if nodes.backend == "static":

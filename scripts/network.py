@@ -6,15 +6,12 @@ import errno
 import ipaddress
 import os
 import socket
-import struct
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 from config import Refused
 
-SIOCGIFCONF = 0x8912
-BYTES_OF_AN_INTERFACE = 40  # struct ifreq on 64-bit Linux
+SIOCGIFADDR, SIOCGIFNETMASK = 0x8915, 0x891B  # Linux: the address of an interface, and its mask
 
 
 def resolve(name: str) -> list[str]:
@@ -35,31 +32,27 @@ def own_address_to(address: str) -> str:
 
 
 def addresses() -> dict[str, str]:
-    """The interface of each of this machine's addresses."""
-    found: dict[str, str] = {}
-    if sys.platform != "linux":
-        return found
-    import fcntl  # Linux alone
+    """The IPv4 address of each interface with the length of its network, as {"eth0": "10.0.0.1/24"}; none where this is no Linux."""
+    found = {}
+    with suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        import fcntl
 
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        room = bytearray(BYTES_OF_AN_INTERFACE * 256)
-        where = (len(room), (memory := _address_of(room)))
-        used, _ = struct.unpack("iP", fcntl.ioctl(probe.fileno(), SIOCGIFCONF, struct.pack("iP", *where)))
-        del memory
-    for begin in range(0, used, BYTES_OF_AN_INTERFACE):
-        name = room[begin : begin + 16].split(b"\0")[0].decode()
-        found[socket.inet_ntoa(bytes(room[begin + 20 : begin + 24]))] = name
-    with suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            words = line.split()
-            found[str(ipaddress.IPv6Address(int(words[0], 16)))] = words[5]
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                query = name.encode().ljust(256, b"\0")
+                address, mask = (socket.inet_ntoa(fcntl.ioctl(asked, code, query)[20:24]) for code in (SIOCGIFADDR, SIOCGIFNETMASK))
+                found[name] = f"{address}/{ipaddress.ip_network(f'0.0.0.0/{mask}').prefixlen}"
     return found
 
 
-def _address_of(room: bytearray) -> int:
-    import ctypes
-
-    return ctypes.addressof(ctypes.c_char.from_buffer(room))
+def interface_of(address: str) -> str:
+    """The interface that has this address of this machine; empty where that cannot be seen."""
+    with suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines() if ":" in address else ():
+            words = line.split()
+            if ipaddress.IPv6Address(int(words[0], 16)) == ipaddress.IPv6Address(address.split("%")[0]):
+                return words[5]
+    return next((name for name, each in addresses().items() if each.split("/")[0] == address), "")
 
 
 def check_interfaces(env: dict[str, str]) -> None:

@@ -128,8 +128,9 @@ def not_started(number: int) -> Callable[[Setup], None]:
 
 
 def node_0_twice(setup: Setup) -> None:
-    """The same command on both nodes, first on node0."""
+    """The same command on both nodes, first on node0, under a scheduler that gives all of them one launch id."""
     given(1, NODE_RANK="0")(setup)
+    given(LAUNCH_ID="job-7")(setup)
     setup.before[1] = ["sh", "-c", 'sleep 3 && exec "$@"', "sh"]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ranks import ROOT, finish, launch, need, start, stop
-from scripts.network import addresses
+from scripts.network import addresses, interface_of
 from utils.watchdog import read_place
 
 SCRIPT = ROOT / "scripts" / "launch.sh"
@@ -32,7 +32,7 @@ def test_one_node():
     assert "--tee=3" in words and any("SIGHUP" in word for word in words) == (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)
 
 
-OWN = next((address for address, name in addresses().items() if name != "lo" and ":" not in address), "")
+OWN = next((address.split("/")[0] for name, address in addresses().items() if name != "lo"), "")
 two_nodes = pytest.mark.skipif(not OWN, reason="this machine has no address beside its loopback's")
 
 
@@ -43,7 +43,7 @@ def test_several_nodes_by_variables_and_by_flags():
     assert words[:6] == ["torchrun", "--nproc-per-node=8", "--nnodes=3", f"--local-addr={OWN}", "--node-rank=2", f"--master-addr={OWN}"]
     flags = [word for name, value in variables.items() for word in (f"--{name.lower().replace('_', '-')}", value)]
     assert line(*flags)[1] == words
-    assert f"GLOO_SOCKET_IFNAME={addresses()[OWN]}" in ended.err and f"NCCL_SOCKET_IFNAME=={addresses()[OWN]}" in ended.err
+    assert f"GLOO_SOCKET_IFNAME={interface_of(OWN)}" in ended.err and f"NCCL_SOCKET_IFNAME=={interface_of(OWN)}" in ended.err
     assert "--master-port=29500" in line(NNODES="2", NODE_RANK="1", MASTER_ADDR=OWN)[1]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import resource
@@ -15,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from config import TrainingConfig
+from scripts.network import addresses, interface_of, own_address_to
 from utils import provenance
 from utils.loading import usable_cpus
 
 if TYPE_CHECKING:
     from ddp_utils import DistributedContext
 
-SIOCGIFADDR, SIOCGIFNETMASK = 0x8915, 0x891B  # Linux: the address of an interface, and its mask
 SECONDS_TO_SHOW = 3.0  # for another node's file, on network storage
 WRITTEN_AT_MOST = 2**28  # bytes, or two seconds: to see how fast the storage is
 PIECE = 2**23
@@ -73,20 +72,6 @@ def memory(device: torch.device) -> dict[str, int]:
         return {"memory": 0, "free": 0}
 
 
-def addresses() -> dict[str, str]:
-    """The IPv4 address of each interface with the length of its network, as 10.0.0.1/24; none where this is no Linux."""
-    found = {}
-    with suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        import fcntl
-
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no address
-                query = name.encode().ljust(256, b"\0")
-                address, mask = (socket.inet_ntoa(fcntl.ioctl(asked, code, query)[20:24]) for code in (SIOCGIFADDR, SIOCGIFNETMASK))
-                found[name] = f"{address}/{ipaddress.ip_network(f'0.0.0.0/{mask}').prefixlen}"
-    return found
-
-
 def route(device: torch.device) -> dict[str, str]:
     """The interface through which this rank talks to others: the one that the user named, else that of the route to rank 0."""
     found = addresses()
@@ -94,10 +79,8 @@ def route(device: torch.device) -> dict[str, str]:
     wanted = tuple(name.lstrip("=") for name in named.split(",") if name and not named.startswith("^"))
     chosen = next((name for name in found if wanted and name.startswith(wanted)), "")
     if not chosen:
-        with suppress(OSError, ValueError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:  # nothing is sent
-            asked.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))))
-            mine = asked.getsockname()[0]
-            chosen = next((name for name, address in found.items() if address.split("/")[0] == mine), "")
+        with suppress(OSError):
+            chosen = interface_of(own_address_to(socket.gethostbyname(os.environ.get("MASTER_ADDR", "127.0.0.1"))))
     return {"interface": chosen, "address": found.get(chosen, "")}
 
 

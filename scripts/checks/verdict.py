@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from utils.alike import MAY_DIFFER
+
 OK, WARNING, FAILURE = "OK", "warning", "FAILURE"
 MUST_MATCH = ("python", "torch", "cuda", "nccl", "driver")
-OF_EACH_NODE = ("data_dir",)  # fields of the config that may differ: the data is compared by its fingerprint
 SECONDS_APART, SECONDS_TOO_FAR = 0.5, 5.0  # of two clocks
 SLOW = 1.3  # times the median
 OTHERS_MEMORY, OWN_MEMORY = 0.1, 2 * 10**9  # of a device: the share that others may hold, and bytes that CUDA and NCCL take themselves
@@ -115,7 +116,7 @@ def config(facts: list[dict]) -> list[Finding]:
     said = []
     for name in dict.fromkeys(name for each in facts for name in each["config"]):
         usual, others = unlike([each["config"].get(name) for each in facts])
-        if name not in OF_EACH_NODE:
+        if name not in MAY_DIFFER:
             said += [
                 (FAILURE, f"{name}={value} on {named(ranks, facts)}, {name}={usual} on the others; start all with the same flags")
                 for value, ranks in others.items()

@@ -23,7 +23,7 @@ TINY = "--image_size 8 --batch_size 8 --dataset_size 32 --backend gloo"
 
 def own_address() -> str:
     """Of this machine in a network, as other nodes would be given it."""
-    found = [address for address, name in addresses().items() if name != "lo" and ":" not in address]
+    found = [address.split("/")[0] for name, address in addresses().items() if name != "lo"]
     return found[0] if found else pytest.skip("this machine has no address beside its loopback's")
 
 
