@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -200,6 +200,11 @@ def copy_repository(target: Path) -> Path:
 
 
 def need(tool: str) -> None:
-    """Skip where a tool of the system is missing; fail where CI is set, which has to install it."""
+    """A tool of the system that a test cannot do without."""
     if shutil.which(tool) is None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"{tool} is not installed")
+        lack(f"{tool} is not installed")
+
+
+def lack(what: str) -> NoReturn:
+    """Skip, for what this machine does not have or allow; fail where CI is set, which has to have it."""
+    (pytest.fail if os.environ.get("CI") else pytest.skip)(what)
