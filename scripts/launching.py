@@ -155,6 +155,29 @@ def route_to_master(nodes: Nodes, seconds: float) -> tuple[str, bool]:
     return own, nodes.rank == 0 if nodes.backend == "static" else own in found
 
 
+def rendezvous(nodes: Nodes, is_host: bool, job: str) -> list[str]:
+    """Torchrun's flags for how several nodes meet."""
+    if nodes.backend == "static":
+        return [f"--node-rank={nodes.rank}", f"--master-addr={nodes.address}", f"--master-port={nodes.port}"]
+    where = [f"--rdzv-endpoint={nodes.address}:{nodes.port}", f"--rdzv-conf=is_host={int(is_host)}"]
+    return ["--rdzv-backend=c10d", *where, f"--rdzv-id={job}"]
+
+
+def debugging(dump: str) -> dict[str, str]:
+    """Variables for verbose logs and the flight recorder, by its old and its new names; dump: how its files' paths begin."""
+    return {
+        "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+        "TORCH_CPP_LOG_LEVEL": "INFO",
+        "NCCL_DEBUG": "INFO",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": dump,
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": dump,
+    }
+
+
 def plan(argv: list[str], env: dict[str, str]) -> str:
     """Shell text for launch.sh. Raises Refused."""
     options, flags = read_flags(argv, env)
@@ -168,7 +191,7 @@ def plan(argv: list[str], env: dict[str, str]) -> str:
     if nodes.most > 1 and config.resume_from == "auto" and status.get("state") == "completed" and not options.preflight:
         meeting.say(f"{config.run_folder}: this run is completed, nothing is left to do")  # the other nodes may be gone for good
         return "exit 0"
-    retries, is_host = whole("LAUNCH_RETRIES", options.retries, 0), False
+    retries = whole("LAUNCH_RETRIES", options.retries, 0)
     gpus = count_gpus(env) if config.backend in ("auto", "nccl") else 0
     processes = whole("NPROC_PER_NODE", options.nproc_per_node, 1) if options.nproc_per_node else gpus or 1
     host = socket.gethostname()
@@ -183,7 +206,7 @@ def plan(argv: list[str], env: dict[str, str]) -> str:
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"[{host} ${{rank}}] ",
     }
     logs = config.run_folder.with_name(f"{config.run_folder.name}.launch")
-    words = ["torchrun", f"--nproc-per-node={processes}"]
+    words, is_host = ["torchrun", f"--nproc-per-node={processes}"], False
     if nodes.most == 1:
         words += ["--standalone"]
     else:
@@ -191,13 +214,7 @@ def plan(argv: list[str], env: dict[str, str]) -> str:
         own, is_host = route_to_master(nodes, float(options.patience or meeting.SECONDS_FOR_A_ROUTE))
         if interface := interface_of(own):
             settings |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
-        words += [f"--nnodes={options.nnodes}", f"--local-addr={own}"]
-        if nodes.backend == "static":
-            words += [f"--node-rank={nodes.rank}", f"--master-addr={nodes.address}", f"--master-port={nodes.port}"]
-        else:
-            job = env.get("LAUNCH_ID") or "launch"
-            words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes.address}:{nodes.port}", f"--rdzv-id={job}"]
-            words += [f"--rdzv-conf=is_host={int(is_host)}"]
+        words += [f"--nnodes={options.nnodes}", f"--local-addr={own}", *rendezvous(nodes, is_host, env.get("LAUNCH_ID") or "launch")]
     if int(options.max_restarts):
         words += [f"--max-restarts={options.max_restarts}"]
     if torchrun_has("--signals-to-handle"):
@@ -213,10 +230,7 @@ def plan(argv: list[str], env: dict[str, str]) -> str:
         text = f"{host} cannot write beside it ({error.strerror})"
         raise Refused(f"run_dir={config.run_folder}: {text}; mount it there for writing, or give another") from None
     if options.debug:
-        dump = str(config.run_folder / "traces" / f"flight-{host}-")
-        settings |= {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_CPP_LOG_LEVEL": "INFO", "NCCL_DEBUG": "INFO"}
-        settings |= {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": dump}
-        settings |= {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_FR_DUMP_ON_TIMEOUT": "1", "TORCH_FR_DUMP_TEMP_FILE": dump}
+        settings |= debugging(str(config.run_folder / "traces" / f"flight-{host}-"))
     words += ["scripts/preflight.py" if options.preflight else "train.py", *flags]
     settings = {name: value for name, value in settings.items() if name not in env}
     own_names = {
