@@ -370,6 +370,8 @@ def resume_run(
     if not exchange(is_best_there, ctx)[0]:
         progress.forget_best()
     by_rank_0(run.own, ctx)
+    if dump := os.environ.get("TORCH_FR_DUMP_TEMP_FILE"):  # launch.sh --debug: torch makes no folder for its flight recorder
+        together(lambda: Path(dump).parent.mkdir(parents=True, exist_ok=True), ctx)
     return differences, (read_ledger(run.folder / LEDGER) if run.attempt > 1 else None) or ledger
 
 

@@ -130,6 +130,11 @@ def test_a_real_run_and_its_exit_codes(tmp_path):
     assert ended.code == 2 and "holds a run already" in ended.err
 
 
+def test_the_flight_recorder_finds_a_folder_to_write_into(tmp_path):
+    ended = launch([SCRIPT, *TINY, "--debug", "--run_dir", tmp_path / "run"], env={"PATH": PATH, "NPROC_PER_NODE": "1"})
+    assert ended.code == 0 and (tmp_path / "run" / "traces").is_dir(), ended.text
+
+
 def test_the_last_line_of_a_failed_run_names_the_rank_that_failed_first(tmp_path):
     flags = [*TINY, "--dataset_size", "4000", "--epochs", "50", "--run_dir", tmp_path / "run"]
     program = start([SCRIPT, *flags], env={"PATH": PATH, "NPROC_PER_NODE": "2"})

@@ -22,7 +22,14 @@ from utils.provenance import now
 from utils.watchdog import look_twice
 
 FILES = ("config.json", "provenance.json", "code.zip", "status.json", "metrics.jsonl", "summary.json", "ledger.json", "eval-*.json")
-FILES += ("tensorboard/events.out.*", "logs/rank*.log", "traces/rank*.json.gz", "samples/rank*.jsonl", "superseded-*/*.pt")
+FILES += (
+    "tensorboard/events.out.*",
+    "logs/rank*.log",
+    "traces/rank*.json.gz",
+    "traces/flight-*",
+    "samples/rank*.jsonl",
+    "superseded-*/*.pt",
+)
 FILES += ("watch/*", "hang-*.txt")
 CHECKPOINTS = ("step_*.pt", checkpoint.BEST)
 
