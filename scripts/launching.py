@@ -166,7 +166,7 @@ def rendezvous(nodes: Nodes, is_host: bool, job: str) -> list[str]:
 def debugging(dump: str) -> dict[str, str]:
     """Variables for verbose logs and the flight recorder, by its old and its new names; dump: how its files' paths begin."""
     return {
-        "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+        "TORCH_DISTRIBUTED_DEBUG": "INFO",  # DETAIL ends in a segmentation fault under DDP with gloo (torch 2.15.0)
         "TORCH_CPP_LOG_LEVEL": "INFO",
         "NCCL_DEBUG": "INFO",
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
