@@ -131,7 +131,7 @@ def test_a_real_run_and_its_exit_codes(tmp_path):
 
 
 def test_the_flight_recorder_finds_a_folder_to_write_into(tmp_path):
-    ended = launch([SCRIPT, *TINY, "--debug", "--run_dir", tmp_path / "run"], env={"PATH": PATH, "NPROC_PER_NODE": "1"})
+    ended = launch([SCRIPT, *TINY, "--debug", "--run_dir", tmp_path / "run"], env={"PATH": PATH, "NPROC_PER_NODE": "2"})
     assert ended.code == 0 and (tmp_path / "run" / "traces").is_dir(), ended.text
 
 
