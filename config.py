@@ -125,6 +125,7 @@ class TrainingConfig:
     data_dir: str = setting("data", "data", "folder of the data set; imagefolder reads <data_dir>/train/<class>/*, and val, test or both", local_path)
     dataset_size: int = setting("data", 0, "train on a seeded subset of so many samples (0: all)", at_least(0), "must")
     augment: str = setting("data", "auto", "none, crop (padded crop, flip), resized_crop (and flip); auto: crop up to 64 pixels, else resized_crop", one_of("auto", "none", "crop", "resized_crop"), "may")
+    cache: str = setting("data", "none", "decode an image folder once: ram (shared by the ranks of a node) or device; none: at every epoch", one_of("none", "ram", "device"))
     num_workers: int | str = setting("data", "auto", "loader processes of one rank; auto: 0 for data in memory, else what the CPUs allow", at_least(0), auto=int)
     drop_last: bool = setting("data", False, "drop what does not fill a global batch at the end of an epoch", resume="must")
     corrupt_images: str = setting("data", "fail", "a sample that cannot be read: fail, or replace it by the next one that can (counted)", one_of("fail", "replace"), "may")
@@ -135,6 +136,8 @@ class TrainingConfig:
     in_channels: int | str = setting("model", "auto", "channels of an image; auto: taken from the data", at_least(1), "must", auto=int)
     image_size: int | str = setting("model", "auto", "pixels, images are resized to it; auto: taken from the data", at_least(4), "must", auto=int)
     channels_last: bool = setting("model", True, "memory format of convolutions (faster on CPU and CUDA)", resume="may")
+    compile: str = setting("model", "off", "torch.compile: off, default or reduce-overhead (CUDA graphs)", one_of("off", "default", "reduce-overhead"))
+    activation_checkpointing: bool = setting("model", False, "keep only the inputs of the model's blocks and compute them again in the backward pass: less memory, slower")
     sync_bn: bool = setting("model", False, "BatchNorm over the micro-batches of all ranks (CUDA only)", resume="may")
 
     epochs: int = setting("training", 10, "passes over the training set", at_least(1), "may")
@@ -163,6 +166,7 @@ class TrainingConfig:
     timeout: float = setting("distributed", 600.0, "seconds a collective may take", above(0))
     hang_timeout: float = setting("distributed", 300.0, "seconds without any progress after which the run is ended, to be restarted (0: never)", at_least(0))
     bucket_cap_mb: float = setting("distributed", 0.0, "size of DDP's gradient buckets (0: chosen by the size of the model)", at_least(0), "may")
+    comm_hook: str = setting("distributed", "none", "all-reduce gradients as fp16 or bf16: half the bytes, rounded", one_of("none", "fp16", "bf16"), "may")
 
     checkpoint_dir: str = setting("checkpoints", "", "empty: run_dir/checkpoints", local_path)
     save_every: int = setting("checkpoints", 1, "epochs between checkpoints (0: off)", at_least(0))
