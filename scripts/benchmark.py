@@ -47,6 +47,9 @@ if __name__ == "__main__":
 
 import dataclasses
 import os
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler talks to the terminal
+
 import platform
 import shutil
 import tempfile
@@ -64,7 +67,7 @@ from utils.ending import leave_after
 from utils.precision import Precision
 from utils.together import exchange
 
-HOST_STEPS = 400  # of a turn, where the model costs nothing
+HOST_STEPS = 20  # where the model costs nothing, for one of --steps
 
 
 class Race:
@@ -132,12 +135,12 @@ class Race:
         return {"intervals": len(found), "equal": sum(a == b for a, b in zip(found, theirs, strict=True))}
 
 
-def host_cost(config: TrainingConfig, ctx: DistributedContext, rounds: int, folder: Path) -> dict[str, Any]:
+def host_cost(config: TrainingConfig, ctx: DistributedContext, steps: int, rounds: int, folder: Path) -> dict[str, Any]:
     """Microseconds of CPU time that a step of ours costs the host over one of bare, and over the least, where the model costs nothing."""
     tiny = {"dataset": "synthetic", "model": "mini_resnet", "image_size": 8, "batch_size": 4, "grad_accum_steps": 1, "global_batch_size": 0}
     tiny |= {"num_classes": 10, "in_channels": 3, "compile": "off", "activation_checkpointing": False, "cache": "none", "augment": "none"}
     with machine.costless_model():
-        race = Race(dataclasses.replace(config, **tiny), ctx, HOST_STEPS, rounds, folder, with_tutorial=False)
+        race = Race(dataclasses.replace(config, **tiny), ctx, HOST_STEPS * steps, rounds, folder, with_tutorial=False)
         rows = race.run(lambda _: None)
         race.ours.close()
     micro = {name: 1e6 * row["cpu_s"] for name, row in rows.items()}
@@ -185,7 +188,7 @@ def main() -> int:
         say(f"ours over tutorial: {faster:.2f} times the speed")
         if equality["intervals"]:
             say(f"losses of ours and bare: equal to the bit in {equality['equal']} of {equality['intervals']} log intervals")
-        cost = host_cost(config, ctx, options.rounds, folder / "tiny")
+        cost = host_cost(config, ctx, options.steps, options.rounds, folder / "tiny")
         controls = ", ".join(f"{value:.3f}" for value in cost["controls"].values())
         text = f"host: {cost['ours_us']:.0f} us a step with a model that costs nothing, {cost['over_bare_us']:+.0f} us over bare, "
         say(f"{text}{cost['over_least_us']:+.0f} us over the least (CPU time; controls {controls})")

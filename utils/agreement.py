@@ -36,7 +36,7 @@ class Agreement:
 
     def _reset(self) -> None:
         self._every, self._steps, self._started_at = 1, 0, time.monotonic()
-        self._pending: tuple[torch.Tensor, dist.Work] | None = None
+        self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def step(self) -> Word:
         """Call once for each step of training or evaluation, on all ranks alike; all hear the same at the same step."""
@@ -49,7 +49,8 @@ class Agreement:
         heard = self._read()
         every = max(1, min(MOST_STEPS_BETWEEN_WORDS, int(SECONDS_BETWEEN_WORDS / max(seconds_per_step, 1e-6))))
         word = torch.tensor([*self._wish(), every])
-        self._pending = (word, dist.all_reduce(word, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
+        is_alone = dist.get_world_size(self._group) == 1
+        self._pending = (word, None if is_alone else dist.all_reduce(word, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
         return heard
 
     def drain(self) -> Word:
@@ -62,7 +63,8 @@ class Agreement:
         if self._pending is None:
             return Word()
         word, work = self._pending
-        work.wait()
+        if work:
+            work.wait()
         stop, save, self._every = word.tolist()
         return Word(stop, save)
 
