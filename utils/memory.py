@@ -73,12 +73,13 @@ def explain_memory(
     if not is_out_of_memory(error):
         return None
     CUSHION.clear()
-    doing, batch = _look_into(error.__traceback__)
+    doing, size, shapes = _look_into(error.__traceback__)
+    size = min(size or config.batch_size, config.batch_size)
     is_of_device = ctx.device.type == "cuda" and (isinstance(error, torch.OutOfMemoryError) or bool(OF_THE_DEVICE.search(str(error))))
     place = f"{ctx.device_names[ctx.rank]} ({ctx.device} of {ctx.host})" if is_of_device else ctx.host
     figures = _figures_of_device(str(error)) if is_of_device else _figures_of_host(str(error))
-    traceback.clear_frames(error.__traceback__)  # the sentence itself takes some memory; and in a notebook a smaller batch fits now
-    samples = f"{batch or f'{config.batch_size} samples'}"
+    let_go(error)  # the sentence itself takes some memory; and in a notebook a smaller batch fits now
+    samples = f"{size} samples{shapes}"
     what = {
         "data": "the data set",
         "model": "the model, with its gradients and what the optimizer keeps,",
@@ -88,8 +89,15 @@ def explain_memory(
         "": "what the run was doing",
     }[doing]
     return RunFailed(
-        f"rank {ctx.rank}: {what} does not fit into the memory of {place}{figures}; {_remedy(doing, is_of_device, config, ctx, checkpoint)}"
+        f"rank {ctx.rank}: {what} does not fit into the memory of {place}{figures}; {_remedy(doing, is_of_device, size, config, ctx, checkpoint)}"
     )
+
+
+def let_go(error: BaseException) -> None:
+    """Of all that the functions held which the error came through."""
+    traceback.clear_frames(error.__traceback__)
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        frame.f_locals  # noqa: B018 -- where it was looked at, Python before 3.13 keeps a copy, until it is looked at again
 
 
 @contextlib.contextmanager
@@ -103,19 +111,19 @@ def memory_explained(config: TrainingConfig, ctx: DistributedContext) -> Iterato
         raise
 
 
-def halved(config: TrainingConfig, world_size: int) -> str:
-    """Flags for a micro-batch of at most half the size and the same global batch; empty where one sample is too much."""
+def halved(size: int, config: TrainingConfig, world_size: int) -> str:
+    """Flags for a micro-batch of at most half of `size`, and the same global batch; empty where one sample is too much."""
     whole = config.batch_size * config.micro_batches_per_step(world_size)
-    size = next((size for size in range(config.batch_size // 2, 0, -1) if whole % size == 0), 0)
+    size = next((size for size in range(size // 2, 0, -1) if whole % size == 0), 0)
     return f"--batch_size {size} --global_batch_size {whole}" if size else ""
 
 
-def _remedy(doing: str, is_of_device: bool, config: TrainingConfig, ctx: DistributedContext, checkpoint: Path | None) -> str:
+def _remedy(doing: str, is_of_device: bool, size: int, config: TrainingConfig, ctx: DistributedContext, checkpoint: Path | None) -> str:
     if doing == "model":
         return _smaller_model(config) if is_of_device or ctx.device.type == "cpu" else MORE_MEMORY
     if doing in ("data", "checkpoint") or (ctx.device.type == "cuda" and not is_of_device):
         return MORE_MEMORY
-    flags, others = halved(config, ctx.world_size), []
+    flags, others = halved(size, config, ctx.world_size), []
     if config.grad_accum_steps != 1 and flags:
         flags += f" in place of --grad_accum_steps {config.grad_accum_steps}"
     if doing != "evaluation" and not config.activation_checkpointing:
@@ -123,7 +131,7 @@ def _remedy(doing: str, is_of_device: bool, config: TrainingConfig, ctx: Distrib
     if not config.use_amp and is_of_device:
         others.append("--amp_dtype bf16 in place of --no-use_amp")
     if config.eval_only:
-        return f"give --batch_size {config.batch_size // 2}" if flags else _smaller_model(config)
+        return f"give --batch_size {size // 2}" if flags else _smaller_model(config)
     if checkpoint is None:
         ways = [f"{flags} (the same global batch)"] if flags else []
         return f"give {', or '.join([*ways, *others])}; {FIND}" if ways or others else _smaller_model(config)
@@ -139,8 +147,8 @@ def _smaller_model(config: TrainingConfig) -> str:
     return f"give {', or '.join(ways)}, or a device with more memory: each rank holds all of the model"
 
 
-def _look_into(trace: Any) -> tuple[str, str]:
-    """What was under way where the error came from, and the batch that it was done with."""
+def _look_into(trace: Any) -> tuple[str, int, str]:
+    """What was under way where the error came from; of the batch that it was done with its samples (0: none is known) and its tensors."""
     doing, batch = "", None
     for frame, _ in traceback.walk_tb(trace):
         doing = DOING.get(frame.f_code.co_name, doing)
@@ -148,9 +156,9 @@ def _look_into(trace: Any) -> tuple[str, str]:
         found = frame.f_locals.get("batch") if found is None else getattr(found, "batch", None)
         batch = found if found is not None and list(tensors_in(found)) else batch
     if batch is None:
-        return doing, ""
+        return doing, 0, ""
     shapes = [f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for tensor in tensors_in(batch)]
-    return doing, f"{max(len(tensor) for tensor in tensors_in(batch) if tensor.ndim)} samples ({' and '.join(shapes[:3])})"
+    return doing, max((len(tensor) for tensor in tensors_in(batch) if tensor.ndim), default=0), f" ({' and '.join(shapes[:3])})"
 
 
 def _figures_of_device(text: str) -> str:

@@ -13,10 +13,10 @@ import dataclasses
 import gc
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import torch
+from torch.utils.data import Dataset
 
 import train
 from checks.links import sync
@@ -34,15 +35,15 @@ from config import Refused, TrainingConfig
 from ddp_utils import DistributedContext, cleanup_distributed, read_launch, setup_distributed, wrap_ddp
 from model import compute_loss
 from utils.loading import Window, create_distributed_dataloader
-from utils.memory import gigabytes, host_limits, is_out_of_memory, own_memory
+from utils.memory import gigabytes, host_limits, is_out_of_memory, let_go, own_memory
 from utils.workers import Late, no_longer_than
 
 HEAD_ROOM = 0.05  # of the memory: for fragmentation, and what a run has beside the loop
 FOR_NCCL = 2**30  # bytes of a device that NCCL's buffers may take as soon as there are two ranks
 NEAR_ENOUGH = 0.05  # of the largest that was found to fit
-FIRST_ON_CPU, MOST_AT_ONCE = 16, 8  # the first trial; how many times larger the next one may be
+FIRST_ON_CPU, MOST_AT_ONCE = 32, 8  # the first trial; how many times larger the next one may be
 SECONDS_OF_A_TRIAL = 300
-GIVEN = "as given"
+GIVEN, CHECKPOINTING = "as given", "--activation_checkpointing"
 FIT, UNFIT, LATE = "fits", "does not fit", f"takes longer than {SECONDS_OF_A_TRIAL} s"
 ITS_OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID")  # what says that this process is one of several
 
@@ -61,9 +62,12 @@ class Trial:
         return f"{self.size:,} sample(s): {self.end}{figures}"
 
 
-def one_step(config: TrainingConfig, ctx: DistributedContext, size: int) -> tuple[float, int]:
-    """All that a run does with a micro-batch of so many samples. Returns the seconds of a step, and the bytes of a checkpoint."""
-    train_set, _, config = train.load_data(dataclasses.replace(config, batch_size=size, global_batch_size=0, grad_accum_steps=1), ctx)
+def one_step(config: TrainingConfig, ctx: DistributedContext, train_set: Dataset, size: int) -> tuple[float, int]:
+    """All that a run does with a micro-batch of so many samples. Returns the seconds of a step, and the bytes of a checkpoint.
+
+    config: settled.
+    """
+    config = dataclasses.replace(config, batch_size=size, global_batch_size=0, grad_accum_steps=1)
     loader, _ = create_distributed_dataloader(train_set, config, ctx)
     state = train.create_state(config, ctx)
     model, window = wrap_ddp(state.model, config, ctx), Window(size, float(size), [])
@@ -90,7 +94,10 @@ def one_step(config: TrainingConfig, ctx: DistributedContext, size: int) -> tupl
 
 
 def limit_to(memory: int) -> None:
-    """From here on this process may take so many bytes in all: what it holds resident now, and the rest in new pages."""
+    """From here on this process may take so many bytes in all: what it holds resident now, and the rest in new pages.
+
+    To be called when the code was run once: pages of libraries that are read later are not counted.
+    """
     import resource
 
     most = own_memory("VmData") + max(0, memory - own_memory("VmRSS"))
@@ -101,10 +108,12 @@ def be_a_trial(size: int, memory: int, words: list[str]) -> int:
     """In a process of its own, on the CPU: print what came of it, as JSON."""
     config = TrainingConfig.from_args(words)
     ctx = setup_distributed(config)
-    limit_to(memory)
+    train_set, _, config = train.load_data(config, ctx)
     found = {"end": UNFIT}
     try:
-        seconds, checkpoint = one_step(config, ctx, size)
+        one_step(config, ctx, train_set, min(2, size))
+        limit_to(memory)
+        seconds, checkpoint = one_step(config, ctx, train_set, size)
         needs = own_memory("VmHWM") + 2 * checkpoint  # its copy in shared memory, and the archive that the writer makes of it
         found = {"end": FIT if needs <= memory else UNFIT, "needs": needs, "seconds": seconds}
     except Refused as refused:
@@ -138,7 +147,7 @@ def on_cpu(words: list[str], memory: int) -> Callable[[int], Trial]:
     return run
 
 
-def on_cuda(config: TrainingConfig, ctx: DistributedContext, memory: int) -> Callable[[int], Trial]:
+def on_cuda(config: TrainingConfig, ctx: DistributedContext, train_set: Dataset, memory: int) -> Callable[[int], Trial]:
     """A trial in this process, where torch may take so many bytes of the device; all is let go afterwards."""
 
     def run(size: int) -> Trial:
@@ -147,16 +156,16 @@ def on_cuda(config: TrainingConfig, ctx: DistributedContext, memory: int) -> Cal
         torch.cuda.reset_peak_memory_stats(ctx.device)
         try:
             with no_longer_than(SECONDS_OF_A_TRIAL):
-                seconds, _ = one_step(config, ctx, size)
+                seconds, _ = one_step(config, ctx, train_set, size)
             return Trial(size, FIT, torch.cuda.max_memory_reserved(ctx.device), seconds)
-        except Late:
-            return Trial(size, LATE)
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not isinstance(error, Late) and not is_out_of_memory(error):
                 raise
-            traceback.clear_frames(error.__traceback__)
-            return Trial(size, UNFIT)
+            let_go(error)
+            return Trial(size, LATE if isinstance(error, Late) else UNFIT)
         finally:
+            if config.compile != "off":
+                torch.compiler.reset()
             gc.collect()
             torch.cuda.empty_cache()
 
@@ -166,7 +175,7 @@ def on_cuda(config: TrainingConfig, ctx: DistributedContext, memory: int) -> Cal
 def search(trial: Callable[[int], Trial], first: int, most: int, memory: int, is_costly: bool, say: Callable[[str], None]) -> list[Trial]:
     """Trials, until the largest size that fits is known to 5 %; of sizes up to `most`. They double, then halve what is between.
 
-    is_costly: go to where a line through the two largest that fit meets the memory, and take it when it is there.
+    is_costly: go to where a line through the trials meets the memory, and take it when it is there.
     """
     trials: list[Trial] = []
     low, high, size = 0, most + 1, min(first, most)
@@ -176,28 +185,29 @@ def search(trial: Callable[[int], Trial], first: int, most: int, memory: int, is
         low, high = (size, high) if trials[-1].end == FIT else (low, size)
         if high - low <= max(1, NEAR_ENOUGH * low):
             return trials
-        size = min(2 * low, most) if high > most and low else (low + high) // 2
+        larger = low * (MOST_AT_ONCE if is_costly else 2)
+        size = min(larger, most) if high > most and low else (low + high) // 2
         if is_costly and (line := line_through(trials)):
             foretold = int((memory - line[0]) / line[1])
             if foretold <= low * (1 + NEAR_ENOUGH):
                 return trials
-            size = max(low + 1, min(foretold, MOST_AT_ONCE * low, high - 1)) if foretold < high else size
+            size = min(foretold, larger) if low and foretold < high else size
 
 
 def line_through(trials: list[Trial]) -> tuple[float, float] | None:
-    """Bytes in any case, and bytes a sample: by the two largest that fit, None where there are no two that differ."""
-    fitting = sorted((each for each in trials if each.end == FIT), key=lambda each: each.size)[-2:]
-    if len(fitting) < 2 or fitting[1].needs <= fitting[0].needs:
+    """Bytes in any case, and bytes a sample, by all trials that ran to their end. None where two sizes do not show it yet."""
+    measured = {each.size: each.needs for each in trials if each.needs}
+    if len(measured) < 2:
         return None
-    small, large = fitting
-    slope = (large.needs - small.needs) / (large.size - small.size)
-    return large.needs - slope * large.size, slope
+    slope, start = statistics.linear_regression(list(measured), list(measured.values()))
+    return (start, slope) if slope > 0 else None
 
 
 def keeping(whole: int, largest: int, ranks: int) -> int:
-    """The largest micro-batch of at most `largest` that divides the global batch, where one does so that no rank idles."""
+    """The largest micro-batch of at most `largest` that divides the global batch: evenly among the ranks where one does."""
     sizes = [size for size in range(min(largest, whole), 0, -1) if whole % size == 0]
-    return next((size for size in sizes if whole // size % ranks == 0), sizes[0])
+    enough = [size for size in sizes if whole // size >= ranks] or sizes[-1:]
+    return next((size for size in enough if whole // size % ranks == 0), enough[0])
 
 
 def answer(name: str, trials: list[Trial], most: int, whole: int, ranks: int) -> list[str]:
@@ -218,19 +228,18 @@ def answer(name: str, trials: list[Trial], most: int, whole: int, ranks: int) ->
         lines.append("  which is the whole training set: no micro-batch is larger")
     elif any(each.end == LATE for each in trials):
         lines.append(f"  larger ones take longer than {SECONDS_OF_A_TRIAL} s to try")
-    more = " --activation_checkpointing" if name != GIVEN else ""
-    why = (
-        ""
-        if size == best.size
-        else f"   ({best.size:,} {'is more than' if best.size > whole else 'does not divide'} the global batch, or would leave ranks idle)"
-    )
+    more = f" {CHECKPOINTING}" if name != GIVEN else ""
+    why = f"   ({best.size:,} does not divide it)" if size != best.size else ""
+    if best.size * ranks > whole:
+        why = f"   (more is more than a rank's share of {whole:,} samples)"
     return [*lines, f"  --batch_size {size} --global_batch_size {whole}{more}{why}"]
 
 
 def memory_of_this_rank(device: torch.device, ranks: int, given: float) -> tuple[int, str]:
     """Bytes that a rank may take, and where they come from."""
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0] - (FOR_NCCL if ranks > 1 else 0)
+        held = torch.cuda.memory_reserved(device)  # by data that lies there already
+        free = torch.cuda.mem_get_info(device)[0] + held - (FOR_NCCL if ranks > 1 else 0)
         name = f"free on {torch.cuda.get_device_name(device)}" + (f" but for {gigabytes(FOR_NCCL)} that NCCL may take" if ranks > 1 else "")
         return (min(free, int(given * 2**30)), "--memory") if given else (free, name)
     if given:
@@ -279,7 +288,7 @@ def find(words: list[str], ranks: int, here: int, gib: float) -> int:
     whole = config.batch_size * config.micro_batches_per_step(ranks)
     ctx = setup_distributed(config)
     is_cuda = ctx.device.type == "cuda"
-    most = len(train.load_data(config, ctx)[0])
+    train_set, _, settled = train.load_data(config, ctx)
     memory, source = memory_of_this_rank(ctx.device, ranks if is_cuda else here, gib)
     room = int(memory * (1 - HEAD_ROOM))
 
@@ -292,19 +301,21 @@ def find(words: list[str], ranks: int, here: int, gib: float) -> int:
     )
     rows, answers = {GIVEN: []}, []
     if not config.activation_checkpointing:
-        rows["with --activation_checkpointing"] = ["--activation_checkpointing"]
+        rows[f"with {CHECKPOINTING}"] = [CHECKPOINTING]
     for name, more in rows.items():
         say(f"{name}:")
-        flags = [*words, *more]
-        trial = on_cuda(TrainingConfig.from_args(flags), ctx, room) if is_cuda else on_cpu(flags, room)
+        trial, first = on_cpu([*words, *more], room), FIRST_ON_CPU
+        if is_cuda:
+            asked = dataclasses.replace(settled, activation_checkpointing=settled.activation_checkpointing or bool(more))
+            trial, first = on_cuda(asked, ctx, train_set, room), config.batch_size
         try:
-            trials = search(trial, config.batch_size if is_cuda else FIRST_ON_CPU, most, room, not is_cuda, say)
+            trials = search(trial, first, len(train_set), room, not is_cuda, say)
         except Refused as refused:
             if name == GIVEN:
                 raise
             answers.append(f"{name}: {refused}")
             continue
-        answers += answer(name, trials, most, whole, ranks)
+        answers += answer(name, trials, len(train_set), whole, ranks)
     say("\n".join(["", *answers]))
     cleanup_distributed()
     return 0
