@@ -9,16 +9,19 @@ import pytest
 import torch
 
 import ddp_utils
+import model
 import train
 import utils.loading
 import utils.memory
 from benching import find_batch
 from checks import rates
-from config import TrainingConfig
+from config import RunFailed, TrainingConfig
 from ddp_utils import DistributedContext
+from utils import checkpoint
 from utils.memory import DOING, Limit, explain_memory, halved, host_limits, is_out_of_memory
 from utils.saving import Saver
 from utils.train_state import TrainState
+from utils.workers import Late
 
 CUDA_2_11 = (  # as c10/cuda/CUDACachingAllocator.cpp puts it together
     "CUDA out of memory. Tried to allocate 1.95 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.58 GiB is free. "
@@ -264,3 +267,67 @@ def test_the_flags_keep_the_global_batch(whole, largest, ranks, size):
 )
 def test_flags_of_its_own_are_checked(words, said, capsys):
     assert find_batch.main(words) == 2 and said in capsys.readouterr().err
+
+
+# ---- where errors are caught for other reasons ----
+
+
+def refuse(error):
+    def act(*_, **__):
+        raise error
+
+    return act
+
+
+def test_an_evaluation_alone_says_it_too(monkeypatch):
+    monkeypatch.setattr(train, "evaluate_only", refuse(MemoryError()))
+    with pytest.raises(RunFailed, match="rank 0: what the run was doing does not fit into the memory of"):
+        train.train(TrainingConfig(eval_only=True, backend="gloo"))
+
+
+def test_want_of_memory_makes_no_checkpoint_a_damaged_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(checkpoint, "load_archive", refuse(RuntimeError(CPU)))
+    monkeypatch.setattr(checkpoint, "verify", lambda path: None)
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        checkpoint.read(tmp_path / "step_00000001.pt")
+
+
+def test_want_of_memory_makes_no_checkpoint_one_that_does_not_fit(monkeypatch):
+    monkeypatch.setattr(TrainState, "_load", refuse(torch.OutOfMemoryError(CUDA_2_15)))
+    with pytest.raises(torch.OutOfMemoryError):
+        object.__new__(TrainState).load_state_dict({}, 0, 1)
+
+
+def test_want_of_memory_makes_no_model_one_that_takes_other_images(monkeypatch):
+    models = pytest.importorskip("torchvision").models
+    monkeypatch.setattr(models, "get_model", refuse(RuntimeError(CPU)))
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        model.create_model(TrainingConfig(model="resnet18"), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("error", "end"), [(None, "fits"), (torch.OutOfMemoryError(LIMITED), "does not fit"), (Late("300"), find_batch.LATE)]
+)
+def test_a_trial_on_cuda_is_limited_and_lets_go(monkeypatch, error, end):
+    done = []
+    for name, given in (
+        ("mem_get_info", (100, 400)),
+        ("set_per_process_memory_fraction", None),
+        ("reset_peak_memory_stats", None),
+        ("max_memory_reserved", 90),
+        ("empty_cache", None),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, name=name, given=given: done.append((name, *args)) or given)
+    monkeypatch.setattr(find_batch, "one_step", refuse(error) if error else lambda *_: (0.5, 7))
+    device = torch.device("cuda", 1)
+    trial = find_batch.on_cuda(TrainingConfig(), ctx(), None, 100)(8)
+    assert trial == find_batch.Trial(8, end, *((90, 0.5) if error is None else ()))
+    assert ("set_per_process_memory_fraction", 0.25, device) in done and done[-1] == ("empty_cache",)
+
+
+def test_another_error_of_a_trial_is_no_want_of_memory(monkeypatch):
+    for name in ("mem_get_info", "set_per_process_memory_fraction", "reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: (1, 1))
+    monkeypatch.setattr(find_batch, "one_step", refuse(ValueError("mine")))
+    with pytest.raises(ValueError, match="mine"):
+        find_batch.on_cuda(TrainingConfig(), ctx(), None, 1)(8)
