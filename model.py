@@ -19,6 +19,7 @@ from config import Refused, TrainingConfig, nearest
 from ddp_utils import unwrap, wrap_ddp
 from utils.checkpoint import load_weights
 from utils.logger import NAME
+from utils.memory import is_out_of_memory
 from utils.metrics import Metrics, count_correct
 
 __all__ = ["MiniResNet", "compute_loss", "create_model", "param_groups", "wrap_ddp"]
@@ -138,6 +139,8 @@ def _torchvision_model(name: str, in_channels: int, num_classes: int, image_size
         shapes = {key: value.to("meta") for key, value in [*model.named_parameters(), *model.named_buffers()]}
         torch.func.functional_call(model, shapes, torch.empty(2, 3, image_size, image_size, device="meta"))  # computes nothing else
     except (ValueError, AssertionError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
         raise Refused(f"model={name}: does not take images of {image_size} pixels ({error}); give another image_size or model") from None
     return model.train()
 

@@ -47,10 +47,11 @@ from utils import provenance, resume
 from utils.agreement import Agreement, Word, is_every
 from utils.atomic_file import replace_json
 from utils.checkpoint import BEST, best_or_newest
-from utils.ending import is_of_a_peer, leave_after, start_watch, wait_for_blame
+from utils.ending import fail, leave_after, start_watch, wait_for_blame
 from utils.ledger import LEDGER, Ledger
 from utils.loading import WindowLoader, create_distributed_dataloader, create_evaluation_dataloader, settle
 from utils.logger import log_epoch_summary, setup_logger
+from utils.memory import memory_explained
 from utils.metrics import MetricTracker, choose_best
 from utils.precision import Precision
 from utils.report import Reporter, decisions
@@ -60,7 +61,6 @@ from utils.streams import seed_device
 from utils.together import by_rank_0, exchange, once_per_file_system, refuse_unlike, together
 from utils.train_state import TrainState
 from utils.watchdog import Watch
-from utils.workers import explain
 from utils.writer import Writer
 
 PREEMPTED = 75  # exit code
@@ -93,7 +93,8 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     began = began_at()
     ctx = setup_distributed(config)
     if config.eval_only:
-        outcome = evaluate_only(config, ctx)
+        with memory_explained(config, ctx):
+            outcome = evaluate_only(config, ctx)
         cleanup_distributed()
         return outcome
     run = open_run(config, ctx)
@@ -108,10 +109,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
             with StopSignals() as signals:
                 outcome = run_training(config, ctx, run, logger, signals, watch, began)
         except BaseException as error:
-            cause = explain(error, ctx.rank) or (run.lost_ranks() if is_of_a_peer(error) else None) or error
-            run.failed(cause)
-            watch.close()
-            raise cause from (error if cause is not error else error.__cause__)
+            fail(error, run, watch, config, ctx)
         watch.close()
     run.close()
     cleanup_distributed()

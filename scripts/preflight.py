@@ -54,6 +54,7 @@ from ddp_utils import DistributedContext, cleanup_distributed, setup_distributed
 from utils.atomic_file import replace_json
 from utils.ending import leave_after
 from utils.loading import WindowLoader, create_distributed_dataloader
+from utils.memory import memory_explained
 from utils.precision import Precision
 from utils.together import exchange
 from utils.train_state import TrainState
@@ -67,7 +68,7 @@ class Steps:
     """One step after the other, on all ranks alike. What hangs is named, and not waited for."""
 
     def __init__(self, config: TrainingConfig, ctx: DistributedContext) -> None:
-        self._ctx, self._timeout = ctx, config.timeout
+        self._config, self._ctx, self._timeout = config, ctx, config.timeout
         self._timer = threading.Timer(0, lambda: None)
         # a connection of its own: the main thread may wait in the other's
         self._store = dist.distributed_c10d._get_default_store().clone() if ctx.world_size > 1 else None
@@ -78,7 +79,8 @@ class Steps:
         seconds = min(self._timeout, longest)
         self._at(name, seconds)
         try:
-            result = {"found": action(), "problem": ""}
+            with memory_explained(self._config, self._ctx):
+                result = {"found": action(), "problem": ""}
         except (Refused, RunFailed, OSError) as error:
             result = {"found": None, "problem": str(error)}
         self._at(f"{name}, its end", seconds)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from config import Refused
 from utils.archive import PLAIN, NotOurs, check_archive, load_archive, open_file, type_name
 from utils.atomic_file import replace_file
+from utils.memory import is_out_of_memory
 
 KEYS = ("model", "ema", "optimizer", "scaler", "progress", "config", "provenance")
 STEP_NAME = re.compile(r"step_(\d{8,})\.pt")
@@ -137,6 +138,8 @@ def read(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _no_checkpoint(path: Path, error: Exception) -> Refused:
+    if is_out_of_memory(error):
+        raise error  # the file is no worse for it
     why = str(error) if isinstance(error, NotOurs) else type(error).__name__  # torch's own text recommends to switch its protection off
     return Refused(f"{path}: is no checkpoint ({why}); give another")
 

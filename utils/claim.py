@@ -56,7 +56,7 @@ class Claim:
     def read(self) -> dict[str, Any]:
         """The claim as it stands now. Never by opening the file anew in this process: to close it again would end the lock."""
         try:
-            return json.loads(os.pread(self._lock.fileno(), 2**20, 0))
+            return json.loads(os.pread(self._lock.fileno(), os.fstat(self._lock.fileno()).st_size, 0))
         except (OSError, ValueError, AttributeError):  # it is being written, or we have let go of it
             return {}
 

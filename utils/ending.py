@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING, NoReturn
 import torch.distributed as dist
 
 from config import Refused, RunFailed, TrainingConfig
+from utils.checkpoint import step_checkpoints
 from utils.logger import NAME
+from utils.memory import explain_memory
 from utils.run_folder import Run
 from utils.signals import end_workers
 from utils.watchdog import Watch
+from utils.workers import explain
 
 if TYPE_CHECKING:
     from ddp_utils import DistributedContext
@@ -39,6 +42,23 @@ def wait_for_blame(error: BaseException) -> None:
     """After an error that is a peer's: torchrun blames the rank whose report has the earliest second, so this one comes later."""
     if is_of_a_peer(error):
         time.sleep(SECONDS_OF_BLAME)
+
+
+def cause_of(error: BaseException, run: Run, config: TrainingConfig, ctx: DistributedContext) -> BaseException:
+    """What ended the run, as a sentence where it can be known: a worker of this rank, its memory, another rank. Else the error itself."""
+    known = explain(error, ctx.rank)
+    if not known:
+        its_own = [] if run.is_replacing else step_checkpoints(run.checkpoints)
+        known = explain_memory(error, config, ctx, its_own[-1] if its_own else run.resume_path)
+    return known or (run.lost_ranks() if is_of_a_peer(error) else None) or error
+
+
+def fail(error: BaseException, run: Run, watch: Watch, config: TrainingConfig, ctx: DistributedContext) -> NoReturn:
+    """Say in status.json what ended the run, and raise it."""
+    cause = cause_of(error, run, config, ctx)
+    run.failed(cause)
+    watch.close()
+    raise cause from (error if cause is not error else error.__cause__)
 
 
 def leave_after(error: BaseException, rank: int, may_restart: bool = False) -> NoReturn:

@@ -232,7 +232,10 @@ class Run:
         rank, place = min(standing), places[min(standing)]
         where = f" in {place.phase} of step {place.step}" if place else ""
         more = f", and {len(standing) - 1} more" if len(standing) > 1 else ""
-        remedy = "look for the kernel's word on memory (dmesg) or the node's state, then --resume_from auto"
+        remedy = (
+            "look for the kernel's word on memory (dmesg; then fewer --num_workers, --activation_checkpointing, "
+            "or a new run with a smaller --batch_size) or the node's state, then --resume_from auto"
+        )
         return RunFailed(f"rank {rank} on {self.hosts[rank]} was killed or cut off{where}{more}; {remedy}", rank, self.hosts[rank])
 
     def failed(self, error: BaseException) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from config import Refused, TrainingConfig
 from utils.loading import Window
+from utils.memory import is_out_of_memory
 from utils.metrics import MetricTracker
 from utils.optim import WeightAverage, create_optimizer, fill_momenta, lr_factor
 from utils.precision import Precision
@@ -224,6 +225,8 @@ class TrainState:
         except Refused:
             raise
         except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+            if is_out_of_memory(error):
+                raise
             raise Refused(f"the checkpoint's state does not fit ({error}); give another checkpoint") from error
 
     def _load(self, payload: dict[str, Any], rank: int, world_size: int) -> None:

@@ -10,7 +10,6 @@ import torch
 
 from checks.facts import open_files
 from checks.links import sync
-from config import Refused
 from ddp_utils import wrap_ddp
 from model import compute_loss
 from utils.together import exchange
@@ -66,24 +65,20 @@ def one_pass(model: torch.nn.Module, batch: Any, state: TrainState) -> None:
 
 
 def local_step(state: TrainState, loader: WindowLoader, config: TrainingConfig, device: torch.device) -> dict[str, Any]:
-    """Forward and backward of one micro-batch on this rank alone. Raises Refused where it does not fit into the device's memory."""
+    """Forward and backward of one micro-batch on this rank alone."""
     state.model.train()
-    try:
-        batch, samples = loader.sample_batch(), min(config.batch_size, len(loader.dataset))
-        if device.type == "cpu" and samples > 4:  # a large model on a CPU would take minutes: then fewer samples at a time
-            few = loader.fetch([0, 1])[2]
-            timed(lambda: one_pass(state.model, few, state), 1, device)
-            seconds = timed(lambda: one_pass(state.model, few, state), 1, device) / 2
-            if (fit := max(2, int(SECONDS_OF_STEPS / seconds))) < samples:
-                batch, samples = loader.fetch(list(range(fit)))[2], fit
-        first = timed(lambda: one_pass(state.model, batch, state), 1, device)  # it chooses kernels
-        state.check_gradients()
-        again = timed(lambda: one_pass(state.model, batch, state), 1, device)
-        rounds = max(1, min(MOST_STEPS, int(SECONDS_OF_STEPS / min(first, again))))
-        seconds = timed(lambda: one_pass(state.model, batch, state), rounds, device)
-    except torch.OutOfMemoryError as error:
-        text = f"a micro-batch of {config.batch_size} does not fit into the memory of {torch.cuda.get_device_name(device)}"
-        raise Refused(f"{text} ({str(error).splitlines()[0]}); give a smaller --batch_size and more --grad_accum_steps") from None
+    batch, samples = loader.sample_batch(), min(config.batch_size, len(loader.dataset))
+    if device.type == "cpu" and samples > 4:  # a large model on a CPU would take minutes: then fewer samples at a time
+        few = loader.fetch([0, 1])[2]
+        timed(lambda: one_pass(state.model, few, state), 1, device)
+        seconds = timed(lambda: one_pass(state.model, few, state), 1, device) / 2
+        if (fit := max(2, int(SECONDS_OF_STEPS / seconds))) < samples:
+            batch, samples = loader.fetch(list(range(fit)))[2], fit
+    first = timed(lambda: one_pass(state.model, batch, state), 1, device)  # it chooses kernels
+    state.check_gradients()
+    again = timed(lambda: one_pass(state.model, batch, state), 1, device)
+    rounds = max(1, min(MOST_STEPS, int(SECONDS_OF_STEPS / min(first, again))))
+    seconds = timed(lambda: one_pass(state.model, batch, state), rounds, device)
     state.optimizer.zero_grad()
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return {"samples": samples, "step_s": seconds, "rounds": rounds, "peak": peak, "gradient": gradient_bytes(state)}
