@@ -271,7 +271,7 @@ def decisions(
     batch = f"{config.batch_size} a micro-batch x {per_step} micro-batches on {ctx.world_size} ranks = {sampler.global_batch_size} a global batch"
     if per_step % ctx.world_size:
         batch += f" (not dealt evenly: {1 - per_step / (rounds * ctx.world_size):.0%} of the ranks' time is lost)"
-    data = f"{type(loader.dataset).__name__}, {samples:,} training samples"
+    data = f"{type(getattr(loader.dataset, 'source', loader.dataset)).__name__}, {samples:,} training samples"
     if sampler.samples_per_epoch < samples:
         data += f" ({samples - sampler.samples_per_epoch} of them, others in each epoch, dropped)"
     data += "".join(f", {len(dataset):,} to evaluate on ({getattr(dataset, 'split', split)})" for split, dataset in held_out.items())
