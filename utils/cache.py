@@ -227,7 +227,7 @@ def rows_size(row: Any, count: int) -> int:
 
 def anonymous_file(size: int) -> tuple[str, Callable[[], None]]:
     """Memory without a name, which goes with the processes that hold it, and the path by which others find it."""
-    if not hasattr(os, "memfd_create"):
+    if not getattr(os, "memfd_create", None):
         return "", lambda: None
     file = os.memfd_create("cache")
     os.ftruncate(file, size)

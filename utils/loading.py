@@ -172,7 +172,7 @@ class WindowLoader:
         self.clock, self.phases = Clock(), ("data", "forward")  # while it waits for data, and while the loop computes with it
         self._replaced: list[list] = []
         self._patience = 0.9 * config.hang_timeout if self.num_workers else 0.0  # seconds; the watchdog has more
-        self._seed, self._device, self._local_world_size = config.seed, ctx.device, ctx.local_world_size
+        self._seed, self.device, self.local_world_size = config.seed, ctx.device, ctx.local_world_size
         self._transform = getattr(dataset, "device_transform", None)
         self._fetcher = Fetcher(dataset, fetches_batches(dataset), config.seed, self._is_replacing)
         self._collate = Collate(getattr(dataset, "collate", default_collate))
@@ -210,7 +210,7 @@ class WindowLoader:
         _, collated, batch = self.fetch(list(range(count)))
         self.sample_bytes = sum(tensor.nbytes for tensor in tensors_in(collated)) / count
         if self.num_workers:
-            check_shared_memory(collated, self.num_workers, self._batches_ahead, self._local_world_size)
+            check_shared_memory(collated, self.num_workers, self._batches_ahead, self.local_world_size)
         return batch
 
     def fetch(self, indices: list[int], epoch: int = 0) -> tuple[Any, Any, Any]:
@@ -293,9 +293,9 @@ class WindowLoader:
             raise Refused(f"rank {self.sampler.rank} met a corrupt sample{way_out}: {batch}")
         if isinstance(batch, Refused):
             raise batch
-        batch = to_device(batch, self._device)
+        batch = to_device(batch, self.device)
         if self._transform:
-            batch = self._transform(batch, self._seed, micro_batch.epoch, indices_on(micro_batch.indices, self._device))
+            batch = self._transform(batch, self._seed, micro_batch.epoch, indices_on(micro_batch.indices, self.device))
         micro_batch.batch = batch
         return micro_batch
 
