@@ -199,11 +199,11 @@ def read_image(path: Path, channels: int, size: int = 0) -> Tensor:
 
 def _decode_jpeg(path: Path, channels: int) -> Tensor | None:
     """uint8 [channels, H, W] in a third of the time that PIL takes. None where torchvision cannot: the file is cut short, say."""
-    from torchvision.io import decode_jpeg
-
     try:
+        from torchvision.io import decode_jpeg  # a later one than 0.29 may lack it
+
         return decode_jpeg(torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)).expand(channels, -1, -1)
-    except (RuntimeError, AttributeError):
+    except (ImportError, AttributeError, RuntimeError):
         return None
 
 

@@ -1,5 +1,6 @@
 """--cache, what needs one process: which sets it takes, the memory it may take, what a held set passes on; prefetch, with a stand-in stream."""
 
+import contextlib
 import dataclasses
 import logging
 import pickle
@@ -198,11 +199,20 @@ class StandIn:
     def __init__(self):
         self.said = []
 
+    is_open = False
+
     def begin(self):
         self.said.append("begin")
 
+    @contextlib.contextmanager
+    def queued(self):
+        self.is_open = True
+        yield
+        self.is_open = False
+
     def run(self, action):
-        staged = action()
+        with self.queued():
+            staged = action()
         self.said.append(("staged", staged.indices))
         return staged, SimpleNamespace(indices=staged.indices)
 
@@ -241,6 +251,20 @@ def test_the_next_micro_batch_is_staged_before_this_one_is_computed(ahead, worke
             *(("staged", c), ("handed over", b), ("computed", b)),
             *(("handed over", c), ("computed", c)),
         ]
+
+
+def test_a_set_on_the_device_is_indexed_and_transformed_on_the_side(ahead):
+    found, source = [], Lines()
+    loader, _, _ = ahead(source, batch_size=24)
+    side = loader._side
+    plain, source.device_transform = source.device_transform, lambda *args: found.append(side.is_open) or plain(*args)
+    source.__getitems__ = lambda indices: found.append(side.is_open) or [source[k] for k in indices]
+    loader, _, _ = ahead(source, batch_size=24)
+    loader._side = side
+    for window in loader.windows(0):
+        for _ in window:
+            assert not side.is_open
+    assert found == [True] * 6
 
 
 class Phases(Clock):

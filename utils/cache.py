@@ -23,7 +23,7 @@ from utils.loading import MicroBatch, WindowLoader, WindowSampler, fetches_batch
 from utils.logger import duration, show_progress
 from utils.prefetch import indices_on, map_tensors
 from utils.together import exchange, refuse_unlike, together
-from utils.workers import MOST_TRIES, tensors_in
+from utils.workers import MOST_TRIES, check_shared_memory, tensors_in
 
 if TYPE_CHECKING:
     from ddp_utils import DistributedContext
@@ -335,6 +335,8 @@ def decode(source: Dataset, row: Any, where: str, config: TrainingConfig, ctx: D
             logger.info("decoding %s samples of %s, %d worker(s) a rank", f"{len(source):,}", decoder.split, loader.num_workers)
 
         def run() -> list[list]:
+            if loader.num_workers:  # torch's collate makes each row there first
+                check_shared_memory(row, loader.num_workers, 1, ctx.local_world_size)
             failed, total = [], len(loader)
             for done, some in enumerate(loader, 1):
                 failed += some

@@ -273,8 +273,11 @@ class WindowLoader:
         return map(self._make, self.sampler.micro_batches())
 
     def _make(self, micro_batch: MicroBatch) -> tuple[MicroBatch, Any]:
-        micro_batch, batch = self._collate(self._fetcher.__getitems__(micro_batch))
-        return micro_batch, pinned(batch) if self._side else batch
+        if not self._side:
+            return self._collate(self._fetcher.__getitems__(micro_batch))
+        with self._side.queued():  # a set that is on the device is indexed there
+            micro_batch, batch = self._collate(self._fetcher.__getitems__(micro_batch))
+        return micro_batch, pinned(batch)
 
     def _what_is_read(self, number: int) -> str:
         """Names the number-th micro-batch that this rank reads from here on."""

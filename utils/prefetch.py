@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -51,9 +52,13 @@ class SideStream:
         self._stream = self._stream or torch.cuda.Stream(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
+    def queued(self) -> contextlib.AbstractContextManager:
+        """What is queued in it is queued on the side."""
+        return torch.cuda.stream(self._stream)
+
     def run(self, action: Callable[[], T]) -> tuple[T, torch.cuda.Event]:
         """What the action gives, queued on the side, and the event that says when it is there."""
-        with torch.cuda.stream(self._stream):
+        with self.queued():
             result, event = action(), torch.cuda.Event()
             event.record(self._stream)
         return result, event

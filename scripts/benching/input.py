@@ -87,8 +87,7 @@ def _passes(data: Dataset, config: TrainingConfig, ctx: DistributedContext, most
     def one_pass(epoch: int) -> int:
         samples, start = 0, max(0, sampler.samples_per_epoch - most // config.batch_size * config.batch_size)
         for window in loader.windows(epoch, start):
-            for micro_batch in window:
-                batch = micro_batch.batch  # noqa: F841: it lives, as in a loop, until the next one is there
+            for micro_batch in window:  # it lives, as in a loop, until the next one is there
                 samples += len(micro_batch.indices)
         return samples
 
