@@ -27,13 +27,14 @@ def samples(data, indices, *key):
         yield data[index]
 
 
-def plain_loop(config, micro_batches_per_step, device=torch.device("cpu"), fused=False):
+def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
     """Yields the model, its average (or None), the summed loss and the weight of each step. micro_batches_per_step: ranks x accumulation."""
     data = create_dataset(config, "train")
     fetch, collate = getattr(data, "__getitems__", None), getattr(data, "collate", default_collate)
     transform = getattr(data, "device_transform", lambda batch, *_: batch)
     weights = torch.as_tensor(getattr(data, "weights", [1.0] * len(data)), dtype=torch.float64)
     torch.manual_seed(config.seed)
+    device = torch.device(device)
     model = create_model(config, device).train()
     generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
     groups, rest = param_groups(model, config), {"weight_decay": config.weight_decay, "fused": fused}

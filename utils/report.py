@@ -158,7 +158,7 @@ class Reporter:
             self.warn("%s", text)
         self._has_advised = True
         self._board.scalars(record)
-        self._run.status("running", epoch=progress.epoch, step=progress.step, samples_seen=progress.samples_seen)
+        self._run.progress(epoch=progress.epoch, step=progress.step, samples_seen=progress.samples_seen)
         self._samples, self._steps = 0, 0
         state.interval.reset()
         if 0 < self._config.max_skipped_steps <= progress.skipped_in_row:
