@@ -46,6 +46,7 @@ from model import compute_loss, create_model, param_groups
 from utils import provenance, resume
 from utils.agreement import Agreement, Word, is_every
 from utils.atomic_file import replace_json
+from utils.cache import cached
 from utils.checkpoint import BEST, best_or_newest
 from utils.ending import fail, leave_after, start_watch, wait_for_blame
 from utils.ledger import LEDGER, Ledger
@@ -77,8 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         wait_for_blame(error)
         raise
-    is_preempted = outcome.get("state") == "preempted"
-    return PREEMPTED if is_preempted and not read_launch().is_under_torchrun else 0
+    return PREEMPTED if outcome.get("state") == "preempted" and not read_launch().is_under_torchrun else 0
 
 
 def train(config: TrainingConfig) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def run_training(
     writer = Writer() if ctx.is_main else None  # forked while this process is small
     if not run.is_replacing:
         run.begin()
-    train_set, held_out, config = load_data(config, ctx)
+    train_set, held_out, config = cached(*load_data(config, ctx), ctx, logger)
     loader, sampler = together(lambda: create_distributed_dataloader(train_set, config, ctx), ctx)
     loader.clock = watch
     held_out_loaders = {split: create_evaluation_dataloader(dataset, config, ctx, watch) for split, dataset in held_out.items()}

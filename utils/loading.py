@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, default_collate
 
 from config import Refused, TrainingConfig, UnreadableSample
+from utils.prefetch import SideStream, indices_on, one_ahead, pinned, to_device
 from utils.signals import ignore_in_worker, kept_back
 from utils.streams import derive_seed
 from utils.watchdog import Clock
-from utils.workers import Collate, Fetcher, check_shared_memory, explain, no_longer_than
+from utils.workers import Collate, Fetcher, check_shared_memory, explain, no_longer_than, tensors_in
 
 if TYPE_CHECKING:
     from ddp_utils import DistributedContext
@@ -137,10 +139,11 @@ class WindowSampler(DistributedSampler):
         for first in range(start, len(order), self.global_batch_size):
             entries = order[first : first + self.global_batch_size]
             weight = float(len(entries)) if self.weights is None else self.weights[entries].sum().item()
-            parts = [part.tolist() for part in entries.split(self.batch_size)]
-            mine = range(self.rank, len(parts), self.num_replicas)
-            micro_batches = [MicroBatch(epoch, number, parts[number], True, number == mine[-1]) for number in mine]
-            yield Window(len(entries), weight, micro_batches or [MicroBatch(epoch, 0, parts[0], False, True)])
+            size = self.batch_size
+            mine = range(self.rank, math.ceil(len(entries) / size), self.num_replicas)
+            parts = [entries[number * size : (number + 1) * size].tolist() for number in mine]
+            micro_batches = [MicroBatch(epoch, number, part, True, number == mine[-1]) for number, part in zip(mine, parts, strict=True)]
+            yield Window(len(entries), weight, micro_batches or [MicroBatch(epoch, 0, entries[:size].tolist(), False, True)])
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """What this rank computes from here on, stand-ins of an idle rank included."""
@@ -169,20 +172,26 @@ class WindowLoader:
         self.clock, self.phases = Clock(), ("data", "forward")  # while it waits for data, and while the loop computes with it
         self._replaced: list[list] = []
         self._patience = 0.9 * config.hang_timeout if self.num_workers else 0.0  # seconds; the watchdog has more
-        self._seed, self._device, self._local_world_size = config.seed, ctx.device, ctx.local_world_size
+        self._seed, self.device, self.local_world_size = config.seed, ctx.device, ctx.local_world_size
         self._transform = getattr(dataset, "device_transform", None)
-        self._loader = DataLoader(
-            Fetcher(dataset, fetches_batches(dataset), config.seed, self._is_replacing),
+        self._fetcher = Fetcher(dataset, fetches_batches(dataset), config.seed, self._is_replacing)
+        self._collate = Collate(getattr(dataset, "collate", default_collate))
+        is_cuda = ctx.device.type == "cuda"
+        self._side = SideStream(ctx.device) if is_cuda else None
+        self._loader = self.num_workers and DataLoader(
+            self._fetcher,
             batch_sampler=_Plan(sampler),
-            collate_fn=Collate(getattr(dataset, "collate", default_collate)),
+            collate_fn=self._collate,
             num_workers=self.num_workers,
             worker_init_fn=ignore_in_worker,
-            persistent_workers=self.num_workers > 0,
-            pin_memory=ctx.device.type == "cuda",
+            persistent_workers=True,
+            pin_memory=is_cuda,
             generator=torch.Generator(),  # the workers' base seed, which nothing uses, comes not from the model's generator
         )
         # where max_steps ends an epoch, the training set's wait there while the evaluation's come
-        self._batches_ahead = (self._loader.prefetch_factor or 0) * (2 if config.max_steps else 1)
+        self._batches_ahead = self._loader.prefetch_factor * (2 if config.max_steps else 1) if self._loader else 0
+        self.first_wait: float | None = None  # seconds, once there was one: in it workers start
+        self.sample_bytes = 0.0  # of a collated sample, once one was looked at
 
     def windows(self, epoch: int, start: int = 0) -> Iterator[Window]:
         """The global batches of the epoch from sample `start` on, their micro-batches fetched as they are asked for."""
@@ -197,15 +206,17 @@ class WindowLoader:
 
         Raises Refused where /dev/shm cannot hold as many of it as workers make ahead.
         """
-        _, collated, batch = self.fetch(list(range(min(self.sampler.batch_size, len(self.dataset)))))
+        count = min(self.sampler.batch_size, len(self.dataset))
+        _, collated, batch = self.fetch(list(range(count)))
+        self.sample_bytes = sum(tensor.nbytes for tensor in tensors_in(collated)) / count
         if self.num_workers:
-            check_shared_memory(collated, self.num_workers, self._batches_ahead, self._local_world_size)
+            check_shared_memory(collated, self.num_workers, self._batches_ahead, self.local_world_size)
         return batch
 
     def fetch(self, indices: list[int], epoch: int = 0) -> tuple[Any, Any, Any]:
         """Some samples: as the data set gives them, as collated, and as the loop gets them on the device. Fetched in this process."""
-        fetched = self._loader.dataset.__getitems__(MicroBatch(epoch, 0, indices, True, True))
-        collated = self._loader.collate_fn(fetched)
+        fetched = self._fetcher.__getitems__(MicroBatch(epoch, 0, indices, True, True))
+        collated = self._collate(fetched)
         return fetched[1], collated[1], self._to_device(collated).batch
 
     def take_replaced(self) -> list[list]:
@@ -221,19 +232,32 @@ class WindowLoader:
         return sum(micro_batch.is_counted for micro_batch in self.sampler.micro_batches())
 
     def _fetch(self) -> Iterator[MicroBatch]:
+        """This rank's micro-batches as the loop gets them; on CUDA the next one is under way meanwhile."""
+        if self._side:
+            self._side.begin()
+        for micro_batch, event in one_ahead(self._staged()) if self._side else self._staged():
+            if event:
+                self._side.hand_over(micro_batch.batch, event)
+            if micro_batch.is_counted:
+                self._replaced += map(list, micro_batch.replaced)
+            yield micro_batch
+
+    def _staged(self) -> Iterator[tuple[MicroBatch, Any]]:
+        """Each micro-batch with its batch on the device, or on its way there, and the event that says when it is."""
         number = 0
         try:
-            with no_longer_than(self._patience), kept_back():
-                batches = iter(self._loader)
+            batches = self._batches()
             while True:
                 self.clock.enter(self.phases[0])
+                began = time.perf_counter() if self.first_wait is None else 0.0
                 with no_longer_than(self._patience):
                     item = next(batches, None)
+                self.first_wait = time.perf_counter() - began if began else self.first_wait
                 self.clock.enter(self.phases[1])
                 if item is None:
                     return
-                micro_batch, item = self._to_device(self._inspect(item)), None  # what lies in shared memory is let go
-                yield micro_batch
+                staged, item = self._stage(item), None  # what lies in shared memory is let go
+                yield staged
                 number += 1
         except RuntimeError as error:
             failure = explain(error, self.sampler.rank, self._what_is_read(number))
@@ -241,15 +265,19 @@ class WindowLoader:
                 raise
             raise failure from None
 
-    def _inspect(self, item: tuple[MicroBatch, Any]) -> tuple[MicroBatch, Any]:
-        """Note what was replaced; raise what is corrupt and was not."""
-        micro_batch, batch = item
-        if isinstance(batch, UnreadableSample):
-            way_out = "" if self._is_replacing else " (--corrupt_images replace goes on without it)"
-            raise Refused(f"rank {self.sampler.rank} met a corrupt sample{way_out}: {batch}")
-        if micro_batch.is_counted:
-            self._replaced += map(list, micro_batch.replaced)
-        return item
+    def _batches(self) -> Iterator[tuple[MicroBatch, Any]]:
+        """Each micro-batch with its collated samples: from workers, else made here when it is asked for."""
+        if self._loader:
+            with no_longer_than(self._patience), kept_back():
+                return iter(self._loader)
+        return map(self._make, self.sampler.micro_batches())
+
+    def _make(self, micro_batch: MicroBatch) -> tuple[MicroBatch, Any]:
+        if not self._side:
+            return self._collate(self._fetcher.__getitems__(micro_batch))
+        with self._side.queued():  # a set that is on the device is indexed there
+            micro_batch, batch = self._collate(self._fetcher.__getitems__(micro_batch))
+        return micro_batch, pinned(batch)
 
     def _what_is_read(self, number: int) -> str:
         """Names the number-th micro-batch that this rank reads from here on."""
@@ -258,14 +286,19 @@ class WindowLoader:
         some = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
         return f"samples {some} of {getattr(self.dataset, 'split', 'the data set')} in epoch {self.sampler.epoch}"
 
+    def _stage(self, item: tuple[MicroBatch, Any]) -> tuple[MicroBatch, Any]:
+        return self._side.run(lambda: self._to_device(item)) if self._side else (self._to_device(item), None)
+
     def _to_device(self, item: tuple[MicroBatch, Any]) -> MicroBatch:
         micro_batch, batch = item
+        if isinstance(batch, UnreadableSample):
+            way_out = "" if self._is_replacing else " (--corrupt_images replace goes on without it)"
+            raise Refused(f"rank {self.sampler.rank} met a corrupt sample{way_out}: {batch}")
         if isinstance(batch, Refused):
             raise batch
-        batch = to_device(batch, self._device)
+        batch = to_device(batch, self.device)
         if self._transform:
-            indices = torch.tensor(micro_batch.indices).to(self._device, non_blocking=True)
-            batch = self._transform(batch, self._seed, micro_batch.epoch, indices)
+            batch = self._transform(batch, self._seed, micro_batch.epoch, indices_on(micro_batch.indices, self.device))
         micro_batch.batch = batch
         return micro_batch
 
@@ -288,18 +321,6 @@ class _Plan:
         return sum(1 for _ in self._sampler.micro_batches())
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor in it (through tuples, lists and dicts) on the device; pinned ones travel asynchronously."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        moved = [to_device(value, device) for value in batch]
-        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
-    return batch
-
-
 def usable_cpus() -> int:
     """CPUs that this process may use: its affinity mask (where the system has one) and its container's quota."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -312,7 +333,9 @@ def usable_cpus() -> int:
 
 
 def choose_workers(config: TrainingConfig, dataset: Dataset, local_world_size: int) -> int:
-    """Loader processes of this rank. "auto": none for data in memory, else its share of the node's CPUs."""
+    """Loader processes of this rank. "auto": none for data in memory, else its share of the node's CPUs. None for what utils/cache.py holds."""
+    if getattr(dataset, "is_cached", False):
+        return 0
     if config.num_workers != "auto":
         return config.num_workers
     if getattr(dataset, "in_memory", False):

@@ -6,6 +6,7 @@ import logging
 import math
 import resource
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.data import Dataset
 
 from config import RunFailed, TrainingConfig
 from utils.checkpoint import BEST
+from utils.feeding import advice, feeding
 from utils.ledger import ACCOUNTS, Ledger, goodput
 from utils.loading import WindowLoader, WindowSampler
 from utils.logger import duration, log_epoch_summary, log_training_step, show_progress
@@ -58,6 +60,7 @@ class Reporter:
         self._device_clock = DeviceClock() if ctx.device.type == "cuda" else None
         clock.on_enter = self._device_clock.mark if self._device_clock else None
         self._said: set[str] = set()
+        self._has_advised = False
 
     def start(self, origin: dict[str, Any], decided: dict[str, str], differences: list[str], batch: Any, state: TrainState) -> None:
         """Say what was decided and where the run comes from.
@@ -105,7 +108,9 @@ class Reporter:
 
     def share(self, state: TrainState, loader: WindowLoader) -> dict[str, Any]:
         """What this rank brings to a log point; reads from the device."""
+        began = time.perf_counter()
         totals = state.interval.totals()
+        synced = time.perf_counter() - began
         spent = self._clock.spent()[0]
         seconds = {phase: spent[phase] - self._spent[phase] for phase in STEP_PHASES}
         self._spent = spent
@@ -117,6 +122,7 @@ class Reporter:
             "memory": peak_memory(),
             "skips": state.read_skips(),
             "replaced": loader.take_replaced(),
+            "feeding": None if self._has_advised else feeding(loader, self._config.cache, seconds, own["compute"], synced),
         }
 
     def log(self, state: TrainState, ranks: list[dict[str, Any]]) -> None:
@@ -148,6 +154,9 @@ class Reporter:
         self.skipped(state.note_skips([each["skips"] for each in ranks]))
         self._say_slowest(progress.step, [each["own"] for each in ranks])
         log_training_step(self._logger, record, self._train_names[1:], self._total_steps, self._world_size)
+        if not self._has_advised and (text := advice(self._samples, [each["feeding"] for each in ranks])):
+            self.warn("%s", text)
+        self._has_advised = True
         self._board.scalars(record)
         self._run.progress(epoch=progress.epoch, step=progress.step, samples_seen=progress.samples_seen)
         self._samples, self._steps = 0, 0
@@ -271,7 +280,7 @@ def decisions(
     batch = f"{config.batch_size} a micro-batch x {per_step} micro-batches on {ctx.world_size} ranks = {sampler.global_batch_size} a global batch"
     if per_step % ctx.world_size:
         batch += f" (not dealt evenly: {1 - per_step / (rounds * ctx.world_size):.0%} of the ranks' time is lost)"
-    data = f"{type(loader.dataset).__name__}, {samples:,} training samples"
+    data = f"{type(getattr(loader.dataset, 'source', loader.dataset)).__name__}, {samples:,} training samples"
     if sampler.samples_per_epoch < samples:
         data += f" ({samples - sampler.samples_per_epoch} of them, others in each epoch, dropped)"
     data += "".join(f", {len(dataset):,} to evaluate on ({getattr(dataset, 'split', split)})" for split, dataset in held_out.items())

@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,20 +47,24 @@ class Fetcher(Dataset):
 
     def __getitems__(self, micro_batch: MicroBatch) -> tuple[MicroBatch, Any]:
         try:
-            if self._is_batched:
-                return micro_batch, self._dataset.__getitems__(micro_batch.indices)
-            return micro_batch, [self._sample(micro_batch, index) for index in micro_batch.indices]
+            if not self._is_batched:
+                return micro_batch, [self._sample(micro_batch, index, self._dataset.__getitem__) for index in micro_batch.indices]
+            indices = micro_batch.indices
+            unreadable = getattr(self._dataset, "unreadable", None)  # known of what utils/cache.py holds
+            if unreadable and not unreadable.keys().isdisjoint(indices):
+                indices = [self._sample(micro_batch, index, self._dataset.readable) for index in indices]
+            return micro_batch, self._dataset.__getitems__(indices)
         except Refused as refused:  # raised again in the main process, as one sentence
             return micro_batch, refused
 
-    def _sample(self, micro_batch: MicroBatch, index: int) -> Any:
-        """The sample, or the next one that can be read where that is asked for: which one is a function of `index` alone."""
+    def _sample(self, micro_batch: MicroBatch, index: int, read: Callable[[int], Any]) -> Any:
+        """read(index), or that of the next one that can be read where that is asked for: which one is a function of `index` alone."""
         size, first_problem = len(self._dataset), None
         tries = min(MOST_TRIES, size) if self._is_replacing else 1
         for taken in ((index + k) % size for k in range(tries)):
             self._seed_streams(micro_batch.epoch, index)
             try:
-                sample = self._dataset[taken]
+                sample = read(taken)
             except UnreadableSample as problem:
                 first_problem = first_problem or problem
                 continue
