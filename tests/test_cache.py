@@ -16,7 +16,7 @@ from config import Refused, TrainingConfig, UnreadableSample
 from dataset import SyntheticImageDataset, create_distributed_dataloader
 from ddp_utils import DistributedContext
 from utils import provenance
-from utils.cache import Rows, anonymous_file, cached, check_room, free_memory, rows_size
+from utils.cache import Rows, anonymous_file, cached, check_room, rows_size
 from utils.loading import choose_workers
 from utils.prefetch import one_ahead
 from utils.watchdog import Clock
@@ -127,33 +127,18 @@ def test_for_sets_in_memory_there_is_nothing_to_do_and_that_is_said_once(caplog)
 # ---- memory ----
 
 
-def test_the_memory_that_is_free_is_the_least_that_any_group_leaves(tmp_path):
-    for path, text in {
-        "proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:  8000 kB\n",
-        "proc/self/cgroup": "1:name=systemd:/x\n0::/job/step\n",
-        "sys/fs/cgroup/memory.max": "max",
-        "sys/fs/cgroup/job/memory.max": "5000000",
-        "sys/fs/cgroup/job/memory.current": "4000000",
-        "sys/fs/cgroup/job/memory.stat": "anon 1\nfile 2500000\nshmem 500000\n",
-        "sys/fs/cgroup/job/step/memory.max": "max",
-    }.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
-    assert free_memory(tmp_path) == 3_000_000  # 2 MB of what is used are files, which make room
-    (tmp_path / "sys/fs/cgroup/job/memory.max").write_text("max")
-    assert free_memory(tmp_path) == 8_192_000
-    assert free_memory(tmp_path / "nowhere") is None
-    assert free_memory() > 0
-
-
 def test_a_device_that_is_too_small_is_refused_with_figures(monkeypatch):
     ctx = dataclasses.replace(CTX, device=torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 << 30, 16 << 30))
     monkeypatch.setattr(utils.cache, "free_memory", lambda: 3 << 30)
     check_room({"train": 2 << 30, "val": 2 << 30}, "device", config_of(cache="device"), ctx)  # one after the other in memory
-    with pytest.raises(Refused, match="data take 4.5 GB, and cuda:0 on localhost has 8 GB free, of which 50% is left .*; give --cache ram"):
+    with pytest.raises(
+        Refused, match="data take 4.50 GiB, and cuda:0 on localhost has 8.00 GiB free, of which 50% is left .*; give --cache ram"
+    ):
         check_room({"train": 9 << 29}, "device", config_of(cache="device"), ctx)
-    with pytest.raises(Refused, match="take 3 GB of memory, and localhost has 3 GB free, of which 10% .*; give the job more memory"):
+    with pytest.raises(
+        Refused, match="take 3.00 GiB of memory, and localhost has 3.00 GiB free, of which 10% .*; give the job more memory"
+    ):
         check_room({"train": 3 << 30}, "device", config_of(cache="device"), ctx)
 
 

@@ -75,7 +75,7 @@ def test_the_first_wait_does_not_count_and_a_gpu_that_computes_meanwhile_does_no
 
 
 def test_a_cache_is_recommended_where_the_set_takes_it_and_it_fits():
-    assert facts(cacheable=True)["cache"] == "--cache ram would decode it once, into 0.954 MB"
+    assert facts(cacheable=True)["cache"] == "--cache ram would decode it once, into 1 MiB"
     assert facts(cacheable=True, free=10**6)["cache"] == facts(cacheable=True, cache="ram")["cache"] == ""
     assert facts(cacheable=True, in_memory=True)["cache"] == facts()["cache"] == ""
 

@@ -18,7 +18,7 @@ from checks import rates
 from config import RunFailed, TrainingConfig
 from ddp_utils import DistributedContext
 from utils import checkpoint
-from utils.memory import DOING, Limit, explain_memory, halved, host_limits, is_out_of_memory
+from utils.memory import DOING, Limit, explain_memory, free_memory, halved, host_limits, is_out_of_memory
 from utils.saving import Saver
 from utils.train_state import TrainState
 from utils.workers import Late
@@ -210,6 +210,7 @@ def test_the_limits_of_a_container_are_read_in_both_versions(monkeypatch, tmp_pa
     monkeypatch.setattr(Path, "read_text", lambda self, *a, **k: cgroup if str(self) == "/proc/self/cgroup" else plain(self, *a, **k))
     found = [limit for limit in host_limits() if limit.name == "its cgroup"]
     assert found == [Limit(1000, 150, "its cgroup"), Limit(2_000_000_000, 800_000_000, "its cgroup")]
+    assert free_memory() == 150
 
 
 # ---- find_batch ----

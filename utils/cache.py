@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,7 @@ from config import Refused, TrainingConfig, UnreadableSample
 from utils import provenance
 from utils.loading import MicroBatch, WindowLoader, WindowSampler, fetches_batches
 from utils.logger import duration, show_progress
+from utils.memory import free_memory, gigabytes
 from utils.prefetch import indices_on, map_tensors
 from utils.together import exchange, refuse_unlike, together
 from utils.workers import MOST_TRIES, check_shared_memory, tensors_in
@@ -56,7 +56,7 @@ def cached(
         where_to = "this device" if where == "device" else "memory that the ranks of a node share"
         logger.info(
             "cache=%s: %s samples of %s, %s in %s, decoded in %s",
-            *(config.cache, f"{len(dataset):,}", getattr(dataset, "split", split), in_units(sizes[split]), where_to),
+            *(config.cache, f"{len(dataset):,}", getattr(dataset, "split", split), gigabytes(sizes[split]), where_to),
             duration(time.perf_counter() - began),
         )
     return sets.pop("train"), sets, config
@@ -148,10 +148,6 @@ def row_bytes(row: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors_in(row))
 
 
-def in_units(size: float) -> str:
-    return f"{size / 2**30:.3g} GB" if size >= 2**30 else f"{size / 2**20:.3g} MB"
-
-
 def check_room(sizes: dict[str, int], where: str, config: TrainingConfig, ctx: DistributedContext) -> None:
     """Raises Refused where this node or this device has not the memory for the decoded sets. sizes: bytes by split."""
     need = sum(sizes.values())
@@ -159,35 +155,17 @@ def check_room(sizes: dict[str, int], where: str, config: TrainingConfig, ctx: D
         free, _ = torch.cuda.mem_get_info(ctx.device)
         if need > MOST_OF_DEVICE * free:
             raise Refused(
-                f"cache=device: the decoded data take {in_units(need)}, and {ctx.device} on {ctx.host} has {in_units(free)} free, "
+                f"cache=device: the decoded data take {gigabytes(need)}, and {ctx.device} on {ctx.host} has {gigabytes(free)} free, "
                 f"of which {1 - MOST_OF_DEVICE:.0%} is left for training; give --cache ram, or a smaller --image_size or --dataset_size"
             )
         need = max(sizes.values())  # on its way, one set at a time
     free = free_memory()
     if free is not None and need > MOST_OF_MEMORY * free:
         raise Refused(
-            f"cache={config.cache}: the decoded data take {in_units(need)} of memory, and {ctx.host} has {in_units(free)} free, "
+            f"cache={config.cache}: the decoded data take {gigabytes(need)} of memory, and {ctx.host} has {gigabytes(free)} free, "
             f"of which {1 - MOST_OF_MEMORY:.0%} is left for training; give the job more memory, a smaller --image_size or "
             "--dataset_size, or --cache none"
         )
-
-
-def free_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that this machine and the control groups of this process leave it; None where nobody says."""
-    found = []
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        found += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    groups = root / "sys/fs/cgroup"
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        mine = (root / "proc/self/cgroup").read_text().split("0::")[1].split("\n")[0].lstrip("/")
-        groups = groups / mine if (groups / mine).is_dir() else groups
-    for group in (groups, *groups.parents):
-        with contextlib.suppress(OSError, ValueError, KeyError):  # the root of all groups has no limit; "max" is none
-            limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-            kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            found.append(limit - used + int(kept["file"]) - int(kept["shmem"]))  # files that were read make room
-    return min(found, default=None)
 
 
 # ---- memory that the ranks of a node share ----

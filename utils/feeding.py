@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from utils.cache import MOST_OF_MEMORY, free_memory, in_units
+from utils.cache import MOST_OF_MEMORY
 from utils.loading import usable_cpus
+from utils.memory import free_memory, gigabytes
 
 if TYPE_CHECKING:
     from utils.loading import WindowLoader
@@ -38,7 +39,7 @@ def feeding(loader: WindowLoader, cache: str, seconds: dict[str, float], forward
         "workers": loader.num_workers,
         "cpus": usable_cpus() // loader.local_world_size,
         "is_held": is_held,
-        "cache": f"--cache ram would decode it once, into {in_units(need)}" if can_cache else "",
+        "cache": f"--cache ram would decode it once, into {gigabytes(need)}" if can_cache else "",
     }
 
 

@@ -32,6 +32,7 @@ CAPACITY, HELD = re.compile(rf"total capacity of {SIZE} of which {SIZE} is free"
 # What was under way, by the functions through which the error came; of several the innermost says it.
 DOING = {
     "load_data": "data",
+    "cached": "data",
     "create_state": "model",
     "wrap_ddp": "model",
     "update_if_finite": "model",
@@ -210,6 +211,11 @@ def host_limits() -> list[Limit]:
             if most != resource.RLIM_INFINITY:
                 found.append(Limit(most, max(0, most - own_memory(name)), said))
     return found
+
+
+def free_memory() -> int | None:
+    """Bytes that the tightest of them leaves; None where nobody says."""
+    return min((limit.free for limit in host_limits()), default=None)
 
 
 def own_memory(name: str) -> int:

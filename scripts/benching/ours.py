@@ -43,7 +43,7 @@ class Ours:
         self._run.begin()
         self.watch = start_watch(self._run, config, ctx, logger)
         self._writer = Writer() if ctx.is_main else None
-        train_set, held_out, self.config = train.load_data(config, ctx)
+        train_set, held_out, self.config = train.cached(*train.load_data(config, ctx), ctx, logger)
         self.loader, sampler = create_distributed_dataloader(train_set, self.config, ctx)
         self.loader.clock = self.watch
         self.state = train.create_state(self.config, ctx)

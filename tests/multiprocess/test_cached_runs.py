@@ -151,7 +151,7 @@ def test_a_set_that_does_not_fit_is_refused_with_figures_before_it_is_decoded(ru
     words = [*flags, "--cache", "ram", "--run_dir", str(runs.folder("run"))]
     with pytest.raises(AssertionError) as failed:
         run_ranks(2, refused, words, runs.root / "log")
-    text = r"cache=ram: the decoded data take 0.0215 MB of memory, and \S+ has 0.00977 MB free, of which 10% is left .*; give the job more"
+    text = r"cache=ram: the decoded data take 0 MiB of memory, and \S+ has 0 MiB free, of which 10% is left .*; give the job more"
     assert re.search(text, str(failed.value)), str(failed.value)
     assert len(set((runs.root / "log").read_text().split())) == 2  # the first of each set
 
