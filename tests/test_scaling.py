@@ -143,7 +143,7 @@ def job(ranks, step, alone):
 
 @pytest.fixture
 def report():
-    return account.account([job(1, 0.1, 0.0), job(2, 0.12, 0.11)], 16)
+    return account.account([job(1, 0.1, 0.1), job(2, 0.12, 0.11)], 16)
 
 
 def test_points_are_measured_or_predicted_and_their_shares_add_up(report):

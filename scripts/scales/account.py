@@ -41,10 +41,10 @@ def point(
 
 
 def step_of(job: dict[str, Any]) -> Step:
-    """The weak step of one rank alone."""
+    """The weak step of a job of one rank; with what DDP does beside communication."""
     found = job["profile"]
     return Step(
-        seconds=median(job, "weak", 0 if job["ranks"] == 1 else 2),
+        seconds=median(job, "weak", 0),
         data=median(job, "weak", 1),
         forward=found["forward"],
         backward=found["backward"],
@@ -61,7 +61,7 @@ def machine_of(jobs: list[dict[str, Any]]) -> Machine:
     """With the slowdown of ranks beside each other, where cores were free for all of them."""
     one = jobs[0]
     cores = one["cores"] if one["device"] == "cpu" else math.inf
-    alone = [(job["here"], median(job, "weak", 2) / median(one, "weak", 0)) for job in jobs[1:] if job["here"] * job["threads"] <= cores]
+    alone = [(job["here"], median(job, "weak", 2) / median(one, "weak", 2)) for job in jobs[1:] if job["here"] * job["threads"] <= cores]
     return Machine(cores, one["threads"], ((1, 1.0), *dict(alone).items()))
 
 
@@ -124,6 +124,8 @@ def sentences(report: dict[str, Any], room: int) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.append("weak: the same micro-batches on each rank; strong: the same global batch; communication: what no computing hides")
+    if report["link"] is None:
+        lines.append("one rank alone waits for nobody: give --ranks 1,2 here, or measure several nodes (scripts/launch.sh --scaling FILE)")
     if link := report["link"]:
         worst = max(report["link"]["rows"], key=lambda row: abs(math.log(row[2] / row[1])))
         rate = f"{1e-9 / link['beta']:.2f} GB/s" if link["beta"] else "any"

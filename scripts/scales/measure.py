@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
 import train
 from benching.ours import Ours
@@ -64,7 +65,9 @@ class Timed:
 
 
 def measure(job: dict[str, Any], config: TrainingConfig, ctx: DistributedContext, folder: Path) -> dict[str, Any]:
-    """All of one config. job: "rounds", the "seconds" of one, "global_batch" of strong scaling (0: none), "is_swept". Plain JSON, the same on all ranks.
+    """All of one config. Plain JSON, the same on all ranks.
+
+    job: "rounds", the "seconds" of one, "global_batch" of strong scaling (0: none), "is_swept".
 
     Raises Refused where the data set is too small.
     """
@@ -98,7 +101,7 @@ def measure(job: dict[str, Any], config: TrainingConfig, ctx: DistributedContext
         sized, epochs = plan(each, samples, one * each.batch_size / weak.batch_size, job["seconds"], ctx)
         timed, rows = Timed(sized, ctx, folder / name, epochs), []
         for _ in range(job["rounds"]):
-            rows.append([*timed.round(), timed.round(is_alone=True)[0] if ctx.world_size > 1 else 0.0])
+            rows.append([*timed.round(), timed.round(is_alone=True)[0]])
         timed.close()
         found[name] = {"samples": global_batch(each, ctx), "rounds": rows}
     if job["is_swept"] and ctx.world_size > 1:
@@ -132,10 +135,9 @@ def plan(config: TrainingConfig, samples: int, one: float, seconds: float, ctx: 
 
 def profile(config: TrainingConfig, ctx: DistributedContext) -> tuple[int, dict[str, Any]]:
     """Samples that the data set can give, and of one micro-batch the seconds of both passes and when each bucket's gradients are ready."""
-    size = min(config.dataset_size or math.inf, config.batch_size)
     config = dataclasses.replace(config, comm_hook="none", compile="off")
     is_ours = config.dataset == "synthetic" and not config.dataset_size  # any number of samples
-    train_set, _, config = train.load_data(dataclasses.replace(config, dataset_size=max(64, size)) if is_ours else config, ctx)
+    train_set, _, config = train.load_data(dataclasses.replace(config, dataset_size=max(64, config.batch_size)) if is_ours else config, ctx)
     loader, _ = create_distributed_dataloader(train_set, config, ctx)
     state = train.create_state(config, ctx)
     model = wrap_ddp(state.model, config, ctx)
@@ -153,9 +155,7 @@ def profile(config: TrainingConfig, ctx: DistributedContext) -> tuple[int, dict[
         """Of a bucket whose gradients are there: nothing is sent."""
         mark()
         sizes.append(bucket.buffer().nbytes)
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
+        return noop_hook(None, bucket)
 
     model.register_comm_hook(None, note)
     batch, rows = loader.sample_batch(), []
@@ -170,13 +170,13 @@ def profile(config: TrainingConfig, ctx: DistributedContext) -> tuple[int, dict[
         mark()
         links.sync(ctx.device)
         if k >= 2:
-            rows.append([between(marks[1], each) for each in (marks[0], *marks[2:])])
+            rows.append([between(marks[0], marks[1]), *(between(marks[1], each) for each in marks[2:])])
         state.optimizer.zero_grad()
-    start, *ready, end = (statistics.median(column) for column in zip(*rows, strict=True))
+    forward, *ready, backward = (statistics.median(column) for column in zip(*rows, strict=True))
     moments = sum(2 * m.running_mean.nbytes for m in state.model.modules() if isinstance(getattr(m, "running_mean", None), torch.Tensor))
     buckets = [[0.0, moments]] if moments else []  # the running statistics' own all-reduce begins with the backward pass
     buckets += [[when, size] for when, size in zip(ready, sizes, strict=True)]
-    told = {"forward": -start, "backward": end, "ready": buckets, "gradient": sum(sizes)}
+    told = {"forward": forward, "backward": backward, "ready": buckets, "gradient": sum(sizes)}
     return MOST_SYNTHETIC if is_ours else len(train_set), told
 
 

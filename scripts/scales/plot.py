@@ -10,7 +10,7 @@ from typing import Any
 # of Okabe and Ito, told apart by people who do not tell red from green
 COLORS = {"weak": "#0072B2", "strong": "#D55E00", "compute": "#009E73", "data wait": "#E69F00", "communication": "#CC79A7"}
 SHARES = {"compute": "compute", "data wait": "data", "communication": "communication"}
-WIDTH, HEIGHT, TOP, BOTTOM = 980, 420, 64, 56
+WIDTH, HEIGHT, TOP, BOTTOM = 980, 430, 70, 64
 LEFT = (64, 470)  # of the first panel: where its axis begins, and where it ends
 RIGHT = (570, 860)
 
@@ -23,6 +23,7 @@ def plot(report: dict[str, Any], title: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12" fill="#333">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         text(LEFT[0], 20, title, "start", "font-weight='bold'"),
+        text(RIGHT[1] + 110, 20, "solid: measured; hollow and dashed: predicted", "end"),
         *efficiencies(points, numbers),
         *shares([each for each in points if each["mode"] == "weak"]),
     ]
@@ -46,7 +47,7 @@ def efficiencies(points: list[dict[str, Any]], numbers: list[int]) -> list[str]:
     def place(ranks: int, value: float) -> tuple[float, float]:
         return inner[0] + (inner[1] - inner[0]) * math.log2(ranks) / span, TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / high)
 
-    parts = [text((LEFT[0] + LEFT[1]) / 2, TOP - 20, "efficiency: samples/s of a rank, in those of one rank alone")]
+    parts = [text((LEFT[0] + LEFT[1]) / 2, TOP - 22, "efficiency: samples/s of a rank, in those of one rank alone")]
     for percent in range(0, int(high * 100) + 1, 20):
         y = place(1, percent / 100)[1]
         is_ideal = percent == 100
@@ -54,7 +55,7 @@ def efficiencies(points: list[dict[str, Any]], numbers: list[int]) -> list[str]:
         parts.append(text(LEFT[0] - 8, y + 4, f"{percent} %", "end"))
     for ranks in numbers:
         parts.append(text(place(ranks, 0)[0], HEIGHT - BOTTOM + 18, f"{ranks}"))
-    parts.append(text((LEFT[0] + LEFT[1]) / 2, HEIGHT - 14, "ranks"))
+    parts.append(text((LEFT[0] + LEFT[1]) / 2, HEIGHT - 12, "ranks"))
     ends: list[float] = []
     for mode in ("weak", "strong"):
         mine = sorted((each for each in points if each["mode"] == mode), key=lambda each: each["ranks"])
@@ -84,13 +85,13 @@ def shares(points: list[dict[str, Any]]) -> list[str]:
     tick = nice(longest)
     high, low = HEIGHT - BOTTOM, TOP
     top = tick * math.ceil(longest / tick)
-    parts = [text((RIGHT[0] + RIGHT[1]) / 2, TOP - 20, "where the time of a step goes (weak scaling)")]
+    parts = [text((RIGHT[0] + RIGHT[1]) / 2, TOP - 22, "where the time of a step goes (weak scaling)")]
     for k in range(round(top / tick) + 1):
         y = high - (high - low) * k * tick / top
         parts.append(line(RIGHT[0], y, RIGHT[1], y, 'stroke="#ddd"'))
         parts.append(text(RIGHT[0] - 8, y + 4, f"{k * tick:g}", "end"))
-    parts.append(text(RIGHT[0] - 8, TOP - 20, "ms", "end"))
-    parts.append(text((RIGHT[0] + RIGHT[1]) / 2, HEIGHT - 14, "ranks"))
+    parts.append(text(RIGHT[0] - 8, TOP - 22, "ms", "end"))
+    parts.append(text((RIGHT[0] + RIGHT[1]) / 2, HEIGHT - 12, "ranks"))
     slot = (RIGHT[1] - RIGHT[0]) / len(points)
     labels: dict[str, float] = {}
     for k, each in enumerate(points):
