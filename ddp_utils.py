@@ -304,6 +304,13 @@ def cleanup_distributed() -> None:
 # ---- DDP and checkpoints ----
 
 
+class Alone(DistributedDataParallel):
+    """A world of one has nobody to average with: it leaves out what DDP does in each pass, which a small model would notice."""
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        return self.module(*inputs, **options)
+
+
 def wrap_ddp(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) -> DistributedDataParallel:
     """Wrap the model in DDP. Every knob of DDP is set here and only here."""
     sizes = [p.numel() * p.element_size() for p in model.parameters() if p.requires_grad]
@@ -313,7 +320,8 @@ def wrap_ddp(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) 
     # running statistics have a rule of their own (utils/running_stats.py); torch 2.15 renamed the argument
     is_new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     no_buffers = {"forward_sync_buffers" if is_new else "broadcast_buffers": False}
-    return DistributedDataParallel(
+    wrapper = DistributedDataParallel if ctx.world_size > 1 else Alone
+    return wrapper(
         model,
         device_ids=[ctx.device.index] if ctx.device.type == "cuda" else None,
         **no_buffers,

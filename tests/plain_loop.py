@@ -1,6 +1,6 @@
 """The oracle: the same training in one process, as plainly as it can be written. It shares no line with what it judges.
 
-No DDP, no checkpoint, no workers; of ours only the model, the data set and the config. README.md shows it beside train.py.
+No DDP, no checkpoint, no workers; of ours only the model, the data set and the config. It is scripts/benchmark.py's bare loop too.
 """
 
 import hashlib
@@ -27,18 +27,20 @@ def samples(data, indices, *key):
         yield data[index]
 
 
-def plain_loop(config, micro_batches_per_step):
-    """Returns the model, its average (or None) and the loss of each step. micro_batches_per_step: ranks x accumulation."""
+def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
+    """Yields the model, its average (or None), the summed loss and the weight of each step. micro_batches_per_step: ranks x accumulation."""
     data = create_dataset(config, "train")
     fetch, collate = getattr(data, "__getitems__", None), getattr(data, "collate", default_collate)
     transform = getattr(data, "device_transform", lambda batch, *_: batch)
     weights = torch.as_tensor(getattr(data, "weights", [1.0] * len(data)), dtype=torch.float64)
     torch.manual_seed(config.seed)
-    model = create_model(config, torch.device("cpu")).train()
-    groups = param_groups(model, config)
-    optimizer = torch.optim.SGD(groups, config.lr, config.momentum, nesterov=config.nesterov, weight_decay=config.weight_decay)
+    device = torch.device(device)
+    model = create_model(config, device).train()
+    generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+    groups, rest = param_groups(model, config), {"weight_decay": config.weight_decay, "fused": fused}
+    optimizer = torch.optim.SGD(groups, config.lr, config.momentum, nesterov=config.nesterov, **rest)
     if config.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(groups, config.lr, (config.momentum, 0.999), weight_decay=config.weight_decay)
+        optimizer = torch.optim.AdamW(groups, config.lr, (config.momentum, 0.999), **rest)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(config.ema_decay), use_buffers=True) if config.ema_decay else None
     norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     rates = [norm.momentum for norm in norms for _ in range(2)]
@@ -49,20 +51,19 @@ def plain_loop(config, micro_batches_per_step):
     used = len(data) - config.drop_last * (len(data) % size)
     total = min(config.epochs * math.ceil(used / size), config.max_steps or 10**9)
     warm_up = round(config.warmup_epochs * math.ceil(used / size))
-    losses = []
+    step = -1
     for epoch in range(config.epochs):
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(number("order", config.seed, epoch)))
-        for window in order[:used].split(size)[: total - len(losses)]:
-            step = len(losses)
-            divisor, loss_of_step = weights[window].sum().item(), 0.0
+        for window in order[:used].split(size)[: total - step - 1]:
+            step, weight, loss_of_step = step + 1, weights[window].sum().item(), 0.0
             before, means = [s.clone() for s in statistics], [torch.zeros_like(s) for s in statistics]
             for m, chosen in enumerate(window.split(config.batch_size)):
                 each = fetch(chosen.tolist()) if fetch else list(samples(data, chosen.tolist(), config.seed, epoch))
                 batch = transform(collate(each), config.seed, epoch, chosen)
-                torch.manual_seed(number("step", config.seed, step, m))
+                generator.manual_seed(number("step", config.seed, step, m))
                 loss_sum, _ = compute_loss(model, batch)
-                (loss_sum / divisor).backward()
-                loss_of_step += loss_sum.item() / divisor
+                (loss_sum / weight).backward()
+                loss_of_step += loss_sum.detach().double()
                 for mean, latest in zip(means, statistics, strict=True):
                     mean += latest * (len(chosen) / len(window))
             for s, rate, old, mean in zip(statistics, rates, before, means, strict=True):
@@ -75,5 +76,4 @@ def plain_loop(config, micro_batches_per_step):
             optimizer.zero_grad()
             if average:
                 average.update_parameters(model)
-            losses.append(loss_of_step)
-    return model, average and average.module, losses
+            yield model, average and average.module, loss_of_step, weight

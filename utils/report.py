@@ -149,7 +149,7 @@ class Reporter:
         self._say_slowest(progress.step, [each["own"] for each in ranks])
         log_training_step(self._logger, record, self._train_names[1:], self._total_steps, self._world_size)
         self._board.scalars(record)
-        self._run.status("running", epoch=progress.epoch, step=progress.step, samples_seen=progress.samples_seen)
+        self._run.progress(epoch=progress.epoch, step=progress.step, samples_seen=progress.samples_seen)
         self._samples, self._steps = 0, 0
         state.interval.reset()
         if 0 < self._config.max_skipped_steps <= progress.skipped_in_row:

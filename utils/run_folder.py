@@ -32,6 +32,7 @@ FILES += (
 )
 FILES += ("watch/*", "hang-*.txt")
 CHECKPOINTS = ("step_*.pt", checkpoint.BEST)
+SECONDS_BETWEEN_STATUS = 1.0  # while it says no more than how far training is
 
 
 @dataclass
@@ -53,6 +54,7 @@ class Run:
     _kept: dict[str, Any] = field(default_factory=dict)  # with the claim
     _files: dict[str, LinesFile] = field(default_factory=dict)
     _status: dict[str, Any] = field(default_factory=dict)
+    _status_at: float = -math.inf  # when it was written
     _status_before: dict[str, Any] = field(default_factory=dict)  # of a continued run, until it is settled that it goes on
 
     @property
@@ -203,9 +205,16 @@ class Run:
         self.status("running", **{name: before.get(name, value) for name, value in where.items()}, error=None, rank=None, host=None)
         self._status_before = before if self.is_main else {}
 
+    def progress(self, **values: Any) -> None:
+        """As `status` of a run that goes on, for what changes all the time: on the disk once a second at most."""
+        if time.monotonic() - self._status_at < SECONDS_BETWEEN_STATUS:
+            self._status |= values
+        else:
+            self.status("running", **values)
+
     def status(self, state: str, **values: Any) -> None:
         """Replace status.json: the state, and the values that changed since the last call."""
-        self._status_before = {}
+        self._status_before, self._status_at = {}, time.monotonic()
         if self.is_main:
             self._check()
             self._status |= {"state": state} | values | {"time": now()}

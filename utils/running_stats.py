@@ -61,7 +61,7 @@ class RunningStats:
 
     def start_reduce(self) -> None:
         """After the forward pass of this rank's last micro-batch: the all-reduce runs beside the backward pass."""
-        if self.exist:
+        if self.exist and dist.get_world_size() > 1:
             self._work = dist.all_reduce(self._sum, async_op=True)
 
     @torch.no_grad()
@@ -73,7 +73,8 @@ class RunningStats:
             is_finite: 0-dimensional bool. A where, not a product: NaN survives any arithmetic.
         """
         if self.exist:
-            self._work.wait()
+            if self._work:
+                self._work.wait()
             moved = torch.lerp(self._proper, self._sum / samples, self._rates)
             torch.where(is_finite, moved, self._proper, out=self._proper)
             self._proper_counts.add_(self._trains * is_finite)

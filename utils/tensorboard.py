@@ -42,10 +42,12 @@ class Board:
         """The numbers of a train or eval record, under `train/...`, `val/...` or `val_ema/...`."""
         if not self._writer:
             return
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         group = "train" if record["kind"] == "train" else record["split"] + ("_ema" if record["weights"] == "ema" else "")
-        for name, value in record.items():
-            if name not in NOT_SCALARS and value is not None:
-                self._writer.add_scalar(f"{group}/{name}", value, record["step"])
+        numbers = {name: value for name, value in record.items() if name not in NOT_SCALARS and value is not None}
+        values = [Summary.Value(tag=f"{group}/{name}", simple_value=value) for name, value in numbers.items()]
+        self._writer.file_writer.add_summary(Summary(value=values), record["step"])  # one event: add_scalar writes one for each number
         self._writer.flush()
 
     def layout(self, train_names: list[str], records: list[dict[str, Any]]) -> None:

@@ -96,7 +96,8 @@ class TrainState:
         self._parameters = list(self._names)
         self._skips: list[torch.Tensor] = []  # of each step since the last read: 1 where it was skipped
         self._seeds: list[torch.Tensor] = []  # with float16: NaN where a loss of this rank was not finite
-        self._seed = torch.ones((), device=device)
+        self._zero, self._one = torch.zeros((), device=device), torch.ones((), device=device)
+        self._seed = self._one
         self._steps: list[SkippedStep] = []  # what each of them would be, were it skipped
 
     def plan(self, steps_left: int, steps_per_epoch: int, config: TrainingConfig) -> None:
@@ -130,7 +131,7 @@ class TrainState:
     def backward(self, loss: torch.Tensor) -> None:
         """One backward pass. A loss that is not finite makes all gradients NaN, where its own would be finite too: all ranks skip."""
         loss = self.scaler.scale(loss)
-        seed = loss.detach() * 0 + 1
+        seed = torch.add(torch.ones_like(loss), loss.detach(), alpha=0)  # 1, or NaN: 0 times what is not finite is NaN
         if self.scaler.is_enabled():
             self._seed = self._seed * seed
         loss.backward(seed)
@@ -145,22 +146,21 @@ class TrainState:
         norm = torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
         if self._clip:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip, norm)
-        is_finite = norm.isfinite()
-        taken = is_finite.float()
-        skipped = 1 - taken
+        is_finite = norm < math.inf  # NaN is not
+        skipped = torch.where(is_finite, self._zero, self._one)
         self.optimizer.grad_scale, self.optimizer.found_inf = None, skipped  # exactly 0 or 1
         self.optimizer.step()
         self.scaler.update()
         self.optimizer.zero_grad()
         self.running_stats.commit(window.samples, is_finite)
         if self.average:
-            self.average.update(taken)
+            self.average.update(self._one - skipped)
         self._skips.append(skipped)
         if self.scaler.is_enabled():
             self._seeds.append(self._seed)
             self._seed = torch.ones_like(self._seed)
         if self._is_main:
-            self.interval.update({"grad_norm": (norm.where(is_finite, 0.0), taken)})
+            self.interval.update({"grad_norm": (norm.where(is_finite, self._zero), is_finite)})
 
     def advance(self, window: Window) -> None:
         self.progress.step += 1

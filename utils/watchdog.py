@@ -20,7 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+SECONDS_BETWEEN_PLACES = 0.01  # that the loop writes; what it enters in between, its thread writes with the next beat
 PHASES = ("start", "data", "forward", "backward", "update", "save", "evaluation", "end")
+INDEX = {phase: index for index, phase in enumerate(PHASES)}
 STEP_PHASES = ("data", "forward", "backward", "update")
 BEAT, PLACE = struct.Struct("=qq"), struct.Struct("=qqqq")  # of the thread: beat, is debugged; of the loop: counter, step, phase, pid
 SECONDS_BETWEEN_BEATS = 0.5
@@ -70,7 +72,7 @@ class Clock:
         now = time.perf_counter()
         self._account(now - self._mark, self.seconds, self.seconds_again)
         self._mark = now
-        self._phase = PHASES.index(phase)
+        self._phase = INDEX[phase]
         self.counter += 1
         if self.on_enter:
             self.on_enter(phase)
@@ -127,6 +129,7 @@ class Watch(Clock):
         self._report, self._end = report, end
         self.every_second: Callable[[], None] | None = None  # for the thread to call
         self._beat, self._stop = 0, threading.Event()
+        self._written_at = 0.0  # the place, by the loop
         self._answered = ""  # the last question after this rank's stacks
         self._file = -1
         with contextlib.suppress(OSError):  # a full disk: the run goes on unwatched
@@ -139,13 +142,16 @@ class Watch(Clock):
         self._thread.start()
 
     def enter(self, phase: str) -> None:
-        """As a clock's; others see it at once. Costs about 2 us."""
+        """As a clock's; others see it within a hundredth of a second of the loop going on, and by the next beat when it does not."""
         super().enter(phase)
-        self._write(PLACE.pack(self.counter, self.step, self._phase, os.getpid()), BEAT.size)
+        if self._mark - self._written_at > SECONDS_BETWEEN_PLACES:
+            self._written_at = self._mark
+            self._write(PLACE.pack(self.counter, self.step, self._phase, os.getpid()), BEAT.size)
 
     def close(self) -> None:
         """This rank is done, or has said what it failed of: nobody is to look for it."""
         if self._file >= 0:
+            self._written_at = 0.0
             self.enter("end")
             self._stop.set()
             if threading.current_thread() is not self._thread:
@@ -153,6 +159,10 @@ class Watch(Clock):
             os.close(self._file)
             self._file = -1
         self.every_second = self.on_enter = None  # what they hold, process groups among it, goes with the run
+
+    def _write_beat(self) -> None:
+        self._beat += 1
+        self._write(BEAT.pack(self._beat, is_debugged()) + PLACE.pack(self.counter, self.step, self._phase, os.getpid()), 0)
 
     def _write(self, data: bytes, offset: int) -> None:
         if self._file >= 0:
@@ -173,8 +183,7 @@ class Watch(Clock):
         counter, moved_at, reported = -1, time.monotonic(), -1
         is_second = False
         while not self._stop.wait(SECONDS_BETWEEN_BEATS):
-            self._beat += 1
-            self._write(BEAT.pack(self._beat, is_debugged()), 0)
+            self._write_beat()
             is_second = not is_second
             if is_second and self.every_second:
                 self.every_second()
@@ -226,8 +235,7 @@ class Watch(Clock):
 
     def _beats_on(self) -> None:
         """While this thread waits: it beats on, and answers."""
-        self._beat += 1
-        self._write(BEAT.pack(self._beat, is_debugged()), 0)
+        self._write_beat()
         self._answer()
 
     def _ask_for_stacks(self, ranks: int, alive: list[int]) -> str:

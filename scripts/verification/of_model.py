@@ -166,7 +166,7 @@ def gradient(fork: Fork) -> str:
             as_one_process(),
         ):
             scramble(99)
-            net, _, _ = plain_loop.plain_loop(config, ACCUMULATION * fork.ctx.world_size)
+            *_, (net, *_) = plain_loop.plain_loop(config, ACCUMULATION * fork.ctx.world_size)
         return compare(ours, fork.states["gradient"].model, theirs, net) + compare_statistics(fork.states["gradient"].model, net)
 
     return fork.on_rank_0(look)

@@ -85,7 +85,7 @@ def gradients(task, accumulations, tails, precision, dtype):
 def oracle(task, tail):
     """The plain loop's gradient of one window of so many samples, float64."""
     with using(task), updates_into(taken := []):
-        plain_loop.plain_loop(config_of([*FLAGS, *OF_TASK[task], "--dataset_size", str(tail)], torch.float64), -(-tail // BATCH))
+        list(plain_loop.plain_loop(config_of([*FLAGS, *OF_TASK[task], "--dataset_size", str(tail)], torch.float64), -(-tail // BATCH)))
     torch.set_default_dtype(torch.float32)
     return list(taken[0].gradients.values())
 
@@ -137,7 +137,7 @@ def half_precision_oracle(tail):
         return loss_sum * SCALE, metrics
 
     with using("plain"), mock.patch.object(plain_loop, "compute_loss", loss), updates_into(taken := []):
-        plain_loop.plain_loop(config_of([*FLAGS, "--dataset_size", str(tail)]), -(-tail // BATCH))
+        list(plain_loop.plain_loop(config_of([*FLAGS, "--dataset_size", str(tail)]), -(-tail // BATCH)))
     return [g / SCALE for g in taken[0].gradients.values()]
 
 
