@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -32,8 +33,11 @@ DEADLINE = 600.0  # seconds of one run of two nodes
 
 def validate(options: argparse.Namespace) -> None:
     """Print predicted, measured and error of each configuration, and the median of the errors."""
-    from scaling import environment, job_of, start
+    from scaling import cores_here, environment, job_of, start
 
+    load, cores = os.getloadavg()[0], cores_here()
+    if load > cores / 4:
+        sys.stdout.write(f"other programs keep {load:.1f} of {cores} cores busy: neither side will be right; wait until they are done\n")
     sys.stdout.write(f"{MANY} ranks on this machine, predicted from {' and '.join(map(str, FEW))}\n")
     jobs = [job_of(words.split(), options, 0) for words in CONFIGS]
     with tempfile.TemporaryDirectory() as folder:
