@@ -62,6 +62,9 @@ def test_a_step_by_hand():
     assert step_seconds(step, Link(0.0, 0.01), 2, 2, FREE) == (17, 1)  # the last bucket has nothing behind which to hide
     assert step_seconds(step, Link(0.0, 0.05), 2, 2, FREE) == (23, 7)  # 10 + 5 + 5, and the update after it
     assert step_seconds(step, Link(0.0, 0.05), 4, 1, FREE)[1] == pytest.approx(7 + 2 * 2.5)
+    wrapped = Step(seconds=16.5, data=1, forward=2, backward=4.5, ready=((1, 100), (4.5, 100)), passes=2, wrapping=0.5)
+    assert step_seconds(wrapped, Link(0.0, 0.01), 1, 1, FREE) == (16, 0)  # one rank alone has no DDP
+    assert step_seconds(wrapped, Link(0.0, 0.01), 2, 2, FREE) == (17.5, 1.5)
     half = step.of(passes=1, scale=0.5)
     assert (half.seconds, half.backward, half.ready) == (16 - 12 + 3, 2, ((0.5, 100), (2, 100)))
 
@@ -120,7 +123,7 @@ def test_buckets_that_would_be_the_same_are_not_tried():
 
 
 def job(ranks, step, alone):
-    profile = {"forward": 0.02, "backward": 0.04, "ready": [[0.0, 100], [0.02, 2**20], [0.04, 2**20]], "gradient": 2**21}
+    profile = {"plain": 0.06, "forward": 0.02, "backward": 0.04, "ready": [[0.0, 100], [0.02, 2**20], [0.04, 2**20]], "gradient": 2**21}
     link = Link(1e-4, 1e-9, 0.5)
     found = {
         "ranks": ranks,
@@ -133,7 +136,7 @@ def job(ranks, step, alone):
         "batch": 8,
         "profile": profile,
     }
-    found["half"] = {"batch": 4, "forward": 0.01, "backward": 0.02} if ranks == 1 else {}
+    found["half"] = {"batch": 4, "plain": 0.03} if ranks == 1 else {}
     if ranks > 1:
         found |= {"all_reduce": [[size, link.seconds(ranks, size)] for size in SIZES], "work": 0.5, "sweep": [CONTROL]}
     found["weak"] = {"samples": 8 * ranks, "rounds": [[step, 0.001, alone]] * 3}
@@ -226,7 +229,8 @@ def check_report(folder):
     report = json.loads((folder / "s.json").read_text())
     assert [job["ranks"] for job in report["measured"]] == [1, 2]
     assert {"flags", "global_batch", "host", "measured", "points", "link", "model_error", "sweep", "advice"} <= report.keys()
-    profile = report["measured"][0]["profile"]
+    assert report["measured"][0]["half"]["batch"] == 1
+    profile = report["measured"][1]["profile"]
     assert sum(size for _, size in profile["ready"][1:]) == profile["gradient"] == 4 * 2_777_674
     times = [when for when, _ in profile["ready"]]
     assert times == sorted(times) and 0 < times[-1] <= profile["backward"]

@@ -40,16 +40,20 @@ def point(
     }
 
 
-def step_of(job: dict[str, Any]) -> Step:
-    """The weak step of a job of one rank; with what DDP does beside communication."""
+def step_of(one: dict[str, Any], job: dict[str, Any]) -> Step:
+    """The weak step of a job of one rank, with what DDP does beside it, but for communication, in another job of several."""
     found = job["profile"]
+    scale = one["profile"]["plain"] / found["plain"]
+    forward, backward = scale * found["forward"], scale * found["backward"]
+    wrapping = max(0.0, forward + backward - one["profile"]["plain"])
     return Step(
-        seconds=median(job, "weak", 0),
-        data=median(job, "weak", 1),
-        forward=found["forward"],
-        backward=found["backward"],
-        ready=tuple(map(tuple, found["ready"])),
-        passes=job["passes"],
+        seconds=median(one, "weak", 0) + wrapping,
+        data=median(one, "weak", 1),
+        forward=forward,
+        backward=backward,
+        ready=tuple((scale * when, size) for when, size in found["ready"]),
+        passes=one["passes"],
+        wrapping=wrapping,
     )
 
 
@@ -70,7 +74,7 @@ def scale_of(job: dict[str, Any], batch: int) -> float:
     size = job["batch"] // job["passes"]
     if batch == size or not job["half"]:
         return 1.0
-    whole, half = (each["forward"] + each["backward"] for each in (job["profile"], job["half"]))
+    whole, half = job["profile"]["plain"], job["half"]["plain"]
     slope = max(0.0, whole - half) / (size - job["half"]["batch"])
     return max(0.0, whole - slope * (size - batch)) / whole
 
@@ -78,7 +82,7 @@ def scale_of(job: dict[str, Any], batch: int) -> float:
 def predicted_points(jobs: list[dict[str, Any]], global_batch: int, numbers: list[int]) -> list[dict[str, Any]]:
     """What so many ranks would give, from the step of one rank, the slowdown of ranks beside it, and the all-reduce of the last job."""
     one, last = jobs[0], jobs[-1]
-    step, link, machine = step_of(one), link_of(last), machine_of(jobs)
+    step, link, machine = step_of(one, jobs[1]), link_of(last), machine_of(jobs)
     found = []
     for ranks in numbers:
         here = min(ranks, max(last["here"], one["room"]) if last["here"] == last["ranks"] else last["here"])

@@ -56,8 +56,8 @@ class Timed:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        nothing = SimpleNamespace(all_reduce=lambda *_, **__: SimpleNamespace(wait=lambda: None))
-        with self._ours.model.no_sync(), mock.patch.object(running_stats, "dist", nothing):
+        alone = SimpleNamespace(get_world_size=lambda: 1)  # the statistics are then nobody else's
+        with self._ours.model.no_sync(), mock.patch.object(running_stats, "dist", alone):
             yield
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ def measure(job: dict[str, Any], config: TrainingConfig, ctx: DistributedContext
     configs = {"weak": weak}
     if job["global_batch"]:
         configs["strong"] = strong_config(weak, job["global_batch"], ctx.world_size)
-    one = found["profile"]["forward"] + found["profile"]["backward"]
+    one = found["profile"]["plain"]
     for name, each in configs.items():
         if name == "strong" and global_batch(each, ctx) == global_batch(weak, ctx) and each.batch_size == weak.batch_size:
             found["strong"] = found["weak"]  # the same run
@@ -134,7 +134,8 @@ def plan(config: TrainingConfig, samples: int, one: float, seconds: float, ctx: 
 
 
 def profile(config: TrainingConfig, ctx: DistributedContext) -> tuple[int, dict[str, Any]]:
-    """Samples that the data set can give, and of one micro-batch the seconds of both passes and when each bucket's gradients are ready."""
+    """Samples that the data set can give, and of one micro-batch the seconds of a pass without DDP's part ("plain"), and with it but
+    nothing sent: forward, backward, and when each bucket's gradients are ready. One rank alone has no such part."""
     config = dataclasses.replace(config, comm_hook="none", compile="off")
     is_ours = config.dataset == "synthetic" and not config.dataset_size  # any number of samples
     train_set, _, config = train.load_data(dataclasses.replace(config, dataset_size=max(64, config.batch_size)) if is_ours else config, ctx)
@@ -152,14 +153,16 @@ def profile(config: TrainingConfig, ctx: DistributedContext) -> tuple[int, dict[
             marks.append(time.perf_counter())
 
     def note(_, bucket):  # without annotations: DDP compares them with its own, and here they would be text
-        """Of a bucket whose gradients are there: nothing is sent."""
+        """Of a bucket whose gradients are there: as DDP does it, but nothing is sent."""
         mark()
-        sizes.append(bucket.buffer().nbytes)
+        sizes.append(bucket.buffer().div_(ctx.world_size).nbytes)
         return noop_hook(None, bucket)
 
     model.register_comm_hook(None, note)
-    batch, rows = loader.sample_batch(), []
-    for k in range(2 + PASSES):  # DDP orders its buckets in the first two
+    batch = loader.sample_batch()
+
+    def one_pass() -> list[float]:
+        """Seconds of forward, then from there until each mark."""
         marks.clear(), sizes.clear()
         links.sync(ctx.device)
         mark()
@@ -169,14 +172,21 @@ def profile(config: TrainingConfig, ctx: DistributedContext) -> tuple[int, dict[
         loss_sum.backward()
         mark()
         links.sync(ctx.device)
-        if k >= 2:
-            rows.append([between(marks[0], marks[1]), *(between(marks[1], each) for each in marks[2:])])
         state.optimizer.zero_grad()
-    forward, *ready, backward = (statistics.median(column) for column in zip(*rows, strict=True))
+        return [between(marks[0], marks[1]), *(between(marks[1], each) for each in marks[2:])]
+
+    rows, plain = [], []
+    for _ in range(2 + PASSES):
+        with model.no_sync():
+            plain.append(sum(one_pass()))
+        rows.append(one_pass())
+    forward, *ready, backward = (
+        statistics.median(column) for column in zip(*rows[2:], strict=True)
+    )  # DDP orders its buckets in the first two
     moments = sum(2 * m.running_mean.nbytes for m in state.model.modules() if isinstance(getattr(m, "running_mean", None), torch.Tensor))
     buckets = [[0.0, moments]] if moments else []  # the running statistics' own all-reduce begins with the backward pass
     buckets += [[when, size] for when, size in zip(ready, sizes, strict=True)]
-    told = {"forward": forward, "backward": backward, "ready": buckets, "gradient": sum(sizes)}
+    told = {"plain": statistics.median(plain[2:]), "forward": forward, "backward": backward, "ready": buckets, "gradient": sum(sizes)}
     return MOST_SYNTHETIC if is_ours else len(train_set), told
 
 

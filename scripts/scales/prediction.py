@@ -73,13 +73,23 @@ class Step:
         tuple[float, int], ...
     ]  # of each all-reduce, in order: when it can begin, from the start of the last backward pass, and its bytes
     passes: int = 1  # micro-batches
+    wrapping: float = 0.0  # of all of it, what DDP does beside communication and one rank alone does not
+
+    @property
+    def one(self) -> float:
+        """Of a micro-batch, both passes, by one rank alone."""
+        return self.forward + self.backward - self.wrapping
 
     def of(self, passes: int, scale: float = 1.0) -> Step:
         """The same with another number of micro-batches, and each of them taking `scale` times as long."""
-        one = self.forward + self.backward
-        seconds = self.seconds + (passes * scale - self.passes) * one
-        ready = tuple((when * scale, size) for when, size in self.ready)
-        return replace(self, seconds=seconds, forward=self.forward * scale, backward=self.backward * scale, ready=ready, passes=passes)
+        return replace(
+            self,
+            seconds=self.seconds + (passes * scale - self.passes) * self.one,
+            forward=self.forward * scale,
+            backward=(self.backward - self.wrapping) * scale + self.wrapping,
+            ready=tuple((when * scale, size) for when, size in self.ready),
+            passes=passes,
+        )
 
 
 @dataclass(frozen=True)
@@ -112,11 +122,12 @@ class Machine:
 
 
 def step_seconds(step: Step, link: Link, ranks: int, here: int, machine: Machine) -> tuple[float, float]:
-    """Seconds of the step of so many ranks, `here` of them on each machine, and what of it is communication that nothing hides."""
+    """Seconds of the step of so many ranks, `here` of them on each machine, and what of it is communication that nothing hides,
+    DDP's own work for it included."""
     crowd = machine.crowd(here)
-    after = max(0.0, step.seconds - step.data - step.passes * (step.forward + step.backward))  # the update
+    after = max(0.0, step.seconds - step.wrapping - step.data - step.passes * step.one)  # the update
     begins = step.seconds - after - step.backward  # the last backward pass
-    alone = step.seconds * crowd
+    alone = (step.seconds - step.wrapping) * crowd
     if ranks == 1:
         return alone, 0.0
     stretch, delaying = machine.share(here)

@@ -44,7 +44,7 @@ def validate(options: argparse.Namespace) -> None:
         found = {ranks: start(ranks, jobs, Path(folder), environment(MANY)) for ranks in (*FEW, MANY)}
     rows = []
     for words, one, two, four in zip(CONFIGS, *found.values(), strict=True):
-        seconds, _ = step_seconds(step_of(one), link_of(two), MANY, MANY, machine_of([one, two]))
+        seconds, _ = step_seconds(step_of(one, two), link_of(two), MANY, MANY, machine_of([one, two]))
         rows.append((words, seconds, median(four, "weak", 0)))
     errors = tell(rows)
     for rate in RATES:
@@ -53,7 +53,7 @@ def validate(options: argparse.Namespace) -> None:
             linked = on_two_nodes(rate, jobs[: len(LINKED)], Path(folder))
         rows = []
         for words, job, one, two in zip(LINKED, linked, found[1], found[2], strict=False):  # none where namespaces are not allowed
-            seconds, _ = step_seconds(step_of(one), link_of(job), 2, 2, machine_of([one, two]))
+            seconds, _ = step_seconds(step_of(one, two), link_of(job), 2, 2, machine_of([one, two]))
             rows.append((words, seconds, median(job, "weak", 0)))
         errors += tell(rows)
     sys.stdout.write(f"median error of all {len(errors)}: {statistics.median(errors):.1%}\n")
