@@ -78,6 +78,9 @@ def test_ranks_that_share_cores_take_turns():
     at_work, waiting = Link(0.0, 0.01, work=1.0), Link(0.0, 0.01, work=0.0)
     assert step_seconds(step, at_work, 4, 4, machine) == (8 * 2.5 + 1.5 * 2, 3.0)
     assert step_seconds(step, waiting, 4, 4, machine) == (8 * 2.5 + 1.5, 1.5)
+    early = Step(seconds=8, data=0, forward=2, backward=4, ready=((0, 100),))
+    assert step_seconds(early, waiting, 4, 4, machine)[1] == 0  # a wait hides behind the backward pass, the work does not
+    assert step_seconds(early, at_work, 4, 4, machine)[1] == 3.0
 
 
 def test_efficiency_is_of_a_rank():
