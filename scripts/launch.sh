@@ -4,6 +4,7 @@
 #@flags
 #   --retries N starts a launch that failed or was preempted anew, up to N times, until it is completed; refused ones it does not.
 #   --preflight checks the nodes instead of training (scripts/preflight.py). --debug records collectives into the run's folder.
+#   --scaling FILE.json measures speed by number of ranks instead, on these (scripts/scaling.py).
 #   --detach lives on when the terminal closes. --dry-run prints what would be started, and starts nothing.
 #
 # One node: a private port. Several: NODE_RANK makes the rendezvous static; MAX_RESTARTS or NNODES=MIN:MAX make it torchrun's c10d,

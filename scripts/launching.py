@@ -70,6 +70,7 @@ def read_flags(argv: list[str], env: dict[str, str]) -> tuple[argparse.Namespace
         parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", default=env.get(variable, "") or default)
     for name in ("dry-run", "detach", "debug", "preflight"):
         parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--scaling", default="")
     parser.error = lambda message: (_ for _ in ()).throw(Refused(f"{message}; give --help for the flags"))
     return parser.parse_known_args(argv)
 
@@ -188,7 +189,12 @@ def plan(argv: list[str], env: dict[str, str]) -> str:
         whole("LAUNCH_PATIENCE", options.patience, 1)
     config = TrainingConfig.from_args(flags)
     status = read_json(config.run_folder / "status.json")
-    if nodes.most > 1 and config.resume_from == "auto" and status.get("state") == "completed" and not options.preflight:
+    if (
+        nodes.most > 1
+        and config.resume_from == "auto"
+        and status.get("state") == "completed"
+        and not (options.preflight or options.scaling)
+    ):
         meeting.say(f"{config.run_folder}: this run is completed, nothing is left to do")  # the other nodes may be gone for good
         return "exit 0"
     retries = whole("LAUNCH_RETRIES", options.retries, 0)
@@ -231,7 +237,10 @@ def plan(argv: list[str], env: dict[str, str]) -> str:
         raise Refused(f"run_dir={config.run_folder}: {text}; mount it there for writing, or give another") from None
     if options.debug:
         settings |= debugging(str(config.run_folder / "traces" / f"flight-{host}-"))
-    words += ["scripts/preflight.py" if options.preflight else "train.py", *flags]
+    program = ["scripts/preflight.py" if options.preflight else "train.py"]
+    if options.scaling:
+        program = ["scripts/scaling.py", "--json", options.scaling, "--plot", f"{options.scaling.removesuffix('.json')}.svg"]
+    words += [*program, *flags]
     settings = {name: value for name, value in settings.items() if name not in env}
     own_names = {
         "RUN_DIR": str(config.run_folder),
@@ -240,6 +249,7 @@ def plan(argv: list[str], env: dict[str, str]) -> str:
         "MEETING": json.dumps(vars(nodes) | {"is_host": is_host, "patience": options.patience}) if nodes.most > 1 else "",
     }
     is_asked = {name: "1" if getattr(options, name) else "" for name in ("dry_run", "detach", "preflight")}
+    is_asked["preflight"] = is_asked["preflight"] or (options.scaling and "1")  # no run: torchrun's exit code is that of launch.sh
     lines = [f"export {name}={shlex.quote(value)}" for name, value in settings.items()]
     lines += [f"PLAN_{name.upper()}={shlex.quote(value)}" for name, value in (own_names | is_asked).items()]
     lines += [f"command=({shlex.join(words)})", f"said={shlex.quote(shlex.join(f'{k}={v}' for k, v in settings.items()))}"]

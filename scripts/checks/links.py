@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,10 +55,10 @@ def make_groups(nodes: list[list[int]]) -> tuple[dist.ProcessGroup | None, dist.
     return next((group for group in mine[:-1] if group), None), mine[-1]
 
 
-def all_reduce_times(group: dist.ProcessGroup | None, device: torch.device) -> list[tuple[int, float]]:
+def all_reduce_times(group: dist.ProcessGroup | None, device: torch.device, sizes: Sequence[int] = SIZES) -> list[tuple[int, float]]:
     """(bytes, seconds of the slowest rank) by message size, on the members of a group (None: all ranks)."""
     found = []
-    for size in SIZES if device.type == "cuda" else SIZES[:-1]:
+    for size in sizes if device.type == "cuda" else sizes[:-1]:
         data, seconds, rounds = torch.zeros(size // 4, device=device), 0.0, 1
         for rounds in (1, 0):  # the first one connects, and says how many come after it
             rounds = rounds or max(1, min(20, int(0.2 / seconds)))
