@@ -227,7 +227,9 @@ def train_one_epoch(
         if progress.step >= state.total_steps:
             break
         clock.begin_step(progress.step + 1)
-        divisor = window.weight / ctx.world_size  # DDP averages over ranks: its result is then the mean over the window's samples
+        share = ctx.world_size / (
+            window.weight or math.nan
+        )  # DDP averages over ranks: its result is then the mean over the window's samples
         indices = []
         for micro_batch in window:
             is_counted, is_last_micro_batch = micro_batch.is_counted, micro_batch.is_last
@@ -243,7 +245,7 @@ def train_one_epoch(
                 if is_last_micro_batch:
                     state.running_stats.start_reduce()  # beside the backward pass
                 clock.enter("backward")
-                state.backward(loss_sum / divisor if is_counted else loss_sum * 0.0)
+                state.backward(loss_sum, share if is_counted else 0.0)
         clock.enter("update")
         saver.settle()  # the copy of a checkpoint is complete before the weights change
         state.update_if_finite(window)

@@ -296,7 +296,7 @@ class WindowLoader:
             raise Refused(f"rank {self.sampler.rank} met a corrupt sample{way_out}: {batch}")
         if isinstance(batch, Refused):
             raise batch
-        batch = to_device(batch, self.device)
+        batch = to_device(batch, self.device) if self._side else batch
         if self._transform:
             batch = self._transform(batch, self._seed, micro_batch.epoch, indices_on(micro_batch.indices, self.device))
         micro_batch.batch = batch

@@ -119,9 +119,13 @@ def log_epoch_summary(logger: logging.Logger, records: list[dict[str, Any]], sec
     )
 
 
+def has_terminal(logger: logging.Logger) -> bool:
+    return any(isinstance(handler, _ConsoleHandler) and handler.stream.isatty() for handler in logger.handlers)
+
+
 def show_progress(logger: logging.Logger, step: int, total_steps: int, label: str) -> None:
     """A progress bar in place of plain lines' silence, only where this logger writes to a terminal."""
-    if any(isinstance(handler, _ConsoleHandler) and handler.stream.isatty() for handler in logger.handlers):
+    if has_terminal(logger):
         filled = BAR_WIDTH * step // max(1, total_steps)
         bar = f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {label} {step}/{total_steps}"
         logger.info("", extra={"bar": bar})

@@ -32,17 +32,17 @@ class MetricTracker:
 
         A third entry is a function that the mean goes through when it is read: (nll, tokens, math.exp) is a perplexity.
         """
-        for name, (total, count, *finish) in metrics.items():
-            self._add(f"{name}/sum", total)
-            self._add(f"{name}/count", count)
-            if finish:
-                self._finish[name] = finish[0]
+        for name, entry in metrics.items():
+            self._add(f"{name}/sum", entry[0])
+            self._add(f"{name}/count", entry[1])
+            if len(entry) > 2:
+                self._finish[name] = entry[2]
 
     def _add(self, key: str, value: Tensor | float) -> None:
         if not isinstance(value, Tensor):
             self._numbers[key] = self._numbers.get(key, 0.0) + value
-        elif key in self._tensors:
-            self._tensors[key] += value.detach()
+        elif (total := self._tensors.get(key)) is not None:
+            total.add_(value.detach())
         else:
             self._tensors[key] = value.detach().to(self._device, torch.float64, copy=True)
 

@@ -17,7 +17,7 @@ from utils.checkpoint import BEST
 from utils.feeding import advice, feeding
 from utils.ledger import ACCOUNTS, Ledger, goodput
 from utils.loading import WindowLoader, WindowSampler
-from utils.logger import duration, log_epoch_summary, log_training_step, show_progress
+from utils.logger import duration, has_terminal, log_epoch_summary, log_training_step, show_progress
 from utils.profiling import DeviceClock, StepProfiler
 from utils.provenance import changed_files, verification, zip_code
 from utils.run_folder import Run
@@ -60,6 +60,7 @@ class Reporter:
         self._device_clock = DeviceClock() if ctx.device.type == "cuda" else None
         clock.on_enter = self._device_clock.mark if self._device_clock else None
         self._said: set[str] = set()
+        self._has_terminal = has_terminal(logger)
         self._has_advised = False
 
     def start(self, origin: dict[str, Any], decided: dict[str, str], differences: list[str], batch: Any, state: TrainState) -> None:
@@ -96,7 +97,8 @@ class Reporter:
         """After each optimizer step, over so many samples of all ranks."""
         self._samples += samples
         self._steps += 1
-        show_progress(self._logger, step, self._total_steps, "step")
+        if self._has_terminal:
+            show_progress(self._logger, step, self._total_steps, "step")
         self._profiler.step()
 
     def record_samples(self, progress: Progress, indices: list[int]) -> None:
@@ -109,6 +111,7 @@ class Reporter:
     def share(self, state: TrainState, loader: WindowLoader) -> dict[str, Any]:
         """What this rank brings to a log point; reads from the device."""
         began = time.perf_counter()
+        skips = state.read_skips()  # before `interval`, to which it adds
         totals = state.interval.totals()
         synced = time.perf_counter() - began
         spent = self._clock.spent()[0]
@@ -120,7 +123,7 @@ class Reporter:
             "seconds": seconds,
             "own": own,
             "memory": peak_memory(),
-            "skips": state.read_skips(),
+            "skips": skips,
             "replaced": loader.take_replaced(),
             "feeding": None if self._has_advised else feeding(loader, self._config.cache, seconds, own["compute"], synced),
         }

@@ -87,7 +87,8 @@ class Saver:
         self._clock.enter("save")
         began, state = time.perf_counter(), self._state
         is_free = not self._writer or self._may_begin(must)
-        ranks = exchange({"interval": state.interval.state(), "skips": state.read_skips(), "is_free": is_free}, self._ctx)
+        skips = state.read_skips()  # before `interval`, to which it adds
+        ranks = exchange({"interval": state.interval.state(), "skips": skips, "is_free": is_free}, self._ctx)
         self._reporter.skipped(state.note_skips([each["skips"] for each in ranks]))
         if ranks[0]["is_free"]:
             self._begin(

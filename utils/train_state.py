@@ -95,9 +95,11 @@ class TrainState:
                 "param_groups: holds a parameter that is not the model's, whose gradient ranks would not share; make it the model's"
             )
         self._parameters = list(self._names)
-        self._skips: list[torch.Tensor] = []  # of each step since the last read: 1 where it was skipped
+        self._norms: list[torch.Tensor] = []  # of each step's gradient, since the last read; not finite where it was skipped
         self._seeds: list[torch.Tensor] = []  # with float16: NaN where a loss of this rank was not finite
-        self._zero, self._one = torch.zeros((), device=device), torch.ones((), device=device)
+        self._zero, self._one = (
+            torch.full((), value, dtype=torch.float32, device=device) for value in (0.0, 1.0)
+        )  # as found_inf has to be
         self._seed = self._one
         self._steps: list[SkippedStep] = []  # what each of them would be, were it skipped
 
@@ -129,10 +131,10 @@ class TrainState:
         """The learning rate of the last step taken, of the first parameter group."""
         return self.optimizer.param_groups[0]["lr"]
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """One backward pass. A loss that is not finite makes all gradients NaN, where its own would be finite too: all ranks skip."""
+    def backward(self, loss: torch.Tensor, share: float) -> None:
+        """The backward pass of share * loss. A loss that is not finite makes all gradients NaN, where its own would be finite too: all skip."""
         loss = self.scaler.scale(loss)
-        seed = torch.add(torch.ones_like(loss), loss.detach(), alpha=0)  # 1, or NaN: 0 times what is not finite is NaN
+        seed = torch.add(torch.full_like(loss, share), loss.detach(), alpha=0)  # 0 times what is not finite is NaN
         if self.scaler.is_enabled():
             self._seed = self._seed * seed
         loss.backward(seed)
@@ -144,7 +146,10 @@ class TrainState:
         """
         self._set_lr(self.progress.step)
         self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        norms = torch._foreach_norm([p.grad for p in self._parameters if p.grad is not None])
+        norm = torch.linalg.vector_norm(
+            torch.stack(norms)
+        )  # torch.nn.utils.get_total_norm, without its sorting by device: a fifth of the time
         if self._clip:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip, norm)
         is_finite = norm < math.inf  # NaN is not
@@ -156,12 +161,10 @@ class TrainState:
         self.running_stats.commit(window.samples, is_finite)
         if self.average:
             self.average.update(self._one - skipped)
-        self._skips.append(skipped)
+        self._norms.append(norm)
         if self.scaler.is_enabled():
             self._seeds.append(self._seed)
             self._seed = torch.ones_like(self._seed)
-        if self._is_main:
-            self.interval.update({"grad_norm": (norm.where(is_finite, self._zero), is_finite)})
 
     def advance(self, window: Window) -> None:
         self.progress.step += 1
@@ -174,12 +177,17 @@ class TrainState:
         self.progress.samples_in_epoch = 0
 
     def read_skips(self) -> list[int]:
-        """For each step since `note_skips`: 0 taken, 1 skipped, 2 skipped and a loss of this rank was not finite. Reads from the device."""
-        if not self._skips:
-            return []
-        skips = torch.stack(self._skips).tolist()
-        seeds = torch.stack(self._seeds).tolist() if self._seeds else [math.nan] * len(skips)
-        return [int(skip) * (1 if math.isfinite(seed) else 2) for skip, seed in zip(skips, seeds, strict=True)]
+        """For each step since the last call: 0 taken, 1 skipped, 2 skipped and a loss of this rank was not finite. Reads from the device.
+
+        The norms of the gradients come to `interval` here.
+        """
+        norms, seeds = (torch.stack(kept).tolist() if kept else [] for kept in (self._norms, self._seeds))
+        self._norms, self._seeds = [], []
+        if self._is_main:
+            for norm in norms:
+                self.interval.update({"grad_norm": (norm, 1) if math.isfinite(norm) else (0.0, 0)})
+        seeds = seeds or [math.nan] * len(norms)
+        return [0 if math.isfinite(norm) else 1 if math.isfinite(seed) else 2 for norm, seed in zip(norms, seeds, strict=True)]
 
     def note_skips(self, ranks: list[list[int]]) -> list[SkippedStep]:
         """Count what `read_skips` gave on each rank; the steps that were skipped for a reason other than float16's scale.
@@ -197,7 +205,7 @@ class TrainState:
             else:
                 self.progress.skipped_in_row = 0
         self.progress.skipped_steps += len(skipped)
-        self._skips, self._seeds, self._steps = [], [], []
+        self._steps = []
         return skipped
 
     def state_dict(self, intervals: list[dict[str, Any]]) -> dict[str, Any]:

@@ -105,8 +105,7 @@ class Late(RuntimeError):
     """What had to come did not, in so many seconds."""
 
 
-@contextlib.contextmanager
-def no_longer_than(seconds: float) -> Iterator[None]:
+def no_longer_than(seconds: float) -> contextlib.AbstractContextManager:
     """Raise Late in what takes so long. 0, or outside the main thread: no limit.
 
     By an alarm, and not by DataLoader's timeout: a rank that takes a batch asks the worker for it while unpickling, and waits
@@ -114,8 +113,12 @@ def no_longer_than(seconds: float) -> Iterator[None]:
     and hears then of all the rings that it missed as of one.
     """
     if not seconds or threading.current_thread() is not threading.main_thread():  # Python handles signals nowhere else
-        yield
-        return
+        return contextlib.nullcontext()
+    return _alarm(seconds)
+
+
+@contextlib.contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
     rings = itertools.count(1)
 
     def ring(*_: object) -> None:

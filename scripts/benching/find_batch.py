@@ -82,7 +82,7 @@ def one_step(config: TrainingConfig, ctx: DistributedContext, train_set: Dataset
             loss_sum, _ = compute_loss(model, batch)
         state.running_stats.add(size)
         state.running_stats.start_reduce()
-        state.backward(loss_sum / size)
+        state.backward(loss_sum, 1 / size)
         del loss_sum
         state.update_if_finite(window)
         sync(ctx.device)
