@@ -13,23 +13,24 @@ import json
 import os
 import re
 import socket
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from config import Refused, RunFailed, TrainingConfig
 from utils import checkpoint, resume
 from utils.alike import check_alike, check_shared, raise_file_limit
 from utils.claim import MOST_STRIKES
+from utils.compiling import check_compiler
+from utils.device import choose_device, choose_kernels
+from utils.ending import is_of_a_peer
 from utils.ledger import LEDGER, read_ledger
 from utils.loading import WindowSampler
 from utils.logger import setup_logger
@@ -37,10 +38,9 @@ from utils.precision import has_fast_bf16
 from utils.run_folder import Run
 from utils.saving import Saver
 from utils.signals import die_with_parent, is_orphan
-from utils.together import by_rank_0, exchange, together
+from utils.together import by_rank_0, exchange, together, within
 from utils.train_state import TrainState
 
-T = TypeVar("T")
 GROUPS = itertools.count()
 MOST_STEPS = 0xFFFFFF00  # Slurm numbers its steps below; batch scripts and interactive shells have numbers above
 CONTROL_TIMEOUT = timedelta(hours=24)  # words, barriers and saves: who is late here is not lost
@@ -144,26 +144,6 @@ def _read_srun() -> dict[str, Any]:
     }
 
 
-def choose_device(backend: str, local_rank: int) -> tuple[str, torch.device]:
-    """The backend ("auto" resolved) and the device of this rank. Raises Refused where the machine lacks what was asked for."""
-    gpus = torch.cuda.device_count()
-    if backend == "auto":
-        backend = "nccl" if gpus else "gloo"
-    built = {name: dist.is_backend_available(name) for name in ("nccl", "gloo", "mpi")}
-    if not built[backend]:
-        has = ", ".join(name for name in built if built[name])
-        raise Refused(f"backend={backend}: this build of torch has no {backend}; choose one of {has}")
-    if backend != "nccl":
-        return backend, torch.device("cpu")
-    if not gpus:
-        raise Refused(
-            "backend=nccl: this machine shows no CUDA device; use --backend gloo, or make its GPUs visible (nvidia-smi, CUDA_VISIBLE_DEVICES)"
-        )
-    if local_rank >= gpus:
-        raise Refused(f"LOCAL_RANK={local_rank}: this machine shows {gpus} GPU(s), one for each rank; start with --nproc-per-node={gpus}")
-    return backend, torch.device("cuda", local_rank)
-
-
 def setup_distributed(config: TrainingConfig, must_be_alike: bool = True) -> DistributedContext:
     """Make the process groups. Before any group exists, the ranks tell each other over the store what they are and what ails them.
 
@@ -181,7 +161,6 @@ def setup_distributed(config: TrainingConfig, must_be_alike: bool = True) -> Dis
         torch.use_deterministic_algorithms(config.deterministic)  # it imports the compiler, which takes seconds
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
-    torch.backends.cudnn.benchmark = not config.deterministic
     if dist.is_initialized():  # left by an earlier run in this process that failed
         dist.destroy_process_group()
     gc.collect()  # what is left of that run's groups ends here: in a worker that is forked later, without their threads, it would hang
@@ -194,10 +173,12 @@ def setup_distributed(config: TrainingConfig, must_be_alike: bool = True) -> Dis
             torch.cuda.set_device(device)  # before anything touches a GPU, and before the group: NCCL else guesses which
         card |= {"backend": backend, "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}
         card["bf16"] = has_fast_bf16(device)
+        check_compiler(config.compile, device, os.environ.get("CC" if device.type == "cuda" else "CXX", ""))
     except Refused as refused:
         if not launch.is_launched:
             raise
         card["problem"] = str(refused)
+    choose_kernels(device, config.deterministic)
 
     timeout = timedelta(seconds=config.timeout)
     store = _rendezvous(launch, config.init_method or "env://", timeout)
@@ -241,7 +222,7 @@ def _rendezvous(launch: Launch, url: str, timeout: timedelta) -> dist.Store:
     waited_for = launch.world_size if url.startswith("file://") else 1  # a TCP store that waits for all cannot say who is missing
     try:
         meet = functools.partial(dist.rendezvous, url, launch.rank, waited_for, timeout=timeout)
-        store, _, _ = _within(timeout.total_seconds() + 5, lambda: next(meet()))
+        store, _, _ = within(timeout.total_seconds() + 5, lambda: next(meet()))
     except (dist.DistError, ValueError, RuntimeError, TimeoutError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}" if url == "env://" else url
         reason = str(error).splitlines()[0] if str(error) else "who listens there gives no answer"  # frames of C++ follow
@@ -253,20 +234,6 @@ def _rendezvous(launch: Launch, url: str, timeout: timedelta) -> dist.Store:
         raise Refused(f"rank {launch.rank} cannot meet the others at {where} ({reason}); {look}") from None
     store.set_timeout(timeout)
     return store
-
-
-def _within(seconds: float, action: Callable[[], T]) -> T:
-    """What it gives, or TimeoutError: a store that meets a program which is none waits for ever, whatever its own timeout."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(action())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future.result(seconds)
 
 
 def _introduce(store: dist.Store, launch: Launch, card: dict[str, Any], config: TrainingConfig) -> list[dict[str, Any]]:
@@ -321,13 +288,31 @@ def wrap_ddp(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) 
     is_new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     no_buffers = {"forward_sync_buffers" if is_new else "broadcast_buffers": False}
     wrapper = DistributedDataParallel if ctx.world_size > 1 else Alone
-    return wrapper(
+    wrapped = wrapper(
         model,
         device_ids=[ctx.device.index] if ctx.device.type == "cuda" else None,
         **no_buffers,
         gradient_as_bucket_view=True,
         bucket_cap_mb=config.bucket_cap_mb or min(25.0, max(1.0, megabytes / 4)),  # some buckets, so that they overlap
     )
+    if config.comm_hook != "none" and ctx.world_size > 1:
+        _compress(wrapped, config.comm_hook, ctx.device)
+    return wrapped
+
+
+def _compress(model: DistributedDataParallel, name: str, device: torch.device) -> None:
+    """All-reduce gradients rounded to 16 bits; they, the weights and the optimizer stay as wide as they are. Raises Refused."""
+    hook = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[name]
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[name]
+    try:
+        model.register_comm_hook(None, hook)  # it knows for which builds torch takes bfloat16
+        dist.all_reduce(torch.zeros(1, dtype=dtype, device=device))  # and the backend says here whether it does
+    except (TypeError, ValueError, RuntimeError) as error:
+        if is_of_a_peer(error):
+            raise
+        backend, other = dist.get_backend(), "none" if name == "fp16" else "fp16 or none"
+        reason = f"torch {torch.__version__} cannot all-reduce {name} over {backend} ({str(error).splitlines()[0]})"
+        raise Refused(f"comm_hook={name}: {reason}; give --comm_hook {other}") from None
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -44,6 +44,7 @@ from ddp_utils import (
 )
 from model import compute_loss, create_model, param_groups
 from utils import provenance, resume
+from utils.activation import checkpoint_blocks
 from utils.agreement import Agreement, Word, is_every
 from utils.atomic_file import replace_json
 from utils.cache import cached
@@ -61,6 +62,7 @@ from utils.saving import Saver
 from utils.streams import seed_device
 from utils.together import by_rank_0, exchange, once_per_file_system, refuse_unlike, together
 from utils.train_state import TrainState
+from utils.warm_up import compile_all_sizes, warm_up
 from utils.watchdog import Watch
 from utils.writer import Writer
 
@@ -133,7 +135,10 @@ def run_training(
     state = together(lambda: create_state(dataclasses.replace(config, init_from=weights_from), ctx), ctx)
     model = wrap_ddp(state.model, config, ctx)
     first_batch = together(loader.sample_batch, ctx)
-    names = together(lambda batch=first_batch: warm_up(model, batch, state), ctx)  # before the state is loaded
+    names = together(lambda batch=first_batch: warm_up(model, batch, state, compute_loss), ctx)  # before the state is loaded
+    if config.compile != "off":
+        loaders = (loader, held_out_loaders)
+        together(lambda: compile_all_sizes(model, *loaders, state, compute_loss, config, ctx, logger), ctx)
     best_name, sign = together(lambda: choose_best(config.best_metric, names), ctx)
     progress = state.progress
 
@@ -143,7 +148,7 @@ def run_training(
     state.plan(sampler.steps_left(progress.epoch, progress.samples_in_epoch, config.epochs), sampler.steps_per_epoch, config)
     ledger = Ledger(run.folder / LEDGER if ctx.is_main else None, watch, ledger_before, began)
     reporter = Reporter(run, config, ctx, logger, state.total_steps, sampler, watch, ledger)
-    reporter.start(origin, decisions(config, ctx, run, state, loader, held_out), differences, first_batch, state)
+    reporter.start(origin, decisions(config, ctx, run, model, state, loader, held_out), differences, first_batch, state)
     del first_batch
 
     def wish() -> Word:
@@ -366,25 +371,9 @@ def create_state(config: TrainingConfig, ctx: DistributedContext) -> TrainState:
     """The model with its optimizer and all else that survives a restart, at step 0."""
     torch.manual_seed(config.seed)
     model = create_model(config, ctx.device)
+    if config.activation_checkpointing:
+        checkpoint_blocks(model)
     return TrainState(model, param_groups(model, config), config, Precision.choose(config, ctx.device, ctx.fast_bf16), ctx.is_main)
-
-
-def warm_up(model: DistributedDataParallel, batch: Any, state: TrainState) -> list[str]:
-    """Two complete passes whose gradients are dropped: DDP orders its buckets in them, so that a resumed run sums as a fresh one does.
-
-    Returns the names that an evaluation will report. Raises Refused when a parameter got no gradient.
-    """
-    model.train()
-    for _ in range(2):
-        with state.precision.autocast():
-            loss_sum, _ = compute_loss(model, batch)
-        loss_sum.backward()
-        state.check_gradients()
-    state.optimizer.zero_grad()
-    state.running_stats.discard()
-    with torch.no_grad(), state.precision.autocast():
-        _, metrics = compute_loss(state.model.eval(), batch)
-    return ["loss", *metrics]
 
 
 def run_as_script() -> None:

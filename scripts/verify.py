@@ -5,7 +5,7 @@ torchrun --standalone --nproc-per-node=4 scripts/verify.py [flags of train.py]
 A line for each invariant, with its figure or with what breaks it. Exit code 0 where all hold, else 1 (2 without torchrun, for flags that
 cannot be used). It trains for a few steps on a few samples, in a folder beside run_dir that it deletes, and writes verified.json beside
 train.py: the start of a run then says "verified with this code", or which files changed since. With two ranks a sum has one order only:
-take four. It takes the flags of train.py; resume_from, overwrite, eval_only and sync_bn do not count.
+take four. It takes the flags of train.py; resume_from, overwrite, eval_only, compile and sync_bn do not count.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def prepare(config: TrainingConfig) -> Fork:
     """The data of the flags, in all ranks. Raises Refused."""
-    config = replace(config, resume_from="", overwrite=False, eval_only=False, sync_bn=False)  # with sync_bn the ranks do show
+    config = replace(
+        config, resume_from="", overwrite=False, eval_only=False, compile="off", sync_bn=False
+    )  # with sync_bn the ranks do show
     ctx = setup_distributed(config)
     train_set, held_out, config = train.load_data(config, ctx)
     token = exchange(f"{time.time_ns():x}", ctx)[0]

@@ -5,6 +5,8 @@ import torch
 
 from ranks import run_ranks, torchrun
 from tasks import train_task
+from test_compile import FLAGS as COMPILE_FLAGS
+from test_compile import SECONDS, near, train_net
 from test_exact_resume import FLAGS, same_run
 from utils.augment import augment_images
 from utils.streams import draw_integers, draw_uniform, sample_draws
@@ -42,3 +44,13 @@ def test_a_resume_under_deterministic_is_bit_for_bit(runs, task, precision):
 def test_verify_holds_on_a_gpu():
     ended = torchrun(1, "--backend", "nccl", "--image_size", "16", "--dataset_size", "100", script="scripts/verify.py")
     assert ended.code == 0, ended.text
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_run_is_the_eager_one(runs, mode):
+    """In float64; with CUDA graphs, accumulation, a short last window and evaluation. Nothing is compiled or recorded after the first step."""
+    flags = [*COMPILE_FLAGS, "--backend", "nccl", "--data_dir", str(runs.root / "data")]
+    for name in ("off", mode):
+        run_ranks(1, train_net, 16, [*flags, "--compile", name, "--run_dir", str(runs.folder(name))], deadline=SECONDS)
+    near(runs.last("off"), runs.last(mode))
+    assert "compiles again" not in (runs.folder(mode) / "logs" / "rank0.log").read_text()

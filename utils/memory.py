@@ -42,6 +42,7 @@ DOING = {
     "sample_batch": "micro-batch",
     "windows": "micro-batch",
     "warm_up": "micro-batch",
+    "compile_all_sizes": "micro-batch",
     "train_one_epoch": "micro-batch",
     "local_step": "micro-batch",
     "ddp_step": "micro-batch",

@@ -47,5 +47,11 @@ class Precision:
     def name(self) -> str:
         return str(self.dtype or torch.get_default_dtype()).removeprefix("torch.")
 
+    @property
+    def title(self) -> str:
+        """For people: the name, and how what stays float32 is multiplied."""
+        has_tf32 = self.device_type == "cuda" and torch.cuda.is_tf32_supported()
+        return f"{self.name}, TF32 where float32 is left" if has_tf32 and self.dtype else f"{self.name}{' as TF32' if has_tf32 else ''}"
+
     def autocast(self) -> AbstractContextManager:
         return torch.autocast(self.device_type, self.dtype, enabled=self.dtype is not None)

@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from config import RunFailed, TrainingConfig
@@ -274,7 +275,13 @@ class Reporter:
 
 
 def decisions(
-    config: TrainingConfig, ctx: DistributedContext, run: Run, state: TrainState, loader: WindowLoader, held_out: dict[str, Dataset]
+    config: TrainingConfig,
+    ctx: DistributedContext,
+    run: Run,
+    model: DistributedDataParallel,
+    state: TrainState,
+    loader: WindowLoader,
+    held_out: dict[str, Dataset],
 ) -> dict[str, str]:
     """What the banner says: all that was decided at the start, in numbers."""
     sampler, progress = loader.sampler, state.progress
@@ -293,12 +300,15 @@ def decisions(
     decided = {
         "run": str(run.folder),
         "ranks": f"{ctx.world_size} on {len(set(ctx.hosts))} node(s): {', '.join(sorted(set(ctx.device_names)))}",
-        "model": f"{type(state.model).__name__}, {sum(p.numel() for p in state.model.parameters()):,} parameters, {trained:,} of them trained",
+        "model": f"{type(state.model).__name__}, {sum(p.numel() for p in state.model.parameters()):,} parameters, {trained:,} of them trained"
+        + (", activations of its blocks computed again" if config.activation_checkpointing else "")
+        + (f", compiled ({config.compile})" if config.compile != "off" else ""),
         "data": data,
         "workers": f"{loader.num_workers} a rank",
         "batch": batch,
         "steps": f"{state.total_steps:,}, {sampler.steps_per_epoch:,} an epoch",
-        "precision": f"{state.precision.name}{', channels_last' if config.channels_last else ''}, {config.optimizer} (fused)",
+        "precision": f"{state.precision.title}{', channels_last' if config.channels_last else ''}, {config.optimizer} (fused)",
+        "gradients": communication(model, config, ctx.world_size),
         "a kill costs": kill_cost(config),
     }
     if run.resume_path:
@@ -309,6 +319,15 @@ def decisions(
     if origin_files := changed_files():
         decided["changed"] = f"files of the template: {', '.join(origin_files)}"
     return decided
+
+
+def communication(model: DistributedDataParallel, config: TrainingConfig, world_size: int) -> str:
+    """What an optimizer step sends, after the passes in which DDP laid out its buckets."""
+    if world_size == 1:
+        return "not sent: there is one rank"
+    buckets = [bucket.buffer().nbytes for bucket in model.reducer._get_zeros_like_grad_buckets()]  # as DDP itself asks, for Join
+    hook = "" if config.comm_hook == "none" else f", rounded to {config.comm_hook} on the way"
+    return f"{sum(buckets) / 2**20:.2f} MB in {len(buckets)} bucket(s) of up to {max(buckets) / 2**20:.2f} MB{hook}"
 
 
 def kill_cost(config: TrainingConfig) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -103,3 +105,17 @@ def once_per_file_system(folder: Path, is_done: Callable[[], bool], action: Call
     if is_needed:
         tokens[ctx.rank].unlink()
     together(lambda: action() if is_leader else None, ctx)
+
+
+def within(seconds: float, action: Callable[[], T]) -> T:
+    """What it gives, or TimeoutError: a store that meets a program which is none waits for ever, whatever its own timeout."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future.result(seconds)

@@ -87,6 +87,7 @@ class TrainState:
         self.interval = MetricTracker(device)  # sums since the last log point
         self.progress = Progress()
         self._clip = config.clip_grad_norm
+        self._has_cuda_graphs = config.compile == "reduce-overhead"
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         # in the model's order, which is the same in all processes: the norm is a sum, and groups may be made in any order
         self._names = {p: name for name, p in model.named_parameters() if id(p) in held}
@@ -97,9 +98,8 @@ class TrainState:
         self._parameters = list(self._names)
         self._norms: list[torch.Tensor] = []  # of each step's gradient, since the last read; not finite where it was skipped
         self._seeds: list[torch.Tensor] = []  # with float16: NaN where a loss of this rank was not finite
-        self._zero, self._one = (
-            torch.full((), value, dtype=torch.float32, device=device) for value in (0.0, 1.0)
-        )  # as found_inf has to be
+        scalar = {"dtype": torch.float32, "device": device}  # as found_inf has to be, in float64 too
+        self._zero, self._one = torch.zeros((), **scalar), torch.ones((), **scalar)
         self._seed = self._one
         self._steps: list[SkippedStep] = []  # what each of them would be, were it skipped
 
@@ -139,6 +139,10 @@ class TrainState:
             self._seed = self._seed * seed
         loss.backward(seed)
 
+    def drop_gradients(self) -> None:
+        """Before the next window. With CUDA graphs they stay as zeros: a new one would be memory that the next replay writes over."""
+        self.optimizer.zero_grad(set_to_none=not self._has_cuda_graphs)
+
     def update_if_finite(self, window: Window) -> None:
         """Unscale, clip, step, average. When the gradient is not finite all of it is skipped, on the device.
 
@@ -157,7 +161,7 @@ class TrainState:
         self.optimizer.grad_scale, self.optimizer.found_inf = None, skipped  # exactly 0 or 1
         self.optimizer.step()
         self.scaler.update()
-        self.optimizer.zero_grad()
+        self.drop_gradients()
         self.running_stats.commit(window.samples, is_finite)
         if self.average:
             self.average.update(self._one - skipped)

@@ -72,7 +72,7 @@ def one_step(config: TrainingConfig, ctx: DistributedContext, train_set: Dataset
     state = train.create_state(config, ctx)
     model, window = wrap_ddp(state.model, config, ctx), Window(size, float(size), [])
     batch = loader.fetch(list(range(size)))[2]
-    train.warm_up(model, batch, state)
+    train.warm_up(model, batch, state, compute_loss)
     model.train()
     state.plan(2, 2, config)
     for _ in range(2 if ctx.device.type == "cuda" else 1):  # the first step makes the optimizer's state, and on CUDA chooses kernels

@@ -49,13 +49,15 @@ class Ours:
         self.state = train.create_state(self.config, ctx)
         self.model = wrap_ddp(self.state.model, self.config, ctx)
         batch = self.loader.sample_batch()
-        train.warm_up(self.model, batch, self.state)
+        train.warm_up(self.model, batch, self.state, train.compute_loss)
+        if config.compile != "off":
+            train.compile_all_sizes(self.model, self.loader, {}, self.state, train.compute_loss, self.config, ctx, logger)
         self.state.plan(sampler.steps_left(0, 0, config.epochs), sampler.steps_per_epoch, self.config)
         origin = provenance.collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit, config.task)
         origin |= provenance.describe(train_set) | {"global_batch_size": sampler.global_batch_size}
         ledger = Ledger(self._run.folder / LEDGER if ctx.is_main else None, self.watch, None, time.time())
         reporter = Reporter(self._run, self.config, ctx, logger, self.state.total_steps, sampler, self.watch, ledger)
-        reporter.start(origin, decisions(self.config, ctx, self._run, self.state, self.loader, held_out), [], batch, self.state)
+        reporter.start(origin, decisions(self.config, ctx, self._run, self.model, self.state, self.loader, held_out), [], batch, self.state)
         settings = self.config.to_dict()
         self._saver = Saver(
             self._run, self.state, self.config, ctx, reporter, self.watch, self._writer, lambda: {"config": settings, "provenance": origin}

@@ -149,7 +149,7 @@ def plain_evaluation(fork: Fork, few: Few, net: nn.Module) -> dict[str, float]:
 
 def gradient(fork: Fork) -> str:
     """The gradient of each of three global batches, the last one short, is that of the plain loop on the same weights."""
-    plain_settings = {"epochs": 1, "use_amp": False, "amp_dtype": "auto", "ema_decay": 0.0}
+    plain_settings = {"epochs": 1, "use_amp": False, "amp_dtype": "auto", "ema_decay": 0.0, "comm_hook": "none"}
     ours = run(fork, "gradient", eval_every=0, is_standing=True, **plain_settings)
     theirs: list[Update] = []  # of the oracle
 

@@ -67,7 +67,8 @@ def gradients(task, accumulations, tails, precision, dtype):
             net = train.create_model(config, ctx.device)
             state = TrainState(net, train.param_groups(net, config), config, precision)
             model = wrap_ddp(net, config, ctx)
-            train.warm_up(model, create_distributed_dataloader(train.create_dataset(config, "train"), config, ctx)[0].sample_batch(), state)
+            loader, _ = create_distributed_dataloader(train.create_dataset(config, "train"), config, ctx)
+            train.warm_up(model, loader.sample_batch(), state, train.compute_loss)
             for tail in (tail for tail in tails if tail <= BATCH * accumulation * ctx.world_size):
                 config = config_of([*flags, "--dataset_size", str(tail)], dtype)
                 loader, sampler = create_distributed_dataloader(train.create_dataset(config, "train"), config, ctx)

@@ -90,10 +90,10 @@ def under(memory, runs, path, batch):
         "import train\n"
         "from benching.find_batch import limit_to\n"
         "plain = train.warm_up\n"
-        "def warm_up(model, batch, state):\n"
-        "    plain(model, [each[:2] for each in batch], state)\n"
+        "def warm_up(model, batch, *rest):\n"
+        "    plain(model, [each[:2] for each in batch], *rest)\n"
         f"    limit_to({memory})\n"
-        "    return plain(model, batch, state)\n"
+        "    return plain(model, batch, *rest)\n"
         "train.warm_up = warm_up\n"
         "train.run_as_script()\n"
     )
