@@ -274,7 +274,7 @@ def cleanup_distributed() -> None:
 class Alone(DistributedDataParallel):
     """A world of one has nobody to average with: it leaves out what DDP does in each pass, which a small model would notice."""
 
-    def forward(self, *inputs: Any, **options: Any) -> Any:
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
         return self.module(*inputs, **options)
 
 

@@ -232,9 +232,7 @@ def train_one_epoch(
         if progress.step >= state.total_steps:
             break
         clock.begin_step(progress.step + 1)
-        share = ctx.world_size / (
-            window.weight or math.nan
-        )  # DDP averages over ranks: its result is then the mean over the window's samples
+        share = ctx.world_size / (window.weight or math.nan)  # of a loss: DDP averages over ranks, and gives the mean over the window
         indices = []
         for micro_batch in window:
             is_counted, is_last_micro_batch = micro_batch.is_counted, micro_batch.is_last

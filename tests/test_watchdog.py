@@ -49,6 +49,7 @@ def test_others_see_phase_and_step_and_a_beat_that_moves(tmp_path):
     watch = Watch(tmp_path, 0, HOSTS[:1], 0, lambda *_: None, lambda *_: None)
     time.sleep(2 * SECONDS_BETWEEN_PLACES)
     watch.begin_step(12)
+    watch.enter("data")  # as the loader does
     found = read_place(tmp_path / "rank0")
     assert (found.step, found.phase) == (12, "data")
     time.sleep(2 * SECONDS_BETWEEN_PLACES)

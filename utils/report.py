@@ -156,7 +156,8 @@ class Reporter:
         )
         self._say_replaced(progress, ranks)
         self.skipped(state.note_skips([each["skips"] for each in ranks]))
-        self._say_slowest(progress.step, [each["own"] for each in ranks])
+        if len(ranks) > 1:
+            self._say_slowest(progress.step, [each["own"] for each in ranks])
         log_training_step(self._logger, record, self._train_names[1:], self._total_steps, self._world_size)
         if not self._has_advised and (text := advice(self._samples, [each["feeding"] for each in ranks])):
             self.warn("%s", text)
@@ -193,7 +194,7 @@ class Reporter:
         rank, ratio, cause = slowest(shares)
         self._logger.debug("slowest: rank %d on %s, %.2f times the median, by its %s", rank, self._hosts[rank], ratio, cause)
         own = shares[rank]["data"] + shares[rank]["compute"]
-        if len(shares) > 1 and ratio >= STRAGGLES and own * (1 - 1 / ratio) > LEAST_EXCESS:
+        if ratio >= STRAGGLES and own * (1 - 1 / ratio) > LEAST_EXCESS:
             self.event("straggler", step, rank=rank, host=self._hosts[rank], times=round(ratio, 2), cause=cause)
             self.warn("rank %d on %s is %.1f times slower than the median of all ranks, by its %s", rank, self._hosts[rank], ratio, cause)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -55,8 +55,7 @@ class Progress:
         self.best_value, self.best_epoch, self.best_step, self.evaluations_since_best = None, -1, -1, 0
 
 
-@dataclass(frozen=True)
-class SkippedStep:
+class SkippedStep(NamedTuple):
     """An optimizer step that was not taken, and which entries of which epoch's order were its global batch."""
 
     step: int

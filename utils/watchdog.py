@@ -70,7 +70,10 @@ class Clock:
     def enter(self, phase: str) -> None:
         """The loop goes on to this phase."""
         now = time.perf_counter()
-        self._account(now - self._mark, self.seconds, self.seconds_again)
+        if self.step > self.reached:
+            self.seconds[PHASES[self._phase]] += now - self._mark
+        else:
+            self._account(now - self._mark, self.seconds, self.seconds_again)
         self._mark = now
         self._phase = INDEX[phase]
         self.counter += 1
@@ -78,14 +81,14 @@ class Clock:
             self.on_enter(phase)
 
     def begin_step(self, step: int) -> None:
-        """Optimizer step `step` begins here, with the wait for its data."""
+        """Optimizer step `step` begins here, with the wait for its data, which the loader enters: others hear of it then."""
         now = time.perf_counter()
         if self._step_began:
             self._durations.append(now - self._step_began)
         self._step_began = now
         self._account(now - self._mark, self.seconds, self.seconds_again)  # what came before belongs to the step before
         self._mark, self.step = now, step
-        self.enter("data")
+        self._phase, self.counter = INDEX["data"], self.counter + 1
 
     def leave_steps(self) -> None:
         """What follows is no step: an evaluation, the end of an epoch."""
