@@ -16,6 +16,7 @@ if __name__ == "__main__":
 
 import copy
 import dataclasses
+import faulthandler
 import logging
 import math
 import sys
@@ -376,6 +377,7 @@ def create_state(config: TrainingConfig, ctx: DistributedContext) -> TrainState:
 
 def run_as_script() -> None:
     """Run the command line and end this process with the contract's exit code."""
+    faulthandler.enable()  # a crash of native code says where
     try:
         sys.exit(main())
     except (Exception, KeyboardInterrupt) as error:

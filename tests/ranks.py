@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import functools
 import multiprocessing
 import os
@@ -91,6 +92,7 @@ def _be_a_rank(file: Path, env: dict[str, str], function: Callable[..., Any], ar
     output = os.open(file.with_suffix(".out"), os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    faulthandler.enable()  # a crash says where, on what is now stderr
     os.environ.update(env)
     multiprocessing.set_start_method("fork", force=True)  # of DataLoader workers, as in a process that was not forked from a server
     try:
