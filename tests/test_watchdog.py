@@ -8,6 +8,7 @@ import time
 import pytest
 
 from ranks import ROOT
+from utils import watchdog
 from utils.ledger import ACCOUNTS, Ledger, goodput, read_ledger
 from utils.watchdog import FIRST_LIMIT, LEAST_LIMIT, SECONDS_BETWEEN_PLACES, Clock, Place, Watch, look_twice, read_place, slowest, verdict
 
@@ -91,6 +92,24 @@ def test_a_rank_in_a_debugger_is_not_ended_and_one_that_sleeps_is(tmp_path, stan
     out, _ = program.communicate(timeout=60)
     assert ("ended" in out) is not bool(is_debugged)
     assert f"debugged {is_debugged}" in out
+
+
+def test_a_rank_that_goes_on_is_never_looked_into_and_one_that_stands_is(tmp_path, monkeypatch):
+    """To look at the stacks of threads that run ended real runs with SIGSEGV, at random and rarely."""
+    looks = []
+    monkeypatch.setattr(watchdog, "SECONDS_BETWEEN_BEATS", 0.001)
+    monkeypatch.setattr(watchdog, "is_debugged", lambda: bool(looks.append(1)))
+    watch = Watch(tmp_path, 0, ("a",), 0.0, lambda *_: None, lambda *_: None)
+    ends = time.monotonic() + 2 * LEAST_LIMIT
+    while watch._beat < 1000 and time.monotonic() < ends:
+        watch.enter("forward")
+        time.sleep(0.001)
+    assert watch._beat >= 1000 and not looks
+    ends = time.monotonic() + LEAST_LIMIT
+    while not looks and time.monotonic() < ends:
+        time.sleep(0.05)
+    watch.close()
+    assert looks  # before others judge it
 
 
 def test_the_slowest_rank_and_what_it_is_slow_by():
