@@ -135,15 +135,14 @@ class WindowSampler(DistributedSampler):
 
     def windows(self, epoch: int, start: int = 0) -> Iterator[Window]:
         """The global batches of the epoch from position `start` on, as this rank sees them."""
-        order = self.order(epoch)
+        order, size = self.order(epoch), self.batch_size
         for first in range(start, len(order), self.global_batch_size):
-            entries = order[first : first + self.global_batch_size]
-            weight = float(len(entries)) if self.weights is None else self.weights[entries].sum().item()
-            size = self.batch_size
-            mine = range(self.rank, math.ceil(len(entries) / size), self.num_replicas)
-            parts = [entries[number * size : (number + 1) * size].tolist() for number in mine]
-            micro_batches = [MicroBatch(epoch, number, part, True, number == mine[-1]) for number, part in zip(mine, parts, strict=True)]
-            yield Window(len(entries), weight, micro_batches or [MicroBatch(epoch, 0, entries[:size].tolist(), False, True)])
+            end = min(first + self.global_batch_size, len(order))
+            weight = float(end - first) if self.weights is None else self.weights[order[first:end]].sum().item()
+            mine = range(self.rank, math.ceil((end - first) / size), self.num_replicas)
+            parts = {number: order[first + number * size : min(first + (number + 1) * size, end)].tolist() for number in mine or [0]}
+            micro_batches = [MicroBatch(epoch, number, parts[number], True, number == mine[-1]) for number in mine]
+            yield Window(end - first, weight, micro_batches or [MicroBatch(epoch, 0, parts[0], False, True)])
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """What this rank computes from here on, stand-ins of an idle rank included."""

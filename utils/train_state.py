@@ -140,7 +140,11 @@ class TrainState:
 
     def drop_gradients(self) -> None:
         """Before the next window. With CUDA graphs they stay as zeros: a new one would be memory that the next replay writes over."""
-        self.optimizer.zero_grad(set_to_none=not self._has_cuda_graphs)
+        if self._has_cuda_graphs:
+            self.optimizer.zero_grad(set_to_none=False)
+            return
+        for parameter in self._parameters:  # the optimizer's own way takes 20 us more, for the profiler
+            parameter.grad = None
 
     def update_if_finite(self, window: Window) -> None:
         """Unscale, clip, step, average. When the gradient is not finite all of it is skipped, on the device.
@@ -150,9 +154,7 @@ class TrainState:
         self._set_lr(self.progress.step)
         self.scaler.unscale_(self.optimizer)
         norms = torch._foreach_norm([p.grad for p in self._parameters if p.grad is not None])
-        norm = torch.linalg.vector_norm(
-            torch.stack(norms)
-        )  # torch.nn.utils.get_total_norm, without its sorting by device: a fifth of the time
+        norm = torch.linalg.vector_norm(torch.stack(norms))  # get_total_norm, which sorts by device, takes five times as long
         if self._clip:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip, norm)
         is_finite = norm < math.inf  # NaN is not

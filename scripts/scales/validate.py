@@ -37,7 +37,9 @@ def validate(options: argparse.Namespace) -> None:
 
     load, cores = os.getloadavg()[0], cores_here()
     if load > cores / 4:
-        sys.stdout.write(f"other programs keep {load:.1f} of {cores} cores busy: neither side will be right; wait until they are done\n")
+        sys.stdout.write(
+            f"load average {load:.1f} on {cores} cores: if other programs still run, neither side will be right; wait until they are done\n"
+        )
     sys.stdout.write(f"{MANY} ranks on this machine, predicted from {' and '.join(map(str, FEW))}\n")
     jobs = [job_of(words.split(), options, 0) for words in CONFIGS]
     with tempfile.TemporaryDirectory() as folder:
