@@ -233,8 +233,8 @@ def test_patience_and_max_steps_end_a_run_as_completed(runs):
     outcome = runs.train(2, "steps", "--dataset_size", 80, "--epochs", 9, "--max_steps", 13)[0]
     assert (outcome["state"], outcome["steps"]) == ("completed", 13) and runs.last("steps")["progress"]["step"] == 13
     assert runs.records("steps", "eval")[-1]["step"] == 13 and runs.records("steps", "train")[-1]["lr"] < 0.01
-    best = runs.last("steps")["progress"]["best_value"]  # known to a run that goes on from here, and its evaluation stays
-    assert best == runs.records("steps", "eval")[-1]["top1"] is not None
+    progress = runs.last("steps")["progress"]  # of a run that goes on from here: it knows the evaluation, which stays
+    assert progress["evaluated_step"] == 13 and progress["best_value"] == max(each["top1"] for each in runs.records("steps", "eval"))
     last = runs.checkpoints("steps")[-1]
     runs.train(2, "steps", "--dataset_size", 80, "--epochs", 9, "--max_steps", 13, "--resume_from", last)  # nothing is left to do
     assert [record["step"] for record in runs.records("steps", "eval")] == [10, 13]
