@@ -105,6 +105,10 @@ def test_a_rank_that_goes_on_is_never_looked_into_and_one_that_stands_is(tmp_pat
         watch.enter("forward")
         time.sleep(0.001)
     assert watch._beat >= 1000 and not looks
+    watch.enter("start")  # where it works, on data say, and is not judged
+    time.sleep(0.6 * LEAST_LIMIT)
+    assert not looks
+    watch.enter("forward")
     ends = time.monotonic() + LEAST_LIMIT
     while not looks and time.monotonic() < ends:
         time.sleep(0.05)

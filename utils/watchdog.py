@@ -24,6 +24,7 @@ SECONDS_BETWEEN_PLACES = 0.01  # that the loop writes; what it enters in between
 PHASES = ("start", "data", "forward", "backward", "update", "save", "evaluation", "end")
 INDEX = {phase: index for index, phase in enumerate(PHASES)}
 STEP_PHASES = ("data", "forward", "backward", "update")
+UNJUDGED = ("start", "end")  # a rank may stay there, at work, without a word
 BEAT, PLACE = struct.Struct("=qq"), struct.Struct("=qqqq")  # of the thread: beat, is debugged; of the loop: counter, step, phase, pid
 SECONDS_BETWEEN_BEATS = 0.5
 SECONDS_OF_A_LOOK = 1.5  # in which a living rank's beat moves
@@ -169,7 +170,7 @@ class Watch(Clock):
         if self.counter != self._counter_of_beat:
             self._counter_of_beat, self._stands_since = self.counter, now
         long = min(LEAST_LIMIT, self._hang_timeout or LEAST_LIMIT) / 2  # others look later
-        self._is_held = now - self._stands_since > long and is_debugged()
+        self._is_held = now - self._stands_since > long and PHASES[self._phase] not in UNJUDGED and is_debugged()
         self._beat += 1
         self._write(BEAT.pack(self._beat, self._is_held) + PLACE.pack(self.counter, self.step, self._phase, os.getpid()), 0)
 
@@ -199,7 +200,7 @@ class Watch(Clock):
             if self.counter != counter or self._is_held:
                 counter, moved_at = self.counter, time.monotonic()
                 continue
-            if PHASES[self._phase] in ("start", "end"):
+            if PHASES[self._phase] in UNJUDGED:
                 continue
             standing = time.monotonic() - moved_at
             if standing > 2 * SECONDS_BETWEEN_BEATS:
