@@ -1,19 +1,19 @@
 """For all tests: the repository on the path, one thread a process, nothing left of one test in the next."""
 
 import logging
+import multiprocessing
 import os
+import signal
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PATHS = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests"), str(ROOT / "tests" / "multiprocess"), str(ROOT / "tests" / "faults")]
+FOLDERS = ("tests", "tests/unit", "tests/distributed", "tests/faults", "tests/builtin")
+PATHS = [str(ROOT), str(ROOT / "scripts"), *(str(ROOT / folder) for folder in FOLDERS)]
 sys.path[:0] = PATHS
 os.environ |= {"PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # for processes started here
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
-
-import random
-import time
 
 import pytest
 import torch
@@ -21,27 +21,16 @@ import torch
 torch.set_num_threads(1)
 
 
-DRILLS = {"drill": 3, "fault": 7, "misconfiguration": 7}  # of the slow ones, that a run of the tests takes
-DRILL_SEED = os.environ.get("DRILL_SEED", time.strftime("%Y-%m-%d"))
-
-
 def pytest_addoption(parser):
-    parser.addoption("--drills", action="store_true", help="run all slow drills, not a sample of them")
-
-
-def pytest_report_header(config):
-    sample = " and ".join(f"{number} of {marker}" for marker, number in DRILLS.items())
-    return "drills: all" if config.getoption("drills") else f"drills: {sample}, chosen by DRILL_SEED={DRILL_SEED} (--drills runs all)"
+    parser.addoption("--all", action="store_true", help="run the tests marked slow, too")
 
 
 def pytest_collection_modifyitems(config, items):
-    for marker, number in DRILLS.items():
-        drills = [item for item in items if item.get_closest_marker(marker)]
-        if len(drills) > number and not config.getoption("drills"):
-            chosen = random.Random(DRILL_SEED).sample(drills, number)
-            left_out = [item for item in drills if item not in chosen]
-            items[:] = [item for item in items if item not in left_out]
-            config.hook.pytest_deselected(items=left_out)
+    left_out = ["slow"] if not config.getoption("--all") else ["alone"] if "PYTEST_XDIST_WORKER" in os.environ else []
+    deselected = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
+    if deselected:
+        items[:] = [item for item in items if item not in deselected]
+        config.hook.pytest_deselected(items=deselected)
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -61,8 +50,15 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(autouse=True)
 def no_trace():
-    """A test that computes in float64 or sets up the logger leaves no trace."""
+    """A test that computes in float64, sets up the logger or leaves loader workers behind leaves no trace."""
     yield
+    workers = [child for child in multiprocessing.active_children() if child.daemon]
+    if workers:  # a loader that is collected in a cycle, after an exception say, loses its queues first and waits 10 s for each of them
+        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's would raise here
+        for worker in workers:
+            worker.kill()
+            worker.join()
+        signal.signal(signal.SIGCHLD, handler)
     torch.set_default_dtype(torch.float32)
     logger = logging.getLogger("ddp")
     logger.propagate = True
@@ -73,7 +69,7 @@ def no_trace():
 
 @pytest.fixture
 def runs(tmp_path):
-    """Training with real ranks in a folder of the test's own (multiprocess/training.py)."""
+    """Training with real ranks in a folder of the test's own (training.py)."""
     from training import Runs
 
     return Runs(tmp_path)

@@ -13,8 +13,8 @@ from nodes import Nodes
 from ranks import ROOT
 
 FOLDER = ROOT / "scripts" / "kubernetes"
+INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 VERSIONS = ("1.31", "1.37")  # the oldest that has all fields, and the newest whose schemas were published
-FREE = ("labels", "matchLabels", "selector", "requests", "limits")  # maps whose keys are anybody's
 
 
 def package(name):
@@ -52,27 +52,11 @@ def job_of_the_trainer(runtime, train_job):
     container = spec["template"]["spec"]["containers"][0]
     assert replicated["name"] == container["name"] == "node"  # by these names they are found
     container |= {"image": wishes["image"], "args": wishes["args"], "resources": wishes["resourcesPerNode"]}
-    container["env"] += [
-        {"name": "PET_NNODES", "value": str(wishes["numNodes"])},
-        {"name": "PET_NPROC_PER_NODE", "value": str(wishes["numProcPerNode"])},
-        {
-            "name": "PET_NODE_RANK",
-            "valueFrom": {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}},
-        },
-        {"name": "PET_MASTER_ADDR", "value": f"{name}-node-0-0.{name}"},
-        {"name": "PET_MASTER_PORT", "value": "29500"},
-    ]
+    values = {"NNODES": wishes["numNodes"], "NPROC_PER_NODE": wishes["numProcPerNode"], "MASTER_ADDR": f"{name}-node-0-0.{name}"}
+    container["env"] += [{"name": f"PET_{key}", "value": str(value)} for key, value in (values | {"MASTER_PORT": 29500}).items()]
+    container["env"].append({"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}})
     spec["template"]["spec"]["subdomain"] = name
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": f"{name}-node-0"}, "spec": spec}
-
-
-def keys(node, path=()):
-    """The way to each key of a document that a schema knows."""
-    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
-        if isinstance(key, str):
-            yield (*path, key)
-        if key not in FREE:
-            yield from keys(value, (*path, key))
 
 
 def both() -> list[dict]:
@@ -84,10 +68,7 @@ def both() -> list[dict]:
 def started(job, index):
     """The command and the variables of the pod with this index, filled in by the rules of the kubelet."""
     container = job["spec"]["template"]["spec"]["containers"][0]
-    fields = {
-        "metadata.annotations['batch.kubernetes.io/job-completion-index']": str(index),
-        "metadata.labels['batch.kubernetes.io/controller-uid']": "5fcf6d81",
-    }
+    fields = {INDEX: str(index), "metadata.labels['batch.kubernetes.io/controller-uid']": "5fcf6d81"}
     env = {}
     for each in container["env"]:  # in this order: what comes later cannot be filled in
         env[each["name"]] = filled(each["value"], env) if "value" in each else fields[each["valueFrom"]["fieldRef"]["fieldPath"]]

@@ -9,11 +9,13 @@ import functools
 import multiprocessing
 import os
 import pickle
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import uuid
@@ -33,7 +35,7 @@ SECONDS_TO_GO = 3.0  # for what a program leaves behind to end by itself
 # Ranks are forked from a server that has imported everything and has no threads: a fork of pytest's own process, in which a thread
 # may hold a lock of libc at that moment, hangs now and then.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["training"])
+CONTEXT.set_forkserver_preload(["warm"])
 STORES = """
 import sys, torch.distributed as dist
 stores = []
@@ -90,11 +92,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadlin
 
 def _be_a_rank(file: Path, env: dict[str, str], function: Callable[..., Any], args: tuple) -> None:
     output = os.open(file.with_suffix(".out"), os.O_WRONLY | os.O_CREAT)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    faulthandler.enable()  # a crash says where, on what is now stderr
-    os.environ.update(env)
-    multiprocessing.set_start_method("fork", force=True)  # of DataLoader workers, as in a process that was not forked from a server
+    _begin(output, env)
     try:
         file.write_bytes(pickle.dumps(function(*args)))
     except BaseException:
@@ -103,6 +101,18 @@ def _be_a_rank(file: Path, env: dict[str, str], function: Callable[..., Any], ar
         os._exit(1)
     sys.stdout.flush()
     os._exit(0)
+
+
+def _begin(output: int, env: dict[str, str]) -> None:
+    """In a process that was forked from the server: prints into a file, and is as one that was started by itself."""
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.enable()  # a crash says where, on what is now stderr
+    os.environ.update(env)
+    multiprocessing.set_start_method("fork", force=True)  # of DataLoader workers
+    import warm
+
+    warm.be_quick()
 
 
 @dataclass
@@ -168,7 +178,7 @@ def stop(program: subprocess.Popen) -> int:
         except subprocess.TimeoutExpired:
             os.killpg(program.pid, signal.SIGKILL)
     ends = time.monotonic() + SECONDS_TO_GO
-    while (left := _marked(program)) and time.monotonic() < ends:  # the writer of checkpoints hears of the end a moment later
+    while (left := marked(program)) and time.monotonic() < ends:  # the writer of checkpoints hears of the end a moment later
         time.sleep(0.05)
     for pid in left:
         with contextlib.suppress(OSError):
@@ -176,14 +186,120 @@ def stop(program: subprocess.Popen) -> int:
     return len(left)
 
 
-def _marked(program: subprocess.Popen) -> list[int]:
+def marked(program: subprocess.Popen) -> list[int]:
     """The processes that the program left; none where there is no /proc."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if program.mark in (process / "environ").read_bytes().split(b"\0"):
+            is_its = (
+                program.is_mine(process)
+                if isinstance(program, WarmLaunch)
+                else program.mark in (process / "environ").read_bytes().split(b"\0")
+            )
+            if is_its and int(process.name) != os.getpid():
                 found.append(int(process.name))
     return found
+
+
+class WarmLaunch:
+    """`python script words`, or with ranks as torchrun would launch it, in processes forked from the server: as `start` gives a program.
+
+    The agent is torchrun's stand-in: it forwards SIGTERM and SIGINT to the ranks' process groups, ends all ranks when one fails,
+    gives them 30 s, and then exits with 1. What torchrun itself says, or restarts, needs a real launch.
+    """
+
+    def __init__(self, ranks: int, script: Path, words: Sequence[object], env: dict[str, str] | None = None) -> None:
+        self.args = [str(script), *map(str, words)]
+        # named, since a deleted file is known by its inode, which another program's file may get once this one is closed
+        self.files = [tempfile.NamedTemporaryFile("w+", prefix=f"{uuid.uuid4()}-") for _ in range(2)]
+        self.mark = os.path.realpath(self.files[0].name)
+        opened = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self.files]
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": new_store(), "TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(ranks)}
+        common |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+        self._process = CONTEXT.Process(target=_be_an_agent, args=(ranks, self.args, opened, (common if ranks else {}) | (env or {})))
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return self._process.exitcode
+
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
+    def is_mine(self, process: Path) -> bool:
+        """Whether a process of /proc belongs to this launch: it has inherited what the agent prints into."""
+        return any(os.readlink(file) == self.mark for file in (process / "fd").iterdir())
+
+
+def _be_an_agent(ranks: int, words: list[str], outputs: list[str], env: dict[str, str]) -> None:
+    os.setsid()
+    out, err = (os.open(path, os.O_WRONLY | os.O_APPEND) for path in outputs)
+    _begin(out, env)
+    os.dup2(err, 2)
+    if not ranks:
+        _run_script(words)
+    heard: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _frame: heard.append(number))
+    pids = {}
+    for rank in range(ranks):
+        if not (pid := os.fork()):
+            os.setsid()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            _run_script(words)
+        pids[pid] = rank
+    code = 0
+    while pids and not code and not heard:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in pids:
+            del pids[pid]
+            code = status and 1
+        time.sleep(0.01)
+    _end_ranks(pids, heard[0] if heard else signal.SIGTERM)
+    os._exit(1 if heard else code)
+
+
+def _end_ranks(pids: dict[int, int], number: int) -> None:
+    """As torchrun does: the signal to each rank's process group; SIGKILL to what is left after 30 s."""
+    ends = time.monotonic() + 30
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, number)
+    while pids:
+        pid, _ = os.waitpid(-1, os.WNOHANG)
+        pids.pop(pid, None)
+        for pid in pids if time.monotonic() > ends else ():
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _run_script(words: list[str]) -> NoReturn:
+    """As the interpreter runs a script, to its end: threads are waited for, then what was registered at exit runs."""
+    sys.argv, code = words, 0
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def torchrun(world_size: int, *flags: str | Path, script: str = "train.py", **options: Any) -> Ended:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -102,8 +104,10 @@ def changed_files() -> list[str]:
 
 def code_digests() -> dict[str, str]:
     """SHA-256 of each file of the repository that is imported here, by its path from the root; scripts and tests left out."""
-    files = {Path(module.__file__).resolve() for module in list(sys.modules.values()) if getattr(module, "__file__", None)}
-    names = [file.relative_to(ROOT) for file in files if file.is_relative_to(ROOT) and file.is_file()]
+    real_folder = functools.cache(os.path.realpath)  # thousands of modules lie in a few hundred folders
+    imported = [os.path.split(module.__file__) for module in list(sys.modules.values()) if getattr(module, "__file__", None)]
+    files = {os.path.join(real_folder(folder), name) for folder, name in imported}
+    names = [Path(file).relative_to(ROOT) for file in files if file.startswith(f"{ROOT}{os.sep}") and os.path.isfile(file)]
     names = [name for name in names if name.parts[0] not in ("scripts", "tests") and "site-packages" not in name.parts]
     return {str(name): _sha256(ROOT / name) for name in sorted(names)}
 

@@ -30,7 +30,7 @@ FILES += (
     "samples/rank*.jsonl",
     "superseded-*/*.pt",
 )
-FILES += ("watch/*", "hang-*.txt")
+FILES += ("hang-*.txt",)
 CHECKPOINTS = ("step_*.pt", checkpoint.BEST)
 SECONDS_BETWEEN_STATUS = 1.0  # while it says no more than how far training is
 
@@ -157,6 +157,8 @@ class Run:
             self.folder.rename(aside)
             self._claim.close()
             self.checkpoints.mkdir(parents=True)
+            with suppress(OSError):  # the ranks write into these files already
+                (aside / self.watch_folder.name).rename(self.watch_folder)
             self._claim = Claim(self.folder, self.host)
             self._claim.number = self.claim_number
             self.notes.append(f"moved the earlier run aside: it is now in {aside}")
@@ -347,6 +349,7 @@ def _link(source: Path, target: Path) -> None:
     except OSError:  # a file system without links
         shutil.copyfile(source, temporary)
     temporary.replace(target)
+    temporary.unlink(missing_ok=True)  # of two names of one file a rename leaves both
 
 
 def _read_json(path: Path) -> dict[str, Any]:

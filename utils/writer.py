@@ -30,7 +30,7 @@ from torch import Tensor
 from config import Refused
 from utils import checkpoint
 from utils.atomic_file import temporary_of
-from utils.signals import die_with_parent
+from utils.signals import STOP_SIGNALS, die_with_parent, kept_back
 
 SECONDS_AS_AN_ORPHAN = 8  # to finish a file that was committed before the training process was killed
 ALIGNMENT = 64  # bytes
@@ -80,9 +80,10 @@ class Writer:
     def _start(self) -> None:
         if HAS_PROCESS:
             ours, theirs = _pair()
-            self._pid = os.fork()
-            if self._pid == 0:
-                _be_the_writer(theirs)
+            with kept_back():  # a signal that comes before the new process ignores it would end it
+                self._pid = os.fork()
+                if self._pid == 0:
+                    _be_the_writer(theirs)
             theirs.close()
             self._connection = ours
             if self._memory is not None:
@@ -209,6 +210,7 @@ def _be_the_writer(connection: Connection) -> None:
         os.setsid()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the fork was made with these kept back
         os.closerange(3, connection.fileno())  # sockets of the ranks, GPUs: what ends with the training process ends for all
         os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
         signal.signal(signal.SIGUSR2, lambda number, frame: signal.alarm(SECONDS_AS_AN_ORPHAN))

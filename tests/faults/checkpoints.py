@@ -5,49 +5,41 @@ import signal
 import threading
 from pathlib import Path
 
-from disks import are_whole, held_at, let_go, run_on, tracing, wait_until_held
-from drill import FLAGS, Drill, Fault, says
-from ranks import need, run_ranks
+import torch
+
+from disks import are_whole, tracing
+from drill import FLAGS, LOOKED, SAME_BITS, Drill, fault, says, slow_writer
+from ranks import run_ranks
 from storage import RUN
-from tasks import signals_after
-from training import TINY, train_flags
+from tasks import train_task
 from utils import checkpoint
 from utils.checkpoint import step_checkpoints, step_path
 
-STUCK = """
-from utils import checkpoint
-plain_replace = checkpoint.replace_file
-def stuck(path, write, *rest, **options):
-    plain_replace(path, lambda file: (write(file), file.flush(), time.sleep(60 * (path.name == "step_00000020.pt"))), *rest, **options)
-checkpoint.replace_file = stuck
-"""
 
-
+@fault(
+    "partial file left over",
+    "SIGKILL to rank 0 and to the writer while a checkpoint is half written",
+    f"the next start deletes the partial file; {SAME_BITS}",
+    "partial files",
+    is_default=True,
+)
 def left_over(drill: Drill) -> float:
-    job = drill.start(2, *RUN, code=STUCK)
+    job = drill.start(2, *RUN, code=slow_writer("60 * (path.name == 'step_00000020.pt')"))
     job.wait_for(lambda: list(job.folder.glob("checkpoints/step_00000020.pt.*.tmp")))
     writer = job.writer()
     job.signal(0, signal.SIGKILL)
     os.kill(writer, signal.SIGKILL)
-    assert job.end().code == 1
+    drill.fails(job)
     left = list(job.folder.glob("checkpoints/*.tmp"))
     assert len(left) == 1 and are_whole(job) == [10]
-    drill.fork(2, *RUN, "--resume_from", "auto")
-    drill.no_partial_files()
-    drill.is_whole(2, *RUN)
+    drill.resumes(2, *RUN)
     return len(left)
-
-
-def train_until(step: int, flags: list[str]) -> str:
-    """In a rank: the run is asked to stop, and saves, at this step."""
-    with signals_after([step - 1]):
-        return train_flags(flags)["state"]
 
 
 def stopped_at_30(drill: Drill) -> Path:
     """The folder of the checkpoints of steps 10, 20 and 30."""
-    words = [*map(str, (*TINY, *FLAGS, "--run_dir", drill.folder / "run", *RUN))]
-    assert run_ranks(2, train_until, 30, words) == ["preempted"] * 2
+    words = [*FLAGS, "--run_dir", drill.folder / "run", *RUN]
+    run_ranks(2, train_task, "images", words, torch.float32, [29], False, False)
     folder = drill.folder / "run/checkpoints"
     assert [checkpoint.verify(path).step for path in step_checkpoints(folder)] == [10, 20, 30]
     return folder
@@ -69,38 +61,50 @@ CUT = r"step_00000030\.pt: has no checksum at its end, it was cut short"
 FLIPPED = r"step_00000020\.pt: is damaged, its bytes do not have the checksum at its end"
 
 
+@fault(
+    "newest checkpoints damaged",
+    "the newest is cut short, the one before has a flipped bit",
+    "both are named with the reason, the third is taken, no sample is lost",
+    "steps redone",
+    is_default=True,
+)
 def newest_damaged(drill: Drill) -> float:
     folder = stopped_at_30(drill)
     cut(step_path(folder, 30))
     flip(step_path(folder, 20))
-    ended = drill.run(2, *RUN, "--resume_from", "auto")
-    assert ended.code == 0, ended.text
+    ended = drill.completes(2, *RUN, "--resume_from", "auto")
     says(ended.text, CUT)
     says(ended.text, FLIPPED)
     drill.is_whole(2, *RUN)
     return drill.steps_lost(30)
 
 
+@fault(
+    "all checkpoints damaged",
+    "each is cut short or has a flipped bit",
+    "refused with each one's reason and no fresh start; nothing of the run changes",
+    "checkpoints named",
+    is_default=True,
+)
 def all_damaged(drill: Drill) -> float:
     folder = stopped_at_30(drill)
     for step, damage in ((10, cut), (20, flip), (30, cut)):
         damage(step_path(folder, step))
-    before = {path: path.read_bytes() for path in [*folder.parent.glob("*.json*"), *folder.glob("*.pt")] if path.name != "claim.json"}
-    ended = drill.run(2, *RUN, "--resume_from", "auto")
-    assert (ended.code, ended.left) == (1, 0), ended.text
-    for said in (CUT, FLIPPED, "has no whole checkpoint; give one with --resume_from, or --overwrite to start anew"):
-        says(ended.text, said)
-    changed = [path for path, data in before.items() if not path.exists() or path.read_bytes() != data]
-    assert changed == []
-    return len(changed)
+    refused = "has no whole checkpoint; give one with --resume_from, or --overwrite to start anew"
+    with drill.unchanged(*LOOKED):
+        drill.fails(drill.start(2, *RUN, "--resume_from", "auto"), CUT, FLIPPED, refused, has_status=False)
+    return 3
 
 
+@fault("newest checkpoint unreadable", "its read fails, by strace", "named, the one before is taken, no sample is lost", "steps redone")
 def newest_unreadable(drill: Drill) -> float:
-    need("strace")
     path = step_path(stopped_at_30(drill), 30)
-    trace = ("strace", "-f", "--seccomp-bpf", "-qq", "-o", drill.folder / "strace", "-P", path, "-e", "trace=read,mmap")
-    ended = drill.run(2, *RUN, "--resume_from", "auto", before=(*trace, "-e", "inject=read:error=EIO"))
-    assert ended.code == 0, ended.text
+    code = "while not os.path.exists(f'{FOLDER}/traced'):\n    time.sleep(0.01)\n"
+    job = drill.start(2, *RUN, "--resume_from", "auto", code=code)
+    for pid in job.wait_for(lambda: len(found := job.children(job.program.pid)) == 2 and found):
+        tracing(drill, pid, "-f", "-qq", "-P", path, "-e", "trace=read,mmap", "-e", "inject=read:error=EIO")
+    (drill.folder / "traced").touch()
+    ended = drill.has_completed(job)
     says(ended.text, r"step_00000030\.pt: cannot be read \(Input/output error\)")
     drill.is_whole(2, *RUN)
     return drill.steps_lost(30)
@@ -120,10 +124,15 @@ def look(folder: Path) -> int | None:
             os.close(descriptor)
 
 
+@fault(
+    "writer killed before it prunes",
+    "SIGKILL at its first unlink, while the folder is looked at 100 times",
+    "at no instant there are fewer than two whole checkpoints",
+    "whole checkpoints at least",
+)
 def never_fewer_than_two(drill: Drill) -> float:
     flags = (*RUN, "--save_every_steps", 2, "--keep_last", 2, "--epochs", 4)
-    job = drill.start(2, *flags, code=held_at(drill, 1))
-    wait_until_held(drill, job, 1)
+    job = drill.held(2, 1, *flags)
     tracing(drill, job.writer(), "-e", "trace=/^unlink", "-e", "inject=/^unlink:signal=SIGKILL:when=1")
     found: list[int] = []
 
@@ -133,105 +142,47 @@ def never_fewer_than_two(drill: Drill) -> float:
                 found.append(number)
 
     thread = threading.Thread(target=watch)
-    let_go(drill, crawling=True)
+    drill.let_go(is_slow=True)
     thread.start()
     thread.join(60)
-    run_on(drill)
-    ended = job.end()
-    assert ended.code == 0, ended.text
+    drill.run_on()
+    ended = drill.has_completed(job)
     says(ended.text, "the process that wrote it was killed; training goes on, and it is tried again in 0 s")
     assert len(found) == 100 and min(found) >= 2
     assert are_whole(job) == [98, 100]
     return min(found)
 
 
+@fault("command after a checkpoint fails", "--on_checkpoint ends with 3, then is gone", "warnings; the run completes", "warnings")
 def command_fails(drill: Drill) -> float:
     command = drill.folder / "command"
     command.write_text("#!/bin/sh\nexit 3\n")
     command.chmod(0o755)
-    job = drill.start(2, *RUN, "--on_checkpoint", command, code=held_at(drill, 24))
-    wait_until_held(drill, job, 24, checkpoint_of=20)
+    job = drill.held(2, 24, *RUN, "--on_checkpoint", command, checkpoint_of=20)
     command.unlink()
-    let_go(drill)
-    ended = job.end()
-    assert (ended.code, ended.left) == (0, 0), ended.text
+    drill.let_go()
+    ended = drill.has_completed(job)
     says(ended.text, f"on_checkpoint: {command} ended with exit code 3; the checkpoint itself is whole")
     says(ended.text, rf"on_checkpoint: {command} cannot be run \(No such file or directory\); the checkpoint itself is whole")
-    return 0
+    return ended.text.count("the checkpoint itself is whole")
 
 
+@fault(
+    "command after a checkpoint hangs",
+    "--on_checkpoint does not end before step 44",
+    "training does not wait; the newest commit has its turn, and each path is that of a whole checkpoint",
+    "commands run",
+)
 def command_is_slow(drill: Drill) -> float:
     command, copies, go = drill.folder / "command", drill.folder / "copies", drill.folder / "release"
     copies.mkdir()
     command.write_text(f'#!/bin/sh\ncp "$1" {copies}\nwhile [ ! -e {go} ]; do sleep 0.1; done\n')
     command.chmod(0o755)
-    job = drill.start(2, *RUN, "--on_checkpoint", command, code=held_at(drill, 44))
-    wait_until_held(drill, job, 44, checkpoint_of=40)
+    job = drill.held(2, 44, *RUN, "--on_checkpoint", command, checkpoint_of=40)
     assert [path.name for path in copies.iterdir()] == ["step_00000010.pt"]
     go.touch()
-    let_go(drill)
-    ended = job.end()
-    assert (ended.code, ended.left) == (0, 0), ended.text
+    drill.let_go()
+    drill.has_completed(job)
     steps = sorted(checkpoint.verify(path).step for path in copies.iterdir())
     assert {10, 50} <= set(steps) <= {10, 30, 40, 50}, steps  # 20 was superseded before it had its turn
     return len(steps)
-
-
-FAULTS = [
-    Fault(
-        "partial file left over",
-        "storage",
-        "SIGKILL to rank 0 and to the writer while a checkpoint is half written",
-        "the next start deletes the partial file and goes on to the same bits",
-        "partial files",
-        left_over,
-    ),
-    Fault(
-        "newest checkpoints damaged",
-        "storage",
-        "the newest is cut short, the one before has a flipped bit",
-        "both are named with the reason, the third is taken, no sample is lost",
-        "steps made again",
-        newest_damaged,
-    ),
-    Fault(
-        "all checkpoints damaged",
-        "storage",
-        "each is cut short or has a flipped bit",
-        "refused with each one's reason and no fresh start; nothing of the run changes",
-        "files changed",
-        all_damaged,
-    ),
-    Fault(
-        "newest checkpoint unreadable",
-        "storage",
-        "read of it, by strace: EIO",
-        "it is named with the reason, the one before is taken, no sample is lost",
-        "steps made again",
-        newest_unreadable,
-    ),
-    Fault(
-        "writer killed before it prunes",
-        "storage",
-        "SIGKILL at its first unlink, while the folder is looked at 100 times",
-        "at no instant there are fewer than two whole checkpoints",
-        "whole checkpoints at least",
-        never_fewer_than_two,
-    ),
-    Fault(
-        "command after a checkpoint fails",
-        "storage",
-        "--on_checkpoint ends with 3, then is gone",
-        "warnings; the run completes",
-        "exit code",
-        command_fails,
-    ),
-    Fault(
-        "command after a checkpoint hangs",
-        "storage",
-        "--on_checkpoint does not end before step 44",
-        "training does not wait; the newest commit has its turn, and each path is that of a whole checkpoint",
-        "commands run",
-        command_is_slow,
-    ),
-]

@@ -1,15 +1,30 @@
-"""Storage that fills up, fails or goes away under a run: a mount namespace of the drill's own, and strace on one process."""
+"""Storage that fills up, fails or goes away under a run: mount namespaces, and strace on one process."""
 
 import contextlib
 import os
-import time
 from pathlib import Path
 
-from drill import Drill, Job
+from drill import Drill, Job, until
 from ranks import ROOT, lack, launch, need
 from utils import checkpoint
 
 MEGABYTE = 2**20
+IS_ROOT = os.geteuid() == 0
+
+
+def mounting(*words: object, only_rank: int | None = None) -> str:
+    """Lines after which a rank, or only this one, has a mount of its own that no other process sees."""
+    need("unshare")
+    mine = ["unshare", *([] if IS_ROOT else ["--map-root-user"]), "-m"]
+    if launch([*mine, "true"]).code:
+        lack("this machine allows no mount namespaces")
+    unshared = 0x20000 if IS_ROOT else 0x10020000  # CLONE_NEWNS, CLONE_NEWUSER
+    return (
+        f"import ctypes, subprocess\nif {only_rank} in (None, RANK):\n"
+        f"    assert ctypes.CDLL(None).unshare({unshared}) == 0\n"
+        "    subprocess.run(['mount', '--make-rprivate', '/'], check=True)\n"
+        f"    subprocess.run({['mount', *map(str, words)]}, check=True)\n"
+    )
 
 
 class Disk:
@@ -18,34 +33,34 @@ class Disk:
     The drill's folder "run" leads to the run's folder on the disk, in this and in that namespace.
     """
 
-    def __init__(self, drill: Drill, megabytes: int = 128, is_run_folder: bool = False) -> None:
+    def __init__(self, drill: Drill, megabytes: int = 64, is_run_folder: bool = False) -> None:
         need("unshare")
         need("nsenter")
         self._drill, self.place = drill, drill.folder / "disk"
         self.place.mkdir()
-        is_root = os.geteuid() == 0
-        holder = drill.beside("unshare", *([] if is_root else ["--map-root-user"]), "-m", "sleep", 600)
-        ends = time.monotonic() + 10
-        with contextlib.suppress(OSError):
-            while os.readlink(f"/proc/{holder.pid}/ns/mnt") == os.readlink("/proc/self/ns/mnt") and time.monotonic() < ends:
-                time.sleep(0.005)
-        self._enter = ["nsenter", *([] if is_root else ["-U", "--preserve-credentials"]), "-m", "-t", holder.pid]
-        self.before = (*self._enter, "sh", "-c", f'cd {ROOT} && exec "$@"', "sh")
+        holder = drill.beside("unshare", *([] if IS_ROOT else ["--map-root-user"]), "-m", "sleep", 600)
+        mounts = Path(f"/proc/{holder.pid}/ns/mnt")
+        with contextlib.suppress(OSError):  # it could not, and has ended
+            until(lambda: mounts.readlink() != Path("/proc/self/ns/mnt").readlink(), 30)
+        self._inside = ["nsenter", *([] if IS_ROOT else ["-U", "--preserve-credentials"]), "-m", "-t", holder.pid]
         if self.inside("mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", self.place).code:
             lack("this machine allows no mount namespaces")
         self.run = self.place if is_run_folder else self.place / "run"
         self.seen = Path(f"/proc/{holder.pid}/root{self.place}")
         (drill.folder / "run").symlink_to(f"/proc/{holder.pid}/root{self.run}")
+        self._enter = f"import ctypes\nfor kind in {('mnt',) if IS_ROOT else ('user', 'mnt')}:\n"
+        self._enter += f"    assert ctypes.CDLL(None).setns(os.open(f'/proc/{holder.pid}/ns/{{kind}}', os.O_RDONLY), 0) == 0\n"
+        self._enter += f"os.chdir({str(ROOT)!r})\n"
 
     def inside(self, *words: object):
         """Run a command in the namespace."""
-        return launch([*self._enter, *words], deadline=20)
+        return launch([*self._inside, *words], deadline=20)
 
-    def start(self, ranks: int, *flags: object, **options) -> Job:
-        return self._drill.start(ranks, *flags, "--run_dir", self.run, before=self.before, **options)
+    def held(self, ranks: int, step: int, *flags: object, code: str = "", **options: object) -> Job:
+        return self._drill.held(ranks, step, *flags, "--run_dir", self.run, code=self._enter + code, **options)
 
-    def run_to_end(self, ranks: int, *flags: object, **options):
-        return self.start(ranks, *flags, **options).end(90)
+    def completes(self, ranks: int, *flags: object, code: str = "") -> None:
+        self._drill.completes(ranks, *flags, "--run_dir", self.run, code=self._enter + code)
 
     def fill(self, leave: float) -> None:
         """Take all room but so many MB."""
@@ -67,52 +82,12 @@ class Disk:
         assert self.inside("umount", "-l", place).code == 0
 
 
-# ---- holding the run still while something is done to it ----
-
-
-def held_at(drill: Drill, step: int) -> str:
-    """Lines for a program: the forward pass of this optimizer step waits for `let_go`, on all ranks; where they then crawl, until `run_on`."""
-    return f"""
-held_loss, passes = train.compute_loss, []
-def held(net, batch):
-    passes.append(net.training)
-    while sum(passes) == 2 + {step} and not os.path.exists({str(drill.folder / "go")!r}):  # 2: to warm up
-        time.sleep(0.005)
-    time.sleep(0.2 if net.training and os.path.exists({str(drill.folder / "slow")!r}) else 0.0)
-    return held_loss(net, batch)
-train.compute_loss = held
-"""
-
-
-def wait_until_held(drill: Drill, job: Job, step: int, checkpoint_of: int = 0) -> None:
-    """The run waits at this step, and the checkpoint of that one is on the disk."""
-    job.wait_for(lambda: all(place and (place.step, place.phase) == (step, "forward") for place in job.places(2)))
-    if checkpoint_of:
-        job.wait_for(lambda: job.checkpoint(checkpoint_of).exists() and not any(job.checkpoint(0).parent.glob("*.tmp")))
-
-
-def let_go(drill: Drill, crawling: bool = False) -> None:
-    if crawling:
-        (drill.folder / "slow").touch()
-    (drill.folder / "go").touch()
-
-
-def run_on(drill: Drill) -> None:
-    (drill.folder / "slow").unlink()
-
-
-# ---- system calls that fail ----
-
-
 def tracing(drill: Drill, pid: int, *words: object) -> Path:
     """Attach strace to a process; returns its log."""
     need("strace")
     log = drill.folder / f"strace-{pid}"
     drill.beside("strace", "-y", "-o", log, *words, "-p", pid)
-    ends = time.monotonic() + 10
-    while "TracerPid:\t0\n" in Path(f"/proc/{pid}/status").read_text():
-        assert time.monotonic() < ends, "strace cannot attach"
-        time.sleep(0.005)
+    until(lambda: "TracerPid:\t0\n" not in Path(f"/proc/{pid}/status").read_text())
     return log
 
 

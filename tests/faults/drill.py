@@ -1,41 +1,69 @@
-"""A fault drill: one row of a table, and the tools to do to a real run what the row says.
+"""Faults: one row of a table each, and the tools to do to a real run what the row says.
 
-A row's `drill` injects the fault, asserts the end that the row promises, and returns the row's figure. A kind is a distinct
-(what fails, where, what must happen): sizes, ranks and moments of one kind are one row.
+A row is a function with the decorator `fault`: it injects the fault, asserts what must happen, and returns the row's figure. Its group
+is its module. A kind is a distinct (what fails, where, what must happen): sizes, ranks and moments of one kind are one row.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import random
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import Popen
 
-from ranks import ROOT, Ended, finish, start, stop
+from ranks import ROOT, Ended, WarmLaunch, finish, marked, start, stop
+from tasks import BUCKETS
 from training import STATE, Runs, difference
 from utils.checkpoint import step_path
 from utils.watchdog import Place, read_place
 
-GROUPS = ("processes", "start-up", "storage", "data", "numbers", "time", "strangers")
-FLAGS = ["--image_size", "8", "--batch_size", "4", "--log_interval", "5", "--backend", "gloo", "--no-use_amp", "--record_samples"]
-SLOW = 0.02  # seconds that a step of a drill takes at least, so that a fault finds it on its way
-AT_STEP = """
+FLAGS = "--image_size 8 --batch_size 4 --log_interval 5 --backend gloo --no-use_amp --record_samples".split() + BUCKETS
+HOST = re.escape(socket.gethostname())
+NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else a restart by torchrun finds the keys of the attempt that died
+LOOKED = ("watch/", "claim.json")  # what a launch that is refused may change in a run's folder: who looked last
+SAME_BITS = "resumed, it ends in the same bits"
+# train.py on the task "images". For a fault's own lines: RUN is the run's folder, STEP the optimizer step under way (0: before the
+# first), before_loss(net) is called at each forward pass. A step takes 20 ms at least, so that a fault finds it under way; 0.2 s
+# where the drill's folder has a file "slow". Step HELD_AT waits for a file "go".
+PROGRAM = f"""
+import sys; sys.path[:0] = [{str(ROOT)!r}]; sys.argv[0] = 'train.py'
+from utils.signals import hold
+hold()
+import os, time, torch, train
 from pathlib import Path
+from tasks import Images, using
 from utils.watchdog import Watch
-RUN, STEP = Path(sys.argv[sys.argv.index('--run_dir') + 1]), [0]
-plain_begin = Watch.begin_step
+TASK = using('images')
+TASK.__enter__()
+RANK, STEP = int(os.environ.get('RANK', 0)), 0
+RUN = Path(sys.argv[sys.argv.index('--run_dir') + 1])
+plain_begin, plain_loss = Watch.begin_step, train.compute_loss
+
 def begin_step(self, step):
-    STEP[0] = step
+    global STEP
+    STEP = step
     plain_begin(self, step)
-Watch.begin_step = begin_step
-"""  # for `code`: the run's folder, and in STEP[0] the optimizer step under way (0: before the first)
+
+def before_loss(net):
+    pass
+
+def compute_loss(net, batch):
+    while net.training and STEP == HELD_AT and not os.path.exists(f'{{FOLDER}}/go'):
+        time.sleep(0.005)
+    time.sleep((0.2 if os.path.exists(f'{{FOLDER}}/slow') else 0.02) if net.training else 0)
+    before_loss(net)
+    return plain_loss(net, batch)
+
+Watch.begin_step, train.compute_loss = begin_step, compute_loss
+"""
 
 
 @dataclass(frozen=True)
@@ -48,6 +76,21 @@ class Fault:
     end: str
     figure: str  # what the number is
     drill: Callable[["Drill"], float]
+    is_default: bool  # the others run with --all only
+
+
+FAULTS: list[Fault] = []
+
+
+def fault(kind: str, injection: str, end: str, figure: str, *args: object, is_default: bool = False) -> Callable:
+    """A row whose drill is the function that follows, given these args."""
+
+    def register(function: Callable) -> Callable:
+        group = function.__module__.replace("_", "-")
+        FAULTS.append(Fault(kind, group, injection, end, figure, lambda drill: function(drill, *args), is_default))
+        return function
+
+    return register
 
 
 @dataclass
@@ -102,12 +145,9 @@ class Job:
         """Of a process: DataLoader workers, the writer."""
         found = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = stat.read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[1]) == pid:
-                found.append(int(stat.parent.name))
+            with contextlib.suppress(OSError):
+                if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                    found.append(int(stat.parent.name))
         return found
 
     def writer(self) -> int:
@@ -122,12 +162,7 @@ class Job:
 
     def members(self) -> list[int]:
         """All processes of the launch that live, in whatever session."""
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if self.program.mark in (process / "environ").read_bytes().split(b"\0"):
-                    found.append(int(process.name))
-        return found
+        return marked(self.program)
 
     def checkpoint(self, step: int) -> Path:
         return step_path(self.folder / "checkpoints", step)
@@ -142,22 +177,18 @@ class Job:
 
 
 class Drill:
-    """The ground for one drill: a folder of its own, seeded randomness, launches that are ended whatever happens."""
+    """What one drill works with: a folder of its own, seeded randomness, launches that are ended whatever happens."""
 
     def __init__(self, folder: Path, seed: object) -> None:
         self.folder, self.random, self.runs = folder, random.Random(f"{seed}"), Runs(folder)
         self._jobs: list[Job] = []
 
-    def program(self, code: str, name: str = "program.py") -> Path:
-        """train.py with some lines before it runs, that patch what the fault needs; a step takes at least 20 ms."""
-        path = self.folder / name
-        path.write_text(
-            f"import sys; sys.path[:0] = [{str(ROOT)!r}]; sys.argv[0] = 'train.py'\n"
-            "from utils.signals import hold\nhold()\nimport os, time, torch, train\n"
-            "RANK = int(os.environ.get('RANK', 0))\n"
-            f"plain_loss = train.compute_loss\ndef slow_loss(net, batch):\n    time.sleep({SLOW} if net.training else 0)\n    return plain_loss(net, batch)\n"
-            f"train.compute_loss = slow_loss\n{code}\ntrain.run_as_script()\n"
-        )
+    def program(self, code: str, held_at: int) -> Path:
+        """train.py with a fault's own lines before it runs."""
+        for name in ("go", "slow"):
+            (self.folder / name).unlink(missing_ok=True)
+        path = self.folder / "program.py"
+        path.write_text(f"HELD_AT, FOLDER = {held_at}, {str(self.folder)!r}\n{PROGRAM}\n{code}\ntrain.run_as_script()\n")
         return path
 
     def start(
@@ -165,37 +196,56 @@ class Drill:
         ranks: int,
         *flags: object,
         code: str = "",
-        name: str = "run",
+        held_at: int = -1,
+        name: str | Path = "run",
         env: dict[str, str] | None = None,
         before: tuple = (),
         how: tuple = ("--standalone",),
+        is_real: bool = False,
     ) -> Job:
-        """Launch by torchrun, which `how` gives further words; 0 ranks: by python alone. `before` comes first: strace, unshare."""
-        folder = self.folder / name
-        launcher = [sys.executable, *(["-m", "torch.distributed.run", *how, f"--nproc-per-node={ranks}"] if ranks else [])]
-        words = [*before, *launcher, self.program(code), *FLAGS, "--run_dir", folder, *flags]
-        return self.launch(words, name, env)
+        """Launch on so many ranks; 0: by python alone. Forked, with a stand-in for torchrun (ranks.WarmLaunch); a real torchrun where
+        `is_real`, where it gets further words by `how`, and where something comes before it."""
+        words = [self.program(code, held_at), *FLAGS, "--run_dir", self.folder / name, *flags]
+        folder, launcher = self.folder / name, [sys.executable]
+        former = {place.pid for file in folder.glob("watch/rank*") if (place := read_place(file))}
+        if is_real or before or how != ("--standalone",):
+            launcher += ["-m", "torch.distributed.run", *how, f"--nproc-per-node={ranks}"] if ranks else []
+            program = start([*before, *launcher, *words], env=env)
+        else:
+            program = WarmLaunch(ranks, words[0], words[1:], env)
+        self._jobs.append(Job(program, folder, former))
+        return self._jobs[-1]
 
-    def launch(self, words: Sequence[object], name: str = "run", env: dict[str, str] | None = None) -> Job:
-        """Any command line that runs in this folder."""
-        job = Job(start(words, env=env), self.folder / name, self.former(name))
-        self._jobs.append(job)
-        return job
-
-    def former(self, name: str = "run") -> set[int]:
-        """The pids of the ranks that were there last."""
-        return {place.pid for file in (self.folder / name).glob("watch/rank*") if (place := read_place(file))}
-
-    def run(self, ranks: int, *flags: object, seconds: float = 90.0, **options: object) -> Ended:
-        """Launch and wait for the end."""
-        return self.start(ranks, *flags, **options).end(seconds)
-
-    def fork(self, ranks: int, *flags: object, name: str = "run") -> None:
-        """A run, or one gone on with, that nothing befalls and that is not what the row is about: quick, in ranks that are forked."""
+    def fork(self, ranks: int, *flags: object, name: str | Path = "run") -> None:
+        """A run, or one that is resumed, without a fault: quick, in ranks that are forked."""
         self.runs.train(max(1, ranks), name, *FLAGS, *flags)
 
-    def beside(self, *words: object) -> subprocess.Popen:
-        """Start a tool that goes on beside the launches, as long as the drill."""
+    def held(self, ranks: int, step: int, *flags: object, checkpoint_of: int = 0, **options: object) -> Job:
+        """A launch all of whose ranks wait in this step until `let_go`, once the checkpoint of that step is on the disk."""
+        job = self.start(ranks, *flags, held_at=step, **options)
+        job.wait_for(lambda: all(place and (place.step, place.phase) == (step, "forward") for place in job.places(max(1, ranks))))
+        if checkpoint_of:
+            job.wait_for(lambda: job.checkpoint(checkpoint_of).exists() and not any(job.checkpoint(0).parent.glob("*.tmp")))
+        return job
+
+    def let_go(self, is_slow: bool = False) -> None:
+        """The ranks that wait go on; slowly, until `run_on`."""
+        if is_slow:
+            (self.folder / "slow").touch()
+        (self.folder / "go").touch()
+
+    def run_on(self) -> None:
+        (self.folder / "slow").unlink()
+
+    def stopped(self, step: int, *flags: object, ranks: int = 2, number: int = signal.SIGTERM, **options: object) -> int:
+        """A run that is asked to stop at this step and has saved; the committed steps that its newest checkpoint lacks."""
+        job = self.held(ranks, step, *flags, **options)
+        job.signal_launcher(number)
+        self.let_go(is_slow=True)
+        return self.has_stopped(job, code=1 if ranks else 75)
+
+    def beside(self, *words: object) -> Popen:
+        """Start a tool that runs beside the launches until the drill ends."""
         self._jobs.append(Job(start(words), self.folder))
         return self._jobs[-1].program
 
@@ -205,20 +255,55 @@ class Drill:
 
     # ---- what is asserted ----
 
+    def completes(self, ranks: int, *flags: object, seconds: float = 90.0, **options: object) -> Ended:
+        """A launch that succeeds and leaves no process."""
+        return self.has_completed(self.start(ranks, *flags, **options), seconds)
+
+    def has_completed(self, job: Job, seconds: float = 60.0) -> Ended:
+        ended = job.end(seconds)
+        assert (ended.code, ended.left) == (0, 0), ended.text
+        return ended
+
+    def fails(self, job: Job, *sentences: str, rank: int | None = None, has_status: bool = True, seconds: float = 60.0) -> str:
+        """The launch fails by these sentences, on the terminal and (the first) in status.json, and leaves no process. What it printed."""
+        ended = job.end(seconds)
+        assert (ended.code, ended.left) == (1, 0), ended.text
+        for sentence in sentences:
+            says(ended.text, sentence)
+        if has_status:
+            status = self.json("status.json")
+            assert (status["state"], status["host"]) == ("failed", HOST) and rank in (None, status["rank"]), status
+            says(status["error"], sentences[0] if sentences else "")
+        return ended.text
+
     def json(self, file: str, name: str = "run") -> dict:
         return json.loads((self.folder / name / file).read_text())
 
     def events(self, event: str, name: str = "run") -> list[dict]:
         return [record for record in self.runs.records(name, "event") if record["event"] == event]
 
+    def resumes(self, ranks: int, *flags: object, after: int = 0) -> int:
+        """Started again, the run completes as the one without a fault. The steps made again after an attempt that had begun this step."""
+        self.fork(ranks, *flags, "--resume_from", "auto")
+        self.no_partial_files()
+        self.is_whole(ranks, *flags)
+        resumed = self.events("resumed")  # none: the attempt had no checkpoint yet
+        return after - (resumed[-1]["step"] if resumed else 0)
+
     def is_whole(self, ranks: int, *flags: object, name: str = "run", code: str = "") -> None:
-        """The run, gone on with and completed, is to the bit the one that nothing befell, and each sample was taken once."""
-        if code:
-            ended = self.run(ranks, *flags, name="undisturbed", code=code)
-            assert ended.code == 0, ended.text
-        elif not (self.folder / "undisturbed").exists():
-            self.fork(ranks, *flags, name="undisturbed")
-        self.is_like("undisturbed", name)
+        """The completed run is to the bit the one without a fault, and took each sample once."""
+        self.is_like(self.undisturbed(ranks, *flags, code=code), name)
+
+    def undisturbed(self, ranks: int, *flags: object, code: str = "") -> Path:
+        """The folder of the same run without a fault: one for all drills with these flags."""
+        key = hashlib.sha256(repr((ranks, flags, code)).encode()).hexdigest()[:12]
+        folder = self.folder.parent / f"undisturbed-{key}"
+        if not (folder / "summary.json").exists():
+            if code:
+                self.completes(ranks, *flags, name=folder, code=code)
+            else:
+                self.fork(ranks, *flags, name=folder)
+        return folder
 
     def is_like(self, other: str | Path, name: str = "run") -> None:
         """The two runs ended in the same state, to the bit, and took the same samples."""
@@ -230,18 +315,34 @@ class Drill:
         """How many optimizer steps were made again after an attempt that had come to this step."""
         return step - self.events("resumed", name)[-1]["step"]
 
-    def is_stopped_in_time(self, name: str = "run") -> int:
-        """The run was asked to stop and has saved; the committed steps that its newest checkpoint lacks."""
+    def has_stopped(self, job: Job, name: str = "run", code: int = 1) -> int:
+        """The launch was asked to stop and has saved; the committed steps that the newest checkpoint lacks."""
+        ended = job.end()
+        assert (ended.code, ended.left) == (code, 0), ended.text
         status, last = self.json("status.json", name), max(self.runs.samples(name), default=0)
         assert (status["state"], status["step"]) == ("preempted", last), status
         self.no_partial_files(name)
         return last - (self.runs.last(name)["progress"]["step"] if last else 0)
 
+    @contextlib.contextmanager
+    def unchanged(self, *but: str) -> Iterator[None]:
+        """The run's folder is the same before and after: all files but the logs and these."""
+        folder = self.folder / "run"
+
+        def files() -> dict[str, bytes]:
+            found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+            return {name: path.read_bytes() for name, path in found.items() if not name.startswith(("logs/", *but))}
+
+        before = files()
+        yield
+        after = files()
+        assert [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)] == []
+
     def no_partial_files(self, name: str = "run") -> None:
-        assert not list((self.folder / name).rglob("*.tmp"))
+        assert list((self.folder / name).rglob("*.tmp")) == []
 
 
-def slow_writer(seconds: float) -> str:
+def slow_writer(seconds: float | str) -> str:
     """Lines that make each checkpoint stand as a partial file for so long."""
     return (
         "from utils import checkpoint\nplain_replace = checkpoint.replace_file\n"
@@ -256,7 +357,7 @@ def until(what: Callable[[], object], seconds: float = 60.0) -> object:
     ends = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < ends, f"waited {seconds} s in vain"
-        time.sleep(0.005)
+        time.sleep(0.02)
     return found
 
 
@@ -269,7 +370,3 @@ def free_port() -> int:
 def says(text: str, pattern: str) -> None:
     """The pattern is in the text."""
     assert re.search(pattern, text), f"{pattern!r} is not in\n{text}"
-
-
-def kill(job: Job, rank: int) -> None:
-    job.signal(rank, signal.SIGKILL)

@@ -1,0 +1,249 @@
+"""What is set up wrongly on several nodes, each as a condition on real ones: the rows of the README's troubleshooting table."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from images import save_images
+from nodes import Nodes
+from ranks import ROOT, need
+
+BEGIN, END = "<!-- troubleshooting: rows of tests/builtin/misconfigurations.py -->", "<!-- end of troubleshooting -->"
+PORT = 29500
+TINY = "--image_size 8 --batch_size 4 --dataset_size 400 --epochs 1 --backend gloo --num_workers 1".split()
+
+
+class Setup:
+    """Nodes that are set up well, and the command of each; a condition spoils something before they are started."""
+
+    def __init__(self, nodes: Nodes, folder: Path) -> None:
+        self.nodes, self.folder = nodes, folder
+        self.storage, self.data = folder / "storage", folder / "data"
+        for each in (self.storage, self.data):
+            each.mkdir()
+        path = f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
+        common = {"PATH": path, "NNODES": str(len(nodes)), "NPROC_PER_NODE": "1", "MASTER_ADDR": "node0"}
+        self.env = [common | {"NODE_RANK": str(number)} for number in range(len(nodes))]
+        self.flags: list[list] = [[*TINY, "--run_dir", self.storage / "run"] for _ in nodes]
+        self.before: list[list[str]] = [[] for _ in nodes]  # words that come first
+        self.is_started = [True for _ in nodes]
+
+    def give(self, *flags: object) -> None:
+        """Further flags, on all nodes."""
+        for own in self.flags:
+            own += flags
+
+    def start(self, *flags: str) -> list:
+        """Run launch.sh on each node."""
+        started = [number for number in range(len(self.nodes)) if self.is_started[number]]
+        commands = {number: [*self.before[number], "scripts/launch.sh", *flags, *self.flags[number]] for number in started}
+        return [self.nodes[number].start(command, env=self.env[number]) for number, command in commands.items()]
+
+    def images(self, name: str) -> Path:
+        """An image folder."""
+        folder = self.folder / name
+        for split in ("train", "val"):
+            save_images(folder / split, {"cat": 6, "dog": 6})
+        return folder
+
+
+# ---- conditions ----
+
+
+def given(*nodes: int, **variables: str) -> Callable[[Setup], None]:
+    """These variables on these nodes; none named: on all."""
+
+    def condition(setup: Setup) -> None:
+        for number in nodes or range(len(setup.nodes)):
+            setup.env[number] |= variables
+
+    return condition
+
+
+def before(number: int, script: str) -> Callable[[Setup], None]:
+    """A node's command is started by this shell script."""
+
+    def condition(setup: Setup) -> None:
+        setup.before[number] = ["sh", "-c", script, "sh"]
+
+    return condition
+
+
+def own_name_on_loopback(setup: Setup) -> None:
+    """As Debian's installer writes it."""
+    setup.nodes[0].write(Path("/etc/hosts"), "127.0.0.1 localhost\n127.0.1.1 node0\n10.0.0.2 node1\n")
+
+
+def stale_name(setup: Setup) -> None:
+    """node1 knows an address of node0 that nobody has any more."""
+    setup.nodes[1].write(Path("/etc/hosts"), "127.0.0.1 localhost\n10.0.0.2 node1\n10.0.0.99 node0\n")
+
+
+def no_route(setup: Setup) -> None:
+    """node1's routes lead to its own network alone, and node0 is in another one."""
+    setup.nodes[0].do("ip", "address", "add", "10.1.0.1/24", "dev", "eth0")
+    given(MASTER_ADDR="10.1.0.1")(setup)
+
+
+def closed(*ports: str) -> Callable[[Setup], None]:
+    """node0 drops what comes to these ports, without an answer; others are open."""
+
+    def condition(setup: Setup) -> None:
+        rules = ["add pref 9 lookup local", "del pref 0"]  # that of the node's own addresses comes first by default, and would let it in
+        for rule in [*rules, *(f"add pref 5 iif eth0 ipproto tcp dport {each} blackhole" for each in ports)]:
+            setup.nodes[0].do("ip", "rule", *rule.split())
+
+    return condition
+
+
+def not_started(number: int) -> Callable[[Setup], None]:
+    def condition(setup: Setup) -> None:
+        setup.is_started[number] = False
+
+    return condition
+
+
+def node_0_twice(setup: Setup) -> None:
+    """The same command on both nodes, first on node0, under a scheduler that gives all of them one launch id."""
+    given(1, NODE_RANK="0")(setup)
+    given(LAUNCH_ID="job-7")(setup)
+    before(1, 'sleep 3 && exec "$@"')(setup)
+
+
+def port_taken(setup: Setup) -> None:
+    program, ends = setup.nodes[0].start([sys.executable, "-u", "-m", "http.server", PORT]), time.monotonic() + 20
+    while b"Serving" not in os.pread(program.files[0].fileno(), 99, 0):
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def busy_node(setup: Setup) -> None:
+    """node1 has one core, which five other programs want too."""
+    need("taskset")
+    setup.before[1] = ["taskset", "-c", "0"]
+    for _ in range(5):
+        setup.nodes[1].start(["taskset", "-c", "0", sys.executable, "-c", "while True: pass"])
+
+
+def other_code(setup: Setup) -> None:
+    """On node1 the checkout lacks a change."""
+    other = setup.folder / "model.py"
+    other.write_text((ROOT / "model.py").read_text().replace("def compute_loss", "# a change that did not come here\ndef compute_loss"))
+    setup.nodes[1].bind(other, ROOT / "model.py")
+
+
+def other_config(setup: Setup) -> None:
+    setup.flags[1] += ["--lr", "0.2"]
+
+
+def other_data(setup: Setup) -> None:
+    """node1 has an older copy, which lacks an image."""
+    older = setup.images("older")
+    (older / "train" / "cat" / "005.png").unlink()
+    setup.nodes[1].bind(older, setup.images("data"))
+    setup.give("--dataset", "imagefolder", "--data_dir", setup.data, "--dataset_size", 0)
+
+
+def no_data(setup: Setup) -> None:
+    setup.images("data")
+    setup.nodes[1].mount_tmpfs(setup.data, "1m")
+    setup.give("--dataset", "imagefolder", "--data_dir", setup.data, "--dataset_size", 0)
+
+
+def other_time(setup: Setup) -> None:
+    """Python on node1 reads a clock that is two minutes ahead: the machine has but one."""
+    (setup.folder / "sitecustomize.py").write_text("import time\nplain = time.time\ntime.time = lambda: plain() + 120\n")
+    given(1, PYTHONPATH=f"{setup.folder}:{os.environ['PYTHONPATH']}")(setup)
+
+
+def other_environment(setup: Setup) -> None:
+    """On node1 another Python comes first, which has no torch."""
+    folder = setup.folder / "python"
+    folder.mkdir()
+    for name in ("python3", "python"):
+        (folder / name).symlink_to("/usr/bin/python3")
+    given(1, PATH=f"{folder}:/usr/sbin:/usr/bin:/sbin:/bin")(setup)
+
+
+def large_frames(setup: Setup) -> None:
+    """Jumbo frames on both nodes, and a switch that drops them."""
+    for node in setup.nodes:
+        node.do("ip", "link", "set", "eth0", "mtu", "9000", "gso_max_segs", "1")
+
+
+# ---- the table ----
+
+
+@dataclass(frozen=True)
+class Row:
+    """One misconfiguration."""
+
+    name: str
+    condition: Callable[[Setup], None]
+    by: str  # who catches it: launch.sh, preflight, train.py
+    of: str  # the node that the sentence names, or the table below it, and what of that is wrong: all these words are there
+    sees: str  # words of the sentence, and the README's row; ... stands for what differs from case to case
+    code: int | None = 2  # of whoever says it; None: it goes on waiting
+    nodes: int = 2
+
+    @property
+    def pattern(self) -> re.Pattern:
+        return re.compile(".*".join(map(re.escape, self.sees.split("..."))))
+
+
+# fmt: off
+TABLE = [
+    Row("unresolvable address", given(MASTER_ADDR="gpu-head"), "launch.sh", "node1", "MASTER_ADDR=...: ... cannot resolve this name in"),
+    Row("address not given", given(MASTER_ADDR=""), "launch.sh", "node", "MASTER_ADDR: is not set, with NNODES="),
+    Row("loopback address", given(MASTER_ADDR="127.0.0.1"), "launch.sh", "node",
+        "MASTER_ADDR=...: is ... on ..., which the other nodes cannot reach"),
+    Row("own name on loopback", own_name_on_loopback, "launch.sh", "node0",
+        "MASTER_ADDR=...: is ... on ..., which the other nodes cannot reach"),
+    Row("stale address", stale_name, "launch.sh", "node1", "cannot be reached from ... (no route to it, or nobody has that address)"),
+    Row("no route", no_route, "launch.sh", "node1", "MASTER_ADDR=...: ... has no way to it (no route to it, or nobody has that address)"),
+    Row("cable out", lambda setup: setup.nodes[0].link(up=False), "launch.sh", "node1",
+        "cannot be reached from ... (no route to it, or nobody has that address)"),
+    Row("firewall", closed(f"{PORT}"), "launch.sh", "node1",
+        "cannot be reached from ... (no answer at all: the machine is off, or a firewall drops what comes)"),
+    Row("one open port", closed(f"1-{PORT - 1}", f"{PORT + 1}-65534"), "launch.sh", "node1",
+        "MASTER_ADDR=...: MASTER_PORT is open to ..., and port ... is not"),
+    Row("node 0 not started", not_started(0), "launch.sh", "node0", "waiting for node 0 at ...: refused: nothing listens there", None),
+    Row("node 1 not started", not_started(1), "launch.sh", "node 1", "waiting for node ... of ...; start launch.sh there", None),
+    Row("another port", given(1, MASTER_PORT="29501"), "launch.sh", "node0:29501",
+        "waiting for node 0 at ...: refused: nothing listens there", None),
+    Row("port taken", port_taken, "launch.sh", "node0", "MASTER_PORT=...: is taken on ... by process"),
+    Row("node rank outside", given(1, NODE_RANK="2"), "launch.sh", "node1", "NODE_RANK=...: is outside NNODES="),
+    Row("node 0 twice", node_0_twice, "launch.sh", "node1", "NODE_RANK=0: MASTER_ADDR=... is ..., not ..., and node 0 is there"),
+    Row("node 1 twice", given(2, NODE_RANK="1"), "launch.sh", "node1", "NODE_RANK=...: ... has it already", nodes=3),
+    Row("address of another node", given(MASTER_ADDR="node1"), "launch.sh", "node0",
+        "MASTER_ADDR=...: does not lead to ..., which is NODE_RANK=0"),
+    Row("other number of nodes", given(1, NNODES="3"), "launch.sh", "node0", "NNODES=...: node 0 on ... was started with NNODES="),
+    Row("restarts with fixed ranks", given(MAX_RESTARTS="2", RDZV_BACKEND="static"), "launch.sh", "node",
+        "static rendezvous hangs at a restart"),
+    Row("interface missing", given(1, GLOO_SOCKET_IFNAME="eth9"), "launch.sh", "node1", "GLOO_SOCKET_IFNAME=...: ... has no interface"),
+    Row("other Python", other_environment, "launch.sh", "node", "torchrun: this Python has no torch"),
+    Row("other code", other_code, "train.py", "node1 model.py", "the ranks do not run the same thing"),
+    Row("other settings", other_config, "train.py", "node1 lr", "the ranks do not run the same thing"),
+    Row("other data", other_data, "train.py", "node1", "data_dir=...: holds other data on"),
+    Row("no data", no_data, "train.py", "node1", "data_dir=...: has no .../train/<class>/ folders"),
+    Row("run folder not shared", lambda setup: setup.nodes[1].mount_tmpfs(setup.storage, "64m"), "train.py", "node1",
+        "run_dir=...: ... does not see there what rank 0 on ... has written"),
+    Row("run folder read-only", lambda setup: setup.nodes[1].bind(setup.storage, setup.storage, is_read_only=True), "launch.sh", "node1",
+        "run_dir=...: ... cannot write beside it (Read-only file system)"),
+    Row("run folder full", lambda setup: setup.nodes.mount_tmpfs(setup.storage, "4m"), "preflight", "node0",
+        "free, ... checkpoints of ... need", 1),
+    Row("small shared memory", lambda setup: setup.nodes[1].mount_tmpfs(Path("/dev/shm"), "64k"), "preflight", "node1",
+        "could not hand over its batch, since /dev/shm is full", 1),
+    Row("few open files", before(1, 'ulimit -n 40 && exec "$@"'), "train.py", "node1", "open files: the limit is"),
+    Row("clock off", other_time, "preflight", "node1", "the clock of ... is ... ahead of", 1),
+    Row("busy node", busy_node, "preflight", "node1", "times slower than the median", 0),
+    Row("slow link", lambda setup: setup.nodes[1].slow("500mbit"), "preflight", "node1", "all links of ... are bad", 0, nodes=3),
+    Row("large frames", large_frames, "launch.sh", "node1", "MASTER_ADDR=...: small frames pass between it and ..., large ones do not"),
+]
+# fmt: on

@@ -1,0 +1,78 @@
+"""train.py as a user types it: the published flags, one process without a launcher, a data set of images."""
+
+import json
+import sys
+
+import pytest
+
+from config import Refused
+from images import save_images
+from ranks import ROOT, WarmLaunch, finish, launch, run_ranks, torchrun
+from training import train_flags
+
+TRAIN = ROOT / "train.py"
+SMALL = "--image_size 8 --batch_size 8 --log_interval 2 --backend gloo".split()
+
+
+def test_the_published_flags_work_unchanged(tmp_path):
+    """The published pipeline's own line; only where it writes and how many samples it makes are added."""
+    line = "--epochs 2 --batch_size 64 --no-use_amp --grad_accum_steps 2".split()
+    ended = torchrun(2, *line, "--run_dir", tmp_path / "run", "--dataset_size", 130, "--backend", "gloo")
+    assert ended.code == 0, ended.text
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["state"], summary["epochs"], summary["samples_seen"], summary["global_batch_size"]) == ("completed", 2, 260, 256)
+    assert "float32" in ended.out
+
+
+def test_one_process_needs_no_launcher_and_the_default_folder_moves_aside(tmp_path):
+    """`python train.py` where a run is already; then evaluation only, which leaves the run as it is."""
+    flags = [*SMALL, "--dataset_size", "40", "--epochs", "1", "--run_dir", tmp_path / "runs" / "default"]
+    assert finish(WarmLaunch(0, TRAIN, flags)).code == 0
+    ended = launch([sys.executable, TRAIN, *flags[:-2]], cwd=tmp_path)
+    assert ended.code == 0 and "moved the earlier run aside: it is now in runs/default.1" in ended.out, ended.text
+    default = tmp_path / "runs" / "default"
+    assert (tmp_path / "runs" / "default.1" / "summary.json").exists() and (default / "summary.json").exists()
+    files = {path: path.read_bytes() for path in default.rglob("*") if path.is_file()}
+    ended = finish(WarmLaunch(0, TRAIN, [*flags, "--eval_only"]))
+    assert ended.code == 0, ended.text
+    evaluated = json.loads((default / "eval-best.json").read_text())["records"][0]
+    files_now = {path: path.read_bytes() for path in default.rglob("*") if path.is_file() and path.name != "eval-best.json"}
+    assert files == files_now
+    last = [json.loads(line) for line in (default / "metrics.jsonl").read_text().splitlines() if '"eval"' in line][-1]
+    assert (evaluated["loss"], evaluated["top1"], evaluated["count"]) == (last["loss"], last["top1"], 8)
+
+
+def test_bad_data_ends_one_process_with_exit_code_2_and_one_sentence(tmp_path):
+    ended = launch([sys.executable, TRAIN, *SMALL, "--dataset", "imagefolder", "--data_dir", tmp_path, "--run_dir", tmp_path / "run"])
+    assert ended.code == 2 and len(ended.err.splitlines()) == 1 and ended.err.startswith(f"data_dir={tmp_path}: has no "), ended.text
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def train_without_torchvision(flags):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        del sys.modules[name]
+    sys.modules["torchvision"] = None
+    with pytest.raises(Refused, match="model=resnet18: needs torchvision"):
+        train_flags([*flags, "--model", "resnet18"], task="")
+    return train_flags([*flags, "--overwrite"], task="")["state"]
+
+
+def test_it_runs_where_torchvision_cannot_be_imported(tmp_path):
+    flags = [*SMALL, "--dataset_size", "40", "--epochs", "1", "--run_dir", str(tmp_path / "run")]
+    assert run_ranks(2, train_without_torchvision, flags) == ["completed"] * 2
+
+
+def test_a_separate_test_set_is_evaluated_once_with_the_best_weights(runs):
+    for split, counts in (("train", (6, 6)), ("val", (3, 2)), ("test", (4, 3))):
+        save_images(runs.root / "data" / split, dict(zip(("cat", "dog"), counts, strict=True)), seed=len(split))
+    folder = "--dataset imagefolder --num_workers 1".split()
+    runs.train(2, "run", *folder, "--epochs", 2, "--lr", 0.01, task="")
+    evaluations = runs.records("run", "eval")
+    assert [(record["split"], record["count"]) for record in evaluations] == [("val", 5), ("val", 5), ("test", 7)]
+    summary = runs.json("run", "summary.json")
+    assert summary["test"] == evaluations[-1:] and summary["final_top1"] == evaluations[1]["top1"]
+    runs.train(2, "run", *folder, "--eval_only", task="")
+    with pytest.raises(AssertionError, match=r"(?s)dataset=synthetic: the checkpoint has dataset=imagefolder\n.*/run/config.json"):
+        runs.train(2, "run", "--eval_only", task="")  # not the data that it was trained on
+    again = runs.json("run", "eval-best.json")["records"]
+    assert [(record["split"], record["loss"]) for record in again if record["split"] == "test"] == [("test", evaluations[-1]["loss"])]

@@ -1,0 +1,157 @@
+"""The data sets that are shipped: what they hold, and what is refused about files."""
+
+import shutil
+
+import pytest
+import torch
+
+from config import Refused, TrainingConfig
+from dataset import SyntheticImageDataset, create_dataset, is_prepared, prepare_data
+from images import folder_of_images, save_images
+from utils.loading import settle
+
+
+def folder_config(path, **changes):
+    return TrainingConfig(dataset="imagefolder", data_dir=str(path), **changes)
+
+
+# ---- synthetic ----
+
+
+def test_synthetic_set_is_reproducible_uint8_and_class_conditional():
+    train, again = SyntheticImageDataset(200, seed=1), SyntheticImageDataset(200, seed=1)
+    val = SyntheticImageDataset(100, seed=1, split="val")
+    assert train.images.dtype == torch.uint8 and train.images.shape == (200, 3, 32, 32)
+    assert torch.equal(train.images, again.images) and train.fingerprint == again.fingerprint != val.fingerprint
+    means = torch.stack([train.images[train.labels == k].float().mean(0) for k in range(10)])
+    nearest = ((val.images[:, None].float() - means) ** 2).sum((2, 3, 4)).argmin(1)
+    assert (nearest == val.labels).float().mean() > 0.95
+
+
+def test_a_batch_of_an_in_memory_set_is_its_samples():
+    data = SyntheticImageDataset(20)
+    images, labels = data.__getitems__([3, 17])
+    assert torch.equal(images[1], data[17][0]) and labels.tolist() == [data[3][1], data[17][1]]
+
+
+# ---- image folders ----
+
+
+def test_image_folder_reads_splits_sizes_and_labels(tmp_path):
+    for split, counts in (("train", {"cat": 3, "dog": 2}), ("test", {"cat": 1, "dog": 2})):
+        save_images(tmp_path / split, counts)
+    (tmp_path / "train" / "cat" / "notes.txt").write_text("not an image")
+    config = folder_config(tmp_path)
+    train, val = create_dataset(config, "train"), create_dataset(config, "val")
+    assert (len(train), len(val), create_dataset(config, "test")) == (5, 3, None)
+    assert (train.classes, train.targets, train.image_size, train.augment) == (["cat", "dog"], [0, 0, 0, 1, 1], 8, "crop")
+    assert (val.split, val.augment) == ("test", "none")  # the only held-out part does both
+    image, label = train[4]
+    assert image.shape == (3, 8, 8) and image.dtype == torch.uint8 and label == 1
+    config = settle(config, train)
+    assert (config.num_classes, config.in_channels, config.image_size) == (2, 3, 8)
+    save_images(tmp_path / "val", {"cat": 1})
+    assert create_dataset(config, "val").split == "val" and create_dataset(config, "test").split == "test"
+
+
+def test_image_folder_resizes_where_a_size_is_given(tmp_path):
+    save_images(tmp_path / "train", {"cat": 2}, size=(20, 30))
+    save_images(tmp_path / "train", {"dog": 2}, size=12)
+    data = create_dataset(folder_config(tmp_path, image_size=16), "train")
+    assert {data[k][0].shape for k in range(4)} == {(3, 16, 16)}
+    data = create_dataset(folder_config(tmp_path, image_size=16, augment="resized_crop"), "train")
+    assert {data[k][0].shape for k in range(4)} == {(3, 18, 18)}
+    images = torch.stack([data[k][0] for k in range(4)])
+    assert data.device_transform((images, None), 0, 0, torch.arange(4))[0].shape == (4, 3, 16, 16)
+    assert create_dataset(folder_config(tmp_path, image_size=16, in_channels=1), "train")[0][0].shape == (1, 16, 16)
+
+
+def test_dataset_size_takes_a_seeded_subset(tmp_path):
+    save_images(tmp_path / "train", {"cat": 6, "dog": 6})
+    some = [create_dataset(folder_config(tmp_path, dataset_size=5, seed=seed), "train").paths for seed in (1, 1, 2)]
+    assert len(some[0]) == 5 and some[0] == some[1] != some[2]
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:40])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "changes", "said"),
+    [
+        (None, {"data_dir": "/nowhere"}, "data_dir=/nowhere: has no /nowhere/train/<class>/ folders; give"),
+        (lambda root: [shutil.rmtree(root / "train" / name) for name in ("dog", "eel")], {}, "one class alone, cat; a class"),
+        (lambda root: (root / "train/emu").mkdir(), {}, "train/emu: holds no image .*; put some there or delete"),
+        (lambda root: (root / "val/emu").mkdir(), {}, "val/emu: is a class that .* lacks; give both"),
+        (lambda root: truncate(root / "train/cat/000.png"), {}, "cat/000.png: cannot be read as an image .*; replace or delete it"),
+        (lambda root: save_images(root / "train", {"cat": 1}, size=(8, 9)), {}, "is not square .9x8 pixels.; give --image_size"),
+        (None, {"num_classes": 2}, "num_classes=2: the data has labels of 3 classes; give num_classes=3"),
+        (None, {"in_channels": 4}, "in_channels=4: images are read with 1 channel or 3; give"),
+        (None, {"dataset_size": 99}, "dataset_size=99: the set has 6 samples; give"),
+    ],
+)
+def test_image_folders_that_cannot_be_used_are_refused(tmp_path, spoil, changes, said):
+    for split in ("train", "val"):
+        save_images(tmp_path / split, {"cat": 2, "dog": 2, "eel": 2})
+    if spoil:
+        spoil(tmp_path)
+    config = folder_config(changes.get("data_dir", tmp_path), **{name: value for name, value in changes.items() if name != "data_dir"})
+    with pytest.raises(Refused, match=said):
+        settle(config, create_dataset(config, "train"))
+        create_dataset(config, "val")
+
+
+def test_images_of_unequal_size_are_refused_where_they_are_read(tmp_path):
+    save_images(tmp_path / "train", {"cat": 2, "dog": 1})
+    save_images(tmp_path / "train", {"dog": 1}, size=9)
+    data = create_dataset(folder_config(tmp_path), "train")
+    with pytest.raises(Refused, match="dog/000.png: has 9x9 pixels, others 8x8; give --image_size N"):
+        data[2]
+
+
+def test_an_image_folder_whose_first_image_is_corrupt(tmp_path):
+    folder_of_images(tmp_path)
+    (tmp_path / "train/cat/000.png").write_bytes(b"")
+    config = folder_config(tmp_path)
+    with pytest.raises(Refused, match="cat/000.png: cannot be read as an image .class cat; .*; replace or delete it"):
+        create_dataset(config, "train")
+
+
+# ---- cifar10 ----
+
+
+def test_cifar10_that_cannot_be_fetched_is_refused_and_leaves_nothing_that_looks_whole(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("torchvision.datasets")
+    config = TrainingConfig(dataset="cifar10", data_dir=str(tmp_path))
+    (tmp_path / "cifar10.partial").mkdir()
+    (tmp_path / "cifar10.partial" / "half").touch()
+
+    class Offline:
+        def __init__(self, root, train=True, download=False):
+            raise OSError("no route to host")
+
+    monkeypatch.setattr(datasets, "CIFAR10", Offline)
+    assert not is_prepared(config)
+    with pytest.raises(Refused, match="dataset=cifar10: cannot be fetched .no route to host.; put cifar-10-python.tar.gz into"):
+        prepare_data(config)
+    assert not is_prepared(config) and not (tmp_path / "cifar10.partial" / "half").exists()
+
+
+def test_cifar10_is_read_from_torchvisions_files(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("torchvision.datasets")
+    import numpy
+
+    class Fetched:
+        classes = [f"class {k}" for k in range(10)]
+
+        def __init__(self, root, train=True, download=False):
+            self.data = numpy.full((6, 32, 32, 3), 7, numpy.uint8)
+            self.targets = [0, 1, 2, 3, 4, 9]
+
+    monkeypatch.setattr(datasets, "CIFAR10", Fetched)
+    config = TrainingConfig(dataset="cifar10", data_dir=str(tmp_path))
+    prepare_data(config)
+    assert is_prepared(config)
+    train, val = create_dataset(config, "train"), create_dataset(config, "val")
+    assert train.images.shape == (6, 3, 32, 32) and (train.augment, val.augment, val.split) == ("crop", "none", "val")
+    assert create_dataset(config, "test") is None

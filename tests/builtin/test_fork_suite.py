@@ -1,0 +1,57 @@
+"""scripts/test.sh --fork: what holds in any fork, tried on forks of this repository."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from ranks import launch
+from test_recipes import Fork
+
+# any other normalisation serves; the network keeps its name, so that the rest of the file stays
+NO_BATCH_NORM = ("nn.BatchNorm2d(", "nn.GroupNorm(1, ")
+
+
+def text_fork(folder):
+    return Fork(folder, "Text of unequal lengths").folder
+
+
+def fork_without_batch_norm(folder):
+    fork = Fork(folder, "A vision transformer").folder
+    model = fork / "model.py"
+    text = model.read_text()
+    assert NO_BATCH_NORM[0] in text
+    model.write_text(text.replace(*NO_BATCH_NORM))
+    return fork
+
+
+def test_the_suite_of_forks_is_collected_in_a_fork(tmp_path):
+    """Nothing outside of tests/builtin imports what only the shipped model.py and dataset.py have."""
+    fork = text_fork(tmp_path)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "tests/faults",
+        "tests/distributed",
+        "tests/unit",
+    ]
+    ended = subprocess.run([*command, "--collect-only"], cwd=fork, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stdout
+    assert int(re.search(r"(\d+)(?:/\d+)? tests collected", ended.stdout)[1]) > 500
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.parametrize("make", [text_fork, fork_without_batch_norm])
+def test_the_machinerys_tests_pass_in_a_fork(tmp_path, make):
+    fork = make(tmp_path)
+    subprocess.run(["git", "add", "-A"], cwd=fork, check=True)  # as in a clone
+    ended = launch(["scripts/test.sh", "--fork"], cwd=fork, deadline=1800)
+    assert ended.code == 0, ended.text

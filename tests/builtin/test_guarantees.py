@@ -1,0 +1,45 @@
+"""Each promise has a test of the default run (tests/guarantees.py), and README and docs say what is promised there."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from guarantees import GUARANTEES, SECTIONS, documents, written
+from ranks import ROOT
+
+LISTING = """
+import pytest
+
+class Listing:
+    def pytest_collection_finish(self, session):
+        for item in session.items:
+            print("slow" if item.get_closest_marker("slow") else "default", item.nodeid)
+
+raise SystemExit(pytest.main(["--all", "--collect-only", "-qq", "-p", "no:cacheprovider", "-p", "no:xdist"], plugins=[Listing()]))
+"""
+
+
+def test_each_guarantee_has_a_default_test_and_every_test_that_is_named_exists():
+    env = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}  # it lists what runs alone, too
+    ended = subprocess.run([sys.executable, "-c", LISTING], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = {"default": set(), "slow": set()}
+    for kind, name in re.findall(r"^(default|slow) (\S+)", ended.stdout, re.M):
+        found[kind] |= {name, name.partition("[")[0]}  # a row may name a function for all its parameters
+    for row in GUARANTEES:
+        assert row.tests, f"{row.key}: has no default test"
+        assert [test for test in row.tests if test not in found["default"]] == [], f"{row.key}: not in the default run"
+        assert [test for test in row.slow if test not in found["slow"]] == [], f"{row.key}: not among the slow tests"
+    keys = [row.key for row in GUARANTEES]
+    assert len(set(keys)) == len(keys) and {row.section for row in GUARANTEES} == set(SECTIONS)
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
+def test_the_tables_of_readme_and_docs_are_made_from_the_list(path):
+    text = path.read_text(encoding="utf-8")
+    assert text == written(text), "python tests/guarantees.py renews it"
+    marks = re.findall(r"<!-- ([\w ,]+): made by tests/guarantees.py -->", text)
+    assert all(f"<!-- end of {mark} -->" in text for mark in marks)

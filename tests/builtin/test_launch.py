@@ -1,0 +1,77 @@
+"""scripts/launch.sh with real runs, and the contract's exit codes (what it starts and refuses: unit/test_launching.py)."""
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+from ranks import ROOT, finish, launch, start, stop
+from utils.watchdog import read_place
+
+SCRIPT = ROOT / "scripts" / "launch.sh"
+PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+TINY = "--image_size 8 --batch_size 4 --epochs 1 --backend gloo".split()
+KILL_RANK_1 = """\
+[ -e "$0.done" ] && exit
+touch "$0.done"
+agent=$(cut -d' ' -f4 /proc/$PPID/stat)
+for process in $(cat "/proc/$agent/task/$agent/children"); do [ "$process" = $PPID ] || kill -KILL "$process"; done
+"""  # as a command of --on_checkpoint, which rank 0 runs; the first time only
+
+
+def wait_for(is_so, seconds=120, what=lambda: ""):
+    ends = time.monotonic() + seconds
+    while not (found := is_so()):
+        assert time.monotonic() < ends, f"not within {seconds} s: {what()}"
+        time.sleep(0.05)
+    return found
+
+
+def test_help_is_that_of_the_script_and_of_train_py():
+    ended = launch([SCRIPT, "--help"], env={"PATH": PATH})
+    assert ended.code == 0 and "NPROC_PER_NODE" in ended.out and "--grad_accum_steps" in ended.out and "set -euo" not in ended.out
+
+
+def test_a_bad_flag_is_refused_once_before_any_process_is_started():
+    ended = launch([SCRIPT, "--epohs", "3"], env={"PATH": PATH, "NPROC_PER_NODE": "2"})
+    assert (ended.code, ended.err) == (2, "--epohs: is not known; did you mean --epochs?\n")
+
+
+def test_detached_with_a_retry_it_outlives_its_terminal_and_a_killed_rank(tmp_path):
+    """The rank that failed is named, the next start resumes and completes the run; a completed run is refused, and not tried again."""
+    run, script = tmp_path / "run", tmp_path / "kill.sh"
+    script.write_text(KILL_RANK_1)
+    flags = [*TINY, "--dataset_size", "600", "--save_every_steps", "10", "--run_dir", run]
+    more = ["--on_checkpoint", f"sh {script}", "--debug", "--detach"]
+    program = start([SCRIPT, *flags, *more, "--retries", "2"], env={"PATH": PATH, "NPROC_PER_NODE": "2"})
+    try:
+        assert program.wait(60) == 0
+        printed = os.pread(program.files[0].fileno(), 2**16, 0).decode()
+        pid, log = re.search(r"process (\d+) goes on by itself; tail -f (\S+) ", printed).groups()
+        wait_for(lambda: not Path(f"/proc/{pid}").exists(), what=Path(log).read_text)
+    finally:
+        stop(program)
+    text = Path(log).read_text()
+    assert re.search(
+        r"launch.sh: failed: rank 1 on \S+: rank 1 on \S+ was killed or cut off in .*auto\n.*ended with 1; start 2 of 3", text
+    ), text
+    assert text.count("start 2 of 3 follows in 5 s") == text.count("completed: 1 epochs") == 1 and "resumed" in text, text
+    assert (run / "traces").is_dir()  # the flight recorder finds a folder to write into
+    ended = launch([SCRIPT, *flags, "--retries", "2"], env={"PATH": PATH, "NPROC_PER_NODE": "1"})
+    assert ended.code == 2 and "holds a run already" in ended.err and "follows in" not in ended.err, ended.text
+
+
+def test_sigterm_to_the_script_saves_and_exits_75(tmp_path):
+    run = tmp_path / "run"
+    flags = [*TINY, "--dataset_size", "4000", "--epochs", "1000", "--save_every", "0", "--run_dir", run]
+    program = start([SCRIPT, *flags], env={"PATH": PATH, "NPROC_PER_NODE": "2"})
+    try:
+        wait_for(lambda: (place := read_place(run / "watch" / "rank1")) and place.step > 2)
+        os.kill(program.pid, signal.SIGTERM)
+        ended = finish(program)
+    finally:
+        stop(program)
+    assert ended.code == 75, ended.text
+    assert list((run / "checkpoints").glob("step_*.pt"))

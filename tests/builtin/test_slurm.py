@@ -1,0 +1,142 @@
+"""scripts/slurm.sbatch, and train.py under srun alone, on a real Slurm with two virtual nodes (slurm_cluster.py); needs root."""
+
+import json
+import math
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ranks import ROOT, copy_repository
+from slurm_cluster import Cluster
+from training import STATE, Runs, difference
+from utils.watchdog import read_place
+
+pytestmark = pytest.mark.slow
+ENV = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+TINY = "--image_size 8 --batch_size 4 --backend gloo --log_interval 1".split()
+LONG = [*TINY, "--dataset_size", "800", "--epochs", "3"]  # 300 steps on two ranks
+LINE = "    images, labels = batch\n"  # of compute_loss
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with Cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def slow_repository(tmp_path_factory):
+    """A fork whose steps take 0.15 s and a little: how far a job comes by its time limit hardly depends on the machine."""
+    repository = copy_repository(tmp_path_factory.mktemp("repository"))
+    text = (repository / "model.py").read_text()
+    assert text.count(LINE) == 1
+    (repository / "model.py").write_text(text.replace(LINE, LINE + "    __import__('time').sleep(0.15 * model.training)\n"))
+    return repository
+
+
+class Job:
+    """A job of two nodes, submitted in a repository; what it prints and its run are in a folder of its own."""
+
+    def __init__(self, cluster, folder, repository, options=(), script=("scripts/slurm.sbatch",), flags=LONG):
+        folder.mkdir(exist_ok=True)
+        self.cluster, self.run, self.output, self.began = cluster, folder / "run", folder / "job.out", time.monotonic()
+        flags = [*flags, "--run_dir", self.run] if script else []
+        self.number = cluster.submit("--nodes=2", "--time=5", f"--output={self.output}", *options, *script, *flags, env=ENV, cwd=repository)
+
+    @property
+    def said(self):
+        return self.output.read_text() if self.output.exists() else ""
+
+    def wait(self, deadline=60):
+        """Slurm's state, exit code and restarts of the job that ended."""
+        end = self.cluster.wait_for(self.number, *ENDED, deadline=deadline)
+        return end["JobState"], end["ExitCode"], int(end["Restarts"])
+
+    def wait_for_steps(self, rank=0):
+        ends = time.monotonic() + 60
+        while not ((place := read_place(self.run / "watch" / f"rank{rank}")) and place.step > 2):
+            assert time.monotonic() < ends, self.said
+            time.sleep(0.2)
+        return place.pid
+
+
+def test_a_job_saves_ahead_of_its_limit_and_requeues_itself_until_it_is_completed(cluster, slow_repository, tmp_path):
+    """Slurm looks at limits every 30 s. So that the machine's speed does not matter, the limit is set once there are steps, and lifted later."""
+    job = Job(cluster, tmp_path, slow_repository, ["--signal=B:USR1@60"])
+    job.wait_for_steps()
+    seconds = time.monotonic() - job.began
+    cluster.limit(job.number, minutes=math.ceil((seconds + 40) / 60))  # at least 40 s from now: the signal comes within 30
+    cluster.wait_for(job.number, "PENDING", *ENDED, deadline=90)
+    cluster.limit(job.number, minutes=10)
+    runs = Runs(tmp_path)
+    runs.train(2, "undisturbed", *LONG, task="", deadline=200)
+    assert job.wait(deadline=240) == ("COMPLETED", "0:0", 1), job.said
+    resumed = [event["step"] for event in runs.records("run", "event") if event["event"] == "resumed"]
+    assert len(resumed) == 1 and 0 < resumed[0] < 300
+    a, b = runs.last("undisturbed"), runs.last("run")
+    assert b["progress"]["step"] == 300 and difference({key: a[key] for key in STATE}, {key: b[key] for key in STATE}) == []
+    assert [record["step"] for record in runs.records("run", "train")] == list(range(1, 301))  # none twice, none left out
+    assert [rank["host"] for rank in runs.json("run", "provenance.json")["ranks"]] == ["node0", "node1"]
+
+
+def test_scancel_saves_and_ends_a_job_for_good(cluster, slow_repository, tmp_path):
+    job = Job(cluster, tmp_path, slow_repository)
+    job.wait_for_steps()
+    cluster.run("scancel", str(job.number))
+    assert job.wait() == ("CANCELLED", "75:0", 0)
+    cluster.wait_until_idle()
+    status = json.loads((job.run / "status.json").read_text())
+    assert status["state"] == "preempted" and status["checkpoint"], job.said
+    assert "train.py" not in cluster.run("ps", "-e", "-o", "args").out
+    time.sleep(8)  # a job that was requeued would start again
+    assert job.wait()[::2] == ("CANCELLED", 0) and job.said.count("attempt") == 1
+
+
+def test_what_is_refused_is_not_requeued(cluster, tmp_path):
+    """A config, and a job that was not submitted in the repository."""
+    job = Job(cluster, tmp_path / "config", ROOT, flags=[*TINY, "--epochs", "0"])
+    elsewhere = Job(cluster, tmp_path / "elsewhere", tmp_path, script=[ROOT / "scripts/slurm.sbatch"])
+    assert job.wait() == elsewhere.wait() == ("FAILED", "2:0", 0)
+    assert "epochs=0: " in job.said, job.said
+    assert f"slurm.sbatch: {tmp_path}: has no scripts/launch.sh; submit the job in the root" in elsewhere.said
+
+
+def test_a_node_that_fails_ends_the_others_and_the_job(cluster, slow_repository, tmp_path):
+    """The rank of one node is killed, that of the other stands still and cannot hear of it."""
+    job = Job(cluster, tmp_path, slow_repository)
+    pids = [job.wait_for_steps(rank) for rank in (0, 1)]
+    assert cluster.run("kill", "-STOP", str(pids[0])).code == cluster.run("kill", "-KILL", str(pids[1])).code == 0
+    state, _, restarts = job.wait()
+    assert (state, restarts) == ("FAILED", 0), job.said
+    cluster.wait_until_idle()
+
+
+def test_a_job_that_is_to_stop_before_its_first_step_is_not_requeued_for_ever(cluster, tmp_path):
+    """The signal comes while there is no rank yet: it is heard all the same."""
+    job = Job(cluster, tmp_path, ROOT, flags=[*TINY, "--epochs", "50"])
+    cluster.wait_for(job.number, "RUNNING", deadline=30)
+    cluster.run("scancel", "--batch", "--signal=USR1", str(job.number))
+    assert job.wait() == ("FAILED", "75:0", 0), job.said
+    assert re.search(r"not requeued, since the signal came \d+ s after the start; submit it again with a longer --time", job.said)
+
+
+def test_tasks_of_srun_are_ranks_without_torchrun(cluster, slow_repository, tmp_path):
+    """Two tasks on each of two nodes; in the batch script itself train.py is one process. Asked to stop, srun ends with 75."""
+    flags = " ".join([*TINY, "--dataset_size", "400", "--epochs", "2", "--run_dir", str(tmp_path)])
+    srun = f"srun --kill-on-bad-exit=1 python train.py {flags}/four"
+    wrap = f"python train.py {flags}/one --max_steps 2 && {{ {srun} || [ $? = 75 ]; }} && {srun} --resume_from auto"
+    job = Job(cluster, tmp_path, slow_repository, ["--ntasks-per-node=2", f"--wrap={wrap}"], script=())
+    job.run = tmp_path / "four"
+    job.wait_for_steps()
+    cluster.run("scancel", "--signal=USR1", str(job.number))  # to all tasks of the step
+    assert job.wait(deadline=90) == ("COMPLETED", "0:0", 0), job.said
+    runs = Runs(tmp_path)
+    assert runs.json("one", "summary.json")["world_size"] == 1
+    assert [rank["host"] for rank in runs.json("four", "provenance.json")["ranks"]] == ["node0", "node0", "node1", "node1"]
+    assert [event["event"] for event in runs.records("four", "event")].count("resumed") == 1
+    assert [record["step"] for record in runs.records("four", "train")] == list(range(1, 51))

@@ -1,0 +1,127 @@
+"""scripts/verify.py: it passes on the template, and names what breaks in forks that hold a fault (tests/faults/*.patch)."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+
+import forks
+from ranks import ROOT, WarmLaunch, copy_repository, finish, need, stop, torchrun
+
+FLAGS = "--image_size 8 --dataset_size 60 --backend gloo".split()
+FAULTS = sorted((ROOT / "tests" / "faults").glob("*.patch"))
+DEFAULT = ("rank_dependent_parameter", "momentum_left_out")  # a fault of the model, and one of the machinery
+ALONE = ("unseeded_noise", "forgotten_set_epoch", "momentum_left_out")  # one process sees them too
+LAUNCHED = ("salted_order",)  # forked processes share the salt of hash()
+INVARIANTS = ["order", "content", "loss", "parameters", "evaluation", "gradient", "training", "weights", "resume", "plain load"]
+
+
+def outcomes(text):
+    """{invariant: ok or BROKEN} of the lines that verify printed."""
+    return {name.strip(): outcome.strip() for outcome, name in re.findall(r"^(ok    |BROKEN)  ([a-z ]{11}) ", text, re.MULTILINE)}
+
+
+def test_the_template_holds_and_a_run_says_so_until_a_file_changes(tmp_path):
+    fork = copy_repository(tmp_path)
+    ended = forks.run(fork, 2, "scripts/verify.py", *FLAGS, "--ema_decay", "0.9")
+    assert ended.code == 0, ended.text
+    assert outcomes(ended.out) == dict.fromkeys(INVARIANTS, "ok") and list(outcomes(ended.out)) == INVARIANTS
+    found = json.loads((fork / "verified.json").read_text())
+    assert found["passed"] and found["ranks"] == 2 and list(found["invariants"]) == INVARIANTS
+    assert {"train.py", "model.py", "dataset.py", "config.py", "ddp_utils.py", "utils/loading.py"} <= found["code"].keys()
+    assert found["flags"] == [*FLAGS, "--ema_decay", "0.9"] and found["versions"]["torch"]
+    assert not list((fork / "runs").iterdir())  # the short runs are gone
+
+    def train():
+        ended = forks.run(fork, 0, "train.py", *FLAGS, "--max_steps", 1, "--run_dir", "runs/one", "--overwrite")
+        origin = json.loads((fork / "runs" / "one" / "provenance.json").read_text())
+        return re.search(r"^  invariants +(.*)", ended.out, re.MULTILINE)[1], origin["verified"]
+
+    said, is_verified = train()
+    assert is_verified and said.startswith("verified with this code: mini_resnet on synthetic, 2 rank(s)")
+    with (fork / "utils" / "optim.py").open("a") as file:
+        file.write("# mine\n")
+    assert train() == ("changed since scripts/verify.py was run: utils/optim.py", False)
+
+
+@pytest.mark.parametrize(
+    "patch", [pytest.param(path, id=path.stem, marks=() if path.stem in DEFAULT else pytest.mark.slow) for path in FAULTS]
+)
+def test_a_fault_in_a_fork_is_named_with_its_remedy(tmp_path, patch):
+    need("patch")
+    fork, text = copy_repository(tmp_path), patch.read_text()
+    subprocess.run(["patch", "-s", "-p1"], cwd=fork, input=text, text=True, check=True)
+    if patch.stem in LAUNCHED:
+        ended = torchrun(2, *FLAGS, script="scripts/verify.py", cwd=fork, env={"PYTHONPATH": str(fork)})
+    else:
+        ended = forks.run(fork, 0 if patch.stem in ALONE else 2, "scripts/verify.py", *FLAGS)
+    broken = [name for name, outcome in outcomes(ended.out).items() if outcome == "BROKEN"]
+    expected = re.search(r"^breaks: (.*)", text, re.MULTILINE)[1].split(", ")
+    assert ended.code == 1 and set(expected) <= set(broken), ended.text
+    for name in expected:
+        line = re.search(rf"^BROKEN  {name} .*", ended.out, re.MULTILINE)[0]
+        assert ": " in line and "; " in line  # what was seen: its cause; its remedy
+    found = json.loads((fork / "verified.json").read_text())
+    assert not found["passed"] and [name for name, each in found["invariants"].items() if not each["passed"]] == broken
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--amp_dtype fp16",  # its first scales overflow
+        "--dataset_size 1",
+        "--dataset_size 2 --seed 0",  # whose first two epochs have one order by chance
+        "--image_size 4 --dataset_size 37",  # BatchNorm sees one pixel of a sample
+        "--optimizer adamw --ema_decay 0.9 --drop_last --batch_size 8 --global_batch_size 16",
+    ],
+)
+def test_a_sound_configuration_raises_no_false_alarm(tmp_path, flags):
+    ended = forks.run(copy_repository(tmp_path), 2, "scripts/verify.py", *FLAGS, *flags.split())
+    assert ended.code == 0 and set(outcomes(ended.out).values()) == {"ok"}, ended.text
+
+
+@pytest.mark.slow
+def test_the_template_holds_on_four_ranks_as_the_readme_launches_them(tmp_path):
+    ended = torchrun(4, *FLAGS, script="scripts/verify.py", cwd=copy_repository(tmp_path))
+    assert ended.code == 0 and outcomes(ended.out) == dict.fromkeys(INVARIANTS, "ok"), ended.text
+
+
+def test_unused_parameters_are_named_before_ddp_waits_for_them(tmp_path):
+    fork = copy_repository(tmp_path)
+    text = (fork / "model.py").read_text()
+    (fork / "model.py").write_text(text.replace("        self.head = nn.", "        self.spare = nn.Linear(2, 3)\n        self.head = nn."))
+    ended = forks.run(fork, 2, "scripts/verify.py", *FLAGS)
+    assert ended.code == 1
+    assert "spare.weight, spare.bias: unused" in ended.out and "freeze it in create_model with requires_grad_(False)" in ended.out
+    assert "not checked, since parameters is broken; mend that first" in ended.out
+    assert "Expected to have finished reduction" not in ended.text
+
+
+def test_a_flag_that_cannot_be_used_is_refused():
+    ended = finish(WarmLaunch(0, ROOT / "scripts" / "verify.py", ["--batch_size", "0"]))
+    assert ended.code == 2 and "batch_size=0: is below 1; give 1 or more" in ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_leaves_nothing_behind_and_reports_no_broken_invariant(tmp_path, number):
+    """To the launcher, while the first short run trains."""
+
+    fork = copy_repository(tmp_path)
+    program = WarmLaunch(2, ROOT / "tests" / "builtin" / "forks.py", [fork, "scripts/verify.py", *FLAGS])
+    try:
+        ends = time.monotonic() + 60
+        while not list((fork / "runs").glob(".verify-*/gradient/status.json")) and time.monotonic() < ends:
+            time.sleep(0.02)
+        os.kill(program.pid, number)
+        ended = finish(program, 40)
+    finally:
+        stop(program)
+    assert ended.code != 0 and ended.left == 0
+    assert not (fork / "verified.json").exists() and not list((fork / "runs").glob(".verify-*")), ended.text
+    assert "BROKEN" not in ended.out

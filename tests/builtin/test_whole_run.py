@@ -1,0 +1,134 @@
+"""One whole run under torchrun with everything on: what it prints, and every file that it leaves."""
+
+import gzip
+import json
+import re
+import zipfile
+
+import pytest
+import torch
+
+from config import TrainingConfig
+from ranks import ROOT, torchrun
+from training import Runs
+from utils import checkpoint
+
+STEPS = [2, 4, 6, 8, 10, 12, 14, 15]  # that are logged
+TRAIN_KEYS = "kind epoch step loss accuracy lr grad_norm samples_per_s data_wait_s step_s peak_memory_bytes".split()
+EVAL_KEYS = "kind epoch step split weights loss top1 top5 count".split()
+SUMMARY_KEYS = (
+    "state epochs steps skipped_steps samples_seen wall_s samples_per_s samples_per_s_per_rank world_size global_batch_size best_metric "
+    "best_value best_top1 best_epoch final_top1 final_loss data_wait_fraction peak_memory_bytes restarts goodput overflow_steps "
+    "replaced_samples ledger"
+).split()
+PROVENANCE_KEYS = "git_commit git_dirty hosts start_time changed_template_files verified classes mean std".split()
+
+
+@pytest.fixture(scope="module")
+def full_run(tmp_path_factory):
+    """Two ranks, everything on: what it printed, and its folder."""
+    runs = Runs(tmp_path_factory.mktemp("full"))
+    flags = "--image_size 8 --batch_size 8 --log_interval 2 --backend gloo --dataset_size 80 --epochs 3 --ema_decay 0.9 --num_workers 1"
+    flags += " --enable_profiling --record_samples --save_every_steps 4 --keep_last 2"
+    ended = torchrun(2, *flags.split(), "--run_dir", runs.folder("run"))
+    assert (ended.code, ended.left) == (0, 0), ended.text
+    return ended, runs
+
+
+def test_rank_0_prints_what_was_decided_and_the_progress(full_run):
+    ended, runs = full_run
+    for part in (
+        "2 on 1 node(s): cpu", "2,777,674 parameters", "8 a micro-batch x 2 micro-batches on 2 ranks = 16 a global batch",
+        "SyntheticImageDataset, 80 training samples, 16 to evaluate on (val)", "15, 5 an epoch", "a kill costs  at most the work of 10 min or 4 steps or 1 epoch(s), what comes first, and of the time that it takes to write one",
+        "epoch 0 | step 2/15 | loss", "samples/s (", "a rank) | data wait", "left", "== epoch 2 done, val: loss", "val (ema): loss",
+        "completed: 3 epochs, 15 steps, 240 samples", "tensorboard --logdir", "python scripts/runs.py", "python scripts/export.py",
+    ):  # fmt: skip
+        assert part in ended.out, part
+    assert ended.out.count("epoch 0 | step 2/15") == 1  # the other rank is silent
+    assert "Traceback" not in ended.text and "Warning" not in ended.text
+
+
+def test_records_have_the_promised_keys_once_a_step(full_run):
+    _, runs = full_run
+    train, evaluations, events = (runs.records("run", kind) for kind in ("train", "eval", "event"))
+    assert [record["step"] for record in train] == STEPS
+    assert all(sorted(record) == sorted(TRAIN_KEYS) for record in train)
+    assert [(r["epoch"], r["step"], r["weights"]) for r in evaluations] == [(e, 5 * e + 5, w) for e in range(3) for w in ("model", "ema")]
+    assert all(sorted(record) == sorted(EVAL_KEYS) and record["count"] == 16 and record["split"] == "val" for record in evaluations)
+    assert all(0 <= record["top1"] <= record["top5"] <= 1 for record in evaluations)
+    saved = [event["step"] for event in events if event["event"] == "checkpoint"]  # one that falls due while another is written waits
+    assert saved == sorted(set(saved)) and saved[0] == 4 and saved[-1] == 15 and len(saved) > 3
+    assert train[-1]["step_s"] > 0 and train[-1]["peak_memory_bytes"] > 1e8
+
+
+def test_status_and_summary_tell_the_result(full_run):
+    _, runs = full_run
+    status, summary = runs.json("run", "status.json"), runs.json("run", "summary.json")
+    assert list(status) == "state epoch step samples_seen checkpoint error rank host time".split()
+    assert (status["state"], status["epoch"], status["step"], status["samples_seen"], status["error"]) == ("completed", 3, 15, 240, None)
+    assert status["checkpoint"].endswith("step_00000015.pt")
+    assert list(summary) == SUMMARY_KEYS
+    last = runs.records("run", "eval")[-1]
+    assert (summary["final_top1"], summary["final_loss"], summary["best_metric"]) == (last["top1"], last["loss"], "top1")
+    best = max(record["top1"] for record in runs.records("run", "eval") if record["weights"] == "ema")
+    assert summary["best_value"] == summary["best_top1"] == best
+    assert (summary["epochs"], summary["world_size"], summary["global_batch_size"], summary["restarts"]) == (3, 2, 16, 0)
+    assert 0 < summary["goodput"] <= 1 and sum(summary["ledger"].values()) == pytest.approx(summary["wall_s"], abs=0.1)
+
+
+def test_config_provenance_and_code_tell_what_ran(full_run):
+    _, runs = full_run
+    config = runs.json("run", "config.json")
+    assert (config["num_classes"], config["in_channels"], config["image_size"], config["num_workers"]) == (10, 3, 8, 1)
+    TrainingConfig.from_args(["--config", str(runs.folder("run") / "config.json")])
+    provenance = runs.json("run", "provenance.json")
+    assert "--ema_decay" in provenance["command"] and len(provenance["ranks"]) == 2 and provenance["versions"]["torch"] == torch.__version__
+    assert set(PROVENANCE_KEYS) <= provenance.keys()
+    with zipfile.ZipFile(runs.folder("run") / "code.zip") as archive:
+        assert archive.read("train.py") == (ROOT / "train.py").read_bytes() and "utils/loading.py" in archive.namelist()
+
+
+def test_the_last_checkpoints_are_kept_and_open_with_plain_torch_load(full_run):
+    _, runs = full_run
+    assert len(runs.checkpoints("run")) == 2 and runs.checkpoints("run")[-1].name == "step_00000015.pt"
+    payload = torch.load(runs.checkpoints("run")[-1], weights_only=True)
+    assert tuple(payload) == checkpoint.KEYS
+    assert not any(name.startswith(("module.", "_orig_mod.")) for name in payload["model"])
+    assert (runs.folder("run") / "checkpoints" / "best.pt").exists()
+
+
+def test_each_rank_has_a_log_of_its_own(full_run):
+    _, runs = full_run
+    for rank in (0, 1):
+        lines = (runs.folder("run") / "logs" / f"rank{rank}.log").read_text().splitlines()
+        assert len(lines) > 20 and all(re.match(rf"\d{{4}}-\d\d-\d\dT[\d:.]+Z {rank} \S+", line) for line in lines)
+
+
+def test_each_sample_is_recorded_once_an_epoch(full_run):
+    _, runs = full_run
+    for epoch in range(3):
+        seen = [index for step in range(5 * epoch + 1, 5 * epoch + 6) for index in runs.samples("run")[step]]
+        assert sorted(seen) == list(range(80))
+
+
+def test_tensorboard_has_scalars_by_step_a_layout_texts_and_images(full_run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    _, runs = full_run
+    events = EventAccumulator(str(runs.folder("run") / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+    tags = events.Tags()
+    assert {"train/loss", "train/accuracy", "train/lr", "val/loss", "val/top1", "val_ema/top1"} <= set(tags["scalars"])
+    assert [event.step for event in events.Scalars("train/loss")] == STEPS
+    assert [event.step for event in events.Scalars("val/top1")] == [5, 10, 15]
+    assert tags["images"] == ["train/augmented"]
+    layout = b"".join(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val)
+    assert b"train/accuracy" in layout and b"val/top1" in layout and b"train/loss" in layout
+    assert {"config/text_summary", "environment/text_summary"} <= set(tags["tensors"])
+
+
+def test_the_profile_opens_and_its_costliest_operations_are_printed(full_run):
+    ended, runs = full_run
+    with gzip.open(runs.folder("run") / "traces" / "rank0.json.gz") as file:
+        trace = json.load(file)
+    assert any("convolution" in event.get("name", "") for event in trace["traceEvents"])
+    assert "the costliest operations" in ended.out and "Self CPU" in ended.out

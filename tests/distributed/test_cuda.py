@@ -1,0 +1,49 @@
+"""What only a GPU can show: the same draws and pixels as on the CPU, and resumes that are bit for bit under --deterministic."""
+
+import pytest
+import torch
+
+from ranks import run_ranks
+from test_compile import FLAGS as COMPILE_FLAGS
+from test_compile import SECONDS, near, train_net
+from test_exact_resume import FLAGS
+from utils.augment import augment_images
+from utils.streams import draw_integers, draw_uniform, sample_draws
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.parametrize("kind", ["crop", "resized_crop"])
+def test_draws_are_the_same_and_so_are_pixels(kind):
+    """Crop and flip to the bit; a resized crop up to the rounding of float32 interpolation, in units of 255."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (64, 3, 36, 36), dtype=torch.uint8, generator=generator)
+    indices = torch.randint(2**40, (64,), generator=generator)
+    drawn = [sample_draws(3, 5, indices.to(device), 4).cpu() for device in ("cpu", "cuda")]
+    assert torch.equal(*drawn)
+    assert torch.equal(draw_integers(drawn[0], 7), draw_integers(drawn[1].cuda(), 7).cpu())
+    assert torch.equal(draw_uniform(drawn[0]), draw_uniform(drawn[1].cuda()).cpu())
+    here, there = (augment_images(images.to(device), kind, 32, 3, 5, indices.to(device)).cpu() for device in ("cpu", "cuda"))
+    if kind == "crop":
+        assert torch.equal(here, there)
+    else:
+        torch.testing.assert_close(here, there, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("precision", ["--amp_dtype bf16", "--amp_dtype fp16", "--no-use_amp"])
+@pytest.mark.parametrize("task", ["images", "lines"])
+def test_a_resume_under_deterministic_is_bit_for_bit(runs, task, precision):
+    """A world of one; three stops by a signal, two of them in one epoch."""
+    flags = [*FLAGS, *"--backend nccl --deterministic --grad_accum_steps 2 --dataset_size 61".split(), *precision.split()]
+    runs.train(1, "whole", *flags, task=task)
+    runs.train_with_stops(1, "parts", *flags, task=task, stops=(1, 3, 11))
+    runs.assert_same("whole", "parts")
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_run_is_the_eager_one(runs, mode):
+    """In float64; with CUDA graphs, accumulation, a short last window and evaluation. Nothing is compiled or recorded after the first step."""
+    for name in ("off", mode):
+        run_ranks(1, train_net, 16, runs.words(name, *COMPILE_FLAGS, "--backend", "nccl", "--compile", name), deadline=SECONDS)
+    near(runs.last("off"), runs.last(mode))
+    assert "compiles again" not in runs.log(mode)

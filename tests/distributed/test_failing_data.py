@@ -1,0 +1,91 @@
+"""Runs of two ranks whose data fails: each ends with the cause, in rows that tests/faults/data.py does not have."""
+
+import os
+import re
+import sys
+
+import pytest
+
+from ranks import Ended, WarmLaunch, finish, lack, launch, need
+
+slow = pytest.mark.slow
+FETCH = """
+from torch.utils.data import get_worker_info
+plain, calls = tasks.Images.__getitems__, []
+def fetch(self, indices):
+    if get_worker_info():
+        calls.append(1 if self.split == '{split}' else 0)
+        if sum(calls) == 3 and os.environ['RANK'] == '1':
+            {fault}
+    return plain(self, indices)
+tasks.Images.__getitems__ = fetch
+"""  # where a worker of rank 1 fetches the third micro-batch of a split, something happens to it
+WORKER = r"rank 1: loader worker \d+ "
+KILLED = WORKER + r"(was killed by a signal \(Killed\), as a rule|died, as a rule killed) by the system for want of memory; give fewer"
+HANGS = r"rank 1: a loader worker hangs: in 11 s nothing came of samples (\d+, ){3}\d+ of train in epoch 0; .*, or raise --hang_timeout"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        pytest.param(FETCH.format(split="val", fault="os.kill(os.getpid(), signal.SIGKILL)"), KILLED, id="in-evaluation", marks=slow),
+        pytest.param(FETCH.format(split="train", fault="os.kill(os.getpid(), signal.SIGSTOP)"), HANGS, id="stopped"),
+    ],
+)
+def test_a_worker_that_dies_or_hangs_ends_the_run_by_its_name(runs, code, said):
+    """Both ranks end, long before a collective times out, nothing stays behind; the sentence is in the status and in the output."""
+    patience = ["--hang_timeout", 12] if said == HANGS else []  # a loader gives up after 10.8 s
+    words = runs.words("run", *"--dataset_size 160 --epochs 1 --num_workers 1".split(), *patience)
+    ended = finish(WarmLaunch(2, runs.program(code), words))
+    assert ended.code == 1 and ended.left == 0, ended.text
+    status = runs.json("run", "status.json")
+    assert (status["state"], status["rank"]) == ("failed", 1) and re.search(said, status["error"]), str(status)
+    assert re.search(said, ended.text)
+
+
+# ---- shared memory ----
+
+
+def with_shared_memory(megabytes, command, **options) -> Ended:
+    """Run a command that sees so small a /dev/shm, in a mount namespace of its own."""
+    need("unshare")
+    mine = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "-m"]
+    mount = [*mine, "sh", "-c", f'mount -t tmpfs -o size={megabytes}m tmpfs /dev/shm && exec "$@"', "sh"]
+    if launch([*mount, "true"]).code:
+        lack("this machine allows no mount namespaces")
+    return launch([*mount, *command], **options)
+
+
+OVERFLOWS = """
+import torch
+from config import RunFailed, TrainingConfig
+from ddp_utils import DistributedContext
+from utils.loading import create_evaluation_dataloader
+
+class Growing(torch.utils.data.Dataset):
+    collate = staticmethod({collate})
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        return torch.zeros(10 if index < 4 else 400_000)
+
+config = TrainingConfig(batch_size=4, num_workers=2, hang_timeout=8)
+loader = create_evaluation_dataloader(Growing(), config, DistributedContext(0, 0, 1, torch.device("cpu")))
+loader.sample_batch()
+try:
+    for window in loader.windows(0):
+        for micro_batch in window:
+            pass
+except RunFailed as failed:
+    print(failed)
+"""
+
+
+@pytest.mark.parametrize(
+    "collate", ["torch.utils.data.default_collate", pytest.param("lambda samples: {'lines': samples}", marks=pytest.mark.slow)]
+)
+def test_a_dev_shm_that_overflows_later_is_the_cause_that_is_said(collate):
+    """By torch's collate, which writes there itself, and by a data set's own, whose tensors the worker's queue would bring there."""
+    ended = with_shared_memory(2, [sys.executable, "-c", OVERFLOWS.format(collate=collate)], deadline=60)
+    said = "rank 0: a loader worker could not hand over its batch, since /dev/shm is full; give it more room (docker run --shm-size, "
+    assert ended.out.startswith(said), ended.text

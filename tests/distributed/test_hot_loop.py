@@ -1,0 +1,65 @@
+"""Between two log points nothing is read from the device. What a step sends: test_comm_hooks.py."""
+
+import traceback
+from pathlib import Path
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+from ranks import run_ranks
+from training import train_flags
+from utils.report import Reporter
+from utils.train_state import TrainState
+
+# four steps of two micro-batches on each of two ranks; the log point is the last of them
+FLAGS = "--dataset_size 64 --epochs 1 --grad_accum_steps 2 --log_interval 4 --ema_decay 0.9 --clip_grad_norm 1 --amp_dtype fp16".split()
+FLAGS += "--record_samples --num_workers 1 --save_every 0".split()
+READS = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero", "aten::masked_select", "aten::unique")
+
+
+class Reads(TorchDispatchMode):
+    """Notes where operations hand a tensor's value to the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function._schema.name.startswith(READS):
+            frames = [f"{Path(frame.filename).name}:{frame.name}" for frame in traceback.extract_stack(limit=6)]
+            if not any("dataloader.py" in frame for frame in frames):  # it draws a seed for its workers, on the host, once an epoch
+                self.places.append(" < ".join(reversed(frames[:-1])))
+        return function(*args, **(kwargs or {}))
+
+
+def reads_by_step(flags, reads_in_step):
+    """Train one epoch under the mode; the reads up to the end of each step. One `.item()` is put into a step where asked for."""
+    mode, seen, is_read = Reads(), {}, []
+    plain_epoch, plain_done, plain_backward = train.train_one_epoch, Reporter.step_done, TrainState.backward
+
+    def epoch(*args):
+        with mode:
+            return plain_epoch(*args)
+
+    def done(self, samples, step):
+        seen[step] = list(mode.places)
+        plain_done(self, samples, step)
+
+    def backward(self, loss, share):
+        if len(seen) + 1 == reads_in_step and not is_read:
+            is_read.append(loss.item())
+        plain_backward(self, loss, share)
+
+    train.train_one_epoch, Reporter.step_done, TrainState.backward = epoch, done, backward
+    train_flags(flags)
+    return seen, mode.places
+
+
+@pytest.mark.parametrize(("reads_in_step", "expected"), [(0, 0), (2, 1)])
+def test_three_windows_read_nothing_and_an_item_put_in_is_seen(runs, reads_in_step, expected):
+    """With accumulation, clipping, averaged weights, scaler, finite check, recorded samples and metrics on, on two ranks."""
+    for seen, in_all in run_ranks(2, reads_by_step, runs.words("run", *FLAGS), reads_in_step):
+        assert list(seen) == [1, 2, 3, 4]
+        assert len(seen[3]) == expected, seen[3]
+        assert len(in_all) > expected  # the log point reads

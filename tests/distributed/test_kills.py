@@ -1,0 +1,94 @@
+"""SIGKILL in every phase of one run: no sample of a committed step is lost or repeated, whatever number of ranks resumes it."""
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+from unittest import mock
+
+import pytest
+import torch
+
+import ddp_utils
+from ranks import run_ranks
+from tasks import train_task
+from training import assert_same_state, relative
+from utils.watchdog import Watch
+from utils.writer import Writer
+
+PHASES = ("data", "forward", "backward", "update", "save", "written", "evaluation")  # written: rank 0's writer has a checkpoint to write
+FLAGS = "--dataset_size 66 --global_batch_size 16 --lr 0.02 --ema_decay 0.9 --no-use_amp --record_samples --num_workers 1".split()
+FLAGS += "--save_every_steps 3 --timeout 30".split()
+
+
+@contextlib.contextmanager
+def killed_in(phase, steps, delay):
+    """This process is killed so many seconds after it first enters the phase in or after its so-manieth step of this attempt."""
+    plain_step, plain_enter, plain_send, begun = Watch.begin_step, Watch.enter, Writer.send, []
+
+    def kill():
+        time.sleep(delay)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def begin_step(self, step):
+        plain_step(self, step)
+        begun.append(step)
+
+    def enter(self, name):
+        plain_enter(self, name)
+        if name == phase and len(begun) >= steps:
+            threading.Thread(target=kill).start() if delay else kill()
+
+    def send(self, *job):
+        plain_send(self, *job)
+        if phase == "written" and len(begun) >= steps:
+            kill()
+
+    with mock.patch.multiple(Watch, begin_step=begin_step, enter=enter), mock.patch.object(Writer, "send", send):
+        yield
+
+
+def train_and_be_killed(flags, dtype, victim, *when):
+    with (
+        mock.patch.object(ddp_utils, "MOST_STRIKES", 10**6),  # kills may well hit the same step three times in a row
+        killed_in(*when) if int(os.environ["RANK"]) == victim else contextlib.nullcontext(),
+    ):
+        return train_task("lines", flags, dtype)[0]
+
+
+def kill_again_and_again(runs, epochs, kills, clock, dtype):
+    """Each kill: (ranks, phase, step of the attempt, seconds into the phase). Then the run is completed on the last number of ranks."""
+    flags = runs.words("killed", *FLAGS, "--epochs", epochs, "--resume_from", "auto")
+    for ranks, phase, *when in kills:
+        victim = 0 if phase in ("save", "written") else clock.randrange(ranks)
+        with pytest.raises(AssertionError, match="exit codes .*-9"):
+            run_ranks(ranks, train_and_be_killed, flags, dtype, victim, phase, *when)
+    assert run_ranks(kills[-1][0], train_and_be_killed, flags, dtype, -1) == ["completed"] * kills[-1][0]
+    whole = kills[0][0] if len({kill[0] for kill in kills}) == 1 else 1
+    runs.train(whole, "whole", *FLAGS, "--epochs", epochs, "--save_every_steps", 0, dtype=dtype, task="lines")
+    assert runs.samples("killed") == runs.samples("whole") and len(runs.samples("whole")) == 5 * epochs
+    print("resumed at", [record["step"] for record in runs.events("killed", "resumed")])
+
+
+def test_one_kill_in_each_phase_with_one_two_or_four_ranks(runs):
+    """Float64: the order of sums alone, over 30 steps."""
+    kills = [(ranks, phase, 4, 0) for ranks, phase in zip(itertools.cycle((2, 1, 4)), PHASES, strict=False)]
+    kill_again_and_again(runs, 6, kills, random.Random(1), torch.float64)
+    assert relative(runs.last("killed")["model"], runs.last("whole")["model"]) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choices", [(1, 2, 4), (4,)])
+def test_twenty_one_kills_at_random_moments(runs, choices):
+    """Three in each phase, and up to 10 ms later; on 4 ranks throughout the run is the uninterrupted one to the bit."""
+    clock, dtype = random.Random(11), torch.float32 if choices == (4,) else torch.float64
+    kills = [(clock.choice(choices), phase, clock.randint(1, 5), clock.choice((0, clock.uniform(0, 0.01)))) for phase in 3 * PHASES]
+    clock.shuffle(kills)
+    kill_again_and_again(runs, 24, kills, clock, dtype)
+    if choices == (4,):
+        assert_same_state(runs.last("killed"), runs.last("whole"))
+    else:
+        assert relative(runs.last("killed")["model"], runs.last("whole")["model"]) < 1e-10

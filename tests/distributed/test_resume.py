@@ -1,0 +1,95 @@
+"""A run that is asked to stop: all ranks stop after the same step and save, and the resumed run is the one that was never stopped."""
+
+import os
+import time
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+import train
+from ranks import WarmLaunch, finish, run_ranks
+from tasks import train_task
+from training import train_flags
+from utils.report import Reporter
+from utils.saving import Saver
+
+TERMINATES = """
+from utils.report import Reporter
+plain_done = Reporter.step_done
+def done(self, samples, step):
+    plain_done(self, samples, step)
+    if step == 7 and os.environ['RANK'] == '0':
+        os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(0.05 * (step >= 7))
+Reporter.step_done = done
+"""  # in the middle of a run its launcher is sent SIGTERM; what follows is slow, so that the signal arrives before the end
+
+
+def test_sigterm_to_the_launcher_saves_and_the_resumed_run_ends_in_the_same_weights(runs):
+    """torchrun forwards SIGTERM to each rank's process group, workers included; the ranks stop after one step and lose none."""
+    flags = "--dataset_size 400 --epochs 2 --num_workers 1 --no-use_amp --record_samples --bucket_cap_mb 0.002".split()
+    runs.train(2, "whole", *flags)
+    ended = finish(WarmLaunch(2, runs.program(TERMINATES), runs.words("parts", *flags)))
+    status = runs.json("parts", "status.json")
+    assert status["state"] == "preempted", ended.text
+    assert runs.json("parts", "summary.json")["state"] == "preempted" and "--resume_from auto" in ended.out
+    assert 7 <= status["step"] < 100 and runs.last("parts")["progress"]["step"] == status["step"] == max(runs.samples("parts"))
+    runs.train(2, "parts", *flags, "--resume_from", "auto")
+    runs.assert_same("whole", "parts")
+    assert runs.json("parts", "summary.json")["restarts"] == 1
+
+
+def train_until_time_is_up(flags):
+    """On rank 1 an hour passes after step 7."""
+    clock, plain = SimpleNamespace(monotonic=time.monotonic, perf_counter=time.perf_counter), Reporter.step_done
+
+    def done(self, samples, step):
+        plain(self, samples, step)
+        if step == 7 and os.environ["RANK"] == "1":
+            clock.monotonic = lambda: time.monotonic() + 3600
+
+    with mock.patch.object(train, "time", clock), mock.patch.object(Reporter, "step_done", done):
+        outcome = train_flags(flags)
+        return outcome["state"], outcome["steps"]
+
+
+def test_all_ranks_stop_after_the_same_step_when_the_time_of_one_is_up(runs):
+    outcomes = run_ranks(2, train_until_time_is_up, runs.words("run", *"--dataset_size 400 --no-use_amp --max_time 30".split()))
+    assert outcomes[0] == outcomes[1] and outcomes[0][0] == "preempted"
+    assert 7 < outcomes[0][1] <= 100 and outcomes[0][1] == runs.last("run")["progress"]["step"]
+
+
+def test_a_request_in_the_last_step_of_an_epoch_stops_the_run_there(runs):
+    """The flag that is on its way when the epoch ends is flushed: without that the run would stop one step into the next epoch."""
+    flags = runs.words("run", *"--dataset_size 32 --epochs 2 --eval_every 0 --no-use_amp".split())
+    assert run_ranks(2, train_task, "images", flags, torch.float32, [4], False, False) == [("preempted", [])] * 2
+    assert runs.last("run")["progress"]["step"] == 4
+
+
+def train_with_a_quick_disk(flags):
+    """The previous save is always on the disk when the next one is requested."""
+    plain = Saver.is_due
+
+    def is_due(self):
+        if self._writer:
+            self._look(60.0)
+        return plain(self)
+
+    with mock.patch.object(Saver, "is_due", is_due):
+        return train_flags(flags)
+
+
+def test_a_request_from_before_a_save_does_not_cause_another_one(runs):
+    """A save is always due here: requested at one step, done at the next. A stale request would bring one more."""
+    flags = "--dataset_size 80 --epochs 1 --save_every 0 --eval_every 0 --save_every_minutes 1e-9".split()
+    run_ranks(2, train_with_a_quick_disk, runs.words("often", *flags))
+    assert [record["step"] for record in runs.events("often", "checkpoint")] == [2, 4, 6, 8, 10]
+
+
+def test_a_completed_run_is_left_as_it_is(runs):
+    flags = "--dataset_size 16 --epochs 1".split()
+    runs.train(2, "done", *flags)
+    files = {path: path.read_bytes() for path in runs.folder("done").rglob("*") if path.is_file()}
+    assert runs.train(2, "done", *flags, "--resume_from", "auto")[0]["state"] == "completed"
+    assert files == {path: path.read_bytes() for path in runs.folder("done").rglob("*") if path.is_file()}

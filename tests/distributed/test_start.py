@@ -1,0 +1,77 @@
+"""What ranks check of each other before step 0: the same code, settings and versions, one folder, open files enough; in a table."""
+
+import os
+import re
+import resource
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+import train
+import utils.alike
+from config import TrainingConfig
+from ranks import run_ranks
+from training import train_flags
+from utils.together import exchange
+
+# what differs; what all ranks say; the rank that is named, of three
+UNLIKE = [
+    ("config", r"start again\n\s+rank 0 on \S+\s+rank 2 on \S+\nlr\s+0.1\s+0.7$", 2),
+    ("versions", r"start again\n\s+rank 0 on \S+\s+rank 1 on \S+\ntorch\s+\S+\s+2.11.0$", 1),
+    ("code", r"the ranks do not run the same thing; give .*\n\s+rank 0 on \S+\s+rank 2 on \S+\ntrain.py\s+[0-9a-f]{8}\s+01234567$", 2),
+    ("folder", r"run_dir=run: \S+ does not see there what rank 0 on \S+ has written; put the run folder on storage", 1),
+    ("read-only", r"run_dir=\S+: \S+ cannot write there \(Read-only file system\); mount it for all nodes to write \(rank 1 on", 1),
+    ("limit", r"open files: the limit is 100, and about \d+ are needed; raise it \(ulimit -n \d+.*\(rank 1 on \S+\)$", 1),
+]
+
+
+def touch(path, plain=Path.touch):
+    if path.name == ".rank1":
+        raise OSError(30, "Read-only file system", str(path))
+    plain(path)
+
+
+def unlike(words, folder):
+    """What this rank was refused with in each case, in turn, and which rank that named; whether anything was made meanwhile."""
+    rank, found, provenance = int(os.environ["RANK"]), [], utils.alike.provenance
+    torch_2_11, changed = provenance.versions() | {"torch": "2.11.0"}, provenance.code_digests() | {"train.py": "0123456789"}
+    for what, _, odd in UNLIKE:
+        here = [*words, *(["--lr", "0.7"] if (what, rank) == ("config", 2) else [])]
+        if what == "folder":
+            here = [*here, "--run_dir", "run"]
+            os.chdir(folder / str(min(rank, 1)))
+        if (what, rank) == ("limit", 1):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+        patches = {
+            "versions": mock.patch.object(provenance, "versions", lambda: torch_2_11),
+            "code": mock.patch.object(provenance, "code_digests", lambda: changed),
+            "read-only": mock.patch.object(Path, "touch", touch),
+        }
+        with patches.get(what, mock.MagicMock()) if rank == odd else mock.MagicMock(), pytest.raises(train.Refused) as refused:
+            train_flags(here)
+        found.append((str(refused.value), refused.value.rank, (folder / "run").exists()))
+    return found
+
+
+def test_every_rank_is_refused_with_what_differs(runs):
+    for name in ("0", "1"):
+        (runs.root / name).mkdir()
+    for found in run_ranks(3, unlike, runs.words("run", "--dataset_size", 16, "--epochs", 1), runs.root):
+        for (what, said, odd), (text, rank, is_made) in zip(UNLIKE, found, strict=True):
+            assert re.search(said, text) and rank == odd, (what, text, rank)
+            assert not is_made or what not in ("config", "versions", "code")  # nothing was claimed
+
+
+def talk(sizes):
+    rank = int(os.environ["RANK"])
+    ctx = train.setup_distributed(TrainingConfig(backend="gloo"))
+    heard = [exchange({"rank": rank, "text": "ö" * (size * (rank + 1) // 4)}, ctx) for size in sizes]
+    train.cleanup_distributed()
+    return heard
+
+
+def test_messages_short_and_long_come_as_they_were_given():
+    sizes = [0, 1, 500, 505, 506, 507, 508, 509, 510, 2000, 60_000]  # around the length that goes in one collective
+    expected = [[{"rank": rank, "text": "ö" * (size * (rank + 1) // 4)} for rank in range(4)] for size in sizes]
+    assert run_ranks(4, talk, sizes) == [expected] * 4

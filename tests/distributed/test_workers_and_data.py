@@ -1,0 +1,169 @@
+"""What needs a second process and no training: running statistics and sums over ranks, who owns a folder, workers and writer at the end."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import utils.writer
+from config import Refused, TrainingConfig
+from ddp_utils import cleanup_distributed, setup_distributed
+from ranks import CONTEXT, DEADLINE, WarmLaunch, finish, run_ranks
+from test_run_folder import open_run, with_
+from test_running_stats import YES, net, statistics
+from utils.metrics import all_reduce_scalar
+from utils.running_stats import RunningStats
+from utils.watchdog import Watch, read_place
+
+
+def statistics_and_sums(parts):
+    ctx = setup_distributed(TrainingConfig(backend="gloo"))
+    ours = net()
+    stats = RunningStats(ours)
+    for x in parts[ctx.rank :: ctx.world_size]:
+        ours(x)
+        stats.add(len(x))
+    stats.start_reduce()
+    stats.commit(sum(map(len, parts)), YES)
+    sums = {op: all_reduce_scalar(float(ctx.rank + 1), op) for op in ("mean", "sum", "min", "max")}
+    cleanup_distributed()
+    return {name: value.numpy() for name, value in statistics(ours).items()}, sums
+
+
+def test_every_rank_holds_the_statistics_and_the_sums_of_all_ranks():
+    parts = [torch.randn(n, 2, 9, 9) for n in (4, 4, 2, 3)]  # rank 0 has two of them
+    ranks = run_ranks(3, statistics_and_sums, parts)
+    ((alone, _),) = run_ranks(1, statistics_and_sums, parts)
+    for found, sums in ranks:
+        assert sums == {"mean": 2.0, "sum": 6.0, "min": 1.0, "max": 3.0}
+        for name, expected in alone.items():
+            assert (found[name] == ranks[0][0][name]).all()
+            torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(expected))
+
+
+def own_a_folder(folder, connection):
+    os.chdir(folder)
+    run = open_run(TrainingConfig(run_dir="runs/mine"))
+    connection.send(run.claim_number)
+    connection.recv()
+
+
+def test_a_folder_in_use_is_refused_with_its_owner_and_a_dead_owner_does_not_block(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = TrainingConfig(run_dir="runs/mine")
+    ours, theirs = CONTEXT.Pipe()
+    owner = CONTEXT.Process(target=own_a_folder, args=(tmp_path, theirs))
+    owner.start()
+    try:
+        assert ours.recv() == 1
+        with pytest.raises(Refused, match=rf"in use by process {owner.pid} on here since .*; end that job or give another --run_dir"):
+            open_run(with_(config, overwrite=True))
+    finally:
+        owner.kill()
+        owner.join()
+    assert open_run(config).attempt == 1
+
+
+def make_a_writer_and_die(file):
+    utils.writer.SECONDS_AS_AN_ORPHAN = 1
+    writer = utils.writer.Writer()
+    if not (holder := os.fork()):  # as a loader's worker it has a copy of the connection, which does not end then
+        time.sleep(DEADLINE)
+        os._exit(0)
+    file.write_text(f"{writer.pid} {holder}")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_there(stat):
+    """Whether a process still runs: one that nobody waits for stays as a zombie."""
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_the_writer_ends_when_the_training_process_was_killed_though_a_worker_lives_on(tmp_path):
+    process = CONTEXT.Process(target=make_a_writer_and_die, args=(tmp_path / "pids",))
+    process.start()
+    process.join(DEADLINE)
+    writer, holder = (int(pid) for pid in (tmp_path / "pids").read_text().split())
+    stat, ends = Path(f"/proc/{writer}/stat"), time.monotonic() + DEADLINE / 2
+    while is_there(stat) and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert is_there(Path(f"/proc/{holder}/stat")) and not is_there(stat)
+    os.kill(holder, signal.SIGKILL)
+
+
+def run_program(tmp_path, program, **options):
+    file = tmp_path / "program.py"
+    file.write_text(program)
+    return finish(WarmLaunch(0, file, [tmp_path]), **options)
+
+
+HOLDS_WORKERS = """
+import sys
+from torch.utils.data import DataLoader
+from utils.signals import ignore_in_worker
+batches = iter(DataLoader(range(100), num_workers=2, worker_init_fn=ignore_in_worker))
+next(batches)
+sys.kept = batches  # nothing shuts them down before the interpreter ends
+print("done", flush=True)
+"""
+
+
+def test_workers_that_ignore_sigterm_do_not_keep_the_process_from_its_end(tmp_path):
+    """multiprocessing ends daemonic children by SIGTERM and joins them without a limit."""
+    ended = run_program(tmp_path, HOLDS_WORKERS)
+    assert (ended.code, ended.out, ended.left) == (0, "done\n", 0), ended.text
+
+
+STOPPED_MEANWHILE = """
+import os, signal, time, torch
+from config import TrainingConfig
+from ddp_utils import DistributedContext
+from utils.loading import create_evaluation_dataloader
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        if index == 5:  # the loader waits for it, and is stopped meanwhile
+            os.kill(os.getppid(), signal.SIGSTOP)
+            time.sleep(3.0)
+            os.kill(os.getppid(), signal.SIGCONT)
+            time.sleep(0.5)
+        return torch.tensor(index)
+
+config = TrainingConfig(batch_size=2, num_workers=1, hang_timeout=4.0)
+loader = create_evaluation_dataloader(Data(), config, DistributedContext(0, 0, 1, torch.device("cpu")))
+print([m.batch.tolist() for window in loader.windows(0) for m in window])
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_was_stopped_itself_does_not_blame_its_worker(tmp_path):
+    """Ctrl-Z and fg, or a suspended job: the clock of the wait for the batch went on."""
+    ended = run_program(tmp_path, STOPPED_MEANWHILE)
+    assert ended.out == "[[0, 1], [2, 3], [4, 5], [6, 7]]\n", ended.text
+
+
+def be_debugged(folder):
+    import pdb
+
+    ended = []
+    watch = Watch(folder, 0, ("a",), 1.0, lambda *_: None, lambda *_: ended.append(1))
+    watch._durations.extend([0.01] * 20)
+    watch.begin_step(1)
+    pdb.Pdb.interaction = lambda self, *_: time.sleep(2 * watch.limit) or self.set_continue()  # somebody reads, then types c
+    breakpoint()
+    (folder / "found").write_text(f"{len(ended)} {read_place(folder / 'rank0').is_debugged}")
+    watch.close()
+
+
+@pytest.mark.slow
+def test_a_rank_in_a_debugger_is_not_ended(tmp_path):
+    process = CONTEXT.Process(target=be_debugged, args=(tmp_path,))
+    process.start()
+    process.join(DEADLINE)
+    process.kill()
+    assert (tmp_path / "found").read_text() == "0 1"

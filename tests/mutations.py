@@ -1,0 +1,224 @@
+"""One-line faults in the product. Each must make a default test of the guarantee that it breaks fail.
+
+    scripts/test.sh --mutations            all of them
+    scripts/test.sh --mutations fsync      those with this text in them
+
+A fault is a line of a function or class, by name: it survives code that moves between files.
+"""
+
+import argparse
+import ast
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from guarantees import GUARANTEES
+from ranks import ROOT, copy_repository
+
+DEADLINE = 600.0  # seconds for the tests of one guarantee
+PRODUCT = ("*.py", "utils/**/*.py", "scripts/**/*.py")
+
+
+@dataclass(frozen=True)
+class Mutation:
+    where: str  # a function or class, "Class.method" for a method
+    line: str  # of it, stripped; it stands there once
+    becomes: str
+    breaks: str  # the key of a guarantee
+
+    @property
+    def title(self) -> str:
+        return f"{self.where}: {self.line} -> {self.becomes}"
+
+
+# fmt: off
+MUTATIONS = [
+    Mutation('train_one_epoch', 'with nullcontext() if is_last_micro_batch else model.no_sync():', 'with model.no_sync() if is_last_micro_batch else nullcontext():', 'gradient'),
+    Mutation('train_one_epoch', 'share = ctx.world_size / (window.weight or math.nan)  # of a loss: DDP averages over ranks, and gives the mean over the window', 'share = 1 / (window.weight or math.nan)', 'gradient'),
+    Mutation('train_one_epoch', 'share = ctx.world_size / (window.weight or math.nan)  # of a loss: DDP averages over ranks, and gives the mean over the window', 'share = ctx.world_size / loader.sampler.global_batch_size', 'gradient'),
+    Mutation('train_one_epoch', 'state.backward(loss_sum, share if is_counted else 0.0)', 'state.backward(loss_sum, share)', 'gradient'),
+    Mutation('WindowSampler.windows', 'mine = range(self.rank, math.ceil((end - first) / size), self.num_replicas)', 'mine = range(self.rank, max(1, (end - first) // size), self.num_replicas)', 'order'),
+    Mutation('TrainState.update_if_finite', 'torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip, norm)', 'torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip, 2 * norm)', 'weights'),
+    Mutation('lr_factor', 'return (step + 1) / warmup_steps', 'return step / warmup_steps', 'weights'),
+    Mutation('WeightAverage.update', 'self._is_first.mul_(1 - taken)', 'self._is_first.zero_()', 'not-finite'),
+    Mutation('train_one_epoch', 'seed_device(ctx.device, "step", config.seed, progress.step, micro_batch.number)', 'seed_device(ctx.device, "step", config.seed, progress.step, ctx.rank)', 'dropout'),
+    Mutation('WindowLoader.windows', 'self.sampler.set_epoch(epoch, start)', 'self.sampler.set_epoch(0, start)', 'order'),
+    Mutation('WindowSampler.order', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, 0))', 'order'),
+    Mutation('sample_draws', 'x = (indices.unsqueeze(1) * count + number) * _signed(0x9E3779B97F4A7C15) + derive_seed("sample", seed, epoch)', 'x = (torch.arange(len(indices), device=indices.device).unsqueeze(1) * count + number) * _signed(0x9E3779B97F4A7C15) + derive_seed("sample", seed, epoch)', 'samples'),
+    Mutation('WindowLoader._to_device', 'batch = self._transform(batch, self._seed, micro_batch.epoch, indices_on(micro_batch.indices, self.device))', 'batch = self._transform(batch, self._seed, 0, indices_on(micro_batch.indices, self.device))', 'samples'),
+    Mutation('RunningStats.add', 'self._sum.add_(self._latest, alpha=samples)', 'self._sum.add_(self._latest)', 'batchnorm'),
+    Mutation('RunningStats.start_reduce', 'self._work = dist.all_reduce(self._sum, async_op=True)', 'self._work = None', 'batchnorm'),
+    Mutation('RunningStats.commit', 'torch.where(is_finite, moved, self._proper, out=self._proper)', 'self._proper.copy_(moved)', 'not-finite'),
+    Mutation('train_twice', 'state.running_stats.discard()', 'pass', 'weights'),
+    Mutation('evaluate', 'if micro_batch.is_counted:', 'if True:', 'evaluation-counts'),
+    Mutation('evaluate', 'if count != len(loader.dataset):', 'if False:', 'evaluation-counts'),
+    Mutation('train_twice', 'for _ in range(2):', 'for _ in range(0):', 'resume'),
+    Mutation('TrainState._load', 'self._load_intervals(progress.pop("intervals"), rank, world_size)', 'progress.pop("intervals")', 'resume'),
+    Mutation('TrainState._load', 'if self.scaler.is_enabled() and payload["scaler"]:', 'if False:', 'resume'),
+    Mutation('TrainState._load', 'self.average.model.load_state_dict(payload["ema"] or payload["model"])', 'self.average.model.load_state_dict(payload["model"])', 'resume'),
+    Mutation('TrainState._load_optimizer', 'self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})', 'self.optimizer.load_state_dict({"state": {}, "param_groups": self.optimizer.state_dict()["param_groups"]})', 'resume'),
+    Mutation('resume_run', 'by_rank_0(lambda: run.rewind(progress.step, progress.evaluated_step == progress.step), ctx)', 'pass', 'records-once'),
+    Mutation('compare', '(wrong if field.metadata["resume"] == "must" else said).append(line)', 'said.append(line)', 'must-match'),
+    Mutation('TrainState.backward', 'seed = torch.add(torch.full_like(loss, share), loss.detach(), alpha=0)  # 0 times what is not finite is NaN', 'seed = torch.full_like(loss, share)', 'not-finite'),
+    Mutation('TrainState.update_if_finite', 'is_finite = norm < math.inf  # NaN is not', 'is_finite = norm <= math.inf', 'not-finite'),
+    Mutation('TrainState.update_if_finite', 'self.average.update(self._one - skipped)', 'self.average.update(self._one)', 'not-finite'),
+    Mutation('create_optimizer', 'fill_momenta(optimizer)', 'pass', 'not-finite'),
+    Mutation('Agreement.drain', 'heard = self._read()', 'heard = Word()', 'stop'),
+    Mutation('train_one_epoch', 'word = Word(*map(max, word, agreement.drain()))  # no older word may be heard after a save', 'pass', 'stop'),
+    Mutation('ignore_in_worker', 'signal.signal(number, signal.SIG_IGN)', 'signal.signal(number, signal.SIG_DFL)', 'stop'),
+    Mutation('StopSignals._note', 'self.received = self.received or signal.Signals(number).name', 'pass', 'stop'),
+    Mutation('cleanup_distributed', 'dist.barrier()', 'pass', 'clean-exit'),
+    Mutation('together', 'problems = exchange(problem, ctx)', 'problems = [problem]', 'one-sentence'),
+    Mutation('replace_file', 'os.fsync(file.fileno())', 'pass', 'whole-file'),
+    Mutation('replace_file', '_flush_folder(path.parent)', 'pass', 'whole-file'),
+    Mutation('replace_file', 'temporary = temporary_of(path, os.getpid())', 'temporary = path', 'whole-file'),
+    Mutation('verify', 'if seal.digest != digest.hexdigest():', 'if False:', 'damaged'),
+    Mutation('verify', 'if (name := STEP_NAME.fullmatch(path.name)) and int(name[1]) != seal.step:', 'if False:', 'damaged'),
+    Mutation('newest_whole', 'if skipped:', 'if False:', 'all-damaged'),
+    Mutation('load_archive', 'payload = torch.load(path, map_location="cpu", weights_only=True)', 'payload = torch.load(path, map_location="cpu", weights_only=False)', 'untrusted'),
+    Mutation('prune', 'for path in step_checkpoints(folder)[:-keep_last]:', 'for path in step_checkpoints(folder)[:-1]:', 'keep-last'),
+    Mutation('Saver.settle', 'odd = diverged(exchange(digest, self._ctx))', 'odd = []', 'divergence'),
+    Mutation('_be_the_writer', 'signal.signal(number, signal.SIG_IGN)', 'pass', 'writer'),
+    Mutation('Saver._heard', 'wait = wait if outcome.seconds else 0.0  # 0: the process was killed', 'return', 'disk'),
+    Mutation('setup_distributed', 'die_with_parent()', 'pass', 'launcher-killed'),
+    Mutation('resume_run', 'if len(run.strikes) >= MOST_STRIKES:', 'if False:', 'same-step'),
+    Mutation('setup_distributed', 'check_alike(config, ctx)', 'pass', 'alike'),
+    Mutation('leave_after', 'end_now(2 if is_refused else 1)', 'end_now(1)', 'exit-codes'),
+    Mutation('main', 'return PREEMPTED if outcome.get("state") == "preempted" and not read_launch().is_under_torchrun else 0', 'return 0', 'exit-codes'),
+    Mutation('train_one_epoch', 'reporter.step_done(window.samples, progress.step)', 'reporter.step_done(window.samples, progress.step + 0 * int(loss_sum.item()))', 'no-reads'),
+    Mutation('wrap_ddp', 'gradient_as_bucket_view=True,', 'gradient_as_bucket_view=False,', 'buckets'),
+    Mutation('wrap_ddp', '**no_buffers,', '', 'collectives'),
+    Mutation('setup_distributed', 'fast_bf16=all(each["bf16"] for each in cards),', 'fast_bf16=any(each["bf16"] for each in cards),', 'precision'),
+    Mutation('verdict', 'least = min(known)[:2]', 'least = max(known)[:2]', 'hang'),
+    Mutation('Writer._start', 'with kept_back():  # a signal that comes before the new process ignores it would end it', 'with contextlib.nullcontext():', 'writer'),
+    Mutation('_write', 'raise _Dropped', 'pass', 'divergence'),
+    Mutation('_write', 'if HAS_PROCESS and (number := read_claim_number(job.claim_file)) != job.claim:', 'if HAS_PROCESS and (number := read_claim_number(job.claim_file)) > job.claim + 1:', 'one-owner'),
+    Mutation('Claim.__init__', 'fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)', 'pass', 'one-owner'),
+    Mutation('WindowSampler.windows', 'weight = float(end - first) if self.weights is None else self.weights[order[first:end]].sum().item()', 'weight = float(self.global_batch_size) if self.weights is None else self.weights[order[first:end]].sum().item()', 'gradient'),
+    Mutation('TrainState.update_if_finite', 'self.optimizer.grad_scale, self.optimizer.found_inf = None, skipped  # exactly 0 or 1', 'self.optimizer.grad_scale, self.optimizer.found_inf = None, self._zero', 'not-finite'),
+    Mutation('compare', 'if provenance["fingerprint"] != fingerprint:', 'if False:', 'must-match'),
+    Mutation('end_workers', 'child.kill()', 'pass', 'clean-exit'),
+    Mutation('compute_loss', 'return loss, {"accuracy": (count_correct(logits, labels), len(labels))}', 'return loss / len(labels), {"accuracy": (count_correct(logits, labels), len(labels))}', 'shipped-loss'),
+    Mutation('TrainState._load_intervals', 'self.interval.load_state(intervals[rank])', 'self.interval.load_state(intervals[0])', 'resume'),
+    Mutation('train_one_epoch', 'for window in loader.windows(progress.epoch, progress.samples_in_epoch):', 'for window in loader.windows(progress.epoch, 0):', 'kills'),
+    Mutation('train_one_epoch', 'if word.save or word.stop or is_every(config.save_every_steps, progress.step - 1):', 'if word.save or is_every(config.save_every_steps, progress.step - 1):', 'stop'),
+    Mutation('judge', 'if status.get("state") == "preempted":', 'if status.get("state") == "stopped":', 'exit-codes'),
+    Mutation('read_nodes', 'if rank >= most:', 'if rank > most:', 'misconfigured'),
+    Mutation('main', 'return int(any(each.level == verdict.FAILURE for each in found))', 'return 0', 'preflight'),
+    Mutation('main', 'return 0 if is_passed else 1', 'return 0', 'verify'),
+    Mutation('export', 'saved = {"model": payload["ema" if use_average else "model"]}', 'saved = {"model": payload["model"]}', 'export'),
+    Mutation('cause_of', 'return known or (run.lost_ranks() if is_of_a_peer(error) else None) or error', 'return known or error', 'rank-killed'),
+    Mutation('WindowLoader._to_device', 'if isinstance(batch, UnreadableSample):', 'if False:', 'bad-sample'),
+]
+# fmt: on
+
+
+def find(mutation: Mutation, root: Path = ROOT) -> tuple[Path, int]:
+    """The file and the number of the line, from 0. Raises LookupError unless there is exactly one."""
+    places = set()
+    for path in sorted(path for pattern in PRODUCT for path in root.glob(pattern)):
+        text = path.read_text(encoding="utf-8")
+        if mutation.line not in text:
+            continue
+        lines = text.splitlines()
+        for name, node in definitions(ast.parse(text)):
+            if name == mutation.where:
+                places |= {(path, k) for k in range(node.lineno - 1, node.end_lineno) if lines[k].strip() == mutation.line}
+    if len(places) != 1:
+        raise LookupError(f"{mutation.where}: {mutation.line!r} stands in {len(places)} places; it has to be one")
+    return places.pop()
+
+
+def definitions(tree: ast.AST, prefix: str = ""):
+    """(qualified name, node) of each function and class."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield f"{prefix}{node.name}", node
+            yield from definitions(node, f"{prefix}{node.name}.")
+        elif not isinstance(node, ast.expr):
+            yield from definitions(node, prefix)
+
+
+def mutated(mutation: Mutation, root: Path = ROOT) -> tuple[Path, str]:
+    """The file and its text with the fault in it."""
+    path, number = find(mutation, root)
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines[number] = lines[number].replace(mutation.line, mutation.becomes)
+    return path, "".join(lines)
+
+
+def run_tests(copy: Path, tests: list[str], *options: str) -> tuple[int, str]:
+    """pytest's exit code and what it printed, in a copy of the repository; 124 where it did not end."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    temporary = ["-p", "no:cacheprovider", "--basetemp", f"{copy}.tmp"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", *temporary, *options, *tests]
+    try:
+        ended = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, timeout=DEADLINE)
+    except subprocess.TimeoutExpired:
+        return 124, f"no end within {DEADLINE:.0f} s"
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def attempt(mutation: Mutation, origin: Path) -> tuple[bool, str]:
+    """Whether the fault was caught, and by which test; in a copy of `origin`."""
+    tests = next(row.tests for row in GUARANTEES if row.key == mutation.breaks)
+    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
+        copy = Path(folder, "copy")
+        shutil.copytree(origin, copy)
+        path, text = mutated(mutation, copy)
+        path.write_text(text, encoding="utf-8")
+        began = time.monotonic()
+        code, said = run_tests(copy, tests)
+        seconds = time.monotonic() - began
+    failed = re.search(r"^FAILED (\S+)", said, re.M)
+    if code == 1 and failed:
+        return True, f"{failed[1]} ({seconds:.0f} s)"
+    return False, f"exit code {code} after {seconds:.0f} s\n{said[-2000:]}"
+
+
+def copy_with_git(folder: Path) -> Path:
+    """A copy of the repository in which tests find git, as in a clone."""
+    copy_repository(folder)
+    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
+    subprocess.run(["git", "add", "-A"], cwd=folder, check=True)
+    return folder
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("text", nargs="*", help="only faults that have one of these in them")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="faults tried at once")
+    options = parser.parse_args()
+    chosen = [each for each in MUTATIONS if not options.text or any(text in each.title + each.breaks for text in options.text)]
+    survived = []
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder, ThreadPoolExecutor(options.jobs) as threads:
+        origin = copy_with_git(Path(folder, "origin"))
+        tests = sorted({test for row in GUARANTEES for test in row.tests if row.key in {each.breaks for each in chosen}})
+        print(f"without a fault: {len(tests)} tests of {len({each.breaks for each in chosen})} guarantees ...", flush=True)
+        has_xdist = importlib.util.find_spec("xdist") is not None
+        code, said = run_tests(origin, tests, *(["-n", str(options.jobs + 1), "--dist", "loadfile"] if has_xdist else []))
+        if code:
+            print(f"the tests fail without a fault; fix them first\n{said[-3000:]}")
+            return 1
+        for number, (mutation, (is_caught, how)) in enumerate(
+            zip(chosen, threads.map(lambda each: attempt(each, origin), chosen), strict=True), start=1
+        ):
+            print(
+                f"{number}/{len(chosen)} {'caught' if is_caught else 'SURVIVED'}  [{mutation.breaks}] {mutation.title}\n    {how}",
+                flush=True,
+            )
+            survived += [] if is_caught else [mutation]
+    print(f"{len(chosen) - len(survived)} of {len(chosen)} faults were caught")
+    return 1 if survived or not chosen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""Small tasks of a forker's own in the place of model.py and dataset.py, quick enough for many steps in float64; and eyes on the loop.
+
+images  images in memory, augmented on the device; a small network with BatchNorm and dropout
+plain   the same images, GroupNorm, no dropout: nothing in it depends on the micro-batch
+lines   lines of unequal length that weigh as many tokens as they predict, with random transforms of their own on the CPU, dropout
+"""
+
+import contextlib
+import hashlib
+import math
+import os
+import random
+import signal
+from unittest import mock
+
+import numpy
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+
+import dataset
+import model
+import plain_loop
+import train
+import utils.agreement
+from config import TrainingConfig
+from utils.augment import augment_images, normalize
+from utils.loading import Window
+from utils.metrics import count_correct
+from utils.report import Reporter
+
+
+class SmallNet(nn.Module):
+    """float [B, 3, 8, 8] -> logits [B, classes]; 2,090 parameters with 10 classes, in several buckets of 2 kB."""
+
+    def __init__(self, has_batch_norm, classes):
+        super().__init__()
+        norms = (nn.BatchNorm2d, nn.BatchNorm2d) if has_batch_norm else (lambda n: nn.GroupNorm(2, n),) * 2
+        self.features = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), norms[0](8), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1), norms[1](16), nn.ReLU())
+        self.dropout = nn.Dropout(0.2 if has_batch_norm else 0.0)
+        self.head = nn.Linear(64, classes)
+
+    def forward(self, x):
+        return self.head(self.dropout(self.features(x).flatten(1)))
+
+
+class Images(Dataset):
+    """uint8 images of 3 x 8 x 8 in memory: a pattern for each class under noise, so that a network learns them."""
+
+    in_memory = cacheable = True
+    mean, std, image_size, in_channels = torch.full((3,), 0.5), torch.full((3,), 0.2), 8, 3
+
+    def __init__(self, size, split, augment="crop", classes=10):
+        generator = torch.Generator().manual_seed(5)
+        patterns = torch.randn(classes, 3, 8, 8, generator=generator)
+        generator.manual_seed(size + 1000 * ("train", "val", "test").index(split))
+        self.labels = torch.arange(size) % classes
+        self.images = (128 + 25 * patterns[self.labels] + 40 * torch.randn(size, 3, 8, 8, generator=generator)).clamp(0, 255).byte()
+        self.split, self.augment = split, augment if split == "train" else "none"
+        self.targets, self.classes, self.num_classes = self.labels.tolist(), [f"class_{k}" for k in range(classes)], classes
+        self.fingerprint = hashlib.sha256(self.images.numpy().tobytes()).hexdigest()
+
+    def __len__(self):
+        return len(self.targets)
+
+    def __getitem__(self, index):
+        return self.images[index], self.targets[index]
+
+    def __getitems__(self, indices):
+        return self.images[indices], self.labels[indices]
+
+    def collate(self, batch):
+        return batch
+
+    def device_transform(self, batch, seed, epoch, indices):
+        images = augment_images(batch[0], self.augment, self.image_size, seed, epoch, indices)
+        return normalize(images, self.mean, self.std), batch[1]
+
+
+def image_loss(net, batch):
+    logits, labels = net(batch[0]), batch[1]
+    loss = F.cross_entropy(logits, labels, reduction="sum")
+    if net.training:
+        return loss, {"accuracy": (count_correct(logits, labels), len(labels))}
+    return loss, {f"top{k}": (count_correct(logits, labels, k), len(labels)) for k in (1, 5)}
+
+
+def create_images(config, split):
+    sizes = {"train": config.dataset_size or 100, "val": math.ceil((config.dataset_size or 100) / 5), "test": 0}
+    augment = "none" if config.augment == "none" else "crop"
+    return Images(sizes[split], split, augment) if sizes[split] else None
+
+
+def groups_of(net, config):
+    """Two groups, one of them without decay."""
+    trained = [p for p in net.parameters() if p.requires_grad]
+    return [{"params": [p for p in trained if p.ndim > 1]}, {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}]
+
+
+class Lines(Dataset):
+    """Lines of 2 to 9 tokens; a third of the tokens is replaced at random, by each of the generators a transform may use."""
+
+    def __init__(self, size, split):
+        generator = torch.Generator().manual_seed(size if split == "train" else 1000 + size)
+        lengths = torch.randint(2, 10, (size,), generator=generator).tolist()
+        self.lines = [torch.randint(16, (length,), generator=generator) for length in lengths]
+        self.weights = [length - 1 for length in lengths]
+
+    def __len__(self):
+        return len(self.lines)
+
+    def __getitem__(self, index):
+        line = self.lines[index].clone()
+        for place in range(len(line)):
+            if random.random() < 0.33:
+                line[place] = (int(torch.randint(16, ())) + int(numpy.random.randint(16))) % 16
+        return line
+
+    def collate(self, lines):
+        return pad_sequence(lines, batch_first=True, padding_value=-1)
+
+
+class TokenModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.rnn, self.dropout = nn.Embedding(16, 12), nn.GRU(12, 16, batch_first=True), nn.Dropout(0.2)
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, ids):
+        return self.head(self.dropout(self.rnn(self.embed(ids))[0]))
+
+
+def token_loss(net, lines):
+    logits = net(lines[:, :-1].clamp(min=0)).flatten(0, 1)
+    targets = lines[:, 1:].flatten()
+    right = ((logits.argmax(1) == targets) & (targets >= 0)).sum()
+    return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum"), {"accuracy": (right, (targets >= 0).sum())}
+
+
+SEAMS = {"param_groups": groups_of, "is_prepared": lambda config: True, "prepare_data": lambda config: None}
+IMAGES = {**SEAMS, "create_dataset": create_images, "compute_loss": image_loss}
+TASKS = {
+    "images": {**IMAGES, "create_model": lambda config, device: SmallNet(True, 10).to(device)},
+    "plain": {**IMAGES, "create_model": lambda config, device: SmallNet(False, 10).to(device)},
+    "lines": {
+        **SEAMS,
+        "create_model": lambda config, device: TokenModel().to(device),
+        "compute_loss": token_loss,
+        "create_dataset": lambda config, split: Lines(config.dataset_size if split == "train" else 7, split) if split != "test" else None,
+    },
+}
+BUCKETS = ["--bucket_cap_mb", "0.002"]  # several buckets for these small models
+
+
+@contextlib.contextmanager
+def using(task):
+    """The task's functions in place of those of model.py and dataset.py, for the loop and for the oracle; "": those themselves."""
+    with contextlib.ExitStack() as stack:
+        for name, function in TASKS[task].items() if task else ():
+            for module in (train, plain_loop, model, dataset):
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, function))
+        yield
+
+
+def config_of(flags, dtype=torch.float32):
+    torch.set_default_dtype(dtype)
+    return TrainingConfig.from_args([*BUCKETS, *flags])
+
+
+def train_task(task, flags, dtype=torch.float32, stops=(), is_watched=False, goes_on=True):
+    """Train in a rank. After each step in `stops` a signal reaches one rank, all stop and, where it `goes_on`, start again.
+
+    Returns the state that the last attempt ended in, and the micro-batches as `watching` saw them.
+    """
+    found, stops = [], list(stops)
+    with using(task), watching(found if is_watched else None), signals_after(stops):
+        flags = [*map(str, flags)]
+        outcome = train.train(config_of(flags, dtype))
+        while outcome["state"] == "preempted" and goes_on:
+            stops.pop(0)
+            outcome = train.train(config_of([*flags, "--resume_from", "auto"], dtype))
+    return outcome["state"], found
+
+
+@contextlib.contextmanager
+def signals_after(stops):
+    """SIGUSR1 to the last rank at the end of the step that stops[0] names; the ranks hear of it at once and stop one step later."""
+    plain_done = Reporter.step_done
+
+    def done(self, samples, step):
+        plain_done(self, samples, step)
+        if stops and step == stops[0] and int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    with mock.patch.object(Reporter, "step_done", done), mock.patch.object(utils.agreement, "MOST_STEPS_BETWEEN_WORDS", 1):
+        yield
+
+
+@contextlib.contextmanager
+def watching(found):
+    """Of each micro-batch that the loop computes: (epoch, step, number, indices, digest of the batch, seed of the device's stream)."""
+    if found is None:
+        yield
+        return
+    plain_iter, plain_loss, plain_state = Window.__iter__, train.compute_loss, train.create_state
+    here = {}
+
+    def iterate(self):
+        for micro_batch in plain_iter(self):
+            here["micro_batch"] = micro_batch
+            yield micro_batch
+
+    def loss(net, batch):
+        micro_batch = here.get("micro_batch")
+        if micro_batch and net.training and micro_batch.batch is batch and micro_batch.is_counted:
+            progress, seed = here["state"].progress, torch.default_generator.initial_seed()
+            found.append((progress.epoch, progress.step, micro_batch.number, tuple(micro_batch.indices), digest(batch), seed))
+        return plain_loss(net, batch)
+
+    def state(*args):
+        here["state"] = plain_state(*args)
+        return here["state"]
+
+    with (
+        mock.patch.object(Window, "__iter__", iterate),
+        mock.patch.object(train, "compute_loss", loss),
+        mock.patch.object(train, "create_state", state),
+    ):
+        yield
+
+
+def digest(batch):
+    tensors = batch if isinstance(batch, tuple | list) else [batch]
+    return hashlib.sha256(b"".join(each.contiguous().numpy().tobytes() for each in tensors)).hexdigest()

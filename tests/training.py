@@ -1,0 +1,129 @@
+"""Training in real ranks, and reading what a run left."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import train
+import utils.saving
+from config import TrainingConfig
+from ranks import ROOT, run_ranks
+from tasks import BUCKETS, train_task, using
+from utils import checkpoint
+
+utils.saving.PATIENCE = 60.0  # each save that is due waits for the one before: which steps have a checkpoint does not depend on the clock
+STATE = ("model", "ema", "optimizer", "scaler", "progress")  # of a checkpoint, what makes a run
+ENDS = ("epochs", "steps", "skipped_steps", "samples_seen", "best_value", "best_epoch", "final_top1", "final_loss")  # of a summary
+TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes")  # of a record, what differs each time
+TINY = ["--image_size", "8", "--batch_size", "4", "--log_interval", "5", "--save_every_minutes", "0", "--backend", "gloo"]
+
+
+def train_flags(flags, dtype=torch.float32, task="images"):
+    torch.set_default_dtype(dtype)
+    with using(task):
+        return train.train(TrainingConfig.from_args(flags))
+
+
+class Runs:
+    """Trains in a folder of the test's own, and reads what a run left there."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def folder(self, name: str) -> Path:
+        return self.root / name
+
+    def words(self, name: str, *flags: object) -> list[str]:
+        return [*map(str, [*TINY, "--run_dir", self.folder(name), "--data_dir", self.root / "data", *flags])]
+
+    def program(self, code: str = "", task: str = "images") -> Path:
+        """A script for WarmLaunch: train.py with a task, after these lines of code."""
+        begin = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; sys.argv[0] = 'train.py'\n"
+        begin += f"import os, signal, time, tasks, train\nTASK = tasks.using({task!r})\nTASK.__enter__()\n"
+        path = self.root / "program.py"
+        path.write_text(f"{begin}{code}\ntrain.run_as_script()\n")
+        return path
+
+    def train(
+        self, world_size: int, name: str, *flags: object, dtype: torch.dtype = torch.float32, task: str = "images", **options
+    ) -> list[dict]:
+        """task: one of tasks.py; "" trains what model.py and dataset.py have."""
+        words = self.words(name, *(BUCKETS if task else []), *flags)
+        return run_ranks(world_size, train_flags, words, dtype, task, **options)
+
+    def train_with_stops(
+        self, world_size: int, name: str, *flags: object, stops: tuple, dtype=torch.float32, task="images", goes_on=True
+    ) -> None:
+        """As tasks.train_task: a signal after each of these steps, then another attempt where it `goes_on`."""
+        run_ranks(world_size, train_task, task, self.words(name, *flags), dtype, stops, False, goes_on)
+
+    def checkpoints(self, name: str) -> list[Path]:
+        return checkpoint.step_checkpoints(self.folder(name) / "checkpoints")
+
+    def last(self, name: str) -> dict:
+        return checkpoint.read(self.checkpoints(name)[-1])[0]
+
+    def json(self, name: str, file: str) -> dict:
+        return json.loads((self.folder(name) / file).read_text())
+
+    def records(self, name: str, kind: str) -> list[dict]:
+        lines = (self.folder(name) / "metrics.jsonl").read_text().splitlines()
+        return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+    def events(self, name: str, event: str) -> list[dict]:
+        return [record for record in self.records(name, "event") if record["event"] == event]
+
+    def log(self, name: str, rank: int = 0) -> str:
+        return (self.folder(name) / "logs" / f"rank{rank}.log").read_text()
+
+    def samples(self, name: str) -> dict[int, list[int]]:
+        """The sample indices of each step, of all ranks together, sorted."""
+        steps: dict[int, list[int]] = {}
+        for file in sorted(self.folder(name).glob("samples/rank*.jsonl")):
+            for line in file.read_text().splitlines():
+                record = json.loads(line)
+                steps.setdefault(record["step"], []).extend(record["indices"])
+        return {step: sorted(indices) for step, indices in steps.items()}
+
+    def assert_same(self, a: str, b: str) -> None:
+        """The last checkpoints, and all records but for times and rates, are the same; so are the samples, where they were recorded."""
+        assert_same_state(self.last(a), self.last(b))
+        for kind in ("train", "eval"):
+            left, right = ([{k: v for k, v in record.items() if k not in TIMES} for record in self.records(name, kind)] for name in (a, b))
+            assert left == right
+        ends = [{key: self.json(name, "summary.json")[key] for key in ENDS} for name in (a, b)]
+        assert ends[0] == ends[1] and self.samples(a) == self.samples(b)
+
+
+def wait_until(what: Callable[[], object], seconds: float = 60.0) -> object:
+    """What it returned, once that is true."""
+    ends = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < ends, f"not true within {seconds} s"
+        time.sleep(0.01)
+    return found
+
+
+def assert_same_state(a: dict, b: dict) -> None:
+    """Two checkpoints hold the same state, to the bit."""
+    assert {key: difference(a[key], b[key]) for key in STATE} == {key: [] for key in STATE}
+
+
+def relative(got: dict, want: dict) -> float:
+    """The largest relative distance of two state dicts' tensors."""
+    floats = [name for name in want if want[name].is_floating_point()]
+    return max(((got[name] - want[name]).double().norm() / want[name].double().norm().clamp(min=1e-30)).item() for name in floats)
+
+
+def difference(a, b, path=""):
+    """Where two nests of dicts, lists and tensors differ, to the bit."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        keys = a.keys() | b.keys()
+        return [found for key in keys for found in difference(a.get(key), b.get(key), f"{path}/{key}")]
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        return [found for k, (x, y) in enumerate(zip(a, b, strict=True)) for found in difference(x, y, f"{path}/{k}")]
+    is_same = torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
+    return [] if is_same else [path]

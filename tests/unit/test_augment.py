@@ -1,0 +1,61 @@
+"""Random draws are functions of seed, epoch and index; augmentation of a sample does not depend on its batch."""
+
+import torch
+
+from utils.augment import augment_images, center_crop, crop_and_flip, normalize, resized_crop_and_flip
+from utils.streams import derive_seed, draw_integers, draw_uniform, sample_draws
+
+
+def test_draws_are_functions_of_seed_epoch_and_index_and_look_random():
+    indices = torch.arange(20_000)
+    draws = sample_draws(7, 3, indices, 5)
+    assert torch.equal(draws[[5, 900]], sample_draws(7, 3, torch.tensor([5, 900]), 5))
+    assert draws.min() >= 0 and draws.max() < 2**32
+    for other in (sample_draws(8, 3, indices, 5), sample_draws(7, 4, indices, 5)):
+        assert (draws == other).float().mean() < 1e-3
+    uniform = draw_uniform(draws)
+    assert uniform.dtype == torch.float32 and 0 <= uniform.min() and uniform.max() < 1
+    assert (uniform.mean(0) - 0.5).abs().max() < 0.02
+    assert torch.corrcoef(uniform.T).fill_diagonal_(0).abs().max() < 0.03
+    counts = draw_integers(draws[:, 0], 10).bincount()
+    assert len(counts) == 10 and (counts - 2000).abs().max() < 250
+
+
+def test_seeds_of_different_keys_differ():
+    keys = [("order", seed, epoch) for seed in range(30) for epoch in range(30)] + [("step", 1, 23), ("step", 12, 3)]
+    assert len({derive_seed(*key) & 0xFFFFFFFF for key in keys}) == len(keys)
+
+
+def test_crop_and_flip_moves_each_image_by_its_own_draws():
+    images = torch.arange(2 * 1 * 6 * 6, dtype=torch.uint8).view(2, 1, 6, 6)
+    # padding 1: draws below 2^32 / 3 give offset 0 (one pixel down and right), the middle third 1 (no move)
+    middle, low, flip, keep = 2**31, 0, 2**32 - 1, 0
+    out = crop_and_flip(images, torch.tensor([[middle, middle, flip], [low, middle, keep]]), padding=1)
+    assert torch.equal(out[0], images[0].flip(2))
+    assert torch.equal(out[1, :, 1:], images[1, :, :-1]) and (out[1, :, 0] == 0).all()
+    assert out.dtype == torch.uint8
+
+
+def test_augmentation_of_a_sample_does_not_depend_on_its_batch():
+    images = torch.randint(0, 256, (12, 3, 16, 16), dtype=torch.uint8)
+    indices = torch.arange(100, 112)
+    for kind, rtol in (("crop", 0), ("resized_crop", 1e-5)):
+        whole = augment_images(images, kind, 16, 1, 2, indices)
+        parts = torch.cat([augment_images(images[k : k + 5], kind, 16, 1, 2, indices[k : k + 5]) for k in (0, 5, 10)])
+        torch.testing.assert_close(whole, parts, rtol=rtol, atol=0)
+        assert not torch.equal(whole, augment_images(images, kind, 16, 1, 3, indices))
+
+
+def test_resized_crop_of_the_whole_image_is_the_image():
+    images = torch.randint(0, 256, (1, 3, 10, 10), dtype=torch.uint8)
+    whole = torch.tensor([[2**32 - 1, 2**31, 2**31, 2**31, 2**32 - 1]])  # all of the area, ratio 1, centre, not mirrored
+    torch.testing.assert_close(resized_crop_and_flip(images, whole, 10), images.float(), atol=1e-3, rtol=0)
+    assert resized_crop_and_flip(images, whole, 7).shape == (1, 3, 7, 7)
+
+
+def test_center_crop_and_normalize():
+    images = torch.arange(2 * 25, dtype=torch.uint8).view(1, 2, 5, 5)
+    assert torch.equal(center_crop(images, 3), images[:, :, 1:4, 1:4])
+    mean, std = torch.tensor([0.1, 0.2]), torch.tensor([0.5, 0.25])
+    expected = (images / 255 - mean.view(2, 1, 1)) / std.view(2, 1, 1)
+    torch.testing.assert_close(normalize(images, mean, std), expected)

@@ -1,0 +1,170 @@
+"""Data that fails: corrupt samples named or replaced alike everywhere; workers that die, hang or run out of shared memory, explained."""
+
+import contextlib
+import multiprocessing
+import os
+import random
+import re
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from config import Refused, RunFailed, TrainingConfig, UnreadableSample
+from ddp_utils import DistributedContext
+from utils.loading import create_distributed_dataloader, create_evaluation_dataloader
+from utils.workers import check_shared_memory, explain
+
+CPU = torch.device("cpu")
+SIZE, BAD = 30, (3, 4, 17, 29)  # two in a row, and the last one, after which comes the first
+
+
+class Holes(Dataset):
+    """A forker's own set, with random transforms on the CPU and on the device, some of whose samples cannot be read."""
+
+    def __init__(self, bad=BAD):
+        self.bad = bad
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        drawn = [random.random(), torch.rand(()).item()]
+        if index in self.bad:
+            raise UnreadableSample(f"line {index}: is cut short; write it anew")
+        return torch.tensor([index, *drawn], dtype=torch.float64)
+
+    @staticmethod
+    def device_transform(batch, seed, epoch, indices):
+        return torch.cat([batch, indices[:, None].double()], 1)  # whose draws these are
+
+
+def context(rank=0, world_size=1):
+    return DistributedContext(rank, rank, world_size, CPU)
+
+
+def epoch_of_all_ranks(dataset, world_size, workers, epoch, **changes):
+    """({index: sample}, what was said of each that was replaced), of all ranks together."""
+    config = TrainingConfig(batch_size=4, num_workers=workers, **changes)
+    samples, replaced = {}, []
+    for rank in range(world_size):
+        loader, _ = create_distributed_dataloader(dataset, config, context(rank, world_size))
+        for m in (m for window in loader.windows(epoch) for m in window if m.is_counted):
+            samples |= dict(zip(m.indices, m.batch, strict=True))
+        replaced += loader.take_replaced()
+    return samples, replaced
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_what_stands_for_a_corrupt_sample_is_the_same_on_any_ranks_and_workers_and_is_counted(workers):
+    whole, _ = epoch_of_all_ranks(Holes(bad=()), 1, 0, epoch=1)
+    for world_size in (1, 2, 4):
+        samples, replaced = epoch_of_all_ranks(Holes(), world_size, workers, epoch=1, corrupt_images="replace")
+        assert sorted(index for index, _ in replaced) == [*BAD]
+        assert dict(replaced)[3] == "sample 3 replaced by 5: line 3: is cut short; write it anew"
+        for index in range(SIZE):
+            stands_in = {3: 5, 4: 5, 17: 18, 29: 0}.get(index, index)
+            draws = whole[index][1:]  # of the sample that was asked for
+            assert samples[index].tolist() == [stands_in, *draws], (world_size, index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_corrupt_sample_ends_the_rank_that_met_it_by_its_name(workers):
+    with pytest.raises(Refused) as refused:
+        epoch_of_all_ranks(Holes(bad=(5,)), 1, workers, epoch=0)
+    said = "rank 0 met a corrupt sample (--corrupt_images replace goes on without it): line 5: is cut short; write it anew"
+    assert str(refused.value) == said
+
+
+# ---- workers ----
+
+
+class Waits(Dataset):
+    """Ready at once but for the samples after the first eight, which never come."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        if index >= 8:
+            time.sleep(1000)
+        return torch.tensor(index)
+
+
+def test_a_worker_killed_while_the_loop_computes_is_explained_too():
+    """DataLoader raises in its handler of SIGCHLD, wherever the main process is."""
+    before = set(multiprocessing.active_children())
+    loader = create_evaluation_dataloader(Waits(), TrainingConfig(batch_size=4, num_workers=1), context())
+    next(iter(next(loader.windows(0))))
+    (worker,) = set(multiprocessing.active_children()) - before
+    with pytest.raises(RuntimeError) as error:
+        os.kill(worker.pid, signal.SIGKILL)
+        time.sleep(60)
+    failed = explain(error.value, rank=3)
+    assert isinstance(failed, RunFailed)
+    assert str(failed).startswith(f"rank 3: loader worker {worker.pid} was killed by a signal (Killed), as a rule by the system")
+
+
+DIED = "DataLoader worker (pid 7) is killed by signal: {}. "
+NO_ROOM = (
+    "Caught RuntimeError in DataLoader worker process 0.\nunable to allocate shared memory(shm) for file </t>: No space left on device (28)"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (DIED.format("Killed"), "worker 7 was killed .*want of memory; give fewer --num_workers"),
+        (DIED.format("Bus error"), "Bus error., .*/dev/shm is full; .*--shm-size"),
+        (DIED.format("Segmentation fault"), "Segmentation fault.; .* --num_workers 0 shows the place"),
+        ("DataLoader worker (pid 7) exited unexpectedly with exit code 3.", "7 is gone .exit code 3.; see .* --num_workers 0"),
+        (
+            "DataLoader worker (pid(s) 7, 8) exited unexpectedly",
+            "worker 7, 8 died, as a rule killed by the system for want of memory; give",
+        ),
+        (NO_ROOM, "could not hand over its batch, since /dev/shm is full; give it more room .*, or fewer --num_workers, or 0"),
+        ("Caught KeyError in DataLoader worker process 0.", None),
+        ("CUDA error: out of memory", None),
+    ],
+)
+def test_what_torch_says_of_workers_becomes_a_sentence_with_a_remedy(text, said):
+    failed = explain(RuntimeError(text), 1, "samples 1, 2")
+    assert failed is None if said is None else str(failed).startswith("rank 1: ") and re.search(said, str(failed))
+
+
+# ---- shared memory ----
+
+
+def some(count):
+    return torch.zeros(count, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("batch", "free_mb", "said"),
+    [
+        (some(2**20), 17, "has 17.0 MB free, and 4 .* of each of 2 .* put 18.0 MB there; .*, or --num_workers 3$"),
+        ({"x": [some(2**20)]}, 5, "put 18.0 MB there; .*, or --num_workers 0$"),
+        (some(2**20), 18, None),
+        ([torch.zeros(10) for _ in range(64)], 4, "put 4.5 MB there"),  # each takes a page
+        (some(2**20), 0, None),  # a tmpfs without a limit
+        (some(2**20).share_memory_(), 1, None),  # the data set's own, in shared memory already
+        (some(2**23)[:4], 64, None),  # of a view the whole, once for each of 8 workers
+        (some(2**23)[:4], 63, "put 64.0 MB there"),
+        (some(2**20).to("meta"), 1, None),
+        (some(2**20).numpy(), 1, None),  # what is no tensor goes through a pipe
+        (["text"] * 100, 1, None),
+    ],
+)
+def test_shared_memory_is_refused_only_where_it_cannot_hold_what_travels_through_it(monkeypatch, batch, free_mb, said):
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free_mb << 8, f_frsize=4096, f_blocks=free_mb << 8))
+    with pytest.raises(Refused, match=f"^/dev/shm: .*{said}") if said else contextlib.nullcontext():
+        check_shared_memory(batch, workers=4, prefetched=2, ranks=2)
+
+
+def test_a_machine_without_shared_memory_is_left_alone(monkeypatch):
+    monkeypatch.setattr("utils.workers.SHARED_MEMORY", "/nowhere")  # macOS
+    check_shared_memory(torch.zeros(2**40, device="meta"), workers=4, prefetched=2, ranks=2)
+    check_shared_memory(torch.zeros(8), workers=10**9, prefetched=10**6, ranks=2)

@@ -1,0 +1,156 @@
+"""scripts/kubernetes: each field is one that the published schemas have, and the pods start launch.sh as it wants to be started."""
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from config import TrainingConfig
+from dockerfile import instructions
+from manifests import both, documents, publish, started, validate
+from nodes import Nodes
+from ranks import ROOT
+from train import PREEMPTED
+
+PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+
+@pytest.fixture(params=["Job", "TrainJob"])
+def job(request):
+    """Both ways as the Job that a cluster would run."""
+    return both()[request.param == "TrainJob"]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two nodes that know the names of the pods of both jobs."""
+    with Nodes(2) as nodes:
+        publish(nodes, *both())
+        yield nodes
+
+
+def torchrun_line(cluster, job, index):
+    """What launch.sh, started as in this pod, would start."""
+    words, env = started(job, index)
+    script = ROOT / Path(words[0]).relative_to("/app")
+    ended = cluster[index].run(script, *words[1:], "--patience", 1, "--dry-run", env={"PATH": PATH, "CUDA_VISIBLE_DEVICES": "", **env})
+    assert ended.code == 0, ended.text
+    line = next(line for line in reversed(ended.out.splitlines()) if "train.py" in line)
+    return shlex.split(line), env
+
+
+def given(line, flag):
+    """The value of a flag of torchrun."""
+    values = [word.partition("=")[2] for word in line if word.startswith(f"{flag}=")]
+    return values[-1] if values else line[line.index(flag) + 1]
+
+
+def test_every_manifest_is_what_the_published_schemas_say():
+    for document in documents().values():
+        validate(document)
+
+
+def test_what_the_trainer_makes_of_a_trainjob_is_a_job_by_the_schemas(job):
+    validate(job)
+
+
+def test_the_names_agree(cluster):
+    found = documents()
+    service, spec = found["Service"], found["Job"]["spec"]
+    name, pod = found["Job"]["metadata"]["name"], spec["template"]["spec"]
+    assert service["metadata"]["name"] == pod["subdomain"]
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}  # the Job controller labels its pods so
+    assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
+    line, env = torchrun_line(cluster, found["Job"], 0)
+    assert env["MASTER_ADDR"] == f"{name}-0.{pod['subdomain']}"
+    assert given(line, "--master-port") == str(service["spec"]["ports"][0]["port"])
+    assert env["NNODES"] == str(spec["completions"])
+    assert found["TrainJob"]["spec"]["runtimeRef"]["name"] == found["TrainingRuntime"]["metadata"]["name"]
+    assert found["TrainJob"]["spec"]["runtimeRef"]["kind"] == "TrainingRuntime"
+    wishes = found["TrainJob"]["spec"]["trainer"]
+    assert str(wishes["numProcPerNode"]) == wishes["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
+    assert found["Job"]["metadata"]["name"] != found["TrainJob"]["metadata"]["name"]  # each makes a Service of its name
+    runs = {TrainingConfig.from_args(flags_of(cluster, each)).run_dir for each in both()}
+    assert len(runs) == 2
+
+
+def flags_of(cluster, job):
+    line, _ = torchrun_line(cluster, job, 0)
+    return line[line.index("train.py") + 1 :]
+
+
+def test_each_pod_starts_its_node_of_the_job(cluster, job):
+    name, subdomain = job["metadata"]["name"], job["spec"]["template"]["spec"]["subdomain"]
+    nodes = job["spec"]["completions"]
+    assert job["spec"]["completionMode"] == "Indexed" and job["spec"]["parallelism"] == nodes == 2
+    for index in range(nodes):
+        line, env = torchrun_line(cluster, job, index)
+        assert (given(line, "--nnodes"), given(line, "--node-rank")) == (str(nodes), str(index))
+        assert (given(line, "--master-addr"), given(line, "--master-port")) == (f"{name}-0.{subdomain}", "29500")
+        assert env["LAUNCH_ID"] == "5fcf6d81"
+        if "PET_NPROC_PER_NODE" in env:
+            assert given(line, "--nproc-per-node") == env["PET_NPROC_PER_NODE"]
+    assert "--retries" in started(job, 0)[0]
+
+
+def test_the_flags_are_those_of_train_py_and_the_run_is_on_the_shared_claim(cluster, job):
+    config = TrainingConfig.from_args(flags_of(cluster, job))
+    pod = job["spec"]["template"]["spec"]
+    mounts = {mount["name"]: Path(mount["mountPath"]) for mount in pod["containers"][0]["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert mounts.keys() == volumes.keys()
+    claim = documents()["PersistentVolumeClaim"]
+    assert volumes["shared"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert config.resume_from == "auto"
+    assert config.run_folder.is_relative_to(mounts["shared"]) and Path(config.data_dir).is_relative_to(mounts["shared"])
+    assert mounts["shm"] == Path("/dev/shm") and volumes["shm"]["emptyDir"]["medium"] == "Memory"
+    size, memory = volumes["shm"]["emptyDir"]["sizeLimit"], pod["containers"][0]["resources"]["limits"]["memory"]
+    assert int(size.removesuffix("Gi")) < int(memory.removesuffix("Gi"))  # what lies there counts
+
+
+def test_a_save_is_not_cut_off(cluster, job):
+    line, _ = torchrun_line(cluster, job, 0)
+    shutdown = float(given(line, "--shutdown-timeout"))
+    assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= shutdown + 30
+
+
+def outcome(rules, code, conditions=()):
+    """What the Job controller does with a failed pod: the action of the first rule that matches, else it counts."""
+    for rule in rules:
+        if "onExitCodes" in rule:
+            assert rule["onExitCodes"]["operator"] == "In"
+            is_hit = code in rule["onExitCodes"]["values"]
+        else:
+            is_hit = any(each["type"] in conditions and each.get("status", "True") == "True" for each in rule["onPodConditions"])
+        if is_hit:
+            return rule["action"]
+    return "Count"
+
+
+def test_disruptions_and_saved_runs_use_up_no_retry_and_a_refused_one_is_not_tried_again(job):
+    spec = job["spec"]
+    rules = spec["podFailurePolicy"]["rules"]
+    assert outcome(rules, PREEMPTED) == outcome(rules, 137, ["DisruptionTarget"]) == outcome(rules, 1, ["DisruptionTarget"]) == "Ignore"
+    assert outcome(rules, 2) == "FailJob"
+    assert outcome(rules, 1) == outcome(rules, 137) == "Count" and spec["backoffLimit"] > 0
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"  # else the API server refuses the policy
+    assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+
+
+def test_the_pods_are_those_that_the_restricted_profile_admits_and_the_images_user(job):
+    pod = job["spec"]["template"]["spec"]
+    rights, container = pod["securityContext"], pod["containers"][0]
+    assert rights["runAsNonRoot"] and rights["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    image = dict(instructions())
+    assert image["USER"] == f"{rights['runAsUser']}:{rights['runAsGroup']}" and rights["fsGroup"] == rights["runAsGroup"] > 0
+    assert json.loads(image["ENTRYPOINT"]) == container["command"][:1]
+    policy = documents()["NetworkPolicy"]["spec"]
+    mine = policy["podSelector"]["matchLabels"]
+    assert mine.items() <= job["spec"]["template"]["metadata"]["labels"].items()
+    assert policy["ingress"] == [{"from": [{"podSelector": {"matchLabels": mine}}]}]  # of one gang, or they could not meet
+    assert pod["enableServiceLinks"] is False

@@ -1,0 +1,138 @@
+"""scripts/launching.py: the line that launch.sh starts, what it refuses, and the exit code that it makes of an attempt."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from config import Refused
+from scripts import launching
+
+
+@pytest.fixture
+def plan(monkeypatch):
+    """On a node at 10.0.0.2: the command and the variables that launch.sh would start and set."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")  # torchrun is looked for
+    monkeypatch.setattr(launching, "own_address_to", lambda address: "10.0.0.2")
+    monkeypatch.setattr(launching, "interface_of", lambda address: "eth7")
+
+    def make(*flags, **variables):
+        text = launching.plan([*map(str, flags), "--dry-run"], variables)
+        words = shlex.split(re.search(r"^command=\((.*)\)$", text, re.MULTILINE)[1])
+        return words, dict(re.findall(r"^export (\w+)=(.*)$", text, re.MULTILINE))
+
+    return make
+
+
+def test_one_node(plan):
+    words, _ = plan("--epochs", "3", "--data_dir", "my data", NPROC_PER_NODE="4")
+    assert words[:3] == ["torchrun", "--nproc-per-node=4", "--standalone"]
+    assert words[-5:] == ["train.py", "--epochs", "3", "--data_dir", "my data"]
+    assert "--tee=3" in words and any("SIGHUP" in word for word in words) == (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)
+
+
+def test_several_nodes_by_variables_and_by_flags(plan):
+    variables = {"NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234", "NPROC_PER_NODE": "8"}
+    words, settings = plan(**variables)
+    assert words[:3] == ["torchrun", "--nproc-per-node=8", "--nnodes=3"]
+    assert words[3:7] == ["--local-addr=10.0.0.2", "--node-rank=2", "--master-addr=10.0.0.1", "--master-port=1234"]
+    flags = [word for name, value in variables.items() for word in (f"--{name.lower().replace('_', '-')}", value)]
+    assert plan(*flags)[0] == words
+    assert (settings["GLOO_SOCKET_IFNAME"], settings["NCCL_SOCKET_IFNAME"]) == ("eth7", "=eth7")
+    assert "--master-port=29500" in plan(NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1")[0]
+
+
+def test_variables_that_the_user_has_set_stay(plan):
+    own = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "lo", "TORCH_GLOO_LAZY_INIT": "0"}
+    _, settings = plan(NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1", **own)
+    assert "NCCL_SOCKET_IFNAME" in settings and not own.keys() & settings.keys()
+
+
+@pytest.mark.parametrize("variables", [{"NNODES": "2", "MAX_RESTARTS": "3"}, {"NNODES": "1:3"}])
+def test_restarts_and_a_changing_number_of_nodes_take_c10d(plan, variables):
+    words, _ = plan(MASTER_ADDR="10.0.0.1", **variables)
+    assert {"--rdzv-backend=c10d", "--rdzv-endpoint=10.0.0.1:29500", "--rdzv-conf=is_host=0"} <= set(words)
+    assert ("--max-restarts=3" in words) == ("MAX_RESTARTS" in variables)
+
+
+def test_a_node_that_comes_back_to_a_completed_run_does_not_wait_for_the_others(tmp_path, capsys):
+    (tmp_path / "status.json").write_text('{"state": "completed"}')
+    nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
+    assert launching.plan(["--resume_from", "auto", "--run_dir", str(tmp_path)], nodes) == "exit 0"
+    assert "this run is completed, nothing is left to do" in capsys.readouterr().err
+
+
+def test_debug_records_collectives_into_the_runs_folder(plan):
+    _, settings = plan("--debug", "--run_dir", "runs/x")
+    assert settings["TORCH_FR_DUMP_TEMP_FILE"].startswith("runs/x/traces/flight-") and settings["TORCH_DISTRIBUTED_DEBUG"] == "INFO"
+    assert not {"NCCL_ALGO", "NCCL_PROTO"} & settings.keys()
+
+
+def test_preflight_and_scaling_take_the_place_of_training(plan):
+    assert plan("--preflight", "--epochs", "3")[0][-3:] == ["scripts/preflight.py", "--epochs", "3"]
+    words = "scripts/scaling.py --json s.json --plot s.svg --run_dir r".split()
+    assert plan("--scaling", "s.json", "--run_dir", "r")[0][-7:] == words
+
+
+SECOND_OF_TWO = {"NNODES": "2", "NODE_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR: is not set, with NNODES=2; give"),
+        ({"NNODES": "2", "MASTER_ADDR": "a"}, "NODE_RANK: is not set, with NNODES=2; give this node its number, 0 to 1"),
+        ({"NNODES": "3:2"}, "NNODES=2: is no whole number of at least 3"),
+        (SECOND_OF_TWO | {"RDZV_BACKEND": "static", "MAX_RESTARTS": "1"}, "MAX_RESTARTS=1: static rendezvous hangs"),
+        (SECOND_OF_TWO | {"RDZV_BACKEND": "etcd"}, "RDZV_BACKEND=etcd: is not known; give"),
+        (SECOND_OF_TWO | {"MASTER_ADDR": "localhost"}, "MASTER_ADDR=localhost: is (127.0.0.1|::1) on .*; give"),
+        (SECOND_OF_TWO | {"MASTER_ADDR": "no.invalid", "LAUNCH_PATIENCE": "1"}, "MASTER_ADDR=no.invalid: .* cannot resolve"),
+        (SECOND_OF_TWO | {"MASTER_ADDR": "10.0.0.9", "GLOO_SOCKET_IFNAME": "eth77"}, "GLOO_SOCKET_IFNAME=eth77: .* no interface"),
+        ({"NPROC_PER_NODE": "3", "CUDA_VISIBLE_DEVICES": "0,1"}, "NPROC_PER_NODE=3: .* shows 2 GPU.s.; give at most 2"),
+        ({"LAUNCH_RETRIES": "x"}, "LAUNCH_RETRIES=x: is no whole number"),
+        ({"NNODES": "two"}, "NNODES=two: is no whole number of at least 1; give"),
+        ({"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"}, "NODE_RANK=2: is outside NNODES=2; give 0 to 1"),
+        ({"NODE_RANK": "-1"}, "NODE_RANK=-1: is no whole number"),
+        ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0: is no whole number of at least 1"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999: is no port; give"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT=http: is no whole number"),
+    ],
+)
+def test_variables_that_make_no_sense_are_refused(plan, variables, said):
+    with pytest.raises(Refused, match=f"^{said}"):
+        plan(**({"NPROC_PER_NODE": "1"} | variables))
+
+
+OLD, SAVED, FAILED = (
+    '{"state": "preempted"}',
+    '{"state": "preempted", "step": 9}',
+    '{"state": "failed", "rank": 1, "host": "a", "error": "e"}',
+)
+
+
+@pytest.mark.parametrize(
+    ("torchruns", "status", "message", "code", "said"),
+    [
+        (0, '{"state": "completed"}', "", 0, ""),
+        (1, OLD, "Refused: lr=x: is no number", 2, ""),
+        (1, SAVED, "", 75, ""),
+        (0, SAVED, "", 75, ""),
+        (1, OLD, "", 1, ""),  # of the attempt before
+        (1, FAILED, "", 1, "launch.sh: failed: rank 1 on a: e"),
+        (1, '{"state": "running"}', "", 1, "every rank was killed or cut off (torchrun ended with 1)"),
+        (1, "", "", 1, ""),
+    ],
+)
+def test_the_exit_code_of_an_attempt_follows_from_what_the_run_wrote(tmp_path, capsys, torchruns, status, message, code, said):
+    (tmp_path / "status.json").write_text(status)
+    (tmp_path / "error.json").write_text(json.dumps({"message": {"message": message}}))
+    env = {"PLAN_RUN_DIR": str(tmp_path), "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"), "STATUS_BEFORE": OLD, "PLAN_MEETING": ""}
+    assert launching.judge(torchruns, env) == code
+    printed = capsys.readouterr().err
+    assert said in printed and bool(said) == bool(printed)
+    assert ("running" in status) == ('"failed"' in (tmp_path / "status.json").read_text() and status != FAILED)

@@ -1,0 +1,40 @@
+"""Signals: a flag for the loop, and no other exit code while the process ends (workers: distributed/test_workers_and_data.py)."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from ranks import ROOT
+from utils.signals import StopSignals
+
+ENDS_UNDER_SIGNALS = """
+import os, signal, sys
+from utils.signals import hold
+class Late:
+    def __del__(self, kill=os.kill, process=os.getpid(), numbers=(signal.SIGTERM, signal.SIGUSR1)):
+        for number in numbers:
+            kill(process, number)
+late = Late()  # goes with the module, after all that is done at exit
+hold()
+sys.exit(75)
+"""
+
+
+def test_a_signal_sets_a_flag_and_the_handlers_come_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignals() as signals:
+        assert signals.received == ""
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt):  # once: save and stop; twice: now
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_while_the_process_ends_does_not_change_its_exit_code():
+    """srun --kill-on-bad-exit sends SIGTERM to the tasks that are a moment behind the first."""
+    ended = subprocess.run([sys.executable, "-c", ENDS_UNDER_SIGNALS], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 75, ended.stderr

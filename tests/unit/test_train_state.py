@@ -1,0 +1,261 @@
+"""Optimizer step, schedule, average: what is skipped is skipped to the bit, at the first step too."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from config import Refused, TrainingConfig
+from ddp_utils import cleanup_distributed, setup_distributed
+from utils.loading import Window
+from utils.optim import WeightAverage, lr_factor
+from utils.precision import Precision, has_fast_bf16
+from utils.train_state import TrainState
+from utils.warm_up import warm_up
+
+CPU = torch.device("cpu")
+WINDOW = Window(samples=4, weight=4.0, micro_batches=[])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world_of_one():
+    setup_distributed(TrainingConfig(backend="gloo"))
+    yield
+    cleanup_distributed()
+
+
+def make(precision=None, model=None, groups=None, **changes):
+    torch.manual_seed(0)
+    model = model or nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    config = TrainingConfig(warmup_epochs=0, **changes)
+    state = TrainState(model, groups or [{"params": list(model.parameters())}], config, precision or Precision("cpu", None))
+    state.plan(steps_left=100, steps_per_epoch=10, config=config)
+    return state
+
+
+def step(state, gradient=None):
+    """A step whose gradients are as they come, or all of one value."""
+    loss = state.model(torch.randn(4, 3)).square().sum()
+    state.running_stats.add(4)
+    state.running_stats.start_reduce()
+    state.scaler.scale(loss).backward()
+    if gradient is not None:
+        for p in state.model.parameters():
+            p.grad.fill_(gradient)
+    state.update_if_finite(WINDOW)
+    state.advance(WINDOW)
+
+
+def snapshot(state):
+    parts = {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()["state"]}
+    if state.average:
+        parts["average"] = state.average.model.state_dict()
+    return copy.deepcopy(parts)
+
+
+def same(a, b):
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_the_passes_before_the_first_step_leave_nothing():
+    """A run that is stopped before its first step saves the state that it was made with."""
+    state = make(ema_decay=0.9)
+    before = snapshot(state)
+    batch = torch.randn(4, 3)
+    names = warm_up(state.model, batch, state, lambda net, batch: (net(batch).square().sum(), {"accuracy": (1, 1)}))
+    assert names == ["loss", "accuracy"] and same(snapshot(state), before)
+    assert all(p.grad is None for p in state.model.parameters())
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_gradient_that_is_not_finite_changes_nothing(optimizer, bad, steps_before):
+    state = make(optimizer=optimizer, ema_decay=0.9, clip_grad_norm=1.0, lr=0.01)
+    for _ in range(steps_before):
+        step(state)
+    if not steps_before and optimizer == "adamw":
+        step(state, gradient=bad)  # Adam makes its state in its first step
+    before = snapshot(state)
+    step(state, gradient=bad)
+    assert same(before, snapshot(state))
+    step(state)
+    after = snapshot(state)
+    assert not same(before["model"], after["model"])
+    assert all(value.isfinite().all() for value in after["model"].values())
+    assert state.progress.step == steps_before + (3 if not steps_before and optimizer == "adamw" else 2)
+    skipped = state.note_skips([state.read_skips()])
+    assert len(skipped) == state.progress.skipped_steps == state.progress.step - steps_before - 1
+    assert [each.step for each in skipped][-1] == state.progress.step - 1 and state.progress.skipped_in_row == 0
+    assert state.read_skips() == [] and state.note_skips([[]]) == []
+
+
+def test_clipping_bounds_the_norm_and_the_record_has_the_norm_before_it():
+    state = make(clip_grad_norm=0.5, momentum=0, lr=1.0, weight_decay=0)
+    before = [p.detach().clone() for p in state.model.parameters()]
+    step(state, gradient=3.0)
+    moved = torch.cat([(a - b.detach()).flatten() for a, b in zip(before, state.model.parameters(), strict=True)])
+    torch.testing.assert_close(moved.norm(), torch.tensor(0.5), rtol=1e-4, atol=0)
+    numbers = sum(p.numel() for p in state.model.parameters())
+    state.read_skips()
+    assert state.interval.means()["grad_norm"] == pytest.approx(3 * math.sqrt(numbers))
+
+
+def test_fp16_lowers_the_scale_on_overflow():
+    state = make(Precision("cpu", torch.float16))
+    before = state.scaler.get_scale()
+    step(state, gradient=float("inf"))
+    assert state.scaler.get_scale() == before / 2
+
+
+def test_the_learning_rate_is_a_function_of_the_step_and_goes_on_over_a_skip():
+    factors = [lr_factor(step, 10, 4) for step in range(11)]
+    assert factors[:4] == [0.25, 0.5, 0.75, 1.0] and factors[4] == 1.0
+    assert factors[7] == pytest.approx(0.5) and factors[10] == 0 and factors == sorted(factors[:4]) + sorted(factors[4:], reverse=True)
+    assert lr_factor(5, 5, 0) == 0
+    state = make(lr=0.2)
+    for gradient in (None, float("nan"), None):
+        step(state, gradient)
+    assert state.lr == 0.2 * lr_factor(2, 100, 0)
+
+
+def test_a_group_may_bring_a_learning_rate_of_its_own():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    groups = [{"params": list(model[0].parameters()), "lr": 0.01}, {"params": list(model[1].parameters())}]
+    state = make(model=model, groups=groups, lr=0.1)
+    state.progress.step = 5
+    model(torch.randn(2, 3)).sum().backward()
+    state.update_if_finite(WINDOW)
+    assert [group["lr"] for group in state.optimizer.param_groups] == [0.01 * lr_factor(5, 100, 0), 0.1 * lr_factor(5, 100, 0)]
+
+
+def test_patience_counts_evaluations_without_a_better_value():
+    progress = make().progress
+    values = [(0.5, True), (0.4, False), (0.6, True), (0.6, False), (float("nan"), False)]
+    assert [progress.note_value(value, 1) for value, _ in values] == [is_best for _, is_best in values]
+    assert (progress.best_value, progress.evaluations_since_best) == (0.6, 2)
+    assert make().progress.note_value(3.0, -1)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_momenta_go_to_the_parameter_they_were_saved_for_in_whatever_order_groups_are_made(optimizer):
+    source = make(optimizer=optimizer, clip_grad_norm=0.1)
+    step(source)
+    payload = source.state_dict([source.interval.state()])
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    groups = [{"params": list(net[2].parameters())[::-1]}, {"params": list(net[:2].parameters())}]
+    other = make(model=net, groups=groups, optimizer=optimizer, clip_grad_norm=0.1)
+    other.load_state_dict(copy.deepcopy(payload), rank=0, world_size=1)
+    for state in (source, other):
+        torch.manual_seed(1)
+        step(state)
+    assert same(other.model.state_dict(), source.model.state_dict())
+    for mine, its in zip(other.model.parameters(), source.model.parameters(), strict=True):
+        assert same(other.optimizer.state[mine], source.optimizer.state[its])
+
+
+def test_a_checkpoint_whose_optimizer_has_other_parameters_is_refused():
+    payload = make().state_dict([{"numbers": {}, "tensors": {}}])
+    frozen = make().model
+    frozen[0].requires_grad_(False)
+    other = TrainState(frozen, [{"params": list(frozen.parameters())}], TrainingConfig(), Precision("cpu", None))
+    with pytest.raises(Refused, match="optimizer has other parameters; give"):
+        other.load_state_dict(payload, rank=0, world_size=1)
+    payload["optimizer"]["state"][0]["momentum_buffer"] = torch.zeros(5)  # a fused kernel would write beyond it
+    with pytest.raises(Refused, match="optimizer has other parameters; give"):
+        make().load_state_dict(payload, rank=0, world_size=1)
+
+
+def test_a_parameter_that_is_not_the_models_is_refused():
+    net, stranger = make().model, nn.Parameter(torch.zeros(2))
+    with pytest.raises(Refused, match="holds a parameter that is not the model's.*; make it the model's"):
+        TrainState(net, [{"params": [*net.parameters(), stranger]}], TrainingConfig(), Precision("cpu", None))
+
+
+def test_a_resume_takes_learning_rate_and_decay_from_the_config():
+    source = make(lr=0.1, weight_decay=0.1, momentum=0.8)
+    step(source)
+    target = make(lr=0.02, weight_decay=0.3, momentum=0.9)
+    target.load_state_dict(copy.deepcopy(source.state_dict([source.interval.state()])), rank=0, world_size=1)
+    group = target.optimizer.param_groups[0]
+    assert (group["base_lr"], group["weight_decay"], group["momentum"]) == (0.02, 0.3, 0.9)
+    assert same(target.optimizer.state_dict()["state"], source.optimizer.state_dict()["state"])
+
+
+def test_a_resumed_run_that_saves_before_its_first_step_says_the_last_steps_learning_rate():
+    source, target = make(lr=0.1), make(lr=0.1)
+    for _ in range(3):
+        step(source)
+    target.load_state_dict(copy.deepcopy(source.state_dict([source.interval.state()])), rank=0, world_size=1)
+    target.plan(steps_left=97, steps_per_epoch=10, config=TrainingConfig(warmup_epochs=0))
+    assert target.state_dict([])["optimizer"]["param_groups"] == source.state_dict([])["optimizer"]["param_groups"]
+
+
+def test_sums_of_other_ranks_go_to_rank_0_when_their_number_changed():
+    states = [make() for _ in range(3)]
+    for k, state in enumerate(states):
+        state.interval.update({"loss": (torch.tensor(4.0**k), 1)})
+    payload = states[0].state_dict([state.interval.state() for state in states])
+    ranks = [make(), make()]
+    for rank, state in enumerate(ranks):
+        state.load_state_dict(payload, rank=rank, world_size=2)
+    assert ranks[0].interval.means([state.interval.totals() for state in ranks])["loss"] == 21 / 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "fast", "device", "expected"),
+    [
+        ({}, True, "cpu", torch.bfloat16),
+        ({}, False, "cpu", None),
+        ({}, False, "cuda", torch.float16),
+        ({"use_amp": False}, True, "cuda", None),
+        ({"amp_dtype": "fp16"}, True, "cpu", torch.float16),
+        ({"amp_dtype": "bf16"}, False, "cpu", torch.bfloat16),
+    ],
+)
+def test_the_precision_is_that_of_the_hardware_unless_named(changes, fast, device, expected):
+    precision = Precision.choose(TrainingConfig(**changes), torch.device(device), fast)
+    assert precision.dtype is expected and precision.is_scaled is (expected is torch.float16)
+    assert isinstance(has_fast_bf16(CPU), bool)
+
+
+def test_the_average_begins_with_the_first_step_that_is_taken():
+    model = nn.Linear(3, 2)
+    average = WeightAverage(model, 0.9)
+    for taken in (0.0, 1.0):
+        with torch.no_grad():
+            model.weight += 1
+        average.update(torch.tensor(taken))
+    torch.testing.assert_close(average.model.weight, model.weight, rtol=1e-6, atol=1e-6)  # a difference added back is rounded
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_resume_takes_the_memory_format_of_the_parameters(optimizer):
+    """Fused kernels walk through memory: a state of another layout would be added to the wrong weights."""
+
+    def train(state):
+        torch.manual_seed(state.progress.step)
+        state.model(torch.randn(2, 2, 5, 5)).square().sum().backward()
+        state.update_if_finite(WINDOW)
+        state.advance(WINDOW)
+
+    layouts = (torch.channels_last, torch.contiguous_format)
+    whole, other = (make(model=nn.Conv2d(2, 3, 3).to(memory_format=layout), optimizer=optimizer) for layout in layouts)
+    for _ in range(3):
+        train(whole)
+    other.load_state_dict(copy.deepcopy(whole.state_dict([{"numbers": {}, "tensors": {}}])), 0, 1)
+    train(whole), train(other)
+    torch.testing.assert_close(other.model.weight, whole.model.weight, rtol=1e-4, atol=1e-6)  # convolutions of another layout
+
+
+def test_momentum_that_a_resume_turns_on_begins_at_zero():
+    before, after = make(momentum=0.0), make(momentum=0.9)
+    step(before)
+    after.load_state_dict(copy.deepcopy(before.state_dict([{"numbers": {}, "tensors": {}}])), 0, 1)
+    buffers = [state["momentum_buffer"] for state in after.optimizer.state.values()]
+    assert len(buffers) == len(list(after.model.parameters())) and not any(buffer.any() for buffer in buffers)
