@@ -166,7 +166,6 @@ GUARANTEES = [
     row("hang", "faults", "a rank hangs or is stopped",
         "One report names it, with stacks, after 5 s or 5 slow steps; after `--hang_timeout` the run ends, to be restarted.", tests="""
         unit/test_watchdog.py::test_who_holds_up_all_others
-        unit/test_watchdog.py::test_only_the_stacks_of_a_rank_that_stands_still_are_looked_at
         unit/test_watchdog.py::test_others_see_phase_and_step_at_once_and_a_beat_that_moves
         """, faults="rank stopped; rank hangs", slow_faults="rank hangs under torchrun; rank hangs and is restarted; breakpoint; long evaluation; read stall; slow save; recompile"),
     row("straggler", "faults", "a rank is 1.5 times slower than the median", "It is named, with the cause: its data or its compute.", faults="straggler by its compute", slow_faults="straggler by its data"),
@@ -208,7 +207,6 @@ GUARANTEES = [
         unit/test_writer.py::test_the_digest_changes_with_any_bit_of_any_weight_and_names_the_rank_that_differs
         """, faults="bit of a weight flips", slow_faults="momentum differs"),
     row("bad-sample", "faults", "a sample that cannot be read", "The run ends with path, class and rank, or `--corrupt_images replace` uses the next one.", tests="""
-        unit/test_data_faults.py::test_what_stands_for_a_corrupt_sample_is_the_same_on_any_ranks_and_workers_and_is_counted
         builtin/test_read_image.py::test_a_damaged_file_is_an_unreadable_sample_or_read_as_by_pil_and_never_another_exception
         builtin/test_refused_data.py::test_a_corrupt_image_ends_the_run_with_its_path_class_and_rank
         """, faults="corrupt sample", slow_faults="corrupt samples replaced"),
