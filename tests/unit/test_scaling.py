@@ -2,13 +2,12 @@
 
 import json
 import math
-import xml.etree.ElementTree as ET
 
 import pytest
 
 import scaling
 from config import Refused, TrainingConfig
-from scales import account, knobs, plot
+from scales import account, knobs
 from scales.prediction import Link, Machine, Step, efficiency, fit, step_seconds
 
 SIZES = (8, 2**16, 2**20, 2**24)
@@ -115,21 +114,6 @@ def test_points_are_measured_or_predicted_their_shares_add_up_and_the_table_says
     assert any("100 us a message, 1.00 GB/s a link" in line for line in lines)
     assert any(line.startswith("beyond 2 ranks: on more machines like this one") for line in lines)
     assert lines[-1].startswith("flags: ")
-
-
-def test_the_picture_is_an_svg_whose_predicted_points_are_hollow(report):
-    svg = ET.fromstring(plot.plot(report, "a < b"))
-    space = "{http://www.w3.org/2000/svg}"
-    words = [each.text for each in svg.iter(f"{space}text")]
-    for label in ("a < b", "ranks", "ms", "weak", "strong", "compute", "data wait", "communication", "100 %", "predicted", "16"):
-        assert label in words, label
-    dots = list(svg.iter(f"{space}circle"))
-    assert [dot.get("fill") == "white" for dot in dots] == [False, False, True, True, True] * 2
-    dashed = [line for line in svg.iter(f"{space}line") if line.get("stroke-dasharray")]
-    assert len(dashed) == 6
-    for each in (*dots, *svg.iter(f"{space}rect")):  # all of it is in the picture
-        x, y = (float(each.get(f"c{axis}") or each.get(axis) or 0) for axis in "xy")
-        assert 0 <= x <= plot.WIDTH and 0 <= y <= plot.HEIGHT
 
 
 # ---- the script ----
