@@ -1,4 +1,4 @@
-"""Sampler, windows and loader: each sample once, whoever computes it; the last window, idle ranks, workers of both kinds."""
+"""Sampler, windows and loader: each sample once, whoever computes it; the last window, orders and weights of the data set's own."""
 
 import random
 
@@ -77,26 +77,6 @@ def test_every_window_has_as_many_steps_on_each_rank_and_its_true_weight(n):
         assert {window.samples for window in windows} == {window.weight for window in windows} == {counted}
         for window in windows:
             assert [m.is_last for m in window] == [False] * (len(window.micro_batches) - 1) + [True]
-
-
-def test_an_idle_rank_stands_in_with_the_first_micro_batch_of_the_window():
-    last = list(sampler(9, rank=1, world_size=2, batch_size=4).windows(0))[-1]  # 9 = 8 + 1: the last window is rank 0's
-    first = list(sampler(9, rank=0, world_size=2, batch_size=4).windows(0))[-1]
-    assert [m.is_counted for m in last] == [False] and last.samples == 1
-    assert last.micro_batches[0].indices == first.micro_batches[0].indices
-
-
-def test_an_epoch_goes_on_from_any_position():
-    whole = [index for indices in of_all_ranks(50, 2, per_step=4, epoch=3).values() for index in indices]
-    rest = [index for indices in of_all_ranks(50, 4, per_step=4, epoch=3, start=16).values() for index in indices]
-    assert sorted(rest) == sorted(set(whole) - set(sampler(50).order(3)[:16].tolist())) and len(rest) == 34
-
-
-def test_drop_last_drops_what_does_not_fill_a_global_batch_and_other_samples_each_epoch():
-    each = sampler(50, world_size=2, batch_size=4, drop_last=True)
-    assert (each.samples_per_epoch, each.steps_per_epoch) == (48, 6)
-    kept = [set(each.order(epoch).tolist()) for epoch in (0, 1)]
-    assert len(kept[0]) == len(kept[1]) == 48 and kept[0] != kept[1]
 
 
 def test_steps_left():
@@ -212,19 +192,6 @@ def test_iterating_a_loader_cannot_forget_the_epoch():
     assert [labels.tolist() for _, labels in loader] == first
     images, labels = next(iter(loader))
     assert images.dtype == torch.float32 and images.shape == (8, 3, 8, 8) and labels.dtype == torch.int64
-
-
-class Broken(Noisy):
-    def __getitem__(self, index):
-        if index == 7:
-            raise Refused("sample 7: is broken; mend it")
-        return torch.tensor(index)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_refusal_in_a_worker_arrives_as_its_sentence(workers):
-    with pytest.raises(Refused, match="^sample 7: is broken; mend it$"):
-        epochs_of(Broken(), 1, workers)
 
 
 def test_an_evaluation_loader_keeps_the_order_and_cuts_fixed_micro_batches():
