@@ -1,7 +1,6 @@
-"""Logger: rank 0 speaks, the others warn, every rank's file has everything with time, rank and host on each line."""
+"""Logger: rank 0 speaks, the others warn; what a line says of a step and of an epoch (files: builtin/test_whole_run.py)."""
 
 import io
-import re
 import sys
 
 import pytest
@@ -22,21 +21,6 @@ def test_rank_0_shows_information_and_other_ranks_only_warnings(capsys):
     logger.warning("trouble")
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "[rank 3] trouble\n")
-
-
-def test_every_line_of_a_file_has_time_rank_and_host(tmp_path):
-    file = tmp_path / "logs" / "rank2.log"
-    logger = setup_logger(2, file)
-    logger.info("one\ntwo")
-    try:
-        raise RuntimeError("three")
-    except RuntimeError:
-        logger.exception("failed")
-    setup_logger(2, file).info("a second attempt appends")
-    lines = file.read_text().splitlines()
-    assert len(lines) >= 6
-    assert all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z 2 \S+ ", line) for line in lines)
-    assert lines[0].endswith(" one") and lines[1].endswith(" two") and "ERROR failed" in lines[2] and lines[-1].endswith("appends")
 
 
 def test_a_training_line_says_where_how_well_how_fast_and_how_long(capsys):

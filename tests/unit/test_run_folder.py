@@ -131,17 +131,6 @@ def test_a_refused_start_leaves_the_status_of_the_run(config):
     assert read_json(run, "status.json")["state"] == "failed"
 
 
-def test_a_failure_that_all_ranks_have_is_written_by_rank_0(config):
-    first = open_run(config)
-    first.begin()
-    second = Run(config.run_folder, config.checkpoint_folder, 1, ("there",) * 3)
-    for run, state in ((second, "running"), (first, "failed")):
-        run.failed(Refused("one class alone", 1, "there"))
-        status = read_json(run, "status.json")
-        assert status["state"] == state
-    assert (status["rank"], status["host"]) == (1, "there")
-
-
 def test_auto_takes_the_newest_whole_checkpoint_and_counts_attempts(config):
     fill(open_run(with_(config, resume_from="auto")))  # where there is none: a fresh start
     run = open_run(with_(config, resume_from="auto"))
@@ -234,18 +223,6 @@ def test_a_number_that_is_not_finite_becomes_null(config):
     run = open_run(config)
     assert run.record("train", step=1, loss=float("nan"), lr=0.1) == {"kind": "train", "step": 1, "loss": None, "lr": 0.1}
     assert read_json(run, "metrics.jsonl")["loss"] is None
-
-
-def test_other_ranks_write_only_their_samples(config):
-    open_run(config)
-    other = open_run(config, rank=3)
-    other.record("train", step=1)
-    other.status("running")
-    other.write_json("summary.json", {})
-    other.record_samples(0, 1, [4, 2])
-    other.close()
-    assert sorted(path.name for path in config.run_folder.iterdir()) == ["checkpoints", "claim.json", "samples"]
-    assert json.loads((config.run_folder / "samples" / "rank3.jsonl").read_text()) == {"epoch": 0, "step": 1, "indices": [4, 2]}
 
 
 def test_rewinding_drops_later_samples_and_a_torn_last_line(config):

@@ -94,21 +94,7 @@ def test_a_folder_that_fails_and_one_that_is_not_shared():
     fails(verdict.folders(probe(is_seen=False), facts_of()), "/runs/a on node1 is not the folder of this name on node0; put it on storage")
 
 
-def test_a_folder_is_left_as_it_was(tmp_path, monkeypatch):
-    run = tmp_path / "runs" / "a"
-    first, second = Probe(run, "t"), Probe(run, "t")
-    fine = {"is_seen": True, "problem": ""}
-    assert (first.leave_token(), first.use("node-0"), second.use("node-1")) == ("", fine, fine)
-    assert first.space(10**6)["speed"] > 0
-    second.clean_up()
-    assert second.use("node-1") == fine  # only who made it deletes it
-    first.clean_up()
-    assert list(tmp_path.iterdir()) == []
-    run.mkdir(parents=True)
-    (run / "metrics.jsonl").write_text("{}\n")
-    first.leave_token()
-    first.clean_up()
-    assert [path.name for path in run.iterdir()] == ["metrics.jsonl"]
+def test_a_folder_that_cannot_be_made(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(checks.facts, "SECONDS_TO_SHOW", 0.2)
     assert Probe(tmp_path / "file" / "run", "t").use("node-0") == {"is_seen": False, "problem": "cannot create a folder (Not a directory)"}
