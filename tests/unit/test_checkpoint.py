@@ -58,29 +58,6 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda path: flip(path, 2000), "is damaged, its bytes do not have the checksum at its end; give"),
-        (lambda path: flip(path, -10), "checksum at its end"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-200]), "has no checksum at its end, it was cut short"),
-        (lambda path: path.write_bytes(b""), "has no checksum"),
-        (lambda path: path.write_bytes(b"x" * 40), "has no checksum"),
-        (lambda path: torch.save({"a": 1}, path), "has no checksum"),
-        (lambda path: path.unlink(), "cannot be read .No such file or directory.; give"),
-    ],
-)
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_taken(tmp_path, damage, said):
-    older, newer = (checkpoint.step_path(tmp_path, step) for step in (10, 20))
-    for path, step in ((older, 10), (newer, 20)):
-        checkpoint.write(path, payload(step))
-    damage(newer)
-    with pytest.raises(Refused, match=said):
-        checkpoint.read(newer)
-    found, skipped = checkpoint.newest_whole(tmp_path)
-    assert found == older and (len(skipped) == 1 or not newer.exists())
-
-
 def test_checkpoints_of_which_none_is_whole_are_an_error_and_none_at_all_are_not(tmp_path):
     assert checkpoint.newest_whole(tmp_path) == (None, [])
     checkpoint.write(checkpoint.step_path(tmp_path, 1), payload(1))

@@ -1,6 +1,5 @@
-"""Who owns a run's folder: numbers that grow, checkpoints of a former owner that do not count, attempts that end at the same step."""
+"""Who owns a run's folder: checkpoints of a former owner that do not count, attempts that end at the same step."""
 
-import json
 import os
 
 import pytest
@@ -11,22 +10,12 @@ from test_run_folder import commit, fill, open_run, with_
 from utils import checkpoint
 from utils.claim import Claim, strikes_of
 from utils.watchdog import BEAT, PHASES, PLACE, Watch
-from utils.writer import read_claim_number
 
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return TrainingConfig(run_dir="runs/mine")
-
-
-def test_each_owner_has_a_higher_number_which_a_writer_reads(config):
-    for number in (1, 2, 3):
-        run = open_run(with_(config, resume_from="auto"))
-        assert run.claim_number == number == read_claim_number(run.claim_file)
-        run.own()
-        assert read_claim_number(run.claim_file) == number and json.loads(run.claim_file.read_text())["pid"] == os.getpid()
-        run.close()
 
 
 def test_what_a_former_owner_writes_after_it_was_succeeded_does_not_count(config):

@@ -92,13 +92,6 @@ def test_a_writer_that_dies_is_replaced_and_the_memory_still_holds_the_state(wri
     assert not writer.wait(60).problem and torch.equal(checkpoint.read(path)[0]["model"]["weight"], written["model"]["weight"])
 
 
-def test_a_checkpoint_that_the_ranks_do_not_agree_on_does_not_appear(writer, claim):
-    path, _ = send(writer, claim, 10)
-    writer.commit(is_right=False)
-    outcome = writer.wait(60)
-    assert outcome.is_final and not path.exists() and not list(path.parent.glob("*.tmp"))
-
-
 def test_the_commit_of_a_job_that_failed_before_it_does_not_commit_the_next_one(writer, claim):
     send(writer, claim, 10, name="nowhere/step_00000010.pt")
     outcome = writer.wait(60)
