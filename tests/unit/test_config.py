@@ -34,28 +34,23 @@ def test_no_field_is_none_and_all_have_help():
 
 
 def test_flags_with_underscores_dashes_and_negations():
-    config = TrainingConfig.from_args("--batch-size 8 --grad_accum_steps=3 --lr 1e-3 --no-use_amp --no_channels_last --sync-bn".split())
-    assert (config.batch_size, config.grad_accum_steps, config.lr) == (8, 3, 0.001)
+    config = TrainingConfig.from_args(
+        "--batch-size 8 --grad_accum_steps=3 --lr 1e-3 --no-use_amp --no_channels_last --sync-bn --num_classes 7".split()
+    )
+    assert (config.batch_size, config.grad_accum_steps, config.lr, config.num_classes) == (8, 3, 0.001, 7)
     assert (config.use_amp, config.channels_last, config.sync_bn) == (False, False, True)
     for spelling in ("--no-use-amp", "--no_use_amp", "--no-use_amp", "--no_use-amp"):
         assert TrainingConfig.from_args([spelling]).use_amp is False
     assert TrainingConfig.from_args("--use_amp False --channels_last=no --overwrite".split()).use_amp is False
 
 
-def test_auto_or_a_number():
-    config = TrainingConfig.from_args("--num_classes 7 --num_workers auto".split())
-    assert config.num_classes == 7 and config.num_workers == "auto"
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         ("--epochs x", "epochs=x: is not a whole number; give a whole number"),
-        ("--epochs 2.5", "epochs=2.5: is not a whole number"),
         ("--lr nan", "lr=nan: is not a number"),
         ("--num_classes many", "num_classes=many: is not a whole number or auto; give"),
         ("--batch_size 0", "batch_size=0: is below 1; give 1 or more"),
-        ("--batch_size -4", "batch_size=-4: is below 1"),
         ("--lr 0", "lr=0.0: is not above 0; give"),
         ("--momentum 1", "momentum=1.0: is outside [0, 1); give"),
         ("--dataset imagenet", "dataset=imagenet: is not known; choose synthetic, cifar10, imagefolder"),
@@ -63,9 +58,7 @@ def test_auto_or_a_number():
         ("--backend nccl2", "backend=nccl2: is not known; choose auto, nccl, gloo, mpi"),
         ("--init_method host:29500", "init_method=host:29500: is no rendezvous address; give env://, tcp://"),
         ("--run_dir s3://bucket/run", "run_dir=s3://bucket/run: is no path of a mounted file system; mount"),
-        ("--checkpoint_dir gs://b/c", "checkpoint_dir=gs://b/c: is no path"),
         ("--run_dir runs/{modle}", "run_dir=runs/{modle}: {modle} is no field; use"),
-        ("--run_dir runs/{", "is no field; use"),
         ("--best_metric largest:top1", "write min:NAME or max:NAME"),
         ("--global_batch_size 100 --batch_size 64", "global_batch_size=100: is no multiple of batch_size=64; give 64 or 128"),
         ("--global_batch_size 32 --batch_size 64", "give 64"),
@@ -75,7 +68,6 @@ def test_auto_or_a_number():
         ("--btach_size 3", "--btach_size: is not known; did you mean --batch_size?"),
         ("--batch 3", "--batch: is not known"),  # abbreviations are not accepted
         ("--frobnicate", "--frobnicate: is not known; see --help"),
-        ("--nonsense", "--nonsense: is not known; see --help"),
         ("--run_dir=", "run_dir=: is empty; give a folder"),
         ("--overwrite maybe", "overwrite=maybe: is not true or false; give true or false"),
         ("stray", "stray: belongs to no flag; write --flag value"),
@@ -150,11 +142,6 @@ def test_how_a_run_was_started_is_not_taken_from_its_config_json(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(started.to_dict() | {"resume_from": "runs/a/step_00000001.pt"}))
     config = TrainingConfig.from_args(["--config", str(tmp_path / "config.json")])
     assert (config.overwrite, config.eval_only, config.resume_from, config.seed) == (False, False, "", 5)
-
-
-def test_micro_batches_of_a_step():
-    assert TrainingConfig(grad_accum_steps=3).micro_batches_per_step(world_size=4) == 12
-    assert TrainingConfig(batch_size=8, global_batch_size=48).micro_batches_per_step(world_size=4) == 6
 
 
 @pytest.mark.parametrize(("flags", "code"), [(["--help"], 0), (["--epochs", "x"], 2)])

@@ -12,12 +12,11 @@ from utils import checkpoint, run_folder
 from utils.run_folder import Run
 
 
-def open_run(config, rank=0, launch_id="", may_restart=False):
-    run = Run(config.run_folder, config.checkpoint_folder, rank, ("here",) * 3)
-    if rank == 0:
-        run.claim(config, launch_id, may_restart)
-        if run.is_replacing:
-            run.make_room(config)
+def open_run(config, launch_id="", may_restart=False, makes_room=True):
+    run = Run(config.run_folder, config.checkpoint_folder, 0, ("here",))
+    run.claim(config, launch_id, may_restart)
+    if run.is_replacing and makes_room:
+        run.make_room(config)
     return run
 
 
@@ -89,8 +88,7 @@ def test_ranks_stay_watched_where_their_run_replaces_another(config, changes):
     """They have opened their files before the earlier run makes room."""
     config = with_(config, **changes)
     fill(open_run(config))
-    run = Run(config.run_folder, config.checkpoint_folder, 0, ("here",))
-    run.claim(config, "", False)
+    run = open_run(config, makes_room=False)
     run.watch_folder.mkdir(exist_ok=True)
     with (run.watch_folder / "rank0").open("w") as file:
         run.make_room(config)
@@ -129,17 +127,6 @@ def test_a_refused_start_leaves_the_status_of_the_run(config):
     run.status("running", step=21)  # it goes on
     run.failed(Refused("a.png: cannot be read", 0, "here"))
     assert read_json(run, "status.json")["state"] == "failed"
-
-
-def test_auto_takes_the_newest_whole_checkpoint_and_counts_attempts(config):
-    fill(open_run(with_(config, resume_from="auto")))  # where there is none: a fresh start
-    run = open_run(with_(config, resume_from="auto"))
-    assert run.resume_path.name == "step_00000020.pt" and run.attempt == 2
-    run.close()
-    newest = config.checkpoint_folder / "step_00000020.pt"
-    newest.write_bytes(newest.read_bytes()[:-1])
-    run = open_run(with_(config, resume_from="auto"))
-    assert run.resume_path.name == "step_00000010.pt" and run.attempt == 3 and "cut short" in run.notes[0]
 
 
 def test_a_run_without_a_record_or_a_checkpoint_starts_anew_in_its_folder(config):
@@ -273,14 +260,12 @@ def test_a_run_is_replaced_only_when_nothing_more_can_be_refused(config, changes
     config = with_(config, **changes)
     fill(open_run(config), state="running")  # it was killed
     before = contents(config)
-    run = Run(config.run_folder, config.checkpoint_folder, 0, ("here",) * 3)
-    run.claim(config, "job-7", may_restart=False)
+    run = open_run(config, "job-7", makes_room=False)
     assert run.is_replacing
     run.failed(Refused("data_dir=typo: has no train/<class>/ folders; give the folder that holds train/", 0, "here"))
     run.close()
     assert contents(config) == before
-    restarted = Run(config.run_folder, config.checkpoint_folder, 0, ("here",) * 3)
-    restarted.claim(config, "job-7", may_restart=False)
+    restarted = open_run(config, "job-7", makes_room=False)
     assert restarted.is_replacing and restarted.resume_path is None  # the old run is not this launch's own
 
 
@@ -333,8 +318,7 @@ def test_a_kill_while_records_are_cut_leaves_nothing_to_go_on_from_beyond_them(c
 
 def test_a_kill_while_a_run_is_replaced_leaves_none_of_its_checkpoints_without_its_records(config, monkeypatch):
     fill(open_run(config))
-    run = Run(config.run_folder, config.checkpoint_folder, 0, ("here",) * 3)
-    run.claim(with_(config, overwrite=True), "", False)
+    run = open_run(with_(config, overwrite=True), makes_room=False)
     plain = Path.unlink
     monkeypatch.setattr(Path, "unlink", lambda path, **_: killed() if path.name == "metrics.jsonl" else plain(path))
     with pytest.raises(KeyboardInterrupt):

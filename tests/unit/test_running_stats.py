@@ -29,15 +29,20 @@ def statistics(model):
     return {name: value.clone() for name, value in model.named_buffers()}
 
 
+def end_step(stats, samples, is_finite=YES):
+    """What a step of one micro-batch does with them after its forward pass."""
+    stats.add(samples)
+    stats.start_reduce()
+    stats.commit(samples, is_finite)
+
+
 def test_one_micro_batch_moves_them_as_the_stock_layer_does():
     stock, ours = net(), net()
     stats = RunningStats(ours)
     for _ in range(3):
         x = torch.randn(4, 2, 9, 9)
         stock(x), ours(x)
-        stats.add(4)
-        stats.start_reduce()
-        stats.commit(4, YES)
+        end_step(stats, 4)
     for name, value in statistics(stock).items():
         torch.testing.assert_close(statistics(ours)[name], value)
 
@@ -63,19 +68,13 @@ def test_a_skipped_step_leaves_them_to_the_bit_even_after_nan():
     ours = net()
     stats = RunningStats(ours)
     ours(torch.randn(4, 2, 9, 9))
-    stats.add(4)
-    stats.start_reduce()
-    stats.commit(4, YES)
+    end_step(stats, 4)
     before = statistics(ours)
     ours(torch.full((4, 2, 9, 9), float("nan")))
-    stats.add(4)
-    stats.start_reduce()
-    stats.commit(4, NO)
+    end_step(stats, 4, NO)
     assert all(torch.equal(before[name], value) for name, value in statistics(ours).items())
     ours(torch.randn(4, 2, 9, 9))
-    stats.add(4)
-    stats.start_reduce()
-    stats.commit(4, YES)
+    end_step(stats, 4)
     assert all(value.isfinite().all() for value in statistics(ours).values())
 
 
@@ -88,9 +87,7 @@ def test_a_layer_in_evaluation_mode_keeps_its_statistics_to_the_bit():
     before = statistics(ours)
     for samples in (3, 5):
         ours(torch.randn(samples, 2, 9, 9))
-        stats.add(samples)
-        stats.start_reduce()
-        stats.commit(samples, YES)
+        end_step(stats, samples)
     after = statistics(ours)
     assert all(torch.equal(before[name], after[name]) for name in before if name.startswith("1."))
     assert not torch.equal(before["4.running_mean"], after["4.running_mean"])
