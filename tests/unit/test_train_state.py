@@ -196,17 +196,6 @@ def test_a_resumed_run_that_saves_before_its_first_step_says_the_last_steps_lear
     assert target.state_dict([])["optimizer"]["param_groups"] == source.state_dict([])["optimizer"]["param_groups"]
 
 
-def test_sums_of_other_ranks_go_to_rank_0_when_their_number_changed():
-    states = [make() for _ in range(3)]
-    for k, state in enumerate(states):
-        state.interval.update({"loss": (torch.tensor(4.0**k), 1)})
-    payload = states[0].state_dict([state.interval.state() for state in states])
-    ranks = [make(), make()]
-    for rank, state in enumerate(ranks):
-        state.load_state_dict(payload, rank=rank, world_size=2)
-    assert ranks[0].interval.means([state.interval.totals() for state in ranks])["loss"] == 21 / 3
-
-
 @pytest.mark.parametrize(
     ("changes", "fast", "device", "expected"),
     [

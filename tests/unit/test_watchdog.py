@@ -43,16 +43,6 @@ def test_the_limit_is_learned_from_the_steps_and_never_under_five_seconds():
     assert watch.limit == 15.0
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """Time that passes only where the test says so, for watch and ledger."""
-    clock = SimpleNamespace(now=1000.0, sleep=lambda seconds: None)
-    clock.time = clock.perf_counter = clock.monotonic = lambda: clock.now
-    monkeypatch.setattr(watchdog, "time", clock)
-    monkeypatch.setattr(ledger, "time", clock)
-    return clock
-
-
 def test_others_see_phase_and_step_at_once_and_a_beat_that_moves(tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "SECONDS_OF_A_LOOK", 0.1)
     watch = Watch(tmp_path, 0, HOSTS[:1], 0, lambda *_: None, lambda *_: None)
@@ -81,8 +71,12 @@ def test_the_slowest_rank_and_what_it_is_slow_by():
     assert slowest([even, even])[1] == 1.0
 
 
-def test_each_second_is_in_one_account_over_restarts(tmp_path, clock):
+def test_each_second_is_in_one_account_over_restarts(tmp_path, monkeypatch):
     """A second attempt: the gap between is down time, a step made again is no training."""
+    clock = SimpleNamespace(now=1000.0)
+    clock.time = clock.perf_counter = lambda: clock.now
+    for module in (watchdog, ledger):
+        monkeypatch.setattr(module, "time", clock)
     file, began = tmp_path / "ledger.json", clock.now
 
     def pass_through(watch, phases, step):
