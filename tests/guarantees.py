@@ -265,7 +265,6 @@ GUARANTEES = [
         distributed/test_ranks_agree.py::test_overwrite_with_a_bad_flag_leaves_the_run_as_it_was
         """),
     row("completed", "runs", "completed run", "`--resume_from auto` leaves it as it is.", tests="""
-        unit/test_run_folder.py::test_a_completed_run_is_left_alone
         distributed/test_resume.py::test_a_completed_run_is_left_as_it_is
         """),
     row("eval-only", "runs", "`--eval_only`", "It changes nothing of the run and gives the recorded values.", tests="""

@@ -43,19 +43,6 @@ def test_means_over_ranks_and_a_name_without_a_count():
     assert math.isnan(second.means()["loss"])
 
 
-def test_a_saved_tracker_goes_on_to_the_same_bits():
-    values = torch.rand(40, generator=torch.Generator().manual_seed(3), dtype=torch.float64) / 3
-    whole, part = MetricTracker(), MetricTracker()
-    for k, value in enumerate(values):
-        whole.update({"x": (value, 0.1)})
-        if k == 17:
-            resumed = MetricTracker()
-            resumed.load_state(part.state())
-            part = resumed
-        part.update({"x": (value, 0.1)})
-    assert whole.totals() == part.totals()
-
-
 @pytest.mark.parametrize(
     ("asked", "names", "expected"),
     [

@@ -34,13 +34,10 @@ def verified(tmp_path, monkeypatch):
     return write
 
 
-def test_it_holds_as_long_as_code_and_versions_are_the_same(verified):
+def test_it_holds_as_long_as_code_versions_and_task_are_the_same(verified):
     assert provenance.verification(TASK) == (True, "verified with this code: net on data, 4 rank(s), 2026-11-21")
     (provenance.ROOT / "dataset.py").write_text("not imported then")
     assert provenance.verification(TASK)[0]
-
-
-def test_another_model_or_data_set_is_not_verified(verified):
     said = "not verified for other on data; scripts/verify.py passed for net on data, 4 rank(s), 2026-11-21"
     assert provenance.verification("other on data") == (False, said)
 

@@ -144,15 +144,6 @@ def test_a_run_without_a_record_or_a_checkpoint_starts_anew_in_its_folder(config
     assert run.records("train") == []
 
 
-def test_a_completed_run_is_left_alone(config):
-    fill(open_run(config), state="completed")
-    before = contents(config)
-    run = open_run(with_(config, resume_from="auto"))
-    assert run.is_completed and run.resume_path is None
-    run.close()
-    assert before == contents(config)
-
-
 def test_a_path_within_the_run_goes_back_and_sets_what_is_beyond_aside(config):
     run = open_run(config)
     commit_best(run, 20)

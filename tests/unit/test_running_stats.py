@@ -108,12 +108,6 @@ def test_discard_and_reload():
     assert torch.equal(ours[1].running_mean, other[1].running_mean)
 
 
-def test_a_model_without_batch_norm_costs_nothing():
-    stats = RunningStats(nn.Linear(2, 2))
-    assert not stats.exist
-    stats.add(1), stats.start_reduce(), stats.commit(1, YES), stats.discard()
-
-
 def test_a_cumulative_average_is_refused():
     with pytest.raises(Refused, match="momentum=None .* cannot be resumed exactly; give"):
         RunningStats(nn.BatchNorm1d(3, momentum=None))
