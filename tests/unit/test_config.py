@@ -59,6 +59,7 @@ def test_flags_with_underscores_dashes_and_negations():
         ("--init_method host:29500", "init_method=host:29500: is no rendezvous address; give env://, tcp://"),
         ("--run_dir s3://bucket/run", "run_dir=s3://bucket/run: is no path of a mounted file system; mount"),
         ("--run_dir runs/{modle}", "run_dir=runs/{modle}: {modle} is no field; use"),
+        ("--run_dir runs/{", "is no field; use"),
         ("--best_metric largest:top1", "write min:NAME or max:NAME"),
         ("--global_batch_size 100 --batch_size 64", "global_batch_size=100: is no multiple of batch_size=64; give 64 or 128"),
         ("--global_batch_size 32 --batch_size 64", "give 64"),
@@ -67,7 +68,7 @@ def test_flags_with_underscores_dashes_and_negations():
         ("--amp_dtype fp16 --no-use_amp", "amp_dtype=fp16: needs mixed precision; leave out"),
         ("--btach_size 3", "--btach_size: is not known; did you mean --batch_size?"),
         ("--batch 3", "--batch: is not known"),  # abbreviations are not accepted
-        ("--frobnicate", "--frobnicate: is not known; see --help"),
+        ("--nonsense", "--nonsense: is not known; see --help"),
         ("--run_dir=", "run_dir=: is empty; give a folder"),
         ("--overwrite maybe", "overwrite=maybe: is not true or false; give true or false"),
         ("stray", "stray: belongs to no flag; write --flag value"),
