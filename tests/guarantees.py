@@ -166,6 +166,7 @@ GUARANTEES = [
     row("hang", "faults", "a rank hangs or is stopped",
         "One report names it, with stacks, after 5 s or 5 slow steps; after `--hang_timeout` the run ends, to be restarted.", tests="""
         unit/test_watchdog.py::test_who_holds_up_all_others
+        unit/test_watchdog.py::test_only_the_stacks_of_a_rank_that_stands_still_are_looked_at
         unit/test_watchdog.py::test_others_see_phase_and_step_at_once_and_a_beat_that_moves
         """, faults="rank stopped; rank hangs", slow_faults="rank hangs under torchrun; rank hangs and is restarted; breakpoint; long evaluation; read stall; slow save; recompile"),
     row("straggler", "faults", "a rank is 1.5 times slower than the median", "It is named, with the cause: its data or its compute.", faults="straggler by its compute", slow_faults="straggler by its data"),

@@ -7,6 +7,7 @@ import subprocess
 import pytest
 
 from ranks import ROOT
+from utils.provenance import MANIFEST, changed_files, template_digests
 
 CORE = sorted([*ROOT.glob("*.py"), *ROOT.glob("utils/*.py")])
 OURS = [path for path in CORE if path.name not in ("model.py", "dataset.py")]  # what a fork leaves as it is
@@ -91,6 +92,12 @@ def test_what_is_shipped_is_used_in_tests_of_the_built_in_model_and_data_alone()
     files = [path for path in (ROOT / "tests").rglob("*.py") if "builtin" not in path.parts and path.name != "test_architecture.py"]
     found = {(str(path.relative_to(ROOT)), *use) for path in files for use in names_used(path.read_text())}
     assert not [use for use in sorted(found) if use[2] not in SEAMS[use[1]]]
+
+
+def test_the_list_of_the_templates_files_is_up_to_date():
+    """In a fork that changed files of ours on purpose: the same command accepts them."""
+    listed = dict(reversed(line.split("  ")) for line in MANIFEST.read_text().splitlines())
+    assert listed == template_digests(), f"{changed_files()} changed: run python -m utils.provenance"
 
 
 def test_nothing_that_a_run_or_an_environment_makes_is_tracked():

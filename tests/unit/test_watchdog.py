@@ -43,6 +43,16 @@ def test_the_limit_is_learned_from_the_steps_and_never_under_five_seconds():
     assert watch.limit == 15.0
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes only where the test says so, for watch and ledger."""
+    clock = SimpleNamespace(now=1000.0, sleep=lambda seconds: None)
+    clock.time = clock.perf_counter = clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(watchdog, "time", clock)
+    monkeypatch.setattr(ledger, "time", clock)
+    return clock
+
+
 def test_others_see_phase_and_step_at_once_and_a_beat_that_moves(tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "SECONDS_OF_A_LOOK", 0.1)
     watch = Watch(tmp_path, 0, HOSTS[:1], 0, lambda *_: None, lambda *_: None)
@@ -64,6 +74,30 @@ def test_others_see_phase_and_step_at_once_and_a_beat_that_moves(tmp_path, monke
     assert read_place(tmp_path / "rank1") is None
 
 
+def test_only_the_stacks_of_a_rank_that_stands_still_are_looked_at(tmp_path, monkeypatch, clock):
+    """To look at the stacks of threads that run ended real runs with SIGSEGV, at random and rarely."""
+    looks = []
+    monkeypatch.setattr(watchdog, "is_debugged", lambda: bool(looks.append(1)))
+    monkeypatch.setattr(Watch, "_watch", lambda self: None)  # its thread: the test beats itself
+    watch = Watch(tmp_path, 0, ("a",), 0.0, lambda *_: None, lambda *_: None)
+
+    def beat(count, phase=None):
+        for _ in range(count):
+            clock.now += watchdog.SECONDS_BETWEEN_BEATS
+            if phase:
+                watch.enter(phase)
+            watch._write_beat()
+
+    beat(1000, "forward")
+    watch.enter("start")  # where it works, on data say, and is not judged
+    beat(100)
+    assert not looks
+    watch.enter("forward")
+    beat(int(LEAST_LIMIT / watchdog.SECONDS_BETWEEN_BEATS) - 1)
+    assert looks  # before others judge it
+    watch.close()
+
+
 def test_the_slowest_rank_and_what_it_is_slow_by():
     even = {"data": 0.1, "compute": 1.0}
     assert slowest([even, even, {"data": 1.5, "compute": 1.0}, even]) == (2, pytest.approx(2.5 / 1.1), "data")
@@ -71,12 +105,8 @@ def test_the_slowest_rank_and_what_it_is_slow_by():
     assert slowest([even, even])[1] == 1.0
 
 
-def test_each_second_is_in_one_account_over_restarts(tmp_path, monkeypatch):
+def test_each_second_is_in_one_account_over_restarts(tmp_path, clock):
     """A second attempt: the gap between is down time, a step made again is no training."""
-    clock = SimpleNamespace(now=1000.0)
-    clock.time = clock.perf_counter = lambda: clock.now
-    for module in (watchdog, ledger):
-        monkeypatch.setattr(module, "time", clock)
     file, began = tmp_path / "ledger.json", clock.now
 
     def pass_through(watch, phases, step):
