@@ -168,7 +168,8 @@ GUARANTEES = [
         unit/test_watchdog.py::test_who_holds_up_all_others
         unit/test_watchdog.py::test_only_the_stacks_of_a_rank_that_stands_still_are_looked_at
         unit/test_watchdog.py::test_others_see_phase_and_step_at_once_and_a_beat_that_moves
-        """, faults="rank stopped; rank hangs", slow_faults="rank hangs under torchrun; rank hangs and is restarted; breakpoint; long evaluation; read stall; slow save; recompile"),
+        """, faults="rank stopped; rank hangs", slow_faults="rank stopped, data; rank stopped, forward; rank stopped, update; rank stopped, evaluation; "
+        "rank hangs and is restarted; long evaluation; read stall; slow save; recompile"),
     row("straggler", "faults", "a rank is 1.5 times slower than the median", "It is named, with the cause: its data or its compute.", faults="straggler by its compute", slow_faults="straggler by its data"),
     row("disk", "faults", "disk full, read-only, gone, I/O errors",
         "The previous checkpoint stays valid; training continues and retries after 10, 20, 40, ... s; it ends after seven failures.", tests="""
