@@ -207,12 +207,12 @@ GUARANTEES = [
         """, faults="NaN loss; infinite loss; NaN for good", slow_faults="infinite gradient; NaN loss in float16; float16 searches its scale"),
     row("divergence", "faults", "a rank's weights differ by a bit", "The rank is named before a checkpoint is committed.", tests="""
         unit/test_writer.py::test_the_digest_changes_with_any_bit_of_any_weight_and_names_the_rank_that_differs
-        """, faults="bit of a weight flips", slow_faults="momentum differs"),
+        """, faults="bit of a weight flips"),
     row("bad-sample", "faults", "a sample that cannot be read", "The run ends with path, class and rank, or `--corrupt_images replace` uses the next one.", tests="""
         unit/test_data_faults.py::test_what_stands_for_a_corrupt_sample_is_the_same_on_any_ranks_and_workers_and_is_counted
         builtin/test_read_image.py::test_a_damaged_file_is_an_unreadable_sample_or_read_as_by_pil_and_never_another_exception
         builtin/test_refused_data.py::test_a_corrupt_image_ends_the_run_with_its_path_class_and_rank
-        """, faults="corrupt sample", slow_faults="corrupt samples replaced"),
+        """, faults="corrupt sample"),
     row("worker-killed", "faults", "a loader worker is killed or hangs", "The run ends with a sentence that names rank and worker.", tests="""
         distributed/test_failing_data.py::test_a_worker_that_dies_or_hangs_ends_the_run_by_its_name
         """, faults="loader worker killed", slow_faults="loader worker hangs; small shared memory"),
@@ -296,7 +296,7 @@ GUARANTEES = [
     row("alike", "runs", "ranks that do not run the same thing", "Different code, settings, versions or data are rejected with a table before anything is written.", tests="""
         distributed/test_start.py::test_every_rank_is_refused_with_what_differs
         distributed/test_ranks_agree.py::test_ranks_that_see_different_data_are_refused
-        """, slow_faults="other data on one rank; run folder not shared"),
+        """, slow_faults="run folder not shared"),
     row("data-once", "runs", "preparing data", "Data is prepared once per file system; an interrupted preparation is redone.", tests="""
         distributed/test_refusals.py::test_data_is_prepared_once_on_each_file_system_and_a_half_made_folder_is_redone
         """),
