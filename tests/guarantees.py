@@ -188,7 +188,9 @@ GUARANTEES = [
         unit/test_writer.py::test_a_writer_that_dies_is_replaced_and_the_memory_still_holds_the_state
         unit/test_writer.py::test_no_stop_signal_ends_it_not_even_one_that_comes_right_after_the_fork
         distributed/test_workers_and_data.py::test_the_writer_ends_when_the_training_process_was_killed_though_a_worker_lives_on
-        """, slow_faults="writer killed; writer killed before it prunes"),
+        """, slow="""
+        distributed/test_every_system_call.py::test_the_writer_killed_at_a_system_call_of_a_save
+        """, slow_faults="writer killed"),
     row("damaged", "faults", "a damaged checkpoint", "It is skipped, with a line that says why, for the latest valid one.", tests="""
         unit/test_corruptions.py::test_no_corrupt_checkpoint_is_loaded_and_the_one_before_it_is_found
         """, faults="newest checkpoints damaged", slow_faults="newest checkpoint unreadable"),
@@ -197,7 +199,7 @@ GUARANTEES = [
         """, faults="all checkpoints damaged"),
     row("untrusted", "faults", "an untrusted file among the checkpoints", "It is skipped; no code in it runs.", tests="""
         distributed/test_malicious_files.py::test_no_hostile_file_runs_code_or_is_loaded
-        """, faults="malicious file in the folder", slow_faults="malicious file to resume from; malicious file to start from; checkpoint of another run in the folder"),
+        """, faults="malicious file in the folder", slow_faults="checkpoint of another run in the folder"),
     row("not-finite", "faults", "a loss or gradient that is not finite, on any rank",
         "All ranks skip the step, on the device; its samples are recorded; `--max_skipped_steps` in a row end the run.", tests="""
         unit/test_train_state.py::test_a_gradient_that_is_not_finite_changes_nothing

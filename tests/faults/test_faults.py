@@ -12,7 +12,6 @@ import start_up  # noqa: F401
 import stopping  # noqa: F401
 import storage  # noqa: F401
 import timing  # noqa: F401
-import untrusted  # noqa: F401
 from drill import FAULTS, Drill
 
 
