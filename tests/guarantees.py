@@ -175,7 +175,7 @@ GUARANTEES = [
         "The previous checkpoint stays valid; training continues and retries after 10, 20, 40, ... s; it ends after seven failures.", tests="""
         unit/test_writer.py::test_records_that_do_not_fit_on_a_full_disk_are_written_later_whole_and_once
         """, faults="disk full at a save; disk full for good; EIO at the fsync of a checkpoint", slow_faults="records on a full disk; run folder turns read-only; run folder vanishes; run folder unmounted; EIO at the fsync of the "
-        "folder; ENOSPC in the midst of a file; EIO at the rename for good; final save, disk full; final save finds no room"),
+        "folder; final save, disk full; final save finds no room"),
     row("whole-file", "faults", "killed while a checkpoint is written",
         "A checkpoint appears under its name only when it is complete and on the disk.", tests="""
         unit/test_checkpoint.py::test_the_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_end
@@ -298,7 +298,7 @@ GUARANTEES = [
     row("alike", "runs", "ranks that do not run the same thing", "Different code, settings, versions or data are rejected with a table before anything is written.", tests="""
         distributed/test_start.py::test_every_rank_is_refused_with_what_differs
         distributed/test_ranks_agree.py::test_ranks_that_see_different_data_are_refused
-        """, slow_faults="run folder not shared"),
+        """),
     row("data-once", "runs", "preparing data", "Data is prepared once per file system; an interrupted preparation is redone.", tests="""
         distributed/test_refusals.py::test_data_is_prepared_once_on_each_file_system_and_a_half_made_folder_is_redone
         """),

@@ -25,7 +25,7 @@ def test_fault(fault, tmp_path, record_property):
     try:
         figure = fault.drill(drill)
     finally:
-        drill.close()
+        drill.ends.close()
     record_property("fault", (fault.group, fault.kind, fault.end, f"{figure:g} {fault.figure}"))
 
 
