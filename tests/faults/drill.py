@@ -283,7 +283,7 @@ class Drill:
         self.fork(ranks, *flags, "--resume_from", "auto")
         self.no_partial_files()
         self.is_whole(ranks, *flags)
-        return self.steps_lost(after)
+        return self.steps_lost(after) if self.events("resumed") else after  # the attempt had no checkpoint yet
 
     def is_whole(self, ranks: int, *flags: object, name: str = "run", code: str = "") -> None:
         """The completed run is to the bit the one without a fault, and took each sample once."""
@@ -304,8 +304,7 @@ class Drill:
 
     def steps_lost(self, step: int) -> int:
         """How many optimizer steps were made again after an attempt that had come to this step."""
-        resumed = self.events("resumed")  # none: the attempt had no checkpoint yet
-        return step - (resumed[-1]["step"] if resumed else 0)
+        return step - self.events("resumed")[-1]["step"]
 
     def has_stopped(self, job: Job, name: str = "run", code: int = 1) -> int:
         """The launch was asked to stop and has saved; the committed steps that the newest checkpoint lacks: none."""
