@@ -1,14 +1,17 @@
-"""Checkpoints that are damaged, cut off or left over, and the command that runs after each."""
+"""Checkpoints that are damaged, cut off, left over or handed over by somebody else, and the command that runs after each."""
 
 import os
+import pickle
+import shutil
 import signal
-import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from disks import are_whole, tracing
 from drill import FLAGS, LOOKED, SAME_BITS, Drill, fault, says, slow_writer
+from forged import Call
 from ranks import run_ranks
 from storage import RUN
 from tasks import train_task
@@ -61,20 +64,56 @@ CUT = r"step_00000030\.pt: has no checksum at its end, it was cut short"
 FLIPPED = r"step_00000020\.pt: is damaged, its bytes do not have the checksum at its end"
 
 
+def damage_two(drill: Drill, folder: Path) -> None:
+    cut(step_path(folder, 30))
+    flip(step_path(folder, 20))
+
+
+def drop_malicious(drill: Drill, folder: Path) -> None:
+    """A checkpoint of step 40 whose seal is right, and which makes who unpickles it touch the marker."""
+    marker, payload = drill.folder / "marker", checkpoint.read(step_path(folder, 30))[0]
+    payload["model"], payload["progress"]["step"] = Call(os.system, f"touch {marker}"), 40
+    pickle.loads(pickle.dumps(payload["model"]))
+    assert marker.exists(), "the bomb is a dud"
+    marker.unlink()
+    checkpoint.write(step_path(folder, 40), payload, claim=drill.json("claim.json")["number"])
+
+
+def drop_another_runs(drill: Drill, folder: Path) -> None:
+    drill.fork(2, *RUN, "--seed", 7, "--max_steps", 10, name="other")
+    shutil.copy(drill.runs.checkpoints("other")[0], step_path(folder, 40))
+
+
 @fault(
     "newest checkpoints damaged",
     "the newest is cut short, the one before has a flipped bit",
     "both are named with the reason, the third is taken, no sample is lost",
     "steps redone",
+    *(damage_two, 10, CUT, FLIPPED),
     is_default=True,
 )
-def newest_damaged(drill: Drill) -> float:
-    folder = stopped_at_30(drill)
-    cut(step_path(folder, 30))
-    flip(step_path(folder, 20))
+@fault(
+    "malicious file in the folder",
+    "a checkpoint, its checksum right, that runs a command when it is unpickled, as the newest step of a run",
+    f"passed over with a line, no code runs; {SAME_BITS}",
+    "steps redone",
+    *(drop_malicious, 30, r"step_00000040\.pt: is no checkpoint"),
+    is_default=True,
+)
+@fault(
+    "checkpoint of another run in the folder",
+    "under the name of a newer step",
+    f"passed over with a line; {SAME_BITS}",
+    "steps redone",
+    *(drop_another_runs, 30, r"step_00000040\.pt: is the checkpoint of step 10 under another's name"),
+)
+def passed_over(drill: Drill, spoil: Callable[[Drill, Path], None], taken: int, *sentences: str) -> float:
+    """The run goes on from this step's checkpoint, says why, and ends in the same bits."""
+    spoil(drill, stopped_at_30(drill))
     ended = drill.completes(2, *RUN, "--resume_from", "auto")
-    says(ended.text, CUT)
-    says(ended.text, FLIPPED)
+    for sentence in sentences:
+        says(ended.text, sentence)
+    assert drill.events("resumed")[-1]["step"] == taken and not (drill.folder / "marker").exists()
     drill.is_whole(2, *RUN)
     return drill.steps_lost(30)
 
@@ -108,49 +147,6 @@ def newest_unreadable(drill: Drill) -> float:
     says(ended.text, r"step_00000030\.pt: cannot be read \(Input/output error\)")
     drill.is_whole(2, *RUN)
     return drill.steps_lost(30)
-
-
-def look(folder: Path) -> int | None:
-    """How many checkpoints were in the folder at one instant, each of them whole. None: while it looked the oldest went."""
-    opened = []
-    try:
-        for path in step_checkpoints(folder):  # oldest first: while that is there all are
-            opened.append(os.open(path, os.O_RDONLY))
-        return len([checkpoint.verify(Path(f"/proc/self/fd/{descriptor}")) for descriptor in opened])
-    except FileNotFoundError:
-        return None
-    finally:
-        for descriptor in opened:
-            os.close(descriptor)
-
-
-@fault(
-    "writer killed before it prunes",
-    "SIGKILL at its first unlink, while the folder is looked at 100 times",
-    "at no instant there are fewer than two whole checkpoints",
-    "whole checkpoints at least",
-)
-def never_fewer_than_two(drill: Drill) -> float:
-    flags = (*RUN, "--save_every_steps", 2, "--keep_last", 2, "--epochs", 4)
-    job = drill.held(2, 1, *flags)
-    tracing(drill, job.writer(), "-e", "trace=/^unlink", "-e", "inject=/^unlink:signal=SIGKILL:when=1")
-    found: list[int] = []
-
-    def watch() -> None:
-        while job.program.poll() is None and len(found) < 100:
-            if (number := look(job.folder / "checkpoints")) is not None and (found or number >= 2):
-                found.append(number)
-
-    thread = threading.Thread(target=watch)
-    drill.let_go(is_slow=True)
-    thread.start()
-    thread.join(60)
-    drill.run_on()
-    ended = drill.has_completed(job)
-    says(ended.text, "the process that wrote it was killed; training goes on, and it is tried again in 0 s")
-    assert len(found) == 100 and min(found) >= 2
-    assert are_whole(job) == [98, 100]
-    return min(found)
 
 
 @fault("command after a checkpoint fails", "--on_checkpoint ends with 3, then is gone", "warnings; the run completes", "warnings")

@@ -6,7 +6,6 @@ is its module. A kind is a distinct (what fails, where, what must happen): sizes
 
 import contextlib
 import hashlib
-import json
 import os
 import random
 import re
@@ -21,7 +20,7 @@ from subprocess import Popen
 
 from ranks import ROOT, Ended, WarmLaunch, finish, marked, start, stop
 from tasks import BUCKETS
-from training import STATE, Runs, difference
+from training import Runs, assert_same_state
 from utils.checkpoint import step_path
 from utils.watchdog import Place, read_place
 
@@ -181,7 +180,7 @@ class Drill:
 
     def __init__(self, folder: Path, seed: object) -> None:
         self.folder, self.random, self.runs = folder, random.Random(f"{seed}"), Runs(folder)
-        self._jobs: list[Job] = []
+        self.ends = contextlib.ExitStack()  # what is to be ended with the drill
 
     def program(self, code: str, held_at: int) -> Path:
         """train.py with a fault's own lines before it runs."""
@@ -213,8 +212,8 @@ class Drill:
             program = start([*before, *launcher, *words], env=env)
         else:
             program = WarmLaunch(ranks, words[0], words[1:], env)
-        self._jobs.append(Job(program, folder, former))
-        return self._jobs[-1]
+        self.ends.callback(stop, program)
+        return Job(program, folder, former)
 
     def fork(self, ranks: int, *flags: object, name: str | Path = "run") -> None:
         """A run, or one that is resumed, without a fault: quick, in ranks that are forked."""
@@ -246,12 +245,9 @@ class Drill:
 
     def beside(self, *words: object) -> Popen:
         """Start a tool that runs beside the launches until the drill ends."""
-        self._jobs.append(Job(start(words), self.folder))
-        return self._jobs[-1].program
-
-    def close(self) -> None:
-        for job in self._jobs:
-            stop(job.program)
+        program = start(words)
+        self.ends.callback(stop, program)
+        return program
 
     # ---- what is asserted ----
 
@@ -277,22 +273,23 @@ class Drill:
         return ended.text
 
     def json(self, file: str, name: str = "run") -> dict:
-        return json.loads((self.folder / name / file).read_text())
+        return self.runs.json(name, file)
 
     def events(self, event: str, name: str = "run") -> list[dict]:
-        return [record for record in self.runs.records(name, "event") if record["event"] == event]
+        return self.runs.events(name, event)
 
     def resumes(self, ranks: int, *flags: object, after: int = 0) -> int:
         """Started again, the run completes as the one without a fault. The steps made again after an attempt that had begun this step."""
         self.fork(ranks, *flags, "--resume_from", "auto")
         self.no_partial_files()
         self.is_whole(ranks, *flags)
-        resumed = self.events("resumed")  # none: the attempt had no checkpoint yet
-        return after - (resumed[-1]["step"] if resumed else 0)
+        return self.steps_lost(after) if self.events("resumed") else after  # the attempt had no checkpoint yet
 
     def is_whole(self, ranks: int, *flags: object, name: str = "run", code: str = "") -> None:
         """The completed run is to the bit the one without a fault, and took each sample once."""
-        self.is_like(self.undisturbed(ranks, *flags, code=code), name)
+        other = self.undisturbed(ranks, *flags, code=code)
+        assert_same_state(self.runs.last(name), self.runs.last(other))
+        assert self.runs.samples(name) == self.runs.samples(other)
 
     def undisturbed(self, ranks: int, *flags: object, code: str = "") -> Path:
         """The folder of the same run without a fault: one for all drills with these flags."""
@@ -305,24 +302,20 @@ class Drill:
                 self.fork(ranks, *flags, name=folder)
         return folder
 
-    def is_like(self, other: str | Path, name: str = "run") -> None:
-        """The two runs ended in the same state, to the bit, and took the same samples."""
-        got, want = self.runs.last(name), self.runs.last(other)
-        assert {key: difference(want[key], got[key]) for key in STATE} == {key: [] for key in STATE}
-        assert self.runs.samples(name) == self.runs.samples(other)
-
-    def steps_lost(self, step: int, name: str = "run") -> int:
+    def steps_lost(self, step: int) -> int:
         """How many optimizer steps were made again after an attempt that had come to this step."""
-        return step - self.events("resumed", name)[-1]["step"]
+        return step - self.events("resumed")[-1]["step"]
 
     def has_stopped(self, job: Job, name: str = "run", code: int = 1) -> int:
-        """The launch was asked to stop and has saved; the committed steps that the newest checkpoint lacks."""
+        """The launch was asked to stop and has saved; the committed steps that the newest checkpoint lacks: none."""
         ended = job.end()
         assert (ended.code, ended.left) == (code, 0), ended.text
         status, last = self.json("status.json", name), max(self.runs.samples(name), default=0)
         assert (status["state"], status["step"]) == ("preempted", last), status
         self.no_partial_files(name)
-        return last - (self.runs.last(name)["progress"]["step"] if last else 0)
+        lost = last - (self.runs.last(name)["progress"]["step"] if last else 0)
+        assert lost == 0, (last, lost)
+        return lost
 
     @contextlib.contextmanager
     def unchanged(self, *but: str) -> Iterator[None]:
@@ -350,15 +343,6 @@ def slow_writer(seconds: float | str) -> str:
         f"    plain_replace(path, lambda file: (write(file), file.flush(), time.sleep({seconds})), *rest, **options)\n"
         "checkpoint.replace_file = slow_replace\n"
     )
-
-
-def until(what: Callable[[], object], seconds: float = 60.0) -> object:
-    """Wait for it, whatever the launch does meanwhile."""
-    ends = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < ends, f"waited {seconds} s in vain"
-        time.sleep(0.02)
-    return found
 
 
 def free_port() -> int:

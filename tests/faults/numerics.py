@@ -48,14 +48,7 @@ train.compute_loss = other_loss
 
 
 NAN = "* float('nan')"
-INFINITE_GRADIENT = """
-def create_and_hook(*args):
-    state = create_state(*args)
-    hook = lambda gradient: gradient * float('inf') if RANK == 1 and STEP == 8 else None
-    next(state.model.parameters()).register_hook(hook)
-    return state
-train.create_state = create_and_hook
-"""
+INFINITE_GRADIENT = "+ 1e38 * sum(1e38 * (p - p.detach()).sum() for p in [*net.parameters()][-1:])"  # of the last bias; adds 0
 
 
 def idle_steps(drill: Drill, ranks: int = 2) -> list[int]:
@@ -87,7 +80,12 @@ def idle_steps(drill: Drill, ranks: int = 2) -> list[int]:
     is_default=True,
 )
 @fault(
-    "infinite gradient", "one gradient of rank 1 is infinite", "as for NaN; the logged loss is finite", "skipped", INFINITE_GRADIENT, [8]
+    "infinite gradient",
+    "one gradient of rank 1 is infinite in step 8, its loss is not",
+    "as for NaN; the logged loss is finite",
+    "skipped",
+    changed_loss("(8,)", INFINITE_GRADIENT),
+    [8],
 )
 @fault(
     "NaN loss in float16",
@@ -108,7 +106,7 @@ def skips(drill: Drill, code: str, steps: list[int], *flags: object) -> float:
     assert set(steps) <= set(idle) and len(idle) == len(steps) + summary["overflow_steps"], (idle, summary)
     for step in steps:
         says(ended.text, rf"skipped \d+ optimizer step\(s\) whose loss or gradient is not finite: .*\b{step}\b")
-    if code == INFINITE_GRADIENT:
+    if INFINITE_GRADIENT in code:
         assert all(record["loss"] is not None for record in drill.runs.records("run", "train"))
     return summary["skipped_steps"]
 
@@ -147,25 +145,16 @@ SAVING = "--dataset_size 240 --epochs 1 --num_workers 1 --save_every_steps 4".sp
     "one bit of one weight of rank 1 of 3, after step 10",
     f"rank and host named before a checkpoint is committed; from the last good one {SAME_BITS}",
     "steps to the finding",
-    "weight.view(torch.int32)[0] ^= 1 << 20",
     is_default=True,
 )
-@fault(
-    "momentum differs",
-    "one value of a momentum buffer of rank 1 of 3, after step 10",
-    "found by the weights at the next save; the same",
-    "steps to the finding",
-    "self.optimizer.state[[*self.model.parameters()][-1]]['momentum_buffer'][0] += 1",
-)
-def diverges(drill: Drill, change: str) -> float:
-    code = f"""
+def diverges(drill: Drill) -> float:
+    code = """
 from utils.train_state import TrainState
 plain_update = TrainState.update_if_finite
 def update_and_change(self, window):
     plain_update(self, window)
     if RANK == 1 and STEP == 10:
-        weight = [*self.model.parameters()][-1].data
-        {change}
+        [*self.model.parameters()][-1].data.view(torch.int32)[0] ^= 1 << 20
 TrainState.update_if_finite = update_and_change
 """
     job = drill.start(3, *SAVING, code=code)

@@ -5,7 +5,8 @@ import re
 import signal
 import time
 
-from drill import NO_SHARED_STORE, SAME_BITS, Drill, fault, says, slow_writer, until
+from drill import NO_SHARED_STORE, SAME_BITS, Drill, fault, says, slow_writer
+from training import wait_until
 from utils import writer
 
 RUN = "--dataset_size 200 --epochs 2 --save_every_steps 5 --num_workers 1".split()  # 50 steps of two ranks
@@ -82,7 +83,7 @@ def rank_0_killed_in_a_save(drill: Drill) -> float:
     step = job.wait_for_step(job.place(0).step + 2).step  # the ranks have agreed that it is a checkpoint
     assert not drill.runs.checkpoints("run")
     job.signal(0, signal.SIGKILL)
-    until(lambda: drill.runs.checkpoints("run"))
+    wait_until(lambda: drill.runs.checkpoints("run"))
     drill.fails(job, KILLED.format(0, r"\d+"), rank=0)
     return drill.resumes(2, *RUN, after=step)
 
@@ -103,7 +104,7 @@ def launcher_killed(drill: Drill) -> float:
     begin = time.monotonic()
     job.signal_launcher(signal.SIGKILL)
     job.program.wait()
-    until(lambda: not job.members(), 30)
+    wait_until(lambda: not job.members(), 30)
     seconds = time.monotonic() - begin
     assert seconds < 10
     drill.resumes(2, *RUN)

@@ -5,8 +5,8 @@ import socket
 import time
 from pathlib import Path
 
-from disks import mounting
-from drill import HOST, LOOKED, Drill, Job, fault, free_port, says, until
+from drill import LOOKED, Drill, Job, fault, free_port, says
+from training import wait_until
 
 RUN = "--dataset_size 100 --epochs 2 --save_every_steps 5 --num_workers 1".split()  # 26 steps of two ranks
 SLOW_START = (
@@ -23,14 +23,6 @@ def by_hand(drill: Drill, world: int, port: int, *flags: object) -> list[Job]:
     """Ranks 0 and 1, started by a scheduler, without torchrun."""
     env = {"WORLD_SIZE": f"{world}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
     return [drill.start(0, *RUN, *flags, env=env | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
-
-
-def refused(drill: Drill, pattern: str, *flags: object, code: str = "") -> float:
-    """A launch is refused by this sentence, and leaves the run's folder as it was; in seconds."""
-    begin = time.monotonic()
-    with drill.unchanged(*LOOKED):
-        drill.fails(drill.start(2, *flags, code=code), pattern, has_status=False)
-    return time.monotonic() - begin
 
 
 @fault("port taken", "another program listens on MASTER_PORT", "each rank is refused by the address", "s to the end")
@@ -62,16 +54,6 @@ def peer_missing(drill: Drill) -> float:
     return time.monotonic() - begin
 
 
-@fault("a file in the run folder's way", "run_dir lies below a regular file", "refused with path and cause, the file stays", "s to the end")
-def folder_in_the_way(drill: Drill) -> float:
-    (drill.folder / "file").write_text("precious")
-    begin = time.monotonic()
-    said = rf"run_dir={drill.folder}/file/run: cannot be written \(Not a directory\); give a folder that can"
-    drill.fails(drill.start(2, *RUN, name="file/run"), said, has_status=False)
-    assert (drill.folder / "file").read_text() == "precious"
-    return time.monotonic() - begin
-
-
 @fault(
     "other config than the checkpoint's",
     "another seed and micro-batch",
@@ -82,27 +64,16 @@ def folder_in_the_way(drill: Drill) -> float:
 def other_config(drill: Drill) -> float:
     drill.stopped(13, *RUN)
     said = r"seed=7: the checkpoint has seed=42\nbatch_size=2: the checkpoint has batch_size=4\n(?s:.*)resume_from: these must match; give them as they were"
-    seconds = refused(drill, said, *RUN, "--resume_from", "auto", "--seed", 7, "--batch_size", 2, code=NOTES_LOADS)
+    begin = time.monotonic()
+    with drill.unchanged(*LOOKED):
+        other = ("--resume_from", "auto", "--seed", 7, "--batch_size", 2)
+        drill.fails(drill.start(2, *RUN, *other, code=NOTES_LOADS), said, has_status=False)
+    seconds = time.monotonic() - begin
     assert not (drill.folder / "loaded").exists()
     drill.completes(2, *RUN, "--resume_from", "auto", code=NOTES_LOADS)
     assert (drill.folder / "loaded").exists()
     drill.is_whole(2, *RUN)
     return seconds
-
-
-@fault(
-    "run folder not shared",
-    "rank 1 sees a folder of its own at the run's path, by a mount namespace",
-    "a resumed run is refused with rank and host, and is as it was",
-    "s to the end",
-)
-def folder_not_shared(drill: Drill) -> float:
-    """As on a node without the shared storage."""
-    drill.stopped(13, *RUN)
-    (drill.folder / "own").mkdir()
-    code = mounting("--bind", drill.folder / "own", drill.folder / "run", only_rank=1)
-    said = rf"run_dir=\S+: \S+ does not see there what rank 0 on \S+ has written; put .* \(rank 1 on {HOST}\)"
-    return refused(drill, said, *RUN, "--resume_from", "auto", code=code)
 
 
 @fault("rank killed at the start", "SIGKILL to rank 1 before the first step", "it is named; the same command then runs", "s to the end")
@@ -133,7 +104,7 @@ def launcher_killed_at_the_start(drill: Drill) -> float:
     begin = time.monotonic()
     job.signal_launcher(signal.SIGKILL)
     job.program.wait()
-    until(lambda: not job.members())
+    wait_until(lambda: not job.members())
     seconds = time.monotonic() - begin
     assert not (drill.folder / "run").exists()
     drill.fork(2, *RUN)

@@ -6,9 +6,10 @@ import sys
 import time
 from pathlib import Path
 
-from drill import SAME_BITS, Drill, fault, slow_writer, until
+from drill import SAME_BITS, Drill, fault, slow_writer
 from ranks import need
 from start_up import SLOW_START
+from training import wait_until
 
 RUN = "--dataset_size 200 --epochs 2 --num_workers 2".split()  # 50 steps of two ranks
 HEARD = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -53,7 +54,7 @@ def terminated(drill: Drill) -> float:
 )
 def terminated_at_random_moments(drill: Drill) -> float:
     flags = "--dataset_size 480 --epochs 4 --num_workers 2 --save_every_steps 5 --resume_from auto".split()
-    lost = []
+    lost = 0
     for _ in range(20):
         steps, seconds = drill.random.randrange(6), drill.random.uniform(0, 0.03)
         job = drill.start(2, *flags)
@@ -63,11 +64,10 @@ def terminated_at_random_moments(drill: Drill) -> float:
             job.wait_for_phase("start")
         time.sleep(seconds)
         job.signal_launcher(signal.SIGTERM)
-        lost.append(drill.has_stopped(job))
-    assert lost == [0] * 20
+        lost += drill.has_stopped(job)
     assert drill.json("status.json")["step"] > 20
     drill.resumes(2, *flags)
-    return sum(lost)
+    return lost
 
 
 @fault(
@@ -128,14 +128,22 @@ def terminated_at_the_start(drill: Drill) -> float:
     "each of them to a run of one process: Ctrl-C, Slurm's warning, a terminal that closes",
     f"saves and exits with 75 each time; {SAME_BITS}",
     "steps lost in all",
+    *(0, (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP), ("--standalone",)),
     is_default=True,
 )
-def other_signals(drill: Drill) -> float:
-    lost, step = 0, 3
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-        lost += drill.stopped(step, *RUN, "--resume_from", "auto", ranks=0, number=number)
+@fault(
+    "signals to torchrun",
+    "SIGTERM, SIGUSR1 and SIGINT to torchrun",
+    f"all ranks save and stop, none is left; {SAME_BITS}",
+    "steps lost in all",
+    *(2, (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT), ("--standalone", "--signals-to-handle", HEARD)),
+)
+def stopped_by_each(drill: Drill, ranks: int, numbers: tuple[int, ...], how: tuple[str, ...]) -> float:
+    lost, step, flags = 0, 3, (*RUN, "--epochs", 4)
+    for number in numbers:
+        lost += drill.stopped(step, *flags, "--resume_from", "auto", ranks=ranks, number=number, how=how)
         step = drill.json("status.json")["step"] + 3
-    drill.resumes(1, *RUN)
+    drill.resumes(max(1, ranks), *flags)
     return lost
 
 
@@ -156,15 +164,6 @@ def interrupted_twice(drill: Drill) -> float:
     return seconds
 
 
-@fault("signals to torchrun", "SIGTERM, SIGUSR1 and SIGINT to torchrun", "all ranks save and stop, none is left", "steps lost in all")
-def signals_through_torchrun(drill: Drill) -> float:
-    how, lost, step = ("--standalone", "--signals-to-handle", HEARD), 0, 3
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        lost += drill.stopped(step, *RUN, "--epochs", 4, "--resume_from", "auto", number=number, how=how)
-        step = drill.json("status.json")["step"] + 3
-    return lost
-
-
 @fault("terminal closed", "the terminal of a run closes", f"saves, exits with 75; {SAME_BITS}", "steps lost")
 def terminal_closed(drill: Drill) -> float:
     lost = drill.stopped(8, *RUN, ranks=0, number=signal.SIGUSR1, before=(sys.executable, "-c", TERMINAL))
@@ -182,8 +181,8 @@ def shell_closed(drill: Drill) -> float:
     job.program.wait(30)
     assert drill.json("status.json")["state"] == "running"
     drill.let_go()
-    until(lambda: drill.json("status.json")["state"] != "running")
-    until(lambda: not job.members())
+    wait_until(lambda: drill.json("status.json")["state"] != "running")
+    wait_until(lambda: not job.members())
     assert drill.json("status.json")["state"] == "completed"
     drill.is_whole(1, *RUN)
     return drill.json("summary.json")["steps"] - 8

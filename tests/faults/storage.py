@@ -66,17 +66,21 @@ def disk_full(drill: Drill) -> float:
     return written_later(drill, job)
 
 
-@fault("disk full for good", "the tmpfs stays full", f"{UNTIL_THE_LIMIT}; with room, {SAME_BITS}", "steps redone", is_default=True)
-def disk_full_for_good(drill: Drill) -> float:
+@fault("disk full for good", "the tmpfs stays full", f"{UNTIL_THE_LIMIT}; with room, {SAME_BITS}", "steps redone", True, is_default=True)
+@fault("run folder turns read-only", "a read-only mount", f"{UNTIL_THE_LIMIT}; writable again, {SAME_BITS}", "steps redone", False)
+def not_writable(drill: Drill, is_full: bool) -> float:
     disk, job = held_on_a_disk(drill, GIVES_UP)
-    disk.fill(leave=5)
+    spoil, mend = (lambda: disk.fill(leave=5), disk.make_room) if is_full else (disk.turn_read_only, lambda: disk.unmount(disk.run))
+    why = "No space left on device" if is_full else "Read-only file system"
+    spoil()
     drill.let_go(is_slow=True)
     step = job.wait_for_step(21).step
-    drill.fails(job, not_written("[23]0", "No space left on device") + SPACE + FOR_GOOD, rank=0)
+    drill.fails(job, not_written("[23]0", why) + SPACE + FOR_GOOD, rank=0, has_status=is_full)
     assert are_whole(job) == [10]
     drill.no_partial_files()
-    disk.make_room()
+    mend()
     disk.completes(2, *RUN, "--resume_from", "auto", code=LARGE)
+    assert drill.json("status.json")["state"] == "completed"
     drill.is_whole(2, *RUN, code=LARGE)
     return drill.steps_lost(step)
 
@@ -112,105 +116,49 @@ def records_on_a_full_disk(drill: Drill) -> float:
     return full
 
 
-@fault("run folder turns read-only", "a read-only bind mount over it", f"{UNTIL_THE_LIMIT}; writable again, {SAME_BITS}", "steps redone")
-def read_only(drill: Drill) -> float:
-    disk, job = held_on_a_disk(drill, GIVES_UP)
-    disk.turn_read_only()
-    drill.let_go(is_slow=True)
-    step = job.wait_for_step(21).step
-    drill.fails(job, not_written("[23]0", "Read-only file system") + SPACE + FOR_GOOD, has_status=False)
-    assert are_whole(job) == [10]
-    disk.unmount(disk.run)
-    disk.completes(2, *RUN, "--resume_from", "auto", code=LARGE)
-    assert drill.json("status.json")["state"] == "completed"
-    drill.is_whole(2, *RUN, code=LARGE)
-    return drill.steps_lost(step)
-
-
-@fault("run folder vanishes", "rm -rf of the run's folder", f"{UNTIL_THE_LIMIT}; no new folder of that name is made", "files left")
-def vanished(drill: Drill) -> float:
-    job = drill.held(2, 14, *RUN, code=GIVES_UP, checkpoint_of=10)
-    while job.folder.exists():  # the account of time is written meanwhile
-        subprocess.run(["rm", "-rf", job.folder], capture_output=True)
+@fault("run folder vanishes", "rm -rf of the run's folder", f"{UNTIL_THE_LIMIT}; no new folder of that name is made", "files left", False)
+@fault("run folder unmounted", "umount of its file system", f"{UNTIL_THE_LIMIT}; the mount point stays empty", "files left", True)
+def goes_away(drill: Drill, is_unmounted: bool) -> float:
+    disk, job = held_on_a_disk(drill, GIVES_UP, is_run_folder=is_unmounted)
+    if is_unmounted:
+        disk.unmount(disk.place)
+    while job.folder.exists() and not is_unmounted:  # the account of time is written meanwhile
+        subprocess.run(["rm", "-rf", disk.seen / "run"], capture_output=True)
     drill.let_go()
     said = not_written("[23]0", "No such file or directory") + r"it needs 8\.0 MB, its folder cannot be seen \(No such file or directory\)"
     drill.fails(job, said + ".*" + FOR_GOOD, has_status=False)
-    assert not job.folder.exists()
-    return 0
-
-
-@fault("run folder unmounted", "umount of the folder's file system", f"{UNTIL_THE_LIMIT}; the mount point stays empty", "files left")
-def unmounted(drill: Drill) -> float:
-    disk, job = held_on_a_disk(drill, GIVES_UP, is_run_folder=True)
-    disk.unmount(disk.place)
-    drill.let_go()
-    drill.fails(job, not_written("[23]0", "No such file or directory") + ".*" + FOR_GOOD, has_status=False)
-    below = list(disk.place.rglob("*"))
+    below = list(disk.seen.rglob("*"))
     assert below == []
     return len(below)
 
 
-def let_fail(drill: Drill, code: str, call: str, error: str) -> Job:
-    """A run whose writer gets this error in the second save. call: "fsync:3" is the third fsync, "rename:2+" each from the second on."""
-    job = drill.held(2, 5, *RUN, code=code)
-    name, _, number = call.partition(":")
-    writer = job.writer()
-    only = ["-P", f"{job.checkpoint(20)}.{writer}.tmp"] if name == "write" else []
-    tracing(drill, writer, *only, "-e", f"trace=/^({name})", "-e", f"inject=/^({name}):error={error}:when={number}")
+@fault("EIO at the fsync of a checkpoint", "by strace on the writer", AGAIN, "tries in vain", 3, [10], is_default=True)
+@fault("EIO at the fsync of the folder", "by strace on the writer", AGAIN, "tries in vain", 4, [10, 20])
+def flush_fails(drill: Drill, number: int, whole: list[int]) -> float:
+    """Once, in the second save; number: which fsync of the writer. whole: the checkpoints that are there while it is to be tried again."""
+    job = drill.held(2, 5, *RUN, code=KEEPS_ON)
+    tracing(drill, job.writer(), "-e", "trace=fsync", "-e", f"inject=fsync:error=EIO:when={number}")
     drill.let_go(is_slow=True)
-    return job
-
-
-EIO, ENOSPC = ("EIO", "Input/output error"), ("ENOSPC", "No space left on device")
-
-
-@fault("EIO at the fsync of a checkpoint", "by strace on the writer", AGAIN, "tries in vain", "fsync:3", *EIO, [10], is_default=True)
-@fault("EIO at the fsync of the folder", "by strace on the writer", AGAIN, "tries in vain", "fsync:4", *EIO, [10, 20])
-@fault("ENOSPC in the midst of a file", "by strace on the writer", AGAIN, "tries in vain", "write:3", *ENOSPC, [10])
-def call_fails(drill: Drill, call: str, error: str, why: str, whole: list[int]) -> float:
-    """Once. whole: which checkpoints are there while it is to be tried again."""
-    job = let_fail(drill, KEEPS_ON, call, error)
-    job.wait_for(lambda: re.search(not_written(20, why) + SPACE, job.text()))
+    job.wait_for(lambda: re.search(not_written(20, "Input/output error") + SPACE, job.text()))
     assert are_whole(job)[: len(whole)] == whole
     return written_later(drill, job)
 
 
-@fault(
-    "EIO at the rename for good", "every rename from the second on, by strace", f"{UNTIL_THE_LIMIT}; no partial file is left", "files left"
-)
-def rename_fails_for_good(drill: Drill) -> float:
-    job = let_fail(drill, GIVES_UP, "rename:2+", "EIO")
-    drill.fails(job, not_written("[23]0", "Input/output error") + SPACE + FOR_GOOD, rank=0)
-    assert are_whole(job) == [10]
-    drill.no_partial_files()
-    return 0
-
-
-@fault(
-    "final save, disk full",
-    "a full tmpfs at the last save, with room a second later",
-    "tried again, and the run completes",
-    "tries in vain",
-)
-def final_save_on_a_full_disk(drill: Drill) -> float:
-    disk, job = held_on_a_disk(drill, KEEPS_ON, 44, 40)
+@fault("final save, disk full", "a full tmpfs at the last save, with room a second later", "the run completes", "tries in vain", True)
+@fault("final save finds no room", "the same, and the tmpfs stays full", UNTIL_THE_LIMIT, "tries in vain", False)
+def final_save_on_a_full_disk(drill: Drill, is_emptied: bool) -> float:
+    disk, job = held_on_a_disk(drill, KEEPS_ON if is_emptied else LARGE, 44, 40)
     disk.fill(leave=1)
     drill.let_go()
-    job.wait_for(lambda: re.search(not_written(50, "No space left on device") + SPACE, job.text()))
-    time.sleep(1)
-    disk.make_room()
-    ended = drill.has_completed(job)
-    assert drill.json("status.json")["state"] == "completed" and are_whole(job) == [30, 40, 50]
+    said = not_written(50, "No space left on device") + SPACE
+    if is_emptied:
+        job.wait_for(lambda: re.search(said, job.text()))
+        time.sleep(1)
+        disk.make_room()
+        text = drill.has_completed(job).text
+        assert drill.json("status.json")["state"] == "completed"
+    else:
+        text = drill.fails(job, said + FOR_GOOD, rank=0)
+    assert are_whole(job) == ([30, 40, 50] if is_emptied else [20, 30, 40])
     drill.no_partial_files()
-    return len(re.findall("it is tried again", ended.text))
-
-
-@fault("final save finds no room", "the same, and the tmpfs stays full", f"{UNTIL_THE_LIMIT}", "steps lost")
-def final_save_finds_no_room(drill: Drill) -> float:
-    disk, job = held_on_a_disk(drill, LARGE, 44, 40)
-    disk.fill(leave=1)
-    drill.let_go()
-    drill.fails(job, not_written(50, "No space left on device") + SPACE + FOR_GOOD, rank=0)
-    assert are_whole(job) == [20, 30, 40]
-    drill.no_partial_files()
-    return 10
+    return text.count("it is tried again")

@@ -12,7 +12,6 @@ import start_up  # noqa: F401
 import stopping  # noqa: F401
 import storage  # noqa: F401
 import timing  # noqa: F401
-import untrusted  # noqa: F401
 from drill import FAULTS, Drill
 
 
@@ -26,7 +25,7 @@ def test_fault(fault, tmp_path, record_property):
     try:
         figure = fault.drill(drill)
     finally:
-        drill.close()
+        drill.ends.close()
     record_property("fault", (fault.group, fault.kind, fault.end, f"{figure:g} {fault.figure}"))
 
 
