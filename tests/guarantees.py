@@ -81,7 +81,6 @@ GUARANTEES = [
     row("stop", "exact", "request to stop",
         "After SIGTERM, SIGINT, SIGUSR1 or `--max_time` all ranks stop after the same optimizer step and save; no step is lost.", tests="""
         distributed/test_resume.py::test_a_request_in_the_last_step_of_an_epoch_stops_the_run_there
-        distributed/test_resume.py::test_sigterm_to_the_launcher_saves_and_the_resumed_run_ends_in_the_same_weights
         distributed/test_resume.py::test_all_ranks_stop_after_the_same_step_when_the_time_of_one_is_up
         distributed/test_resume.py::test_a_request_from_before_a_save_does_not_cause_another_one
         unit/test_signals.py::test_a_signal_sets_a_flag_and_the_handlers_come_back
@@ -202,7 +201,7 @@ GUARANTEES = [
         unit/test_train_state.py::test_a_gradient_that_is_not_finite_changes_nothing
         unit/test_train_state.py::test_the_average_begins_with_the_first_step_that_is_taken
         unit/test_running_stats.py::test_a_skipped_step_leaves_them_to_the_bit_even_after_nan
-        distributed/test_skipping.py::test_all_ranks_skip_the_step_and_agree_after_it
+        distributed/test_skipping.py::test_a_resume_between_the_skip_and_its_log_point_records_it_once
         """, faults="NaN loss; infinite loss; NaN for good", slow_faults="infinite gradient; NaN loss in float16; float16 searches its scale"),
     row("divergence", "faults", "a rank's weights differ by a bit", "The rank is named before a checkpoint is committed.", tests="""
         unit/test_writer.py::test_the_digest_changes_with_any_bit_of_any_weight_and_names_the_rank_that_differs

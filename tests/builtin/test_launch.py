@@ -73,5 +73,5 @@ def test_sigterm_to_the_script_saves_and_exits_75(tmp_path):
         ended = finish(program)
     finally:
         stop(program)
-    assert ended.code == 75, ended.text
+    assert ended.code == 75 and "--resume_from auto" in ended.out, ended.text
     assert list((run / "checkpoints").glob("step_*.pt"))
