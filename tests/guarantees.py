@@ -212,7 +212,7 @@ GUARANTEES = [
         builtin/test_refused_data.py::test_a_corrupt_image_ends_the_run_with_its_path_class_and_rank
         """, faults="corrupt sample", slow_faults="corrupt samples replaced"),
     row("worker-killed", "faults", "a loader worker is killed or hangs", "The run ends with a sentence that names rank and worker.", tests="""
-        distributed/test_failing_data.py::test_a_worker_that_dies_or_hangs_ends_the_run_by_its_name
+        distributed/test_failing_data.py::test_a_worker_that_hangs_ends_the_run_by_its_name
         """, faults="loader worker killed", slow_faults="loader worker hangs; small shared memory"),
     row("one-owner", "faults", "a second job on the folder", "Rejected with the owner's host, pid and age; a dead owner does not block.", tests="""
         distributed/test_workers_and_data.py::test_a_folder_in_use_is_refused_with_its_owner_and_a_dead_owner_does_not_block
@@ -342,8 +342,6 @@ GUARANTEES = [
     row("cache", "speed", "`--cache`", "The same batches however the set is kept.", tests="""
         builtin/test_cached_runs.py::test_the_batches_are_the_same_however_the_set_is_kept
         unit/test_cache.py::test_a_set_that_cannot_be_kept_or_does_not_fit_is_refused
-        """, slow="""
-        builtin/test_cached_runs.py::test_a_checkpoint_is_resumed_in_another_mode
         """),
     row("memory", "speed", "out of memory", "It ends in one sentence with the flags that help.", tests="""
         distributed/test_want_of_memory.py::test_one_rank_of_two_that_has_too_little_memory_is_named_with_the_flags_that_help

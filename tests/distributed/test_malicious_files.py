@@ -3,7 +3,6 @@
 import io
 import os
 import pickle
-import tarfile
 from unittest import mock
 
 import pytest
@@ -21,17 +20,6 @@ def ctx():
     cleanup_distributed()
 
 
-def as_tar(bomb):
-    """The format of torch before 0.1.10; its members would also be unpacked."""
-    file, data = io.BytesIO(), pickle.dumps(bomb, protocol=2)
-    with tarfile.open(fileobj=file, mode="w") as tar:
-        for name in ("sys_info", "storages", "tensors", "pickle", "../../marker"):
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
-    return file.getvalue()
-
-
 def as_legacy(bomb):
     """The format of torch before 1.6."""
     file = io.BytesIO()
@@ -47,7 +35,6 @@ FORMATS = {
     "a pickle": lambda bomb, payload, records: pickle.dumps({"model": bomb}, protocol=2),
     "an archive": lambda bomb, payload, records: archive(pickled(payload | {"model": bomb}), records),
     "the former format": lambda bomb, payload, records: as_legacy(bomb),
-    "tar": lambda bomb, payload, records: as_tar(bomb),
 }
 
 
