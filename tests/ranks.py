@@ -28,6 +28,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 120.0  # seconds
+PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # for scripts, which look for this Python
 MARK = "DDP_TEST_PROGRAM"
 SECONDS_TO_GO = 3.0  # for what a program leaves behind to end by itself
 

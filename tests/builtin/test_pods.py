@@ -12,7 +12,7 @@ from dockerfile import POD, instructions, make_image, make_removable, process_1
 from manifests import both, publish, started
 from nodes import NETWORK, Nodes
 from ranks import finish, launch, start, stop
-from test_two_nodes import wait_for_step
+from training import wait_for_step
 
 pytestmark = pytest.mark.slow
 TINY = "--image_size 8 --batch_size 4 --dataset_size 160 --num_workers 1 --save_every_steps 5".split()

@@ -14,6 +14,7 @@ from ddp_utils import cleanup_distributed, setup_distributed
 from ranks import CONTEXT, DEADLINE, WarmLaunch, finish, run_ranks
 from test_run_folder import open_run, with_
 from test_running_stats import YES, net, statistics
+from training import wait_until
 from utils.metrics import all_reduce_scalar
 from utils.running_stats import RunningStats
 
@@ -86,10 +87,8 @@ def test_the_writer_ends_when_the_training_process_was_killed_though_a_worker_li
     process.start()
     process.join(DEADLINE)
     writer, holder = (int(pid) for pid in (tmp_path / "pids").read_text().split())
-    stat, ends = Path(f"/proc/{writer}/stat"), time.monotonic() + DEADLINE / 2
-    while is_there(stat) and time.monotonic() < ends:
-        time.sleep(0.05)
-    assert is_there(Path(f"/proc/{holder}/stat")) and not is_there(stat)
+    wait_until(lambda: not is_there(Path(f"/proc/{writer}/stat")))
+    assert is_there(Path(f"/proc/{holder}/stat"))
     os.kill(holder, signal.SIGKILL)
 
 
