@@ -189,15 +189,14 @@ def stop(program: subprocess.Popen) -> int:
 
 def marked(program: subprocess.Popen) -> list[int]:
     """The processes that the program left; none where there is no /proc."""
-    found = []
+
+    def has_mark(process: Path) -> bool:
+        return program.mark in (process / "environ").read_bytes().split(b"\0")
+
+    found, is_its = [], program.is_mine if isinstance(program, WarmLaunch) else has_mark
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            is_its = (
-                program.is_mine(process)
-                if isinstance(program, WarmLaunch)
-                else program.mark in (process / "environ").read_bytes().split(b"\0")
-            )
-            if is_its and int(process.name) != os.getpid():
+            if is_its(process) and int(process.name) != os.getpid():
                 found.append(int(process.name))
     return found
 
