@@ -116,9 +116,8 @@ GUARANTEES = [
     row("batchnorm", "rounding", "BatchNorm",
         "Its running statistics move once per optimizer step, by the sample-weighted mean over the global batch, alike on all ranks.", tests="""
         unit/test_running_stats.py::test_a_window_moves_them_once_by_the_mean_over_its_samples
-        distributed/test_workers_and_data.py::test_every_rank_holds_the_statistics_and_the_sums_of_all_ranks
         distributed/test_oracle.py::test_twenty_float64_steps_equal_the_plain_loop
-        """),
+        """, faults="NaN loss"),
     row("elastic", "rounding", "other numbers of ranks",
         "With the same `--global_batch_size` a run resumed on another number of ranks uses the same global batches: 1e-12 in float64 after 24 steps, "
         "1e-5 in float32 after one. A long float32 run drifts further, since rounding flips ReLUs.", tests="""
