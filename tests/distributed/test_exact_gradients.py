@@ -28,22 +28,9 @@ class ScaledPrecision(Precision):
     is_scaled = True
 
 
-class Silent:
-    """In place of the reporter and the saver."""
-
-    def settle(self):
-        pass
-
-    def step_done(self, samples, step):
-        pass
-
-    def is_due(self, step):
-        return False
-
-
 def gradients(task, accumulations, tails, precision, dtype):
     """The gradient of one window of each length, for each accumulation: {(accumulation, length): gradients}."""
-    found = {}
+    found, silent = {}, mock.Mock(**{"is_due.return_value": False})  # in place of the reporter and the saver
     with using(task):
         for accumulation in accumulations:
             flags = [*FLAGS, *OF_TASK[task], "--grad_accum_steps", str(accumulation)]
@@ -61,7 +48,7 @@ def gradients(task, accumulations, tails, precision, dtype):
                 state.progress = Progress()
                 state.plan(sampler.steps_per_epoch, sampler.steps_per_epoch, config)
                 with updates_into(taken := []):
-                    train.train_one_epoch(model, loader, state, config, ctx, Agreement(Word, ctx.control), Silent(), Silent())
+                    train.train_one_epoch(model, loader, state, config, ctx, Agreement(Word, ctx.control), silent, silent)
                 assert len(taken) == 1 and state.progress.samples_seen == tail
                 found[accumulation, tail] = [g.numpy() for g in taken[0].gradients.values()]
             train.cleanup_distributed()
