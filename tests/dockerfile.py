@@ -1,12 +1,10 @@
 """scripts/Dockerfile as a list of instructions, and what it copies: as far as an image can be made without docker."""
 
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
-from ranks import ROOT, lack, launch, need
+from ranks import PATH, ROOT, lack, launch, need
 
 FILE = ROOT / "scripts" / "Dockerfile"
 # words before a command, which make it run as in a pod: process 1, a user that is in no list and has no capability
@@ -53,8 +51,7 @@ def make_image(folder: Path) -> dict[str, str]:
         lack(f"this machine allows no namespaces: {ended.err}")
     copy_into(folder)
     variables = dict(word.split("=", 1) for name, rest in instructions() if name == "ENV" for word in rest.split())
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return variables | {"GIT_COMMIT": "c0ffee", "PATH": path, "PYTHONPATH": ""}
+    return variables | {"GIT_COMMIT": "c0ffee", "PATH": PATH, "PYTHONPATH": ""}
 
 
 def process_1(program: subprocess.Popen) -> int:

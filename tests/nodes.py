@@ -148,7 +148,3 @@ class Nodes(contextlib.AbstractContextManager):
     def mount_tmpfs(self, path: Path, size: str) -> None:
         """Shared storage: a disk of this size over a folder, on all nodes."""
         self._switch.mount_tmpfs(path, size)
-
-    def seen(self, path: Path) -> Path:
-        """The name under which the test sees a path of the shared storage."""
-        return self._switch.seen(path)

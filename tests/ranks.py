@@ -28,6 +28,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 120.0  # seconds
+PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # for scripts, which look for this Python
 MARK = "DDP_TEST_PROGRAM"
 SECONDS_TO_GO = 3.0  # for what a program leaves behind to end by itself
 
@@ -188,15 +189,14 @@ def stop(program: subprocess.Popen) -> int:
 
 def marked(program: subprocess.Popen) -> list[int]:
     """The processes that the program left; none where there is no /proc."""
-    found = []
+
+    def has_mark(process: Path) -> bool:
+        return program.mark in (process / "environ").read_bytes().split(b"\0")
+
+    found, is_its = [], program.is_mine if isinstance(program, WarmLaunch) else has_mark
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            is_its = (
-                program.is_mine(process)
-                if isinstance(program, WarmLaunch)
-                else program.mark in (process / "environ").read_bytes().split(b"\0")
-            )
-            if is_its and int(process.name) != os.getpid():
+            if is_its(process) and int(process.name) != os.getpid():
                 found.append(int(process.name))
     return found
 

@@ -13,6 +13,7 @@ from config import TrainingConfig
 from ranks import ROOT, run_ranks
 from tasks import BUCKETS, train_task, using
 from utils import checkpoint
+from utils.watchdog import Place, read_place
 
 utils.saving.PATIENCE = 60.0  # each save that is due waits for the one before: which steps have a checkpoint does not depend on the clock
 STATE = ("model", "ema", "optimizer", "scaler", "progress")  # of a checkpoint, what makes a run
@@ -105,6 +106,11 @@ def wait_until(what: Callable[[], object], seconds: float = 60.0) -> object:
         assert time.monotonic() < ends, f"not true within {seconds} s"
         time.sleep(0.01)
     return found
+
+
+def wait_for_step(run: Path, rank: int, step: int) -> Place:
+    """The rank's place, once it has come so far."""
+    return wait_until(lambda: (place := read_place(run / "watch" / f"rank{rank}")) and place.step >= step and place, 120)
 
 
 def assert_same_state(a: dict, b: dict) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from images import save_images
+from images import folder_of_images
 from nodes import Nodes
 from ranks import ROOT, need
+from training import wait_until
 
 BEGIN, END = "<!-- troubleshooting: rows of tests/builtin/misconfigurations.py -->", "<!-- end of troubleshooting -->"
 PORT = 29500
@@ -47,10 +47,8 @@ class Setup:
 
     def images(self, name: str) -> Path:
         """An image folder."""
-        folder = self.folder / name
-        for split in ("train", "val"):
-            save_images(folder / split, {"cat": 6, "dog": 6})
-        return folder
+        folder_of_images(self.folder / name)
+        return self.folder / name
 
 
 # ---- conditions ----
@@ -117,10 +115,8 @@ def node_0_twice(setup: Setup) -> None:
 
 
 def port_taken(setup: Setup) -> None:
-    program, ends = setup.nodes[0].start([sys.executable, "-u", "-m", "http.server", PORT]), time.monotonic() + 20
-    while b"Serving" not in os.pread(program.files[0].fileno(), 99, 0):
-        assert time.monotonic() < ends
-        time.sleep(0.01)
+    program = setup.nodes[0].start([sys.executable, "-u", "-m", "http.server", PORT])
+    wait_until(lambda: b"Serving" in os.pread(program.files[0].fileno(), 99, 0))
 
 
 def busy_node(setup: Setup) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from config import Refused, TrainingConfig
 from dataset import SyntheticImageDataset, create_dataset, is_prepared, prepare_data
-from images import folder_of_images, save_images
+from images import save_images
 from utils.loading import settle
 
 
@@ -79,42 +79,24 @@ def truncate(path):
 @pytest.mark.parametrize(
     ("spoil", "changes", "said"),
     [
-        (None, {"data_dir": "/nowhere"}, "data_dir=/nowhere: has no /nowhere/train/<class>/ folders; give"),
         (lambda root: [shutil.rmtree(root / "train" / name) for name in ("dog", "eel")], {}, "one class alone, cat; a class"),
-        (lambda root: (root / "train/emu").mkdir(), {}, "train/emu: holds no image .*; put some there or delete"),
         (lambda root: (root / "val/emu").mkdir(), {}, "val/emu: is a class that .* lacks; give both"),
         (lambda root: truncate(root / "train/cat/000.png"), {}, "cat/000.png: cannot be read as an image .*; replace or delete it"),
         (lambda root: save_images(root / "train", {"cat": 1}, size=(8, 9)), {}, "is not square .9x8 pixels.; give --image_size"),
-        (None, {"num_classes": 2}, "num_classes=2: the data has labels of 3 classes; give num_classes=3"),
         (None, {"in_channels": 4}, "in_channels=4: images are read with 1 channel or 3; give"),
         (None, {"dataset_size": 99}, "dataset_size=99: the set has 6 samples; give"),
     ],
 )
 def test_image_folders_that_cannot_be_used_are_refused(tmp_path, spoil, changes, said):
+    """More of them, on every rank: test_refused_data.py."""
     for split in ("train", "val"):
         save_images(tmp_path / split, {"cat": 2, "dog": 2, "eel": 2})
     if spoil:
         spoil(tmp_path)
-    config = folder_config(changes.get("data_dir", tmp_path), **{name: value for name, value in changes.items() if name != "data_dir"})
+    config = folder_config(tmp_path, **changes)
     with pytest.raises(Refused, match=said):
         settle(config, create_dataset(config, "train"))
         create_dataset(config, "val")
-
-
-def test_images_of_unequal_size_are_refused_where_they_are_read(tmp_path):
-    save_images(tmp_path / "train", {"cat": 2, "dog": 1})
-    save_images(tmp_path / "train", {"dog": 1}, size=9)
-    data = create_dataset(folder_config(tmp_path), "train")
-    with pytest.raises(Refused, match="dog/000.png: has 9x9 pixels, others 8x8; give --image_size N"):
-        data[2]
-
-
-def test_an_image_folder_whose_first_image_is_corrupt(tmp_path):
-    folder_of_images(tmp_path)
-    (tmp_path / "train/cat/000.png").write_bytes(b"")
-    config = folder_config(tmp_path)
-    with pytest.raises(Refused, match="cat/000.png: cannot be read as an image .class cat; .*; replace or delete it"):
-        create_dataset(config, "train")
 
 
 # ---- cifar10 ----

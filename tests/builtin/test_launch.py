@@ -3,15 +3,12 @@
 import os
 import re
 import signal
-import sys
-import time
 from pathlib import Path
 
-from ranks import ROOT, finish, launch, start, stop
-from utils.watchdog import read_place
+from ranks import PATH, ROOT, finish, launch, start, stop
+from training import wait_for_step, wait_until
 
 SCRIPT = ROOT / "scripts" / "launch.sh"
-PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 TINY = "--image_size 8 --batch_size 4 --epochs 1 --backend gloo".split()
 KILL_RANK_1 = """\
 [ -e "$0.done" ] && exit
@@ -19,14 +16,6 @@ touch "$0.done"
 agent=$(cut -d' ' -f4 /proc/$PPID/stat)
 for process in $(cat "/proc/$agent/task/$agent/children"); do [ "$process" = $PPID ] || kill -KILL "$process"; done
 """  # as a command of --on_checkpoint, which rank 0 runs; the first time only
-
-
-def wait_for(is_so, seconds=120, what=lambda: ""):
-    ends = time.monotonic() + seconds
-    while not (found := is_so()):
-        assert time.monotonic() < ends, f"not within {seconds} s: {what()}"
-        time.sleep(0.05)
-    return found
 
 
 def test_help_is_that_of_the_script_and_of_train_py():
@@ -50,7 +39,7 @@ def test_detached_with_a_retry_it_outlives_its_terminal_and_a_killed_rank(tmp_pa
         assert program.wait(60) == 0
         printed = os.pread(program.files[0].fileno(), 2**16, 0).decode()
         pid, log = re.search(r"process (\d+) goes on by itself; tail -f (\S+) ", printed).groups()
-        wait_for(lambda: not Path(f"/proc/{pid}").exists(), what=Path(log).read_text)
+        wait_until(lambda: not Path(f"/proc/{pid}").exists(), 120)
     finally:
         stop(program)
     text = Path(log).read_text()
@@ -68,10 +57,10 @@ def test_sigterm_to_the_script_saves_and_exits_75(tmp_path):
     flags = [*TINY, "--dataset_size", "4000", "--epochs", "1000", "--save_every", "0", "--run_dir", run]
     program = start([SCRIPT, *flags], env={"PATH": PATH, "NPROC_PER_NODE": "2"})
     try:
-        wait_for(lambda: (place := read_place(run / "watch" / "rank1")) and place.step > 2)
+        wait_for_step(run, 1, 3)
         os.kill(program.pid, signal.SIGTERM)
         ended = finish(program)
     finally:
         stop(program)
-    assert ended.code == 75, ended.text
+    assert ended.code == 75 and "--resume_from auto" in ended.out, ended.text
     assert list((run / "checkpoints").glob("step_*.pt"))

@@ -1,23 +1,20 @@
 """The README's commands, as they stand there."""
 
 import json
-import os
 import re
 import shlex
-import sys
-from pathlib import Path
 
 import pytest
 
 from config import TrainingConfig
 from config_table import BEGIN, END, table
-from ranks import ROOT, copy_repository, launch
+from ranks import PATH, ROOT, copy_repository, launch
 from scripts.network import addresses
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 LINES = [line.split(" #")[0].strip() for block in BLOCKS for line in block.replace("\\\n", " ").splitlines() if line.strip()]
-ENV = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+ENV = {"PATH": PATH}
 TINY = "--image_size 8 --batch_size 8 --dataset_size 32 --backend gloo"
 TASK = "--dataset_size 300 --epochs 3 --image_size 16 --augment none --batch_size 8 --lr 0.03"  # that is learnt within seconds
 
@@ -85,11 +82,6 @@ def test_the_quickstart_trains_two_ranks_to_over_90_percent(tmp_path, flags):
 def test_the_quickstart_fails_below_90_percent(tmp_path):
     ended, top1 = quickstart(tmp_path, *TINY.split(), "--epochs", "1")
     assert ended.code != 0 and top1 < 0.9 and "is below 90 %" in ended.err
-
-
-@pytest.mark.parametrize("name", ["quickstart.sh", "test.sh", "launch.sh"])
-def test_scripts_can_be_started(name):
-    assert os.access(ROOT / "scripts" / name, os.X_OK)
 
 
 def test_the_readmes_config_table_is_that_of_the_dataclass():

@@ -2,21 +2,16 @@
 
 import json
 import math
-import os
 import re
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from ranks import ROOT, copy_repository
+from ranks import PATH, ROOT, copy_repository
 from slurm_cluster import Cluster
-from training import STATE, Runs, difference
-from utils.watchdog import read_place
+from training import Runs, assert_same_state, wait_for_step
 
 pytestmark = pytest.mark.slow
-ENV = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 TINY = "--image_size 8 --batch_size 4 --backend gloo --log_interval 1".split()
 LONG = [*TINY, "--dataset_size", "800", "--epochs", "3"]  # 300 steps on two ranks
 LINE = "    images, labels = batch\n"  # of compute_loss
@@ -46,7 +41,9 @@ class Job:
         folder.mkdir(exist_ok=True)
         self.cluster, self.run, self.output, self.began = cluster, folder / "run", folder / "job.out", time.monotonic()
         flags = [*flags, "--run_dir", self.run] if script else []
-        self.number = cluster.submit("--nodes=2", "--time=5", f"--output={self.output}", *options, *script, *flags, env=ENV, cwd=repository)
+        self.number = cluster.submit(
+            "--nodes=2", "--time=5", f"--output={self.output}", *options, *script, *flags, env={"PATH": PATH}, cwd=repository
+        )
 
     @property
     def said(self):
@@ -58,11 +55,7 @@ class Job:
         return end["JobState"], end["ExitCode"], int(end["Restarts"])
 
     def wait_for_steps(self, rank=0):
-        ends = time.monotonic() + 60
-        while not ((place := read_place(self.run / "watch" / f"rank{rank}")) and place.step > 2):
-            assert time.monotonic() < ends, self.said
-            time.sleep(0.2)
-        return place.pid
+        return wait_for_step(self.run, rank, 3).pid
 
 
 def test_a_job_saves_ahead_of_its_limit_and_requeues_itself_until_it_is_completed(cluster, slow_repository, tmp_path):
@@ -78,8 +71,7 @@ def test_a_job_saves_ahead_of_its_limit_and_requeues_itself_until_it_is_complete
     assert job.wait(deadline=240) == ("COMPLETED", "0:0", 1), job.said
     resumed = [event["step"] for event in runs.records("run", "event") if event["event"] == "resumed"]
     assert len(resumed) == 1 and 0 < resumed[0] < 300
-    a, b = runs.last("undisturbed"), runs.last("run")
-    assert b["progress"]["step"] == 300 and difference({key: a[key] for key in STATE}, {key: b[key] for key in STATE}) == []
+    assert_same_state(runs.last("undisturbed"), runs.last("run"))
     assert [record["step"] for record in runs.records("run", "train")] == list(range(1, 301))  # none twice, none left out
     assert [rank["host"] for rank in runs.json("run", "provenance.json")["ranks"]] == ["node0", "node1"]
 

@@ -1,25 +1,21 @@
 """launch.sh on real nodes: together they train what one process would, lose a node, and continue bit for bit."""
 
-import json
+import itertools
 import os
 import re
 import shlex
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from misconfigurations import TABLE
 from nodes import Nodes
-from ranks import ROOT, finish
-from training import Runs
-from utils.watchdog import read_place
+from ranks import PATH, ROOT, finish
+from training import Runs, difference, wait_for_step, wait_until
 
 README = (ROOT / "README.md").read_text()
-PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 TINY = "--image_size 8 --batch_size 4 --dataset_size 160 --num_workers 1 --save_every_steps 5 --log_interval 1".split()
 TINY += "--global_batch_size 8 --deterministic".split()
 LATE = "waiting for node 0 at node0:29500: refused: nothing listens there"
@@ -37,42 +33,24 @@ def as_in_the_readme(node, number, *flags):
     return node.start(["bash", "-c", f"cd {shlex.quote(str(ROOT))} && {line} {words}"], env={"PATH": PATH})
 
 
-def weights(run):
-    newest = max((run / "checkpoints").glob("step_*.pt"))
-    return torch.load(newest, weights_only=True)["model"]
-
-
-def are_the_same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def wait_for_step(run, rank, step, deadline=120):
-    ends = time.monotonic() + deadline
-    while not ((place := read_place(run / "watch" / f"rank{rank}")) and place.step >= step):
-        assert time.monotonic() < ends, f"step {step} was not reached in {deadline} s"
-        time.sleep(0.05)
-    return place
-
-
-def undisturbed(folder, epochs):
-    """The weights of a run of two ranks on one node."""
-    Runs(folder).train(2, "undisturbed", *TINY, "--epochs", epochs, task="")
-    return weights(folder / "undisturbed")
+def disturbed(folder, epochs):
+    """Where the run's weights are not those of two ranks on one node."""
+    runs = Runs(folder)
+    runs.train(2, "undisturbed", *TINY, "--epochs", epochs, task="")
+    return difference(runs.last("run")["model"], runs.last("undisturbed")["model"])
 
 
 def test_two_nodes_train_what_one_does(tmp_path):
     """Node 0 comes late, and is waited for by name; nothing else is found wrong with nodes that are set up well."""
     with Nodes(2) as nodes:
         flags = ["--epochs", 1, "--run_dir", tmp_path / "run"]
-        second, ends = as_in_the_readme(nodes[1], 1, *flags), time.monotonic() + 60
-        while LATE.encode() not in os.pread(second.files[1].fileno(), 2**16, 0):
-            assert time.monotonic() < ends
-            time.sleep(0.1)
+        second = as_in_the_readme(nodes[1], 1, *flags)
+        wait_until(lambda: LATE.encode() in os.pread(second.files[1].fileno(), 2**16, 0))
         first = as_in_the_readme(nodes[0], 0, *flags)
         ended = [finish(program, 240) for program in (first, second)]
     assert [each.code for each in ended] == [0, 0], ended[0].text + ended[1].text
     assert "[node0 0] " in ended[0].out and "GLOO_SOCKET_IFNAME=eth0" in ended[0].err
-    assert are_the_same(weights(tmp_path / "run"), undisturbed(tmp_path, 1))
+    assert disturbed(tmp_path, 1) == []
     said = "".join(line for each in ended for line in each.text.splitlines(keepends=True) if LATE not in line)
     assert not [row.name for row in TABLE if row.pattern.search(said)]
 
@@ -98,7 +76,7 @@ def test_a_lost_node_comes_back_and_the_run_continues_bit_for_bit(tmp_path, how)
             programs[1] = launch(nodes[1], 1, *flags, LAUNCH_RETRIES="4")  # as a scheduler would
         ended = [finish(program, 240) for program in programs]
     assert [each.code for each in ended] == [0, 0], "".join(each.text for each in ended)
-    assert are_the_same(weights(run), undisturbed(tmp_path, 6))
+    assert disturbed(tmp_path, 6) == []
 
 
 @pytest.mark.slow
@@ -114,12 +92,8 @@ def test_a_node_comes_and_another_leaves_while_the_global_batch_stays(tmp_path):
         programs[2].terminate()
         ended = [finish(program, 240) for program in programs[:2]]
     assert [each.code for each in ended] == [0, 0], "".join(each.text for each in ended)
-    windows: dict[tuple[int, int], list[int]] = {}
-    for file in (run / "samples").glob("rank*.jsonl"):
-        for record in map(json.loads, file.read_text().splitlines()):
-            windows.setdefault((record["epoch"], record["step"]), []).extend(record["indices"])
+    samples = Runs(tmp_path).samples("run")
     for epoch in range(8):
-        sizes = [len(indices) for (of, _), indices in sorted(windows.items()) if of == epoch]
-        seen = [index for (of, _), indices in windows.items() if of == epoch for index in indices]
-        assert sizes[:-1] == [12] * (len(sizes) - 1) and sorted(seen) == sorted(set(seen)) and len(seen) == sum(sizes), epoch
-        assert set(seen) == {index for (of, _), indices in windows.items() if of == 0 for index in indices}, epoch
+        windows = [samples.pop(14 * epoch + k) for k in range(1, 15)]
+        assert [*map(len, windows)] == [12] * 13 + [4] and sorted(itertools.chain(*windows)) == list(range(160)), epoch
+    assert not samples

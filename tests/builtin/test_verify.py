@@ -5,12 +5,12 @@ import os
 import re
 import signal
 import subprocess
-import time
 
 import pytest
 
 import forks
 from ranks import ROOT, WarmLaunch, copy_repository, finish, need, stop, torchrun
+from training import wait_until
 
 FLAGS = "--image_size 8 --dataset_size 60 --backend gloo".split()
 FAULTS = sorted((ROOT / "tests" / "faults").glob("*.patch"))
@@ -115,9 +115,7 @@ def test_an_interruption_leaves_nothing_behind_and_reports_no_broken_invariant(t
     fork = copy_repository(tmp_path)
     program = WarmLaunch(2, ROOT / "tests" / "builtin" / "forks.py", [fork, "scripts/verify.py", *FLAGS])
     try:
-        ends = time.monotonic() + 60
-        while not list((fork / "runs").glob(".verify-*/gradient/status.json")) and time.monotonic() < ends:
-            time.sleep(0.02)
+        wait_until(lambda: list((fork / "runs").glob(".verify-*/gradient/status.json")))
         os.kill(program.pid, number)
         ended = finish(program, 40)
     finally:

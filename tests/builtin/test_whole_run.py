@@ -25,32 +25,30 @@ PROVENANCE_KEYS = "git_commit git_dirty hosts start_time changed_template_files 
 
 
 @pytest.fixture(scope="module")
-def full_run(tmp_path_factory):
-    """Two ranks, everything on: what it printed, and its folder."""
+def whole(tmp_path_factory):
+    """Two ranks, everything on. Its text is what it printed."""
     runs = Runs(tmp_path_factory.mktemp("full"))
     flags = "--image_size 8 --batch_size 8 --log_interval 2 --backend gloo --dataset_size 80 --epochs 3 --ema_decay 0.9 --num_workers 1"
     flags += " --enable_profiling --record_samples --save_every_steps 4 --keep_last 2"
-    ended = torchrun(2, *flags.split(), "--run_dir", runs.folder("run"))
-    assert (ended.code, ended.left) == (0, 0), ended.text
-    return ended, runs
+    runs.ended = torchrun(2, *flags.split(), "--run_dir", runs.folder("run"))
+    assert (runs.ended.code, runs.ended.left) == (0, 0), runs.ended.text
+    return runs
 
 
-def test_rank_0_prints_what_was_decided_and_the_progress(full_run):
-    ended, runs = full_run
+def test_rank_0_prints_what_was_decided_and_the_progress(whole):
     for part in (
         "2 on 1 node(s): cpu", "2,777,674 parameters", "8 a micro-batch x 2 micro-batches on 2 ranks = 16 a global batch",
         "SyntheticImageDataset, 80 training samples, 16 to evaluate on (val)", "15, 5 an epoch", "a kill costs  at most the work of 10 min or 4 steps or 1 epoch(s), what comes first, and of the time that it takes to write one",
         "epoch 0 | step 2/15 | loss", "samples/s (", "a rank) | data wait", "left", "== epoch 2 done, val: loss", "val (ema): loss",
         "completed: 3 epochs, 15 steps, 240 samples", "tensorboard --logdir", "python scripts/runs.py", "python scripts/export.py",
     ):  # fmt: skip
-        assert part in ended.out, part
-    assert ended.out.count("epoch 0 | step 2/15") == 1  # the other rank is silent
-    assert "Traceback" not in ended.text and "Warning" not in ended.text
+        assert part in whole.ended.out, part
+    assert whole.ended.out.count("epoch 0 | step 2/15") == 1  # the other rank is silent
+    assert "Traceback" not in whole.ended.text and "Warning" not in whole.ended.text
 
 
-def test_records_have_the_promised_keys_once_a_step(full_run):
-    _, runs = full_run
-    train, evaluations, events = (runs.records("run", kind) for kind in ("train", "eval", "event"))
+def test_records_have_the_promised_keys_once_a_step(whole):
+    train, evaluations, events = (whole.records("run", kind) for kind in ("train", "eval", "event"))
     assert [record["step"] for record in train] == STEPS
     assert all(sorted(record) == sorted(TRAIN_KEYS) for record in train)
     assert [(r["epoch"], r["step"], r["weights"]) for r in evaluations] == [(e, 5 * e + 5, w) for e in range(3) for w in ("model", "ema")]
@@ -61,61 +59,55 @@ def test_records_have_the_promised_keys_once_a_step(full_run):
     assert train[-1]["step_s"] > 0 and train[-1]["peak_memory_bytes"] > 1e8
 
 
-def test_status_and_summary_tell_the_result(full_run):
-    _, runs = full_run
-    status, summary = runs.json("run", "status.json"), runs.json("run", "summary.json")
+def test_status_and_summary_tell_the_result(whole):
+    status, summary = whole.json("run", "status.json"), whole.json("run", "summary.json")
     assert list(status) == "state epoch step samples_seen checkpoint error rank host time".split()
     assert (status["state"], status["epoch"], status["step"], status["samples_seen"], status["error"]) == ("completed", 3, 15, 240, None)
     assert status["checkpoint"].endswith("step_00000015.pt")
     assert list(summary) == SUMMARY_KEYS
-    last = runs.records("run", "eval")[-1]
+    last = whole.records("run", "eval")[-1]
     assert (summary["final_top1"], summary["final_loss"], summary["best_metric"]) == (last["top1"], last["loss"], "top1")
-    best = max(record["top1"] for record in runs.records("run", "eval") if record["weights"] == "ema")
+    best = max(record["top1"] for record in whole.records("run", "eval") if record["weights"] == "ema")
     assert summary["best_value"] == summary["best_top1"] == best
     assert (summary["epochs"], summary["world_size"], summary["global_batch_size"], summary["restarts"]) == (3, 2, 16, 0)
     assert 0 < summary["goodput"] <= 1 and sum(summary["ledger"].values()) == pytest.approx(summary["wall_s"], abs=0.1)
 
 
-def test_config_provenance_and_code_tell_what_ran(full_run):
-    _, runs = full_run
-    config = runs.json("run", "config.json")
+def test_config_provenance_and_code_tell_what_ran(whole):
+    config = whole.json("run", "config.json")
     assert (config["num_classes"], config["in_channels"], config["image_size"], config["num_workers"]) == (10, 3, 8, 1)
-    TrainingConfig.from_args(["--config", str(runs.folder("run") / "config.json")])
-    provenance = runs.json("run", "provenance.json")
+    TrainingConfig.from_args(["--config", str(whole.folder("run") / "config.json")])
+    provenance = whole.json("run", "provenance.json")
     assert "--ema_decay" in provenance["command"] and len(provenance["ranks"]) == 2 and provenance["versions"]["torch"] == torch.__version__
     assert set(PROVENANCE_KEYS) <= provenance.keys()
-    with zipfile.ZipFile(runs.folder("run") / "code.zip") as archive:
+    with zipfile.ZipFile(whole.folder("run") / "code.zip") as archive:
         assert archive.read("train.py") == (ROOT / "train.py").read_bytes() and "utils/loading.py" in archive.namelist()
 
 
-def test_the_last_checkpoints_are_kept_and_open_with_plain_torch_load(full_run):
-    _, runs = full_run
-    assert len(runs.checkpoints("run")) == 2 and runs.checkpoints("run")[-1].name == "step_00000015.pt"
-    payload = torch.load(runs.checkpoints("run")[-1], weights_only=True)
+def test_the_last_checkpoints_are_kept_and_open_with_plain_torch_load(whole):
+    assert len(whole.checkpoints("run")) == 2 and whole.checkpoints("run")[-1].name == "step_00000015.pt"
+    payload = torch.load(whole.checkpoints("run")[-1], weights_only=True)
     assert tuple(payload) == checkpoint.KEYS
     assert not any(name.startswith(("module.", "_orig_mod.")) for name in payload["model"])
-    assert (runs.folder("run") / "checkpoints" / "best.pt").exists()
+    assert (whole.folder("run") / "checkpoints" / "best.pt").exists()
 
 
-def test_each_rank_has_a_log_of_its_own(full_run):
-    _, runs = full_run
+def test_each_rank_has_a_log_of_its_own(whole):
     for rank in (0, 1):
-        lines = (runs.folder("run") / "logs" / f"rank{rank}.log").read_text().splitlines()
+        lines = (whole.folder("run") / "logs" / f"rank{rank}.log").read_text().splitlines()
         assert len(lines) > 20 and all(re.match(rf"\d{{4}}-\d\d-\d\dT[\d:.]+Z {rank} \S+", line) for line in lines)
 
 
-def test_each_sample_is_recorded_once_an_epoch(full_run):
-    _, runs = full_run
+def test_each_sample_is_recorded_once_an_epoch(whole):
     for epoch in range(3):
-        seen = [index for step in range(5 * epoch + 1, 5 * epoch + 6) for index in runs.samples("run")[step]]
+        seen = [index for step in range(5 * epoch + 1, 5 * epoch + 6) for index in whole.samples("run")[step]]
         assert sorted(seen) == list(range(80))
 
 
-def test_tensorboard_has_scalars_by_step_a_layout_texts_and_images(full_run):
+def test_tensorboard_has_scalars_by_step_a_layout_texts_and_images(whole):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    _, runs = full_run
-    events = EventAccumulator(str(runs.folder("run") / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+    events = EventAccumulator(str(whole.folder("run") / "tensorboard"), size_guidance={"tensors": 0}).Reload()
     tags = events.Tags()
     assert {"train/loss", "train/accuracy", "train/lr", "val/loss", "val/top1", "val_ema/top1"} <= set(tags["scalars"])
     assert [event.step for event in events.Scalars("train/loss")] == STEPS
@@ -126,9 +118,8 @@ def test_tensorboard_has_scalars_by_step_a_layout_texts_and_images(full_run):
     assert {"config/text_summary", "environment/text_summary"} <= set(tags["tensors"])
 
 
-def test_the_profile_opens_and_its_costliest_operations_are_printed(full_run):
-    ended, runs = full_run
-    with gzip.open(runs.folder("run") / "traces" / "rank0.json.gz") as file:
+def test_the_profile_opens_and_its_costliest_operations_are_printed(whole):
+    with gzip.open(whole.folder("run") / "traces" / "rank0.json.gz") as file:
         trace = json.load(file)
     assert any("convolution" in event.get("name", "") for event in trace["traceEvents"])
-    assert "the costliest operations" in ended.out and "Self CPU" in ended.out
+    assert "the costliest operations" in whole.ended.out and "Self CPU" in whole.ended.out

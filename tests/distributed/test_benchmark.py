@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import benchmark
-import dataset
-from benching import loops, machine
+from benching import machine
 from benching.ours import Ours
 from benching.turns import Contestant, take_turns
 from ddp_utils import cleanup_distributed, setup_distributed
@@ -102,28 +101,6 @@ def test_ours_is_a_whole_run(tmp_path):
     assert found["records"] == [5] and found["has_writer"] and found["is_watched"]
 
 
-def shares():
-    with using("images"):
-        config = config_of([*SMALL, "--dataset_size", "16", "--augment", "none"])
-        ctx = setup_distributed(config)
-        source = dataset.create_dataset(config, "train")
-    share = loops.Share(source, ctx)
-    images = [share[k][0] for k in range(len(share))]
-    found = [next(i for i in range(16) if torch.equal(source[i][0], image)) for image in images]
-    float_images = loops.FloatImages(source)
-    plain, _ = source.device_transform(source.__getitems__([3, 5]), 0, 0, torch.tensor([3, 5]))
-    torch.testing.assert_close(torch.stack([float_images[3][0], float_images[5][0]]), plain)  # its order of operations is another
-    cleanup_distributed()
-    return found, float_images[3][1] == source[3][1]
-
-
-def test_bare_and_tutorial_see_every_image_once():
-    """On each rank its share; the tutorial's images are ours, normalised and not augmented."""
-    parts = run_ranks(2, shares)
-    assert sorted(index for found, _ in parts for index in found) == list(range(16))
-    assert all(is_same for _, is_same in parts)
-
-
 def test_turns_go_forth_and_back_and_ratios_are_medians_over_rounds():
     order = []
     contestants = [Contestant(name, lambda name=name: order.append(name)) for name in "abc"]
@@ -135,10 +112,3 @@ def test_turns_go_forth_and_back_and_ratios_are_medians_over_rounds():
     assert a.ratio(b, "wall") == statistics.median([0.5, 1, 3])
     a.wall = [1.0, 1.1, 1.0, 1.1]
     assert a.control("wall") == pytest.approx(1 / 1.1)
-
-
-def test_a_row_whose_control_is_off_says_so():
-    row = dict.fromkeys(("step_s", "cpu_s", "wall_over_bare", "cpu_over_bare", "samples_per_s", "collectives_per_step"), 1.0)
-    row |= {"peak_memory_bytes": 2**20, "control_wall": 1.0, "control_cpu": 0.99}
-    lines = benchmark.table({"ours": row | {"data_wait": 0.01}, "bare": row | {"control_wall": 1.04}}, 1e9, 2e9)
-    assert "control off" not in lines[1] and "control off (wall)" in lines[2] and "50%" in lines[1]

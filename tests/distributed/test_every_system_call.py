@@ -1,7 +1,6 @@
 """SIGKILL at every system call of one save: whole checkpoints only, and the resumed run ends in the uninterrupted run's bits."""
 
 import contextlib
-import math
 import os
 import re
 import subprocess
@@ -12,7 +11,6 @@ from unittest import mock
 import pytest
 
 import ddp_utils
-import utils.saving
 from ranks import need, run_ranks
 from tasks import train_task
 from training import Runs, assert_same_state, wait_until
@@ -22,7 +20,6 @@ from utils.writer import Writer
 FLAGS = (
     "--dataset_size 20 --no-use_amp --ema_decay 0.9 --record_samples --num_workers 0 --save_every 0 --keep_last 2 --eval_every 20".split()
 )
-CHEAP = ("fsync:1", "rename:1")
 
 
 def attach(pid, log, *words):
@@ -34,14 +31,9 @@ def attach(pid, log, *words):
     return strace
 
 
-def count_whole(folder):
-    """How many files have a checkpoint's name; each of them is whole."""
-    return len([checkpoint.verify(path) for path in Path(folder).glob("*.pt")])
-
-
 @contextlib.contextmanager
-def cut_at(calls, log, is_alone, folder):
-    """The saves are cut, one after the other, each at the next of these system calls of the writer.
+def cut_at(calls, log, is_alone):
+    """The saves are cut, one after the other, each at the next of these system calls of the writer. Yields the writers' pids.
 
     A writer's first save is not cut: it imports, and the save of the one before was cut.
 
@@ -49,19 +41,19 @@ def cut_at(calls, log, is_alone, folder):
         calls: "rename:1" is the first rename of a save; "": none.
         is_alone: only the writer is killed, and the run continues; else this rank is killed with it.
     """
-    plain_send, plain_wait, plain_start, calls = Writer.send, Writer.wait, Writer._start, list(calls)
-    traced, killed, warm = [], [], []
+    plain_send, calls, traced, pids = Writer.send, list(calls), [], set()
 
     def send(self, *args):
         if traced and traced[-1].poll() is None:
             traced[-1].terminate()  # it detaches
             traced[-1].wait()
-        if calls and self.pid in warm:
+        if calls and self.pid in pids:
             name, _, number = calls.pop(0).partition(":")
             words = ["-e", f"inject={name}:signal=SIGKILL:when={number}"] if name else []
             traced.append(attach(self.pid, log, *words))
             if not is_alone:
                 threading.Thread(target=follow, args=(traced[-1],), daemon=True).start()
+        pids.add(self.pid)
         plain_send(self, *args)
 
     def follow(strace):
@@ -69,57 +61,22 @@ def cut_at(calls, log, is_alone, folder):
         if "killed by SIGKILL" in Path(log).read_text():
             os.kill(os.getpid(), 9)
 
-    def wait(self, *args):
-        outcome = plain_wait(self, *args)
-        if outcome and not outcome.problem:
-            warm.append(self.pid)
-        return outcome
-
-    def start(self):
-        if self._job:  # the one before was killed
-            killed.append(count_whole(folder))
-        plain_start(self)
-
-    with mock.patch.multiple(Writer, send=send, wait=wait, _start=start):
-        yield killed
+    with mock.patch.object(Writer, "send", send):
+        yield pids
 
 
-def train_and_cut(flags, calls, log, is_alone, folder):
-    """Train on one rank. Returns the state in the end, and how many whole checkpoints there were after each kill."""
-    with (
-        mock.patch.object(ddp_utils, "MOST_STRIKES", 10**6),
-        mock.patch.object(utils.saving, "MOST_FAILURES", 10**6),
-        cut_at(calls, log, is_alone, folder) as killed,
-    ):
-        return train_task("images", flags)[0], killed
+def train_and_cut(flags, calls, log, is_alone):
+    """Train on one rank. Returns the state in the end, and how many writers there were."""
+    with mock.patch.object(ddp_utils, "MOST_STRIKES", 10**6), cut_at(calls, log, is_alone) as pids:
+        return train_task("images", flags)[0], len(pids)
 
 
-class Ordeal:
-    """A run that is killed and resumed again and again. Completed, it is compared with the uninterrupted one, and another begins."""
-
-    def __init__(self, root, steps, *flags):
-        self.runs, self.number, self.log = Runs(root), 0, root / "strace"
-        self.flags = [*FLAGS, "--epochs", math.ceil(steps / 5), *flags]
-        self.runs.train(1, "whole", *self.flags, "--save_every_steps", 0)
-
-    def attempt(self, calls, is_alone):
-        """Resume it: how many checkpoints were whole after each kill where it was completed, else None."""
-        name = f"killed{self.number}"
-        folder = self.runs.folder(name) / "checkpoints"
-        words = self.runs.words(name, *self.flags, "--resume_from", "auto")
-        try:
-            state, whole = run_ranks(1, train_and_cut, words, calls, self.log, is_alone, folder)[0]
-        except AssertionError as error:
-            if not re.match(r"exit codes \[-9", str(error)):
-                raise
-            assert count_whole(folder) >= 0
-            return None
-        assert state == "completed"
-        assert_same_state(self.runs.last(name), self.runs.last("whole"))
-        assert self.runs.samples(name) == self.runs.samples("whole")
-        assert not list(self.runs.folder(name).rglob("*.tmp"))
-        self.number += 1
-        return whole
+def is_whole(runs, name):
+    """The completed run is the one that was never cut."""
+    assert_same_state(runs.last(name), runs.last("whole"))
+    assert runs.samples(name) == runs.samples("whole")
+    assert not list(runs.folder(name).rglob("*.tmp"))
+    return True
 
 
 def calls_of_one_save(root):
@@ -127,7 +84,7 @@ def calls_of_one_save(root):
     need("strace")
     runs, log = Runs(root), root / "strace"
     flags = runs.words("counted", *FLAGS, *"--epochs 1 --save_every_steps 1".split())
-    run_ranks(1, train_and_cut, flags, [""] * 3, log, True, runs.folder("counted") / "checkpoints")
+    run_ranks(1, train_and_cut, flags, [""] * 3, log, True)
     return log.read_text().splitlines()[:-1]  # the last is the wait for the next job
 
 
@@ -161,23 +118,38 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_its_name_before_
     assert order == sorted(order), "\n".join(calls)
 
 
-@pytest.mark.parametrize("calls", [CHEAP, pytest.param((), marks=pytest.mark.slow)], ids=["fsync-rename", "all"])
-def test_the_writer_killed_at_a_system_call_of_a_save(tmp_path, calls):
+def test_the_writer_killed_at_a_system_call_of_a_save(tmp_path):
     """The run itself continues. Each save that is cut is followed by its repetition, whose writer lives."""
     need("strace")
-    calls = calls or all_calls(tmp_path)
-    whole = Ordeal(tmp_path, 2 * len(calls) + 10, "--save_every_steps", 1).attempt(calls, True)
-    assert len(whole) == len(calls) and min(whole[2:], default=2) >= 2, whole
+    runs, calls, flags = Runs(tmp_path), ["fsync:1", "rename:1"], [*FLAGS, "--epochs", 3]
+    runs.train(1, "whole", *flags)
+    words = runs.words("cut", *flags, "--save_every_steps", 1)
+    assert run_ranks(1, train_and_cut, words, calls, tmp_path / "strace", True) == [("completed", 1 + len(calls))]
+    assert is_whole(runs, "cut")
 
 
 @pytest.mark.slow
 def test_the_writer_and_rank_0_killed_at_every_system_call_of_a_save(tmp_path):
-    calls, ordeal = all_calls(tmp_path), Ordeal(tmp_path, 60, "--save_every_steps", 3)
+    """One run is killed and resumed again and again. Once it is completed, another begins."""
+    calls, runs, log, flags = all_calls(tmp_path), Runs(tmp_path), tmp_path / "strace", [*FLAGS, "--epochs", 12]
+    runs.train(1, "whole", *flags)
+
+    def completes(name, *calls):
+        words = runs.words(name, *flags, "--save_every_steps", 3, "--resume_from", "auto")
+        try:
+            ((state, _),) = run_ranks(1, train_and_cut, words, calls, log, False)
+        except AssertionError as error:
+            if not (str(error).startswith("exit codes [-9") and "killed by SIGKILL" in log.read_text()):
+                raise
+            for path in (runs.folder(name) / "checkpoints").glob("*.pt"):
+                checkpoint.verify(path)
+            return False
+        return state == "completed" and is_whole(runs, name)
+
+    number, is_completed = 0, False
     for call in calls:
-        ordeal.log.write_text("")
-        while "killed by SIGKILL" not in ordeal.log.read_text():  # a run that is completed gives way to another
-            killed_in = ordeal.number
-            is_completed = ordeal.attempt([call], False) is not None
-            assert is_completed or "killed by SIGKILL" in ordeal.log.read_text()
-    if killed_in == ordeal.number:
-        ordeal.attempt([], False)
+        log.write_text("")
+        while "killed by SIGKILL" not in log.read_text():
+            is_completed = completes(f"killed{number}", call)
+            number += is_completed
+    assert is_completed or completes(f"killed{number}")

@@ -73,17 +73,3 @@ def test_what_drop_last_drops_is_said_in_numbers_and_differs_by_epoch(runs, rank
     dropped = [set(range(46)) - {k for (e, _, _), (indices, *_) in found.items() if e == epoch for k in indices} for epoch in range(3)]
     assert [len(each) for each in dropped] == [6, 6, 6] and len(set(map(frozenset, dropped))) == 3
     assert "(6 of them, others in each epoch, dropped)" in runs.log("run")
-
-
-def test_draws_are_those_of_splitmix64_written_out_in_integers():
-    """So that they are the same on every device: integers wrap alike everywhere (test_cuda.py compares where there is a GPU)."""
-    from utils.streams import derive_seed, sample_draws
-
-    indices = [0, 1, 7, 2**40 + 3]
-    drawn = sample_draws(5, 3, torch.tensor(indices), 4)
-    for row, index in enumerate(indices):
-        for k in range(4):
-            x = ((index * 4 + k) * 0x9E3779B97F4A7C15 + derive_seed("sample", 5, 3)) % 2**64
-            x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-            x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
-            assert drawn[row, k] == (x ^ (x >> 31)) >> 32

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import time
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -38,14 +39,6 @@ def looked(words, *, of_last=(), code_of_last=None, is_alone=False):
         return preflight.main([*words, *(of_last if is_last else ())]), printed.getvalue()
 
 
-def last_differs(words):
-    return looked(words, of_last=("--lr", "0.2"), code_of_last={"model.py": "another"})
-
-
-def alone(words):
-    return looked(words, is_alone=True)
-
-
 def test_healthy_ranks_get_a_go_and_the_run_folder_is_left_as_it_was(tmp_path):
     folder, file = tmp_path / "run", tmp_path / "found.json"
     (folder / "checkpoints").mkdir(parents=True)
@@ -65,7 +58,7 @@ def test_healthy_ranks_get_a_go_and_the_run_folder_is_left_as_it_was(tmp_path):
 
 
 def test_one_process_needs_no_launcher(tmp_path):
-    ((code, out),) = run_ranks(1, alone, [*QUICK, "--run_dir", str(tmp_path / "run")])
+    ((code, out),) = run_ranks(1, partial(looked, is_alone=True), [*QUICK, "--run_dir", str(tmp_path / "run")])
     assert code == 0 and "\nall-reduce" not in out, out
     says(out, r"\n(OK|warning) +step ")
     assert not list(tmp_path.iterdir())
@@ -80,7 +73,8 @@ def test_bad_flags_are_refused(capsys):
 
 
 def test_other_flags_and_other_code_are_named(tmp_path):
-    found = run_ranks(3, last_differs, [*QUICK, "--run_dir", str(tmp_path / "run")])
+    odd = partial(looked, of_last=("--lr", "0.2"), code_of_last={"model.py": "another"})
+    found = run_ranks(3, odd, [*QUICK, "--run_dir", str(tmp_path / "run")])
     assert [code for code, _ in found] == [1] * 3, found[0][1]
     says(found[0][1], r"\nFAILURE +config +lr=0\.2 on \S+ \(rank 2\), lr=0\.1 on the others; start all with the same flags")
     says(found[0][1], r"\nFAILURE +code +model\.py on \S+ \(rank 2\): not as on the others; bring the same code to all nodes")

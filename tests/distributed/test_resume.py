@@ -1,4 +1,4 @@
-"""A run that is asked to stop: all ranks stop after the same step and save, and the resumed run is the one that was never stopped."""
+"""A run that is asked to stop: all ranks stop after the same step and save (signals: faults/stopping.py)."""
 
 import os
 import time
@@ -8,36 +8,11 @@ from unittest import mock
 import torch
 
 import train
-from ranks import WarmLaunch, finish, run_ranks
+from ranks import run_ranks
 from tasks import train_task
 from training import train_flags
 from utils.report import Reporter
 from utils.saving import Saver
-
-TERMINATES = """
-from utils.report import Reporter
-plain_done = Reporter.step_done
-def done(self, samples, step):
-    plain_done(self, samples, step)
-    if step == 7 and os.environ['RANK'] == '0':
-        os.kill(os.getppid(), signal.SIGTERM)
-    time.sleep(0.05 * (step >= 7))
-Reporter.step_done = done
-"""  # in the middle of a run its launcher is sent SIGTERM; what follows is slow, so that the signal arrives before the end
-
-
-def test_sigterm_to_the_launcher_saves_and_the_resumed_run_ends_in_the_same_weights(runs):
-    """torchrun forwards SIGTERM to each rank's process group, workers included; the ranks stop after one step and lose none."""
-    flags = "--dataset_size 400 --epochs 2 --num_workers 1 --no-use_amp --record_samples --bucket_cap_mb 0.002".split()
-    runs.train(2, "whole", *flags)
-    ended = finish(WarmLaunch(2, runs.program(TERMINATES), runs.words("parts", *flags)))
-    status = runs.json("parts", "status.json")
-    assert status["state"] == "preempted", ended.text
-    assert runs.json("parts", "summary.json")["state"] == "preempted" and "--resume_from auto" in ended.out
-    assert 7 <= status["step"] < 100 and runs.last("parts")["progress"]["step"] == status["step"] == max(runs.samples("parts"))
-    runs.train(2, "parts", *flags, "--resume_from", "auto")
-    runs.assert_same("whole", "parts")
-    assert runs.json("parts", "summary.json")["restarts"] == 1
 
 
 def train_until_time_is_up(flags):

@@ -32,4 +32,4 @@ def test_one_rank_of_two_that_has_too_little_memory_is_named_with_the_flags_that
     status = runs.json("run", "status.json")
     assert (status["state"], status["rank"]) == ("failed", 1) and status["error"] in ended.text
     remedy = rf"give --batch_size {BATCH // 2} --global_batch_size {2 * BATCH} \(the same global batch\), or --activation_checkpointing"
-    assert re.match(rf"rank 1: a micro-batch of {BATCH} samples .*does not fit into the memory of \S+ .*; {remedy}", status["error"])
+    assert re.match(rf"rank 1: .*does not fit into the memory of \S+ .*; {remedy}", status["error"])

@@ -1,4 +1,4 @@
-"""What needs a second process and no training: running statistics and sums over ranks, who owns a folder, workers and writer at the end."""
+"""What needs a second process and no training: sums over ranks, who owns a folder, workers and writer at the end."""
 
 import os
 import signal
@@ -6,42 +6,25 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 import utils.writer
 from config import Refused, TrainingConfig
 from ddp_utils import cleanup_distributed, setup_distributed
 from ranks import CONTEXT, DEADLINE, WarmLaunch, finish, run_ranks
 from test_run_folder import open_run, with_
-from test_running_stats import YES, net, statistics
+from training import wait_until
 from utils.metrics import all_reduce_scalar
-from utils.running_stats import RunningStats
-from utils.watchdog import Watch, read_place
 
 
-def statistics_and_sums(parts):
+def sums():
     ctx = setup_distributed(TrainingConfig(backend="gloo"))
-    ours = net()
-    stats = RunningStats(ours)
-    for x in parts[ctx.rank :: ctx.world_size]:
-        ours(x)
-        stats.add(len(x))
-    stats.start_reduce()
-    stats.commit(sum(map(len, parts)), YES)
-    sums = {op: all_reduce_scalar(float(ctx.rank + 1), op) for op in ("mean", "sum", "min", "max")}
+    found = {op: all_reduce_scalar(float(ctx.rank + 1), op) for op in ("mean", "sum", "min", "max")}
     cleanup_distributed()
-    return {name: value.numpy() for name, value in statistics(ours).items()}, sums
+    return found
 
 
-def test_every_rank_holds_the_statistics_and_the_sums_of_all_ranks():
-    parts = [torch.randn(n, 2, 9, 9) for n in (4, 4, 2, 3)]  # rank 0 has two of them
-    ranks = run_ranks(3, statistics_and_sums, parts)
-    ((alone, _),) = run_ranks(1, statistics_and_sums, parts)
-    for found, sums in ranks:
-        assert sums == {"mean": 2.0, "sum": 6.0, "min": 1.0, "max": 3.0}
-        for name, expected in alone.items():
-            assert (found[name] == ranks[0][0][name]).all()
-            torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(expected))
+def test_every_rank_holds_the_sums_of_all_ranks():
+    assert run_ranks(3, sums) == [{"mean": 2.0, "sum": 6.0, "min": 1.0, "max": 3.0}] * 3
 
 
 def own_a_folder(folder, connection):
@@ -87,10 +70,8 @@ def test_the_writer_ends_when_the_training_process_was_killed_though_a_worker_li
     process.start()
     process.join(DEADLINE)
     writer, holder = (int(pid) for pid in (tmp_path / "pids").read_text().split())
-    stat, ends = Path(f"/proc/{writer}/stat"), time.monotonic() + DEADLINE / 2
-    while is_there(stat) and time.monotonic() < ends:
-        time.sleep(0.05)
-    assert is_there(Path(f"/proc/{holder}/stat")) and not is_there(stat)
+    wait_until(lambda: not is_there(Path(f"/proc/{writer}/stat")))
+    assert is_there(Path(f"/proc/{holder}/stat"))
     os.kill(holder, signal.SIGKILL)
 
 
@@ -145,25 +126,3 @@ def test_a_rank_that_was_stopped_itself_does_not_blame_its_worker(tmp_path):
     """Ctrl-Z and fg, or a suspended job: the clock of the wait for the batch went on."""
     ended = run_program(tmp_path, STOPPED_MEANWHILE)
     assert ended.out == "[[0, 1], [2, 3], [4, 5], [6, 7]]\n", ended.text
-
-
-def be_debugged(folder):
-    import pdb
-
-    ended = []
-    watch = Watch(folder, 0, ("a",), 1.0, lambda *_: None, lambda *_: ended.append(1))
-    watch._durations.extend([0.01] * 20)
-    watch.begin_step(1)
-    pdb.Pdb.interaction = lambda self, *_: time.sleep(2 * watch.limit) or self.set_continue()  # somebody reads, then types c
-    breakpoint()
-    (folder / "found").write_text(f"{len(ended)} {read_place(folder / 'rank0').is_debugged}")
-    watch.close()
-
-
-@pytest.mark.slow
-def test_a_rank_in_a_debugger_is_not_ended(tmp_path):
-    process = CONTEXT.Process(target=be_debugged, args=(tmp_path,))
-    process.start()
-    process.join(DEADLINE)
-    process.kill()
-    assert (tmp_path / "found").read_text() == "0 1"
