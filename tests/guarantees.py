@@ -186,7 +186,6 @@ GUARANTEES = [
         unit/test_writer.py::test_a_writer_that_dies_is_replaced_and_the_memory_still_holds_the_state
         unit/test_writer.py::test_no_stop_signal_ends_it_not_even_one_that_comes_right_after_the_fork
         distributed/test_workers_and_data.py::test_the_writer_ends_when_the_training_process_was_killed_though_a_worker_lives_on
-        """, slow="""
         distributed/test_every_system_call.py::test_the_writer_killed_at_a_system_call_of_a_save
         """, slow_faults="writer killed"),
     row("damaged", "faults", "a damaged checkpoint", "It is skipped, with a line that says why, for the latest valid one.", tests="""
@@ -209,6 +208,7 @@ GUARANTEES = [
         unit/test_writer.py::test_the_digest_changes_with_any_bit_of_any_weight_and_names_the_rank_that_differs
         """, faults="bit of a weight flips"),
     row("bad-sample", "faults", "a sample that cannot be read", "The run ends with path, class and rank, or `--corrupt_images replace` uses the next one.", tests="""
+        unit/test_data_faults.py::test_what_stands_for_a_corrupt_sample_is_the_same_on_any_ranks_and_workers_and_is_counted
         builtin/test_read_image.py::test_a_damaged_file_is_an_unreadable_sample_or_read_as_by_pil_and_never_another_exception
         builtin/test_refused_data.py::test_a_corrupt_image_ends_the_run_with_its_path_class_and_rank
         """, faults="corrupt sample"),

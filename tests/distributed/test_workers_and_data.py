@@ -14,6 +14,7 @@ from ranks import CONTEXT, DEADLINE, WarmLaunch, finish, run_ranks
 from test_run_folder import open_run, with_
 from training import wait_until
 from utils.metrics import all_reduce_scalar
+from utils.watchdog import Watch, read_place
 
 
 def sums():
@@ -126,3 +127,25 @@ def test_a_rank_that_was_stopped_itself_does_not_blame_its_worker(tmp_path):
     """Ctrl-Z and fg, or a suspended job: the clock of the wait for the batch went on."""
     ended = run_program(tmp_path, STOPPED_MEANWHILE)
     assert ended.out == "[[0, 1], [2, 3], [4, 5], [6, 7]]\n", ended.text
+
+
+def be_debugged(folder):
+    import pdb
+
+    ended = []
+    watch = Watch(folder, 0, ("a",), 1.0, lambda *_: None, lambda *_: ended.append(1))
+    watch._durations.extend([0.01] * 20)
+    watch.begin_step(1)
+    pdb.Pdb.interaction = lambda self, *_: time.sleep(2 * watch.limit) or self.set_continue()  # somebody reads, then types c
+    breakpoint()
+    (folder / "found").write_text(f"{len(ended)} {read_place(folder / 'rank0').is_debugged}")
+    watch.close()
+
+
+@pytest.mark.slow
+def test_a_rank_in_a_debugger_is_not_ended(tmp_path):
+    process = CONTEXT.Process(target=be_debugged, args=(tmp_path,))
+    process.start()
+    process.join(DEADLINE)
+    process.kill()
+    assert (tmp_path / "found").read_text() == "0 1"

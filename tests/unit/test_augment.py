@@ -1,14 +1,26 @@
-"""Augmentation of a sample does not depend on its batch (the draws themselves: distributed/test_exact_samples.py)."""
+"""Augmentation of a sample does not depend on its batch; the draws are the same on every device."""
 
 import torch
 
 from utils.augment import augment_images, center_crop, crop_and_flip, normalize, resized_crop_and_flip
-from utils.streams import derive_seed
+from utils.streams import derive_seed, sample_draws
 
 
 def test_seeds_of_different_keys_differ():
     keys = [("order", seed, epoch) for seed in range(30) for epoch in range(30)] + [("step", 1, 23), ("step", 12, 3)]
     assert len({derive_seed(*key) & 0xFFFFFFFF for key in keys}) == len(keys)
+
+
+def test_draws_are_those_of_splitmix64_written_out_in_integers():
+    """So that they are the same on every device: integers wrap alike everywhere (test_cuda.py compares where there is a GPU)."""
+    indices = [0, 1, 7, 2**40 + 3]
+    drawn = sample_draws(5, 3, torch.tensor(indices), 4)
+    for row, index in enumerate(indices):
+        for k in range(4):
+            x = ((index * 4 + k) * 0x9E3779B97F4A7C15 + derive_seed("sample", 5, 3)) % 2**64
+            x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+            x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+            assert drawn[row, k] == (x ^ (x >> 31)) >> 32
 
 
 def test_crop_and_flip_moves_each_image_by_its_own_draws():

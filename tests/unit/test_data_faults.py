@@ -1,15 +1,74 @@
-"""Loader workers that die or run out of shared memory, explained."""
+"""Data that fails: corrupt samples replaced alike everywhere; workers that die or run out of shared memory, explained."""
 
 import contextlib
 import os
+import random
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 
-from config import Refused
+from config import Refused, TrainingConfig, UnreadableSample
+from ddp_utils import DistributedContext
+from utils.loading import create_distributed_dataloader
 from utils.workers import check_shared_memory, explain
+
+CPU = torch.device("cpu")
+SIZE, BAD = 30, (3, 4, 17, 29)  # two in a row, and the last one, after which comes the first
+
+
+class Holes(Dataset):
+    """A forker's own set, with random transforms on the CPU and on the device, some of whose samples cannot be read."""
+
+    def __init__(self, bad=BAD):
+        self.bad = bad
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        drawn = [random.random(), torch.rand(()).item()]
+        if index in self.bad:
+            raise UnreadableSample(f"line {index}: is cut short; write it anew")
+        return torch.tensor([index, *drawn], dtype=torch.float64)
+
+    @staticmethod
+    def device_transform(batch, seed, epoch, indices):
+        return torch.cat([batch, indices[:, None].double()], 1)  # whose draws these are
+
+
+def context(rank=0, world_size=1):
+    return DistributedContext(rank, rank, world_size, CPU)
+
+
+def epoch_of_all_ranks(dataset, world_size, workers, epoch, **changes):
+    """({index: sample}, what was said of each that was replaced), of all ranks together."""
+    config = TrainingConfig(batch_size=4, num_workers=workers, **changes)
+    samples, replaced = {}, []
+    for rank in range(world_size):
+        loader, _ = create_distributed_dataloader(dataset, config, context(rank, world_size))
+        for m in (m for window in loader.windows(epoch) for m in window if m.is_counted):
+            samples |= dict(zip(m.indices, m.batch, strict=True))
+        replaced += loader.take_replaced()
+    return samples, replaced
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_what_stands_for_a_corrupt_sample_is_the_same_on_any_ranks_and_workers_and_is_counted(workers):
+    whole, _ = epoch_of_all_ranks(Holes(bad=()), 1, 0, epoch=1)
+    for world_size in (1, 2, 4):
+        samples, replaced = epoch_of_all_ranks(Holes(), world_size, workers, epoch=1, corrupt_images="replace")
+        assert sorted(index for index, _ in replaced) == [*BAD]
+        assert dict(replaced)[3] == "sample 3 replaced by 5: line 3: is cut short; write it anew"
+        for index in range(SIZE):
+            stands_in = {3: 5, 4: 5, 17: 18, 29: 0}.get(index, index)
+            draws = whole[index][1:]  # of the sample that was asked for
+            assert samples[index].tolist() == [stands_in, *draws], (world_size, index)
+
+
+# ---- workers ----
 
 DIED = "DataLoader worker (pid 7) is killed by signal: {}. "
 NO_ROOM = (
