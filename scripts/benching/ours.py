@@ -36,7 +36,7 @@ class Ours:
         config = dataclasses.replace(config, run_dir=str(folder), checkpoint_dir="", resume_from="", overwrite=False)
         self._run = open_run(config, ctx)
         logger = setup_logger(ctx.rank, self._run.log_file)
-        self._nowhere = open(os.devnull, "w")  # noqa: SIM115: as long as the run
+        self._nowhere = open(os.devnull, "w")  # open as long as the run
         for handler in logger.handlers:
             if isinstance(handler, logging.StreamHandler):
                 handler.setStream(self._nowhere)
