@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -34,16 +35,20 @@ class _ConsoleHandler(logging.StreamHandler):
 
     def emit(self, record: logging.LogRecord) -> None:
         bar = getattr(record, "bar", "")
-        if bar:
-            self.stream.write(f"\r\x1b[2K{bar}")
-            self.flush()
-            return
-        if self.stream.isatty():
-            self.stream.write("\r\x1b[2K")
+        try:
+            if bar or self.stream.isatty():
+                self.stream.write(f"\r\x1b[2K{bar}")
+            if bar:
+                self.flush()
+                return
+        except OSError:
+            self.handleError(record)
         super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        if isinstance(sys.exc_info()[1], BrokenPipeError):  # `| head` has seen enough; the run goes on
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO):  # `| head` has seen enough; the terminal was closed
+            # the run goes on; what is left in the buffer would make the interpreter's exit code 120
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
         else:
             super().handleError(record)

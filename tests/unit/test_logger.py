@@ -1,6 +1,7 @@
 """Logger: rank 0 speaks, the others warn; what a line says of a step and of an epoch (files: builtin/test_whole_run.py)."""
 
 import io
+import os
 import sys
 
 import pytest
@@ -55,6 +56,18 @@ def test_a_progress_bar_only_on_a_terminal(monkeypatch, is_terminal):
     text = screen.getvalue()
     assert ("[######" in text and "step 3/12" in text) is is_terminal
     assert text.endswith("a line\n")
+
+
+@pytest.mark.parametrize("speak", [lambda logger: logger.info("a line"), lambda logger: show_progress(logger, 3, 12, "step")])
+def test_a_run_goes_on_when_its_terminal_closes(monkeypatch, speak):
+    ours, its = os.openpty()
+    with os.fdopen(its, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        logger = setup_logger(0)
+        os.close(ours)
+        monkeypatch.setattr(logger.handlers[0].stream, "isatty", lambda: True)  # it closes right after that was asked
+        speak(logger)
+        terminal.flush()  # as the interpreter does at its end: an error would be its exit code
 
 
 def test_durations():
