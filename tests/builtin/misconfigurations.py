@@ -159,9 +159,12 @@ def other_time(setup: Setup) -> None:
 
 
 def other_environment(setup: Setup) -> None:
-    """On node1 another Python comes first, which has no torch."""
-    folder = setup.folder / "python"
-    folder.mkdir()
+    """On node1 another Python comes first, which has no torch, and the checkout has no environment of its own."""
+    folder, nothing = setup.folder / "python", setup.folder / "nothing"
+    for each in (folder, nothing):
+        each.mkdir()
+    if (ROOT / ".venv").exists():
+        setup.nodes[1].bind(nothing, ROOT / ".venv")
     for name in ("python3", "python"):
         (folder / name).symlink_to("/usr/bin/python3")
     given(1, PATH=f"{folder}:/usr/sbin:/usr/bin:/sbin:/bin")(setup)
