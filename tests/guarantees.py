@@ -80,7 +80,7 @@ GUARANTEES = [
         """),
     row("stop", "exact", "request to stop",
         "After SIGTERM, SIGINT, SIGUSR1 or `--max_time` all ranks stop after the same optimizer step and save; no step is lost.", tests="""
-        distributed/test_resume.py::test_a_request_in_the_last_step_of_an_epoch_stops_the_run_there
+        distributed/test_resume.py::test_a_request_stops_the_run_one_step_later_and_in_the_last_step_of_an_epoch_there
         distributed/test_resume.py::test_all_ranks_stop_after_the_same_step_when_the_time_of_one_is_up
         distributed/test_resume.py::test_a_request_from_before_a_save_does_not_cause_another_one
         unit/test_signals.py::test_a_signal_sets_a_flag_and_the_handlers_come_back

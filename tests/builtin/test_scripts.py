@@ -9,7 +9,7 @@ import torch
 from config import TrainingConfig
 from dataset import create_dataset
 from ranks import ROOT, WarmLaunch, finish
-from training import Runs
+from training import Runs, difference
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,8 @@ def test_the_printed_snippet_classifies_as_the_evaluation_did(two_runs, tmp_path
     """The six lines are run as they were printed, on the set that was evaluated."""
     ended = run_script("export.py", two_runs.checkpoints("fast")[-1], tmp_path / "model.pt", *flags)
     assert ended.code == 0, ended.text
+    exported = torch.load(tmp_path / "model.pt", weights_only=True)["model"]
+    assert difference(exported, two_runs.last("fast")["ema" if flags else "model"]) == []
     snippet = ended.out.split("to use it:\n\n")[1].strip()
     assert len(snippet.splitlines()) == 6
     data = create_dataset(TrainingConfig.from_args(["--config", str(two_runs.folder("fast") / "config.json")]), "val")

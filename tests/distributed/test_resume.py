@@ -5,6 +5,7 @@ import time
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 
 import train
@@ -35,11 +36,12 @@ def test_all_ranks_stop_after_the_same_step_when_the_time_of_one_is_up(runs):
     assert 7 < outcomes[0][1] <= 100 and outcomes[0][1] == runs.last("run")["progress"]["step"]
 
 
-def test_a_request_in_the_last_step_of_an_epoch_stops_the_run_there(runs):
+@pytest.mark.parametrize(("asked", "stopped"), [(2, 3), (4, 4)])
+def test_a_request_stops_the_run_one_step_later_and_in_the_last_step_of_an_epoch_there(runs, asked, stopped):
     """The flag that is on its way when the epoch ends is flushed: without that the run would stop one step into the next epoch."""
     flags = runs.words("run", *"--dataset_size 32 --epochs 2 --eval_every 0 --no-use_amp".split())
-    assert run_ranks(2, train_task, "images", flags, torch.float32, [4], False, False) == [("preempted", [])] * 2
-    assert runs.last("run")["progress"]["step"] == 4
+    assert run_ranks(2, train_task, "images", flags, torch.float32, [asked], False, False) == [("preempted", [])] * 2
+    assert runs.last("run")["progress"]["step"] == stopped
 
 
 def train_with_a_quick_disk(flags):
