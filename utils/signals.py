@@ -85,6 +85,18 @@ def end_workers() -> None:
 atexit.register(end_workers)  # runs before multiprocessing's own handler, which its import above has registered
 
 
+def let_threads_finish() -> None:
+    """Before a fork: after a collective gloo's threads make Python thread states for a moment.
+
+    With CPython 3.11 a process that is forked in that moment waits for ever (python/cpython#112275): 10 of 4,000 did.
+    """
+    time.sleep(0.01)
+
+
+if sys.version_info < (3, 12):
+    os.register_at_fork(before=let_threads_finish)
+
+
 def die_with_parent(number: int = signal.SIGKILL) -> None:
     """Ask the kernel (Linux only) for this signal when the parent is gone: torchrun's agent, so that no orphan keeps a GPU."""
     if sys.platform == "linux":

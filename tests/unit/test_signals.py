@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import utils.signals
 from ranks import ROOT
 from utils.signals import StopSignals
 
@@ -38,3 +39,14 @@ def test_a_signal_while_the_process_ends_does_not_change_its_exit_code():
     """srun --kill-on-bad-exit sends SIGTERM to the tasks that are a moment behind the first."""
     ended = subprocess.run([sys.executable, "-c", ENDS_UNDER_SIGNALS], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 75, ended.stderr
+
+
+def test_before_a_fork_other_threads_have_time_to_finish(monkeypatch):
+    """Where CPython needs it: a worker that is forked while a thread makes a thread state waits for ever."""
+    pauses = []
+    monkeypatch.setattr(utils.signals.time, "sleep", pauses.append)
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert len(pauses) == (sys.version_info < (3, 12))
