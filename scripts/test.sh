@@ -67,10 +67,12 @@ if [ -z "$has_path" ]; then
     fi
 fi
 [ "$mode" != all ] || options+=(--all)
-if [ "$mode" = all ] && [ -z "$has_path" ]; then # then what nothing may run beside, by itself
-    code=0
-    "$PYTHON" -m pytest "${options[@]}" "$@" || code=$?
-    "$PYTHON" -m pytest --all -m alone -o faulthandler_timeout=1800 tests/builtin
-    exit "$code"
+if [ "$mode" = all ] && [ -z "$has_path" ]; then # first what may run side by side, then what is marked alone
+    shared=0 alone=0
+    "$PYTHON" -m pytest "${options[@]}" --alone no "$@" || shared=$?
+    "$PYTHON" -m pytest --all --alone only -o faulthandler_timeout=1800 tests/builtin "$@" || alone=$?
+    [ "$shared" != 5 ] || shared=$alone # 5: the arguments choose none of these
+    [ "$alone" != 5 ] || alone=$shared
+    exit "$((shared > alone ? shared : alone))"
 fi
 exec "$PYTHON" -m pytest "${options[@]}" "$@"

@@ -15,6 +15,10 @@ os.environ |= {"PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1", "OP
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED"):  # a shell's own
     os.environ.pop(name, None)
 
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) == signal.SIG_IGN:  # under nohup or &: still ignored here, and not by what tests start
+        signal.signal(number, lambda *_: None)
+
 import pytest
 import torch
 
@@ -23,11 +27,15 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="run the tests marked slow, too")
+    parser.addoption("--alone", choices=["only", "no"], help="run only the tests marked alone, or all others")
 
 
 def pytest_collection_modifyitems(config, items):
-    left_out = ["slow"] if not config.getoption("--all") else ["alone"] if "PYTEST_XDIST_WORKER" in os.environ else []
-    deselected = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
+    def is_left_out(item):
+        is_slow, is_alone = (item.get_closest_marker(name) is not None for name in ("slow", "alone"))
+        return (is_slow and not config.getoption("--all")) or {"only": not is_alone, "no": is_alone}.get(config.getoption("--alone"), False)
+
+    deselected = [item for item in items if is_left_out(item)]
     if deselected:
         items[:] = [item for item in items if item not in deselected]
         config.hook.pytest_deselected(items=deselected)
