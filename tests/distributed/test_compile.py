@@ -1,5 +1,6 @@
 """--compile: the same run up to rounding, with the same keys, all of it compiled before the first step."""
 
+import os
 import shutil
 import sysconfig
 from unittest import mock
@@ -10,7 +11,7 @@ from torch import nn
 
 import train
 from config import Refused, TrainingConfig
-from ranks import need, run_ranks
+from ranks import lack, run_ranks
 from tasks import TASKS, SmallNet, train_task
 from training import assert_same_state
 from utils.compiling import Compiling, check_compiler
@@ -20,6 +21,14 @@ from utils.train_state import TrainState
 FLAGS = "--dataset_size 38 --batch_size 3 --grad_accum_steps 2 --epochs 2 --log_interval 1 --lr 0.02 --no-use_amp --ema_decay 0.9".split()
 FLAGS += "--save_every_steps 1 --keep_last 99".split()
 SECONDS = 250.0  # where nothing is in inductor's cache, and other programs run
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def need_compiler():
+    try:
+        check_compiler("default", CPU, os.environ.get("CXX", ""))
+    except Refused as refused:
+        lack(str(refused))
 
 
 class WideNet(SmallNet):
@@ -69,7 +78,7 @@ def near(a, b):
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_run_is_the_eager_one_and_compiles_nothing_after_the_first_step(runs, backend):
     """Two ranks, accumulation, a short last window, averaged weights, BatchNorm, evaluation. aot_eager: all but the generated kernels."""
-    need("g++")
+    need_compiler()
     for name, mode in (("eager", "off"), ("compiled", "default")):
         words = runs.words(name, *FLAGS, "--bucket_cap_mb", 1, "--compile", mode)
         found = run_ranks(2, train_net, 3000, words, backend, deadline=SECONDS)
@@ -89,7 +98,7 @@ def test_a_compiled_run_is_the_eager_one_and_compiles_nothing_after_the_first_st
 @pytest.mark.slow
 def test_a_compiled_run_resumes_an_eager_ones_checkpoint_and_the_other_way_round(runs):
     """And its own, to the bit."""
-    need("g++")
+    need_compiler()
 
     def resume(name, mode, start=""):
         run_ranks(2, train_net, 16, runs.words(name, *FLAGS, "--compile", mode, "--resume_from", start), deadline=SECONDS)
@@ -134,7 +143,7 @@ class Doubles(nn.Module):
 
 @pytest.mark.slow
 def test_what_is_compiled_later_is_said_once():
-    need("g++")
+    need_compiler()
     model, said = Doubles(), []
     compiling = Compiling(model, TrainingConfig(compile="default"))
     model(torch.ones(4, 3))
@@ -155,9 +164,6 @@ def test_a_model_in_which_nothing_is_compiled_is_refused():
     with pytest.raises(Refused, match="finds nothing to compile in the model.*or --compile off"):
         compiling.finish({"training": [4]}, print, print)
     torch.compiler.reset()
-
-
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(
