@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from config import Refused, TrainingConfig, nearest
+from config import TrainingConfig, UserError, nearest
 from ddp_utils import unwrap, wrap_ddp
-from utils.checkpoint import load_weights
+from utils.checkpoint.format import load_weights
 from utils.logger import NAME
 from utils.memory import is_out_of_memory
 from utils.metrics import Metrics, count_correct
@@ -26,7 +26,8 @@ __all__ = ["MiniResNet", "compute_loss", "create_model", "param_groups", "wrap_d
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut (He et al., "Deep residual learning", 2015): [B, in, H, W] -> [B, out, H/stride, W/stride]."""
+    """Two 3x3 convolutions beside a shortcut (He et al., "Deep residual learning", 2015): [B, in, H, W] -> [B, out,
+    H/stride, W/stride]."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
@@ -36,7 +37,9 @@ class ResidualBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(out_channels)
         self.shortcut = nn.Identity()
         if stride != 1 or in_channels != out_channels:
-            self.shortcut = nn.Sequential(nn.Conv2d(in_channels, out_channels, 1, stride, bias=False), nn.BatchNorm2d(out_channels))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(in_channels, out_channels, 1, stride, bias=False), nn.BatchNorm2d(out_channels)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         residual = F.relu(self.bn1(self.conv1(x)))
@@ -51,7 +54,9 @@ class MiniResNet(nn.Module):
 
     def __init__(self, in_channels: int = 3, num_classes: int = 10) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(in_channels, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True))
+        self.stem = nn.Sequential(
+            nn.Conv2d(in_channels, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True)
+        )
         self.stages = nn.Sequential(
             ResidualBlock(64, 64, 1),
             ResidualBlock(64, 64, 1),
@@ -74,10 +79,17 @@ def create_model(config: TrainingConfig, device: torch.device) -> nn.Module:
     """The network on its device, with the weights of `init_from` where that is given.
 
     Raises:
-        Refused: for an unknown model, or one that does not fit the config.
+        UserError: for an unknown model, or one that does not fit the config.
     """
-    auto = {"num_classes": 10, "in_channels": 3, "image_size": 32}  # of the synthetic set; `train` knows them from the data
-    sizes = {name: default if getattr(config, name) == "auto" else getattr(config, name) for name, default in auto.items()}
+    # of the synthetic set; `train` knows them from the data
+    auto = {
+        "num_classes": 10,
+        "in_channels": 3,
+        "image_size": 32,
+    }
+    sizes = {
+        name: default if getattr(config, name) == "auto" else getattr(config, name) for name, default in auto.items()
+    }
     if config.model == "mini_resnet":
         model = MiniResNet(sizes["in_channels"], sizes["num_classes"])
     else:
@@ -86,7 +98,7 @@ def create_model(config: TrainingConfig, device: torch.device) -> nn.Module:
         _take_weights(model, Path(config.init_from))
     if config.sync_bn:
         if device.type != "cuda":
-            raise Refused("sync_bn=True: SyncBatchNorm works on CUDA alone; leave out --sync_bn on the CPU")
+            raise UserError("sync_bn=True: SyncBatchNorm works on CUDA alone; leave out --sync_bn on the CPU")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model.label_smoothing = config.label_smoothing
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
@@ -94,9 +106,11 @@ def create_model(config: TrainingConfig, device: torch.device) -> nn.Module:
 
 
 def param_groups(model: nn.Module, config: TrainingConfig) -> list[dict[str, Any]]:
-    """Groups for the optimizer: no weight decay on biases and normalisation layers. A group may bring an "lr" of its own.
+    """Groups for the optimizer: no weight decay on biases and normalisation layers. A group may bring an "lr" of its
+    own.
 
-    Parameters that are in no group are not trained; freeze them in create_model with requires_grad_(False), so that DDP knows.
+    Parameters that are in no group are not trained; freeze them in create_model with requires_grad_(False), so that DDP
+    knows.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     return [
@@ -125,23 +139,31 @@ def _torchvision_model(name: str, in_channels: int, num_classes: int, image_size
     try:
         from torchvision import models
     except ImportError as error:
-        raise Refused(f"model={name}: needs torchvision ({error}); install it, or use --model mini_resnet") from None
+        raise UserError(f"model={name}: needs torchvision ({error}); install it, or use --model mini_resnet") from None
     known = models.list_models(module=models)
     if name not in known:
-        raise Refused(f"model={name}: is not known; choose mini_resnet or a classifier of torchvision: {nearest(name, known)}")
+        raise UserError(
+            f"model={name}: is not known; choose mini_resnet or a classifier of torchvision: {nearest(name, known)}"
+        )
     if in_channels != 3:
-        raise Refused(f"in_channels={in_channels}: the models of torchvision take 3; use --model mini_resnet or images of 3 channels")
+        raise UserError(
+            f"in_channels={in_channels}: the models of torchvision take 3; use --model mini_resnet or images of 3"
+            " channels"
+        )
     special = {"inception_v3": {"aux_logits": False}, "googlenet": {"aux_logits": False}}.get(name, {})
     if name.startswith("vit_"):
         special = {"image_size": image_size}
     try:
         model = models.get_model(name, weights=None, num_classes=num_classes, **special).eval()
         shapes = {key: value.to("meta") for key, value in [*model.named_parameters(), *model.named_buffers()]}
-        torch.func.functional_call(model, shapes, torch.empty(2, 3, image_size, image_size, device="meta"))  # computes nothing else
+        # computes nothing else
+        torch.func.functional_call(model, shapes, torch.empty(2, 3, image_size, image_size, device="meta"))
     except (ValueError, AssertionError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
-        raise Refused(f"model={name}: does not take images of {image_size} pixels ({error}); give another image_size or model") from None
+        raise UserError(
+            f"model={name}: does not take images of {image_size} pixels ({error}); give another image_size or model"
+        ) from None
     return model.train()
 
 
@@ -150,7 +172,9 @@ def _take_weights(model: nn.Module, path: Path) -> None:
     weights, own = load_weights(path), model.state_dict()
     fitting = {name: value for name, value in weights.items() if name in own and own[name].shape == value.shape}
     if not fitting:
-        raise Refused(f"init_from={path}: none of its {len(weights)} tensors fits the model; give the model they were made with")
+        raise UserError(
+            f"init_from={path}: none of its {len(weights)} tensors fits the model; give the model they were made with"
+        )
     model.load_state_dict(fitting, strict=False)
     replaced = [name for name in own if name not in fitting]
     extra = [name for name in weights if name not in fitting]

@@ -1,15 +1,22 @@
-"""How fast is the training loop, and how far from the limit? Ours, a bare loop and the official tutorial's take turns in one process.
+"""How fast is the training loop, and how far from the limit? Ours, a bare loop and the official tutorial's take turns
+in one process.
 
-torchrun --standalone --nproc-per-node=N scripts/benchmark.py [--rounds 7] [--steps 20] [--json FILE] [flags of train.py]
+torchrun --standalone --nproc-per-node=N scripts/benchmark.py [--rounds 7] [--steps 20] [--json FILE] [flags of
+train.py]
 python scripts/benchmark.py --find-batch [flags of train.py]         the largest micro-batch that fits into memory
 
-ours      train.train_one_epoch with all that a run has on by default: agreement, watchdog, finite check, BatchNorm rule, records
-bare      tests/plain_loop.py: the same precision, layout, fused optimizer, clipping and schedule; in DDP where there are several ranks
+ours      train.train_one_epoch with all that a run has on by default: agreement, watchdog, finite check, BatchNorm
+rule, records
+bare      tests/plain_loop.py: the same precision, layout, fused optimizer, clipping and schedule; in DDP where there
+are several ranks
 least     the fewest operations that train: no schedule, no norm, no seeds
-tutorial  the loop of pytorch/examples, ddp-tutorial-series/multigpu_torchrun.py: float32, stock sampler, its own optimizer
+tutorial  the loop of pytorch/examples, ddp-tutorial-series/multigpu_torchrun.py: float32, stock sampler, its own
+optimizer
 
-Each round every loop has two turns of --steps optimizer steps, forth and back. Ratios are medians over the rounds; the control is a loop's first
-turns against its second: where it is off by more than 3 %, the machine was not quiet, and the row says so. Times are rank 0's, CPU times
+Each round every loop has two turns of --steps optimizer steps, forth and back. Ratios are medians over the rounds; the
+control is a loop's first
+turns against its second: where it is off by more than 3 %, the machine was not quiet, and the row says so. Times are
+rank 0's, CPU times
 those of all its threads. The host's own cost is taken the same way, with a model that computes next to nothing.
 """
 
@@ -28,7 +35,9 @@ from config import TrainingConfig
 
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, TrainingConfig]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of a turn")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures into this file")
@@ -63,18 +72,30 @@ from benching import loops, machine
 from benching.ours import Ours
 from benching.turns import MOST_OFF, Contestant, take_turns
 from ddp_utils import DistributedContext, cleanup_distributed, setup_distributed
-from utils.atomic_file import replace_json
-from utils.ending import leave_after
-from utils.precision import Precision
-from utils.together import exchange
+from utils.distributed.collectives import all_gather_json
+from utils.files import replace_json
+from utils.run.failures import leave_after
+from utils.training.precision import Precision
 
-HOST_STEPS, HOST_ROUNDS = 5, 6  # where the model costs nothing, for one of --steps and of --rounds: short turns, many of them
+# where the model costs nothing, for one of --steps and of --rounds: short turns, many of them
+HOST_STEPS, HOST_ROUNDS = (
+    5,
+    6,
+)
 
 
 class Race:
     """The contestants on one task, their turns and what is found."""
 
-    def __init__(self, config: TrainingConfig, ctx: DistributedContext, steps: int, rounds: int, folder: Path, with_tutorial: bool) -> None:
+    def __init__(
+        self,
+        config: TrainingConfig,
+        ctx: DistributedContext,
+        steps: int,
+        rounds: int,
+        folder: Path,
+        with_tutorial: bool,
+    ) -> None:
         size = config.batch_size * config.micro_batches_per_step(ctx.world_size)
         epochs = 2 * rounds + 2  # one to warm up, one in which things are counted
         config = dataclasses.replace(config, dataset_size=steps * size, epochs=epochs, max_steps=0)
@@ -126,7 +147,8 @@ class Race:
         return rows
 
     def equality(self) -> dict[str, Any]:
-        """Whether each log interval's loss is the bare loop's, to the bit: on one rank, where both see the same batches."""
+        """Whether each log interval's loss is the bare loop's, to the bit: on one rank, where both see the same
+        batches."""
         if self._ctx.world_size > 1:
             return {"intervals": 0, "equal": 0}
         every = self.config.log_interval
@@ -137,31 +159,65 @@ class Race:
 
 
 def host_cost(config: TrainingConfig, ctx: DistributedContext, steps: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """Microseconds of CPU time that a step of ours costs the host over one of bare, and over the least, where the model costs nothing."""
-    tiny = {"dataset": "synthetic", "model": "mini_resnet", "image_size": 8, "batch_size": 4, "grad_accum_steps": 1, "global_batch_size": 0}
-    tiny |= {"num_classes": 10, "in_channels": 3, "compile": "off", "activation_checkpointing": False, "cache": "none", "augment": "none"}
+    """Microseconds of CPU time that a step of ours costs the host over one of bare, and over the least, where the model
+    costs nothing."""
+    tiny = {
+        "dataset": "synthetic",
+        "model": "mini_resnet",
+        "image_size": 8,
+        "batch_size": 4,
+        "grad_accum_steps": 1,
+        "global_batch_size": 0,
+    }
+    tiny |= {
+        "num_classes": 10,
+        "in_channels": 3,
+        "compile": "off",
+        "activation_checkpointing": False,
+        "cache": "none",
+        "augment": "none",
+    }
     with machine.costless_model():
-        race = Race(dataclasses.replace(config, **tiny), ctx, HOST_STEPS * steps, HOST_ROUNDS * rounds, folder, with_tutorial=False)
+        race = Race(
+            dataclasses.replace(config, **tiny),
+            ctx,
+            HOST_STEPS * steps,
+            HOST_ROUNDS * rounds,
+            folder,
+            with_tutorial=False,
+        )
         rows = race.run(lambda _: None)
         race.ours.close()
     ours, micro = race.contestants["ours"], 1e6 / (2 * race.steps)  # from the seconds of a round, which is two turns
     over = {
-        f"over_{name}_us": micro * statistics.median(a - b for a, b in zip(ours.rounds("cpu"), other.rounds("cpu"), strict=True))
+        f"over_{name}_us": (
+            micro * statistics.median(a - b for a, b in zip(ours.rounds("cpu"), other.rounds("cpu"), strict=True))
+        )
         for name, other in race.contestants.items()
         if name != "ours"
     }
-    return {"ours_us": 1e6 * rows["ours"]["cpu_s"], **over, "controls": {name: row["control_cpu"] for name, row in rows.items()}}
+    return {
+        "ours_us": 1e6 * rows["ours"]["cpu_s"],
+        **over,
+        "controls": {name: row["control_cpu"] for name, row in rows.items()},
+    }
 
 
 def table(rows: dict[str, dict[str, Any]], flops: float, peak: float) -> list[str]:
-    """The contestants as lines of text. flops: of one sample, forward and backward; peak: measured operations a second."""
+    """The contestants as lines of text. flops: of one sample, forward and backward; peak: measured operations a
+    second."""
     head = f"{'':<9}{'step':>10}{'CPU/step':>11}{'wall/bare':>11}{'CPU/bare':>10}{'control':>9}{'samples/s':>11}"
     lines = [head + f"{'GFLOP/s':>9}{'of peak':>9}{'data wait':>11}{'collectives':>13}{'memory':>10}"]
     for name, row in rows.items():
         rate = row["samples_per_s"] * flops
         wait = f"{row['data_wait']:.1%}" if "data_wait" in row else "-"
-        line = f"{name:<9}{1000 * row['step_s']:>7.2f} ms{1000 * row['cpu_s']:>8.2f} ms{row['wall_over_bare']:>11.3f}{row['cpu_over_bare']:>10.3f}"
-        line += f"{row['control_wall']:>9.3f}{row['samples_per_s']:>11,.0f}{rate / 1e9:>9,.0f}{rate / peak:>9.0%}{wait:>11}"
+        line = (
+            f"{name:<9}{1000 * row['step_s']:>7.2f} ms{1000 * row['cpu_s']:>8.2f}"
+            f" ms{row['wall_over_bare']:>11.3f}{row['cpu_over_bare']:>10.3f}"
+        )
+        line += (
+            f"{row['control_wall']:>9.3f}{row['samples_per_s']:>11,.0f}{rate / 1e9:>9,.0f}{rate / peak:>9.0%}{wait:>11}"
+        )
         line += f"{row['collectives_per_step']:>13.2f}{row['peak_memory_bytes'] / 2**20:>6,.0f} MiB"
         off = [kind for kind in ("wall", "cpu") if abs(row[f"control_{kind}"] - 1) > MOST_OFF]
         lines.append(line + (f"   control off ({', '.join(off)}): not to be relied on" if off else ""))
@@ -173,20 +229,38 @@ def main() -> int:
     options, config = parse(sys.argv[1:])
     ctx = setup_distributed(config)
     say = machine.speaker(ctx.is_main)
-    folder = Path(exchange(tempfile.mkdtemp(prefix="benchmark-") if ctx.is_main else "", ctx)[0])
+    folder = Path(all_gather_json(tempfile.mkdtemp(prefix="benchmark-") if ctx.is_main else "", ctx)[0])
     began = time.monotonic()
     try:
         say("the host's own cost ...")
-        cost = host_cost(config, ctx, options.steps, options.rounds, folder / "tiny")  # first: what comes later leaves much to look after
+        # first: what comes later leaves much to look after
+        cost = host_cost(config, ctx, options.steps, options.rounds, folder / "tiny")
         race = Race(config, ctx, options.steps, options.rounds, folder / "run", with_tutorial=True)
-        facts = {"device": ctx.device_names[0], "ranks": ctx.world_size, "threads": torch.get_num_threads(), "cores": os.cpu_count()}
+        facts = {
+            "device": ctx.device_names[0],
+            "ranks": ctx.world_size,
+            "threads": torch.get_num_threads(),
+            "cores": os.cpu_count(),
+        }
         facts |= {"python": platform.python_version(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
-        facts |= {"model": config.model, "image_size": race.config.image_size, "batch_size": config.batch_size, "rounds": options.rounds}
-        facts |= {"steps": options.steps, "precision": race.ours.state.precision.name, "workers": race.ours.loader.num_workers}
+        facts |= {
+            "model": config.model,
+            "image_size": race.config.image_size,
+            "batch_size": config.batch_size,
+            "rounds": options.rounds,
+        }
+        facts |= {
+            "steps": options.steps,
+            "precision": race.ours.state.precision.name,
+            "workers": race.ours.loader.num_workers,
+        }
         say(", ".join(f"{name} {value}" for name, value in facts.items()))
         flops = machine.flops_per_sample(race.ours)
         peak = machine.peak_flops(ctx.device, race.ours.state.precision.dtype or torch.float32) * ctx.world_size
-        say(f"{flops / 1e9:.2f} GFLOP a sample, forward and backward; measured peak {peak / 1e9:,.0f} GFLOP/s ({ctx.world_size} rank(s))")
+        say(
+            f"{flops / 1e9:.2f} GFLOP a sample, forward and backward; measured peak {peak / 1e9:,.0f} GFLOP/s"
+            f" ({ctx.world_size} rank(s))"
+        )
         rows = race.run(lambda done: say(f"  round {done} of {options.rounds}, {time.monotonic() - began:.0f} s"))
         race.ours.close()
         equality = race.equality()
@@ -194,16 +268,23 @@ def main() -> int:
         faster = rows["tutorial"]["step_s"] / rows["ours"]["step_s"]
         say(f"ours over tutorial: {faster:.2f} times the speed")
         if equality["intervals"]:
-            say(f"losses of ours and bare: equal to the bit in {equality['equal']} of {equality['intervals']} log intervals")
+            say(
+                f"losses of ours and bare: equal to the bit in {equality['equal']} of {equality['intervals']} log"
+                " intervals"
+            )
         controls = ", ".join(f"{value:.3f}" for value in cost["controls"].values())
-        text = f"host: {cost['ours_us']:.0f} us a step with a model that costs nothing, {cost['over_bare_us']:+.0f} us over bare, "
+        text = (
+            f"host: {cost['ours_us']:.0f} us a step with a model that costs nothing, {cost['over_bare_us']:+.0f} us"
+            " over bare, "
+        )
         say(f"{text}{cost['over_least_us']:+.0f} us over the least (CPU time; controls {controls})")
     finally:
         if ctx.is_main:
             shutil.rmtree(folder, ignore_errors=True)
     if options.json and ctx.is_main:
         replace_json(
-            options.json, facts | {"flops_per_sample": flops, "peak_flops": peak, "rows": rows, "equality": equality, "host": cost}
+            options.json,
+            facts | {"flops_per_sample": flops, "peak_flops": peak, "rows": rows, "equality": equality, "host": cost},
         )
     cleanup_distributed()
     return 0 if equality["equal"] == equality["intervals"] else 1

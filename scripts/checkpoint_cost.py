@@ -1,8 +1,10 @@
-"""What checkpoints cost, measured on this machine: for how long training stands still, and how much slower a whole run is.
+"""What checkpoints cost, measured on this machine: for how long training stands still, and how much slower a whole run
+is.
 
 torchrun --standalone --nproc-per-node=2 scripts/checkpoint_cost.py [--rounds N] [flags of train.py]
 
-The reference, torch.save + fsync + rename of the same state into the same folder, is taken beside each checkpoint, in the same run.
+The reference, torch.save + fsync + rename of the same state into the same folder, is taken beside each checkpoint, in
+the same run.
 For the whole run, runs that save every 20 steps and runs that never do take turns.
 """
 
@@ -28,17 +30,25 @@ import torch.distributed as dist
 
 import train
 from config import TrainingConfig
-from utils import saving
-from utils.ledger import Ledger
-from utils.report import Reporter
+from utils.report.goodput import Ledger
+from utils.report.reporter import Reporter
+from utils.run import saver as saving
 
 RUNS = itertools.count()  # a completed run would be left as it is
 EVERY, SAVES = 20, 8  # steps between two checkpoints; checkpoints of one run
 
 
-def one_run(folder: Path, flags: list[str], every: int, references: list[float] | None = None) -> tuple[list[float], float]:
+def one_run(
+    folder: Path, flags: list[str], every: int, references: list[float] | None = None
+) -> tuple[list[float], float]:
     """Seconds for which each checkpoint held up training, and seconds of the steps with all that lies between them."""
-    stood_still, ledgers, plain_save, plain_saved, plain_init = [], [], saving.Saver.save, Reporter.saved, Ledger.__init__
+    stood_still, ledgers, plain_save, plain_saved, plain_init = (
+        [],
+        [],
+        saving.Saver.save,
+        Reporter.saved,
+        Ledger.__init__,
+    )
 
     def save(saver: saving.Saver, *args: Any, **options: Any) -> None:
         dist.barrier()  # who waits here for the slowest rank would do so in the next step
@@ -74,7 +84,15 @@ def one_run(folder: Path, flags: list[str], every: int, references: list[float] 
         "--epochs",
         "1000",
     ]
-    words = [*flags, *fixed, "--save_every_steps", str(every), "--run_dir", str(folder / f"run-{next(RUNS)}"), "--overwrite"]
+    words = [
+        *flags,
+        *fixed,
+        "--save_every_steps",
+        str(every),
+        "--run_dir",
+        str(folder / f"run-{next(RUNS)}"),
+        "--overwrite",
+    ]
     with (
         mock.patch.object(saving.Saver, "save", save),
         mock.patch.object(Reporter, "saved", saved),
@@ -87,11 +105,16 @@ def one_run(folder: Path, flags: list[str], every: int, references: list[float] 
 
 
 def milliseconds(values: list[float]) -> str:
-    return f"{1000 * statistics.median(values):.2f} ms (n = {len(values)}, {1000 * min(values):.2f} to {1000 * max(values):.2f})"
+    return (
+        f"{1000 * statistics.median(values):.2f} ms (n = {len(values)}, {1000 * min(values):.2f} to"
+        f" {1000 * max(values):.2f})"
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--rounds", type=int, default=3)
     options, flags = parser.parse_known_args()
     folder = Path(os.environ.get("CHECKPOINT_COST_DIR", tempfile.gettempdir())) / "checkpoint_cost"

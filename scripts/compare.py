@@ -1,4 +1,5 @@
-"""Two runs beside each other: their best and final top-1, and the SHA-256 of their last weights; a picture of their curves.
+"""Two runs beside each other: their best and final top-1, and the SHA-256 of their last weights; a picture of their
+curves.
 
 python scripts/compare.py runs/a runs/b --plot ab.svg
 
@@ -17,13 +18,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from config import Refused
+from config import UserError
 from runs import show
-from utils import checkpoint
+from utils.checkpoint import format as checkpoint
 
 
 def weights_digest(folder: Path) -> str:
-    """SHA-256 over names and bytes of the weights of the run's newest checkpoint. Raises Refused where there is none."""
+    """SHA-256 over names and bytes of the weights of the run's newest checkpoint. Raises UserError where there is
+    none."""
     path = checkpoint.best_or_newest(folder / "checkpoints", prefers_best=False)
     digest = hashlib.sha256()
     for name, tensor in sorted(checkpoint.read(path)[0]["model"].items()):
@@ -32,14 +34,16 @@ def weights_digest(folder: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("runs", nargs=2, type=Path)
     parser.add_argument("--plot", type=Path, metavar="FILE.svg")
     options = parser.parse_args()
     try:
         show(options.runs, options.plot, "top1")
         digests = [weights_digest(folder) for folder in options.runs]
-    except Refused as refused:
+    except UserError as refused:
         print(refused, file=sys.stderr)
         return 2
     print()

@@ -1,6 +1,7 @@
 """Take out of a checkpoint what inference needs: python scripts/export.py CKPT OUT [--ema]
 
-OUT is one file with the weights, mean and deviation of the training images, the class names and the config; how to use it is
+OUT is one file with the weights, mean and deviation of the training images, the class names and the config; how to use
+it is
 printed.
 """
 
@@ -14,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from config import Refused
-from utils import checkpoint
-from utils.atomic_file import replace_file
+from config import UserError
+from utils.checkpoint import format as checkpoint
+from utils.files import replace_file
 
 SNIPPET = """\
 import torch; from config import TrainingConfig; from model import create_model
@@ -29,12 +30,12 @@ predict = lambda images: [saved["classes"][k] for k in model((images / 255 - mea
 
 
 def export(source: Path, target: Path, use_average: bool) -> None:
-    """Raises Refused when the checkpoint cannot be read, or has no averaged weights where these are asked for."""
+    """Raises UserError when the checkpoint cannot be read, or has no averaged weights where these are asked for."""
     payload, _ = checkpoint.read(source)
     if use_average and not payload["ema"]:
-        raise Refused(f"{source}: holds no averaged weights; leave out --ema, or train with --ema_decay 0.999")
+        raise UserError(f"{source}: holds no averaged weights; leave out --ema, or train with --ema_decay 0.999")
     if target.exists() and target.samefile(source):
-        raise Refused(f"{target}: is the checkpoint itself; give another name for the export")
+        raise UserError(f"{target}: is the checkpoint itself; give another name for the export")
     saved = {"model": payload["ema" if use_average else "model"]}
     # what only training needs would ask for files that are not there
     saved["config"] = payload["config"] | {"init_from": "", "resume_from": "", "sync_bn": False}
@@ -44,17 +45,22 @@ def export(source: Path, target: Path, use_average: bool) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--ema", action="store_true", help="the averaged weights")
     options = parser.parse_args()
     try:
         export(options.checkpoint, options.out, options.ema)
-    except Refused as refused:
+    except UserError as refused:
         print(refused, file=sys.stderr)
         return 2
-    print(f"wrote {options.out} ({options.out.stat().st_size / 1e6:.1f} MB); to use it:\n\n{SNIPPET.format(file=options.out)}")
+    print(
+        f"wrote {options.out} ({options.out.stat().st_size / 1e6:.1f} MB); to use"
+        f" it:\n\n{SNIPPET.format(file=options.out)}"
+    )
     return 0
 
 

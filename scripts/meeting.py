@@ -1,7 +1,10 @@
-"""The nodes meet on the master's port before torchrun starts: torchrun itself would wait for minutes and could not say for whom.
+"""The nodes meet on the master's port before torchrun starts: torchrun itself would wait for minutes and could not say
+for whom.
 
-Node 0 listens, the others come: one JSON object a line. Node 0 greets ({"host", "token", "echo"}), a node says who it is ({"rank", "host", "nnodes"}),
-and hears {"missing"} every ten seconds, {"refused"}, or {"go"} with the launch's id. Then the port is free again for torchrun's store.
+Node 0 listens, the others come: one JSON object a line. Node 0 greets ({"host", "token", "echo"}), a node says who it
+is ({"rank", "host", "nnodes"}),
+and hears {"missing"} every ten seconds, {"refused"}, or {"go"} with the launch's id. Then the port is free again for
+torchrun's store.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from config import Refused
+from config import UserError
 from scripts.network import owner_of, why
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -47,7 +50,8 @@ class Host:
     def __init__(self, least: int, most: int, port: int, launch_id: str, has_ranks: bool) -> None:
         self._least, self._most, self._id, self._has_ranks = least, most, launch_id, has_ranks
         self.token = secrets.token_hex(8)  # of this meeting alone: a launch's id may be given to all nodes
-        self._here: dict[Any, tuple[str, Any]] = {0: (socket.gethostname(), None)}  # by rank, or by connection under c10d
+        # by rank, or by connection under c10d
+        self._here: dict[Any, tuple[str, Any]] = {0: (socket.gethostname(), None)}
         self._change = threading.Condition()
         self._listener = _listen(port)
         self._echo = _listen(0)
@@ -62,7 +66,11 @@ class Host:
 
     def _receive(self, connection: socket.socket) -> None:
         key = None
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError), connection, connection.makefile("rw") as file:
+        with (
+            contextlib.suppress(OSError, ValueError, KeyError, TypeError),
+            connection,
+            connection.makefile("rw") as file,
+        ):
             _tell(file, {"host": socket.gethostname(), "token": self.token, "echo": self._echo.getsockname()[1]})
             word = json.loads(file.readline(4096))
             rank, host = int(word["rank"]), str(word["host"])[:80]
@@ -83,7 +91,10 @@ class Host:
     def _problem(self, rank: int, host: str, nnodes: str) -> str:
         expected = str(self._most) if self._least == self._most else f"{self._least}:{self._most}"
         if nnodes != expected:
-            return f"NNODES={nnodes}: node 0 on {socket.gethostname()} was started with NNODES={expected}; give all nodes the same"
+            return (
+                f"NNODES={nnodes}: node 0 on {socket.gethostname()} was started with NNODES={expected}; give all nodes"
+                " the same"
+            )
         if self._has_ranks and not 0 < rank < self._most:
             return f"NODE_RANK={rank}: is node 0's own or outside NNODES={nnodes}; give 1 to {self._most - 1}"
         if self._has_ranks and rank in self._here:
@@ -105,15 +116,22 @@ class Host:
                 now = time.monotonic()
                 if len(self._here) < self._least and now >= next_line:
                     next_line += SECONDS_BETWEEN_LINES
-                    say(f"waiting for {self.missing()} ({now - began:.0f} s); start launch.sh there with MASTER_ADDR of this node")
+                    say(
+                        f"waiting for {self.missing()} ({now - began:.0f} s); start launch.sh there with MASTER_ADDR of"
+                        " this node"
+                    )
                     self._tell_all({"missing": self.missing()})
                 if len(self._here) < self._least and now - began >= seconds:
-                    text = f"{self.missing()}: did not come within {seconds:.0f} s; see what launch.sh says there, then start all again"
+                    text = (
+                        f"{self.missing()}: did not come within {seconds:.0f} s; see what launch.sh says there, then"
+                        " start all again"
+                    )
                     self._tell_all({"over": text})
                     raise NotCome(text)
             self._tell_all({"go": self._id})
         ends = time.monotonic() + 2
-        while len(self._here) > 1 and time.monotonic() < ends:  # they close first, so that no socket of this port lingers here
+        # they close first, so that no socket of this port lingers here
+        while len(self._here) > 1 and time.monotonic() < ends:
             time.sleep(0.01)
 
     def _tell_all(self, word: dict[str, Any]) -> None:
@@ -145,7 +163,7 @@ def _receive_all(connection: socket.socket) -> bytes:
 
 
 def probe(address: str, port: int) -> None:
-    """Another port of node 0 is open, and large frames pass. Raises Refused."""
+    """Another port of node 0 is open, and large frames pass. Raises UserError."""
     host, is_open = socket.gethostname(), False
     try:
         with socket.create_connection((address, port), SECONDS_FOR_A_PROBE) as connection:
@@ -154,11 +172,14 @@ def probe(address: str, port: int) -> None:
             _receive_all(connection)
     except OSError as error:
         if is_open:
-            text, remedy = f"small frames pass between it and {host}, large ones do not", "give all nodes the MTU that the switch takes"
+            text, remedy = (
+                f"small frames pass between it and {host}, large ones do not",
+                "give all nodes the MTU that the switch takes",
+            )
         else:
             text = f"MASTER_PORT is open to {host}, and port {port} is not ({why(error)})"
             remedy = "let the nodes reach each other on all ports: gloo, NCCL and the stores take any"
-        raise Refused(f"MASTER_ADDR={address}: {text}; {remedy}") from None
+        raise UserError(f"MASTER_ADDR={address}: {text}; {remedy}") from None
 
 
 def _listen(port: int) -> socket.socket:
@@ -166,14 +187,17 @@ def _listen(port: int) -> socket.socket:
     while True:
         try:
             has_both = socket.has_dualstack_ipv6()
-            return socket.create_server(("", port), family=socket.AF_INET6 if has_both else socket.AF_INET, dualstack_ipv6=has_both)
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6 if has_both else socket.AF_INET, dualstack_ipv6=has_both
+            )
         except OSError as error:
             if error.errno == errno.EACCES:
-                raise Refused(f"MASTER_PORT={port}: only root may listen there; give one above 1023") from None
+                raise UserError(f"MASTER_PORT={port}: only root may listen there; give one above 1023") from None
             if error.errno != errno.EADDRINUSE or time.monotonic() > ends:
                 owner = owner_of(port) or "another process"
-                raise Refused(
-                    f"MASTER_PORT={port}: is taken on {socket.gethostname()} by {owner}; end it, or give all nodes another"
+                raise UserError(
+                    f"MASTER_PORT={port}: is taken on {socket.gethostname()} by {owner}; end it, or give all nodes"
+                    " another"
                 ) from None
         time.sleep(0.2)
 
@@ -195,16 +219,21 @@ def _tell(file: Any, word: dict[str, Any]) -> None:
 
 
 def check_way_back(address: str, port: int, token: str) -> None:
-    """On node 0: the address that the others were given leads here. Raises Refused."""
+    """On node 0: the address that the others were given leads here. Raises UserError."""
     host, remedy = socket.gethostname(), "give an address of this node as MASTER_ADDR, or this node another NODE_RANK"
     try:
-        with socket.create_connection((address, port), SECONDS_FOR_A_GREETING) as connection, connection.makefile("rw") as file:
+        with (
+            socket.create_connection((address, port), SECONDS_FOR_A_GREETING) as connection,
+            connection.makefile("rw") as file,
+        ):
             greeting = _read(file, connection, SECONDS_FOR_A_GREETING)
     except OSError as error:
-        raise Refused(f"MASTER_ADDR={address}: does not lead to {host}, which is NODE_RANK=0 ({why(error)}); {remedy}") from None
+        raise UserError(
+            f"MASTER_ADDR={address}: does not lead to {host}, which is NODE_RANK=0 ({why(error)}); {remedy}"
+        ) from None
     if not greeting or greeting.get("token") != token:
         other = (greeting or {}).get("host", "another machine")
-        raise Refused(f"NODE_RANK=0: MASTER_ADDR={address} is {other}, not {host}, and node 0 is there; {remedy}")
+        raise UserError(f"NODE_RANK=0: MASTER_ADDR={address} is {other}, not {host}, and node 0 is there; {remedy}")
 
 
 def _read(file: Any, connection: socket.socket, seconds: float) -> dict[str, Any] | None:
@@ -231,7 +260,7 @@ def join(nodes: dict[str, Any], seconds: float, seconds_for_a_route: float, laun
     """Another node: come to node 0 and wait for its word. Returns the launch's id.
 
     Raises:
-        Refused: when node 0 says so, or cannot be reached.
+        UserError: when node 0 says so, or cannot be reached.
         NotCome: when it is not there in time.
     """
     where, host = f"{nodes['address']}:{nodes['port']}", socket.gethostname()
@@ -240,7 +269,10 @@ def join(nodes: dict[str, Any], seconds: float, seconds_for_a_route: float, laun
     seen = began  # when there last was a machine at that address
     while True:
         try:
-            with socket.create_connection((nodes["address"], nodes["port"]), 5) as connection, connection.makefile("rw") as file:
+            with (
+                socket.create_connection((nodes["address"], nodes["port"]), 5) as connection,
+                connection.makefile("rw") as file,
+            ):
                 if not (greeting := _read(file, connection, SECONDS_FOR_A_GREETING)):
                     if nodes["backend"] == "c10d":
                         return launch_id  # torchrun's store: the others run already
@@ -248,7 +280,7 @@ def join(nodes: dict[str, Any], seconds: float, seconds_for_a_route: float, laun
                 else:
                     try:
                         probe(nodes["address"], greeting["echo"])
-                    except Refused:
+                    except UserError:
                         if not _is_closed(connection):
                             raise
                     _tell(file, {"rank": nodes["rank"], "host": host, "nnodes": nnodes})
@@ -256,7 +288,7 @@ def join(nodes: dict[str, Any], seconds: float, seconds_for_a_route: float, laun
                         if "go" in word:
                             return word["go"]
                         if "refused" in word:
-                            raise Refused(word["refused"])
+                            raise UserError(word["refused"])
                         if "over" in word:
                             raise NotCome(word["over"])
                         if "missing" in word:
@@ -268,12 +300,21 @@ def join(nodes: dict[str, Any], seconds: float, seconds_for_a_route: float, laun
             seen = time.monotonic() if isinstance(error, ConnectionError) else seen
         text, waited = f"node 0 at {where}: {problem}", time.monotonic() - began
         if time.monotonic() - seen >= seconds_for_a_route:
-            remedy = "check MASTER_ADDR, the route and the firewall; node 0 should be running launch.sh with NODE_RANK=0"
-            raise Refused(f"MASTER_ADDR={nodes['address']}: cannot be reached from {host} in {waited:.0f} s ({problem}); {remedy}")
+            remedy = (
+                "check MASTER_ADDR, the route and the firewall; node 0 should be running launch.sh with NODE_RANK=0"
+            )
+            raise UserError(
+                f"MASTER_ADDR={nodes['address']}: cannot be reached from {host} in {waited:.0f} s ({problem}); {remedy}"
+            )
         if waited >= seconds:
-            raise NotCome(f"{text}; it should be running launch.sh with NODE_RANK=0, start it and then all again ({waited:.0f} s)")
+            raise NotCome(
+                f"{text}; it should be running launch.sh with NODE_RANK=0, start it and then all again ({waited:.0f} s)"
+            )
         if next(lines):
-            say(f"waiting for {text} ({waited:.0f} s); start launch.sh with NODE_RANK=0 there, or check MASTER_ADDR and MASTER_PORT")
+            say(
+                f"waiting for {text} ({waited:.0f} s); start launch.sh with NODE_RANK=0 there, or check MASTER_ADDR and"
+                " MASTER_PORT"
+            )
         time.sleep(0.5)
 
 

@@ -1,4 +1,5 @@
-"""Addresses, interfaces and ports of this machine, by the standard library. What only Linux tells is empty elsewhere."""
+"""Addresses, interfaces and ports of this machine, by the standard library. What only Linux tells is empty
+elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from config import Refused
+from config import UserError
 
 SIOCGIFADDR, SIOCGIFNETMASK = 0x8915, 0x891B  # Linux: the address of an interface, and its mask
 
@@ -32,7 +33,8 @@ def own_address_to(address: str) -> str:
 
 
 def addresses() -> dict[str, str]:
-    """The IPv4 address of each interface with the length of its network, as {"eth0": "10.0.0.1/24"}; none where this is no Linux."""
+    """The IPv4 address of each interface with the length of its network, as {"eth0": "10.0.0.1/24"}; none where this is
+    no Linux."""
     found = {}
     with suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         import fcntl
@@ -40,7 +42,9 @@ def addresses() -> dict[str, str]:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has no address
                 query = name.encode().ljust(256, b"\0")
-                address, mask = (socket.inet_ntoa(fcntl.ioctl(asked, code, query)[20:24]) for code in (SIOCGIFADDR, SIOCGIFNETMASK))
+                address, mask = (
+                    socket.inet_ntoa(fcntl.ioctl(asked, code, query)[20:24]) for code in (SIOCGIFADDR, SIOCGIFNETMASK)
+                )
                 found[name] = f"{address}/{ipaddress.ip_network(f'0.0.0.0/{mask}').prefixlen}"
     return found
 
@@ -56,7 +60,7 @@ def interface_of(address: str) -> str:
 
 
 def check_interfaces(env: dict[str, str]) -> None:
-    """Raises Refused when a variable names an interface that this machine does not have."""
+    """Raises UserError when a variable names an interface that this machine does not have."""
     there = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         given = env.get(variable, "")
@@ -66,11 +70,14 @@ def check_interfaces(env: dict[str, str]) -> None:
         for name in given.removeprefix("=").split(","):
             if not any(each == name or (not is_exact and each.startswith(name)) for each in there):
                 said = f"{socket.gethostname()} has no interface {name} (it has {', '.join(there)})"
-                raise Refused(f"{variable}={given}: {said}; name one of them, or leave it out: the route to node 0 decides")
+                raise UserError(
+                    f"{variable}={given}: {said}; name one of them, or leave it out: the route to node 0 decides"
+                )
 
 
 def owner_of(port: int) -> str:
-    """The process of this machine that listens on a port, as "process 12 (python train.py)"; empty where it cannot be seen."""
+    """The process of this machine that listens on a port, as "process 12 (python train.py)"; empty where it cannot be
+    seen."""
     sockets = set()
     for table in ("tcp", "tcp6"):
         with suppress(OSError):

@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import Refused
+from config import UserError
 
 COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
 NOT_SETTINGS = ("run_dir", "checkpoint_dir", "resume_from", "overwrite", "init_method")
@@ -39,12 +39,20 @@ class RunInfo:
     def read(cls, folder: Path) -> RunInfo:
         config, status, summary = (read_json(folder / f"{name}.json") for name in ("config", "status", "summary"))
         path = folder / "metrics.jsonl"
-        records = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
-        size = sum(file.stat().st_size for file in {f.stat().st_ino: f for f in folder.rglob("*") if f.is_file()}.values())
+        records = (
+            [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+        )
+        size = sum(
+            file.stat().st_size for file in {f.stat().st_ino: f for f in folder.rglob("*") if f.is_file()}.values()
+        )
         return cls(folder, config, status, summary, records, size)
 
     def curve(self, kind: str, name: str) -> list[tuple[int, float]]:
-        return [(r["step"], r[name]) for r in self.records if r["kind"] == kind and r.get("weights") != "ema" and r.get(name) is not None]
+        return [
+            (r["step"], r[name])
+            for r in self.records
+            if r["kind"] == kind and r.get("weights") != "ema" and r.get(name) is not None
+        ]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -56,7 +64,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def find_runs(folders: list[Path]) -> list[RunInfo]:
     """A folder that has a status.json is a run; others are searched for some."""
-    found = [path.parent for folder in folders for path in sorted([*folder.glob("status.json"), *folder.glob("**/status.json")])]
+    found = [
+        path.parent
+        for folder in folders
+        for path in sorted([*folder.glob("status.json"), *folder.glob("**/status.json")])
+    ]
     return [RunInfo.read(folder) for folder in dict.fromkeys(found)]
 
 
@@ -66,23 +78,34 @@ def table(runs: list[RunInfo]) -> str:
     differing = [name for name in names if len({json.dumps(run.config.get(name)) for run in runs if run.config}) > 1]
     rows = [["run", "state", "epoch", "step", "best", "final top1", "minutes", "MB", *differing]]
     for run in runs:
-        best = f"{run.summary['best_metric']} {run.summary['best_value']:.4f}" if run.summary.get("best_value") is not None else "-"
+        best = (
+            f"{run.summary['best_metric']} {run.summary['best_value']:.4f}"
+            if run.summary.get("best_value") is not None
+            else "-"
+        )
         top1 = run.summary.get("final_top1")
         wall = run.summary.get("wall_s")
         known = [run.status.get("state"), run.status.get("epoch"), run.status.get("step"), best]
-        known += [f"{top1:.4f}" if top1 is not None else "-", f"{wall / 60:.1f}" if wall else "-", f"{run.size / 1e6:.0f}"]
+        known += [
+            f"{top1:.4f}" if top1 is not None else "-",
+            f"{wall / 60:.1f}" if wall else "-",
+            f"{run.size / 1e6:.0f}",
+        ]
         rows.append([str(run.folder), *map(str, known), *(str(run.config.get(name, "-")) for name in differing)])
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def plot(runs: list[RunInfo], metric: str) -> str:
-    """An SVG of the evaluation curves of all runs (solid, with dots) over their training curves (dashed), by optimizer step."""
+    """An SVG of the evaluation curves of all runs (solid, with dots) over their training curves (dashed), by optimizer
+    step."""
     solid = [run.curve("eval", metric) for run in runs]
     dashed = [run.curve("train", PARTNERS.get(metric, metric)) for run in runs]
     points = [point for curve in solid + dashed for point in curve]
     if not points:
-        raise Refused(f"metric={metric}: no run has records of it; give one that eval records have")
+        raise UserError(f"metric={metric}: no run has records of it; give one that eval records have")
     left, top, right, bottom = 62, 26 + 18 * len(runs), 20, 46
     width, height = 760, 380 + top
     low, high = min(y for _, y in points), max(y for _, y in points)
@@ -95,7 +118,10 @@ def plot(runs: list[RunInfo], metric: str) -> str:
         return across, top + (height - top - bottom) * (1 - (y - low) / max(1e-12, high - low))
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif"'
+            ' font-size="12">'
+        ),
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for value in (low + (high - low) * k / 5 for k in range(6)):
@@ -105,23 +131,35 @@ def plot(runs: list[RunInfo], metric: str) -> str:
     for step in range(0, last + 1, round_step(last)):
         x, _ = place(step, low)
         parts.append(f'<text x="{x:.1f}" y="{height - bottom + 18}" text-anchor="middle" fill="#333">{step:,}</text>')
-    parts.append(f'<text x="{(width + left) / 2}" y="{height - 8}" text-anchor="middle" fill="#333">optimizer step</text>')
+    parts.append(
+        f'<text x="{(width + left) / 2}" y="{height - 8}" text-anchor="middle" fill="#333">optimizer step</text>'
+    )
     for k, run in enumerate(runs):
-        color, above = COLORS[k % len(COLORS)], len(runs) - 1 - k  # how many are drawn over this one: it shows under them
+        # how many are drawn over this one: it shows under them
+        color, above = (
+            COLORS[k % len(COLORS)],
+            len(runs) - 1 - k,
+        )
         wide = f'stroke-width="{2 + 5 * above}" opacity="{0.35 if above else 1}"'
         for curve, style in ((dashed[k], f'stroke-dasharray="4 3" {wide}'), (solid[k], wide)):
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in curve))
             parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" {style}/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in (place(*point) for point in solid[k])]
+        parts += [
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>'
+            for x, y in (place(*point) for point in solid[k])
+        ]
         for event in (record for record in run.records if record.get("event") == "resumed"):
             x, y = place(event["step"], low)
-            parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{y:.1f}" stroke="{color}" stroke-dasharray="1 3"/>')
+            parts.append(
+                f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{y:.1f}" stroke="{color}" stroke-dasharray="1 3"/>'
+            )
             parts.append(f'<text x="{x:.1f}" y="{top - 4}" text-anchor="middle" fill="{color}">resumed</text>')
         y = 20 + 18 * k
         parts.append(f'<line x1="{left}" x2="{left + 24}" y1="{y}" y2="{y}" stroke="{color}" stroke-width="2"/>')
         name = escape(str(run.folder))
         parts.append(
-            f'<text x="{left + 30}" y="{y + 4}" fill="#333">{name}: {metric} (dashed: {PARTNERS.get(metric, metric)} in training)</text>'
+            f'<text x="{left + 30}" y="{y + 4}" fill="#333">{name}: {metric} (dashed: {PARTNERS.get(metric, metric)} in'
+            " training)</text>"
         )
     return "\n".join([*parts, "</svg>"]) + "\n"
 
@@ -133,32 +171,36 @@ def round_step(last: int) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("folders", nargs="*", type=Path, default=[Path("runs")])
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="write the curves into this file")
     parser.add_argument("--metric", default="top1", help="of the curves: top1, loss, ... [top1]")
     options = parser.parse_args()
     try:
         show(options.folders, options.plot, options.metric)
-    except Refused as refused:
+    except UserError as refused:
         print(refused, file=sys.stderr)
         return 2
     return 0
 
 
 def show(folders: list[Path], picture: Path | None, metric: str) -> None:
-    """Raises Refused where there is nothing to show, or no place for the picture."""
+    """Raises UserError where there is nothing to show, or no place for the picture."""
     runs = find_runs(folders)
     if not runs:
-        raise Refused(f"{' '.join(map(str, folders))}: no run is there (a folder with a status.json); give the folder of one")
+        raise UserError(
+            f"{' '.join(map(str, folders))}: no run is there (a folder with a status.json); give the folder of one"
+        )
     print(table(runs))
     if picture:
         if picture.suffix != ".svg":
-            raise Refused(f"plot={picture}: the picture is an SVG; give a name that ends in .svg")
+            raise UserError(f"plot={picture}: the picture is an SVG; give a name that ends in .svg")
         try:
             picture.write_text(plot(runs, metric))
         except OSError as error:
-            raise Refused(f"plot={picture}: cannot be written ({error.strerror}); give another file") from None
+            raise UserError(f"plot={picture}: cannot be written ({error.strerror}); give another file") from None
         print(f"wrote {picture}")
 
 

@@ -3,7 +3,8 @@
 python scripts/torment.py --ranks 4 --faults 3 --every 10 -- --run_dir runs/a --epochs 4
 python scripts/torment.py --ranks 2 --minutes 15 --every 60 --kinds all -- --run_dir runs/soak --epochs 1000
 
-Each launch is `torchrun --standalone ... train.py --resume_from auto`. The faults, their victims and their moments are drawn from
+Each launch is `torchrun --standalone ... train.py --resume_from auto`. The faults, their victims and their moments are
+drawn from
 --seed. It exits 0 when the run is completed (with --minutes: when the time is over and it is still sound).
 """
 
@@ -24,10 +25,18 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from config import TrainingConfig
-from utils.watchdog import read_place
+from utils.run.watchdog import read_place
 
 KILLS = ("kill a rank",)
-ALL = ("kill a rank", "kill rank 0", "kill torchrun", "terminate torchrun", "kill the writer", "stop a rank", "kill a loader worker")
+ALL = (
+    "kill a rank",
+    "kill rank 0",
+    "kill torchrun",
+    "terminate torchrun",
+    "kill the writer",
+    "stop a rank",
+    "kill a loader worker",
+)
 SECONDS_TO_START = 300.0
 SECONDS_TO_END = 900.0
 
@@ -87,7 +96,9 @@ def torment(options: argparse.Namespace, flags: list[str]) -> int:
     while True:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
         before = [place and place.pid for place in places(folder, options.ranks)]
-        launch = subprocess.Popen([*command, str(ROOT / "train.py"), *flags, "--resume_from", "auto"], stdout=log, stderr=log)
+        launch = subprocess.Popen(
+            [*command, str(ROOT / "train.py"), *flags, "--resume_from", "auto"], stdout=log, stderr=log
+        )
         ends = time.monotonic() + SECONDS_TO_START
         while launch.poll() is None and time.monotonic() < ends:  # until all ranks train
             now = places(folder, options.ranks)
@@ -111,7 +122,9 @@ def torment(options: argparse.Namespace, flags: list[str]) -> int:
             launch.kill()
             print(f"the launch did not end within {SECONDS_TO_END:.0f} s; see {folder}/logs", file=sys.stderr)
             return 1
-        state = json.loads((folder / "status.json").read_text())["state"] if (folder / "status.json").exists() else "gone"
+        state = (
+            json.loads((folder / "status.json").read_text())["state"] if (folder / "status.json").exists() else "gone"
+        )
         print(f"{time.monotonic() - began:6.0f} s  the launch ended: {state}", flush=True)
         if state == "completed" or is_over(options, began):
             break
@@ -125,7 +138,8 @@ def is_over(options: argparse.Namespace, began: float) -> bool:
 
 
 def is_next(launch: subprocess.Popen, options: argparse.Namespace, folder: Path, share: float) -> bool:
-    """Wait for the moment of the next fault: seconds of training or, where these are asked for, steps. Whether the launch ended meanwhile."""
+    """Wait for the moment of the next fault: seconds of training or, where these are asked for, steps. Whether the
+    launch ended meanwhile."""
     if not options.every_steps:
         return wait_for(launch, options.every * share)
     step = first = max(place.step for place in places(folder, options.ranks) if place)
@@ -146,19 +160,24 @@ def report(folder: Path, struck: int) -> int:
     summary = json.loads((folder / "summary.json").read_text())
     accounts = ", ".join(f"{name.removesuffix('_s')} {seconds:.0f} s" for name, seconds in summary["ledger"].items())
     print(
-        f"{struck} fault(s), {summary['restarts']} restart(s), state {summary['state']}, {summary['steps']} steps, goodput {summary['goodput']:.1%}"
+        f"{struck} fault(s), {summary['restarts']} restart(s), state {summary['state']}, {summary['steps']} steps,"
+        f" goodput {summary['goodput']:.1%}"
     )
     print(f"time: {summary['wall_s']:.0f} s ({accounts})")
     return 0 if summary["state"] in ("completed", "preempted") else 1
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--faults", type=int, default=0, help="how many (0: until the time is over)")
     parser.add_argument("--minutes", type=float, default=0.0, help="for how long (0: until the run is completed)")
     parser.add_argument("--every", type=float, default=60.0, help="seconds of training between two faults, about")
-    parser.add_argument("--every-steps", type=int, default=0, help="optimizer steps between two faults, about, in place of seconds")
+    parser.add_argument(
+        "--every-steps", type=int, default=0, help="optimizer steps between two faults, about, in place of seconds"
+    )
     parser.add_argument("--kinds", choices=("kills", "all"), default="kills", help="kills: of a rank alone")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, help="where the launches print (default: here)")

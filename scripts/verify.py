@@ -2,9 +2,12 @@
 
 torchrun --standalone --nproc-per-node=4 scripts/verify.py [flags of train.py]
 
-A line for each invariant, with its figure or with what breaks it. Exit code 0 where all hold, else 1 (2 without torchrun, for flags that
-cannot be used). It trains for a few steps on a few samples, in a folder beside run_dir that it deletes, and writes verified.json beside
-train.py: the start of a run then says "verified with this code", or which files changed since. With two ranks a sum has one order only:
+A line for each invariant, with its figure or with what breaks it. Exit code 0 where all hold, else 1 (2 without
+torchrun, for flags that
+cannot be used). It trains for a few steps on a few samples, in a folder beside run_dir that it deletes, and writes
+verified.json beside
+train.py: the start of a run then says "verified with this code", or which files changed since. With two ranks a sum has
+one order only:
 take four. It takes the flags of train.py; resume_from, overwrite, eval_only, compile and sync_bn do not count.
 """
 
@@ -16,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 
-from config import Refused, TrainingConfig
+from config import TrainingConfig, UserError
 
 if __name__ == "__main__":
     if {"-h", "--help"} & set(sys.argv):
@@ -34,10 +37,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import train
 from ddp_utils import cleanup_distributed, setup_distributed
-from utils import provenance
-from utils.atomic_file import replace_json
-from utils.ending import is_of_a_peer, leave_after
-from utils.together import by_rank_0, exchange
+from utils.distributed.collectives import all_gather_json, is_of_a_peer, on_rank_0
+from utils.files import replace_json
+from utils.run import provenance
+from utils.run.failures import leave_after
 from verification import of_data, of_model, of_runs
 from verification.fork import Broken, Fork, in_one_line, named
 
@@ -74,15 +77,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prepare(config: TrainingConfig) -> Fork:
-    """The data of the flags, in all ranks. Raises Refused."""
-    config = replace(
-        config, resume_from="", overwrite=False, eval_only=False, compile="off", sync_bn=False
-    )  # with sync_bn the ranks do show
+    """The data of the flags, in all ranks. Raises UserError."""
+    # with sync_bn the ranks do show
+    config = replace(config, resume_from="", overwrite=False, eval_only=False, compile="off", sync_bn=False)
     ctx = setup_distributed(config)
     train_set, held_out, config = train.load_data(config, ctx)
-    token = exchange(f"{time.time_ns():x}", ctx)[0]
-    fork = Fork(config, train_set, next(iter(held_out.values()), None), ctx, config.run_folder.parent / f".verify-{token}")
-    by_rank_0(lambda: fork.folder.mkdir(parents=True), ctx)
+    token = all_gather_json(f"{time.time_ns():x}", ctx)[0]
+    fork = Fork(
+        config, train_set, next(iter(held_out.values()), None), ctx, config.run_folder.parent / f".verify-{token}"
+    )
+    on_rank_0(lambda: fork.folder.mkdir(parents=True), ctx)
     return fork
 
 
@@ -96,7 +100,9 @@ class Report:
         ranks = fork.ctx.world_size
         self._say(f"verifying {fork.title} on {ranks} rank(s)")
         if ranks < 4:
-            self._say(f"  note: with {ranks} rank(s) not every order of sums can go wrong; --nproc-per-node=4 shows more")
+            self._say(
+                f"  note: with {ranks} rank(s) not every order of sums can go wrong; --nproc-per-node=4 shows more"
+            )
 
     @property
     def broken(self) -> list[str]:
@@ -111,13 +117,20 @@ class Report:
                 raise Broken(f"not checked, since {NEEDED} is broken; mend that first")
             self._note(name, True, check(self._fork), begin)
         except Broken as broken:
-            hint = f" (it may follow from what is broken above: {', '.join(self.broken)})" if self.broken and not is_idle else ""
+            hint = (
+                f" (it may follow from what is broken above: {', '.join(self.broken)})"
+                if self.broken and not is_idle
+                else ""
+            )
             self._note(name, False, f"{broken}{hint}", begin)
-        except Exception as error:  # on this rank maybe alone: the others wait for it in a collective, so all have to end
+        # on this rank maybe alone: the others wait for it in a collective, so all have to end
+        except Exception as error:
             if not self._fork.ctx.is_main or is_of_a_peer(error):
                 time.sleep(3)  # rank 0 says it where it has it too; who only lost a peer leaves the word to that one
             if not is_of_a_peer(error):
-                self._note(name, False, f"rank {self._fork.ctx.rank} met {in_one_line(error)}; mend that first", begin, True)
+                self._note(
+                    name, False, f"rank {self._fork.ctx.rank} met {in_one_line(error)}; mend that first", begin, True
+                )
                 self.finish(True)
             logging.disable(logging.NOTSET)
             self._fork.clean_up()
@@ -140,7 +153,11 @@ class Report:
         now, fork = provenance.code_digests(), self._fork
         if edited := [name for name in self._code if now.get(name) != self._code[name]]:
             self._note(
-                "code", False, f"{named(edited)}: edited meanwhile, so nothing is known of it; run this again", time.monotonic(), is_alone
+                "code",
+                False,
+                f"{named(edited)}: edited meanwhile, so nothing is known of it; run this again",
+                time.monotonic(),
+                is_alone,
             )
         is_passed = not self.broken and self._outcomes.keys() == CHECKS.keys()
         if fork.ctx.is_main or is_alone:
@@ -159,10 +176,15 @@ class Report:
             try:
                 replace_json(provenance.VERIFIED, found)
             except OSError as error:
-                raise Refused(f"{provenance.VERIFIED}: cannot be written ({error.strerror}); make its folder writable") from None
+                raise UserError(
+                    f"{provenance.VERIFIED}: cannot be written ({error.strerror}); make its folder writable"
+                ) from None
         held = [name for name in self._outcomes if name not in self.broken]
         which = f"; broken: {', '.join(self.broken)}" if self.broken else ""
-        self._say(f"{len(held)} of {len(CHECKS)} invariants hold{which}; wrote {os.path.relpath(provenance.VERIFIED)}", is_alone)
+        self._say(
+            f"{len(held)} of {len(CHECKS)} invariants hold{which}; wrote {os.path.relpath(provenance.VERIFIED)}",
+            is_alone,
+        )
         return is_passed
 
 

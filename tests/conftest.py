@@ -11,7 +11,12 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("tests", "tests/unit", "tests/distributed", "tests/faults", "tests/builtin")
 PATHS = [str(ROOT), str(ROOT / "scripts"), *(str(ROOT / folder) for folder in FOLDERS)]
 sys.path[:0] = PATHS
-os.environ |= {"PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # for processes started here
+# for processes started here
+os.environ |= {
+    "PYTHONPATH": os.pathsep.join(PATHS),
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED"):  # a shell's own
     os.environ.pop(name, None)
 
@@ -33,7 +38,9 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     def is_left_out(item):
         is_slow, is_alone = (item.get_closest_marker(name) is not None for name in ("slow", "alone"))
-        return (is_slow and not config.getoption("--all")) or {"only": not is_alone, "no": is_alone}.get(config.getoption("--alone"), False)
+        return (is_slow and not config.getoption("--all")) or {"only": not is_alone, "no": is_alone}.get(
+            config.getoption("--alone"), False
+        )
 
     deselected = [item for item in items if is_left_out(item)]
     if deselected:
@@ -43,7 +50,12 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_terminal_summary(terminalreporter):
     """The scoreboard of the faults that were injected."""
-    reports = [report for name in ("passed", "failed") for report in terminalreporter.getreports(name) if "test_fault[" in report.nodeid]
+    reports = [
+        report
+        for name in ("passed", "failed")
+        for report in terminalreporter.getreports(name)
+        if "test_fault[" in report.nodeid
+    ]
     rows = []
     for report in reports:
         kind = report.nodeid.split("[")[1].rstrip("]")
@@ -53,7 +65,9 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.section(f"faults: {sum(row[2] == 'held' for row in rows)} of {len(rows)} held")
         widths = [max(len(row[k]) for row in rows) for k in range(6)]
         for row in sorted(rows):
-            terminalreporter.write_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+            terminalreporter.write_line(
+                "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            )
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +75,9 @@ def no_trace():
     """A test that computes in float64, sets up the logger or leaves loader workers behind leaves no trace."""
     yield
     workers = [child for child in multiprocessing.active_children() if child.daemon]
-    if workers:  # a loader that is collected in a cycle, after an exception say, loses its queues first and waits 10 s for each of them
+    # a loader that is collected in a cycle, after an exception say, loses its queues first and waits 10 s for each of
+    # them
+    if workers:
         handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's would raise here
         for worker in workers:
             worker.kill()

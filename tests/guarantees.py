@@ -31,12 +31,23 @@ class Guarantee:
 
 
 def row(
-    key: str, section: str, subject: str, promise: str, tests: str = "", faults: str = "", slow: str = "", slow_faults: str = ""
+    key: str,
+    section: str,
+    subject: str,
+    promise: str,
+    tests: str = "",
+    faults: str = "",
+    slow: str = "",
+    slow_faults: str = "",
 ) -> Guarantee:
     """tests, slow: node ids below tests/, by white space. faults, slow_faults: kinds of the table of faults, by semicolons."""
     ids = [[f"tests/{test}" for test in some.split()] for some in (tests, slow)]
     for found, kinds in zip(ids, (faults, slow_faults), strict=True):
-        found += [f"tests/faults/test_faults.py::test_fault[{kind.strip().replace(' ', '-')}]" for kind in kinds.split(";") if kind]
+        found += [
+            f"tests/faults/test_faults.py::test_fault[{kind.strip().replace(' ', '-')}]"
+            for kind in kinds.split(";")
+            if kind
+        ]
     return Guarantee(key, section, subject, promise, *ids)
 
 
@@ -207,8 +218,7 @@ GUARANTEES = [
     row("divergence", "faults", "a rank's weights differ by a bit", "The rank is named before a checkpoint is committed.", tests="""
         unit/test_writer.py::test_the_digest_changes_with_any_bit_of_any_weight_and_names_the_rank_that_differs
         """, faults="bit of a weight flips"),
-    row("bad-sample", "faults", "a sample that cannot be read", "The run ends with path, class and rank, or `--corrupt_images replace` uses the next one.", tests="""
-        unit/test_data_faults.py::test_what_stands_for_a_corrupt_sample_is_the_same_on_any_ranks_and_workers_and_is_counted
+    row("bad-sample", "faults", "a sample that cannot be read", "The run ends with path, class and rank.", tests="""
         builtin/test_read_image.py::test_a_damaged_file_is_an_unreadable_sample_or_read_as_by_pil_and_never_another_exception
         builtin/test_refused_data.py::test_a_corrupt_image_ends_the_run_with_its_path_class_and_rank
         """, faults="corrupt sample"),
@@ -444,13 +454,16 @@ def tables() -> dict[str, str]:
         checked += [f"## {title}", "", "| what | promise | default tests | `--all` adds |", "|---|---|---|---|"]
         for each in GUARANTEES:
             if each.section == section:
-                tests, slow = ("<br>".join(f"`{test.removeprefix('tests/')}`" for test in some) for some in (each.tests, each.slow))
+                tests, slow = (
+                    "<br>".join(f"`{test.removeprefix('tests/')}`" for test in some) for some in (each.tests, each.slow)
+                )
                 checked.append(f"| {each.subject} | {each.promise} | {tests} | {slow} |")
         checked.append("")
     found["guarantees and their tests"] = "\n".join(checked).rstrip()
     faults = ["| group | fault | injection | what must happen | default |", "|---|---|---|---|---|"]
     faults += [
-        f"| {each.group} | {each.kind} | {each.injection} | {each.end} | {'yes' if each.is_default else ''} |" for each in fault_rows()
+        f"| {each.group} | {each.kind} | {each.injection} | {each.end} | {'yes' if each.is_default else ''} |"
+        for each in fault_rows()
     ]
     found["faults"] = "\n".join(faults)
     return found

@@ -1,4 +1,5 @@
-"""scripts/kubernetes as a cluster reads it: published schemas, the Job that Kubeflow Trainer makes, the pods that the kubelet starts."""
+"""scripts/kubernetes as a cluster reads it: published schemas, the Job that Kubeflow Trainer makes, the pods that the
+kubelet starts."""
 
 import copy
 import importlib
@@ -45,15 +46,22 @@ def validate(document):
 
 
 def job_of_the_trainer(runtime, train_job):
-    """The Job that Kubeflow Trainer 2.3 and JobSet make of a runtime and a TrainJob (its plugins torch.go and jobset.go, read for this)."""
+    """The Job that Kubeflow Trainer 2.3 and JobSet make of a runtime and a TrainJob (its plugins torch.go and
+    jobset.go, read for this)."""
     name, wishes = train_job["metadata"]["name"], train_job["spec"]["trainer"]
     replicated = copy.deepcopy(runtime["spec"]["template"]["spec"]["replicatedJobs"][0])
     spec = replicated["template"]["spec"] | {"completions": wishes["numNodes"], "parallelism": wishes["numNodes"]}
     container = spec["template"]["spec"]["containers"][0]
     assert replicated["name"] == container["name"] == "node"  # by these names they are found
     container |= {"image": wishes["image"], "args": wishes["args"], "resources": wishes["resourcesPerNode"]}
-    values = {"NNODES": wishes["numNodes"], "NPROC_PER_NODE": wishes["numProcPerNode"], "MASTER_ADDR": f"{name}-node-0-0.{name}"}
-    container["env"] += [{"name": f"PET_{key}", "value": str(value)} for key, value in (values | {"MASTER_PORT": 29500}).items()]
+    values = {
+        "NNODES": wishes["numNodes"],
+        "NPROC_PER_NODE": wishes["numProcPerNode"],
+        "MASTER_ADDR": f"{name}-node-0-0.{name}",
+    }
+    container["env"] += [
+        {"name": f"PET_{key}", "value": str(value)} for key, value in (values | {"MASTER_PORT": 29500}).items()
+    ]
     container["env"].append({"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}})
     spec["template"]["spec"]["subdomain"] = name
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": f"{name}-node-0"}, "spec": spec}
@@ -71,7 +79,9 @@ def started(job, index):
     fields = {INDEX: str(index), "metadata.labels['batch.kubernetes.io/controller-uid']": "5fcf6d81"}
     env = {}
     for each in container["env"]:  # in this order: what comes later cannot be filled in
-        env[each["name"]] = filled(each["value"], env) if "value" in each else fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
+        env[each["name"]] = (
+            filled(each["value"], env) if "value" in each else fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
+        )
     return [filled(word, env) for word in container["command"] + container["args"]], env
 
 

@@ -42,41 +42,41 @@ class Mutation:
 # fmt: off
 MUTATIONS = [
     Mutation('train_one_epoch', 'with nullcontext() if is_last_micro_batch else model.no_sync():', 'with model.no_sync() if is_last_micro_batch else nullcontext():', 'gradient'),
-    Mutation('train_one_epoch', 'share = ctx.world_size / (window.weight or math.nan)  # of a loss: DDP averages over ranks, and gives the mean over the window', 'share = 1 / (window.weight or math.nan)', 'gradient'),
-    Mutation('train_one_epoch', 'share = ctx.world_size / (window.weight or math.nan)  # of a loss: DDP averages over ranks, and gives the mean over the window', 'share = ctx.world_size / loader.sampler.global_batch_size', 'gradient'),
-    Mutation('train_one_epoch', 'state.backward(loss_sum, share if is_counted else 0.0)', 'state.backward(loss_sum, share)', 'gradient'),
-    Mutation('WindowSampler.windows', 'mine = range(self.rank, math.ceil((end - first) / size), self.num_replicas)', 'mine = range(self.rank, max(1, (end - first) // size), self.num_replicas)', 'order'),
+    Mutation('train_one_epoch', 'share = ctx.world_size / (global_batch.weight or math.nan)', 'share = 1 / (global_batch.weight or math.nan)', 'gradient'),
+    Mutation('train_one_epoch', 'share = ctx.world_size / (global_batch.weight or math.nan)', 'share = ctx.world_size / loader.sampler.global_batch_size', 'gradient'),
+    Mutation('train_one_epoch', 'state.backward(loss_sum, 0.0 if is_padding else share)', 'state.backward(loss_sum, share)', 'gradient'),
+    Mutation('GlobalBatchSampler.global_batches', 'mine = range(self.rank, math.ceil((end - first) / size), self.num_replicas)', 'mine = range(self.rank, max(1, (end - first) // size), self.num_replicas)', 'order'),
     Mutation('TrainState.update_if_finite', 'torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip, norm)', 'torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip, 2 * norm)', 'weights'),
     Mutation('lr_factor', 'return (step + 1) / warmup_steps', 'return step / warmup_steps', 'weights'),
     Mutation('WeightAverage.update', 'self._is_first.mul_(1 - taken)', 'self._is_first.zero_()', 'not-finite'),
     Mutation('train_one_epoch', 'seed_device(ctx.device, "step", config.seed, progress.step, micro_batch.number)', 'seed_device(ctx.device, "step", config.seed, progress.step, ctx.rank)', 'dropout'),
-    Mutation('WindowLoader.windows', 'self.sampler.set_epoch(epoch, start)', 'self.sampler.set_epoch(0, start)', 'order'),
-    Mutation('WindowSampler.order', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, 0))', 'order'),
+    Mutation('GlobalBatchLoader.global_batches', 'self.sampler.set_epoch(epoch, start)', 'self.sampler.set_epoch(0, start)', 'order'),
+    Mutation('GlobalBatchSampler.order', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, 0))', 'order'),
     Mutation('sample_draws', 'x = (indices.unsqueeze(1) * count + number) * _signed(0x9E3779B97F4A7C15) + derive_seed("sample", seed, epoch)', 'x = (torch.arange(len(indices), device=indices.device).unsqueeze(1) * count + number) * _signed(0x9E3779B97F4A7C15) + derive_seed("sample", seed, epoch)', 'samples'),
-    Mutation('WindowLoader._to_device', 'batch = self._transform(batch, self._seed, micro_batch.epoch, indices_on(micro_batch.indices, self.device))', 'batch = self._transform(batch, self._seed, 0, indices_on(micro_batch.indices, self.device))', 'samples'),
+    Mutation('GlobalBatchLoader._to_device', 'batch = self._transform(batch, self._seed, micro_batch.epoch, indices_on(micro_batch.indices, self.device))', 'batch = self._transform(batch, self._seed, 0, indices_on(micro_batch.indices, self.device))', 'samples'),
     Mutation('RunningStats.add', 'self._sum.add_(self._latest, alpha=samples)', 'self._sum.add_(self._latest)', 'batchnorm'),
     Mutation('RunningStats.start_reduce', 'self._work = dist.all_reduce(self._sum, async_op=True)', 'self._work = None', 'batchnorm'),
     Mutation('RunningStats.commit', 'torch.where(is_finite, moved, self._proper, out=self._proper)', 'self._proper.copy_(moved)', 'not-finite'),
     Mutation('train_twice', 'state.running_stats.discard()', 'pass', 'weights'),
-    Mutation('evaluate', 'if micro_batch.is_counted:', 'if True:', 'evaluation-counts'),
+    Mutation('evaluate', 'if not micro_batch.is_padding:', 'if True:', 'evaluation-counts'),
     Mutation('evaluate', 'if count != len(loader.dataset):', 'if False:', 'evaluation-counts'),
     Mutation('train_twice', 'for _ in range(2):', 'for _ in range(0):', 'resume'),
     Mutation('TrainState._load', 'self._load_intervals(progress.pop("intervals"), rank, world_size)', 'progress.pop("intervals")', 'resume'),
     Mutation('TrainState._load', 'if self.scaler.is_enabled() and payload["scaler"]:', 'if False:', 'resume'),
     Mutation('TrainState._load', 'self.average.model.load_state_dict(payload["ema"] or payload["model"])', 'self.average.model.load_state_dict(payload["model"])', 'resume'),
     Mutation('TrainState._load_optimizer', 'self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})', 'self.optimizer.load_state_dict({"state": {}, "param_groups": self.optimizer.state_dict()["param_groups"]})', 'resume'),
-    Mutation('resume_run', 'by_rank_0(lambda: run.rewind(progress.step, progress.evaluated_step == progress.step), ctx)', 'pass', 'records-once'),
+    Mutation('resume_run', 'on_rank_0(lambda: run.rewind(progress.step, progress.evaluated_step == progress.step), ctx)', 'pass', 'records-once'),
     Mutation('compare', '(wrong if field.metadata["resume"] == "must" else said).append(line)', 'said.append(line)', 'must-match'),
     Mutation('TrainState.backward', 'seed = torch.add(torch.full_like(loss, share), loss.detach(), alpha=0)  # 0 times what is not finite is NaN', 'seed = torch.full_like(loss, share)', 'not-finite'),
     Mutation('TrainState.update_if_finite', 'is_finite = norm < math.inf  # NaN is not', 'is_finite = norm <= math.inf', 'not-finite'),
     Mutation('TrainState.update_if_finite', 'self.average.update(self._one - skipped)', 'self.average.update(self._one)', 'not-finite'),
     Mutation('create_optimizer', 'fill_momenta(optimizer)', 'pass', 'not-finite'),
-    Mutation('Agreement.drain', 'heard = self._read()', 'heard = Word()', 'stop'),
-    Mutation('train_one_epoch', 'word = Word(*map(max, word, agreement.drain()))  # no older word may be heard after a save', 'pass', 'stop'),
+    Mutation('Consensus.flush', 'heard = self._read()', 'heard = Decision()', 'stop'),
+    Mutation('train_one_epoch', 'word = Decision(*map(max, word, consensus.flush()))  # no older word may be heard after a save', 'pass', 'stop'),
     Mutation('ignore_in_worker', 'signal.signal(number, signal.SIG_IGN)', 'signal.signal(number, signal.SIG_DFL)', 'stop'),
     Mutation('StopSignals._note', 'self.received = self.received or signal.Signals(number).name', 'pass', 'stop'),
     Mutation('cleanup_distributed', 'dist.barrier()', 'pass', 'clean-exit'),
-    Mutation('together', 'problems = exchange(problem, ctx)', 'problems = [problem]', 'one-sentence'),
+    Mutation('on_all_ranks', 'problems = all_gather_json(problem, ctx)', 'problems = [problem]', 'one-sentence'),
     Mutation('replace_file', 'os.fsync(file.fileno())', 'pass', 'whole-file'),
     Mutation('replace_file', '_flush_folder(path.parent)', 'pass', 'whole-file'),
     Mutation('replace_file', 'temporary = temporary_of(path, os.getpid())', 'temporary = path', 'whole-file'),
@@ -85,7 +85,7 @@ MUTATIONS = [
     Mutation('newest_whole', 'if skipped:', 'if False:', 'all-damaged'),
     Mutation('load_archive', 'payload = torch.load(path, map_location="cpu", weights_only=True)', 'payload = torch.load(path, map_location="cpu", weights_only=False)', 'untrusted'),
     Mutation('prune', 'for path in step_checkpoints(folder)[:-keep_last]:', 'for path in step_checkpoints(folder)[:-1]:', 'keep-last'),
-    Mutation('Saver.settle', 'odd = diverged(exchange(digest, self._ctx))', 'odd = []', 'divergence'),
+    Mutation('Saver.settle', 'odd = diverged(all_gather_json(digest, self._ctx))', 'odd = []', 'divergence'),
     Mutation('_be_the_writer', 'signal.signal(number, signal.SIG_IGN)', 'pass', 'writer'),
     Mutation('Saver._heard', 'wait = wait if outcome.seconds else 0.0  # 0: the process was killed', 'return', 'disk'),
     Mutation('setup_distributed', 'die_with_parent()', 'pass', 'launcher-killed'),
@@ -93,7 +93,7 @@ MUTATIONS = [
     Mutation('setup_distributed', 'check_alike(config, ctx)', 'pass', 'alike'),
     Mutation('leave_after', 'end_now(2 if is_refused else 1)', 'end_now(1)', 'exit-codes'),
     Mutation('main', 'return PREEMPTED if outcome.get("state") == "preempted" and not read_launch().is_under_torchrun else 0', 'return 0', 'exit-codes'),
-    Mutation('train_one_epoch', 'reporter.step_done(window.samples, progress.step)', 'reporter.step_done(window.samples, progress.step + 0 * int(loss_sum.item()))', 'no-reads'),
+    Mutation('train_one_epoch', 'reporter.step_done(global_batch.samples, progress.step)', 'reporter.step_done(global_batch.samples, progress.step + 0 * int(loss_sum.item()))', 'no-reads'),
     Mutation('wrap_ddp', 'gradient_as_bucket_view=True,', 'gradient_as_bucket_view=False,', 'buckets'),
     Mutation('wrap_ddp', '**no_buffers,', '', 'collectives'),
     Mutation('setup_distributed', 'fast_bf16=all(each["bf16"] for each in cards),', 'fast_bf16=any(each["bf16"] for each in cards),', 'precision'),
@@ -102,13 +102,13 @@ MUTATIONS = [
     Mutation('_write', 'raise _Dropped', 'pass', 'divergence'),
     Mutation('_write', 'if HAS_PROCESS and (number := read_claim_number(job.claim_file)) != job.claim:', 'if HAS_PROCESS and (number := read_claim_number(job.claim_file)) > job.claim + 1:', 'one-owner'),
     Mutation('Claim.__init__', 'fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)', 'pass', 'one-owner'),
-    Mutation('WindowSampler.windows', 'weight = float(end - first) if self.weights is None else self.weights[order[first:end]].sum().item()', 'weight = float(self.global_batch_size) if self.weights is None else self.weights[order[first:end]].sum().item()', 'gradient'),
+    Mutation('GlobalBatchSampler.global_batches', 'weight = float(end - first) if self.weights is None else self.weights[order[first:end]].sum().item()', 'weight = float(self.global_batch_size) if self.weights is None else self.weights[order[first:end]].sum().item()', 'gradient'),
     Mutation('TrainState.update_if_finite', 'self.optimizer.grad_scale, self.optimizer.found_inf = None, skipped  # exactly 0 or 1', 'self.optimizer.grad_scale, self.optimizer.found_inf = None, self._zero', 'not-finite'),
     Mutation('compare', 'if provenance["fingerprint"] != fingerprint:', 'if False:', 'must-match'),
     Mutation('end_workers', 'child.kill()', 'pass', 'clean-exit'),
     Mutation('compute_loss', 'return loss, {"accuracy": (count_correct(logits, labels), len(labels))}', 'return loss / len(labels), {"accuracy": (count_correct(logits, labels), len(labels))}', 'shipped-loss'),
     Mutation('TrainState._load_intervals', 'self.interval.load_state(intervals[rank])', 'self.interval.load_state(intervals[0])', 'resume'),
-    Mutation('train_one_epoch', 'for window in loader.windows(progress.epoch, progress.samples_in_epoch):', 'for window in loader.windows(progress.epoch, 0):', 'kills'),
+    Mutation('train_one_epoch', 'for global_batch in loader.global_batches(progress.epoch, progress.samples_in_epoch):', 'for global_batch in loader.global_batches(progress.epoch, 0):', 'kills'),
     Mutation('train_one_epoch', 'if word.save or word.stop or is_every(config.save_every_steps, progress.step - 1):', 'if word.save or is_every(config.save_every_steps, progress.step - 1):', 'stop'),
     Mutation('judge', 'if status.get("state") == "preempted":', 'if status.get("state") == "stopped":', 'exit-codes'),
     Mutation('read_nodes', 'if rank >= most:', 'if rank > most:', 'misconfigured'),
@@ -116,7 +116,7 @@ MUTATIONS = [
     Mutation('main', 'return 0 if is_passed else 1', 'return 0', 'verify'),
     Mutation('export', 'saved = {"model": payload["ema" if use_average else "model"]}', 'saved = {"model": payload["model"]}', 'export'),
     Mutation('cause_of', 'return known or (run.lost_ranks() if is_of_a_peer(error) else None) or error', 'return known or error', 'rank-killed'),
-    Mutation('WindowLoader._to_device', 'if isinstance(batch, UnreadableSample):', 'if False:', 'bad-sample'),
+    Mutation('GlobalBatchLoader._stage', 'if isinstance(item[1], UserError):', 'if False:', 'bad-sample'),
 ]
 # fmt: on
 
@@ -131,7 +131,9 @@ def find(mutation: Mutation, root: Path = ROOT) -> tuple[Path, int]:
         lines = text.splitlines()
         for name, node in definitions(ast.parse(text)):
             if name == mutation.where:
-                places |= {(path, k) for k in range(node.lineno - 1, node.end_lineno) if lines[k].strip() == mutation.line}
+                places |= {
+                    (path, k) for k in range(node.lineno - 1, node.end_lineno) if lines[k].strip() == mutation.line
+                }
     if len(places) != 1:
         raise LookupError(f"{mutation.where}: {mutation.line!r} stands in {len(places)} places; it has to be one")
     return places.pop()
@@ -197,14 +199,22 @@ def main() -> int:
     parser.add_argument("text", nargs="*", help="only faults that have one of these in them")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="faults tried at once")
     options = parser.parse_args()
-    chosen = [each for each in MUTATIONS if not options.text or any(text in each.title + each.breaks for text in options.text)]
+    chosen = [
+        each for each in MUTATIONS if not options.text or any(text in each.title + each.breaks for text in options.text)
+    ]
     survived = []
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder, ThreadPoolExecutor(options.jobs) as threads:
         origin = copy_with_git(Path(folder, "origin"))
-        tests = sorted({test for row in GUARANTEES for test in row.tests if row.key in {each.breaks for each in chosen}})
-        print(f"without a fault: {len(tests)} tests of {len({each.breaks for each in chosen})} guarantees ...", flush=True)
+        tests = sorted(
+            {test for row in GUARANTEES for test in row.tests if row.key in {each.breaks for each in chosen}}
+        )
+        print(
+            f"without a fault: {len(tests)} tests of {len({each.breaks for each in chosen})} guarantees ...", flush=True
+        )
         has_xdist = importlib.util.find_spec("xdist") is not None
-        code, said = run_tests(origin, tests, *(["-n", str(options.jobs + 1), "--dist", "loadfile"] if has_xdist else []))
+        code, said = run_tests(
+            origin, tests, *(["-n", str(options.jobs + 1), "--dist", "loadfile"] if has_xdist else [])
+        )
         if code:
             print(f"the tests fail without a fault; fix them first\n{said[-3000:]}")
             return 1

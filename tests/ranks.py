@@ -1,4 +1,5 @@
-"""Real processes for tests: ranks forked from a warm server, and whole launches; each with a deadline, none left behind."""
+"""Real processes for tests: ranks forked from a warm server, and whole launches; each with a deadline, none left
+behind."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ MARK = "DDP_TEST_PROGRAM"
 SECONDS_TO_GO = 3.0  # for what a program leaves behind to end by itself
 
 
-# Ranks are forked from a server that has imported everything and has no threads: a fork of pytest's own process, in which a thread
+# Ranks are forked from a server that has imported everything and has no threads: a fork of pytest's own process, in
+# which a thread
 # may hold a lock of libc at that moment, hangs now and then.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["warm"])
@@ -49,23 +51,31 @@ for line in sys.stdin:
 @functools.cache
 def _store_server() -> subprocess.Popen:
     server = subprocess.Popen([sys.executable, "-c", STORES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    atexit.register(server.kill)  # closing its input would not do: a DataLoader worker forked from this process holds a copy of the pipe
+    # closing its input would not do: a DataLoader worker forked from this process holds a copy of the pipe
+    atexit.register(server.kill)
     return server
 
 
 def new_store() -> str:
-    """The port of a new store in a process that lives as long as pytest: as torchrun's agent has one, so that no port is guessed."""
+    """The port of a new store in a process that lives as long as pytest: as torchrun's agent has one, so that no port
+    is guessed."""
     server = _store_server()
     print(file=server.stdin, flush=True)
     return server.stdout.readline().strip()
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Any]:
-    """Run function(*args) in processes that find torchrun's variables in their environment; what each returned, by rank.
+    """Run function(*args) in processes that find torchrun's variables in their environment; what each returned, by
+    rank.
 
     Raises AssertionError, with what the ranks printed, when one fails or the deadline passes.
     """
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": new_store(), "TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(world_size)}
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": new_store(),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(world_size),
+    }
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, str(rank)) for rank in range(world_size)]
         ranks = []
@@ -75,10 +85,18 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadlin
             ranks[-1].start()
         ends = time.monotonic() + deadline
         try:
-            while any(rank.is_alive() for rank in ranks) and time.monotonic() < ends and not any(rank.exitcode for rank in ranks):
+            while (
+                any(rank.is_alive() for rank in ranks)
+                and time.monotonic() < ends
+                and not any(rank.exitcode for rank in ranks)
+            ):
                 time.sleep(0.01)
             ends = time.monotonic() + 1  # let the others say what they saw
-            while any(rank.is_alive() for rank in ranks) and any(rank.exitcode for rank in ranks) and time.monotonic() < ends:
+            while (
+                any(rank.is_alive() for rank in ranks)
+                and any(rank.exitcode for rank in ranks)
+                and time.monotonic() < ends
+            ):
                 time.sleep(0.01)
         finally:
             for rank in ranks:
@@ -86,8 +104,12 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadlin
                 rank.join()
         codes = [rank.exitcode for rank in ranks]
         if any(codes):
-            said = "\n".join(f"--- rank {rank}\n{file.with_suffix('.out').read_text()}" for rank, file in enumerate(files))
-            raise AssertionError(f"exit codes {codes} (-9: ended by the test, after {deadline} s or when another rank failed)\n{said}")
+            said = "\n".join(
+                f"--- rank {rank}\n{file.with_suffix('.out').read_text()}" for rank, file in enumerate(files)
+            )
+            raise AssertionError(
+                f"exit codes {codes} (-9: ended by the test, after {deadline} s or when another rank failed)\n{said}"
+            )
         return [pickle.loads(file.read_bytes()) for file in files]
 
 
@@ -130,13 +152,16 @@ class Ended:
         return self.out + self.err
 
 
-def launch(command: Sequence[str | Path], *, env: dict[str, str] | None = None, cwd: Path = ROOT, deadline: float = DEADLINE) -> Ended:
+def launch(
+    command: Sequence[str | Path], *, env: dict[str, str] | None = None, cwd: Path = ROOT, deadline: float = DEADLINE
+) -> Ended:
     """Run a program to its end. Raises AssertionError, with what it printed, when the deadline passes."""
     return finish(start(command, env=env, cwd=cwd), deadline)
 
 
 def start(command: Sequence[str | Path], *, env: dict[str, str] | None = None, cwd: Path = ROOT) -> subprocess.Popen:
-    """Start a program in a session of its own. It prints into files: a pipe would stay open as long as anything that it left behind."""
+    """Start a program in a session of its own. It prints into files: a pipe would stay open as long as anything that it
+    left behind."""
     mark = str(uuid.uuid4())
     everything = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {}), MARK: mark}
     files = [tempfile.TemporaryFile("w+") for _ in range(2)]
@@ -168,7 +193,8 @@ def _printed(program: subprocess.Popen) -> list[str]:
 
 
 def stop(program: subprocess.Popen) -> int:
-    """End a program that this test started, and what it left behind: in sessions of its own, known by a variable it inherited.
+    """End a program that this test started, and what it left behind: in sessions of its own, known by a variable it
+    inherited.
 
     Returns how many processes that were.
     """
@@ -179,7 +205,8 @@ def stop(program: subprocess.Popen) -> int:
         except subprocess.TimeoutExpired:
             os.killpg(program.pid, signal.SIGKILL)
     ends = time.monotonic() + SECONDS_TO_GO
-    while (left := marked(program)) and time.monotonic() < ends:  # the writer of checkpoints hears of the end a moment later
+    # the writer of checkpoints hears of the end a moment later
+    while (left := marked(program)) and time.monotonic() < ends:
         time.sleep(0.05)
     for pid in left:
         with contextlib.suppress(OSError):
@@ -202,21 +229,31 @@ def marked(program: subprocess.Popen) -> list[int]:
 
 
 class WarmLaunch:
-    """`python script words`, or with ranks as torchrun would launch it, in processes forked from the server: as `start` gives a program.
+    """`python script words`, or with ranks as torchrun would launch it, in processes forked from the server: as `start`
+    gives a program.
 
-    The agent is torchrun's stand-in: it forwards SIGTERM and SIGINT to the ranks' process groups, ends all ranks when one fails,
+    The agent is torchrun's stand-in: it forwards SIGTERM and SIGINT to the ranks' process groups, ends all ranks when
+    one fails,
     gives them 30 s, and then exits with 1. What torchrun itself says, or restarts, needs a real launch.
     """
 
     def __init__(self, ranks: int, script: Path, words: Sequence[object], env: dict[str, str] | None = None) -> None:
         self.args = [str(script), *map(str, words)]
-        # named, since a deleted file is known by its inode, which another program's file may get once this one is closed
+        # named, since a deleted file is known by its inode, which another program's file may get once this one is
+        # closed
         self.files = [tempfile.NamedTemporaryFile("w+", prefix=f"{uuid.uuid4()}-") for _ in range(2)]
         self.mark = os.path.realpath(self.files[0].name)
         opened = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self.files]
-        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": new_store(), "TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(ranks)}
+        common = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": new_store(),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "WORLD_SIZE": str(ranks),
+        }
         common |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
-        self._process = CONTEXT.Process(target=_be_an_agent, args=(ranks, self.args, opened, (common if ranks else {}) | (env or {})))
+        self._process = CONTEXT.Process(
+            target=_be_an_agent, args=(ranks, self.args, opened, (common if ranks else {}) | (env or {}))
+        )
         self._process.start()
         self.pid = self._process.pid
 
@@ -303,14 +340,24 @@ def _run_script(words: list[str]) -> NoReturn:
 
 
 def torchrun(world_size: int, *flags: str | Path, script: str = "train.py", **options: Any) -> Ended:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", script, *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={world_size}",
+        script,
+        *flags,
+    ]
     return launch(command, **options)
 
 
 def copy_repository(target: Path) -> Path:
     """What git tracks or would track, as it is in the working tree: what a clone gives, and a forker changes."""
     need("git")
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     for name in listed.stdout.split():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, target / name)

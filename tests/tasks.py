@@ -1,8 +1,10 @@
-"""Small tasks of a forker's own in the place of model.py and dataset.py, quick enough for many steps in float64; and eyes on the loop.
+"""Small tasks of a forker's own in the place of model.py and dataset.py, quick enough for many steps in float64; and
+eyes on the loop.
 
 images  images in memory, augmented on the device; a small network with BatchNorm and dropout
 plain   the same images, GroupNorm, no dropout: nothing in it depends on the micro-batch
-lines   lines of unequal length that weigh as many tokens as they predict, with random transforms of their own on the CPU, dropout
+lines   lines of unequal length that weigh as many tokens as they predict, with random transforms of their own on the
+CPU, dropout
 """
 
 import contextlib
@@ -24,12 +26,12 @@ import dataset
 import model
 import plain_loop
 import train
-import utils.agreement
+import utils.distributed.consensus
 from config import TrainingConfig
-from utils.augment import augment_images, normalize
-from utils.loading import Window
+from utils.data.augment import augment_images, normalize
+from utils.data.sampler import GlobalBatch
 from utils.metrics import count_correct
-from utils.report import Reporter
+from utils.report.reporter import Reporter
 
 
 class SmallNet(nn.Module):
@@ -38,7 +40,9 @@ class SmallNet(nn.Module):
     def __init__(self, has_batch_norm, classes):
         super().__init__()
         norms = (nn.BatchNorm2d, nn.BatchNorm2d) if has_batch_norm else (lambda n: nn.GroupNorm(2, n),) * 2
-        self.features = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), norms[0](8), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1), norms[1](16), nn.ReLU())
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 8, 3, 2, 1), norms[0](8), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1), norms[1](16), nn.ReLU()
+        )
         self.dropout = nn.Dropout(0.2 if has_batch_norm else 0.0)
         self.head = nn.Linear(64, classes)
 
@@ -57,9 +61,17 @@ class Images(Dataset):
         patterns = torch.randn(classes, 3, 8, 8, generator=generator)
         generator.manual_seed(size + 1000 * ("train", "val", "test").index(split))
         self.labels = torch.arange(size) % classes
-        self.images = (128 + 25 * patterns[self.labels] + 40 * torch.randn(size, 3, 8, 8, generator=generator)).clamp(0, 255).byte()
+        self.images = (
+            (128 + 25 * patterns[self.labels] + 40 * torch.randn(size, 3, 8, 8, generator=generator))
+            .clamp(0, 255)
+            .byte()
+        )
         self.split, self.augment = split, augment if split == "train" else "none"
-        self.targets, self.classes, self.num_classes = self.labels.tolist(), [f"class_{k}" for k in range(classes)], classes
+        self.targets, self.classes, self.num_classes = (
+            self.labels.tolist(),
+            [f"class_{k}" for k in range(classes)],
+            classes,
+        )
         self.fingerprint = hashlib.sha256(self.images.numpy().tobytes()).hexdigest()
 
     def __len__(self):
@@ -96,11 +108,15 @@ def create_images(config, split):
 def groups_of(net, config):
     """Two groups, one of them without decay."""
     trained = [p for p in net.parameters() if p.requires_grad]
-    return [{"params": [p for p in trained if p.ndim > 1]}, {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}]
+    return [
+        {"params": [p for p in trained if p.ndim > 1]},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
 
 
 class Lines(Dataset):
-    """Lines of 2 to 9 tokens; a third of the tokens is replaced at random, by each of the generators a transform may use."""
+    """Lines of 2 to 9 tokens; a third of the tokens is replaced at random, by each of the generators a transform may
+    use."""
 
     def __init__(self, size, split):
         generator = torch.Generator().manual_seed(size if split == "train" else 1000 + size)
@@ -136,7 +152,9 @@ def token_loss(net, lines):
     logits = net(lines[:, :-1].clamp(min=0)).flatten(0, 1)
     targets = lines[:, 1:].flatten()
     right = ((logits.argmax(1) == targets) & (targets >= 0)).sum()
-    return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum"), {"accuracy": (right, (targets >= 0).sum())}
+    return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum"), {
+        "accuracy": (right, (targets >= 0).sum())
+    }
 
 
 SEAMS = {"param_groups": groups_of, "is_prepared": lambda config: True, "prepare_data": lambda config: None}
@@ -148,7 +166,9 @@ TASKS = {
         **SEAMS,
         "create_model": lambda config, device: TokenModel().to(device),
         "compute_loss": token_loss,
-        "create_dataset": lambda config, split: Lines(config.dataset_size if split == "train" else 7, split) if split != "test" else None,
+        "create_dataset": lambda config, split: (
+            Lines(config.dataset_size if split == "train" else 7, split) if split != "test" else None
+        ),
     },
 }
 BUCKETS = ["--bucket_cap_mb", "0.002"]  # several buckets for these small models
@@ -156,7 +176,8 @@ BUCKETS = ["--bucket_cap_mb", "0.002"]  # several buckets for these small models
 
 @contextlib.contextmanager
 def using(task):
-    """The task's functions in place of those of model.py and dataset.py, for the loop and for the oracle; "": those themselves."""
+    """The task's functions in place of those of model.py and dataset.py, for the loop and for the oracle; "": those
+    themselves."""
     with contextlib.ExitStack() as stack:
         for name, function in TASKS[task].items() if task else ():
             for module in (train, plain_loop, model, dataset):
@@ -171,7 +192,8 @@ def config_of(flags, dtype=torch.float32):
 
 
 def train_task(task, flags, dtype=torch.float32, stops=(), is_watched=False, goes_on=True):
-    """Train in a rank. After each step in `stops` a signal reaches one rank, all stop and, where it `goes_on`, start again.
+    """Train in a rank. After each step in `stops` a signal reaches one rank, all stop and, where it `goes_on`, start
+    again.
 
     Returns the state that the last attempt ended in, and the micro-batches as `watching` saw them.
     """
@@ -187,7 +209,8 @@ def train_task(task, flags, dtype=torch.float32, stops=(), is_watched=False, goe
 
 @contextlib.contextmanager
 def signals_after(stops):
-    """SIGUSR1 to the last rank at the end of the step that stops[0] names; the ranks hear of it at once and stop one step later."""
+    """SIGUSR1 to the last rank at the end of the step that stops[0] names; the ranks hear of it at once and stop one
+    step later."""
     plain_done = Reporter.step_done
 
     def done(self, samples, step):
@@ -195,17 +218,21 @@ def signals_after(stops):
         if stops and step == stops[0] and int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1:
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    with mock.patch.object(Reporter, "step_done", done), mock.patch.object(utils.agreement, "MOST_STEPS_BETWEEN_WORDS", 1):
+    with (
+        mock.patch.object(Reporter, "step_done", done),
+        mock.patch.object(utils.distributed.consensus, "MAX_STEPS_BETWEEN_VOTES", 1),
+    ):
         yield
 
 
 @contextlib.contextmanager
 def watching(found):
-    """Of each micro-batch that the loop computes: (epoch, step, number, indices, digest of the batch, seed of the device's stream)."""
+    """Of each micro-batch that the loop computes: (epoch, step, number, indices, digest of the batch, seed of the
+    device's stream)."""
     if found is None:
         yield
         return
-    plain_iter, plain_loss, plain_state = Window.__iter__, train.compute_loss, train.create_state
+    plain_iter, plain_loss, plain_state = GlobalBatch.__iter__, train.compute_loss, train.create_state
     here = {}
 
     def iterate(self):
@@ -215,9 +242,11 @@ def watching(found):
 
     def loss(net, batch):
         micro_batch = here.get("micro_batch")
-        if micro_batch and net.training and micro_batch.batch is batch and micro_batch.is_counted:
+        if micro_batch and net.training and micro_batch.batch is batch and not micro_batch.is_padding:
             progress, seed = here["state"].progress, torch.default_generator.initial_seed()
-            found.append((progress.epoch, progress.step, micro_batch.number, tuple(micro_batch.indices), digest(batch), seed))
+            found.append(
+                (progress.epoch, progress.step, micro_batch.number, tuple(micro_batch.indices), digest(batch), seed)
+            )
         return plain_loss(net, batch)
 
     def state(*args):
@@ -225,7 +254,7 @@ def watching(found):
         return here["state"]
 
     with (
-        mock.patch.object(Window, "__iter__", iterate),
+        mock.patch.object(GlobalBatch, "__iter__", iterate),
         mock.patch.object(train, "compute_loss", loss),
         mock.patch.object(train, "create_state", state),
     ):

@@ -11,14 +11,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from utils.lines import LinesFile
+from utils.files import LinesFile
 
 NAME = "ddp"
 BAR_WIDTH = 24
 
 
 class _FileFormatter(logging.Formatter):
-    """`<ISO time> <rank> <host> <message>` on every line, of a traceback too, so that `sort -m` merges the files of all ranks."""
+    """`<ISO time> <rank> <host> <message>` on every line, of a traceback too, so that `sort -m` merges the files of all
+    ranks."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -27,7 +28,9 @@ class _FileFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
         level = "" if record.levelno == logging.INFO else f"{record.levelname} "
-        return "\n".join(f"{when} {self._rank} {self._host} {level}{line}" for line in super().format(record).splitlines() or [""])
+        return "\n".join(
+            f"{when} {self._rank} {self._host} {level}{line}" for line in super().format(record).splitlines() or [""]
+        )
 
 
 class _ConsoleHandler(logging.StreamHandler):
@@ -47,7 +50,11 @@ class _ConsoleHandler(logging.StreamHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
-        if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO):  # `| head` has seen enough; the terminal was closed
+        # `| head` has seen enough; the terminal was closed
+        if isinstance(error, OSError) and error.errno in (
+            errno.EPIPE,
+            errno.EIO,
+        ):
             # the run goes on; what is left in the buffer would make the interpreter's exit code 120
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
         else:
@@ -71,7 +78,8 @@ class _NotABar(logging.Filter):
 
 
 def setup_logger(rank: int, file: Path | None = None) -> logging.Logger:
-    """The logger of this rank. Rank 0 shows what is of interest on the terminal, other ranks only warnings, marked with their rank.
+    """The logger of this rank. Rank 0 shows what is of interest on the terminal, other ranks only warnings, marked with
+    their rank.
 
     Args:
         file: takes everything; it is appended to. None: no file.
@@ -102,13 +110,19 @@ def setup_logger(rank: int, file: Path | None = None) -> logging.Logger:
     return logger
 
 
-def log_training_step(logger: logging.Logger, record: dict[str, Any], metrics: list[str], total_steps: int, world_size: int) -> None:
-    """One line for one train record: where, loss, metrics, learning rate, rate in total and of one rank, data wait, memory, time left."""
+def log_training_step(
+    logger: logging.Logger, record: dict[str, Any], metrics: list[str], total_steps: int, world_size: int
+) -> None:
+    """One line for one train record: where, loss, metrics, learning rate, rate in total and of one rank, data wait,
+    memory, time left."""
     rate, step_s = record["samples_per_s"], record["step_s"]
     shown = [f"epoch {record['epoch']}", f"step {record['step']}/{total_steps}", f"loss {show(record['loss'])}"]
     shown += [f"{name} {show(record[name])}" for name in metrics]
     shown += [f"lr {record['lr']:.3g}", f"{rate:,.0f} samples/s ({rate / world_size:,.0f} a rank)"]
-    shown += [f"data wait {record['data_wait_s'] / step_s if step_s else 0:.0%}", f"mem {record['peak_memory_bytes'] / 2**30:.2f} GiB"]
+    shown += [
+        f"data wait {record['data_wait_s'] / step_s if step_s else 0:.0%}",
+        f"mem {record['peak_memory_bytes'] / 2**30:.2f} GiB",
+    ]
     logger.info("%s", " | ".join([*shown, f"{duration(step_s * (total_steps - record['step']))} left"]))
 
 
@@ -118,9 +132,15 @@ def log_epoch_summary(logger: logging.Logger, records: list[dict[str, Any]], sec
     parts = []
     for record in records:
         values = ", ".join(f"{name} {show(value)}" for name, value in record.items() if name not in fixed)
-        parts.append(f"{record['split']}{' (ema)' if record['weights'] == 'ema' else ''}: {values} on {record['count']:,} samples")
+        parts.append(
+            f"{record['split']}{' (ema)' if record['weights'] == 'ema' else ''}: {values} on {record['count']:,}"
+            " samples"
+        )
     logger.info(
-        "== epoch %s done, %s%s", records[0]["epoch"], "; ".join(parts), f" in {duration(seconds)}" + (" -- best so far" if is_best else "")
+        "== epoch %s done, %s%s",
+        records[0]["epoch"],
+        "; ".join(parts),
+        f" in {duration(seconds)}" + (" -- best so far" if is_best else ""),
     )
 
 

@@ -1,4 +1,5 @@
-"""What does not fit into memory: how such an error is known, and the sentence with the flags that help. How much memory there is."""
+"""What does not fit into memory: how such an error is known, and the sentence with the flags that help. How much memory
+there is."""
 
 from __future__ import annotations
 
@@ -9,25 +10,27 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from config import RunFailed, TrainingConfig
-from utils.workers import tensors_in
-
-if TYPE_CHECKING:
-    from ddp_utils import DistributedContext
+from config import TrainingConfig, TrainingError
+from utils.batch import tensors_in
+from utils.distributed.context import DistributedContext
 
 OF_THE_DEVICE = re.compile(
     r"(CUDA|HIP) (out of memory|error: out of memory)|(CUDNN|CUBLAS)_STATUS_ALLOC_FAILED|Cuda failure.*out of memory"
 )
 OF_THE_HOST = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory|bad_alloc|Cannot allocate memory")
-PERHAPS = re.compile(r"could not (create|execute) a primitive|could not create a memory object")  # oneDNN does not say of what
+# oneDNN does not say of what
+PERHAPS = re.compile(r"could not (create|execute) a primitive|could not create a memory object")
 LITTLE = 512 * 2**20  # bytes of free memory below which that is what it died of
 SIZE = r"([\d.]+ ?[KMGT]?i?(?:B|bytes))"
 ASKED = re.compile(rf"(?:[Tt]ried to allocate|Unable to allocate) {SIZE}")
-CAPACITY, HELD = re.compile(rf"total capacity of {SIZE} of which {SIZE} is free"), re.compile(rf"this process has {SIZE} memory in use")
+CAPACITY, HELD = (
+    re.compile(rf"total capacity of {SIZE} of which {SIZE} is free"),
+    re.compile(rf"this process has {SIZE} memory in use"),
+)
 
 # What was under way, by the functions through which the error came; of several the innermost says it.
 DOING = {
@@ -49,24 +52,29 @@ DOING = {
     "evaluate": "evaluation",
 }
 FIND = "python scripts/benchmark.py --find-batch with the same flags says what fits"
-CUSHION = [bytearray(2**23)]  # address space, no page of it in use: what is left to say the sentence with, where a limit is reached
+# address space, no page of it in use: what is left to say the sentence with, where a limit is reached
+CUSHION = [bytearray(2**23)]
 MORE_MEMORY = "give the job more memory, fewer --num_workers, or fewer ranks to this machine"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on the device or on the host."""
     text = str(error)
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, OSError) and error.errno == errno.ENOMEM
+    ):
         return True
     if not isinstance(error, RuntimeError):
         return False
     is_said = bool(OF_THE_DEVICE.search(text) or OF_THE_HOST.search(text))
-    return is_said or (bool(PERHAPS.search(text)) and min((limit.free for limit in host_limits()), default=LITTLE) < LITTLE)
+    return is_said or (
+        bool(PERHAPS.search(text)) and min((limit.free for limit in host_limits()), default=LITTLE) < LITTLE
+    )
 
 
 def explain_memory(
     error: BaseException, config: TrainingConfig, ctx: DistributedContext, checkpoint: Path | None = None
-) -> RunFailed | None:
+) -> TrainingError | None:
     """The sentence for what did not fit; None where the error is another. What the error's frames hold is let go.
 
     Args:
@@ -77,7 +85,9 @@ def explain_memory(
     CUSHION.clear()
     doing, size, shapes = _look_into(error.__traceback__)
     size = min(size or config.batch_size, config.batch_size)
-    is_of_device = ctx.device.type == "cuda" and (isinstance(error, torch.OutOfMemoryError) or bool(OF_THE_DEVICE.search(str(error))))
+    is_of_device = ctx.device.type == "cuda" and (
+        isinstance(error, torch.OutOfMemoryError) or bool(OF_THE_DEVICE.search(str(error)))
+    )
     place = f"{ctx.device_names[ctx.rank]} ({ctx.device} of {ctx.host})" if is_of_device else ctx.host
     figures = _figures_of_device(str(error)) if is_of_device else _figures_of_host(str(error))
     let_go(error)  # the sentence itself takes some memory; and in a notebook a smaller batch fits now
@@ -90,8 +100,9 @@ def explain_memory(
         "evaluation": f"the evaluation of a micro-batch of {samples}",
         "": "what the run was doing",
     }[doing]
-    return RunFailed(
-        f"rank {ctx.rank}: {what} does not fit into the memory of {place}{figures}; {_remedy(doing, is_of_device, size, config, ctx, checkpoint)}"
+    return TrainingError(
+        f"rank {ctx.rank}: {what} does not fit into the memory of {place}{figures};"
+        f" {_remedy(doing, is_of_device, size, config, ctx, checkpoint)}"
     )
 
 
@@ -104,7 +115,7 @@ def let_go(error: BaseException) -> None:
 
 @contextlib.contextmanager
 def memory_explained(config: TrainingConfig, ctx: DistributedContext) -> Iterator[None]:
-    """Raise RunFailed, with the sentence, where something in it does not fit."""
+    """Raise TrainingError, with the sentence, where something in it does not fit."""
     try:
         yield
     except Exception as error:
@@ -114,13 +125,16 @@ def memory_explained(config: TrainingConfig, ctx: DistributedContext) -> Iterato
 
 
 def halved(size: int, config: TrainingConfig, world_size: int) -> str:
-    """Flags for a micro-batch of at most half of `size`, and the same global batch; empty where one sample is too much."""
+    """Flags for a micro-batch of at most half of `size`, and the same global batch; empty where one sample is too
+    much."""
     whole = config.batch_size * config.micro_batches_per_step(world_size)
     size = next((size for size in range(size // 2, 0, -1) if whole % size == 0), 0)
     return f"--batch_size {size} --global_batch_size {whole}" if size else ""
 
 
-def _remedy(doing: str, is_of_device: bool, size: int, config: TrainingConfig, ctx: DistributedContext, checkpoint: Path | None) -> str:
+def _remedy(
+    doing: str, is_of_device: bool, size: int, config: TrainingConfig, ctx: DistributedContext, checkpoint: Path | None
+) -> str:
     if doing == "model":
         return _smaller_model(config) if is_of_device or ctx.device.type == "cpu" else MORE_MEMORY
     if doing in ("data", "checkpoint") or (ctx.device.type == "cuda" and not is_of_device):
@@ -138,7 +152,11 @@ def _remedy(doing: str, is_of_device: bool, size: int, config: TrainingConfig, c
         ways = [f"{flags} (the same global batch)"] if flags else []
         return f"give {', or '.join([*ways, *others])}; {FIND}" if ways or others else _smaller_model(config)
     ways = [*others, "a device with more memory"]
-    anew = f"; or begin a new run from its weights: {flags} --init_from {checkpoint} --run_dir NEW; {FIND}" if flags else ""
+    anew = (
+        f"; or begin a new run from its weights: {flags} --init_from {checkpoint} --run_dir NEW; {FIND}"
+        if flags
+        else ""
+    )
     return f"the micro-batch of a run that goes on is fixed: give {', or '.join(ways)}, and --resume_from auto{anew}"
 
 
@@ -150,7 +168,8 @@ def _smaller_model(config: TrainingConfig) -> str:
 
 
 def _look_into(trace: Any) -> tuple[str, int, str]:
-    """What was under way where the error came from; of the batch that it was done with its samples (0: none is known) and its tensors."""
+    """What was under way where the error came from; of the batch that it was done with its samples (0: none is known)
+    and its tensors."""
     doing, batch = "", None
     for frame, _ in traceback.walk_tb(trace):
         doing = DOING.get(frame.f_code.co_name, doing)
@@ -160,7 +179,11 @@ def _look_into(trace: Any) -> tuple[str, int, str]:
     if batch is None:
         return doing, 0, ""
     shapes = [f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for tensor in tensors_in(batch)]
-    return doing, max((len(tensor) for tensor in tensors_in(batch) if tensor.ndim), default=0), f" ({' and '.join(shapes[:3])})"
+    return (
+        doing,
+        max((len(tensor) for tensor in tensors_in(batch) if tensor.ndim), default=0),
+        f" ({' and '.join(shapes[:3])})",
+    )
 
 
 def _figures_of_device(text: str) -> str:
@@ -199,7 +222,8 @@ class Limit(NamedTuple):
 
 
 def host_limits() -> list[Limit]:
-    """Those that there are: the machine, the cgroups of a container or job, the shell's ulimit. None where there is no /proc."""
+    """Those that there are: the machine, the cgroups of a container or job, the shell's ulimit. None where there is no
+    /proc."""
     machine, found = _table("/proc/meminfo"), []
     if "MemAvailable" in machine:
         found.append(Limit(machine["MemTotal"], machine["MemAvailable"], "the machine"))
@@ -207,7 +231,10 @@ def host_limits() -> list[Limit]:
     if sys.platform == "linux":
         import resource
 
-        for number, name, said in ((resource.RLIMIT_AS, "VmSize", "ulimit -v"), (resource.RLIMIT_DATA, "VmData", "ulimit -d")):
+        for number, name, said in (
+            (resource.RLIMIT_AS, "VmSize", "ulimit -v"),
+            (resource.RLIMIT_DATA, "VmData", "ulimit -d"),
+        ):
             most = resource.getrlimit(number)[0]
             if most != resource.RLIM_INFINITY:
                 found.append(Limit(most, max(0, most - own_memory(name)), said))
@@ -253,5 +280,7 @@ def _cgroup_limits() -> list[Limit]:
                             limit, taken = int((folder / most).read_text()), int((folder / used).read_text())
                             files = dict(each.split() for each in (folder / "memory.stat").read_text().splitlines())
                             if limit < 2**60:  # version 1 writes a number where there is none
-                                found.append(Limit(limit, max(0, limit - taken + int(files.get(idle, 0))), "its cgroup"))
+                                found.append(
+                                    Limit(limit, max(0, limit - taken + int(files.get(idle, 0))), "its cgroup")
+                                )
     return found

@@ -1,4 +1,5 @@
-"""What is reported: sums and counts that stay on the device until a log point, then are brought together over the ranks."""
+"""What is reported: sums and counts that stay on the device until a log point, then are brought together over the
+ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from config import Refused
+from config import UserError
 
 Metrics = dict[str, tuple]  # name -> (sum, count) or (sum, count, function of their quotient); tensors or numbers
 
@@ -55,7 +56,8 @@ class MetricTracker:
         return totals
 
     def means(self, ranks: list[dict[str, float]] | None = None) -> dict[str, float]:
-        """The mean of each name over the totals of all ranks (this one's alone where none are given), in order of first update."""
+        """The mean of each name over the totals of all ranks (this one's alone where none are given), in order of first
+        update."""
         ranks = [self.totals()] if ranks is None else ranks
         keys = dict.fromkeys(key for totals in ranks for key in totals)
         names = dict.fromkeys(key.rpartition("/")[0] for key in keys)
@@ -95,7 +97,7 @@ def choose_best(asked: str, names: list[str]) -> tuple[str, int]:
     if name == "auto":
         name = "top1" if "top1" in names else "loss"
     if name not in names:
-        raise Refused(f"best_metric={asked}: an evaluation reports {', '.join(names)}; choose one of these")
+        raise UserError(f"best_metric={asked}: an evaluation reports {', '.join(names)}; choose one of these")
     is_lowest = direction == "min" or (not direction and name == "loss")
     return name, -1 if is_lowest else 1
 
@@ -119,7 +121,8 @@ def compute_accuracy(logits: Tensor, targets: Tensor, k: int = 1) -> Tensor:
 
 
 def all_reduce_scalar(value: float, op: str = "mean", group: Any = None) -> float:
-    """A number of each rank brought together: op is mean, sum, min or max. float64, on the CPU where the group is a gloo group."""
+    """A number of each rank brought together: op is mean, sum, min or max. float64, on the CPU where the group is a
+    gloo group."""
     ops = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
     if op not in ops:
         raise ValueError(f"op={op}: is not known; choose {', '.join(ops)}")

@@ -1,4 +1,5 @@
-"""A request to stop (SIGTERM, SIGINT, SIGUSR1, a terminal's SIGHUP) becomes a flag that the loop reads between two optimizer steps."""
+"""A request to stop (SIGTERM, SIGINT, SIGUSR1, a terminal's SIGHUP) becomes a flag that the loop reads between two
+optimizer steps."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():  # Python handles signals nowhere else
-            heard = [number for number in STOP_SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]  # nohup
+            # nohup
+            heard = [
+                number
+                for number in STOP_SIGNALS
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+            ]
             self._before = {number: signal.signal(number, self._note) for number in heard}
         return self
 
@@ -64,7 +70,8 @@ def kept_back() -> Iterator[None]:
 
 
 def ignore_in_worker(_worker: int) -> None:
-    """For DataLoader workers: torchrun signals the whole process group, and a worker that dies takes the last save with it."""
+    """For DataLoader workers: torchrun signals the whole process group, and a worker that dies takes the last save with
+    it."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # they were started with these kept back
@@ -72,11 +79,15 @@ def ignore_in_worker(_worker: int) -> None:
 
 
 def end_workers() -> None:
-    """At exit: multiprocessing would send SIGTERM to the workers that are left, which ignore it, and wait for them for ever."""
+    """At exit: multiprocessing would send SIGTERM to the workers that are left, which ignore it, and wait for them for
+    ever."""
     if threading.current_thread() is threading.main_thread():
-        for number in STOP_SIGNALS if StopSignals.held else ():  # Python lets go of its handlers now: one more signal would
-            signal.signal(number, signal.SIG_IGN)  # make another exit code of a run that has saved (srun --kill-on-bad-exit sends one)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise here, for a worker that is ended on purpose
+        # Python lets go of its handlers now: one more signal would
+        for number in STOP_SIGNALS if StopSignals.held else ():
+            # make another exit code of a run that has saved (srun --kill-on-bad-exit sends one)
+            signal.signal(number, signal.SIG_IGN)
+        # DataLoader's handler would raise here, for a worker that is ended on purpose
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()
@@ -98,7 +109,8 @@ if sys.version_info < (3, 12):
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Ask the kernel (Linux only) for this signal when the parent is gone: torchrun's agent, so that no orphan keeps a GPU."""
+    """Ask the kernel (Linux only) for this signal when the parent is gone: torchrun's agent, so that no orphan keeps a
+    GPU."""
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

@@ -1,9 +1,14 @@
-"""benchmark.py --find-batch [--ranks N] [--memory GIB] [flags of train.py]: the largest micro-batch that fits, and the flags that keep the global batch.
+"""benchmark.py --find-batch [--ranks N] [--memory GIB] [flags of train.py]: the largest micro-batch that fits, and the
+flags that keep the global batch.
 
-A trial is what a run does with a micro-batch: the passes before the first step, one step under DDP with the optimizer's state (and the
-average, where asked for), one evaluation. On CUDA the trials run in one process, with a limit on what torch may take of the device;
-on a CPU each runs in a process of its own that may not take more than the memory that is meant, so that the machine does not swap.
-There a step takes long: the sizes tried are those that a line through the trials before foretells, and the answer is one of them.
+A trial is what a run does with a micro-batch: the passes before the first step, one step under DDP with the optimizer's
+state (and the
+average, where asked for), one evaluation. On CUDA the trials run in one process, with a limit on what torch may take of
+the device;
+on a CPU each runs in a process of its own that may not take more than the memory that is meant, so that the machine
+does not swap.
+There a step takes long: the sizes tried are those that a line through the trials before foretells, and the answer is
+one of them.
 Samples are the first ones of the training set: where they are of unequal length, leave room for longer ones.
 """
 
@@ -31,12 +36,13 @@ from torch.utils.data import Dataset
 import train
 from checks.links import sync
 from checks.rates import checkpoint_size
-from config import Refused, TrainingConfig
+from config import TrainingConfig, UserError
 from ddp_utils import DistributedContext, cleanup_distributed, read_launch, setup_distributed, wrap_ddp
 from model import compute_loss
-from utils.loading import Window, create_distributed_dataloader
+from utils.data.loader import create_distributed_dataloader
+from utils.data.sampler import GlobalBatch
+from utils.data.worker import Late, no_longer_than
 from utils.memory import gigabytes, host_limits, is_out_of_memory, let_go, own_memory
-from utils.workers import Late, no_longer_than
 
 HEAD_ROOM = 0.05  # of the memory: for fragmentation, and what a run has beside the loop
 FOR_NCCL = 2**30  # bytes of a device that NCCL's buffers may take as soon as there are two ranks
@@ -50,7 +56,8 @@ ITS_OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID")  # what says that
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of a micro-batch of `size` samples. needs: bytes, known where it ran to its end. seconds: of one step."""
+    """What became of a micro-batch of `size` samples. needs: bytes, known where it ran to its end. seconds: of one
+    step."""
 
     size: int
     end: str
@@ -63,19 +70,21 @@ class Trial:
 
 
 def one_step(config: TrainingConfig, ctx: DistributedContext, train_set: Dataset, size: int) -> tuple[float, int]:
-    """All that a run does with a micro-batch of so many samples. Returns the seconds of a step, and the bytes of a checkpoint.
+    """All that a run does with a micro-batch of so many samples. Returns the seconds of a step, and the bytes of a
+    checkpoint.
 
     config: settled.
     """
     config = dataclasses.replace(config, batch_size=size, global_batch_size=0, grad_accum_steps=1)
     loader, _ = create_distributed_dataloader(train_set, config, ctx)
     state = train.create_state(config, ctx)
-    model, window = wrap_ddp(state.model, config, ctx), Window(size, float(size), [])
+    model, global_batch = wrap_ddp(state.model, config, ctx), GlobalBatch(size, float(size), [])
     batch = loader.fetch(list(range(size)))[2]
     train.warm_up(model, batch, state, compute_loss)
     model.train()
     state.plan(2, 2, config)
-    for _ in range(2 if ctx.device.type == "cuda" else 1):  # the first step makes the optimizer's state, and on CUDA chooses kernels
+    # the first step makes the optimizer's state, and on CUDA chooses kernels
+    for _ in range(2 if ctx.device.type == "cuda" else 1):
         sync(ctx.device)
         began = time.perf_counter()
         with state.precision.autocast():
@@ -84,7 +93,7 @@ def one_step(config: TrainingConfig, ctx: DistributedContext, train_set: Dataset
         state.running_stats.start_reduce()
         state.backward(loss_sum, 1 / size)
         del loss_sum
-        state.update_if_finite(window)
+        state.update_if_finite(global_batch)
         sync(ctx.device)
         seconds = time.perf_counter() - began
     for each in [state.model] + ([state.average.model] if state.average else []):
@@ -114,9 +123,10 @@ def be_a_trial(size: int, memory: int, words: list[str]) -> int:
         one_step(config, ctx, train_set, min(2, size))
         limit_to(memory)
         seconds, checkpoint = one_step(config, ctx, train_set, size)
-        needs = own_memory("VmHWM") + 2 * checkpoint  # its copy in shared memory, and the archive that the writer makes of it
+        # its copy in shared memory, and the archive that the writer makes of it
+        needs = own_memory("VmHWM") + 2 * checkpoint
         found = {"end": FIT if needs <= memory else UNFIT, "needs": needs, "seconds": seconds}
-    except Refused as refused:
+    except UserError as refused:
         found = {"refused": str(refused)}
     except Exception as error:
         if not is_out_of_memory(error):
@@ -127,12 +137,14 @@ def be_a_trial(size: int, memory: int, words: list[str]) -> int:
 
 
 def on_cpu(words: list[str], memory: int) -> Callable[[int], Trial]:
-    """A trial in a process of its own, with a deadline. Raises Refused where the flags cannot be used."""
+    """A trial in a process of its own, with a deadline. Raises UserError where the flags cannot be used."""
 
     def run(size: int) -> Trial:
         command = [sys.executable, __file__, str(size), str(memory), *words]
         try:
-            ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=SECONDS_OF_A_TRIAL, check=False)
+            ended = subprocess.run(
+                command, capture_output=True, text=True, cwd=ROOT, timeout=SECONDS_OF_A_TRIAL, check=False
+            )
         except subprocess.TimeoutExpired:
             return Trial(size, LATE)
         if ended.returncode == -9:  # by the kernel, for want of memory
@@ -141,7 +153,7 @@ def on_cpu(words: list[str], memory: int) -> Callable[[int], Trial]:
             raise RuntimeError(f"{' '.join(command)} ended with {ended.returncode}:\n{ended.stderr}")
         found = json.loads(ended.stdout.splitlines()[-1])
         if "refused" in found:
-            raise Refused(found["refused"])
+            raise UserError(found["refused"])
         return Trial(size, **found)
 
     return run
@@ -172,8 +184,11 @@ def on_cuda(config: TrainingConfig, ctx: DistributedContext, train_set: Dataset,
     return run
 
 
-def search(trial: Callable[[int], Trial], first: int, most: int, memory: int, is_costly: bool, say: Callable[[str], None]) -> list[Trial]:
-    """Trials, until the largest size that fits is known to 5 %; of sizes up to `most`. They double, then halve what is between.
+def search(
+    trial: Callable[[int], Trial], first: int, most: int, memory: int, is_costly: bool, say: Callable[[str], None]
+) -> list[Trial]:
+    """Trials, until the largest size that fits is known to 5 %; of sizes up to `most`. They double, then halve what is
+    between.
 
     is_costly: go to where a line through the trials meets the memory, and take it when it is there.
     """
@@ -195,7 +210,8 @@ def search(trial: Callable[[int], Trial], first: int, most: int, memory: int, is
 
 
 def line_through(trials: list[Trial]) -> tuple[float, float] | None:
-    """Bytes in any case, and bytes a sample, by all trials that ran to their end. None where two sizes do not show it yet."""
+    """Bytes in any case, and bytes a sample, by all trials that ran to their end. None where two sizes do not show it
+    yet."""
     measured = {each.size: each.needs for each in trials if each.needs}
     if len(measured) < 2:
         return None
@@ -204,7 +220,8 @@ def line_through(trials: list[Trial]) -> tuple[float, float] | None:
 
 
 def keeping(whole: int, largest: int, ranks: int) -> int:
-    """The largest micro-batch of at most `largest` that divides the global batch: evenly among the ranks where one does."""
+    """The largest micro-batch of at most `largest` that divides the global batch: evenly among the ranks where one
+    does."""
     sizes = [size for size in range(min(largest, whole), 0, -1) if whole % size == 0]
     enough = [size for size in sizes if whole // size >= ranks] or sizes[-1:]
     return next((size for size in enough if whole // size % ranks == 0), enough[0])
@@ -218,11 +235,13 @@ def answer(name: str, trials: list[Trial], most: int, whole: int, ranks: int) ->
     best = max(fitting, key=lambda each: each.size)
     size = keeping(whole, best.size, ranks)
     lines = [
-        f"{name}: {best.size:,} samples, {gigabytes(best.needs)}, {best.seconds:.3g} s a step, {best.size / best.seconds:,.1f} samples/s"
+        f"{name}: {best.size:,} samples, {gigabytes(best.needs)}, {best.seconds:.3g} s a step,"
+        f" {best.size / best.seconds:,.1f} samples/s"
     ]
     if line := line_through(trials):
         lines.append(
-            f"  by its trials it takes {gigabytes(max(0, line[0]))} and {line[1] / 2**20:,.2f} MiB a sample; the {best.size:,} were really tried"
+            f"  by its trials it takes {gigabytes(max(0, line[0]))} and {line[1] / 2**20:,.2f} MiB a sample; the"
+            f" {best.size:,} were really tried"
         )
     if best.size == most:
         lines.append("  which is the whole training set: no micro-batch is larger")
@@ -240,18 +259,20 @@ def memory_of_this_rank(device: torch.device, ranks: int, given: float) -> tuple
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device)  # by data that lies there already
         free = torch.cuda.mem_get_info(device)[0] + held - (FOR_NCCL if ranks > 1 else 0)
-        name = f"free on {torch.cuda.get_device_name(device)}" + (f" but for {gigabytes(FOR_NCCL)} that NCCL may take" if ranks > 1 else "")
+        name = f"free on {torch.cuda.get_device_name(device)}" + (
+            f" but for {gigabytes(FOR_NCCL)} that NCCL may take" if ranks > 1 else ""
+        )
         return (min(free, int(given * 2**30)), "--memory") if given else (free, name)
     if given:
         return int(given * 2**30), "--memory"
     tightest = min(host_limits(), key=lambda limit: limit.free, default=None)
     if tightest is None:
-        raise Refused("find-batch: this system does not say how much memory is free; give --memory GIB")
+        raise UserError("find-batch: this system does not say how much memory is free; give --memory GIB")
     return tightest.free // ranks, f"free by {tightest.name}" + (f", shared by {ranks} ranks here" if ranks > 1 else "")
 
 
 def take(words: list[str], name: str, low: float) -> tuple[list[str], float]:
-    """The words without a flag, and its number; 0 where it is not given. Raises Refused."""
+    """The words without a flag, and its number; 0 where it is not given. Raises UserError."""
     if name not in words:
         return words, 0
     place = words.index(name)
@@ -260,7 +281,7 @@ def take(words: list[str], name: str, low: float) -> tuple[list[str], float]:
         if value < low:
             raise ValueError
     except (IndexError, ValueError):
-        raise Refused(f"{name}: needs a number of at least {low:g}; give one behind it") from None
+        raise UserError(f"{name}: needs a number of at least {low:g}; give one behind it") from None
     return words[:place] + words[place + 2 :], value
 
 
@@ -277,13 +298,13 @@ def main(words: list[str]) -> int:
         words, gib = take(words, "--memory", 0.1)
         ranks, here = (int(ranks), int(ranks)) if ranks else (launch.world_size, here)
         return find(words, ranks, here, gib)
-    except Refused as refused:
+    except UserError as refused:
         sys.stderr.write(f"{refused}\n")
         return 2
 
 
 def find(words: list[str], ranks: int, here: int, gib: float) -> int:
-    """Search and say, for so many ranks in all and on this machine. Raises Refused."""
+    """Search and say, for so many ranks in all and on this machine. Raises UserError."""
     config = TrainingConfig.from_args(words)
     whole = config.batch_size * config.micro_batches_per_step(ranks)
     ctx = setup_distributed(config)
@@ -297,7 +318,8 @@ def find(words: list[str], ranks: int, here: int, gib: float) -> int:
         sys.stdout.flush()
 
     say(
-        f"{gigabytes(memory)} for a rank ({source}); {gigabytes(memory - room)} of it are left free, for fragmentation and what else a run has"
+        f"{gigabytes(memory)} for a rank ({source}); {gigabytes(memory - room)} of it are left free, for fragmentation"
+        " and what else a run has"
     )
     rows, answers = {GIVEN: []}, []
     if not config.activation_checkpointing:
@@ -306,11 +328,13 @@ def find(words: list[str], ranks: int, here: int, gib: float) -> int:
         say(f"{name}:")
         trial, first = on_cpu([*words, *more], room), FIRST_ON_CPU
         if is_cuda:
-            asked = dataclasses.replace(settled, activation_checkpointing=settled.activation_checkpointing or bool(more))
+            asked = dataclasses.replace(
+                settled, activation_checkpointing=settled.activation_checkpointing or bool(more)
+            )
             trial, first = on_cuda(asked, ctx, train_set, room), config.batch_size
         try:
             trials = search(trial, first, len(train_set), room, not is_cuda, say)
-        except Refused as refused:
+        except UserError as refused:
             if name == GIVEN:
                 raise
             answers.append(f"{name}: {refused}")

@@ -1,4 +1,5 @@
-"""What input costs: an in-memory set against plain tensor indexing; an image folder decoded in workers against one that is cached.
+"""What input costs: an in-memory set against plain tensor indexing; an image folder decoded in workers against one that
+is cached.
 
 python scripts/benching/input.py [flags of train.py]      this alone, on one rank
 """
@@ -21,8 +22,8 @@ import torch
 
 import train
 from config import TrainingConfig
-from utils.cache import cached
-from utils.loading import create_distributed_dataloader
+from utils.data.cache import cached
+from utils.data.loader import create_distributed_dataloader
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -36,9 +37,11 @@ WORKERS = (0, 1, 2)
 
 
 def input_rates(config: TrainingConfig, ctx: DistributedContext) -> dict[str, Any]:
-    """Samples a second of this rank's loader while nothing is computed: medians over rounds in turns, by what is measured.
+    """Samples a second of this rank's loader while nothing is computed: medians over rounds in turns, by what is
+    measured.
 
-    For a set in memory: "loader", "indexing" (the same rows by plain tensor indexing, the same transform), "again" (indexing once more), and the
+    For a set in memory: "loader", "indexing" (the same rows by plain tensor indexing, the same transform), "again"
+    (indexing once more), and the
     median ratios "cost" = loader / indexing and "control" = again / indexing of the seconds, which is 1 but for noise.
     For an image folder: "workers 0", "workers 1", "workers 2", and "cache ram" (with "decoded_s", once).
     """
@@ -61,7 +64,8 @@ def input_rates(config: TrainingConfig, ctx: DistributedContext) -> dict[str, An
 
 
 def _in_turns(passes: dict[str, Callable[[int], int]], ctx: DistributedContext) -> tuple[dict[str, list[float]], int]:
-    """Seconds of each pass in each round, and the samples of one. The first round, in which workers start, does not count."""
+    """Seconds of each pass in each round, and the samples of one. The first round, in which workers start, does not
+    count."""
     seconds: dict[str, list[float]] = {name: [] for name in passes}
     for number in range(ROUNDS + 1):
         for name, one_pass in passes.items():
@@ -78,7 +82,9 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _passes(data: Dataset, config: TrainingConfig, ctx: DistributedContext, most: int, **changes: Any) -> Callable[[int], int]:
+def _passes(
+    data: Dataset, config: TrainingConfig, ctx: DistributedContext, most: int, **changes: Any
+) -> Callable[[int], int]:
     """A pass of the loader over as many samples at most, of this rank alone. It returns how many they were."""
     alone = dataclasses.replace(ctx, rank=0, world_size=1, local_world_size=1)
     config = dataclasses.replace(config, grad_accum_steps=1, global_batch_size=0, drop_last=True, **changes)
@@ -86,8 +92,8 @@ def _passes(data: Dataset, config: TrainingConfig, ctx: DistributedContext, most
 
     def one_pass(epoch: int) -> int:
         samples, start = 0, max(0, sampler.samples_per_epoch - most // config.batch_size * config.batch_size)
-        for window in loader.windows(epoch, start):
-            for micro_batch in window:  # it lives, as in a loop, until the next one is there
+        for global_batch in loader.global_batches(epoch, start):
+            for micro_batch in global_batch:  # it lives, as in a loop, until the next one is there
                 samples += len(micro_batch.indices)
         return samples
 
@@ -114,10 +120,16 @@ def _of_memory(data: Dataset, config: TrainingConfig, ctx: DistributedContext) -
 
 def table(found: dict[str, Any]) -> str:
     """The rates as lines to print."""
-    rates = [f"  {name:<12}{value:>12,.0f} samples/s" for name, value in found.items() if name not in ("cost", "control", "decoded_s")]
+    rates = [
+        f"  {name:<12}{value:>12,.0f} samples/s"
+        for name, value in found.items()
+        if name not in ("cost", "control", "decoded_s")
+    ]
     if "cost" in found:
         noisy = "  (noisy: the control is off by more than 3 %)" if abs(found["control"] - 1) > 0.03 else ""
-        return "\n".join([*rates, f"  loader over plain indexing: {found['cost']:.3f}, control {found['control']:.3f}{noisy}"])
+        return "\n".join(
+            [*rates, f"  loader over plain indexing: {found['cost']:.3f}, control {found['control']:.3f}{noisy}"]
+        )
     return "\n".join([*rates, f"  decoded once in {found['decoded_s']:.1f} s"])
 
 

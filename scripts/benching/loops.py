@@ -1,4 +1,5 @@
-"""What ours is compared with: the bare loop, the fewest operations that train, and the loop of the official DDP tutorial."""
+"""What ours is compared with: the bare loop, the fewest operations that train, and the loop of the official DDP
+tutorial."""
 
 from __future__ import annotations
 
@@ -18,20 +19,23 @@ import dataset as fork_dataset
 import model as fork_model
 from config import TrainingConfig
 from ddp_utils import DistributedContext, wrap_ddp
-from utils.loading import to_device
-from utils.precision import Precision
+from utils.data.transfer import to_device
+from utils.training.precision import Precision
 
 ORACLE = Path(__file__).resolve().parents[2] / "tests" / "plain_loop.py"
 TUTORIAL = "https://github.com/pytorch/examples/blob/main/distributed/ddp-tutorial-series/multigpu_torchrun.py"
 
 
 class Share(Dataset):
-    """What a rank's bare loop trains on: every world_size-th sample, with the batches on the device. Ours deals them itself."""
+    """What a rank's bare loop trains on: every world_size-th sample, with the batches on the device. Ours deals them
+    itself."""
 
     def __init__(self, source: Dataset, ctx: DistributedContext) -> None:
         self._source, self._rank, self._world_size, self._device = source, ctx.rank, ctx.world_size, ctx.device
         if transform := getattr(source, "device_transform", None):
-            self.device_transform = lambda batch, seed, epoch, chosen: transform(batch, seed, epoch, self._numbers(chosen).to(self._device))
+            self.device_transform = lambda batch, seed, epoch, chosen: transform(
+                batch, seed, epoch, self._numbers(chosen).to(self._device)
+            )
         if hasattr(source, "__getitems__"):
             self.__getitems__ = lambda indices: source.__getitems__(
                 [index * self._world_size + self._rank for index in indices] if self._world_size > 1 else indices
@@ -52,7 +56,8 @@ class Share(Dataset):
 
 
 def bare(config: TrainingConfig, ctx: DistributedContext, precision: Precision) -> Iterator[tuple[Tensor, float]]:
-    """tests/plain_loop.py a step at a time, in DDP where there are several ranks, in the precision of the run, its optimizer fused.
+    """tests/plain_loop.py a step at a time, in DDP where there are several ranks, in the precision of the run, its
+    optimizer fused.
 
     Yields the loss summed over this rank's samples of the step (float64, on the device) and their weight.
     """
@@ -78,18 +83,25 @@ def bare(config: TrainingConfig, ctx: DistributedContext, precision: Precision) 
 
 
 def least(config: TrainingConfig, ctx: DistributedContext, precision: Precision) -> Iterator[None]:
-    """The fewest operations that train the same model on the same batches: no schedule, no norm, no seeds, stock BatchNorm."""
+    """The fewest operations that train the same model on the same batches: no schedule, no norm, no seeds, stock
+    BatchNorm."""
     data = Share(fork_dataset.create_dataset(config, "train"), ctx)
     transform = getattr(data, "device_transform", lambda batch, *_: batch)
     torch.manual_seed(config.seed)
     model = fork_model.create_model(config, ctx.device).train()
     net = wrap_ddp(model, config, ctx) if ctx.world_size > 1 else model
-    optimizer = torch.optim.SGD(fork_model.param_groups(model, config), config.lr, config.momentum, nesterov=True, fused=True)
+    optimizer = torch.optim.SGD(
+        fork_model.param_groups(model, config), config.lr, config.momentum, nesterov=True, fused=True
+    )
     for epoch in itertools.count():
         micro_batches = torch.randperm(len(data)).split(config.batch_size)
         for number, chosen in enumerate(micro_batches, start=1):
             is_last = number % config.grad_accum_steps == 0 or number == len(micro_batches)
-            samples = data.__getitems__(chosen.tolist()) if hasattr(data, "__getitems__") else [data[k] for k in chosen.tolist()]
+            samples = (
+                data.__getitems__(chosen.tolist())
+                if hasattr(data, "__getitems__")
+                else [data[k] for k in chosen.tolist()]
+            )
             batch = transform(data.collate(samples), config.seed, epoch, chosen)
             net.require_backward_grad_sync = is_last
             with precision.autocast():
@@ -102,7 +114,8 @@ def least(config: TrainingConfig, ctx: DistributedContext, precision: Precision)
 
 
 class FloatImages(Dataset):
-    """The same images, decoded and normalised before any clock runs, and not augmented: the best case for a loop that fetches samples."""
+    """The same images, decoded and normalised before any clock runs, and not augmented: the best case for a loop that
+    fetches samples."""
 
     def __init__(self, source: Any) -> None:
         images = torch.stack([source[k][0] for k in range(len(source))]).float() / 255
@@ -117,7 +130,8 @@ class FloatImages(Dataset):
 
 
 class Tutorial:
-    """The loop of the official DDP tutorial (TUTORIAL), in the same operations, around our model and images: float32, stock DDP."""
+    """The loop of the official DDP tutorial (TUTORIAL), in the same operations, around our model and images: float32,
+    stock DDP."""
 
     def __init__(self, config: TrainingConfig, ctx: DistributedContext) -> None:
         self._device = ctx.device
@@ -126,9 +140,13 @@ class Tutorial:
         torch.manual_seed(config.seed)
         model = fork_model.create_model(plain, ctx.device)
         self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        self._model = DistributedDataParallel(model, device_ids=[ctx.device.index] if ctx.device.type == "cuda" else None)
+        self._model = DistributedDataParallel(
+            model, device_ids=[ctx.device.index] if ctx.device.type == "cuda" else None
+        )
         pins, sampler = ctx.device.type == "cuda", DistributedSampler(train_data)
-        self._train_data = DataLoader(train_data, batch_size=config.batch_size, pin_memory=pins, shuffle=False, sampler=sampler)
+        self._train_data = DataLoader(
+            train_data, batch_size=config.batch_size, pin_memory=pins, shuffle=False, sampler=sampler
+        )
 
     def epoch(self) -> None:
         len(next(iter(self._train_data))[0])  # it looks at a batch for its size, and prints that

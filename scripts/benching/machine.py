@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import model as fork_model
 import train
 from benching.turns import synchronize
-from utils.report import peak_memory
+from utils.report.reporter import peak_memory
 
 if TYPE_CHECKING:
     from benching.ours import Ours
@@ -63,7 +63,8 @@ def flops_per_sample(ours: Ours) -> float:
 
 
 def count(epoch: Callable[[], object], device: torch.device) -> dict[str, float]:
-    """Run an epoch: the collectives of all groups in it, and the peak memory in bytes (of the process, where there is no GPU)."""
+    """Run an epoch: the collectives of all groups in it, and the peak memory in bytes (of the process, where there is
+    no GPU)."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:

@@ -11,19 +11,20 @@ from pathlib import Path
 import train
 from config import TrainingConfig
 from ddp_utils import DistributedContext, open_run, wrap_ddp
-from utils import provenance
-from utils.agreement import Agreement, Word
-from utils.ending import start_watch
-from utils.ledger import LEDGER, Ledger
-from utils.loading import create_distributed_dataloader
+from utils.checkpoint.writer import Writer
+from utils.data.loader import create_distributed_dataloader, describe
+from utils.distributed.consensus import Consensus, Decision
 from utils.logger import setup_logger
-from utils.report import Reporter, decisions
-from utils.saving import Saver
-from utils.writer import Writer
+from utils.report.goodput import LEDGER, Ledger
+from utils.report.reporter import Reporter, decisions
+from utils.run import provenance
+from utils.run.failures import start_watch
+from utils.run.saver import Saver
 
 
 class Ours:
-    """Agreement, watchdog, finite check, BatchNorm rule, log, records, TensorBoard, writer: all as in a run, in a folder of its own.
+    """Agreement, watchdog, finite check, BatchNorm rule, log, records, TensorBoard, writer: all as in a run, in a
+    folder of its own.
 
     Make it on all ranks alike, after `setup_distributed`. What the run would show on the terminal goes nowhere.
 
@@ -51,19 +52,34 @@ class Ours:
         batch = self.loader.sample_batch()
         train.warm_up(self.model, batch, self.state, train.compute_loss)
         if config.compile != "off":
-            train.compile_all_sizes(self.model, self.loader, {}, self.state, train.compute_loss, self.config, ctx, logger)
+            train.compile_all_sizes(
+                self.model, self.loader, {}, self.state, train.compute_loss, self.config, ctx, logger
+            )
         self.state.plan(sampler.steps_left(0, 0, config.epochs), sampler.steps_per_epoch, self.config)
         origin = provenance.collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit, config.task)
-        origin |= provenance.describe(train_set) | {"global_batch_size": sampler.global_batch_size}
+        origin |= describe(train_set) | {"global_batch_size": sampler.global_batch_size}
         ledger = Ledger(self._run.folder / LEDGER if ctx.is_main else None, self.watch, None, time.time())
         reporter = Reporter(self._run, self.config, ctx, logger, self.state.total_steps, sampler, self.watch, ledger)
-        reporter.start(origin, decisions(self.config, ctx, self._run, self.model, self.state, self.loader, held_out), [], batch, self.state)
+        reporter.start(
+            origin,
+            decisions(self.config, ctx, self._run, self.model, self.state, self.loader, held_out),
+            [],
+            batch,
+            self.state,
+        )
         settings = self.config.to_dict()
         self._saver = Saver(
-            self._run, self.state, self.config, ctx, reporter, self.watch, self._writer, lambda: {"config": settings, "provenance": origin}
+            self._run,
+            self.state,
+            self.config,
+            ctx,
+            reporter,
+            self.watch,
+            self._writer,
+            lambda: {"config": settings, "provenance": origin},
         )
-        agreement = Agreement(lambda: Word(save=int(self._saver.is_due())), ctx.control)
-        self._rest = (self.config, ctx, agreement, reporter, self._saver)
+        consensus = Consensus(lambda: Decision(save=int(self._saver.is_due())), ctx.control)
+        self._rest = (self.config, ctx, consensus, reporter, self._saver)
         if ctx.is_main:
             self.watch.every_second = lambda: self._run.is_ours() and ledger.write()
 

@@ -1,4 +1,5 @@
-"""What a rank finds on its own machine, without a message to another: plain JSON, for utils.together.exchange."""
+"""What a rank finds on its own machine, without a message to another: plain JSON, for
+utils.distributed.collectives.exchange."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ import torch
 
 from config import TrainingConfig
 from scripts.network import addresses, interface_of, own_address_to
-from utils import provenance
-from utils.loading import usable_cpus
+from utils.data.loader import usable_cpus
+from utils.run import provenance
 
 if TYPE_CHECKING:
     from ddp_utils import DistributedContext
@@ -47,7 +48,9 @@ def gather(config: TrainingConfig, ctx: DistributedContext) -> dict[str, Any]:
 def machine(host: str) -> str:
     """What tells machines and containers apart, whatever their host names."""
     try:
-        return f"{host} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
+        return (
+            f"{host} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
+        )
     except OSError:
         return host
 
@@ -67,13 +70,16 @@ def memory(device: torch.device) -> dict[str, int]:
         return {"memory": total, "free": free + torch.cuda.memory_reserved(device)}
     try:
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return {name: int(lines[key].split()[0]) * 1024 for name, key in (("memory", "MemTotal"), ("free", "MemAvailable"))}
+        return {
+            name: int(lines[key].split()[0]) * 1024 for name, key in (("memory", "MemTotal"), ("free", "MemAvailable"))
+        }
     except (OSError, KeyError, ValueError):
         return {"memory": 0, "free": 0}
 
 
 def route(device: torch.device) -> dict[str, str]:
-    """The interface through which this rank talks to others: the one that the user named, else that of the route to rank 0."""
+    """The interface through which this rank talks to others: the one that the user named, else that of the route to
+    rank 0."""
     found = addresses()
     named = os.environ.get("NCCL_SOCKET_IFNAME" if device.type == "cuda" else "GLOO_SOCKET_IFNAME", "")
     wanted = tuple(name.lstrip("=") for name in named.split(",") if name and not named.startswith("^"))
@@ -114,7 +120,8 @@ class Probe:
         return self._step_by_step({"create a folder": self._make, "write": lambda: self._write("token", self._token)})
 
     def use(self, name: str) -> dict[str, Any]:
-        """On each node: whether rank 0's token is there, and what of all that a run does there goes wrong (or nothing)."""
+        """On each node: whether rank 0's token is there, and what of all that a run does there goes wrong (or
+        nothing)."""
         ends, is_seen = time.monotonic() + SECONDS_TO_SHOW, False
         while not (is_seen := self._is_seen()) and time.monotonic() < ends:
             time.sleep(0.1)
@@ -126,7 +133,11 @@ class Probe:
             if renamed.read_text() != "a\nb\n":
                 raise OSError("what was appended is not there")
 
-        steps = {"create a folder": self._make, "write": lambda: self._write(file.name, "a\n"), "rename": lambda: file.rename(renamed)}
+        steps = {
+            "create a folder": self._make,
+            "write": lambda: self._write(file.name, "a\n"),
+            "rename": lambda: file.rename(renamed),
+        }
         problem = self._step_by_step(steps | {"append": append, "delete": renamed.unlink})
         for left in (file, renamed):
             with suppress(OSError):
@@ -154,7 +165,8 @@ class Probe:
         return ""
 
     def space(self, size: int) -> dict[str, float]:
-        """Bytes free, and bytes a second that reach the disk, with fsync, of as much as a checkpoint has (0 where nothing did)."""
+        """Bytes free, and bytes a second that reach the disk, with fsync, of as much as a checkpoint has (0 where
+        nothing did)."""
         room, file, written, began = os.statvfs(self._folder), self._folder / "speed", 0, time.perf_counter()
         with suppress(OSError), file.open("wb") as opened:
             while written < min(max(size, PIECE), WRITTEN_AT_MOST) and time.perf_counter() - began < 2:

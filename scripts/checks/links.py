@@ -1,4 +1,5 @@
-"""What passes between ranks, and how fast: clocks, all-reduces by message size, pairs of nodes. All ranks call these alike."""
+"""What passes between ranks, and how fast: clocks, all-reduces by message size, pairs of nodes. All ranks call these
+alike."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def sync(device: torch.device) -> None:
 
 
 def clock_offsets(leaders: list[int], ctx: DistributedContext) -> dict[int, float]:
-    """Seconds by which a node's clock is ahead of rank 0's, as NTP finds them: on rank 0 of all leaders (the lowest ranks of the nodes)."""
+    """Seconds by which a node's clock is ahead of rank 0's, as NTP finds them: on rank 0 of all leaders (the lowest
+    ranks of the nodes)."""
     offsets = {0: 0.0}
     for leader in leaders[1:]:
         told = torch.zeros(1, dtype=torch.float64)
@@ -47,7 +49,8 @@ def clock_offsets(leaders: list[int], ctx: DistributedContext) -> dict[int, floa
 
 
 def make_groups(nodes: list[list[int]]) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """The group of this rank's node, and that of the nodes' leaders; None where it would have one rank, or this rank is not in it."""
+    """The group of this rank's node, and that of the nodes' leaders; None where it would have one rank, or this rank is
+    not in it."""
     wanted = [ranks if len(ranks) > 1 and len(nodes) > 1 else [] for ranks in nodes]
     wanted.append([ranks[0] for ranks in nodes] if len(nodes) > 1 else [])
     made = [dist.new_group(ranks) if ranks else None for ranks in wanted]  # every rank makes every group
@@ -55,7 +58,9 @@ def make_groups(nodes: list[list[int]]) -> tuple[dist.ProcessGroup | None, dist.
     return next((group for group in mine[:-1] if group), None), mine[-1]
 
 
-def all_reduce_times(group: dist.ProcessGroup | None, device: torch.device, sizes: Sequence[int] = SIZES) -> list[tuple[int, float]]:
+def all_reduce_times(
+    group: dist.ProcessGroup | None, device: torch.device, sizes: Sequence[int] = SIZES
+) -> list[tuple[int, float]]:
     """(bytes, seconds of the slowest rank) by message size, on the members of a group (None: all ranks)."""
     found = []
     for size in sizes if device.type == "cuda" else sizes[:-1]:
@@ -89,7 +94,8 @@ def rounds_of(nodes: int) -> list[list[tuple[int, int]]]:
 
 
 def measure_pairs(leaders: list[int], ctx: DistributedContext) -> list[list[Any]]:
-    """[node, node, seconds there and back, bytes a second] of the pairs of which this rank is the first; one node's leader speaks to another's."""
+    """[node, node, seconds there and back, bytes a second] of the pairs of which this rank is the first; one node's
+    leader speaks to another's."""
     found = []
     for pairs in rounds_of(len(leaders)):
         for a, b in pairs:
@@ -101,7 +107,8 @@ def measure_pairs(leaders: list[int], ctx: DistributedContext) -> list[list[Any]
 
 
 def _pair(peer: int, ctx: DistributedContext) -> tuple[float, float]:
-    """Seconds of the quickest round trip, bytes a second of the largest message. The lower rank speaks first and decides."""
+    """Seconds of the quickest round trip, bytes a second of the largest message. The lower rank speaks first and
+    decides."""
     is_first, device = ctx.rank < peer, ctx.device
 
     def there_and_back(data: torch.Tensor) -> float:

@@ -12,13 +12,13 @@ from checks.facts import open_files
 from checks.links import sync
 from ddp_utils import wrap_ddp
 from model import compute_loss
-from utils.together import exchange
+from utils.distributed.collectives import all_gather_json
 
 if TYPE_CHECKING:
     from config import TrainingConfig
     from ddp_utils import DistributedContext
-    from utils.loading import WindowLoader
-    from utils.train_state import TrainState
+    from utils.data.loader import GlobalBatchLoader
+    from utils.training.state import TrainState
 
 SECONDS = 0.6  # of a measure of speed
 SECONDS_OF_STEPS = 2.0
@@ -64,7 +64,9 @@ def one_pass(model: torch.nn.Module, batch: Any, state: TrainState) -> None:
     loss_sum.backward()
 
 
-def local_step(state: TrainState, loader: WindowLoader, config: TrainingConfig, device: torch.device) -> dict[str, Any]:
+def local_step(
+    state: TrainState, loader: GlobalBatchLoader, config: TrainingConfig, device: torch.device
+) -> dict[str, Any]:
     """Forward and backward of one micro-batch on this rank alone."""
     state.model.train()
     batch, samples = loader.sample_batch(), min(config.batch_size, len(loader.dataset))
@@ -84,22 +86,30 @@ def local_step(state: TrainState, loader: WindowLoader, config: TrainingConfig, 
     return {"samples": samples, "step_s": seconds, "rounds": rounds, "peak": peak, "gradient": gradient_bytes(state)}
 
 
-def ddp_step(state: TrainState, loader: WindowLoader, samples: int, rounds: int, config: TrainingConfig, ctx: DistributedContext) -> float:
+def ddp_step(
+    state: TrainState,
+    loader: GlobalBatchLoader,
+    samples: int,
+    rounds: int,
+    config: TrainingConfig,
+    ctx: DistributedContext,
+) -> float:
     """Seconds of the same pass under DDP, its all-reduces included. On all ranks, with the same figures."""
     model, batch = wrap_ddp(state.model, config, ctx), loader.fetch(list(range(samples)))[2]
     timed(lambda: one_pass(model, batch, state), 2, ctx.device)  # DDP orders its buckets in these
-    exchange(None, ctx)
+    all_gather_json(None, ctx)
     seconds = timed(lambda: one_pass(model, batch, state), rounds, ctx.device)
     state.optimizer.zero_grad()
     return seconds
 
 
-def loader_rate(loader: WindowLoader, device: torch.device) -> dict[str, Any]:
-    """Samples a second of this rank's loader with its workers, when nothing else is done, and the files then open. No messages."""
+def loader_rate(loader: GlobalBatchLoader, device: torch.device) -> dict[str, Any]:
+    """Samples a second of this rank's loader with its workers, when nothing else is done, and the files then open. No
+    messages."""
     samples, files, began, ends, epoch = 0, 0, 0.0, float("inf"), 0
     while time.perf_counter() < ends:
-        for window in loader.windows(epoch):
-            for micro_batch in window:
+        for global_batch in loader.global_batches(epoch):
+            for micro_batch in global_batch:
                 if not began:  # the first batch: workers are up
                     sync(device)
                     began, files = time.perf_counter(), open_files()["open"]

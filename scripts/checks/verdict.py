@@ -1,4 +1,5 @@
-"""From what was measured to findings: pure functions of plain values, each of which gives its findings with their remedies."""
+"""From what was measured to findings: pure functions of plain values, each of which gives its findings with their
+remedies."""
 
 from __future__ import annotations
 
@@ -11,13 +12,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from utils.alike import MAY_DIFFER
+from utils.run.start_checks import MAY_DIFFER
 
 OK, WARNING, FAILURE = "OK", "warning", "FAILURE"
 MUST_MATCH = ("python", "torch", "cuda", "nccl", "driver")
 SECONDS_APART, SECONDS_TOO_FAR = 0.5, 5.0  # of two clocks
 SLOW = 1.3  # times the median
-OTHERS_MEMORY, OWN_MEMORY = 0.1, 2 * 10**9  # of a device: the share that others may hold, and bytes that CUDA and NCCL take themselves
+# of a device: the share that others may hold, and bytes that CUDA and NCCL take themselves
+OTHERS_MEMORY, OWN_MEMORY = (
+    0.1,
+    2 * 10**9,
+)
 BAD_LINK = 3.0  # times as slow as the links of the others
 LEAST_EXCESS = 0.0005  # seconds of latency: below that it is noise
 WAITED = 0.1  # of a step, for gradients or data: more is worth a word
@@ -55,7 +60,9 @@ def named(ranks: Iterable[int], facts: list[dict]) -> str:
 
 def numbers(ranks: list[int]) -> str:
     is_row = len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1
-    return ("rank " if len(ranks) == 1 else "ranks ") + (f"{ranks[0]}-{ranks[-1]}" if is_row else ", ".join(map(str, ranks)))
+    return ("rank " if len(ranks) == 1 else "ranks ") + (
+        f"{ranks[0]}-{ranks[-1]}" if is_row else ", ".join(map(str, ranks))
+    )
 
 
 def nodes_of(facts: list[dict]) -> list[list[int]]:
@@ -88,7 +95,13 @@ def versions(facts: list[dict]) -> list[Finding]:
         level = FAILURE if name in MUST_MATCH else WARNING
         remedy = "set OMP_NUM_THREADS alike" if name == "threads" else "install the same on all nodes"
         said += [
-            (level, f"{name} is {value or 'missing'} on {named(ranks, facts)} and {usual or 'missing'} on the others; {remedy}")
+            (
+                level,
+                (
+                    f"{name} is {value or 'missing'} on {named(ranks, facts)} and {usual or 'missing'} on the others;"
+                    f" {remedy}"
+                ),
+            )
             for value, ranks in others.items()
         ]
     shown = [f"{name} {usuals[name]}" for name in MUST_MATCH if usuals.get(name)]
@@ -106,7 +119,10 @@ def code(facts: list[dict]) -> list[Finding]:
     for rank, files in sorted(differing.items()):
         by_files.setdefault(tuple(files), []).append(rank)
     said = [
-        (FAILURE, f"{_some(list(files))} on {named(ranks, facts)}: not as on the others; bring the same code to all nodes")
+        (
+            FAILURE,
+            f"{_some(list(files))} on {named(ranks, facts)}: not as on the others; bring the same code to all nodes",
+        )
         for files, ranks in by_files.items()
     ]
     return findings("code", said, f"the same {len(names)} files everywhere")
@@ -118,7 +134,13 @@ def config(facts: list[dict]) -> list[Finding]:
         usual, others = unlike([each["config"].get(name) for each in facts])
         if name not in MAY_DIFFER:
             said += [
-                (FAILURE, f"{name}={value} on {named(ranks, facts)}, {name}={usual} on the others; start all with the same flags")
+                (
+                    FAILURE,
+                    (
+                        f"{name}={value} on {named(ranks, facts)}, {name}={usual} on the others; start all with the"
+                        " same flags"
+                    ),
+                )
                 for value, ranks in others.items()
             ]
     return findings("config", said, "the same on all ranks")
@@ -130,7 +152,10 @@ def hosts(facts: list[dict]) -> list[Finding]:
     said = []
     for host in [host for host, count in counts.items() if count > 1]:
         ranks = [ranks[0] for ranks in nodes if facts[ranks[0]]["host"] == host]
-        text = f"{counts[host]} nodes have the host name {host} ({numbers(ranks)}), by which messages name them and NCCL tells them apart"
+        text = (
+            f"{counts[host]} nodes have the host name {host} ({numbers(ranks)}), by which messages name them and NCCL"
+            " tells them apart"
+        )
         said.append((FAILURE, f"{text}; give each its own (hostnamectl set-hostname, docker run --hostname)"))
     return findings("host names", said, ", ".join(counts))
 
@@ -146,7 +171,10 @@ def network(facts: list[dict]) -> list[Finding]:
         said.append(
             (
                 WARNING,
-                f"different networks: {', '.join(shown)}; where they are not meant so, name the common interface in NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME",
+                (
+                    f"different networks: {', '.join(shown)}; where they are not meant so, name the common interface in"
+                    " NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
+                ),
             )
         )
     return findings("network", said, ", ".join(shown))
@@ -161,7 +189,10 @@ def clocks(offsets: dict[int, float], facts: list[dict]) -> list[Finding]:
             said.append(
                 (
                     level,
-                    f"the clock of {facts[rank]['host']} is {where}, and logs and ledger go by them; let both follow NTP (timedatectl set-ntp true)",
+                    (
+                        f"the clock of {facts[rank]['host']} is {where}, and logs and ledger go by them; let both"
+                        " follow NTP (timedatectl set-ntp true)"
+                    ),
                 )
             )
     worst = max(map(abs, offsets.values()), default=0.0)
@@ -174,13 +205,21 @@ def clocks(offsets: dict[int, float], facts: list[dict]) -> list[Finding]:
 def devices(facts: list[dict]) -> list[Finding]:
     usual, others = unlike([each["device"] for each in facts])
     said = [
-        (WARNING, f"{device} on {named(ranks, facts)}, {usual} on the others: the slowest sets the pace; leave it out or take like ones")
+        (
+            WARNING,
+            (
+                f"{device} on {named(ranks, facts)}, {usual} on the others: the slowest sets the pace; leave it out or"
+                " take like ones"
+            ),
+        )
         for device, ranks in others.items()
     ]
     for each in facts:
         taken = each["memory"] - each["free"]
         if each["device"] != "cpu" and taken > max(OTHERS_MEMORY * each["memory"], OWN_MEMORY):
-            whose = f"{named([each['rank']], facts)}: other programs hold {size(taken)} of the GPU's {size(each['memory'])}"
+            whose = (
+                f"{named([each['rank']], facts)}: other programs hold {size(taken)} of the GPU's {size(each['memory'])}"
+            )
             said.append((WARNING, f"{whose}; nvidia-smi names them, end them"))
     return findings("devices", said, f"{len(facts)} x {usual}, {size(min(each['memory'] for each in facts))}")
 
@@ -190,8 +229,19 @@ def speed(name: str, measured: list[float], unit: str, facts: list[dict]) -> lis
     median, said = statistics.median_high(measured), []
     for rank, each in enumerate(measured):
         if median > SLOW * each:
-            text = f"{named([rank], facts)} is {median / each:.1f} times slower than the median ({each:,.0f} of {median:,.0f} {unit})"
-            said.append((WARNING, f"{text}, and all wait for it; look there for other programs, heat and power limits (top, nvidia-smi)"))
+            text = (
+                f"{named([rank], facts)} is {median / each:.1f} times slower than the median ({each:,.0f} of"
+                f" {median:,.0f} {unit})"
+            )
+            said.append(
+                (
+                    WARNING,
+                    (
+                        f"{text}, and all wait for it; look there for other programs, heat and power limits (top,"
+                        " nvidia-smi)"
+                    ),
+                )
+            )
     return findings(name, said, f"{min(measured):,.0f} {unit} on the slowest rank")
 
 
@@ -203,14 +253,24 @@ def folders(probes: list[dict], facts: list[dict]) -> list[Finding]:
         for rank, node in probe["nodes"].items():
             where = f"{probe['folder']} on {facts[rank]['host']}"
             if node["problem"]:
-                said.append((FAILURE, f"{where}: {node['problem']}; make room or mend it there, or give a folder that all nodes can write"))
+                said.append(
+                    (
+                        FAILURE,
+                        (
+                            f"{where}: {node['problem']}; make room or mend it there, or give a folder that all nodes"
+                            " can write"
+                        ),
+                    )
+                )
             elif not node["is_seen"]:
                 unseen.append(rank)
         if unseen and not probe["nodes"][0]["problem"]:
             which = ", ".join(facts[rank]["host"] for rank in unseen)
             text = f"{probe['folder']} on {which} is not the folder of this name on {facts[0]['host']}"
             said.append((FAILURE, f"{text}; put it on storage that all nodes share and mount it there"))
-    return findings("run folder", said, f"{', '.join(probe['folder'] for probe in probes)}: seen and written by every node")
+    return findings(
+        "run folder", said, f"{', '.join(probe['folder'] for probe in probes)}: seen and written by every node"
+    )
 
 
 def disk(probe: dict, checkpoint: int, held: int, kept: int, save_minutes: float, host: str) -> list[Finding]:
@@ -228,31 +288,65 @@ def disk(probe: dict, checkpoint: int, held: int, kept: int, save_minutes: float
         said.append((FAILURE, f"{text}; make room, give another --run_dir, or a smaller --keep_last"))
     if seconds > SLOW_SAVE or 0 < save_minutes * 60 < 2 * seconds:
         text = f"{where} takes {size(rate)}/s: a checkpoint of {size(checkpoint)} takes {seconds:.0f} s"
-        said.append((WARNING, f"{text}; take faster storage, or let the scheduler leave {2 * seconds:.0f} s between SIGTERM and SIGKILL"))
-    fine = f"{size(free)} free of {size(needed)} needed; {size(rate)}/s, a checkpoint of {size(checkpoint)} in {seconds:.1f} s"
+        said.append(
+            (
+                WARNING,
+                (
+                    f"{text}; take faster storage, or let the scheduler leave {2 * seconds:.0f} s between SIGTERM and"
+                    " SIGKILL"
+                ),
+            )
+        )
+    fine = (
+        f"{size(free)} free of {size(needed)} needed; {size(rate)}/s, a checkpoint of {size(checkpoint)} in"
+        f" {seconds:.1f} s"
+    )
     return findings("disk", said, fine)
 
 
 def shared_memory(problems: list[str], facts: list[dict]) -> list[Finding]:
-    """problems: of utils.workers.check_shared_memory, by rank; "" where there is room."""
-    said = [(FAILURE, f"{facts[rank]['host']}: {text}") for rank, text in enumerate(problems) if text and is_first(rank, facts)]
+    """problems: of utils.data.worker.check_shared_memory, by rank; "" where there is room."""
+    said = [
+        (FAILURE, f"{facts[rank]['host']}: {text}")
+        for rank, text in enumerate(problems)
+        if text and is_first(rank, facts)
+    ]
     for ranks in [] if said else nodes_of(facts):
         room, needed = facts[ranks[0]]["shm"], NCCL_SHARED * len(ranks)
         if facts[ranks[0]]["device"] != "cpu" and len(ranks) > 1 and room is not None and room < needed:
-            text = f"{facts[ranks[0]]['host']}: {size(room)} free, and NCCL shares memory there between {len(ranks)} ranks"
-            said.append((WARNING, f"{text}; give it {size(needed)} (docker run --shm-size, in Kubernetes an emptyDir of medium: Memory)"))
+            text = (
+                f"{facts[ranks[0]]['host']}: {size(room)} free, and NCCL shares memory there between {len(ranks)} ranks"
+            )
+            said.append(
+                (
+                    WARNING,
+                    (
+                        f"{text}; give it {size(needed)} (docker run --shm-size, in Kubernetes an emptyDir of medium:"
+                        " Memory)"
+                    ),
+                )
+            )
     least = min((each["shm"] for each in facts if each["shm"] is not None), default=0)
     return findings("/dev/shm", said, f"{size(least)} free" if least else "none on this system")
 
 
 def open_files(opened: list[dict], workers: int, tensors: int, facts: list[dict]) -> list[Finding]:
-    """opened: {"open", "limit"} of each rank, with its groups and before its loader's workers; tensors: that workers hand over at once."""
+    """opened: {"open", "limit"} of each rank, with its groups and before its loader's workers; tensors: that workers
+    hand over at once."""
     said = []
     for rank, each in enumerate(opened):
         needed = each["open"] + workers * FILES_OF_A_WORKER + tensors + SPARE_FILES
         if is_first(rank, facts) and 0 < each["limit"] < needed:
             text = f"{facts[rank]['host']}: a rank may open {each['limit']} files and needs about {needed}"
-            said.append((FAILURE, f"{text}; raise it (ulimit -n 65536, docker run --ulimit nofile=65536, Slurm's PropagateResourceLimits)"))
+            said.append(
+                (
+                    FAILURE,
+                    (
+                        f"{text}; raise it (ulimit -n 65536, docker run --ulimit nofile=65536, Slurm's"
+                        " PropagateResourceLimits)"
+                    ),
+                )
+            )
     most, least = max(each["open"] for each in opened), min(each["limit"] for each in opened)
     return findings("open files", said, f"{most} open, {least or 'no'} allowed")
 
@@ -266,7 +360,8 @@ def is_first(rank: int, facts: list[dict]) -> bool:
 
 
 def pairs(measured: list[list], facts: list[dict]) -> list[Finding]:
-    """measured: [node, node, seconds there and back, bytes a second]. Each node's best link says what the others might be."""
+    """measured: [node, node, seconds there and back, bytes a second]. Each node's best link says what the others might
+    be."""
     hosts = [facts[ranks[0]]["host"] for ranks in nodes_of(facts)]
     links_of = [[each for each in measured if node in each[:2]] for node in range(len(hosts))]
     best_rate = statistics.median_high(max((each[3] for each in its), default=0.0) for its in links_of)
@@ -280,11 +375,25 @@ def pairs(measured: list[list], facts: list[dict]) -> list[Finding]:
     for host, its in zip(hosts, links_of, strict=True):
         if len(its) > 1 and all(each in bad for each in its):
             bad = [each for each in bad if each not in its]
-            said.append((WARNING, f"all links of {host} are bad: {link(max(its, key=lambda e: e[3]))} at best, {elsewhere} there"))
-    said += [(WARNING, f"the link {hosts[each[0]]} - {hosts[each[1]]} is bad: {link(each)}, {elsewhere} of these two") for each in bad]
+            said.append(
+                (
+                    WARNING,
+                    f"all links of {host} are bad: {link(max(its, key=lambda e: e[3]))} at best, {elsewhere} there",
+                )
+            )
+    said += [
+        (WARNING, f"the link {hosts[each[0]]} - {hosts[each[1]]} is bad: {link(each)}, {elsewhere} of these two")
+        for each in bad
+    ]
     worst = min(measured, key=lambda each: each[3], default=None)
     return findings(
-        "links", said, f"the slowest of {len(measured)}: {hosts[worst[0]]} - {hosts[worst[1]]}, {link(worst)}" if worst else "one node"
+        "links",
+        said,
+        (
+            f"the slowest of {len(measured)}: {hosts[worst[0]]} - {hosts[worst[1]]}, {link(worst)}"
+            if worst
+            else "one node"
+        ),
     )
 
 
@@ -301,7 +410,8 @@ def all_reduce_seconds(table: list[tuple[int, float]], size: int) -> float:
 
 
 def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:
-    """Bytes a second through the busiest link of a ring: 2 (n - 1) / n of the message (nccl-tests, doc/PERFORMANCE.md)."""
+    """Bytes a second through the busiest link of a ring: 2 (n - 1) / n of the message (nccl-tests,
+    doc/PERFORMANCE.md)."""
     return 2 * (ranks - 1) / ranks * size / seconds
 
 
@@ -320,15 +430,16 @@ def communication(steps: list[dict], table: list, accumulation: float, batch_siz
     waited = min(max(0.0, under_ddp - alone), reduced)  # what is more is the ranks' own unevenness
     computed = alone * batch_size / steps[0]["samples"]
     share = waited / (computed * accumulation + waited)
-    has, needed = (
-        size(bus_bandwidth(gradient, seconds, ranks)) for seconds in (reduced, computed * 2 / 3)
-    )  # two thirds: the backward pass
+    # two thirds: the backward pass
+    has, needed = (size(bus_bandwidth(gradient, seconds, ranks)) for seconds in (reduced, computed * 2 / 3))
     text = f"{share:.0%} of a step is spent waiting for gradients{slowest}: all-reduce gives {has}/s"
     text += f", {needed}/s hides their {size(gradient)} behind a backward pass"
     said = []
     if share > WAITED:
         wanted = math.ceil(waited / computed * (1 - WAITED) / WAITED)
-        way_out = f", or give --grad_accum_steps {wanted} or a larger --batch_size" if wanted <= MOST_ACCUMULATION else ""
+        way_out = (
+            f", or give --grad_accum_steps {wanted} or a larger --batch_size" if wanted <= MOST_ACCUMULATION else ""
+        )
         said.append((WARNING, f"{text}; mend the network{way_out}"))
     return findings("communication", said, text)
 
@@ -342,15 +453,22 @@ def loader(rates: list[dict], steps: list[dict], facts: list[dict]) -> list[Find
         ratios.append((waited, rank))
     waited, rank = max(ratios)
     read, wanted = rates[rank], steps[rank]["samples"] / steps[rank]["step_s"]
-    text = f"{named([rank], facts)}: {read['rate']:,.0f} samples/s with {read['workers']} worker(s), the step takes {wanted:,.0f}"
+    text = (
+        f"{named([rank], facts)}: {read['rate']:,.0f} samples/s with {read['workers']} worker(s), the step takes"
+        f" {wanted:,.0f}"
+    )
     if waited > WAITED:
         workers = max(1, math.ceil(1.1 * max(1, read["workers"]) * wanted / read["rate"]))
         ranks = next(ranks for ranks in nodes_of(facts) if rank in ranks)
         cpus = facts[rank]["cpus"]
         lack = (
-            f" (the node has {cpus} CPUs for {len(ranks)} rank(s): smaller files, or data in memory)" if workers * len(ranks) > cpus else ""
+            f" (the node has {cpus} CPUs for {len(ranks)} rank(s): smaller files, or data in memory)"
+            if workers * len(ranks) > cpus
+            else ""
         )
-        said.append((WARNING, f"{text}: {waited:.0%} of the time is spent waiting for data; give --num_workers {workers}{lack}"))
+        said.append(
+            (WARNING, f"{text}: {waited:.0%} of the time is spent waiting for data; give --num_workers {workers}{lack}")
+        )
     return findings("loader", said, text)
 
 

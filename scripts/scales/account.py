@@ -1,4 +1,5 @@
-"""From what was measured to what is told: the points, the fitted link, the next doublings as predicted, the table. Plain JSON in and out."""
+"""From what was measured to what is told: the points, the fitted link, the next doublings as predicted, the table.
+Plain JSON in and out."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def point(
 
 
 def step_of(one: dict[str, Any], job: dict[str, Any]) -> Step:
-    """The weak step of a job of one rank, with what DDP does beside it, but for communication, in another job of several."""
+    """The weak step of a job of one rank, with what DDP does beside it, but for communication, in another job of
+    several."""
     found = job["profile"]
     scale = one["profile"]["plain"] / found["plain"]
     forward, backward = scale * found["forward"], scale * found["backward"]
@@ -65,7 +67,11 @@ def machine_of(jobs: list[dict[str, Any]]) -> Machine:
     """With the slowdown of ranks beside each other, where cores were free for all of them."""
     one = jobs[0]
     cores = one["cores"] if one["device"] == "cpu" else math.inf
-    alone = [(job["here"], median(job, "weak", 2) / median(one, "weak", 2)) for job in jobs[1:] if job["here"] * job["threads"] <= cores]
+    alone = [
+        (job["here"], median(job, "weak", 2) / median(one, "weak", 2))
+        for job in jobs[1:]
+        if job["here"] * job["threads"] <= cores
+    ]
     return Machine(cores, one["threads"], ((1, 1.0), *dict(alone).items()))
 
 
@@ -80,7 +86,8 @@ def scale_of(job: dict[str, Any], batch: int) -> float:
 
 
 def predicted_points(jobs: list[dict[str, Any]], global_batch: int, numbers: list[int]) -> list[dict[str, Any]]:
-    """What so many ranks would give, from the step of one rank, the slowdown of ranks beside it, and the all-reduce of the last job."""
+    """What so many ranks would give, from the step of one rank, the slowdown of ranks beside it, and the all-reduce of
+    the last job."""
     one, last = jobs[0], jobs[-1]
     step, link, machine = step_of(one, jobs[1]), link_of(last), machine_of(jobs)
     found = []
@@ -94,7 +101,18 @@ def predicted_points(jobs: list[dict[str, Any]], global_batch: int, numbers: lis
         if global_batch and batch and global_batch % (ranks * batch) == 0:
             passes = global_batch // (ranks * batch)
             seconds, waited = step_seconds(step.of(passes, scale_of(one, batch)), link, ranks, here, machine)
-            found.append(point(ranks, here, "strong", global_batch, seconds, min(step.data * passes, seconds - waited), waited, True))
+            found.append(
+                point(
+                    ranks,
+                    here,
+                    "strong",
+                    global_batch,
+                    seconds,
+                    min(step.data * passes, seconds - waited),
+                    waited,
+                    True,
+                )
+            )
     return found
 
 
@@ -127,9 +145,15 @@ def sentences(report: dict[str, Any], room: int) -> list[str]:
         rows.append([*row, f"{each['step_s'] * 1000:,.2f} ms", *shares, "predicted" if each["is_predicted"] else ""])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.append("weak: the same micro-batches on each rank; strong: the same global batch; communication: what no computing hides")
+    lines.append(
+        "weak: the same micro-batches on each rank; strong: the same global batch; communication: what no computing"
+        " hides"
+    )
     if report["link"] is None:
-        lines.append("one rank alone waits for nobody: give --ranks 1,2 here, or measure several nodes (scripts/launch.sh --scaling FILE)")
+        lines.append(
+            "one rank alone waits for nobody: give --ranks 1,2 here, or measure several nodes (scripts/launch.sh"
+            " --scaling FILE)"
+        )
     if link := report["link"]:
         worst = max(report["link"]["rows"], key=lambda row: abs(math.log(row[2] / row[1])))
         rate = f"{1e-9 / link['beta']:.2f} GB/s" if link["beta"] else "any"
@@ -137,15 +161,19 @@ def sentences(report: dict[str, Any], room: int) -> list[str]:
         lines.append(f"{text} (worst of the fit: {worst[2] / worst[1] - 1:+.0%} at {worst[0]:,} bytes)")
         largest = max(each["ranks"] for each in report["points"] if not each["is_predicted"])
         lines.append(
-            f"predicted: by that link and the step of one rank; for {largest} ranks the same gives {report['model_error']:+.1%} of what was measured"
+            f"predicted: by that link and the step of one rank; for {largest} ranks the same gives"
+            f" {report['model_error']:+.1%} of what was measured"
         )
         if any(each["ranks"] > each["here"] and each["is_predicted"] for each in report["points"]) and all(
             each["ranks"] == each["here"] for each in report["points"] if not each["is_predicted"]
         ):
             lines.append(
-                f"beyond {room} ranks: on more machines like this one, on a network as fast as the link above (launch.sh --scaling measures it)"
+                f"beyond {room} ranks: on more machines like this one, on a network as fast as the link above"
+                " (launch.sh --scaling measures it)"
             )
     for row in report["sweep"][1:]:
         name = ", ".join(f"{key}={value}" for key, value in row["change"].items())
-        lines.append(f"  {name}: " + (row.get("problem") or f"{row['step_s'] * 1000:,.2f} ms a step, {knobs.gain(row):+.1%}"))
+        lines.append(
+            f"  {name}: " + (row.get("problem") or f"{row['step_s'] * 1000:,.2f} ms a step, {knobs.gain(row):+.1%}")
+        )
     return [*lines, report["advice"]] if report["advice"] else lines

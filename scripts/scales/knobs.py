@@ -25,9 +25,11 @@ def gain(row: dict[str, Any]) -> float:
 
 
 def judge(sweep: list[dict[str, Any]]) -> tuple[dict[str, Any], float]:
-    """The changes that gain more than the noise, and the noise: how far rounds of the same settings, the first row, differ.
+    """The changes that gain more than the noise, and the noise: how far rounds of the same settings, the first row,
+    differ.
 
-    Of the rows that were measured as they would be used, the best one; where a bucket size and a hook each gain and were not yet
+    Of the rows that were measured as they would be used, the best one; where a bucket size and a hook each gain and
+    were not yet
     tried together, both.
     """
     control, *rows = sweep
@@ -49,6 +51,8 @@ def advice(sweep: list[dict[str, Any]]) -> str:
     if not change:
         return f"flags: none; no other setting of bucket_cap_mb or comm_hook gains more than the noise of {noise:.1%}"
     row = next(row for row in sweep if row["change"] == change)
-    words = " ".join(f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}" for name, value in change.items())
+    words = " ".join(
+        f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}" for name, value in change.items()
+    )
     rounds = f"; {change['comm_hook']} rounds the gradients" if change.get("comm_hook", "none") != "none" else ""
     return f"flags: {words}   (a step is {gain(row):.1%} faster, noise {noise:.1%}{rounds})"

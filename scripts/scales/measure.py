@@ -1,4 +1,5 @@
-"""What one number of ranks gives: the step with and without communication, when the buckets become ready, the all-reduce. In each rank."""
+"""What one number of ranks gives: the step with and without communication, when the buckets become ready, the
+all-reduce. In each rank."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 import train
 from benching.ours import Ours
 from checks import links
-from config import Refused, TrainingConfig
+from config import TrainingConfig, UserError
 from ddp_utils import DistributedContext, wrap_ddp
 from scales.knobs import judge, variants
-from utils import running_stats
-from utils.loading import create_distributed_dataloader
-from utils.together import exchange
+from utils.data.loader import create_distributed_dataloader
+from utils.distributed.collectives import all_gather_json
+from utils.training import batchnorm as running_stats
 
 SIZES = (2**3, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)  # bytes of an all-reduce; the last on CUDA alone
 MOST_STEPS, MOST_EPOCHS = 200, 20
@@ -44,7 +45,7 @@ class Timed:
 
         is_alone: without the all-reduces of gradients and running statistics; the ranks then train on by themselves.
         """
-        exchange(None, self._ctx)  # all begin together
+        all_gather_json(None, self._ctx)  # all begin together
         waited, steps, began = self._ours.watch.spent()[0]["data"], 0, time.perf_counter()
         with self._alone() if is_alone else contextlib.nullcontext():
             for _ in range(self._epochs):
@@ -52,7 +53,7 @@ class Timed:
         links.sync(self._ctx.device)
         seconds = time.perf_counter() - began
         waited = self._ours.watch.spent()[0]["data"] - waited
-        return max(tuple(each) for each in exchange([seconds / steps, waited / steps], self._ctx))
+        return max(tuple(each) for each in all_gather_json([seconds / steps, waited / steps], self._ctx))
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -69,9 +70,16 @@ def measure(job: dict[str, Any], config: TrainingConfig, ctx: DistributedContext
 
     job: "rounds", the "seconds" of one, "global_batch" of strong scaling (0: none), "is_swept".
 
-    Raises Refused where the data set is too small.
+    Raises UserError where the data set is too small.
     """
-    quiet = {"epochs": 1000, "max_steps": 0, "max_time": 0.0, "save_every": 0, "save_every_steps": 0, "save_every_minutes": 0.0}
+    quiet = {
+        "epochs": 1000,
+        "max_steps": 0,
+        "max_time": 0.0,
+        "save_every": 0,
+        "save_every_steps": 0,
+        "save_every_minutes": 0.0,
+    }
     weak = dataclasses.replace(config, **quiet, eval_every=0, global_batch_size=0)
     is_cuda = ctx.device.type == "cuda"
     found: dict[str, Any] = {
@@ -85,17 +93,25 @@ def measure(job: dict[str, Any], config: TrainingConfig, ctx: DistributedContext
         began, worked = time.perf_counter(), time.process_time()
         found["all_reduce"] = links.all_reduce_times(None, ctx.device, SIZES)
         share = (time.process_time() - worked) / (time.perf_counter() - began)
-        found["work"] = 0.0 if is_cuda else statistics.fmean(exchange(share, ctx))
+        found["work"] = 0.0 if is_cuda else statistics.fmean(all_gather_json(share, ctx))
     samples, found["profile"] = profile(weak, ctx)
     half = dataclasses.replace(weak, batch_size=max(1, weak.batch_size // 2))
-    found["half"] = {"batch": half.batch_size, **profile(half, ctx)[1]} if ctx.world_size == 1 and half.batch_size < weak.batch_size else {}
+    found["half"] = (
+        {"batch": half.batch_size, **profile(half, ctx)[1]}
+        if ctx.world_size == 1 and half.batch_size < weak.batch_size
+        else {}
+    )
 
     configs = {"weak": weak}
     if job["global_batch"]:
         configs["strong"] = strong_config(weak, job["global_batch"], ctx.world_size)
     one = found["profile"]["plain"]
     for name, each in configs.items():
-        if name == "strong" and global_batch(each, ctx) == global_batch(weak, ctx) and each.batch_size == weak.batch_size:
+        if (
+            name == "strong"
+            and global_batch(each, ctx) == global_batch(weak, ctx)
+            and each.batch_size == weak.batch_size
+        ):
             found["strong"] = found["weak"]  # the same run
             continue
         sized, epochs = plan(each, samples, one * each.batch_size / weak.batch_size, job["seconds"], ctx)
@@ -105,15 +121,21 @@ def measure(job: dict[str, Any], config: TrainingConfig, ctx: DistributedContext
         timed.close()
         found[name] = {"samples": global_batch(each, ctx), "rounds": rows}
     if job["is_swept"] and ctx.world_size > 1:
-        found["sweep"] = sweep(*plan(weak, samples, one, job["seconds"], ctx), job["rounds"], found["profile"]["gradient"], ctx, folder)
+        found["sweep"] = sweep(
+            *plan(weak, samples, one, job["seconds"], ctx), job["rounds"], found["profile"]["gradient"], ctx, folder
+        )
     return found
 
 
 def strong_config(weak: TrainingConfig, samples: int, ranks: int) -> TrainingConfig:
-    """The same global batch on any number of ranks: micro-batches of batch_size, or smaller ones where there are not enough for all."""
+    """The same global batch on any number of ranks: micro-batches of batch_size, or smaller ones where there are not
+    enough for all."""
     size = min(weak.batch_size, max(1, samples // ranks))
     if samples % (size * ranks):
-        raise Refused(f"global_batch_size={samples}: cannot be dealt evenly to {ranks} ranks; give a multiple of {weak.batch_size * ranks}")
+        raise UserError(
+            f"global_batch_size={samples}: cannot be dealt evenly to {ranks} ranks; give a multiple of"
+            f" {weak.batch_size * ranks}"
+        )
     return dataclasses.replace(weak, batch_size=size, grad_accum_steps=1, global_batch_size=samples)
 
 
@@ -121,24 +143,33 @@ def global_batch(config: TrainingConfig, ctx: DistributedContext) -> int:
     return config.batch_size * config.micro_batches_per_step(ctx.world_size)
 
 
-def plan(config: TrainingConfig, samples: int, one: float, seconds: float, ctx: DistributedContext) -> tuple[TrainingConfig, int]:
-    """The config with a data set of some whole steps, and how many epochs of it are a round of so many seconds. one: those of a pass."""
+def plan(
+    config: TrainingConfig, samples: int, one: float, seconds: float, ctx: DistributedContext
+) -> tuple[TrainingConfig, int]:
+    """The config with a data set of some whole steps, and how many epochs of it are a round of so many seconds. one:
+    those of a pass."""
     size = global_batch(config, ctx)
-    wanted = max(exchange(seconds / (one * config.micro_batches_per_step(ctx.world_size) / ctx.world_size), ctx))
+    wanted = max(all_gather_json(seconds / (one * config.micro_batches_per_step(ctx.world_size) / ctx.world_size), ctx))
     steps = min(MOST_STEPS, math.ceil(wanted))
     steps = min(steps, samples // size)
     if not steps:
-        raise Refused(f"batch_size={config.batch_size}: one global batch is {size}, the data set has {samples}; give a smaller batch_size")
+        raise UserError(
+            f"batch_size={config.batch_size}: one global batch is {size}, the data set has {samples}; give a smaller"
+            " batch_size"
+        )
     epochs = max(1, min(MOST_EPOCHS, round(wanted / steps)))
     return dataclasses.replace(config, dataset_size=steps * size), epochs
 
 
 def profile(config: TrainingConfig, ctx: DistributedContext) -> tuple[int, dict[str, Any]]:
-    """Samples that the data set can give, and of one micro-batch the seconds of a pass without DDP's part ("plain"), and with it but
+    """Samples that the data set can give, and of one micro-batch the seconds of a pass without DDP's part ("plain"),
+    and with it but
     nothing sent: forward, backward, and when each bucket's gradients are ready. One rank alone has no such part."""
     config = dataclasses.replace(config, comm_hook="none", compile="off")
     is_ours = config.dataset == "synthetic" and not config.dataset_size  # any number of samples
-    train_set, _, config = train.load_data(dataclasses.replace(config, dataset_size=max(64, config.batch_size)) if is_ours else config, ctx)
+    train_set, _, config = train.load_data(
+        dataclasses.replace(config, dataset_size=max(64, config.batch_size)) if is_ours else config, ctx
+    )
     loader, _ = create_distributed_dataloader(train_set, config, ctx)
     state = train.create_state(config, ctx)
     model = wrap_ddp(state.model, config, ctx)
@@ -180,13 +211,23 @@ def profile(config: TrainingConfig, ctx: DistributedContext) -> tuple[int, dict[
         with model.no_sync():
             plain.append(sum(one_pass()))
         rows.append(one_pass())
-    forward, *ready, backward = (
-        statistics.median(column) for column in zip(*rows[2:], strict=True)
-    )  # DDP orders its buckets in the first two
-    moments = sum(2 * m.running_mean.nbytes for m in state.model.modules() if isinstance(getattr(m, "running_mean", None), torch.Tensor))
-    buckets = [[0.0, moments]] if moments else []  # the running statistics' own all-reduce begins with the backward pass
+    # DDP orders its buckets in the first two
+    forward, *ready, backward = (statistics.median(column) for column in zip(*rows[2:], strict=True))
+    moments = sum(
+        2 * m.running_mean.nbytes
+        for m in state.model.modules()
+        if isinstance(getattr(m, "running_mean", None), torch.Tensor)
+    )
+    # the running statistics' own all-reduce begins with the backward pass
+    buckets = [[0.0, moments]] if moments else []
     buckets += [[when, size] for when, size in zip(ready, sizes, strict=True)]
-    told = {"plain": statistics.median(plain[2:]), "forward": forward, "backward": backward, "ready": buckets, "gradient": sum(sizes)}
+    told = {
+        "plain": statistics.median(plain[2:]),
+        "forward": forward,
+        "backward": backward,
+        "ready": buckets,
+        "gradient": sum(sizes),
+    }
     return MOST_SYNTHETIC if is_ours else len(train_set), told
 
 
@@ -195,19 +236,24 @@ def between(first: Any, second: Any) -> float:
     return first.elapsed_time(second) / 1000 if isinstance(first, torch.cuda.Event) else second - first
 
 
-def sweep(config: TrainingConfig, epochs: int, rounds: int, gradient: int, ctx: DistributedContext, folder: Path) -> list[dict[str, Any]]:
-    """Each setting of the communication's flags beside the one asked for, in turns: its step, and the ratios round by round."""
+def sweep(
+    config: TrainingConfig, epochs: int, rounds: int, gradient: int, ctx: DistributedContext, folder: Path
+) -> list[dict[str, Any]]:
+    """Each setting of the communication's flags beside the one asked for, in turns: its step, and the ratios round by
+    round."""
     plain, found = Timed(config, ctx, folder / "plain", epochs), []
 
     def compare(change: dict[str, Any]) -> None:
         try:
             other = Timed(dataclasses.replace(config, **change), ctx, folder / f"variant-{len(found)}", epochs)
-        except Refused as refused:
+        except UserError as refused:
             found.append({"change": change, "problem": str(refused)})
             return
         turns = [(plain.round()[0], other.round()[0]) for _ in range(rounds)]
         other.close()
-        found.append({"change": change, "step_s": statistics.median(b for _, b in turns), "ratios": [a / b for a, b in turns]})
+        found.append(
+            {"change": change, "step_s": statistics.median(b for _, b in turns), "ratios": [a / b for a, b in turns]}
+        )
 
     compare({})  # the control
     for change in variants(config, gradient):

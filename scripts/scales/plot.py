@@ -1,4 +1,5 @@
-"""One picture of the scaling: efficiency by number of ranks, and where the time of a step goes. What is predicted is hollow and dashed."""
+"""One picture of the scaling: efficiency by number of ranks, and where the time of a step goes. What is predicted is
+hollow and dashed."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from html import escape
 from typing import Any
 
 # of Okabe and Ito, told apart by people who do not tell red from green
-COLORS = {"weak": "#0072B2", "strong": "#D55E00", "compute": "#009E73", "data wait": "#E69F00", "communication": "#CC79A7"}
+COLORS = {
+    "weak": "#0072B2",
+    "strong": "#D55E00",
+    "compute": "#009E73",
+    "data wait": "#E69F00",
+    "communication": "#CC79A7",
+}
 SHARES = {"compute": "compute", "data wait": "data", "communication": "communication"}
 WIDTH, HEIGHT, TOP, BOTTOM = 980, 430, 70, 64
 LEFT = (64, 470)  # of the first panel: where its axis begins, and where it ends
@@ -20,7 +27,10 @@ def plot(report: dict[str, Any], title: str) -> str:
     points = report["points"]
     numbers = sorted({each["ranks"] for each in points})
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12" fill="#333">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif"'
+            ' font-size="12" fill="#333">'
+        ),
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         text(LEFT[0], 20, title, "start", "font-weight='bold'"),
         text(RIGHT[1] + 110, 20, "solid: measured; hollow and dashed: predicted", "end"),
@@ -45,7 +55,9 @@ def efficiencies(points: list[dict[str, Any]], numbers: list[int]) -> list[str]:
     inner = (LEFT[0] + 24, LEFT[1] - 60)  # room for the first point and the last one's label
 
     def place(ranks: int, value: float) -> tuple[float, float]:
-        return inner[0] + (inner[1] - inner[0]) * math.log2(ranks) / span, TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / high)
+        return inner[0] + (inner[1] - inner[0]) * math.log2(ranks) / span, TOP + (HEIGHT - TOP - BOTTOM) * (
+            1 - value / high
+        )
 
     parts = [text((LEFT[0] + LEFT[1]) / 2, TOP - 22, "efficiency: samples/s of a rank, in those of one rank alone")]
     for percent in range(0, int(high * 100) + 1, 20):
@@ -69,7 +81,11 @@ def efficiencies(points: list[dict[str, Any]], numbers: list[int]) -> list[str]:
             fill = "white" if each["is_predicted"] else color
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{fill}" stroke="{color}" stroke-width="2"/>')
             if each["ranks"] > 1 or mode == "weak":
-                parts.append(text(x, y + (-10 if mode == "weak" else 19), f"{each['samples_per_s']:,.0f}/s", more='font-size="10"'))
+                parts.append(
+                    text(
+                        x, y + (-10 if mode == "weak" else 19), f"{each['samples_per_s']:,.0f}/s", more='font-size="10"'
+                    )
+                )
         if mine:
             x, y = place(mine[-1]["ranks"], mine[-1]["efficiency"])
             y = next((end + 16 for end in ends if abs(end - y) < 16), y)
@@ -106,7 +122,8 @@ def shares(points: list[dict[str, Any]]) -> list[str]:
                 else f'fill="{COLORS[name]}" fill-opacity="0.15" stroke-dasharray="4 3"'
             )
             parts.append(
-                f'<rect x="{x - slot * 0.3:.1f}" y="{y:.1f}" width="{slot * 0.6:.1f}" height="{tall:.1f}" {look} stroke="{COLORS[name]}"/>'
+                f'<rect x="{x - slot * 0.3:.1f}" y="{y:.1f}" width="{slot * 0.6:.1f}" height="{tall:.1f}" {look}'
+                f' stroke="{COLORS[name]}"/>'
             )
         parts.append(text(x, high + 18, f"{each['ranks']}"))
         if each["is_predicted"]:

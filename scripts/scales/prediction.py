@@ -1,12 +1,18 @@
-"""What a step would take on so many ranks: from the step of one rank, when its buckets become ready, and the all-reduce's latency and bandwidth.
+"""What a step would take on so many ranks: from the step of one rank, when its buckets become ready, and the
+all-reduce's latency and bandwidth.
 
-A ring all-reduce of S bytes between n ranks sends 2 (n - 1) messages one after the other, and 2 (n - 1) / n S bytes over each link:
-2 (n - 1) alpha + 2 (n - 1) / n S beta (Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
-2005, section 4.5). gloo's default is that ring (gloo/allreduce.cc). NCCL takes a ring where bandwidth decides and trees where
+A ring all-reduce of S bytes between n ranks sends 2 (n - 1) messages one after the other, and 2 (n - 1) / n S bytes
+over each link:
+2 (n - 1) alpha + 2 (n - 1) / n S beta (Thakur, Rabenseifner and Gropp, "Optimization of collective communication
+operations in MPICH",
+2005, section 4.5). gloo's default is that ring (gloo/allreduce.cc). NCCL takes a ring where bandwidth decides and trees
+where
 latency does, with 2 log2(n) messages (Jeaugey, "Massively scale your deep learning training with NCCL 2.4", 2019).
 
-DDP reduces one bucket after the other, each as soon as it is ready; what then sticks out behind the backward pass is exposed. On a CPU
-an all-reduce is also work: where ranks fill the cores that part delays the step's own computing, and only its waiting can be hidden.
+DDP reduces one bucket after the other, each as soon as it is ready; what then sticks out behind the backward pass is
+exposed. On a CPU
+an all-reduce is also work: where ranks fill the cores that part delays the step's own computing, and only its waiting
+can be hidden.
 """
 
 from __future__ import annotations
@@ -41,7 +47,8 @@ def terms(ranks: int, size: int, is_ring: bool) -> tuple[float, float]:
 def fit(table: Sequence[tuple[int, float]], ranks: int, work: float = 0.0, is_ring: bool = True) -> Link:
     """The link whose all-reduces between so many ranks are nearest to those of the table, (bytes, seconds).
 
-    Of all pairs of rows, the latency and bandwidth on which the table's ratios to it deviate least in sum: one row that is off, as the
+    Of all pairs of rows, the latency and bandwidth on which the table's ratios to it deviate least in sum: one row that
+    is off, as the
     burst of a shaped link is, does not move it.
     """
     rows = [(*terms(ranks, size, is_ring), seconds) for size, seconds in table]
@@ -69,9 +76,8 @@ class Step:
     data: float  # of it, waiting for data
     forward: float  # of one micro-batch
     backward: float
-    ready: tuple[
-        tuple[float, int], ...
-    ]  # of each all-reduce, in order: when it can begin, from the start of the last backward pass, and its bytes
+    # of each all-reduce, in order: when it can begin, from the start of the last backward pass, and its bytes
+    ready: tuple[tuple[float, int], ...]
     passes: int = 1  # micro-batches
     wrapping: float = 0.0  # of all of it, what DDP does beside communication and one rank alone does not
 
@@ -98,14 +104,16 @@ class Machine:
 
     cores: float  # infinite for ranks that compute on GPUs
     threads: int  # of a rank
-    slowdown: tuple[tuple[int, float], ...] = (
-        (1, 1.0),
-    )  # (ranks, step of a rank beside so many / alone), measured on cores that were free
+    # (ranks, step of a rank beside so many / alone), measured on cores that were free
+    slowdown: tuple[tuple[int, float], ...] = ((1, 1.0),)
 
     def crowd(self, ranks: int) -> float:
-        """How many times longer a rank computes where so many are on the machine: they share memory, and cores beyond their number."""
+        """How many times longer a rank computes where so many are on the machine: they share memory, and cores beyond
+        their number."""
         fill = max(1.0, ranks * self.threads / self.cores)
-        return fill * self._slower(min(ranks, max(1, int(self.cores / self.threads))) if math.isfinite(self.cores) else ranks)
+        return fill * self._slower(
+            min(ranks, max(1, int(self.cores / self.threads))) if math.isfinite(self.cores) else ranks
+        )
 
     def _slower(self, ranks: int) -> float:
         """Between the measured numbers of ranks; beyond them as the last two go on."""
@@ -116,13 +124,15 @@ class Machine:
         return low + max(0.0, high - low) * (ranks - a) / (b - a)
 
     def share(self, ranks: int) -> tuple[float, float]:
-        """What a second of an all-reduce's work takes beside so many ranks, and how much of that delays the rank's own computing."""
+        """What a second of an all-reduce's work takes beside so many ranks, and how much of that delays the rank's own
+        computing."""
         each = self.cores / ranks
         return max(1.0, self.threads / each), 1.0 - min(1.0, max(0.0, each - self.threads))
 
 
 def step_seconds(step: Step, link: Link, ranks: int, here: int, machine: Machine) -> tuple[float, float]:
-    """Seconds of the step of so many ranks, `here` of them on each machine, and what of it is communication that nothing hides,
+    """Seconds of the step of so many ranks, `here` of them on each machine, and what of it is communication that
+    nothing hides,
     DDP's own work for it included."""
     crowd = machine.crowd(here)
     after = max(0.0, step.seconds - step.wrapping - step.data - step.passes * step.one)  # the update

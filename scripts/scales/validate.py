@@ -1,4 +1,5 @@
-"""How far predictions are from measurements: of 4 ranks from 1 and 2, and of 2 ranks on a slowed link from its all-reduce and the steps of
+"""How far predictions are from measurements: of 4 ranks from 1 and 2, and of 2 ranks on a slowed link from its
+all-reduce and the steps of
 1 and 2 ranks without communication. It reports, and judges nothing: on a busy machine both sides are off."""
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from config import Refused
+from config import UserError
 from scales.account import link_of, machine_of, median, step_of
 from scales.prediction import step_seconds
 
@@ -38,7 +39,8 @@ def validate(options: argparse.Namespace) -> None:
     load, cores = os.getloadavg()[0], cores_here()
     if load > cores / 4:
         sys.stdout.write(
-            f"load average {load:.1f} on {cores} cores: if other programs still run, neither side will be right; wait until they are done\n"
+            f"load average {load:.1f} on {cores} cores: if other programs still run, neither side will be right; wait"
+            " until they are done\n"
         )
     sys.stdout.write(f"{MANY} ranks on this machine, predicted from {' and '.join(map(str, FEW))}\n")
     jobs = [job_of(words.split(), options, 0) for words in CONFIGS]
@@ -50,11 +52,14 @@ def validate(options: argparse.Namespace) -> None:
         rows.append((words, seconds, median(four, "weak", 0)))
     errors = tell(rows)
     for rate in RATES:
-        sys.stdout.write(f"2 ranks on a link of {rate}, predicted from its all-reduce and steps without communication\n")
+        sys.stdout.write(
+            f"2 ranks on a link of {rate}, predicted from its all-reduce and steps without communication\n"
+        )
         with tempfile.TemporaryDirectory() as folder:
             linked = on_two_nodes(rate, jobs[: len(LINKED)], Path(folder))
         rows = []
-        for words, job, one, two in zip(LINKED, linked, found[1], found[2], strict=False):  # none where namespaces are not allowed
+        # none where namespaces are not allowed
+        for words, job, one, two in zip(LINKED, linked, found[1], found[2], strict=False):
             seconds, _ = step_seconds(step_of(one, two), link_of(job), 2, 2, machine_of([one, two]))
             rows.append((words, seconds, median(job, "weak", 0)))
         errors += tell(rows)
@@ -65,7 +70,10 @@ def tell(rows: list[tuple[str, float, float]]) -> list[float]:
     """The errors, without sign."""
     errors = [abs(predicted / measured - 1) for _, predicted, measured in rows]
     for words, predicted, measured in rows:
-        figures = f"predicted {predicted * 1000:9,.2f} ms   measured {measured * 1000:9,.2f} ms   {predicted / measured - 1:+6.1%}"
+        figures = (
+            f"predicted {predicted * 1000:9,.2f} ms   measured {measured * 1000:9,.2f} ms  "
+            f" {predicted / measured - 1:+6.1%}"
+        )
         sys.stdout.write(f"  {words:42} {figures}\n")
     if errors:
         sys.stdout.write(f"  median error: {statistics.median(errors):.1%}\n")
@@ -97,5 +105,5 @@ def on_two_nodes(rate: str, jobs: list[dict[str, Any]], folder: Path) -> list[di
         sys.stdout.write(f"  not measured: {reason}\n")
         return []
     except AssertionError as late:
-        raise Refused(f"{late}; two nodes took too long") from None
+        raise UserError(f"{late}; two nodes took too long") from None
     return results(folder / "found.json", "2 nodes", "".join(each.text for each in ended))

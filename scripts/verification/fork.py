@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import train
-from config import Refused, TrainingConfig
+from config import TrainingConfig, UserError
 from ddp_utils import DistributedContext
-from utils.loading import WindowLoader, fetches_batches
-from utils.run_folder import Run
-from utils.together import exchange
+from utils.data.loader import GlobalBatchLoader, fetches_batches
+from utils.distributed.collectives import all_gather_json
+from utils.run.folder import Run
 
 ACCUMULATION = 2  # micro-batches of a rank in an optimizer step
 
@@ -82,15 +82,18 @@ class Fork:
         )
 
     def few(self) -> Few:
-        """Samples of two global batches and a short one, whose last micro-batch has two samples and which leaves some rank idle."""
+        """Samples of two global batches and a short one, whose last micro-batch has two samples and which leaves some
+        rank idle."""
         size, ranks = self.small.batch_size, self.ctx.world_size
         short = (size if ranks > 2 else 0) + min(2, size)
         count = min(2 * size * ACCUMULATION * ranks + short, len(self.train_set))
         count -= count > 1 == count % size  # BatchNorm cannot train on one sample of one pixel
-        _, sampler = train.create_distributed_dataloader(self.train_set, replace(self.config, drop_last=False), self.ctx)
+        _, sampler = train.create_distributed_dataloader(
+            self.train_set, replace(self.config, drop_last=False), self.ctx
+        )
         return Few(self.train_set, sampler.order(0)[:count].tolist())
 
-    def loader(self, dataset: Dataset, **changes: Any) -> WindowLoader:
+    def loader(self, dataset: Dataset, **changes: Any) -> GlobalBatchLoader:
         """The training loader of a process alone."""
         return train.create_distributed_dataloader(dataset, replace(self.small, **changes), self.alone)[0]
 
@@ -102,7 +105,7 @@ class Fork:
     def on_all(self, action: Callable[[], Any]) -> Any:
         """Run `action` on every rank; where it fails on one, all raise Broken."""
         problem, result = self._attempt(action)
-        problems = exchange(problem, self.ctx)
+        problems = all_gather_json(problem, self.ctx)
         for rank, text in enumerate(problems):
             if text:
                 raise Broken(text if len(set(problems)) == 1 else f"{text} (rank {rank})")
@@ -112,14 +115,14 @@ class Fork:
     def _attempt(action: Callable[[], Any]) -> tuple[str, Any]:
         try:
             return "", action()
-        except (Broken, Refused) as error:
+        except (Broken, UserError) as error:
             return str(error), None
         except Exception as error:
             return f"{in_one_line(error)}; mend that first", None
 
     def on_rank_0(self, action: Callable[[], str]) -> str:
         """What `action` gives on rank 0, on all ranks; where it fails there, all raise Broken."""
-        problem, result = exchange(self._attempt(action) if self.ctx.is_main else ("", ""), self.ctx)[0]
+        problem, result = all_gather_json(self._attempt(action) if self.ctx.is_main else ("", ""), self.ctx)[0]
         if problem:
             raise Broken(problem)
         return result
@@ -139,7 +142,12 @@ class Few(Dataset):
             self.device_transform = self._transform
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in ("weights", "targets", "epoch_order"):  # the order of all samples is a check of its own
+        # the order of all samples is a check of its own
+        if name.startswith("_") or name in (
+            "weights",
+            "targets",
+            "epoch_order",
+        ):
             raise AttributeError(name)
         return getattr(self._whole, name)
 
@@ -153,7 +161,9 @@ class Few(Dataset):
         return self._whole.__getitems__([self.chosen[k] for k in indices])
 
     def _transform(self, batch: Any, seed: int, epoch: int, indices: Tensor) -> Any:
-        return self._whole.device_transform(batch, seed, epoch, torch.tensor(self.chosen, device=indices.device)[indices])
+        return self._whole.device_transform(
+            batch, seed, epoch, torch.tensor(self.chosen, device=indices.device)[indices]
+        )
 
 
 def scramble(number: int) -> None:
@@ -182,7 +192,9 @@ def digest(nest: Any) -> str:
     for name, leaf in leaves(nest).items():
         if isinstance(leaf, Tensor):
             data = leaf.detach().cpu().contiguous()
-            found.update(f"{name} {data.dtype} {tuple(data.shape)}".encode() + data.flatten().view(torch.uint8).numpy().tobytes())
+            found.update(
+                f"{name} {data.dtype} {tuple(data.shape)}".encode() + data.flatten().view(torch.uint8).numpy().tobytes()
+            )
         else:
             found.update(name.encode() + pickle.dumps(leaf))
     return found.hexdigest()[:16]

@@ -10,28 +10,37 @@ from torch import Tensor
 
 import train
 from ddp_utils import DistributedContext
-from utils.together import exchange
+from utils.distributed.collectives import all_gather_json
 from verification.fork import Broken, Few, Fork, digest, leaves, scramble
 
 
 def order(fork: Fork) -> str:
-    """Of all ranks together, each epoch has each sample once, in an order that all ranks share and that differs by epoch."""
+    """Of all ranks together, each epoch has each sample once, in an order that all ranks share and that differs by
+    epoch."""
     ctx, n = fork.ctx, len(fork.train_set)
     may_repeat = getattr(fork.train_set, "with_replacement", False)
 
     def look() -> tuple[list[Tensor], int, list[str], bool]:
-        """How often this rank visits each sample, samples dropped, the order as every rank has to see it, whether it never changes."""
+        """How often this rank visits each sample, samples dropped, the order as every rank has to see it, whether it
+        never changes."""
         scramble(ctx.rank + 1)
         _, sampler = train.create_distributed_dataloader(fork.train_set, fork.config, ctx)
         counts = []
         for epoch in (0, 1):
             sampler.set_epoch(epoch)
-            mine = [k for window in sampler.windows(epoch) for m in window.micro_batches if m.is_counted for k in m.indices]
+            mine = [
+                k
+                for global_batch in sampler.global_batches(epoch)
+                for m in global_batch.micro_batches
+                if not m.is_padding
+                for k in m.indices
+            ]
             counts.append(torch.bincount(torch.tensor(mine, dtype=torch.int64), minlength=n))
         whole = replace(fork.config, drop_last=False, global_batch_size=0, grad_accum_steps=1)
         _, single = train.create_distributed_dataloader(fork.train_set, whole, fork.alone)
         orders = [digest(single.order(epoch)) for epoch in (0, 1, 0)]
-        is_fixed = orders[0] == orders[1] and all(digest(single.order(epoch)) == orders[0] for epoch in range(2, 22))  # by chance if n is 2
+        # by chance if n is 2
+        is_fixed = orders[0] == orders[1] and all(digest(single.order(epoch)) == orders[0] for epoch in range(2, 22))
         return counts, n - sampler.samples_per_epoch, orders, is_fixed
 
     counts, dropped, orders, is_fixed = fork.on_all(look)
@@ -41,10 +50,11 @@ def order(fork: Fork) -> str:
         if (len(never) > dropped or often) and not may_repeat:
             which = f"sample {often[0]} is visited {count[often[0]]} times" if often else f"sample {never[0]} never"
             raise Broken(
-                f"epoch {epoch}: {len(never) - dropped} samples are never visited and {len(often)} more than once ({which}): a sampler or an "
-                "epoch_order of its own; give each index once, or declare with_replacement = True in the data set"
+                f"epoch {epoch}: {len(never) - dropped} samples are never visited and {len(often)} more than once"
+                f" ({which}): a sampler or an epoch_order of its own; give each index once, or declare with_replacement"
+                " = True in the data set"
             )
-    ranks = exchange(orders, ctx)
+    ranks = all_gather_json(orders, ctx)
     for rank, (first, second, again) in enumerate(ranks):
         if first != again or [first, second] != ranks[0][:2]:
             other = "when it is asked for again" if first != again else f"on rank {rank} than on rank 0"
@@ -54,8 +64,8 @@ def order(fork: Fork) -> str:
             )
         if first == second and n > 1 and is_fixed:
             raise Broken(
-                "epochs 0 and 1 have the same order: a sampler of its own without set_epoch, or an epoch_order that ignores the epoch; "
-                "make the order a function of (seed, epoch)"
+                "epochs 0 and 1 have the same order: a sampler of its own without set_epoch, or an epoch_order that"
+                " ignores the epoch; make the order a function of (seed, epoch)"
             )
     if may_repeat:
         return f"{n:,} draws an epoch over {ctx.world_size} rank(s), repeats declared, another order in each"
@@ -69,7 +79,8 @@ def content(fork: Fork) -> str:
     plan = [indices.tolist() for indices in fork.on_all(lambda: fork.loader(few).sampler.order(1).split(size))]
 
     def fetch(noise: int, is_first: bool) -> list[list[str]]:
-        """The samples of each micro-batch before collate and device_transform, in this process, the last micro-batch first."""
+        """The samples of each micro-batch before collate and device_transform, in this process, the last micro-batch
+        first."""
         scramble(noise)
         loader, found, collated, alone = fork.loader(few, num_workers=0), {}, {}, {}
         for indices in () if is_first else plan:
@@ -90,7 +101,12 @@ def content(fork: Fork) -> str:
         config = replace(fork.small, grad_accum_steps=1, num_workers=workers)
         loader, _ = train.create_distributed_dataloader(few, config, as_rank)
         for epoch in (0, 1):
-            dealt = [(w, m) for w, window in enumerate(loader.windows(epoch)) for m in window if m.is_counted]
+            dealt = [
+                (w, m)
+                for w, global_batch in enumerate(loader.global_batches(epoch))
+                for m in global_batch
+                if not m.is_padding
+            ]
         return {str(w * as_rank.world_size + m.number): digest(m.batch) for w, m in dealt}
 
     # workers first: they are forked before this process has touched a sample
@@ -101,15 +117,16 @@ def content(fork: Fork) -> str:
         "samples": samples,
         "batches": fork.on_all(lambda: [load(noise + 5, 0, fork.alone), by_workers, load(noise + 6, 1, ctx)]),
     }
-    ranks = exchange(mine, ctx)
+    ranks = all_gather_json(mine, ctx)
     for rank, each in enumerate(ranks):
         for found in each["samples"]:
             check_samples(few, plan, rank, found, ranks[0]["samples"][0])
         for found, how in zip(each["batches"], ("alone", "with two workers", "its share"), strict=True):
             if wrong := [place for place, batch in found.items() if batch != ranks[0]["batches"][0][place]]:
                 raise Broken(
-                    f"micro-batch {wrong[0]} is another when rank {rank} loads it ({how}): collate or device_transform draws outside the "
-                    "streams or keeps what it saw, or the data set does; take draws from utils.streams.sample_draws(seed, epoch, indices, count)"
+                    f"micro-batch {wrong[0]} is another when rank {rank} loads it ({how}): collate or device_transform"
+                    " draws outside the streams or keeps what it saw, or the data set does; take draws from"
+                    " utils.rng.sample_draws(seed, epoch, indices, count)"
                 )
     return f"{len(few)} samples the same bytes on {ctx.world_size} rank(s), with 0, 1 and 2 workers, in any order"
 
@@ -118,8 +135,11 @@ def tensors(batch: object) -> list[Tensor]:
     return [leaf for leaf in leaves(batch).values() if isinstance(leaf, Tensor) and leaf.ndim]
 
 
-def check_rows(few: Few, plan: list[list[int]], collated: dict[int, list[Tensor]], alone: dict[int, list[Tensor]]) -> None:
-    """Raises Broken where a row of a collated batch is not the row of that sample alone, or is missing. Padding is not compared.
+def check_rows(
+    few: Few, plan: list[list[int]], collated: dict[int, list[Tensor]], alone: dict[int, list[Tensor]]
+) -> None:
+    """Raises Broken where a row of a collated batch is not the row of that sample alone, or is missing. Padding is not
+    compared.
 
     Batches that are packed otherwise than in one row a sample are passed over.
     """
@@ -129,7 +149,8 @@ def check_rows(few: Few, plan: list[list[int]], collated: dict[int, list[Tensor]
         if any(map(int.__eq__, lengths, wanted)) and all(map(int.__le__, lengths, wanted)) and lengths != wanted:
             number = next(number for number, length in enumerate(lengths) if length < wanted[number])
             raise Broken(
-                f"a batch of {wanted[number]} samples has {lengths[number]} rows: collate or __getitems__ loses samples; keep all of them"
+                f"a batch of {wanted[number]} samples has {lengths[number]} rows: collate or __getitems__ loses"
+                " samples; keep all of them"
             )
         if lengths != wanted or any(len(found[place]) != 1 for found in alone.values()):
             return
@@ -139,19 +160,22 @@ def check_rows(few: Few, plan: list[list[int]], collated: dict[int, list[Tensor]
                 common = tuple(slice(min(sizes)) for sizes in zip(one[0].shape, many[row].shape, strict=True))
                 if digest(one[0][common]) != digest(many[row][common]):
                     raise Broken(
-                        f"dataset[{few.chosen[index]}] is another in a batch with others than alone: __getitems__ gives another order than it "
-                        "was asked for, or collate draws at random, replaces, changes or mixes samples; give one row a sample, in the order "
-                        "asked for (mix in device_transform)"
+                        f"dataset[{few.chosen[index]}] is another in a batch with others than alone: __getitems__ gives"
+                        " another order than it was asked for, or collate draws at random, replaces, changes or mixes"
+                        " samples; give one row a sample, in the order asked for (mix in device_transform)"
                     )
 
 
-def check_samples(few: Few, plan: list[list[int]], rank: int, found: list[list[str]], expected: list[list[str]]) -> None:
+def check_samples(
+    few: Few, plan: list[list[int]], rank: int, found: list[list[str]], expected: list[list[str]]
+) -> None:
     """Raises Broken at the first sample that is not as expected."""
     for indices, mine, theirs in zip(plan, found, expected, strict=True):
         for index, sample, other in zip(indices, mine, theirs, strict=False):
             if sample != other:
                 raise Broken(
-                    f"dataset[{few.chosen[index]}] is not the same when rank {rank} fetches it (again): a random transform outside the "
-                    "streams, data that is changed in place, or a data set that looks at the rank; in __getitem__ draw from the global "
-                    "generators of torch, random or numpy (they are seeded for each sample), in __getitems__ by utils.streams.sample_draws"
+                    f"dataset[{few.chosen[index]}] is not the same when rank {rank} fetches it (again): a random"
+                    " transform outside the streams, data that is changed in place, or a data set that looks at the"
+                    " rank; in __getitem__ draw from the global generators of torch, random or numpy (they are seeded"
+                    " for each sample), in __getitems__ by utils.rng.sample_draws"
                 )

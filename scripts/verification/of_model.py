@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import model as fork_model
 import plain_loop
 import train
-from utils.loading import to_device
-from utils.together import exchange
+from utils.data.transfer import to_device
+from utils.distributed.collectives import all_gather_json
 from verification.fork import ACCUMULATION, Broken, Few, Fork, digest, leaves, named, scramble
 from verification.of_runs import Update, as_one_process, run, updates_into
 
@@ -32,7 +32,9 @@ def loss(fork: Fork) -> str:
         if not size:
             return 0.0  # one sample has no halves
         batches = [loader.fetch(list(part))[2] for part in (range(size), range(size, 2 * size), range(2 * size))]
-        is_joined = all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == size for leaf in leaves(batches[:2]).values())
+        is_joined = all(
+            isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == size for leaf in leaves(batches[:2]).values()
+        )
         if is_joined:  # a transform may mix the samples of a batch
             with suppress(RuntimeError):  # of unequal shapes
                 batches[2] = joined(batches[0], batches[1])
@@ -42,18 +44,24 @@ def loss(fork: Fork) -> str:
                 module.training = False
             net.training = is_training  # compute_loss as in training, while no layer draws or takes batch statistics
             with torch.set_grad_enabled(is_training):
-                first, second, whole, again = (sums(*fork_model.compute_loss(net, batch)) for batch in (*batches, batches[2]))
+                first, second, whole, again = (
+                    sums(*fork_model.compute_loss(net, batch)) for batch in (*batches, batches[2])
+                )
             for name in whole:
                 parts = first.get(name, 0.0) + second.get(name, 0.0)
                 error = abs(parts - whole[name]) / max(abs(whole[name]), 1e-12)
                 is_mean = whole[name] and abs(parts - 2 * whole[name]) <= 0.05 * abs(parts)
-                is_comparable = is_joined and whole[name] == again[name]  # else the model draws, or the transform may mix samples
+                # else the model draws, or the transform may mix samples
+                is_comparable = is_joined and whole[name] == again[name]
                 if is_mean or (error > ADDING and is_comparable):
                     kind = "a mean where a sum is wanted" if is_mean else "it does not add up over samples"
-                    wanted = 'the loss with reduction="sum"' if name == "loss" else "(sum over the samples, their count)"
+                    wanted = (
+                        'the loss with reduction="sum"' if name == "loss" else "(sum over the samples, their count)"
+                    )
                     raise Broken(
-                        f"{name} of {2 * size} samples is {whole[name]:.6g}, of their halves {parts:.6g} together (in "
-                        f"{'training' if is_training else 'evaluation'}): {kind}; let compute_loss return {wanted}, no average over the batch"
+                        f"{name} of {2 * size} samples is {whole[name]:.6g}, of their halves {parts:.6g} together (in"
+                        f" {'training' if is_training else 'evaluation'}): {kind}; let compute_loss return {wanted}, no"
+                        " average over the batch"
                     )
                 worst = max(worst, error if is_comparable else 0.0)
         return worst
@@ -62,7 +70,8 @@ def loss(fork: Fork) -> str:
 
 
 def parameters(fork: Fork) -> str:
-    """Every parameter that asks for a gradient gets one from each micro-batch, and is in a group; all ranks start alike."""
+    """Every parameter that asks for a gradient gets one from each micro-batch, and is in a group; all ranks start
+    alike."""
 
     def look() -> tuple[str, int]:
         scramble(fork.ctx.rank + 1)
@@ -70,31 +79,36 @@ def parameters(fork: Fork) -> str:
         start, asked = digest(net.state_dict()), {name: p for name, p in net.named_parameters() if p.requires_grad}
         held = {id(p) for group in fork_model.param_groups(net, fork.config) for p in group["params"]}
         if left_out := [name for name, p in asked.items() if id(p) not in held]:
-            raise Broken(f"{named(left_out)}: in no group, so never trained; add to param_groups, or freeze with requires_grad_(False)")
+            raise Broken(
+                f"{named(left_out)}: in no group, so never trained; add to param_groups, or freeze with"
+                " requires_grad_(False)"
+            )
         net.train()
         share, _ = train.create_distributed_dataloader(few, fork.small, fork.ctx)
-        for micro_batch in (m for window in share.windows(0) for m in window):
+        for micro_batch in (m for global_batch in share.global_batches(0) for m in global_batch):
             net.zero_grad()
             fork_model.compute_loss(net, micro_batch.batch)[0].backward()
             if unused := [name for name, p in asked.items() if p.grad is None]:
                 raise Broken(
-                    f"{named(unused)}: unused, the loss of a micro-batch does not depend on it, and DDP would wait for its gradient for "
-                    "ever; use it in every forward pass, or freeze it in create_model with requires_grad_(False)"
+                    f"{named(unused)}: unused, the loss of a micro-batch does not depend on it, and DDP would wait for"
+                    " its gradient for ever; use it in every forward pass, or freeze it in create_model with"
+                    " requires_grad_(False)"
                 )
         return start, len(asked)
 
     start, count = fork.on_all(look)
-    starts = exchange(start, fork.ctx)
+    starts = all_gather_json(start, fork.ctx)
     if other := next((rank for rank, each in enumerate(starts) if each != starts[0]), 0):
         raise Broken(
-            f"rank {other} makes other first weights than rank 0: create_model draws from numpy or random, or looks at the rank; "
-            "draw from torch's generator, which is seeded alike on all ranks"
+            f"rank {other} makes other first weights than rank 0: create_model draws from numpy or random, or looks at"
+            " the rank; draw from torch's generator, which is seeded alike on all ranks"
         )
     return f"{count} tensors are trained, each by every micro-batch; all ranks start alike"
 
 
 def evaluation(fork: Fork) -> str:
-    """Each sample counts once, whatever the number of ranks: compared with a plain loop over the set, one micro-batch after another."""
+    """Each sample counts once, whatever the number of ranks: compared with a plain loop over the set, one micro-batch
+    after another."""
     ctx, small, counts = fork.ctx, fork.small, []
     if fork.held_out is None:
         return "nothing is held out, nothing to check"
@@ -114,12 +128,16 @@ def evaluation(fork: Fork) -> str:
         except RuntimeError as error:
             if "evaluation counted" not in str(error):
                 raise
-            raise Broken(f"{error}: a padded or sharded set of its own; deal it by create_evaluation_dataloader alone") from None
+            raise Broken(
+                f"{error}: a padded or sharded set of its own; deal it by create_evaluation_dataloader alone"
+            ) from None
         for name, value in ({"count": len(few)} | expected).items():
-            if found[name] != value and not abs(found[name] - value) <= 1e-5 * max(1e-3, abs(value)):  # rounding of float32 sums
+            # rounding of float32 sums
+            if found[name] != value and not abs(found[name] - value) <= 1e-5 * max(1e-3, abs(value)):
                 raise Broken(
-                    f"{name} of {len(few)} held-out samples is {found[name]:.6g}, counted one by one {value:.6g}: a padded evaluation, samples "
-                    "left out or weighed otherwise; deal them by create_evaluation_dataloader, and let train.evaluate add up sums and counts"
+                    f"{name} of {len(few)} held-out samples is {found[name]:.6g}, counted one by one {value:.6g}: a"
+                    " padded evaluation, samples left out or weighed otherwise; deal them by"
+                    " create_evaluation_dataloader, and let train.evaluate add up sums and counts"
                 )
         counts.append(str(len(few)))
     return f"sets of {' and '.join(counts)} samples: each counted once, loss and metrics as in a plain loop"
@@ -148,7 +166,8 @@ def plain_evaluation(fork: Fork, few: Few, net: nn.Module) -> dict[str, float]:
 
 
 def gradient(fork: Fork) -> str:
-    """The gradient of each of three global batches, the last one short, is that of the plain loop on the same weights."""
+    """The gradient of each of three global batches, the last one short, is that of the plain loop on the same
+    weights."""
     plain_settings = {"epochs": 1, "use_amp": False, "amp_dtype": "auto", "ema_decay": 0.0, "comm_hook": "none"}
     ours = run(fork, "gradient", eval_every=0, is_standing=True, **plain_settings)
     theirs: list[Update] = []  # of the oracle
@@ -157,7 +176,9 @@ def gradient(fork: Fork) -> str:
         few, device = fork.few(), fork.ctx.device
         plain = Few(few, list(range(len(few))))
         transform = getattr(few, "device_transform", lambda batch, *_: batch)
-        plain.device_transform = lambda batch, seed, epoch, indices: transform(to_device(batch, device), seed, epoch, indices.to(device))
+        plain.device_transform = lambda batch, seed, epoch, indices: transform(
+            to_device(batch, device), seed, epoch, indices.to(device)
+        )
         config = replace(fork.small, **plain_settings)
         with (
             mock.patch.object(plain_loop, "create_dataset", lambda *_: plain),
@@ -167,7 +188,9 @@ def gradient(fork: Fork) -> str:
         ):
             scramble(99)
             *_, (net, *_) = plain_loop.plain_loop(config, ACCUMULATION * fork.ctx.world_size)
-        return compare(ours, fork.states["gradient"].model, theirs, net) + compare_statistics(fork.states["gradient"].model, net)
+        return compare(ours, fork.states["gradient"].model, theirs, net) + compare_statistics(
+            fork.states["gradient"].model, net
+        )
 
     return fork.on_rank_0(look)
 
@@ -176,14 +199,16 @@ def compare(ours: list[Update], our_model: nn.Module, theirs: list[Update], thei
     """Raises Broken where an optimizer step was given something else than the plain loop's."""
     if len(ours) != len(theirs):
         raise Broken(
-            f"an epoch took {len(ours)} optimizer steps, the plain loop {len(theirs)}: a loop that drops or repeats global batches"
+            f"an epoch took {len(ours)} optimizer steps, the plain loop {len(theirs)}: a loop that drops or repeats"
+            " global batches"
         )
     worst = 0.0
     for step, (mine, plain) in enumerate(zip(ours, theirs, strict=True)):
         if mine.settings != plain.settings:
             raise Broken(
-                f"step {step}: learning rate and decay of the groups are {mine.settings}, the plain loop's {plain.settings}: param_groups or "
-                "the schedule look at the ranks; make them functions of the config and the step"
+                f"step {step}: learning rate and decay of the groups are {mine.settings}, the plain loop's"
+                f" {plain.settings}: param_groups or the schedule look at the ranks; make them functions of the config"
+                " and the step"
             )
         pairs = [
             (mine.gradients[p], plain.gradients[q])
@@ -196,22 +221,27 @@ def compare(ours: list[Update], our_model: nn.Module, theirs: list[Update], thei
             share = (a @ b / (b @ b).clamp(min=1e-30)).item()
             which = "the short last one" if step == len(ours) - 1 else "a full one"
             raise Broken(
-                f"global batch {step} ({which}): off by {error:.1e} relative, {share:.3g} times the plain loop's: another divisor than the "
-                "window's weight, a loss that depends on the rank or on earlier calls, or randomness outside the streams; see train_one_epoch"
+                f"global batch {step} ({which}): off by {error:.1e} relative, {share:.3g} times the plain loop's:"
+                " another divisor than the window's weight, a loss that depends on the rank or on earlier calls, or"
+                " randomness outside the streams; see train_one_epoch"
             )
         worst = max(worst, error)
     return f"{len(ours)} global batches, the last one short: within {worst:.0e} of the plain loop"
 
 
 def compare_statistics(ours: nn.Module, theirs: nn.Module) -> str:
-    """Raises Broken where a buffer of floats (running statistics) is not the plain loop's after the epoch. "" where there is none."""
-    pairs = [(name, ours.get_buffer(name), buffer) for name, buffer in theirs.named_buffers() if buffer.is_floating_point()]
+    """Raises Broken where a buffer of floats (running statistics) is not the plain loop's after the epoch. "" where
+    there is none."""
+    pairs = [
+        (name, ours.get_buffer(name), buffer) for name, buffer in theirs.named_buffers() if buffer.is_floating_point()
+    ]
     for name, mine, plain in pairs:
         error = ((mine - plain).norm() / plain.norm().clamp(min=1e-30)).item()
         if digest(mine) != digest(plain) and not error <= ROUNDING:
             raise Broken(
-                f"{name}: off by {error:.1e} relative after an epoch: a buffer that moves with each micro-batch of its own rank, or counts a "
-                "micro-batch of weight 0; move it once a step over the whole window, as utils/running_stats.py does for BatchNorm"
+                f"{name}: off by {error:.1e} relative after an epoch: a buffer that moves with each micro-batch of its"
+                " own rank, or counts a micro-batch of weight 0; move it once a step over the whole window, as"
+                " utils/training/batchnorm.py does for BatchNorm"
             )
     return f", {len(pairs)} running statistics too" if pairs else ""
 

@@ -19,13 +19,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import model as fork_model
 import train
-from config import Refused, RunFailed
+from config import TrainingError, UserError
 from ddp_utils import cleanup_distributed, setup_distributed
-from utils import checkpoint, provenance, saving
-from utils.ending import is_of_a_peer
-from utils.loading import to_device
-from utils.run_folder import Run
-from utils.together import exchange
+from utils.checkpoint import format as checkpoint
+from utils.data.transfer import to_device
+from utils.distributed.collectives import all_gather_json, is_of_a_peer
+from utils.run import provenance
+from utils.run import saver as saving
+from utils.run.folder import Run
 from verification.fork import Broken, Few, Fork, digest, leaves, named, scramble
 
 STATE = ("model", "ema", "optimizer", "scaler", "progress")
@@ -57,15 +58,18 @@ def training(fork: Fork) -> str:
         mine = seen.get(epoch, [])
         if sorted(mine) != list(range(count)):
             raise Broken(
-                f"epoch {epoch} trained on {len(set(mine))} of {count} samples, {len(mine) - len(set(mine))} of them again: "
-                "a loop or a loader of its own; see train_one_epoch"
+                f"epoch {epoch} trained on {len(set(mine))} of {count} samples, {len(mine) - len(set(mine))} of them"
+                " again: a loop or a loader of its own; see train_one_epoch"
             )
     if progress.skipped_steps and not fork.states["whole"].precision.is_scaled:  # a float16 scale is searched for
         raise Broken(
             f"{progress.skipped_steps} of {progress.step} steps were skipped, their gradients were not finite; "
             "lower --lr, or look for a division by zero in compute_loss"
         )
-    return f"2 epochs of {count} samples in {progress.step} steps: each sample once, by the indices that travelled with the batches"
+    return (
+        f"2 epochs of {count} samples in {progress.step} steps: each sample once, by the indices that travelled with"
+        " the batches"
+    )
 
 
 def weights(fork: Fork) -> str:
@@ -73,29 +77,33 @@ def weights(fork: Fork) -> str:
     need_whole(fork)
     state = fork.states["whole"]
     mine = comparable(state.state_dict([]))
-    each = exchange({name: digest(leaf) for name, leaf in leaves(mine).items()}, fork.ctx)
+    each = all_gather_json({name: digest(leaf) for name, leaf in leaves(mine).items()}, fork.ctx)
     for rank, found in enumerate(each):
         if wrong := [name for name, value in found.items() if each[0].get(name) != value]:
             raise Broken(
-                f"{named(wrong)}: other on rank {rank} than on rank 0: it is changed outside the optimizer, or by what the rank sees; "
-                "let parameters move by their gradients alone, and reduce other state over the ranks"
+                f"{named(wrong)}: other on rank {rank} than on rank 0: it is changed outside the optimizer, or by what"
+                " the rank sees; let parameters move by their gradients alone, and reduce other state over the ranks"
             )
     return f"{len(each[0])} tensors identical on {len(each)} rank(s) after {state.progress.step} steps"
 
 
 def resume(fork: Fork) -> str:
-    """A run that goes on from a checkpoint within its first epoch ends as the one that was not interrupted, to the bit."""
+    """A run that goes on from a checkpoint within its first epoch ends as the one that was not interrupted, to the
+    bit."""
     whole, steps = need_whole(fork), fork.states["whole"].progress.step
     before = max(1, min(2, steps - 1))
     run(fork, "parts", init_from="", resume_from=str(checkpoint.step_path(whole.checkpoints, before)), num_workers=1)
     if different := differences(fork, "whole", "parts"):
         run(fork, "again", save_every_steps=1)
         if differences(fork, "whole", "again"):
-            cause = "two uninterrupted runs differ as well: randomness outside the streams; draw from torch's generators, which are seeded"
+            cause = (
+                "two uninterrupted runs differ as well: randomness outside the streams; draw from torch's generators,"
+                " which are seeded"
+            )
         else:
             cause = (
-                "a state that is not in the checkpoint, or draws from torch's generator that no stream keys; keep state in a parameter or "
-                "a (persistent) buffer of the model, not in an attribute, and draw by utils.streams"
+                "a state that is not in the checkpoint, or draws from torch's generator that no stream keys; keep state"
+                " in a parameter or a (persistent) buffer of the model, not in an attribute, and draw by utils.rng"
             )
         raise Broken(f"{named(different)}: other after save, load, continue than without: {cause}")
     return f"{before} step(s), a checkpoint, {steps - before} more = {steps} steps: state and records to the bit"
@@ -114,15 +122,19 @@ def plain_load(fork: Fork) -> str:
         torch.save({"batch": batch, "threads": torch.get_num_threads()}, probe)
         lone = {name: value for name, value in os.environ.items() if name not in RANKS}
         command = [sys.executable, "-c", PLAIN_LOAD, str(path.resolve()), str(probe.resolve())]
-        ended = subprocess.run(command, cwd=provenance.ROOT, env=lone, capture_output=True, text=True, timeout=300, check=False)
+        ended = subprocess.run(
+            command, cwd=provenance.ROOT, env=lone, capture_output=True, text=True, timeout=300, check=False
+        )
         if ended.returncode:
             reason = (ended.stderr.strip() or "no output").splitlines()[-1]
-            raise Broken(f"it cannot be opened alone ({reason}): a model that needs ranks or changes its shape; see create_model")
+            raise Broken(
+                f"it cannot be opened alone ({reason}): a model that needs ranks or changes its shape; see create_model"
+            )
         found = float.fromhex(ended.stdout.split()[-1])
         if found != expected:
             raise Broken(
-                f"its loss is {found:.6g} there and {expected:.6g} here: something learned is not in the model's state; "
-                "keep it in a parameter or a (persistent) buffer"
+                f"its loss is {found:.6g} there and {expected:.6g} here: something learned is not in the model's state;"
+                " keep it in a parameter or a (persistent) buffer"
             )
         return "opens with weights_only in one process, without ranks: the same loss to the bit"
 
@@ -130,7 +142,8 @@ def plain_load(fork: Fork) -> str:
 
 
 def comparable(payload: dict[str, Any]) -> dict[str, Any]:
-    """The state in a checkpoint; that of the optimizer by the names of the parameters, in whose order groups need not be."""
+    """The state in a checkpoint; that of the optimizer by the names of the parameters, in whose order groups need not
+    be."""
     optimizer = payload["optimizer"]
     by_name = {name: optimizer["state"].get(number, {}) for number, name in enumerate(optimizer["names"])}
     return {key: payload[key] for key in STATE} | {"optimizer": by_name}
@@ -147,7 +160,9 @@ def differences(fork: Fork, a: str, b: str) -> list[str]:
     runs = [fork.runs[name] for name in (a, b)]
     payloads = [checkpoint.read(checkpoint.step_checkpoints(each.checkpoints)[-1])[0] for each in runs]
     states = [leaves(comparable(payload)) for payload in payloads]
-    wrong = [name for name in states[0].keys() | states[1] if digest(states[0].get(name)) != digest(states[1].get(name))]
+    wrong = [
+        name for name in states[0].keys() | states[1] if digest(states[0].get(name)) != digest(states[1].get(name))
+    ]
     for kind in ("train", "eval"):
         of_a, of_b = ([{k: v for k, v in r.items() if k not in TIMES} for r in each.records(kind)] for each in runs)
         wrong += [f"the {kind} record of step {record['step']}" for record in of_b if record not in of_a]
@@ -166,9 +181,14 @@ class Update:
 
 
 def run(fork: Fork, name: str, is_standing: bool = False, **changes: Any) -> list[Update]:
-    """Train on few samples, by train.train itself. Returns its updates where the weights are kept from moving (`is_standing`)."""
+    """Train on few samples, by train.train itself. Returns its updates where the weights are kept from moving
+    (`is_standing`)."""
     few, updates, plain_state = fork.few(), [], train.create_state
-    held_out = Few(fork.held_out, list(range(min(fork.small.batch_size + 1, len(fork.held_out))))) if fork.held_out is not None else None
+    held_out = (
+        Few(fork.held_out, list(range(min(fork.small.batch_size + 1, len(fork.held_out)))))
+        if fork.held_out is not None
+        else None
+    )
     config = replace(fork.small, run_dir=str(fork.folder / name), **changes)
 
     def keep(*args: Any) -> Any:
@@ -177,7 +197,9 @@ def run(fork: Fork, name: str, is_standing: bool = False, **changes: Any) -> lis
 
     cleanup_distributed()
     with (
-        mock.patch.object(train, "create_dataset", lambda _, split: {"train": few, "val": held_out, "test": None}[split]),
+        mock.patch.object(
+            train, "create_dataset", lambda _, split: {"train": few, "val": held_out, "test": None}[split]
+        ),
         mock.patch.object(train, "create_state", keep),
         mock.patch.object(saving, "PATIENCE", 60.0),  # a checkpoint at each step, however quick the steps are
         updates_into(updates) if is_standing else nullcontext(),
@@ -185,8 +207,8 @@ def run(fork: Fork, name: str, is_standing: bool = False, **changes: Any) -> lis
         scramble(100 * fork.ctx.rank + len(fork.runs))
         try:
             outcome = train.train(config)
-        except (Refused, RunFailed) as problem:
-            if isinstance(problem, RunFailed) and (problem.rank is None or is_of_a_peer(problem)):
+        except (UserError, TrainingError) as problem:
+            if isinstance(problem, TrainingError) and (problem.rank is None or is_of_a_peer(problem)):
                 raise
             fork.ctx = setup_distributed(fork.config)  # all ranks have it
             raise Broken(str(problem)) from None

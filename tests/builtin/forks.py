@@ -1,6 +1,7 @@
 """Run the scripts of a fork, a changed copy of this repository, in ranks that are forked from the warm server.
 
-`forks.py FOLDER SCRIPT WORDS` is what each rank runs: it drops this repository's modules, and imports those of the fork.
+`forks.py FOLDER SCRIPT WORDS` is what each rank runs: it drops this repository's modules, and imports those of the
+fork.
 """
 
 import os
@@ -12,7 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def run(fork, ranks, script, *words, deadline=120.0):
-    """`torchrun --nproc-per-node=RANKS SCRIPT WORDS` in the fork, or with 0 ranks `python SCRIPT WORDS`; how it ended."""
+    """`torchrun --nproc-per-node=RANKS SCRIPT WORDS` in the fork, or with 0 ranks `python SCRIPT WORDS`; how it
+    ended."""
     from ranks import WarmLaunch, finish
 
     return finish(WarmLaunch(ranks, Path(__file__), [fork, script, *words]), deadline)
@@ -28,7 +30,10 @@ def main(folder, script, *words):
     os.chdir(folder)
     for name in [name for name, module in [*sys.modules.items()] if name != "__main__" and is_ours(module)]:
         del sys.modules[name]
-    sys.path[:] = [folder, *(place for place in sys.path if "site-packages" in place or not place.startswith(str(ROOT)))]
+    sys.path[:] = [
+        folder,
+        *(place for place in sys.path if "site-packages" in place or not place.startswith(str(ROOT))),
+    ]
     os.environ["PYTHONPATH"] = folder
     sys.argv[:] = [script, *words]
     runpy.run_path(script, run_name="__main__")

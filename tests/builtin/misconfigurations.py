@@ -1,4 +1,5 @@
-"""What is set up wrongly on several nodes, each as a condition on real ones: the rows of the README's troubleshooting table."""
+"""What is set up wrongly on several nodes, each as a condition on real ones: the rows of the README's troubleshooting
+table."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ class Setup:
     def start(self, *flags: str) -> list:
         """Run launch.sh on each node."""
         started = [number for number in range(len(self.nodes)) if self.is_started[number]]
-        commands = {number: [*self.before[number], "scripts/launch.sh", *flags, *self.flags[number]] for number in started}
+        commands = {
+            number: [*self.before[number], "scripts/launch.sh", *flags, *self.flags[number]] for number in started
+        }
         return [self.nodes[number].start(command, env=self.env[number]) for number, command in commands.items()]
 
     def images(self, name: str) -> Path:
@@ -93,7 +96,11 @@ def closed(*ports: str) -> Callable[[Setup], None]:
     """node0 drops what comes to these ports, without an answer; others are open."""
 
     def condition(setup: Setup) -> None:
-        rules = ["add pref 9 lookup local", "del pref 0"]  # that of the node's own addresses comes first by default, and would let it in
+        # that of the node's own addresses comes first by default, and would let it in
+        rules = [
+            "add pref 9 lookup local",
+            "del pref 0",
+        ]
         for rule in [*rules, *(f"add pref 5 iif eth0 ipproto tcp dport {each} blackhole" for each in ports)]:
             setup.nodes[0].do("ip", "rule", *rule.split())
 
@@ -130,7 +137,11 @@ def busy_node(setup: Setup) -> None:
 def other_code(setup: Setup) -> None:
     """On node1 the checkout lacks a change."""
     other = setup.folder / "model.py"
-    other.write_text((ROOT / "model.py").read_text().replace("def compute_loss", "# a change that did not come here\ndef compute_loss"))
+    other.write_text(
+        (ROOT / "model.py")
+        .read_text()
+        .replace("def compute_loss", "# a change that did not come here\ndef compute_loss")
+    )
     setup.nodes[1].bind(other, ROOT / "model.py")
 
 
@@ -154,7 +165,9 @@ def no_data(setup: Setup) -> None:
 
 def other_time(setup: Setup) -> None:
     """Python on node1 reads a clock that is two minutes ahead: the machine has but one."""
-    (setup.folder / "sitecustomize.py").write_text("import time\nplain = time.time\ntime.time = lambda: plain() + 120\n")
+    (setup.folder / "sitecustomize.py").write_text(
+        "import time\nplain = time.time\ntime.time = lambda: plain() + 120\n"
+    )
     given(1, PYTHONPATH=f"{setup.folder}:{os.environ['PYTHONPATH']}")(setup)
 
 
@@ -186,7 +199,8 @@ class Row:
     name: str
     condition: Callable[[Setup], None]
     by: str  # who catches it: launch.sh, preflight, train.py
-    of: str  # the node that the sentence names, or the table below it, and what of that is wrong: all these words are there
+    # the node that the sentence names, or the table below it, and what of that is wrong: all these words are there
+    of: str
     sees: str  # words of the sentence, and the README's row; ... stands for what differs from case to case
     code: int | None = 2  # of whoever says it; None: it goes on waiting
     nodes: int = 2

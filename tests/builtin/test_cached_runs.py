@@ -11,8 +11,8 @@ from ddp_utils import cleanup_distributed, setup_distributed
 from images import save_images
 from ranks import run_ranks
 from training import TINY
-from utils.cache import cached
-from utils.loading import create_distributed_dataloader, create_evaluation_dataloader
+from utils.data.cache import cached
+from utils.data.loader import create_distributed_dataloader, create_evaluation_dataloader
 
 
 def digests(flags):
@@ -23,7 +23,7 @@ def digests(flags):
     loader, _ = create_distributed_dataloader(train_set, config, ctx)
     found = []
     for epoch, each in ((0, loader), (1, loader), (0, create_evaluation_dataloader(held_out["val"], config, ctx))):
-        for m in (m for window in each.windows(epoch) for m in window if m.is_counted):
+        for m in (m for global_batch in each.global_batches(epoch) for m in global_batch if not m.is_padding):
             content = hashlib.sha256(b"".join(part.contiguous().numpy().tobytes() for part in m.batch)).hexdigest()
             found.append((each is loader, epoch, m.indices, content))
     cleanup_distributed()
@@ -31,7 +31,11 @@ def digests(flags):
 
 
 @pytest.mark.parametrize(
-    "worlds", [((2, 1, "ram"),), pytest.param(((1, 2, "ram"), (2, 0, "device"), (4, 2, "ram"), (2, 2, "none")), marks=pytest.mark.slow)]
+    "worlds",
+    [
+        ((2, 1, "ram"),),
+        pytest.param(((1, 2, "ram"), (2, 0, "device"), (4, 2, "ram"), (2, 2, "none")), marks=pytest.mark.slow),
+    ],
 )
 def test_the_batches_are_the_same_however_the_set_is_kept(tmp_path, worlds):
     """To the bit, over two epochs and the evaluation."""

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from config import Refused
+from config import UserError
 from images import save_images
 from ranks import ROOT, WarmLaunch, finish, launch, run_ranks, torchrun
 from training import train_flags
@@ -20,7 +20,12 @@ def test_the_published_flags_work_unchanged(tmp_path):
     ended = torchrun(2, *line, "--run_dir", tmp_path / "run", "--dataset_size", 130, "--backend", "gloo")
     assert ended.code == 0, ended.text
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["state"], summary["epochs"], summary["samples_seen"], summary["global_batch_size"]) == ("completed", 2, 260, 256)
+    assert (summary["state"], summary["epochs"], summary["samples_seen"], summary["global_batch_size"]) == (
+        "completed",
+        2,
+        260,
+        256,
+    )
     assert "float32" in ended.out
 
 
@@ -36,15 +41,31 @@ def test_one_process_needs_no_launcher_and_the_default_folder_moves_aside(tmp_pa
     ended = finish(WarmLaunch(0, TRAIN, [*flags, "--eval_only"]))
     assert ended.code == 0, ended.text
     evaluated = json.loads((default / "eval-best.json").read_text())["records"][0]
-    files_now = {path: path.read_bytes() for path in default.rglob("*") if path.is_file() and path.name != "eval-best.json"}
+    files_now = {
+        path: path.read_bytes() for path in default.rglob("*") if path.is_file() and path.name != "eval-best.json"
+    }
     assert files == files_now
     last = [json.loads(line) for line in (default / "metrics.jsonl").read_text().splitlines() if '"eval"' in line][-1]
     assert (evaluated["loss"], evaluated["top1"], evaluated["count"]) == (last["loss"], last["top1"], 8)
 
 
 def test_bad_data_ends_one_process_with_exit_code_2_and_one_sentence(tmp_path):
-    ended = launch([sys.executable, TRAIN, *SMALL, "--dataset", "imagefolder", "--data_dir", tmp_path, "--run_dir", tmp_path / "run"])
-    assert ended.code == 2 and len(ended.err.splitlines()) == 1 and ended.err.startswith(f"data_dir={tmp_path}: has no "), ended.text
+    ended = launch(
+        [
+            sys.executable,
+            TRAIN,
+            *SMALL,
+            "--dataset",
+            "imagefolder",
+            "--data_dir",
+            tmp_path,
+            "--run_dir",
+            tmp_path / "run",
+        ]
+    )
+    assert (
+        ended.code == 2 and len(ended.err.splitlines()) == 1 and ended.err.startswith(f"data_dir={tmp_path}: has no ")
+    ), ended.text
     assert not (tmp_path / "run" / "config.json").exists()
 
 
@@ -52,7 +73,7 @@ def train_without_torchvision(flags):
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         del sys.modules[name]
     sys.modules["torchvision"] = None
-    with pytest.raises(Refused, match="model=resnet18: needs torchvision"):
+    with pytest.raises(UserError, match="model=resnet18: needs torchvision"):
         train_flags([*flags, "--model", "resnet18"], task="")
     return train_flags([*flags, "--overwrite"], task="")["state"]
 
@@ -72,7 +93,11 @@ def test_a_separate_test_set_is_evaluated_once_with_the_best_weights(runs):
     summary = runs.json("run", "summary.json")
     assert summary["test"] == evaluations[-1:] and summary["final_top1"] == evaluations[1]["top1"]
     runs.train(2, "run", *folder, "--eval_only", task="")
-    with pytest.raises(AssertionError, match=r"(?s)dataset=synthetic: the checkpoint has dataset=imagefolder\n.*/run/config.json"):
+    with pytest.raises(
+        AssertionError, match=r"(?s)dataset=synthetic: the checkpoint has dataset=imagefolder\n.*/run/config.json"
+    ):
         runs.train(2, "run", "--eval_only", task="")  # not the data that it was trained on
     again = runs.json("run", "eval-best.json")["records"]
-    assert [(record["split"], record["loss"]) for record in again if record["split"] == "test"] == [("test", evaluations[-1]["loss"])]
+    assert [(record["split"], record["loss"]) for record in again if record["split"] == "test"] == [
+        ("test", evaluations[-1]["loss"])
+    ]

@@ -5,10 +5,10 @@ import shutil
 import pytest
 import torch
 
-from config import Refused, TrainingConfig
+from config import TrainingConfig, UserError
 from dataset import SyntheticImageDataset, create_dataset, is_prepared, prepare_data
 from images import save_images
-from utils.loading import settle
+from utils.data.loader import resolve_auto
 
 
 def folder_config(path, **changes):
@@ -44,11 +44,16 @@ def test_image_folder_reads_splits_sizes_and_labels(tmp_path):
     config = folder_config(tmp_path)
     train, val = create_dataset(config, "train"), create_dataset(config, "val")
     assert (len(train), len(val), create_dataset(config, "test")) == (5, 3, None)
-    assert (train.classes, train.targets, train.image_size, train.augment) == (["cat", "dog"], [0, 0, 0, 1, 1], 8, "crop")
+    assert (train.classes, train.targets, train.image_size, train.augment) == (
+        ["cat", "dog"],
+        [0, 0, 0, 1, 1],
+        8,
+        "crop",
+    )
     assert (val.split, val.augment) == ("test", "none")  # the only held-out part does both
     image, label = train[4]
     assert image.shape == (3, 8, 8) and image.dtype == torch.uint8 and label == 1
-    config = settle(config, train)
+    config = resolve_auto(config, train)
     assert (config.num_classes, config.in_channels, config.image_size) == (2, 3, 8)
     save_images(tmp_path / "val", {"cat": 1})
     assert create_dataset(config, "val").split == "val" and create_dataset(config, "test").split == "test"
@@ -79,10 +84,22 @@ def truncate(path):
 @pytest.mark.parametrize(
     ("spoil", "changes", "said"),
     [
-        (lambda root: [shutil.rmtree(root / "train" / name) for name in ("dog", "eel")], {}, "one class alone, cat; a class"),
+        (
+            lambda root: [shutil.rmtree(root / "train" / name) for name in ("dog", "eel")],
+            {},
+            "one class alone, cat; a class",
+        ),
         (lambda root: (root / "val/emu").mkdir(), {}, "val/emu: is a class that .* lacks; give both"),
-        (lambda root: truncate(root / "train/cat/000.png"), {}, "cat/000.png: cannot be read as an image .*; replace or delete it"),
-        (lambda root: save_images(root / "train", {"cat": 1}, size=(8, 9)), {}, "is not square .9x8 pixels.; give --image_size"),
+        (
+            lambda root: truncate(root / "train/cat/000.png"),
+            {},
+            "cat/000.png: cannot be read as an image .*; replace or delete it",
+        ),
+        (
+            lambda root: save_images(root / "train", {"cat": 1}, size=(8, 9)),
+            {},
+            "is not square .9x8 pixels.; give --image_size",
+        ),
         (None, {"in_channels": 4}, "in_channels=4: images are read with 1 channel or 3; give"),
         (None, {"dataset_size": 99}, "dataset_size=99: the set has 6 samples; give"),
     ],
@@ -94,8 +111,8 @@ def test_image_folders_that_cannot_be_used_are_refused(tmp_path, spoil, changes,
     if spoil:
         spoil(tmp_path)
     config = folder_config(tmp_path, **changes)
-    with pytest.raises(Refused, match=said):
-        settle(config, create_dataset(config, "train"))
+    with pytest.raises(UserError, match=said):
+        resolve_auto(config, create_dataset(config, "train"))
         create_dataset(config, "val")
 
 
@@ -114,7 +131,9 @@ def test_cifar10_that_cannot_be_fetched_is_refused_and_leaves_nothing_that_looks
 
     monkeypatch.setattr(datasets, "CIFAR10", Offline)
     assert not is_prepared(config)
-    with pytest.raises(Refused, match="dataset=cifar10: cannot be fetched .no route to host.; put cifar-10-python.tar.gz into"):
+    with pytest.raises(
+        UserError, match="dataset=cifar10: cannot be fetched .no route to host.; put cifar-10-python.tar.gz into"
+    ):
         prepare_data(config)
     assert not is_prepared(config) and not (tmp_path / "cifar10.partial" / "half").exists()
 

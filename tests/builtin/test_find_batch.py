@@ -31,17 +31,39 @@ def test_what_find_batch_finds_can_be_trained_with_and_half_as_much_again_cannot
     assert not runs.folder("none").exists()  # it trains nothing
     program = runs.program(LIMITED.format(memory=memory), task="")
     for batch, code in ((best, 0), (best * 3 // 2, 1)):
-        flags = [*words[:-1], runs.folder(f"of-{batch}"), "--batch_size", batch, "--dataset_size", 2 * batch, "--epochs", 2]
+        flags = [
+            *words[:-1],
+            runs.folder(f"of-{batch}"),
+            "--batch_size",
+            batch,
+            "--dataset_size",
+            2 * batch,
+            "--epochs",
+            2,
+        ]
         ended = launch([sys.executable, program, *flags])
-        assert ended.code == code and ("does not fit into the memory of" in ended.text) == bool(code), (said, ended.text)
+        assert ended.code == code and ("does not fit into the memory of" in ended.text) == bool(code), (
+            said,
+            ended.text,
+        )
 
 
 def test_find_batch_prints_the_flags_to_paste():
-    words = ["--find-batch", "--ranks", "2", "--memory", "4", *TINY, *"--batch_size 6 --grad_accum_steps 3 --dataset_size 20".split()]
+    words = [
+        "--find-batch",
+        "--ranks",
+        "2",
+        "--memory",
+        "4",
+        *TINY,
+        *"--batch_size 6 --grad_accum_steps 3 --dataset_size 20".split(),
+    ]
     ended = launch([sys.executable, "scripts/benchmark.py", *words])
     assert (ended.code, ended.left) == (0, 0), ended.text
     assert "\n  20 sample(s): fits, " in ended.out
     assert re.search(
-        r"\nas given: 20 samples, .*a step, .* samples/s\n.* no micro-batch is larger\n  --batch_size 18 --global_batch_size 36 ", ended.out
+        r"\nas given: 20 samples, .*a step, .* samples/s\n.* no micro-batch is larger\n  --batch_size 18"
+        r" --global_batch_size 36 ",
+        ended.out,
     )
     assert re.search(r"\nwith --activation_checkpointing: ", ended.out)

@@ -29,7 +29,9 @@ def fork_without_batch_norm(folder):
 def test_the_suite_of_forks_is_collected_in_a_fork(tmp_path):
     """Nothing outside of tests/builtin imports what only the shipped model.py and dataset.py have."""
     fork = text_fork(tmp_path)
-    words = "-m pytest -q -p no:cacheprovider -p no:xdist --collect-only tests/faults tests/distributed tests/unit".split()
+    words = (
+        "-m pytest -q -p no:cacheprovider -p no:xdist --collect-only tests/faults tests/distributed tests/unit".split()
+    )
     ended = subprocess.run([sys.executable, *words], cwd=fork, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stdout
     assert int(re.search(r"(\d+)(?:/\d+)? tests collected", ended.stdout)[1]) > 500

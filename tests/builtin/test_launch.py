@@ -1,4 +1,5 @@
-"""scripts/launch.sh with real runs, and the contract's exit codes (what it starts and refuses: unit/test_launching.py)."""
+"""scripts/launch.sh with real runs, and the contract's exit codes (what it starts and refuses:
+unit/test_launching.py)."""
 
 import os
 import re
@@ -20,7 +21,12 @@ for process in $(cat "/proc/$agent/task/$agent/children"); do [ "$process" = $PP
 
 def test_help_is_that_of_the_script_and_of_train_py():
     ended = launch([SCRIPT, "--help"], env={"PATH": PATH})
-    assert ended.code == 0 and "NPROC_PER_NODE" in ended.out and "--grad_accum_steps" in ended.out and "set -euo" not in ended.out
+    assert (
+        ended.code == 0
+        and "NPROC_PER_NODE" in ended.out
+        and "--grad_accum_steps" in ended.out
+        and "set -euo" not in ended.out
+    )
 
 
 def test_a_bad_flag_is_refused_once_before_any_process_is_started():
@@ -29,7 +35,8 @@ def test_a_bad_flag_is_refused_once_before_any_process_is_started():
 
 
 def test_detached_with_a_retry_it_outlives_its_terminal_and_a_killed_rank(tmp_path):
-    """The rank that failed is named, the next start resumes and completes the run; a completed run is refused, and not tried again."""
+    """The rank that failed is named, the next start resumes and completes the run; a completed run is refused, and not
+    tried again."""
     run, script = tmp_path / "run", tmp_path / "kill.sh"
     script.write_text(KILL_RANK_1)
     flags = [*TINY, "--dataset_size", "600", "--save_every_steps", "10", "--run_dir", run]
@@ -44,9 +51,13 @@ def test_detached_with_a_retry_it_outlives_its_terminal_and_a_killed_rank(tmp_pa
         stop(program)
     text = Path(log).read_text()
     assert re.search(
-        r"launch.sh: failed: rank 1 on \S+: rank 1 on \S+ was killed or cut off in .*auto\n.*ended with 1; start 2 of 3", text
+        r"launch.sh: failed: rank 1 on \S+: rank 1 on \S+ was killed or cut off in .*auto\n.*ended with 1; start 2"
+        r" of 3",
+        text,
     ), text
-    assert text.count("start 2 of 3 follows in 5 s") == text.count("completed: 1 epochs") == 1 and "resumed" in text, text
+    assert text.count("start 2 of 3 follows in 5 s") == text.count("completed: 1 epochs") == 1 and "resumed" in text, (
+        text
+    )
     assert (run / "traces").is_dir()  # the flight recorder finds a folder to write into
     ended = launch([SCRIPT, *flags, "--retries", "2"], env={"PATH": PATH, "NPROC_PER_NODE": "1"})
     assert ended.code == 2 and "holds a run already" in ended.err and "follows in" not in ended.err, ended.text

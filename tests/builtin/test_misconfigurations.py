@@ -29,7 +29,10 @@ def text(program):
 
 def sayers(programs, row):
     """The programs that have printed the row's words, each with that line and a table that may follow."""
-    matches = [(re.search(f"^.*{row.pattern.pattern}.*\\n(.*\\n){{0,3}}", text(program), re.MULTILINE), program) for program in programs]
+    matches = [
+        (re.search(f"^.*{row.pattern.pattern}.*\\n(.*\\n){{0,3}}", text(program), re.MULTILINE), program)
+        for program in programs
+    ]
     return [(match[0], program) for match, program in matches if match]
 
 
@@ -50,17 +53,26 @@ def test_it_is_caught_in_time_with_the_node_and_what_to_do(names, tmp_path):
         setup = Setup(nodes, tmp_path)
         for row in rows:
             row.condition(setup)
-        programs, ends = setup.start(*(["--preflight"] if rows[0].by == "preflight" else [])), time.monotonic() + SECONDS
+        programs, ends = (
+            setup.start(*(["--preflight"] if rows[0].by == "preflight" else [])),
+            time.monotonic() + SECONDS,
+        )
         is_going, found = True, {}
         while is_going and time.monotonic() < ends:
             time.sleep(0.05)
             found = {row: sayers(programs, row) for row in rows}
-            is_going = any(program.poll() is None for program in programs) and not all(is_named(found[row], row) for row in rows)
+            is_going = any(program.poll() is None for program in programs) and not all(
+                is_named(found[row], row) for row in rows
+            )
         for row in rows:
-            assert is_named(found[row], row), f"not said: {row.pattern.pattern}, {row.of}\n" + "\n--------\n".join(map(text, programs))
+            assert is_named(found[row], row), f"not said: {row.pattern.pattern}, {row.of}\n" + "\n--------\n".join(
+                map(text, programs)
+            )
             assert all("; " in said for said, _ in found[row]), found
         ends, speakers = time.monotonic() + SECONDS, [program for row in rows for _, program in found[row]]
-        while rows[0].code is not None and all(program.poll() is None for program in speakers) and time.monotonic() < ends:
+        while (
+            rows[0].code is not None and all(program.poll() is None for program in speakers) and time.monotonic() < ends
+        ):
             time.sleep(0.05)
         assert rows[0].code in [program.poll() for program in speakers], found
 
@@ -71,9 +83,12 @@ def test_preflight_finds_nothing_where_nothing_is_wrong(tmp_path):
     with Nodes(2) as nodes:
         for ended in [finish(program) for program in Setup(nodes, tmp_path).start("--preflight")]:
             assert ended.code == 0, ended.text
-            assert not [row.name for row in TABLE if row.code != 0 and row.pattern.search(ended.text)], ended.text  # 0: of speed
+            # 0: of speed
+            assert not [row.name for row in TABLE if row.code != 0 and row.pattern.search(ended.text)], ended.text
 
 
 def test_the_readmes_troubleshooting_has_these_rows():
-    rows = re.findall(r"^\| `(.+?)` \| .+ \|$", (ROOT / "README.md").read_text().partition(BEGIN)[2].partition(END)[0], re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(.+?)` \| .+ \|$", (ROOT / "README.md").read_text().partition(BEGIN)[2].partition(END)[0], re.MULTILINE
+    )
     assert rows == list(dict.fromkeys(row.sees for row in TABLE))

@@ -3,13 +3,15 @@
 import pytest
 import torch
 
-from config import Refused, TrainingConfig
+from config import TrainingConfig, UserError
 from model import MiniResNet, compute_loss, create_model, param_groups, wrap_ddp
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("channels", "classes", "size", "batch"), [(3, 10, 32, 2), (1, 5, 28, 3), (3, 100, 64, 1), (4, 2, 4, 2)])
+@pytest.mark.parametrize(
+    ("channels", "classes", "size", "batch"), [(3, 10, 32, 2), (1, 5, 28, 3), (3, 100, 64, 1), (4, 2, 4, 2)]
+)
 def test_mini_resnet_shapes(channels, classes, size, batch):
     assert MiniResNet(channels, classes).eval()(torch.randn(batch, channels, size, size)).shape == (batch, classes)
 
@@ -37,7 +39,8 @@ def test_the_loss_is_a_sum_and_metrics_are_sums_and_counts():
     torch.testing.assert_close(loss, torch.stack(each).sum())
     assert set(metrics) == {"top1", "top5"} and metrics["top1"][1] == 6
     logits = model(images)
-    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))  # smoothing is for training
+    # smoothing is for training
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
     model.train()
     smoothed, metrics = compute_loss(model, (images, labels))
     expected = torch.nn.functional.cross_entropy(model(images), labels, reduction="sum", label_smoothing=0.1)
@@ -61,7 +64,7 @@ def test_torchvision_classifiers_by_name():
     ],
 )
 def test_what_cannot_be_made_is_refused(changes, said):
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(UserError, match=said):
         create_model(TrainingConfig(**changes), CPU)
 
 
@@ -81,7 +84,7 @@ def test_init_from_takes_what_fits_and_says_what_was_replaced(tmp_path, caplog):
 
 def test_init_from_another_model_is_refused(tmp_path):
     torch.save({"layer": torch.ones(3)}, tmp_path / "other.pt")
-    with pytest.raises(Refused, match="none of its 1 tensors fits the model; give"):
+    with pytest.raises(UserError, match="none of its 1 tensors fits the model; give"):
         create_model(TrainingConfig(init_from=str(tmp_path / "other.pt")), CPU)
 
 
@@ -89,5 +92,5 @@ def test_wrap_ddp_is_importable_from_here_and_refuses_a_model_without_trained_pa
     from ddp_utils import DistributedContext
 
     model = MiniResNet().requires_grad_(False)
-    with pytest.raises(Refused, match="no parameter that is trained; leave some"):
+    with pytest.raises(UserError, match="no parameter that is trained; leave some"):
         wrap_ddp(model, TrainingConfig(), DistributedContext(0, 0, 1, CPU))

@@ -1,4 +1,5 @@
-"""Pods of the image and of both manifests, with the image's files and rights: one is drained or lost, and the run continues."""
+"""Pods of the image and of both manifests, with the image's files and rights: one is drained or lost, and the run
+continues."""
 
 import json
 import os
@@ -57,7 +58,9 @@ def start_pod(node, job, index, app, shared, env):
     return node.start([*POD, *words, *TINY, *FEW], env=env | variables, cwd=app)
 
 
-@pytest.mark.parametrize(("number", "lost", "how"), [(0, 1, "drained"), (1, 0, "killed")], ids=["Job-drained", "TrainJob-killed"])
+@pytest.mark.parametrize(
+    ("number", "lost", "how"), [(0, 1, "drained"), (1, 0, "killed")], ids=["Job-drained", "TrainJob-killed"]
+)
 def test_a_lost_pod_is_replaced_and_the_run_is_completed(pod, number, lost, how):
     """The new one has the name of the lost one, and another address."""
     job, (app, shared, env) = both()[number], pod

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dataset
-from config import UnreadableSample
+from config import UserError
 from dataset import read_image
 from images import folder_of_images
 
@@ -38,7 +38,7 @@ def by_both(path, channels, size, monkeypatch):
         monkeypatch.setattr(dataset, "_decode_jpeg", function)
         try:
             found.append(read_image(path, channels, size))
-        except UnreadableSample as unreadable:
+        except UserError as unreadable:
             found.append(str(unreadable))
     monkeypatch.setattr(dataset, "_decode_jpeg", plain)
     return *found, any(image is not None for image in given)
@@ -49,7 +49,12 @@ KINDS = {
     "without chroma": ("RGB", "jpg", {"subsampling": 2, "progressive": True}, True),
     "grey": ("L", "jpg", {}, True),
     "cmyk": ("CMYK", "jpg", {}, False),
-    "turned": ("RGB", "jpg", {"exif": b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"}, True),
+    "turned": (
+        "RGB",
+        "jpg",
+        {"exif": b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"},
+        True,
+    ),
     "palette": ("P", "png", {}, False),
     "with alpha": ("RGBA", "png", {}, False),
     "16 bit": ("I;16", "png", {}, False),
@@ -84,8 +89,12 @@ def damaged(data, draw):
     return data[: draw.choice((len(data), len(data), draw.randrange(len(data))))]
 
 
-@pytest.mark.parametrize("kind", [("png", {}), ("gif", {}), ("webp", {}), ("jpg", {}), ("jpg", {"progressive": True})], ids=str)
-def test_a_damaged_file_is_an_unreadable_sample_or_read_as_by_pil_and_never_another_exception(tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize(
+    "kind", [("png", {}), ("gif", {}), ("webp", {}), ("jpg", {}), ("jpg", {"progressive": True})], ids=str
+)
+def test_a_damaged_file_is_an_unreadable_sample_or_read_as_by_pil_and_never_another_exception(
+    tmp_path, monkeypatch, kind
+):
     draw, outcomes, (suffix, options) = random.Random(0), Counter(), kind
     path = tmp_path / f"a.{suffix}"
     PIL.frombytes("RGB", (24, 24), draw.randbytes(24 * 24 * 3)).save(path, **options)
@@ -121,7 +130,7 @@ def test_a_file_for_which_pil_raises_a_value_error_is_an_unreadable_sample(tmp_p
     PIL.new("RGB", (8, 8)).save(path)
     chunk, whole = b"pHYs\0\0\0", path.read_bytes()
     path.write_bytes(whole[:33] + struct.pack(">I", 3) + chunk + struct.pack(">I", zlib.crc32(chunk)) + whole[33:])
-    with pytest.raises(UnreadableSample, match="Truncated pHYs chunk"):
+    with pytest.raises(UserError, match="Truncated pHYs chunk"):
         read_image(path, 3)
 
 

@@ -13,10 +13,13 @@ from scripts.network import addresses
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-LINES = [line.split(" #")[0].strip() for block in BLOCKS for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+LINES = [
+    line.split(" #")[0].strip() for block in BLOCKS for line in block.replace("\\\n", " ").splitlines() if line.strip()
+]
 ENV = {"PATH": PATH}
 TINY = "--image_size 8 --batch_size 8 --dataset_size 32 --backend gloo"
-TASK = "--dataset_size 300 --epochs 3 --image_size 16 --augment none --batch_size 8 --lr 0.03"  # that is learnt within seconds
+# that is learnt within seconds
+TASK = "--dataset_size 300 --epochs 3 --image_size 16 --augment none --batch_size 8 --lr 0.03"
 
 
 def own_address() -> str:
@@ -75,7 +78,11 @@ def quickstart(folder, *flags):
 def test_the_quickstart_trains_two_ranks_to_over_90_percent(tmp_path, flags):
     ended, top1 = quickstart(tmp_path, *flags.split())
     assert ended.code == 0 and top1 >= 0.9, ended.text
-    assert re.search(r"two ranks reached \d+(\.\d)?.* top-1", ended.out) and "Type next:" in ended.out and "2 on 1 node(s)" in ended.out
+    assert (
+        re.search(r"two ranks reached \d+(\.\d)?.* top-1", ended.out)
+        and "Type next:" in ended.out
+        and "2 on 1 node(s)" in ended.out
+    )
 
 
 @pytest.mark.slow

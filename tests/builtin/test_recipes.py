@@ -35,7 +35,12 @@ class Fork:
     def images(self, size, **counts):
         """The image folder that the recipe's command reads."""
         for split, count in counts.items():
-            save_images(self.folder / "FOLDER" / split, {"red": count, "green": count, "blue": count}, size=size, seed=len(split))
+            save_images(
+                self.folder / "FOLDER" / split,
+                {"red": count, "green": count, "blue": count},
+                size=size,
+                seed=len(split),
+            )
 
     def train(self, *flags):
         """The recipe's own command, and what makes it quick; what was printed, and the summary."""
@@ -45,7 +50,9 @@ class Fork:
 
     @property
     def changed(self):
-        return sorted(path.name for path in self.folder.glob("*.py") if path.read_bytes() != (ROOT / path.name).read_bytes())
+        return sorted(
+            path.name for path in self.folder.glob("*.py") if path.read_bytes() != (ROOT / path.name).read_bytes()
+        )
 
 
 @pytest.mark.slow
@@ -98,5 +105,6 @@ def test_fine_tuning_trains_a_new_head_and_leaves_the_frozen_trunk_as_it_was(tmp
     assert "771 of them trained" in out  # 3 x 256 weights and 3 biases
     before = torch.load(source, weights_only=True)["model"]
     after = torch.load(max((fork.folder / "runs/fork/checkpoints").glob("step_*.pt")), weights_only=True)["model"]
-    assert all(torch.equal(before[name], after[name]) for name in before if not name.startswith("head"))  # statistics too
+    # statistics too
+    assert all(torch.equal(before[name], after[name]) for name in before if not name.startswith("head"))
     assert summary["best_top1"] > 0.8

@@ -1,11 +1,12 @@
-"""Image folders and shipped models that cannot be used: one sentence that says the fix, on every rank; the real train.py's exit code."""
+"""Image folders and shipped models that cannot be used: one sentence that says the fix, on every rank; the real
+train.py's exit code."""
 
 import re
 
 import pytest
 import torch
 
-from config import Refused
+from config import UserError
 from images import folder_of_images, save_images
 from ranks import run_ranks
 from training import train_flags
@@ -31,7 +32,7 @@ def refusals_of(starts):
     """What this rank says to each start, in one process."""
     said = []
     for words in starts:
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(UserError) as refused:
             train_flags(words, task="")
         said.append(str(refused.value))
     return said
@@ -55,7 +56,9 @@ def test_data_that_cannot_be_used_is_refused_by_all_ranks_with_the_fix(runs):
 def test_images_of_unequal_size_are_named_by_the_rank_that_read_them(runs, split, name):
     words = folder_of_images(runs.root / "images", ("cat", "dog", "eel"))
     save_images(runs.root / "images" / split, {name: 1}, size=9)
-    with pytest.raises(AssertionError, match=f"Refused: .*{split}/{name}/000.png: has 9x9 pixels, others 8x8; give --image_size N"):
+    with pytest.raises(
+        AssertionError, match=f"UserError: .*{split}/{name}/000.png: has 9x9 pixels, others 8x8; give --image_size N"
+    ):
         runs.train(2, "run", *words, "--epochs", 1, "--image_size", "auto", task="")
     assert "has 9x9 pixels" in runs.json("run", "status.json")["error"]
 
@@ -77,7 +80,7 @@ def test_a_corrupt_image_ends_the_run_with_its_path_class_and_rank(runs):
     words = folder_of_images(runs.root / "images")
     path = runs.root / "images/val/dog/001.png"
     path.write_bytes(path.read_bytes()[:60])
-    said = rf"rank 1 met a corrupt sample .*: {path}: cannot be read as an image \(class dog; .*\); "
+    said = rf"rank 1: {path}: cannot be read as an image \(class dog; .*\); "
     with pytest.raises(AssertionError, match=said + "replace or delete it"):
         runs.train(2, "run", *words, "--epochs", 1, task="")
     status = runs.json("run", "status.json")

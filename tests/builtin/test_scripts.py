@@ -60,7 +60,9 @@ def test_the_printed_snippet_classifies_as_the_evaluation_did(two_runs, tmp_path
     assert len(snippet.splitlines()) == 6
     data = create_dataset(TrainingConfig.from_args(["--config", str(two_runs.folder("fast") / "config.json")]), "val")
     torch.save(data.images, tmp_path / "images.pt")
-    (tmp_path / "use.py").write_text(f"{snippet}\nprint(*predict(torch.load({str(tmp_path / 'images.pt')!r})), sep='\\n')\n")
+    (tmp_path / "use.py").write_text(
+        f"{snippet}\nprint(*predict(torch.load({str(tmp_path / 'images.pt')!r})), sep='\\n')\n"
+    )
     names = finish(WarmLaunch(0, tmp_path / "use.py", [])).out.split()
     top1 = sum(name == data.classes[label] for name, label in zip(names, data.targets, strict=True)) / len(data)
     evaluated = [r for r in two_runs.records("fast", "eval") if r["weights"] == ("ema" if flags else "model")][-1]
@@ -73,4 +75,6 @@ def test_what_cannot_be_exported_is_refused(two_runs, tmp_path):
     assert "has no checksum at its end" in run_script("export.py", tmp_path / "text.pt", tmp_path / "out.pt").err
     before = source.read_bytes()
     ended = run_script("export.py", source, source)
-    assert ended.code == 2 and "is the checkpoint itself; give another name" in ended.err and source.read_bytes() == before
+    assert (
+        ended.code == 2 and "is the checkpoint itself; give another name" in ended.err and source.read_bytes() == before
+    )

@@ -9,12 +9,14 @@ from ranks import torchrun
 from test_exact_samples import observed
 from test_oracle import SGD, check_against_the_oracle
 from training import TINY
-from utils.activation import find_blocks
+from utils.training.activation import find_blocks
 
 
 def test_mini_resnet_equals_the_plain_loop(runs):
-    """Float64; the third window of an epoch is short and leaves a rank idle."""
-    check_against_the_oracle(runs, 2, 2, torch.float64, (*SGD, "--label_smoothing", "0.1", "--max_steps", "4"), 1e-12, task="")
+    """Float64; the third global batch of an epoch is short and leaves a rank idle."""
+    check_against_the_oracle(
+        runs, 2, 2, torch.float64, (*SGD, "--label_smoothing", "0.1", "--max_steps", "4"), 1e-12, task=""
+    )
 
 
 @pytest.mark.slow
@@ -24,11 +26,23 @@ def test_dropout_of_a_torchvision_model_draws_by_step_and_micro_batch_not_by_ran
     check_against_the_oracle(runs, ranks, accumulation, torch.float64, flags, 1e-12, task="")
 
 
-@pytest.mark.parametrize("worlds", [((1, 0, ()), (2, 1, (1,))), pytest.param(((2, 2, ()), (4, 1, (1,))), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "worlds", [((1, 0, ()), (2, 1, (1,))), pytest.param(((2, 2, ()), (4, 1, (1,))), marks=pytest.mark.slow)]
+)
 def test_images_decoded_in_workers_and_cut_at_random_are_the_same_on_any_number_of_ranks(runs, worlds):
     """An image folder with resized_crop, persistent workers over two epochs, with and without a restart."""
     save_images(runs.root / "data" / "train", {"cat": 9, "dog": 10}, size=12)
-    flags = [*TINY, "--dataset", "imagefolder", "--data_dir", runs.root / "data", "--augment", "resized_crop", "--epochs", "2"]
+    flags = [
+        *TINY,
+        "--dataset",
+        "imagefolder",
+        "--data_dir",
+        runs.root / "data",
+        "--augment",
+        "resized_crop",
+        "--epochs",
+        "2",
+    ]
     flags += ["--global_batch_size", "8", "--no-use_amp", "--save_every", "0"]
     each = [
         observed(ranks, "", [*flags, "--run_dir", runs.folder(str(ranks)), "--num_workers", workers], stops)
@@ -37,7 +51,11 @@ def test_images_decoded_in_workers_and_cut_at_random_are_the_same_on_any_number_
     assert each[0] == each[1] and len(each[0]) == 10
 
 
-KNOWN = "resnet50 16 Bottleneck, vit_b_16 12 EncoderBlock, convnext_tiny 18 CNBlock, swin_t 12 SwinTransformerBlock".split(", ")
+KNOWN = (
+    "resnet50 16 Bottleneck, vit_b_16 12 EncoderBlock, convnext_tiny 18 CNBlock, swin_t 12 SwinTransformerBlock".split(
+        ", "
+    )
+)
 
 
 @pytest.mark.slow

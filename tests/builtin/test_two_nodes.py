@@ -22,13 +22,22 @@ LATE = "waiting for node 0 at node0:29500: refused: nothing listens there"
 
 
 def launch(node, number, *flags, nodes=2, **variables):
-    env = {"PATH": PATH, "NNODES": str(nodes), "NODE_RANK": str(number), "MASTER_ADDR": "node0", "NPROC_PER_NODE": "1", **variables}
+    env = {
+        "PATH": PATH,
+        "NNODES": str(nodes),
+        "NODE_RANK": str(number),
+        "MASTER_ADDR": "node0",
+        "NPROC_PER_NODE": "1",
+        **variables,
+    }
     return node.start([ROOT / "scripts" / "launch.sh", *TINY, *flags], env=env)
 
 
 def as_in_the_readme(node, number, *flags):
     """Its line for this node, with these flags in the place of its own."""
-    line = re.search(rf"^(NNODES=2 NODE_RANK={number} .*launch.sh --retries 10) --detach .*# on {node.name}$", README, re.MULTILINE)[1]
+    line = re.search(
+        rf"^(NNODES=2 NODE_RANK={number} .*launch.sh --retries 10) --detach .*# on {node.name}$", README, re.MULTILINE
+    )[1]
     words = shlex.join(map(str, [*TINY, *flags]))
     return node.start(["bash", "-c", f"cd {shlex.quote(str(ROOT))} && {line} {words}"], env={"PATH": PATH})
 
@@ -94,6 +103,8 @@ def test_a_node_comes_and_another_leaves_while_the_global_batch_stays(tmp_path):
     assert [each.code for each in ended] == [0, 0], "".join(each.text for each in ended)
     samples = Runs(tmp_path).samples("run")
     for epoch in range(8):
-        windows = [samples.pop(14 * epoch + k) for k in range(1, 15)]
-        assert [*map(len, windows)] == [12] * 13 + [4] and sorted(itertools.chain(*windows)) == list(range(160)), epoch
+        global_batches = [samples.pop(14 * epoch + k) for k in range(1, 15)]
+        assert [*map(len, global_batches)] == [12] * 13 + [4] and sorted(itertools.chain(*global_batches)) == list(
+            range(160)
+        ), epoch
     assert not samples

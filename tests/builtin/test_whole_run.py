@@ -11,15 +11,15 @@ import torch
 from config import TrainingConfig
 from ranks import ROOT, torchrun
 from training import Runs
-from utils import checkpoint
+from utils.checkpoint import format as checkpoint
 
 STEPS = [2, 4, 6, 8, 10, 12, 14, 15]  # that are logged
 TRAIN_KEYS = "kind epoch step loss accuracy lr grad_norm samples_per_s data_wait_s step_s peak_memory_bytes".split()
 EVAL_KEYS = "kind epoch step split weights loss top1 top5 count".split()
 SUMMARY_KEYS = (
-    "state epochs steps skipped_steps samples_seen wall_s samples_per_s samples_per_s_per_rank world_size global_batch_size best_metric "
-    "best_value best_top1 best_epoch final_top1 final_loss data_wait_fraction peak_memory_bytes restarts goodput overflow_steps "
-    "replaced_samples ledger"
+    "state epochs steps skipped_steps samples_seen wall_s samples_per_s samples_per_s_per_rank world_size"
+    " global_batch_size best_metric best_value best_top1 best_epoch final_top1 final_loss data_wait_fraction"
+    " peak_memory_bytes restarts goodput overflow_steps ledger"
 ).split()
 PROVENANCE_KEYS = "git_commit git_dirty hosts start_time changed_template_files verified classes mean std".split()
 
@@ -28,7 +28,10 @@ PROVENANCE_KEYS = "git_commit git_dirty hosts start_time changed_template_files 
 def whole(tmp_path_factory):
     """Two ranks, everything on. Its text is what it printed."""
     runs = Runs(tmp_path_factory.mktemp("full"))
-    flags = "--image_size 8 --batch_size 8 --log_interval 2 --backend gloo --dataset_size 80 --epochs 3 --ema_decay 0.9 --num_workers 1"
+    flags = (
+        "--image_size 8 --batch_size 8 --log_interval 2 --backend gloo --dataset_size 80 --epochs 3 --ema_decay 0.9"
+        " --num_workers 1"
+    )
     flags += " --enable_profiling --record_samples --save_every_steps 4 --keep_last 2"
     runs.ended = torchrun(2, *flags.split(), "--run_dir", runs.folder("run"))
     assert (runs.ended.code, runs.ended.left) == (0, 0), runs.ended.text
@@ -37,11 +40,23 @@ def whole(tmp_path_factory):
 
 def test_rank_0_prints_what_was_decided_and_the_progress(whole):
     for part in (
-        "2 on 1 node(s): cpu", "2,777,674 parameters", "8 a micro-batch x 2 micro-batches on 2 ranks = 16 a global batch",
-        "SyntheticImageDataset, 80 training samples, 16 to evaluate on (val)", "15, 5 an epoch", "a kill costs  at most the work of 10 min or 4 steps or 1 epoch(s), what comes first, and of the time that it takes to write one",
-        "epoch 0 | step 2/15 | loss", "samples/s (", "a rank) | data wait", "left", "== epoch 2 done, val: loss", "val (ema): loss",
-        "completed: 3 epochs, 15 steps, 240 samples", "tensorboard --logdir", "python scripts/runs.py", "python scripts/export.py",
-    ):  # fmt: skip
+        "2 on 1 node(s): cpu",
+        "2,777,674 parameters",
+        "8 a micro-batch x 2 micro-batches on 2 ranks = 16 a global batch",
+        "SyntheticImageDataset, 80 training samples, 16 to evaluate on (val)",
+        "15, 5 an epoch",
+        "a kill costs  at most the work of 10 min or 4 steps or 1 epoch(s), what comes first, and of the time that it takes to write one",
+        "epoch 0 | step 2/15 | loss",
+        "samples/s (",
+        "a rank) | data wait",
+        "left",
+        "== epoch 2 done, val: loss",
+        "val (ema): loss",
+        "completed: 3 epochs, 15 steps, 240 samples",
+        "tensorboard --logdir",
+        "python scripts/runs.py",
+        "python scripts/export.py",
+    ):
         assert part in whole.ended.out, part
     assert whole.ended.out.count("epoch 0 | step 2/15") == 1  # the other rank is silent
     assert "Traceback" not in whole.ended.text and "Warning" not in whole.ended.text
@@ -51,10 +66,16 @@ def test_records_have_the_promised_keys_once_a_step(whole):
     train, evaluations, events = (whole.records("run", kind) for kind in ("train", "eval", "event"))
     assert [record["step"] for record in train] == STEPS
     assert all(sorted(record) == sorted(TRAIN_KEYS) for record in train)
-    assert [(r["epoch"], r["step"], r["weights"]) for r in evaluations] == [(e, 5 * e + 5, w) for e in range(3) for w in ("model", "ema")]
-    assert all(sorted(record) == sorted(EVAL_KEYS) and record["count"] == 16 and record["split"] == "val" for record in evaluations)
+    assert [(r["epoch"], r["step"], r["weights"]) for r in evaluations] == [
+        (e, 5 * e + 5, w) for e in range(3) for w in ("model", "ema")
+    ]
+    assert all(
+        sorted(record) == sorted(EVAL_KEYS) and record["count"] == 16 and record["split"] == "val"
+        for record in evaluations
+    )
     assert all(0 <= record["top1"] <= record["top5"] <= 1 for record in evaluations)
-    saved = [event["step"] for event in events if event["event"] == "checkpoint"]  # one that falls due while another is written waits
+    # one that falls due while another is written waits
+    saved = [event["step"] for event in events if event["event"] == "checkpoint"]
     assert saved == sorted(set(saved)) and saved[0] == 4 and saved[-1] == 15 and len(saved) > 3
     assert train[-1]["step_s"] > 0 and train[-1]["peak_memory_bytes"] > 1e8
 
@@ -62,14 +83,29 @@ def test_records_have_the_promised_keys_once_a_step(whole):
 def test_status_and_summary_tell_the_result(whole):
     status, summary = whole.json("run", "status.json"), whole.json("run", "summary.json")
     assert list(status) == "state epoch step samples_seen checkpoint error rank host time".split()
-    assert (status["state"], status["epoch"], status["step"], status["samples_seen"], status["error"]) == ("completed", 3, 15, 240, None)
+    assert (status["state"], status["epoch"], status["step"], status["samples_seen"], status["error"]) == (
+        "completed",
+        3,
+        15,
+        240,
+        None,
+    )
     assert status["checkpoint"].endswith("step_00000015.pt")
     assert list(summary) == SUMMARY_KEYS
     last = whole.records("run", "eval")[-1]
-    assert (summary["final_top1"], summary["final_loss"], summary["best_metric"]) == (last["top1"], last["loss"], "top1")
+    assert (summary["final_top1"], summary["final_loss"], summary["best_metric"]) == (
+        last["top1"],
+        last["loss"],
+        "top1",
+    )
     best = max(record["top1"] for record in whole.records("run", "eval") if record["weights"] == "ema")
     assert summary["best_value"] == summary["best_top1"] == best
-    assert (summary["epochs"], summary["world_size"], summary["global_batch_size"], summary["restarts"]) == (3, 2, 16, 0)
+    assert (summary["epochs"], summary["world_size"], summary["global_batch_size"], summary["restarts"]) == (
+        3,
+        2,
+        16,
+        0,
+    )
     assert 0 < summary["goodput"] <= 1 and sum(summary["ledger"].values()) == pytest.approx(summary["wall_s"], abs=0.1)
 
 
@@ -78,10 +114,17 @@ def test_config_provenance_and_code_tell_what_ran(whole):
     assert (config["num_classes"], config["in_channels"], config["image_size"], config["num_workers"]) == (10, 3, 8, 1)
     TrainingConfig.from_args(["--config", str(whole.folder("run") / "config.json")])
     provenance = whole.json("run", "provenance.json")
-    assert "--ema_decay" in provenance["command"] and len(provenance["ranks"]) == 2 and provenance["versions"]["torch"] == torch.__version__
+    assert (
+        "--ema_decay" in provenance["command"]
+        and len(provenance["ranks"]) == 2
+        and provenance["versions"]["torch"] == torch.__version__
+    )
     assert set(PROVENANCE_KEYS) <= provenance.keys()
     with zipfile.ZipFile(whole.folder("run") / "code.zip") as archive:
-        assert archive.read("train.py") == (ROOT / "train.py").read_bytes() and "utils/loading.py" in archive.namelist()
+        assert (
+            archive.read("train.py") == (ROOT / "train.py").read_bytes()
+            and "utils/data/loader.py" in archive.namelist()
+        )
 
 
 def test_the_last_checkpoints_are_kept_and_open_with_plain_torch_load(whole):

@@ -1,4 +1,5 @@
-"""Activation checkpointing: the same run to the bit, with less kept for the backward pass. The shipped models: builtin/test_shipped_models.py."""
+"""Activation checkpointing: the same run to the bit, with less kept for the backward pass. The shipped models:
+builtin/test_shipped_models.py."""
 
 import copy
 from unittest import mock
@@ -7,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from config import Refused
+from config import UserError
 from ranks import run_ranks
 from tasks import TASKS, train_task
 from training import assert_same_state
-from utils.activation import checkpoint_blocks, find_blocks
+from utils.training.activation import checkpoint_blocks, find_blocks
 
 WIDTH = 8
 
@@ -19,7 +20,11 @@ WIDTH = 8
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.conv, self.norm, self.dropout = nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.BatchNorm2d(WIDTH), nn.Dropout(0.2)
+        self.conv, self.norm, self.dropout = (
+            nn.Conv2d(WIDTH, WIDTH, 3, padding=1),
+            nn.BatchNorm2d(WIDTH),
+            nn.Dropout(0.2),
+        )
 
     def forward(self, x):
         return x + self.dropout(self.norm(self.conv(x)).relu())
@@ -30,7 +35,11 @@ class BlockNet(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.stem, self.blocks, self.head = nn.Conv2d(3, WIDTH, 3, 2, 1), nn.ModuleList(Block() for _ in range(3)), nn.Linear(WIDTH, 10)
+        self.stem, self.blocks, self.head = (
+            nn.Conv2d(3, WIDTH, 3, 2, 1),
+            nn.ModuleList(Block() for _ in range(3)),
+            nn.Linear(WIDTH, 10),
+        )
 
     def forward(self, x):
         x = self.stem(x)
@@ -55,8 +64,11 @@ def train_blocks(flags):
 
 @pytest.mark.parametrize("precision", [pytest.param("--no-use_amp", marks=pytest.mark.slow), "--amp_dtype bf16"])
 def test_losses_weights_and_statistics_are_the_same_to_the_bit(runs, precision):
-    """Two ranks, accumulation, dropout, averaged weights, a short last window in which a rank is idle."""
-    flags = "--dataset_size 34 --epochs 2 --grad_accum_steps 2 --ema_decay 0.9 --lr 0.02 --log_interval 1".split() + precision.split()
+    """Two ranks, accumulation, dropout, averaged weights, a short last global batch in which a rank is idle."""
+    flags = (
+        "--dataset_size 34 --epochs 2 --grad_accum_steps 2 --ema_decay 0.9 --lr 0.02 --log_interval 1".split()
+        + precision.split()
+    )
     assert run_ranks(2, train_blocks, runs.words("kept", *flags)) == [0, 0]
     again = run_ranks(2, train_blocks, runs.words("again", *flags, "--activation_checkpointing"))
     assert again == [3 * (2 + 10)] * 2  # 3 blocks, in 2 passes of the warm-up and 2 * (2 * 2 + 1) micro-batches
@@ -88,7 +100,8 @@ def test_of_a_block_only_its_input_is_kept():
     all_kept, _ = bytes_kept(model, images)
     checkpoint_blocks(model)
     inputs_kept, _ = bytes_kept(model, images)
-    assert inputs_kept == 4 * 4 * (3 * 8 * 8 + 3 * WIDTH * 4 * 4 + WIDTH)  # of 4 images in float32: the stem's, three blocks', the head's
+    # of 4 images in float32: the stem's, three blocks', the head's
+    assert inputs_kept == 4 * 4 * (3 * 8 * 8 + 3 * WIDTH * 4 * 4 + WIDTH)
     assert all_kept > 2 * inputs_kept
 
 
@@ -98,7 +111,9 @@ def test_the_model_keeps_its_names_and_a_copy_computes_with_its_own_weights():
     plain = copy.deepcopy(model)
     checkpoint_blocks(model)
     assert len(find_blocks(model)) == 3
-    assert list(model.state_dict()) == names and {*dict(model.named_parameters()), *dict(model.named_buffers())} == {*names}
+    assert list(model.state_dict()) == names and {*dict(model.named_parameters()), *dict(model.named_buffers())} == {
+        *names
+    }
     assert [type(module).__name__ for module in model.modules()] == kinds
     other = copy.deepcopy(model)
     with torch.no_grad():
@@ -109,5 +124,7 @@ def test_the_model_keeps_its_names_and_a_copy_computes_with_its_own_weights():
 
 
 def test_a_model_without_blocks_is_refused():
-    with pytest.raises(Refused, match=r"activation_checkpointing=True: Linear has no blocks .*; leave it out, or build"):
+    with pytest.raises(
+        UserError, match=r"activation_checkpointing=True: Linear has no blocks .*; leave it out, or build"
+    ):
         checkpoint_blocks(nn.Linear(2, 2))

@@ -1,4 +1,5 @@
-"""The benchmark compares what it says: the same losses to the bit, the same batches, everything that a run has; timed figures gate nothing."""
+"""The benchmark compares what it says: the same losses to the bit, the same batches, everything that a run has; timed
+figures gate nothing."""
 
 import contextlib
 import io
@@ -17,7 +18,7 @@ from benching.turns import Contestant, take_turns
 from ddp_utils import cleanup_distributed, setup_distributed
 from ranks import run_ranks
 from tasks import config_of, using
-from utils.train_state import TrainState
+from utils.training.state import TrainState
 
 SMALL = "--image_size 8 --batch_size 4 --log_interval 5 --num_workers 0 --backend gloo".split()
 
@@ -25,9 +26,18 @@ SMALL = "--image_size 8 --batch_size 4 --log_interval 5 --num_workers 0 --backen
 def measured(file):
     """The command: its exit code, and what it printed."""
     words = ["benchmark.py", *"--bucket_cap_mb 0.002 --rounds 1 --steps 4 --json".split(), str(file), *SMALL]
-    quick_peak, few_steps = mock.patch.object(machine, "SECONDS", 0.01), mock.patch.multiple(benchmark, HOST_STEPS=1, HOST_ROUNDS=1)
+    quick_peak, few_steps = (
+        mock.patch.object(machine, "SECONDS", 0.01),
+        mock.patch.multiple(benchmark, HOST_STEPS=1, HOST_ROUNDS=1),
+    )
     printed = io.StringIO()
-    with using("images"), mock.patch.object(sys, "argv", words), quick_peak, few_steps, contextlib.redirect_stdout(printed):
+    with (
+        using("images"),
+        mock.patch.object(sys, "argv", words),
+        quick_peak,
+        few_steps,
+        contextlib.redirect_stdout(printed),
+    ):
         return benchmark.main(), printed.getvalue()
 
 
@@ -37,7 +47,10 @@ def test_one_rank_ends_with_equal_losses_and_a_json(tmp_path):
     assert code == 0 and list(found["rows"]) == ["ours", "bare", "least", "tutorial"], out
     assert found["equality"] == {"intervals": 4, "equal": 4}  # 16 steps, 5 an interval, and the last one
     assert found["rows"]["ours"]["collectives_per_step"] == 0 and found["rows"]["bare"]["collectives_per_step"] == 0
-    assert all(row["step_s"] > 0 and row["samples_per_s"] > 0 and len(row["turns_cpu_s"]) == 2 for row in found["rows"].values())
+    assert all(
+        row["step_s"] > 0 and row["samples_per_s"] > 0 and len(row["turns_cpu_s"]) == 2
+        for row in found["rows"].values()
+    )
     assert found["flops_per_sample"] > 1e4 and found["peak_flops"] > 1e9
     assert "losses of ours and bare: equal to the bit in 4 of 4" in out and "us over bare" in out
 
@@ -59,7 +72,9 @@ def equality_of(folder, flags, factor=1.0):
         for group in self.optimizer.param_groups:
             group["lr"] *= factor
 
-    counted = mock.patch.object(machine, "count", lambda epoch, device: (epoch(), {"collectives": 0, "peak_memory": 0})[1])
+    counted = mock.patch.object(
+        machine, "count", lambda epoch, device: (epoch(), {"collectives": 0, "peak_memory": 0})[1]
+    )
     with using("images"), counted, mock.patch.object(TrainState, "_set_lr", set_lr):
         config = config_of([*SMALL, *flags])
         race = benchmark.Race(config, setup_distributed(config), 4, 1, folder, with_tutorial=False)
@@ -88,7 +103,10 @@ def whole_run(folder):
         ours = Ours(config, setup_distributed(config), folder)
         found = {"steps": ours.epoch(), "files": {path.name for path in folder.iterdir()}}
         found["records"] = [record["step"] for record in ours._run.records("train")]
-        found |= {"has_writer": ours._writer is not None and ours._writer.pid > 0, "is_watched": ours.watch._thread.is_alive()}
+        found |= {
+            "has_writer": ours._writer is not None and ours._writer.pid > 0,
+            "is_watched": ours.watch._thread.is_alive(),
+        }
         ours.close()
     cleanup_distributed()
     return found

@@ -10,13 +10,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from config import Refused, TrainingConfig
+from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed, wrap_ddp
 from ranks import run_ranks
 from tasks import train_task
 from test_exact_resume import FLAGS as RESUME_FLAGS
 from training import TINY, difference
-from utils.report import Reporter
+from utils.report.reporter import Reporter
 
 PARAMETERS, STATISTICS = 2090, 2 * (8 + 16)  # of tasks.SmallNet
 WIDTHS = {"none": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -24,7 +24,8 @@ FLAGS = "--dataset_size 34 --epochs 2 --grad_accum_steps 2 --log_interval 1 --no
 
 
 class Sent(TorchDispatchMode):
-    """Collectives of floating-point tensors, whoever asks for them: DDP's own reducer, a hook or BatchNorm's rule. Bytes by their type."""
+    """Collectives of floating-point tensors, whoever asks for them: DDP's own reducer, a hook or BatchNorm's rule.
+    Bytes by their type."""
 
     def __init__(self):
         super().__init__()
@@ -63,19 +64,32 @@ def sent_by_step(task, flags, dtype):
         (2, "images", "bf16", 2, torch.float32),
         (2, "plain", "none", 4, torch.float32),
         *(pytest.param(4, task, "none", 4, torch.float32, marks=pytest.mark.slow) for task in ("images", "plain")),
-        *(pytest.param(2, "images", "fp16", 2, dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float64)),
+        *(
+            pytest.param(2, "images", "fp16", 2, dtype, marks=pytest.mark.slow)
+            for dtype in (torch.float32, torch.float64)
+        ),
     ],
 )
 def test_a_step_sends_its_gradient_once_in_the_hooks_width_and_the_statistics(runs, ranks, task, hook, width, dtype):
-    """In as many collectives as there are buckets, and one for BatchNorm. What is accumulated is not sent; the state stays wide."""
+    """In as many collectives as there are buckets, and one for BatchNorm. What is accumulated is not sent; the state
+    stays wide."""
     expected = {str(dtype): dtype.itemsize * STATISTICS} if task == "images" else {}
     name, flags = str(WIDTHS[hook]), [*FLAGS, "--dataset_size", 17 * ranks, "--comm_hook", hook]
     expected[name] = expected.get(name, 0) + width * PARAMETERS
     steps = run_ranks(ranks, sent_by_step, task, runs.words("run", *flags), dtype)
-    kept, size, said = runs.last("run"), dtype.itemsize * PARAMETERS / 2**20, "" if hook == "none" else f", rounded to {hook} on the way"
-    buckets = int(re.search(rf"gradients     {size:.2f} MB in (\d+) bucket\(s\) of up to .* MB{said}\n", runs.log("run"))[1])
+    kept, size, said = (
+        runs.last("run"),
+        dtype.itemsize * PARAMETERS / 2**20,
+        "" if hook == "none" else f", rounded to {hook} on the way",
+    )
+    buckets = int(
+        re.search(rf"gradients     {size:.2f} MB in (\d+) bucket\(s\) of up to .* MB{said}\n", runs.log("run"))[1]
+    )
     assert steps == [[(buckets + (task == "images"), expected)] * 6] * ranks and buckets > 2
-    tensors = [*kept["model"].values(), *(value for state in kept["optimizer"]["state"].values() for value in state.values())]
+    tensors = [
+        *kept["model"].values(),
+        *(value for state in kept["optimizer"]["state"].values() for value in state.values()),
+    ]
     assert {value.dtype for value in tensors if isinstance(value, torch.Tensor)} <= {dtype, torch.int64}
 
 
@@ -85,8 +99,10 @@ def test_one_rank_has_no_collective(runs):
 
 @pytest.mark.slow
 def test_losses_are_those_without_a_hook_up_to_its_rounding(runs):
-    """A value rounded to p bits of mantissa is off by 2^-p/2 at most: 2^-11 for fp16, 2^-8 for bf16. Each step's gradient has it once in
-    each rank's part and once in the sum; the learning rate then makes it a small part of what the six steps change in the loss."""
+    """A value rounded to p bits of mantissa is off by 2^-p/2 at most: 2^-11 for fp16, 2^-8 for bf16. Each step's
+    gradient has it once in
+    each rank's part and once in the sum; the learning rate then makes it a small part of what the six steps change in
+    the loss."""
     losses = {}
     for hook in WIDTHS:
         runs.train(2, hook, *FLAGS, "--comm_hook", hook)
@@ -114,8 +130,12 @@ def train_with_a_huge_gradient(flags, huge_step):
 @pytest.mark.slow
 @pytest.mark.parametrize(("hook", "skipped"), [("fp16", 1), ("none", 0), ("bf16", 0)])
 def test_a_gradient_that_overflows_on_the_way_is_skipped_by_all_ranks(runs, hook, skipped):
-    """The weights, their average and the momentum stay to the bit; where float32 or bfloat16 is sent, the step is taken."""
-    flags = [*FLAGS, *"--grad_accum_steps 1 --epochs 1 --save_every_steps 1 --keep_last 99 --ema_decay 0.9 --clip_grad_norm 1".split()]
+    """The weights, their average and the momentum stay to the bit; where float32 or bfloat16 is sent, the step is
+    taken."""
+    flags = [
+        *FLAGS,
+        *"--grad_accum_steps 1 --epochs 1 --save_every_steps 1 --keep_last 99 --ema_decay 0.9 --clip_grad_norm 1".split(),
+    ]
     run_ranks(2, train_with_a_huge_gradient, runs.words("run", *flags, "--comm_hook", hook), 3)
     before, after = (torch.load(path, weights_only=True) for path in runs.checkpoints("run")[1:3])
     assert before["progress"]["step"] == 2
@@ -131,7 +151,16 @@ def test_a_gradient_that_overflows_on_the_way_is_skipped_by_all_ranks(runs, hook
 @pytest.mark.parametrize(("ranks", "hook", "accumulation"), [(2, "bf16", 2), (4, "fp16", 1)])
 def test_stops_and_resumes_with_a_hook_cannot_be_seen(runs, ranks, hook, accumulation):
     size = 4 * ranks * accumulation
-    flags = [*RESUME_FLAGS, "--no-use_amp", "--comm_hook", hook, "--grad_accum_steps", accumulation, "--dataset_size", 15 * size // 2 + 1]
+    flags = [
+        *RESUME_FLAGS,
+        "--no-use_amp",
+        "--comm_hook",
+        hook,
+        "--grad_accum_steps",
+        accumulation,
+        "--dataset_size",
+        15 * size // 2 + 1,
+    ]
     runs.train(ranks, "whole", *flags)
     runs.train_with_stops(ranks, "parts", *flags, stops=(1, 3, 11))
     runs.assert_same("whole", "parts")
@@ -146,7 +175,7 @@ def refusal(flags):
             raise RuntimeError("Invalid scalar type")
         return plain(tensor, *args, **kwargs)
 
-    with mock.patch.object(dist, "all_reduce", reduce), pytest.raises(Refused) as refused:
+    with mock.patch.object(dist, "all_reduce", reduce), pytest.raises(UserError) as refused:
         train_task("images", [*flags, "--comm_hook", "bf16"])
     return str(refused.value)
 
@@ -174,7 +203,8 @@ def buckets(flags):
 
 
 def test_by_default_the_gradients_lie_in_several_buckets_and_nowhere_else():
-    """The storages of all .grad are the buckets, and these hold the gradient and nothing more; several, so that they overlap."""
+    """The storages of all .grad are the buckets, and these hold the gradient and nothing more; several, so that they
+    overlap."""
     for gradient, storages, of_ddp in run_ranks(2, buckets, [*TINY, "--no-use_amp"]):
         assert gradient == 4 * 8 * (512 * 512 + 512)
         assert storages == of_ddp and sum(of_ddp) == gradient and 2 < len(of_ddp) < 10

@@ -10,15 +10,19 @@ import torch
 from torch import nn
 
 import train
-from config import Refused, TrainingConfig
+from config import TrainingConfig, UserError
 from ranks import lack, run_ranks
 from tasks import TASKS, SmallNet, train_task
 from training import assert_same_state
-from utils.compiling import Compiling, check_compiler
-from utils.train_state import TrainState
+from utils.training.first_passes import Compiling, check_compiler
+from utils.training.state import TrainState
 
-# micro-batches of 3 and, in the last window, one of 2, which leaves a rank idle; the 8 samples of the evaluation are 3, 3 and 2
-FLAGS = "--dataset_size 38 --batch_size 3 --grad_accum_steps 2 --epochs 2 --log_interval 1 --lr 0.02 --no-use_amp --ema_decay 0.9".split()
+# micro-batches of 3 and, in the last global batch, one of 2, which leaves a rank idle; the 8 samples of the evaluation
+# are 3, 3 and 2
+FLAGS = (
+    "--dataset_size 38 --batch_size 3 --grad_accum_steps 2 --epochs 2 --log_interval 1 --lr 0.02 --no-use_amp"
+    " --ema_decay 0.9".split()
+)
 FLAGS += "--save_every_steps 1 --keep_last 99".split()
 SECONDS = 250.0  # where nothing is in inductor's cache, and other programs run
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -27,7 +31,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 def need_compiler():
     try:
         check_compiler("default", CPU, os.environ.get("CXX", ""))
-    except Refused as refused:
+    except UserError as refused:
         lack(str(refused))
 
 
@@ -43,7 +47,8 @@ class WideNet(SmallNet):
 
 
 def train_net(width, flags, backend="inductor"):
-    """Train in float64. How many graphs were compiled before the first step, after it, and into how many parts DDP's buckets cut them."""
+    """Train in float64. How many graphs were compiled before the first step, after it, and into how many parts DDP's
+    buckets cut them."""
     from torch._dynamo.utils import counters
 
     counters.clear()
@@ -77,7 +82,8 @@ def near(a, b):
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_run_is_the_eager_one_and_compiles_nothing_after_the_first_step(runs, backend):
-    """Two ranks, accumulation, a short last window, averaged weights, BatchNorm, evaluation. aot_eager: all but the generated kernels."""
+    """Two ranks, accumulation, a short last global batch, averaged weights, BatchNorm, evaluation. aot_eager: all but
+    the generated kernels."""
     need_compiler()
     for name, mode in (("eager", "off"), ("compiled", "default")):
         words = runs.words(name, *FLAGS, "--bucket_cap_mb", 1, "--compile", mode)
@@ -87,7 +93,9 @@ def test_a_compiled_run_is_the_eager_one_and_compiles_nothing_after_the_first_st
     near(runs.last("eager"), runs.last("compiled"))
     assert not any("_orig_mod" in key or key.startswith("module.") for key in runs.last("compiled")["model"])
     for kind in ("train", "eval"):
-        losses = [torch.tensor([record["loss"] for record in runs.records(name, kind)]) for name in ("eager", "compiled")]
+        losses = [
+            torch.tensor([record["loss"] for record in runs.records(name, kind)]) for name in ("eager", "compiled")
+        ]
         assert len(losses[0]) > 3
         torch.testing.assert_close(*losses, rtol=1e-9, atol=0)
     text = runs.log("compiled")
@@ -101,7 +109,9 @@ def test_a_compiled_run_resumes_an_eager_ones_checkpoint_and_the_other_way_round
     need_compiler()
 
     def resume(name, mode, start=""):
-        run_ranks(2, train_net, 16, runs.words(name, *FLAGS, "--compile", mode, "--resume_from", start), deadline=SECONDS)
+        run_ranks(
+            2, train_net, 16, runs.words(name, *FLAGS, "--compile", mode, "--resume_from", start), deadline=SECONDS
+        )
         return runs.last(name)
 
     eager = resume("eager", "off")
@@ -117,16 +127,22 @@ def gradients_between_steps(flags):
 
     def drop(self):
         plain(self)
-        left.add(tuple(sorted({"none" if p.grad is None else f"norm {p.grad.norm():g}" for p in self.model.parameters()})))
+        left.add(
+            tuple(sorted({"none" if p.grad is None else f"norm {p.grad.norm():g}" for p in self.model.parameters()}))
+        )
 
-    with mock.patch.object(TrainState, "drop_gradients", drop), mock.patch.object(train, "compile_all_sizes", lambda *_: None):
+    with (
+        mock.patch.object(TrainState, "drop_gradients", drop),
+        mock.patch.object(train, "compile_all_sizes", lambda *_: None),
+    ):
         train_task("images", flags)
     return left
 
 
 @pytest.mark.slow
 def test_with_cuda_graphs_gradients_keep_their_memory_and_the_run_its_bits(runs):
-    """A gradient that autograd would make anew is memory of the graph, which its next replay writes over: they stay DDP's, as zeros."""
+    """A gradient that autograd would make anew is memory of the graph, which its next replay writes over: they stay
+    DDP's, as zeros."""
     for mode, left in (("off", {("none",)}), ("reduce-overhead", {("norm 0",)})):
         assert run_ranks(2, gradients_between_steps, runs.words(mode, *FLAGS, "--compile", mode)) == [left] * 2
     assert_same_state(runs.last("off"), runs.last("reduce-overhead"))
@@ -161,7 +177,7 @@ def test_what_is_compiled_later_is_said_once():
 @pytest.mark.slow
 def test_a_model_in_which_nothing_is_compiled_is_refused():
     compiling = Compiling(Doubles(), TrainingConfig(compile="default"))
-    with pytest.raises(Refused, match="finds nothing to compile in the model.*or --compile off"):
+    with pytest.raises(UserError, match="finds nothing to compile in the model.*or --compile off"):
         compiling.finish({"training": [4]}, print, print)
     torch.compiler.reset()
 
@@ -169,11 +185,36 @@ def test_a_model_in_which_nothing_is_compiled_is_refused():
 @pytest.mark.parametrize(
     ("device", "named", "lacks", "sentence"),
     [
-        (CPU, "", "g++", "compile=default: needs a C++ compiler, and there is no g++; install g++, or give --compile off"),
-        (CPU, "no-such-c++", "", "compile=default: needs a C++ compiler, and there is no no-such-c++; install g++, or give --compile off"),
-        (CUDA, "", "gcc clang", "compile=default: needs a C compiler, and there is no gcc nor clang; install gcc, or give --compile off"),
-        (CPU, "sh", "Python.h", "compile=default: needs the headers of this Python (Python.h); install python3-dev, or give --compile off"),
-        (CUDA, "sh", "triton", "compile=default: needs triton, which is not installed; install it, or give --compile off"),
+        (
+            CPU,
+            "",
+            "g++",
+            "compile=default: needs a C++ compiler, and there is no g++; install g++, or give --compile off",
+        ),
+        (
+            CPU,
+            "no-such-c++",
+            "",
+            "compile=default: needs a C++ compiler, and there is no no-such-c++; install g++, or give --compile off",
+        ),
+        (
+            CUDA,
+            "",
+            "gcc clang",
+            "compile=default: needs a C compiler, and there is no gcc nor clang; install gcc, or give --compile off",
+        ),
+        (
+            CPU,
+            "sh",
+            "Python.h",
+            "compile=default: needs the headers of this Python (Python.h); install python3-dev, or give --compile off",
+        ),
+        (
+            CUDA,
+            "sh",
+            "triton",
+            "compile=default: needs triton, which is not installed; install it, or give --compile off",
+        ),
     ],
 )
 def test_a_machine_without_a_compiler_gets_a_sentence(monkeypatch, tmp_path, device, named, lacks, sentence):
@@ -184,7 +225,7 @@ def test_a_machine_without_a_compiler_gets_a_sentence(monkeypatch, tmp_path, dev
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool in lacks.split() else plain(tool))
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(headers)})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(UserError) as refused:
         check_compiler("default", device, named)
     assert str(refused.value) == sentence
     check_compiler("off", device, named)

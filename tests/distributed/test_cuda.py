@@ -1,4 +1,5 @@
-"""What only a GPU can show: the same draws and pixels as on the CPU, and resumes that are bit for bit under --deterministic."""
+"""What only a GPU can show: the same draws and pixels as on the CPU, and resumes that are bit for bit under
+--deterministic."""
 
 import pytest
 import torch
@@ -7,8 +8,8 @@ from ranks import run_ranks
 from test_compile import FLAGS as COMPILE_FLAGS
 from test_compile import SECONDS, near, train_net
 from test_exact_resume import FLAGS
-from utils.augment import augment_images
-from utils.streams import draw_integers, draw_uniform, sample_draws
+from utils.data.augment import augment_images
+from utils.rng import draw_integers, draw_uniform, sample_draws
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -23,7 +24,9 @@ def test_draws_are_the_same_and_so_are_pixels(kind):
     assert torch.equal(*drawn)
     assert torch.equal(draw_integers(drawn[0], 7), draw_integers(drawn[1].cuda(), 7).cpu())
     assert torch.equal(draw_uniform(drawn[0]), draw_uniform(drawn[1].cuda()).cpu())
-    here, there = (augment_images(images.to(device), kind, 32, 3, 5, indices.to(device)).cpu() for device in ("cpu", "cuda"))
+    here, there = (
+        augment_images(images.to(device), kind, 32, 3, 5, indices.to(device)).cpu() for device in ("cpu", "cuda")
+    )
     if kind == "crop":
         assert torch.equal(here, there)
     else:
@@ -34,7 +37,11 @@ def test_draws_are_the_same_and_so_are_pixels(kind):
 @pytest.mark.parametrize("task", ["images", "lines"])
 def test_a_resume_under_deterministic_is_bit_for_bit(runs, task, precision):
     """A world of one; three stops by a signal, two of them in one epoch."""
-    flags = [*FLAGS, *"--backend nccl --deterministic --grad_accum_steps 2 --dataset_size 61".split(), *precision.split()]
+    flags = [
+        *FLAGS,
+        *"--backend nccl --deterministic --grad_accum_steps 2 --dataset_size 61".split(),
+        *precision.split(),
+    ]
     runs.train(1, "whole", *flags, task=task)
     runs.train_with_stops(1, "parts", *flags, task=task, stops=(1, 3, 11))
     runs.assert_same("whole", "parts")
@@ -42,8 +49,11 @@ def test_a_resume_under_deterministic_is_bit_for_bit(runs, task, precision):
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_compiled_run_is_the_eager_one(runs, mode):
-    """In float64; with CUDA graphs, accumulation, a short last window and evaluation. Nothing is compiled or recorded after the first step."""
+    """In float64; with CUDA graphs, accumulation, a short last global batch and evaluation. Nothing is compiled or
+    recorded after the first step."""
     for name in ("off", mode):
-        run_ranks(1, train_net, 16, runs.words(name, *COMPILE_FLAGS, "--backend", "nccl", "--compile", name), deadline=SECONDS)
+        run_ranks(
+            1, train_net, 16, runs.words(name, *COMPILE_FLAGS, "--backend", "nccl", "--compile", name), deadline=SECONDS
+        )
     near(runs.last("off"), runs.last(mode))
     assert "compiles again" not in runs.log(mode)

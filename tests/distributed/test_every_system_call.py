@@ -1,4 +1,5 @@
-"""SIGKILL at every system call of one save: whole checkpoints only, and the resumed run ends in the uninterrupted run's bits."""
+"""SIGKILL at every system call of one save: whole checkpoints only, and the resumed run ends in the uninterrupted run's
+bits."""
 
 import contextlib
 import os
@@ -14,11 +15,12 @@ import ddp_utils
 from ranks import need, run_ranks
 from tasks import train_task
 from training import Runs, assert_same_state, wait_until
-from utils import checkpoint
-from utils.writer import Writer
+from utils.checkpoint import format as checkpoint
+from utils.checkpoint.writer import Writer
 
 FLAGS = (
-    "--dataset_size 20 --no-use_amp --ema_decay 0.9 --record_samples --num_workers 0 --save_every 0 --keep_last 2 --eval_every 20".split()
+    "--dataset_size 20 --no-use_amp --ema_decay 0.9 --record_samples --num_workers 0 --save_every 0 --keep_last 2"
+    " --eval_every 20".split()
 )
 
 
@@ -26,14 +28,17 @@ def attach(pid, log, *words):
     """strace on a process, from when this returns."""
     strace = subprocess.Popen(["strace", "-y", "-o", log, *words, "-p", str(pid)], stderr=subprocess.DEVNULL)
     with contextlib.suppress(OSError):  # the process is gone
-        wait_until(lambda: strace.poll() is not None or "TracerPid:\t0\n" not in Path(f"/proc/{pid}/status").read_text())
+        wait_until(
+            lambda: strace.poll() is not None or "TracerPid:\t0\n" not in Path(f"/proc/{pid}/status").read_text()
+        )
         assert strace.poll() is None, "strace cannot attach"
     return strace
 
 
 @contextlib.contextmanager
 def cut_at(calls, log, is_alone):
-    """The saves are cut, one after the other, each at the next of these system calls of the writer. Yields the writers' pids.
+    """The saves are cut, one after the other, each at the next of these system calls of the writer. Yields the writers'
+    pids.
 
     A writer's first save is not cut: it imports, and the save of the one before was cut.
 
@@ -80,7 +85,8 @@ def is_whole(runs, name):
 
 
 def calls_of_one_save(root):
-    """The lines of strace for one save of a run, from when the writer has the job to when it has said that it is done."""
+    """The lines of strace for one save of a run, from when the writer has the job to when it has said that it is
+    done."""
     need("strace")
     runs, log = Runs(root), root / "strace"
     flags = runs.words("counted", *FLAGS, *"--epochs 1 --save_every_steps 1".split())
@@ -97,7 +103,8 @@ def all_calls(root):
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_its_name_before_it_counts(tmp_path):
-    """The order of the system calls: the file is written and flushed, the claim read, the file renamed, the folder flushed, that said."""
+    """The order of the system calls: the file is written and flushed, the claim read, the file renamed, the folder
+    flushed, that said."""
     calls = calls_of_one_save(tmp_path)
     folder = str(tmp_path / "counted/checkpoints")
 

@@ -1,4 +1,5 @@
-"""Exact: an optimizer step gets the gradient of the plain loop, for every accumulation and every length of the last window."""
+"""Exact: an optimizer step gets the gradient of the plain loop, for every accumulation and every length of the last
+global_batch."""
 
 import functools
 from unittest import mock
@@ -11,25 +12,30 @@ import train
 from ddp_utils import setup_distributed, wrap_ddp
 from ranks import run_ranks
 from tasks import config_of, image_loss, using
-from train import Agreement, Precision, TrainState, Word
-from utils.loading import create_distributed_dataloader
-from utils.train_state import Progress
+from train import Consensus, Decision, Precision, TrainState
+from utils.data.loader import create_distributed_dataloader
+from utils.training.state import Progress
 from verification.of_runs import updates_into
 
 BATCH = 2
 FLAGS = f"--batch_size {BATCH} --image_size 8 --backend gloo --num_workers 0 --warmup_epochs 0 --epochs 1".split()
-OF_TASK = {"images": ["--clip_grad_norm", "0.5"], "plain": [], "lines": ["--clip_grad_norm", "0.5", "--optimizer", "adamw"]}
+OF_TASK = {
+    "images": ["--clip_grad_norm", "0.5"],
+    "plain": [],
+    "lines": ["--clip_grad_norm", "0.5", "--optimizer", "adamw"],
+}
 SCALE = 1024.0
 
 
 class ScaledPrecision(Precision):
-    """Gradients are scaled as for float16, while everything is computed in float64: a scale is a power of two and must not be seen."""
+    """Gradients are scaled as for float16, while everything is computed in float64: a scale is a power of two and must
+    not be seen."""
 
     is_scaled = True
 
 
 def gradients(task, accumulations, tails, precision, dtype):
-    """The gradient of one window of each length, for each accumulation: {(accumulation, length): gradients}."""
+    """The gradient of one global batch of each length, for each accumulation: {(accumulation, length): gradients}."""
     found, silent = {}, mock.Mock(**{"is_due.return_value": False})  # in place of the reporter and the saver
     with using(task):
         for accumulation in accumulations:
@@ -48,7 +54,9 @@ def gradients(task, accumulations, tails, precision, dtype):
                 state.progress = Progress()
                 state.plan(sampler.steps_per_epoch, sampler.steps_per_epoch, config)
                 with updates_into(taken := []):
-                    train.train_one_epoch(model, loader, state, config, ctx, Agreement(Word, ctx.control), silent, silent)
+                    train.train_one_epoch(
+                        model, loader, state, config, ctx, Consensus(Decision, ctx.control), silent, silent
+                    )
                 assert len(taken) == 1 and state.progress.samples_seen == tail
                 found[accumulation, tail] = [g.numpy() for g in taken[0].gradients.values()]
             train.cleanup_distributed()
@@ -57,9 +65,13 @@ def gradients(task, accumulations, tails, precision, dtype):
 
 @functools.cache
 def oracle(task, tail):
-    """The plain loop's gradient of one window of so many samples, float64."""
+    """The plain loop's gradient of one global batch of so many samples, float64."""
     with using(task), updates_into(taken := []):
-        list(plain_loop.plain_loop(config_of([*FLAGS, *OF_TASK[task], "--dataset_size", str(tail)], torch.float64), -(-tail // BATCH)))
+        list(
+            plain_loop.plain_loop(
+                config_of([*FLAGS, *OF_TASK[task], "--dataset_size", str(tail)], torch.float64), -(-tail // BATCH)
+            )
+        )
     torch.set_default_dtype(torch.float32)
     return list(taken[0].gradients.values())
 
@@ -74,10 +86,16 @@ SLOW = [(ranks, task, (1, 2, 4)) for ranks in (1, 2, 4) for task in OF_TASK]
 
 @pytest.mark.parametrize(
     ("ranks", "task", "accumulations"),
-    [(1, "plain", (4,)), (2, "lines", (1, 2)), (4, "images", (1, 2)), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    [
+        (1, "plain", (4,)),
+        (2, "lines", (1, 2)),
+        (4, "images", (1, 2)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+    ],
 )
 def test_every_tail_from_one_sample_to_a_global_batch(ranks, task, accumulations):
-    """BatchNorm and dropout under a gradient scale; no batch statistics; weights per sample with clipping. 1e-12: rounding of float64 sums."""
+    """BatchNorm and dropout under a gradient scale; no batch statistics; weights per sample with clipping. 1e-12:
+    rounding of float64 sums."""
     precision = ScaledPrecision("cpu", None) if task == "images" else Precision("cpu", None)
     tails = range(1, BATCH * max(accumulations) * ranks + 1)
     each = run_ranks(ranks, gradients, task, accumulations, tails, precision, torch.float64)
@@ -85,7 +103,10 @@ def test_every_tail_from_one_sample_to_a_global_batch(ranks, task, accumulations
     for (accumulation, tail), got in each[0].items():
         assert distance(got, oracle(task, tail)) < 1e-12, (accumulation, tail)
         for other in each[1:]:
-            assert all((a == b).all() for a, b in zip(got, other[accumulation, tail], strict=True)), (accumulation, tail)
+            assert all((a == b).all() for a, b in zip(got, other[accumulation, tail], strict=True)), (
+                accumulation,
+                tail,
+            )
 
 
 def half_precision_oracle(tail):
@@ -103,7 +124,8 @@ def half_precision_oracle(tail):
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_float16_is_scaled_and_unscaled(ranks):
-    """Each micro-batch rounds to float16 as in the plain loop under the same scale; float32 sums over them may differ by 1e-5."""
+    """Each micro-batch rounds to float16 as in the plain loop under the same scale; float32 sums over them may differ
+    by 1e-5."""
     got = run_ranks(ranks, half_gradients)[0]
     for (accumulation, tail), each in got.items():
         assert distance(each, half_precision_oracle(tail)) < 1e-5, (accumulation, tail)

@@ -17,7 +17,8 @@ CHAIN = ((4, 3), (2, 8), (1, 11), (3, 16), (4, 0))  # ranks, and the step after 
 
 @pytest.mark.parametrize("task", ["images", pytest.param("lines", marks=pytest.mark.slow)])
 def test_four_two_one_three_and_four_ranks_within_one_epoch(runs, task):
-    """The same samples in the same global batches, each once; float64 within 1e-12 of the oracle after 24 steps, statistics included."""
+    """The same samples in the same global batches, each once; float64 within 1e-12 of the oracle after 24 steps,
+    statistics included."""
     for ranks, stop in CHAIN:
         flags = (*FLAGS, "--resume_from", "auto")
         runs.train_with_stops(ranks, "run", *flags, stops=(stop,), dtype=torch.float64, task=task, goes_on=False)
@@ -30,13 +31,17 @@ def test_four_two_one_three_and_four_ranks_within_one_epoch(runs, task):
     assert relative(saved["model"], net.state_dict()) < 1e-12
     assert relative(saved["ema"], average.state_dict()) < 1e-12
     order = torch.randperm(462, generator=torch.Generator().manual_seed(plain_loop.number("order", 42, 0)))
-    assert runs.samples("run") == {step: sorted(window.tolist()) for step, window in enumerate(order.split(20), start=1)}
+    assert runs.samples("run") == {
+        step: sorted(global_batch.tolist()) for step, global_batch in enumerate(order.split(20), start=1)
+    }
     runs.train(1, "whole", *FLAGS, dtype=torch.float64, task=task)
     for name in ("loss", "grad_norm", "accuracy"):  # intervals of 3 steps, in which the number of ranks changed
         whole, parts = ([record[name] for record in runs.records(run, "train")] for run in ("whole", "run"))
         assert parts == pytest.approx(whole, rel=1e-9), name
     rates = [record["lr"] for record in runs.records("run", "train")]
-    assert len(rates) == 8 and rates == pytest.approx([0.05 * plain_factor(step) for step in range(2, 24, 3)], rel=1e-12)
+    assert len(rates) == 8 and rates == pytest.approx(
+        [0.05 * plain_factor(step) for step in range(2, 24, 3)], rel=1e-12
+    )
 
 
 def plain_factor(step):

@@ -22,12 +22,17 @@ tasks.Images.__getitems__ = fetch
 
 
 def test_a_worker_that_hangs_ends_the_run_by_its_name(runs):
-    """Both ranks end, long before a collective times out, nothing stays behind; the sentence is in the status and in the output."""
-    words = runs.words("run", *"--dataset_size 160 --epochs 1 --num_workers 1 --hang_timeout 12".split())  # a loader gives up after 10.8 s
+    """Both ranks end, long before a collective times out, nothing stays behind; the sentence is in the status and in
+    the output."""
+    # a loader gives up after 10.8 s
+    words = runs.words("run", *"--dataset_size 160 --epochs 1 --num_workers 1 --hang_timeout 12".split())
     ended = finish(WarmLaunch(2, runs.program(HANGS), words))
     assert ended.code == 1 and ended.left == 0, ended.text
     status = runs.json("run", "status.json")
-    said = r"rank 1: a loader worker hangs: in 11 s nothing came of samples (\d+, ){3}\d+ of train in epoch 0; .*, or raise --hang_timeout"
+    said = (
+        r"rank 1: a loader worker hangs: in 11 s nothing came of samples (\d+, ){3}\d+ of train in epoch 0; .*, or"
+        r" raise --hang_timeout"
+    )
     assert (status["state"], status["rank"]) == ("failed", 1) and re.search(said, status["error"]), str(status)
     assert re.search(said, ended.text)
 
@@ -47,9 +52,9 @@ def with_shared_memory(megabytes, command, **options) -> Ended:
 
 OVERFLOWS = """
 import torch
-from config import RunFailed, TrainingConfig
+from config import TrainingError, TrainingConfig
 from ddp_utils import DistributedContext
-from utils.loading import create_evaluation_dataloader
+from utils.data.loader import create_evaluation_dataloader
 
 class Growing(torch.utils.data.Dataset):
     collate = staticmethod({collate})
@@ -62,19 +67,24 @@ config = TrainingConfig(batch_size=4, num_workers=2, hang_timeout=8)
 loader = create_evaluation_dataloader(Growing(), config, DistributedContext(0, 0, 1, torch.device("cpu")))
 loader.sample_batch()
 try:
-    for window in loader.windows(0):
-        for micro_batch in window:
+    for global_batch in loader.global_batches(0):
+        for micro_batch in global_batch:
             pass
-except RunFailed as failed:
+except TrainingError as failed:
     print(failed)
 """
 
 
 @pytest.mark.parametrize(
-    "collate", ["torch.utils.data.default_collate", pytest.param("lambda samples: {'lines': samples}", marks=pytest.mark.slow)]
+    "collate",
+    ["torch.utils.data.default_collate", pytest.param("lambda samples: {'lines': samples}", marks=pytest.mark.slow)],
 )
 def test_a_dev_shm_that_overflows_later_is_the_cause_that_is_said(collate):
-    """By torch's collate, which writes there itself, and by a data set's own, whose tensors the worker's queue would bring there."""
+    """By torch's collate, which writes there itself, and by a data set's own, whose tensors the worker's queue would
+    bring there."""
     ended = with_shared_memory(2, [sys.executable, "-c", OVERFLOWS.format(collate=collate)], deadline=60)
-    said = "rank 0: a loader worker could not hand over its batch, since /dev/shm is full; give it more room (docker run --shm-size, "
+    said = (
+        "rank 0: a loader worker could not hand over its batch, since /dev/shm is full; give it more room (docker run"
+        " --shm-size, "
+    )
     assert ended.out.startswith(said), ended.text

@@ -1,4 +1,5 @@
-"""Histories of a run that must not show in its end: a move to another folder, patience that was over, a restart in start-up."""
+"""Histories of a run that must not show in its end: a move to another folder, patience that was over, a restart in
+start-up."""
 
 import os
 from unittest import mock
@@ -6,12 +7,12 @@ from unittest import mock
 import pytest
 import torch
 
-from config import Refused
+from config import UserError
 from ranks import run_ranks
 from tasks import train_task
 from training import difference
-from utils.report import Reporter
-from utils.run_folder import Run
+from utils.report.reporter import Reporter
+from utils.run.folder import Run
 
 # the loss falls, so that by its highest value the first epoch is the best
 FLAGS = "--dataset_size 60 --epochs 4 --global_batch_size 8 --no-use_amp --lr 0.02 --best_metric max:loss --keep_last 99".split()
@@ -20,8 +21,12 @@ FLAGS = "--dataset_size 60 --epochs 4 --global_batch_size 8 --no-use_amp --lr 0.
 def test_a_run_that_is_resumed_in_another_folder_has_a_checkpoint_and_its_best_there_from_the_start(runs):
     runs.train(1, "whole", *FLAGS)
     runs.train(1, "moved", *FLAGS, "--resume_from", runs.checkpoints("whole")[1])
-    best, moved = (torch.load(runs.folder(name) / "checkpoints" / "best.pt", weights_only=True) for name in ("whole", "moved"))
-    assert best["progress"]["step"] == moved["progress"]["step"] == 8 and difference(best["model"], moved["model"]) == []
+    best, moved = (
+        torch.load(runs.folder(name) / "checkpoints" / "best.pt", weights_only=True) for name in ("whole", "moved")
+    )
+    assert (
+        best["progress"]["step"] == moved["progress"]["step"] == 8 and difference(best["model"], moved["model"]) == []
+    )
     events = [(record["event"], record["step"]) for record in runs.records("moved", "event")]
     assert events[:2] == [("resumed", 16), ("checkpoint", 16)]
     assert difference(runs.last("whole")["model"], runs.last("moved")["model"]) == []
@@ -32,7 +37,7 @@ def test_a_run_that_is_resumed_in_another_folder_has_a_checkpoint_and_its_best_t
 def resume_without_room_for_the_best(flags):
     """On rank 0 alone; what this rank ended with."""
     full = OSError(28, "No space left on device")
-    with mock.patch.object(Run, "restore_best", side_effect=full), pytest.raises(Refused) as refused:
+    with mock.patch.object(Run, "restore_best", side_effect=full), pytest.raises(UserError) as refused:
         train_task("images", flags)
     return str(refused.value)
 
@@ -62,6 +67,8 @@ def test_patience_that_was_over_stays_over(runs):
 
 def test_a_changed_setting_that_decides_over_bits_is_said(runs):
     runs.train_with_stops(1, "run", *FLAGS, stops=(3,), goes_on=False)
-    runs.train_with_stops(1, "run", *FLAGS, "--resume_from", "auto", "--bucket_cap_mb", "0.004", "--epochs", 1, stops=())
+    runs.train_with_stops(
+        1, "run", *FLAGS, "--resume_from", "auto", "--bucket_cap_mb", "0.004", "--epochs", 1, stops=()
+    )
     changed = runs.events("run", "resumed")[0]["changed"]
     assert "bucket_cap_mb=0.004: the checkpoint has bucket_cap_mb=0.002" in changed

@@ -1,4 +1,5 @@
-"""SIGKILL in every phase of one run: no sample of a committed step is lost or repeated, whatever number of ranks resumes it."""
+"""SIGKILL in every phase of one run: no sample of a committed step is lost or repeated, whatever number of ranks
+resumes it."""
 
 import contextlib
 import itertools
@@ -16,17 +17,27 @@ import ddp_utils
 from ranks import run_ranks
 from tasks import train_task
 from training import assert_same_state, relative
-from utils.watchdog import Watch
-from utils.writer import Writer
+from utils.checkpoint.writer import Writer
+from utils.run.watchdog import Watch
 
-PHASES = ("data", "forward", "backward", "update", "save", "written", "evaluation")  # written: rank 0's writer has a checkpoint to write
+# written: rank 0's writer has a checkpoint to write
+PHASES = (
+    "data",
+    "forward",
+    "backward",
+    "update",
+    "save",
+    "written",
+    "evaluation",
+)
 FLAGS = "--dataset_size 66 --global_batch_size 16 --lr 0.02 --ema_decay 0.9 --no-use_amp --record_samples --num_workers 1".split()
 FLAGS += "--save_every_steps 3 --timeout 30".split()
 
 
 @contextlib.contextmanager
 def killed_in(phase, steps, delay):
-    """This process is killed so many seconds after it first enters the phase in or after its so-manieth step of this attempt."""
+    """This process is killed so many seconds after it first enters the phase in or after its so-manieth step of this
+    attempt."""
     plain_step, plain_enter, plain_send, begun = Watch.begin_step, Watch.enter, Writer.send, []
 
     def kill():
@@ -60,7 +71,8 @@ def train_and_be_killed(flags, dtype, victim, *when):
 
 
 def kill_again_and_again(runs, epochs, kills, clock, dtype):
-    """Each kill: (ranks, phase, step of the attempt, seconds into the phase). Then the run is completed on the last number of ranks."""
+    """Each kill: (ranks, phase, step of the attempt, seconds into the phase). Then the run is completed on the last
+    number of ranks."""
     flags = runs.words("killed", *FLAGS, "--epochs", epochs, "--resume_from", "auto")
     for ranks, phase, *when in kills:
         victim = 0 if phase in ("save", "written") else clock.randrange(ranks)
@@ -85,7 +97,10 @@ def test_one_kill_in_each_phase_with_one_two_or_four_ranks(runs):
 def test_twenty_one_kills_at_random_moments(runs, choices):
     """Three in each phase, and up to 10 ms later; on 4 ranks throughout the run is the uninterrupted one to the bit."""
     clock, dtype = random.Random(11), torch.float32 if choices == (4,) else torch.float64
-    kills = [(clock.choice(choices), phase, clock.randint(1, 5), clock.choice((0, clock.uniform(0, 0.01)))) for phase in 3 * PHASES]
+    kills = [
+        (clock.choice(choices), phase, clock.randint(1, 5), clock.choice((0, clock.uniform(0, 0.01))))
+        for phase in 3 * PHASES
+    ]
     clock.shuffle(kills)
     kill_again_and_again(runs, 24, kills, clock, dtype)
     if choices == (4,):

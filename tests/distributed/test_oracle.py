@@ -1,6 +1,8 @@
-"""A run's weights are those of the plain loop: on 1, 2 and 4 ranks, with accumulation, short last windows, idle ranks and workers.
+"""A run's weights are those of the plain loop: on 1, 2 and 4 ranks, with accumulation, short last global batches, idle
+ranks and workers.
 
-test_exact_*.py does the same for every accumulation, tail, number of ranks and resume; builtin/test_shipped_models.py for MiniResNet.
+test_exact_*.py does the same for every accumulation, tail, number of ranks and resume; builtin/test_shipped_models.py
+for MiniResNet.
 """
 
 import pytest
@@ -10,9 +12,11 @@ from plain_loop import plain_loop
 from tasks import config_of, using
 from training import relative
 
-# 42 samples are 11 micro-batches, the last one of 2 samples: with 4 or 8 a step the last window is short, and ranks are idle in it
+# 42 samples are 11 micro-batches, the last one of 2 samples: with 4 or 8 a step the last global batch is short, and
+# ranks are idle in it
 FLAGS = (
-    "--no-use_amp --dataset_size 42 --epochs 20 --ema_decay 0.9 --clip_grad_norm 1 --save_every 0 --eval_every 0 --num_workers 1".split()
+    "--no-use_amp --dataset_size 42 --epochs 20 --ema_decay 0.9 --clip_grad_norm 1 --save_every 0 --eval_every 0"
+    " --num_workers 1".split()
 )
 SGD, ADAMW = ("--optimizer", "sgd", "--lr", "0.05"), ("--optimizer", "adamw", "--lr", "0.001")
 
@@ -25,7 +29,12 @@ def check_against_the_oracle(runs, ranks, accumulation, dtype, flags, tolerance,
     model, average, *_ = steps[-1]
     assert relative(ours["model"], model.state_dict()) < tolerance
     assert relative(ours["ema"], average.state_dict()) < tolerance
-    counts = [ours[kind][name].item() for kind in ("model", "ema") for name in ours[kind] if name.endswith("num_batches_tracked")]
+    counts = [
+        ours[kind][name].item()
+        for kind in ("model", "ema")
+        for name in ours[kind]
+        if name.endswith("num_batches_tracked")
+    ]
     assert {ours["progress"]["step"], *counts} == {len(steps)}
     records = runs.records("ours", "train")
     size = 4 * ranks * accumulation
@@ -36,17 +45,21 @@ def check_against_the_oracle(runs, ranks, accumulation, dtype, flags, tolerance,
     assert records[0]["loss"] == pytest.approx(mean, rel=tolerance * 10)
 
 
-@pytest.mark.parametrize(("ranks", "accumulation", "optimizer", "task"), [(2, 2, SGD, "images"), (4, 1, ADAMW, "plain")])
+@pytest.mark.parametrize(
+    ("ranks", "accumulation", "optimizer", "task"), [(2, 2, SGD, "images"), (4, 1, ADAMW, "plain")]
+)
 def test_twenty_float64_steps_equal_the_plain_loop(runs, ranks, accumulation, optimizer, task):
     """Across numbers of ranks only the order of sums differs: 1e-12 is a few hundred roundings.
 
-    AdamW would scale up the rounding of gradients that are zero, those of biases before a BatchNorm, which "plain" does not have.
+    AdamW would scale up the rounding of gradients that are zero, those of biases before a BatchNorm, which "plain" does
+    not have.
     """
     check_against_the_oracle(runs, ranks, accumulation, torch.float64, (*optimizer, "--max_steps", "20"), 1e-12, task)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "accumulation"), [(4, 1), pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(1, 4, marks=pytest.mark.slow)]
+    ("ranks", "accumulation"),
+    [(4, 1), pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(1, 4, marks=pytest.mark.slow)],
 )
 def test_one_float32_step_equals_the_plain_loop(runs, ranks, accumulation):
     """One step from a common state: rounding of float32 sums, and nothing of a ReLU net's later drift."""

@@ -1,4 +1,5 @@
-"""scripts/preflight.py in real ranks: healthy ones, and some that are not (nodes: builtin/test_misconfigurations.py)."""
+"""scripts/preflight.py in real ranks: healthy ones, and some that are not (nodes:
+builtin/test_misconfigurations.py)."""
 
 import contextlib
 import io
@@ -16,7 +17,7 @@ from drill import says
 from ranks import ROOT, WarmLaunch, finish, run_ranks
 from tasks import image_loss, using
 from training import TINY
-from utils import provenance
+from utils.run import provenance
 
 QUICK = [*TINY, "--dataset_size", "64"]
 
@@ -48,11 +49,26 @@ def test_healthy_ranks_get_a_go_and_the_run_folder_is_left_as_it_was(tmp_path):
     (code, out), (other, silence) = run_ranks(2, looked, [*QUICK, "--run_dir", str(folder), "--json", str(file)])
     assert (code, other, silence) == (0, 0, ""), out
     says(out, r"node +ranks +address(?s:.*) 0, 1 (?s:.*)\nall-reduce +all ranks\n8 B +[\d,]+ us, bus")
-    for name in ("versions", "code", "config", "host names", "clocks", "run folder", "disk", "/dev/shm", "open files", "links", "loader"):
+    for name in (
+        "versions",
+        "code",
+        "config",
+        "host names",
+        "clocks",
+        "run folder",
+        "disk",
+        "/dev/shm",
+        "open files",
+        "links",
+        "loader",
+    ):
         says(out, rf"\n(OK|warning) +{name} ")  # how fast storage and loader are depends on what else the machine does
     says(out, r"preflight: go: \d+ OK, \d warning\(s\), 0 failure\(s\) in \d+ s")
     found = json.loads(file.read_text())
-    assert len(found["measured"]["facts"]) == 2 and {each["name"] for each in found["findings"]} >= {"speed", "communication"}
+    assert len(found["measured"]["facts"]) == 2 and {each["name"] for each in found["findings"]} >= {
+        "speed",
+        "communication",
+    }
     file.unlink()
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -76,9 +92,19 @@ def test_other_flags_and_other_code_are_named(tmp_path):
     odd = partial(looked, of_last=("--lr", "0.2"), code_of_last={"model.py": "another"})
     found = run_ranks(3, odd, [*QUICK, "--run_dir", str(tmp_path / "run")])
     assert [code for code, _ in found] == [1] * 3, found[0][1]
-    says(found[0][1], r"\nFAILURE +config +lr=0\.2 on \S+ \(rank 2\), lr=0\.1 on the others; start all with the same flags")
-    says(found[0][1], r"\nFAILURE +code +model\.py on \S+ \(rank 2\): not as on the others; bring the same code to all nodes")
-    says(found[0][1], r"preflight: do not start yet: .*2 failure\(s\).*; not measured until that is mended: data, model, step, loader\n")
+    says(
+        found[0][1],
+        r"\nFAILURE +config +lr=0\.2 on \S+ \(rank 2\), lr=0\.1 on the others; start all with the same flags",
+    )
+    says(
+        found[0][1],
+        r"\nFAILURE +code +model\.py on \S+ \(rank 2\): not as on the others; bring the same code to all nodes",
+    )
+    says(
+        found[0][1],
+        r"preflight: do not start yet: .*2 failure\(s\).*; not measured until that is mended: data, model, step,"
+        r" loader\n",
+    )
 
 
 def hangs(words):

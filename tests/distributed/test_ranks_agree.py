@@ -10,11 +10,12 @@ import pytest
 import ddp_utils
 import tasks
 import train
-from config import Refused
+from config import UserError
 from ranks import run_ranks
 from tasks import TASKS, Images, image_loss
 from training import train_flags
-from utils import ending, provenance
+from utils.run import failures as ending
+from utils.run import provenance
 
 SMALL = "--dataset_size 16 --epochs 1".split()
 
@@ -26,14 +27,16 @@ def other_data_on_rank_1(words):
 
 
 def test_ranks_that_see_different_data_are_refused(runs):
-    with pytest.raises(AssertionError, match=r"holds other data on \S+ \(rank 1\) than on \S+ \(rank 0\); make them alike"):
+    with pytest.raises(
+        AssertionError, match=r"holds other data on \S+ \(rank 1\) than on \S+ \(rank 0\); make them alike"
+    ):
         run_ranks(2, other_data_on_rank_1, runs.words("run", *SMALL))
 
 
 def refusals_of(words, changes):
     said = []
     for change in changes:
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(UserError) as refused:
             train_flags([*words, *change])
         said.append(str(refused.value))
     return said
@@ -67,7 +70,10 @@ def own_cards_met(words):
 
 
 def test_two_runs_in_each_of_two_processes(runs):
-    assert run_ranks(2, own_cards_met, [*runs.words("run", *SMALL), "--run_dir", str(runs.folder("run"))]) == [[False, False]] * 2
+    assert (
+        run_ranks(2, own_cards_met, [*runs.words("run", *SMALL), "--run_dir", str(runs.folder("run"))])
+        == [[False, False]] * 2
+    )
 
 
 def train_with_loss(words, loss):
@@ -93,14 +99,18 @@ def not_a_number_in_evaluation(model, batch):
 
 
 def test_an_evaluation_whose_loss_is_not_finite_is_not_the_best(runs):
-    assert run_ranks(2, train_with_loss, runs.words("run", *SMALL), not_a_number_in_evaluation) == [(None, "completed")] * 2
+    assert (
+        run_ranks(2, train_with_loss, runs.words("run", *SMALL), not_a_number_in_evaluation)
+        == [(None, "completed")] * 2
+    )
     assert runs.records("run", "eval")[0]["loss"] is None and runs.records("run", "eval")[0]["top1"] is not None
 
 
 def test_a_rank_that_lost_its_peer_reports_after_the_one_that_failed(monkeypatch):
     """torchrun blames the rank that failed first."""
     gloo = RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:51369.")
-    own = ddp_utils.dist.DistBackendError("NCCL error: ncclInvalidUsage, duplicate GPU detected")  # of this rank: nothing is hidden
+    # of this rank: nothing is hidden
+    own = ddp_utils.dist.DistBackendError("NCCL error: ncclInvalidUsage, duplicate GPU detected")
     for error, seconds in ((gloo, [ending.SECONDS_OF_BLAME]), (own, []), (KeyError("a bug"), [])):
         slept = []
         monkeypatch.setattr(ending.time, "sleep", slept.append)
@@ -122,7 +132,10 @@ def train_with_a_test_set(words, is_stopped):
             os.kill(os.getpid(), signal.SIGTERM)
         return plain(model, loader, *args)
 
-    with mock.patch.dict(TASKS["images"], {"create_dataset": with_a_test_set}), mock.patch.object(train, "evaluate", evaluate):
+    with (
+        mock.patch.dict(TASKS["images"], {"create_dataset": with_a_test_set}),
+        mock.patch.object(train, "evaluate", evaluate),
+    ):
         return train_flags(words)["state"]
 
 

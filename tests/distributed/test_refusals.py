@@ -1,4 +1,5 @@
-"""Bad input ends in one sentence that says the fix, on every rank; nothing that was saved is touched. Data: builtin/test_refused_data.py."""
+"""Bad input ends in one sentence that says the fix, on every rank; nothing that was saved is touched. Data:
+builtin/test_refused_data.py."""
 
 import os
 import time
@@ -9,13 +10,14 @@ import pytest
 import torch
 
 import ddp_utils
-from config import Refused, TrainingConfig
-from ddp_utils import choose_device, cleanup_distributed, read_launch, setup_distributed
+from config import TrainingConfig, UserError
+from ddp_utils import cleanup_distributed, read_launch, setup_distributed
 from ranks import WarmLaunch, finish, run_ranks
 from tasks import TASKS
 from training import train_flags
-from utils.precision import Precision
-from utils.together import once_per_file_system, together
+from utils.distributed.collectives import on_all_ranks, once_per_file_system
+from utils.distributed.device import choose_device
+from utils.training.precision import Precision
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -26,7 +28,13 @@ VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ("RANK=0", "LOCAL_RANK and WORLD_SIZE: not set, while RANK is; start with torchrun, or set all of RANK, LOCAL_RANK, WORLD_SIZE"),
+        (
+            "RANK=0",
+            (
+                "LOCAL_RANK and WORLD_SIZE: not set, while RANK is; start with torchrun, or set all of RANK,"
+                " LOCAL_RANK, WORLD_SIZE"
+            ),
+        ),
         ("RANK=0 WORLD_SIZE=2", "LOCAL_RANK: not set, while RANK and WORLD_SIZE is; start"),
         ("RANK=a WORLD_SIZE=2 LOCAL_RANK=0", "RANK=a, .*: not whole numbers; start"),
         ("RANK=2 WORLD_SIZE=2 LOCAL_RANK=0", "RANK=2, LOCAL_RANK=0: outside WORLD_SIZE=2; count"),
@@ -36,7 +44,7 @@ VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def test_half_of_torchruns_variables(monkeypatch, variables, said):
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(UserError, match=said):
         setup_distributed(TrainingConfig(backend="gloo"))
 
 
@@ -61,7 +69,7 @@ def test_no_variables_are_a_world_of_one_and_all_are_a_rank(monkeypatch):
 def test_devices_that_are_not_there(monkeypatch, backend, gpus, local_rank, said):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(ddp_utils.dist, "is_backend_available", lambda name: name != "mpi")
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(UserError, match=said):
         choose_device(backend, local_rank)
 
 
@@ -74,7 +82,9 @@ def test_the_backend_and_device_follow_the_hardware(monkeypatch):
 
 
 def test_an_init_method_without_ranks_is_refused():
-    with pytest.raises(Refused, match=r"init_method=tcp://here:1: needs RANK, LOCAL_RANK and WORLD_SIZE, which are not set; start"):
+    with pytest.raises(
+        UserError, match=r"init_method=tcp://here:1: needs RANK, LOCAL_RANK and WORLD_SIZE, which are not set; start"
+    ):
         setup_distributed(TrainingConfig(backend="gloo", init_method="tcp://here:1"))
 
 
@@ -105,7 +115,7 @@ def without_cuda_on_one(rank):
     torch.cuda.device_count = lambda: int(own != rank) * 8
     torch.cuda.get_device_name = torch.cuda.set_device = lambda device: "pretended"
     ddp_utils.has_fast_bf16 = lambda device: True
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(UserError) as refused:
         setup_distributed(TrainingConfig())
     return str(refused.value), refused.value.rank
 
@@ -134,13 +144,13 @@ def trouble(rank):
 
     def action():
         if ctx.rank == rank:
-            raise Refused("class cat: is empty; fill it")
+            raise UserError("class cat: is empty; fill it")
         return ctx.rank
 
     try:
-        together(action, ctx)
-    except Refused as refused:
-        assert together(lambda: 7, ctx) == 7  # the group still works
+        on_all_ranks(action, ctx)
+    except UserError as refused:
+        assert on_all_ranks(lambda: 7, ctx) == 7  # the group still works
         return str(refused), refused.rank, refused.host == ctx.host
     finally:
         cleanup_distributed()
@@ -161,7 +171,7 @@ def prepare(root, fails):
         with (folder / "prepared-by").open("a") as file:
             file.write(f"{ctx.rank}\n")
         if fails and ctx.rank == 1:
-            raise Refused("archive: has another checksum; fetch it again")
+            raise UserError("archive: has another checksum; fetch it again")
         for left_over in partial.glob("*"):
             left_over.unlink()
         partial.mkdir(exist_ok=True)
@@ -171,7 +181,7 @@ def prepare(root, fails):
     try:
         once_per_file_system(folder, final.exists, unpack, ctx)
         return sorted(path.name for path in final.iterdir()), sorted(path.name for path in folder.iterdir())
-    except Refused as refused:
+    except UserError as refused:
         return str(refused)
     finally:
         cleanup_distributed()
@@ -202,7 +212,7 @@ def train_with_a_spare_layer(flags):
         net.spare = torch.nn.Linear(2, 3)
         return net
 
-    with mock.patch.dict(TASKS["images"], {"create_model": create}), pytest.raises(Refused) as refused:
+    with mock.patch.dict(TASKS["images"], {"create_model": create}), pytest.raises(UserError) as refused:
         train_flags(flags)
     return str(refused.value)
 
@@ -220,7 +230,9 @@ def test_nccl_without_cuda_is_said_once_by_a_launch_of_two(runs):
     ended = finish(WarmLaunch(2, runs.program(), runs.words("run", "--backend", "nccl")))
     assert ended.code == 1 and not runs.folder("run").exists()
     said = [
-        line for line in ended.text.splitlines() if line.startswith("backend=nccl: this machine shows no CUDA device; use --backend gloo")
+        line
+        for line in ended.text.splitlines()
+        if line.startswith("backend=nccl: this machine shows no CUDA device; use --backend gloo")
     ]
     assert len(said) == 1 and "Traceback" not in ended.text
 
@@ -237,7 +249,9 @@ train.compute_loss = broken
 
 
 def test_a_failure_leaves_no_worker_behind(runs):
-    ended = finish(WarmLaunch(0, runs.program(BUG.format(rank=0)), runs.words("run", "--dataset_size", 400, "--num_workers", 2)))
+    ended = finish(
+        WarmLaunch(0, runs.program(BUG.format(rank=0)), runs.words("run", "--dataset_size", 400, "--num_workers", 2))
+    )
     assert (ended.code, ended.left) == (1, 0), ended.text
 
 

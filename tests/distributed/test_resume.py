@@ -12,8 +12,8 @@ import train
 from ranks import run_ranks
 from tasks import train_task
 from training import train_flags
-from utils.report import Reporter
-from utils.saving import Saver
+from utils.report.reporter import Reporter
+from utils.run.saver import Saver
 
 
 def train_until_time_is_up(flags):
@@ -31,14 +31,17 @@ def train_until_time_is_up(flags):
 
 
 def test_all_ranks_stop_after_the_same_step_when_the_time_of_one_is_up(runs):
-    outcomes = run_ranks(2, train_until_time_is_up, runs.words("run", *"--dataset_size 400 --no-use_amp --max_time 30".split()))
+    outcomes = run_ranks(
+        2, train_until_time_is_up, runs.words("run", *"--dataset_size 400 --no-use_amp --max_time 30".split())
+    )
     assert outcomes[0] == outcomes[1] and outcomes[0][0] == "preempted"
     assert 7 < outcomes[0][1] <= 100 and outcomes[0][1] == runs.last("run")["progress"]["step"]
 
 
 @pytest.mark.parametrize(("asked", "stopped"), [(2, 3), (4, 4)])
 def test_a_request_stops_the_run_one_step_later_and_in_the_last_step_of_an_epoch_there(runs, asked, stopped):
-    """The flag that is on its way when the epoch ends is flushed: without that the run would stop one step into the next epoch."""
+    """The flag that is on its way when the epoch ends is flushed: without that the run would stop one step into the
+    next epoch."""
     flags = runs.words("run", *"--dataset_size 32 --epochs 2 --eval_every 0 --no-use_amp".split())
     assert run_ranks(2, train_task, "images", flags, torch.float32, [asked], False, False) == [("preempted", [])] * 2
     assert runs.last("run")["progress"]["step"] == stopped

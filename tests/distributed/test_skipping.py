@@ -1,4 +1,5 @@
-"""A step that is skipped since rank 1's loss is not finite: in the records once, and its interval's loss is none (faults/numerics.py: the rest)."""
+"""A step that is skipped since rank 1's loss is not finite: in the records once, and its interval's loss is none
+(faults/numerics.py: the rest)."""
 
 import os
 from unittest import mock
@@ -16,7 +17,8 @@ def train_with_nan(flags, bad_step):
     def loss(model, batch):
         loss_sum, metrics = image_loss(model, batch)
         passes.append(model.training)
-        is_bad = model.training and sum(passes) == bad_step + 2 and os.environ["RANK"] == "1"  # two passes come before the first step
+        # two passes come before the first step
+        is_bad = model.training and sum(passes) == bad_step + 2 and os.environ["RANK"] == "1"
         return (loss_sum * float("nan") if is_bad else loss_sum), metrics
 
     with mock.patch.dict(TASKS["images"], {"compute_loss": loss}):

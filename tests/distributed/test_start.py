@@ -1,4 +1,5 @@
-"""What ranks check of each other before step 0: the same code, settings and versions, one folder, open files enough; in a table."""
+"""What ranks check of each other before step 0: the same code, settings and versions, one folder, open files enough; in
+a table."""
 
 import os
 import re
@@ -9,20 +10,35 @@ from unittest import mock
 import pytest
 
 import train
-import utils.alike
+import utils.run.start_checks
 from config import TrainingConfig
 from ranks import run_ranks
 from training import train_flags
-from utils.together import exchange
+from utils.distributed.collectives import all_gather_json
 
 # what differs; what all ranks say; the rank that is named, of three
 UNLIKE = [
     ("config", r"start again\n\s+rank 0 on \S+\s+rank 2 on \S+\nlr\s+0.1\s+0.7$", 2),
     ("versions", r"start again\n\s+rank 0 on \S+\s+rank 1 on \S+\ntorch\s+\S+\s+2.11.0$", 1),
-    ("code", r"the ranks do not run the same thing; give .*\n\s+rank 0 on \S+\s+rank 2 on \S+\ntrain.py\s+[0-9a-f]{8}\s+01234567$", 2),
+    (
+        "code",
+        (
+            r"the ranks do not run the same thing; give .*\n\s+rank 0 on \S+\s+rank 2 on"
+            r" \S+\ntrain.py\s+[0-9a-f]{8}\s+01234567$"
+        ),
+        2,
+    ),
     ("folder", r"run_dir=run: \S+ does not see there what rank 0 on \S+ has written; put the run folder on storage", 1),
-    ("read-only", r"run_dir=\S+: \S+ cannot write there \(Read-only file system\); mount it for all nodes to write \(rank 1 on", 1),
-    ("limit", r"open files: the limit is 100, and about \d+ are needed; raise it \(ulimit -n \d+.*\(rank 1 on \S+\)$", 1),
+    (
+        "read-only",
+        r"run_dir=\S+: \S+ cannot write there \(Read-only file system\); mount it for all nodes to write \(rank 1 on",
+        1,
+    ),
+    (
+        "limit",
+        r"open files: the limit is 100, and about \d+ are needed; raise it \(ulimit -n \d+.*\(rank 1 on \S+\)$",
+        1,
+    ),
 ]
 
 
@@ -33,9 +49,13 @@ def touch(path, plain=Path.touch):
 
 
 def unlike(words, folder):
-    """What this rank was refused with in each case, in turn, and which rank that named; whether anything was made meanwhile."""
-    rank, found, provenance = int(os.environ["RANK"]), [], utils.alike.provenance
-    torch_2_11, changed = provenance.versions() | {"torch": "2.11.0"}, provenance.code_digests() | {"train.py": "0123456789"}
+    """What this rank was refused with in each case, in turn, and which rank that named; whether anything was made
+    meanwhile."""
+    rank, found, provenance = int(os.environ["RANK"]), [], utils.run.start_checks.provenance
+    torch_2_11, changed = (
+        provenance.versions() | {"torch": "2.11.0"},
+        provenance.code_digests() | {"train.py": "0123456789"},
+    )
     for what, _, odd in UNLIKE:
         here = [*words, *(["--lr", "0.7"] if (what, rank) == ("config", 2) else [])]
         if what == "folder":
@@ -48,7 +68,10 @@ def unlike(words, folder):
             "code": mock.patch.object(provenance, "code_digests", lambda: changed),
             "read-only": mock.patch.object(Path, "touch", touch),
         }
-        with patches.get(what, mock.MagicMock()) if rank == odd else mock.MagicMock(), pytest.raises(train.Refused) as refused:
+        with (
+            patches.get(what, mock.MagicMock()) if rank == odd else mock.MagicMock(),
+            pytest.raises(train.UserError) as refused,
+        ):
             train_flags(here)
         found.append((str(refused.value), refused.value.rank, (folder / "run").exists()))
     return found
@@ -66,7 +89,7 @@ def test_every_rank_is_refused_with_what_differs(runs):
 def talk(sizes):
     rank = int(os.environ["RANK"])
     ctx = train.setup_distributed(TrainingConfig(backend="gloo"))
-    heard = [exchange({"rank": rank, "text": "ö" * (size * (rank + 1) // 4)}, ctx) for size in sizes]
+    heard = [all_gather_json({"rank": rank, "text": "ö" * (size * (rank + 1) // 4)}, ctx) for size in sizes]
     train.cleanup_distributed()
     return heard
 

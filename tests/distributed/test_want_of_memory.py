@@ -1,4 +1,5 @@
-"""A rank that really cannot allocate, by a limit of the kernel: the run ends in one sentence that names the flags that help."""
+"""A rank that really cannot allocate, by a limit of the kernel: the run ends in one sentence that names the flags that
+help."""
 
 import re
 import sys
@@ -31,5 +32,8 @@ def test_one_rank_of_two_that_has_too_little_memory_is_named_with_the_flags_that
     assert (ended.code, ended.left) == (1, 0), ended.text
     status = runs.json("run", "status.json")
     assert (status["state"], status["rank"]) == ("failed", 1) and status["error"] in ended.text
-    remedy = rf"give --batch_size {BATCH // 2} --global_batch_size {2 * BATCH} \(the same global batch\), or --activation_checkpointing"
+    remedy = (
+        rf"give --batch_size {BATCH // 2} --global_batch_size {2 * BATCH} \(the same global batch\), or"
+        r" --activation_checkpointing"
+    )
     assert re.match(rf"rank 1: .*does not fit into the memory of \S+ .*; {remedy}", status["error"])

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-import utils.writer
-from config import Refused, TrainingConfig
+import utils.checkpoint.writer
+from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed
 from ranks import CONTEXT, DEADLINE, WarmLaunch, finish, run_ranks
 from test_run_folder import open_run, with_
 from training import wait_until
 from utils.metrics import all_reduce_scalar
-from utils.watchdog import Watch, read_place
+from utils.run.watchdog import Watch, read_place
 
 
 def sums():
@@ -43,7 +43,9 @@ def test_a_folder_in_use_is_refused_with_its_owner_and_a_dead_owner_does_not_blo
     owner.start()
     try:
         assert ours.recv() == 1
-        with pytest.raises(Refused, match=rf"in use by process {owner.pid} on here since .*; end that job or give another --run_dir"):
+        with pytest.raises(
+            UserError, match=rf"in use by process {owner.pid} on here since .*; end that job or give another --run_dir"
+        ):
             open_run(with_(config, overwrite=True))
     finally:
         owner.kill()
@@ -52,8 +54,8 @@ def test_a_folder_in_use_is_refused_with_its_owner_and_a_dead_owner_does_not_blo
 
 
 def make_a_writer_and_die(file):
-    utils.writer.SECONDS_AS_AN_ORPHAN = 1
-    writer = utils.writer.Writer()
+    utils.checkpoint.writer.SECONDS_AS_AN_ORPHAN = 1
+    writer = utils.checkpoint.writer.Writer()
     if not (holder := os.fork()):  # as a loader's worker it has a copy of the connection, which does not end then
         time.sleep(DEADLINE)
         os._exit(0)
@@ -103,7 +105,7 @@ STOPPED_MEANWHILE = """
 import os, signal, time, torch
 from config import TrainingConfig
 from ddp_utils import DistributedContext
-from utils.loading import create_evaluation_dataloader
+from utils.data.loader import create_evaluation_dataloader
 
 class Data(torch.utils.data.Dataset):
     def __len__(self):
@@ -118,7 +120,7 @@ class Data(torch.utils.data.Dataset):
 
 config = TrainingConfig(batch_size=2, num_workers=1, hang_timeout=4.0)
 loader = create_evaluation_dataloader(Data(), config, DistributedContext(0, 0, 1, torch.device("cpu")))
-print([m.batch.tolist() for window in loader.windows(0) for m in window])
+print([m.batch.tolist() for global_batch in loader.global_batches(0) for m in global_batch])
 """
 
 
@@ -136,7 +138,8 @@ def be_debugged(folder):
     watch = Watch(folder, 0, ("a",), 1.0, lambda *_: None, lambda *_: ended.append(1))
     watch._durations.extend([0.01] * 20)
     watch.begin_step(1)
-    pdb.Pdb.interaction = lambda self, *_: time.sleep(2 * watch.limit) or self.set_continue()  # somebody reads, then types c
+    # somebody reads, then types c
+    pdb.Pdb.interaction = lambda self, *_: time.sleep(2 * watch.limit) or self.set_continue()
     breakpoint()
     (folder / "found").write_text(f"{len(ended)} {read_place(folder / 'rank0').is_debugged}")
     watch.close()

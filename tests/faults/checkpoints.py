@@ -1,4 +1,5 @@
-"""Checkpoints that are damaged, cut off, left over or handed over by somebody else, and the command that runs after each."""
+"""Checkpoints that are damaged, cut off, left over or handed over by somebody else, and the command that runs after
+each."""
 
 import os
 import pickle
@@ -15,8 +16,8 @@ from forged import Call
 from ranks import run_ranks
 from storage import RUN
 from tasks import train_task
-from utils import checkpoint
-from utils.checkpoint import step_checkpoints, step_path
+from utils.checkpoint import format as checkpoint
+from utils.checkpoint.format import step_checkpoints, step_path
 
 
 @fault(
@@ -135,7 +136,12 @@ def all_damaged(drill: Drill) -> float:
     return 3
 
 
-@fault("newest checkpoint unreadable", "its read fails, by strace", "named, the one before is taken, no sample is lost", "steps redone")
+@fault(
+    "newest checkpoint unreadable",
+    "its read fails, by strace",
+    "named, the one before is taken, no sample is lost",
+    "steps redone",
+)
 def newest_unreadable(drill: Drill) -> float:
     path = step_path(stopped_at_30(drill), 30)
     code = "while not os.path.exists(f'{FOLDER}/traced'):\n    time.sleep(0.01)\n"
@@ -149,7 +155,12 @@ def newest_unreadable(drill: Drill) -> float:
     return drill.steps_lost(30)
 
 
-@fault("command after a checkpoint fails", "--on_checkpoint ends with 3, then is gone", "warnings; the run completes", "warnings")
+@fault(
+    "command after a checkpoint fails",
+    "--on_checkpoint ends with 3, then is gone",
+    "warnings; the run completes",
+    "warnings",
+)
 def command_fails(drill: Drill) -> float:
     command = drill.folder / "command"
     command.write_text("#!/bin/sh\nexit 3\n")
@@ -159,7 +170,10 @@ def command_fails(drill: Drill) -> float:
     drill.let_go()
     ended = drill.has_completed(job)
     says(ended.text, f"on_checkpoint: {command} ended with exit code 3; the checkpoint itself is whole")
-    says(ended.text, rf"on_checkpoint: {command} cannot be run \(No such file or directory\); the checkpoint itself is whole")
+    says(
+        ended.text,
+        rf"on_checkpoint: {command} cannot be run \(No such file or directory\); the checkpoint itself is whole",
+    )
     return ended.text.count("the checkpoint itself is whole")
 
 

@@ -9,11 +9,11 @@ from drill import LOOKED, SAME_BITS, Drill, fault
 
 RUN = "--dataset_size 200 --epochs 2 --save_every_steps 5 --num_workers 1".split()  # 50 steps of two ranks
 CORRUPT = """
-from config import UnreadableSample
+from config import UserError
 from torch.utils.data import default_collate
 def getitem(self, index):
     if (index, self.split) == (44, 'train'):
-        raise UnreadableSample('line 44 of train: is cut short; write it again')
+        raise UserError('line 44 of train: is cut short; write it again')
     return self.images[index], self.targets[index]
 del Images.__getitems__
 Images.__getitem__, Images.collate = getitem, staticmethod(default_collate)
@@ -29,7 +29,7 @@ Images.__getitem__, Images.collate = getitem, staticmethod(default_collate)
 )
 def corrupt_sample(drill: Drill) -> float:
     job = drill.start(2, *RUN, code=CORRUPT)
-    drill.fails(job, r"rank \d met a corrupt sample.*: line 44 of train: is cut short; write it again")
+    drill.fails(job, r"rank \d: line 44 of train: is cut short; write it again")
     rank = drill.json("status.json")["rank"]
     assert f"rank {rank} met" in drill.json("status.json")["error"]
     return drill.resumes(2, *RUN, after=job.place(rank).step)
@@ -50,7 +50,10 @@ def init(self, *args):
     self.fingerprint += 'changed'
 Images.__init__ = init
 """
-    said = r"the training set is not the one of the checkpoint \(other files, sizes or values\)\s+resume_from: these must match"
+    said = (
+        r"the training set is not the one of the checkpoint \(other files, sizes or values\)\s+resume_from: these must"
+        r" match"
+    )
     with drill.unchanged(*LOOKED):
         drill.fails(drill.start(2, *RUN, "--resume_from", "auto", code=code), said, has_status=False)
     return drill.resumes(2, *RUN, after=drill.json("status.json")["step"])
@@ -60,9 +63,13 @@ Images.__init__ = init
 
 
 KILLED = (
-    r"rank 1: loader worker \d+ was killed by a signal \(Killed\), as a rule by the system for want of memory; give fewer --num_workers"
+    r"rank 1: loader worker \d+ was killed by a signal \(Killed\), as a rule by the system for want of memory; give"
+    r" fewer --num_workers"
 )
-STOPPED = r"rank 1: a loader worker hangs: in 11 s nothing came of samples (\d+, ){3}\d+ of train in epoch 0; mend the storage"
+STOPPED = (
+    r"rank 1: a loader worker hangs: in 11 s nothing came of samples (\d+, ){3}\d+ of train in epoch 0; mend the"
+    r" storage"
+)
 
 
 @fault(
@@ -103,7 +110,10 @@ def small_shared_memory(drill: Drill) -> float:
     """1 MB, where two ranks with two workers each may hold 1.5, and with one 0.9."""
     code = mounting("-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm")
     run = "--batch_size 768 --dataset_size 6144 --epochs 1".split()
-    said = r"/dev/shm: has 1.0 MB free, and 2 loader worker.* of each of 2 rank.* may put 1.5 MB there; .*, or --num_workers 1"
+    said = (
+        r"/dev/shm: has 1.0 MB free, and 2 loader worker.* of each of 2 rank.* may put 1.5 MB there; .*, or"
+        r" --num_workers 1"
+    )
     drill.fails(drill.start(2, *run, "--num_workers", 2, code=code), said)
     assert not (drill.folder / "run/metrics.jsonl").exists()
     drill.completes(2, *run, "--num_workers", 1, "--overwrite", code=code)

@@ -8,7 +8,7 @@ from drill import Drill, Job
 from nodes import Place
 from ranks import ROOT, lack, launch, need
 from training import wait_until
-from utils import checkpoint
+from utils.checkpoint import format as checkpoint
 
 MEGABYTE = 2**20
 IS_ROOT = os.geteuid() == 0
@@ -46,7 +46,9 @@ class Disk:
         self.seen = self._node.seen(self.place)
         (drill.folder / "run").symlink_to(self._node.seen(self.run))
         self._enter = f"import ctypes\nfor kind in {('mnt',) if IS_ROOT else ('user', 'mnt')}:\n"
-        self._enter += f"    assert ctypes.CDLL(None).setns(os.open(f'/proc/{self._node.pid}/ns/{{kind}}', os.O_RDONLY), 0) == 0\n"
+        self._enter += (
+            f"    assert ctypes.CDLL(None).setns(os.open(f'/proc/{self._node.pid}/ns/{{kind}}', os.O_RDONLY), 0) == 0\n"
+        )
         self._enter += f"os.chdir({str(ROOT)!r})\n"
 
     def held(self, ranks: int, step: int, *flags: object, code: str = "", **options: object) -> Job:

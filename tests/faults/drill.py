@@ -1,7 +1,9 @@
 """Faults: one row of a table each, and the tools to do to a real run what the row says.
 
-A row is a function with the decorator `fault`: it injects the fault, asserts what must happen, and returns the row's figure. Its group
-is its module. A kind is a distinct (what fails, where, what must happen): sizes, ranks and moments of one kind are one row.
+A row is a function with the decorator `fault`: it injects the fault, asserts what must happen, and returns the row's
+figure. Its group
+is its module. A kind is a distinct (what fails, where, what must happen): sizes, ranks and moments of one kind are one
+row.
 """
 
 import contextlib
@@ -21,16 +23,19 @@ from subprocess import Popen
 from ranks import ROOT, Ended, WarmLaunch, finish, marked, start, stop
 from tasks import BUCKETS
 from training import Runs, assert_same_state
-from utils.checkpoint import step_path
-from utils.watchdog import Place, read_place
+from utils.checkpoint.format import step_path
+from utils.run.watchdog import Place, read_place
 
 FLAGS = "--image_size 8 --batch_size 4 --log_interval 5 --backend gloo --no-use_amp --record_samples".split() + BUCKETS
 HOST = re.escape(socket.gethostname())
-NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else a restart by torchrun finds the keys of the attempt that died
+# else a restart by torchrun finds the keys of the attempt that died
+NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 LOOKED = ("watch/", "claim.json")  # what a launch that is refused may change in a run's folder: who looked last
 SAME_BITS = "resumed, it ends in the same bits"
-# train.py on the task "images". For a fault's own lines: RUN is the run's folder, STEP the optimizer step under way (0: before the
-# first), before_loss(net) is called at each forward pass. A step takes 20 ms at least, so that a fault finds it under way; 0.2 s
+# train.py on the task "images". For a fault's own lines: RUN is the run's folder, STEP the optimizer step under way (0:
+# before the
+# first), before_loss(net) is called at each forward pass. A step takes 20 ms at least, so that a fault finds it under
+# way; 0.2 s
 # where the drill's folder has a file "slow". Step HELD_AT waits for a file "go".
 PROGRAM = f"""
 import sys; sys.path[:0] = [{str(ROOT)!r}]; sys.argv[0] = 'train.py'
@@ -39,7 +44,7 @@ hold()
 import os, time, torch, train
 from pathlib import Path
 from tasks import Images, using
-from utils.watchdog import Watch
+from utils.run.watchdog import Watch
 TASK = using('images')
 TASK.__enter__()
 RANK, STEP = int(os.environ.get('RANK', 0)), 0
@@ -117,11 +122,16 @@ class Job:
             if self.program.poll() is not None:
                 break
             time.sleep(0.005)
-        raise AssertionError(f"waited in vain; the launch {'goes on' if self.program.poll() is None else 'has ended'}\n{self.end(1).text}")
+        raise AssertionError(
+            "waited in vain; the launch"
+            f" {'goes on' if self.program.poll() is None else 'has ended'}\n{self.end(1).text}"
+        )
 
     def wait_for_step(self, step: int, rank: int = 0) -> Place:
         """Until the rank has begun this optimizer step."""
-        return self.wait_for(lambda: (place := self.place(rank)) and place.step >= step and place.phase != "start" and place)
+        return self.wait_for(
+            lambda: (place := self.place(rank)) and place.step >= step and place.phase != "start" and place
+        )
 
     def wait_for_phase(self, phase: str, rank: int = 0) -> Place:
         return self.wait_for(lambda: (place := self.place(rank)) and place.phase == phase and place)
@@ -187,7 +197,9 @@ class Drill:
         for name in ("go", "slow"):
             (self.folder / name).unlink(missing_ok=True)
         path = self.folder / "program.py"
-        path.write_text(f"HELD_AT, FOLDER = {held_at}, {str(self.folder)!r}\n{PROGRAM}\n{code}\ntrain.run_as_script()\n")
+        path.write_text(
+            f"HELD_AT, FOLDER = {held_at}, {str(self.folder)!r}\n{PROGRAM}\n{code}\ntrain.run_as_script()\n"
+        )
         return path
 
     def start(
@@ -202,7 +214,8 @@ class Drill:
         how: tuple = ("--standalone",),
         is_real: bool = False,
     ) -> Job:
-        """Launch on so many ranks; 0: by python alone. Forked, with a stand-in for torchrun (ranks.WarmLaunch); a real torchrun where
+        """Launch on so many ranks; 0: by python alone. Forked, with a stand-in for torchrun (ranks.WarmLaunch); a real
+        torchrun where
         `is_real`, where it gets further words by `how`, and where something comes before it."""
         words = [self.program(code, held_at), *FLAGS, "--run_dir", self.folder / name, *flags]
         folder, launcher = self.folder / name, [sys.executable]
@@ -220,11 +233,16 @@ class Drill:
         self.runs.train(max(1, ranks), name, *FLAGS, *flags)
 
     def held(self, ranks: int, step: int, *flags: object, checkpoint_of: int = 0, **options: object) -> Job:
-        """A launch all of whose ranks wait in this step until `let_go`, once the checkpoint of that step is on the disk."""
+        """A launch all of whose ranks wait in this step until `let_go`, once the checkpoint of that step is on the
+        disk."""
         job = self.start(ranks, *flags, held_at=step, **options)
-        job.wait_for(lambda: all(place and (place.step, place.phase) == (step, "forward") for place in job.places(max(1, ranks))))
+        job.wait_for(
+            lambda: all(place and (place.step, place.phase) == (step, "forward") for place in job.places(max(1, ranks)))
+        )
         if checkpoint_of:
-            job.wait_for(lambda: job.checkpoint(checkpoint_of).exists() and not any(job.checkpoint(0).parent.glob("*.tmp")))
+            job.wait_for(
+                lambda: job.checkpoint(checkpoint_of).exists() and not any(job.checkpoint(0).parent.glob("*.tmp"))
+            )
         return job
 
     def let_go(self, is_slow: bool = False) -> None:
@@ -236,8 +254,11 @@ class Drill:
     def run_on(self) -> None:
         (self.folder / "slow").unlink()
 
-    def stopped(self, step: int, *flags: object, ranks: int = 2, number: int = signal.SIGTERM, **options: object) -> int:
-        """A run that is asked to stop at this step and has saved; the committed steps that its newest checkpoint lacks."""
+    def stopped(
+        self, step: int, *flags: object, ranks: int = 2, number: int = signal.SIGTERM, **options: object
+    ) -> int:
+        """A run that is asked to stop at this step and has saved; the committed steps that its newest checkpoint
+        lacks."""
         job = self.held(ranks, step, *flags, **options)
         job.signal_launcher(number)
         self.let_go(is_slow=True)
@@ -260,8 +281,11 @@ class Drill:
         assert (ended.code, ended.left) == (0, 0), ended.text
         return ended
 
-    def fails(self, job: Job, *sentences: str, rank: int | None = None, has_status: bool = True, seconds: float = 60.0) -> str:
-        """The launch fails by these sentences, on the terminal and (the first) in status.json, and leaves no process. What it printed."""
+    def fails(
+        self, job: Job, *sentences: str, rank: int | None = None, has_status: bool = True, seconds: float = 60.0
+    ) -> str:
+        """The launch fails by these sentences, on the terminal and (the first) in status.json, and leaves no process.
+        What it printed."""
         ended = job.end(seconds)
         assert (ended.code, ended.left) == (1, 0), ended.text
         for sentence in sentences:
@@ -279,7 +303,8 @@ class Drill:
         return self.runs.events(name, event)
 
     def resumes(self, ranks: int, *flags: object, after: int = 0) -> int:
-        """Started again, the run completes as the one without a fault. The steps made again after an attempt that had begun this step."""
+        """Started again, the run completes as the one without a fault. The steps made again after an attempt that had
+        begun this step."""
         self.fork(ranks, *flags, "--resume_from", "auto")
         self.no_partial_files()
         self.is_whole(ranks, *flags)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from drill import HOST, NO_SHARED_STORE, Drill, fault, says
-from utils.watchdog import LEAST_LIMIT
+from utils.run.watchdog import LEAST_LIMIT
 
 STOPS = """
 import signal
@@ -23,8 +23,8 @@ Watch.enter = enter
 """  # a rank stops itself where the folder has a file that asks for it
 RUN = "--dataset_size 120 --epochs 2 --num_workers 1 --save_every_steps 5".split()  # 30 steps of two ranks
 HANGS = """
-import utils.watchdog
-utils.watchdog.SECONDS_OF_A_LAST_WORD = 4.0
+import utils.run.watchdog
+utils.run.watchdog.SECONDS_OF_A_LAST_WORD = 4.0
 def before_loss(net):
     if (RANK, STEP) == (1, 12) and not (RUN / 'hung').exists():
         (RUN / 'hung').touch()
@@ -40,7 +40,8 @@ def state_of(pid: int) -> str:
 
 
 def rank_stopped(drill: Drill, phase: str, rank: int) -> float:
-    """Once it has learned how long its steps take; no workers: data is read by the rank that stops. How long it takes to be named."""
+    """Once it has learned how long its steps take; no workers: data is read by the rank that stops. How long it takes
+    to be named."""
     flags = "--dataset_size 160 --epochs 3 --save_every 0 --num_workers 0".split()  # 60 steps
     job = drill.start(2, *flags, code=STOPS)
     job.wait_for_step(15)
@@ -54,8 +55,12 @@ def rank_stopped(drill: Drill, phase: str, rank: int) -> float:
     sentence, *stacks = report.read_text().splitlines()
     where = rf"{phase} of step {job.place(rank).step} \(process {pid}: stopped, killed or cut off\)"
     assert re.fullmatch(rf"no progress for \d+ s: rank {rank} on {HOST} stands still in {where}", sentence), sentence
-    assert [line for line in stacks if line.startswith("--- rank")] == [f"--- rank {each} on {socket.gethostname()}" for each in range(2)]
-    assert stacks.count("gives no stack") == 1 and stacks[stacks.index("gives no stack") - 1].startswith(f"--- rank {rank}"), stacks
+    assert [line for line in stacks if line.startswith("--- rank")] == [
+        f"--- rank {each} on {socket.gethostname()}" for each in range(2)
+    ]
+    assert stacks.count("gives no stack") == 1 and stacks[stacks.index("gives no stack") - 1].startswith(
+        f"--- rank {rank}"
+    ), stacks
     assert took < LEAST_LIMIT + 15  # 4 s on a quiet machine
     os.kill(pid, signal.SIGCONT)
     ended = drill.has_completed(job, 90)
@@ -65,9 +70,13 @@ def rank_stopped(drill: Drill, phase: str, rank: int) -> float:
 
 
 NAMED = "named once with host, phase and the stacks of the other; after SIGCONT it goes on to the same bits"
-fault("rank stopped", "SIGSTOP of rank 0 in a backward pass", NAMED, "s to the report", "backward", 0, is_default=True)(rank_stopped)
+fault("rank stopped", "SIGSTOP of rank 0 in a backward pass", NAMED, "s to the report", "backward", 0, is_default=True)(
+    rank_stopped
+)
 for phase, rank in (("data", 1), ("forward", 0), ("update", 1), ("evaluation", 0)):
-    fault(f"rank stopped, {phase}", f"SIGSTOP of rank {rank} in its {phase}", NAMED, "s to the report", phase, rank)(rank_stopped)
+    fault(f"rank stopped, {phase}", f"SIGSTOP of rank {rank} in its {phase}", NAMED, "s to the report", phase, rank)(
+        rank_stopped
+    )
 
 
 @fault(
@@ -79,7 +88,9 @@ for phase, rank in (("data", 1), ("forward", 0), ("update", 1), ("evaluation", 0
 )
 def rank_hangs(drill: Drill) -> float:
     job = drill.start(2, *RUN, *HANG_TIMEOUT, code=HANGS, is_real=True)
-    drill.fails(job, SENTENCE, rf"(?s)Root Cause \(first observed failure\):.*RunFailed: {ENDED}", rank=1, seconds=120)
+    drill.fails(
+        job, SENTENCE, rf"(?s)Root Cause \(first observed failure\):.*TrainingError: {ENDED}", rank=1, seconds=120
+    )
     took = time.time() - (job.folder / "hung").stat().st_mtime
     error = drill.json("status.json")["error"]
     says(error, ENDED)
@@ -89,7 +100,12 @@ def rank_hangs(drill: Drill) -> float:
     return took
 
 
-@fault("rank hangs and is restarted", "the same, once, under torchrun --max-restarts 1", "completed to the same bits", "steps redone")
+@fault(
+    "rank hangs and is restarted",
+    "the same, once, under torchrun --max-restarts 1",
+    "completed to the same bits",
+    "steps redone",
+)
 def rank_hangs_and_restarts(drill: Drill) -> float:
     how = ("--standalone", "--max-restarts=1")
     ended = drill.completes(2, *RUN, *HANG_TIMEOUT, code=HANGS, seconds=150, how=how, env=NO_SHARED_STORE)

@@ -1,4 +1,5 @@
-"""Numbers that are not finite, and memory that flips a bit: no rank's weights take them in, and no checkpoint holds them."""
+"""Numbers that are not finite, and memory that flips a bit: no rank's weights take them in, and no checkpoint holds
+them."""
 
 import json
 
@@ -9,7 +10,7 @@ HALF = "--use_amp --amp_dtype fp16 --lr 0.0001".split()
 
 WATCHED = """
 import hashlib, json
-from utils.train_state import TrainState
+from utils.training.state import TrainState
 STATES = []
 plain_create, plain_update = train.create_state, TrainState.update_if_finite
 
@@ -29,8 +30,8 @@ def begin_and_say(self, step):
     begin_step(self, step)
     say('before')
 
-def update_and_say(self, window):
-    plain_update(self, window)
+def update_and_say(self, global_batch):
+    plain_update(self, global_batch)
     say('after')
 
 train.create_state, Watch.begin_step, TrainState.update_if_finite = create_state, begin_and_say, update_and_say
@@ -48,11 +49,14 @@ train.compute_loss = other_loss
 
 
 NAN = "* float('nan')"
-INFINITE_GRADIENT = "+ 1e38 * sum(1e38 * (p - p.detach()).sum() for p in [*net.parameters()][-1:])"  # of the last bias; adds 0
+INFINITE_GRADIENT = (  # of the last bias; adds 0
+    "+ 1e38 * sum(1e38 * (p - p.detach()).sum() for p in [*net.parameters()][-1:])"
+)
 
 
 def idle_steps(drill: Drill, ranks: int = 2) -> list[int]:
-    """The steps that left the state as it was, to the bit, on all ranks; who also agree on the state before and after all others."""
+    """The steps that left the state as it was, to the bit, on all ranks; who also agree on the state before and after
+    all others."""
     files = [drill.folder / f"run/digests{rank}.jsonl" for rank in range(ranks)]
     assert len({file.read_text() for file in files}) == 1
     digests = {}
@@ -100,7 +104,9 @@ def skips(drill: Drill, code: str, steps: list[int], *flags: object) -> float:
     """These steps and no others are skipped on all ranks, and recorded with their samples."""
     ended = drill.completes(2, *RUN, *flags, code=WATCHED + code)
     summary, samples = drill.json("summary.json"), drill.runs.samples("run")
-    assert {event["step"]: sorted(event["indices"]) for event in drill.events("skipped_step")} == {step: samples[step] for step in steps}
+    assert {event["step"]: sorted(event["indices"]) for event in drill.events("skipped_step")} == {
+        step: samples[step] for step in steps
+    }
     assert summary["skipped_steps"] == len(steps) and summary["steps"] == 15
     idle = idle_steps(drill)
     assert set(steps) <= set(idle) and len(idle) == len(steps) + summary["overflow_steps"], (idle, summary)
@@ -124,10 +130,20 @@ def search_for_a_scale(drill: Drill) -> float:
     return searched
 
 
-@fault("NaN for good", "NaN from step 7 on; --max_skipped_steps 4", "ends at the next log line", "steps late", is_default=True)
+@fault(
+    "NaN for good",
+    "NaN from step 7 on; --max_skipped_steps 4",
+    "ends at the next log line",
+    "steps late",
+    is_default=True,
+)
 def nan_for_good(drill: Drill) -> float:
     job = drill.start(2, *RUN, "--max_skipped_steps", 4, code=changed_loss("range(7, 99)", NAN))
-    drill.fails(job, r"the last \d+ optimizer steps, up to step \d+, had a loss or a gradient that is not finite; look at their samples")
+    drill.fails(
+        job,
+        r"the last \d+ optimizer steps, up to step \d+, had a loss or a gradient that is not finite; look at their"
+        r" samples",
+    )
     last = max(drill.runs.samples("run"))
     assert f"the last {last - 6} optimizer steps, up to step {last}," in drill.json("status.json")["error"]
     late = last - 10
@@ -149,16 +165,19 @@ SAVING = "--dataset_size 240 --epochs 1 --num_workers 1 --save_every_steps 4".sp
 )
 def diverges(drill: Drill) -> float:
     code = """
-from utils.train_state import TrainState
+from utils.training.state import TrainState
 plain_update = TrainState.update_if_finite
-def update_and_change(self, window):
-    plain_update(self, window)
+def update_and_change(self, global_batch):
+    plain_update(self, global_batch)
     if RANK == 1 and STEP == 10:
         [*self.model.parameters()][-1].data.view(torch.int32)[0] ^= 1 << 20
 TrainState.update_if_finite = update_and_change
 """
     job = drill.start(3, *SAVING, code=code)
-    said = rf"rank 1 on {HOST}: has other weights than the other ranks, so nothing was saved; look for a fault of its memory"
+    said = (
+        rf"rank 1 on {HOST}: has other weights than the other ranks, so nothing was saved; look for a fault of its"
+        r" memory"
+    )
     drill.fails(job, said, rank=1)
     reached = job.places(3)[0].step
     assert 0 < int(drill.runs.checkpoints("run")[-1].stem.removeprefix("step_")) <= 10

@@ -7,7 +7,7 @@ import time
 
 from drill import NO_SHARED_STORE, SAME_BITS, Drill, fault, says, slow_writer
 from training import wait_until
-from utils import writer
+from utils.checkpoint import writer
 
 RUN = "--dataset_size 200 --epochs 2 --save_every_steps 5 --num_workers 1".split()  # 50 steps of two ranks
 KILLED = r"rank {} on \S+ was killed or cut off in \w+ of step {}; look for .* --resume_from auto"
@@ -15,12 +15,18 @@ KILLED = r"rank {} on \S+ was killed or cut off in \w+ of step {}; look for .* -
 
 def strikes_at(step: int, what: str) -> str:
     """Lines that do this to rank 1 at this step each time, until there is a file "fixed"."""
-    return f"def before_loss(net):\n    if (STEP, RANK) == ({step}, 1) and not os.path.exists(f'{{FOLDER}}/fixed'):\n        {what}\n"
+    return (
+        f"def before_loss(net):\n    if (STEP, RANK) == ({step}, 1) and not os.path.exists(f'{{FOLDER}}/fixed'):\n     "
+        f"   {what}\n"
+    )
 
 
 def is_diagnosed(drill: Drill, text: str, step: int, epoch: int, cause: str, *flags: object) -> None:
     """The sentence names the step and its samples: those of a run without a fault."""
-    said = rf"the last 3 attempts all ended at step {step} \(epoch {epoch}, samples \[(.*)\]\) without a new checkpoint; the last one said: {cause}"
+    said = (
+        rf"the last 3 attempts all ended at step {step} \(epoch {epoch}, samples \[(.*)\]\) without a new checkpoint;"
+        rf" the last one said: {cause}"
+    )
     says(text, said)
     indices = re.search(said, text)[1].split(", ")
     assert sorted(map(int, indices)) == drill.runs.samples(drill.undisturbed(2, *flags))[step]
@@ -34,7 +40,8 @@ def is_diagnosed(drill: Drill, text: str, step: int, epoch: int, cause: str, *fl
     "steps redone at most",
 )
 def killed_under_defaults(drill: Drill) -> float:
-    """Three times, at a random step after the first epoch: each time at most an epoch is made again, and what a write took."""
+    """Three times, at a random step after the first epoch: each time at most an epoch is made again, and what a write
+    took."""
     run = "--dataset_size 200 --epochs 4 --num_workers 1 --resume_from auto".split()
     first, most = 30, 0
     for _ in range(3):
@@ -42,7 +49,11 @@ def killed_under_defaults(drill: Drill) -> float:
         job = drill.held(2, step, *run)
         job.signal(drill.random.randrange(2), signal.SIGKILL)
         drill.let_go()
-        drill.fails(job, KILLED.format(r"\d", step), r"a kill costs  at most the work of 10 min or 1 epoch\(s\), what comes first")
+        drill.fails(
+            job,
+            KILLED.format(r"\d", step),
+            r"a kill costs  at most the work of 10 min or 1 epoch\(s\), what comes first",
+        )
         drill.completes(2, *run, "--max_time", 0.001)  # says where it resumes, and stops
         first = max(first, drill.events("resumed")[-1]["step"])
         most = max(most, drill.steps_lost(step))
@@ -53,19 +64,28 @@ def killed_under_defaults(drill: Drill) -> float:
 
 def rank_killed_at_12(drill: Drill, said: str = "", **options: object) -> int:
     drill.fork(2, *RUN, "--max_steps", 1)
-    job = drill.held(2, 12, *RUN, "--overwrite", checkpoint_of=10, **options)  # the ranks of a run that replaces another are watched, too
+    # the ranks of a run that replaces another are watched, too
+    job = drill.held(2, 12, *RUN, "--overwrite", checkpoint_of=10, **options)
     job.signal(1, signal.SIGKILL)
     drill.let_go()
     drill.fails(job, KILLED.format(1, 12), said, rank=1)
     return drill.resumes(2, *RUN, after=12)
 
 
-@fault("rank killed", "SIGKILL to rank 1 at step 12", f"named with host, phase and step; {SAME_BITS}", "steps redone", is_default=True)
+@fault(
+    "rank killed",
+    "SIGKILL to rank 1 at step 12",
+    f"named with host, phase and step; {SAME_BITS}",
+    "steps redone",
+    is_default=True,
+)
 def rank_killed(drill: Drill) -> float:
     return rank_killed_at_12(drill)
 
 
-@fault("rank killed under torchrun", "the same under a real torchrun", "named in torchrun's summary, too", "steps redone")
+@fault(
+    "rank killed under torchrun", "the same under a real torchrun", "named in torchrun's summary, too", "steps redone"
+)
 def rank_killed_under_torchrun(drill: Drill) -> float:
     return rank_killed_at_12(drill, r"Root Cause \(first observed failure\):(?s:.*)rank      : 1 ", is_real=True)
 
@@ -98,7 +118,9 @@ def rank_0_killed_in_a_save(drill: Drill) -> float:
 def launcher_killed(drill: Drill) -> float:
     """The writer is the last process that ends by itself; here it is given 2 s."""
     assert writer.SECONDS_AS_AN_ORPHAN <= 8
-    job = drill.held(2, 8, *RUN, code=f"{slow_writer(60.0)}\nfrom utils import writer\nwriter.SECONDS_AS_AN_ORPHAN = 2\n")
+    job = drill.held(
+        2, 8, *RUN, code=f"{slow_writer(60.0)}\nfrom utils import writer\nwriter.SECONDS_AS_AN_ORPHAN = 2\n"
+    )
     job.wait_for_partial_file()
     assert len(job.members()) >= 6  # launcher, two ranks, their loaders' workers, the writer
     begin = time.monotonic()
@@ -127,7 +149,9 @@ def writer_killed(drill: Drill) -> float:
     os.kill(second, signal.SIGKILL)
     drill.run_on()
     ended = drill.has_completed(job)
-    said = re.findall(r"\S+\.pt: the process that wrote it was killed; training goes on, and it is tried again in 0 s", ended.text)
+    said = re.findall(
+        r"\S+\.pt: the process that wrote it was killed; training goes on, and it is tried again in 0 s", ended.text
+    )
     assert len(said) == 2
     drill.no_partial_files()
     drill.is_whole(2, *RUN)
@@ -179,8 +203,10 @@ def restarts_in_vain(drill: Drill) -> float:
     is_default=True,
 )
 def relaunches_in_vain(drill: Drill) -> float:
-    """Between checkpoint and step lies the end of an epoch, with a short window."""
-    flags = "--dataset_size 198 --epochs 2 --save_every 0 --save_every_steps 20 --num_workers 1 --resume_from auto".split()
+    """Between checkpoint and step lies the end of an epoch, with a short global_batch."""
+    flags = (
+        "--dataset_size 198 --epochs 2 --save_every 0 --save_every_steps 20 --num_workers 1 --resume_from auto".split()
+    )
     code = strikes_at(27, "raise KeyError('a bug of the fork')")
     texts = [drill.fails(drill.start(2, *flags, code=code)) for _ in range(4)]
     assert all("KeyError: 'a bug of the fork'" in text and "attempts all ended" not in text for text in texts[:3])

@@ -10,10 +10,11 @@ from training import wait_until
 
 RUN = "--dataset_size 100 --epochs 2 --save_every_steps 5 --num_workers 1".split()  # 26 steps of two ranks
 SLOW_START = (
-    "plain_state = train.create_state\ndef create(*args):\n    time.sleep(2)\n    return plain_state(*args)\ntrain.create_state = create\n"
+    "plain_state = train.create_state\ndef create(*args):\n    time.sleep(2)\n    return"
+    " plain_state(*args)\ntrain.create_state = create\n"
 )
 NOTES_LOADS = (
-    "from utils.train_state import TrainState\nplain_load = TrainState.load_state_dict\n"
+    "from utils.training.state import TrainState\nplain_load = TrainState.load_state_dict\n"
     "def load(self, *args):\n    open(f'{FOLDER}/loaded', 'w').close()\n    return plain_load(self, *args)\n"
     "TrainState.load_state_dict = load\n"
 )
@@ -40,7 +41,12 @@ def port_taken(drill: Drill) -> float:
     return seconds
 
 
-@fault("a rank never comes", "one rank is not started; one hangs before it says a word", "named after --timeout", "s to the end")
+@fault(
+    "a rank never comes",
+    "one rank is not started; one hangs before it says a word",
+    "named after --timeout",
+    "s to the end",
+)
 def peer_missing(drill: Drill) -> float:
     """Two ranks of three come; under torchrun, which has a store of its own, one of two hangs before it says a word."""
     first, second = (job.end() for job in by_hand(drill, 3, free_port(), "--timeout", 10))
@@ -49,7 +55,9 @@ def peer_missing(drill: Drill) -> float:
     assert second.code in (1, 2)  # it may hear of it as of the store's end, which rank 0 serves
     begin = time.monotonic()
     code = "import signal\nif RANK == 1:\n    signal.signal(signal.SIGTERM, signal.SIG_DFL)\n    time.sleep(600)\n"
-    drill.fails(drill.start(2, *RUN, "--timeout", 5, code=code), r"rank 1 of 2: did not come within 5 s; ", has_status=False)
+    drill.fails(
+        drill.start(2, *RUN, "--timeout", 5, code=code), r"rank 1 of 2: did not come within 5 s; ", has_status=False
+    )
     assert not (drill.folder / "run").exists()
     return time.monotonic() - begin
 
@@ -63,7 +71,10 @@ def peer_missing(drill: Drill) -> float:
 )
 def other_config(drill: Drill) -> float:
     drill.stopped(13, *RUN)
-    said = r"seed=7: the checkpoint has seed=42\nbatch_size=2: the checkpoint has batch_size=4\n(?s:.*)resume_from: these must match; give them as they were"
+    said = (
+        r"seed=7: the checkpoint has seed=42\nbatch_size=2: the checkpoint has batch_size=4\n(?s:.*)resume_from: these"
+        r" must match; give them as they were"
+    )
     begin = time.monotonic()
     with drill.unchanged(*LOOKED):
         other = ("--resume_from", "auto", "--seed", 7, "--batch_size", 2)
@@ -76,7 +87,12 @@ def other_config(drill: Drill) -> float:
     return seconds
 
 
-@fault("rank killed at the start", "SIGKILL to rank 1 before the first step", "it is named; the same command then runs", "s to the end")
+@fault(
+    "rank killed at the start",
+    "SIGKILL to rank 1 before the first step",
+    "it is named; the same command then runs",
+    "s to the end",
+)
 def killed_at_the_start(drill: Drill) -> float:
     job = drill.start(2, *RUN, code=SLOW_START)
     job.wait_for_phase("start", rank=1)

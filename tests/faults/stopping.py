@@ -39,7 +39,13 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
-@fault("SIGTERM", "SIGTERM to the launcher at step 8", f"both ranks save after the same step; {SAME_BITS}", "steps lost", is_default=True)
+@fault(
+    "SIGTERM",
+    "SIGTERM to the launcher at step 8",
+    f"both ranks save after the same step; {SAME_BITS}",
+    "steps lost",
+    is_default=True,
+)
 def terminated(drill: Drill) -> float:
     lost = drill.stopped(8, *RUN)
     drill.resumes(2, *RUN)
@@ -90,7 +96,12 @@ def terminated_in_an_evaluation(drill: Drill) -> float:
     return lost
 
 
-@fault("SIGTERM in a save", "SIGTERM while the writer takes 2 s", "this checkpoint and that of the last step are on the disk", "steps lost")
+@fault(
+    "SIGTERM in a save",
+    "SIGTERM while the writer takes 2 s",
+    "this checkpoint and that of the last step are on the disk",
+    "steps lost",
+)
 def terminated_in_a_save(drill: Drill) -> float:
     job = drill.start(2, *RUN, "--save_every_steps", 10, code=slow_writer(2.0))
     job.wait_for_partial_file()
@@ -171,7 +182,12 @@ def terminal_closed(drill: Drill) -> float:
     return lost
 
 
-@fault("shell closed beside nohup", "the shell of nohup python train.py & closes", "the run lives on and completes", "steps after it")
+@fault(
+    "shell closed beside nohup",
+    "the shell of nohup python train.py & closes",
+    "the run lives on and completes",
+    "steps after it",
+)
 def shell_closed(drill: Drill) -> float:
     """An interactive shell hands the SIGHUP of its terminal on to its jobs."""
     need("bash")

@@ -1,4 +1,5 @@
-"""Storage that fills up, fails or goes away: the checkpoint before stays whole, training goes on, and stops after a limit."""
+"""Storage that fills up, fails or goes away: the checkpoint before stays whole, training goes on, and stops after a
+limit."""
 
 import re
 import subprocess
@@ -8,9 +9,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from disks import Disk, are_whole, tracing
 from drill import SAME_BITS, Drill, Job, fault
-from utils.ledger import ACCOUNTS
+from utils.report.goodput import ACCOUNTS
 
-RUN = "--dataset_size 200 --epochs 2 --save_every 0 --save_every_steps 10 --eval_every 0 --num_workers 1".split()  # 50 steps of two ranks
+# 50 steps of two ranks
+RUN = "--dataset_size 200 --epochs 2 --save_every 0 --save_every_steps 10 --eval_every 0 --num_workers 1".split()
 LARGE = """
 plain_model = train.create_model
 def create_model(config, device):
@@ -19,8 +21,11 @@ def create_model(config, device):
     return net
 train.create_model = create_model
 """  # checkpoints of 8 MB, so that there may be room for everything else
-KEEPS_ON = f"{LARGE}\nimport utils.saving\nutils.saving.FIRST_RETRY, utils.saving.MOST_FAILURES, utils.saving.LAST_TRIES = 0.0, 1000, 10\n"
-GIVES_UP = f"{LARGE}\nimport utils.saving\nutils.saving.FIRST_RETRY, utils.saving.MOST_FAILURES = 0.1, 3\n"
+KEEPS_ON = (
+    f"{LARGE}\nimport utils.run.saver\nutils.saving.FIRST_RETRY, utils.run.saver.MOST_FAILURES,"
+    " utils.run.saver.LAST_TRIES = 0.0, 1000, 10\n"
+)
+GIVES_UP = f"{LARGE}\nimport utils.run.saver\nutils.saving.FIRST_RETRY, utils.run.saver.MOST_FAILURES = 0.1, 3\n"
 SPACE = r"it needs 8\.0 MB, [\d,.]+ MB are free; make room or mend the storage"
 FOR_GOOD = r" \(3 times in a row, training without a checkpoint ends here\)"
 UNTIL_THE_LIMIT = "after the limit the run fails with the sentence, rank and host, the checkpoint before whole"
@@ -42,7 +47,9 @@ def written_later(drill: Drill, job: Job) -> float:
     return len(re.findall("it is tried again", ended.text))
 
 
-def held_on_a_disk(drill: Drill, code: str, step: int = 14, checkpoint_of: int = 10, **options: object) -> tuple[Disk, Job]:
+def held_on_a_disk(
+    drill: Drill, code: str, step: int = 14, checkpoint_of: int = 10, **options: object
+) -> tuple[Disk, Job]:
     disk = Disk(drill, **options)
     return disk, disk.held(2, step, *RUN, code=code, checkpoint_of=checkpoint_of)
 
@@ -66,11 +73,28 @@ def disk_full(drill: Drill) -> float:
     return written_later(drill, job)
 
 
-@fault("disk full for good", "the tmpfs stays full", f"{UNTIL_THE_LIMIT}; with room, {SAME_BITS}", "steps redone", True, is_default=True)
-@fault("run folder turns read-only", "a read-only mount", f"{UNTIL_THE_LIMIT}; writable again, {SAME_BITS}", "steps redone", False)
+@fault(
+    "disk full for good",
+    "the tmpfs stays full",
+    f"{UNTIL_THE_LIMIT}; with room, {SAME_BITS}",
+    "steps redone",
+    True,
+    is_default=True,
+)
+@fault(
+    "run folder turns read-only",
+    "a read-only mount",
+    f"{UNTIL_THE_LIMIT}; writable again, {SAME_BITS}",
+    "steps redone",
+    False,
+)
 def not_writable(drill: Drill, is_full: bool) -> float:
     disk, job = held_on_a_disk(drill, GIVES_UP)
-    spoil, mend = (lambda: disk.fill(leave=5), disk.make_room) if is_full else (disk.turn_read_only, lambda: disk.unmount(disk.run))
+    spoil, mend = (
+        (lambda: disk.fill(leave=5), disk.make_room)
+        if is_full
+        else (disk.turn_read_only, lambda: disk.unmount(disk.run))
+    )
     why = "No space left on device" if is_full else "Read-only file system"
     spoil()
     drill.let_go(is_slow=True)
@@ -116,8 +140,20 @@ def records_on_a_full_disk(drill: Drill) -> float:
     return full
 
 
-@fault("run folder vanishes", "rm -rf of the run's folder", f"{UNTIL_THE_LIMIT}; no new folder of that name is made", "files left", False)
-@fault("run folder unmounted", "umount of its file system", f"{UNTIL_THE_LIMIT}; the mount point stays empty", "files left", True)
+@fault(
+    "run folder vanishes",
+    "rm -rf of the run's folder",
+    f"{UNTIL_THE_LIMIT}; no new folder of that name is made",
+    "files left",
+    False,
+)
+@fault(
+    "run folder unmounted",
+    "umount of its file system",
+    f"{UNTIL_THE_LIMIT}; the mount point stays empty",
+    "files left",
+    True,
+)
 def goes_away(drill: Drill, is_unmounted: bool) -> float:
     disk, job = held_on_a_disk(drill, GIVES_UP, is_run_folder=is_unmounted)
     if is_unmounted:
@@ -125,7 +161,10 @@ def goes_away(drill: Drill, is_unmounted: bool) -> float:
     while job.folder.exists() and not is_unmounted:  # the account of time is written meanwhile
         subprocess.run(["rm", "-rf", disk.seen / "run"], capture_output=True)
     drill.let_go()
-    said = not_written("[23]0", "No such file or directory") + r"it needs 8\.0 MB, its folder cannot be seen \(No such file or directory\)"
+    said = (
+        not_written("[23]0", "No such file or directory")
+        + r"it needs 8\.0 MB, its folder cannot be seen \(No such file or directory\)"
+    )
     drill.fails(job, said + ".*" + FOR_GOOD, has_status=False)
     below = list(disk.seen.rglob("*"))
     assert below == []
@@ -135,7 +174,8 @@ def goes_away(drill: Drill, is_unmounted: bool) -> float:
 @fault("EIO at the fsync of a checkpoint", "by strace on the writer", AGAIN, "tries in vain", 3, [10], is_default=True)
 @fault("EIO at the fsync of the folder", "by strace on the writer", AGAIN, "tries in vain", 4, [10, 20])
 def flush_fails(drill: Drill, number: int, whole: list[int]) -> float:
-    """Once, in the second save; number: which fsync of the writer. whole: the checkpoints that are there while it is to be tried again."""
+    """Once, in the second save; number: which fsync of the writer. whole: the checkpoints that are there while it is to
+    be tried again."""
     job = drill.held(2, 5, *RUN, code=KEEPS_ON)
     tracing(drill, job.writer(), "-e", "trace=fsync", "-e", f"inject=fsync:error=EIO:when={number}")
     drill.let_go(is_slow=True)
@@ -144,7 +184,13 @@ def flush_fails(drill: Drill, number: int, whole: list[int]) -> float:
     return written_later(drill, job)
 
 
-@fault("final save, disk full", "a full tmpfs at the last save, with room a second later", "the run completes", "tries in vain", True)
+@fault(
+    "final save, disk full",
+    "a full tmpfs at the last save, with room a second later",
+    "the run completes",
+    "tries in vain",
+    True,
+)
 @fault("final save finds no room", "the same, and the tmpfs stays full", UNTIL_THE_LIMIT, "tries in vain", False)
 def final_save_on_a_full_disk(drill: Drill, is_emptied: bool) -> float:
     disk, job = held_on_a_disk(drill, KEEPS_ON if is_emptied else LARGE, 44, 40)

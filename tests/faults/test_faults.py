@@ -1,4 +1,5 @@
-"""Faults that are injected into real runs: each must end as its row says (drill.fault). With --all every row, and a scoreboard."""
+"""Faults that are injected into real runs: each must end as its row says (drill.fault). With --all every row, and a
+scoreboard."""
 
 import pytest
 

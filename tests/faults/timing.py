@@ -6,7 +6,8 @@ from drill import HOST, SAME_BITS, Drill, fault, says
 
 RUN = "--dataset_size 120 --epochs 2 --num_workers 1".split()  # 30 steps of two ranks
 HANG_TIMEOUT = "--hang_timeout 12".split()
-LONG_EVALUATION = "--dataset_size 2000 --max_steps 10 --num_workers 1".split()  # 400 samples to evaluate on, in 50 steps
+# 400 samples to evaluate on, in 50 steps
+LONG_EVALUATION = "--dataset_size 2000 --max_steps 10 --num_workers 1".split()
 NOT_ENDED = "not ended; completed to the same bits"
 HELD_UP = """
 def hold_up(seconds):
@@ -29,7 +30,7 @@ def stalling(self, indices):
 Images.__getitems__ = stalling
 """
 SLOW_SAVE = """
-from utils import checkpoint
+from utils.checkpoint import format as checkpoint
 plain_write = checkpoint.write
 def slow_write(*args, **options):
     if not (RUN / 'began').exists():
@@ -44,10 +45,35 @@ def before_loss(net):
 """
 
 
-@fault("long evaluation", "one of 15 s; hang_timeout 12 s", NOT_ENDED, "s held", SLOW_EVALUATION, 14.9, LONG_EVALUATION, HANG_TIMEOUT)
+@fault(
+    "long evaluation",
+    "one of 15 s; hang_timeout 12 s",
+    NOT_ENDED,
+    "s held",
+    SLOW_EVALUATION,
+    14.9,
+    LONG_EVALUATION,
+    HANG_TIMEOUT,
+)
 @fault("read stall", "a read of 30 s on rank 1, default flags", NOT_ENDED, "s held", STALL, 29.9)
-@fault("slow save", "the writer takes 20 s for a file; hang_timeout 12 s", NOT_ENDED, "s held", SLOW_SAVE, 19.9, RUN, HANG_TIMEOUT)
-@fault("recompile", "one step of 15 s on both ranks after steps of 0.02 s, default flags", NOT_ENDED, "s held", RECOMPILE, 14.9)
+@fault(
+    "slow save",
+    "the writer takes 20 s for a file; hang_timeout 12 s",
+    NOT_ENDED,
+    "s held",
+    SLOW_SAVE,
+    19.9,
+    RUN,
+    HANG_TIMEOUT,
+)
+@fault(
+    "recompile",
+    "one step of 15 s on both ranks after steps of 0.02 s, default flags",
+    NOT_ENDED,
+    "s held",
+    RECOMPILE,
+    14.9,
+)
 def goes_on(drill: Drill, code: str, is_held: float, run: list[str] = RUN, flags: list[str] = ()) -> float:
     """The code holds up the run for so many seconds at least. A report may be made."""
     drill.completes(2, *run, *flags, code=HELD_UP + code, seconds=150)
@@ -81,9 +107,17 @@ STRAGGLER = "named with host and cause in events and log from there on, not befo
     "compute",
     is_default=True,
 )
-@fault("straggler by its data", "rank 1 reads for 0.3 s a step, rank 0 not after step 10", STRAGGLER, "times the median", SLOW_DATA, "data")
+@fault(
+    "straggler by its data",
+    "rank 1 reads for 0.3 s a step, rank 0 not after step 10",
+    STRAGGLER,
+    "times the median",
+    SLOW_DATA,
+    "data",
+)
 def straggles(drill: Drill, code: str, cause: str) -> float:
-    """All ranks take 0.3 s for a step; rank 0 no longer after step 10, which makes rank 1 the straggler from there on."""
+    """All ranks take 0.3 s for a step; rank 0 no longer after step 10, which makes rank 1 the straggler from there
+    on."""
     ended = drill.completes(2, *"--dataset_size 160 --epochs 1 --num_workers 0".split(), code=code)
     events = drill.events("straggler")
     assert [event["step"] for event in events] == [15, 20], events
@@ -92,13 +126,24 @@ def straggles(drill: Drill, code: str, cause: str) -> float:
     return min(event["times"] for event in events)
 
 
-@fault("time is up", "--max_time of 4 s", f"all ranks save and stop at one step, exit code 0; {SAME_BITS}", "steps redone", is_default=True)
+@fault(
+    "time is up",
+    "--max_time of 4 s",
+    f"all ranks save and stop at one step, exit code 0; {SAME_BITS}",
+    "steps redone",
+    is_default=True,
+)
 def time_is_up(drill: Drill) -> float:
     run = "--dataset_size 400 --epochs 2 --num_workers 1".split()  # 100 steps, of 30 s at least
-    drill.completes(2, *run, "--max_time", 4 / 60, code="def before_loss(net):\n    time.sleep(0.3 if net.training else 0)\n")
+    drill.completes(
+        2, *run, "--max_time", 4 / 60, code="def before_loss(net):\n    time.sleep(0.3 if net.training else 0)\n"
+    )
     status = drill.json("status.json")
     assert status["state"] == "preempted" and 0 < status["step"] < 100
-    last = [json.loads((drill.folder / f"run/samples/rank{rank}.jsonl").read_text().splitlines()[-1])["step"] for rank in range(2)]
+    last = [
+        json.loads((drill.folder / f"run/samples/rank{rank}.jsonl").read_text().splitlines()[-1])["step"]
+        for rank in range(2)
+    ]
     assert last == [status["step"]] * 2
     lost = drill.resumes(2, *run, after=status["step"])
     assert lost == 0

@@ -14,17 +14,24 @@ import torch
 from torch import nn
 
 from config import TrainingConfig
-from utils.loading import Window
-from utils.precision import Precision
-from utils.train_state import TrainState
+from utils.data.sampler import GlobalBatch
+from utils.training.precision import Precision
+from utils.training.state import TrainState
 
-WINDOW = Window(samples=4, weight=4.0, micro_batches=[])
+WINDOW = GlobalBatch(samples=4, weight=4.0, micro_batches=[])
 
 
 def small_state(width: int = 48, seed: int = 0) -> TrainState:
     """Model, momenta and average of a run before its first step; in a world of one."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 6 * 6, width), nn.ReLU(), nn.Linear(width, 10))
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.Flatten(),
+        nn.Linear(4 * 6 * 6, width),
+        nn.ReLU(),
+        nn.Linear(width, 10),
+    )
     config = TrainingConfig(warmup_epochs=0, ema_decay=0.9)
     state = TrainState(model, [{"params": list(model.parameters())}], config, Precision("cpu", None))
     state.plan(steps_left=100, steps_per_epoch=10, config=config)
@@ -41,7 +48,10 @@ def train_to(state: TrainState, step: int) -> dict[str, Any]:
         state.update_if_finite(WINDOW)
         state.advance(WINDOW)
     provenance = {"fingerprint": "abc", "global_batch_size": 64, "ledger": {}}
-    return state.state_dict([state.interval.state()]) | {"config": TrainingConfig(ema_decay=0.9).to_dict(), "provenance": provenance}
+    return state.state_dict([state.interval.state()]) | {
+        "config": TrainingConfig(ema_decay=0.9).to_dict(),
+        "provenance": provenance,
+    }
 
 
 def limit_memory(more: int) -> tuple[int, int]:
@@ -91,7 +101,9 @@ def disguised(payload: Any, records: dict[str, bytes]) -> Any:
         values = payload.detach().float()
         records[key] = values.numpy().tobytes()
         storage = Storage(key, values.numel())
-        return Call(torch._utils._rebuild_tensor_v2, storage, 0, tuple(values.shape), values.stride(), False, OrderedDict())
+        return Call(
+            torch._utils._rebuild_tensor_v2, storage, 0, tuple(values.shape), values.stride(), False, OrderedDict()
+        )
     if isinstance(payload, dict):
         return {key: disguised(value, records) for key, value in payload.items()}
     return [disguised(value, records) for value in payload] if isinstance(payload, list) else payload

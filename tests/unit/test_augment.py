@@ -2,8 +2,8 @@
 
 import torch
 
-from utils.augment import augment_images, center_crop, crop_and_flip, normalize, resized_crop_and_flip
-from utils.streams import derive_seed, sample_draws
+from utils.data.augment import augment_images, center_crop, crop_and_flip, normalize, resized_crop_and_flip
+from utils.rng import derive_seed, sample_draws
 
 
 def test_seeds_of_different_keys_differ():
@@ -12,7 +12,8 @@ def test_seeds_of_different_keys_differ():
 
 
 def test_draws_are_those_of_splitmix64_written_out_in_integers():
-    """So that they are the same on every device: integers wrap alike everywhere (test_cuda.py compares where there is a GPU)."""
+    """So that they are the same on every device: integers wrap alike everywhere (test_cuda.py compares where there is a
+    GPU)."""
     indices = [0, 1, 7, 2**40 + 3]
     drawn = sample_draws(5, 3, torch.tensor(indices), 4)
     for row, index in enumerate(indices):
@@ -45,7 +46,8 @@ def test_augmentation_of_a_sample_does_not_depend_on_its_batch():
 
 def test_resized_crop_of_the_whole_image_is_the_image():
     images = torch.randint(0, 256, (1, 3, 10, 10), dtype=torch.uint8)
-    whole = torch.tensor([[2**32 - 1, 2**31, 2**31, 2**31, 2**32 - 1]])  # all of the area, ratio 1, centre, not mirrored
+    # all of the area, ratio 1, centre, not mirrored
+    whole = torch.tensor([[2**32 - 1, 2**31, 2**31, 2**31, 2**32 - 1]])
     torch.testing.assert_close(resized_crop_and_flip(images, whole, 10), images.float(), atol=1e-3, rtol=0)
     assert resized_crop_and_flip(images, whole, 7).shape == (1, 3, 7, 7)
 

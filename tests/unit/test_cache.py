@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-import utils.cache
-import utils.loading
-from config import Refused, TrainingConfig
+import utils.data.cache
+import utils.data.loader
+from config import TrainingConfig, UserError
 from ddp_utils import DistributedContext
-from utils.cache import cached, check_room
-from utils.loading import create_distributed_dataloader
-from utils.prefetch import one_ahead
-from utils.watchdog import Clock
+from utils.clock import Clock
+from utils.data.cache import cached, check_room
+from utils.data.loader import create_distributed_dataloader
+from utils.data.transfer import one_ahead
 
 CTX = DistributedContext(0, 0, 1, torch.device("cpu"))
 LOGGER = logging.getLogger("ddp")
@@ -42,16 +42,17 @@ def config_of(**changes):
 
 
 def test_a_set_that_cannot_be_kept_or_does_not_fit_is_refused(monkeypatch):
-    with pytest.raises(Refused, match="set cacheable = True in the data set if they are, or leave cache none"):
+    with pytest.raises(UserError, match="set cacheable = True in the data set if they are, or leave cache none"):
         cached(type("Other", (Lines,), {"cacheable": False})(), {}, config_of(), CTX, LOGGER)
-    monkeypatch.setattr(utils.cache, "free_memory", lambda: 2_000)
+    monkeypatch.setattr(utils.data.cache, "free_memory", lambda: 2_000)
     with pytest.raises(
-        Refused, match="cache=ram: the decoded data take 0 MiB of memory, and localhost has 0 MiB free, .*; give the job more"
+        UserError,
+        match="cache=ram: the decoded data take 0 MiB of memory, and localhost has 0 MiB free, .*; give the job more",
     ):
         cached(Lines(), {}, config_of(), CTX, LOGGER)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 << 30, 16 << 30))
     said = "data take 4.50 GiB, and cuda:0 on localhost has 8.00 GiB free, of which 50% is left .*; give --cache ram"
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(UserError, match=said):
         ctx = dataclasses.replace(CTX, device=torch.device("cuda", 0))
         check_room({"train": 9 << 29}, "device", config_of(cache="device"), ctx)
 
@@ -74,9 +75,9 @@ def test_one_ahead_keeps_order_and_end_and_brings_an_error_in_its_place():
         seen.append((item, asked[-1]))
     assert seen == [(0, 1), (1, 2), (2, 3), (3, 3)]
     assert list(one_ahead(items(0))) == [] and list(one_ahead(items(1))) == [0]
-    found = one_ahead(items(2, Refused("no more; stop")))
+    found = one_ahead(items(2, UserError("no more; stop")))
     assert [next(found), next(found)] == [0, 1]
-    with pytest.raises(Refused, match="^no more; stop$"):
+    with pytest.raises(UserError, match="^no more; stop$"):
         next(found)
     with pytest.raises(StopIteration):
         next(found)
@@ -105,7 +106,7 @@ class StandIn:
 @pytest.fixture
 def ahead(monkeypatch):
     """A loader with a stand-in for the side stream, and what went through it."""
-    monkeypatch.setattr(utils.loading, "pinned", lambda batch: batch)
+    monkeypatch.setattr(utils.data.loader, "pinned", lambda batch: batch)
 
     def make(source, **changes):
         loader, sampler = create_distributed_dataloader(source, config_of(cache="none", **changes), CTX)
@@ -122,13 +123,15 @@ def test_the_next_micro_batch_is_staged_before_this_one_is_computed(ahead, monke
     loader.clock, phases = Clock(), []
     monkeypatch.setattr(loader.clock, "enter", phases.append)
     for epoch in (0, 1):  # the workers of the first epoch are kept
-        plan = [m.indices for window in sampler.windows(epoch) for m in window]
+        plan = [m.indices for global_batch in sampler.global_batches(epoch) for m in global_batch]
         said.clear()
-        for window in loader.windows(epoch):
-            for m in window:
+        for global_batch in loader.global_batches(epoch):
+            for m in global_batch:
                 said.append(("computed", m.indices))
                 assert phases[-1] == "forward"
-                assert m.batch["label"].tolist() == m.indices and m.batch["drawn"].tolist() == [k + epoch for k in m.indices]
+                assert m.batch["label"].tolist() == m.indices and m.batch["drawn"].tolist() == [
+                    k + epoch for k in m.indices
+                ]
         a, b, c = plan
         assert said == [
             "begin",
@@ -142,8 +145,8 @@ def test_the_next_micro_batch_is_staged_before_this_one_is_computed(ahead, monke
 def test_an_epoch_that_is_left_half_way_leaves_nothing_to_the_next(ahead):
     loader, sampler, said = ahead(Lines(), batch_size=8, num_workers=1)
     for epoch in (0, 1):
-        for number, window in enumerate(loader.windows(epoch)):
-            for m in window:
+        for number, global_batch in enumerate(loader.global_batches(epoch)):
+            for m in global_batch:
                 assert m.indices == sampler.order(epoch)[8 * number : 8 * number + 8].tolist()
                 assert m.batch["label"].tolist() == m.indices
             if number == 2 and epoch == 0:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from config import Refused, TrainingConfig
-from utils import checkpoint
-from utils.atomic_file import TEMPORARY, replace_file, replace_json
-from utils.resume import compare, is_other_best
+from config import TrainingConfig, UserError
+from utils.checkpoint import format as checkpoint
+from utils.files import TEMPORARY, replace_file, replace_json
+from utils.run.resume import compare, is_other_best
 
 
 def payload(step=10, **changes):
@@ -36,7 +36,9 @@ def test_a_checkpoint_comes_back_and_opens_with_plain_torch_load(tmp_path):
     read, digest = checkpoint.read(path)
     plain = torch.load(path, weights_only=True)
     for found in (read, plain):
-        assert torch.equal(found["model"]["weight"], written["model"]["weight"]) and found["config"] == written["config"]
+        assert (
+            torch.equal(found["model"]["weight"], written["model"]["weight"]) and found["config"] == written["config"]
+        )
     assert checkpoint.verify(path) == checkpoint.seal_of(path) == (3, 10, digest)
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
@@ -51,7 +53,7 @@ def test_checkpoints_of_which_none_is_whole_are_an_error_and_none_at_all_are_not
     assert checkpoint.newest_whole(tmp_path) == (None, [])
     checkpoint.write(checkpoint.step_path(tmp_path, 1), payload(1))
     flip(checkpoint.step_path(tmp_path, 1), 500)
-    with pytest.raises(Refused, match="has no whole checkpoint; give one with --resume_from, or --overwrite"):
+    with pytest.raises(UserError, match="has no whole checkpoint; give one with --resume_from, or --overwrite"):
         checkpoint.newest_whole(tmp_path)
 
 
@@ -108,10 +110,12 @@ def test_weights_come_from_a_checkpoint_or_a_bare_state_dict(tmp_path):
     torch.save([1, 2], tmp_path / "list.pt")
     (tmp_path / "text.pt").write_text("hello")
     for name in ("list.pt", "text.pt"):
-        with pytest.raises(Refused, match=f"init_from=.*{name}: (holds no weights|is no file of tensors alone); give"):
+        with pytest.raises(
+            UserError, match=f"init_from=.*{name}: (holds no weights|is no file of tensors alone); give"
+        ):
             checkpoint.load_weights(tmp_path / name)
     flip(tmp_path / "c.pt", 2000)
-    with pytest.raises(Refused, match="c.pt: is damaged"):
+    with pytest.raises(UserError, match="c.pt: is damaged"):
         checkpoint.load_weights(tmp_path / "c.pt")
 
 
@@ -119,28 +123,47 @@ def test_weights_come_from_a_checkpoint_or_a_bare_state_dict(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"seed": 1}, {"batch_size": 32}, {"dataset_size": 10}, {"model": "resnet18"}, {"optimizer": "adamw"}, {"num_classes": 5}]
+    "changes",
+    [
+        {"seed": 1},
+        {"batch_size": 32},
+        {"dataset_size": 10},
+        {"model": "resnet18"},
+        {"optimizer": "adamw"},
+        {"num_classes": 5},
+    ],
 )
 def test_what_must_match_is_refused_with_the_field(changes):
-    with pytest.raises(Refused, match=f"{next(iter(changes))}=.*the checkpoint has .*\n.*these must match; give them as they were"):
+    with pytest.raises(
+        UserError, match=f"{next(iter(changes))}=.*the checkpoint has .*\n.*these must match; give them as they were"
+    ):
         compare(payload(), TrainingConfig(**changes), "abc", 64)
 
 
 def test_all_that_differs_and_must_not_is_listed_and_the_data_too():
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(UserError) as refused:
         compare(payload(), TrainingConfig(seed=1, batch_size=32), "other", 64)
-    assert len(str(refused.value).splitlines()) == 4 and "the training set is not the one of the checkpoint" in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 4 and "the training set is not the one of the checkpoint" in str(
+        refused.value
+    )
 
 
 def test_what_may_change_is_said_and_what_is_free_is_not():
-    free = {"run_dir": "elsewhere", "num_workers": 3, "log_interval": 1, "save_every_steps": 5, "keep_last": 9, "timeout": 9.0}
+    free = {
+        "run_dir": "elsewhere",
+        "num_workers": 3,
+        "log_interval": 1,
+        "save_every_steps": 5,
+        "keep_last": 9,
+        "timeout": 9.0,
+    }
     assert compare(payload(), TrainingConfig(**free), "abc", 64) == []
     said = compare(payload(), TrainingConfig(lr=0.3, epochs=20), "abc", 128)
     assert [line.split(":")[0] for line in said] == ["epochs=20", "lr=0.3", "global batch"]
 
 
 def test_a_global_batch_that_was_asked_for_must_match():
-    with pytest.raises(Refused, match="global batch: 128 samples an optimizer step, the checkpoint has 64"):
+    with pytest.raises(UserError, match="global batch: 128 samples an optimizer step, the checkpoint has 64"):
         compare(payload(), TrainingConfig(global_batch_size=128), "abc", 128)
     assert compare(payload(), TrainingConfig(global_batch_size=64), "abc", 64) == []
 
@@ -148,7 +171,13 @@ def test_a_global_batch_that_was_asked_for_must_match():
 def test_every_field_has_a_class_on_resume():
     classes = {field.name: field.metadata["resume"] for field in dataclasses.fields(TrainingConfig)}
     assert set(classes.values()) == {"must", "may", "free"}
-    assert {name for name, kind in classes.items() if kind == "must"} >= {"seed", "batch_size", "dataset", "dataset_size", "model"}
+    assert {name for name, kind in classes.items() if kind == "must"} >= {
+        "seed",
+        "batch_size",
+        "dataset",
+        "dataset_size",
+        "model",
+    }
 
 
 def test_the_newest_may_be_the_best(tmp_path):
@@ -161,10 +190,14 @@ def test_the_newest_may_be_the_best(tmp_path):
     for name in ("best.pt", "step_00000020.pt"):
         flip(tmp_path / name, 2000)
     path, skipped = checkpoint.newest_whole(tmp_path)
-    assert path.name == "step_00000010.pt" and "00020.pt: is damaged" in skipped[0] and "best.pt: is damaged" in skipped[1]
+    assert (
+        path.name == "step_00000010.pt" and "00020.pt: is damaged" in skipped[0] and "best.pt: is damaged" in skipped[1]
+    )
 
 
 def test_a_best_value_of_another_metric_or_of_other_weights_is_none():
     saved = payload()
     assert not is_other_best(saved, TrainingConfig())
-    assert is_other_best(saved, TrainingConfig(best_metric="loss")) and is_other_best(saved, TrainingConfig(ema_decay=0.9))
+    assert is_other_best(saved, TrainingConfig(best_metric="loss")) and is_other_best(
+        saved, TrainingConfig(ema_decay=0.9)
+    )

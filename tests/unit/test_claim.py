@@ -4,12 +4,13 @@ import os
 
 import pytest
 
-from config import Refused, TrainingConfig
+from config import TrainingConfig, UserError
 from test_checkpoint import payload
 from test_run_folder import commit, fill, open_run, with_
-from utils import checkpoint
-from utils.claim import Claim, strikes_of
-from utils.watchdog import BEAT, PHASES, PLACE, Watch
+from utils.checkpoint import format as checkpoint
+from utils.clock import PHASES
+from utils.run.lock import Claim, strikes_of
+from utils.run.watchdog import BEAT, PLACE, Watch
 
 
 @pytest.fixture
@@ -26,7 +27,9 @@ def test_what_a_former_owner_writes_after_it_was_succeeded_does_not_count(config
     second.close()
     third = open_run(with_(config, resume_from="auto"))
     assert third.resume_path.name == "step_00000020.pt"
-    assert "step_00000030.pt: was written by an earlier owner of the folder, after it had lost it" in "\n".join(third.notes)
+    assert "step_00000030.pt: was written by an earlier owner of the folder, after it had lost it" in "\n".join(
+        third.notes
+    )
     commit(third, 40, keep_last=9)
     third.close()
     fourth = open_run(with_(config, resume_from="auto"))
@@ -58,12 +61,14 @@ def test_an_owner_on_another_host_is_seen_by_its_beat_where_the_lock_does_not_re
     first = Claim(tmp_path, "there")
     first.take(tmp_path, attempt=1)
     watch = Watch(tmp_path / "watch", 0, ("there",), 0, lambda *_: None, lambda *_: None)
-    with pytest.raises(Refused, match=rf"is in use by process {os.getpid()} on there since \S+, for \d\.\d min; end that job"):
+    with pytest.raises(
+        UserError, match=rf"is in use by process {os.getpid()} on there since \S+, for \d\.\d min; end that job"
+    ):
         Claim(tmp_path, "here")
     watch.close()
     assert Claim(tmp_path, "here").number == 2
     put(tmp_path / "watch", 0, beat=7)  # killed: no beat any more
-    monkeypatch.setattr("utils.claim.SECONDS_TO_SEE_A_BEAT", 0.6)
+    monkeypatch.setattr("utils.run.lock.SECONDS_TO_SEE_A_BEAT", 0.6)
     assert Claim(tmp_path, "here").number == 2
 
 

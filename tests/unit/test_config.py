@@ -8,12 +8,12 @@ import tomllib
 
 import pytest
 
-from config import Refused, TrainingConfig
+from config import TrainingConfig, UserError
 from ranks import ROOT
 
 PUBLISHED = (
-    "num_classes in_channels image_size batch_size num_workers epochs lr momentum weight_decay backend use_amp grad_accum_steps "
-    "checkpoint_dir save_every resume_from log_interval enable_profiling seed"
+    "num_classes in_channels image_size batch_size num_workers epochs lr momentum weight_decay backend use_amp"
+    " grad_accum_steps checkpoint_dir save_every resume_from log_interval enable_profiling seed"
 ).split()
 
 
@@ -61,9 +61,15 @@ def test_flags_with_underscores_dashes_and_negations():
         ("--run_dir runs/{modle}", "run_dir=runs/{modle}: {modle} is no field; use"),
         ("--run_dir runs/{", "is no field; use"),
         ("--best_metric largest:top1", "write min:NAME or max:NAME"),
-        ("--global_batch_size 100 --batch_size 64", "global_batch_size=100: is no multiple of batch_size=64; give 64 or 128"),
+        (
+            "--global_batch_size 100 --batch_size 64",
+            "global_batch_size=100: is no multiple of batch_size=64; give 64 or 128",
+        ),
         ("--global_batch_size 32 --batch_size 64", "give 64"),
-        ("--global_batch_size 128 --grad_accum_steps 2", "grad_accum_steps=2: follows from global_batch_size; leave one"),
+        (
+            "--global_batch_size 128 --grad_accum_steps 2",
+            "grad_accum_steps=2: follows from global_batch_size; leave one",
+        ),
         ("--overwrite --resume_from auto", "overwrite=True: would delete what resume_from"),
         ("--amp_dtype fp16 --no-use_amp", "amp_dtype=fp16: needs mixed precision; leave out"),
         ("--btach_size 3", "--btach_size: is not known; did you mean --batch_size?"),
@@ -88,9 +94,13 @@ def test_all_problems_are_listed_together(capsys):
 
 
 def test_the_constructor_refuses_what_the_flags_refuse():
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(UserError) as refused:
         TrainingConfig(epochs=2.5, use_amp="maybe", num_classes=True, batch_size="4")
-    assert [line.split(":")[0] for line in str(refused.value).splitlines()] == ["num_classes=True", "epochs=2.5", "use_amp=maybe"]
+    assert [line.split(":")[0] for line in str(refused.value).splitlines()] == [
+        "num_classes=True",
+        "epochs=2.5",
+        "use_amp=maybe",
+    ]
     assert TrainingConfig(batch_size="4").batch_size == 4
 
 
@@ -98,12 +108,19 @@ def test_defaults_then_file_then_flags(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('epochs = 3\nbatch-size = 16\nuse_amp = false\nnum_classes = "auto"\nlr = 1\n')
     config = TrainingConfig.from_args(["--config", str(file), "--epochs", "4"])
-    assert (config.epochs, config.batch_size, config.use_amp, config.num_classes, config.lr) == (4, 16, False, "auto", 1.0)
+    assert (config.epochs, config.batch_size, config.use_amp, config.num_classes, config.lr) == (
+        4,
+        16,
+        False,
+        "auto",
+        1.0,
+    )
     assert isinstance(config.lr, float)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("epcohs = 3", "did you mean epochs?"), ("epochs = ", "cannot be read"), ('lr = "fast"', "lr=fast")]
+    ("text", "said"),
+    [("epcohs = 3", "did you mean epochs?"), ("epochs = ", "cannot be read"), ('lr = "fast"', "lr=fast")],
 )
 def test_a_file_is_checked_like_flags(tmp_path, capsys, text, said):
     file = tmp_path / "run.toml"
@@ -112,7 +129,17 @@ def test_a_file_is_checked_like_flags(tmp_path, capsys, text, said):
 
 
 def test_print_config_feeds_back(tmp_path, capsys):
-    flags = ["--lr", "3e-4", "--run_dir", "runs/{model}-lr{lr}-s{seed}", "--use_amp", "--num_classes", "12", "--data_dir", 'a "b" \\ ü']
+    flags = [
+        "--lr",
+        "3e-4",
+        "--run_dir",
+        "runs/{model}-lr{lr}-s{seed}",
+        "--use_amp",
+        "--num_classes",
+        "12",
+        "--data_dir",
+        'a "b" \\ ü',
+    ]
 
     def printed(*words):
         with pytest.raises(SystemExit) as ended:
@@ -148,7 +175,10 @@ def test_how_a_run_was_started_is_not_taken_from_its_config_json(tmp_path):
 @pytest.mark.parametrize(("flags", "code"), [(["--help"], 0), (["--epochs", "x"], 2)])
 def test_help_and_refusals_answer_without_torch(flags, code):
     """With an interpreter that could not import torch, which takes seconds, if it tried."""
-    block = "import sys, runpy; sys.modules['torch'] = None; sys.argv[0] = 'train.py'; runpy.run_path('train.py', run_name='__main__')"
+    block = (
+        "import sys, runpy; sys.modules['torch'] = None; sys.argv[0] = 'train.py'; runpy.run_path('train.py',"
+        " run_name='__main__')"
+    )
     ended = subprocess.run([sys.executable, "-c", block, *flags], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.returncode == code, ended.stderr
     assert "--batch_size" in ended.stdout or "epochs=x" in ended.stderr

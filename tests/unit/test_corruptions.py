@@ -11,10 +11,10 @@ import socket
 
 import pytest
 
-from config import Refused, TrainingConfig
+from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, load_checkpoint, setup_distributed
 from forged import limit_memory, small_state, train_to
-from utils import checkpoint
+from utils.checkpoint import format as checkpoint
 
 PAGE, TRAILER = 4096, checkpoint.TRAILER_BYTES
 SENTENCE = r"[^\n]*; (give|make|put|start|move|delete) [^\n]+"  # ends with the fix
@@ -157,7 +157,7 @@ def outcome(way, *args):
     with bounded():
         try:
             return way(*args)
-        except Refused as refusal:
+        except UserError as refusal:
             assert re.search(SENTENCE, str(refusal)) and "weights_only" not in str(refusal), refusal
             return str(refusal)
 
@@ -174,7 +174,11 @@ def test_no_corrupt_checkpoint_is_loaded_and_the_one_before_it_is_found(each, ct
     for number in range(each * len(KINDS)):
         kind = corrupt(path, number, files)
         counts[kind] += 1
-        ways = {"verify": checkpoint.verify, "read": checkpoint.read, "load_checkpoint": lambda path: load_checkpoint(path, ctx)}
+        ways = {
+            "verify": checkpoint.verify,
+            "read": checkpoint.read,
+            "load_checkpoint": lambda path: load_checkpoint(path, ctx),
+        }
         if kind not in ("files swapped", "a link"):  # good weights, of whatever step
             ways["load_weights"] = checkpoint.load_weights
         for name, way in ways.items():
@@ -184,7 +188,9 @@ def test_no_corrupt_checkpoint_is_loaded_and_the_one_before_it_is_found(each, ct
         taken[kind, "newest_whole"] += not (found[0] == older and len(found[1]) == 1 and str(path) in found[1][0])
         taken[kind, "best_or_newest"] += outcome(checkpoint.best_or_newest, tmp_path, False) != older
     assert counts == dict.fromkeys(KINDS, each)
-    assert not +taken, "\n".join(f"{kind}: {count} of {each} taken by {name}" for (kind, name), count in (+taken).items())
+    assert not +taken, "\n".join(
+        f"{kind}: {count} of {each} taken by {name}" for (kind, name), count in (+taken).items()
+    )
 
 
 def test_a_whole_file_of_another_run_under_the_right_name_does_not_fit(ctx, tmp_path):

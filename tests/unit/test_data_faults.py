@@ -1,78 +1,23 @@
-"""Data that fails: corrupt samples replaced alike everywhere; workers that die or run out of shared memory, explained."""
+"""Workers that die or run out of shared memory: what the error says."""
 
 import contextlib
 import os
-import random
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
-from config import Refused, TrainingConfig, UnreadableSample
-from ddp_utils import DistributedContext
-from utils.loading import create_distributed_dataloader
-from utils.workers import check_shared_memory, explain
+from config import UserError
+from utils.data.worker import check_shared_memory, explain
 
 CPU = torch.device("cpu")
-SIZE, BAD = 30, (3, 4, 17, 29)  # two in a row, and the last one, after which comes the first
 
-
-class Holes(Dataset):
-    """A forker's own set, with random transforms on the CPU and on the device, some of whose samples cannot be read."""
-
-    def __init__(self, bad=BAD):
-        self.bad = bad
-
-    def __len__(self):
-        return SIZE
-
-    def __getitem__(self, index):
-        drawn = [random.random(), torch.rand(()).item()]
-        if index in self.bad:
-            raise UnreadableSample(f"line {index}: is cut short; write it anew")
-        return torch.tensor([index, *drawn], dtype=torch.float64)
-
-    @staticmethod
-    def device_transform(batch, seed, epoch, indices):
-        return torch.cat([batch, indices[:, None].double()], 1)  # whose draws these are
-
-
-def context(rank=0, world_size=1):
-    return DistributedContext(rank, rank, world_size, CPU)
-
-
-def epoch_of_all_ranks(dataset, world_size, workers, epoch, **changes):
-    """({index: sample}, what was said of each that was replaced), of all ranks together."""
-    config = TrainingConfig(batch_size=4, num_workers=workers, **changes)
-    samples, replaced = {}, []
-    for rank in range(world_size):
-        loader, _ = create_distributed_dataloader(dataset, config, context(rank, world_size))
-        for m in (m for window in loader.windows(epoch) for m in window if m.is_counted):
-            samples |= dict(zip(m.indices, m.batch, strict=True))
-        replaced += loader.take_replaced()
-    return samples, replaced
-
-
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_what_stands_for_a_corrupt_sample_is_the_same_on_any_ranks_and_workers_and_is_counted(workers):
-    whole, _ = epoch_of_all_ranks(Holes(bad=()), 1, 0, epoch=1)
-    for world_size in (1, 2, 4):
-        samples, replaced = epoch_of_all_ranks(Holes(), world_size, workers, epoch=1, corrupt_images="replace")
-        assert sorted(index for index, _ in replaced) == [*BAD]
-        assert dict(replaced)[3] == "sample 3 replaced by 5: line 3: is cut short; write it anew"
-        for index in range(SIZE):
-            stands_in = {3: 5, 4: 5, 17: 18, 29: 0}.get(index, index)
-            draws = whole[index][1:]  # of the sample that was asked for
-            assert samples[index].tolist() == [stands_in, *draws], (world_size, index)
-
-
-# ---- workers ----
 
 DIED = "DataLoader worker (pid 7) is killed by signal: {}. "
 NO_ROOM = (
-    "Caught RuntimeError in DataLoader worker process 0.\nunable to allocate shared memory(shm) for file </t>: No space left on device (28)"
+    "Caught RuntimeError in DataLoader worker process 0.\n"
+    "unable to allocate shared memory(shm) for file </t>: No space left on device (28)"
 )
 
 
@@ -82,12 +27,18 @@ NO_ROOM = (
         (DIED.format("Killed"), "worker 7 was killed .*want of memory; give fewer --num_workers"),
         (DIED.format("Bus error"), "Bus error., .*/dev/shm is full; .*--shm-size"),
         (DIED.format("Segmentation fault"), "Segmentation fault.; .* --num_workers 0 shows the place"),
-        ("DataLoader worker (pid 7) exited unexpectedly with exit code 3.", "7 is gone .exit code 3.; see .* --num_workers 0"),
+        (
+            "DataLoader worker (pid 7) exited unexpectedly with exit code 3.",
+            "7 is gone .exit code 3.; see .* --num_workers 0",
+        ),
         (
             "DataLoader worker (pid(s) 7, 8) exited unexpectedly",
             "worker 7, 8 died, as a rule killed by the system for want of memory; give",
         ),
-        (NO_ROOM, "could not hand over its batch, since /dev/shm is full; give it more room .*, or fewer --num_workers, or 0"),
+        (
+            NO_ROOM,
+            "could not hand over its batch, since /dev/shm is full; give it more room .*, or fewer --num_workers, or 0",
+        ),
         ("Caught KeyError in DataLoader worker process 0.", None),
         ("CUDA error: out of memory", None),
     ],
@@ -121,12 +72,14 @@ def some(count):
     ],
 )
 def test_shared_memory_is_refused_only_where_it_cannot_hold_what_travels_through_it(monkeypatch, batch, free_mb, said):
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free_mb << 8, f_frsize=4096, f_blocks=free_mb << 8))
-    with pytest.raises(Refused, match=f"^/dev/shm: .*{said}") if said else contextlib.nullcontext():
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(f_bavail=free_mb << 8, f_frsize=4096, f_blocks=free_mb << 8)
+    )
+    with pytest.raises(UserError, match=f"^/dev/shm: .*{said}") if said else contextlib.nullcontext():
         check_shared_memory(batch, workers=4, prefetched=2, ranks=2)
 
 
 def test_a_machine_without_shared_memory_is_left_alone(monkeypatch):
-    monkeypatch.setattr("utils.workers.SHARED_MEMORY", "/nowhere")  # macOS
+    monkeypatch.setattr("utils.data.worker.SHARED_MEMORY", "/nowhere")  # macOS
     check_shared_memory(torch.zeros(2**40, device="meta"), workers=4, prefetched=2, ranks=2)
     check_shared_memory(torch.zeros(8), workers=10**9, prefetched=10**6, ranks=2)

@@ -1,12 +1,13 @@
-"""What is chosen for the device: TF32 on CUDA alone, cuDNN's search unless --deterministic; and how the banner names it."""
+"""What is chosen for the device: TF32 on CUDA alone, cuDNN's search unless --deterministic; and how the banner names
+it."""
 
 import warnings
 
 import pytest
 import torch
 
-from utils.device import choose_kernels
-from utils.precision import Precision
+from utils.distributed.device import choose_kernels
+from utils.training.precision import Precision
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -1,4 +1,5 @@
-"""scripts/Dockerfile without docker: its instructions, and what they copy and install (a pod of it: builtin/test_pods.py)."""
+"""scripts/Dockerfile without docker: its instructions, and what they copy and install (a pod of it:
+builtin/test_pods.py)."""
 
 import os
 import re
@@ -19,7 +20,8 @@ ARGUMENTS = dict(rest.split("=", 1) for name, rest in IMAGE if name == "ARG")  #
 def test_base_image_and_commit_are_arguments_and_a_commit_leaves_the_packages_as_they_are():
     assert IMAGE[0] == ("ARG", "BASE_IMAGE=python:3.12-slim") and IMAGE[1] == ("FROM", "${BASE_IMAGE}")
     commit = IMAGE.index(("ARG", "GIT_COMMIT="))
-    assert commit > max(i for i, name in enumerate(STEPS) if name in ("RUN", "COPY"))  # what follows an ARG is made anew with it
+    # what follows an ARG is made anew with it
+    assert commit > max(i for i, name in enumerate(STEPS) if name in ("RUN", "COPY"))
     assert any(name == "ENV" and "GIT_COMMIT=${GIT_COMMIT}" in rest for name, rest in IMAGE[commit:])
     for i, (_, rest) in enumerate(IMAGE):
         for used in re.findall(r"\$\{?([A-Z_]+)", rest):
@@ -29,7 +31,10 @@ def test_base_image_and_commit_are_arguments_and_a_commit_leaves_the_packages_as
 
 
 def test_the_image_is_small_and_does_not_run_as_root():
-    assert set(STEPS) <= {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "ENV", "USER", "ENTRYPOINT"} and STEPS.count("FROM") == 1
+    assert (
+        set(STEPS) <= {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "ENV", "USER", "ENTRYPOINT"}
+        and STEPS.count("FROM") == 1
+    )
     assert all("--no-cache-dir" in rest for name, rest in IMAGE if "pip install" in rest)
     assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", dict(IMAGE)["USER"])  # a number: runAsNonRoot cannot see through a name
     assert STEPS.index("USER") > max(i for i, name in enumerate(STEPS) if name in ("RUN", "COPY"))
@@ -49,7 +54,8 @@ def test_what_is_copied_exists_is_tracked_and_is_sent_to_the_builder():
 
 @pytest.mark.slow
 def test_the_packages_are_those_of_a_run(tmp_path):
-    """The RUN line itself, with pip told to install nothing and to look nowhere: what it is asked for is here already."""
+    """The RUN line itself, with pip told to install nothing and to look nowhere: what it is asked for is here
+    already."""
     if launch([sys.executable, "-m", "pip", "--version"]).code:
         pytest.skip("this environment has no pip")
     (run,) = (rest for name, rest in IMAGE if "pip install" in rest)
@@ -64,4 +70,6 @@ def test_the_packages_are_those_of_a_run(tmp_path):
     assert (tmp_path / ARGUMENTS["CONSTRAINTS"]).exists()
     env |= {"TORCH_INDEX": "https://a.b/c", "CONSTRAINTS": "constraints.txt"}
     ended = launch(["sh", "-c", "set -x; " + run], cwd=tmp_path, env=env)
-    assert re.search(r"\+ pip install --no-cache-dir --extra-index-url https://a.b/c -c constraints.txt -r \S+\n", ended.err), ended.text
+    assert re.search(
+        r"\+ pip install --no-cache-dir --extra-index-url https://a.b/c -c constraints.txt -r \S+\n", ended.err
+    ), ended.text

@@ -1,4 +1,5 @@
-"""scripts/kubernetes: each field is one that the published schemas have, and the pods start launch.sh as it wants to be started."""
+"""scripts/kubernetes: each field is one that the published schemas have, and the pods start launch.sh as it wants to be
+started."""
 
 import json
 import os
@@ -36,7 +37,9 @@ def torchrun_line(cluster, job, index):
     """What launch.sh, started as in this pod, would start."""
     words, env = started(job, index)
     script = ROOT / Path(words[0]).relative_to("/app")
-    ended = cluster[index].run(script, *words[1:], "--patience", 1, "--dry-run", env={"PATH": PATH, "CUDA_VISIBLE_DEVICES": "", **env})
+    ended = cluster[index].run(
+        script, *words[1:], "--patience", 1, "--dry-run", env={"PATH": PATH, "CUDA_VISIBLE_DEVICES": "", **env}
+    )
     assert ended.code == 0, ended.text
     line = next(line for line in reversed(ended.out.splitlines()) if "train.py" in line)
     return shlex.split(line), env
@@ -62,7 +65,8 @@ def test_the_names_agree(cluster):
     service, spec = found["Service"], found["Job"]["spec"]
     name, pod = found["Job"]["metadata"]["name"], spec["template"]["spec"]
     assert service["metadata"]["name"] == pod["subdomain"]
-    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}  # the Job controller labels its pods so
+    # the Job controller labels its pods so
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
     assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
     line, env = torchrun_line(cluster, found["Job"], 0)
     assert env["MASTER_ADDR"] == f"{name}-0.{pod['subdomain']}"
@@ -125,7 +129,9 @@ def outcome(rules, code, conditions=()):
             assert rule["onExitCodes"]["operator"] == "In"
             is_hit = code in rule["onExitCodes"]["values"]
         else:
-            is_hit = any(each["type"] in conditions and each.get("status", "True") == "True" for each in rule["onPodConditions"])
+            is_hit = any(
+                each["type"] in conditions and each.get("status", "True") == "True" for each in rule["onPodConditions"]
+            )
         if is_hit:
             return rule["action"]
     return "Count"
@@ -134,7 +140,12 @@ def outcome(rules, code, conditions=()):
 def test_disruptions_and_saved_runs_use_up_no_retry_and_a_refused_one_is_not_tried_again(job):
     spec = job["spec"]
     rules = spec["podFailurePolicy"]["rules"]
-    assert outcome(rules, PREEMPTED) == outcome(rules, 137, ["DisruptionTarget"]) == outcome(rules, 1, ["DisruptionTarget"]) == "Ignore"
+    assert (
+        outcome(rules, PREEMPTED)
+        == outcome(rules, 137, ["DisruptionTarget"])
+        == outcome(rules, 1, ["DisruptionTarget"])
+        == "Ignore"
+    )
     assert outcome(rules, 2) == "FailJob"
     assert outcome(rules, 1) == outcome(rules, 137) == "Count" and spec["backoffLimit"] > 0
     assert spec["template"]["spec"]["restartPolicy"] == "Never"  # else the API server refuses the policy
@@ -147,10 +158,14 @@ def test_the_pods_are_those_that_the_restricted_profile_admits_and_the_images_us
     assert rights["runAsNonRoot"] and rights["seccompProfile"] == {"type": "RuntimeDefault"}
     assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     image = dict(instructions())
-    assert image["USER"] == f"{rights['runAsUser']}:{rights['runAsGroup']}" and rights["fsGroup"] == rights["runAsGroup"] > 0
+    assert (
+        image["USER"] == f"{rights['runAsUser']}:{rights['runAsGroup']}"
+        and rights["fsGroup"] == rights["runAsGroup"] > 0
+    )
     assert json.loads(image["ENTRYPOINT"]) == container["command"][:1]
     policy = documents()["NetworkPolicy"]["spec"]
     mine = policy["podSelector"]["matchLabels"]
     assert mine.items() <= job["spec"]["template"]["metadata"]["labels"].items()
-    assert policy["ingress"] == [{"from": [{"podSelector": {"matchLabels": mine}}]}]  # of one gang, or they could not meet
+    # of one gang, or they could not meet
+    assert policy["ingress"] == [{"from": [{"podSelector": {"matchLabels": mine}}]}]
     assert pod["enableServiceLinks"] is False

@@ -1,4 +1,5 @@
-"""scripts/launching.py: the line that launch.sh starts, what it refuses, and the exit code that it makes of an attempt."""
+"""scripts/launching.py: the line that launch.sh starts, what it refuses, and the exit code that it makes of an
+attempt."""
 
 import json
 import os
@@ -10,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from config import Refused
+from config import UserError
 from scripts import launching
 
 
 @pytest.fixture
 def plan(monkeypatch):
     """On a node at 10.0.0.2: the command and the variables that launch.sh would start and set."""
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")  # torchrun is looked for
+    # torchrun is looked for
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(launching, "own_address_to", lambda address: "10.0.0.2")
     monkeypatch.setattr(launching, "interface_of", lambda address: "eth7")
 
@@ -33,11 +35,19 @@ def test_one_node(plan):
     words, _ = plan("--epochs", "3", "--data_dir", "my data", NPROC_PER_NODE="4")
     assert words[:3] == ["torchrun", "--nproc-per-node=4", "--standalone"]
     assert words[-5:] == ["train.py", "--epochs", "3", "--data_dir", "my data"]
-    assert "--tee=3" in words and any("SIGHUP" in word for word in words) == (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)
+    assert "--tee=3" in words and any("SIGHUP" in word for word in words) == (
+        signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+    )
 
 
 def test_several_nodes_by_variables_and_by_flags(plan):
-    variables = {"NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234", "NPROC_PER_NODE": "8"}
+    variables = {
+        "NNODES": "3",
+        "NODE_RANK": "2",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "1234",
+        "NPROC_PER_NODE": "8",
+    }
     words, settings = plan(**variables)
     assert words[:3] == ["torchrun", "--nproc-per-node=8", "--nnodes=3"]
     assert words[3:7] == ["--local-addr=10.0.0.2", "--node-rank=2", "--master-addr=10.0.0.1", "--master-port=1234"]
@@ -69,7 +79,10 @@ def test_a_node_that_comes_back_to_a_completed_run_does_not_wait_for_the_others(
 
 def test_debug_records_collectives_into_the_runs_folder(plan):
     _, settings = plan("--debug", "--run_dir", "runs/x")
-    assert settings["TORCH_FR_DUMP_TEMP_FILE"].startswith("runs/x/traces/flight-") and settings["TORCH_DISTRIBUTED_DEBUG"] == "INFO"
+    assert (
+        settings["TORCH_FR_DUMP_TEMP_FILE"].startswith("runs/x/traces/flight-")
+        and settings["TORCH_DISTRIBUTED_DEBUG"] == "INFO"
+    )
     assert not {"NCCL_ALGO", "NCCL_PROTO"} & settings.keys()
 
 
@@ -86,13 +99,22 @@ SECOND_OF_TWO = {"NNODES": "2", "NODE_RANK": "1"}
     ("variables", "said"),
     [
         ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR: is not set, with NNODES=2; give"),
-        ({"NNODES": "2", "MASTER_ADDR": "a"}, "NODE_RANK: is not set, with NNODES=2; give this node its number, 0 to 1"),
+        (
+            {"NNODES": "2", "MASTER_ADDR": "a"},
+            "NODE_RANK: is not set, with NNODES=2; give this node its number, 0 to 1",
+        ),
         ({"NNODES": "3:2"}, "NNODES=2: is no whole number of at least 3"),
         (SECOND_OF_TWO | {"RDZV_BACKEND": "static", "MAX_RESTARTS": "1"}, "MAX_RESTARTS=1: static rendezvous hangs"),
         (SECOND_OF_TWO | {"RDZV_BACKEND": "etcd"}, "RDZV_BACKEND=etcd: is not known; give"),
         (SECOND_OF_TWO | {"MASTER_ADDR": "localhost"}, "MASTER_ADDR=localhost: is (127.0.0.1|::1) on .*; give"),
-        (SECOND_OF_TWO | {"MASTER_ADDR": "no.invalid", "LAUNCH_PATIENCE": "1"}, "MASTER_ADDR=no.invalid: .* cannot resolve"),
-        (SECOND_OF_TWO | {"MASTER_ADDR": "10.0.0.9", "GLOO_SOCKET_IFNAME": "eth77"}, "GLOO_SOCKET_IFNAME=eth77: .* no interface"),
+        (
+            SECOND_OF_TWO | {"MASTER_ADDR": "no.invalid", "LAUNCH_PATIENCE": "1"},
+            "MASTER_ADDR=no.invalid: .* cannot resolve",
+        ),
+        (
+            SECOND_OF_TWO | {"MASTER_ADDR": "10.0.0.9", "GLOO_SOCKET_IFNAME": "eth77"},
+            "GLOO_SOCKET_IFNAME=eth77: .* no interface",
+        ),
         ({"NPROC_PER_NODE": "3", "CUDA_VISIBLE_DEVICES": "0,1"}, "NPROC_PER_NODE=3: .* shows 2 GPU.s.; give at most 2"),
         ({"LAUNCH_RETRIES": "x"}, "LAUNCH_RETRIES=x: is no whole number"),
         ({"NNODES": "two"}, "NNODES=two: is no whole number of at least 1; give"),
@@ -104,7 +126,7 @@ SECOND_OF_TWO = {"NNODES": "2", "NODE_RANK": "1"}
     ],
 )
 def test_variables_that_make_no_sense_are_refused(plan, variables, said):
-    with pytest.raises(Refused, match=f"^{said}"):
+    with pytest.raises(UserError, match=f"^{said}"):
         plan(**({"NPROC_PER_NODE": "1"} | variables))
 
 
@@ -119,7 +141,7 @@ OLD, SAVED, FAILED = (
     ("torchruns", "status", "message", "code", "said"),
     [
         (0, '{"state": "completed"}', "", 0, ""),
-        (1, OLD, "Refused: lr=x: is no number", 2, ""),
+        (1, OLD, "UserError: lr=x: is no number", 2, ""),
         (1, SAVED, "", 75, ""),
         (0, SAVED, "", 75, ""),
         (1, OLD, "", 1, ""),  # of the attempt before
@@ -128,10 +150,17 @@ OLD, SAVED, FAILED = (
         (1, "", "", 1, ""),
     ],
 )
-def test_the_exit_code_of_an_attempt_follows_from_what_the_run_wrote(tmp_path, capsys, torchruns, status, message, code, said):
+def test_the_exit_code_of_an_attempt_follows_from_what_the_run_wrote(
+    tmp_path, capsys, torchruns, status, message, code, said
+):
     (tmp_path / "status.json").write_text(status)
     (tmp_path / "error.json").write_text(json.dumps({"message": {"message": message}}))
-    env = {"PLAN_RUN_DIR": str(tmp_path), "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"), "STATUS_BEFORE": OLD, "PLAN_MEETING": ""}
+    env = {
+        "PLAN_RUN_DIR": str(tmp_path),
+        "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"),
+        "STATUS_BEFORE": OLD,
+        "PLAN_MEETING": "",
+    }
     assert launching.judge(torchruns, env) == code
     printed = capsys.readouterr().err
     assert said in printed and bool(said) == bool(printed)

@@ -1,4 +1,5 @@
-"""Logger: rank 0 speaks, the others warn; what a line says of a step and of an epoch (files: builtin/test_whole_run.py)."""
+"""Logger: rank 0 speaks, the others warn; what a line says of a step and of an epoch (files:
+builtin/test_whole_run.py)."""
 
 import io
 import os
@@ -8,10 +9,18 @@ import pytest
 
 from utils.logger import duration, log_epoch_summary, log_training_step, setup_logger, show_progress
 
+# fmt: skip
 RECORD = {
-    "epoch": 1, "step": 40, "loss": 1.25, "accuracy": 0.5, "lr": 0.01, "samples_per_s": 2000.0,
-    "data_wait_s": 0.01, "step_s": 0.1, "peak_memory_bytes": 2**30,
-}  # fmt: skip
+    "epoch": 1,
+    "step": 40,
+    "loss": 1.25,
+    "accuracy": 0.5,
+    "lr": 0.01,
+    "samples_per_s": 2000.0,
+    "data_wait_s": 0.01,
+    "step_s": 0.1,
+    "peak_memory_bytes": 2**30,
+}
 
 
 def test_rank_0_shows_information_and_other_ranks_only_warnings(capsys):
@@ -27,7 +36,15 @@ def test_rank_0_shows_information_and_other_ranks_only_warnings(capsys):
 def test_a_training_line_says_where_how_well_how_fast_and_how_long(capsys):
     log_training_step(setup_logger(0), RECORD, ["accuracy"], total_steps=640, world_size=4)
     line = capsys.readouterr().out
-    for part in ("epoch 1", "step 40/640", "loss 1.2500", "accuracy 0.5000", "lr 0.01", "2,000 samples/s (500 a rank)", "data wait 10%"):
+    for part in (
+        "epoch 1",
+        "step 40/640",
+        "loss 1.2500",
+        "accuracy 0.5000",
+        "lr 0.01",
+        "2,000 samples/s (500 a rank)",
+        "data wait 10%",
+    ):
         assert part in line
     assert "mem 1.00 GiB" in line and "1 min 00 s left" in line
 
@@ -38,10 +55,23 @@ def test_a_loss_that_is_not_finite_is_said(capsys):
 
 
 def test_an_epoch_line_has_each_split_and_kind_of_weights(capsys):
-    record = {"kind": "eval", "epoch": 2, "step": 9, "split": "val", "weights": "model", "loss": 0.5, "top1": 0.9, "count": 1000}
+    record = {
+        "kind": "eval",
+        "epoch": 2,
+        "step": 9,
+        "split": "val",
+        "weights": "model",
+        "loss": 0.5,
+        "top1": 0.9,
+        "count": 1000,
+    }
     log_epoch_summary(setup_logger(0), [record, record | {"weights": "ema", "top1": 0.95}], 3.0, is_best=True)
     line = capsys.readouterr().out
-    assert "epoch 2" in line and "val: loss 0.5000, top1 0.9000 on 1,000 samples" in line and "val (ema): loss 0.5000, top1 0.9500" in line
+    assert (
+        "epoch 2" in line
+        and "val: loss 0.5000, top1 0.9000 on 1,000 samples" in line
+        and "val (ema): loss 0.5000, top1 0.9500" in line
+    )
     assert "best so far" in line
 
 
@@ -58,7 +88,9 @@ def test_a_progress_bar_only_on_a_terminal(monkeypatch, is_terminal):
     assert text.endswith("a line\n")
 
 
-@pytest.mark.parametrize("speak", [lambda logger: logger.info("a line"), lambda logger: show_progress(logger, 3, 12, "step")])
+@pytest.mark.parametrize(
+    "speak", [lambda logger: logger.info("a line"), lambda logger: show_progress(logger, 3, 12, "step")]
+)
 def test_a_run_goes_on_when_its_terminal_closes(monkeypatch, speak):
     ours, its = os.openpty()
     with os.fdopen(its, "w") as terminal:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from config import Refused
+from config import UserError
 from utils.metrics import MetricTracker, all_reduce_scalar, choose_best, compute_accuracy, count_correct
 
 LOGITS = torch.tensor([[3.0, 1, 2], [1, 2, 3], [3, 2, 1], [1, 3, 2]])
@@ -59,7 +59,7 @@ def test_what_the_best_checkpoint_is_chosen_by(asked, names, expected):
 
 
 def test_an_unknown_metric_is_refused_with_those_there_are():
-    with pytest.raises(Refused, match="best_metric=f1: an evaluation reports loss, top1; choose one of these"):
+    with pytest.raises(UserError, match="best_metric=f1: an evaluation reports loss, top1; choose one of these"):
         choose_best("f1", ["loss", "top1"])
 
 

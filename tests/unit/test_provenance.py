@@ -2,11 +2,12 @@
 
 import importlib
 import json
+import subprocess
 import sys
 
 import pytest
 
-from utils import provenance
+from utils.run import provenance
 
 TASK = "net on data"
 
@@ -71,10 +72,33 @@ def test_what_was_broken_is_named(verified):
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"passed": true}', '{"code": 3}'])
 def test_a_file_that_cannot_be_read_verifies_nothing(verified, text):
     provenance.VERIFIED.write_text(text)
-    assert provenance.verification(TASK) == (False, "not verified; scripts/verify.py checks your model and data in a minute")
+    assert provenance.verification(TASK) == (
+        False,
+        "not verified; scripts/verify.py checks your model and data in a minute",
+    )
 
 
 def test_the_code_that_counts_is_what_is_imported_from_the_repository():
     found = provenance.code_digests()
-    assert "utils/provenance.py" in found
+    assert "utils/run/provenance.py" in found
     assert not [name for name in found if name.startswith(("tests/", "scripts/", ".venv"))]
+
+
+def test_files_of_ours_that_differ_from_the_templates_tag_are_listed(tmp_path, monkeypatch):
+    """The forker's block of config.py and files of the forker's own do not count."""
+    block = "a = 1\n# ---- yours: fields ----\n{}# ---- end of yours ----\n"
+    (tmp_path / "utils").mkdir()
+    for name, text in (("config.py", block.format("")), ("utils/x.py", "1\n"), ("model.py", "1\n")):
+        (tmp_path / name).write_text(text)
+    git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=b"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    assert provenance.changed_files() == []  # no tag
+    subprocess.run([*git, "tag", "template-1.0"], check=True)
+    (tmp_path / "config.py").write_text(block.format("b = 2\n"))
+    (tmp_path / "model.py").write_text("2\n")
+    assert provenance.changed_files() == []
+    (tmp_path / "config.py").write_text(block.format("").replace("a = 1", "a = 2"))
+    (tmp_path / "utils" / "x.py").write_text("2\n")
+    assert provenance.changed_files() == ["config.py", "utils/x.py"]

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from config import Refused, TrainingConfig
+from config import TrainingConfig, UserError
 from test_checkpoint import payload
-from utils import checkpoint, run_folder
-from utils.run_folder import Run
+from utils.checkpoint import format as checkpoint
+from utils.run import folder as run_folder
+from utils.run.folder import Run
 
 
 def open_run(config, launch_id="", may_restart=False, makes_room=True):
@@ -62,12 +63,16 @@ def read_json(run, name):
 
 def contents(config):
     """{file: its bytes}, but for the claim."""
-    return {path: path.read_bytes() for path in config.run_folder.rglob("*") if path.is_file() and path.name != "claim.json"}
+    return {
+        path: path.read_bytes() for path in config.run_folder.rglob("*") if path.is_file() and path.name != "claim.json"
+    }
 
 
 def test_a_named_folder_that_holds_a_run_is_refused_with_the_commands(config):
     fill(open_run(config))
-    with pytest.raises(Refused, match="holds a run already; add --resume_from auto .* --overwrite .* another --run_dir"):
+    with pytest.raises(
+        UserError, match="holds a run already; add --resume_from auto .* --overwrite .* another --run_dir"
+    ):
         open_run(config)
     assert len(list(config.checkpoint_folder.glob("*.pt"))) == 2
 
@@ -111,7 +116,7 @@ def test_overwrite_replaces_what_a_run_wrote_and_nothing_else(config):
 @pytest.mark.parametrize("folder", [".", "..", "/", "runs"])
 def test_a_folder_that_holds_more_than_one_run_is_refused(config, folder):
     fill(open_run(config))
-    with pytest.raises(Refused, match="run_dir=.*: holds other things than one run; give a folder of the run's own"):
+    with pytest.raises(UserError, match="run_dir=.*: holds other things than one run; give a folder of the run's own"):
         open_run(with_(config, run_dir=folder, overwrite=True))
 
 
@@ -121,18 +126,18 @@ def test_a_refused_start_leaves_the_status_of_the_run(config):
     before = read_json(run, "status.json")
     run.begin()
     assert read_json(run, "status.json")["step"] == 20
-    run.failed(Refused("seed=1: the checkpoint has seed=2", 0, "here"))
+    run.failed(UserError("seed=1: the checkpoint has seed=2", 0, "here"))
     assert read_json(run, "status.json") == before
     run.begin()
     run.status("running", step=21)  # it goes on
-    run.failed(Refused("a.png: cannot be read", 0, "here"))
+    run.failed(UserError("a.png: cannot be read", 0, "here"))
     assert read_json(run, "status.json")["state"] == "failed"
 
 
 def test_a_run_without_a_record_or_a_checkpoint_starts_anew_in_its_folder(config):
     run = open_run(config)
     run.status("running")
-    run.failed(Refused("bad data; mend it"))
+    run.failed(UserError("bad data; mend it"))
     run.close()
     run = open_run(config)
     assert run.attempt == 1
@@ -151,7 +156,11 @@ def test_a_path_within_the_run_goes_back_and_sets_what_is_beyond_aside(config):
     run = open_run(with_(config, resume_from=str(config.checkpoint_folder / "step_00000010.pt")))
     assert run.resume_path.name == "step_00000010.pt" and run.attempt == 2
     run.rewind(10)
-    assert sorted(path.name for path in (run.folder / "superseded-2").iterdir()) == ["best.pt", "step_00000020.pt", "step_00000030.pt"]
+    assert sorted(path.name for path in (run.folder / "superseded-2").iterdir()) == [
+        "best.pt",
+        "step_00000020.pt",
+        "step_00000030.pt",
+    ]
     assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000010.pt"]
     records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [(r["kind"], r["step"]) for r in records] == [("train", 10), ("event", 10)]
@@ -163,11 +172,11 @@ def test_a_path_of_another_run_starts_a_new_one_and_never_in_a_folder_that_holds
     other = open_run(TrainingConfig(run_dir="runs/other", resume_from=source))
     assert other.resume_path.name == "step_00000020.pt" and other.attempt == 1
     fill(other)
-    with pytest.raises(Refused, match="holds a run already"):
+    with pytest.raises(UserError, match="holds a run already"):
         open_run(TrainingConfig(run_dir="runs/other", resume_from=source))
-    with pytest.raises(Refused, match="cannot be read"):
+    with pytest.raises(UserError, match="cannot be read"):
         open_run(TrainingConfig(run_dir="runs/new", resume_from="nowhere.pt"))
-    with pytest.raises(Refused, match="holds a run already"):  # checkpoints of another run are not mixed in
+    with pytest.raises(UserError, match="holds a run already"):  # checkpoints of another run are not mixed in
         open_run(TrainingConfig(run_dir="runs/new", checkpoint_dir=str(config.checkpoint_folder)))
 
 
@@ -177,20 +186,20 @@ def test_a_restart_of_the_same_launch_continues_even_where_overwrite_was_asked(c
     run = open_run(first, launch_id="job-7")
     assert run.resume_path.name == "step_00000020.pt" and run.attempt == 2
     run.close()
-    with pytest.raises(Refused, match="holds a run already"):
+    with pytest.raises(UserError, match="holds a run already"):
         open_run(config, launch_id="job-8")
 
 
 def test_a_restart_that_cannot_be_told_from_a_new_run_is_refused(config):
     fill(open_run(TrainingConfig()))
-    with pytest.raises(Refused, match="whether this restarts it cannot be known; give torchrun --rdzv-id NAME"):
+    with pytest.raises(UserError, match="whether this restarts it cannot be known; give torchrun --rdzv-id NAME"):
         open_run(TrainingConfig(), may_restart=True)
 
 
 @pytest.mark.parametrize("where", ["run_dir", "checkpoint_dir"])
 def test_an_unwritable_folder_is_refused(tmp_path, where):
     (tmp_path / "file").touch()
-    with pytest.raises(Refused, match="cannot be written .Not a directory.; give"):
+    with pytest.raises(UserError, match="cannot be written .Not a directory.; give"):
         open_run(TrainingConfig(**{"run_dir": str(tmp_path / "run"), where: str(tmp_path / "file" / "x")}))
 
 
@@ -199,7 +208,12 @@ def test_an_unwritable_folder_is_refused(tmp_path, where):
 
 def test_a_number_that_is_not_finite_becomes_null(config):
     run = open_run(config)
-    assert run.record("train", step=1, loss=float("nan"), lr=0.1) == {"kind": "train", "step": 1, "loss": None, "lr": 0.1}
+    assert run.record("train", step=1, loss=float("nan"), lr=0.1) == {
+        "kind": "train",
+        "step": 1,
+        "loss": None,
+        "lr": 0.1,
+    }
     assert read_json(run, "metrics.jsonl")["loss"] is None
 
 
@@ -219,7 +233,8 @@ def test_best_is_a_link_to_the_steps_checkpoint_or_a_file_of_its_own_and_set_asi
     path = commit(run, 10, keep_last=2)
     best = commit_best(run, 10)
     assert best.samefile(path)
-    assert commit_best(run, 10).samefile(path) and not list(run.folder.rglob("*.tmp"))  # again, after a resume at this step
+    # again, after a resume at this step
+    assert commit_best(run, 10).samefile(path) and not list(run.folder.rglob("*.tmp"))
     commit(run, 20, keep_last=2), commit(run, 30, keep_last=2)
     assert not path.exists() and checkpoint.read(best)[0]["progress"]["step"] == 10
     commit_best(run, 25)
@@ -253,7 +268,7 @@ def test_a_run_is_replaced_only_when_nothing_more_can_be_refused(config, changes
     before = contents(config)
     run = open_run(config, "job-7", makes_room=False)
     assert run.is_replacing
-    run.failed(Refused("data_dir=typo: has no train/<class>/ folders; give the folder that holds train/", 0, "here"))
+    run.failed(UserError("data_dir=typo: has no train/<class>/ folders; give the folder that holds train/", 0, "here"))
     run.close()
     assert contents(config) == before
     restarted = open_run(config, "job-7", makes_room=False)
@@ -266,7 +281,9 @@ def test_what_an_evaluation_left_is_dropped_where_it_is_made_again(config):
     run.record("event", event="best", step=20)
 
     def of_step_20():
-        return [record.get("event", "eval") for record in run.records("eval") + run.records("event") if record["step"] == 20]
+        return [
+            record.get("event", "eval") for record in run.records("eval") + run.records("event") if record["step"] == 20
+        ]
 
     run.rewind(20, is_evaluated=True)
     assert of_step_20() == ["eval", "checkpoint", "best"]
@@ -289,7 +306,7 @@ def test_a_restart_of_a_launch_that_had_not_begun_starts_where_the_launch_was_to
         run = open_run(given, launch_id="job-7")
         assert run.resume_path.name == "step_00000010.pt" and not run.is_completed and run.attempt == attempt
         run.close()
-    with pytest.raises(Refused, match="holds a run already"):
+    with pytest.raises(UserError, match="holds a run already"):
         open_run(config, launch_id="job-7")
 
 

@@ -1,4 +1,5 @@
-"""BatchNorm's running statistics: once per optimizer step, over the whole global batch, to the bit as they were after a skip."""
+"""BatchNorm's running statistics: once per optimizer step, over the whole global batch, to the bit as they were after a
+skip."""
 
 import copy
 
@@ -6,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from config import Refused, TrainingConfig
+from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed
-from utils.running_stats import RunningStats
+from utils.training.batchnorm import RunningStats
 
 YES, NO = torch.tensor(True), torch.tensor(False)
 
@@ -22,7 +23,9 @@ def world_of_one():
 
 def net():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=0.3)).train()
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=0.3)
+    ).train()
 
 
 def statistics(model):
@@ -109,5 +112,5 @@ def test_discard_and_reload():
 
 
 def test_a_cumulative_average_is_refused():
-    with pytest.raises(Refused, match="momentum=None .* cannot be resumed exactly; give"):
+    with pytest.raises(UserError, match="momentum=None .* cannot be resumed exactly; give"):
         RunningStats(nn.BatchNorm1d(3, momentum=None))

@@ -1,4 +1,5 @@
-"""Signals: a flag for the loop, and no other exit code while the process ends (workers: distributed/test_workers_and_data.py)."""
+"""Signals: a flag for the loop, and no other exit code while the process ends (workers:
+distributed/test_workers_and_data.py)."""
 
 import os
 import signal
@@ -37,7 +38,9 @@ def test_a_signal_sets_a_flag_and_the_handlers_come_back():
 
 def test_a_signal_while_the_process_ends_does_not_change_its_exit_code():
     """srun --kill-on-bad-exit sends SIGTERM to the tasks that are a moment behind the first."""
-    ended = subprocess.run([sys.executable, "-c", ENDS_UNDER_SIGNALS], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS_UNDER_SIGNALS], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert ended.returncode == 75, ended.stderr
 
 

@@ -6,10 +6,19 @@ import pytest
 
 from ddp_utils import read_launch
 
+# fmt: skip
 STEP = {
-    "PROCID": "5", "LOCALID": "1", "STEP_NUM_TASKS": "8", "NTASKS": "8", "JOB_ID": "1234", "STEP_ID": "0", "CLUSTER_NAME": "here",
-    "STEP_NODELIST": "node[07-08,11]", "LAUNCH_NODE_IPADDR": "10.0.0.1", "GPUS_ON_NODE": "4",
-}  # fmt: skip
+    "PROCID": "5",
+    "LOCALID": "1",
+    "STEP_NUM_TASKS": "8",
+    "NTASKS": "8",
+    "JOB_ID": "1234",
+    "STEP_ID": "0",
+    "CLUSTER_NAME": "here",
+    "STEP_NODELIST": "node[07-08,11]",
+    "LAUNCH_NODE_IPADDR": "10.0.0.1",
+    "GPUS_ON_NODE": "4",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +37,13 @@ def launched(monkeypatch, **changed):
 
 def test_a_task_of_a_step_is_a_rank(monkeypatch):
     launch = launched(monkeypatch)
-    assert (launch.rank, launch.local_rank, launch.world_size, launch.is_launched, launch.is_under_torchrun) == (5, 1, 8, True, False)
+    assert (launch.rank, launch.local_rank, launch.world_size, launch.is_launched, launch.is_under_torchrun) == (
+        5,
+        1,
+        8,
+        True,
+        False,
+    )
     assert launch.id == "slurm-here-1234.0"  # after a requeue too
     assert launched(monkeypatch, STEP_ID="1").id == "slurm-here-1234.1"
     monkeypatch.setenv("LAUNCH_ID", "mine")
@@ -50,7 +65,11 @@ def test_the_ranks_meet_on_the_first_node_of_the_step(monkeypatch, nodes, first)
 
 
 def test_each_step_of_each_job_has_a_port_of_its_own(monkeypatch):
-    ports = {launched(monkeypatch, JOB_ID=str(j), STEP_ID=str(s)).address.split(":")[-1] for j in range(995, 1005) for s in range(5)}
+    ports = {
+        launched(monkeypatch, JOB_ID=str(j), STEP_ID=str(s)).address.split(":")[-1]
+        for j in range(995, 1005)
+        for s in range(5)
+    }
     assert len(ports) == 50 and all(20000 <= int(port) < 30000 for port in ports)
 
 

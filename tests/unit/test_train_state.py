@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from config import Refused, TrainingConfig
+from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed
-from utils.loading import Window
-from utils.optim import WeightAverage, lr_factor
-from utils.precision import Precision, has_fast_bf16
-from utils.train_state import TrainState
-from utils.warm_up import warm_up
+from utils.data.sampler import GlobalBatch
+from utils.training.first_passes import warm_up
+from utils.training.optimizer import WeightAverage, lr_factor
+from utils.training.precision import Precision, has_fast_bf16
+from utils.training.state import TrainState
 
 CPU = torch.device("cpu")
-WINDOW = Window(samples=4, weight=4.0, micro_batches=[])
+WINDOW = GlobalBatch(samples=4, weight=4.0, micro_batches=[])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,7 +30,9 @@ def make(precision=None, model=None, groups=None, **changes):
     torch.manual_seed(0)
     model = model or nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     config = TrainingConfig(warmup_epochs=0, **changes)
-    state = TrainState(model, groups or [{"params": list(model.parameters())}], config, precision or Precision("cpu", None))
+    state = TrainState(
+        model, groups or [{"params": list(model.parameters())}], config, precision or Precision("cpu", None)
+    )
     state.plan(steps_left=100, steps_per_epoch=10, config=config)
     return state
 
@@ -115,7 +117,11 @@ def test_fp16_lowers_the_scale_on_overflow():
 def test_the_learning_rate_is_a_function_of_the_step_and_goes_on_over_a_skip():
     factors = [lr_factor(step, 10, 4) for step in range(11)]
     assert factors[:4] == [0.25, 0.5, 0.75, 1.0] and factors[4] == 1.0
-    assert factors[7] == pytest.approx(0.5) and factors[10] == 0 and factors == sorted(factors[:4]) + sorted(factors[4:], reverse=True)
+    assert (
+        factors[7] == pytest.approx(0.5)
+        and factors[10] == 0
+        and factors == sorted(factors[:4]) + sorted(factors[4:], reverse=True)
+    )
     assert lr_factor(5, 5, 0) == 0
     state = make(lr=0.2)
     for gradient in (None, float("nan"), None):
@@ -131,7 +137,10 @@ def test_a_group_may_bring_a_learning_rate_of_its_own():
     state.progress.step = 5
     model(torch.randn(2, 3)).sum().backward()
     state.update_if_finite(WINDOW)
-    assert [group["lr"] for group in state.optimizer.param_groups] == [0.01 * lr_factor(5, 100, 0), 0.1 * lr_factor(5, 100, 0)]
+    assert [group["lr"] for group in state.optimizer.param_groups] == [
+        0.01 * lr_factor(5, 100, 0),
+        0.1 * lr_factor(5, 100, 0),
+    ]
 
 
 def test_patience_counts_evaluations_without_a_better_value():
@@ -164,16 +173,16 @@ def test_a_checkpoint_whose_optimizer_has_other_parameters_is_refused():
     frozen = make().model
     frozen[0].requires_grad_(False)
     other = TrainState(frozen, [{"params": list(frozen.parameters())}], TrainingConfig(), Precision("cpu", None))
-    with pytest.raises(Refused, match="optimizer has other parameters; give"):
+    with pytest.raises(UserError, match="optimizer has other parameters; give"):
         other.load_state_dict(payload, rank=0, world_size=1)
     payload["optimizer"]["state"][0]["momentum_buffer"] = torch.zeros(5)  # a fused kernel would write beyond it
-    with pytest.raises(Refused, match="optimizer has other parameters; give"):
+    with pytest.raises(UserError, match="optimizer has other parameters; give"):
         make().load_state_dict(payload, rank=0, world_size=1)
 
 
 def test_a_parameter_that_is_not_the_models_is_refused():
     net, stranger = make().model, nn.Parameter(torch.zeros(2))
-    with pytest.raises(Refused, match="holds a parameter that is not the model's.*; make it the model's"):
+    with pytest.raises(UserError, match="holds a parameter that is not the model's.*; make it the model's"):
         TrainState(net, [{"params": [*net.parameters(), stranger]}], TrainingConfig(), Precision("cpu", None))
 
 
@@ -220,7 +229,8 @@ def test_the_average_begins_with_the_first_step_that_is_taken():
         with torch.no_grad():
             model.weight += 1
         average.update(torch.tensor(taken))
-    torch.testing.assert_close(average.model.weight, model.weight, rtol=1e-6, atol=1e-6)  # a difference added back is rounded
+    # a difference added back is rounded
+    torch.testing.assert_close(average.model.weight, model.weight, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -239,7 +249,8 @@ def test_a_resume_takes_the_memory_format_of_the_parameters(optimizer):
         train(whole)
     other.load_state_dict(copy.deepcopy(whole.state_dict([{"numbers": {}, "tensors": {}}])), 0, 1)
     train(whole), train(other)
-    torch.testing.assert_close(other.model.weight, whole.model.weight, rtol=1e-4, atol=1e-6)  # convolutions of another layout
+    # convolutions of another layout
+    torch.testing.assert_close(other.model.weight, whole.model.weight, rtol=1e-4, atol=1e-6)
 
 
 def test_momentum_that_a_resume_turns_on_begins_at_zero():

@@ -5,9 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from utils import ledger, watchdog
-from utils.ledger import ACCOUNTS, Ledger, goodput, read_ledger
-from utils.watchdog import BEAT, FIRST_LIMIT, LEAST_LIMIT, PHASES, PLACE, Clock, Place, Watch, look_twice, read_place, slowest, verdict
+import utils.clock
+from utils.clock import PHASES, Clock, slowest
+from utils.report import goodput as ledger
+from utils.report.goodput import ACCOUNTS, Ledger, goodput, read_ledger
+from utils.run import watchdog
+from utils.run.watchdog import BEAT, FIRST_LIMIT, LEAST_LIMIT, PLACE, Place, Watch, look_twice, read_place, verdict
 
 HOSTS = ("a", "a", "b", "b")
 
@@ -19,10 +22,20 @@ def place(step, phase, counter=1, beat=1):
 @pytest.mark.parametrize(
     ("places", "standing", "said", "guilty"),
     [
-        ([place(7, "backward")] * 4, {2}, "rank 2 on b stands still in backward of step 7 (process 100: stopped, killed or cut off)", 2),
+        (
+            [place(7, "backward")] * 4,
+            {2},
+            "rank 2 on b stands still in backward of step 7 (process 100: stopped, killed or cut off)",
+            2,
+        ),
         ([place(7, "backward")] * 3 + [None], {3}, "rank 3 on b stands still somewhere", 3),
         ([place(7, "backward")] * 3 + [place(7, "data")], set(), "rank 3 on b hangs in data of step 7", 3),
-        ([place(8, "data"), place(7, "update"), place(8, "data"), place(8, "data")], set(), "rank 1 on a hangs in update of step 7", 1),
+        (
+            [place(8, "data"), place(7, "update"), place(8, "data"), place(8, "data")],
+            set(),
+            "rank 1 on a hangs in update of step 7",
+            1,
+        ),
         ([place(7, "backward")] * 4, set(), "all ranks wait in backward of step 7: the network", 0),
     ],
 )
@@ -49,6 +62,7 @@ def clock(monkeypatch):
     clock = SimpleNamespace(now=1000.0, sleep=lambda seconds: None)
     clock.time = clock.perf_counter = clock.monotonic = lambda: clock.now
     monkeypatch.setattr(watchdog, "time", clock)
+    monkeypatch.setattr(utils.clock, "time", clock)
     monkeypatch.setattr(ledger, "time", clock)
     return clock
 
@@ -125,7 +139,15 @@ def test_each_second_is_in_one_account_over_restarts(tmp_path, clock):
     pass_through(watch, ("data", "forward"), step=2)
     pass_through(watch, ("data", "forward"), step=3)
     found = second.now()
-    expected = {"training": 5, "data_wait": 3, "evaluation": 1, "checkpoints": 1, "start_up": 0, "recomputed": 2, "down": 4}
+    expected = {
+        "training": 5,
+        "data_wait": 3,
+        "evaluation": 1,
+        "checkpoints": 1,
+        "start_up": 0,
+        "recomputed": 2,
+        "down": 4,
+    }
     assert {name: found[name] for name in ACCOUNTS} == expected and sum(expected.values()) == found["until"] - began
     assert found["step"] == 3 and goodput(found) == 5 / 16
     file.write_text(json.dumps({"training": "much"}))

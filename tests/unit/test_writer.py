@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from config import Refused
+from config import UserError
 from test_checkpoint import payload
-from utils import checkpoint, lines
-from utils.claim import Claim
-from utils.lines import LinesFile, read_lines
-from utils.saving import Hook, digest_of, diverged
+from utils import files as lines
+from utils.checkpoint import format as checkpoint
+from utils.checkpoint.writer import Writer
+from utils.files import LinesFile, read_lines
+from utils.run.lock import Claim
+from utils.run.saver import Hook, digest_of, diverged
 from utils.signals import STOP_SIGNALS
-from utils.writer import Writer
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def send(writer, claim, step, name=None):
     written = payload(step) | {"ema": {"counter": torch.tensor(step), "nothing": torch.empty(0, 3)}}
     written["progress"]["epoch"] = 0
     written["model"]["conv"] = torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)
-    apart, tensors = checkpoint.take_apart(written)
+    apart, tensors = checkpoint.flatten(written)
     for view, tensor in zip(writer.fit(tensors), tensors, strict=True):
         view.copy_(tensor)
     path = claim.file.parent / (name or f"step_{step:08d}.pt")
@@ -62,7 +63,11 @@ def test_it_writes_what_it_was_given_once_it_is_committed_and_keeps_its_memory(w
         assert found["ema"]["nothing"].shape == (0, 3) and found["config"] == written["config"]
         assert torch.load(path, weights_only=True)["progress"] == {"step": step, "epoch": 0}
     assert len(set(views)) == 1
-    assert [path.name for path in checkpoint.step_checkpoints(path.parent)] == ["step_00000020.pt", "step_00000030.pt"]  # keep_last
+    # keep_last
+    assert [path.name for path in checkpoint.step_checkpoints(path.parent)] == [
+        "step_00000020.pt",
+        "step_00000030.pt",
+    ]
 
 
 def test_no_stop_signal_ends_it_not_even_one_that_comes_right_after_the_fork(claim, monkeypatch):
@@ -89,13 +94,18 @@ def test_a_writer_that_dies_is_replaced_and_the_memory_still_holds_the_state(wri
     assert outcome.problem.endswith("the process that wrote it was killed") and not path.exists()
     writer.again()
     writer.commit()
-    assert not writer.wait(60).problem and torch.equal(checkpoint.read(path)[0]["model"]["weight"], written["model"]["weight"])
+    assert not writer.wait(60).problem and torch.equal(
+        checkpoint.read(path)[0]["model"]["weight"], written["model"]["weight"]
+    )
 
 
 def test_the_commit_of_a_job_that_failed_before_it_does_not_commit_the_next_one(writer, claim):
     send(writer, claim, 10, name="nowhere/step_00000010.pt")
     outcome = writer.wait(60)
-    assert "step_00000010.pt: cannot be written (No such file or directory); it needs 0.0 MB, its folder cannot be seen" in outcome.problem
+    assert (
+        "step_00000010.pt: cannot be written (No such file or directory); it needs 0.0 MB, its folder cannot be seen"
+        in outcome.problem
+    )
     writer.commit()
     path, _ = send(writer, claim, 20)
     assert writer.wait(0.5) is None and not path.exists()
@@ -116,26 +126,33 @@ def test_a_run_that_was_taken_over_does_not_commit(writer, claim, tmp_path, monk
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ({"a": [1, {"b": Path("x")}]}, r"model.a\[1\].b: is of type pathlib.PosixPath, which no checkpoint can hold; make it"),
+        (
+            {"a": [1, {"b": Path("x")}]},
+            r"model.a\[1\].b: is of type pathlib.PosixPath, which no checkpoint can hold; make it",
+        ),
         ({"v": torch.__version__}, "model.v: is of type torch.torch_version.TorchVersion"),
         ({"x": (1.0, {3})}, r"model.x\[1\]: is of type builtins.set"),
         ({(1, 2): 3}, "model: has a key of type builtins.tuple"),
     ],
 )
 def test_what_torch_load_would_refuse_is_refused_at_save_time_by_name(value, said):
-    with pytest.raises(Refused, match=said):
-        checkpoint.take_apart({"model": value})
+    with pytest.raises(UserError, match=said):
+        checkpoint.flatten({"model": value})
 
 
 def test_weights_that_are_tied_stay_one_tensor():
     tied = nn.Linear(3, 3)
-    apart, tensors = checkpoint.take_apart({"a": tied.weight, "b": {"c": tied.weight}, "d": tied.weight.detach().clone()})
+    apart, tensors = checkpoint.flatten({"a": tied.weight, "b": {"c": tied.weight}, "d": tied.weight.detach().clone()})
     assert len(tensors) == 2 and apart["a"] == apart["b"]["c"] != apart["d"]
 
 
 def test_the_digest_changes_with_any_bit_of_any_weight_and_names_the_rank_that_differs():
     torch.manual_seed(0)
-    weights = [torch.randn(5, 3, 3, 3).contiguous(memory_format=torch.channels_last), torch.randn(7), torch.randn(2, 2).bfloat16()]
+    weights = [
+        torch.randn(5, 3, 3, 3).contiguous(memory_format=torch.channels_last),
+        torch.randn(7),
+        torch.randn(2, 2).bfloat16(),
+    ]
     before = digest_of(weights)
     assert digest_of([weight.clone() for weight in weights]) == before
     for weight in weights:
@@ -145,7 +162,12 @@ def test_the_digest_changes_with_any_bit_of_any_weight_and_names_the_rank_that_d
             assert digest_of(weights) != before
             bits[(0,) * bits.ndim] ^= 1 << bit
     assert digest_of(weights) == before
-    assert diverged([5, 5, 5, 5]) == [] and diverged([5, 5, 6, 5]) == [2] and diverged([5, 6]) == [1] and diverged([6, 5, 5, 5]) == [0]
+    assert (
+        diverged([5, 5, 5, 5]) == []
+        and diverged([5, 5, 6, 5]) == [2]
+        and diverged([5, 6]) == [1]
+        and diverged([6, 5, 5, 5]) == [0]
+    )
 
 
 def test_records_that_do_not_fit_on_a_full_disk_are_written_later_whole_and_once(tmp_path, monkeypatch):
@@ -170,7 +192,10 @@ def test_the_users_command_gets_the_newest_path_and_its_failure_is_a_warning(tmp
     may_end.touch()
     hook.wait()
     assert out.read_text() == "step_1.pt\nstep_3.pt\n"  # 2 and 3 came while the first ran, and 3 is newer
-    for command, problem in (("false", "ended with exit code 1"), ("no-such-program", "cannot be run (No such file or directory)")):
+    for command, problem in (
+        ("false", "ended with exit code 1"),
+        ("no-such-program", "cannot be run (No such file or directory)"),
+    ):
         hook = Hook(command, said.append)
         hook.run(Path("a.pt"))
         hook.wait()

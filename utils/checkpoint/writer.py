@@ -1,0 +1,311 @@
+"""Checkpoints are written by a process of its own: the loop pays for a copy of the state in memory, and for nothing
+else.
+
+The copy lies in memory that both processes map (memfd: /dev/shm has 64 MB in a container). The process is forked early,
+before the
+model and the data are there, keeps no file of the training process open, and does not hear its signals: it outlives a
+SIGTERM to
+the group, and ends by itself when the training process is gone. Where there is no memfd (macOS), `Writer` writes in
+this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import mmap
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from config import UserError
+from utils.checkpoint import format as checkpoint
+from utils.files import temporary_of
+from utils.signals import STOP_SIGNALS, die_with_parent, kept_back
+
+SECONDS_AS_AN_ORPHAN = 8  # to finish a file that was committed before the training process was killed
+ALIGNMENT = 64  # bytes
+NICENESS = 10  # where every core has a rank the training comes first
+HAS_PROCESS = sys.platform == "linux"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One checkpoint to be written."""
+
+    number: int
+    path: Path
+    apart: Any  # the payload, as checkpoint.flatten gives it
+    layout: list[tuple]  # of each tensor: dtype, size, stride, offset in the shared memory
+    keep_last: int
+    claim_file: Path
+    claim: int  # the number it must hold when the checkpoint gets its name
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended."""
+
+    path: Path
+    step: int
+    epoch: int
+    seconds: float
+    problem: str = ""  # a sentence; empty: it is written
+    is_final: bool = False  # trying again is no use
+
+
+class Writer:
+    """The training process's side. One checkpoint at a time: `copy`, then `send`, then `commit`, then an outcome from
+    `poll` or `wait`."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self._descriptor, self._pinned = -1, None
+        self._views: list[Tensor] = []
+        self._key: Any = None
+        self._layout: list[tuple] = []
+        self._pid, self._connection = -1, None
+        self._job: Job | None = None
+        self._outcome: Outcome | None = None  # where there is no process
+        self._start()
+
+    def _start(self) -> None:
+        if HAS_PROCESS:
+            ours, theirs = _pair()
+            with kept_back():  # a signal that comes before the new process ignores it would end it
+                self._pid = os.fork()
+                if self._pid == 0:
+                    _be_the_writer(theirs)
+            theirs.close()
+            self._connection = ours
+            if self._memory is not None:
+                self._share()
+
+    @property
+    def pid(self) -> int:
+        return self._pid
+
+    def fit(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Places in the shared memory for these tensors; the memory is kept as long as they stay alike."""
+        key = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
+        if key != self._key:
+            sizes = [-(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT for tensor in tensors]
+            offsets = [sum(sizes[:number]) for number in range(len(sizes))]
+            size = max(sum(sizes), 1)
+            self._let_go()
+            if HAS_PROCESS:
+                self._descriptor = os.memfd_create("checkpoint")
+                os.ftruncate(self._descriptor, size)
+                self._memory = mmap.mmap(self._descriptor, size)
+            else:
+                self._memory = mmap.mmap(-1, size)
+            for tensor, offset in zip(tensors, offsets, strict=True):
+                stride = torch.empty_like(tensor, device="meta").stride()  # dense, in the tensor's own memory format
+                self._layout.append((tensor.dtype, tuple(tensor.shape), stride, offset))
+            self._views = [_view(self._memory, place) for place in self._layout]
+            # pinned pages: the copy runs at the bus's speed, beside the computation
+            if any(tensor.is_cuda for tensor in tensors):
+                self._pinned = torch.frombuffer(self._memory, dtype=torch.uint8)
+                torch.cuda.cudart().cudaHostRegister(self._pinned.data_ptr(), size, 0)
+            self._key = key
+            self._share()
+        return self._views
+
+    def _let_go(self) -> None:
+        """Give up the shared memory."""
+        if self._pinned is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._pinned.data_ptr())
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._memory, self._descriptor, self._pinned, self._views, self._layout = None, -1, None, [], []
+
+    def _share(self) -> None:
+        if HAS_PROCESS:
+            with contextlib.suppress(OSError):  # a dead writer is noticed by `poll`
+                self._connection.send(len(self._memory))
+                send_handle(self._connection, self._descriptor, self._pid)
+
+    def send(self, path: Path, apart: Any, keep_last: int, claim_file: Path, claim: int) -> None:
+        """Let the file be written from what the shared memory holds. It gets its name after `commit`."""
+        number = self._job.number + 1 if self._job else 0
+        self._job = Job(number, path, apart, self._layout, keep_last, claim_file, claim)
+        self._tell(self._job)
+
+    def again(self, path: Path | None = None) -> None:
+        """Send the same job once more, under another name perhaps; the memory still holds it."""
+        self._job = dataclasses.replace(self._job, number=self._job.number + 1, path=path or self._job.path)
+        self._tell(self._job)
+
+    def commit(self, is_right: bool = True) -> None:
+        """Let the file of the job that was sent appear, or drop it."""
+        self._tell((self._job.number, is_right))
+        if not HAS_PROCESS:
+            self._outcome = _write(self._job, self._memory, lambda: is_right)
+
+    def _tell(self, word: Any) -> None:
+        if HAS_PROCESS:
+            with contextlib.suppress(OSError):
+                self._connection.send(word)
+
+    def poll(self) -> Outcome | None:
+        """The outcome of the job, once there is one; a dead process is one, and is replaced."""
+        return self.wait(0.0)
+
+    def wait(self, seconds: float | None = None) -> Outcome | None:
+        """The same, after so many seconds at most; None: however long it takes."""
+        if not HAS_PROCESS:
+            outcome, self._outcome = self._outcome, None
+            return outcome
+        try:
+            return self._connection.recv() if self._connection.poll(seconds) else None
+        except (EOFError, OSError):
+            partial = temporary_of(self._job.path, self._pid)
+            self.close()
+            # a killed process could not take it away, and a full disk needs the room
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            self._start()
+            return _outcome(self._job, 0.0, f"{self._job.path}: the process that wrote it was killed")
+
+    def close(self) -> None:
+        """End the process, when it has written what was committed."""
+        if HAS_PROCESS and self._pid > 0:
+            self._tell(None)
+            self._connection.close()
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self._pid, 0)
+            self._pid = -1
+
+    def end(self) -> None:
+        """As `close`, and the memory is given up."""
+        self.close()
+        self._let_go()
+
+
+def _pair() -> tuple[Connection, Connection]:
+    pair = socket.socketpair()
+    return tuple(Connection(each.detach()) for each in pair)
+
+
+def _view(memory: mmap.mmap, place: tuple) -> Tensor:
+    dtype, size, stride, offset = place
+    count = torch.Size(size).numel()
+    if not count:
+        return torch.empty(size, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).as_strided(size, stride)
+
+
+# ---- the process ----
+
+
+def _be_the_writer(connection: Connection) -> None:
+    """Never returns."""
+    with contextlib.suppress(BaseException):
+        os.setsid()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the fork was made with these kept back
+        # sockets of the ranks, GPUs: what ends with the training process ends for all
+        os.closerange(3, connection.fileno())
+        os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+        signal.signal(signal.SIGUSR2, lambda number, frame: signal.alarm(SECONDS_AS_AN_ORPHAN))
+        # an end of the connection says it too, once the loader's workers, who hold copies, are gone
+        die_with_parent(signal.SIGUSR2)
+        torch.set_num_threads(1)
+        os.nice(NICENESS)
+        _serve(connection)
+    os._exit(0)
+
+
+def _serve(connection: Connection) -> None:
+    memory = None
+    with contextlib.suppress(EOFError, OSError):  # the training process is gone
+        while True:
+            job = connection.recv()
+            if job is None:
+                return
+            if type(job) is int:
+                descriptor = recv_handle(connection)
+                memory = mmap.mmap(descriptor, job)
+                os.close(descriptor)
+            elif isinstance(job, Job):
+                connection.send(_write(job, memory, lambda number=job.number: _hear(connection, number)))
+
+
+def _hear(connection: Connection, number: int) -> bool:
+    """The word on this job; one on an earlier job that failed meanwhile is passed over. Raises EOFError."""
+    while True:
+        word = connection.recv()
+        if word[0] == number:
+            return word[1]
+
+
+class _Dropped(Exception):
+    """The ranks do not agree that this is a checkpoint."""
+
+
+def _write(job: Job, memory: mmap.mmap, is_right: Callable[[], bool]) -> Outcome:
+    begin, problem, is_final = time.monotonic(), "", False
+
+    def may_appear() -> None:
+        if not is_right():
+            raise _Dropped
+        if HAS_PROCESS and (number := read_claim_number(job.claim_file)) != job.claim:
+            raise UserError(
+                f"{job.path.parent}: another job has taken over this run (claim {number} after {job.claim}); end"
+                " this one"
+            )
+
+    try:
+        payload = checkpoint.unflatten(job.apart, [_view(memory, place) for place in job.layout])
+        need = sum(torch.Size(size).numel() * dtype.itemsize for dtype, size, *_ in job.layout)
+        free = shutil.disk_usage(job.path.parent).free
+        if free < need:
+            raise OSError(28, "No space left on device")
+        checkpoint.write(job.path, payload, job.claim, may_appear)
+        with contextlib.suppress(OSError):
+            checkpoint.prune(job.path.parent, job.keep_last)
+    except _Dropped:
+        problem, is_final = "dropped", True
+    except UserError as refused:
+        problem, is_final = str(refused), True
+    except (OSError, RuntimeError) as error:
+        problem = f"{job.path}: cannot be written ({getattr(error, 'strerror', None) or error}); {_space(job)}"
+    return _outcome(job, time.monotonic() - begin, problem, is_final)
+
+
+def _outcome(job: Job, seconds: float, problem: str = "", is_final: bool = False) -> Outcome:
+    progress = job.apart["progress"]
+    return Outcome(job.path, progress["step"], progress["epoch"], seconds, problem, is_final)
+
+
+def _space(job: Job) -> str:
+    need = sum(torch.Size(size).numel() * dtype.itemsize for dtype, size, *_ in job.layout)
+    try:
+        free = f"{shutil.disk_usage(job.path.parent).free / 1e6:,.1f} MB are free"
+    except OSError as error:
+        free = f"its folder cannot be seen ({error.strerror})"
+    return f"it needs {need / 1e6:,.1f} MB, {free}; make room or mend the storage"
+
+
+def read_claim_number(file: Path) -> int:
+    """The number of the claim that holds now. Raises OSError where there is no claim any more."""
+    for _ in range(20):
+        try:
+            return json.loads(file.read_text(encoding="utf-8"))["number"]
+        except (ValueError, KeyError):  # somebody writes it just now
+            time.sleep(0.05)
+    raise OSError(5, f"{file} cannot be read")

@@ -1,0 +1,160 @@
+"""The order of an epoch, cut into micro-batches and global batches.
+
+The order is cut into micro-batches of `batch_size` consecutive entries; `micro_batches_per_step` consecutive
+micro-batches are one global batch, one optimizer step. Micro-batch m of a global batch goes to rank m % world_size.
+Ranks
+decide only who computes a micro-batch, never what is in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, DistributedSampler
+
+from config import UserError
+from utils.rng import derive_seed
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """`batch_size` consecutive entries of the order (the last of an epoch may be short), and where they stand."""
+
+    epoch: int
+    number: int  # within its global batch, over all ranks
+    indices: list[int]
+    is_padding: bool  # weight 0: an idle rank takes part in the all-reduce
+    is_last: bool  # of this rank in its global batch
+    batch: Any = None  # on the device, once the loader has fetched it
+
+
+@dataclass(slots=True)
+class GlobalBatch:
+    """One global batch as one rank sees it. Iterating gives this rank's micro-batches."""
+
+    samples: int  # of all ranks
+    weight: float  # of all ranks' samples; the divisor of the loss
+    micro_batches: list[MicroBatch]
+    fetched: Iterator[MicroBatch] | None = None
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return (next(self.fetched) for _ in self.micro_batches) if self.fetched else iter(self.micro_batches)
+
+
+class GlobalBatchSampler(DistributedSampler):
+    """A DistributedSampler that deals whole micro-batches, never repeats a sample, and starts at any position of an
+    epoch.
+
+    As an iterable it gives this rank's indices of `epoch` from `start` on. A data set may bring `weights` (one number a
+    sample) and `epoch_order(seed, epoch, n)` (an order of its own: n indices, each once unless it says
+    `with_replacement = True`).
+    Raises UserError when these do not fit the data set.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        batch_size: int,
+        micro_batches_per_step: int,
+        rank: int,
+        world_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        self.batch_size = batch_size
+        self.micro_batches_per_step = micro_batches_per_step
+        self.start = 0
+        weights = getattr(dataset, "weights", None)
+        self.weights = None if weights is None else torch.as_tensor(weights, dtype=torch.float64)
+        if weights is not None and not (
+            len(weights) == len(dataset) and ((self.weights >= 0) & self.weights.isfinite()).all()
+        ):
+            raise UserError(
+                f"weights: must be {len(dataset)} numbers, one a sample, finite and not negative; mend them in the"
+                " data set"
+            )
+        self._order: tuple[int, Tensor] | None = None
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.batch_size * self.micro_batches_per_step
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """All samples, or with drop_last those that fill global batches."""
+        n = len(self.dataset)
+        return n - n % self.global_batch_size if self.drop_last else n
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(self.samples_per_epoch / self.global_batch_size)
+
+    def steps_left(self, epoch: int, start: int, epochs: int) -> int:
+        """Optimizer steps from sample `start` of an epoch to the end of the last of so many epochs."""
+        here = math.ceil((self.samples_per_epoch - start) / self.global_batch_size)
+        return max(0, here) + max(0, epochs - epoch - 1) * self.steps_per_epoch if epoch < epochs else 0
+
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        super().set_epoch(epoch)
+        self.start = start
+
+    def order(self, epoch: int) -> Tensor:
+        """int64 [samples_per_epoch]: the samples of the epoch, a pure function of (seed, epoch). Raises UserError."""
+        if self._order is None or self._order[0] != epoch:
+            n = len(self.dataset)
+            if self.shuffle and hasattr(self.dataset, "epoch_order"):
+                order = torch.as_tensor(self.dataset.epoch_order(self.seed, epoch, n), dtype=torch.int64)
+                if len(order) != n or (n and not 0 <= order.min() <= order.max() < n):
+                    raise UserError(
+                        f"epoch_order: gave {len(order)} indices for {n} samples; return n indices from 0 to n - 1"
+                    )
+                if len(order.unique()) < n and not getattr(self.dataset, "with_replacement", False):
+                    raise UserError(
+                        f"epoch_order: leaves out {n - len(order.unique())} of {n} samples and repeats others; "
+                        "give each index once, or declare with_replacement = True in the data set"
+                    )
+            elif self.shuffle:
+                generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))
+                order = torch.randperm(n, generator=generator)
+            else:
+                order = torch.arange(n)
+            self._order = (epoch, order[: self.samples_per_epoch])
+        return self._order[1]
+
+    def global_batches(self, epoch: int, start: int = 0) -> Iterator[GlobalBatch]:
+        """The global batches of the epoch from position `start` on, as this rank sees them."""
+        order, size = self.order(epoch), self.batch_size
+        for first in range(start, len(order), self.global_batch_size):
+            end = min(first + self.global_batch_size, len(order))
+            weight = float(end - first) if self.weights is None else self.weights[order[first:end]].sum().item()
+            mine = range(self.rank, math.ceil((end - first) / size), self.num_replicas)
+            parts = {
+                number: order[first + number * size : min(first + (number + 1) * size, end)].tolist()
+                for number in mine or [0]
+            }
+            micro_batches = [MicroBatch(epoch, number, parts[number], False, number == mine[-1]) for number in mine]
+            yield GlobalBatch(end - first, weight, micro_batches or [MicroBatch(epoch, 0, parts[0], True, True)])
+
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        """What this rank computes from here on, stand-ins of an idle rank included."""
+        return (
+            micro_batch
+            for global_batch in self.global_batches(self.epoch, self.start)
+            for micro_batch in global_batch.micro_batches
+        )
+
+    def __iter__(self) -> Iterator[int]:
+        return (
+            index for micro_batch in self.micro_batches() if not micro_batch.is_padding for index in micro_batch.indices
+        )
+
+    def __len__(self) -> int:
+        return sum(len(micro_batch.indices) for micro_batch in self.micro_batches() if not micro_batch.is_padding)

@@ -1,0 +1,83 @@
+"""From the host to the device. On CUDA the next micro-batch travels, and is transformed, while the current one is
+computed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from utils.batch import map_tensors, tensors_in
+
+T = TypeVar("T")
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with every tensor in it on the device; pinned ones travel asynchronously."""
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def pinned(batch: Any) -> Any:
+    """The batch in pinned memory, from which it travels asynchronously; what is on a device already stays there."""
+    return map_tensors(lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor, batch)
+
+
+def indices_on(indices: list[int], device: torch.device) -> Tensor:
+    """int64 [B] on the device. A copy from memory that is not pinned could wait for what is queued there."""
+    return torch.tensor(indices, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+class SideStream:
+    """A CUDA stream beside the one that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, None
+
+    def begin(self) -> None:
+        """What was queued up to here (constants of a transform, a cache on the device) is there for what follows on the
+        side."""
+        self._stream = self._stream or torch.cuda.Stream(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def queued(self) -> contextlib.AbstractContextManager:
+        """What is queued in it is queued on the side."""
+        return torch.cuda.stream(self._stream)
+
+    def run(self, action: Callable[[], T]) -> tuple[T, torch.cuda.Event]:
+        """What the action gives, queued on the side, and the event that says when it is there."""
+        with self.queued():
+            result, event = action(), torch.cuda.Event()
+            event.record(self._stream)
+        return result, event
+
+    def hand_over(self, batch: Any, event: torch.cuda.Event) -> None:
+        """What is queued from here on waits, on the device, for the batch; its memory is not used anew before that has
+        run."""
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(event)
+        for tensor in tensors_in(batch):
+            if tensor.is_cuda:
+                tensor.record_stream(current)
+
+
+def one_ahead(items: Iterable[T]) -> Iterator[T]:
+    """The same items, each handed out when the next one has been asked for. An error comes where its item would have
+    come."""
+    items, end = iter(items), object()
+
+    def take() -> tuple[T | object, Exception | None]:
+        try:
+            return next(items, end), None
+        except Exception as error:
+            return end, error
+
+    ahead, error = take()
+    while ahead is not end:
+        current = ahead
+        ahead, error = take()
+        yield current
+    if error:
+        raise error

@@ -1,0 +1,131 @@
+"""Small talk of the ranks on the control group: who has what, who met trouble, who does a thing for all."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from config import TrainingError, UserError
+from utils.distributed.context import DistributedContext
+
+T = TypeVar("T")
+SHORT = 1016  # bytes of a message that goes in one collective
+
+
+def all_gather_json(value: Any, ctx: DistributedContext) -> list[Any]:
+    """What every rank gave, in the order of ranks. The value is plain JSON."""
+    text = json.dumps(value)
+    if ctx.world_size == 1:
+        return [json.loads(text)]
+    data = text.encode()
+    heads = _gather(len(data).to_bytes(8, "big") + data[:SHORT], 8 + SHORT, ctx)
+    lengths = [int.from_bytes(head[:8], "big") for head in heads]
+    longest = max(lengths) - SHORT
+    rests = _gather(data[SHORT:], longest, ctx) if longest > 0 else [b""] * ctx.world_size
+    return [json.loads((head[8:] + rest)[:length]) for head, rest, length in zip(heads, rests, lengths, strict=True)]
+
+
+def _gather(data: bytes, size: int, ctx: DistributedContext) -> list[bytes]:
+    """Of every rank so many bytes, filled up with zeros."""
+    row = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
+    rows = [torch.empty_like(row) for _ in range(ctx.world_size)]
+    dist.all_gather(rows, row, group=ctx.control)
+    return [bytes(each.tolist()) for each in rows]
+
+
+def on_rank_0(action: Callable[[], object], ctx: DistributedContext) -> None:
+    """Run `action` on rank 0 while the others wait for its outcome; as `together` when it fails."""
+    on_all_ranks(lambda: action() if ctx.is_main else None, ctx, is_for_all=True)
+
+
+def on_all_ranks(action: Callable[[], T], ctx: DistributedContext, is_for_all: bool = False) -> T:
+    """Run `action` on every rank. When it fails on one, every rank raises that rank's sentence, so that nobody waits.
+
+    Args:
+        is_for_all: whose rank's it is does not matter, and is not said.
+
+    Raises:
+        UserError: when the action was refused, or met an OSError, on any rank.
+    """
+    problem, result = "", None
+    try:
+        result = action()
+    except (UserError, OSError) as error:
+        problem = str(error) if isinstance(error, UserError) else f"{error}; mend that and start again"
+    problems = all_gather_json(problem, ctx)
+    for rank, text in enumerate(problems):
+        if text:
+            is_for_all = is_for_all or len(set(problems)) == 1
+            raise UserError(text if is_for_all else f"{text} (rank {rank} on {ctx.hosts[rank]})", rank, ctx.hosts[rank])
+    return result
+
+
+def require_equal(value: Any, sentence: str, ctx: DistributedContext) -> None:
+    """Raise UserError on every rank when one of them gave another value than rank 0 did.
+
+    Args:
+        value: plain JSON.
+        sentence: in which {other} and {first} stand for the two ranks and their hosts.
+    """
+    values = all_gather_json(value, ctx)
+    if rank := next((rank for rank, each in enumerate(values) if each != values[0]), 0):
+        other, first = (f"{ctx.hosts[each]} (rank {each})" for each in (rank, 0))
+        raise UserError(sentence.format(other=other, first=first), rank, ctx.hosts[rank])
+
+
+def once_per_file_system(
+    folder: Path, is_done: Callable[[], bool], action: Callable[[], None], ctx: DistributedContext
+) -> None:
+    """Where `is_done` says no, run `action` on the lowest of the ranks that see the same `folder`; its outcome reaches
+    all ranks.
+
+    Each rank in need leaves a file of its name in the folder; the lowest name that it finds there is its leader's.
+    """
+    is_needed = not on_all_ranks(is_done, ctx)
+    if not any(all_gather_json(is_needed, ctx)):
+        return
+    meeting, *_ = all_gather_json(f"{os.getpid()}-{time.time_ns()}", ctx)
+    tokens = [folder / f".{meeting}-rank{rank}" for rank in range(ctx.world_size)]
+
+    def leave_token() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        tokens[ctx.rank].touch()
+
+    on_all_ranks(lambda: leave_token() if is_needed else None, ctx)
+    is_leader = is_needed and next(rank for rank, token in enumerate(tokens) if token.exists()) == ctx.rank
+    all_gather_json(is_leader, ctx)  # all have looked
+    if is_needed:
+        tokens[ctx.rank].unlink()
+    on_all_ranks(lambda: action() if is_leader else None, ctx)
+
+
+def within(seconds: float, action: Callable[[], T]) -> T:
+    """What it gives, or TimeoutError: a store that meets a program which is none waits for ever, whatever its own
+    timeout."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future.result(seconds)
+
+
+def is_of_a_peer(error: BaseException) -> bool:
+    """Whether a collective failed since a peer was gone, as gloo and NCCL say it: the trouble is another rank's."""
+    if isinstance(error, TrainingError):
+        return error.__cause__ is not None and is_of_a_peer(error.__cause__)
+    is_said = isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "ncclRemoteError"))
+    return is_said or isinstance(error, dist.DistNetworkError)

@@ -1,0 +1,127 @@
+"""This process among the others, and what its launcher says. The only file that reads the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from config import UserError
+
+MOST_STEPS = 0xFFFFFF00  # Slurm numbers its steps below; batch scripts and interactive shells have numbers above
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher said of this process. A process that nobody launched is a world of one."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    is_launched: bool = False  # RANK, LOCAL_RANK and WORLD_SIZE are set, or srun speaks for them
+    is_under_torchrun: bool = False
+    may_restart: bool = False  # torchrun --max-restarts
+    id: str = ""  # the same for all attempts of one launch; empty where nobody knows
+    git_commit: str = ""
+    error_file: str = ""  # what torchrun's summary shows of this rank
+    address: str = ""  # where the ranks meet, tcp://HOST:PORT, where MASTER_ADDR and MASTER_PORT do not say it
+
+
+@dataclass(frozen=True)
+class DistributedContext:
+    """This process among the others. `hosts` and `device_names` have one entry a rank; `control` is a gloo group on the
+    CPU."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    local_world_size: int = 1
+    hosts: tuple[str, ...] = ("localhost",)
+    device_names: tuple[str, ...] = ("cpu",)
+    fast_bf16: bool = False  # on every rank
+    launch: Launch = field(default_factory=Launch)
+    control: dist.ProcessGroup | None = None
+
+    @property
+    def is_main(self) -> bool:
+        return is_main_process(self.rank)
+
+    @property
+    def host(self) -> str:
+        return self.hosts[self.rank]
+
+
+def is_main_process(rank: int) -> bool:
+    return rank == 0
+
+
+def read_launch() -> Launch:
+    """Read what torchrun (or whoever plays its part, or srun) put into the environment. Raises UserError when only some
+    of it is there."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    missing = [name for name in names if name not in os.environ]
+    git_commit = os.environ.get("GIT_COMMIT", "")
+    if len(missing) == len(names):
+        return Launch(git_commit=git_commit, **_read_srun())
+    if missing:
+        there = [name for name in names if name not in missing]
+        raise UserError(
+            f"{' and '.join(missing)}: not set, while {' and '.join(there)} is; start with torchrun, or set all of"
+            f" {', '.join(names)}"
+        )
+    try:
+        rank, local_rank, world_size = (int(os.environ[name]) for name in names)
+    except ValueError:
+        raise UserError(
+            f"{', '.join(f'{name}={os.environ[name]}' for name in names)}: not whole numbers; start with torchrun"
+        ) from None
+    if not (0 <= rank < world_size and 0 <= local_rank < world_size):
+        raise UserError(
+            f"RANK={rank}, LOCAL_RANK={local_rank}: outside WORLD_SIZE={world_size}; count ranks from 0 to"
+            " WORLD_SIZE - 1"
+        )
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return Launch(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        is_launched=True,
+        is_under_torchrun="TORCHELASTIC_RUN_ID" in os.environ,
+        may_restart=os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
+        id=os.environ.get("LAUNCH_ID", "") or ("" if run_id == "none" else run_id),
+        git_commit=git_commit,
+        error_file=os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
+    )
+
+
+def _read_srun() -> dict[str, Any]:
+    """What srun says, where this process is one of several tasks of a step; nothing in a batch script or a shell, which
+    is one process."""
+    words = [
+        os.environ.get(f"SLURM_{name}", "") for name in ("PROCID", "LOCALID", "STEP_NUM_TASKS", "JOB_ID", "STEP_ID")
+    ]
+    if not all(word.isdecimal() for word in words):
+        return {}
+    rank, local_rank, world_size, job, step = map(int, words)
+    if world_size < 2 or step > MOST_STEPS:
+        return {}
+    if "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ",") and os.environ.get("SLURM_GPUS_ON_NODE", "1") != "1":
+        local_rank = 0  # --gpus-per-task and the like: each task sees a GPU of its own, and no other
+    # of rack[1-2]n[07-12,15],other
+    first = re.match(r"(?:\[[^]]*]|[^,[])*", os.environ.get("SLURM_STEP_NODELIST", ""))[0]
+    host = re.sub(r"\[(\d+)[^]]*]", r"\1", first)  # the node of rank 0: rack1n07
+    return {
+        "rank": rank,
+        "local_rank": local_rank,
+        "world_size": world_size,
+        "is_launched": True,
+        # a requeue has the same
+        "id": (os.environ.get("LAUNCH_ID") or f"slurm-{os.environ.get('SLURM_CLUSTER_NAME', '')}-{job}.{step}"),
+        # below the ports that the kernel gives away
+        "address": f"tcp://{host}:{20000 + (job + 1009 * (step + 1)) % 10000}",
+    }

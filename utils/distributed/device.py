@@ -1,0 +1,44 @@
+"""What a rank computes on, and how its kernels are chosen."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from config import UserError
+
+
+def choose_device(backend: str, local_rank: int) -> tuple[str, torch.device]:
+    """The backend ("auto" resolved) and the device of this rank. Raises UserError where the machine lacks what was
+    asked for."""
+    gpus = torch.cuda.device_count()
+    if backend == "auto":
+        backend = "nccl" if gpus else "gloo"
+    built = {name: dist.is_backend_available(name) for name in ("nccl", "gloo", "mpi")}
+    if not built[backend]:
+        has = ", ".join(name for name in built if built[name])
+        raise UserError(f"backend={backend}: this build of torch has no {backend}; choose one of {has}")
+    if backend != "nccl":
+        return backend, torch.device("cpu")
+    if not gpus:
+        raise UserError(
+            "backend=nccl: this machine shows no CUDA device; use --backend gloo, or make its GPUs visible (nvidia-smi,"
+            " CUDA_VISIBLE_DEVICES)"
+        )
+    if local_rank >= gpus:
+        raise UserError(
+            f"LOCAL_RANK={local_rank}: this machine shows {gpus} GPU(s), one for each rank; start with"
+            f" --nproc-per-node={gpus}"
+        )
+    return backend, torch.device("cuda", local_rank)
+
+
+def choose_kernels(device: torch.device, is_deterministic: bool) -> None:
+    """How CUDA multiplies what stays float32, and whether cuDNN looks for the fastest convolution.
+
+    TF32 (10 bits of mantissa, sums in float32) is as deterministic as float32, so `deterministic` keeps it;
+    convolutions have it by
+    torch's own default. On the CPU "high" would let oneDNN round too.
+    """
+    torch.backends.cudnn.benchmark = not is_deterministic
+    torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")

@@ -1,0 +1,124 @@
+"""A file that appears under its final name only when it is whole, and is still there after a power cut."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+TEMPORARY = ".tmp"
+
+
+def replace_file(
+    path: Path, write: Callable[[BinaryIO], None], may_appear: Callable[[], None] | None = None, is_flushed: bool = True
+) -> None:
+    """Let `write` fill a temporary file beside `path`, flush it to the disk, rename it, flush the folder.
+
+    Args:
+        may_appear: called directly before the rename; what it raises ends all.
+        is_flushed: False leaves it to the system when the file reaches the disk.
+
+    Raises:
+        OSError: when any of that failed; `path` is then as it was, and the temporary file is gone.
+    """
+    temporary = temporary_of(path, os.getpid())
+    try:
+        with temporary.open("wb") as file:
+            write(file)
+            file.flush()
+            if is_flushed:
+                os.fsync(file.fileno())
+        if may_appear:
+            may_appear()
+        temporary.replace(path)
+        if is_flushed:
+            _flush_folder(path.parent)
+    except BaseException:
+        with suppress(OSError):  # the folder may be what failed
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def temporary_of(path: Path, pid: int) -> Path:
+    """What this process fills before it gets its name; ranks that fail together may write the same file."""
+    return path.with_name(f"{path.name}.{pid}{TEMPORARY}")
+
+
+def replace_json(path: Path, value: Any, is_flushed: bool = True) -> None:
+    """As `replace_file`."""
+    data = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    replace_file(path, lambda file: file.write(data.encode()), is_flushed=is_flushed)
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+MOST_KEPT = 100_000  # pieces that wait for a disk that takes them
+
+
+class AppendedFile:
+    """A file that grows. What the disk does not take now is kept, and written with the next piece that it takes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._waiting: list[bytes] = []
+        # once: where the file was and is gone, its file system may be, and nothing belongs below a mount point
+        self._creates = os.O_CREAT
+
+    def write(self, piece: bytes) -> None:
+        """Append it whole. Never raises for the disk's sake: training is worth more than a record of it."""
+        self._waiting = [*self._waiting[-MOST_KEPT:], piece]
+        try:
+            if self._creates:
+                self._path.parent.mkdir(exist_ok=True)
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | self._creates, 0o666)
+        except OSError:
+            return
+        self._creates = 0
+        try:
+            size, data = os.fstat(descriptor).st_size, b"".join(self._waiting)
+            if os.write(descriptor, data) == len(data):
+                self._waiting = []
+            else:
+                os.ftruncate(descriptor, size)  # half a line helps nobody
+        except OSError:
+            pass
+        finally:
+            os.close(descriptor)
+
+
+class LinesFile(AppendedFile):
+    """Lines of text."""
+
+    def append(self, line: str) -> None:
+        self.write(f"{line}\n".encode())
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a file, without a last one that a kill cut short."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return records
+
+
+def keep_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
+    """Rewrite a file without the records that are not kept."""
+    if not path.exists():
+        return
+    temporary = path.with_name(path.name + TEMPORARY)
+    temporary.write_text(
+        "".join(json.dumps(record) + "\n" for record in read_lines(path) if is_kept(record)), encoding="utf-8"
+    )
+    temporary.replace(path)

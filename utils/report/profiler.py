@@ -1,0 +1,83 @@
+"""`--enable_profiling`: a trace of a few optimizer steps of rank 0, for https://ui.perfetto.dev, and what cost most in
+them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+WAIT, WARM_UP, ACTIVE = 2, 1, 3  # optimizer steps
+ROWS = 10
+
+
+class StepProfiler:
+    """Call `step` after each optimizer step. Without a folder (profiling off, or another rank than 0) it does
+    nothing."""
+
+    def __init__(self, folder: Path | None, device: torch.device, logger: logging.Logger) -> None:
+        self._folder, self._logger, self._profile = folder, logger, None
+        self._steps = 0
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+            self._sort = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+            plan = schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=1)
+            self._profile = profile(activities=activities, schedule=plan, on_trace_ready=self._report, acc_events=True)
+            self._profile.start()
+
+    def step(self) -> None:
+        if self._profile:
+            self._steps += 1
+            self._profile.step()
+            if self._steps == WAIT + WARM_UP + ACTIVE:
+                self.close()
+
+    def close(self) -> None:
+        if self._profile:
+            finished, self._profile = self._profile, None
+            finished.stop()
+            if self._steps < WAIT + WARM_UP + ACTIVE:
+                self._logger.warning(
+                    "profiling: the run ended after %d steps; it takes %d", self._steps, WAIT + WARM_UP + ACTIVE
+                )
+
+    def _report(self, finished: profile) -> None:
+        path = self._folder / "rank0.json.gz"
+        finished.export_chrome_trace(str(path))
+        table = finished.key_averages().table(sort_by=self._sort, row_limit=ROWS, max_name_column_width=45)
+        self._logger.info(
+            "profile of %d steps in %s (open it in https://ui.perfetto.dev); the costliest operations:\n%s",
+            ACTIVE,
+            path,
+            table,
+        )
+
+
+class DeviceClock:
+    """Seconds in which the GPU computed forward passes: of all that a step does only these wait for no other rank."""
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[str, torch.cuda.Event]] = []
+
+    def mark(self, phase: str) -> None:
+        """The loop enters this phase; it costs the host some microseconds and no wait."""
+        if phase in ("forward", "backward"):
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((phase, event))
+
+    def take(self) -> float:
+        """Since the last call. Waits for the device."""
+        marks, self._marks = self._marks, []
+        if marks:
+            marks[-1][1].synchronize()
+        pairs = [
+            (begin, end)
+            for (phase, begin), (then, end) in itertools.pairwise(marks)
+            if (phase, then) == ("forward", "backward")
+        ]
+        return sum(begin.elapsed_time(end) for begin, end in pairs) / 1000

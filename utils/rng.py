@@ -1,0 +1,64 @@
+"""Random numbers that are functions of what they are for: no generator's state has to be saved, and no rank matters.
+
+The order of an epoch is keyed by (seed, epoch), a sample's draws by (seed, epoch, index), dropout by (seed, step,
+micro-batch).
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+
+def derive_seed(*key: object) -> int:
+    """A seed below 2^63 from the SHA-256 of the key's parts."""
+    digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def seed_device(device: torch.device, *key: object) -> None:
+    """Start the device's own generator (dropout and the like) at a stream of its own. About 2 us; torch.manual_seed
+    takes 100."""
+    generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+    generator.manual_seed(derive_seed(*key))
+
+
+def sample_draws(seed: int, epoch: int, indices: Tensor, count: int) -> Tensor:
+    """`count` random 32-bit numbers for each sample, a pure function of (seed, epoch, index).
+
+    The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), as
+    tensor
+    operations on int64, whose products wrap: the same numbers on every device.
+
+    Args:
+        indices: int64 [B], the samples' indices in the data set.
+
+    Returns:
+        int64 [B, count], each in [0, 2^32).
+    """
+    number = torch.arange(count, device=indices.device)
+    x = (indices.unsqueeze(1) * count + number) * _signed(0x9E3779B97F4A7C15) + derive_seed("sample", seed, epoch)
+    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
+    return _shift(x ^ _shift(x, 31), 32)
+
+
+def draw_integers(draws: Tensor, high: int) -> Tensor:
+    """int64 in [0, high), from 32-bit draws; the bias is below high / 2^32."""
+    return (draws * high) >> 32
+
+
+def draw_uniform(draws: Tensor) -> Tensor:
+    """float32 in [0, 1), from 32-bit draws; exact on every device."""
+    return (draws >> 8).float() * 2.0**-24
+
+
+def _signed(constant: int) -> int:
+    return constant - 2**64
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """A logical shift to the right: torch's own keeps the sign."""
+    return (x >> bits) & (2 ** (64 - bits) - 1)

@@ -1,0 +1,156 @@
+"""Where a result comes from: command, code, versions, machines."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import zipfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+VERIFIED = ROOT / "verified.json"  # what scripts/verify.py found
+BLOCK = ("# ---- yours:", "# ---- end of yours")  # the lines of config.py between these are the forker's
+
+
+def now() -> str:
+    """The time in UTC, ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def collect(hosts: tuple[str, ...], device_names: tuple[str, ...], git_commit: str, task: str) -> dict[str, Any]:
+    """Plain values only: it goes into every checkpoint. `hosts` and `device_names` have an entry for each rank; task:
+    as `verification`."""
+    commit, is_dirty = _commit()
+    is_verified, said = verification(task)
+    return {
+        "command": [sys.executable, *sys.argv],
+        "git_commit": commit or git_commit,
+        "git_dirty": is_dirty,
+        "changed_template_files": changed_files(),
+        "verified": is_verified,
+        "verification": said,
+        "versions": versions(),
+        "hosts": sorted(set(hosts)),
+        "ranks": [{"rank": rank, "host": host, "device": device_names[rank]} for rank, host in enumerate(hosts)],
+        "world_size": len(hosts),
+        "start_time": now(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python and the packages; an empty text where one is missing."""
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for package in ("torchvision", "tensorboard", "numpy"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = ""
+    if torch.cuda.is_available():
+        found |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    return found
+
+
+def zip_code(path: Path) -> None:
+    """The *.py that ran, so that a result can be looked into after the tree has changed."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in [
+            *sorted(ROOT.glob("*.py")),
+            *sorted(ROOT.glob("utils/**/*.py")),
+            *sorted(ROOT.glob("scripts/**/*.py")),
+        ]:
+            archive.write(file, file.relative_to(ROOT))
+
+
+def changed_files() -> list[str]:
+    """Files of ours that differ from the newest tag `template-*` of the repository; none where there is no such tag."""
+    try:
+        tag = _git("describe", "--tags", "--abbrev=0", "--match", "template-*")
+        names = _git(
+            "diff", "--name-only", tag, "--", "train.py", "config.py", "ddp_utils.py", "utils", "scripts"
+        ).split()
+        if "config.py" in names and _without_block(_git("show", f"{tag}:config.py")) == _without_block(
+            _read(ROOT / "config.py")
+        ):
+            names.remove("config.py")
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return names
+
+
+def code_digests() -> dict[str, str]:
+    """SHA-256 of each file of the repository that is imported here, by its path from the root; scripts and tests left
+    out."""
+    real_folder = functools.cache(os.path.realpath)  # thousands of modules lie in a few hundred folders
+    imported = [
+        os.path.split(module.__file__) for module in list(sys.modules.values()) if getattr(module, "__file__", None)
+    ]
+    files = {os.path.join(real_folder(folder), name) for folder, name in imported}
+    names = [
+        Path(file).relative_to(ROOT) for file in files if file.startswith(f"{ROOT}{os.sep}") and os.path.isfile(file)
+    ]
+    names = [name for name in names if name.parts[0] not in ("scripts", "tests") and "site-packages" not in name.parts]
+    return {str(name): _sha256(ROOT / name) for name in sorted(names)}
+
+
+def verification(task: str) -> tuple[bool, str]:
+    """Whether scripts/verify.py passed with this code and task ("MODEL on DATASET"), and what is to be said of it."""
+    try:
+        found = json.loads(VERIFIED.read_text(encoding="utf-8"))
+        changed = [
+            name
+            for name, digest in found["code"].items()
+            if not (ROOT / name).exists() or _sha256(ROOT / name) != digest
+        ]
+        changed += [name for name in code_digests() if name not in found["code"]]
+        before, here = found["versions"], versions()
+        changed += [f"{name} {before[name]} -> {here.get(name)}" for name in before if before[name] != here.get(name)]
+        broken = [name for name, outcome in found["invariants"].items() if not outcome["passed"]]
+        verified, is_passed = found["task"], found["passed"]
+        what = f"{verified}, {found['ranks']} rank(s), {found['time'][:10]}"
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+        return False, "not verified; scripts/verify.py checks your model and data in a minute"
+    if changed:
+        return False, f"changed since scripts/verify.py was run: {', '.join(changed)}"
+    if not is_passed:
+        return False, f"scripts/verify.py found broken: {', '.join(broken) or 'it did not come to its end'}"
+    if verified != task:
+        return False, f"not verified for {task}; scripts/verify.py passed for {what}"
+    return True, f"verified with this code: {what}"
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8").strip()
+
+
+def _without_block(text: str) -> str:
+    """config.py without the lines that are the forker's."""
+    before, _, rest = text.partition(BLOCK[0])
+    return before + rest.partition(BLOCK[1])[2]
+
+
+def _git(*words: str) -> str:
+    """What git prints. Raises OSError or subprocess.SubprocessError where there is no git, no repository or no answer."""
+    done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()
+
+
+def _commit() -> tuple[str, bool]:
+    """The commit of the tree ("" where git does not know) and whether the tree differs from it."""
+    try:
+        return _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain"))
+    except (OSError, subprocess.SubprocessError):
+        return "", False

@@ -1,0 +1,106 @@
+"""Before anything is trained: the ranks run the same code with the same settings and versions, in one folder, within
+their limits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from contextlib import suppress
+
+from config import TrainingConfig, UserError
+from utils.distributed.collectives import all_gather_json, on_all_ranks
+from utils.distributed.context import DistributedContext
+from utils.run import provenance
+from utils.run.folder import Run
+
+MAY_DIFFER = ("data_dir",)  # mounted elsewhere on another machine; the data itself is compared when it is there
+SECONDS_TO_SEE = 5.0  # for a file of another machine on shared storage
+# descriptors: its own, two groups' sockets to a peer, a worker's pipes
+FILES_OF_A_PROCESS, FILES_OF_A_RANK, FILES_OF_A_WORKER = (
+    128,
+    4,
+    16,
+)
+
+
+def check_alike(config: TrainingConfig, ctx: DistributedContext) -> None:
+    """Raise UserError on every rank, with a table of what differs, when the ranks do not run the same thing."""
+    settings = {name: str(value) for name, value in config.to_dict().items() if name not in MAY_DIFFER}
+    code = provenance.code_digests()
+    versions = provenance.versions()
+    parts = [hashlib.sha256(json.dumps(part).encode()).hexdigest()[:12] for part in (settings, code, versions)]
+    if len({tuple(each) for each in all_gather_json(parts, ctx)}) == 1:
+        return
+    facts = settings | {name: digest[:8] for name, digest in code.items()} | versions
+    everyone = all_gather_json(facts, ctx)
+    names = sorted({name for each in everyone for name in each if len({one.get(name, "none") for one in everyone}) > 1})
+    rows = [[name, *(each.get(name, "none") for each in everyone)] for name in names]
+    head = ["", *(f"rank {rank} on {host}" for rank, host in enumerate(ctx.hosts))]
+    kinds = [tuple(each.get(name) for name in names) for each in everyone]
+    # of ranks that are alike the first
+    shown = [
+        0,
+        *(1 + rank for rank, kind in enumerate(kinds) if kind not in kinds[:rank]),
+    ]
+    odd = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
+    text = "the ranks do not run the same thing; give all nodes the same code, flags and environment, then start again"
+    raise UserError(
+        f"{text}\n{table([[row[column] for column in shown] for row in [head, *rows]])}", odd, ctx.hosts[odd]
+    )
+
+
+def table(rows: list[list[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def check_shared(run: Run, ctx: DistributedContext) -> None:
+    """Raise UserError on every rank when one does not see in the run's folder what rank 0 has just put there, or cannot
+    write."""
+
+    def look() -> None:
+        ends = time.monotonic() + SECONDS_TO_SEE
+        while not ctx.is_main:  # it holds a lock on that file, which would end with a file opened and closed here
+            with suppress(OSError, ValueError, KeyError):
+                if json.loads(run.claim_file.read_text(encoding="utf-8"))["number"] == run.claim_number:
+                    break
+            if time.monotonic() > ends:
+                here, first = ctx.hosts[ctx.rank], ctx.hosts[0]
+                remedy = "put the run folder on storage that all nodes share, at the same path"
+                raise UserError(
+                    f"run_dir={run.folder}: {here} does not see there what rank 0 on {first} has written; {remedy}"
+                )
+            time.sleep(0.1)
+        mark = run.folder / f".rank{ctx.rank}"
+        try:
+            mark.touch()
+            mark.unlink()
+        except OSError as error:
+            host = ctx.hosts[ctx.rank]
+            raise UserError(
+                f"run_dir={run.folder}: {host} cannot write there ({error.strerror}); mount it for all nodes to write"
+            ) from None
+
+    on_all_ranks(look, ctx)
+
+
+def raise_file_limit(world_size: int, workers: int) -> None:
+    """Let this process open as many files as the system allows it. Raises UserError where that is not enough."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):  # macOS names a hard limit that it does not grant
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    need = FILES_OF_A_PROCESS + FILES_OF_A_RANK * world_size + FILES_OF_A_WORKER * workers
+    if soft != resource.RLIM_INFINITY and soft < need:
+        raise UserError(
+            f"open files: the limit is {soft}, and about {need} are needed; raise it (ulimit -n {need}, LimitNOFILE,"
+            " --ulimit)"
+        )

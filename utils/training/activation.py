@@ -1,0 +1,65 @@
+"""Activation checkpointing: a block of the model keeps its input alone, and computes the rest again in the backward
+pass."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from config import UserError
+
+
+def checkpoint_blocks(model: nn.Module) -> None:
+    """Let each block of the model compute its activations again. Names of parameters and keys of the state stay as they
+    are.
+
+    The second pass draws the same random numbers, and leaves in BatchNorm's buffers what the first one did, since their
+    momentum
+    is 1 (utils/training/batchnorm.py); it counts its batch twice, which `RunningStats.commit` sets right.
+
+    Raises:
+        UserError: for a model without blocks.
+    """
+    blocks = find_blocks(model)
+    if not blocks:
+        raise UserError(
+            f"activation_checkpointing=True: {type(model).__name__} has no blocks (modules with parts, in an"
+            " nn.Sequential or nn.ModuleList); leave it out, or build the model of such blocks"
+        )
+    for block in blocks:
+        block.__class__ = _checkpointed(type(block))
+
+
+def find_blocks(module: nn.Module) -> list[nn.Module]:
+    """The outermost modules with parts of their own that stand in an nn.Sequential or nn.ModuleList: residual blocks,
+    encoder layers.
+
+    A plain Sequential or ModuleList that holds such modules is no block, a stage say, but its modules are.
+    """
+    found = []
+    for child in module.children():
+        inner = find_blocks(child)
+        is_stage = type(child) in (nn.Sequential, nn.ModuleList) and inner
+        is_callable = type(child).forward is not nn.Module.forward  # a ModuleList is not
+        is_block = (
+            isinstance(module, nn.Sequential | nn.ModuleList) and is_callable and any(True for _ in child.children())
+        )
+        found += [child] if is_block and not is_stage else inner
+    return found
+
+
+@functools.cache
+def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of the same name. As a class, not a closure, so that a copy of the module computes with its own
+    weights."""
+
+    def forward(self: nn.Module, *inputs: Any, **options: Any) -> Any:
+        if self.training and torch.is_grad_enabled():
+            return checkpoint(functools.partial(kind.forward, self), *inputs, use_reentrant=False, **options)
+        return kind.forward(self, *inputs, **options)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "__doc__": kind.__doc__})

@@ -1,0 +1,118 @@
+"""BatchNorm's running statistics, moved once per optimizer step by the mean over the whole global batch.
+
+The stock layer moves them with every micro-batch of its own rank, so that they depend on ranks x accumulation, and
+differ
+between ranks. Here each micro-batch only leaves its own statistics (momentum 1) in the layers' buffers, which are views
+of one
+flat tensor. They are added up, weighted by samples, brought together by one small all-reduce that overlaps the last
+backward
+pass, and moved into the statistics proper when the step is taken. Between two steps every rank holds the same
+statistics.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from config import UserError
+
+
+class RunningStats:
+    """The running statistics of all BatchNorm layers of a model. Make it before the model is wrapped or copied.
+
+    Raises:
+        UserError: for a layer with momentum=None (a cumulative average).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+        self._work: dist.Work | None = None
+        if not self._layers:
+            return
+        if any(layer.momentum is None for layer in self._layers):
+            raise UserError(
+                "BatchNorm: momentum=None (a cumulative average) cannot be resumed exactly; give the layer a momentum,"
+                " 0.1 say"
+            )
+        # what a micro-batch leaves in the layers' buffers; between two steps the same as the statistics proper
+        self._latest = _flatten(self._layers, ("running_mean", "running_var"))
+        self._latest_counts = _flatten(self._layers, ("num_batches_tracked",))
+        self._proper, self._proper_counts = self._latest.clone(), self._latest_counts.clone()
+        self._sum = torch.zeros_like(self._latest)
+        self._momenta = [layer.momentum for layer in self._layers]
+        for layer in self._layers:
+            layer.momentum = 1.0
+        self.begin_epoch()
+
+    @property
+    def exist(self) -> bool:
+        return bool(self._layers)
+
+    def begin_epoch(self) -> None:
+        """Look which layers train: one in evaluation mode (a frozen trunk) keeps its statistics to the bit."""
+        if self.exist:
+            sizes = [2 * layer.num_features for layer in self._layers]
+            rates = [
+                momentum if layer.training else 0.0 for layer, momentum in zip(self._layers, self._momenta, strict=True)
+            ]
+            self._rates = torch.cat([torch.full((size,), rate) for size, rate in zip(sizes, rates, strict=True)]).to(
+                self._latest
+            )
+            trains = torch.tensor([layer.training for layer in self._layers])
+            self._trains = trains.to(self._latest_counts)
+
+    @torch.no_grad()
+    def add(self, samples: int) -> None:
+        """After the forward pass of a micro-batch of so many samples."""
+        if self.exist:
+            self._sum.add_(self._latest, alpha=samples)
+
+    def start_reduce(self) -> None:
+        """After the forward pass of this rank's last micro-batch: the all-reduce runs beside the backward pass."""
+        if self.exist and dist.get_world_size() > 1:
+            self._work = dist.all_reduce(self._sum, async_op=True)
+
+    @torch.no_grad()
+    def commit(self, samples: int, is_finite: Tensor) -> None:
+        """Move the statistics by the mean over the global batch's samples, or, on the device, leave them as they were.
+
+        Args:
+            samples: of all ranks in the global_batch.
+            is_finite: 0-dimensional bool. A where, not a product: NaN survives any arithmetic.
+        """
+        if self.exist:
+            if self._work:
+                self._work.wait()
+            moved = torch.lerp(self._proper, self._sum / samples, self._rates)
+            torch.where(is_finite, moved, self._proper, out=self._proper)
+            self._proper_counts.add_(self._trains * is_finite)
+            self._sum.zero_()
+            self.discard()
+
+    @torch.no_grad()
+    def discard(self) -> None:
+        """Forget what the passes since the last step left in the layers' buffers."""
+        if self.exist:
+            self._latest.copy_(self._proper)
+            self._latest_counts.copy_(self._proper_counts)
+
+    @torch.no_grad()
+    def reload(self) -> None:
+        """Take the statistics from the layers' buffers, into which a checkpoint was loaded."""
+        if self.exist:
+            self._proper.copy_(self._latest)
+            self._proper_counts.copy_(self._latest_counts)
+
+
+def _flatten(layers: list[nn.Module], names: tuple[str, ...]) -> Tensor:
+    """One flat tensor; the layers' buffers of these names become views of it."""
+    places = [(layer, name, getattr(layer, name)) for layer in layers for name in names]
+    flat = torch.cat([tensor.reshape(-1) for _, _, tensor in places])
+    begin = 0
+    for layer, name, tensor in places:
+        setattr(layer, name, flat[begin : begin + tensor.numel()].view(tensor.shape))
+        begin += tensor.numel()
+    return flat

@@ -1,0 +1,67 @@
+"""How gradients are shared: every knob of DDP is set here."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from config import TrainingConfig, UserError
+from utils.distributed.collectives import is_of_a_peer
+from utils.distributed.context import DistributedContext
+
+
+class SingleProcess(DistributedDataParallel):
+    """A world of one has nobody to average with: it leaves out what DDP does in each pass, which a small model would
+    notice."""
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        return self.module(*inputs, **options)
+
+
+def wrap_ddp(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) -> DistributedDataParallel:
+    """Wrap the model in DDP. Every knob of DDP is set here and only here."""
+    sizes = [p.numel() * p.element_size() for p in model.parameters() if p.requires_grad]
+    if not sizes:
+        raise UserError("model: has no parameter that is trained; leave some with requires_grad=True")
+    megabytes = sum(sizes) / 2**20
+    # running statistics have a rule of their own (utils/training/batchnorm.py); torch 2.15 renamed the argument
+    is_new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    no_buffers = {"forward_sync_buffers" if is_new else "broadcast_buffers": False}
+    wrapper = DistributedDataParallel if ctx.world_size > 1 else SingleProcess
+    wrapped = wrapper(
+        model,
+        device_ids=[ctx.device.index] if ctx.device.type == "cuda" else None,
+        **no_buffers,
+        gradient_as_bucket_view=True,
+        bucket_cap_mb=config.bucket_cap_mb or min(25.0, max(1.0, megabytes / 4)),  # some buckets, so that they overlap
+    )
+    if config.comm_hook != "none" and ctx.world_size > 1:
+        _compress(wrapped, config.comm_hook, ctx.device)
+    return wrapped
+
+
+def _compress(model: DistributedDataParallel, name: str, device: torch.device) -> None:
+    """All-reduce gradients rounded to 16 bits; they, the weights and the optimizer stay as wide as they are. Raises
+    UserError."""
+    hook = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[name]
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[name]
+    try:
+        model.register_comm_hook(None, hook)  # it knows for which builds torch takes bfloat16
+        dist.all_reduce(torch.zeros(1, dtype=dtype, device=device))  # and the backend says here whether it does
+    except (TypeError, ValueError, RuntimeError) as error:
+        if is_of_a_peer(error):
+            raise
+        backend, other = dist.get_backend(), "none" if name == "fp16" else "fp16 or none"
+        reason = f"torch {torch.__version__} cannot all-reduce {name} over {backend} ({str(error).splitlines()[0]})"
+        raise UserError(f"comm_hook={name}: {reason}; give --comm_hook {other}") from None
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model without DDP."""
+    return model.module if isinstance(model, DistributedDataParallel) else model

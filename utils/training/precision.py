@@ -1,0 +1,61 @@
+"""Which precision a run computes in: a default where the hardware is fast at it, the same on all ranks, and printed."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from config import TrainingConfig
+
+
+def has_fast_bf16(device: torch.device) -> bool:
+    """Whether this device multiplies bfloat16 in hardware. It needs no process group."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    probes = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    return any(probe() for probe in probes if probe)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The autocast type of the run (None: plain float32) and whether gradients are scaled (float16 only)."""
+
+    device_type: str
+    dtype: torch.dtype | None
+
+    @classmethod
+    def choose(cls, config: TrainingConfig, device: torch.device, fast_bf16: bool) -> Precision:
+        """fast_bf16: of the weakest rank."""
+        named = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        if not config.use_amp:
+            dtype = None
+        elif config.amp_dtype in named:
+            dtype = named[config.amp_dtype]
+        elif fast_bf16:
+            dtype = torch.bfloat16
+        else:
+            dtype = torch.float16 if device.type == "cuda" else None
+        return cls(device.type, dtype)
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.dtype is torch.float16
+
+    @property
+    def name(self) -> str:
+        return str(self.dtype or torch.get_default_dtype()).removeprefix("torch.")
+
+    @property
+    def title(self) -> str:
+        """For people: the name, and how what stays float32 is multiplied."""
+        has_tf32 = self.device_type == "cuda" and torch.cuda.is_tf32_supported()
+        return (
+            f"{self.name}, TF32 where float32 is left"
+            if has_tf32 and self.dtype
+            else f"{self.name}{' as TF32' if has_tf32 else ''}"
+        )
+
+    def autocast(self) -> AbstractContextManager:
+        return torch.autocast(self.device_type, self.dtype, enabled=self.dtype is not None)

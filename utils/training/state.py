@@ -1,0 +1,323 @@
+"""All that survives a restart: model, averaged weights, optimizer, scaler and progress. The schedule and random streams
+do not,
+since both are functions of the optimizer step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from config import TrainingConfig, UserError
+from utils.data.sampler import GlobalBatch
+from utils.memory import is_out_of_memory
+from utils.metrics import MetricTracker
+from utils.training.batchnorm import RunningStats
+from utils.training.optimizer import WeightAverage, create_optimizer, fill_momenta, lr_factor
+from utils.training.precision import Precision
+
+
+@dataclass
+class Progress:
+    """Where the run stands. `epoch` counts from 0; `samples_in_epoch` is the position in its order, on all ranks
+    together."""
+
+    epoch: int = 0
+    step: int = 0  # optimizer steps since the start of the run, skipped ones too
+    samples_in_epoch: int = 0
+    samples_seen: int = 0
+    skipped_steps: int = 0  # whose loss or gradient was not finite
+    skipped_in_row: int = 0  # of these, up to now
+    overflow_steps: int = 0  # that float16 skipped in search of its scale
+    best_value: float | None = None
+    best_epoch: int = -1
+    best_step: int = -1
+    evaluations_since_best: int = 0
+    evaluated_step: int = -1  # of the last evaluation
+
+    def note_value(self, value: float, sign: int) -> bool:
+        """Count the evaluation that just ended. Whether its value is the best so far: the highest for sign 1, the
+        lowest for -1."""
+        is_best = math.isfinite(value) and (self.best_value is None or sign * value > sign * self.best_value)
+        if is_best:
+            self.best_value, self.best_epoch, self.best_step = value, self.epoch, self.step
+        self.evaluated_step = self.step
+        self.evaluations_since_best = 0 if is_best else self.evaluations_since_best + 1
+        return is_best
+
+    def is_patience_over(self, patience: int) -> bool:
+        return 0 < patience <= self.evaluations_since_best
+
+    def forget_best(self) -> None:
+        """What comes is not to be compared with what was."""
+        self.best_value, self.best_epoch, self.best_step, self.evaluations_since_best = None, -1, -1, 0
+
+
+class SkippedStep(NamedTuple):
+    """An optimizer step that was not taken, and which entries of which epoch's order were its global batch."""
+
+    step: int
+    epoch: int
+    first: int
+    samples: int
+
+
+class TrainState:
+    """Raises UserError when the model or the parameter groups cannot be trained."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: list[dict[str, Any]],
+        config: TrainingConfig,
+        precision: Precision,
+        is_main: bool = True,
+    ) -> None:
+        self.model, self.precision = model, precision  # the model is not wrapped
+        self._is_main = is_main  # counts for all ranks what is the same on each
+        self.total_steps = self._warmup_steps = 0
+        self.running_stats = RunningStats(model)
+        self.average = WeightAverage(model, config.ema_decay) if config.ema_decay else None
+        self.optimizer = create_optimizer(groups, config)
+        device = next(model.parameters()).device
+        self.scaler = torch.amp.GradScaler(precision.device_type, enabled=precision.is_scaled)
+        self.interval = MetricTracker(device)  # sums since the last log point
+        self.progress = Progress()
+        self._clip = config.clip_grad_norm
+        self._has_cuda_graphs = config.compile == "reduce-overhead"
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        # in the model's order, which is the same in all processes: the norm is a sum, and groups may be made in any
+        # order
+        self._names = {p: name for name, p in model.named_parameters() if id(p) in held}
+        if len(self._names) < len(held):
+            raise UserError(
+                "param_groups: holds a parameter that is not the model's, whose gradient ranks would not share; make it"
+                " the model's"
+            )
+        self._parameters = list(self._names)
+        # of each step's gradient, since the last read; not finite where it was skipped
+        self._norms: list[torch.Tensor] = []
+        self._seeds: list[torch.Tensor] = []  # with float16: NaN where a loss of this rank was not finite
+        scalar = {"dtype": torch.float32, "device": device}  # as found_inf has to be, in float64 too
+        self._zero, self._one = torch.zeros((), **scalar), torch.ones((), **scalar)
+        self._seed = self._one
+        self._steps: list[SkippedStep] = []  # what each of them would be, were it skipped
+
+    def plan(self, steps_left: int, steps_per_epoch: int, config: TrainingConfig) -> None:
+        """Lay the schedule over the whole run, of which so many optimizer steps are left."""
+        total = self.progress.step + steps_left
+        self.total_steps = min(total, config.max_steps) if config.max_steps else total
+        self._warmup_steps = round(config.warmup_epochs * steps_per_epoch)
+        if self.progress.step:
+            self._set_lr(self.progress.step - 1)  # as the step before left it
+
+    def _set_lr(self, step: int) -> None:
+        factor = lr_factor(step, self.total_steps, self._warmup_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["base_lr"] * factor
+
+    def check_gradients(self) -> None:
+        """After a backward pass. Raises UserError when a parameter got no gradient: DDP would wait for it in the next
+        one."""
+        unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+        if unused:
+            more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+            raise UserError(
+                f"model: the loss does not depend on {', '.join(unused[:3])}{more}, and DDP would wait for the"
+                " gradient; use it in every forward pass, or freeze it in create_model with requires_grad_(False)"
+            )
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the last step taken, of the first parameter group."""
+        return self.optimizer.param_groups[0]["lr"]
+
+    def backward(self, loss: torch.Tensor, share: float) -> None:
+        """The backward pass of share * loss. A loss that is not finite makes all gradients NaN, where its own would be
+        finite too: all skip."""
+        loss = self.scaler.scale(loss)
+        seed = torch.add(torch.full_like(loss, share), loss.detach(), alpha=0)  # 0 times what is not finite is NaN
+        if self.scaler.is_enabled():
+            self._seed = self._seed * seed
+        loss.backward(seed)
+
+    def drop_gradients(self) -> None:
+        """Before the next global_batch. With CUDA graphs they stay as zeros: a new one would be memory that the next
+        replay writes over."""
+        if self._has_cuda_graphs:
+            self.optimizer.zero_grad(set_to_none=False)
+            return
+        for parameter in self._parameters:  # the optimizer's own way takes 20 us more, for the profiler
+            parameter.grad = None
+
+    def update_if_finite(self, global_batch: GlobalBatch) -> None:
+        """Unscale, clip, step, average. When the gradient is not finite all of it is skipped, on the device.
+
+        After the all-reduce the gradient is the same on every rank, so all of them decide alike, without a message or a
+        read.
+        """
+        self._set_lr(self.progress.step)
+        self.scaler.unscale_(self.optimizer)
+        norms = torch._foreach_norm([p.grad for p in self._parameters if p.grad is not None])
+        # get_total_norm, which sorts by device, takes five times as long
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        if self._clip:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip, norm)
+        is_finite = norm < math.inf  # NaN is not
+        skipped = torch.where(is_finite, self._zero, self._one)
+        self.optimizer.grad_scale, self.optimizer.found_inf = None, skipped  # exactly 0 or 1
+        self.optimizer.step()
+        self.scaler.update()
+        self.drop_gradients()
+        self.running_stats.commit(global_batch.samples, is_finite)
+        if self.average:
+            self.average.update(self._one - skipped)
+        self._norms.append(norm)
+        if self.scaler.is_enabled():
+            self._seeds.append(self._seed)
+            self._seed = torch.ones_like(self._seed)
+
+    def advance(self, global_batch: GlobalBatch) -> None:
+        self.progress.step += 1
+        self._steps.append(
+            SkippedStep(self.progress.step, self.progress.epoch, self.progress.samples_in_epoch, global_batch.samples)
+        )
+        self.progress.samples_in_epoch += global_batch.samples
+        self.progress.samples_seen += global_batch.samples
+
+    def next_epoch(self) -> None:
+        self.progress.epoch += 1
+        self.progress.samples_in_epoch = 0
+
+    def read_skips(self) -> list[int]:
+        """For each step since the last call: 0 taken, 1 skipped, 2 skipped and a loss of this rank was not finite.
+        Reads from the device.
+
+        The norms of the gradients come to `interval` here.
+        """
+        norms, seeds = (torch.stack(kept).tolist() if kept else [] for kept in (self._norms, self._seeds))
+        self._norms, self._seeds = [], []
+        if self._is_main:
+            for norm in norms:
+                self.interval.update({"grad_norm": (norm, 1) if math.isfinite(norm) else (0.0, 0)})
+        seeds = seeds or [math.nan] * len(norms)
+        return [
+            0 if math.isfinite(norm) else 1 if math.isfinite(seed) else 2
+            for norm, seed in zip(norms, seeds, strict=True)
+        ]
+
+    def note_skips(self, ranks: list[list[int]]) -> list[SkippedStep]:
+        """Count what `read_skips` gave on each rank; the steps that were skipped for a reason other than float16's
+        scale.
+
+        A step that float16 skipped while every rank's loss was finite is its search for a scale, as long as there is
+        one to find.
+        """
+        can_search = self.scaler.is_enabled() and self.scaler.get_scale() >= 1
+        skipped = []
+        for step, flags in zip(self._steps, zip(*ranks, strict=True), strict=True):
+            if max(flags) == 1 and can_search:
+                self.progress.overflow_steps += 1
+            elif max(flags):
+                skipped.append(step)
+                self.progress.skipped_in_row += 1
+            else:
+                self.progress.skipped_in_row = 0
+        self.progress.skipped_steps += len(skipped)
+        self._steps = []
+        return skipped
+
+    def state_dict(self, intervals: list[dict[str, Any]]) -> dict[str, Any]:
+        """The part of a checkpoint that is the run's state. Tensors are not copied.
+
+        Args:
+            intervals: `interval.state()` of every rank.
+        """
+        return {
+            "model": self.model.state_dict(),
+            "ema": self.average.model.state_dict() if self.average else {},
+            "optimizer": self.optimizer.state_dict() | {"names": self._optimizer_names()},
+            "scaler": self.scaler.state_dict(),
+            "progress": dataclasses.asdict(self.progress) | {"intervals": intervals},
+        }
+
+    def load_state_dict(self, payload: dict[str, Any], rank: int, world_size: int) -> None:
+        """Take over the state of a checkpoint; learning rate, decay and the like stay those of the config.
+
+        Raises:
+            UserError: when something does not fit, with its name. What fitted may be loaded by then.
+        """
+        try:
+            self._load(payload, rank, world_size)
+        except UserError:
+            raise
+        except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+            if is_out_of_memory(error):
+                raise
+            raise UserError(f"the checkpoint's state does not fit ({error}); give another checkpoint") from error
+
+    def _load(self, payload: dict[str, Any], rank: int, world_size: int) -> None:
+        names = {field.name for field in dataclasses.fields(Progress)} | {"intervals"}
+        missing = sorted(names - payload["progress"].keys())
+        if missing:
+            raise UserError(f"the checkpoint's progress lacks {', '.join(missing)}; give another checkpoint")
+        self.load_model(payload)
+        self._load_optimizer(payload["optimizer"])
+        if self.average:
+            self.average.model.load_state_dict(payload["ema"] or payload["model"])
+        if self.scaler.is_enabled() and payload["scaler"]:
+            self.scaler.load_state_dict(payload["scaler"])
+        progress = dict(payload["progress"])
+        self._load_intervals(progress.pop("intervals"), rank, world_size)
+        for name, value in progress.items():
+            setattr(self.progress, name, value)
+        if self.average:
+            self.average.has_begun(self.progress.step > self.progress.skipped_steps + self.progress.overflow_steps)
+
+    def load_model(self, payload: dict[str, Any]) -> None:
+        try:
+            self.model.load_state_dict(payload["model"])
+        except RuntimeError as error:
+            raise UserError(f"the checkpoint's model does not fit ({error}); give the model it was made with") from None
+        self.running_stats.reload()
+
+    def _optimizer_names(self) -> list[str]:
+        """The names of the parameters in the order in which the optimizer numbers them."""
+        return [self._names[p] for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _load_optimizer(self, saved: dict[str, Any]) -> None:
+        """Each parameter takes the state that was saved under its name, in whatever order the groups are made."""
+        names = self._optimizer_names()
+        before = {name: saved["state"].get(number, {}) for number, name in enumerate(saved.get("names", []))}
+        shapes = {self._names[p]: p.shape for p in self._parameters}
+        fits = before.keys() == shapes.keys() and all(
+            value.shape == shapes[name]
+            for name, state in before.items()
+            for key, value in state.items()
+            if key != "step"
+        )
+        if not fits:
+            raise UserError(
+                "the checkpoint's optimizer has other parameters; give the model.py it was made with, or --init_from"
+                " its weights"
+            )
+        state = {number: before[name] for number, name in enumerate(names) if before[name]}
+        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
+        for parameter in self._parameters:
+            state = self.optimizer.state.get(parameter, {})
+            for key, value in state.items():  # fused kernels walk through memory: the layout must be the parameter's
+                if key != "step" and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    state[key] = torch.empty_like(parameter).copy_(value)
+        fill_momenta(self.optimizer)  # where the checkpoint was made without
+
+    def _load_intervals(self, intervals: list[dict[str, Any]], rank: int, world_size: int) -> None:
+        """Each rank its own sums; where there were more or fewer ranks, rank 0 all of them."""
+        if len(intervals) == world_size:
+            self.interval.load_state(intervals[rank])
+        elif rank == 0:
+            for state in intervals:
+                self.interval.add_state(state)
