@@ -18,8 +18,7 @@ BAR_WIDTH = 24
 
 
 class _FileFormatter(logging.Formatter):
-    """`<ISO time> <rank> <host> <message>` on every line, of a traceback too, so that `sort -m` merges the files of all
-    ranks."""
+    """`<ISO time> <rank> <host> <message>` on every line, so that `sort -m` merges the files of all ranks."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -113,8 +112,7 @@ def setup_logger(rank: int, file: Path | None = None) -> logging.Logger:
 def log_training_step(
     logger: logging.Logger, record: dict[str, Any], metrics: list[str], total_steps: int, world_size: int
 ) -> None:
-    """One line for one train record: where, loss, metrics, learning rate, rate in total and of one rank, data wait,
-    memory, time left."""
+    """One line for a train record."""
     rate, step_s = record["samples_per_s"], record["step_s"]
     shown = [f"epoch {record['epoch']}", f"step {record['step']}/{total_steps}", f"loss {show(record['loss'])}"]
     shown += [f"{name} {show(record[name])}" for name in metrics]

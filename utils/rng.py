@@ -19,8 +19,7 @@ def derive_seed(*key: object) -> int:
 
 
 def seed_device(device: torch.device, *key: object) -> None:
-    """Start the device's own generator (dropout and the like) at a stream of its own. About 2 us; torch.manual_seed
-    takes 100."""
+    """Seed the device's own generator (dropout and the like). About 2 us; torch.manual_seed takes 100."""
     generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
     generator.manual_seed(derive_seed(*key))
 

@@ -1,5 +1,4 @@
-"""A request to stop (SIGTERM, SIGINT, SIGUSR1, a terminal's SIGHUP) becomes a flag that the loop reads between two
-optimizer steps."""
+"""A stop signal (SIGTERM, SIGINT, SIGUSR1, SIGHUP) becomes a flag that the loop reads between optimizer steps."""
 
 from __future__ import annotations
 
@@ -70,8 +69,7 @@ def kept_back() -> Iterator[None]:
 
 
 def ignore_in_worker(_worker: int) -> None:
-    """For DataLoader workers: torchrun signals the whole process group, and a worker that dies takes the last save with
-    it."""
+    """For DataLoader workers: torchrun signals the whole process group, and without its workers a rank cannot save."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # they were started with these kept back
@@ -79,8 +77,7 @@ def ignore_in_worker(_worker: int) -> None:
 
 
 def end_workers() -> None:
-    """At exit: multiprocessing would send SIGTERM to the workers that are left, which ignore it, and wait for them for
-    ever."""
+    """At exit: multiprocessing would send SIGTERM to the remaining workers, which ignore it, and wait forever."""
     if threading.current_thread() is threading.main_thread():
         # Python lets go of its handlers now: one more signal would
         for number in STOP_SIGNALS if StopSignals.held else ():
@@ -109,8 +106,7 @@ if sys.version_info < (3, 12):
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Ask the kernel (Linux only) for this signal when the parent is gone: torchrun's agent, so that no orphan keeps a
-    GPU."""
+    """Let the kernel (Linux) send this signal when the parent, torchrun's agent, is gone: no orphan keeps a GPU."""
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

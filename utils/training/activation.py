@@ -1,5 +1,4 @@
-"""Activation checkpointing: a block of the model keeps its input alone, and computes the rest again in the backward
-pass."""
+"""Activation checkpointing: a block keeps only its input and recomputes its activations in the backward pass."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 
 @functools.cache
 def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of the same name. As a class, not a closure, so that a copy of the module computes with its own
-    weights."""
+    """A subclass of the same name; not a closure, so that a copy of the module computes with its own weights."""
 
     def forward(self: nn.Module, *inputs: Any, **options: Any) -> Any:
         if self.training and torch.is_grad_enabled():

@@ -24,8 +24,7 @@ from utils.training.precision import Precision
 
 @dataclass
 class Progress:
-    """Where the run stands. `epoch` counts from 0; `samples_in_epoch` is the position in its order, on all ranks
-    together."""
+    """Where the run stands. `epoch` counts from 0; `samples_in_epoch` is the position in its order, of all ranks."""
 
     epoch: int = 0
     step: int = 0  # optimizer steps since the start of the run, skipped ones too
@@ -41,8 +40,7 @@ class Progress:
     evaluated_step: int = -1  # of the last evaluation
 
     def note_value(self, value: float, sign: int) -> bool:
-        """Count the evaluation that just ended. Whether its value is the best so far: the highest for sign 1, the
-        lowest for -1."""
+        """Count the evaluation that just ended. Whether its value is the best so far, by the sign of `choose_best`."""
         is_best = math.isfinite(value) and (self.best_value is None or sign * value > sign * self.best_value)
         if is_best:
             self.best_value, self.best_epoch, self.best_step = value, self.epoch, self.step
@@ -123,8 +121,7 @@ class TrainState:
             group["lr"] = group["base_lr"] * factor
 
     def check_gradients(self) -> None:
-        """After a backward pass. Raises UserError when a parameter got no gradient: DDP would wait for it in the next
-        one."""
+        """After a backward pass. Raises UserError when a parameter got no gradient, for which DDP would wait."""
         unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
         if unused:
             more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
@@ -139,8 +136,7 @@ class TrainState:
         return self.optimizer.param_groups[0]["lr"]
 
     def backward(self, loss: torch.Tensor, loss_scale: float) -> None:
-        """The backward pass of loss_scale * loss. A loss that is not finite makes all gradients NaN, where its own would be
-        finite too: all skip."""
+        """The backward pass of loss_scale * loss. A non-finite loss makes all gradients NaN, so that all ranks skip."""
         loss = self.scaler.scale(loss)
         seed = torch.add(torch.full_like(loss, loss_scale), loss.detach(), alpha=0)  # 0 times what is not finite is NaN
         if self.scaler.is_enabled():
@@ -148,8 +144,7 @@ class TrainState:
         loss.backward(seed)
 
     def drop_gradients(self) -> None:
-        """Before the next global_batch. With CUDA graphs they stay as zeros: a new one would be memory that the next
-        replay writes over."""
+        """Before the next global batch. With CUDA graphs they are zeroed: the next replay would overwrite new ones."""
         if self._has_cuda_graphs:
             self.optimizer.zero_grad(set_to_none=False)
             return
