@@ -1,6 +1,6 @@
 """Every value the pipeline reads: one frozen dataclass, from which flags, `--help` and the README's table are made.
 
-Standard library only, so that `--help` and a refused flag answer at once, before torch is imported.
+Standard library only, so that `--help` and a bad flag answer at once, before torch is imported.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0
 class UserError(ValueError):
     """The user asked for something that cannot be done. The message is a sentence that ends with the fix; exit code 2.
 
-    Where all ranks raise it, `rank` and `host` say whose trouble it is; `is_final`: another attempt of this launch is
-    of no use.
+    Where all ranks raise it, `rank` and `host` name the rank that has the problem; `is_final`: another attempt of this
+    launch is of no use.
     """
 
     def __init__(self, sentence: str, rank: int | None = None, host: str | None = None, is_final: bool = False) -> None:
@@ -36,7 +36,7 @@ class UserError(ValueError):
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on. The message is a sentence that ends with the remedy; exit code 1."""
+    """Training cannot continue. The message is a sentence that ends with the fix; exit code 1."""
 
     def __init__(self, sentence: str, rank: int | None = None, host: str | None = None) -> None:
         super().__init__(sentence)
@@ -76,7 +76,7 @@ def local_path(value: str) -> str:
 
 
 def run_path(value: str) -> str:
-    return local_path(value) if value.strip() else "is empty; give a folder, runs/NAME say"
+    return local_path(value) if value.strip() else "is empty; give a folder, e.g. runs/NAME"
 
 
 def command_line(value: str) -> str:

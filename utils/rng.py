@@ -28,8 +28,7 @@ def sample_draws(seed: int, epoch: int, indices: Tensor, count: int) -> Tensor:
     """`count` random 32-bit numbers for each sample, a pure function of (seed, epoch, index).
 
     The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), as
-    tensor
-    operations on int64, whose products wrap: the same numbers on every device.
+    tensor operations on int64, whose products wrap: the same numbers on every device.
 
     Args:
         indices: int64 [B], the samples' indices in the data set.

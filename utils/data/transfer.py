@@ -45,7 +45,7 @@ class SideStream:
         return torch.cuda.stream(self._stream)
 
     def run(self, action: Callable[[], T]) -> tuple[T, torch.cuda.Event]:
-        """What the action gives, queued on the side, and the event that says when it is there."""
+        """The result of the action, queued on the side stream, and the event that tells when it is there."""
         with self.queued():
             result, event = action(), torch.cuda.Event()
             event.record(self._stream)

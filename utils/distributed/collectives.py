@@ -1,4 +1,4 @@
-"""Small talk of the ranks on the control group: who has what, who met trouble, who does a thing for all."""
+"""Small messages between ranks on the control group: gather values, fail together, do something once for all."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def within(seconds: float, action: Callable[[], T]) -> T:
 
 
 def is_of_a_peer(error: BaseException) -> bool:
-    """Whether a collective failed since a peer was gone, as gloo and NCCL say it: the trouble is another rank's."""
+    """Whether a collective failed because a peer was gone, as gloo and NCCL word it: another rank failed first."""
     if isinstance(error, TrainingError):
         return error.__cause__ is not None and is_of_a_peer(error.__cause__)
-    is_said = isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "ncclRemoteError"))
-    return is_said or isinstance(error, dist.DistNetworkError)
+    is_named = isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "ncclRemoteError"))
+    return is_named or isinstance(error, dist.DistNetworkError)

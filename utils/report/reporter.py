@@ -30,7 +30,7 @@ MAX_DATA_WAIT = 0.2  # of an interval, above which the loader's flags are worth 
 
 
 class Reporter:
-    """Called on all ranks alike; the logger, the run and the board decide what rank 0 alone shows or writes.
+    """Called on all ranks; the logger, the run and the board decide what rank 0 alone shows or writes.
 
     Args:
         loader: of the training set.
@@ -112,7 +112,7 @@ class Reporter:
         return step % self._config.log_interval == 0 or step == self._total_steps
 
     def rank_report(self, state: TrainState) -> dict[str, Any]:
-        """What this rank brings to a log point; reads from the device."""
+        """What this rank contributes to a log point; reads from the device."""
         skips = state.read_skips()  # before `interval`, to which it adds
         totals = state.interval.totals()
         spent = self._clock.spent()[0]

@@ -34,7 +34,7 @@ def check_alike(config: TrainingConfig, ctx: DistributedContext) -> None:
     rows = [[name, *(each.get(name, "none") for each in everyone)] for name in names]
     head = ["", *(f"rank {rank} on {host}" for rank, host in enumerate(ctx.hosts))]
     kinds = [tuple(each.get(name) for name in names) for each in everyone]
-    # of ranks that are alike the first
+    # the first of equal ranks
     shown = [
         0,
         *(1 + rank for rank, kind in enumerate(kinds) if kind not in kinds[:rank]),

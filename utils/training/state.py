@@ -1,6 +1,5 @@
 """All that survives a restart: model, averaged weights, optimizer, scaler and progress. The schedule and random streams
-do not,
-since both are functions of the optimizer step."""
+do not, since both are functions of the optimizer step."""
 
 from __future__ import annotations
 
@@ -93,8 +92,8 @@ class TrainState:
         self._names = {p: name for name, p in model.named_parameters() if id(p) in held}
         if len(self._names) < len(held):
             raise UserError(
-                "param_groups: holds a parameter that is not the model's, whose gradient ranks would not share; make it"
-                " the model's"
+                "param_groups: holds a parameter that is not in the model, so ranks would not share its gradient;"
+                " register it in the model"
             )
         self._parameters = list(self._names)
         # of each step's gradient, since the last read; not finite where it was skipped
@@ -154,8 +153,7 @@ class TrainState:
     def update_if_finite(self, global_batch: GlobalBatch) -> None:
         """Unscale, clip, step, average. When the gradient is not finite all of it is skipped, on the device.
 
-        After the all-reduce the gradient is the same on every rank, so all of them decide alike, without a message or a
-        read.
+        After the all-reduce the gradient is the same on every rank, so all decide the same, without a message or a read.
         """
         self._set_lr(self.progress.step)
         self.scaler.unscale_(self.optimizer)
@@ -180,11 +178,10 @@ class TrainState:
 
     def advance(self, global_batch: GlobalBatch) -> None:
         self.progress.step += 1
-        self._steps.append(
-            SkippedStep(self.progress.step, self.progress.epoch, self.progress.samples_in_epoch, global_batch.samples)
-        )
-        self.progress.samples_in_epoch += global_batch.samples
-        self.progress.samples_seen += global_batch.samples
+        progress, samples = self.progress, global_batch.samples
+        self._steps.append(SkippedStep(progress.step, progress.epoch, progress.samples_in_epoch, samples))
+        progress.samples_in_epoch += samples
+        progress.samples_seen += samples
 
     @property
     def is_at_end(self) -> bool:
@@ -228,10 +225,8 @@ class TrainState:
             for norm in norms:
                 self.interval.update({"grad_norm": (norm, 1) if math.isfinite(norm) else (0.0, 0)})
         seeds = seeds or [math.nan] * len(norms)
-        return [
-            0 if math.isfinite(norm) else 1 if math.isfinite(seed) else 2
-            for norm, seed in zip(norms, seeds, strict=True)
-        ]
+        pairs = zip(norms, seeds, strict=True)
+        return [0 if math.isfinite(norm) else 1 if math.isfinite(seed) else 2 for norm, seed in pairs]
 
     def note_skips(self, ranks: list[list[int]]) -> list[SkippedStep]:
         """Count what `read_skips` gave on each rank; the steps that were skipped for a reason other than float16's
@@ -317,17 +312,10 @@ class TrainState:
         names = self._optimizer_names()
         before = {name: saved["state"].get(number, {}) for number, name in enumerate(saved.get("names", []))}
         shapes = {self._names[p]: p.shape for p in self._parameters}
-        fits = before.keys() == shapes.keys() and all(
-            value.shape == shapes[name]
-            for name, state in before.items()
-            for key, value in state.items()
-            if key != "step"
-        )
-        if not fits:
-            raise UserError(
-                "the checkpoint's optimizer has other parameters; give the model.py it was made with, or --init_from"
-                " its weights"
-            )
+        kept = [(name, value) for name, state in before.items() for key, value in state.items() if key != "step"]
+        if before.keys() != shapes.keys() or any(value.shape != shapes[name] for name, value in kept):
+            remedy = "give the model.py it was made with, or take its weights by --init_from"
+            raise UserError(f"the checkpoint's optimizer has other parameters; {remedy}")
         state = {number: before[name] for number, name in enumerate(names) if before[name]}
         self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
         for parameter in self._parameters:
