@@ -233,6 +233,8 @@ def run_training(training: Training) -> dict[str, Any]:
         is_stopped = not test_records
     outcome = reporter.finish("preempted" if is_stopped else "completed", state, training.best_metric, test_records)
     saver.close()
+    for loader in (training.loader, *training.held_out.values()):
+        loader.close()
     return outcome
 
 
