@@ -43,7 +43,7 @@ def line_plot(
     height, bottom = top + HEIGHT + BOTTOM, top + HEIGHT
     low, high = y_range or (min(y for _, y in points), max(y for _, y in points))
     scale = math.log2 if log2_x else float
-    first, last = (scale(pick(x for x, _ in points)) if log2_x or pick is max else 0.0 for pick in (min, max))
+    first, last = scale(min(x for x, _ in points)) if log2_x else 0.0, scale(max(x for x, _ in points))
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = LEFT + (WIDTH - LEFT - RIGHT) * (scale(x) - first) / ((last - first) or 1.0)
