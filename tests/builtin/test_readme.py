@@ -9,7 +9,7 @@ import pytest
 from config import TrainingConfig
 from config_table import BEGIN, END, table
 from ranks import PATH, ROOT, copy_repository, launch
-from scripts.network import addresses
+from scripts.lib.network import addresses
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
