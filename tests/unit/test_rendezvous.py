@@ -24,7 +24,7 @@ def hosting(nodes, launch_id="job-7"):
 
 
 @contextlib.contextmanager
-def greeting(echo_port, times):
+def greeting(other_port, times):
     """A node 0 that greets so many times, and then, as torchrun's store, greets nobody."""
 
     def serve(server):
@@ -33,7 +33,7 @@ def greeting(echo_port, times):
                 connection, _ = server.accept()
                 with connection:
                     if k < times:
-                        message = {"host": "node0", "token": "x", "echo": echo_port}
+                        message = {"host": "node0", "token": "x", "port": other_port}
                         connection.sendall(json.dumps(message).encode() + b"\n")
                     else:
                         connection.recv(1)
@@ -63,7 +63,7 @@ def test_a_node_that_comes_while_node_0_leaves_is_not_rejected():
 
 
 def test_a_closed_port_is_an_error_while_node_0_stays():
-    with greeting(closed_port(), times=5) as nodes, pytest.raises(UserError, match="MASTER_PORT is open to .* is not"):
+    with greeting(closed_port(), times=99) as nodes, pytest.raises(UserError, match="MASTER_PORT is open to .* is not"):
         join(nodes, 60, 45, "mine")
 
 
