@@ -45,6 +45,13 @@ SWITCHES = {
     "detach": "run in the background; survives the terminal",
     "dry-run": "print what would be started",
 }
+DEBUG = {  # verbose logs and the flight recorder
+    "TORCH_DISTRIBUTED_DEBUG": "INFO",  # DETAIL segfaults under DDP with gloo (torch 2.15.0)
+    "TORCH_CPP_LOG_LEVEL": "INFO",
+    "NCCL_DEBUG": "INFO",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_FR_DUMP_ON_TIMEOUT": "1",
+}
 
 
 @dataclass(frozen=True)
@@ -174,21 +181,6 @@ def own_address(nodes: Nodes, patience: float) -> tuple[str, bool]:
     return own, nodes.rank == 0 if nodes.backend == "static" else own in found
 
 
-def debug_settings(dump: str) -> dict[str, str]:
-    """Verbose logs and the flight recorder, by its old and its new names; `dump` is the prefix of its files."""
-    return {
-        "TORCH_DISTRIBUTED_DEBUG": "INFO",  # DETAIL segfaults under DDP with gloo (torch 2.15.0)
-        "TORCH_CPP_LOG_LEVEL": "INFO",
-        "NCCL_DEBUG": "INFO",
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": dump,
-        "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_FR_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_DUMP_TEMP_FILE": dump,
-    }
-
-
 def make_plan(options: argparse.Namespace, flags: list[str], config: TrainingConfig, env: dict[str, str]) -> Plan:
     """Raises UserError."""
     nodes, host = read_nodes(options), socket.gethostname()
@@ -228,7 +220,7 @@ def make_plan(options: argparse.Namespace, flags: list[str], config: TrainingCon
     if int(options.max_restarts):
         words += [f"--max-restarts={options.max_restarts}"]
     if options.debug:
-        settings |= debug_settings(str(config.run_folder / "traces" / f"flight-{host}-"))
+        settings |= DEBUG | {"TORCH_FR_DUMP_TEMP_FILE": str(config.run_folder / "traces" / f"flight-{host}-")}
     words += [f"--log-dir={log_folder / host}", "--tee=3"]
     if options.scaling:
         picture = f"{options.scaling.removesuffix('.json')}.svg"

@@ -103,6 +103,8 @@ class Launch:
             threading.Thread(target=end_orphan, args=(self._child, seconds), daemon=True).start()
         code = self._child.wait()
         self._child = None
+        if self._signals and code == -signal.SIGTERM:  # torchrun was still starting
+            raise Stopped
         if plan.is_training:
             return exit_code(code, status_file, before, read_json(error_file), is_alone=plan.nodes.most == 1)
         return code if code >= 0 else 128 - code
