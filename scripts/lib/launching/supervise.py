@@ -34,7 +34,7 @@ class Launch:
 
     def __init__(self, plan: Plan, env: dict[str, str]) -> None:
         self._plan, self._env = plan, env | plan.settings
-        self._env.setdefault("LAUNCH_ID", f"{socket.gethostname()}-{os.getpid()}-{time.time():.0f}")
+        self._env["LAUNCH_ID"] = env.get("LAUNCH_ID") or f"{socket.gethostname()}-{os.getpid()}-{time.time():.0f}"
         self._child: subprocess.Popen | None = None
         self._signals, self._is_interruptible = 0, False
         # under slurm.sbatch, which ignores USR1 here, the job is requeued instead of starting again in the job that ends
