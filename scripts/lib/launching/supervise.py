@@ -37,7 +37,7 @@ class Launch:
         self._env["LAUNCH_ID"] = env.get("LAUNCH_ID") or f"{socket.gethostname()}-{os.getpid()}-{time.time():.0f}"
         self._child: subprocess.Popen | None = None
         self._signals, self._is_interruptible = 0, False
-        # under slurm.sbatch, which ignores USR1 here, the job is requeued instead of starting again in the job that ends
+        # under slurm.sbatch, which ignores USR1 here, the job is requeued instead of a new attempt in the ending one
         self._is_requeued = signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves SIGHUP
