@@ -42,9 +42,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from config import TrainingConfig, TrainingError, UserError
-from launching import count_gpus
 from scales.account import account, sentences
 from scales.plot import plot
+from scripts.lib.launching.plan import count_gpus
 from utils.files import replace_json
 
 LAUNCHED = (

@@ -376,7 +376,7 @@ GUARANTEES = [
         """),
     row("misconfigured", "launching", "misconfigured nodes", "Wrong addresses, ports, numbers of nodes, interfaces, code or data are rejected within 30 s with the fix.", tests="""
         builtin/test_misconfigurations.py::test_it_is_caught_in_time_with_the_node_and_what_to_do
-        unit/test_launching.py::test_variables_that_make_no_sense_are_refused
+        unit/test_launching.py::test_invalid_variables_are_rejected
         """, slow="""
         builtin/test_misconfigurations.py::test_preflight_finds_nothing_where_nothing_is_wrong
         """),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from config import TrainingConfig
-from scripts.network import addresses, interface_of, own_address_to
+from scripts.lib.network import addresses, interface_of, own_address_to
 from utils.data.loader import usable_cpus
 from utils.run import provenance
 

@@ -1,4 +1,4 @@
-"""Write the table of all config fields into README.md, between its two marks: python scripts/config_table.py"""
+"""Write the table of all config fields into README.md: python scripts/lib/config_table.py"""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import dataclasses
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from config import TrainingConfig, help_of
 
-BEGIN, END = "<!-- config table: made by scripts/config_table.py -->", "<!-- end of config table -->"
+BEGIN, END = "<!-- config table: made by scripts/lib/config_table.py -->", "<!-- end of config table -->"
 
 
 def table() -> str:
-    """A row for each field of TrainingConfig: flag, default, what it means, whether a resumed run may change it."""
+    """One row per field of TrainingConfig: flag, default, meaning, and whether a resumed run may change it."""
     rows = ["| flag | default | meaning | on resume |", "|---|---|---|---|"]
     for field in dataclasses.fields(TrainingConfig):
         default = "" if field.default == "" else f"`{field.default}`"
@@ -23,12 +23,7 @@ def table() -> str:
     return "\n".join(rows)
 
 
-def main() -> None:
+if __name__ == "__main__":
     readme = ROOT / "README.md"
     before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    readme.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    readme.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
