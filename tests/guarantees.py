@@ -380,10 +380,10 @@ GUARANTEES = [
         """, slow="""
         builtin/test_misconfigurations.py::test_preflight_finds_nothing_where_nothing_is_wrong
         """),
-    row("preflight", "launching", "`--preflight`", "It measures nodes, links, storage and loader, and gives a verdict.", tests="""
-        distributed/test_preflight.py::test_healthy_ranks_get_a_go_and_the_run_folder_is_left_as_it_was
-        distributed/test_preflight.py::test_other_flags_and_other_code_are_named
-        unit/test_verdict.py::test_a_bad_link_and_a_bad_node_are_told_apart
+    row("preflight", "launching", "`--preflight`", "It checks nodes, links, storage and loader, and prints a fix for each problem.", tests="""
+        distributed/test_preflight.py::test_healthy_ranks_pass_and_the_run_folder_is_left_unchanged
+        distributed/test_preflight.py::test_different_flags_and_code_are_listed
+        unit/test_preflight_verdict.py::test_a_slow_link_and_a_slow_node_are_told_apart
         """),
     row("slurm", "launching", "Slurm", "A job saves ahead of its limit, requeues itself until it is completed, and `scancel` ends it for good; `srun` works without torchrun.", tests="""
         unit/test_srun.py::test_a_task_of_a_step_is_a_rank

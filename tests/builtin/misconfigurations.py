@@ -256,7 +256,7 @@ TABLE = [
     Row("few open files", before(1, 'ulimit -n 40 && exec "$@"'), "train.py", "node1", "open files: the limit is"),
     Row("clock off", other_time, "preflight", "node1", "the clock of ... is ... ahead of", 1),
     Row("busy node", busy_node, "preflight", "node1", "times slower than the median", 0),
-    Row("slow link", lambda setup: setup.nodes[1].slow("500mbit"), "preflight", "node1", "all links of ... are bad", 0, nodes=3),
+    Row("slow link", lambda setup: setup.nodes[1].slow("500mbit"), "preflight", "node1", "all links of ... are slow", 0, nodes=3),
     Row("large frames", large_frames, "launch.sh", "node1", "MASTER_ADDR=...: small frames pass between it and ..., large ones do not"),
 ]
 # fmt: on
