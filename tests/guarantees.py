@@ -375,10 +375,10 @@ GUARANTEES = [
         builtin/test_two_nodes.py::test_a_node_comes_and_another_leaves_while_the_global_batch_stays
         """),
     row("misconfigured", "launching", "misconfigured nodes", "Wrong addresses, ports, numbers of nodes, interfaces, code or data are rejected within 30 s with the fix.", tests="""
-        builtin/test_misconfigurations.py::test_it_is_caught_in_time_with_the_node_and_what_to_do
+        builtin/test_misconfigurations.py::test_it_is_found_in_time_with_the_node_and_a_fix
         unit/test_launching.py::test_variables_that_make_no_sense_are_refused
         """, slow="""
-        builtin/test_misconfigurations.py::test_preflight_finds_nothing_where_nothing_is_wrong
+        builtin/test_misconfigurations.py::test_preflight_finds_nothing_on_correct_nodes
         """),
     row("preflight", "launching", "`--preflight`", "It checks nodes, links, storage and loader, and prints a fix for each problem.", tests="""
         distributed/test_preflight.py::test_healthy_ranks_pass_and_the_run_folder_is_left_unchanged
