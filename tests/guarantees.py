@@ -382,7 +382,7 @@ GUARANTEES = [
         """),
     row("preflight", "launching", "`--preflight`", "It checks nodes, links, storage and loader, and prints a fix for each problem.", tests="""
         distributed/test_preflight.py::test_healthy_ranks_pass_and_the_run_folder_is_left_unchanged
-        distributed/test_preflight.py::test_different_flags_and_code_are_listed
+        distributed/test_preflight.py::test_different_flags_and_code_are_listed_and_two_nodes_are_measured
         unit/test_preflight_verdict.py::test_a_slow_link_and_a_slow_node_are_told_apart
         """),
     row("slurm", "launching", "Slurm", "A job saves ahead of its limit, requeues itself until it is completed, and `scancel` ends it for good; `srun` works without torchrun.", tests="""

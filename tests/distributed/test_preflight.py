@@ -13,6 +13,7 @@ import pytest
 import preflight
 from drill import says
 from ranks import ROOT, WarmLaunch, finish, run_ranks
+from scripts.lib.preflight import facts
 from tasks import using
 from training import TINY
 from utils.run import provenance
@@ -22,8 +23,8 @@ CHECKS = "same code,data,host names,network,devices,/dev/shm,shared folder,disk,
 
 
 def run_preflight(flags, *, of_last=(), code_of_last=None, is_alone=False):
-    """In a rank: the exit code and the output. The last rank may have flags and code of its own."""
-    is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+    """In a rank, two of which are a node: the exit code and the output. The last one may have its own flags and code."""
+    rank, is_last = int(os.environ["RANK"]), int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
     if is_alone:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]
@@ -32,6 +33,7 @@ def run_preflight(flags, *, of_last=(), code_of_last=None, is_alone=False):
         using("images"),
         contextlib.redirect_stdout(io.StringIO()) as printed,
         mock.patch.object(provenance, "code_digests", lambda: code),
+        mock.patch.object(facts, "machine", lambda host: str(rank // 2)),
     ):
         return preflight.main([*flags, *(of_last if is_last else ())]), printed.getvalue()
 
@@ -71,13 +73,17 @@ def test_invalid_flags_are_rejected(capsys):
     assert "--json: expected one argument" in capsys.readouterr().err
 
 
-def test_different_flags_and_code_are_listed(tmp_path):
+def test_different_flags_and_code_are_listed_and_two_nodes_are_measured(tmp_path):
     odd = partial(run_preflight, of_last=("--lr", "0.2"), code_of_last={"model.py": "another"})
     found = run_ranks(3, odd, [*QUICK, "--run_dir", str(tmp_path / "run")])
-    assert [code for code, _ in found] == [1] * 3, found[0][1]
-    says(found[0][1], r"\nFAILURE +same code +the ranks do not run the same thing; give all nodes the same code, flags")
-    says(found[0][1], r"\nlr +0\.1 +0\.2\nmodel\.py +\w{8} +another\n")
-    says(found[0][1], r": do not start yet: .* 1 failure in .*; not measured until .* data, model, step, loader\n")
+    out = found[0][1]
+    assert [code for code, _ in found] == [1] * 3, out
+    says(out, r"\nFAILURE +same code +the ranks do not run the same thing; give all nodes the same code, flags")
+    says(out, r"\nlr +0\.1 +0\.2\nmodel\.py +\w{8} +another\n")
+    says(out, r"\nFAILURE +host names +2 nodes have the host name \S+, .*; rename them")
+    says(out, r"\nall ranks +\d.*\nwithin a node +\d.*\nbetween nodes +\d.*\n")
+    says(out, r"\nOK +clocks +within \d\.\d\d s of (?s:.*)\nOK +links +the slowest of 1: ")
+    says(out, r": do not start yet: .* 2 failures in .*; not measured until .* data, model, step, loader\n")
 
 
 def hangs(flags):
