@@ -35,6 +35,7 @@ if __name__ == "__main__":
     parse()  # rejects a bad flag before torch is imported
 
 import dataclasses
+import functools
 import os
 import shutil
 import signal
@@ -118,8 +119,8 @@ def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None
     all_reduce = measure_all_reduce(nodes, ctx, steps) if ctx.world_size > 1 else {}
 
     dtype = Precision.choose(config, ctx.device, ctx.fast_bf16).dtype or torch.float32
-    speeds = steps.take("speed", rates.device_speed, ctx.device, dtype)
-    found += verdict.speed("speed", [each / 1e9 for each in speeds], "GFLOP/s", facts)
+    if speeds := steps.take("speed", rates.device_speed, ctx.device, dtype):
+        found += verdict.speed("speed", [each / 1e9 for each in speeds], "GFLOP/s", facts)
     if sizes and (step_s := steps.take("step", rates.step_seconds, state, loader, seconds=MAX_SECONDS_OF_MODEL)):
         samples_per_s = [min(config.batch_size, len(loader.dataset)) / each for each in step_s]
         found += verdict.speed("step", samples_per_s, "samples/s", facts)
@@ -141,10 +142,10 @@ def check_folder(
     try:
         if steps.take("shared folder", lambda: storage.use_folder(probe, f"rank{ctx.rank}") if is_leader else None):
             steps.findings += verdict.findings("shared folder", f"{folder}: every node sees it and can write")
-        if checkpoint:
-            disk = steps.take("disk", lambda: storage.measure(probe, checkpoint, config) if ctx.is_main else None)[0]
+        measure = functools.partial(storage.measure, probe, checkpoint, config)
+        if checkpoint and (disk := steps.take("disk", lambda: measure() if ctx.is_main else None)):
             kept, where = config.keep_last + 2, f"{folder} on {ctx.hosts[0]}"
-            steps.findings += verdict.disk(disk, checkpoint, kept, config.save_every_minutes, where)
+            steps.findings += verdict.disk(disk[0], checkpoint, kept, config.save_every_minutes, where)
     finally:
         if ctx.is_main:
             shutil.rmtree(probe, ignore_errors=True)
@@ -167,10 +168,11 @@ def measure_all_reduce(nodes: list[list[int]], ctx: DistributedContext, steps: S
 def tables(measured: dict[str, Any]) -> list[str]:
     """A row for each node, and a column for each message size."""
     facts, size = measured["facts"], verdict.size
-    nodes, times = verdict.nodes_of(facts), measured.get("clocks", [0.0] * len(facts))
+    nodes, zeros = verdict.nodes_of(facts), [0.0] * len(facts)
+    times, speeds = measured.get("clocks", zeros), measured.get("speed", zeros)
     rows = [["node", "ranks", "address", "devices", "memory", "GFLOP/s", "clock", "/dev/shm"]]
     for first, ranks in ((ranks[0], ranks) for ranks in nodes):
-        node, slowest = facts[first], min(measured["speed"][rank] for rank in ranks) / 1e9
+        node, slowest = facts[first], min(speeds[rank] for rank in ranks) / 1e9
         address, clock = f"{node['address'] or '?'} ({node['interface'] or '?'})", f"{times[first] - times[0]:+.2f} s"
         row = [node["host"], verdict.rank_range(ranks), address, f"{len(ranks)} x {node['device']}"]
         rows.append([*row, size(node["memory"]), f"{slowest:,.0f}", clock, size(node["shm"])])

@@ -152,9 +152,6 @@ def shared_memory(facts: list[dict]) -> list[Finding]:
     return findings("/dev/shm", f"{size(min(each['shm'] for each in facts))} free", warnings)
 
 
-# ---- speed ----
-
-
 def speed(name: str, rates: list[float], unit: str, facts: list[dict]) -> list[Finding]:
     """rates: of each rank; larger is faster."""
     median, hosts = statistics.median_high(rates), hosts_of(facts)
