@@ -84,9 +84,6 @@ def size(number: float) -> str:
     return f"{number:.{int(power > 0 and number < 100)}f} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
-# ---- nodes ----
-
-
 def host_names(facts: list[dict]) -> list[Finding]:
     hosts = [facts[ranks[0]]["host"] for ranks in nodes_of(facts)]
     fix = (
