@@ -375,15 +375,15 @@ GUARANTEES = [
         builtin/test_two_nodes.py::test_a_node_comes_and_another_leaves_while_the_global_batch_stays
         """),
     row("misconfigured", "launching", "misconfigured nodes", "Wrong addresses, ports, numbers of nodes, interfaces, code or data are rejected within 30 s with the fix.", tests="""
-        builtin/test_misconfigurations.py::test_it_is_caught_in_time_with_the_node_and_what_to_do
+        builtin/test_misconfigurations.py::test_it_is_found_in_time_with_the_node_and_a_fix
         unit/test_launching.py::test_invalid_variables_are_rejected
         """, slow="""
-        builtin/test_misconfigurations.py::test_preflight_finds_nothing_where_nothing_is_wrong
+        builtin/test_misconfigurations.py::test_preflight_finds_nothing_on_correct_nodes
         """),
-    row("preflight", "launching", "`--preflight`", "It measures nodes, links, storage and loader, and gives a verdict.", tests="""
-        distributed/test_preflight.py::test_healthy_ranks_get_a_go_and_the_run_folder_is_left_as_it_was
-        distributed/test_preflight.py::test_other_flags_and_other_code_are_named
-        unit/test_verdict.py::test_a_bad_link_and_a_bad_node_are_told_apart
+    row("preflight", "launching", "`--preflight`", "It checks nodes, links, storage and loader, and prints a fix for each problem.", tests="""
+        distributed/test_preflight.py::test_healthy_ranks_pass_and_the_run_folder_is_left_unchanged
+        distributed/test_preflight.py::test_different_flags_and_code_are_listed_and_two_nodes_are_measured
+        unit/test_preflight_verdict.py::test_a_slow_link_and_a_slow_node_are_told_apart
         """),
     row("slurm", "launching", "Slurm", "A job saves ahead of its limit, requeues itself until it is completed, and `scancel` ends it for good; `srun` works without torchrun.", tests="""
         unit/test_srun.py::test_a_task_of_a_step_is_a_rank

@@ -112,7 +112,7 @@ MUTATIONS = [
     Mutation('train_one_epoch', 'if word.save or word.stop or is_every(config.save_every_steps, progress.step - 1):', 'if word.save or is_every(config.save_every_steps, progress.step - 1):', 'stop'),
     Mutation('judge', 'if status.get("state") == "preempted":', 'if status.get("state") == "stopped":', 'exit-codes'),
     Mutation('read_nodes', 'if rank >= most:', 'if rank > most:', 'misconfigured'),
-    Mutation('main', 'return int(any(each.level == verdict.FAILURE for each in found))', 'return 0', 'preflight'),
+    Mutation('main', 'is_failed = any(each.level == verdict.FAILURE for each in steps.findings)', 'is_failed = False', 'preflight'),
     Mutation('main', 'return 0 if is_passed else 1', 'return 0', 'verify'),
     Mutation('export', 'saved = {"model": payload["ema" if use_average else "model"]}', 'saved = {"model": payload["model"]}', 'export'),
     Mutation('cause_of', 'return known or (run.lost_ranks() if is_of_a_peer(error) else None) or error', 'return known or error', 'rank-killed'),

@@ -34,11 +34,11 @@ import torch
 from torch.utils.data import Dataset
 
 import train
-from checks.links import sync
-from checks.rates import checkpoint_size
 from config import TrainingConfig, UserError
 from ddp_utils import DistributedContext, cleanup_distributed, read_launch, setup_distributed, wrap_ddp
 from model import compute_loss
+from scripts.lib.preflight.links import sync
+from scripts.lib.preflight.rates import checkpoint_size
 from utils.data.loader import create_distributed_dataloader
 from utils.data.sampler import GlobalBatch
 from utils.data.worker import Late, no_longer_than

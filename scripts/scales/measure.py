@@ -19,10 +19,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 
 import train
 from benching.ours import Ours
-from checks import links
 from config import TrainingConfig, UserError
 from ddp_utils import DistributedContext, wrap_ddp
 from scales.knobs import judge, variants
+from scripts.lib.preflight import links
 from utils.data.loader import create_distributed_dataloader
 from utils.distributed.collectives import all_gather_json
 from utils.training import batchnorm as running_stats
