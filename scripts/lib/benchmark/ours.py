@@ -1,4 +1,4 @@
-"""Ours: `train.train_one_epoch` with all that a run sets up around it, so that what is measured is what a user gets."""
+"""A complete run for measurements: `train.train_one_epoch` with everything that a run sets up around it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ from utils.run.saver import Saver
 
 
 class Ours:
-    """Agreement, watchdog, finite check, BatchNorm rule, log, records, TensorBoard, writer: all as in a run, in a
-    folder of its own.
+    """Consensus, watchdog, records, TensorBoard and checkpoint writer as in a run, but nothing on the terminal.
 
-    Make it on all ranks alike, after `setup_distributed`. What the run would show on the terminal goes nowhere.
+    Create it on all ranks, after `setup_distributed`.
 
     Args:
-        config: its `dataset_size` decides over the steps of an epoch, its `epochs` over the schedule.
+        config: `dataset_size` sets the steps of an epoch, `epochs` the schedule.
         folder: must not hold a run.
     """
 
@@ -84,17 +83,27 @@ class Ours:
             self.watch.every_second = lambda: self._run.is_ours() and ledger.write()
 
     def epoch(self) -> int:
-        """Train the next whole epoch. Returns the optimizer steps that it took."""
+        """Train the next epoch. Returns its number of optimizer steps."""
         step = self.state.progress.step
         train.train_one_epoch(self.model, self.loader, self.state, *self._rest)
         self.state.next_epoch()
         return self.state.progress.step - step
 
     def losses(self) -> list[float]:
-        """The training loss of each log interval so far; on rank 0."""
+        """The training loss of each log interval so far, on rank 0."""
         return [record["loss"] for record in self._run.records("train")]
 
+    def spent(self) -> dict[str, float]:
+        """Seconds so far in each phase of the loop."""
+        return self.watch.spent()[0]
+
+    def blocked(self) -> list[float]:
+        """Seconds for which each checkpoint so far blocked training, on rank 0."""
+        events = self._run.records("event")
+        return [record["stood_still_s"] for record in events if record["event"] == "checkpoint"]
+
     def close(self) -> None:
+        self._saver.settle()
         self._saver.finish()
         self._saver.close()
         self.watch.close()
