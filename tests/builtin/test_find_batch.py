@@ -42,7 +42,7 @@ def test_the_size_found_can_be_trained_and_half_as_much_again_cannot(runs):
 
 def test_find_batch_prints_the_flags_to_paste():
     words = "--find-batch --ranks 2 --memory 4 --batch_size 6 --grad_accum_steps 3 --dataset_size 20".split()
-    ended = launch([sys.executable, "scripts/benchmark.py", *words, *TINY])
+    ended = launch([sys.executable, "scripts/benchmark.py", *TINY, *words])
     assert (ended.code, ended.left) == (0, 0), ended.text
     assert "\n  20 samples: fits, " in ended.out
     given = r"\nas given: 20 samples, .*per step, .* samples/s\n  this is the whole training set\n"

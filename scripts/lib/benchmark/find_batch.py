@@ -30,6 +30,7 @@ from torch.utils.data import Dataset
 import train
 from config import TrainingConfig, UserError
 from ddp_utils import DistributedContext, setup_distributed, wrap_ddp
+from lib import processes
 from lib.benchmark.turns import synchronize
 from utils.batch import tensors_in
 from utils.data.loader import create_distributed_dataloader
@@ -155,7 +156,7 @@ def start_trial(size: int, ranks: int, gib: float, flags: list[str]) -> dict[str
     """What the trial printed. Raises UserError where the flags cannot be used."""
     command = [sys.executable, __file__, str(size), str(ranks), str(gib), *flags]
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=TRIAL_TIMEOUT, check=False)
+        ended = processes.run(command, TRIAL_TIMEOUT)
     except subprocess.TimeoutExpired:
         return {"outcome": TOO_SLOW}
     if ended.returncode == -signal.SIGKILL:  # the kernel's out-of-memory killer
