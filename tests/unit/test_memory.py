@@ -1,14 +1,11 @@
-"""utils/memory.py: which errors are taken for want of memory, and the sentence for them; the search of
-scripts/benching/find_batch.py."""
+"""utils/memory.py: which errors are taken for want of memory, and the sentence for them."""
 
 import errno
-from dataclasses import dataclass
 
 import pytest
 import torch
 
 import train
-from benching import find_batch
 from config import TrainingConfig, TrainingError
 from ddp_utils import DistributedContext
 from utils.checkpoint import format as checkpoint
@@ -95,66 +92,3 @@ def test_want_of_memory_makes_no_checkpoint_a_damaged_one_or_one_that_does_not_f
     monkeypatch.setattr(TrainState, "_load", refuse(torch.OutOfMemoryError(CUDA)))
     with pytest.raises(torch.OutOfMemoryError):
         object.__new__(TrainState).load_state_dict({}, 0, 1)
-
-
-# ---- find_batch ----
-
-
-@dataclass
-class Machine:
-    """Where a sample takes so much, and some memory is gone in any case. bend: what more a sample takes in large
-    micro-batches."""
-
-    memory: int
-    bend: float = 0.0
-    tried: int = 0
-
-    def __call__(self, size):
-        self.tried += 1
-        needs = int(1_000 + size + self.bend * size**1.5)
-        return (
-            find_batch.Trial(size, find_batch.FIT, needs, 0.1)
-            if needs <= self.memory
-            else find_batch.Trial(size, find_batch.UNFIT)
-        )
-
-
-@pytest.mark.parametrize("is_costly", [False, True])
-@pytest.mark.parametrize(("memory", "bend"), [(1_005, 0.0), (5_000, 0.05), (100_000, 0.05)])
-def test_the_search_comes_within_5_percent(memory, bend, is_costly):
-    machine = Machine(memory, bend)
-    trials = find_batch.search(machine, 32, 1_000_000, memory, is_costly, lambda text: None)
-    best = max(each.size for each in trials if each.end == find_batch.FIT)
-    right = max(size for size in range(1, memory) if Machine(memory, bend)(size).end == find_batch.FIT)
-    assert best <= right <= best * 1.05 + 1
-    assert machine.tried <= (10 if is_costly else 20)
-
-
-def test_the_search_ends_where_not_one_sample_fits_and_where_the_whole_set_does():
-    trials = find_batch.search(Machine(999), 32, 500, 999, True, lambda text: None)
-    assert trials[-1].size == 1 and "not one sample fits; give" in find_batch.answer("as given", trials, 500, 64, 1)[0]
-    trials = find_batch.search(Machine(10**9), 32, 500, 10**9, False, lambda text: None)
-    assert trials[-1].size == 500 and "no micro-batch is larger" in "".join(
-        find_batch.answer("as given", trials, 500, 64, 1)
-    )
-
-
-@pytest.mark.parametrize(
-    ("whole", "largest", "ranks", "size"),
-    [(512, 744, 1, 512), (512, 744, 2, 256), (96, 50, 5, 16), (60, 7, 4, 5), (4, 9, 8, 1)],
-)
-def test_the_flags_keep_the_global_batch(whole, largest, ranks, size):
-    lines = find_batch.answer("as given", [find_batch.Trial(largest, find_batch.FIT, 2**30, 0.5)], 10_000, whole, ranks)
-    assert f"  --batch_size {size} --global_batch_size {whole}" in lines[-1]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--ranks"], "--ranks: needs a number of"),
-        (["--memory", "x"], "--memory: needs"),
-        (["--memory", "0"], "of at least 0.1"),
-    ],
-)
-def test_flags_of_its_own_are_checked(words, said, capsys):
-    assert find_batch.main(words) == 2 and said in capsys.readouterr().err
