@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from config import TrainingConfig
+from config import TrainingConfig, help_of
 
 BEGIN, END = "<!-- config table: made by scripts/config_table.py -->", "<!-- end of config table -->"
 
@@ -18,9 +18,8 @@ def table() -> str:
     """A row for each field of TrainingConfig: flag, default, what it means, whether a resumed run may change it."""
     rows = ["| flag | default | meaning | on resume |", "|---|---|---|---|"]
     for field in dataclasses.fields(TrainingConfig):
-        meta = field.metadata
         default = "" if field.default == "" else f"`{field.default}`"
-        rows.append(f"| `--{field.name}` | {default} | {meta['help'].replace('|', chr(92) + '|')} | {meta['resume']} |")
+        rows.append(f"| `--{field.name}` | {default} | {help_of(field)} | {field.metadata['resume']} |")
     return "\n".join(rows)
 
 

@@ -173,7 +173,7 @@ class GlobalBatchLoader:
 
 
 def fetches_batches(dataset: Dataset) -> bool:
-    """Whether a data set fetches a micro-batch at once. torch's Subset always says so; what it holds decides."""
+    """Whether a data set fetches a micro-batch at once. torch's Subset always has the method; its data set decides."""
     return fetches_batches(dataset.dataset) if isinstance(dataset, Subset) else hasattr(dataset, "__getitems__")
 
 

@@ -1,4 +1,4 @@
-"""When a checkpoint is begun, committed, tried again and given up. All ranks call it alike; rank 0 has the writer."""
+"""When a checkpoint is begun, committed, retried and given up. All ranks call it; rank 0 has the writer."""
 
 from __future__ import annotations
 
