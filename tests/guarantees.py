@@ -154,7 +154,7 @@ GUARANTEES = [
         """),
     row("build", "changes", "another build of torch, CPU or GPU, `OMP_NUM_THREADS`, `--backend`, `--bucket_cap_mb`; CUDA without `--deterministic`",
         "Sums in another order: the last bits differ. What a flag changes is logged.", tests="""
-        distributed/test_histories.py::test_a_changed_setting_that_decides_over_bits_is_said
+        distributed/test_histories.py::test_a_changed_setting_that_changes_bits_is_recorded
         """),
     row("other-buffers", "changes", "layers other than BatchNorm whose buffers move in the forward pass; draws from numpy or `random`",
         "They follow each rank's own micro-batches. `scripts/verify.py` names them.", tests="""
@@ -226,7 +226,7 @@ GUARANTEES = [
         distributed/test_failing_data.py::test_a_worker_that_hangs_ends_the_run_by_its_name
         """, faults="loader worker killed", slow_faults="loader worker hangs; small shared memory"),
     row("one-owner", "faults", "a second job on the folder", "Rejected with the owner's host, pid and age; a dead owner does not block.", tests="""
-        distributed/test_workers_and_data.py::test_a_folder_in_use_is_refused_with_its_owner_and_a_dead_owner_does_not_block
+        distributed/test_workers_and_data.py::test_a_folder_in_use_is_rejected_with_its_owner_and_a_dead_owner_does_not_block
         unit/test_lock.py::test_a_former_owner_writes_nothing_after_another_job_has_taken_over
         unit/test_writer.py::test_nothing_is_committed_to_a_run_that_another_job_has_taken_over
         """, faults="second job on the folder", slow_faults="second job from another host; owner on another host is dead; former owner wakes up"),
@@ -239,9 +239,9 @@ GUARANTEES = [
         unit/test_config.py::test_print_config_feeds_back
         """),
     row("one-sentence", "runs", "bad input", "It ends every rank within seconds in one sentence with the fix; what was saved stays as it was.", tests="""
-        distributed/test_refusals.py::test_a_refusal_of_one_rank_is_raised_on_all_with_its_name
+        distributed/test_refusals.py::test_an_error_of_one_rank_is_raised_on_all_with_its_name
         distributed/test_refusals.py::test_half_of_torchruns_variables
-        distributed/test_refusals.py::test_a_rank_that_fails_ends_the_others_and_is_named
+        distributed/test_refusals.py::test_a_rank_that_fails_ends_the_others_and_all_workers_and_is_named
         builtin/test_refused_data.py::test_data_that_cannot_be_used_is_refused_by_all_ranks_with_the_fix
         """),
     row("published-flags", "runs", "published flags", "The published pipeline's command line works unchanged.", tests="""

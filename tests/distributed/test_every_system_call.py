@@ -11,12 +11,12 @@ from unittest import mock
 
 import pytest
 
-import ddp_utils
 from ranks import need, run_ranks
 from tasks import train_task
 from training import Runs, assert_same_state, wait_until
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.writer import Writer
+from utils.run import folder
 
 FLAGS = (
     "--dataset_size 20 --no-use_amp --ema_decay 0.9 --record_samples --num_workers 0 --save_every 0 --keep_last 2"
@@ -72,7 +72,7 @@ def cut_at(calls, log, is_alone):
 
 def train_and_cut(flags, calls, log, is_alone):
     """Train on one rank. Returns the state in the end, and how many writers there were."""
-    with mock.patch.object(ddp_utils, "MOST_STRIKES", 10**6), cut_at(calls, log, is_alone) as pids:
+    with mock.patch.object(folder, "repeated_failures", return_value=[]), cut_at(calls, log, is_alone) as pids:
         return train_task("images", flags)[0], len(pids)
 
 
@@ -103,23 +103,22 @@ def all_calls(root):
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_its_name_before_it_counts(tmp_path):
-    """The order of the system calls: the file is written and flushed, the claim read, the file renamed, the folder
-    flushed, that said."""
+    """Of a save: the file is written and flushed, the lock read, the file renamed, the folder flushed, that reported."""
     calls = calls_of_one_save(tmp_path)
-    folder = str(tmp_path / "counted/checkpoints")
+    checkpoints = str(tmp_path / "counted/checkpoints")
 
     def first(pattern):
         found = [number for number, line in enumerate(calls) if re.match(pattern, line)]
         assert found, f"no {pattern} in\n" + "\n".join(calls)
         return found[0]
 
-    file = rf"\d+<{folder}/step_\d+\.pt\.\d+\.tmp>"
+    file = rf"\d+<{checkpoints}/step_\d+\.pt\.\d+\.tmp>"
     order = [
         max(number for number, line in enumerate(calls) if re.match(rf"write\({file}", line)),
         first(rf"fsync\({file}\) += 0"),
-        first(r'openat\(.*/claim\.json"'),
+        first(r'openat\(.*/lock\.json"'),
         first(r"rename\w*\("),
-        first(rf"fsync\(\d+<{folder}>\) += 0"),
+        first(rf"fsync\(\d+<{checkpoints}>\) += 0"),
         first(r"write\(\d+<socket"),
     ]
     assert order == sorted(order), "\n".join(calls)

@@ -62,9 +62,9 @@ def from_step_10(config):
 
 
 def contents(folder):
-    """{file: its bytes}, but for the lock's."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in ("lock.json", ".lock")]
-    return {path: path.read_bytes() for path in files}
+    """{file: its bytes}, but for the lock's and the watchdog's."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.parent.name != "watch"]
+    return {path: path.read_bytes() for path in files if path.name not in ("lock.json", ".lock")}
 
 
 def names(folder):
