@@ -26,10 +26,10 @@ import dataset
 import model
 import plain_loop
 import train
-import utils.distributed.consensus
 from config import TrainingConfig
 from utils.data.augment import augment_images, normalize
 from utils.data.sampler import GlobalBatch
+from utils.distributed.consensus import Consensus
 from utils.metrics import count_correct
 from utils.report.reporter import Reporter
 
@@ -207,10 +207,17 @@ def train_task(task, flags, dtype=torch.float32, stops=(), is_watched=False, goe
     return outcome["state"], found
 
 
+class EagerConsensus(Consensus):
+    """Votes at every step."""
+
+    def _start(self, every):
+        super()._start(1)
+
+
 @contextlib.contextmanager
 def signals_after(stops):
-    """SIGUSR1 to the last rank at the end of the step that stops[0] names; the ranks hear of it at once and stop one
-    step later."""
+    """SIGUSR1 to the last rank at the end of the step that stops[0] names; all ranks stop one step
+    later."""
     plain_done = Reporter.step_done
 
     def done(self, samples, step):
@@ -220,7 +227,7 @@ def signals_after(stops):
 
     with (
         mock.patch.object(Reporter, "step_done", done),
-        mock.patch.object(utils.distributed.consensus, "MAX_STEPS_BETWEEN_VOTES", 1),
+        mock.patch.object(train, "Consensus", EagerConsensus),
     ):
         yield
 

@@ -8,16 +8,22 @@ from pathlib import Path
 import torch
 
 import train
-import utils.run.saver
 from config import TrainingConfig
 from ranks import ROOT, run_ranks
 from tasks import BUCKETS, train_task, using
 from utils.checkpoint import format as checkpoint
-from utils.run.watchdog import Place, read_place
+from utils.clock import Place, read_place
+from utils.run.saver import Saver
 
-utils.run.saver.PATIENCE = (
-    60.0  # each save that is due waits for the one before: which steps have a checkpoint does not depend on the clock
-)
+
+class PatientSaver(Saver):
+    """Waits for the writer, so that the steps that are saved do not depend on the clock."""
+
+    def save(self, must: bool = False, name: str = "") -> None:
+        super().save(True, name)
+
+
+train.Saver = PatientSaver
 STATE = ("model", "ema", "optimizer", "scaler", "progress")  # of a checkpoint, what makes a run
 # of a summary
 ENDS = (
