@@ -151,7 +151,7 @@ GUARANTEES = [
         """, faults="other config than the checkpoint's", slow_faults="data changed between attempts"),
     row("global-batch", "changes", "other ranks without `--global_batch_size`",
         "Another global batch: logged as a warning; each sample of the epoch is still visited once.", tests="""
-        distributed/test_exact_ranks.py::test_without_a_global_batch_size_a_changed_one_is_said_loudly
+        distributed/test_exact_ranks.py::test_without_global_batch_size_a_changed_global_batch_is_a_warning
         """),
     row("build", "changes", "another build of torch, CPU or GPU, `OMP_NUM_THREADS`, `--backend`, `--bucket_cap_mb`; CUDA without `--deterministic`",
         "Sums in another order: the last bits differ. What a flag changes is logged.", tests="""
@@ -219,11 +219,11 @@ GUARANTEES = [
         unit/test_writer.py::test_the_digest_changes_with_any_bit_of_any_weight_and_names_the_rank_that_differs
         """, faults="bit of a weight flips"),
     row("bad-sample", "faults", "a sample that cannot be read", "The run ends with path, class and rank.", tests="""
-        builtin/test_read_image.py::test_a_damaged_file_is_an_unreadable_sample_or_read_as_by_pil_and_never_another_exception
+        builtin/test_read_image.py::test_a_damaged_file_is_a_user_error_or_read_as_by_pil
         builtin/test_refused_data.py::test_a_corrupt_image_ends_the_run_with_its_path_class_and_rank
         """, faults="corrupt sample"),
     row("worker-killed", "faults", "a loader worker is killed or hangs", "The run ends with a sentence that names rank and worker.", tests="""
-        distributed/test_failing_data.py::test_a_worker_that_hangs_ends_the_run_by_its_name
+        distributed/test_failing_data.py::test_a_worker_that_hangs_ends_the_run_with_its_rank_and_samples
         """, faults="loader worker killed", slow_faults="loader worker hangs; small shared memory"),
     row("one-owner", "faults", "a second job on the folder", "Rejected with the owner's host, pid and age; a dead owner does not block.", tests="""
         distributed/test_workers_and_data.py::test_a_folder_in_use_is_refused_with_its_owner_and_a_dead_owner_does_not_block
@@ -242,15 +242,15 @@ GUARANTEES = [
         distributed/test_refusals.py::test_a_refusal_of_one_rank_is_raised_on_all_with_its_name
         distributed/test_refusals.py::test_half_of_torchruns_variables
         distributed/test_refusals.py::test_a_rank_that_fails_ends_the_others_and_is_named
-        builtin/test_refused_data.py::test_data_that_cannot_be_used_is_refused_by_all_ranks_with_the_fix
+        builtin/test_refused_data.py::test_data_that_cannot_be_used_is_rejected_by_all_ranks_with_the_fix
         """),
     row("published-flags", "runs", "published flags", "The published pipeline's command line works unchanged.", tests="""
         builtin/test_command_line.py::test_the_published_flags_work_unchanged
         """),
     row("files", "runs", "files of a run", "Every file of the run folder has the keys and values that the contract names; each record stands there once per step.", tests="""
         builtin/test_whole_run.py::test_records_have_the_promised_keys_once_a_step
-        builtin/test_whole_run.py::test_status_and_summary_tell_the_result
-        builtin/test_whole_run.py::test_config_provenance_and_code_tell_what_ran
+        builtin/test_whole_run.py::test_status_and_summary_have_the_result
+        builtin/test_whole_run.py::test_config_provenance_and_code_are_those_that_ran
         builtin/test_whole_run.py::test_each_rank_has_a_log_of_its_own
         builtin/test_whole_run.py::test_each_sample_is_recorded_once_an_epoch
         builtin/test_whole_run.py::test_tensorboard_has_scalars_by_step_a_layout_texts_and_images
@@ -321,7 +321,7 @@ GUARANTEES = [
         """),
     # ---- speed ----
     row("no-reads", "speed", "hot loop", "Nothing is read from the device between two log points.", tests="""
-        distributed/test_hot_loop.py::test_three_windows_read_nothing_and_an_item_put_in_is_seen
+        distributed/test_hot_loop.py::test_three_steps_read_nothing_and_an_item_put_in_is_seen
         """),
     row("collectives", "speed", "collectives of a step", "As many as there are gradient buckets, and one for BatchNorm; none on one rank.", tests="""
         distributed/test_comm_hooks.py::test_a_step_sends_its_gradient_once_in_the_hooks_width_and_the_statistics
@@ -336,21 +336,22 @@ GUARANTEES = [
         distributed/test_comm_hooks.py::test_losses_are_those_without_a_hook_up_to_its_rounding
         distributed/test_comm_hooks.py::test_a_gradient_that_overflows_on_the_way_is_skipped_by_all_ranks
         distributed/test_comm_hooks.py::test_stops_and_resumes_with_a_hook_cannot_be_seen
-        distributed/test_comm_hooks.py::test_a_build_or_backend_that_cannot_is_refused_by_all_ranks
+        distributed/test_comm_hooks.py::test_a_build_or_backend_that_cannot_is_rejected_by_all_ranks
         """),
     row("compile", "speed", "`--compile`", "A compiled run equals the eager one and compiles nothing after the first step.", tests="""
         distributed/test_compile.py::test_a_compiled_run_is_the_eager_one_and_compiles_nothing_after_the_first_step
         """, slow="""
         distributed/test_compile.py::test_a_compiled_run_resumes_an_eager_ones_checkpoint_and_the_other_way_round
         distributed/test_compile.py::test_with_cuda_graphs_gradients_keep_their_memory_and_the_run_its_bits
-        distributed/test_compile.py::test_what_is_compiled_later_is_said_once
+        distributed/test_compile.py::test_a_later_compilation_is_logged_once
         """),
     row("activation", "speed", "`--activation_checkpointing`", "The same bits; of a block only its input is kept.", tests="""
         distributed/test_activation.py::test_losses_weights_and_statistics_are_the_same_to_the_bit
         distributed/test_activation.py::test_of_a_block_only_its_input_is_kept
         """),
-    row("cache", "speed", "`--cache`", "The same batches however the set is kept.", tests="""
-        builtin/test_cached_runs.py::test_the_batches_are_the_same_however_the_set_is_kept
+    row("cache", "speed", "`--cache`", "The same batches with and without it; the ranks of a node share one copy.", tests="""
+        builtin/test_cached_runs.py::test_the_ranks_of_a_node_map_one_file_each_set_once
+        builtin/test_cached_runs.py::test_the_batches_are_the_same_with_and_without_a_cache
         unit/test_cache.py::test_a_set_that_cannot_be_cached_is_rejected
         unit/test_cache.py::test_a_set_that_does_not_fit_is_rejected
         """),
