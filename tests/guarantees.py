@@ -56,8 +56,8 @@ GUARANTEES = [
     # ---- exact ----
     row("order", "exact", "order of an epoch",
         "Each epoch visits every sample once, in an order that is a function of `(seed, epoch)`, on any number of ranks and workers and over any restarts.", tests="""
-        unit/test_loading.py::test_ranks_decide_only_who_computes_a_micro_batch
-        unit/test_loading.py::test_the_order_is_a_function_of_seed_and_epoch_alone
+        unit/test_loader.py::test_ranks_decide_only_who_computes_a_micro_batch
+        unit/test_loader.py::test_the_order_is_a_function_of_seed_and_epoch_alone
         distributed/test_exact_samples.py::test_order_content_and_streams_are_the_same_however_a_run_is_split
         """, slow="""
         distributed/test_kills.py::test_twenty_one_kills_at_random_moments
@@ -65,7 +65,7 @@ GUARANTEES = [
     row("samples", "exact", "content of a sample",
         "Augmentation is a function of `(seed, epoch, sample)`: the same pixels on any number of ranks and workers.", tests="""
         unit/test_augment.py::test_augmentation_of_a_sample_does_not_depend_on_its_batch
-        unit/test_loading.py::test_a_samples_content_does_not_depend_on_ranks_or_workers
+        unit/test_loader.py::test_a_samples_content_does_not_depend_on_ranks_or_workers
         distributed/test_exact_samples.py::test_order_content_and_streams_are_the_same_however_a_run_is_split
         distributed/test_oracle.py::test_twenty_float64_steps_equal_the_plain_loop
         builtin/test_shipped_models.py::test_images_decoded_in_workers_and_cut_at_random_are_the_same_on_any_number_of_ranks
@@ -113,20 +113,20 @@ GUARANTEES = [
         "It equals the plain loop's for every accumulation and every length of the last global batch: 1e-12 in float64.", tests="""
         distributed/test_exact_gradients.py::test_every_tail_from_one_sample_to_a_global_batch
         distributed/test_exact_gradients.py::test_float16_is_scaled_and_unscaled
-        unit/test_loading.py::test_every_window_has_as_many_steps_on_each_rank_and_its_true_weight
+        unit/test_loader.py::test_a_global_batch_has_as_many_steps_on_each_rank_and_its_true_weight
         """),
     row("weights", "rounding", "whole run",
         "Weights and their average equal those of the plain loop (`tests/plain_loop.py`) on any number of ranks: 1e-12 in float64 after 20 steps.", tests="""
-        unit/test_train_state.py::test_the_passes_before_the_first_step_leave_nothing
-        unit/test_train_state.py::test_the_learning_rate_is_a_function_of_the_step_and_goes_on_over_a_skip
-        unit/test_train_state.py::test_clipping_bounds_the_norm_and_the_record_has_the_norm_before_it
+        unit/test_state.py::test_the_passes_before_the_first_step_leave_nothing
+        unit/test_state.py::test_the_learning_rate_is_a_function_of_the_step_and_a_skip_does_not_stop_it
+        unit/test_state.py::test_clipping_bounds_the_norm_and_the_record_has_the_norm_before_it
         distributed/test_oracle.py::test_one_float32_step_equals_the_plain_loop
         distributed/test_oracle.py::test_twenty_float64_steps_equal_the_plain_loop
         builtin/test_shipped_models.py::test_mini_resnet_equals_the_plain_loop
         """),
     row("batchnorm", "rounding", "BatchNorm",
         "Its running statistics move once per optimizer step, by the sample-weighted mean over the global batch, alike on all ranks.", tests="""
-        unit/test_running_stats.py::test_a_window_moves_them_once_by_the_mean_over_its_samples
+        unit/test_batchnorm.py::test_a_global_batch_moves_them_once_by_the_mean_over_its_samples
         distributed/test_oracle.py::test_twenty_float64_steps_equal_the_plain_loop
         """, faults="NaN loss"),
     row("elastic", "rounding", "other numbers of ranks",
@@ -142,7 +142,7 @@ GUARANTEES = [
     row("changed-settings", "changes", "changed learning rate, decay, epochs, clipping, EMA or augmentation on resume",
         "Allowed and logged; the guarantees start anew there.", tests="""
         unit/test_checkpoint.py::test_what_may_change_is_listed_and_what_is_free_is_not
-        unit/test_train_state.py::test_a_resume_takes_learning_rate_and_decay_from_the_config
+        unit/test_state.py::test_a_resume_takes_learning_rate_and_decay_from_the_config
         """),
     row("must-match", "changes", "another seed, micro-batch, data set, model or optimizer on resume",
         "Rejected with the field, before a tensor is copied.", tests="""
@@ -150,7 +150,7 @@ GUARANTEES = [
         """, faults="other config than the checkpoint's", slow_faults="data changed between attempts"),
     row("global-batch", "changes", "other ranks without `--global_batch_size`",
         "Another global batch: logged as a warning; each sample of the epoch is still visited once.", tests="""
-        distributed/test_exact_ranks.py::test_without_a_global_batch_size_a_changed_one_is_said_loudly
+        distributed/test_exact_ranks.py::test_without_global_batch_size_a_changed_global_batch_is_a_warning
         """),
     row("build", "changes", "another build of torch, CPU or GPU, `OMP_NUM_THREADS`, `--backend`, `--bucket_cap_mb`; CUDA without `--deterministic`",
         "Sums in another order: the last bits differ. What a flag changes is logged.", tests="""
@@ -209,9 +209,9 @@ GUARANTEES = [
         """, faults="malicious file in the folder", slow_faults="checkpoint of another run in the folder"),
     row("not-finite", "faults", "a loss or gradient that is not finite, on any rank",
         "All ranks skip the step, on the device; its samples are recorded; `--max_skipped_steps` in a row end the run.", tests="""
-        unit/test_train_state.py::test_a_gradient_that_is_not_finite_changes_nothing
-        unit/test_train_state.py::test_the_average_begins_with_the_first_step_that_is_taken
-        unit/test_running_stats.py::test_a_skipped_step_leaves_them_to_the_bit_even_after_nan
+        unit/test_state.py::test_a_gradient_that_is_not_finite_changes_nothing
+        unit/test_state.py::test_the_average_begins_with_the_first_step_that_is_taken
+        unit/test_batchnorm.py::test_a_skipped_step_leaves_them_to_the_bit_even_after_nan
         distributed/test_skipping.py::test_a_resume_between_the_skip_and_its_log_point_records_it_once
         """, faults="NaN loss; infinite loss; NaN for good", slow_faults="infinite gradient; NaN loss in float16; float16 searches its scale"),
     row("divergence", "faults", "a rank's weights differ by a bit", "The rank is named before a checkpoint is committed.", tests="""
@@ -219,11 +219,11 @@ GUARANTEES = [
         unit/test_writer.py::test_the_ranks_whose_weights_differ_from_most_are_named
         """, faults="bit of a weight flips"),
     row("bad-sample", "faults", "a sample that cannot be read", "The run ends with path, class and rank.", tests="""
-        builtin/test_read_image.py::test_a_damaged_file_is_an_unreadable_sample_or_read_as_by_pil_and_never_another_exception
+        builtin/test_read_image.py::test_a_damaged_file_is_a_user_error_or_read_as_by_pil
         builtin/test_refused_data.py::test_a_corrupt_image_ends_the_run_with_its_path_class_and_rank
         """, faults="corrupt sample"),
     row("worker-killed", "faults", "a loader worker is killed or hangs", "The run ends with a sentence that names rank and worker.", tests="""
-        distributed/test_failing_data.py::test_a_worker_that_hangs_ends_the_run_by_its_name
+        distributed/test_failing_data.py::test_a_worker_that_hangs_ends_the_run_with_its_rank_and_samples
         """, faults="loader worker killed", slow_faults="loader worker hangs; small shared memory"),
     row("one-owner", "faults", "a second job on the folder", "Rejected with the owner's host, pid and age; a dead owner does not block.", tests="""
         distributed/test_workers_and_data.py::test_a_folder_in_use_is_rejected_with_its_owner_and_a_dead_owner_does_not_block
@@ -242,15 +242,15 @@ GUARANTEES = [
         distributed/test_refusals.py::test_an_error_of_one_rank_is_raised_on_all_with_its_name
         distributed/test_refusals.py::test_half_of_torchruns_variables
         distributed/test_refusals.py::test_a_rank_that_fails_ends_the_others_and_all_workers_and_is_named
-        builtin/test_refused_data.py::test_data_that_cannot_be_used_is_refused_by_all_ranks_with_the_fix
+        builtin/test_refused_data.py::test_data_that_cannot_be_used_is_rejected_by_all_ranks_with_the_fix
         """),
     row("published-flags", "runs", "published flags", "The published pipeline's command line works unchanged.", tests="""
         builtin/test_command_line.py::test_the_published_flags_work_unchanged
         """),
     row("files", "runs", "files of a run", "Every file of the run folder has the keys and values that the contract names; each record stands there once per step.", tests="""
         builtin/test_whole_run.py::test_records_have_the_promised_keys_once_a_step
-        builtin/test_whole_run.py::test_status_and_summary_tell_the_result
-        builtin/test_whole_run.py::test_config_provenance_and_code_tell_what_ran
+        builtin/test_whole_run.py::test_status_and_summary_have_the_result
+        builtin/test_whole_run.py::test_config_provenance_and_code_are_those_that_ran
         builtin/test_whole_run.py::test_each_rank_has_a_log_of_its_own
         builtin/test_whole_run.py::test_each_sample_is_recorded_once_an_epoch
         builtin/test_whole_run.py::test_tensorboard_has_scalars_by_step_a_layout_texts_and_images
@@ -316,12 +316,12 @@ GUARANTEES = [
         builtin/test_command_line.py::test_a_separate_test_set_is_evaluated_once_with_the_best_weights
         """),
     row("precision", "runs", "mixed precision", "bf16 where the hardware of every rank multiplies it fast, else float16 on CUDA and float32 on CPUs.", tests="""
-        unit/test_train_state.py::test_the_precision_is_that_of_the_hardware_unless_named
+        unit/test_state.py::test_the_precision_is_that_of_the_hardware_unless_named
         distributed/test_refusals.py::test_the_weakest_rank_decides_over_bf16
         """),
     # ---- speed ----
     row("no-reads", "speed", "hot loop", "Nothing is read from the device between two log points.", tests="""
-        distributed/test_hot_loop.py::test_three_windows_read_nothing_and_an_item_put_in_is_seen
+        distributed/test_hot_loop.py::test_three_steps_read_nothing_and_an_item_put_in_is_seen
         """),
     row("collectives", "speed", "collectives of a step", "As many as there are gradient buckets, and one for BatchNorm; none on one rank.", tests="""
         distributed/test_comm_hooks.py::test_a_step_sends_its_gradient_once_in_the_hooks_width_and_the_statistics
@@ -336,22 +336,24 @@ GUARANTEES = [
         distributed/test_comm_hooks.py::test_losses_are_those_without_a_hook_up_to_its_rounding
         distributed/test_comm_hooks.py::test_a_gradient_that_overflows_on_the_way_is_skipped_by_all_ranks
         distributed/test_comm_hooks.py::test_stops_and_resumes_with_a_hook_cannot_be_seen
-        distributed/test_comm_hooks.py::test_a_build_or_backend_that_cannot_is_refused_by_all_ranks
+        distributed/test_comm_hooks.py::test_a_build_or_backend_that_cannot_is_rejected_by_all_ranks
         """),
     row("compile", "speed", "`--compile`", "A compiled run equals the eager one and compiles nothing after the first step.", tests="""
         distributed/test_compile.py::test_a_compiled_run_is_the_eager_one_and_compiles_nothing_after_the_first_step
         """, slow="""
         distributed/test_compile.py::test_a_compiled_run_resumes_an_eager_ones_checkpoint_and_the_other_way_round
         distributed/test_compile.py::test_with_cuda_graphs_gradients_keep_their_memory_and_the_run_its_bits
-        distributed/test_compile.py::test_what_is_compiled_later_is_said_once
+        distributed/test_compile.py::test_a_later_compilation_is_logged_once
         """),
     row("activation", "speed", "`--activation_checkpointing`", "The same bits; of a block only its input is kept.", tests="""
         distributed/test_activation.py::test_losses_weights_and_statistics_are_the_same_to_the_bit
         distributed/test_activation.py::test_of_a_block_only_its_input_is_kept
         """),
-    row("cache", "speed", "`--cache`", "The same batches however the set is kept.", tests="""
-        builtin/test_cached_runs.py::test_the_batches_are_the_same_however_the_set_is_kept
-        unit/test_cache.py::test_a_set_that_cannot_be_kept_or_does_not_fit_is_refused
+    row("cache", "speed", "`--cache`", "The same batches with and without it; the ranks of a node share one copy.", tests="""
+        builtin/test_cached_runs.py::test_the_ranks_of_a_node_map_one_file_each_set_once
+        builtin/test_cached_runs.py::test_the_batches_are_the_same_with_and_without_a_cache
+        unit/test_cache.py::test_a_set_that_cannot_be_cached_is_rejected
+        unit/test_cache.py::test_a_set_that_does_not_fit_is_rejected
         """),
     row("memory", "speed", "out of memory", "It ends in one sentence with the flags that help.", tests="""
         distributed/test_want_of_memory.py::test_one_rank_of_two_that_has_too_little_memory_is_named_with_the_flags_that_help
@@ -386,7 +388,7 @@ GUARANTEES = [
         unit/test_preflight_verdict.py::test_a_slow_link_and_a_slow_node_are_told_apart
         """),
     row("slurm", "launching", "Slurm", "A job saves ahead of its limit, requeues itself until it is completed, and `scancel` ends it for good; `srun` works without torchrun.", tests="""
-        unit/test_srun.py::test_a_task_of_a_step_is_a_rank
+        unit/test_context.py::test_a_task_of_a_step_is_a_rank
         """, slow="""
         builtin/test_slurm.py::test_a_job_saves_ahead_of_its_limit_and_requeues_itself_until_it_is_completed
         builtin/test_slurm.py::test_scancel_saves_and_ends_a_job_for_good

@@ -1,9 +1,11 @@
-"""--cache: the same batches however the set is kept."""
+"""--cache: the batches of a set that is decoded each time, from memory that the ranks of a node share."""
 
 import hashlib
 import logging
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import train
 from config import TrainingConfig
@@ -14,12 +16,27 @@ from training import TINY
 from utils.data.cache import cached
 from utils.data.loader import create_distributed_dataloader, create_evaluation_dataloader
 
+FLAGS = [*TINY, *"--image_size 8 --dataset imagefolder --global_batch_size 16 --augment resized_crop".split()]
+
+
+@pytest.fixture
+def flags(tmp_path):
+    for split, count in (("train", 41), ("val", 7)):
+        save_images(tmp_path / split, {"cat": count, "dog": count - 3}, size=12)
+    return [*FLAGS, "--data_dir", str(tmp_path)]
+
+
+def load(flags):
+    """The context and config of this rank, and its data sets as --cache keeps them."""
+    config = TrainingConfig.from_args([*map(str, flags)])
+    ctx = setup_distributed(config)
+    sets = train.load_data(config, ctx)
+    return ctx, sets.config, *cached(sets.train, sets.held_out, sets.config, ctx, logging.getLogger("ddp"))
+
 
 def digests(flags):
     """Of each micro-batch of two epochs of training and of the evaluation."""
-    config = TrainingConfig.from_args([*map(str, flags)])
-    ctx = setup_distributed(config)
-    train_set, held_out, config = cached(*train.load_data(config, ctx), ctx, logging.getLogger("ddp"))
+    ctx, config, train_set, held_out = load(flags)
     loader, _ = create_distributed_dataloader(train_set, config, ctx)
     found = []
     for epoch, each in ((0, loader), (1, loader), (0, create_evaluation_dataloader(held_out["val"], config, ctx))):
@@ -37,17 +54,39 @@ def digests(flags):
         pytest.param(((1, 2, "ram"), (2, 0, "device"), (4, 2, "ram"), (2, 2, "none")), marks=pytest.mark.slow),
     ],
 )
-def test_the_batches_are_the_same_however_the_set_is_kept(tmp_path, worlds):
-    """To the bit, over two epochs and the evaluation."""
-    for split, count in (("train", 41), ("val", 7)):
-        save_images(tmp_path / split, {"cat": count, "dog": count - 3}, size=12)
-    flags = "--image_size 8 --dataset imagefolder --global_batch_size 16 --augment resized_crop --data_dir".split()
+def test_the_batches_are_the_same_with_and_without_a_cache(flags, worlds):
+    """To the bit, over two epochs and the evaluation, on any number of ranks and workers."""
 
     def of_all(ranks, workers, cache):
-        each = run_ranks(ranks, digests, [*TINY, *flags, tmp_path, "--num_workers", workers, "--cache", cache])
+        each = run_ranks(ranks, digests, [*flags, "--num_workers", workers, "--cache", cache])
         return sorted(batch for found in each for batch in found)
 
     expected = of_all(1, 0, "none")
     assert len(expected) == 2 * 20 + 3
     for world in worlds:
         assert of_all(*world) == expected, world
+
+
+def shared_files(flags):
+    """What rank 0 writes into the first sample, as this rank reads it; {inode: bytes} of the mapped caches."""
+    ctx, _, train_set, _ = load(flags)
+    if ctx.is_main:
+        train_set[0][0].fill_(77)
+    dist.barrier()
+    value = train_set[0][0].unique().tolist()
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "/cache-" in line]
+    cleanup_distributed()
+    ends = {words[4]: [int(end, 16) for end in words[0].split("-")] for words in lines}
+    return value, {inode: end - begin for inode, (begin, end) in ends.items()}, list(Path("/dev/shm").glob("cache-*"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc")
+def test_the_ranks_of_a_node_map_one_file_each_set_once(flags):
+    """So memory does not grow with the ranks. The file has no name any more: its memory goes with the processes."""
+    ranks = run_ranks(2, shared_files, [*flags, "--num_workers", 1, "--cache", "ram"])
+    assert ranks[0] == ranks[1]
+    value, files, left = ranks[0]
+    bytes_of = [count * (3 * 9 * 9 + 8) for count in (79, 11)]  # uint8 images of 9 x 9 pixels and int64 labels
+    assert value == [77] and left == [] and len(files) == 2
+    for size, least in zip(sorted(files.values(), reverse=True), bytes_of, strict=True):
+        assert least <= size <= least + 4096 + 128, files

@@ -1,4 +1,4 @@
-"""The data sets that are shipped: what they hold, and what is refused about files."""
+"""The shipped data sets: what they hold, and which files are rejected."""
 
 import shutil
 
@@ -44,13 +44,9 @@ def test_image_folder_reads_splits_sizes_and_labels(tmp_path):
     config = folder_config(tmp_path)
     train, val = create_dataset(config, "train"), create_dataset(config, "val")
     assert (len(train), len(val), create_dataset(config, "test")) == (5, 3, None)
-    assert (train.classes, train.targets, train.image_size, train.augment) == (
-        ["cat", "dog"],
-        [0, 0, 0, 1, 1],
-        8,
-        "crop",
-    )
-    assert (val.split, val.augment) == ("test", "none")  # the only held-out part does both
+    assert (train.classes, train.targets) == (["cat", "dog"], [0, 0, 0, 1, 1])
+    assert (train.image_size, train.augment) == (8, "crop")
+    assert (val.split, val.augment) == ("test", "none")  # the only held-out part is used for both
     image, label = train[4]
     assert image.shape == (3, 8, 8) and image.dtype == torch.uint8 and label == 1
     config = resolve_auto(config, train)
@@ -77,41 +73,42 @@ def test_dataset_size_takes_a_seeded_subset(tmp_path):
     assert len(some[0]) == 5 and some[0] == some[1] != some[2]
 
 
-def truncate(path):
+def remove_two_classes(root):
+    for name in ("dog", "eel"):
+        shutil.rmtree(root / "train" / name)
+
+
+def add_a_class(root):
+    (root / "val/emu").mkdir()
+
+
+def truncate(root):
+    path = root / "train/cat/000.png"
     path.write_bytes(path.read_bytes()[:40])
 
 
+def stretch(root):
+    save_images(root / "train", {"cat": 1}, size=(8, 9))
+
+
 @pytest.mark.parametrize(
-    ("spoil", "changes", "said"),
+    ("spoil", "changes", "expected"),
     [
-        (
-            lambda root: [shutil.rmtree(root / "train" / name) for name in ("dog", "eel")],
-            {},
-            "one class alone, cat; a class",
-        ),
-        (lambda root: (root / "val/emu").mkdir(), {}, "val/emu: is a class that .* lacks; give both"),
-        (
-            lambda root: truncate(root / "train/cat/000.png"),
-            {},
-            "cat/000.png: cannot be read as an image .*; replace or delete it",
-        ),
-        (
-            lambda root: save_images(root / "train", {"cat": 1}, size=(8, 9)),
-            {},
-            "is not square .9x8 pixels.; give --image_size",
-        ),
-        (None, {"in_channels": 4}, "in_channels=4: images are read with 1 channel or 3; give"),
-        (None, {"dataset_size": 99}, "dataset_size=99: the set has 6 samples; give"),
+        (remove_two_classes, {}, "has one class only, cat; give a classifier two"),
+        (add_a_class, {}, "val/emu: is a class that .* lacks; give both"),
+        (truncate, {}, "cat/000.png: cannot be read as an image .*; replace or delete it"),
+        (stretch, {}, "is not square .9x8 pixels.; resize all"),
+        (lambda root: None, {"in_channels": 4}, "in_channels=4: images are read with 1 channel or 3; give"),
+        (lambda root: None, {"dataset_size": 99}, "dataset_size=99: the set has 6 samples; give"),
     ],
 )
-def test_image_folders_that_cannot_be_used_are_refused(tmp_path, spoil, changes, said):
+def test_image_folders_that_cannot_be_used_are_rejected(tmp_path, spoil, changes, expected):
     """More of them, on every rank: test_refused_data.py."""
     for split in ("train", "val"):
         save_images(tmp_path / split, {"cat": 2, "dog": 2, "eel": 2})
-    if spoil:
-        spoil(tmp_path)
+    spoil(tmp_path)
     config = folder_config(tmp_path, **changes)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=expected):
         resolve_auto(config, create_dataset(config, "train"))
         create_dataset(config, "val")
 
@@ -119,7 +116,7 @@ def test_image_folders_that_cannot_be_used_are_refused(tmp_path, spoil, changes,
 # ---- cifar10 ----
 
 
-def test_cifar10_that_cannot_be_fetched_is_refused_and_leaves_nothing_that_looks_whole(tmp_path, monkeypatch):
+def test_cifar10_that_cannot_be_downloaded_is_rejected_and_leaves_nothing_that_looks_complete(tmp_path, monkeypatch):
     datasets = pytest.importorskip("torchvision.datasets")
     config = TrainingConfig(dataset="cifar10", data_dir=str(tmp_path))
     (tmp_path / "cifar10.partial").mkdir()
@@ -131,9 +128,7 @@ def test_cifar10_that_cannot_be_fetched_is_refused_and_leaves_nothing_that_looks
 
     monkeypatch.setattr(datasets, "CIFAR10", Offline)
     assert not is_prepared(config)
-    with pytest.raises(
-        UserError, match="dataset=cifar10: cannot be fetched .no route to host.; put cifar-10-python.tar.gz into"
-    ):
+    with pytest.raises(UserError, match="cannot be downloaded .no route to host.; put cifar-10-python.tar.gz into"):
         prepare_data(config)
     assert not is_prepared(config) and not (tmp_path / "cifar10.partial" / "half").exists()
 

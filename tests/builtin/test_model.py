@@ -56,19 +56,19 @@ def test_torchvision_classifiers_by_name():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "expected"),
     [
         ({"model": "resnet18", "in_channels": 1}, "in_channels=1: the models of torchvision take 3; use"),
         ({"model": "vit_b_16", "image_size": 30}, "model=vit_b_16: does not take images of 30 pixels .*; give another"),
         ({"model": "alexnet", "image_size": 8}, "model=alexnet: does not take images of 8 pixels .*; give another"),
     ],
 )
-def test_what_cannot_be_made_is_refused(changes, said):
-    with pytest.raises(UserError, match=said):
+def test_a_model_that_cannot_be_created_is_rejected(changes, expected):
+    with pytest.raises(UserError, match=expected):
         create_model(TrainingConfig(**changes), CPU)
 
 
-def test_init_from_takes_what_fits_and_says_what_was_replaced(tmp_path, caplog):
+def test_init_from_takes_what_fits_and_logs_what_was_not_loaded(tmp_path, caplog):
     source = MiniResNet(3, 10)
     file = tmp_path / "weights.pt"
     for payload in (source.state_dict(), {"model": source.state_dict(), "progress": {}}):
@@ -82,13 +82,13 @@ def test_init_from_takes_what_fits_and_says_what_was_replaced(tmp_path, caplog):
         assert "left at their new values: head.weight, head.bias" in caplog.text
 
 
-def test_init_from_another_model_is_refused(tmp_path):
+def test_init_from_another_model_is_rejected(tmp_path):
     torch.save({"layer": torch.ones(3)}, tmp_path / "other.pt")
     with pytest.raises(UserError, match="none of its 1 tensors fits the model; give"):
         create_model(TrainingConfig(init_from=str(tmp_path / "other.pt")), CPU)
 
 
-def test_wrap_ddp_is_importable_from_here_and_refuses_a_model_without_trained_parameters():
+def test_wrap_ddp_is_importable_from_here_and_rejects_a_model_without_trained_parameters():
     from ddp_utils import DistributedContext
 
     model = MiniResNet().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""read_image: torchvision decodes what it can, PIL all else, and nobody sees which of them it was but for the time."""
+"""read_image: torchvision decodes what it can and PIL the rest, with the same result."""
 
 import errno
 import random
@@ -9,25 +9,24 @@ from collections import Counter
 import pytest
 import torch
 
-import dataset
 from config import UserError
-from dataset import read_image
-from images import folder_of_images
+from utils.data import images
+from utils.data.images import read_image
 
 PIL = pytest.importorskip("PIL.Image")
 pytest.importorskip("torchvision")
 
 
 def picture(mode="RGB", size=(60, 44)):
-    """Smooth, so that a coder of images is at home."""
+    """A smooth one, as codecs expect."""
     across, down = torch.linspace(0, 255, size[0]), torch.linspace(255, 0, size[1])[:, None]
     channels = torch.stack([across + 0 * down, down + 0 * across, (across + down) / 2], -1)
     return PIL.fromarray(channels.to(torch.uint8).numpy()).convert(mode)
 
 
 def by_both(path, channels, size, monkeypatch):
-    """The image or the sentence, as it is read, and by PIL alone; and whether torchvision gave it."""
-    given, plain = [], dataset._decode_jpeg
+    """The image or the sentence, as it is read, and by PIL alone; and whether torchvision decoded it."""
+    given, plain = [], images._decode_jpeg
 
     def decode(*args):
         given.append(plain(*args))
@@ -35,32 +34,28 @@ def by_both(path, channels, size, monkeypatch):
 
     found = []
     for function in (decode, lambda *_: None):
-        monkeypatch.setattr(dataset, "_decode_jpeg", function)
+        monkeypatch.setattr(images, "_decode_jpeg", function)
         try:
             found.append(read_image(path, channels, size))
-        except UserError as unreadable:
-            found.append(str(unreadable))
-    monkeypatch.setattr(dataset, "_decode_jpeg", plain)
+        except UserError as error:
+            found.append(str(error))
+    monkeypatch.setattr(images, "_decode_jpeg", plain)
     return *found, any(image is not None for image in given)
 
 
-KINDS = {
+TURNED = b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"
+KINDS = {  # mode, suffix, options of PIL's save, whether torchvision decodes it
     "jpeg": ("RGB", "jpg", {"quality": 90}, True),
     "without chroma": ("RGB", "jpg", {"subsampling": 2, "progressive": True}, True),
     "grey": ("L", "jpg", {}, True),
     "cmyk": ("CMYK", "jpg", {}, False),
-    "turned": (
-        "RGB",
-        "jpg",
-        {"exif": b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"},
-        True,
-    ),
+    "turned": ("RGB", "jpg", {"exif": TURNED}, True),
     "palette": ("P", "png", {}, False),
     "with alpha": ("RGBA", "png", {}, False),
     "16 bit": ("I;16", "png", {}, False),
     "bits": ("1", "png", {}, False),
     "webp": ("RGB", "webp", {}, False),
-    "a jpeg by another name": ("RGB", "jpg", {"format": "PNG"}, False),
+    "a png named jpg": ("RGB", "jpg", {"format": "PNG"}, False),
 }
 
 
@@ -68,8 +63,7 @@ KINDS = {
 @pytest.mark.parametrize("channels", [3, 1])
 def test_every_kind_of_file_is_read_as_pil_reads_it(tmp_path, monkeypatch, kind, channels):
     mode, suffix, options, is_fast = KINDS[kind]
-    path = tmp_path / f"a.{suffix}"
-    image = picture("RGB" if mode == "I;16" else mode)
+    image, path = picture("RGB" if mode == "I;16" else mode), tmp_path / f"a.{suffix}"
     if mode == "I;16":
         image = PIL.fromarray(torch.arange(44 * 60, dtype=torch.int32).view(44, 60).numpy().astype("uint16"))
     image.save(path, **options)
@@ -92,9 +86,7 @@ def damaged(data, draw):
 @pytest.mark.parametrize(
     "kind", [("png", {}), ("gif", {}), ("webp", {}), ("jpg", {}), ("jpg", {"progressive": True})], ids=str
 )
-def test_a_damaged_file_is_an_unreadable_sample_or_read_as_by_pil_and_never_another_exception(
-    tmp_path, monkeypatch, kind
-):
+def test_a_damaged_file_is_a_user_error_or_read_as_by_pil(tmp_path, monkeypatch, kind):
     draw, outcomes, (suffix, options) = random.Random(0), Counter(), kind
     path = tmp_path / f"a.{suffix}"
     PIL.frombytes("RGB", (24, 24), draw.randbytes(24 * 24 * 3)).save(path, **options)
@@ -110,7 +102,7 @@ def test_a_damaged_file_is_an_unreadable_sample_or_read_as_by_pil_and_never_anot
     assert outcomes[str] > 20 and (outcomes[torch.Tensor] > 5 or suffix == "png"), outcomes  # a PNG has checksums
 
 
-def test_a_torchvision_without_jpeg_leaves_it_to_pil(tmp_path, monkeypatch):
+def test_pil_decodes_where_torchvision_has_no_jpeg(tmp_path, monkeypatch):
     import torchvision.io
 
     def missing(*_):
@@ -124,8 +116,8 @@ def test_a_torchvision_without_jpeg_leaves_it_to_pil(tmp_path, monkeypatch):
     assert torch.equal(read_image(tmp_path / "a.jpg", 3), expected)
 
 
-def test_a_file_for_which_pil_raises_a_value_error_is_an_unreadable_sample(tmp_path):
-    """A chunk too short for what it says, under a right checksum: ValueError, and no OSError as for most others."""
+def test_a_file_for_which_pil_raises_a_value_error_is_a_user_error(tmp_path):
+    """A chunk that is too short, with a right checksum: ValueError, where most others are OSError."""
     path = tmp_path / "a.png"
     PIL.new("RGB", (8, 8)).save(path)
     chunk, whole = b"pHYs\0\0\0", path.read_bytes()
@@ -134,12 +126,10 @@ def test_a_file_for_which_pil_raises_a_value_error_is_an_unreadable_sample(tmp_p
         read_image(path, 3)
 
 
-def test_a_machine_that_is_short_of_files_is_no_corrupt_image(tmp_path, monkeypatch):
-    folder_of_images(tmp_path)
-
+def test_too_many_open_files_are_not_a_corrupt_image(tmp_path, monkeypatch):
     def no_more_files(path):
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(PIL, "open", no_more_files)
     with pytest.raises(OSError, match="Too many open files"):
-        read_image(tmp_path / "train/cat/000.png", 3)
+        read_image(tmp_path / "a.png", 3)

@@ -1,4 +1,4 @@
-"""The shipped models and image folder: what tests/distributed shows with the tests' own tasks."""
+"""The shipped models and image folder pass the tests that tests/distributed has for the tests' own tasks."""
 
 import pytest
 import torch
@@ -14,9 +14,8 @@ from utils.training.activation import find_blocks
 
 def test_mini_resnet_equals_the_plain_loop(runs):
     """Float64; the third global batch of an epoch is short and leaves a rank idle."""
-    check_against_the_oracle(
-        runs, 2, 2, torch.float64, (*SGD, "--label_smoothing", "0.1", "--max_steps", "4"), 1e-12, task=""
-    )
+    flags = (*SGD, "--label_smoothing", "0.1", "--max_steps", "4")
+    check_against_the_oracle(runs, 2, 2, torch.float64, flags, 1e-12, task="")
 
 
 @pytest.mark.slow
@@ -32,18 +31,8 @@ def test_dropout_of_a_torchvision_model_draws_by_step_and_micro_batch_not_by_ran
 def test_images_decoded_in_workers_and_cut_at_random_are_the_same_on_any_number_of_ranks(runs, worlds):
     """An image folder with resized_crop, persistent workers over two epochs, with and without a restart."""
     save_images(runs.root / "data" / "train", {"cat": 9, "dog": 10}, size=12)
-    flags = [
-        *TINY,
-        "--dataset",
-        "imagefolder",
-        "--data_dir",
-        runs.root / "data",
-        "--augment",
-        "resized_crop",
-        "--epochs",
-        "2",
-    ]
-    flags += ["--global_batch_size", "8", "--no-use_amp", "--save_every", "0"]
+    flags = "--dataset imagefolder --augment resized_crop --epochs 2 --global_batch_size 8 --no-use_amp --save_every 0"
+    flags = [*TINY, *flags.split(), "--data_dir", runs.root / "data"]
     each = [
         observed(ranks, "", [*flags, "--run_dir", runs.folder(str(ranks)), "--num_workers", workers], stops)
         for ranks, workers, stops in worlds
@@ -51,20 +40,20 @@ def test_images_decoded_in_workers_and_cut_at_random_are_the_same_on_any_number_
     assert each[0] == each[1] and len(each[0]) == 10
 
 
-KNOWN = (
-    "resnet50 16 Bottleneck, vit_b_16 12 EncoderBlock, convnext_tiny 18 CNBlock, swin_t 12 SwinTransformerBlock".split(
-        ", "
-    )
-)
+KNOWN = [
+    ("resnet50", 16, "Bottleneck"),
+    ("vit_b_16", 12, "EncoderBlock"),
+    ("convnext_tiny", 18, "CNBlock"),
+    ("swin_t", 12, "SwinTransformerBlock"),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("known", KNOWN)
-def test_the_blocks_of_known_models_are_found(known):
-    name, blocks, kind = known.split()
+@pytest.mark.parametrize(("name", "blocks", "kind"), KNOWN)
+def test_the_blocks_of_known_models_are_found(name, blocks, kind):
     with torch.device("meta"):
         found = find_blocks(models.get_model(name, weights=None))
-    assert sum(type(block).__name__ == kind for block in found) == int(blocks)
+    assert sum(type(block).__name__ == kind for block in found) == blocks
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -1,6 +1,5 @@
-"""What a step sends, to the byte, and what rounding on the way does to a run: nothing but that."""
+"""What a step sends, to the byte, and that rounding on the way is all that --comm_hook changes."""
 
-import re
 from unittest import mock
 
 import pytest
@@ -24,8 +23,7 @@ FLAGS = "--dataset_size 34 --epochs 2 --grad_accum_steps 2 --log_interval 1 --no
 
 
 class Sent(TorchDispatchMode):
-    """Collectives of floating-point tensors, whoever asks for them: DDP's own reducer, a hook or BatchNorm's rule.
-    Bytes by their type."""
+    """Collectives of floating-point tensors (votes are integers), and their bytes by type."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +32,7 @@ class Sent(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         tensors = args[0] if function._schema.name.startswith("c10d::") and isinstance(args[0], list) else []
         for tensor in tensors:
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():  # requests to stop or save are not
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
                 self.calls += 1
                 self.bytes[str(tensor.dtype)] = self.bytes.get(str(tensor.dtype), 0) + tensor.nbytes
         return function(*args, **(kwargs or {}))
@@ -44,9 +42,9 @@ def sent_by_step(task, flags, dtype):
     """Of each optimizer step: the collectives, and their bytes."""
     mode, steps, plain_epoch, plain_done = Sent(), [], train.train_one_epoch, Reporter.step_done
 
-    def epoch(*args):
+    def epoch(training):
         with mode:
-            return plain_epoch(*args)
+            return plain_epoch(training)
 
     def done(self, samples, step):
         steps.append((mode.calls, mode.bytes))
@@ -58,39 +56,37 @@ def sent_by_step(task, flags, dtype):
     return steps
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("ranks", "task", "hook", "width", "dtype"),
     [
         (2, "images", "bf16", 2, torch.float32),
         (2, "plain", "none", 4, torch.float32),
-        *(pytest.param(4, task, "none", 4, torch.float32, marks=pytest.mark.slow) for task in ("images", "plain")),
-        *(
-            pytest.param(2, "images", "fp16", 2, dtype, marks=pytest.mark.slow)
-            for dtype in (torch.float32, torch.float64)
-        ),
+        slow(4, "images", "none", 4, torch.float32),
+        slow(4, "plain", "none", 4, torch.float32),
+        slow(2, "images", "fp16", 2, torch.float32),
+        slow(2, "images", "fp16", 2, torch.float64),
     ],
 )
 def test_a_step_sends_its_gradient_once_in_the_hooks_width_and_the_statistics(runs, ranks, task, hook, width, dtype):
-    """In as many collectives as there are buckets, and one for BatchNorm. What is accumulated is not sent; the state
-    stays wide."""
-    expected = {str(dtype): dtype.itemsize * STATISTICS} if task == "images" else {}
-    name, flags = str(WIDTHS[hook]), [*FLAGS, "--dataset_size", 17 * ranks, "--comm_hook", hook]
+    """Once for all micro-batches, in several buckets, and in one collective for BatchNorm; the state stays wide."""
+    has_statistics, name = task == "images", str(WIDTHS[hook])
+    expected = {str(dtype): dtype.itemsize * STATISTICS} if has_statistics else {}
     expected[name] = expected.get(name, 0) + width * PARAMETERS
-    steps = run_ranks(ranks, sent_by_step, task, runs.words("run", *flags), dtype)
-    kept, size, said = (
-        runs.last("run"),
-        dtype.itemsize * PARAMETERS / 2**20,
-        "" if hook == "none" else f", rounded to {hook} on the way",
-    )
-    buckets = int(
-        re.search(rf"gradients     {size:.2f} MB in (\d+) bucket\(s\) of up to .* MB{said}\n", runs.log("run"))[1]
-    )
-    assert steps == [[(buckets + (task == "images"), expected)] * 6] * ranks and buckets > 2
-    tensors = [
-        *kept["model"].values(),
-        *(value for state in kept["optimizer"]["state"].values() for value in state.values()),
-    ]
-    assert {value.dtype for value in tensors if isinstance(value, torch.Tensor)} <= {dtype, torch.int64}
+    words = runs.words("run", *FLAGS, "--dataset_size", 17 * ranks, "--comm_hook", hook)
+    steps = run_ranks(ranks, sent_by_step, task, words, dtype)
+    calls = steps[0][0][0]
+    assert steps == [[(calls, expected)] * 6] * ranks and 2 < calls - has_statistics < 10
+    rounded = "" if hook == "none" else f", rounded to {hook}"
+    assert f" {dtype.itemsize * PARAMETERS / 2**20:.2f} MB per step, in buckets of about " in runs.log("run")
+    assert f" MB{rounded}\n" in runs.log("run")
+    kept = runs.last("run")
+    states = [value for state in kept["optimizer"]["state"].values() for value in state.values()]
+    types = {value.dtype for value in [*kept["model"].values(), *states] if isinstance(value, torch.Tensor)}
+    assert types <= {dtype, torch.int64}
 
 
 def test_one_rank_has_no_collective(runs):
@@ -100,9 +96,8 @@ def test_one_rank_has_no_collective(runs):
 @pytest.mark.slow
 def test_losses_are_those_without_a_hook_up_to_its_rounding(runs):
     """A value rounded to p bits of mantissa is off by 2^-p/2 at most: 2^-11 for fp16, 2^-8 for bf16. Each step's
-    gradient has it once in
-    each rank's part and once in the sum; the learning rate then makes it a small part of what the six steps change in
-    the loss."""
+    gradient is rounded once on each rank and once in the sum; the learning rate makes that a small part of the change
+    of the loss in six steps."""
     losses = {}
     for hook in WIDTHS:
         runs.train(2, hook, *FLAGS, "--comm_hook", hook)
@@ -115,13 +110,12 @@ def test_losses_are_those_without_a_hook_up_to_its_rounding(runs):
 
 
 def train_with_a_huge_gradient(flags, huge_step):
-    """On rank 1 the loss of one step is 10^8 times what it is: finite, but its gradient is not in float16."""
-    passes = []
+    """On rank 1 the loss of one step is 10^8 times as large: finite, but its gradient is not in float16."""
+    passes, plain = [], train.TrainState.backward
 
-    def backward(self, loss, share, plain=train.TrainState.backward):
+    def backward(self, loss, loss_scale):
         passes.append(1)
-        is_huge = len(passes) == huge_step and dist.get_rank() == 1
-        plain(self, loss * 1e8 if is_huge else loss, share)
+        plain(self, loss * 1e8 if len(passes) == huge_step and dist.get_rank() == 1 else loss, loss_scale)
 
     with mock.patch.object(train.TrainState, "backward", backward):
         return train_task("images", flags)
@@ -130,18 +124,15 @@ def train_with_a_huge_gradient(flags, huge_step):
 @pytest.mark.slow
 @pytest.mark.parametrize(("hook", "skipped"), [("fp16", 1), ("none", 0), ("bf16", 0)])
 def test_a_gradient_that_overflows_on_the_way_is_skipped_by_all_ranks(runs, hook, skipped):
-    """The weights, their average and the momentum stay to the bit; where float32 or bfloat16 is sent, the step is
-    taken."""
-    flags = [
-        *FLAGS,
-        *"--grad_accum_steps 1 --epochs 1 --save_every_steps 1 --keep_last 99 --ema_decay 0.9 --clip_grad_norm 1".split(),
-    ]
-    run_ranks(2, train_with_a_huge_gradient, runs.words("run", *flags, "--comm_hook", hook), 3)
+    """Weights, average and momentum stay to the bit; with float32 or bfloat16 the step is taken."""
+    flags = "--grad_accum_steps 1 --epochs 1 --save_every_steps 1 --keep_last 99 --ema_decay 0.9 --clip_grad_norm 1"
+    words = runs.words("run", *FLAGS, *flags.split(), "--comm_hook", hook)
+    run_ranks(2, train_with_a_huge_gradient, words, 3)
     before, after = (torch.load(path, weights_only=True) for path in runs.checkpoints("run")[1:3])
     assert before["progress"]["step"] == 2
-    same = [difference(before[key], after[key]) == [] for key in ("model", "ema")]
-    momenta = difference(before["optimizer"]["state"], after["optimizer"]["state"]) == []
-    assert [*same, momenta] == [bool(skipped)] * 3
+    for key in ("model", "ema"):
+        assert (difference(before[key], after[key]) == []) == bool(skipped)
+    assert (difference(before["optimizer"]["state"], after["optimizer"]["state"]) == []) == bool(skipped)
     summary = runs.json("run", "summary.json")
     assert (summary["steps"], summary["skipped_steps"]) == (5, skipped)
     assert all(value.isfinite().all() for value in runs.last("run")["model"].values())
@@ -150,24 +141,16 @@ def test_a_gradient_that_overflows_on_the_way_is_skipped_by_all_ranks(runs, hook
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "hook", "accumulation"), [(2, "bf16", 2), (4, "fp16", 1)])
 def test_stops_and_resumes_with_a_hook_cannot_be_seen(runs, ranks, hook, accumulation):
-    size = 4 * ranks * accumulation
-    flags = [
-        *RESUME_FLAGS,
-        "--no-use_amp",
-        "--comm_hook",
-        hook,
-        "--grad_accum_steps",
-        accumulation,
-        "--dataset_size",
-        15 * size // 2 + 1,
-    ]
+    samples = 15 * 4 * ranks * accumulation // 2 + 1
+    flags = [*RESUME_FLAGS, "--no-use_amp", "--comm_hook", hook, "--grad_accum_steps", accumulation]
+    flags += ["--dataset_size", samples]
     runs.train(ranks, "whole", *flags)
     runs.train_with_stops(ranks, "parts", *flags, stops=(1, 3, 11))
     runs.assert_same("whole", "parts")
 
 
-def refusal(flags):
-    """What training says where the backend does not take the type."""
+def rejection(flags):
+    """The error where the backend does not take the type."""
     plain = dist.all_reduce
 
     def reduce(tensor, *args, **kwargs):
@@ -175,20 +158,20 @@ def refusal(flags):
             raise RuntimeError("Invalid scalar type")
         return plain(tensor, *args, **kwargs)
 
-    with mock.patch.object(dist, "all_reduce", reduce), pytest.raises(UserError) as refused:
+    with mock.patch.object(dist, "all_reduce", reduce), pytest.raises(UserError) as error:
         train_task("images", [*flags, "--comm_hook", "bf16"])
-    return str(refused.value)
+    return str(error.value)
 
 
 @pytest.mark.slow
-def test_a_build_or_backend_that_cannot_is_refused_by_all_ranks(runs):
-    said = run_ranks(2, refusal, runs.words("run", *FLAGS))
+def test_a_build_or_backend_that_cannot_is_rejected_by_all_ranks(runs):
     expected = f"comm_hook=bf16: torch {torch.__version__} cannot all-reduce bf16 over gloo (Invalid scalar type)"
-    assert all(text.startswith(expected) and text.endswith("; give --comm_hook fp16 or none") for text in said), said
+    for text in run_ranks(2, rejection, runs.words("run", *FLAGS)):
+        assert text.startswith(expected) and text.endswith("; give --comm_hook fp16 or none"), text
 
 
-def buckets(flags):
-    """After three passes: bytes of the gradients, of their storages, and what DDP says of its buckets."""
+def gradient_storages(flags):
+    """After three passes: bytes of the gradients, and of their storages."""
     config = TrainingConfig.from_args(flags)
     ctx = setup_distributed(config)
     model = wrap_ddp(nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))), config, ctx)
@@ -197,14 +180,11 @@ def buckets(flags):
         model(torch.ones(2, 512)).sum().backward()
     gradients = [p.grad for p in model.parameters()]
     storages = {g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in gradients}
-    of_ddp = [bucket.buffer().nbytes for bucket in model.reducer._get_zeros_like_grad_buckets()]
     cleanup_distributed()
-    return sum(g.nbytes for g in gradients), sorted(storages.values()), sorted(of_ddp)
+    return sum(g.nbytes for g in gradients), list(storages.values())
 
 
 def test_by_default_the_gradients_lie_in_several_buckets_and_nowhere_else():
-    """The storages of all .grad are the buckets, and these hold the gradient and nothing more; several, so that they
-    overlap."""
-    for gradient, storages, of_ddp in run_ranks(2, buckets, [*TINY, "--no-use_amp"]):
-        assert gradient == 4 * 8 * (512 * 512 + 512)
-        assert storages == of_ddp and sum(of_ddp) == gradient and 2 < len(of_ddp) < 10
+    """The storages of all .grad are DDP's buckets, without a copy, and several of them, so that they overlap."""
+    for size, storages in run_ranks(2, gradient_storages, [*TINY, "--no-use_amp"]):
+        assert size == sum(storages) == 4 * 8 * (512 * 512 + 512) and 2 < len(storages) < 10

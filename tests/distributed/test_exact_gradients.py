@@ -1,21 +1,25 @@
 """Exact: an optimizer step gets the gradient of the plain loop, for every accumulation and every length of the last
-global_batch."""
+global batch."""
 
+import contextlib
 import functools
 from unittest import mock
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import plain_loop
 import train
-from ddp_utils import setup_distributed, wrap_ddp
+from ddp_utils import cleanup_distributed, setup_distributed, wrap_ddp
 from ranks import run_ranks
 from tasks import config_of, image_loss, using
-from train import Consensus, Decision, Precision, TrainState
+from utils.clock import Clock
 from utils.data.loader import create_distributed_dataloader
+from utils.distributed.consensus import Consensus, Decision
+from utils.training.first_passes import train_twice
+from utils.training.precision import Precision
 from utils.training.state import Progress
-from verification.of_runs import updates_into
 
 BATCH = 2
 FLAGS = f"--batch_size {BATCH} --image_size 8 --backend gloo --num_workers 0 --warmup_epochs 0 --epochs 1".split()
@@ -28,52 +32,59 @@ SCALE = 1024.0
 
 
 class ScaledPrecision(Precision):
-    """Gradients are scaled as for float16, while everything is computed in float64: a scale is a power of two and must
-    not be seen."""
+    """Gradients are scaled as for float16, but computed in float64: a scale is a power of two and must not be seen."""
 
     is_scaled = True
 
 
+@contextlib.contextmanager
+def gradients_into(found):
+    """Keep the gradients of each optimizer step, and the weights where they are: with a learning rate of 0."""
+
+    def note(optimizer, *_):
+        found.append([p.grad.clone() for group in optimizer.param_groups for p in group["params"]])
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+
+    handle = register_optimizer_step_pre_hook(note)
+    yield
+    handle.remove()
+
+
 def gradients(task, accumulations, tails, precision, dtype):
-    """The gradient of one global batch of each length, for each accumulation: {(accumulation, length): gradients}."""
+    """{(accumulation, length): gradients} of one global batch of each length, for each accumulation."""
     found, silent = {}, mock.Mock(**{"is_due.return_value": False})  # in place of the reporter and the saver
-    with using(task):
+    with using(task), mock.patch.object(Precision, "choose", lambda *_: precision):
         for accumulation in accumulations:
-            flags = [*FLAGS, *OF_TASK[task], "--grad_accum_steps", str(accumulation)]
-            config = config_of([*flags, "--dataset_size", "10"], dtype)
+            flags = [*FLAGS, *OF_TASK[task], "--grad_accum_steps", str(accumulation), "--dataset_size"]
+            config = config_of([*flags, "10"], dtype)
             ctx = setup_distributed(config)
-            torch.manual_seed(config.seed)
-            net = train.create_model(config, ctx.device)
-            state = TrainState(net, train.param_groups(net, config), config, precision)
-            model = wrap_ddp(net, config, ctx)
+            state = train.create_state(config, ctx)
+            model = wrap_ddp(state.model, config, ctx)
             loader, _ = create_distributed_dataloader(train.create_dataset(config, "train"), config, ctx)
-            train.warm_up(model, loader.sample_batch(), state, train.compute_loss)
+            train_twice(model, loader.sample_batch(), state, train.compute_loss)
             for tail in (tail for tail in tails if tail <= BATCH * accumulation * ctx.world_size):
-                config = config_of([*flags, "--dataset_size", str(tail)], dtype)
+                config = config_of([*flags, str(tail)], dtype)
                 loader, sampler = create_distributed_dataloader(train.create_dataset(config, "train"), config, ctx)
                 state.progress = Progress()
-                state.plan(sampler.steps_per_epoch, sampler.steps_per_epoch, config)
-                with updates_into(taken := []):
-                    train.train_one_epoch(
-                        model, loader, state, config, ctx, Consensus(Decision, ctx.control), silent, silent
-                    )
+                state.plan(sampler, config)
+                parts = (Clock(), loader, {}, state, model, Consensus(Decision, ctx.control), silent, silent)
+                with gradients_into(taken := []):
+                    train.train_one_epoch(train.Training(config, ctx, None, None, *parts, "loss", -1))
                 assert len(taken) == 1 and state.progress.samples_seen == tail
-                found[accumulation, tail] = [g.numpy() for g in taken[0].gradients.values()]
-            train.cleanup_distributed()
+                found[accumulation, tail] = [g.numpy() for g in taken[0]]
+            cleanup_distributed()
     return found
 
 
 @functools.cache
 def oracle(task, tail):
     """The plain loop's gradient of one global batch of so many samples, float64."""
-    with using(task), updates_into(taken := []):
-        list(
-            plain_loop.plain_loop(
-                config_of([*FLAGS, *OF_TASK[task], "--dataset_size", str(tail)], torch.float64), -(-tail // BATCH)
-            )
-        )
+    config = config_of([*FLAGS, *OF_TASK[task], "--dataset_size", str(tail)], torch.float64)
+    with using(task), gradients_into(taken := []):
+        list(plain_loop.plain_loop(config, -(-tail // BATCH)))
     torch.set_default_dtype(torch.float32)
-    return list(taken[0].gradients.values())
+    return taken[0]
 
 
 def distance(got, want):
@@ -100,13 +111,10 @@ def test_every_tail_from_one_sample_to_a_global_batch(ranks, task, accumulations
     tails = range(1, BATCH * max(accumulations) * ranks + 1)
     each = run_ranks(ranks, gradients, task, accumulations, tails, precision, torch.float64)
     assert len(each[0]) == BATCH * ranks * sum(accumulations)
-    for (accumulation, tail), got in each[0].items():
-        assert distance(got, oracle(task, tail)) < 1e-12, (accumulation, tail)
+    for case, got in each[0].items():
+        assert distance(got, oracle(task, case[1])) < 1e-12, case
         for other in each[1:]:
-            assert all((a == b).all() for a, b in zip(got, other[accumulation, tail], strict=True)), (
-                accumulation,
-                tail,
-            )
+            assert all((a == b).all() for a, b in zip(got, other[case], strict=True)), case
 
 
 def half_precision_oracle(tail):
@@ -117,18 +125,17 @@ def half_precision_oracle(tail):
             loss_sum, metrics = image_loss(net, batch)
         return loss_sum * SCALE, metrics
 
-    with using("plain"), mock.patch.object(plain_loop, "compute_loss", loss), updates_into(taken := []):
+    with using("plain"), mock.patch.object(plain_loop, "compute_loss", loss), gradients_into(taken := []):
         list(plain_loop.plain_loop(config_of([*FLAGS, "--dataset_size", str(tail)]), -(-tail // BATCH)))
-    return [g / SCALE for g in taken[0].gradients.values()]
+    return [g / SCALE for g in taken[0]]
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_float16_is_scaled_and_unscaled(ranks):
     """Each micro-batch rounds to float16 as in the plain loop under the same scale; float32 sums over them may differ
     by 1e-5."""
-    got = run_ranks(ranks, half_gradients)[0]
-    for (accumulation, tail), each in got.items():
-        assert distance(each, half_precision_oracle(tail)) < 1e-5, (accumulation, tail)
+    for case, got in run_ranks(ranks, half_gradients)[0].items():
+        assert distance(got, half_precision_oracle(case[1])) < 1e-5, case
 
 
 def half_gradients():

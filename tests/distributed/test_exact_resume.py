@@ -1,5 +1,4 @@
-"""Exact: a run that stops and resumes at any step, any number of times within an epoch, is the run that did not, to the
-bit."""
+"""Exact: a run that stops and resumes at any step, any number of times, equals the uninterrupted run to the bit."""
 
 import random
 
@@ -8,11 +7,8 @@ import pytest
 from training import assert_same_state
 from utils.checkpoint import format as checkpoint
 
-FLAGS = (
-    "--epochs 2 --ema_decay 0.9 --num_workers 1 --log_interval 3 --lr 0.02 --record_samples --keep_last 99"
-    " --clip_grad_norm 1".split()
-)
-FLAGS += "--save_every 0 --patience 9".split()
+FLAGS = "--epochs 2 --ema_decay 0.9 --num_workers 1 --log_interval 3 --lr 0.02 --record_samples --keep_last 99".split()
+FLAGS += "--clip_grad_norm 1 --save_every 0 --patience 9".split()
 SGD, ADAMW = "--optimizer sgd", "--optimizer adamw --lr 0.002"
 FP32, BF16, FP16 = "--no-use_amp", "--amp_dtype bf16", "--amp_dtype fp16"
 
@@ -35,22 +31,13 @@ def slow(*values):
     ],
 )
 def test_stops_and_resumes_within_an_epoch_cannot_be_seen(runs, ranks, task, accumulation, optimizer, precision):
-    """Three stops by a signal, at seeded steps, of which two are in one epoch; a persistent worker; a short last
-    global_batch."""
+    """Three stops by a signal, at seeded steps, two of them in one epoch; a persistent worker; a short last step."""
     global_batch = 4 * ranks * accumulation
     samples = 7 * global_batch + global_batch // 2 + 1  # 8 steps an epoch; the last micro-batch has one sample
-    flags = [
-        *FLAGS,
-        *optimizer.split(),
-        *precision.split(),
-        "--grad_accum_steps",
-        accumulation,
-        "--dataset_size",
-        samples,
-    ]
+    flags = [*FLAGS, *f"{optimizer} {precision} --grad_accum_steps {accumulation} --dataset_size {samples}".split()]
     runs.train(ranks, "whole", *flags, task=task)
-    clock = random.Random(f"{ranks}{task}{accumulation}")
-    stops = (*sorted(clock.sample((1, 3, 5), 2)), clock.choice((9, 11, 13)))
+    draw = random.Random(f"{ranks}{task}{accumulation}")
+    stops = (*sorted(draw.sample((1, 3, 5), 2)), draw.choice((9, 11, 13)))
     runs.train_with_stops(ranks, "parts", *flags, task=task, stops=stops)
     assert [record["step"] for record in runs.events("parts", "resumed")] == [stop + 1 for stop in stops]
     assert runs.last("whole")["progress"]["step"] == 16 and len(runs.samples("whole")) == 16
@@ -60,12 +47,11 @@ def test_stops_and_resumes_within_an_epoch_cannot_be_seen(runs, ranks, task, acc
 
 @pytest.mark.parametrize("ranks", [slow(1), slow(2), 4])
 def test_a_resume_from_each_step_in_turn_gives_the_next_checkpoint(runs, ranks):
-    """A save on the way changes nothing, and any step will do, an epoch's last one before its evaluation too.
+    """A save on the way changes nothing, and any step will do, also an epoch's last one before its evaluation.
 
-    On 4 ranks: of two numbers the sum does not depend on their order, so that 2 ranks do not see DDP rebuild its
-    buckets.
+    On 4 ranks: a sum of two numbers does not depend on their order, so 2 ranks do not see DDP rebuild its buckets.
     """
-    flags = [*FLAGS, *"--no-use_amp --dataset_size 22 --batch_size".split(), 16 // ranks]
+    flags = [*FLAGS, *f"--no-use_amp --dataset_size 22 --batch_size {16 // ranks}".split()]
     runs.train(ranks, "unsaved", *flags)
     runs.train(ranks, "whole", *flags, "--save_every_steps", 1)
     runs.assert_same("unsaved", "whole")

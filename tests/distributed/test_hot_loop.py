@@ -13,19 +13,9 @@ from utils.report.reporter import Reporter
 from utils.training.state import TrainState
 
 # four steps of two micro-batches on each of two ranks; the log point is the last of them
-FLAGS = (
-    "--dataset_size 64 --epochs 1 --grad_accum_steps 2 --log_interval 4 --ema_decay 0.9 --clip_grad_norm 1 --amp_dtype"
-    " fp16".split()
-)
-FLAGS += "--record_samples --num_workers 1 --save_every 0".split()
-READS = (
-    "aten::_local_scalar_dense",
-    "aten::equal",
-    "aten::nonzero",
-    "aten::is_nonzero",
-    "aten::masked_select",
-    "aten::unique",
-)
+FLAGS = "--dataset_size 64 --epochs 1 --grad_accum_steps 2 --log_interval 4 --ema_decay 0.9 --clip_grad_norm 1".split()
+FLAGS += "--amp_dtype fp16 --record_samples --num_workers 1 --save_every 0".split()
+READS = tuple(f"aten::{name}" for name in "_local_scalar_dense equal nonzero is_nonzero masked_select unique".split())
 
 
 class Reads(TorchDispatchMode):
@@ -38,30 +28,29 @@ class Reads(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function._schema.name.startswith(READS):
             frames = [f"{Path(frame.filename).name}:{frame.name}" for frame in traceback.extract_stack(limit=6)]
-            # it draws a seed for its workers, on the host, once an epoch
+            # DataLoader draws a seed for its workers, on the host, once an epoch
             if not any("dataloader.py" in frame for frame in frames):
                 self.places.append(" < ".join(reversed(frames[:-1])))
         return function(*args, **(kwargs or {}))
 
 
 def reads_by_step(flags, reads_in_step):
-    """Train one epoch under the mode; the reads up to the end of each step. One `.item()` is put into a step where
-    asked for."""
+    """The reads up to the end of each step of an epoch. Where asked for, one `.item()` is put into a step."""
     mode, seen, is_read = Reads(), {}, []
     plain_epoch, plain_done, plain_backward = train.train_one_epoch, Reporter.step_done, TrainState.backward
 
-    def epoch(*args):
+    def epoch(training):
         with mode:
-            return plain_epoch(*args)
+            return plain_epoch(training)
 
     def done(self, samples, step):
         seen[step] = list(mode.places)
         plain_done(self, samples, step)
 
-    def backward(self, loss, share):
+    def backward(self, loss, loss_scale):
         if len(seen) + 1 == reads_in_step and not is_read:
             is_read.append(loss.item())
-        plain_backward(self, loss, share)
+        plain_backward(self, loss, loss_scale)
 
     train.train_one_epoch, Reporter.step_done, TrainState.backward = epoch, done, backward
     train_flags(flags)
@@ -69,7 +58,7 @@ def reads_by_step(flags, reads_in_step):
 
 
 @pytest.mark.parametrize(("reads_in_step", "expected"), [(0, 0), (2, 1)])
-def test_three_windows_read_nothing_and_an_item_put_in_is_seen(runs, reads_in_step, expected):
+def test_three_steps_read_nothing_and_an_item_put_in_is_seen(runs, reads_in_step, expected):
     """With accumulation, clipping, averaged weights, scaler, finite check, recorded samples and metrics on, on two
     ranks."""
     for seen, in_all in run_ranks(2, reads_by_step, runs.words("run", *FLAGS), reads_in_step):

@@ -1,5 +1,4 @@
-"""A step that is skipped since rank 1's loss is not finite: in the records once, and its interval's loss is none
-(faults/numerics.py: the rest)."""
+"""A step that is skipped because rank 1's loss is not finite is recorded once (faults/numerics.py has the rest)."""
 
 import os
 from unittest import mock
@@ -17,7 +16,7 @@ def train_with_nan(flags, bad_step):
     def loss(model, batch):
         loss_sum, metrics = image_loss(model, batch)
         passes.append(model.training)
-        # two passes come before the first step
+        # two passes are made before the first step
         is_bad = model.training and sum(passes) == bad_step + 2 and os.environ["RANK"] == "1"
         return (loss_sum * float("nan") if is_bad else loss_sum), metrics
 
@@ -32,6 +31,6 @@ def test_a_resume_between_the_skip_and_its_log_point_records_it_once(runs):
     assert [record["step"] for record in skips] == [3] and sorted(skips[0]["indices"]) == runs.samples("run")[3]
     run_ranks(2, train_with_nan, [*words, "--resume_from", str(runs.checkpoints("run")[3])], 99)
     assert skips == runs.events("run", "skipped_step") and runs.json("run", "summary.json")["skipped_steps"] == 1
-    assert "(1 of them skipped, their loss or gradient was not finite)" in runs.log("run")
+    assert "(1 skipped: non-finite loss or gradient)" in runs.log("run")
     losses = [record["loss"] for record in runs.records("run", "train") + runs.records("run", "eval")]
     assert [loss is None for loss in losses] == [True, False, False]

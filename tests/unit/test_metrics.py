@@ -1,4 +1,4 @@
-"""Metrics: sums and counts, brought together over ranks, each read once."""
+"""Metrics: sums and counts, added up over ranks, each read once."""
 
 import math
 
@@ -58,12 +58,12 @@ def test_what_the_best_checkpoint_is_chosen_by(asked, names, expected):
     assert choose_best(asked, names) == expected
 
 
-def test_an_unknown_metric_is_refused_with_those_there_are():
+def test_an_unknown_metric_is_rejected_with_the_known_ones():
     with pytest.raises(UserError, match="best_metric=f1: an evaluation reports loss, top1; choose one of these"):
         choose_best("f1", ["loss", "top1"])
 
 
-def test_all_reduce_scalar_alone_is_the_value_and_an_unknown_operation_is_refused():
+def test_all_reduce_scalar_in_one_process_is_the_value_and_an_unknown_operation_is_rejected():
     assert all_reduce_scalar(4.0) == 4.0
     with pytest.raises(ValueError, match="op=median: is not known; choose mean, sum, min, max"):
         all_reduce_scalar(1.0, "median")

@@ -1,4 +1,4 @@
-"""Optimizer step, schedule, average: what is skipped is skipped to the bit, at the first step too."""
+"""Optimizer step, schedule, average, progress: what is skipped is skipped to the bit, at the first step too."""
 
 import copy
 import math
@@ -9,14 +9,15 @@ from torch import nn
 
 from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed
-from utils.data.sampler import GlobalBatch
-from utils.training.first_passes import warm_up
+from utils.data.sampler import GlobalBatch, GlobalBatchSampler
+from utils.training.first_passes import evaluate_once, train_twice
 from utils.training.optimizer import WeightAverage, lr_factor
 from utils.training.precision import Precision, has_fast_bf16
 from utils.training.state import TrainState
 
 CPU = torch.device("cpu")
-WINDOW = GlobalBatch(samples=4, weight=4.0, micro_batches=[])
+FLOAT32 = Precision("cpu", None)
+BATCH = GlobalBatch(samples=4, weight=4.0, micro_batches=[])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,14 +27,14 @@ def world_of_one():
     cleanup_distributed()
 
 
-def make(precision=None, model=None, groups=None, **changes):
+def make(precision=FLOAT32, model=None, groups=None, **changes):
+    """A state whose run has 10 epochs of 10 steps."""
     torch.manual_seed(0)
     model = model or nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     config = TrainingConfig(warmup_epochs=0, **changes)
-    state = TrainState(
-        model, groups or [{"params": list(model.parameters())}], config, precision or Precision("cpu", None)
-    )
-    state.plan(steps_left=100, steps_per_epoch=10, config=config)
+    state = TrainState(model, groups or [{"params": list(model.parameters())}], config, precision)
+    sampler = GlobalBatchSampler(range(40), batch_size=4, micro_batches_per_step=1, rank=0, world_size=1)
+    state.plan(sampler, config)
     return state
 
 
@@ -42,12 +43,17 @@ def step(state, gradient=None):
     loss = state.model(torch.randn(4, 3)).square().sum()
     state.running_stats.add(4)
     state.running_stats.start_reduce()
-    state.scaler.scale(loss).backward()
+    state.backward(loss, 1.0)
     if gradient is not None:
         for p in state.model.parameters():
             p.grad.fill_(gradient)
-    state.update_if_finite(WINDOW)
-    state.advance(WINDOW)
+    state.update_if_finite(BATCH)
+    state.advance(BATCH)
+
+
+def load(state, source):
+    payload = copy.deepcopy(source.state_dict([source.interval.state()]))
+    state.load_state_dict(payload, rank=0, world_size=1)
 
 
 def snapshot(state):
@@ -64,12 +70,15 @@ def same(a, b):
 
 
 def test_the_passes_before_the_first_step_leave_nothing():
-    """A run that is stopped before its first step saves the state that it was made with."""
+    """A run that is stopped before its first step saves the state that it was created with."""
     state = make(ema_decay=0.9)
-    before = snapshot(state)
-    batch = torch.randn(4, 3)
-    names = warm_up(state.model, batch, state, lambda net, batch: (net(batch).square().sum(), {"accuracy": (1, 1)}))
-    assert names == ["loss", "accuracy"] and same(snapshot(state), before)
+    before, batch = snapshot(state), torch.randn(4, 3)
+
+    def loss(net, batch):
+        return net(batch).square().sum(), {"accuracy": (1, 1)}
+
+    train_twice(state.model, batch, state, loss)
+    assert evaluate_once(batch, state, loss) == ["loss", "accuracy"] and same(snapshot(state), before)
     assert all(p.grad is None for p in state.model.parameters())
 
 
@@ -80,8 +89,10 @@ def test_a_gradient_that_is_not_finite_changes_nothing(optimizer, bad, steps_bef
     state = make(optimizer=optimizer, ema_decay=0.9, clip_grad_norm=1.0, lr=0.01)
     for _ in range(steps_before):
         step(state)
+    bad_steps = [steps_before + 1]
     if not steps_before and optimizer == "adamw":
-        step(state, gradient=bad)  # Adam makes its state in its first step
+        step(state, gradient=bad)  # Adam creates its state in its first step
+        bad_steps.append(2)
     before = snapshot(state)
     step(state, gradient=bad)
     assert same(before, snapshot(state))
@@ -89,10 +100,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(optimizer, bad, steps_bef
     after = snapshot(state)
     assert not same(before["model"], after["model"])
     assert all(value.isfinite().all() for value in after["model"].values())
-    assert state.progress.step == steps_before + (3 if not steps_before and optimizer == "adamw" else 2)
     skipped = state.note_skips([state.read_skips()])
-    assert len(skipped) == state.progress.skipped_steps == state.progress.step - steps_before - 1
-    assert [each.step for each in skipped][-1] == state.progress.step - 1 and state.progress.skipped_in_row == 0
+    assert [each.step for each in skipped] == bad_steps and state.progress.skipped_steps == len(bad_steps)
+    assert state.progress.step == bad_steps[-1] + 1 and state.progress.skipped_in_row == 0
     assert state.read_skips() == [] and state.note_skips([[]]) == []
 
 
@@ -102,9 +112,8 @@ def test_clipping_bounds_the_norm_and_the_record_has_the_norm_before_it():
     step(state, gradient=3.0)
     moved = torch.cat([(a - b.detach()).flatten() for a, b in zip(before, state.model.parameters(), strict=True)])
     torch.testing.assert_close(moved.norm(), torch.tensor(0.5), rtol=1e-4, atol=0)
-    numbers = sum(p.numel() for p in state.model.parameters())
     state.read_skips()
-    assert state.interval.means()["grad_norm"] == pytest.approx(3 * math.sqrt(numbers))
+    assert state.interval.means()["grad_norm"] == pytest.approx(3 * math.sqrt(len(moved)))
 
 
 def test_fp16_lowers_the_scale_on_overflow():
@@ -114,52 +123,57 @@ def test_fp16_lowers_the_scale_on_overflow():
     assert state.scaler.get_scale() == before / 2
 
 
-def test_the_learning_rate_is_a_function_of_the_step_and_goes_on_over_a_skip():
+def test_the_learning_rate_is_a_function_of_the_step_and_a_skip_does_not_stop_it():
     factors = [lr_factor(step, 10, 4) for step in range(11)]
-    assert factors[:4] == [0.25, 0.5, 0.75, 1.0] and factors[4] == 1.0
-    assert (
-        factors[7] == pytest.approx(0.5)
-        and factors[10] == 0
-        and factors == sorted(factors[:4]) + sorted(factors[4:], reverse=True)
-    )
-    assert lr_factor(5, 5, 0) == 0
+    assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0] and factors[4:] == sorted(factors[4:], reverse=True)
+    assert factors[7] == pytest.approx(0.5) and factors[10] == lr_factor(5, 5, 0) == 0
     state = make(lr=0.2)
     for gradient in (None, float("nan"), None):
         step(state, gradient)
     assert state.lr == 0.2 * lr_factor(2, 100, 0)
 
 
-def test_a_group_may_bring_a_learning_rate_of_its_own():
-    torch.manual_seed(0)
+def test_a_group_may_bring_its_own_learning_rate():
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     groups = [{"params": list(model[0].parameters()), "lr": 0.01}, {"params": list(model[1].parameters())}]
     state = make(model=model, groups=groups, lr=0.1)
     state.progress.step = 5
-    model(torch.randn(2, 3)).sum().backward()
-    state.update_if_finite(WINDOW)
-    assert [group["lr"] for group in state.optimizer.param_groups] == [
-        0.01 * lr_factor(5, 100, 0),
-        0.1 * lr_factor(5, 100, 0),
-    ]
+    step(state)
+    assert [group["lr"] / lr_factor(5, 100, 0) for group in state.optimizer.param_groups] == [0.01, 0.1]
 
 
 def test_patience_counts_evaluations_without_a_better_value():
-    progress = make().progress
+    state = make(patience=2)
+    progress = state.progress
     values = [(0.5, True), (0.4, False), (0.6, True), (0.6, False), (float("nan"), False)]
     assert [progress.note_value(value, 1) for value, _ in values] == [is_best for _, is_best in values]
     assert (progress.best_value, progress.evaluations_since_best) == (0.6, 2)
+    assert state.is_patience_over and state.is_finished
     assert make().progress.note_value(3.0, -1)
 
 
+def test_the_state_tells_the_loop_when_to_evaluate_and_when_the_run_is_over():
+    state = make(max_steps=35, eval_every=2)
+    due = []
+    while not state.is_finished:
+        while not (state.is_at_end or state.is_epoch_complete):
+            step(state)
+        due += [state.progress.step] * state.is_evaluation_due
+        state.end_epoch()
+    assert due == [20, 35]
+    assert (state.progress.epoch, state.progress.samples_in_epoch) == (3, 20)  # a longer run continues this epoch
+    state.progress.evaluated_step = 35
+    assert not state.is_evaluation_due
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_momenta_go_to_the_parameter_they_were_saved_for_in_whatever_order_groups_are_made(optimizer):
+def test_momenta_go_to_the_parameter_they_were_saved_for_in_any_order_of_groups(optimizer):
     source = make(optimizer=optimizer, clip_grad_norm=0.1)
     step(source)
-    payload = source.state_dict([source.interval.state()])
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     groups = [{"params": list(net[2].parameters())[::-1]}, {"params": list(net[:2].parameters())}]
     other = make(model=net, groups=groups, optimizer=optimizer, clip_grad_norm=0.1)
-    other.load_state_dict(copy.deepcopy(payload), rank=0, world_size=1)
+    load(other, source)
     for state in (source, other):
         torch.manual_seed(1)
         step(state)
@@ -168,11 +182,10 @@ def test_momenta_go_to_the_parameter_they_were_saved_for_in_whatever_order_group
         assert same(other.optimizer.state[mine], source.optimizer.state[its])
 
 
-def test_a_checkpoint_whose_optimizer_has_other_parameters_is_refused():
-    payload = make().state_dict([{"numbers": {}, "tensors": {}}])
-    frozen = make().model
+def test_a_checkpoint_whose_optimizer_has_other_parameters_is_rejected():
+    payload, frozen = make().state_dict([make().interval.state()]), make().model
     frozen[0].requires_grad_(False)
-    other = TrainState(frozen, [{"params": list(frozen.parameters())}], TrainingConfig(), Precision("cpu", None))
+    other = TrainState(frozen, [{"params": list(frozen.parameters())}], TrainingConfig(), FLOAT32)
     with pytest.raises(UserError, match="optimizer has other parameters; give"):
         other.load_state_dict(payload, rank=0, world_size=1)
     payload["optimizer"]["state"][0]["momentum_buffer"] = torch.zeros(5)  # a fused kernel would write beyond it
@@ -180,28 +193,29 @@ def test_a_checkpoint_whose_optimizer_has_other_parameters_is_refused():
         make().load_state_dict(payload, rank=0, world_size=1)
 
 
-def test_a_parameter_that_is_not_the_models_is_refused():
-    net, stranger = make().model, nn.Parameter(torch.zeros(2))
+def test_a_parameter_that_is_not_the_models_is_rejected():
+    net, other = make().model, nn.Parameter(torch.zeros(2))
     with pytest.raises(UserError, match="holds a parameter that is not the model's.*; make it the model's"):
-        TrainState(net, [{"params": [*net.parameters(), stranger]}], TrainingConfig(), Precision("cpu", None))
+        TrainState(net, [{"params": [*net.parameters(), other]}], TrainingConfig(), FLOAT32)
 
 
 def test_a_resume_takes_learning_rate_and_decay_from_the_config():
-    source = make(lr=0.1, weight_decay=0.1, momentum=0.8)
+    source, target = make(lr=0.1, weight_decay=0.1, momentum=0.8), make(lr=0.02, weight_decay=0.3, momentum=0.9)
     step(source)
-    target = make(lr=0.02, weight_decay=0.3, momentum=0.9)
-    target.load_state_dict(copy.deepcopy(source.state_dict([source.interval.state()])), rank=0, world_size=1)
+    load(target, source)
     group = target.optimizer.param_groups[0]
     assert (group["base_lr"], group["weight_decay"], group["momentum"]) == (0.02, 0.3, 0.9)
     assert same(target.optimizer.state_dict()["state"], source.optimizer.state_dict()["state"])
 
 
-def test_a_resumed_run_that_saves_before_its_first_step_says_the_last_steps_learning_rate():
+def test_a_resumed_run_that_saves_before_its_first_step_has_the_last_steps_learning_rate():
     source, target = make(lr=0.1), make(lr=0.1)
     for _ in range(3):
         step(source)
-    target.load_state_dict(copy.deepcopy(source.state_dict([source.interval.state()])), rank=0, world_size=1)
-    target.plan(steps_left=97, steps_per_epoch=10, config=TrainingConfig(warmup_epochs=0))
+    load(target, source)
+    sampler = GlobalBatchSampler(range(40), batch_size=4, micro_batches_per_step=1, rank=0, world_size=1)
+    target.plan(sampler, TrainingConfig(warmup_epochs=0))
+    assert target.total_steps == 100
     assert target.state_dict([])["optimizer"]["param_groups"] == source.state_dict([])["optimizer"]["param_groups"]
 
 
@@ -235,19 +249,19 @@ def test_the_average_begins_with_the_first_step_that_is_taken():
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_resume_takes_the_memory_format_of_the_parameters(optimizer):
-    """Fused kernels walk through memory: a state of another layout would be added to the wrong weights."""
+    """Fused kernels walk through memory: a state of another layout would be applied to the wrong weights."""
 
     def train(state):
         torch.manual_seed(state.progress.step)
         state.model(torch.randn(2, 2, 5, 5)).square().sum().backward()
-        state.update_if_finite(WINDOW)
-        state.advance(WINDOW)
+        state.update_if_finite(BATCH)
+        state.advance(BATCH)
 
     layouts = (torch.channels_last, torch.contiguous_format)
     whole, other = (make(model=nn.Conv2d(2, 3, 3).to(memory_format=layout), optimizer=optimizer) for layout in layouts)
     for _ in range(3):
         train(whole)
-    other.load_state_dict(copy.deepcopy(whole.state_dict([{"numbers": {}, "tensors": {}}])), 0, 1)
+    load(other, whole)
     train(whole), train(other)
     # convolutions of another layout
     torch.testing.assert_close(other.model.weight, whole.model.weight, rtol=1e-4, atol=1e-6)
@@ -256,6 +270,6 @@ def test_a_resume_takes_the_memory_format_of_the_parameters(optimizer):
 def test_momentum_that_a_resume_turns_on_begins_at_zero():
     before, after = make(momentum=0.0), make(momentum=0.9)
     step(before)
-    after.load_state_dict(copy.deepcopy(before.state_dict([{"numbers": {}, "tensors": {}}])), 0, 1)
+    load(after, before)
     buffers = [state["momentum_buffer"] for state in after.optimizer.state.values()]
     assert len(buffers) == len(list(after.model.parameters())) and not any(buffer.any() for buffer in buffers)

@@ -1,10 +1,11 @@
-"""train.py under srun without torchrun: what of Slurm's variables makes a rank, and what does not."""
+"""Which of the launcher's variables make a rank: of torchrun, and of srun without torchrun."""
 
 import os
 
 import pytest
 
-from ddp_utils import read_launch
+from config import UserError
+from utils.distributed.context import Launch, read_launch
 
 STEP = {
     "PROCID": "5",
@@ -36,13 +37,8 @@ def launched(monkeypatch, **changed):
 
 def test_a_task_of_a_step_is_a_rank(monkeypatch):
     launch = launched(monkeypatch)
-    assert (launch.rank, launch.local_rank, launch.world_size, launch.is_launched, launch.is_under_torchrun) == (
-        5,
-        1,
-        8,
-        True,
-        False,
-    )
+    assert (launch.rank, launch.local_rank, launch.world_size) == (5, 1, 8)
+    assert launch.is_launched and not launch.is_under_torchrun
     assert launch.id == "slurm-here-1234.0"  # after a requeue too
     assert launched(monkeypatch, STEP_ID="1").id == "slurm-here-1234.1"
     monkeypatch.setenv("LAUNCH_ID", "mine")
@@ -59,17 +55,14 @@ def test_a_task_of_a_step_is_a_rank(monkeypatch):
         ("n[4,9]-ib.cluster", "n4-ib.cluster"),
     ],
 )
-def test_the_ranks_meet_on_the_first_node_of_the_step(monkeypatch, nodes, first):
+def test_the_rendezvous_is_on_the_first_node_of_the_step(monkeypatch, nodes, first):
     assert launched(monkeypatch, STEP_NODELIST=nodes).address.rsplit(":", 1)[0] == f"tcp://{first}"
 
 
-def test_each_step_of_each_job_has_a_port_of_its_own(monkeypatch):
-    ports = {
-        launched(monkeypatch, JOB_ID=str(j), STEP_ID=str(s)).address.split(":")[-1]
-        for j in range(995, 1005)
-        for s in range(5)
-    }
-    assert len(ports) == 50 and all(20000 <= int(port) < 30000 for port in ports)
+def test_each_step_of_each_job_has_its_own_port(monkeypatch):
+    steps = [{"JOB_ID": str(job), "STEP_ID": str(step)} for job in range(995, 1005) for step in range(5)]
+    ports = {int(launched(monkeypatch, **each).address.split(":")[-1]) for each in steps}
+    assert len(ports) == 50 and all(20000 <= port < 30000 for port in ports)
 
 
 @pytest.mark.parametrize(
@@ -82,20 +75,27 @@ def test_each_step_of_each_job_has_a_port_of_its_own(monkeypatch):
         {"PROCID": "0", "LOCALID": "0", "STEP_NUM_TASKS": "1"},  # srun --ntasks=1 --pty bash in a job of eight
     ],
 )
-def test_what_is_no_task_among_several_is_a_run_of_one(monkeypatch, changed):
+def test_what_is_not_one_of_several_tasks_is_a_run_of_one(monkeypatch, changed):
     launch = launched(monkeypatch, **changed)
     assert (launch.rank, launch.world_size, launch.is_launched, launch.address) == (0, 1, False, "")
 
 
-def test_torchruns_variables_count_where_both_are_there(monkeypatch):
+def test_a_task_with_one_gpu_of_its_own_uses_that_one(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # --gpus-per-task=1
+    assert launched(monkeypatch).local_rank == 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    assert read_launch().local_rank == 1
+
+
+def test_torchruns_variables_come_before_sruns(monkeypatch):
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}.items():
         monkeypatch.setenv(name, value)
     launch = launched(monkeypatch)
     assert (launch.rank, launch.world_size, launch.is_under_torchrun, launch.address) == (0, 2, True, "")
 
 
-def test_a_task_with_a_gpu_of_its_own_takes_that_one(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # --gpus-per-task=1
-    assert launched(monkeypatch).local_rank == 0
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    assert read_launch().local_rank == 1
+def test_only_some_of_torchruns_variables_are_an_error(monkeypatch):
+    assert read_launch() == Launch(compilers={"CC": os.environ.get("CC", ""), "CXX": os.environ.get("CXX", "")})
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(UserError, match="LOCAL_RANK and WORLD_SIZE: not set, while RANK is; start with torchrun"):
+        read_launch()

@@ -1,0 +1,105 @@
+"""BatchNorm's running statistics: they move once per optimizer step, by the mean over the global batch."""
+
+import pytest
+import torch
+from torch import nn
+
+from config import TrainingConfig, UserError
+from ddp_utils import cleanup_distributed, setup_distributed
+from utils.training.batchnorm import RunningStats
+
+YES, NO = torch.tensor(True), torch.tensor(False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world_of_one():
+    setup_distributed(TrainingConfig(backend="gloo"))
+    yield
+    cleanup_distributed()
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=0.3))
+
+
+def images(samples):
+    return torch.randn(samples, 2, 9, 9)
+
+
+def buffers(model):
+    return {name: value.clone() for name, value in model.named_buffers()}
+
+
+def step(model, stats, *batches, is_finite=YES):
+    """An optimizer step of these micro-batches."""
+    for batch in batches:
+        model(batch)
+        stats.add(len(batch))
+    stats.start_reduce()
+    stats.commit(sum(map(len, batches)), is_finite)
+
+
+def test_one_micro_batch_moves_them_as_the_stock_layer_does():
+    stock, ours = net(), net()
+    stats = RunningStats(ours)
+    for _ in range(3):
+        batch = images(4)
+        stock(batch)
+        step(ours, stats, batch)
+    for name, value in buffers(stock).items():
+        torch.testing.assert_close(buffers(ours)[name], value)
+
+
+def test_a_global_batch_moves_them_once_by_the_mean_over_its_samples():
+    ours = net()
+    stats, parts = RunningStats(ours), [images(samples) for samples in (4, 4, 1)]
+    expected = sum(ours[0](part).mean((0, 2, 3)) * len(part) / 9 for part in parts)
+    step(ours, stats, *parts)
+    torch.testing.assert_close(ours[1].running_mean, 0.1 * expected)
+    assert ours[1].num_batches_tracked.item() == 1
+
+
+def test_a_skipped_step_leaves_them_to_the_bit_even_after_nan():
+    ours = net()
+    stats = RunningStats(ours)
+    step(ours, stats, images(4))
+    before = buffers(ours)
+    step(ours, stats, images(4) * float("nan"), is_finite=NO)
+    assert all(torch.equal(before[name], value) for name, value in buffers(ours).items())
+    step(ours, stats, images(4))
+    assert all(value.isfinite().all() for value in buffers(ours).values())
+
+
+def test_a_layer_in_evaluation_mode_keeps_its_statistics_to_the_bit():
+    ours = net()
+    ours[1].running_mean.fill_(0.1)
+    stats = RunningStats(ours)
+    ours[1].eval()
+    stats.begin_epoch()
+    before = buffers(ours)
+    for samples in (3, 5):
+        step(ours, stats, images(samples))
+    after = buffers(ours)
+    assert all(torch.equal(before[name], after[name]) for name in before if name.startswith("1."))
+    assert not torch.equal(before["3.running_mean"], after["3.running_mean"])
+
+
+def test_discard_and_reload():
+    ours, other = net(), net()
+    stats = RunningStats(ours)
+    before = buffers(ours)
+    ours(images(4))
+    assert not torch.equal(before["1.running_mean"], ours[1].running_mean)
+    stats.discard()
+    assert all(torch.equal(before[name], value) for name, value in buffers(ours).items())
+    other(images(4))
+    ours.load_state_dict(other.state_dict())
+    stats.reload()
+    stats.discard()
+    assert torch.equal(ours[1].running_mean, other[1].running_mean)
+
+
+def test_a_cumulative_average_is_rejected():
+    with pytest.raises(UserError, match="momentum=None .* cannot be resumed exactly; give"):
+        RunningStats(nn.BatchNorm1d(3, momentum=None))

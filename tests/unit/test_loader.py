@@ -1,0 +1,331 @@
+"""Sampler and loader: each sample once, whichever rank computes it; orders and weights of the data set; transfer ahead."""
+
+import contextlib
+import random
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import Dataset, DistributedSampler, Subset
+
+import utils.data.loader
+from config import TrainingConfig, UserError
+from ddp_utils import DistributedContext
+from tasks import Images
+from utils.clock import Clock
+from utils.data.loader import (
+    choose_workers,
+    create_distributed_dataloader,
+    create_evaluation_dataloader,
+    fetches_batches,
+    resolve_auto,
+)
+from utils.data.sampler import GlobalBatchSampler
+from utils.data.transfer import one_ahead, to_device
+
+CPU = torch.device("cpu")
+
+
+def sampler_of(data, rank=0, world_size=1, batch_size=4, per_step=0, **options):
+    data = range(data) if isinstance(data, int) else data
+    per_step = per_step or world_size
+    options |= {"batch_size": batch_size, "micro_batches_per_step": per_step}
+    return GlobalBatchSampler(data, rank=rank, world_size=world_size, **options)
+
+
+def by_all_ranks(n, world_size, per_step):
+    """{(global batch, micro-batch): indices} as the ranks together see them, without padding."""
+    seen = {}
+    for rank in range(world_size):
+        for number, global_batch in enumerate(sampler_of(n, rank, world_size, per_step=per_step).global_batches(0)):
+            for micro_batch in global_batch:
+                if not micro_batch.is_padding:
+                    assert (number, micro_batch.number) not in seen and micro_batch.number % world_size == rank
+                    seen[number, micro_batch.number] = micro_batch.indices
+    return seen
+
+
+def test_it_is_a_distributed_sampler_of_this_ranks_indices():
+    ranks = [sampler_of(30, rank, 2) for rank in (0, 1)]
+    assert all(isinstance(each, DistributedSampler) for each in ranks)
+    indices = [list(each) for each in ranks]
+    assert sorted(indices[0] + indices[1]) == list(range(30))
+    assert [len(each) for each in ranks] == [len(each) for each in indices]
+    ranks[0].set_epoch(1)
+    assert list(ranks[0]) != indices[0]
+
+
+def test_the_order_is_a_function_of_seed_and_epoch_alone():
+    orders = [tuple(sampler_of(40, seed=seed).order(epoch).tolist()) for seed in (0, 1) for epoch in (0, 1)]
+    assert len(set(orders)) == 4
+    assert all(sorted(order) == list(range(40)) for order in orders)
+    assert orders[0] == tuple(sampler_of(40, rank=2, world_size=3, batch_size=2, seed=0).order(0).tolist())
+
+
+@pytest.mark.parametrize("n", [1, 3, 4, 5, 23, 24, 25, 48, 49])
+def test_ranks_decide_only_who_computes_a_micro_batch(n):
+    """Six micro-batches per step on 1, 2, 3 and 4 ranks (4 does not divide 6): the same micro-batches, each once."""
+    reference = by_all_ranks(n, 1, per_step=6)
+    assert sorted(index for indices in reference.values() for index in indices) == list(range(n))
+    for world_size in (2, 3, 4):
+        assert by_all_ranks(n, world_size, per_step=6) == reference
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 5, 8, 9, 12, 13, 20, 23, 24, 25])
+def test_a_global_batch_has_as_many_steps_on_each_rank_and_its_true_weight(n):
+    ranks = [list(sampler_of(n, rank, 3, per_step=6).global_batches(0)) for rank in range(3)]
+    for global_batches in zip(*ranks, strict=True):
+        samples = sum(len(m.indices) for each in global_batches for m in each if not m.is_padding)
+        for each in global_batches:
+            assert each.samples == each.weight == samples
+            assert [m.is_last for m in each] == [False] * (len(each.micro_batches) - 1) + [True]
+
+
+def test_steps_left():
+    each = sampler_of(50, per_step=2)  # 7 steps an epoch, the last one short
+    places = ((0, 0, 3), (0, 16, 3), (2, 48, 3), (2, 50, 3), (3, 0, 3))
+    assert [each.steps_left(*place) for place in places] == [21, 19, 1, 0, 0]
+
+
+class Weighted(Dataset):
+    """Samples of unequal weight, in an order of its own."""
+
+    weights = [float(k) for k in range(10)]
+
+    def __len__(self):
+        return 10
+
+    def epoch_order(self, seed, epoch, n):
+        return [(k + epoch) % n for k in range(n)]
+
+
+def changed(**attributes):
+    data = Weighted()
+    for name, value in attributes.items():
+        setattr(data, name, value)
+    return sampler_of(data)
+
+
+def test_weights_and_order_of_the_data_set():
+    each = sampler_of(Weighted(), batch_size=2, per_step=2)
+    assert [global_batch.weight for global_batch in each.global_batches(0)] == [0 + 1 + 2 + 3, 4 + 5 + 6 + 7, 8 + 9]
+    indices = [m.indices for global_batch in each.global_batches(1) for m in global_batch]
+    assert indices == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 0]]
+
+
+def test_an_order_with_other_indices_is_rejected_and_one_that_repeats_samples_has_to_declare_it():
+    with pytest.raises(UserError, match="epoch_order: gave 3 indices for 10 samples; return n indices"):
+        changed(epoch_order=lambda seed, epoch, n: [0, 1, 99]).order(0)
+    twice = {"epoch_order": lambda seed, epoch, n: [k // 2 for k in range(n)]}
+    with pytest.raises(UserError, match="leaves out 5 of 10 samples .*; give each index once, or declare with_repl"):
+        changed(**twice).order(0)
+    assert changed(**twice, with_replacement=True).order(0).tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize("weights", [[1.0] * 9, [1.0] * 9 + [-1.0], [1.0] * 9 + [float("nan")]])
+def test_weights_that_do_not_fit_the_set_are_rejected(weights):
+    with pytest.raises(UserError, match="weights: must be 10 numbers, one a sample, finite and not negative"):
+        changed(weights=weights)
+
+
+# ---- the loader ----
+
+
+class Noisy(Dataset):
+    """A set that is read sample by sample, with unseeded random transforms."""
+
+    def __len__(self):
+        return 22
+
+    def __getitem__(self, index):
+        return torch.tensor([index, random.random(), torch.rand(()).item(), numpy.random.rand()], dtype=torch.float64)
+
+
+def context(rank=0, world_size=1, device=CPU):
+    return DistributedContext(rank, rank, world_size, device)
+
+
+def epochs_of(dataset, world_size, workers):
+    """{index: sample} of two epochs, of all ranks together; workers of the first epoch are kept."""
+    config = TrainingConfig(batch_size=3, num_workers=workers)
+    ranks = [create_distributed_dataloader(dataset, config, context(rank, world_size))[0] for rank in range(world_size)]
+    found = [{}, {}]
+    for epoch, samples in enumerate(found):
+        for global_batch in (each for loader in ranks for each in loader.global_batches(epoch)):
+            for m in global_batch:
+                samples |= {} if m.is_padding else dict(zip(m.indices, map(tuple, m.batch.tolist()), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_a_samples_content_does_not_depend_on_ranks_or_workers(method):
+    """The random transforms of a data set draw from streams of (seed, epoch, index)."""
+    reference = epochs_of(Noisy(), 1, 0)
+    assert reference[0][5] != reference[1][5]
+    before = torch.multiprocessing.get_start_method(allow_none=True)
+    torch.multiprocessing.set_start_method(method, force=True)
+    try:
+        assert epochs_of(Noisy(), 2, 2) == reference
+    finally:
+        torch.multiprocessing.set_start_method(before, force=True)
+
+
+def test_a_subset_of_a_set_without_getitems_is_seeded_sample_by_sample():
+    """torch's Subset always has __getitems__, and would fetch a micro-batch without seeds."""
+    subset = Subset(Noisy(), range(20))
+    reference = epochs_of(subset, 1, 0)
+    random.seed(99), torch.manual_seed(99)
+    assert epochs_of(subset, 2, 0) == reference
+    assert fetches_batches(Subset(Images(4, "train"), range(2))) and not fetches_batches(subset)
+
+
+def test_iterating_a_loader_cannot_forget_the_epoch():
+    loader, each = create_distributed_dataloader(Images(20, "train"), TrainingConfig(batch_size=8), context())
+    assert len(loader) == 3
+    first, second = ([labels.tolist() for _, labels in loader] for _ in range(2))
+    assert len(first) == 3 and first != second
+    each.set_epoch(0)
+    assert [labels.tolist() for _, labels in loader] == first
+    images, labels = next(iter(loader))
+    assert images.dtype == torch.float32 and images.shape == (8, 3, 8, 8) and labels.dtype == torch.int64
+
+
+def test_an_evaluation_loader_keeps_the_order_and_cuts_fixed_micro_batches():
+    data, config = Images(10, "val"), TrainingConfig(batch_size=4)
+    for world_size in (1, 2, 3, 4):
+        found = {}
+        for rank in range(world_size):
+            loader = create_evaluation_dataloader(data, config, context(rank, world_size))
+            for step, global_batch in enumerate(loader.global_batches(0)):
+                found |= {step * world_size + m.number: m.indices for m in global_batch if not m.is_padding}
+        assert found == {0: [0, 1, 2, 3], 1: [4, 5, 6, 7], 2: [8, 9]}
+
+
+def test_an_empty_epoch_is_rejected():
+    with pytest.raises(UserError, match="dataset: 10 samples do not fill a global batch of 16; reduce batch_size"):
+        create_distributed_dataloader(Images(10, "train"), TrainingConfig(batch_size=16, drop_last=True), context())
+
+
+@pytest.mark.parametrize("label", [-1, 3])
+def test_a_label_outside_the_classes_is_rejected_with_its_sample(label):
+    data = Images(10, "train", classes=3)
+    data.targets[7] = label
+    with pytest.raises(UserError, match=f"sample 7 has label {label}, outside the 3 classes; fix the label or give"):
+        resolve_auto(TrainingConfig(), data)
+
+
+def test_workers_respect_the_cpus_and_the_ranks_of_the_node(monkeypatch):
+    in_memory, files, auto = Images(4, "train"), Noisy(), TrainingConfig()
+    assert choose_workers(auto, in_memory, 1) == 0
+    for cpus, ranks, expected in ((16, 2, 8), (16, 4, 4), (2, 4, 1), (128, 2, 8)):
+        monkeypatch.setattr(utils.data.loader, "usable_cpus", lambda cpus=cpus: cpus)
+        assert choose_workers(auto, files, ranks) == expected
+    assert choose_workers(TrainingConfig(num_workers=3), in_memory, 4) == 3
+
+
+def test_sync_bn_needs_as_many_micro_batches_on_each_rank():
+    """SyncBatchNorm communicates in every forward pass: with one more on one rank, the others' next collective would be
+    another."""
+
+    def create(samples, **changes):
+        config = TrainingConfig(batch_size=4, sync_bn=True, **changes)
+        create_distributed_dataloader(Images(samples, "train"), config, context(0, 2, torch.device("cuda", 0)))
+
+    create(40, grad_accum_steps=2), create(44, grad_accum_steps=2, drop_last=True), create(39)
+    for samples, changes in ((44, {"grad_accum_steps": 2}), (40, {"global_batch_size": 12})):
+        with pytest.raises(UserError, match="sync_bn=True: every rank needs the same number .*; add --drop_last"):
+            create(samples, **changes)
+
+
+# ---- one micro-batch ahead ----
+
+
+def test_to_device_goes_through_containers():
+    batch = {"x": torch.ones(2), "rest": [torch.zeros(1), ("text", 3)]}
+    moved = to_device(batch, torch.device("meta"))
+    assert moved["x"].device.type == moved["rest"][0].device.type == "meta" and moved["rest"][1] == ("text", 3)
+
+
+def test_one_ahead_keeps_the_order_and_raises_an_error_in_its_place():
+    asked = []
+
+    def items(count, error=None):
+        for k in range(count):
+            asked.append(k)
+            yield k
+        if error:
+            raise error
+
+    assert [(item, asked[-1]) for item in one_ahead(items(4))] == [(0, 1), (1, 2), (2, 3), (3, 3)]
+    assert list(one_ahead(items(0))) == [] and list(one_ahead(items(1))) == [0]
+    found = one_ahead(items(2, UserError("no more; stop")))
+    assert [next(found), next(found)] == [0, 1]
+    with pytest.raises(UserError, match="^no more; stop$"):
+        next(found)
+
+
+class Stream:
+    """Stands for the side stream: notes what goes through it."""
+
+    def __init__(self, device):
+        self.seen = []
+
+    def begin(self):
+        self.seen.append("begin")
+
+    queued = contextlib.nullcontext
+
+    def run(self, action):
+        staged = action()
+        self.seen.append(("staged", staged.indices))
+        return staged, SimpleNamespace(indices=staged.indices)
+
+    def hand_over(self, batch, event):
+        self.seen.append(("handed over", event.indices))
+
+
+class Lines(Dataset):
+    def __len__(self):
+        return 70
+
+    def __getitem__(self, index):
+        return {"ids": torch.arange(3) + index, "label": index}
+
+    def device_transform(self, batch, seed, epoch, indices):
+        return batch | {"drawn": indices + epoch}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_next_micro_batch_is_staged_before_this_one_is_computed(monkeypatch, workers):
+    """Waiting and computing are accounted to their own micro-batch."""
+    monkeypatch.setattr(utils.data.loader, "pinned", lambda batch: batch)
+    clock, phases = Clock(), []
+    monkeypatch.setattr(clock, "enter", phases.append)
+    config = TrainingConfig(batch_size=24, num_workers=workers)
+    loader, sampler = create_distributed_dataloader(Lines(), config, context(), clock)
+    loader._side = Stream(CPU)
+    for epoch in (0, 1):  # the workers of the first epoch are kept
+        a, b, c = (m.indices for global_batch in sampler.global_batches(epoch) for m in global_batch)
+        seen = loader._side.seen
+        seen.clear()
+        for m in (m for global_batch in loader.global_batches(epoch) for m in global_batch):
+            seen.append(("computed", m.indices))
+            assert phases[-1] == "forward" and m.batch["label"].tolist() == m.indices
+            assert m.batch["drawn"].tolist() == [k + epoch for k in m.indices]
+        begin = ["begin", ("staged", a), ("staged", b), ("handed over", a), ("computed", a)]
+        rest = [("staged", c), ("handed over", b), ("computed", b), ("handed over", c), ("computed", c)]
+        assert seen == begin + rest
+    assert phases == ["data", "forward"] * 8  # the last look of each epoch finds the end
+
+
+def test_an_epoch_that_is_left_early_leaves_nothing_to_the_next():
+    loader, sampler = create_distributed_dataloader(Lines(), TrainingConfig(batch_size=8, num_workers=1), context())
+    for epoch, last in ((0, 2), (1, 8)):
+        for number, global_batch in enumerate(loader.global_batches(epoch)):
+            for m in global_batch:
+                assert m.indices == sampler.order(epoch)[8 * number : 8 * number + 8].tolist()
+                assert m.batch["label"].tolist() == m.indices
+            if number == last:
+                break
+    assert number == 8
