@@ -37,7 +37,7 @@ print(f"\nquickstart: two ranks reached {top1:.1%} top-1.")
 EOF
 cat <<EOF
 Next:
-  ${PYTHON#"$PWD"/} -m torch.distributed.run --standalone --nproc-per-node=2 train.py --epochs 5   (--help lists the flags)
+  ${PYTHON#"$PWD"/} -m torch.distributed.run --standalone --nproc-per-node=2 train.py --epochs 5
   ${PYTHON#"$PWD"/} train.py --dataset imagefolder --data_dir FOLDER   your own images, FOLDER/train/<class>/*
   less README.md   your own model and data: model.py, dataset.py
 EOF
