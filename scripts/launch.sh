@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Start train.py on this node, or on each of several: scripts/launch.sh --help. Finds Python; the rest is in scripts/lib/launching.
+# Start train.py on this node, or on each of several: scripts/launch.sh --help. The program is scripts/lib/launching.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ -z "${VIRTUAL_ENV:-}" ] && [ -x .venv/bin/python ]; then PATH=$PWD/.venv/bin:$PATH; fi

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train two DDP ranks on the synthetic data set: about two minutes on a laptop without a GPU. Fails below 90 % top-1.
-# --kill: train four ranks twice, uninterrupted and SIGKILLed three times, compare the results and plot both curves. Fails if
-# the weights are not bitwise equal.
+# --kill: train four ranks twice, uninterrupted and SIGKILLed three times, compare the results and plot both curves.
+# Fails if the weights are not bitwise equal.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/lib/env.sh
@@ -20,22 +20,24 @@ if [ "${1:-}" = --kill ]; then
     echo "uninterrupted:"
     "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node=4 train.py --run_dir "$run-whole" "${flags[@]}"
     echo "killed three times:"
-    "$PYTHON" scripts/chaos.py --ranks 4 --faults 3 --every-steps 8 --seed "${SEED:-$RANDOM}" -- --run_dir "$run-killed" "${flags[@]}"
+    "$PYTHON" scripts/chaos.py --ranks 4 --faults 3 --every-steps 8 --seed "${SEED:-$RANDOM}" -- \
+        --run_dir "$run-killed" "${flags[@]}"
     exec "$PYTHON" scripts/runs.py --compare "$run-whole" "$run-killed" --plot "$run-killed/curves.svg"
 fi
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$("$PYTHON" -c 'import os; print(max(1, os.cpu_count() // 2))')}
-"$PYTHON" -m torch.distributed.run --standalone --nproc-per-node=2 train.py --run_dir "$run" --backend "$(backend 2)" "${flags[@]}" "$@"
+"$PYTHON" -m torch.distributed.run --standalone --nproc-per-node=2 train.py \
+    --run_dir "$run" --backend "$(backend 2)" "${flags[@]}" "$@"
 "$PYTHON" - "$run" <<'EOF'
 import json, sys
 top1 = json.load(open(f"{sys.argv[1]}/summary.json"))["best_top1"]
 if top1 < 0.9:
-    sys.exit(f"quickstart: top-1 {top1:.1%} is below 90 %, so this machine or this code has a problem; see {sys.argv[1]}/logs")
+    sys.exit(f"quickstart: top-1 {top1:.1%} is below 90 %: this machine or this code is broken; see {sys.argv[1]}/logs")
 print(f"\nquickstart: two ranks reached {top1:.1%} top-1.")
 EOF
 cat <<EOF
 Next:
-  ${PYTHON#"$PWD"/} -m torch.distributed.run --standalone --nproc-per-node=2 train.py --epochs 5   your own run (--help lists the flags)
+  ${PYTHON#"$PWD"/} -m torch.distributed.run --standalone --nproc-per-node=2 train.py --epochs 5
   ${PYTHON#"$PWD"/} train.py --dataset imagefolder --data_dir FOLDER   your own images, FOLDER/train/<class>/*
   less README.md   your own model and data: model.py, dataset.py
 EOF

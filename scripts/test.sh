@@ -21,8 +21,8 @@ find_python
 
 # what only the tests need; without it they are skipped on a laptop, and fail in CI
 if ! "$PYTHON" -c 'import ruff, xdist, kubernetes_validate, kubeflow_trainer_api' 2>/dev/null; then
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check ruff pytest-xdist kubernetes-validate kubeflow-trainer-api \
-        -c constraints.txt || true
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+        ruff pytest-xdist kubernetes-validate kubeflow-trainer-api || true
 fi
 [ "$mode" != mutations ] || exec "$PYTHON" tests/mutations.py "$@"
 
@@ -53,7 +53,8 @@ if [ -z "$has_path" ]; then
     esac
     # ranks often wait for each other, hence one more process than cores; the tests of a file share its fixtures
     if "$PYTHON" -c 'import xdist' 2>/dev/null; then
-        options+=(-n "$("$PYTHON" -c 'import os; print(min(8, os.cpu_count() or 1) + 1)')" --dist loadfile --no-loadscope-reorder)
+        processes=$("$PYTHON" -c 'import os; print(min(8, os.cpu_count() or 1) + 1)')
+        options+=(-n "$processes" --dist loadfile --no-loadscope-reorder)
     fi
 fi
 [ "$mode" = all ] || exec "$PYTHON" -m pytest "${options[@]}" "$@"

@@ -1,5 +1,5 @@
-# Sourced by quickstart.sh and test.sh in the root of the repository: sets $PYTHON to the first interpreter that satisfies
-# requirements.txt, and makes .venv if there is none.
+# Sourced by quickstart.sh and test.sh in the root of the repository: sets $PYTHON to the first interpreter that
+# satisfies requirements.txt, and makes .venv if there is none.
 # shellcheck shell=bash
 
 satisfies() {
@@ -8,7 +8,8 @@ import importlib.metadata, re, sys
 assert sys.version_info >= (3, 11)
 for line in open(sys.argv[1]):
     name, low = line.strip().split(">=")
-    found, low = ([int(n) for n in re.findall(r"\d+", v.split("+")[0])[:3]] for v in (importlib.metadata.version(name), low))
+    found = importlib.metadata.version(name).split("+")[0]
+    found, low = ([int(n) for n in re.findall(r"\d+", version)[:3]] for version in (found, low))
     assert found >= low
 PY
 }
@@ -34,6 +35,6 @@ find_python() {
         echo "environment: $PYTHON"
         return
     done
-    echo "no Python 3.11 or newer was found; install one (python.org, or the system's package manager) and start again" >&2
+    echo "no Python 3.11 or newer was found; install one (python.org or the package manager) and start again" >&2
     exit 1
 }

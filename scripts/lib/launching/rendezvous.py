@@ -174,7 +174,9 @@ class Host:
             listener.close()
 
 
-def join(nodes: Nodes, seconds: float, route_seconds: float, launch_id: str) -> str:
+def join(
+    nodes: Nodes, seconds: float, route_seconds: float, launch_id: str, error_seconds: float = ERROR_PATIENCE_S
+) -> str:
     """Poll node 0 until all nodes are there. Returns node 0's launch id. Raises UserError and NodesMissing."""
     node, where, progress = secrets.token_hex(8), f"{nodes.address}:{nodes.port}", Progress()
     reached_at, is_first = 0.0, True
@@ -194,7 +196,7 @@ def join(nodes: Nodes, seconds: float, route_seconds: float, launch_id: str) -> 
                 text = f"node 0 at {where}: another program listens there, perhaps an earlier attempt"
             reached_at, is_first = progress.seconds, False
         except UserError as problem:
-            text, error, tolerance = str(problem), str(problem), ERROR_PATIENCE_S
+            text, error, tolerance = str(problem), str(problem), error_seconds
         except OSError as problem:
             if isinstance(problem, ConnectionError):
                 reached_at = progress.seconds
