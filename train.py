@@ -103,7 +103,10 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     began = began_at()
     ctx = setup_distributed(config)
     if config.eval_only:
-        outcome = evaluate_only(config, ctx)
+        try:
+            outcome = evaluate_only(config, ctx)
+        except Exception as error:
+            raise explain_memory(error, config, ctx) or error from None
         cleanup_distributed()
         return outcome
     run = open_run(config, ctx)
@@ -185,6 +188,8 @@ def assemble(
     origin = collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit, config.task)
     origin |= describe(train_set) | {"global_batch_size": sampler.global_batch_size}
     differences, saved_goodput = resume_run(run, state, config, origin, sampler, ctx)
+    if folder := ctx.launch.flight_recorder and Path(ctx.launch.flight_recorder).parent:
+        on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True), ctx)  # torch does not make it
     state.plan(sampler, config)
     goodput.resume(saved_goodput)
     reporter = Reporter(run, config, ctx, logger, state, loader, clock, goodput, origin)
@@ -241,11 +246,8 @@ def run_training(training: Training) -> dict[str, Any]:
 def train_one_epoch(training: Training) -> Decision:
     """Train from where the state stands to the end of its epoch, or to a common stop. Returns the last decision."""
     config, ctx, state, loader = training.config, training.ctx, training.state, training.loader
-    model, clock, consensus, saver, reporter = (
-        *(training.model, training.clock, training.consensus),
-        *(training.saver, training.reporter),
-    )
-    progress = state.progress
+    model, clock, progress = training.model, training.clock, state.progress
+    consensus, saver, reporter = training.consensus, training.saver, training.reporter
     model.train()
     state.running_stats.begin_epoch()
     for global_batch in loader.global_batches(progress.epoch, progress.samples_in_epoch):
@@ -339,25 +341,21 @@ def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, 
     sets = load_data(config, ctx)
     config = sets.config
     on_all_ranks(lambda: check_evaluation(payload, config), ctx)
-    try:
-        state = on_all_ranks(lambda: create_state(dataclasses.replace(config, init_from=""), ctx), ctx)
-        on_all_ranks(lambda: state.load_model(payload), ctx)
-        models = {"model": state.model}
-        if payload["ema"]:
-            models["ema"] = copy.deepcopy(state.model)
-            models["ema"].load_state_dict(payload["ema"])
-        progress = dataclasses.replace(
-            state.progress, epoch=payload["progress"]["epoch"], step=payload["progress"]["step"]
-        )
-        records = []
-        for split, dataset in sets.held_out.items():
-            began = time.perf_counter()
-            loader = create_evaluation_dataloader(dataset, config, ctx)
-            found = evaluate_all(models, split, loader, compute_loss, progress, state.precision, ctx)
-            log_epoch_summary(logger, found, time.perf_counter() - began, is_best=False)
-            records += found
-    except Exception as error:
-        raise explain_memory(error, config, ctx) or error from None
+    state = on_all_ranks(lambda: create_state(dataclasses.replace(config, init_from=""), ctx), ctx)
+    on_all_ranks(lambda: state.load_model(payload), ctx)
+    models = {"model": state.model}
+    if payload["ema"]:
+        models["ema"] = copy.deepcopy(state.model)
+        models["ema"].load_state_dict(payload["ema"])
+    where = {name: payload["progress"][name] for name in ("epoch", "step")}
+    progress = dataclasses.replace(state.progress, **where)
+    records = []
+    for split, dataset in sets.held_out.items():
+        began = time.perf_counter()
+        loader = create_evaluation_dataloader(dataset, config, ctx)
+        found = evaluate_all(models, split, loader, compute_loss, progress, state.precision, ctx)
+        log_epoch_summary(logger, found, time.perf_counter() - began, is_best=False)
+        records += found
     outcome = {"checkpoint": str(path), "data_dir": config.data_dir, "records": records}
     file = config.run_folder / f"eval-{path.stem}.json"
     on_rank_0(lambda: (file.parent.mkdir(parents=True, exist_ok=True), replace_json(file, outcome)), ctx)

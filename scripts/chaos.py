@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from config import TrainingConfig
 from scripts.lib.processes import children_of, running
-from utils.run.watchdog import Place, read_place
+from utils.clock import Place, read_place
 
 KILLS = ("kill a rank",)
 ALL = (*KILLS, "kill rank 0", "kill torchrun", "terminate torchrun", "kill the writer", "stop a rank", "kill a worker")
@@ -120,7 +120,7 @@ class Chaos:
 
     def report(self) -> int:
         summary = json.loads((self.folder / "summary.json").read_text())
-        times = ", ".join(f"{name.removesuffix('_s')} {seconds:.0f} s" for name, seconds in summary["ledger"].items())
+        times = ", ".join(f"{name.removesuffix('_s')} {seconds:.0f} s" for name, seconds in summary["time"].items())
         counts = f"faults: {self.faults}, restarts: {summary['restarts']}, steps: {summary['steps']}"
         print(f"{counts}, state: {summary['state']}, goodput: {summary['goodput']:.1%}")
         print(f"time: {summary['wall_s']:.0f} s ({times})")

@@ -101,5 +101,5 @@ def test_discard_and_reload():
 
 
 def test_a_cumulative_average_is_rejected():
-    with pytest.raises(UserError, match="momentum=None .* cannot be resumed exactly; give"):
+    with pytest.raises(UserError, match="momentum=None .* cannot be resumed exactly; use"):
         RunningStats(nn.BatchNorm1d(3, momentum=None))

@@ -31,7 +31,7 @@ def test_tf32_is_for_cuda_and_the_search_for_kernels_unless_deterministic(kernel
 def test_the_banner_names_tf32_where_the_hardware_has_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: True)
     kinds = [("cpu", None), ("cpu", torch.bfloat16), ("cuda", None), ("cuda", torch.bfloat16)]
-    titles = ["float32", "bfloat16", "float32 as TF32", "bfloat16, TF32 where float32 is left"]
+    titles = ["float32", "bfloat16", "float32 as TF32", "bfloat16, TF32 for the rest"]
     assert [Precision(*kind).title for kind in kinds] == titles
     monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: False)
     assert Precision("cuda", torch.float16).title == "float16"

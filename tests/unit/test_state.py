@@ -195,7 +195,7 @@ def test_a_checkpoint_whose_optimizer_has_other_parameters_is_rejected():
 
 def test_a_parameter_that_is_not_the_models_is_rejected():
     net, other = make().model, nn.Parameter(torch.zeros(2))
-    with pytest.raises(UserError, match="holds a parameter that is not the model's.*; make it the model's"):
+    with pytest.raises(UserError, match="holds a parameter that is not in the model.*; register it in the model"):
         TrainState(net, [{"params": [*net.parameters(), other]}], TrainingConfig(), FLOAT32)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -19,7 +18,7 @@ from typing import Any
 from scripts.lib.launching.plan import SIGNALS, Plan
 from scripts.lib.launching.rendezvous import NodesMissing, find_nodes, say
 from scripts.lib.processes import children_of, end, start
-from utils.files import replace_json
+from utils.files import read_json, replace_json
 
 ORPHANED_AFTER_S = {"static": 30, "c10d": 120}  # under c10d torchrun may be waiting for new nodes
 PREEMPTED = 75
@@ -149,11 +148,3 @@ def exit_code(torchrun: int, file: Path, before: dict[str, Any], error: dict[str
     if state == "failed":
         print(f"launch.sh: failed: rank {status['rank']} on {status['host']}: {status['error']}", file=sys.stderr)
     return 1
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Empty if there is no file, or no object in it."""
-    with suppress(OSError, ValueError):
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
-    return {}
