@@ -59,8 +59,8 @@ def test_the_template_holds_and_a_run_says_so_until_a_file_changes(tmp_path):
         return re.search(r"^  invariants +(.*)", ended.out, re.MULTILINE)[1], origin["verified"]
 
     said, is_verified = train()
-    assert is_verified and said.startswith("verified with this code: mini_resnet on synthetic, 2 rank(s)")
-    with (fork / "utils" / "optim.py").open("a") as file:
+    assert is_verified and said.startswith("verified with this code: mini_resnet on synthetic, 2 rank")
+    with (fork / "utils/training/optimizer.py").open("a") as file:
         file.write("# mine\n")
     assert train() == ("changed since scripts/verify.py was run: utils/training/optimizer.py", False)
 
@@ -121,7 +121,7 @@ def test_unused_parameters_are_named_before_ddp_waits_for_them(tmp_path):
         "spare.weight, spare.bias: unused" in ended.out
         and "freeze it in create_model with requires_grad_(False)" in ended.out
     )
-    assert "not checked, since parameters is broken; mend that first" in ended.out
+    assert "skipped: parameters is broken; fix that first" in ended.out
     assert "Expected to have finished reduction" not in ended.text
 
 

@@ -10,12 +10,12 @@ import torch
 import plain_loop
 import train
 from ddp_utils import setup_distributed, wrap_ddp
+from lib.verify.fork import record_updates
 from ranks import run_ranks
 from tasks import config_of, image_loss, using
 from train import Consensus, Decision, Precision, TrainState
 from utils.data.loader import create_distributed_dataloader
 from utils.training.state import Progress
-from verification.of_runs import updates_into
 
 BATCH = 2
 FLAGS = f"--batch_size {BATCH} --image_size 8 --backend gloo --num_workers 0 --warmup_epochs 0 --epochs 1".split()
@@ -53,7 +53,7 @@ def gradients(task, accumulations, tails, precision, dtype):
                 loader, sampler = create_distributed_dataloader(train.create_dataset(config, "train"), config, ctx)
                 state.progress = Progress()
                 state.plan(sampler.steps_per_epoch, sampler.steps_per_epoch, config)
-                with updates_into(taken := []):
+                with record_updates(taken := []):
                     train.train_one_epoch(
                         model, loader, state, config, ctx, Consensus(Decision, ctx.control), silent, silent
                     )
@@ -66,7 +66,7 @@ def gradients(task, accumulations, tails, precision, dtype):
 @functools.cache
 def oracle(task, tail):
     """The plain loop's gradient of one global batch of so many samples, float64."""
-    with using(task), updates_into(taken := []):
+    with using(task), record_updates(taken := []):
         list(
             plain_loop.plain_loop(
                 config_of([*FLAGS, *OF_TASK[task], "--dataset_size", str(tail)], torch.float64), -(-tail // BATCH)
@@ -117,7 +117,7 @@ def half_precision_oracle(tail):
             loss_sum, metrics = image_loss(net, batch)
         return loss_sum * SCALE, metrics
 
-    with using("plain"), mock.patch.object(plain_loop, "compute_loss", loss), updates_into(taken := []):
+    with using("plain"), mock.patch.object(plain_loop, "compute_loss", loss), record_updates(taken := []):
         list(plain_loop.plain_loop(config_of([*FLAGS, "--dataset_size", str(tail)]), -(-tail // BATCH)))
     return [g / SCALE for g in taken[0].gradients.values()]
 
