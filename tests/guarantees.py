@@ -460,19 +460,7 @@ def tables() -> dict[str, str]:
                 checked.append(f"| {each.subject} | {each.promise} | {tests} | {slow} |")
         checked.append("")
     found["guarantees and their tests"] = "\n".join(checked).rstrip()
-    faults = ["| group | fault | injection | what must happen | default |", "|---|---|---|---|---|"]
-    faults += [
-        f"| {each.group} | {each.kind} | {each.injection} | {each.end} | {'yes' if each.is_default else ''} |"
-        for each in fault_rows()
-    ]
-    found["faults"] = "\n".join(faults)
     return found
-
-
-def fault_rows() -> list:
-    from test_faults import FAULTS
-
-    return FAULTS
 
 
 def written(text: str) -> str:
