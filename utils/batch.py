@@ -1,38 +1,30 @@
-"""The tensors of a batch that may be nested: tuples, lists and dicts of them."""
+"""One walk over a nested batch: tuples, named tuples, lists and dicts of tensors and other values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 
-def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
-    """The batch with function(tensor) in the place of every tensor in it, through tuples, lists and dicts."""
-    if isinstance(batch, Tensor):
-        return function(batch)
+def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
+    """The batch with function(value) in place of every value that is not a container."""
     if isinstance(batch, dict):
-        return {key: map_tensors(function, value) for key, value in batch.items()}
+        return {key: map_leaves(function, value) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        mapped = [map_tensors(function, value) for value in batch]
+        mapped = [map_leaves(function, value) for value in batch]
         return type(batch)(*mapped) if hasattr(batch, "_fields") else type(batch)(mapped)
-    return batch
+    return function(batch)
 
 
-def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """The tensors of a batch, through tuples, lists and dicts."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, dict | tuple | list):
-        for value in batch.values() if isinstance(batch, dict) else batch:
-            yield from tensors_in(value)
+def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
+    """The batch with function(tensor) in place of every tensor."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
 
 
-def leaves(batch: Any) -> Iterator[Any]:
-    """All that is in a batch, through tuples, lists and dicts."""
-    if isinstance(batch, dict | tuple | list):
-        for value in batch.values() if isinstance(batch, dict) else batch:
-            yield from leaves(value)
-    else:
-        yield batch
+def tensors_in(batch: Any) -> list[Tensor]:
+    """The tensors of the batch, in order."""
+    found: list[Tensor] = []
+    map_tensors(found.append, batch)
+    return found

@@ -1,4 +1,4 @@
-"""A file that appears under its final name only when it is whole, and is still there after a power cut."""
+"""Files that appear under their final name only when they are whole, and files of JSON lines."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 TEMPORARY = ".tmp"
+MAX_WAITING = 100_000  # lines for a disk that does not take them
 
 
 def replace_file(
@@ -53,6 +54,15 @@ def replace_json(path: Path, value: Any, is_flushed: bool = True) -> None:
     replace_file(path, lambda file: file.write(data.encode()), is_flushed=is_flushed)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The dict in a JSON file; an empty one where it cannot be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
 def _flush_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -61,21 +71,18 @@ def _flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-MOST_KEPT = 100_000  # pieces that wait for a disk that takes them
-
-
-class AppendedFile:
-    """A file that grows. What the disk does not take now is kept, and written with the next piece that it takes."""
+class LinesFile:
+    """A file of lines that grows. What the disk does not take now is written with the next line that it takes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._waiting: list[bytes] = []
-        # once: where the file was and is gone, its file system may be, and nothing belongs below a mount point
+        # only once: where the file is gone, its file system may be, and nothing belongs below a mount point
         self._creates = os.O_CREAT
 
-    def write(self, piece: bytes) -> None:
-        """Append it whole. Never raises for the disk's sake: training is worth more than a record of it."""
-        self._waiting = [*self._waiting[-MOST_KEPT:], piece]
+    def append(self, line: str) -> None:
+        """Append the line whole. Never raises because of the disk: training is worth more than a record of it."""
+        self._waiting = [*self._waiting[-MAX_WAITING:], f"{line}\n".encode()]
         try:
             if self._creates:
                 self._path.parent.mkdir(exist_ok=True)
@@ -88,18 +95,11 @@ class AppendedFile:
             if os.write(descriptor, data) == len(data):
                 self._waiting = []
             else:
-                os.ftruncate(descriptor, size)  # half a line helps nobody
+                os.ftruncate(descriptor, size)
         except OSError:
             pass
         finally:
             os.close(descriptor)
-
-
-class LinesFile(AppendedFile):
-    """Lines of text."""
-
-    def append(self, line: str) -> None:
-        self.write(f"{line}\n".encode())
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ import pytest
 
 from utils.logger import duration, log_epoch_summary, log_training_step, setup_logger, show_progress
 
-# fmt: skip
 RECORD = {
     "epoch": 1,
     "step": 40,

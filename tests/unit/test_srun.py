@@ -6,7 +6,6 @@ import pytest
 
 from ddp_utils import read_launch
 
-# fmt: skip
 STEP = {
     "PROCID": "5",
     "LOCALID": "1",

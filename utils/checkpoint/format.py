@@ -1,7 +1,6 @@
-"""The checkpoint file: what torch.save wrote, and behind the archive its seal: whose it is, of which step, and a
-checksum of it all.
+"""The checkpoint file: what torch.save writes, followed by a trailer with the step and a checksum of all before it.
 
-`torch.load(path, weights_only=True)` opens such a file; it does not look at the seal, `read` does.
+`torch.load(path, weights_only=True)` opens such a file but does not look at the trailer; `read` does.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import hashlib
 import math
 import os
 import re
+import stat
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -19,21 +19,21 @@ import torch
 from torch import Tensor, nn
 
 from config import UserError
-from utils.checkpoint.archive import PLAIN, NotOurs, check_archive, load_archive, open_file, type_name
 from utils.files import replace_file
 from utils.memory import is_out_of_memory
 
 KEYS = ("model", "ema", "optimizer", "scaler", "progress", "config", "provenance")
 STEP_NAME = re.compile(r"step_(\d{8,})\.pt")
 BEST = "best.pt"
-TRAILER = re.compile(rb"\nclaim:(\d{10}) step:(\d{10}) sha256:([0-9a-f]{64})\n")
-TRAILER_BYTES = 106
+TRAILER = re.compile(rb"\nstep:(\d{10}) sha256:([0-9a-f]{64})\n")
+TRAILER_BYTES = 89
+DIGEST_BYTES = 72  # "sha256:...\n", of the trailer
+PLAIN = (type(None), bool, int, float, str)  # values that weights_only=True loads, beside tensors and containers
 
 
-class Seal(NamedTuple):
-    """What stands behind the archive."""
+class Trailer(NamedTuple):
+    """What follows the archive."""
 
-    claim: int  # the number of the claim on the run's folder under which it was written; 0: none
     step: int
     digest: str  # SHA-256 of all before it
 
@@ -49,65 +49,53 @@ def step_checkpoints(folder: Path) -> list[Path]:
 
 
 def flatten(payload: dict[str, Any]) -> tuple[Any, list[Tensor]]:
-    """The payload with a number in the place of each tensor, and the tensors. `unflatten` is the inverse.
+    """The payload with a number in place of each tensor, and the tensors. `unflatten` is the inverse.
 
     Raises:
-        UserError: for a value that `torch.load(weights_only=True)` would refuse, or not give back as it was, by its
-            name.
+        UserError: for a value that `torch.load(weights_only=True)` would reject or change, with its name.
     """
     tensors: list[Tensor] = []
     known: dict[tuple, int] = {}
 
     def visit(value: Any, name: str) -> Any:
         kind = type(value)
+        if kind in PLAIN:
+            return value
         if kind is Tensor or kind is nn.Parameter:
             key = (value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else (id(value),)
-            if key not in known:  # weights that are tied stay one tensor
+            if key not in known:  # tied weights stay one tensor
                 known[key] = len(tensors)
                 tensors.append(value.detach())
             return _Tensor(known[key])
-        if kind is dict or kind is OrderedDict:
-            if wrong := next((key for key in value if type(key) not in PLAIN), None):
-                raise UserError(
-                    f"{name}: has a key of type {type_name(wrong)}, which no checkpoint can hold; use plain text or"
-                    " numbers"
-                )
-            return {
-                key: each if type(each) in PLAIN else visit(each, f"{name}.{key}" if name else str(key))
-                for key, each in value.items()
-            }
-        if kind is list or kind is tuple:
-            return kind(
-                [each if type(each) in PLAIN else visit(each, f"{name}[{number}]") for number, each in enumerate(value)]
-            )
-        if kind in PLAIN:
-            return value
+        if kind in (dict, OrderedDict) and all(type(key) in PLAIN for key in value):
+            return {key: visit(each, f"{name}.{key}" if name else str(key)) for key, each in value.items()}
+        if kind in (list, tuple):
+            return kind([visit(each, f"{name}[{number}]") for number, each in enumerate(value)])
         raise UserError(
-            f"{name}: is of type {type_name(value)}, which no checkpoint can hold; make it a tensor, number, text, list"
-            " or dict"
+            f"{name}: a checkpoint cannot hold this {kind.__module__}.{kind.__qualname__}; "
+            "use tensors, numbers and text, in lists and in dicts whose keys are numbers or text"
         )
 
     return visit(payload, ""), tensors
 
 
-def unflatten(apart: Any, tensors: list[Tensor]) -> Any:
-    """The payload that was taken apart, of these tensors."""
-    if type(apart) is _Tensor:
-        return tensors[apart]
-    if type(apart) is dict:
-        return {key: unflatten(value, tensors) for key, value in apart.items()}
-    return type(apart)(unflatten(value, tensors) for value in apart) if type(apart) in (list, tuple) else apart
+def unflatten(flat: Any, tensors: list[Tensor]) -> Any:
+    """The payload that was flattened, with these tensors."""
+    if type(flat) is _Tensor:
+        return tensors[flat]
+    if type(flat) is dict:
+        return {key: unflatten(value, tensors) for key, value in flat.items()}
+    return type(flat)(unflatten(value, tensors) for value in flat) if type(flat) in (list, tuple) else flat
 
 
 class _Tensor(int):
     """The number of a tensor."""
 
 
-def write(path: Path, payload: dict[str, Any], claim: int = 0, may_appear: Callable[[], None] | None = None) -> None:
+def write(path: Path, payload: dict[str, Any], may_appear: Callable[[], None] | None = None) -> None:
     """Write a checkpoint, its tensors on the CPU, under its final name: whole or not at all.
 
     Args:
-        claim: the number that goes into the seal.
         may_appear: called when the file is on the disk, before it gets its name; what it raises ends the writing.
 
     Raises:
@@ -118,186 +106,149 @@ def write(path: Path, payload: dict[str, Any], claim: int = 0, may_appear: Calla
         hashing = _HashingWriter(file)
         try:
             torch.save(payload, hashing)
-        except RuntimeError as error:  # torch.save makes of a full disk an "unexpected pos"
+        except RuntimeError as error:  # torch.save turns a full disk into an "unexpected pos"
             raise hashing.error or error from None
-        hashing.write(f"\nclaim:{claim:010d} step:{_step_of(payload):010d} ".encode())
+        hashing.write(f"\nstep:{payload['progress']['step']:010d} ".encode())
         file.write(f"sha256:{hashing.digest.hexdigest()}\n".encode())
 
     replace_file(path, fill, may_appear)
 
 
-def _step_of(payload: dict[str, Any]) -> int:
-    return payload["progress"]["step"]
-
-
 def read(path: Path) -> tuple[dict[str, Any], str]:
-    """The checkpoint, its tensors on the CPU, and its checksum. Raises UserError, with the reason, when it is damaged
-    or incomplete."""
-    seal = verify(path)
-    try:
-        payload = load_archive(path)
-    except Exception as error:  # bytes that are no archive raise whatever the unpickler met
-        raise _no_checkpoint(path, error) from None
+    """The checkpoint, its tensors on the CPU, and its checksum. Raises UserError when it is damaged or incomplete."""
+    trailer = verify(path)
+    payload = _load(path, f"{path}: is no checkpoint")
     missing = [key for key in KEYS if not isinstance(payload, dict) or not isinstance(payload.get(key), dict)]
     if missing:
         raise UserError(
-            f"{path}: lacks {', '.join(missing)}; give another checkpoint, or --init_from to take only its weights"
+            f"{path}: lacks {', '.join(missing)}; give another checkpoint, or take its weights by --init_from"
         )
-    counts = {"step": None} | {
-        name: value for name, value in payload["progress"].items() if name not in ("best_value", "intervals")
-    }
+    counts = {"step": None} | {k: v for k, v in payload["progress"].items() if k not in ("best_value", "intervals")}
     wrong = [name for name, value in counts.items() if type(value) is not int or not -1 <= value < 2**53]
     best = payload["progress"].get("best_value")
-    if not wrong and not (best is None or (type(best) in (int, float) and math.isfinite(best))):
-        wrong = ["best_value"]
-    if wrong or counts["step"] != seal.step:
+    if not (best is None or (type(best) in (int, float) and math.isfinite(best))):
+        wrong.append("best_value")
+    if wrong or counts["step"] != trailer.step:
         raise UserError(
             f"{path}: its progress has no number for {wrong[0] if wrong else 'step'}; give another checkpoint"
         )
-    return payload, seal.digest
+    return payload, trailer.digest
 
 
-def _no_checkpoint(path: Path, error: Exception) -> UserError:
-    if is_out_of_memory(error):
-        raise error  # the file is no worse for it
-    # torch's own text recommends to switch its protection off
-    why = str(error) if isinstance(error, NotOurs) else type(error).__name__
-    return UserError(f"{path}: is no checkpoint ({why}); give another")
-
-
-def verify(path: Path) -> Seal:
-    """The file's seal. Raises UserError when the file is not what was sealed, or lies under the name of another
-    step."""
+def _load(path: Path, problem: str) -> Any:
+    """What torch.save wrote, of tensors and plain values. Raises UserError; never runs code of the file."""
     try:
-        with open_file(path) as file:
-            seal = _read_seal(file)
-            if seal is None:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # bytes that are no archive raise whatever the unpickler met
+        if is_out_of_memory(error):
+            raise
+        # torch's own text recommends to switch the protection off
+        raise UserError(f"{problem} ({type(error).__name__}); give another") from None
+
+
+def verify(path: Path) -> Trailer:
+    """The file's trailer. Raises UserError when the bytes do not fit it, or the file has the name of another step."""
+    try:
+        with _open(path) as file:
+            trailer = _read_trailer(file)
+            if trailer is None:
                 raise UserError(
-                    f"{path}: has no checksum at its end, it was cut short or is no checkpoint of ours; give another"
+                    f"{path}: has no checksum at its end, it was truncated or is no checkpoint; give another"
                 )
-            size, digest = file.seek(0, os.SEEK_END) - len(f"sha256:{seal.digest}\n"), hashlib.sha256()
+            size, digest = file.seek(0, os.SEEK_END) - DIGEST_BYTES, hashlib.sha256()
             file.seek(0)
             while size > 0 and (block := file.read(min(size, 2**22))):
                 digest.update(block)
                 size -= len(block)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a checkpoint") from None
-    if seal.digest != digest.hexdigest():
-        raise UserError(f"{path}: is damaged, its bytes do not have the checksum at its end; give another")
-    if (name := STEP_NAME.fullmatch(path.name)) and int(name[1]) != seal.step:
+    if trailer.digest != digest.hexdigest():
+        raise UserError(f"{path}: is damaged, its bytes do not match the checksum at its end; give another")
+    if (name := STEP_NAME.fullmatch(path.name)) and int(name[1]) != trailer.step:
         raise UserError(
-            f"{path}: is the checkpoint of step {seal.step} under another's name; give another, or rename it"
+            f"{path}: is the checkpoint of step {trailer.step} under another name; rename it or give another"
         )
-    return seal
+    return trailer
 
 
-def seal_of(path: Path) -> Seal | None:
-    """The seal as it is written, the bytes before it unread. None where there is none."""
-    try:
-        with open_file(path) as file:
-            return _read_seal(file)
-    except OSError:
-        return None
+def _open(path: Path) -> BinaryIO:
+    """An ordinary file, maybe through a link. Raises OSError for anything else, and never waits (for a pipe)."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(0, "is no file")
+    return os.fdopen(descriptor, "rb")
 
 
-def _read_seal(file: BinaryIO) -> Seal | None:
+def _read_trailer(file: BinaryIO) -> Trailer | None:
     file.seek(max(0, file.seek(0, os.SEEK_END) - TRAILER_BYTES))
     written = TRAILER.fullmatch(file.read())
-    return Seal(int(written[1]), int(written[2]), written[3].decode()) if written else None
+    return Trailer(int(written[1]), written[2].decode()) if written else None
 
 
-def newest_whole(folder: Path, is_ours: Callable[[Seal], bool] = lambda seal: True) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that is whole (None where the folder has none at all) and why newer ones were passed over.
-
-    Args:
-        is_ours: whether a checkpoint with this seal was written by a rightful owner of the folder.
+def latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
+    """The latest valid checkpoint (None where the folder has none at all) and why later ones were skipped.
 
     Raises:
-        UserError: when there are checkpoints and none is whole.
+        UserError: when there are checkpoints and none is valid.
     """
     skipped: list[str] = []
     found = [(int(STEP_NAME.fullmatch(path.name)[1]), path) for path in step_checkpoints(folder)]
-    if os.path.lexists(folder / BEST):  # a file of its own where none was due at its step
-        seal = seal_of(folder / BEST)
-        found.append((seal.step if seal else -1, folder / BEST))  # without a seal: last, to be refused with its reason
+    best = folder / BEST  # a file of its own where no checkpoint was due at its step
+    if os.path.lexists(best):
+        try:
+            found.append((verify(best).step, best))
+        except UserError:
+            found.append((-1, best))
     for _, path in sorted(found, key=lambda each: (each[0], each[1].name), reverse=True):
         try:
-            seal = verify(path)
-            try:
-                check_archive(path)
-            except Exception as error:  # left here by a stranger
-                raise _no_checkpoint(path, error) from None
-            if not is_ours(seal):
-                raise UserError(
-                    f"{path}: was written by an earlier owner of the folder, after it had lost it; it does not count"
-                )
-        except UserError as refused:
-            skipped.append(str(refused))
-        else:
+            read(path)
             return path, skipped
+        except UserError as error:
+            skipped.append(str(error))
     if skipped:
-        raise UserError(
-            "\n".join(
-                [
-                    *skipped,
-                    f"{folder}: has no whole checkpoint; give one with --resume_from, or --overwrite to start anew",
-                ]
-            )
-        )
+        remedy = "give one with --resume_from, or start over with --overwrite"
+        raise UserError("\n".join([*skipped, f"{folder}: has no valid checkpoint; {remedy}"]))
     return None, skipped
 
 
-def best_or_newest(folder: Path, prefers_best: bool) -> Path:
-    """best.pt where that is preferred and there, else the newest whole checkpoint. Raises UserError where there is
-    none."""
+def best_or_latest(folder: Path, prefers_best: bool) -> Path:
+    """best.pt where that is preferred and there, else the latest valid checkpoint. Raises UserError without any."""
     best = folder / BEST
-    found = best if prefers_best and best.exists() else newest_whole(folder)[0]
+    found = best if prefers_best and best.exists() else latest_valid(folder)[0]
     if found is None:
         raise UserError(f"{folder}: holds no checkpoint; give one with --resume_from PATH")
     return found
 
 
 def prune(folder: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` step checkpoints; to be called when a new one has its name."""
+    """Delete all but the latest `keep_last` step checkpoints; to be called when a new one has its name."""
     for path in step_checkpoints(folder)[:-keep_last]:
         path.unlink(missing_ok=True)
 
 
-def load_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Weights only: from a checkpoint of ours, or from a bare state dict. Raises UserError, for a damaged checkpoint of
-    ours too."""
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """Weights only: from one of our checkpoints, which must be valid, or from a bare state dict. Raises UserError."""
     try:
-        with open_file(path) as file:
-            is_ours = _read_seal(file) is not None
+        with _open(path) as file:
+            is_checkpoint = _read_trailer(file) is not None
     except OSError as error:
         raise UserError(
             f"init_from={path}: cannot be read ({error.strerror}); give a checkpoint or a state dict"
         ) from None
-    if is_ours:
+    if is_checkpoint:
         verify(path)
-    try:
-        payload = load_archive(path)
-    except Exception:  # as in `read`; torch's own text recommends to switch its protection off
-        raise UserError(
-            f"init_from={path}: is no file of tensors alone; give a checkpoint or a saved state dict"
-        ) from None
-    if isinstance(payload, dict) and not is_ours and payload.keys() >= {"model", "progress", "provenance"}:
-        raise UserError(
-            f"init_from={path}: has no checksum at its end, as checkpoints of ours have: it was cut short; give another"
-        )
+    payload = _load(path, f"init_from={path}: is no file of tensors only")
+    if isinstance(payload, dict) and not is_checkpoint and payload.keys() >= {"model", "progress", "provenance"}:
+        raise UserError(f"init_from={path}: is a checkpoint that was truncated, its checksum is missing; give another")
     weights = payload.get("model", payload) if isinstance(payload, dict) else payload
-    if (
-        not isinstance(weights, dict)
-        or not weights
-        or not all(isinstance(value, torch.Tensor) for value in weights.values())
-    ):
+    if not isinstance(weights, dict) or not weights or not all(isinstance(value, Tensor) for value in weights.values()):
         raise UserError(f"init_from={path}: holds no weights; give a checkpoint or a state dict")
     return weights
 
 
 class _HashingWriter:
-    """A file that keeps the checksum of what passes through it, and the error that torch.save makes something else
-    of."""
+    """A file that computes the checksum of what is written, and keeps the OSError that torch.save replaces."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

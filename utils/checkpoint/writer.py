@@ -1,12 +1,8 @@
-"""Checkpoints are written by a process of its own: the loop pays for a copy of the state in memory, and for nothing
-else.
+"""A process of its own writes checkpoints: the training loop only pays for a copy of the state in memory.
 
 The copy lies in memory that both processes map (memfd: /dev/shm has 64 MB in a container). The process is forked early,
-before the
-model and the data are there, keeps no file of the training process open, and does not hear its signals: it outlives a
-SIGTERM to
-the group, and ends by itself when the training process is gone. Where there is no memfd (macOS), `Writer` writes in
-this process.
+before the model and the data are there, keeps no file of the training process open, and ignores its signals: it outlives
+a SIGTERM to the group, and ends when the training process is gone. Without memfd (macOS) `Writer` writes in this process.
 """
 
 from __future__ import annotations
@@ -48,11 +44,11 @@ class Job:
 
     number: int
     path: Path
-    apart: Any  # the payload, as checkpoint.flatten gives it
+    flat: Any  # the payload, as checkpoint.flatten gives it
     layout: list[tuple]  # of each tensor: dtype, size, stride, offset in the shared memory
     keep_last: int
-    claim_file: Path
-    claim: int  # the number it must hold when the checkpoint gets its name
+    lock_file: Path
+    lock_number: int  # that it must hold when the checkpoint gets its name
 
 
 @dataclass(frozen=True)
@@ -64,12 +60,12 @@ class Outcome:
     epoch: int
     seconds: float
     problem: str = ""  # a sentence; empty: it is written
-    is_final: bool = False  # trying again is no use
+    is_final: bool = False  # another try is of no use
+    was_killed: bool = False  # the process that wrote it was
 
 
 class Writer:
-    """The training process's side. One checkpoint at a time: `copy`, then `send`, then `commit`, then an outcome from
-    `poll` or `wait`."""
+    """The training process's side. One checkpoint at a time: `fit`, `send`, `commit`, then an outcome from `wait`."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
@@ -134,19 +130,19 @@ class Writer:
 
     def _share(self) -> None:
         if HAS_PROCESS:
-            with contextlib.suppress(OSError):  # a dead writer is noticed by `poll`
+            with contextlib.suppress(OSError):  # a dead process is noticed by `wait`
                 self._connection.send(len(self._memory))
                 send_handle(self._connection, self._descriptor, self._pid)
 
-    def send(self, path: Path, apart: Any, keep_last: int, claim_file: Path, claim: int) -> None:
+    def send(self, path: Path, flat: Any, keep_last: int, lock_file: Path, lock_number: int) -> None:
         """Let the file be written from what the shared memory holds. It gets its name after `commit`."""
         number = self._job.number + 1 if self._job else 0
-        self._job = Job(number, path, apart, self._layout, keep_last, claim_file, claim)
+        self._job = Job(number, path, flat, self._layout, keep_last, lock_file, lock_number)
         self._tell(self._job)
 
-    def again(self, path: Path | None = None) -> None:
-        """Send the same job once more, under another name perhaps; the memory still holds it."""
-        self._job = dataclasses.replace(self._job, number=self._job.number + 1, path=path or self._job.path)
+    def again(self) -> None:
+        """Send the same job once more; the memory still holds it."""
+        self._job = dataclasses.replace(self._job, number=self._job.number + 1)
         self._tell(self._job)
 
     def commit(self, is_right: bool = True) -> None:
@@ -160,12 +156,8 @@ class Writer:
             with contextlib.suppress(OSError):
                 self._connection.send(word)
 
-    def poll(self) -> Outcome | None:
-        """The outcome of the job, once there is one; a dead process is one, and is replaced."""
-        return self.wait(0.0)
-
-    def wait(self, seconds: float | None = None) -> Outcome | None:
-        """The same, after so many seconds at most; None: however long it takes."""
+    def wait(self, seconds: float) -> Outcome | None:
+        """The outcome of the job, after so many seconds at most. A dead process is an outcome, and is replaced."""
         if not HAS_PROCESS:
             outcome, self._outcome = self._outcome, None
             return outcome
@@ -174,11 +166,11 @@ class Writer:
         except (EOFError, OSError):
             partial = temporary_of(self._job.path, self._pid)
             self.close()
-            # a killed process could not take it away, and a full disk needs the room
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # a full disk needs the room
                 partial.unlink()
             self._start()
-            return _outcome(self._job, 0.0, f"{self._job.path}: the process that wrote it was killed")
+            killed = _outcome(self._job, 0.0, f"{self._job.path}: the process that wrote it was killed")
+            return dataclasses.replace(killed, was_killed=True)
 
     def close(self) -> None:
         """End the process, when it has written what was committed."""
@@ -263,32 +255,29 @@ def _write(job: Job, memory: mmap.mmap, is_right: Callable[[], bool]) -> Outcome
     def may_appear() -> None:
         if not is_right():
             raise _Dropped
-        if HAS_PROCESS and (number := read_claim_number(job.claim_file)) != job.claim:
-            raise UserError(
-                f"{job.path.parent}: another job has taken over this run (claim {number} after {job.claim}); end"
-                " this one"
-            )
+        if HAS_PROCESS and (number := read_lock_number(job.lock_file)) != job.lock_number:
+            raise UserError(f"{job.path.parent}: another job has taken over this run (owner {number}); end this one")
 
     try:
-        payload = checkpoint.unflatten(job.apart, [_view(memory, place) for place in job.layout])
+        payload = checkpoint.unflatten(job.flat, [_view(memory, place) for place in job.layout])
         need = sum(torch.Size(size).numel() * dtype.itemsize for dtype, size, *_ in job.layout)
         free = shutil.disk_usage(job.path.parent).free
         if free < need:
             raise OSError(28, "No space left on device")
-        checkpoint.write(job.path, payload, job.claim, may_appear)
+        checkpoint.write(job.path, payload, may_appear)
         with contextlib.suppress(OSError):
             checkpoint.prune(job.path.parent, job.keep_last)
     except _Dropped:
         problem, is_final = "dropped", True
-    except UserError as refused:
-        problem, is_final = str(refused), True
+    except UserError as error:
+        problem, is_final = str(error), True
     except (OSError, RuntimeError) as error:
         problem = f"{job.path}: cannot be written ({getattr(error, 'strerror', None) or error}); {_space(job)}"
     return _outcome(job, time.monotonic() - begin, problem, is_final)
 
 
 def _outcome(job: Job, seconds: float, problem: str = "", is_final: bool = False) -> Outcome:
-    progress = job.apart["progress"]
+    progress = job.flat["progress"]
     return Outcome(job.path, progress["step"], progress["epoch"], seconds, problem, is_final)
 
 
@@ -298,14 +287,12 @@ def _space(job: Job) -> str:
         free = f"{shutil.disk_usage(job.path.parent).free / 1e6:,.1f} MB are free"
     except OSError as error:
         free = f"its folder cannot be seen ({error.strerror})"
-    return f"it needs {need / 1e6:,.1f} MB, {free}; make room or mend the storage"
+    return f"it needs {need / 1e6:,.1f} MB, {free}; make room or repair the storage"
 
 
-def read_claim_number(file: Path) -> int:
-    """The number of the claim that holds now. Raises OSError where there is no claim any more."""
-    for _ in range(20):
-        try:
-            return json.loads(file.read_text(encoding="utf-8"))["number"]
-        except (ValueError, KeyError):  # somebody writes it just now
-            time.sleep(0.05)
-    raise OSError(5, f"{file} cannot be read")
+def read_lock_number(file: Path) -> int:
+    """The number of the folder's owner. Raises OSError where there is none any more."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))["number"]
+    except (ValueError, KeyError):
+        raise OSError(5, f"{file} cannot be read") from None

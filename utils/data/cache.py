@@ -1,15 +1,13 @@
-"""`--cache`: a data set is decoded once, by all ranks of a node together, into memory that they share; or is kept on
-the device."""
+"""`--cache`: the ranks of a node decode a data set once, into memory that they share, or each onto its device."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,20 +16,18 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from config import TrainingConfig, UserError
-from utils.batch import leaves, map_tensors, tensors_in
+from utils.batch import map_leaves, map_tensors, tensors_in
 from utils.data.loader import GlobalBatchLoader, fetches_batches, fingerprint
-from utils.data.sampler import GlobalBatchSampler, MicroBatch
+from utils.data.sampler import GlobalBatchSampler
 from utils.data.transfer import indices_on
-from utils.data.worker import check_shared_memory
 from utils.distributed.collectives import all_gather_json, on_all_ranks, require_equal
 from utils.distributed.context import DistributedContext
 from utils.logger import duration, show_progress
 from utils.memory import free_memory, gigabytes
 
 CHUNK = 32  # samples that a worker decodes at a time
-ALIGNED = 64  # bytes
-MOST_OF_MEMORY, MOST_OF_DEVICE = 0.9, 0.5  # of what is free; the rest is for training
-TOKEN = 16  # random bytes at the end of the memory, by which the ranks know that it is the same
+ALIGNMENT = 64  # bytes
+MAX_OF_MEMORY, MAX_OF_DEVICE = 0.9, 0.5  # of what is free; the rest is for training
 
 
 def cached(
@@ -40,48 +36,37 @@ def cached(
     config: TrainingConfig,
     ctx: DistributedContext,
     logger: logging.Logger,
-) -> tuple[Dataset, dict[str, Dataset], TrainingConfig]:
-    """The data sets as `config.cache` wants them; on every rank alike. Raises UserError where they cannot be held."""
+) -> tuple[Dataset, dict[str, Dataset]]:
+    """The data sets as `config.cache` asks for them, on all ranks. Raises UserError where they do not fit."""
     where = "ram" if config.cache == "device" and ctx.device.type == "cpu" else config.cache
     sets = {"train": train_set, **held_out}
-    for_ram = {split: dataset for split, dataset in sets.items() if not getattr(dataset, "in_memory", False)}
-    if where == "ram" and len(for_ram) < len(sets):
-        kinds = ", ".join(sorted({type(dataset).__name__ for split, dataset in sets.items() if split not in for_ram}))
-        logger.info("cache=%s: %s is in memory as it is, there is nothing to decode", config.cache, kinds)
-    chosen = {"none": {}, "ram": for_ram, "device": sets}[where]
-    rows = on_all_ranks(lambda: {split: first_row(dataset, config) for split, dataset in chosen.items()}, ctx)
-    sizes = {split: len(chosen[split]) * row_bytes(row) for split, row in rows.items()}
+    decoded = {split for split, dataset in sets.items() if not getattr(dataset, "in_memory", False)}
+    chosen = {"none": set(), "ram": decoded, "device": set(sets)}[where]
+    rows = on_all_ranks(lambda: {split: first_row(sets[split], config) for split in sets if split in chosen}, ctx)
+    sizes = {split: len(sets[split]) * sum(each.nbytes for each in tensors_in(row)) for split, row in rows.items()}
     require_equal(
-        sizes,
-        f"cache={config.cache}: samples have another size on {{other}} than on {{first}}; make the data alike",
-        ctx,
+        sizes, f"cache={config.cache}: {{other}} and {{first}} have samples of different sizes; use the same data", ctx
     )
-    if sizes:
-        on_all_ranks(lambda: check_room(sizes, where, config, ctx), ctx)
-    for split, dataset in chosen.items():
+    on_all_ranks(lambda: check_room(sizes, where, config, ctx), ctx)
+    for split, row in rows.items():
         began = time.perf_counter()
-        sets[split] = decode(dataset, rows[split], where, config, ctx, logger)
-        where_to = "this device" if where == "device" else "memory that the ranks of a node share"
+        sets[split] = _decode(sets[split], row, where, config, ctx, logger)
         logger.info(
-            "cache=%s: %s samples of %s, %s in %s, decoded in %s",
-            *(config.cache, f"{len(dataset):,}", getattr(dataset, "split", split), gigabytes(sizes[split]), where_to),
+            "cache=%s: decoded %s %s samples (%s) in %s",
+            *(config.cache, f"{len(sets[split]):,}", split, gigabytes(sizes[split])),
             duration(time.perf_counter() - began),
         )
-    return sets.pop("train"), sets, config
+    return sets.pop("train"), sets
 
 
 class Cached(Dataset):
-    """A data set that is held decoded, and in all else is its source.
-
-    Args:
-        rows: the batch of all samples.
-    """
+    """A data set whose decoded samples are held in `rows`, one batch of all samples; otherwise it is its source."""
 
     in_memory = is_cached = True
 
     def __init__(self, source: Dataset, rows: Any) -> None:
         self.source, self._rows = source, rows
-        self._device = next(tensors_in(rows)).device
+        self._device = tensors_in(rows)[0].device
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "source":
@@ -96,7 +81,6 @@ class Cached(Dataset):
         return len(self.source)
 
     def __getitem__(self, index: int) -> Any:
-        """The sample as a batch has it, without the first dimension."""
         return map_tensors(lambda rows: rows[index], self._rows)
 
     def __getitems__(self, indices: list[int]) -> Any:
@@ -108,216 +92,126 @@ class Cached(Dataset):
         return batch  # __getitems__ has made it
 
 
-# ---- what a set needs ----
-
-
-def batch_of(source: Dataset, indices: list[int]) -> Any:
-    """The collated batch of some samples."""
-    samples = source.__getitems__(indices) if fetches_batches(source) else [source[index] for index in indices]
-    return getattr(source, "collate", default_collate)(samples)
-
-
 def first_row(source: Dataset, config: TrainingConfig) -> Any:
-    """The batch of the first sample that can be read. Raises UserError where the set cannot be cached."""
+    """The batch of the first sample. Raises UserError where the set cannot be cached."""
     kind = f"cache={config.cache}: {type(source).__name__}"
     if not getattr(source, "cacheable", False):
-        raise UserError(
-            f"{kind} does not say that its samples are the same in every epoch and of one shape; "
-            "set cacheable = True in the data set if they are, or leave cache none"
-        )
-    row = batch_of(source, [0])
-    others = [type(leaf).__name__ for leaf in leaves(row) if not isinstance(leaf, Tensor)]
-    if others or not all(tensor.ndim and len(tensor) == 1 for tensor in tensors_in(row)):
-        what = f"has {others[0]} in a batch" if others else "has a batch of one sample that is not one row"
-        raise UserError(f"{kind} {what}, and only rows of tensors can be kept; leave cache none")
+        raise UserError(f"{kind} is not cacheable; set cacheable = True if its samples never change, or --cache none")
+    samples = source.__getitems__([0]) if fetches_batches(source) else [source[0]]
+    row = getattr(source, "collate", default_collate)(samples)
+    is_row: list[bool] = []
+    map_leaves(lambda leaf: is_row.append(isinstance(leaf, Tensor) and leaf.shape[:1] == (1,)), row)
+    if not is_row or not all(is_row):
+        raise UserError(f"{kind} has batches that are not tensors with one row per sample; leave out --cache")
     return row
 
 
-def row_bytes(row: Any) -> int:
-    return sum(tensor.nbytes for tensor in tensors_in(row))
-
-
 def check_room(sizes: dict[str, int], where: str, config: TrainingConfig, ctx: DistributedContext) -> None:
-    """Raises UserError where this node or this device has not the memory for the decoded sets. sizes: bytes by
-    split."""
+    """Raises UserError where the decoded sets do not fit into this node's or this device's memory.
+
+    Args:
+        sizes: bytes of each split.
+        where: none, ram or device.
+    """
     need = sum(sizes.values())
     if where == "device":
         free, _ = torch.cuda.mem_get_info(ctx.device)
-        if need > MOST_OF_DEVICE * free:
+        if need > MAX_OF_DEVICE * free:
             raise UserError(
-                f"cache=device: the decoded data take {gigabytes(need)}, and {ctx.device} on {ctx.host} has"
-                f" {gigabytes(free)} free, of which {1 - MOST_OF_DEVICE:.0%} is left for training; give --cache ram, or"
-                " a smaller --image_size or --dataset_size"
+                f"cache=device: the decoded data take {gigabytes(need)}, {ctx.device} on {ctx.host} has"
+                f" {gigabytes(free)} free and half of it is kept for training; use --cache ram or a smaller --image_size"
             )
-        need = max(sizes.values())  # on its way, one set at a time
+        need = max(sizes.values())  # one set at a time goes through the node's memory
     free = free_memory()
-    if free is not None and need > MOST_OF_MEMORY * free:
+    if free is not None and need > MAX_OF_MEMORY * free:
         raise UserError(
-            f"cache={config.cache}: the decoded data take {gigabytes(need)} of memory, and {ctx.host} has"
-            f" {gigabytes(free)} free, of which {1 - MOST_OF_MEMORY:.0%} is left for training; give the job more"
-            " memory, a smaller --image_size or --dataset_size, or --cache none"
+            f"cache={config.cache}: the decoded data take {gigabytes(need)}, {ctx.host} has {gigabytes(free)} of memory"
+            " free; give the job more memory, use a smaller --image_size or --dataset_size, or --cache none"
         )
 
 
-# ---- memory that the ranks of a node share ----
+def _decode(
+    source: Dataset, row: Any, where: str, config: TrainingConfig, ctx: DistributedContext, logger: logging.Logger
+) -> Cached:
+    """Each rank decodes its part of the samples of its node into the rows that all ranks of the node map."""
+    peers = [rank for rank, host in enumerate(ctx.hosts) if host == ctx.host]
+    sampler = GlobalBatchSampler(
+        source,
+        batch_size=CHUNK,
+        micro_batches_per_step=len(peers),
+        rank=peers.index(ctx.rank),
+        world_size=len(peers),
+        shuffle=False,
+    )
+    loader = GlobalBatchLoader(source, sampler, config, replace(ctx, device=torch.device("cpu")), is_transformed=False)
+    with _shared_rows(row, len(source), ctx) as rows:
+
+        def run() -> None:
+            loader.check_shared_memory(row, CHUNK)
+            for done, global_batch in enumerate(loader.global_batches(epoch=0), 1):
+                for micro_batch in global_batch:
+                    if not micro_batch.is_padding:
+                        _fill(rows, micro_batch.indices, micro_batch.batch)
+                show_progress(logger, done, sampler.steps_per_epoch, "decoding")
+
+        on_all_ranks(run, ctx)
+    return Cached(source, map_tensors(lambda tensor: tensor.to(ctx.device), rows) if where == "device" else rows)
 
 
-class Rows:
-    """A batch of `count` samples in a file that other processes map too. Pickled it is its name: a spawned worker maps
-    the same."""
-
-    def __init__(self, path: str, row: Any, count: int) -> None:
-        self._origin = path, row, count
-        file = os.open(path, os.O_RDWR)
-        try:
-            self.memory = mmap.mmap(file, rows_size(row, count))
-        finally:
-            os.close(file)
-        place = 0
-
-        def tensor_of(one: Tensor) -> Tensor:
-            nonlocal place
-            shape, place_here = (count, *one.shape[1:]), place
-            place += aligned(count * one.nbytes)
-            return torch.frombuffer(self.memory, dtype=one.dtype, count=count * one.numel(), offset=place_here).view(
-                shape
+def _fill(rows: Any, indices: list[int], batch: Any) -> None:
+    for target, some in zip(tensors_in(rows), tensors_in(batch), strict=True):
+        if (some.dtype, some.shape[1:]) != (target.dtype, target.shape[1:]):
+            raise UserError(
+                f"cache: samples {indices[0]} to {indices[-1]} are {some.dtype} {list(some.shape[1:])}, others"
+                f" {target.dtype} {list(target.shape[1:])}; make all samples alike, or use --cache none"
             )
-
-        self.batch = map_tensors(tensor_of, row)
-
-    def __reduce__(self) -> tuple[type, tuple]:
-        return Rows, self._origin
+        target[indices[0] : indices[-1] + 1] = some
 
 
-def aligned(size: int) -> int:
-    return -(-size // ALIGNED) * ALIGNED
+@contextlib.contextmanager
+def _shared_rows(row: Any, count: int, ctx: DistributedContext) -> Iterator[Any]:
+    """A batch of `count` samples in a file that all ranks of this node map.
 
-
-def rows_size(row: Any, count: int) -> int:
-    return sum(aligned(count * tensor.nbytes) for tensor in tensors_in(row)) + TOKEN
-
-
-def anonymous_file(size: int) -> tuple[str, Callable[[], None]]:
-    """Memory without a name, which goes with the processes that hold it, and the path by which others find it."""
-    if not getattr(os, "memfd_create", None):
-        return "", lambda: None
-    file = os.memfd_create("cache")
-    os.ftruncate(file, size)
-    return f"/proc/{os.getpid()}/fd/{file}", lambda: os.close(file)
-
-
-def temporary_file(size: int) -> tuple[str, Callable[[], None]]:
-    """A file of this node, whose name goes when all have it open. For systems without the other, and ranks in
-    containers of their own."""
-    file, path = tempfile.mkstemp(prefix="cache-")
+    The file lies in /dev/shm where that has the room, else in the temporary folder. Its name goes when the context ends,
+    its memory with the last process that maps it.
+    """
+    sizes = [-(-count * tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors_in(row)]
+    leader = ctx.hosts.index(ctx.host)
+    path = on_all_ranks(lambda: _new_file(sum(sizes)) if ctx.rank == leader else "", ctx)
+    shared = all_gather_json(path, ctx)[leader]
     try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file, 0, size)  # a full disk is an error here, and not a signal later
-        else:
-            os.ftruncate(file, size)
-    except OSError:
+        memory = on_all_ranks(lambda: _mapped(shared, sum(sizes), ctx), ctx)
+        parts = iter(memory.split(sizes))
+
+        def rows_of(tensor: Tensor) -> Tensor:
+            return next(parts)[: count * tensor.nbytes].view(tensor.dtype).view(count, *tensor.shape[1:])
+
+        yield map_tensors(rows_of, row)
+    finally:
+        if path:
+            os.unlink(path)
+
+
+def _new_file(size: int) -> str:
+    try:
+        room = os.statvfs("/dev/shm")
+        folder = "/dev/shm" if room.f_bavail * room.f_frsize > size or not room.f_blocks else None  # 0: no limit
+    except (AttributeError, OSError):  # not Linux
+        folder = None
+    file, path = tempfile.mkstemp(prefix="cache-", dir=folder)
+    try:
+        os.posix_fallocate(file, 0, size) if hasattr(os, "posix_fallocate") else os.ftruncate(file, size)
+    except OSError:  # the disk is full: better now than as a bus error later
         os.unlink(path)
         raise
     finally:
         os.close(file)
-    return path, lambda: os.unlink(path)
+    return path
 
 
-@contextlib.contextmanager
-def shared_rows(row: Any, count: int, ctx: DistributedContext) -> Iterator[Rows]:
-    """Rows in the memory of this node, the same for all its ranks. Others find it for as long as the context is
-    open."""
-    leader = ctx.hosts.index(ctx.host)
-    for make in (anonymous_file, temporary_file):
-        path, remove = on_all_ranks(
-            lambda make=make: make(rows_size(row, count)) if ctx.rank == leader else ("", lambda: None), ctx
+def _mapped(path: str, size: int, ctx: DistributedContext) -> Tensor:
+    if not os.path.exists(path):  # torch.from_file would create it
+        raise UserError(
+            f"cache: the ranks on {ctx.host} do not share {path}; give them one /dev/shm, or use --cache none"
         )
-        try:
-            token, found = os.urandom(TOKEN // 2).hex(), None
-            if path:
-                found = Rows(path, row, count)
-                found.memory[-TOKEN:] = token.encode()
-            path, token = all_gather_json([path, token], ctx)[leader]
-            with contextlib.suppress(OSError, ValueError):  # nothing there, or something smaller
-                found = found or (Rows(path, row, count) if path else None)
-            is_same = found is not None and found.memory[-TOKEN:] == token.encode()
-            if all(all_gather_json(is_same, ctx)):
-                yield found
-                return
-        finally:
-            remove()
-    raise UserError(
-        f"cache: the ranks on {ctx.host} can share neither memory nor files in {tempfile.gettempdir()}; "
-        "give them one such folder, names of their own (hostname) if they are on several machines, or --cache none"
-    )
-
-
-# ---- decoding ----
-
-
-class Decoder(Dataset):
-    """Runs in the worker: brings samples into their rows, and gives back nothing."""
-
-    def __init__(self, source: Dataset, rows: Rows) -> None:
-        self._source, self._rows = source, rows
-        self.split, self.in_memory = getattr(source, "split", "the data set"), getattr(source, "in_memory", False)
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __getitems__(self, indices: list[int]) -> list[list]:
-        if not fetches_batches(self._source) and len(indices) > 1:
-            return [failed for index in indices for failed in self.__getitems__([index])]
-        batch = batch_of(self._source, indices)
-        for rows, some in zip(tensors_in(self._rows.batch), tensors_in(batch), strict=True):
-            if (some.dtype, some.shape) != (rows.dtype, (len(indices), *rows.shape[1:])):
-                raise UserError(
-                    f"cache: sample {indices[0]} of {self.split} is {some.dtype} {list(some.shape[1:])}, "
-                    f"others {rows.dtype} {list(rows.shape[1:])}; make them alike, or leave cache none"
-                )
-            rows[indices[0] : indices[-1] + 1] = some
-        return []
-
-    @staticmethod
-    def collate(failed: list[list]) -> list[list]:
-        return failed
-
-
-class Share(GlobalBatchSampler):
-    """The part of a set that this rank decodes for its node: every so many-th chunk."""
-
-    def __init__(self, dataset: Dataset, ctx: DistributedContext) -> None:
-        super().__init__(
-            dataset, batch_size=CHUNK, micro_batches_per_step=1, rank=ctx.rank, world_size=ctx.world_size, shuffle=False
-        )
-        peers = [rank for rank, host in enumerate(ctx.hosts) if host == ctx.host]
-        self._chunks = range(peers.index(ctx.rank), -(-len(dataset) // CHUNK), len(peers))
-
-    def micro_batches(self) -> Iterator[MicroBatch]:
-        for chunk in self._chunks:
-            yield MicroBatch(0, 0, list(range(chunk * CHUNK, min((chunk + 1) * CHUNK, len(self.dataset)))), False, True)
-
-
-def decode(
-    source: Dataset, row: Any, where: str, config: TrainingConfig, ctx: DistributedContext, logger: logging.Logger
-) -> Cached:
-    """The set, held where it is asked for. On all ranks."""
-    with shared_rows(row, len(source), ctx) as rows:
-        decoder = Decoder(source, rows)
-        on_cpu = replace(ctx, device=torch.device("cpu"))
-        loader = GlobalBatchLoader(decoder, Share(decoder, ctx), config, on_cpu)
-        if len(source) >= 1000:
-            logger.info(
-                "decoding %s samples of %s, %d worker(s) a rank", f"{len(source):,}", decoder.split, loader.num_workers
-            )
-
-        def run() -> None:
-            if loader.num_workers:  # torch's collate makes each row there first
-                check_shared_memory(row, loader.num_workers, 1, ctx.local_world_size)
-            total = len(loader)
-            for done, _ in enumerate(loader, 1):
-                show_progress(logger, done, total, f"decoding {decoder.split}")
-
-        on_all_ranks(run, ctx)
-    batch = map_tensors(lambda tensor: tensor.to(ctx.device), rows.batch) if where == "device" else rows.batch
-    return Cached(source, batch)
+    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)

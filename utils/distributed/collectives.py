@@ -42,9 +42,9 @@ def _gather(data: bytes, size: int, ctx: DistributedContext) -> list[bytes]:
     return [bytes(each.tolist()) for each in rows]
 
 
-def on_rank_0(action: Callable[[], object], ctx: DistributedContext) -> None:
-    """Run `action` on rank 0 while the others wait for its outcome; as `together` when it fails."""
-    on_all_ranks(lambda: action() if ctx.is_main else None, ctx, is_for_all=True)
+def on_rank_0(action: Callable[[], T], ctx: DistributedContext) -> T | None:
+    """Run `action` on rank 0 while the others wait for its outcome. Its result there, None elsewhere."""
+    return on_all_ranks(lambda: action() if ctx.is_main else None, ctx, is_for_all=True)
 
 
 def on_all_ranks(action: Callable[[], T], ctx: DistributedContext, is_for_all: bool = False) -> T:
@@ -60,7 +60,7 @@ def on_all_ranks(action: Callable[[], T], ctx: DistributedContext, is_for_all: b
     try:
         result = action()
     except (UserError, OSError) as error:
-        problem = str(error) if isinstance(error, UserError) else f"{error}; mend that and start again"
+        problem = str(error) if isinstance(error, UserError) else f"{error}; fix that and start again"
     problems = all_gather_json(problem, ctx)
     for rank, text in enumerate(problems):
         if text:

@@ -1,4 +1,4 @@
-"""What all ranks agree on while they train: to stop, to save now. It costs no rank a wait."""
+"""What all ranks decide together while they train: to stop, to save now. No rank waits for it."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ MAX_STEPS_BETWEEN_VOTES = 32
 
 
 class Decision(NamedTuple):
-    """What a rank wishes, and what all agreed on: the largest of the wishes."""
+    """What a rank votes for, and what all decided: the largest of the votes."""
 
     stop: int = 0  # 1: the time is up, 2: a signal came
     save: int = 0  # 1: a checkpoint is due
 
 
 class Consensus:
-    """One small word on the control group, started at one step and read `every` steps later, so that nobody waits.
+    """One small all-reduce on the control group, started at one step and read some steps later, so that nobody waits.
 
-    `every` is common to all ranks and such that about 0.25 s pass between two words.
+    The number of steps is common to all ranks and such that about 0.25 s pass between two votes.
 
     Args:
-        wish: gives what this rank would have the others agree to; it repeats itself until that came.
-        group: a gloo group, the control group.
+        vote: gives this rank's vote; it is repeated until the decision came.
+        group: the control group, a gloo group.
     """
 
     def __init__(self, vote: Callable[[], Decision], group: dist.ProcessGroup) -> None:
-        self._wish, self._group = vote, group
+        self._vote, self._group = vote, group
         self._reset()
 
     def _reset(self) -> None:
@@ -39,40 +39,44 @@ class Consensus:
         self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def step(self) -> Decision:
-        """Call once for each step of training or evaluation, on all ranks alike; all hear the same at the same step."""
+        """Call once for each step of training or evaluation, on all ranks; all get the same decision at the same step."""
         self._steps += 1
         if self._steps < self._every:
             return Decision()
         now = time.monotonic()
         seconds_per_step = (now - self._started_at) / self._steps
         self._started_at, self._steps = now, 0
-        heard = self._read()
-        every = max(1, min(MAX_STEPS_BETWEEN_VOTES, int(SECONDS_BETWEEN_VOTES / max(seconds_per_step, 1e-6))))
-        word = torch.tensor([*self._wish(), every])
-        is_alone = dist.get_world_size(self._group) == 1
-        self._pending = (
-            word,
-            None if is_alone else dist.all_reduce(word, op=dist.ReduceOp.MAX, group=self._group, async_op=True),
-        )
-        return heard
+        decision = self._read()
+        self._start(max(1, min(MAX_STEPS_BETWEEN_VOTES, int(SECONDS_BETWEEN_VOTES / max(seconds_per_step, 1e-6)))))
+        return decision
 
     def flush(self) -> Decision:
-        """Read the word that is under way, before something after which no old word may be heard: a save, the end of an
-        epoch."""
-        heard = self._read()
+        """Read the vote that is under way, before something after which no old decision may come, such as a save."""
+        decision = self._read()
         self._reset()
-        return heard
+        return decision
+
+    def decide(self) -> Decision:
+        """Vote and wait for the decision."""
+        self._start(every=1)
+        return self.flush()
+
+    def _start(self, every: int) -> None:
+        votes = torch.tensor([*self._vote(), every])
+        is_single = dist.get_world_size(self._group) == 1
+        work = None if is_single else dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._pending = (votes, work)
 
     def _read(self) -> Decision:
         if self._pending is None:
             return Decision()
-        word, work = self._pending
+        votes, work = self._pending
         if work:
             work.wait()
-        stop, save, self._every = word.tolist()
+        stop, save, self._every = votes.tolist()
         return Decision(stop, save)
 
 
 def is_every(interval: int, index: int) -> bool:
-    """Whether the index-th epoch or step (from 0) ends an interval of so many; never where the interval is 0."""
+    """Whether the index-th epoch or step (from 0) ends an interval of that length; never where the interval is 0."""
     return interval > 0 and (index + 1) % interval == 0

@@ -1,4 +1,4 @@
-"""This process among the others, and what its launcher says. The only file that reads the environment."""
+"""This process among the others, and what its launcher says. Only this file reads the environment."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from config import UserError
 
-MOST_STEPS = 0xFFFFFF00  # Slurm numbers its steps below; batch scripts and interactive shells have numbers above
+MAX_STEPS = 0xFFFFFF00  # Slurm numbers its steps below; batch scripts and interactive shells have numbers above
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher said of this process. A process that nobody launched is a world of one."""
+    """What the launcher says of this process. Without a launcher the world size is one."""
 
     rank: int = 0
     local_rank: int = 0
@@ -25,10 +25,13 @@ class Launch:
     is_launched: bool = False  # RANK, LOCAL_RANK and WORLD_SIZE are set, or srun speaks for them
     is_under_torchrun: bool = False
     may_restart: bool = False  # torchrun --max-restarts
-    id: str = ""  # the same for all attempts of one launch; empty where nobody knows
+    id: str = ""  # the same for all attempts of one launch; empty where unknown
     git_commit: str = ""
     error_file: str = ""  # what torchrun's summary shows of this rank
-    address: str = ""  # where the ranks meet, tcp://HOST:PORT, where MASTER_ADDR and MASTER_PORT do not say it
+    address: str = ""  # of the rendezvous, tcp://HOST:PORT, where srun starts the ranks
+    master: str = ""  # MASTER_ADDR:MASTER_PORT
+    compilers: dict[str, str] = field(default_factory=dict)  # CC and CXX
+    flight_recorder: str = ""  # where torch is to write collectives (launch.sh --debug)
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,14 @@ def read_launch() -> Launch:
     of it is there."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     missing = [name for name in names if name not in os.environ]
-    git_commit = os.environ.get("GIT_COMMIT", "")
+    common = {
+        "git_commit": os.environ.get("GIT_COMMIT", ""),
+        "master": ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ),
+        "compilers": {name: os.environ.get(name, "") for name in ("CC", "CXX")},
+        "flight_recorder": os.environ.get("TORCH_FR_DUMP_TEMP_FILE", ""),
+    }
     if len(missing) == len(names):
-        return Launch(git_commit=git_commit, **_read_srun())
+        return Launch(**common, **_read_srun())
     if missing:
         there = [name for name in names if name not in missing]
         raise UserError(
@@ -94,9 +102,14 @@ def read_launch() -> Launch:
         is_under_torchrun="TORCHELASTIC_RUN_ID" in os.environ,
         may_restart=os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
         id=os.environ.get("LAUNCH_ID", "") or ("" if run_id == "none" else run_id),
-        git_commit=git_commit,
         error_file=os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
+        **common,
     )
+
+
+def make_cublas_deterministic() -> None:
+    """cuBLAS reads the variable when it starts."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def _read_srun() -> dict[str, Any]:
@@ -108,7 +121,7 @@ def _read_srun() -> dict[str, Any]:
     if not all(word.isdecimal() for word in words):
         return {}
     rank, local_rank, world_size, job, step = map(int, words)
-    if world_size < 2 or step > MOST_STEPS:
+    if world_size < 2 or step > MAX_STEPS:
         return {}
     if "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ",") and os.environ.get("SLURM_GPUS_ON_NODE", "1") != "1":
         local_rank = 0  # --gpus-per-task and the like: each task sees a GPU of its own, and no other

@@ -1,40 +1,46 @@
-"""Where the time of a run went, over all its attempts. Each second of it is in one account."""
+"""Where the time of a run went, over all its attempts. Each second is in one account."""
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from utils.files import replace_json
-from utils.run.watchdog import Watch
+from utils.clock import Clock
+from utils.files import read_json, replace_json
+from utils.run.folder import Run
 
-LEDGER = "ledger.json"
+NAME = "goodput.json"
 ACCOUNTS = ("training", "data_wait", "evaluation", "checkpoints", "start_up", "recomputed", "down")
 
 
-class Ledger:
-    """Kept by rank 0 in the run's folder, once a second, so that a killed attempt is accounted for too.
+class Goodput:
+    """Rank 0 writes it to the run's folder, once a second, so that a killed attempt is accounted for too.
 
     Args:
-        file: None on the other ranks.
-        before: what an earlier attempt left; None: there was none.
         began: when this attempt's process was started, in seconds since 1970.
     """
 
-    def __init__(self, file: Path | None, watch: Watch, before: dict[str, Any] | None, began: float) -> None:
-        self._file, self._watch, self._is_there = file, watch, False
-        self._before = dict.fromkeys(ACCOUNTS, 0.0) | {"started_at": began, "until": began, "step": 0} | (before or {})
-        self._before["down"] += max(0.0, began - self._before["until"])
-        # imports, before the watch began
-        self._before["start_up"] += max(0.0, time.time() - sum(watch.spent()[0].values()) - began)
-        watch.reached = self._before["step"]
+    def __init__(self, run: Run, clock: Clock, began: float) -> None:
+        self._run, self._clock, self._began = run, clock, began
+        self._file = run.folder / NAME
+        self._before: dict[str, Any] | None = None  # known once the attempt is about to train
+        self._is_there = False
+
+    def resume(self, saved: dict[str, Any] | None) -> None:
+        """Continue what the last attempt left in the folder, else what the checkpoint holds (None: nothing)."""
+        before = (_read(self._file) if self._run.start.attempt > 1 else None) or saved or {}
+        began, now = self._began, time.time()
+        before = dict.fromkeys(ACCOUNTS, 0.0) | {"started_at": began, "until": began, "step": 0} | before
+        before["down"] += max(0.0, began - before["until"])
+        before["start_up"] += max(0.0, now - sum(self._clock.spent()[0].values()) - began)  # before there was a clock
+        self._clock.mark_reached(before["step"])
+        self._before = before
 
     def now(self) -> dict[str, Any]:
         """Seconds by account, `started_at` and `until` (seconds since 1970), and the last `step` begun."""
-        (spent, again), until = self._watch.spent(), time.time()
+        (spent, again), until = self._clock.spent(), time.time()
         accounts = {
             "training": sum(spent[phase] - again[phase] for phase in ("forward", "backward", "update")),
             "data_wait": spent["data"] - again["data"],
@@ -45,32 +51,25 @@ class Ledger:
             "down": 0.0,
         }
         total = {name: self._before[name] + seconds for name, seconds in accounts.items()}
-        step = max(self._before["step"], self._watch.step)
+        step = max(self._before["step"], self._clock.step)
         return total | {"started_at": self._before["started_at"], "until": until, "step": step}
 
     def write(self) -> None:
-        """For the watch's thread. A disk that does not take it now does the next time."""
-        # what is gone is not made anew, below a mount point say
-        if self._file and (self._file.exists() or not self._is_there):
+        """For the watchdog's thread. What the disk does not take now is written a second later."""
+        is_gone = self._is_there and not self._file.exists()  # below a mount point nothing is written
+        if self._run.is_main and self._before and not is_gone and self._run.is_ours():
             with suppress(OSError):
                 replace_json(self._file, self.now(), is_flushed=False)
                 self._is_there = True
 
 
-def read_ledger(file: Path) -> dict[str, Any] | None:
-    """What an earlier attempt left."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return (
-            found
-            if all(isinstance(found.get(name), int | float) for name in (*ACCOUNTS, "started_at", "until", "step"))
-            else None
-        )
-    except (OSError, ValueError, AttributeError):
-        return None
+def _read(file: Path) -> dict[str, Any] | None:
+    found = read_json(file)
+    is_whole = all(isinstance(found.get(name), int | float) for name in (*ACCOUNTS, "started_at", "until", "step"))
+    return found if is_whole else None
 
 
-def goodput(ledger: dict[str, Any]) -> float:
-    """Time in training over all time."""
-    total = sum(ledger[name] for name in ACCOUNTS)
-    return ledger["training"] / total if total > 0 else 0.0
+def share_in_training(accounts: dict[str, Any]) -> float:
+    """The goodput: time in training over all time."""
+    total = sum(accounts[name] for name in ACCOUNTS)
+    return accounts["training"] / total if total > 0 else 0.0

@@ -3,7 +3,6 @@ them."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 from pathlib import Path
 
@@ -41,43 +40,12 @@ class StepProfiler:
             finished, self._profile = self._profile, None
             finished.stop()
             if self._steps < WAIT + WARM_UP + ACTIVE:
-                self._logger.warning(
-                    "profiling: the run ended after %d steps; it takes %d", self._steps, WAIT + WARM_UP + ACTIVE
-                )
+                needed = WAIT + WARM_UP + ACTIVE
+                self._logger.warning("profiling: the run ended after %d steps, %d are needed", self._steps, needed)
 
     def _report(self, finished: profile) -> None:
         path = self._folder / "rank0.json.gz"
         finished.export_chrome_trace(str(path))
         table = finished.key_averages().table(sort_by=self._sort, row_limit=ROWS, max_name_column_width=45)
-        self._logger.info(
-            "profile of %d steps in %s (open it in https://ui.perfetto.dev); the costliest operations:\n%s",
-            ACTIVE,
-            path,
-            table,
-        )
-
-
-class DeviceClock:
-    """Seconds in which the GPU computed forward passes: of all that a step does only these wait for no other rank."""
-
-    def __init__(self) -> None:
-        self._marks: list[tuple[str, torch.cuda.Event]] = []
-
-    def mark(self, phase: str) -> None:
-        """The loop enters this phase; it costs the host some microseconds and no wait."""
-        if phase in ("forward", "backward"):
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append((phase, event))
-
-    def take(self) -> float:
-        """Since the last call. Waits for the device."""
-        marks, self._marks = self._marks, []
-        if marks:
-            marks[-1][1].synchronize()
-        pairs = [
-            (begin, end)
-            for (phase, begin), (then, end) in itertools.pairwise(marks)
-            if (phase, then) == ("forward", "backward")
-        ]
-        return sum(begin.elapsed_time(end) for begin, end in pairs) / 1000
+        text = "profile of %d steps in %s (open it in https://ui.perfetto.dev); the costliest operations:\n%s"
+        self._logger.info(text, ACTIVE, path, table)

@@ -1,4 +1,4 @@
-"""How a process ends when something failed: who is to blame, what is said last, and that it does end."""
+"""How a process ends when something failed: what the error was, who reports it, and that the process does end."""
 
 from __future__ import annotations
 
@@ -9,75 +9,106 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
 from config import TrainingConfig, TrainingError, UserError
 from utils.checkpoint.format import step_checkpoints
+from utils.clock import Clock
 from utils.data.worker import explain
 from utils.distributed.collectives import is_of_a_peer
 from utils.distributed.context import DistributedContext
 from utils.logger import NAME
-from utils.memory import explain_memory
+from utils.memory import is_out_of_memory, let_go
 from utils.run.folder import Run
-from utils.run.watchdog import Watch
+from utils.run.watchdog import Watchdog
 from utils.signals import end_workers
 
-SECONDS_OF_BLAME = 2.0
+SECONDS_FOR_BLAME = 2.0
 
 
 def wait_for_blame(error: BaseException) -> None:
-    """After an error that is a peer's: torchrun blames the rank whose report has the earliest second, so this one comes
-    later."""
+    """After a peer's failure: torchrun blames the rank whose report is earliest, so this one reports later."""
     if is_of_a_peer(error):
-        time.sleep(SECONDS_OF_BLAME)
+        time.sleep(SECONDS_FOR_BLAME)
 
 
 def cause_of(error: BaseException, run: Run, config: TrainingConfig, ctx: DistributedContext) -> BaseException:
-    """What ended the run, as a sentence where it can be known: a worker of this rank, its memory, another rank. Else
-    the error itself."""
-    known = explain(error, ctx.rank)
-    if not known:
-        its_own = [] if run.is_replacing else step_checkpoints(run.checkpoints)
-        known = explain_memory(error, config, ctx, its_own[-1] if its_own else run.resume_path)
+    """What ended the run: a loader worker of this rank, its memory, another rank; else the error itself."""
+    checkpoints = [] if run.is_replacing else step_checkpoints(run.checkpoints)
+    known = explain(error, ctx.rank) or explain_memory(
+        error, config, ctx, is_resumed=bool(checkpoints or run.resume_path)
+    )
     return known or (run.lost_ranks() if is_of_a_peer(error) else None) or error
 
 
-def fail(error: BaseException, run: Run, watch: Watch, config: TrainingConfig, ctx: DistributedContext) -> NoReturn:
-    """Say in status.json what ended the run, and raise it."""
+def explain_memory(
+    error: BaseException, config: TrainingConfig, ctx: DistributedContext, is_resumed: bool = False
+) -> TrainingError | None:
+    """The sentence for an allocation that failed, with the flags that help; None for another error.
+
+    is_resumed: the run has a checkpoint, so its micro-batch cannot be changed any more.
+    """
+    if not is_out_of_memory(error):
+        return None
+    text = next(iter(str(error).splitlines()), type(error).__name__)
+    let_go(error)
+    is_of_device = isinstance(error, torch.OutOfMemoryError) or "CUDA" in text
+    place = f"{ctx.device_names[ctx.rank]} ({ctx.device})" if is_of_device else "memory"
+    ways = [] if config.activation_checkpointing else ["--activation_checkpointing"]
+    if not is_of_device:
+        ways += ["fewer --num_workers", "more memory for the job"]
+    flags = halved(config.batch_size, config, ctx.world_size)
+    if flags and not is_resumed:
+        ways.insert(0, f"{flags} (the same global batch; scripts/benchmark.py --find-batch shows what fits)")
+    ways.append("a smaller model or image size")
+    return TrainingError(f"rank {ctx.rank} on {ctx.host} ran out of {place}: {text}; use {' or '.join(ways)}")
+
+
+def halved(size: int, config: TrainingConfig, world_size: int) -> str:
+    """Flags for a micro-batch of at most half of `size` and the same global batch; empty where one sample is too much."""
+    whole = config.batch_size * config.micro_batches_per_step(world_size)
+    size = next((size for size in range(size // 2, 0, -1) if whole % size == 0), 0)
+    return f"--batch_size {size} --global_batch_size {whole}" if size else ""
+
+
+def fail(
+    error: BaseException, run: Run, watchdog: Watchdog, config: TrainingConfig, ctx: DistributedContext
+) -> NoReturn:
+    """Write what ended the run to status.json, and raise it."""
     cause = cause_of(error, run, config, ctx)
     run.failed(cause)
-    watch.close()
+    watchdog.close()
     raise cause from (error if cause is not error else error.__cause__)
 
 
 def leave_after(error: BaseException, rank: int, may_restart: bool = False) -> NoReturn:
-    """Say the error and end this process at once: nothing waits for peers, and gloo's threads do not make an abort of
-    the exit code.
+    """Log the error and end this process at once: nothing waits for peers, and no thread changes the exit code.
 
     may_restart: torchrun would start another attempt; where that is of no use it is asked to end.
     """
-    logger, is_refused = logging.getLogger(NAME), isinstance(error, UserError)
-    if is_refused and error.rank is not None:  # every rank has it: rank 0 says it, and nobody leaves before it has
+    logger, is_user_error = logging.getLogger(NAME), isinstance(error, UserError)
+    if is_user_error and error.rank is not None:  # every rank has it: rank 0 logs it before any other rank leaves
         if rank == 0:
             logger.error("%s", error)
         time.sleep(1 if rank == 0 else 3)
         if may_restart and error.is_final:
             os.kill(os.getppid(), signal.SIGTERM)
-    elif is_refused or isinstance(error, TrainingError):
+    elif is_user_error or isinstance(error, TrainingError):
         logger.error("%s", error)
-        logger.debug("the way to it", exc_info=error)
+        logger.debug("traceback", exc_info=error)
     elif is_of_a_peer(error):
-        logger.error(
-            "this rank lost its peers (%s): another rank failed first, and its log says of what",
-            str(error).splitlines()[0],
-        )
-        logger.debug("the way to it", exc_info=error)
+        reason = str(error).splitlines()[0]
+        logger.error("this rank lost its peers (%s): another rank failed first, see its log", reason)
+        logger.debug("traceback", exc_info=error)
     else:
         logger.error("this rank failed", exc_info=error)
         logger.error("failed: rank %d on %s: %s: %s", rank, socket.gethostname(), type(error).__name__, error)
-    end_now(2 if is_refused else 1)
+    end_now(2 if is_user_error else 1)
 
 
 def end_now(code: int) -> NoReturn:
@@ -89,8 +120,15 @@ def end_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-def start_watch(run: Run, config: TrainingConfig, ctx: DistributedContext, logger: logging.Logger) -> Watch:
-    """Begin to say where this rank is, and to look after all ranks."""
+def start_watchdog(
+    run: Run,
+    config: TrainingConfig,
+    ctx: DistributedContext,
+    logger: logging.Logger,
+    clock: Clock,
+    every_second: Callable[[], None],
+) -> Watchdog:
+    """The watchdog of this rank: it reports a hang to a file and the log, and ends the process after hang_timeout."""
 
     def report(text: str, stacks: str) -> Path:
         file = run.folder / f"hang-{time.strftime('%Y%m%dT%H%M%S')}.txt"
@@ -100,25 +138,17 @@ def start_watch(run: Run, config: TrainingConfig, ctx: DistributedContext, logge
         logger.debug("%s", stacks)
         return file
 
-    def end(text: str, stacks: str, guilty: int | None) -> None:
-        if guilty is None:  # another rank says it
+    def end(text: str, stacks: str, hanging: int | None) -> None:
+        if hanging is None:  # another rank reports it
             end_now(1)
         file = report(text, stacks)
-        sentence = (
-            f"{text} (hang_timeout={config.hang_timeout:g}); mend what the stacks in {file} show, then --resume_from"
-            " auto"
-        )
-        run.failed(TrainingError(sentence, guilty, ctx.hosts[guilty]))
-        if path := ctx.launch.error_file:  # torchrun's summary shows it
-            # it shows this alone
-            extra = {
-                "py_callstack": f"{stacks}\nRunFailed: {sentence}",
-                "timestamp": str(int(time.time())),
-            }
+        sentence = f"{text} (hang_timeout={config.hang_timeout:g}); fix what the stacks in {file} show, then --resume_from auto"
+        run.failed(TrainingError(sentence, hanging, ctx.hosts[hanging]))
+        if path := ctx.launch.error_file:  # torchrun's summary shows py_callstack
+            extra = {"py_callstack": f"{stacks}\nTrainingError: {sentence}", "timestamp": str(int(time.time()))}
+            message = {"message": {"message": f"TrainingError: {sentence}", "extraInfo": extra}}
             with suppress(OSError):
-                Path(path).write_text(
-                    json.dumps({"message": {"message": f"TrainingError: {sentence}", "extraInfo": extra}})
-                )
+                Path(path).write_text(json.dumps(message))
         end_now(1)
 
-    return Watch(run.watch_folder, ctx.rank, ctx.hosts, config.hang_timeout, report, end)
+    return Watchdog(clock, run.watch_folder, ctx.rank, ctx.hosts, config.hang_timeout, every_second, report, end)

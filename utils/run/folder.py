@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import shutil
@@ -14,186 +15,166 @@ from typing import Any
 
 from config import DEFAULT_RUN_DIR, TrainingConfig, TrainingError, UserError
 from utils.checkpoint import format as checkpoint
-from utils.files import TEMPORARY, LinesFile, keep_lines, read_lines, replace_json
-from utils.run.lock import NAME as CLAIM
-from utils.run.lock import Claim, strikes_of
+from utils.data.sampler import GlobalBatchSampler
+from utils.files import TEMPORARY, LinesFile, keep_lines, read_json, read_lines, replace_json
+from utils.logger import NAME as LOGGER
+from utils.run.lock import NAME as LOCK
+from utils.run.lock import RunLock, repeated_failures
 from utils.run.provenance import now
 from utils.run.watchdog import look_twice
+from utils.training.state import SkippedStep
 
-FILES = (
+OURS = (
     "config.json",
     "provenance.json",
     "code.zip",
     "status.json",
     "metrics.jsonl",
     "summary.json",
-    "ledger.json",
+    "goodput.json",
+    LOCK,
+)
+OURS += (
+    ".lock",
     "eval-*.json",
+    "hang-*.txt",
+    "superseded-*",
+    "checkpoints",
+    "tensorboard",
+    "logs",
+    "traces",
+    "samples",
 )
-FILES += (
-    "tensorboard/events.out.*",
-    "logs/rank*.log",
-    "traces/rank*.json.gz",
-    "traces/flight-*",
-    "samples/rank*.jsonl",
-    "superseded-*/*.pt",
-)
-FILES += ("hang-*.txt",)
-CHECKPOINTS = ("step_*.pt", checkpoint.BEST)
-SECONDS_BETWEEN_STATUS = 1.0  # while it says no more than how far training is
+SECONDS_BETWEEN_STATUS = 1.0  # while it only tells how far training is
 
 
-@dataclass
-class Run:
-    """The folder of one run, as one rank sees it. What rank 0 alone may write, the other ranks pass over in silence."""
+@dataclass(frozen=True)
+class Start:
+    """How an attempt starts, as rank 0 decided it. Plain values."""
 
-    folder: Path
-    checkpoints: Path
-    rank: int
-    hosts: tuple[str, ...]  # of all ranks
-    resume_path: Path | None = None  # the checkpoint to start from
+    resume_from: str = ""  # the checkpoint
     is_completed: bool = False  # nothing is left to do, and nothing may be written
-    is_replacing: bool = False  # another run is in the folder, until `make_room`
+    is_replacing: bool = False  # the folder holds another run, until `replace_old_run`
     attempt: int = 1
-    claim_number: int = 0
-    strikes: list[dict[str, Any]] = field(default_factory=list)  # attempts in a row that ended at the same step
-    notes: list[str] = field(default_factory=list)  # what was decided while there was no logger yet
-    _claim: Claim | None = None
-    _kept: dict[str, Any] = field(default_factory=dict)  # with the claim
-    _files: dict[str, LinesFile] = field(default_factory=dict)
-    _status: dict[str, Any] = field(default_factory=dict)
-    _status_at: float = -math.inf  # when it was written
-    # of a continued run, until it is settled that it goes on
-    _status_before: dict[str, Any] = field(default_factory=dict)
+    lock_number: int = 0
+    launch_id: str = ""
+    failures: list[dict[str, Any]] = field(default_factory=list)  # attempts in a row that ended at the same step
+    notes: list[str] = field(default_factory=list)  # what was decided, for the log
 
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
 
-    @property
-    def host(self) -> str:
-        return self.hosts[self.rank]
+def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) -> tuple[RunLock, Start]:
+    """On rank 0: lock the folder, and decide whether the run in it is continued.
 
-    @property
-    def watch_folder(self) -> Path:
-        return self.folder / "watch"
+    Args:
+        launch_id: common to all attempts of one launch; empty where unknown.
+        may_restart: whether the launcher starts further attempts.
 
-    @property
-    def claim_file(self) -> Path:
-        return self.folder / CLAIM
+    Raises:
+        UserError: when the folder holds another run, belongs to a running job, or cannot be written.
+    """
+    folder, checkpoints = config.run_folder, config.checkpoint_folder
+    if Path.cwd().is_relative_to(folder.resolve()) or any(folder.glob(f"*/{LOCK}")):
+        raise UserError(f"run_dir={folder}: holds other things than one run; give a folder of its own, e.g. runs/NAME")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(folder, host)
+    except OSError as error:
+        raise UserError(f"run_dir={folder}: cannot be written ({error.strerror}); give a folder that can") from None
+    owner, status = lock.before, read_json(folder / "status.json")
+    holds_run = (folder / "metrics.jsonl").exists() or any(checkpoints.glob("*.pt"))
+    is_same_launch = bool(launch_id) and owner.get("launch_id") == launch_id
+    given = Path(config.resume_from) if config.resume_from not in ("", "auto") else None
+    is_continued = holds_run and (config.resume_from == "auto" or is_same_launch)
+    is_replacing, path, failures, notes = False, None, [], []
+    if is_continued:
+        if status.get("state") == "completed":
+            return lock, Start(is_completed=True)
+        failures = repeated_failures(owner, status, folder / "watch")
+        path, notes = checkpoint.latest_valid(checkpoints)
+    if given and not path:  # else an earlier attempt of this launch has started from it
+        checkpoint.verify(given)
+        path = given
+    if holds_run and not is_continued and not (given and given.resolve().parent == checkpoints.resolve()):
+        if may_restart and not launch_id:
+            raise UserError(
+                f"run_dir={folder}: holds a run, and a restart of it looks the same; give torchrun --rdzv-id NAME"
+            )
+        if not config.overwrite and (config.run_dir != DEFAULT_RUN_DIR or config.checkpoint_dir):
+            raise UserError(
+                f"run_dir={folder}: holds a run already; "
+                "add --resume_from auto to continue it, --overwrite to replace it, or give another --run_dir"
+            )
+        is_replacing = True
+    # an attempt that was killed before it had anything to keep counts too
+    is_again = holds_run or (config.resume_from == "auto" and owner.get("has_trained"))
+    attempt = owner.get("attempt", 0) + 1 if is_again and not is_replacing else 1
+    start = Start(str(path or ""), False, is_replacing, attempt, lock.number, launch_id, failures, notes)
+    # until `mark_training` a restart of this launch must not continue what is here
+    inherited = launch_id if is_same_launch and not is_replacing else ""
+    lock.write(launch_id=inherited, attempt=attempt, failures=failures)
+    for left_over in [*folder.glob(f"*{TEMPORARY}"), *checkpoints.glob(f"*{TEMPORARY}"), *folder.glob("watch/*")]:
+        left_over.unlink()
+    return lock, start
 
-    @property
-    def log_file(self) -> Path:
-        return self.folder / "logs" / f"rank{self.rank}.log"
 
-    # ---- the claim ----
+class Run:
+    """The folder of one run, as one rank sees it. Records that only rank 0 may write are ignored on other ranks.
 
-    def claim(self, config: TrainingConfig, launch_id: str, may_restart: bool) -> None:
-        """On rank 0: own the folder, and decide whether the run in it is continued.
+    Args:
+        hosts: of all ranks.
+        lock: rank 0's.
+    """
 
-        Args:
-            launch_id: common to all attempts of one launch; empty where nobody knows.
-            may_restart: whether the launcher starts further attempts.
+    def __init__(
+        self, folder: Path, checkpoints: Path, rank: int, hosts: tuple[str, ...], start: Start, lock: RunLock | None
+    ) -> None:
+        self.folder, self.checkpoints, self.rank, self.hosts, self.start = folder, checkpoints, rank, hosts, start
+        self.is_replacing, self.notes = start.is_replacing, list(start.notes)
+        self.resume_path = Path(start.resume_from) if start.resume_from else None
+        self.is_main, self.host = rank == 0, hosts[rank]
+        self.watch_folder, self.lock_file = folder / "watch", folder / LOCK
+        self.log_file = folder / "logs" / f"rank{rank}.log"
+        self._lock = lock
+        self._files: dict[str, LinesFile] = {}
+        self._status: dict[str, Any] = {}
+        self._status_at = -math.inf  # when it was written
+        self._status_before: dict[str, Any] = {}  # of a continued run, until this attempt trains
 
-        Raises:
-            UserError: when the folder holds another run, belongs to a running job, or cannot be written.
+    def mark_training(self, has_diagnosed: bool = False) -> None:
+        """On rank 0: from now on a restart of this launch continues what it finds in the folder.
+
+        has_diagnosed: instead, the run was stopped because it fails at the same step again and again.
         """
-        if Path.cwd().is_relative_to(self.folder.resolve()) or any(self.folder.glob(f"*/{CLAIM}")):
-            raise UserError(
-                f"run_dir={self.folder}: holds other things than one run; give a folder of the run's own, runs/NAME say"
-            )
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self._claim = Claim(self.folder, self.host)
-        except OSError as error:
-            raise UserError(
-                f"run_dir={self.folder}: cannot be written ({error.strerror}); give a folder that can"
-            ) from None
-        owner = self._claim.before
-        holds_run = (self.folder / "metrics.jsonl").exists() or any(self.checkpoints.glob("*.pt"))
-        is_same_launch = bool(launch_id) and owner.get("launch_id") == launch_id
-        given = Path(config.resume_from) if config.resume_from not in ("", "auto") else None
-        is_continued = holds_run and (config.resume_from == "auto" or is_same_launch)
-        if is_continued:
-            status = _read_json(self.folder / "status.json")
-            self.is_completed = status.get("state") == "completed"
-            if self.is_completed:
-                return
-            # else a person looked at it, or sends a new job: torchrun was asked to end
-            if not owner.get("has_diagnosed"):
-                self.strikes = strikes_of(owner, status, self.watch_folder)
-            self.resume_path, passed_over = checkpoint.newest_whole(self.checkpoints, self._claim.is_ours)
-            self.notes += passed_over
-        if given and not self.resume_path:  # else an earlier attempt of this launch has started from it
-            checkpoint.verify(given)
-            self.resume_path = given
-        if holds_run and not is_continued and not (given and given.resolve().parent == self.checkpoints.resolve()):
-            if may_restart and not launch_id:
-                raise UserError(
-                    f"run_dir={self.folder}: holds a run, and whether this restarts it cannot be known; give torchrun"
-                    " --rdzv-id NAME"
-                )
-            if not config.overwrite and (config.run_dir != DEFAULT_RUN_DIR or config.checkpoint_dir):
-                raise UserError(
-                    f"run_dir={self.folder}: holds a run already; "
-                    "add --resume_from auto to continue it, --overwrite to replace it, or give another --run_dir"
-                )
-            self.is_replacing = True
-        # killed before it had anything to keep
-        is_again = holds_run or (config.resume_from == "auto" and owner.get("has_trained"))
-        self.attempt = owner.get("attempt", 0) + 1 if is_again and not self.is_replacing else 1
-        self.claim_number = self._claim.number
-        # until `own` the launch has made nothing of what is here: a restart must not go on from that
-        self._kept = {"launch_id": launch_id, "attempt": self.attempt, "strikes": self.strikes}
-        self._claim.take(
-            self.checkpoints,
-            **self._kept | {"launch_id": launch_id if is_same_launch and not self.is_replacing else ""},
-        )
-        for left_over in [*self.folder.glob(f"*{TEMPORARY}"), *self.checkpoints.glob(f"*{TEMPORARY}")]:
-            left_over.unlink()
-        for left_over in self.watch_folder.glob("*"):  # of ranks that this attempt may not have
-            left_over.unlink()
+        start = self.start
+        values = {"attempt": start.attempt, "failures": start.failures, "has_diagnosed": has_diagnosed}
+        self._lock.write(launch_id=start.launch_id, has_trained=True, **values)
 
-    def own(self) -> None:
-        """On rank 0, once the run is about to train: a restart of this launch goes on from what it finds in the
-        folder."""
-        self._claim.keep(**self._kept, has_trained=True)
-
-    def say_diagnosis(self) -> None:
-        """On rank 0: the run was stopped since it ends at the same step again and again. Another launch may try
-        again."""
-        self._claim.keep(**self._kept, has_trained=True, has_diagnosed=True)
-
-    def make_room(self, config: TrainingConfig) -> None:
-        """On rank 0, once nothing more can be refused: delete the run that the folder holds, or move it aside."""
+    def replace_old_run(self, config: TrainingConfig) -> None:
+        """On rank 0, once nothing more can be rejected: move the old run aside, and delete it with --overwrite."""
+        numbered = (self.folder.with_name(f"{self.folder.name}.{number}") for number in range(1, 1_000_000))
+        aside = next(path for path in numbered if not path.exists())
+        if config.checkpoint_dir:  # elsewhere; without its checkpoints nothing continues the old run
+            for path in [*self.checkpoints.glob("step_*.pt"), *self.checkpoints.glob(checkpoint.BEST)]:
+                path.unlink()
+        self.folder.rename(aside)
+        self._lock.close()
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(exist_ok=True)
+        with suppress(OSError):  # the ranks write into these files already
+            (aside / self.watch_folder.name).rename(self.watch_folder)
+        self._lock = RunLock(self.folder, self.host, self.start.lock_number)
+        self.notes.append(f"moved the earlier run to {aside}")
         if config.overwrite:
-            # a kill must leave nothing to go on from
-            for folder, patterns in (
-                (self.checkpoints, CHECKPOINTS),
-                (self.folder, FILES),
-            ):
-                for path in [path for pattern in patterns for path in folder.glob(pattern)]:
-                    path.unlink()
-            self.notes.append(f"replaced the run that {self.folder} held")
-        else:
-            number = next(
-                n for n in range(1, 1_000_000) if not self.folder.with_name(f"{self.folder.name}.{n}").exists()
-            )
-            aside = self.folder.with_name(f"{self.folder.name}.{number}")
-            self.folder.rename(aside)
-            self._claim.close()
-            self.checkpoints.mkdir(parents=True)
-            with suppress(OSError):  # the ranks write into these files already
-                (aside / self.watch_folder.name).rename(self.watch_folder)
-            self._claim = Claim(self.folder, self.host)
-            self._claim.number = self.claim_number
-            self.notes.append(f"moved the earlier run aside: it is now in {aside}")
+            for path in [path for pattern in OURS for path in aside.glob(pattern)]:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            with suppress(OSError):  # files that are not ours stay there
+                aside.rmdir()
+            self.notes[-1] = f"replaced the run in {self.folder}" + (f"; other files are in {aside}" * aside.exists())
 
     def is_ours(self) -> bool:
-        """Whether no other job has taken over the folder, while this one was stopped or cut off."""
-        held = self._claim.read() if self._claim else _read_json(self.claim_file)
-        return not self.claim_number or held.get("number", self.claim_number) == self.claim_number
+        """Whether no other job has taken over the folder, while this one was suspended or cut off."""
+        return read_json(self.lock_file).get("number", self.start.lock_number) == self.start.lock_number
 
     def _check(self) -> None:
         """Before anything is written that a later owner would take for its own."""
@@ -201,10 +182,9 @@ class Run:
             raise TrainingError(f"run_dir={self.folder}: another job has taken over this run; end this one")
 
     def close(self) -> None:
-        """Let go of the folder."""
-        if self._claim is not None:
-            self._claim.close()
-            self._claim = None
+        """Release the folder."""
+        if self._lock is not None:
+            self._lock.close()
 
     # ---- records ----
 
@@ -214,6 +194,25 @@ class Run:
         if self.is_main:
             self._append("metrics.jsonl", values)
         return values
+
+    def event(self, event: str, step: int, **values: Any) -> None:
+        self.record("event", event=event, step=step, **values)
+
+    def record_skipped(self, skipped: list[SkippedStep], sampler: GlobalBatchSampler) -> None:
+        """Record optimizer steps that were skipped, with the samples of their global batches."""
+        for each in skipped:
+            indices = sampler.order(each.epoch)[each.first : each.first + each.samples].tolist()
+            self.event("skipped_step", each.step, epoch=each.epoch, indices=indices)
+        if skipped:
+            steps = ", ".join(str(each.step) for each in skipped[:5]) + (", ..." if len(skipped) > 5 else "")
+            self.warn("skipped %d optimizer step(s) with a non-finite loss or gradient: %s", len(skipped), steps)
+
+    def log(self, text: str, *values: Any) -> None:
+        logging.getLogger(LOGGER).info(text, *values)
+
+    def warn(self, text: str, *values: Any) -> None:
+        """Log what all ranks know: a warning on rank 0, and in the log files of the others."""
+        logging.getLogger(LOGGER).log(logging.WARNING if self.is_main else logging.INFO, text, *values)
 
     def _append(self, name: str, values: dict[str, Any]) -> None:
         self._check()
@@ -226,22 +225,16 @@ class Run:
         self._append(f"samples/rank{self.rank}.jsonl", {"epoch": epoch, "step": step, "indices": indices})
 
     def begin(self) -> None:
-        """Say in status.json that an attempt is running."""
+        """Write to status.json that an attempt is running."""
         self.is_replacing = False
-        path = self.folder / "status.json"
-        before = _read_json(path) if self.attempt > 1 else {}
-        where = {"epoch": 0, "step": 0, "samples_seen": 0, "checkpoint": None}
-        self.status(
-            "running",
-            **{name: before.get(name, value) for name, value in where.items()},
-            error=None,
-            rank=None,
-            host=None,
-        )
+        before = read_json(self.folder / "status.json") if self.start.attempt > 1 else {}
+        where = {"epoch": 0, "step": 0, "samples_seen": 0, "checkpoint": None} | before
+        kept = {name: where[name] for name in ("epoch", "step", "samples_seen", "checkpoint")}
+        self.status("running", **kept, error=None, rank=None, host=None)
         self._status_before = before if self.is_main else {}
 
     def progress(self, **values: Any) -> None:
-        """As `status` of a run that goes on, for what changes all the time: on the disk once a second at most."""
+        """As `status` of a running attempt, for what changes all the time: on the disk once a second at most."""
         if time.monotonic() - self._status_at < SECONDS_BETWEEN_STATUS:
             self._status |= values
         else:
@@ -254,30 +247,26 @@ class Run:
             self._check()
             self._status |= {"state": state} | values | {"time": now()}
             is_running = state == "running"
-            if is_running and not self.claim_file.exists():
+            if is_running and not self.lock_file.exists():
                 return  # the file system is gone, and nothing belongs below its mount point
-            with suppress(OSError) if is_running else nullcontext():  # a full disk: training goes on
+            with suppress(OSError) if is_running else nullcontext():  # a full disk: training continues
                 replace_json(self.folder / "status.json", self._status, is_flushed=not is_running)
 
     def lost_ranks(self) -> TrainingError | None:
-        """After a collective failed since a peer was gone: which rank it was that went without a word, as the watch
-        shows it."""
+        """After a collective failed because a peer was gone: which rank ended without an error of its own."""
         places, standing, _ = look_twice(self.watch_folder, len(self.hosts))
-        if not standing:
+        if not standing or not self.watch_folder.is_dir():
             return None
         rank, place = min(standing), places[min(standing)]
         where = f" in {place.phase} of step {place.step}" if place else ""
         more = f", and {len(standing) - 1} more" if len(standing) > 1 else ""
-        remedy = (
-            "look for the kernel's word on memory (dmesg; then fewer --num_workers, --activation_checkpointing, "
-            "or a new run with a smaller --batch_size) or the node's state, then --resume_from auto"
-        )
+        remedy = "look for out-of-memory kills (dmesg) or the node's state, then --resume_from auto"
         return TrainingError(
             f"rank {rank} on {self.hosts[rank]} was killed or cut off{where}{more}; {remedy}", rank, self.hosts[rank]
         )
 
     def failed(self, error: BaseException) -> None:
-        """Say in status.json that the run failed; for the rank that notices first, whichever it is."""
+        """Write to status.json that the run failed; for the rank that notices first, whichever it is."""
         if self.is_replacing or not self.is_ours():
             return  # the status is that of another run, or of another job
         if getattr(error, "rank", None) is not None and not self.is_main and not isinstance(error, TrainingError):
@@ -292,9 +281,8 @@ class Run:
         where = {"rank": self.rank, "host": self.host} if rank is None else {"rank": rank, "host": host}
         for is_second_look in (False, True):
             if is_second_look:
-                # rank 0, which may have been writing its own status just then, waits for this rank by now
-                time.sleep(0.3)
-            status = _read_json(path)
+                time.sleep(0.3)  # rank 0, which may have been writing its own status just then, waits for this rank now
+            status = read_json(path)
             if status.get("state") == "running":
                 with suppress(OSError):  # the error itself must come through
                     replace_json(path, status | {"state": "failed", "error": text} | where | {"time": now()})
@@ -320,48 +308,44 @@ class Run:
         return source.exists()
 
     def rewind(self, step: int, is_evaluated: bool = False) -> None:
-        """Before a resumed run writes: drop records that it will write again, and set aside checkpoints from beyond its
-        step.
+        """Before a resumed run writes: drop records that it will write again, and set aside checkpoints of later steps.
 
-        Args:
-            is_evaluated: an evaluation at this step is behind it, and not made again.
+        is_evaluated: the evaluation at this step was made, and is not repeated.
         """
-
         beyond = [
-            path
-            for path in checkpoint.step_checkpoints(self.checkpoints)
-            if path > checkpoint.step_path(self.checkpoints, step)
+            each
+            for each in checkpoint.step_checkpoints(self.checkpoints)
+            if each > checkpoint.step_path(self.checkpoints, step)
         ]
         best = self.checkpoints / checkpoint.BEST
         if best.exists():
             try:
                 is_beyond = checkpoint.verify(best).step > step
-            except UserError as refused:
-                self.notes.append(str(refused))
+            except UserError as error:
+                self.notes.append(str(error))
                 is_beyond = True
             beyond += [best] * is_beyond
-        if beyond:  # before the records: a kill in between leaves nothing from beyond the step to go on from
-            aside = self.folder / f"superseded-{self.attempt}"
+        if beyond:  # before the records: after a kill in between nothing resumes from beyond the step
+            aside = self.folder / f"superseded-{self.start.attempt}"
             aside.mkdir(exist_ok=True)
             for path in beyond:
                 shutil.move(path, aside / path.name)
             self.notes.append(
-                f"moved {', '.join(path.name for path in beyond)}, not of the run up to step {step}, to {aside}"
+                f"moved checkpoints of later steps than {step} to {aside}: {', '.join(each.name for each in beyond)}"
             )
         is_test_apart = any(record["step"] == step and record["split"] == "val" for record in self.records("eval"))
 
         def is_kept(record: dict[str, Any]) -> bool:
             is_of_evaluation = record["kind"] == "eval" or record.get("event") == "best"
-            is_made_again = not is_evaluated or (is_test_apart and record.get("split") == "test")
-            return record["step"] < step or (record["step"] == step and not (is_of_evaluation and is_made_again))
+            is_repeated = not is_evaluated or (is_test_apart and record.get("split") == "test")
+            return record["step"] < step or (record["step"] == step and not (is_of_evaluation and is_repeated))
 
         keep_lines(self.folder / "metrics.jsonl", is_kept)
         for path in self.folder.glob("samples/rank*.jsonl"):
-            keep_lines(path, lambda r: r["step"] <= step)
+            keep_lines(path, lambda record: record["step"] <= step)
 
     def restore_best(self, step: int) -> bool:
-        """Make best.pt the checkpoint of this step again, from this folder or from that of the checkpoint resumed from.
-        Whether it is.
+        """Make best.pt the checkpoint of this step again, from this folder or that of the resumed one. Whether it is.
 
         step: of the best evaluation so far; below 0 where there was none.
         """
@@ -373,17 +357,13 @@ class Run:
             each for folder in folders for each in (folder / checkpoint.BEST, checkpoint.step_path(folder, step))
         ]:
             try:
-                if (
-                    path.exists()
-                    and (seal := checkpoint.verify(path)).step == step
-                    and (path.parent != self.checkpoints or self._claim.is_ours(seal))
-                ):
+                if path.exists() and checkpoint.verify(path).step == step:
                     if path != best:
                         _link(path, best)
                     return True
-            except UserError as refused:
-                self.notes.append(str(refused))
-        self.notes.append(f"the best checkpoint so far, of step {step}, is gone: the best is looked for anew")
+            except UserError as error:
+                self.notes.append(str(error))
+        self.notes.append(f"the best checkpoint so far, of step {step}, is gone: the next evaluation starts a new best")
         return False
 
 
@@ -397,13 +377,6 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, temporary)
     temporary.replace(target)
     temporary.unlink(missing_ok=True)  # of two names of one file a rename leaves both
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
 
 
 def _finite(value: Any) -> Any:

@@ -1,133 +1,76 @@
-"""Who owns a run's folder: a lock, a number that grows with each owner, and how the attempts before ended.
+"""Who owns a run's folder: a file lock, and a number in lock.json that grows with each owner.
 
-The kernel lets go of the lock however its process ends. The number fences off a former owner that still writes: it
-re-reads the
-number before a checkpoint gets its name, and readers do not count what was written under an older number after it was
-succeeded.
+The kernel releases the lock however its process ends. The number stops a former owner that was suspended and continues:
+it is read again before a record is written or a checkpoint gets its name.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from config import UserError
-from utils.checkpoint.format import BEST, Seal, seal_of, step_checkpoints
+from utils.clock import read_place
+from utils.files import read_json, replace_json
 from utils.run.provenance import now
-from utils.run.watchdog import read_place
 
-NAME = "claim.json"
-SECONDS_TO_SEE_A_BEAT = 5.0  # of an owner on another host, where locks may not reach
-MOST_STRIKES = 3  # attempts in a row that end at the same step before a person has to look
+NAME = "lock.json"
+SECONDS_TO_SEE_A_BEAT = 5.0  # of an owner on another host, where file locks may not reach
 
 
-class Claim:
-    """The claim of this process on a folder, and what it took over. Raises UserError when a living process holds it."""
+class RunLock:
+    """The lock of this process on a folder. Raises UserError when a living process holds it.
 
-    def __init__(self, folder: Path, host: str) -> None:
-        self.file, self._host = folder / NAME, host
-        self._lock: IO[str] | None = os.fdopen(
-            os.open(self.file, os.O_RDWR | os.O_CREAT, 0o666), "r+", encoding="utf-8"
-        )
-        self.before = _read(self._lock)
+    `before` is what the owner before wrote; `number` counts owners, and is kept where it is given.
+    """
+
+    def __init__(self, folder: Path, host: str, number: int = 0) -> None:
+        self._file, self._host = folder / NAME, host
+        self.before = read_json(self._file)
+        self.number = number or self.before.get("number", 0) + 1
+        self._descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_held = False
         except (BlockingIOError, PermissionError):
-            raise UserError(self._is_in_use(folder)) from None
+            is_held = True
         except OSError:  # a file system without locks
-            pass
-        if self.before.get("host", host) != host and _beats(folder / "watch" / "rank0"):
-            raise UserError(self._is_in_use(folder))
-        self.number = self.before.get("number", 0) + 1
-        self._inherited: list[str] = self.before.get("inherited", [])
-        self._last = self.before.get("number", 0)
+            is_held = False
+        if is_held or (self.before.get("host", host) != host and _beats(folder / "watch" / "rank0")):
+            self.close()
+            raise UserError(
+                f"run_dir={folder}: is in use by {_describe(self.before)}; end that job or give another --run_dir"
+            )
 
-    def _is_in_use(self, folder: Path) -> str:
-        owner = _read(self._lock)
-        since = owner.get("time", "?")
-        try:
-            age = f", for {(datetime.now(UTC) - datetime.fromisoformat(since)).total_seconds() / 60:.1f} min"
-        except ValueError:
-            age = ""
-        who = f"process {owner.get('pid', '?')} on {owner.get('host', '?')} since {since}{age}"
-        return f"run_dir={folder}: is in use by {who}; end that job or give another --run_dir"
-
-    def read(self) -> dict[str, Any]:
-        """The claim as it stands now. Never by opening the file anew in this process: to close it again would end the
-        lock."""
-        try:
-            return json.loads(os.pread(self._lock.fileno(), os.fstat(self._lock.fileno()).st_size, 0))
-        except (OSError, ValueError, AttributeError):  # it is being written, or we have let go of it
-            return {}
-
-    def is_ours(self, seal: Seal) -> bool:
-        """Whether a checkpoint with this seal counts: written by the last owner, or there when the folder came to that
-        one."""
-        return seal.claim >= self._last or seal.digest in self._inherited
-
-    def take(self, checkpoints: Path, **values: Any) -> None:
-        """Become the owner: from now on a former one's checkpoints do not count. values: kept with the claim."""
-        paths = [*step_checkpoints(checkpoints), checkpoints / BEST]
-        self._inherited = [seal.digest for path in paths if (seal := seal_of(path)) and self.is_ours(seal)]
-        self._last = self.number
-        self.keep(**values)
-
-    def keep(self, **values: Any) -> None:
-        """Write the claim, with these values beside what makes it one."""
-        mine = {
-            "number": self.number,
-            "host": self._host,
-            "pid": os.getpid(),
-            "time": now(),
-            **values,
-            "inherited": self._inherited,
-        }
-        data = (json.dumps(mine) + "\n").encode()
-        os.pwrite(self._lock.fileno(), data, 0)  # in place: the lock is on this very file
-        os.ftruncate(self._lock.fileno(), len(data))
+    def write(self, **values: Any) -> None:
+        """Become the owner, with these values beside what makes one."""
+        replace_json(
+            self._file, {"number": self.number, "host": self._host, "pid": os.getpid(), "time": now(), **values}
+        )
 
     def close(self) -> None:
-        """Let go of the folder."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        """Release the folder."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
-def strikes_of(before: dict[str, Any], status: dict[str, Any], watch: Path) -> list[dict[str, Any]]:
-    """The attempts in a row, up to the last one, that ended at the same step without a stop that was asked for.
-
-    Args:
-        before: the last attempt's claim.
-        status: what it said of itself.
-        watch: the folder of its ranks' places.
-    """
-    if not before.get("has_trained") or status.get("state") not in ("running", "failed"):
-        return []
-    steps = [place.step for file in watch.glob("rank*") if (place := read_place(file))]
-    strike = {
-        "step": max(steps, default=status.get("step", 0)),
-        "error": status.get("error") or "the process was killed",
-    }
-    return [each for each in before.get("strikes", []) if each["step"] == strike["step"]] + [strike]
-
-
-def _read(file: IO[str]) -> dict[str, Any]:
-    file.seek(0)
+def _describe(owner: dict[str, Any]) -> str:
+    since = owner.get("time", "?")
     try:
-        found = json.loads(file.read())
+        minutes = (datetime.now(UTC) - datetime.fromisoformat(since)).total_seconds() / 60
+        since += f", for {minutes:.1f} min"
     except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+        pass
+    return f"process {owner.get('pid', '?')} on {owner.get('host', '?')} since {since}"
 
 
 def _beats(file: Path) -> bool:
-    """Whether the owner's rank 0 shows life. It is asked where the lock was granted to another host: locks may not
-    reach that far."""
+    """Whether the owner's rank 0 is alive, by its watchdog's beat."""
     first = read_place(file)
     if first is None or first.phase == "end":
         return False
@@ -137,3 +80,19 @@ def _beats(file: Path) -> bool:
         if (place := read_place(file)) and place.beat != first.beat:
             return True
     return False
+
+
+def repeated_failures(owner: dict[str, Any], status: dict[str, Any], watch: Path) -> list[dict[str, Any]]:
+    """The attempts in a row, up to the last one, that failed at the same step.
+
+    Args:
+        owner: what the last attempt wrote to lock.json.
+        status: its status.json.
+        watch: the folder in which its ranks showed their steps.
+    """
+    was_asked = status.get("state") not in ("running", "failed")
+    if not owner.get("has_trained") or owner.get("has_diagnosed") or was_asked:  # diagnosed: a person has looked at it
+        return []
+    steps = [place.step for file in watch.glob("rank*") if (place := read_place(file))]
+    last = {"step": max(steps, default=status.get("step", 0)), "error": status.get("error") or "the process was killed"}
+    return [each for each in owner.get("failures", []) if each["step"] == last["step"]] + [last]

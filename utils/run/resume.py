@@ -1,19 +1,84 @@
-"""What may differ between a checkpoint and the run that goes on from it."""
+"""Opening a run and resuming it: what may differ between a checkpoint and the run that continues from it."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from config import TrainingConfig, UserError
+from utils.checkpoint import format as checkpoint
 from utils.data.sampler import GlobalBatchSampler
-from utils.run.lock import MOST_STRIKES
-from utils.training.state import Progress
+from utils.distributed.collectives import all_gather_json, on_all_ranks, on_rank_0, require_equal
+from utils.distributed.context import DistributedContext
+from utils.logger import setup_logger
+from utils.run.folder import Run, Start, claim
+from utils.run.start_checks import check_shared
+from utils.training.state import Progress, TrainState
+
+MAX_FAILURES = 3  # in a row at the same step, before a person has to look
+
+
+def open_run(config: TrainingConfig, ctx: DistributedContext) -> Run:
+    """The run's folder. Rank 0 locks it and decides whether a run in it is continued. Raises UserError."""
+    claimed = on_rank_0(lambda: claim(config, ctx.host, ctx.launch.id, ctx.launch.may_restart), ctx)
+    lock, start = claimed or (None, None)
+    start = Start(**all_gather_json(dataclasses.asdict(start) if start else None, ctx)[0])
+    run = Run(config.run_folder, config.checkpoint_folder, ctx.rank, ctx.hosts, start, lock)
+    if not start.is_completed:
+        check_shared(run.folder, run.lock_file, start.lock_number, ctx)
+    return run
+
+
+def resume_run(
+    run: Run,
+    state: TrainState,
+    config: TrainingConfig,
+    origin: dict[str, Any],
+    sampler: GlobalBatchSampler,
+    ctx: DistributedContext,
+) -> tuple[list[str], dict[str, Any] | None]:
+    """Load the checkpoint that the run starts from, if any, and bring the folder to its step.
+
+    Returns:
+        What differs from the checkpoint's config and may, and the goodput that the checkpoint holds.
+
+    Raises:
+        UserError: also when the last attempts all failed at the same step.
+    """
+    differences, goodput, progress = [], None, state.progress
+    if run.resume_path:
+        payload = load_checkpoint(run.resume_path, ctx)
+        facts = origin["fingerprint"], origin["global_batch_size"]
+        differences = on_all_ranks(lambda: compare(payload, config, *facts), ctx)
+        on_all_ranks(lambda: state.load_state_dict(payload, ctx.rank, ctx.world_size), ctx)
+        if is_other_best(payload, config):
+            progress.forget_best()
+        goodput = payload["provenance"]["goodput"]
+    if len(run.start.failures) >= MAX_FAILURES:
+        on_rank_0(lambda: run.mark_training(has_diagnosed=True), ctx)
+        raise UserError(diagnosis(run.start.failures, progress, sampler), 0, ctx.hosts[0], is_final=True)
+    if run.is_replacing:  # nothing is left that could be rejected
+        on_rank_0(lambda: run.replace_old_run(config), ctx)
+        setup_logger(ctx.rank, run.log_file)
+        run.begin()
+    on_rank_0(lambda: run.rewind(progress.step, progress.evaluated_step == progress.step), ctx)
+    if not all_gather_json(on_rank_0(lambda: run.restore_best(progress.best_step), ctx), ctx)[0]:
+        progress.forget_best()
+    on_rank_0(run.mark_training, ctx)
+    return differences, goodput
+
+
+def load_checkpoint(path: Path, ctx: DistributedContext) -> dict[str, Any]:
+    """Every rank reads the file from shared storage; all of them read the same bytes, or all raise UserError."""
+    payload, digest = on_all_ranks(lambda: checkpoint.read(path), ctx)
+    remedy = "put the run folder on storage that all nodes share"
+    require_equal(digest, f"{path}: {{other}} and {{first}} see different files under this name; {remedy}", ctx)
+    return payload
 
 
 def check_evaluation(payload: dict[str, Any], config: TrainingConfig) -> None:
-    """Raises UserError when the config names another model or another kind of data than the checkpoint was trained
-    with."""
+    """Raises UserError when the config names another model or kind of data than those of the checkpoint."""
     saved = payload["config"]
     wrong = [
         f"{field.name}={getattr(config, field.name)}: the checkpoint has"
@@ -35,11 +100,11 @@ def is_other_best(payload: dict[str, Any], config: TrainingConfig) -> bool:
 
 
 def compare(payload: dict[str, Any], config: TrainingConfig, fingerprint: str, global_batch_size: int) -> list[str]:
-    """What differs and may, a line each: from there on the run is not the one that would have gone on undisturbed.
+    """What differs and may, a line each: from there on the run is not the same as an uninterrupted one.
 
     Args:
         payload: the checkpoint.
-        config: settled, of the run that goes on.
+        config: resolved, of the run that continues.
         fingerprint: of its training set.
         global_batch_size: samples of one of its optimizer steps.
 
@@ -47,43 +112,32 @@ def compare(payload: dict[str, Any], config: TrainingConfig, fingerprint: str, g
         UserError: when something differs that must not, with all such fields.
     """
     saved, provenance = payload["config"], payload["provenance"]
-    wrong, said = [], []
+    wrong, may = [], []
     for field in dataclasses.fields(config):
         before, here = saved.get(field.name, field.default), getattr(config, field.name)
         if before == here or field.metadata["resume"] == "free":
             continue
         line = f"{field.name}={here}: the checkpoint has {field.name}={before}"
-        (wrong if field.metadata["resume"] == "must" else said).append(line)
+        (wrong if field.metadata["resume"] == "must" else may).append(line)
     if provenance["fingerprint"] != fingerprint:
         wrong.append("the training set is not the one of the checkpoint (other files, sizes or values)")
     before = provenance["global_batch_size"]
     if before != global_batch_size:
-        line = f"global batch: {global_batch_size} samples an optimizer step, the checkpoint has {before}"
-        (wrong if config.global_batch_size else said).append(line)
+        line = f"global batch: {global_batch_size} samples per optimizer step, the checkpoint has {before}"
+        (wrong if config.global_batch_size else may).append(line)
     if wrong:
-        raise UserError(
-            "\n".join(
-                [*wrong, "resume_from: these must match; give them as they were, or start a new run with --init_from"]
-            )
-        )
-    return said
+        remedy = "resume_from: these must match; give them as they were, or start a new run with --init_from"
+        raise UserError("\n".join([*wrong, remedy]))
+    return may
 
 
-def diagnosis(strikes: list[dict[str, Any]], progress: Progress, sampler: GlobalBatchSampler) -> str:
-    """What is to be said of a run that ends at the same step each time: which step, of which samples."""
-    step = strikes[-1]["step"]
-    indices, ahead = [], step - progress.step - 1
-    epoch, first = progress.epoch, progress.samples_in_epoch + ahead * sampler.global_batch_size
-    while first >= sampler.samples_per_epoch and ahead >= 0:  # global batches do not cross the end of an epoch
-        ahead -= -(
-            -(sampler.samples_per_epoch - (first - ahead * sampler.global_batch_size)) // sampler.global_batch_size
-        )
-        epoch, first = epoch + 1, max(0, ahead) * sampler.global_batch_size
-    if ahead >= 0:
-        indices = sampler.order(epoch)[first : first + sampler.global_batch_size].tolist()
-    shown = f"{indices[:32]}" + (f" and {len(indices) - 32} more" if len(indices) > 32 else "")
+def diagnosis(failures: list[dict[str, Any]], progress: Progress, sampler: GlobalBatchSampler) -> str:
+    """The error of a run that fails at the same step each time: which step, with which samples."""
+    step, size = failures[-1]["step"], sampler.global_batch_size
+    first = progress.samples_in_epoch + (step - progress.step - 1) * size
+    indices = sampler.order(progress.epoch)[max(0, first) : first + size].tolist()[:32]
+    which = f" (epoch {progress.epoch}, samples {indices})" if indices else ""
     return (
-        f"the last {len(strikes)} attempts all ended at step {step} (epoch {epoch}, samples {shown}) without a new"
-        f" checkpoint; the last one said: {strikes[-1]['error']}; mend that, then start again: there are {MOST_STRIKES}"
-        " more attempts"
+        f"the last {len(failures)} attempts all failed at step {step}{which} without a new checkpoint, the last one with:"
+        f" {failures[-1]['error']}; fix that and start again: there are {MAX_FAILURES} more attempts"
     )

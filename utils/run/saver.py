@@ -19,27 +19,26 @@ from config import TrainingConfig, TrainingError
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.writer import Outcome, Writer
 from utils.clock import Clock
+from utils.data.sampler import GlobalBatchSampler
 from utils.distributed.collectives import all_gather_json
 from utils.distributed.context import DistributedContext
-from utils.report.reporter import Reporter
 from utils.rng import derive_seed
 from utils.run.folder import Run
 from utils.training.state import TrainState
 
-FIRST_RETRY = 10.0  # seconds after a failed save; each further failure doubles it
-MOST_FAILURES = 7  # in a row, about ten minutes: then training without a net ends
+MAX_SECONDS_WITHOUT = 600.0  # of saves that fail: then training without a checkpoint ends
 LAST_TRIES = 3  # at the end of a run, a second apart
 SECONDS_OF_A_LOOK = 0.5
-PATIENCE = 0.0  # seconds that a save waits for the one before, before it is put off
 
 
 class Saver:
-    """The saves of one attempt. A copy of the state is begun at one step and complete before the weights change again
-    (`settle`).
+    """The saves of one attempt. The copy of the state begins at one step and is complete before the weights change.
 
     Args:
+        sampler: of the training set; tells which samples a skipped step had.
         writer: rank 0's.
         meta: gives what a checkpoint holds beside the state, plain values: its "config" and "provenance".
+        saved_step: of the checkpoint in this run's folder that is resumed from; -1: none.
     """
 
     def __init__(
@@ -48,34 +47,29 @@ class Saver:
         state: TrainState,
         config: TrainingConfig,
         ctx: DistributedContext,
-        reporter: Reporter,
+        sampler: GlobalBatchSampler,
         clock: Clock,
         writer: Writer | None,
         meta: Callable[[], dict[str, Any]],
+        saved_step: int = -1,
     ) -> None:
-        self._run, self._state, self._ctx, self._reporter, self._clock, self._meta = (
-            run,
-            state,
-            ctx,
-            reporter,
-            clock,
-            meta,
-        )
-        self._warn, self._keep_last, self._minutes = reporter.warn, config.keep_last, config.save_every_minutes
-        self._writer = writer
-        checkpoint.flatten(meta())  # what no checkpoint can hold is refused now; later its values alone are other ones
+        self._run, self._state, self._ctx, self._sampler, self._clock = run, state, ctx, sampler, clock
+        self._writer, self._meta, self._saved_step = writer, meta, saved_step
+        self._keep_last, self._minutes = config.keep_last, config.save_every_minutes
+        checkpoint.flatten(meta())  # rejects now what no checkpoint can hold; later only its values differ
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._weights = list(state.model.parameters())
         self._stream = torch.cuda.Stream() if ctx.device.type == "cuda" else None
-        self._hook = Hook(config.on_checkpoint, reporter.warn)
+        self._hook = Hook(config.on_checkpoint, run.warn)
         self._copy: Future[int] | None = None  # under way; gives the digest of this rank's weights
-        self.saved_step = -1  # of the last checkpoint begun
-        self._is_busy = False  # rank 0: a job is with the writer
-        self._failures, self._retry_at = 0, 0.0
-        self._is_finishing = False
-        self._begun_s = 0.0  # for which the loop stood still
-        self._is_owed = False  # rank 0: a save fell due while the writer was busy
-        self._begun_at = time.monotonic()
+        # rank 0's
+        self._is_busy = False  # the writer has a job
+        self._is_owed = False  # a save was due while the writer was busy
+        self._begun_at, self._begun_s = (
+            time.monotonic(),
+            0.0,
+        )  # of the last save: when, and for how long it blocked training
+        self._failing_since = 0.0  # when the first of the latest saves failed, none of which succeeded
 
     # ---- all ranks ----
 
@@ -83,8 +77,8 @@ class Saver:
         """Begin a checkpoint of this moment: the ranks give what is theirs, rank 0 copies and has it written.
 
         Args:
-            must: wait for one that is still being written; without it this one is then put off.
-            name: of the file; the step's own by default.
+            must: wait for the previous one if it is still being written; otherwise this one is postponed.
+            name: of the file; by default the step's own.
 
         Raises:
             UserError: when something in the state cannot be in a checkpoint.
@@ -92,90 +86,40 @@ class Saver:
         """
         self._clock.enter("save")
         began, state = time.perf_counter(), self._state
-        is_free = not self._writer or self._may_begin(must)
+        is_free = not self._writer or self._is_free(must)
         skips = state.read_skips()  # before `interval`, to which it adds
         ranks = all_gather_json({"interval": state.interval.state(), "skips": skips, "is_free": is_free}, self._ctx)
-        self._reporter.skipped(state.note_skips([each["skips"] for each in ranks]))
+        self._run.record_skipped(state.note_skips([each["skips"] for each in ranks]), self._sampler)
         if ranks[0]["is_free"]:
-            self._begin(
-                state.state_dict([each["interval"] for each in ranks]),
-                name or checkpoint.step_path(Path(), state.progress.step).name,
-            )
+            name = name or checkpoint.step_path(Path(), state.progress.step).name
+            self._begin(state.state_dict([each["interval"] for each in ranks]), name)
             self._begun_s = time.perf_counter() - began
-            if not name:
-                self.saved_step = state.progress.step
+            if name != checkpoint.BEST:
+                self._saved_step = state.progress.step
         self._clock.enter("update")
 
     def save_now(self, must: bool = True, is_again: bool = False) -> None:
-        """A checkpoint of this moment, unless there is one, of a state that nothing changes meanwhile. is_again: even
-        if there is one."""
-        if is_again or self.saved_step != self._state.progress.step:
+        """A checkpoint of this moment, unless there is one, and its copy complete. is_again: even if there is one."""
+        if is_again or self._saved_step != self._state.progress.step:
             self.save(must)
-        self.settle()
+        self.finish_snapshot()
 
     def save_best(self) -> None:
-        """best.pt is this state, on the disk, when this returns; where the disk does not take it the best is looked for
-        anew."""
+        """When this returns best.pt is this state, on the disk; or the next evaluation starts a new best."""
         progress = self._state.progress
-        if self.saved_step != progress.step:
+        if self._saved_step != progress.step:
             self.save(must=True, name=checkpoint.BEST)
-        self.settle()
+        self.finish_snapshot()
         self._clock.enter("save")
         if all_gather_json(not self._writer or self._link_best(progress.step), self._ctx)[0]:
-            self._reporter.best(progress)
+            self._run.event(
+                "best", progress.step, epoch=progress.epoch, path=str(self._run.checkpoints / checkpoint.BEST)
+            )
         else:
             progress.forget_best()
 
-    def _may_begin(self, must: bool) -> bool:
-        self._look(seconds=PATIENCE)
-        while must and self._is_busy and not self._retry_at:
-            self._look(seconds=SECONDS_OF_A_LOOK)
-        if self._retry_at:  # what could not be written is older than what comes
-            self._retry_at, self._is_busy = 0.0, False
-        self._is_owed = self._is_busy
-        return not self._is_busy
-
-    def _begin(self, state: dict[str, Any], name: str) -> None:
-        """Begin the copy of the state and the digest of the weights, both as they are now."""
-        model, later, send = self._state.model, [], None
-        if self._writer:
-            apart, tensors = checkpoint.flatten(state)
-            # the next forward pass changes them
-            volatile, at_once = (
-                {buffer.data_ptr() for buffer in model.buffers()},
-                [],
-            )
-            for view, tensor in zip(self._writer.fit(tensors), tensors, strict=True):
-                (at_once if tensor.data_ptr() in volatile else later).append((view, tensor))
-            _copy_all(at_once)
-            where = (
-                self._run.checkpoints / name,
-                apart | self._meta(),
-                self._keep_last,
-                self._run.claim_file,
-                self._run.claim_number,
-            )
-            send = functools.partial(self._writer.send, *where)
-        event = torch.cuda.current_stream().record_event() if self._stream else None
-        self._copy = self._thread.submit(self._copy_and_digest, later, self._weights, send, event)
-        self._is_busy, self._begun_at = bool(self._writer), time.monotonic()
-
-    def _copy_and_digest(self, pairs: list, weights: list[Tensor], send: Callable[[], None] | None, event: Any) -> int:
-        if self._stream:
-            torch.cuda.set_device(self._ctx.device)
-        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
-            if event:
-                self._stream.wait_event(event)
-            _copy_all(pairs)
-            digest = digest_of(weights)  # reads from the device: what was copied is there
-            if self._stream:
-                self._stream.synchronize()
-        if send:
-            send()
-        return digest
-
-    def settle(self) -> None:
-        """Before the weights change: the copy is complete, and the ranks' weights are compared.
+    def finish_snapshot(self) -> None:
+        """Before the weights change: complete the copy, and compare the ranks' weights.
 
         Raises:
             TrainingError: on all ranks when they differ; the checkpoint is then not committed.
@@ -191,76 +135,119 @@ class Saver:
         if odd:
             whose = ", ".join(f"rank {rank} on {self._ctx.hosts[rank]}" for rank in odd)
             raise TrainingError(
-                f"{whose}: has other weights than the other ranks, so nothing was saved; look for a fault of its memory"
-                " or for code that treats ranks differently (scripts/verify.py), then --resume_from auto",
+                f"{whose}: has other weights than the other ranks, so nothing was saved; look for faulty memory or code"
+                " that treats ranks differently (scripts/verify.py), then --resume_from auto",
                 odd[0],
                 self._ctx.hosts[odd[0]],
             )
 
+    def _begin(self, state: dict[str, Any], name: str) -> None:
+        """Begin the copy of the state and the digest of the weights, both as they are now."""
+        later, send = [], None
+        if self._writer:
+            flat, tensors = checkpoint.flatten(state)
+            buffers = {
+                buffer.data_ptr() for buffer in self._state.model.buffers()
+            }  # the next forward pass changes them
+            pairs = list(zip(self._writer.fit(tensors), tensors, strict=True))
+            _copy_all([pair for pair in pairs if pair[1].data_ptr() in buffers])
+            later = [pair for pair in pairs if pair[1].data_ptr() not in buffers]
+            place = self._run.checkpoints / name, flat | self._meta(), self._keep_last
+            send = functools.partial(self._writer.send, *place, self._run.lock_file, self._run.start.lock_number)
+        event = torch.cuda.current_stream().record_event() if self._stream else None
+        self._copy = self._thread.submit(self._copy_and_digest, later, send, event)
+        self._is_busy, self._is_owed, self._begun_at = bool(self._writer), False, time.monotonic()
+
+    def _copy_and_digest(self, pairs: list, send: Callable[[], None] | None, event: Any) -> int:
+        if self._stream:
+            torch.cuda.set_device(self._ctx.device)
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            if event:
+                self._stream.wait_event(event)
+            _copy_all(pairs)
+            digest = digest_of(self._weights)  # reads from the device: what was copied is there
+            if self._stream:
+                self._stream.synchronize()
+        if send:
+            send()
+        return digest
+
     # ---- rank 0 ----
 
     def is_due(self) -> bool:
-        """Whether a save by the clock, or one that was put off, can be begun now. Looks after the writer."""
+        """Whether a save by the clock, or a postponed or failed one, can begin now. Looks after the writer."""
         if not self._writer:
             return False
         self._look(seconds=0.0)
         is_time = 0 < self._minutes < (time.monotonic() - self._begun_at) / 60
         return not self._is_busy and (is_time or self._is_owed)
 
+    def _is_free(self, must: bool) -> bool:
+        """Whether the writer can take a job; with `must`, wait until it can."""
+        self._look(seconds=0.0)
+        while must and self._is_busy:
+            self._look(SECONDS_OF_A_LOOK)
+        self._is_owed = self._is_busy
+        return not self._is_busy
+
     def _look(self, seconds: float) -> None:
-        """Hear what became of the job, for so many seconds at most; try again what is due for it."""
+        """Take the outcome of the writer's job, waiting so many seconds at most."""
         self._hook.look()
         if seconds:
             self._clock.enter("save")  # a long write is no hang
-        if not self._is_busy or self._copy is not None:
-            return
-        if self._retry_at and time.monotonic() >= self._retry_at:
-            self._retry_at = 0.0
-            self._writer.again()
-            self._writer.commit()
-        if not self._retry_at and (outcome := self._writer.wait(seconds)):
-            self._heard(outcome)
+        if self._is_busy and self._copy is None and (outcome := self._writer.wait(seconds)):
+            self._is_busy = False
+            self._take(outcome)
 
-    def _heard(self, outcome: Outcome) -> None:
+    def _take(self, outcome: Outcome) -> None:
         if not outcome.problem:
-            self._is_busy, self._failures = False, 0
-            self._reporter.saved(outcome, self._begun_s)
+            self._failing_since = 0.0
+            self._report(outcome)
             self._hook.run(outcome.path)
             return
-        self._failures += 1
-        if outcome.is_final or self._failures >= (LAST_TRIES if self._is_finishing else MOST_FAILURES):
-            more = (
-                ""
-                if outcome.is_final
-                else f" ({self._failures} times in a row, training without a checkpoint ends here)"
+        self._failing_since = self._failing_since or time.monotonic()
+        minutes = (time.monotonic() - self._failing_since) / 60
+        if outcome.is_final:
+            raise TrainingError(outcome.problem)
+        if minutes * 60 > MAX_SECONDS_WITHOUT:
+            raise TrainingError(
+                f"{outcome.problem} (no checkpoint could be written for {minutes:.0f} min: training ends here)"
             )
-            raise TrainingError(outcome.problem + more)
-        wait = 1.0 if self._is_finishing else FIRST_RETRY * 2 ** (self._failures - 1)
-        wait = wait if outcome.seconds else 0.0  # 0: the process was killed
-        self._retry_at = time.monotonic() + wait
-        self._warn(f"{outcome.problem}; training goes on, and it is tried again in {wait:.0f} s")
+        self._is_owed = outcome.was_killed
+        self._run.warn(f"{outcome.problem}; training continues, the next checkpoint is tried when it is due")
+
+    def _report(self, outcome: Outcome) -> None:
+        """A checkpoint is on the disk."""
+        if outcome.path.name != checkpoint.BEST:
+            times = {"seconds": round(outcome.seconds, 3), "blocked_s": round(self._begun_s, 5)}
+            self._run.event("checkpoint", outcome.step, epoch=outcome.epoch, path=str(outcome.path), **times)
+            self._run.status("running", checkpoint=str(outcome.path))
+            blocked = 1000 * self._begun_s
+            self._run.log("saved %s in %.2f s; blocked training for %.1f ms", outcome.path, outcome.seconds, blocked)
 
     def finish(self) -> None:
-        """Wait until what was begun is on the disk. Raises TrainingError on rank 0 when it cannot be."""
-        self._clock.enter("save")
-        if self._writer:
-            self._is_finishing, self._failures = True, 0
-            self._retry_at = min(self._retry_at, time.monotonic())
-            try:
-                while self._is_busy:
-                    self._look(seconds=SECONDS_OF_A_LOOK)
-                    time.sleep(0.1 if self._retry_at else 0.0)
-            finally:
-                self._is_finishing = False
+        """Wait until the last checkpoint is on the disk. Raises TrainingError on rank 0 when it cannot be written."""
+        for last in [] if not self._writer else [False] * (LAST_TRIES - 1) + [True]:
+            while self._is_busy:
+                self._look(SECONDS_OF_A_LOOK)
+            if not self._failing_since:
+                return
+            if last:
+                raise TrainingError(
+                    f"{self._run.checkpoints}: the last checkpoint cannot be written; make room, then --resume_from auto"
+                )
+            time.sleep(1.0)
+            self._writer.again()
+            self._writer.commit()
+            self._is_busy = True
 
     def _link_best(self, step: int) -> bool:
         """Make best.pt the checkpoint of this step, once that is on the disk. Whether it is."""
         try:
             self.finish()
-            return self.saved_step != step or self._run.link_best(step)  # else it was written as best.pt
+            return self._saved_step != step or self._run.link_best(step)  # else it was written as best.pt
         except (OSError, TrainingError) as error:
-            self._retry_at = time.monotonic() + FIRST_RETRY if self._is_busy else 0.0
-            self._warn(f"best.pt cannot be written ({error}); the best checkpoint is looked for anew")
+            self._run.warn(f"best.pt cannot be written ({error}); the next evaluation starts a new best")
             return False
 
     def close(self) -> None:
@@ -272,7 +259,7 @@ class Saver:
 
 
 class Hook:
-    """`on_checkpoint`: the user's command, after a commit; one at a time, and of those that wait only the newest."""
+    """`on_checkpoint`: the user's command after a commit; one at a time, and of those that wait only the latest."""
 
     def __init__(self, command: str, warn: Callable[[str], None]) -> None:
         self._words, self._warn = shlex.split(command), warn
@@ -280,7 +267,7 @@ class Hook:
         self._waiting: Path | None = None
 
     def run(self, path: Path) -> None:
-        """Start it for this checkpoint, or as soon as the one before has ended."""
+        """Start it for this checkpoint, or as soon as the previous one has ended."""
         if self._words:
             self._waiting = path
             self.look()
@@ -291,20 +278,17 @@ class Hook:
             self._running = None
             if code:
                 self._warn(
-                    f"on_checkpoint: {shlex.join(self._words)} ended with exit code {code}; the checkpoint itself is"
-                    " whole"
+                    f"on_checkpoint: {shlex.join(self._words)} ended with exit code {code}; the checkpoint is valid"
                 )
         if self._waiting and not self._running:
             path, self._waiting = self._waiting, None
             words = [word.replace("{}", str(path)) for word in self._words]
+            words += [] if "{}" in " ".join(self._words) else [str(path)]
             try:
-                self._running = subprocess.Popen(
-                    words if "{}" in " ".join(self._words) else [*words, str(path)], start_new_session=True
-                )
+                self._running = subprocess.Popen(words, start_new_session=True)
             except OSError as error:
                 self._warn(
-                    f"on_checkpoint: {shlex.join(self._words)} cannot be run ({error.strerror}); the checkpoint itself"
-                    " is whole"
+                    f"on_checkpoint: {shlex.join(self._words)} cannot be run ({error.strerror}); the checkpoint is valid"
                 )
 
     def wait(self) -> None:
@@ -321,7 +305,7 @@ def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def digest_of(weights: list[Tensor]) -> int:
-    """63 bits that change with any bit of any weight: the sum of each tensor's bytes taken as whole numbers, hashed."""
+    """63 bits that change with any bit of any weight: the sum of each tensor's bytes as whole numbers, hashed."""
     sums = []
     for weight in weights:
         by_memory = sorted(range(weight.ndim), key=weight.stride, reverse=True)
@@ -333,6 +317,6 @@ def digest_of(weights: list[Tensor]) -> int:
 
 
 def diverged(digests: list[int]) -> list[int]:
-    """The ranks whose digest is not that of most; of two that differ the second, for want of a third."""
+    """The ranks whose digest differs from that of most; of two that differ, the second."""
     usual = max(digests, key=lambda each: (digests.count(each), -digests.index(each)))
     return [rank for rank, each in enumerate(digests) if each != usual]

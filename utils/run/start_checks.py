@@ -7,21 +7,21 @@ import hashlib
 import json
 import time
 from contextlib import suppress
+from pathlib import Path
 
 from config import TrainingConfig, UserError
 from utils.distributed.collectives import all_gather_json, on_all_ranks
 from utils.distributed.context import DistributedContext
+from utils.files import read_json
 from utils.run import provenance
-from utils.run.folder import Run
 
 MAY_DIFFER = ("data_dir",)  # mounted elsewhere on another machine; the data itself is compared when it is there
 SECONDS_TO_SEE = 5.0  # for a file of another machine on shared storage
-# descriptors: its own, two groups' sockets to a peer, a worker's pipes
 FILES_OF_A_PROCESS, FILES_OF_A_RANK, FILES_OF_A_WORKER = (
     128,
     4,
     16,
-)
+)  # descriptors; of a rank: sockets, of a worker: pipes
 
 
 def check_alike(config: TrainingConfig, ctx: DistributedContext) -> None:
@@ -57,31 +57,32 @@ def table(rows: list[list[str]]) -> str:
     )
 
 
-def check_shared(run: Run, ctx: DistributedContext) -> None:
-    """Raise UserError on every rank when one does not see in the run's folder what rank 0 has just put there, or cannot
-    write."""
+def check_shared(folder: Path, file: Path, number: int, ctx: DistributedContext) -> None:
+    """Raises UserError on every rank when one does not see what rank 0 has just written to the run's folder, or cannot
+    write there itself.
+
+    Args:
+        file: in the folder; its JSON has this `number`.
+    """
 
     def look() -> None:
         ends = time.monotonic() + SECONDS_TO_SEE
-        while not ctx.is_main:  # it holds a lock on that file, which would end with a file opened and closed here
-            with suppress(OSError, ValueError, KeyError):
-                if json.loads(run.claim_file.read_text(encoding="utf-8"))["number"] == run.claim_number:
-                    break
+        while read_json(file).get("number") != number:
             if time.monotonic() > ends:
                 here, first = ctx.hosts[ctx.rank], ctx.hosts[0]
                 remedy = "put the run folder on storage that all nodes share, at the same path"
                 raise UserError(
-                    f"run_dir={run.folder}: {here} does not see there what rank 0 on {first} has written; {remedy}"
+                    f"run_dir={folder}: {here} does not see there what rank 0 on {first} has written; {remedy}"
                 )
             time.sleep(0.1)
-        mark = run.folder / f".rank{ctx.rank}"
+        mark = folder / f".rank{ctx.rank}"
         try:
             mark.touch()
             mark.unlink()
         except OSError as error:
             host = ctx.hosts[ctx.rank]
             raise UserError(
-                f"run_dir={run.folder}: {host} cannot write there ({error.strerror}); mount it for all nodes to write"
+                f"run_dir={folder}: {host} cannot write there ({error.strerror}); mount it for all nodes to write"
             ) from None
 
     on_all_ranks(look, ctx)

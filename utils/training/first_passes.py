@@ -1,4 +1,8 @@
-"""The passes before the first step: DDP orders its buckets in them, and torch.compile compiles."""
+"""The passes before the first step: DDP orders its buckets in them, and torch.compile compiles the model.
+
+What is compiled depends on the batch size, so each size of an epoch or an evaluation is compiled on its own. The model is
+compiled in place: it stays the module it was, with the same keys.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +10,50 @@ import importlib.util
 import logging
 import shutil
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from config import TrainingConfig, UserError
 from utils.data.loader import GlobalBatchLoader
+from utils.distributed.collectives import on_all_ranks
 from utils.distributed.context import DistributedContext
-from utils.metrics import Metrics
+from utils.logger import NAME
+from utils.training.evaluation import ComputeLoss
 from utils.training.state import TrainState
 
-Loss = Callable[[nn.Module, Any], tuple[Tensor, Metrics]]  # model.compute_loss
 
+def first_passes(
+    model: DistributedDataParallel,
+    batch: Any,
+    state: TrainState,
+    loader: GlobalBatchLoader,
+    held_out: dict[str, GlobalBatchLoader],
+    compute_loss: ComputeLoss,
+    config: TrainingConfig,
+    ctx: DistributedContext,
+) -> list[str]:
+    """Two complete passes, so that a resumed run sums gradients in the order of a fresh one; then those of --compile.
 
-def warm_up(model: DistributedDataParallel, batch: Any, state: TrainState, compute_loss: Loss) -> list[str]:
-    """Two complete passes whose gradients are dropped: DDP orders its buckets in them, so that a resumed run sums as a
-    fresh one does.
+    Returns:
+        The names that an evaluation will report.
 
-    Returns the names that an evaluation will report. Raises UserError when a parameter got no gradient.
+    Raises:
+        UserError: when a parameter got no gradient.
     """
-    train_twice(model, batch, state, compute_loss)
-    return evaluate_once(batch, state, compute_loss)
+    on_all_ranks(lambda: train_twice(model, batch, state, compute_loss), ctx)
+    names = on_all_ranks(lambda: evaluate_once(batch, state, compute_loss), ctx)
+    if config.compile != "off":
+        on_all_ranks(lambda: compile_all_sizes(model, state, loader, held_out, compute_loss, config, ctx.is_main), ctx)
+    return names
 
 
-def train_twice(model: DistributedDataParallel, batch: Any, state: TrainState, compute_loss: Loss) -> None:
-    """Two complete passes of which nothing stays."""
+def train_twice(model: DistributedDataParallel, batch: Any, state: TrainState, compute_loss: ComputeLoss) -> None:
+    """Two forward and backward passes that leave nothing behind."""
     model.train()
     for _ in range(2):
         with state.precision.autocast():
@@ -47,8 +65,8 @@ def train_twice(model: DistributedDataParallel, batch: Any, state: TrainState, c
 
 
 @torch.no_grad()
-def evaluate_once(batch: Any, state: TrainState, compute_loss: Loss) -> list[str]:
-    """The names of what is reported; nothing else stays."""
+def evaluate_once(batch: Any, state: TrainState, compute_loss: ComputeLoss) -> list[str]:
+    """A pass in evaluation mode. The names of what is reported."""
     with state.precision.autocast():
         _, metrics = compute_loss(state.model.eval(), batch)
     return ["loss", *metrics]
@@ -56,34 +74,28 @@ def evaluate_once(batch: Any, state: TrainState, compute_loss: Loss) -> list[str
 
 def compile_all_sizes(
     model: DistributedDataParallel,
-    loader: GlobalBatchLoader,
-    held_out_loaders: dict[str, GlobalBatchLoader],
     state: TrainState,
-    compute_loss: Loss,
+    loader: GlobalBatchLoader,
+    held_out: dict[str, GlobalBatchLoader],
+    compute_loss: ComputeLoss,
     config: TrainingConfig,
-    ctx: DistributedContext,
-    logger: logging.Logger,
+    is_main: bool,
 ) -> None:
-    """After `warm_up`: compile the model, in as many passes of each size that the run will meet, on all ranks alike.
+    """Compile the model in passes of every batch size of the run.
 
-    Two of each: CUDA graphs are recorded in the second. The passes before were not compiled, so that the gradients lie
-    in memory of
-    DDP's or of their own, where `TrainState.drop_gradients` leaves them, and not in that of a graph.
+    Two passes each: CUDA graphs are recorded in the second. The passes before were not compiled, so the gradients lie in
+    memory of DDP's or their own, where `TrainState.drop_gradients` leaves them, and not in that of a graph.
     """
-    compiling = Compiling(state.model, config)
-    in_training, in_evaluation = sizes_of(loader), []
-    for size in in_training:
+    compiling = Compiling(state.model, config, is_main)
+    sizes = {"training": sizes_of(loader), "evaluation": []}
+    for size in sizes["training"]:
         train_twice(model, loader.fetch(list(range(size)))[2], state, compute_loss)
-    for held_out in held_out_loaders.values():
-        for size in sizes_of(held_out):
-            in_evaluation += [size] if size not in in_evaluation else []
+    for each in held_out.values():
+        for size in sizes_of(each):
+            sizes["evaluation"] += [size] if size not in sizes["evaluation"] else []
             for _ in range(2):
-                evaluate_once(held_out.fetch(list(range(size)))[2], state, compute_loss)
-    compiling.finish(
-        {"training": in_training, "evaluation": in_evaluation},
-        logger.info,
-        logger.warning if ctx.is_main else logger.info,
-    )
+                evaluate_once(each.fetch(list(range(size)))[2], state, compute_loss)
+    compiling.finish(sizes)
 
 
 def sizes_of(loader: GlobalBatchLoader) -> list[int]:
@@ -93,62 +105,58 @@ def sizes_of(loader: GlobalBatchLoader) -> list[int]:
 
 
 def check_compiler(mode: str, device: torch.device, named: str) -> None:
-    """Raise UserError where this machine lacks what torch.compile needs to build its kernels. named: by the
-    environment, CC or CXX."""
+    """Raises UserError where torch.compile could not build its kernels.
+
+    named: the compiler that the environment names (CC or CXX).
+    """
     if mode == "off":
         return
     on_cuda = device.type == "cuda"
     kind, known = ("C", ["gcc", "clang"]) if on_cuda else ("C++", ["g++"])
+    missing = ""
     if not any(map(shutil.which, [named] if named else known)):
-        looked = named or " nor ".join(known)
-        raise UserError(
-            f"compile={mode}: needs a {kind} compiler, and there is no {looked}; install {known[0]}, or give"
-            " --compile off"
-        )
-    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
-        raise UserError(
-            f"compile={mode}: needs the headers of this Python (Python.h); install python3-dev, or give --compile off"
-        )
-    if on_cuda and importlib.util.find_spec("triton") is None:
-        raise UserError(f"compile={mode}: needs triton, which is not installed; install it, or give --compile off")
+        missing = f"a {kind} compiler ({named or ' or '.join(known)})"
+    elif not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        missing = "the headers of this Python (python3-dev)"
+    elif on_cuda and importlib.util.find_spec("triton") is None:
+        missing = "triton"
+    if missing:
+        raise UserError(f"compile={mode}: needs {missing}, which is missing; install it, or use --compile off")
 
 
 class Compiling:
-    """The model is compiled at its next calls. Make it on all ranks."""
+    """From its construction on the model is compiled at its next calls. On all ranks."""
 
-    def __init__(self, model: nn.Module, config: TrainingConfig) -> None:
-        import torch._dynamo  # seconds, of which a run without --compile knows nothing
+    def __init__(self, model: nn.Module, config: TrainingConfig, is_main: bool) -> None:
+        import torch._dynamo  # takes seconds
 
-        torch.compiler.reset()  # of an earlier run in this process: its code and its listeners
-        # cut at DDP's buckets, so that they overlap with what comes; torch cannot cut blocks that compute again, nor at
-        # very small buckets
-        can_cut = not config.activation_checkpointing and not 0 < config.bucket_cap_mb < 1
-        torch._dynamo.config.optimize_ddp = can_cut
-        self._mode, self._seconds, self._began, self._say = config.compile, 0.0, 0.0, None
+        torch.compiler.reset()  # the code and listeners of an earlier run in this process
+        # graphs are cut at DDP's buckets, so that these overlap; torch cannot cut recomputed blocks or tiny buckets
+        torch._dynamo.config.optimize_ddp = not config.activation_checkpointing and not 0 < config.bucket_cap_mb < 1
+        self._mode, self._seconds, self._began, self._warns = config.compile, 0.0, 0.0, False
+        self._level = logging.WARNING if is_main else logging.INFO
         torch._dynamo.on_compile_start(self._start)
         torch._dynamo.on_compile_end(self._end)
         model.compile(mode=config.compile, dynamic=False)
 
-    def finish(self, sizes: dict[str, list[int]], log: Callable[..., None], warn: Callable[..., None]) -> None:
-        """All passes were made that the run will make. What is compiled from here on is said, once. Raises UserError
-        where nothing was."""
+    def finish(self, sizes: dict[str, list[int]]) -> None:
+        """All sizes are compiled: from here on another compilation is a warning. Raises UserError if nothing was."""
         if not self._seconds:
             raise UserError(
-                f"compile={self._mode}: torch {torch.__version__} finds nothing to compile in the model, a bare"
-                " nn.Sequential as a rule; give it a class of its own with a forward, or --compile off"
+                f"compile={self._mode}: torch {torch.__version__} found nothing to compile, as in a bare nn.Sequential;"
+                " give the model a class with a forward, or use --compile off"
             )
         shown = ", ".join(f"{' and '.join(map(str, each))} in {name}" for name, each in sizes.items() if each)
-        log("compiled (%s) in %.1f s, for batches of %s", self._mode, self._seconds, shown)
-        self._say = warn
+        text = "compiled (%s) in %.1f s, for batches of %s"
+        logging.getLogger(NAME).info(text, self._mode, self._seconds, shown)
+        self._warns = True
 
     def _start(self, _: Any) -> None:
         self._began = perf_counter()
-        if self._say:
-            self._say(
-                "torch.compile compiles again in the middle of the run, and training waits: as a rule a batch of"
-                " another shape; make batches of few shapes (crop, pad), or give --compile off"
-            )
-            self._say = None
+        if self._warns:
+            self._warns = False
+            text = "torch.compile recompiles in the middle of the run, usually for a new batch shape: use few shapes"
+            logging.getLogger(NAME).log(self._level, "%s (crop, pad), or --compile off", text)
 
     def _end(self, _: Any) -> None:
         self._seconds += perf_counter() - self._began

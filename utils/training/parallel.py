@@ -17,8 +17,7 @@ from utils.distributed.context import DistributedContext
 
 
 class SingleProcess(DistributedDataParallel):
-    """A world of one has nobody to average with: it leaves out what DDP does in each pass, which a small model would
-    notice."""
+    """DDP on one rank, without what DDP does in each pass: it would slow down a small model."""
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         return self.module(*inputs, **options)
@@ -26,10 +25,8 @@ class SingleProcess(DistributedDataParallel):
 
 def wrap_ddp(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) -> DistributedDataParallel:
     """Wrap the model in DDP. Every knob of DDP is set here and only here."""
-    sizes = [p.numel() * p.element_size() for p in model.parameters() if p.requires_grad]
-    if not sizes:
+    if not any(p.requires_grad for p in model.parameters()):
         raise UserError("model: has no parameter that is trained; leave some with requires_grad=True")
-    megabytes = sum(sizes) / 2**20
     # running statistics have a rule of their own (utils/training/batchnorm.py); torch 2.15 renamed the argument
     is_new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     no_buffers = {"forward_sync_buffers" if is_new else "broadcast_buffers": False}
@@ -39,16 +36,21 @@ def wrap_ddp(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) 
         device_ids=[ctx.device.index] if ctx.device.type == "cuda" else None,
         **no_buffers,
         gradient_as_bucket_view=True,
-        bucket_cap_mb=config.bucket_cap_mb or min(25.0, max(1.0, megabytes / 4)),  # some buckets, so that they overlap
+        bucket_cap_mb=bucket_megabytes(model, config),
     )
     if config.comm_hook != "none" and ctx.world_size > 1:
         _compress(wrapped, config.comm_hook, ctx.device)
     return wrapped
 
 
+def bucket_megabytes(model: nn.Module, config: TrainingConfig) -> float:
+    """The size of DDP's buckets in MB: a quarter of the gradients, so that several overlap, between 1 and 25."""
+    size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return config.bucket_cap_mb or min(25.0, max(1.0, size / 2**20 / 4))
+
+
 def _compress(model: DistributedDataParallel, name: str, device: torch.device) -> None:
-    """All-reduce gradients rounded to 16 bits; they, the weights and the optimizer stay as wide as they are. Raises
-    UserError."""
+    """All-reduce gradients rounded to 16 bits; weights and optimizer keep their type. Raises UserError."""
     hook = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[name]
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[name]
     try:

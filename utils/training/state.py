@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from config import TrainingConfig, UserError
-from utils.data.sampler import GlobalBatch
+from utils.data.sampler import GlobalBatch, GlobalBatchSampler
+from utils.distributed.consensus import is_every
 from utils.memory import is_out_of_memory
 from utils.metrics import MetricTracker
 from utils.training.batchnorm import RunningStats
@@ -48,9 +49,6 @@ class Progress:
         self.evaluated_step = self.step
         self.evaluations_since_best = 0 if is_best else self.evaluations_since_best + 1
         return is_best
-
-    def is_patience_over(self, patience: int) -> bool:
-        return 0 < patience <= self.evaluations_since_best
 
     def forget_best(self) -> None:
         """What comes is not to be compared with what was."""
@@ -88,6 +86,8 @@ class TrainState:
         self.interval = MetricTracker(device)  # sums since the last log point
         self.progress = Progress()
         self._clip = config.clip_grad_norm
+        self._epochs, self._eval_every, self._patience = config.epochs, config.eval_every, config.patience
+        self._has_ended, self._samples_per_epoch = False, 0
         self._has_cuda_graphs = config.compile == "reduce-overhead"
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         # in the model's order, which is the same in all processes: the norm is a sum, and groups may be made in any
@@ -107,11 +107,13 @@ class TrainState:
         self._seed = self._one
         self._steps: list[SkippedStep] = []  # what each of them would be, were it skipped
 
-    def plan(self, steps_left: int, steps_per_epoch: int, config: TrainingConfig) -> None:
-        """Lay the schedule over the whole run, of which so many optimizer steps are left."""
-        total = self.progress.step + steps_left
+    def plan(self, sampler: GlobalBatchSampler, config: TrainingConfig) -> None:
+        """Lay the schedule over the whole run, which continues where `progress` stands."""
+        progress = self.progress
+        total = progress.step + sampler.steps_left(progress.epoch, progress.samples_in_epoch, config.epochs)
         self.total_steps = min(total, config.max_steps) if config.max_steps else total
-        self._warmup_steps = round(config.warmup_epochs * steps_per_epoch)
+        self._warmup_steps = round(config.warmup_epochs * sampler.steps_per_epoch)
+        self._samples_per_epoch = sampler.samples_per_epoch
         if self.progress.step:
             self._set_lr(self.progress.step - 1)  # as the step before left it
 
@@ -136,11 +138,11 @@ class TrainState:
         """The learning rate of the last step taken, of the first parameter group."""
         return self.optimizer.param_groups[0]["lr"]
 
-    def backward(self, loss: torch.Tensor, share: float) -> None:
-        """The backward pass of share * loss. A loss that is not finite makes all gradients NaN, where its own would be
+    def backward(self, loss: torch.Tensor, loss_scale: float) -> None:
+        """The backward pass of loss_scale * loss. A loss that is not finite makes all gradients NaN, where its own would be
         finite too: all skip."""
         loss = self.scaler.scale(loss)
-        seed = torch.add(torch.full_like(loss, share), loss.detach(), alpha=0)  # 0 times what is not finite is NaN
+        seed = torch.add(torch.full_like(loss, loss_scale), loss.detach(), alpha=0)  # 0 times what is not finite is NaN
         if self.scaler.is_enabled():
             self._seed = self._seed * seed
         loss.backward(seed)
@@ -189,9 +191,35 @@ class TrainState:
         self.progress.samples_in_epoch += global_batch.samples
         self.progress.samples_seen += global_batch.samples
 
-    def next_epoch(self) -> None:
-        self.progress.epoch += 1
-        self.progress.samples_in_epoch = 0
+    @property
+    def is_at_end(self) -> bool:
+        """Whether all optimizer steps were made."""
+        return self.progress.step >= self.total_steps
+
+    @property
+    def is_epoch_complete(self) -> bool:
+        return self.progress.samples_in_epoch >= self._samples_per_epoch
+
+    @property
+    def is_evaluation_due(self) -> bool:
+        """After the steps of an epoch; an evaluation that was made at this step is not repeated."""
+        is_due = self.is_at_end or is_every(self._eval_every, self.progress.epoch)
+        return is_due and self.progress.evaluated_step != self.progress.step
+
+    @property
+    def is_patience_over(self) -> bool:
+        return 0 < self._patience <= self.progress.evaluations_since_best
+
+    @property
+    def is_finished(self) -> bool:
+        return self._has_ended or self.progress.epoch >= self._epochs or self.is_patience_over
+
+    def end_epoch(self) -> None:
+        """After the evaluation: the next epoch begins, unless `max_steps` ended this one early."""
+        self._has_ended = self.is_at_end
+        if self.is_epoch_complete:
+            self.progress.epoch += 1
+            self.progress.samples_in_epoch = 0
 
     def read_skips(self) -> list[int]:
         """For each step since the last call: 0 taken, 1 skipped, 2 skipped and a loss of this rank was not finite.
