@@ -70,10 +70,10 @@ def prepare(config: TrainingConfig) -> Fork:
     """Load the data on all ranks. Raises UserError."""
     config = replace(config, resume_from="", overwrite=False, eval_only=False, compile="off", sync_bn=False)
     ctx = setup_distributed(config)
-    train_set, held_out, config = train.load_data(config, ctx)
+    sets = train.load_data(config, ctx)
     token = all_gather_json(time.time_ns(), ctx)[0]
     folder = config.run_folder.parent / f".verify-{token:x}"
-    return Fork(config, train_set, next(iter(held_out.values()), None), ctx, folder)
+    return Fork(sets.config, sets.train, next(iter(sets.held_out.values()), None), ctx, folder)
 
 
 class Report:

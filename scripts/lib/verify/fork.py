@@ -23,7 +23,7 @@ from ddp_utils import DistributedContext, cleanup_distributed, setup_distributed
 from lib.verify.values import one_line, scramble_global_rngs
 from utils.data.loader import GlobalBatchLoader, fetches_batches
 from utils.distributed.collectives import is_of_a_peer, on_all_ranks
-from utils.run.folder import Run
+from utils.training.evaluation import evaluate
 
 ACCUMULATION = 2  # micro-batches of a rank in an optimizer step
 
@@ -49,8 +49,7 @@ class Fork:
     held_out: Dataset | None
     ctx: DistributedContext
     folder: Path  # of the short runs; deleted at the end
-    runs: dict[str, Run] = field(default_factory=dict)
-    states: dict[str, Any] = field(default_factory=dict)  # the TrainState at the end of each run
+    trainings: dict[str, train.Training] = field(default_factory=dict)  # of the short runs that completed
 
     def clean_up(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -103,32 +102,32 @@ class Fork:
     def evaluate(self, model: nn.Module, dataset: Dataset) -> dict[str, float]:
         """Loss, metrics and "count" over all ranks."""
         loader = self.on_all(lambda: train.create_evaluation_dataloader(dataset, self.small_config, self.ctx))
-        return train.evaluate(model, loader, train.Precision(self.ctx.device.type, None), self.ctx, None)
+        return evaluate(model, loader, train.compute_loss, train.Precision(self.ctx.device.type, None), self.ctx)
 
     def short_run(self, name: str, **changes: Any) -> None:
-        """Train on the small set with train.train, and keep the run and its last state."""
+        """Train on the small set with train.train, and keep it in `trainings`."""
         config = replace(self.small_config, run_dir=str(self.folder / name), **changes)
         held_out = None if self.held_out is None else self.held_out_subset(config.batch_size + 1)
         sets = {"train": self.small_train_set(), "val": held_out, "test": None}
-        create_state = train.create_state
+        run_training = train.run_training
 
-        def keep_state(*args: Any) -> Any:
-            self.states[name] = create_state(*args)
-            return self.states[name]
+        def keep_training(training: train.Training) -> dict[str, Any]:
+            self.trainings[name] = training
+            return run_training(training)
 
         cleanup_distributed()
-        scramble_global_rngs(100 * self.ctx.rank + len(self.runs))
+        scramble_global_rngs(100 * self.ctx.rank + len(self.trainings))
         try:
-            with mock.patch.multiple(train, create_dataset=lambda _, split: sets[split], create_state=keep_state):
+            with mock.patch.multiple(train, create_dataset=lambda _, split: sets[split], run_training=keep_training):
                 outcome = train.train(config)
         except (UserError, TrainingError) as problem:
+            self.trainings.pop(name, None)
             if isinstance(problem, TrainingError) and (problem.rank is None or is_of_a_peer(problem)):
                 raise
             self.ctx = setup_distributed(self.config)  # every rank raises this error
             raise Broken(str(problem)) from None
         if outcome["state"] == "preempted":
             raise KeyboardInterrupt
-        self.runs[name] = Run(config.run_folder, config.checkpoint_folder, self.ctx.rank, self.ctx.hosts)
         self.ctx = setup_distributed(self.config)
 
     def on_all(self, action: Callable[[], Any]) -> Any:

@@ -129,7 +129,7 @@ def gradient(fork: Fork) -> str:
     plain_settings = {"epochs": 1, "use_amp": False, "amp_dtype": "auto", "ema_decay": 0.0, "comm_hook": "none"}
     with record_updates(ours := []):
         fork.short_run("gradient", eval_every=0, **plain_settings)
-    our_model = fork.states["gradient"].model
+    our_model = fork.trainings["gradient"].state.model
 
     def check() -> str:
         subset, device = fork.small_train_set(), fork.ctx.device

@@ -11,11 +11,10 @@ import model as fork_model
 from config import TrainingConfig
 from lib.verify.fork import Broken, Fork, as_single_process
 from lib.verify.values import digest, first_three, leaves, plural
+from train import Training
 from utils.checkpoint import format as checkpoint
 from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json
-from utils.run.folder import Run
-from utils.training.state import TrainState
 
 STATE = ("model", "ema", "optimizer", "scaler", "progress")
 TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes")
@@ -24,9 +23,9 @@ TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes")
 def training(fork: Fork) -> str:
     """Two epochs of training visit each sample once per epoch, by the indices that travel with the batches."""
     fork.short_run("whole", save_every_steps=1)
-    count, progress = len(fork.small_train_set()), fork.states["whole"].progress
+    count, progress = len(fork.small_train_set()), fork.trainings["whole"].state.progress
     seen: dict[int, list[int]] = {0: [], 1: []}
-    for file in fork.runs["whole"].folder.glob("samples/rank*.jsonl"):
+    for file in fork.trainings["whole"].run.folder.glob("samples/rank*.jsonl"):
         for record in map(json.loads, file.read_text().splitlines()):
             seen[record["epoch"]] += record["indices"]
     for epoch, indices in seen.items():
@@ -38,7 +37,7 @@ def training(fork: Fork) -> str:
 
 def weights(fork: Fork) -> str:
     """After training, weights, statistics, averages and optimizer state are bit for bit equal on all ranks."""
-    _, state = whole_run(fork)
+    state = whole_run(fork).state
     mine = leaves(comparable(state.state_dict([])))
     each = all_gather_json({name: digest(leaf) for name, leaf in mine.items()}, fork.ctx)
     for rank, found in enumerate(each):
@@ -52,24 +51,24 @@ def weights(fork: Fork) -> str:
 
 def resume(fork: Fork) -> str:
     """A run resumed from a checkpoint in its first epoch ends bit for bit like the uninterrupted run."""
-    whole, state = whole_run(fork)
-    first = checkpoint.step_checkpoints(whole.checkpoints)[0]
+    whole = whole_run(fork)
+    first = checkpoint.step_checkpoints(whole.run.checkpoints)[0]
     fork.short_run("resumed", init_from="", resume_from=str(first), num_workers=1)
     if different := differences(fork, "whole", "resumed"):
         raise Broken(
             f"{first_three(different)}: resumed and uninterrupted runs differ: state outside the checkpoint, or unkeyed"
             " random numbers; keep state in a parameter or persistent buffer, and draw with utils.rng"
         )
-    return f"{first.stem}.pt resumed, {state.progress.step} steps in all: state and records bit for bit those of the whole run"
+    return f"{first.stem}.pt resumed, {whole.state.progress.step} steps in all: state and records bit for bit those of the whole run"
 
 
 def plain_load(fork: Fork) -> str:
     """A checkpoint opens without ranks, in a model that has never been trained, and gives the same loss."""
-    whole, state = whole_run(fork)
-    path = checkpoint.step_checkpoints(whole.checkpoints)[-1]
+    whole = whole_run(fork)
+    path = checkpoint.step_checkpoints(whole.run.checkpoints)[-1]
 
     def check() -> str:
-        cpu, trained = torch.device("cpu"), state.model.cpu().eval()
+        cpu, trained = torch.device("cpu"), whole.state.model.cpu().eval()
         batch = to_device(fork.loader(fork.small_train_set()).sample_batch(), cpu)
         with torch.no_grad(), as_single_process():
             expected = fork_model.compute_loss(trained, batch)[0].item()
@@ -87,10 +86,10 @@ def plain_load(fork: Fork) -> str:
     return fork.on_rank_0(check)
 
 
-def whole_run(fork: Fork) -> tuple[Run, TrainState]:
-    if "whole" not in fork.runs:
+def whole_run(fork: Fork) -> Training:
+    if "whole" not in fork.trainings:
         raise Broken("skipped: no training finished; fix that first")
-    return fork.runs["whole"], fork.states["whole"]
+    return fork.trainings["whole"]
 
 
 def comparable(payload: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +101,7 @@ def comparable(payload: dict[str, Any]) -> dict[str, Any]:
 
 def differences(fork: Fork, a: str, b: str) -> list[str]:
     """Where the last checkpoints of two runs differ, and the records of b that a lacks."""
-    runs = [fork.runs[name] for name in (a, b)]
+    runs = [fork.trainings[name].run for name in (a, b)]
     payloads = [checkpoint.read(checkpoint.step_checkpoints(each.checkpoints)[-1])[0] for each in runs]
     of_a, of_b = (leaves(comparable(payload)) for payload in payloads)
     wrong = [name for name in of_a.keys() | of_b if digest(of_a.get(name)) != digest(of_b.get(name))]
