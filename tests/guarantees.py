@@ -219,7 +219,7 @@ GUARANTEES = [
         unit/test_writer.py::test_the_digest_changes_with_any_bit_of_any_weight_and_names_the_rank_that_differs
         """, faults="bit of a weight flips"),
     row("bad-sample", "faults", "a sample that cannot be read", "The run ends with path, class and rank.", tests="""
-        builtin/test_read_image.py::test_a_damaged_file_is_an_unreadable_sample_or_read_as_by_pil_and_never_another_exception
+        builtin/test_read_image.py::test_a_damaged_file_is_an_unreadable_sample_or_read_as_by_pil
         builtin/test_refused_data.py::test_a_corrupt_image_ends_the_run_with_its_path_class_and_rank
         """, faults="corrupt sample"),
     row("worker-killed", "faults", "a loader worker is killed or hangs", "The run ends with a sentence that names rank and worker.", tests="""
@@ -393,7 +393,7 @@ GUARANTEES = [
         builtin/test_slurm.py::test_tasks_of_srun_are_ranks_without_torchrun
         """),
     row("kubernetes", "launching", "Kubernetes", "The manifests fit the published schemas; a drained pod saves and is replaced.", tests="""
-        unit/test_kubernetes.py::test_every_manifest_is_what_the_published_schemas_say
+        unit/test_kubernetes.py::test_every_manifest_and_the_job_of_a_trainjob_are_what_the_published_schemas_say
         unit/test_kubernetes.py::test_each_pod_starts_its_node_of_the_job
         """, slow="""
         builtin/test_pods.py::test_a_pod_that_is_drained_saves_and_the_next_one_completes_the_run

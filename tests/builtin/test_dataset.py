@@ -1,4 +1,4 @@
-"""The data sets that are shipped: what they hold, and what is refused about files."""
+"""The built-in data sets: what they hold, and which files are rejected."""
 
 import shutil
 
@@ -44,12 +44,8 @@ def test_image_folder_reads_splits_sizes_and_labels(tmp_path):
     config = folder_config(tmp_path)
     train, val = create_dataset(config, "train"), create_dataset(config, "val")
     assert (len(train), len(val), create_dataset(config, "test")) == (5, 3, None)
-    assert (train.classes, train.targets, train.image_size, train.augment) == (
-        ["cat", "dog"],
-        [0, 0, 0, 1, 1],
-        8,
-        "crop",
-    )
+    assert (train.classes, train.targets) == (["cat", "dog"], [0, 0, 0, 1, 1])
+    assert (train.image_size, train.augment) == (8, "crop")
     assert (val.split, val.augment) == ("test", "none")  # the only held-out part does both
     image, label = train[4]
     assert image.shape == (3, 8, 8) and image.dtype == torch.uint8 and label == 1
@@ -81,35 +77,27 @@ def truncate(path):
     path.write_bytes(path.read_bytes()[:40])
 
 
+def leave_one_class(root):
+    for name in ("dog", "eel"):
+        shutil.rmtree(root / "train" / name)
+
+
 @pytest.mark.parametrize(
     ("spoil", "changes", "said"),
     [
-        (
-            lambda root: [shutil.rmtree(root / "train" / name) for name in ("dog", "eel")],
-            {},
-            "one class alone, cat; a class",
-        ),
+        (leave_one_class, {}, "one class only, cat; give"),
         (lambda root: (root / "val/emu").mkdir(), {}, "val/emu: is a class that .* lacks; give both"),
-        (
-            lambda root: truncate(root / "train/cat/000.png"),
-            {},
-            "cat/000.png: cannot be read as an image .*; replace or delete it",
-        ),
-        (
-            lambda root: save_images(root / "train", {"cat": 1}, size=(8, 9)),
-            {},
-            "is not square .9x8 pixels.; give --image_size",
-        ),
-        (None, {"in_channels": 4}, "in_channels=4: images are read with 1 channel or 3; give"),
-        (None, {"dataset_size": 99}, "dataset_size=99: the set has 6 samples; give"),
+        (lambda root: truncate(root / "train/cat/000.png"), {}, "cat/000.png: cannot be read as an image .*; replace"),
+        (lambda root: save_images(root / "train", {"cat": 1}, size=(8, 9)), {}, "is not square .9x8 pixels.; give"),
+        (lambda root: None, {"in_channels": 4}, "in_channels=4: images are read with 1 channel or 3; give"),
+        (lambda root: None, {"dataset_size": 99}, "dataset_size=99: the set has 6 samples; give"),
     ],
 )
-def test_image_folders_that_cannot_be_used_are_refused(tmp_path, spoil, changes, said):
+def test_image_folders_that_cannot_be_used_are_rejected(tmp_path, spoil, changes, said):
     """More of them, on every rank: test_refused_data.py."""
     for split in ("train", "val"):
         save_images(tmp_path / split, {"cat": 2, "dog": 2, "eel": 2})
-    if spoil:
-        spoil(tmp_path)
+    spoil(tmp_path)
     config = folder_config(tmp_path, **changes)
     with pytest.raises(UserError, match=said):
         resolve_auto(config, create_dataset(config, "train"))
@@ -119,7 +107,7 @@ def test_image_folders_that_cannot_be_used_are_refused(tmp_path, spoil, changes,
 # ---- cifar10 ----
 
 
-def test_cifar10_that_cannot_be_fetched_is_refused_and_leaves_nothing_that_looks_whole(tmp_path, monkeypatch):
+def test_cifar10_that_cannot_be_downloaded_is_rejected_and_leaves_no_folder(tmp_path, monkeypatch):
     datasets = pytest.importorskip("torchvision.datasets")
     config = TrainingConfig(dataset="cifar10", data_dir=str(tmp_path))
     (tmp_path / "cifar10.partial").mkdir()
@@ -131,9 +119,7 @@ def test_cifar10_that_cannot_be_fetched_is_refused_and_leaves_nothing_that_looks
 
     monkeypatch.setattr(datasets, "CIFAR10", Offline)
     assert not is_prepared(config)
-    with pytest.raises(
-        UserError, match="dataset=cifar10: cannot be fetched .no route to host.; put cifar-10-python.tar.gz into"
-    ):
+    with pytest.raises(UserError, match="cannot be downloaded .no route to host.; put cifar-10-python.tar.gz into"):
         prepare_data(config)
     assert not is_prepared(config) and not (tmp_path / "cifar10.partial" / "half").exists()
 

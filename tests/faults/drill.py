@@ -114,15 +114,12 @@ class Job:
             if self.program.poll() is not None:
                 break
             time.sleep(0.005)
-        raise AssertionError(
-            "waited in vain; the launch"
-            f" {'goes on' if self.program.poll() is None else 'has ended'}\n{self.end(1).text}"
-        )
+        raise AssertionError(f"waited in vain; the launch's exit code: {self.program.poll()}\n{self.end(1).text}")
 
     def wait_for_step(self, step: int, rank: int = 0) -> Place:
         """Until the rank has begun this optimizer step."""
         return self.wait_for(
-            lambda: (place := self.place(rank)) and place.step >= step and place.phase != "start" and place
+            lambda: (place := self.place(rank)) and place.phase != "start" and place.step >= step and place
         )
 
     def wait_for_phase(self, phase: str, rank: int = 0) -> Place:
@@ -188,10 +185,8 @@ class Drill:
         """train.py with a fault's own lines before it runs."""
         for name in ("go", "slow"):
             (self.folder / name).unlink(missing_ok=True)
-        path = self.folder / "program.py"
-        path.write_text(
-            f"HELD_AT, FOLDER = {held_at}, {str(self.folder)!r}\n{PROGRAM}\n{code}\ntrain.run_as_script()\n"
-        )
+        path, values = self.folder / "program.py", f"HELD_AT, FOLDER = {held_at}, {str(self.folder)!r}"
+        path.write_text(f"{values}\n{PROGRAM}\n{code}\ntrain.run_as_script()\n")
         return path
 
     def start(
@@ -227,13 +222,11 @@ class Drill:
         """A launch all of whose ranks wait in this step until `let_go`, once the checkpoint of that step is on the
         disk."""
         job = self.start(ranks, *flags, held_at=step, **options)
-        job.wait_for(
-            lambda: all(place and (place.step, place.phase) == (step, "forward") for place in job.places(max(1, ranks)))
-        )
+        places = [(step, "forward")] * max(1, ranks)
+        job.wait_for(lambda: [place and (place.step, place.phase) for place in job.places(max(1, ranks))] == places)
         if checkpoint_of:
-            job.wait_for(
-                lambda: job.checkpoint(checkpoint_of).exists() and not any(job.checkpoint(0).parent.glob("*.tmp"))
-            )
+            job.wait_for(job.checkpoint(checkpoint_of).exists)
+            job.wait_for(lambda: not any(job.checkpoint(0).parent.glob("*.tmp")))
         return job
 
     def let_go(self, is_slow: bool = False) -> None:
@@ -309,10 +302,7 @@ class Drill:
         key = hashlib.sha256(repr((ranks, flags, code)).encode()).hexdigest()[:12]
         folder = self.folder.parent / f"undisturbed-{key}"
         if not (folder / "summary.json").exists():
-            if code:
-                self.completes(ranks, *flags, name=folder, code=code)
-            else:
-                self.fork(ranks, *flags, name=folder)
+            self.completes(ranks, *flags, name=folder, code=code) if code else self.fork(ranks, *flags, name=folder)
         return folder
 
     def steps_lost(self, step: int) -> int:

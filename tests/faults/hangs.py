@@ -1,4 +1,4 @@
-"""A rank that is stopped or hangs: named in time with the stacks of all ranks, and the run goes on or is ended."""
+"""A rank that is stopped or hangs: reported with the stacks of all ranks, and the run continues or is ended."""
 
 import os
 import re

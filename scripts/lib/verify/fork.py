@@ -102,32 +102,34 @@ class Fork:
     def evaluate(self, model: nn.Module, dataset: Dataset) -> dict[str, float]:
         """Loss, metrics and "count" over all ranks."""
         loader = self.on_all(lambda: train.create_evaluation_dataloader(dataset, self.small_config, self.ctx))
-        return evaluate(model, loader, train.compute_loss, train.Precision(self.ctx.device.type, None), self.ctx)
+        try:
+            return evaluate(model, loader, train.compute_loss, train.Precision(self.ctx.device.type, None), self.ctx)
+        except RuntimeError as error:
+            if "evaluation counted" not in str(error):
+                raise
+            raise Broken(f"{error}, or of a sampler of your own; use create_evaluation_dataloader") from None
 
     def short_run(self, name: str, **changes: Any) -> None:
         """Train on the small set with train.train, and keep it in `trainings`."""
         config = replace(self.small_config, run_dir=str(self.folder / name), **changes)
         held_out = None if self.held_out is None else self.held_out_subset(config.batch_size + 1)
         sets = {"train": self.small_train_set(), "val": held_out, "test": None}
-        run_training = train.run_training
-
-        def keep_training(training: train.Training) -> dict[str, Any]:
-            self.trainings[name] = training
-            return run_training(training)
-
         cleanup_distributed()
         scramble_global_rngs(100 * self.ctx.rank + len(self.trainings))
-        try:
-            with mock.patch.multiple(train, create_dataset=lambda _, split: sets[split], run_training=keep_training):
+        with (
+            mock.patch.object(train, "create_dataset", lambda _, split: sets[split]),
+            mock.patch.object(train, "run_training", wraps=train.run_training) as run_training,
+        ):
+            try:
                 outcome = train.train(config)
-        except (UserError, TrainingError) as problem:
-            self.trainings.pop(name, None)
-            if isinstance(problem, TrainingError) and (problem.rank is None or is_of_a_peer(problem)):
-                raise
-            self.ctx = setup_distributed(self.config)  # every rank raises this error
-            raise Broken(str(problem)) from None
+            except (UserError, TrainingError) as problem:
+                if isinstance(problem, TrainingError) and (problem.rank is None or is_of_a_peer(problem)):
+                    raise
+                self.ctx = setup_distributed(self.config)  # every rank raises this error
+                raise Broken(str(problem)) from None
         if outcome["state"] == "preempted":
             raise KeyboardInterrupt
+        self.trainings[name] = run_training.call_args.args[0]
         self.ctx = setup_distributed(self.config)
 
     def on_all(self, action: Callable[[], Any]) -> Any:
