@@ -74,7 +74,7 @@ def test_the_quickstart_trains_two_ranks_to_over_90_percent(tmp_path, flags):
     ended, top1 = quickstart(tmp_path, *flags.split())
     assert ended.code == 0 and top1 >= 0.9, ended.text
     assert re.search(r"two ranks reached \d+(\.\d)?.* top-1", ended.out)
-    assert "Type next:" in ended.out and "2 on 1 node(s)" in ended.out
+    assert "Type next:" in ended.out and "2 on 1 node" in ended.out
 
 
 @pytest.mark.slow

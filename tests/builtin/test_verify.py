@@ -53,7 +53,7 @@ def fault(path):
     return pytest.param(path, id=path.stem, marks=() if path.stem in DEFAULT else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("patch", map(fault, FAULTS))
+@pytest.mark.parametrize("patch", [fault(path) for path in FAULTS])
 def test_a_fault_in_a_fork_is_named_with_its_remedy(tmp_path, patch):
     need("patch")
     fork, text = copy_repository(tmp_path), patch.read_text()

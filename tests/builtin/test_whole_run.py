@@ -19,7 +19,7 @@ EVAL_KEYS = "kind epoch step split weights loss top1 top5 count".split()
 SUMMARY_KEYS = (
     "state epochs steps skipped_steps samples_seen wall_s samples_per_s samples_per_s_per_rank world_size"
     " global_batch_size best_metric best_value best_top1 best_epoch final_top1 final_loss data_wait_fraction"
-    " peak_memory_bytes restarts goodput overflow_steps ledger"
+    " peak_memory_bytes restarts goodput overflow_steps time"
 ).split()
 PROVENANCE_KEYS = "git_commit git_dirty hosts start_time changed_template_files verified classes mean std".split()
 
@@ -37,12 +37,12 @@ def whole(tmp_path_factory):
 
 def test_rank_0_prints_what_was_decided_and_the_progress(whole):
     for part in (
-        "2 on 1 node(s): cpu",
+        "2 on 1 node: cpu",
         "2,777,674 parameters",
-        "8 a micro-batch x 2 micro-batches on 2 ranks = 16 a global batch",
-        "SyntheticImageDataset, 80 training samples, 16 to evaluate on (val)",
-        "15, 5 an epoch",
-        "a kill costs  at most the work of 10 min or 4 steps or 1 epoch(s), what comes first, and of the time that it takes to write one",
+        "8 per rank x 1 accumulation x 2 ranks = 16 global",
+        "SyntheticImageDataset, 80 training samples, 16 for evaluation (val)",
+        "15, 5 per epoch",
+        "every 10 min or 4 steps or 1 epoch, whichever comes first, and when asked to stop",
         "epoch 0 | step 2/15 | loss",
         "samples/s (",
         "a rank) | data wait",
@@ -85,7 +85,7 @@ def test_status_and_summary_tell_the_result(whole):
     expected = {"epochs": 3, "world_size": 2, "global_batch_size": 16, "restarts": 0, "best_metric": "top1"}
     expected |= {"best_value": best, "best_top1": best, "final_top1": last["top1"], "final_loss": last["loss"]}
     assert expected.items() <= summary.items()
-    assert 0 < summary["goodput"] <= 1 and sum(summary["ledger"].values()) == pytest.approx(summary["wall_s"], abs=0.1)
+    assert 0 < summary["goodput"] <= 1 and sum(summary["time"].values()) == pytest.approx(summary["wall_s"], abs=0.1)
 
 
 def test_config_provenance_and_code_tell_what_ran(whole):

@@ -53,8 +53,8 @@ def flip(path: Path) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-CUT = r"step_00000030\.pt: has no checksum at its end, it was cut short"
-FLIPPED = r"step_00000020\.pt: is damaged, its bytes do not have the checksum at its end"
+CUT = r"step_00000030\.pt: has no checksum at its end, it was truncated or is no checkpoint"
+FLIPPED = r"step_00000020\.pt: is damaged, its bytes do not match the checksum at its end"
 
 
 def damage_two(drill: Drill, folder: Path) -> None:
@@ -69,7 +69,7 @@ def drop_malicious(drill: Drill, folder: Path) -> None:
     pickle.loads(pickle.dumps(payload["model"]))
     assert marker.exists(), "the bomb is a dud"
     marker.unlink()
-    checkpoint.write(step_path(folder, 40), payload, claim=drill.json("claim.json")["number"])
+    checkpoint.write(step_path(folder, 40), payload)
 
 
 def drop_another_runs(drill: Drill, folder: Path) -> None:
@@ -83,7 +83,7 @@ def drop_another_runs(drill: Drill, folder: Path) -> None:
     "checkpoint of another run in the folder",
     drop_another_runs,
     30,
-    r"step_00000040\.pt: is the checkpoint of step 10 under another's name",
+    r"step_00000040\.pt: is the checkpoint of step 10 under another name",
 )
 def passed_over(drill: Drill, spoil: Callable[[Drill, Path], None], taken: int, *sentences: str) -> None:
     """The run goes on from this step's checkpoint, says why, and ends in the same bits."""
@@ -100,7 +100,7 @@ def all_damaged(drill: Drill) -> None:
     folder = stopped_at_30(drill)
     for step, damage in ((10, cut), (20, flip), (30, cut)):
         damage(step_path(folder, step))
-    refused = "has no whole checkpoint; give one with --resume_from, or --overwrite to start anew"
+    refused = "has no valid checkpoint; give one with --resume_from, or start over with --overwrite"
     with drill.unchanged(*LOOKED):
         drill.fails(drill.start(2, *RUN, "--resume_from", "auto"), CUT, FLIPPED, refused, has_status=False)
 
@@ -128,7 +128,7 @@ def command_fails(drill: Drill) -> None:
     drill.let_go()
     ended = drill.has_completed(job)
     for problem in ("ended with exit code 3", r"cannot be run \(No such file or directory\)"):
-        says(ended.text, f"on_checkpoint: {command} {problem}; the checkpoint itself is whole")
+        says(ended.text, f"on_checkpoint: {command} {problem}; the checkpoint is valid")
 
 
 @fault("command after a checkpoint hangs")

@@ -23,8 +23,6 @@ Images.__getitem__, Images.collate = getitem, staticmethod(default_collate)
 def corrupt_sample(drill: Drill) -> None:
     job = drill.start(2, *RUN, code=CORRUPT)
     drill.fails(job, r"rank \d: line 44 of train: is cut short; write it again")
-    status = drill.json("status.json")
-    assert f"rank {status['rank']} met" in status["error"]
     drill.resumes(2, *RUN)
 
 
@@ -50,13 +48,9 @@ Images.__init__ = init
 # ---- workers ----
 
 
-KILLED = (
-    r"rank 1: loader worker \d+ was killed by a signal \(Killed\), as a rule by the system for want of memory; give"
-    r" fewer --num_workers"
-)
+KILLED = r"rank 1: loader worker \d+ was killed, usually because the machine ran out of memory; use fewer --num_workers"
 STOPPED = (
-    r"rank 1: a loader worker hangs: in 11 s nothing came of samples (\d+, ){3}\d+ of train in epoch 0; mend the"
-    r" storage"
+    r"rank 1: a loader worker hangs: no batch for 11 s \(samples (\d+, ){3}\d+ of train in epoch 0\); fix the storage"
 )
 
 
@@ -77,10 +71,7 @@ def small_shared_memory(drill: Drill) -> None:
     """1 MB, where two ranks with two workers each may hold 1.5, and with one 0.9."""
     code = mounting("-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm")
     run = "--batch_size 768 --dataset_size 6144 --epochs 1".split()
-    said = (
-        r"/dev/shm: has 1.0 MB free, and 2 loader worker.* of each of 2 rank.* may put 1.5 MB there; .*, or"
-        r" --num_workers 1"
-    )
+    said = r"/dev/shm: 1.0 MB are free, and 2 workers of each of 2 ranks may need 1.5 MB; .*, or use --num_workers 1"
     drill.fails(drill.start(2, *run, "--num_workers", 2, code=code), said)
     assert not (drill.folder / "run/metrics.jsonl").exists()
     drill.completes(2, *run, "--num_workers", 1, "--overwrite", code=code)

@@ -22,13 +22,13 @@ from ranks import ROOT, Ended, WarmLaunch, finish, marked, start, stop
 from tasks import BUCKETS
 from training import Runs, assert_same_state
 from utils.checkpoint.format import step_path
-from utils.run.watchdog import Place, read_place
+from utils.clock import Place, read_place
 
 FLAGS = "--image_size 8 --batch_size 4 --log_interval 5 --backend gloo --no-use_amp --record_samples".split() + BUCKETS
 HOST = re.escape(socket.gethostname())
 # else a restart by torchrun finds the keys of the attempt that died
 NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-LOOKED = ("watch/", "claim.json")  # what a launch that is refused may change in a run's folder: who looked last
+LOOKED = ("watch/", "lock.json", ".lock")  # what a launch that is refused may change in a run's folder: who looked last
 # train.py on the task "images". For a fault's own lines: RUN is the run's folder, STEP the optimizer step under way (0:
 # before the first), before_loss(net) is called at each forward pass. A step takes at least 20 ms, so that a fault meets
 # it; 0.2 s where the drill's folder has a file "slow". Step HELD_AT waits for a file "go".
@@ -39,12 +39,12 @@ hold()
 import os, time, torch, train
 from pathlib import Path
 from tasks import Images, using
-from utils.run.watchdog import Watch
+from utils.clock import Clock
 TASK = using('images')
 TASK.__enter__()
 RANK, STEP = int(os.environ.get('RANK', 0)), 0
 RUN = Path(sys.argv[sys.argv.index('--run_dir') + 1])
-plain_begin, plain_loss = Watch.begin_step, train.compute_loss
+plain_begin, plain_loss = Clock.begin_step, train.compute_loss
 
 def begin_step(self, step):
     global STEP
@@ -61,7 +61,7 @@ def compute_loss(net, batch):
     before_loss(net)
     return plain_loss(net, batch)
 
-Watch.begin_step, train.compute_loss = begin_step, compute_loss
+Clock.begin_step, train.compute_loss = begin_step, compute_loss
 """
 
 

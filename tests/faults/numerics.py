@@ -34,7 +34,7 @@ def update_and_say(self, global_batch):
     plain_update(self, global_batch)
     say('after')
 
-train.create_state, Watch.begin_step, TrainState.update_if_finite = create_state, begin_and_say, update_and_say
+train.create_state, Clock.begin_step, TrainState.update_if_finite = create_state, begin_and_say, update_and_say
 """  # a digest of weights, BatchNorm statistics, momenta and averages before and after each step, by each rank
 
 
@@ -80,7 +80,7 @@ def skips(drill: Drill, code: str, steps: list[int], *flags: object) -> None:
     idle = idle_steps(drill)
     assert set(steps) <= set(idle) and len(idle) == len(steps) + summary["overflow_steps"], (idle, summary)
     for step in steps:
-        says(ended.text, rf"skipped \d+ optimizer step\(s\) whose loss or gradient is not finite: .*\b{step}\b")
+        says(ended.text, rf"skipped \d+ optimizer step\(s\) with a non-finite loss or gradient: .*\b{step}\b")
     if INFINITE_GRADIENT in code:
         assert all(record["loss"] is not None for record in drill.runs.records("run", "train"))
 
@@ -97,8 +97,7 @@ def nan_for_good(drill: Drill) -> None:
     job = drill.start(2, *RUN, "--max_skipped_steps", 4, code=changed_loss("range(7, 99)", NAN))
     drill.fails(
         job,
-        r"the last \d+ optimizer steps, up to step \d+, had a loss or a gradient that is not finite; look at their"
-        r" samples",
+        r"the last \d+ optimizer steps, up to step \d+, had a non-finite loss or gradient; look at their samples",
     )
     last = max(drill.runs.samples("run"))
     assert f"the last {last - 6} optimizer steps, up to step {last}," in drill.json("status.json")["error"]
@@ -122,10 +121,7 @@ def update_and_change(self, global_batch):
 TrainState.update_if_finite = update_and_change
 """
     job = drill.start(3, *SAVING, code=code)
-    said = (
-        rf"rank 1 on {HOST}: has other weights than the other ranks, so nothing was saved; look for a fault of its"
-        r" memory"
-    )
+    said = rf"rank 1 on {HOST}: has other weights than the other ranks, so nothing was saved; look for faulty memory"
     drill.fails(job, said, rank=1)
     assert 0 < int(drill.runs.checkpoints("run")[-1].stem.removeprefix("step_")) <= 10
     drill.resumes(3, *SAVING)

@@ -30,7 +30,7 @@ def dead_owner(drill: Drill) -> None:
         os.kill(pid, signal.SIGKILL)
     job.end()
     drill.completes(2, *RUN, "--resume_from", "auto", code=ELSEWHERE)
-    assert drill.json("claim.json")["host"] == "elsewhere" and drill.json("claim.json")["number"] == 2
+    assert drill.json("lock.json")["host"] == "elsewhere" and drill.json("lock.json")["number"] == 2
     drill.is_whole(2, *RUN)
 
 

@@ -32,9 +32,9 @@ def port_taken(drill: Drill) -> None:
         port = other.getsockname()[1]
         first, second = (job.end() for job in by_hand(drill, 2, port, "--timeout", 5))
     assert [first.code, first.left, second.code, second.left] == [2, 0, 2, 0], first.text + second.text
-    met = rf"cannot meet the others at 127.0.0.1:{port}"
-    says(first.err, rf"rank 0 {met} \(.*(EADDRINUSE|address already in use).*\); .*another MASTER_PORT")
-    says(second.err, rf"rank 1 {met} \(.*\); check that rank 0 runs and its address is right")
+    met = rf"rendezvous at 127.0.0.1:{port} failed"
+    says(first.err, rf"rank 0: {met} \(.*(EADDRINUSE|address already in use).*\); .*another MASTER_PORT")
+    says(second.err, rf"rank 1: {met} \(.*\); check that rank 0 runs and its address is right")
     assert not (drill.folder / "run").exists()
 
 
@@ -43,11 +43,11 @@ def peer_missing(drill: Drill) -> None:
     """Two ranks of three come; under torchrun, which has a store of its own, one of two hangs before it says a word."""
     first, second = (job.end() for job in by_hand(drill, 3, free_port(), "--timeout", 10))
     assert (first.code, first.left, second.left) == (2, 0, 0), first.text
-    says(first.err, r"rank 2 of 3: did not come within 10 s; look at what it said where it was started")
+    says(first.err, r"rank 2 of 3: did not start within 10 s; see its output where it was started")
     assert second.code in (1, 2)  # it may hear of it as of the store's end, which rank 0 serves
     code = "import signal\nif RANK == 1:\n    signal.signal(signal.SIGTERM, signal.SIG_DFL)\n    time.sleep(600)\n"
     drill.fails(
-        drill.start(2, *RUN, "--timeout", 5, code=code), r"rank 1 of 2: did not come within 5 s; ", has_status=False
+        drill.start(2, *RUN, "--timeout", 5, code=code), r"rank 1 of 2: did not start within 5 s; ", has_status=False
     )
     assert not (drill.folder / "run").exists()
 
