@@ -88,7 +88,11 @@ def leave_one_class(root):
         (leave_one_class, {}, "one class only, cat; give"),
         (lambda root: (root / "val/emu").mkdir(), {}, "val/emu: is a class that .* lacks; give both"),
         (lambda root: truncate(root / "train/cat/000.png"), {}, "cat/000.png: cannot be read as an image .*; replace"),
-        (lambda root: save_images(root / "train", {"cat": 1}, size=(8, 9)), {}, "is not square .9x8 pixels.; give"),
+        (
+            lambda root: save_images(root / "train", {"cat": 1}, size=(8, 9)),
+            {},
+            "is not square .9x8 pixels.; resize all",
+        ),
         (lambda root: None, {"in_channels": 4}, "in_channels=4: images are read with 1 channel or 3; give"),
         (lambda root: None, {"dataset_size": 99}, "dataset_size=99: the set has 6 samples; give"),
     ],

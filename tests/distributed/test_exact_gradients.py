@@ -2,6 +2,7 @@
 global_batch."""
 
 import functools
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -14,7 +15,9 @@ from lib.verify.fork import record_updates
 from ranks import run_ranks
 from tasks import config_of, image_loss, using
 from train import Consensus, Decision, Precision, TrainState
+from utils.clock import Clock
 from utils.data.loader import create_distributed_dataloader
+from utils.training.first_passes import train_twice
 from utils.training.state import Progress
 
 BATCH = 2
@@ -47,15 +50,17 @@ def gradients(task, accumulations, tails, precision, dtype):
             state = TrainState(net, train.param_groups(net, config), config, precision)
             model = wrap_ddp(net, config, ctx)
             loader, _ = create_distributed_dataloader(train.create_dataset(config, "train"), config, ctx)
-            train.warm_up(model, loader.sample_batch(), state, train.compute_loss)
+            train_twice(model, loader.sample_batch(), state, train.compute_loss)
             for tail in (tail for tail in tails if tail <= BATCH * accumulation * ctx.world_size):
                 config = config_of([*flags, "--dataset_size", str(tail)], dtype)
                 loader, sampler = create_distributed_dataloader(train.create_dataset(config, "train"), config, ctx)
                 state.progress = Progress()
-                state.plan(sampler.steps_per_epoch, sampler.steps_per_epoch, config)
+                state.plan(sampler, config)
+                parts = {"config": config, "ctx": ctx, "state": state, "loader": loader, "model": model}
+                consensus = Consensus(Decision, ctx.control)
                 with record_updates(taken := []):
                     train.train_one_epoch(
-                        model, loader, state, config, ctx, Consensus(Decision, ctx.control), silent, silent
+                        SimpleNamespace(**parts, consensus=consensus, clock=Clock(), reporter=silent, saver=silent)
                     )
                 assert len(taken) == 1 and state.progress.samples_seen == tail
                 found[accumulation, tail] = [g.numpy() for g in taken[0].gradients.values()]
