@@ -1,6 +1,6 @@
 """Every value the pipeline reads: one frozen dataclass, from which flags, `--help` and the README's table are made.
 
-Standard library only, so that `--help` and a refused flag answer at once, before torch is imported.
+Standard library only, so that `--help` and a bad flag answer at once, before torch is imported.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0
 class UserError(ValueError):
     """The user asked for something that cannot be done. The message is a sentence that ends with the fix; exit code 2.
 
-    Where all ranks raise it, `rank` and `host` say whose trouble it is; `is_final`: another attempt of this launch is
-    of no use.
+    Where all ranks raise it, `rank` and `host` name the rank that has the problem; `is_final`: another attempt of this
+    launch is of no use.
     """
 
     def __init__(self, sentence: str, rank: int | None = None, host: str | None = None, is_final: bool = False) -> None:
@@ -36,7 +36,7 @@ class UserError(ValueError):
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on. The message is a sentence that ends with the remedy; exit code 1."""
+    """Training cannot continue. The message is a sentence that ends with the fix; exit code 1."""
 
     def __init__(self, sentence: str, rank: int | None = None, host: str | None = None) -> None:
         super().__init__(sentence)
@@ -61,8 +61,14 @@ def between(low: float, high: float) -> Check:
     )
 
 
-def one_of(*choices: str) -> Check:
-    return lambda value: "" if value in choices else f"is not known; choose {nearest(value, choices)}"
+class one_of:  # used like the functions around it
+    """A check whose choices are shown in --help."""
+
+    def __init__(self, *choices: str) -> None:
+        self.choices = choices
+
+    def __call__(self, value: Any) -> str:
+        return "" if value in self.choices else f"is not known; choose {nearest(value, self.choices)}"
 
 
 def local_path(value: str) -> str:
@@ -70,7 +76,7 @@ def local_path(value: str) -> str:
 
 
 def run_path(value: str) -> str:
-    return local_path(value) if value.strip() else "is empty; give a folder, runs/NAME say"
+    return local_path(value) if value.strip() else "is empty; give a folder, e.g. runs/NAME"
 
 
 def command_line(value: str) -> str:
@@ -97,23 +103,25 @@ def nearest(value: str, choices: Sequence[str]) -> str:
     return f"{', '.join(choices)}" + (f" (did you mean {close[0]}?)" if close else "")
 
 
-def setting(
-    group: str, default: Any, text: str, check: Check | None = None, resume: str = "free", auto: type | None = None
-) -> Any:
-    """One field of the config.
+def setting(group: str, default: Any, text: str, check: Check | None = None, resume: str = "free") -> Any:
+    """One field of the config. A field of type `int | str` may also be "auto".
 
-    resume: may a resumed run change it? "must" match, "may" change and is said, or is "free".
-    auto: the type of the value where it is not the word "auto".
+    resume: in a resumed run the value "must" be the same, "may" change and is logged, or is "free".
     """
-    meta = {
-        "group": group,
-        "help": text,
-        "check": check,
-        "resume": resume,
-        "type": auto or type(default),
-        "auto": auto is not None,
-    }
+    meta = {"group": group, "help": text, "check": check, "resume": resume}
     return dataclasses.field(default=default, metadata=meta)
+
+
+def help_of(field: dataclasses.Field) -> str:
+    """The help of a field, with its choices."""
+    check = field.metadata["check"]
+    return field.metadata["help"] + (f": {', '.join(check.choices)}" if isinstance(check, one_of) else "")
+
+
+def type_of(field: dataclasses.Field) -> tuple[type, bool]:
+    """The type of a field, and whether it may be "auto"."""
+    name, _, rest = field.type.partition(" | ")
+    return {"int": int, "float": float, "bool": bool, "str": str}[name], rest == "str"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,126 +129,68 @@ class TrainingConfig:
     """The configuration of one run. Raises UserError, with all problems listed, when a value cannot be used."""
 
     # fmt: off
-    run_dir: str = setting(
-        "run", DEFAULT_RUN_DIR, "run folder; may hold field names: runs/{model}-lr{lr}-s{seed}", run_path
-    )
-    resume_from: str = setting(
-        "run", "", "auto: latest valid checkpoint of run_dir; or a path; empty: fresh start", local_path
-    )
+    run_dir: str = setting("run", DEFAULT_RUN_DIR, "run folder; may hold fields: runs/{model}-s{seed}", run_path)
+    resume_from: str = setting("run", "", "auto: latest valid checkpoint; a path; empty: fresh start", local_path)
     overwrite: bool = setting("run", False, "replace the run that run_dir holds")
     init_from: str = setting("run", "", "start a new run with these weights: a checkpoint or a state dict", local_path)
-    eval_only: bool = setting(
-        "run", False, "evaluate resume_from (empty: the best checkpoint of run_dir), change nothing"
-    )
+    eval_only: bool = setting("run", False, "only evaluate resume_from (empty: the best checkpoint of run_dir)")
     seed: int = setting("run", 42, "seed of weights, order, augmentation and dropout", between(0, 2**63), "must")
     deterministic: bool = setting("run", False, "bit-exact on CUDA too, somewhat slower", resume="may")
 
-    dataset: str = setting(
-        "data", "synthetic", "synthetic, cifar10 or imagefolder", one_of("synthetic", "cifar10", "imagefolder"), "must"
-    )
-    data_dir: str = setting(
-        "data", "data", "data folder; imagefolder reads <data_dir>/{train,val,test}/<class>/*", local_path
-    )
-    dataset_size: int = setting(
-        "data", 0, "train on a seeded subset of this many samples (0 = all)", at_least(0), "must"
-    )
-    augment: str = setting(
-        "data", "auto", "none, crop or resized_crop, with flips; auto: crop up to 64 pixels",
-        one_of("auto", "none", "crop", "resized_crop"), "may"
-    )
-    cache: str = setting(
-        "data", "none", "decode images once: to ram (shared per node) or to device", one_of("none", "ram", "device")
-    )
-    num_workers: int | str = setting(
-        "data", "auto", "loader processes per rank; auto: 0 for data in memory", at_least(0), auto=int
-    )
+    dataset: str = setting("data", "synthetic", "data set", one_of("synthetic", "cifar10", "imagefolder"), "must")
+    data_dir: str = setting("data", "data", "imagefolder reads <data_dir>/{train,val,test}/<class>/*", local_path)
+    dataset_size: int = setting("data", 0, "train on a seeded subset of this size (0 = all)", at_least(0), "must")
+    augment: str = setting("data", "auto", "crops and flips", one_of("auto", "none", "crop", "resized_crop"), "may")
+    cache: str = setting("data", "none", "decode images once: to memory or the device", one_of("none", "ram", "device"))
+    num_workers: int | str = setting("data", "auto", "loader processes per rank (0 for data in memory)", at_least(0))
     drop_last: bool = setting("data", False, "drop the last, incomplete global batch of each epoch", resume="must")
     record_samples: bool = setting("data", False, "write the sample indices of each optimizer step to run_dir/samples")
 
-    model: str = setting(
-        "model", "mini_resnet", "mini_resnet or a torchvision classifier (resnet18, ...)", resume="must"
-    )
-    num_classes: int | str = setting("model", "auto", "classes; auto: from the data", at_least(2), "must", auto=int)
-    in_channels: int | str = setting(
-        "model", "auto", "image channels; auto: from the data", at_least(1), "must", auto=int
-    )
-    image_size: int | str = setting(
-        "model", "auto", "resize to this many pixels; auto: from the data", at_least(4), "must", auto=int
-    )
+    model: str = setting("model", "mini_resnet", "mini_resnet or a torchvision classifier", resume="must")
+    num_classes: int | str = setting("model", "auto", "classes (auto: from the data)", at_least(2), "must")
+    in_channels: int | str = setting("model", "auto", "image channels (auto: from the data)", at_least(1), "must")
+    image_size: int | str = setting("model", "auto", "resize to this size (auto: from the data)", at_least(4), "must")
     channels_last: bool = setting("model", True, "memory format of convolutions (faster on CPU and CUDA)", resume="may")
-    compile: str = setting(
-        "model", "off", "torch.compile: off, default or reduce-overhead (CUDA graphs)",
-        one_of("off", "default", "reduce-overhead")
-    )
-    activation_checkpointing: bool = setting(
-        "model", False, "recompute activations in the backward pass: less memory, slower"
-    )
+    compile: str = setting("model", "off", "torch.compile and its mode", one_of("off", "default", "reduce-overhead"))
+    activation_checkpointing: bool = setting("model", False, "recompute activations: less memory, slower")
     sync_bn: bool = setting("model", False, "BatchNorm over the micro-batches of all ranks (CUDA only)", resume="may")
 
     epochs: int = setting("training", 10, "passes over the training set", at_least(1), "may")
-    max_steps: int = setting(
-        "training", 0, "end after this many optimizer steps, schedule included (0 = off)", at_least(0), "may"
-    )
+    max_steps: int = setting("training", 0, "optimizer steps of the whole run (0: by epochs)", at_least(0), "may")
     batch_size: int = setting("training", 64, "samples per micro-batch of one rank", at_least(1), "must")
     grad_accum_steps: int = setting("training", 1, "micro-batches per rank and optimizer step", at_least(1))
-    global_batch_size: int = setting(
-        "training", 0, "samples per optimizer step; sets grad_accum_steps (0 = off)", at_least(0)
-    )
-    optimizer: str = setting("training", "sgd", "sgd or adamw", one_of("sgd", "adamw"), "must")
+    global_batch_size: int = setting("training", 0, "samples per step; sets grad_accum_steps (0 = off)", at_least(0))
+    optimizer: str = setting("training", "sgd", "optimizer", one_of("sgd", "adamw"), "must")
     lr: float = setting("training", 0.1, "peak learning rate, the same for any number of ranks", above(0), "may")
     momentum: float = setting("training", 0.9, "momentum of SGD, beta1 of AdamW", between(0, 1), "may")
     nesterov: bool = setting("training", True, "Nesterov momentum for SGD", resume="may")
-    weight_decay: float = setting(
-        "training", 5e-4, "weight decay; none on biases and normalization layers", at_least(0), "may"
-    )
-    warmup_epochs: float = setting(
-        "training", 0.5, "epochs of linear warm-up, followed by a cosine to zero", at_least(0), "may"
-    )
+    weight_decay: float = setting("training", 5e-4, "of weights, not of biases and normalization", at_least(0), "may")
+    warmup_epochs: float = setting("training", 0.5, "epochs of linear warm-up; a cosine follows", at_least(0), "may")
     label_smoothing: float = setting("training", 0.0, "label smoothing of the training loss", between(0, 1), "may")
     clip_grad_norm: float = setting("training", 0.0, "max gradient norm (0 = off)", at_least(0), "may")
-    ema_decay: float = setting(
-        "training", 0.0, "decay of the weights' moving average, e.g. 0.999 (0 = off)", between(0, 1), "may"
-    )
-    max_skipped_steps: int = setting(
-        "training", 50, "stop after this many non-finite steps in a row (0 = never)", at_least(0)
-    )
+    ema_decay: float = setting("training", 0.0, "weights' moving average, e.g. 0.999 (0 = off)", between(0, 1), "may")
+    max_skipped_steps: int = setting("training", 50, "non-finite steps in a row that end it (0 = off)", at_least(0))
     patience: int = setting("training", 0, "end after this many evaluations without improvement (0 = off)", at_least(0))
     max_time: float = setting("training", 0.0, "save and stop after this many minutes (0 = off)", at_least(0))
 
-    use_amp: bool = setting(
-        "precision", True, "automatic mixed precision where the hardware is fast at it", resume="may"
-    )
-    amp_dtype: str = setting("precision", "auto", "bf16, fp16 or auto", one_of("auto", "bf16", "fp16"), "may")
+    use_amp: bool = setting("precision", True, "mixed precision where the hardware is fast at it", resume="may")
+    amp_dtype: str = setting("precision", "auto", "type of mixed precision", one_of("auto", "bf16", "fp16"), "may")
 
-    backend: str = setting(
-        "distributed", "auto", "nccl, gloo or mpi; auto: nccl on CUDA, else gloo", one_of("auto", "nccl", "gloo", "mpi")
-    )
-    init_method: str = setting(
-        "distributed", "", "env://, tcp://HOST:PORT or file:///PATH (empty: env://)", rendezvous_url
-    )
+    backend: str = setting("distributed", "auto", "nccl on CUDA, else gloo", one_of("auto", "nccl", "gloo", "mpi"))
+    init_method: str = setting("distributed", "", "env:// (default), tcp://HOST:PORT or file:///PATH", rendezvous_url)
     timeout: float = setting("distributed", 600.0, "seconds a collective may take", above(0))
-    hang_timeout: float = setting(
-        "distributed", 300.0, "seconds without progress that end the run (0 = never)", at_least(0)
-    )
+    hang_timeout: float = setting("distributed", 300.0, "seconds without progress that end it (0 = off)", at_least(0))
     bucket_cap_mb: float = setting("distributed", 0.0, "DDP bucket size in MB (0: by model size)", at_least(0), "may")
-    comm_hook: str = setting(
-        "distributed", "none", "all-reduce gradients as fp16 or bf16", one_of("none", "fp16", "bf16"), "may"
-    )
+    comm_hook: str = setting("distributed", "none", "compress gradients to", one_of("none", "fp16", "bf16"), "may")
 
     checkpoint_dir: str = setting("checkpoints", "", "checkpoint folder (empty: run_dir/checkpoints)", local_path)
     save_every: int = setting("checkpoints", 1, "epochs between checkpoints (0 = off)", at_least(0))
     save_every_steps: int = setting("checkpoints", 0, "optimizer steps between checkpoints (0 = off)", at_least(0))
     save_every_minutes: float = setting("checkpoints", 10.0, "minutes between checkpoints (0 = off)", at_least(0))
     keep_last: int = setting("checkpoints", 3, "latest checkpoints to keep, beside the best", at_least(2))
-    on_checkpoint: str = setting(
-        "checkpoints", "", "command to run after each checkpoint, no shell; {} is its path", command_line
-    )
-    eval_every: int = setting(
-        "checkpoints", 1, "epochs between evaluations; the last one always (0: only then)", at_least(0)
-    )
-    best_metric: str = setting(
-        "checkpoints", "auto", "metric of the best checkpoint: auto, NAME, min:NAME, max:NAME", metric_name, "may"
-    )
+    on_checkpoint: str = setting("checkpoints", "", "command after each checkpoint; {} is its path", command_line)
+    eval_every: int = setting("checkpoints", 1, "epochs between evaluations (0: only at the end)", at_least(0))
+    best_metric: str = setting("checkpoints", "auto", "for best.pt: auto, NAME, min:NAME, max:NAME", metric_name, "may")
 
     log_interval: int = setting("logging", 20, "optimizer steps between two log lines", at_least(1))
     enable_profiling: bool = setting("logging", False, "profile a few steps of rank 0 into run_dir/traces")
@@ -271,32 +221,24 @@ class TrainingConfig:
                 f"global_batch_size={self.global_batch_size}: is no multiple of batch_size={self.batch_size}; give"
                 f" {fits}"
             )
+        either = "leave one of the two out"
         if self.global_batch_size and self.grad_accum_steps != 1:
-            problems.append(
-                f"grad_accum_steps={self.grad_accum_steps}: follows from global_batch_size; leave one of the two out"
-            )
+            problems.append(f"grad_accum_steps={self.grad_accum_steps}: follows from global_batch_size; {either}")
         if self.overwrite and self.resume_from:
-            problems.append("overwrite=True: would delete what resume_from asks to continue; leave one of the two out")
+            problems.append(f"overwrite=True: would delete what resume_from asks to continue; {either}")
         if self.init_from and self.resume_from and self.resume_from != "auto":
-            problems.append(
-                f"init_from={self.init_from}: a resumed run has its weights from resume_from; leave one of the two out"
-            )
+            problems.append(f"init_from={self.init_from}: a resumed run has its weights from resume_from; {either}")
         if self.amp_dtype != "auto" and not self.use_amp:
-            problems.append(
-                f"amp_dtype={self.amp_dtype}: needs mixed precision; leave out one of amp_dtype and no_use_amp"
-            )
+            problems.append(f"amp_dtype={self.amp_dtype}: needs mixed precision; leave out amp_dtype or no_use_amp")
         names = [field.name for field in dataclasses.fields(self)]
         try:
-            wrong = [
-                name
-                for _, name, _, _ in string.Formatter().parse(self.run_dir)
-                if name is not None and name not in names
-            ]
+            used = [name for _, name, _, _ in string.Formatter().parse(self.run_dir) if name is not None]
+            wrong = [name for name in used if name not in names]
         except ValueError:
             wrong = [self.run_dir]
         if wrong:
             problems.append(
-                f"run_dir={self.run_dir}: {{{wrong[0]}}} is no field; use a field such as {{model}}, {{lr}} or {{seed}}"
+                f"run_dir={self.run_dir}: {{{wrong[0]}}} is no field; use e.g. {{model}}, {{lr}} or {{seed}}"
             )
         return problems
 
@@ -316,17 +258,14 @@ class TrainingConfig:
 
     def micro_batches_per_step(self, world_size: int) -> int:
         """Micro-batches of all ranks in one optimizer step: M in the sampler's arithmetic."""
-        return (
-            self.global_batch_size // self.batch_size if self.global_batch_size else world_size * self.grad_accum_steps
-        )
+        if self.global_batch_size:
+            return self.global_batch_size // self.batch_size
+        return world_size * self.grad_accum_steps
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, with run_dir and checkpoint_dir as the paths they stand for; `from_args(["--config", ...])` reads
-        it back."""
-        return dataclasses.asdict(self) | {
-            "run_dir": str(self.run_folder),
-            "checkpoint_dir": str(self.checkpoint_folder),
-        }
+        """All fields, with run_dir and checkpoint_dir as paths; `from_args(["--config", ...])` reads it back."""
+        paths = {"run_dir": str(self.run_folder), "checkpoint_dir": str(self.checkpoint_folder)}
+        return dataclasses.asdict(self) | paths
 
     def to_toml(self) -> str:
         lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in self.to_dict().items()]
@@ -334,24 +273,22 @@ class TrainingConfig:
 
     @classmethod
     def from_args(cls, argv: Sequence[str] | None = None) -> TrainingConfig:
-        """Defaults, then the file that --config names, then flags. Like argparse it exits: 0 after --help or
-        --print-config, 2 after a refusal."""
+        """Defaults, then the file of --config, then flags. Exits 0 after --help or --print-config, 2 after an error."""
         parser = _parser(cls)
         flags, unknown = parser.parse_known_args(argv)
         given = {name: value for name, value in vars(flags).items() if value is not _UNSET}
         file, print_config = given.pop("config", ""), given.pop("print_config", False)
         problems = [_unknown(word, _flags_of(cls)) for word in unknown if word.startswith("-")]
-        problems += [
-            f"{word}: belongs to no flag; write --flag value" for word in unknown[:1] if not word.startswith("-")
-        ]
+        stray = [word for word in unknown[:1] if not word.startswith("-")]
+        problems += [f"{word}: belongs to no flag; write --flag value" for word in stray]
         try:
             values = _read_file(file, cls) if file else {}
-        except UserError as refused:
-            problems, values = [*problems, str(refused)], {}
+        except UserError as error:
+            problems, values = [*problems, str(error)], {}
         try:
             config = cls(**(values | given))
-        except UserError as refused:
-            problems.append(str(refused))
+        except UserError as error:
+            problems.append(str(error))
         if problems:
             print("\n".join(problems), file=sys.stderr, flush=True)
             raise SystemExit(2)
@@ -363,11 +300,11 @@ class TrainingConfig:
 
 def _convert(field: dataclasses.Field, value: Any) -> tuple[Any, str]:
     """The value in the field's type, and what is wrong with it ("" where nothing is). Text is what a flag gives."""
-    kind, check = field.metadata["type"], field.metadata["check"]
-    if field.metadata["auto"] and value == "auto":
+    (kind, may_be_auto), check = type_of(field), field.metadata["check"]
+    if may_be_auto and value == "auto":
         return value, ""
     wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
-    wanted += " or auto" if field.metadata["auto"] else ""
+    wanted += " or auto" if may_be_auto else ""
     wrong = f"is not {wanted}; give {wanted}"
     try:
         if kind is bool and isinstance(value, str):
@@ -412,49 +349,40 @@ def _parser(cls: type) -> argparse.ArgumentParser:
         argument_default=_UNSET,
     )
     parser.add_argument("--config", metavar="FILE", help="values from a TOML file, or from the config.json of a run")
-    parser.add_argument(
-        "--print-config", "--print_config", action="store_true", help="print the resolved config as TOML and exit"
-    )
-    groups = {
-        name: parser.add_argument_group(name)
-        for name in dict.fromkeys(f.metadata["group"] for f in dataclasses.fields(cls))
-    }
+    text = "print the resolved config as TOML and exit"
+    parser.add_argument("--print-config", "--print_config", action="store_true", help=text)
+    names = dict.fromkeys(field.metadata["group"] for field in dataclasses.fields(cls))
+    groups = {name: parser.add_argument_group(name) for name in names}
     for field in dataclasses.fields(cls):
-        meta, name, group = field.metadata, field.name, groups[field.metadata["group"]]
-        text = f"{meta['help']} [{field.default if field.default != '' else 'empty'}]".replace("%", "%%")
+        name, group = field.name, groups[field.metadata["group"]]
+        text = f"{help_of(field)} [{field.default if field.default != '' else 'empty'}]".replace("%", "%%")
         spellings = list(dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]))
-        if meta["type"] is bool:
+        if type_of(field)[0] is bool:
             negations = list(dict.fromkeys(f"--{no}{spelled[2:]}" for no in ("no-", "no_") for spelled in spellings))
-            group.add_argument(
-                *spellings, dest=name, nargs="?", const=True, metavar="BOOL", help=f"{text}; also --no-{name}"
-            )
+            text += f"; also --no-{name}"
+            group.add_argument(*spellings, dest=name, nargs="?", const=True, metavar="BOOL", help=text)
             group.add_argument(*negations, dest=name, action="store_false", help=argparse.SUPPRESS)
         else:
-            group.add_argument(*spellings, dest=name, metavar=meta["type"].__name__.upper(), help=text)
+            group.add_argument(*spellings, dest=name, metavar=type_of(field)[0].__name__.upper(), help=text)
     return parser
 
 
 def _read_file(file: str, cls: type) -> dict[str, Any]:
-    """The values of a TOML file or a run's config.json. A checkpoint_dir that only follows from run_dir is left to
-    follow it."""
-    path = Path(file)
+    """The values of a TOML file or a run's config.json. A checkpoint_dir below run_dir is left to follow it."""
+    path, remedy = Path(file), "give a TOML file or the config.json of a run"
     try:
         text = path.read_text(encoding="utf-8")
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"config={file}: cannot be read ({error}); give a TOML file or the config.json of a run"
-        ) from None
+        raise UserError(f"config={file}: cannot be read ({error}); {remedy}") from None
     if not isinstance(values, dict):
-        raise UserError(
-            f"config={file}: holds no table of names and values; give a TOML file or the config.json of a run"
-        )
+        raise UserError(f"config={file}: holds no table of names and values; {remedy}")
     names = [field.name for field in dataclasses.fields(cls)]
     values = {key.replace("-", "_"): value for key, value in values.items()}
     unknown = [f"{file}: {_unknown(key, names)}" for key in values if key not in names]
     if unknown:
         raise UserError("\n".join(unknown))
-    if path.suffix == ".json":  # how that run was started is no setting of another
+    if path.suffix == ".json":  # how that run was started does not apply to another
         values = {key: value for key, value in values.items() if key not in ("resume_from", "overwrite", "eval_only")}
     if values.get("checkpoint_dir") == f"{values.get('run_dir')}/checkpoints":
         del values["checkpoint_dir"]

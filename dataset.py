@@ -4,17 +4,17 @@ create_dataset(config, split)   the data set of "train", "val" or "test"; None w
 is_prepared(config)             whether create_dataset finds its data
 prepare_data(config)            downloads or unpacks it where not; called on one rank per file system
 
-A data set is map-style (`__len__`, `__getitem__`, which raises UserError for a corrupt sample). Everything else is optional:
+A data set is map-style (`__len__`, `__getitem__`, which raises UserError for a corrupt sample). The rest is optional:
     __getitems__(indices)                           fetches a whole micro-batch at once
     collate(samples)                                samples -> batch (default: torch's default_collate)
-    device_transform(batch, seed, epoch, indices)   the batch, on the device -> what compute_loss takes; its random draws are
-                                                    functions of (seed, epoch, index): utils.rng.sample_draws
-    weights                                         how much each sample counts in the loss (default: 1), e.g. its tokens
+    device_transform(batch, seed, epoch, indices)   the batch, on the device -> what compute_loss takes; its random draws
+                                                    are functions of (seed, epoch, index): utils.rng.sample_draws
+    weights                                         what each sample counts in the loss (default: 1), e.g. its tokens
     epoch_order(seed, epoch, n)                     an order of its own: n indices, each once
     with_replacement                                True: epoch_order may repeat some and leave out others
     in_memory                                       True: no workers are needed
-    cacheable                                       True: a sample never changes and all have one shape, so --cache may keep
-                                                    them decoded
+    cacheable                                       True: a sample never changes and all have one shape, so --cache may
+                                                    keep them decoded
     num_classes, in_channels, image_size            what `auto` stands for in the config
     targets                                         labels, checked against num_classes
     split, classes, mean, std, fingerprint          for records, exports and the check on resume

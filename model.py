@@ -81,15 +81,8 @@ def create_model(config: TrainingConfig, device: torch.device) -> nn.Module:
     Raises:
         UserError: for an unknown model, or one that does not fit the config.
     """
-    # of the synthetic set; `train` knows them from the data
-    auto = {
-        "num_classes": 10,
-        "in_channels": 3,
-        "image_size": 32,
-    }
-    sizes = {
-        name: default if getattr(config, name) == "auto" else getattr(config, name) for name, default in auto.items()
-    }
+    auto = {"num_classes": 10, "in_channels": 3, "image_size": 32}  # of the synthetic set; a run has those of its data
+    sizes = {name: size if getattr(config, name) == "auto" else getattr(config, name) for name, size in auto.items()}
     if config.model == "mini_resnet":
         model = MiniResNet(sizes["in_channels"], sizes["num_classes"])
     else:
@@ -98,7 +91,7 @@ def create_model(config: TrainingConfig, device: torch.device) -> nn.Module:
         _take_weights(model, Path(config.init_from))
     if config.sync_bn:
         if device.type != "cuda":
-            raise UserError("sync_bn=True: SyncBatchNorm works on CUDA alone; leave out --sync_bn on the CPU")
+            raise UserError("sync_bn=True: SyncBatchNorm works on CUDA only; leave out --sync_bn on the CPU")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model.label_smoothing = config.label_smoothing
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
@@ -142,13 +135,10 @@ def _torchvision_model(name: str, in_channels: int, num_classes: int, image_size
         raise UserError(f"model={name}: needs torchvision ({error}); install it, or use --model mini_resnet") from None
     known = models.list_models(module=models)
     if name not in known:
-        raise UserError(
-            f"model={name}: is not known; choose mini_resnet or a classifier of torchvision: {nearest(name, known)}"
-        )
+        raise UserError(f"model={name}: is not known; choose mini_resnet or one of torchvision: {nearest(name, known)}")
     if in_channels != 3:
         raise UserError(
-            f"in_channels={in_channels}: the models of torchvision take 3; use --model mini_resnet or images of 3"
-            " channels"
+            f"in_channels={in_channels}: torchvision's models take 3; use --model mini_resnet or 3 channels"
         )
     special = {"inception_v3": {"aux_logits": False}, "googlenet": {"aux_logits": False}}.get(name, {})
     if name.startswith("vit_"):
@@ -156,33 +146,24 @@ def _torchvision_model(name: str, in_channels: int, num_classes: int, image_size
     try:
         model = models.get_model(name, weights=None, num_classes=num_classes, **special).eval()
         shapes = {key: value.to("meta") for key, value in [*model.named_parameters(), *model.named_buffers()]}
-        # computes nothing else
         torch.func.functional_call(model, shapes, torch.empty(2, 3, image_size, image_size, device="meta"))
     except (ValueError, AssertionError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
-        raise UserError(
-            f"model={name}: does not take images of {image_size} pixels ({error}); give another image_size or model"
-        ) from None
+        text = f"model={name}: does not take images of {image_size} pixels ({error})"
+        raise UserError(f"{text}; give another image_size or model") from None
     return model.train()
 
 
 def _take_weights(model: nn.Module, path: Path) -> None:
-    """Load what fits by name and shape, and say what did not (a head of another size)."""
+    """Load what fits by name and shape, and log what did not (a head of another size)."""
     weights, own = load_weights(path), model.state_dict()
     fitting = {name: value for name, value in weights.items() if name in own and own[name].shape == value.shape}
     if not fitting:
-        raise UserError(
-            f"init_from={path}: none of its {len(weights)} tensors fits the model; give the model they were made with"
-        )
+        raise UserError(f"init_from={path}: none of its {len(weights)} tensors fits the model; give the model it is of")
     model.load_state_dict(fitting, strict=False)
     replaced = [name for name in own if name not in fitting]
     extra = [name for name in weights if name not in fitting]
-    logging.getLogger(NAME).info(
-        "init_from: took %d of %d tensors from %s; left at their new values: %s; not used: %s",
-        len(fitting),
-        len(own),
-        path,
-        ", ".join(replaced) or "none",
-        ", ".join(extra) or "none",
-    )
+    text = "init_from: loaded %d of %d tensors from %s; newly initialised: %s; not used: %s"
+    names = (", ".join(replaced) or "none", ", ".join(extra) or "none")
+    logging.getLogger(NAME).info(text, len(fitting), len(own), path, *names)

@@ -188,7 +188,9 @@ def assemble(
     state.plan(sampler, config)
     goodput.resume(saved_goodput)
     reporter = Reporter(run, config, ctx, logger, state, loader, clock, goodput, origin)
-    reporter.start(decisions(config, ctx, run, state, loader, held_out), differences, first_batch, state.progress)
+    reporter.start(
+        decisions(config, ctx, run, state, loader, held_out, origin), differences, first_batch, state.progress
+    )
     settings = config.to_dict()
 
     def meta() -> dict[str, Any]:
@@ -231,6 +233,8 @@ def run_training(training: Training) -> dict[str, Any]:
         is_stopped = not test_records
     outcome = reporter.finish("preempted" if is_stopped else "completed", state, training.best_metric, test_records)
     saver.close()
+    for loader in (training.loader, *training.held_out.values()):
+        loader.close()
     return outcome
 
 

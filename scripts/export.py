@@ -1,8 +1,7 @@
-"""Take out of a checkpoint what inference needs: python scripts/export.py CKPT OUT [--ema]
+"""Export a checkpoint for inference: python scripts/export.py CKPT OUT [--ema]
 
-OUT is one file with the weights, mean and deviation of the training images, the class names and the config; how to use
-it is
-printed.
+OUT is one file with the weights, mean and std of the training images, the class names and the config. The script prints
+the code that uses it.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ predict = lambda images: [saved["classes"][k] for k in model((images / 255 - mea
 """
 
 
-def export(source: Path, target: Path, use_average: bool) -> None:
-    """Raises UserError when the checkpoint cannot be read, or has no averaged weights where these are asked for."""
+def export(source: Path, target: Path, use_ema: bool) -> None:
+    """Raises UserError if the checkpoint cannot be read, or has no averaged weights and `use_ema` asks for them."""
     payload, _ = checkpoint.read(source)
-    if use_average and not payload["ema"]:
-        raise UserError(f"{source}: holds no averaged weights; leave out --ema, or train with --ema_decay 0.999")
+    if use_ema and not payload["ema"]:
+        raise UserError(f"{source}: has no averaged weights; leave out --ema, or train with --ema_decay 0.999")
     if target.exists() and target.samefile(source):
         raise UserError(f"{target}: is the checkpoint itself; give another name for the export")
-    saved = {"model": payload["ema" if use_average else "model"]}
-    # what only training needs would ask for files that are not there
+    saved = {"model": payload["ema" if use_ema else "model"]}
+    # without settings that name files which may not exist where the export is used
     saved["config"] = payload["config"] | {"init_from": "", "resume_from": "", "sync_bn": False}
     saved |= {name: payload["provenance"][name] for name in ("classes", "mean", "std")}
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -50,17 +49,15 @@ def main() -> int:
     )
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--ema", action="store_true", help="the averaged weights")
+    parser.add_argument("--ema", action="store_true", help="export the averaged weights")
     options = parser.parse_args()
     try:
         export(options.checkpoint, options.out, options.ema)
-    except UserError as refused:
-        print(refused, file=sys.stderr)
+    except UserError as error:
+        print(error, file=sys.stderr)
         return 2
-    print(
-        f"wrote {options.out} ({options.out.stat().st_size / 1e6:.1f} MB); to use"
-        f" it:\n\n{SNIPPET.format(file=options.out)}"
-    )
+    size = options.out.stat().st_size / 1e6
+    print(f"wrote {options.out} ({size:.1f} MB); to use it:\n\n{SNIPPET.format(file=options.out)}")
     return 0
 
 

@@ -141,13 +141,12 @@ GUARANTEES = [
     # ---- changes ----
     row("changed-settings", "changes", "changed learning rate, decay, epochs, clipping, EMA or augmentation on resume",
         "Allowed and logged; the guarantees start anew there.", tests="""
-        unit/test_checkpoint.py::test_what_may_change_is_said_and_what_is_free_is_not
+        unit/test_checkpoint.py::test_what_may_change_is_listed_and_what_is_free_is_not
         unit/test_train_state.py::test_a_resume_takes_learning_rate_and_decay_from_the_config
         """),
     row("must-match", "changes", "another seed, micro-batch, data set, model or optimizer on resume",
         "Rejected with the field, before a tensor is copied.", tests="""
-        unit/test_checkpoint.py::test_what_must_match_is_refused_with_the_field
-        unit/test_checkpoint.py::test_all_that_differs_and_must_not_is_listed_and_the_data_too
+        unit/test_checkpoint.py::test_what_must_match_is_rejected_in_one_error_that_lists_all
         """, faults="other config than the checkpoint's", slow_faults="data changed between attempts"),
     row("global-batch", "changes", "other ranks without `--global_batch_size`",
         "Another global batch: logged as a warning; each sample of the epoch is still visited once.", tests="""
@@ -155,7 +154,7 @@ GUARANTEES = [
         """),
     row("build", "changes", "another build of torch, CPU or GPU, `OMP_NUM_THREADS`, `--backend`, `--bucket_cap_mb`; CUDA without `--deterministic`",
         "Sums in another order: the last bits differ. What a flag changes is logged.", tests="""
-        distributed/test_histories.py::test_a_changed_setting_that_decides_over_bits_is_said
+        distributed/test_histories.py::test_a_changed_setting_that_changes_bits_is_recorded
         """),
     row("other-buffers", "changes", "layers other than BatchNorm whose buffers move in the forward pass; draws from numpy or `random`",
         "They follow each rank's own micro-batches. `scripts/verify.py` names them.", tests="""
@@ -170,24 +169,24 @@ GUARANTEES = [
     row("launcher-killed", "faults", "torchrun is killed", "No process of the run is left after ten seconds.", faults="launcher killed", slow_faults="launcher killed at the start"),
     row("same-step", "faults", "the same step fails three times",
         "The fourth start says so, with the step and its samples, and does not train.", tests="""
-        unit/test_claim.py::test_three_ends_at_the_same_step_in_a_row_are_counted
+        unit/test_lock.py::test_failures_at_the_same_step_in_a_row_are_counted
         """, faults="fails at the same step each time", slow_faults="killed at the same step under torchrun's restarts"),
     row("hang", "faults", "a rank hangs or is stopped",
         "One report names it, with stacks, after 5 s or 5 slow steps; after `--hang_timeout` the run ends, to be restarted.", tests="""
-        unit/test_watchdog.py::test_who_holds_up_all_others
-        unit/test_watchdog.py::test_only_the_stacks_of_a_rank_that_stands_still_are_looked_at
+        unit/test_watchdog.py::test_the_rank_that_holds_up_the_others_is_named
+        unit/test_watchdog.py::test_a_rank_that_hangs_ends_with_its_stacks_and_only_then_are_they_looked_at
         unit/test_watchdog.py::test_others_see_phase_and_step_at_once_and_a_beat_that_moves
         """, faults="rank stopped; rank hangs", slow_faults="rank stopped, data; rank stopped, forward; rank stopped, update; rank stopped, evaluation; "
         "rank hangs and is restarted; long evaluation; read stall; slow save; recompile"),
     row("straggler", "faults", "a rank is 1.5 times slower than the median", "It is named, with the cause: its data or its compute.", faults="straggler by its compute", slow_faults="straggler by its data"),
     row("disk", "faults", "disk full, read-only, gone, I/O errors",
-        "The previous checkpoint stays valid; training continues and retries after 10, 20, 40, ... s; it ends after seven failures.", tests="""
+        "The previous checkpoint stays valid; training continues and tries again when the next one is due; after ten minutes of failures it ends.", tests="""
         unit/test_writer.py::test_records_that_do_not_fit_on_a_full_disk_are_written_later_whole_and_once
         """, faults="disk full at a save; disk full for good; EIO at the fsync of a checkpoint", slow_faults="records on a full disk; run folder turns read-only; run folder vanishes; run folder unmounted; EIO at the fsync of the "
         "folder; final save, disk full; final save finds no room"),
     row("whole-file", "faults", "killed while a checkpoint is written",
         "A checkpoint appears under its name only when it is complete and on the disk.", tests="""
-        unit/test_checkpoint.py::test_the_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_end
+        unit/test_checkpoint.py::test_the_file_is_flushed_before_it_gets_its_name_and_then_the_folder
         unit/test_checkpoint.py::test_a_write_that_fails_leaves_what_was_there_and_no_partial_file
         distributed/test_every_system_call.py::test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_its_name_before_it_counts
         """, faults="partial file left over", slow="""
@@ -195,7 +194,7 @@ GUARANTEES = [
         """),
     row("writer", "faults", "the process that writes checkpoints is killed", "It is replaced and the checkpoint written; training does not end.", tests="""
         unit/test_writer.py::test_a_writer_that_dies_is_replaced_and_the_memory_still_holds_the_state
-        unit/test_writer.py::test_no_stop_signal_ends_it_not_even_one_that_comes_right_after_the_fork
+        unit/test_writer.py::test_stop_signals_do_not_end_it_even_right_after_the_fork
         distributed/test_workers_and_data.py::test_the_writer_ends_when_the_training_process_was_killed_though_a_worker_lives_on
         distributed/test_every_system_call.py::test_the_writer_killed_at_a_system_call_of_a_save
         """, slow_faults="writer killed"),
@@ -203,10 +202,10 @@ GUARANTEES = [
         unit/test_corruptions.py::test_no_corrupt_checkpoint_is_loaded_and_the_one_before_it_is_found
         """, faults="newest checkpoints damaged", slow_faults="newest checkpoint unreadable"),
     row("all-damaged", "faults", "all checkpoints are damaged", "An error that names each; never a fresh start.", tests="""
-        unit/test_checkpoint.py::test_checkpoints_of_which_none_is_whole_are_an_error_and_none_at_all_are_not
+        unit/test_checkpoint.py::test_checkpoints_of_which_none_is_valid_are_an_error_and_an_empty_folder_is_not
         """, faults="all checkpoints damaged"),
     row("untrusted", "faults", "an untrusted file among the checkpoints", "It is skipped; no code in it runs.", tests="""
-        distributed/test_malicious_files.py::test_no_hostile_file_runs_code_or_is_loaded
+        unit/test_corruptions.py::test_no_malicious_file_runs_code_or_is_loaded
         """, faults="malicious file in the folder", slow_faults="checkpoint of another run in the folder"),
     row("not-finite", "faults", "a loss or gradient that is not finite, on any rank",
         "All ranks skip the step, on the device; its samples are recorded; `--max_skipped_steps` in a row end the run.", tests="""
@@ -216,7 +215,8 @@ GUARANTEES = [
         distributed/test_skipping.py::test_a_resume_between_the_skip_and_its_log_point_records_it_once
         """, faults="NaN loss; infinite loss; NaN for good", slow_faults="infinite gradient; NaN loss in float16; float16 searches its scale"),
     row("divergence", "faults", "a rank's weights differ by a bit", "The rank is named before a checkpoint is committed.", tests="""
-        unit/test_writer.py::test_the_digest_changes_with_any_bit_of_any_weight_and_names_the_rank_that_differs
+        unit/test_writer.py::test_the_digest_changes_with_any_bit_of_any_weight
+        unit/test_writer.py::test_the_ranks_whose_weights_differ_from_most_are_named
         """, faults="bit of a weight flips"),
     row("bad-sample", "faults", "a sample that cannot be read", "The run ends with path, class and rank.", tests="""
         builtin/test_read_image.py::test_a_damaged_file_is_an_unreadable_sample_or_read_as_by_pil
@@ -226,9 +226,9 @@ GUARANTEES = [
         distributed/test_failing_data.py::test_a_worker_that_hangs_ends_the_run_by_its_name
         """, faults="loader worker killed", slow_faults="loader worker hangs; small shared memory"),
     row("one-owner", "faults", "a second job on the folder", "Rejected with the owner's host, pid and age; a dead owner does not block.", tests="""
-        distributed/test_workers_and_data.py::test_a_folder_in_use_is_refused_with_its_owner_and_a_dead_owner_does_not_block
-        unit/test_claim.py::test_what_a_former_owner_writes_after_it_was_succeeded_does_not_count
-        unit/test_writer.py::test_a_run_that_was_taken_over_does_not_commit
+        distributed/test_workers_and_data.py::test_a_folder_in_use_is_rejected_with_its_owner_and_a_dead_owner_does_not_block
+        unit/test_lock.py::test_a_former_owner_writes_nothing_after_another_job_has_taken_over
+        unit/test_writer.py::test_nothing_is_committed_to_a_run_that_another_job_has_taken_over
         """, faults="second job on the folder", slow_faults="second job from another host; owner on another host is dead; former owner wakes up"),
     # ---- runs ----
     row("config", "runs", "configuration", "Defaults, then a TOML file, then flags; all problems are listed together, each with its fix, before any process group is made (exit code 2). "
@@ -239,9 +239,9 @@ GUARANTEES = [
         unit/test_config.py::test_print_config_feeds_back
         """),
     row("one-sentence", "runs", "bad input", "It ends every rank within seconds in one sentence with the fix; what was saved stays as it was.", tests="""
-        distributed/test_refusals.py::test_a_refusal_of_one_rank_is_raised_on_all_with_its_name
+        distributed/test_refusals.py::test_an_error_of_one_rank_is_raised_on_all_with_its_name
         distributed/test_refusals.py::test_half_of_torchruns_variables
-        distributed/test_refusals.py::test_a_rank_that_fails_ends_the_others_and_is_named
+        distributed/test_refusals.py::test_a_rank_that_fails_ends_the_others_and_all_workers_and_is_named
         builtin/test_refused_data.py::test_data_that_cannot_be_used_is_refused_by_all_ranks_with_the_fix
         """),
     row("published-flags", "runs", "published flags", "The published pipeline's command line works unchanged.", tests="""
@@ -257,9 +257,9 @@ GUARANTEES = [
         """),
     row("records-once", "runs", "records after a resume", "Records that the resumed run writes again do not stand there twice.", tests="""
         distributed/test_kills.py::test_one_kill_in_each_phase_with_one_two_or_four_ranks
-        unit/test_run_folder.py::test_rewinding_drops_later_samples_and_a_torn_last_line
+        unit/test_run_folder.py::test_rewinding_drops_later_samples_and_an_incomplete_last_line
         distributed/test_exact_resume.py::test_stops_and_resumes_within_an_epoch_cannot_be_seen
-        unit/test_run_folder.py::test_what_an_evaluation_left_is_dropped_where_it_is_made_again
+        unit/test_run_folder.py::test_records_of_an_evaluation_are_dropped_where_it_is_made_again
         """),
     row("plain-load", "runs", "checkpoints elsewhere", "`torch.load(path, weights_only=True)` opens a checkpoint; `--init_from` takes its weights.", tests="""
         builtin/test_whole_run.py::test_the_last_checkpoints_are_kept_and_open_with_plain_torch_load
@@ -267,13 +267,13 @@ GUARANTEES = [
         builtin/test_model.py::test_init_from_takes_what_fits_and_says_what_was_replaced
         """),
     row("keep-last", "runs", "old checkpoints", "The newest `--keep_last` and `best.pt` stay.", tests="""
-        unit/test_checkpoint.py::test_the_newest_stay_by_step_not_by_name
+        unit/test_checkpoint.py::test_the_latest_are_kept_by_step_not_by_name
         builtin/test_whole_run.py::test_the_last_checkpoints_are_kept_and_open_with_plain_torch_load
         """),
     row("nothing-lost", "runs", "a folder that holds a run", "A fresh start never overwrites it: `runs/default` moves aside, a named folder is rejected, `--overwrite` replaces it only after the new start was found valid.", tests="""
-        unit/test_run_folder.py::test_a_named_folder_that_holds_a_run_is_refused_with_the_commands
+        unit/test_run_folder.py::test_a_named_folder_that_holds_a_run_is_rejected_with_the_commands
         unit/test_run_folder.py::test_the_default_folder_moves_aside
-        unit/test_run_folder.py::test_a_run_is_replaced_only_when_nothing_more_can_be_refused
+        unit/test_run_folder.py::test_a_run_is_replaced_only_when_nothing_more_can_be_rejected
         distributed/test_ranks_agree.py::test_overwrite_with_a_bad_flag_leaves_the_run_as_it_was
         """),
     row("completed", "runs", "completed run", "`--resume_from auto` leaves it as it is.", tests="""
@@ -356,7 +356,7 @@ GUARANTEES = [
     row("memory", "speed", "out of memory", "It ends in one sentence with the flags that help.", tests="""
         distributed/test_want_of_memory.py::test_one_rank_of_two_that_has_too_little_memory_is_named_with_the_flags_that_help
         unit/test_memory.py::test_an_allocation_that_failed_is_told_from_other_errors
-        unit/test_memory.py::test_the_sentence_names_the_rank_the_device_and_the_flags_that_help
+        unit/test_memory.py::test_the_error_names_the_rank_the_device_and_the_flags_that_help
         """),
     # ---- launching ----
     row("torchrun", "launching", "torchrun", "One node: `torchrun --standalone --nproc-per-node=N train.py`.", tests="""
@@ -375,15 +375,15 @@ GUARANTEES = [
         builtin/test_two_nodes.py::test_a_node_comes_and_another_leaves_while_the_global_batch_stays
         """),
     row("misconfigured", "launching", "misconfigured nodes", "Wrong addresses, ports, numbers of nodes, interfaces, code or data are rejected within 30 s with the fix.", tests="""
-        builtin/test_misconfigurations.py::test_it_is_caught_in_time_with_the_node_and_what_to_do
-        unit/test_launching.py::test_variables_that_make_no_sense_are_refused
+        builtin/test_misconfigurations.py::test_it_is_found_in_time_with_the_node_and_a_fix
+        unit/test_launching.py::test_invalid_variables_are_rejected
         """, slow="""
-        builtin/test_misconfigurations.py::test_preflight_finds_nothing_where_nothing_is_wrong
+        builtin/test_misconfigurations.py::test_preflight_finds_nothing_on_correct_nodes
         """),
-    row("preflight", "launching", "`--preflight`", "It measures nodes, links, storage and loader, and gives a verdict.", tests="""
-        distributed/test_preflight.py::test_healthy_ranks_get_a_go_and_the_run_folder_is_left_as_it_was
-        distributed/test_preflight.py::test_other_flags_and_other_code_are_named
-        unit/test_verdict.py::test_a_bad_link_and_a_bad_node_are_told_apart
+    row("preflight", "launching", "`--preflight`", "It checks nodes, links, storage and loader, and prints a fix for each problem.", tests="""
+        distributed/test_preflight.py::test_healthy_ranks_pass_and_the_run_folder_is_left_unchanged
+        distributed/test_preflight.py::test_different_flags_and_code_are_listed_and_two_nodes_are_measured
+        unit/test_preflight_verdict.py::test_a_slow_link_and_a_slow_node_are_told_apart
         """),
     row("slurm", "launching", "Slurm", "A job saves ahead of its limit, requeues itself until it is completed, and `scancel` ends it for good; `srun` works without torchrun.", tests="""
         unit/test_srun.py::test_a_task_of_a_step_is_a_rank

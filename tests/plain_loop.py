@@ -1,7 +1,7 @@
 """The oracle: the same training in one process, as plainly as it can be written. It shares no line with what it judges.
 
-No DDP, no checkpoint, no workers; of ours only the model, the data set and the config. It is scripts/benchmark.py's
-bare loop too.
+No DDP, no checkpoint, no workers; of ours only the model, the data set and the config. It is also the plain loop of
+scripts/benchmark.py.
 """
 
 import hashlib

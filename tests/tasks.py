@@ -196,18 +196,25 @@ def train_task(task, flags, dtype=torch.float32, stops=(), is_watched=False, goe
     return outcome["state"], found
 
 
+class EagerConsensus(Consensus):
+    """Votes at every step."""
+
+    def _start(self, every):
+        super()._start(1)
+
+
 @contextlib.contextmanager
 def signals_after(stops):
-    """SIGUSR1 to the last rank at the end of the step that stops[0] names; ranks vote at each step, and stop one later."""
-    plain_done, plain_start = Reporter.step_done, Consensus._start
+    """SIGUSR1 to the last rank at the end of the step that stops[0] names; all ranks stop one step later."""
+    plain_done = Reporter.step_done
 
     def done(self, samples, step):
         plain_done(self, samples, step)
         if stops and step == stops[0] and int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1:
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    each_step = mock.patch.object(Consensus, "_start", lambda self, every: plain_start(self, 1))
-    with mock.patch.object(Reporter, "step_done", done), each_step:
+    eager = mock.patch.object(train, "Consensus", EagerConsensus)
+    with mock.patch.object(Reporter, "step_done", done), eager:
         yield
 
 

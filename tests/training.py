@@ -15,8 +15,15 @@ from utils.checkpoint import format as checkpoint
 from utils.clock import Place, read_place
 from utils.run.saver import Saver
 
-plain_is_free = Saver._is_free
-Saver._is_free = lambda self, must: plain_is_free(self, must=True)  # no save is put off: their steps are known
+
+class PatientSaver(Saver):
+    """Waits for the writer, so that the steps that are saved do not depend on the clock."""
+
+    def save(self, must: bool = False, name: str = "") -> None:
+        super().save(True, name)
+
+
+train.Saver = PatientSaver
 STATE = ("model", "ema", "optimizer", "scaler", "progress")  # of a checkpoint, what makes a run
 ENDS = "epochs steps skipped_steps samples_seen best_value best_epoch final_top1 final_loss".split()  # of a summary
 TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes")  # of a record, what differs each time

@@ -18,8 +18,7 @@ BAR_WIDTH = 24
 
 
 class _FileFormatter(logging.Formatter):
-    """`<ISO time> <rank> <host> <message>` on every line, of a traceback too, so that `sort -m` merges the files of all
-    ranks."""
+    """`<ISO time> <rank> <host> <message>` on every line, so that `sort -m` merges the files of all ranks."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -28,34 +27,30 @@ class _FileFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
         level = "" if record.levelno == logging.INFO else f"{record.levelname} "
-        return "\n".join(
-            f"{when} {self._rank} {self._host} {level}{line}" for line in super().format(record).splitlines() or [""]
-        )
+        lines = super().format(record).splitlines() or [""]
+        return "\n".join(f"{when} {self._rank} {self._host} {level}{line}" for line in lines)
 
 
 class _ConsoleHandler(logging.StreamHandler):
-    """Whole lines; a progress bar that stands on the line is wiped first."""
+    """Whole lines, and on a terminal a progress bar below them."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        bar = getattr(record, "bar", "")
-        try:
-            if bar or self.stream.isatty():
-                self.stream.write(f"\r\x1b[2K{bar}")
-            if bar:
-                self.flush()
-                return
-        except OSError:
-            self.handleError(record)
+        self.show_bar("")
         super().emit(record)
+
+    def show_bar(self, bar: str) -> None:
+        """Replace the line of the bar."""
+        try:
+            if self.stream.isatty():
+                self.stream.write(f"\r\x1b[2K{bar}")
+                self.flush()
+        except OSError:
+            self.handleError(logging.makeLogRecord({"msg": bar}))
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
-        # `| head` has seen enough; the terminal was closed
-        if isinstance(error, OSError) and error.errno in (
-            errno.EPIPE,
-            errno.EIO,
-        ):
-            # the run goes on; what is left in the buffer would make the interpreter's exit code 120
+        if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO):  # `| head`; a closed terminal
+            # the run continues; what is left in the buffer would make the interpreter's exit code 120
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
         else:
             super().handleError(record)
@@ -72,17 +67,10 @@ class _FileHandler(logging.Handler):
         self._lines.append(self.format(record))
 
 
-class _NotABar(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not getattr(record, "bar", "")
-
-
 def setup_logger(rank: int, file: Path | None = None) -> logging.Logger:
-    """The logger of this rank. Rank 0 shows what is of interest on the terminal, other ranks only warnings, marked with
-    their rank.
+    """The logger of this rank. On the terminal rank 0 logs from INFO, the others only warnings, marked with their rank.
 
-    Args:
-        file: takes everything; it is appended to. None: no file.
+    file: takes everything; it is appended to. None: no file.
     """
     logger = logging.getLogger(NAME)
     logger.setLevel(logging.DEBUG)
@@ -105,7 +93,6 @@ def setup_logger(rank: int, file: Path | None = None) -> logging.Logger:
         file.parent.mkdir(parents=True, exist_ok=True)
         handler = _FileHandler(file)
         handler.setFormatter(_FileFormatter(rank))
-        handler.addFilter(_NotABar())
         logger.addHandler(handler)
     return logger
 
@@ -113,17 +100,15 @@ def setup_logger(rank: int, file: Path | None = None) -> logging.Logger:
 def log_training_step(
     logger: logging.Logger, record: dict[str, Any], metrics: list[str], total_steps: int, world_size: int
 ) -> None:
-    """One line for one train record: where, loss, metrics, learning rate, rate in total and of one rank, data wait,
-    memory, time left."""
+    """One line for a train record."""
     rate, step_s = record["samples_per_s"], record["step_s"]
     shown = [f"epoch {record['epoch']}", f"step {record['step']}/{total_steps}", f"loss {show(record['loss'])}"]
     shown += [f"{name} {show(record[name])}" for name in metrics]
     shown += [f"lr {record['lr']:.3g}", f"{rate:,.0f} samples/s ({rate / world_size:,.0f} a rank)"]
-    shown += [
-        f"data wait {record['data_wait_s'] / step_s if step_s else 0:.0%}",
-        f"mem {record['peak_memory_bytes'] / 2**30:.2f} GiB",
-    ]
-    logger.info("%s", " | ".join([*shown, f"{duration(step_s * (total_steps - record['step']))} left"]))
+    shown.append(f"data wait {record['data_wait_s'] / step_s if step_s else 0:.0%}")
+    shown.append(f"mem {record['peak_memory_bytes'] / 2**30:.2f} GiB")
+    shown.append(f"{duration(step_s * (total_steps - record['step']))} left")
+    logger.info("%s", " | ".join(shown))
 
 
 def log_epoch_summary(logger: logging.Logger, records: list[dict[str, Any]], seconds: float, is_best: bool) -> None:
@@ -132,16 +117,10 @@ def log_epoch_summary(logger: logging.Logger, records: list[dict[str, Any]], sec
     parts = []
     for record in records:
         values = ", ".join(f"{name} {show(value)}" for name, value in record.items() if name not in fixed)
-        parts.append(
-            f"{record['split']}{' (ema)' if record['weights'] == 'ema' else ''}: {values} on {record['count']:,}"
-            " samples"
-        )
-    logger.info(
-        "== epoch %s done, %s%s",
-        records[0]["epoch"],
-        "; ".join(parts),
-        f" in {duration(seconds)}" + (" -- best so far" if is_best else ""),
-    )
+        name = record["split"] + (" (ema)" if record["weights"] == "ema" else "")
+        parts.append(f"{name}: {values} on {record['count']:,} samples")
+    ending = f" in {duration(seconds)}" + (" -- best so far" if is_best else "")
+    logger.info("== epoch %s done, %s%s", records[0]["epoch"], "; ".join(parts), ending)
 
 
 def has_terminal(logger: logging.Logger) -> bool:
@@ -149,11 +128,12 @@ def has_terminal(logger: logging.Logger) -> bool:
 
 
 def show_progress(logger: logging.Logger, step: int, total_steps: int, label: str) -> None:
-    """A progress bar in place of plain lines' silence, only where this logger writes to a terminal."""
-    if has_terminal(logger):
-        filled = BAR_WIDTH * step // max(1, total_steps)
-        bar = f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {label} {step}/{total_steps}"
-        logger.info("", extra={"bar": bar})
+    """A progress bar, only where this logger writes to a terminal."""
+    filled = BAR_WIDTH * step // max(1, total_steps)
+    bar = f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {label} {step}/{total_steps}"
+    for handler in logger.handlers:
+        if isinstance(handler, _ConsoleHandler) and handler.level == logging.INFO:
+            handler.show_bar(bar)
 
 
 def show(value: float | None) -> str:
@@ -161,7 +141,7 @@ def show(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: 5 s, 1 min 05 s, 1 h 02 min."""
+    """Seconds for people: 5 s, 1 min 05 s, 1 h 02 min."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

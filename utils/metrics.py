@@ -1,5 +1,4 @@
-"""What is reported: sums and counts that stay on the device until a log point, then are brought together over the
-ranks."""
+"""Metrics are sums and counts that stay on the device until a log point, where they are summed over the ranks."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ class MetricTracker:
         return totals
 
     def means(self, ranks: list[dict[str, float]] | None = None) -> dict[str, float]:
-        """The mean of each name over the totals of all ranks (this one's alone where none are given), in order of first
-        update."""
+        """The mean of each name over the totals of all ranks (by default of this one), in order of first update."""
         ranks = [self.totals()] if ranks is None else ranks
         keys = dict.fromkeys(key for totals in ranks for key in totals)
         names = dict.fromkeys(key.rpartition("/")[0] for key in keys)
@@ -121,8 +119,7 @@ def compute_accuracy(logits: Tensor, targets: Tensor, k: int = 1) -> Tensor:
 
 
 def all_reduce_scalar(value: float, op: str = "mean", group: Any = None) -> float:
-    """A number of each rank brought together: op is mean, sum, min or max. float64, on the CPU where the group is a
-    gloo group."""
+    """A number reduced over the ranks: op is mean, sum, min or max. float64, on the CPU where the group is gloo."""
     ops = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
     if op not in ops:
         raise ValueError(f"op={op}: is not known; choose {', '.join(ops)}")

@@ -19,8 +19,7 @@ def derive_seed(*key: object) -> int:
 
 
 def seed_device(device: torch.device, *key: object) -> None:
-    """Start the device's own generator (dropout and the like) at a stream of its own. About 2 us; torch.manual_seed
-    takes 100."""
+    """Seed the device's own generator (dropout and the like). About 2 us; torch.manual_seed takes 100."""
     generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
     generator.manual_seed(derive_seed(*key))
 
@@ -29,8 +28,7 @@ def sample_draws(seed: int, epoch: int, indices: Tensor, count: int) -> Tensor:
     """`count` random 32-bit numbers for each sample, a pure function of (seed, epoch, index).
 
     The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), as
-    tensor
-    operations on int64, whose products wrap: the same numbers on every device.
+    tensor operations on int64, whose products wrap: the same numbers on every device.
 
     Args:
         indices: int64 [B], the samples' indices in the data set.

@@ -1,5 +1,4 @@
-"""A request to stop (SIGTERM, SIGINT, SIGUSR1, a terminal's SIGHUP) becomes a flag that the loop reads between two
-optimizer steps."""
+"""A stop signal (SIGTERM, SIGINT, SIGUSR1, SIGHUP) becomes a flag that the loop reads between optimizer steps."""
 
 from __future__ import annotations
 
@@ -30,13 +29,9 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():  # Python handles signals nowhere else
-            # nohup
-            heard = [
-                number
-                for number in STOP_SIGNALS
-                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
-            ]
-            self._before = {number: signal.signal(number, self._note) for number in heard}
+            for number in STOP_SIGNALS:
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_) -> None:
@@ -50,7 +45,7 @@ class StopSignals:
 
 
 def hold() -> None:
-    """Listen from here on: a request that comes while torch is imported is heard by the run."""
+    """Catch stop signals from here on, while torch is imported; the run obeys them."""
     StopSignals.held = StopSignals().__enter__()
 
 
@@ -61,7 +56,7 @@ def began_at() -> float:
 
 @contextlib.contextmanager
 def kept_back() -> Iterator[None]:
-    """Stop signals wait meanwhile: a process that is started here does not hear one before it ignores them."""
+    """Blocks stop signals: a process that is started meanwhile gets none before it ignores them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -70,8 +65,7 @@ def kept_back() -> Iterator[None]:
 
 
 def ignore_in_worker(_worker: int) -> None:
-    """For DataLoader workers: torchrun signals the whole process group, and a worker that dies takes the last save with
-    it."""
+    """For DataLoader workers: torchrun signals the whole process group, and without its workers a rank cannot save."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # they were started with these kept back
@@ -79,15 +73,14 @@ def ignore_in_worker(_worker: int) -> None:
 
 
 def end_workers() -> None:
-    """At exit: multiprocessing would send SIGTERM to the workers that are left, which ignore it, and wait for them for
-    ever."""
+    """At exit: multiprocessing would send SIGTERM to the remaining workers, which ignore it, and wait forever."""
     if threading.current_thread() is threading.main_thread():
-        # Python lets go of its handlers now: one more signal would
+        # Python removes its handlers now, and another signal (srun --kill-on-bad-exit) would change the exit code
         for number in STOP_SIGNALS if StopSignals.held else ():
-            # make another exit code of a run that has saved (srun --kill-on-bad-exit sends one)
             signal.signal(number, signal.SIG_IGN)
-        # DataLoader's handler would raise here, for a worker that is ended on purpose
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(
+            signal.SIGCHLD, signal.SIG_DFL
+        )  # DataLoader's handler would raise for workers that are killed here
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()
@@ -97,9 +90,8 @@ atexit.register(end_workers)  # runs before multiprocessing's own handler, which
 
 
 def let_threads_finish() -> None:
-    """Before a fork: after a collective gloo's threads make Python thread states for a moment.
-
-    With CPython 3.11 a process that is forked in that moment waits for ever (python/cpython#112275): 10 of 4,000 did.
+    """Before a fork. After a collective gloo's threads create Python thread states for a moment; a process that CPython 3.11
+    forks in that moment hangs (python/cpython#112275): 10 of 4,000 did.
     """
     time.sleep(0.01)
 
@@ -109,8 +101,7 @@ if sys.version_info < (3, 12):
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Ask the kernel (Linux only) for this signal when the parent is gone: torchrun's agent, so that no orphan keeps a
-    GPU."""
+    """Let the kernel (Linux) send this signal when the parent, torchrun's agent, is gone: no orphan keeps a GPU."""
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

@@ -1,10 +1,10 @@
-"""What is set up wrongly on several nodes, each as a condition on real ones: the rows of the README's troubleshooting
-table."""
+"""Misconfigurations of several nodes, set up on real ones: the rows of the README's troubleshooting table."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ TINY = "--image_size 8 --batch_size 4 --dataset_size 400 --epochs 1 --backend gl
 
 
 class Setup:
-    """Nodes that are set up well, and the command of each; a condition spoils something before they are started."""
+    """Correctly configured nodes and the command of each. A condition breaks something before they are started."""
 
     def __init__(self, nodes: Nodes, folder: Path) -> None:
         self.nodes, self.folder = nodes, folder
@@ -32,33 +32,29 @@ class Setup:
         common = {"PATH": path, "NNODES": str(len(nodes)), "NPROC_PER_NODE": "1", "MASTER_ADDR": "node0"}
         self.env = [common | {"NODE_RANK": str(number)} for number in range(len(nodes))]
         self.flags: list[list] = [[*TINY, "--run_dir", self.storage / "run"] for _ in nodes]
-        self.before: list[list[str]] = [[] for _ in nodes]  # words that come first
-        self.is_started = [True for _ in nodes]
-
-    def give(self, *flags: object) -> None:
-        """Further flags, on all nodes."""
-        for own in self.flags:
-            own += flags
+        self.before: list[list[str]] = [[] for _ in nodes]  # a command that starts launch.sh
+        self.left_out: list[int] = []  # nodes that are not started
 
     def start(self, *flags: str) -> list:
         """Run launch.sh on each node."""
-        started = [number for number in range(len(self.nodes)) if self.is_started[number]]
-        commands = {
-            number: [*self.before[number], "scripts/launch.sh", *flags, *self.flags[number]] for number in started
-        }
-        return [self.nodes[number].start(command, env=self.env[number]) for number, command in commands.items()]
+        return [
+            node.start([*self.before[k], "scripts/launch.sh", *flags, *self.flags[k]], env=self.env[k])
+            for k, node in enumerate(self.nodes)
+            if k not in self.left_out
+        ]
 
-    def images(self, name: str) -> Path:
-        """An image folder."""
-        folder_of_images(self.folder / name)
-        return self.folder / name
+    def use_images(self) -> None:
+        """Train on the image folder self.data."""
+        folder_of_images(self.data)
+        for flags in self.flags:
+            flags += ["--dataset", "imagefolder", "--data_dir", self.data, "--dataset_size", 0]
 
 
 # ---- conditions ----
 
 
 def given(*nodes: int, **variables: str) -> Callable[[Setup], None]:
-    """These variables on these nodes; none named: on all."""
+    """Set variables on these nodes (none: on all)."""
 
     def condition(setup: Setup) -> None:
         for number in nodes or range(len(setup.nodes)):
@@ -68,7 +64,7 @@ def given(*nodes: int, **variables: str) -> Callable[[Setup], None]:
 
 
 def before(number: int, script: str) -> Callable[[Setup], None]:
-    """A node's command is started by this shell script."""
+    """A shell script starts the node's command."""
 
     def condition(setup: Setup) -> None:
         setup.before[number] = ["sh", "-c", script, "sh"]
@@ -76,46 +72,30 @@ def before(number: int, script: str) -> Callable[[Setup], None]:
     return condition
 
 
-def own_name_on_loopback(setup: Setup) -> None:
-    """As Debian's installer writes it."""
-    setup.nodes[0].write(Path("/etc/hosts"), "127.0.0.1 localhost\n127.0.1.1 node0\n10.0.0.2 node1\n")
-
-
-def stale_name(setup: Setup) -> None:
-    """node1 knows an address of node0 that nobody has any more."""
-    setup.nodes[1].write(Path("/etc/hosts"), "127.0.0.1 localhost\n10.0.0.2 node1\n10.0.0.99 node0\n")
+def hosts(number: int, lines: str) -> Callable[[Setup], None]:
+    """The node's /etc/hosts."""
+    return lambda setup: setup.nodes[number].write(Path("/etc/hosts"), f"127.0.0.1 localhost\n{lines}")
 
 
 def no_route(setup: Setup) -> None:
-    """node1's routes lead to its own network alone, and node0 is in another one."""
+    """MASTER_ADDR is in a network to which node1 has no route."""
     setup.nodes[0].do("ip", "address", "add", "10.1.0.1/24", "dev", "eth0")
     given(MASTER_ADDR="10.1.0.1")(setup)
 
 
 def closed(*ports: str) -> Callable[[Setup], None]:
-    """node0 drops what comes to these ports, without an answer; others are open."""
+    """node0 drops packets to these ports without an answer."""
 
     def condition(setup: Setup) -> None:
-        # that of the node's own addresses comes first by default, and would let it in
-        rules = [
-            "add pref 9 lookup local",
-            "del pref 0",
-        ]
+        rules = ["add pref 9 lookup local", "del pref 0"]  # the rule for local addresses is first by default
         for rule in [*rules, *(f"add pref 5 iif eth0 ipproto tcp dport {each} blackhole" for each in ports)]:
             setup.nodes[0].do("ip", "rule", *rule.split())
 
     return condition
 
 
-def not_started(number: int) -> Callable[[Setup], None]:
-    def condition(setup: Setup) -> None:
-        setup.is_started[number] = False
-
-    return condition
-
-
 def node_0_twice(setup: Setup) -> None:
-    """The same command on both nodes, first on node0, under a scheduler that gives all of them one launch id."""
+    """The same command on both nodes, first on node0, under a scheduler that gives both the same launch id."""
     given(1, NODE_RANK="0")(setup)
     given(LAUNCH_ID="job-7")(setup)
     before(1, 'sleep 3 && exec "$@"')(setup)
@@ -127,7 +107,7 @@ def port_taken(setup: Setup) -> None:
 
 
 def busy_node(setup: Setup) -> None:
-    """node1 has one core, which five other programs want too."""
+    """node1 shares one core with five other programs."""
     need("taskset")
     setup.before[1] = ["taskset", "-c", "0"]
     for _ in range(5):
@@ -135,36 +115,26 @@ def busy_node(setup: Setup) -> None:
 
 
 def other_code(setup: Setup) -> None:
-    """On node1 the checkout lacks a change."""
     other = setup.folder / "model.py"
-    other.write_text(
-        (ROOT / "model.py")
-        .read_text()
-        .replace("def compute_loss", "# a change that did not come here\ndef compute_loss")
-    )
+    other.write_text((ROOT / "model.py").read_text() + "# a change on node0 that node1 lacks\n")
     setup.nodes[1].bind(other, ROOT / "model.py")
-
-
-def other_config(setup: Setup) -> None:
-    setup.flags[1] += ["--lr", "0.2"]
 
 
 def other_data(setup: Setup) -> None:
     """node1 has an older copy, which lacks an image."""
-    older = setup.images("older")
+    setup.use_images()
+    older = shutil.copytree(setup.data, setup.folder / "older")
     (older / "train" / "cat" / "005.png").unlink()
-    setup.nodes[1].bind(older, setup.images("data"))
-    setup.give("--dataset", "imagefolder", "--data_dir", setup.data, "--dataset_size", 0)
+    setup.nodes[1].bind(older, setup.data)
 
 
 def no_data(setup: Setup) -> None:
-    setup.images("data")
+    setup.use_images()
     setup.nodes[1].mount_tmpfs(setup.data, "1m")
-    setup.give("--dataset", "imagefolder", "--data_dir", setup.data, "--dataset_size", 0)
 
 
 def other_time(setup: Setup) -> None:
-    """Python on node1 reads a clock that is two minutes ahead: the machine has but one."""
+    """Python's clock on node1 is two minutes ahead; the machine has only one clock."""
     (setup.folder / "sitecustomize.py").write_text(
         "import time\nplain = time.time\ntime.time = lambda: plain() + 120\n"
     )
@@ -172,7 +142,7 @@ def other_time(setup: Setup) -> None:
 
 
 def other_environment(setup: Setup) -> None:
-    """On node1 another Python comes first, which has no torch, and the checkout has no environment of its own."""
+    """On node1 a Python without torch is first in PATH, and the checkout has no .venv."""
     folder, nothing = setup.folder / "python", setup.folder / "nothing"
     for each in (folder, nothing):
         each.mkdir()
@@ -184,7 +154,7 @@ def other_environment(setup: Setup) -> None:
 
 
 def large_frames(setup: Setup) -> None:
-    """Jumbo frames on both nodes, and a switch that drops them."""
+    """Jumbo frames on both nodes and a switch that drops them."""
     for node in setup.nodes:
         node.do("ip", "link", "set", "eth0", "mtu", "9000", "gso_max_segs", "1")
 
@@ -194,20 +164,28 @@ def large_frames(setup: Setup) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """One misconfiguration."""
+    """One misconfiguration.
+
+    Args:
+        by: which program finds it, launch.sh, preflight or train.py.
+        of: words of the message or of the table below it: the node, and what is wrong there.
+        sees: a part of the message and the row in the README; ... matches anything.
+        code: the exit code of the program that prints it; None if it continues to wait.
+    """
 
     name: str
-    condition: Callable[[Setup], None]
-    by: str  # who catches it: launch.sh, preflight, train.py
-    # the node that the sentence names, or the table below it, and what of that is wrong: all these words are there
+    condition: Callable[[Setup], object]
+    by: str
     of: str
-    sees: str  # words of the sentence, and the README's row; ... stands for what differs from case to case
-    code: int | None = 2  # of whoever says it; None: it goes on waiting
+    sees: str
+    code: int | None = 2
     nodes: int = 2
 
-    @property
-    def pattern(self) -> re.Pattern:
-        return re.compile(".*".join(map(re.escape, self.sees.split("..."))))
+    def is_in(self, text: str, is_named: bool = True) -> bool:
+        """Whether a line holds the message and a fix, and it or the next three lines the words of `of`."""
+        pattern = ".*".join(map(re.escape, self.sees.split("...")))
+        found = re.finditer(rf"^.*{pattern}.*\n(.*\n){{0,3}}", text, re.MULTILINE)
+        return any("; " in each[0] and all(word in each[0] for word in self.of.split() if is_named) for each in found)
 
 
 # fmt: off
@@ -216,21 +194,21 @@ TABLE = [
     Row("address not given", given(MASTER_ADDR=""), "launch.sh", "node", "MASTER_ADDR: is not set, with NNODES="),
     Row("loopback address", given(MASTER_ADDR="127.0.0.1"), "launch.sh", "node",
         "MASTER_ADDR=...: is ... on ..., which the other nodes cannot reach"),
-    Row("own name on loopback", own_name_on_loopback, "launch.sh", "node0",
+    Row("own name on loopback", hosts(0, "127.0.1.1 node0\n10.0.0.2 node1\n"), "launch.sh", "node0",  # as Debian writes it
         "MASTER_ADDR=...: is ... on ..., which the other nodes cannot reach"),
-    Row("stale address", stale_name, "launch.sh", "node1", "cannot be reached from ... (no route to it, or nobody has that address)"),
-    Row("no route", no_route, "launch.sh", "node1", "MASTER_ADDR=...: ... has no way to it (no route to it, or nobody has that address)"),
+    Row("stale address", hosts(1, "10.0.0.2 node1\n10.0.0.99 node0\n"), "launch.sh", "node1", "cannot be reached from ... (no route to host, or no machine has that address)"),
+    Row("no route", no_route, "launch.sh", "node1", "MASTER_ADDR=...: ... has no route to it (no route to host, or no machine has that address)"),
     Row("cable out", lambda setup: setup.nodes[0].link(up=False), "launch.sh", "node1",
-        "cannot be reached from ... (no route to it, or nobody has that address)"),
+        "cannot be reached from ... (no route to host, or no machine has that address)"),
     Row("firewall", closed(f"{PORT}"), "launch.sh", "node1",
-        "cannot be reached from ... (no answer at all: the machine is off, or a firewall drops what comes)"),
+        "cannot be reached from ... (no answer, the machine is off or a firewall drops the packets)"),
     Row("one open port", closed(f"1-{PORT - 1}", f"{PORT + 1}-65534"), "launch.sh", "node1",
-        "MASTER_ADDR=...: MASTER_PORT is open to ..., and port ... is not"),
-    Row("node 0 not started", not_started(0), "launch.sh", "node0", "waiting for node 0 at ...: refused: nothing listens there", None),
-    Row("node 1 not started", not_started(1), "launch.sh", "node 1", "waiting for node ... of ...; start launch.sh there", None),
+        "MASTER_ADDR=...: MASTER_PORT is open to ... and port ... is not"),
+    Row("node 0 not started", lambda setup: setup.left_out.append(0), "launch.sh", "node0", "waiting for node 0 at ...: connection refused, nothing listens there", None),
+    Row("node 1 not started", lambda setup: setup.left_out.append(1), "launch.sh", "node 1", "waiting for node ... of ...; start launch.sh there", None),
     Row("another port", given(1, MASTER_PORT="29501"), "launch.sh", "node0:29501",
-        "waiting for node 0 at ...: refused: nothing listens there", None),
-    Row("port taken", port_taken, "launch.sh", "node0", "MASTER_PORT=...: is taken on ... by process"),
+        "waiting for node 0 at ...: connection refused, nothing listens there", None),
+    Row("port taken", port_taken, "launch.sh", "node0", "MASTER_PORT=...: is in use on"),
     Row("node rank outside", given(1, NODE_RANK="2"), "launch.sh", "node1", "NODE_RANK=...: is outside NNODES="),
     Row("node 0 twice", node_0_twice, "launch.sh", "node1", "NODE_RANK=0: MASTER_ADDR=... is ..., not ..., and node 0 is there"),
     Row("node 1 twice", given(2, NODE_RANK="1"), "launch.sh", "node1", "NODE_RANK=...: ... has it already", nodes=3),
@@ -242,7 +220,7 @@ TABLE = [
     Row("interface missing", given(1, GLOO_SOCKET_IFNAME="eth9"), "launch.sh", "node1", "GLOO_SOCKET_IFNAME=...: ... has no interface"),
     Row("other Python", other_environment, "launch.sh", "node", "torchrun: this Python has no torch"),
     Row("other code", other_code, "train.py", "node1 model.py", "the ranks do not run the same thing"),
-    Row("other settings", other_config, "train.py", "node1 lr", "the ranks do not run the same thing"),
+    Row("other settings", lambda setup: setup.flags[1].extend(["--lr", "0.2"]), "train.py", "node1 lr", "the ranks do not run the same thing"),
     Row("other data", other_data, "train.py", "node1", "data_dir=...: holds other data on"),
     Row("no data", no_data, "train.py", "node1", "data_dir=...: has no .../train/<class>/ folders"),
     Row("run folder not shared", lambda setup: setup.nodes[1].mount_tmpfs(setup.storage, "64m"), "train.py", "node1",
@@ -256,7 +234,7 @@ TABLE = [
     Row("few open files", before(1, 'ulimit -n 40 && exec "$@"'), "train.py", "node1", "open files: the limit is"),
     Row("clock off", other_time, "preflight", "node1", "the clock of ... is ... ahead of", 1),
     Row("busy node", busy_node, "preflight", "node1", "times slower than the median", 0),
-    Row("slow link", lambda setup: setup.nodes[1].slow("500mbit"), "preflight", "node1", "all links of ... are bad", 0, nodes=3),
-    Row("large frames", large_frames, "launch.sh", "node1", "MASTER_ADDR=...: small frames pass between it and ..., large ones do not"),
+    Row("slow link", lambda setup: setup.nodes[1].slow("500mbit"), "preflight", "node1", "all links of ... are slow", 0, nodes=3),
+    Row("large frames", large_frames, "launch.sh", "node1", "MASTER_ADDR=...: small packets pass to and from ..., large ones do not"),
 ]
 # fmt: on

@@ -1,69 +1,50 @@
-"""benchmark.py --find-batch on the shipped model: what it finds, and the flags that it prints."""
+"""benchmark.py --find-batch on the built-in model: what it finds, and the flags that it prints."""
 
 import re
 import sys
 
 import pytest
 
-from benching import find_batch
+from lib.benchmark import find_batch
 from ranks import launch
 from training import TINY
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="the kernel's limits of a process")]
 GIB = 1.5
 LIMITED = """
-from benching.find_batch import limit_to
+from lib.benchmark.find_batch import limit_memory
 plain = train.warm_up
 def warm_up(model, batch, *rest):
     plain(model, [each[:2] for each in batch], *rest)
-    limit_to({memory})
+    limit_memory(batch[0].device, {memory})
     return plain(model, batch, *rest)
 train.warm_up = warm_up
 """
 
 
-def test_what_find_batch_finds_can_be_trained_with_and_half_as_much_again_cannot(runs):
-    memory, said = int(GIB * 2**30), []
-    words = [*"--image_size 16 --backend gloo --ema_decay 0.9 --run_dir".split(), str(runs.folder("none"))]
-    room = int(memory * (1 - find_batch.HEAD_ROOM))
-    trials = find_batch.search(find_batch.on_cpu(words, room), 32, 5_000, room, True, said.append)
-    best = max(each.size for each in trials if each.end == find_batch.FIT)
+def test_the_size_found_can_be_trained_and_half_as_much_again_cannot(runs):
+    printed, flags = [], "--image_size 16 --backend gloo --ema_decay 0.9 --run_dir".split()
+    words = [*flags, str(runs.folder("none"))]
+
+    def trial(size):
+        return find_batch.Trial(size, **find_batch.start_trial(size, 1, GIB, words))
+
+    trials = find_batch.search(trial, 32, 5_000, printed.append)
+    best = max(each.size for each in trials if each.outcome == find_batch.FITS)
     assert not runs.folder("none").exists()  # it trains nothing
-    program = runs.program(LIMITED.format(memory=memory), task="")
+    program = runs.program(LIMITED.format(memory=int(GIB * 2**30)), task="")
     for batch, code in ((best, 0), (best * 3 // 2, 1)):
-        flags = [
-            *words[:-1],
-            runs.folder(f"of-{batch}"),
-            "--batch_size",
-            batch,
-            "--dataset_size",
-            2 * batch,
-            "--epochs",
-            2,
-        ]
-        ended = launch([sys.executable, program, *flags])
-        assert ended.code == code and ("does not fit into the memory of" in ended.text) == bool(code), (
-            said,
-            ended.text,
-        )
+        sizes = ["--batch_size", batch, "--dataset_size", 2 * batch, "--epochs", 2]
+        ended = launch([sys.executable, program, *flags, runs.folder(f"of-{batch}"), *sizes])
+        is_explained = "does not fit into the memory of" in ended.text
+        assert ended.code == code and is_explained == bool(code), (printed, ended.text)
 
 
 def test_find_batch_prints_the_flags_to_paste():
-    words = [
-        "--find-batch",
-        "--ranks",
-        "2",
-        "--memory",
-        "4",
-        *TINY,
-        *"--batch_size 6 --grad_accum_steps 3 --dataset_size 20".split(),
-    ]
-    ended = launch([sys.executable, "scripts/benchmark.py", *words])
+    words = "--find-batch --ranks 2 --memory 4 --batch_size 6 --grad_accum_steps 3 --dataset_size 20".split()
+    ended = launch([sys.executable, "scripts/benchmark.py", *TINY, *words])
     assert (ended.code, ended.left) == (0, 0), ended.text
-    assert "\n  20 sample(s): fits, " in ended.out
-    assert re.search(
-        r"\nas given: 20 samples, .*a step, .* samples/s\n.* no micro-batch is larger\n  --batch_size 18"
-        r" --global_batch_size 36 ",
-        ended.out,
-    )
+    assert "\n  20 samples: fits, " in ended.out
+    given = r"\nas given: 20 samples, .*per step, .* samples/s\n  this is the whole training set\n"
+    assert re.search(given + r"  --batch_size 18 --global_batch_size 36 ", ended.out)
     assert re.search(r"\nwith --activation_checkpointing: ", ended.out)

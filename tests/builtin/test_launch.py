@@ -45,22 +45,22 @@ def test_detached_with_a_retry_it_outlives_its_terminal_and_a_killed_rank(tmp_pa
     try:
         assert program.wait(60) == 0
         printed = os.pread(program.files[0].fileno(), 2**16, 0).decode()
-        pid, log = re.search(r"process (\d+) goes on by itself; tail -f (\S+) ", printed).groups()
+        pid, log = re.search(r"process (\d+) runs in the background; tail -f (\S+) ", printed).groups()
         wait_until(lambda: not Path(f"/proc/{pid}").exists(), 120)
     finally:
         stop(program)
     text = Path(log).read_text()
     assert re.search(
-        r"launch.sh: failed: rank 1 on \S+: rank 1 on \S+ was killed or cut off in .*auto\n.*ended with 1; start 2"
+        r"launch.sh: failed: rank 1 on \S+: rank 1 on \S+ was killed or cut off in .*auto\n.*exit code 1; attempt 2"
         r" of 3",
         text,
     ), text
-    assert text.count("start 2 of 3 follows in 5 s") == text.count("completed: 1 epochs") == 1 and "resumed" in text, (
+    assert text.count("attempt 2 of 3 starts in 5 s") == text.count("completed: 1 epochs") == 1 and "resumed" in text, (
         text
     )
     assert (run / "traces").is_dir()  # the flight recorder finds a folder to write into
     ended = launch([SCRIPT, *flags, "--retries", "2"], env={"PATH": PATH, "NPROC_PER_NODE": "1"})
-    assert ended.code == 2 and "holds a run already" in ended.err and "follows in" not in ended.err, ended.text
+    assert ended.code == 2 and "holds a run already" in ended.err and "starts in" not in ended.err, ended.text
 
 
 def test_sigterm_to_the_script_saves_and_exits_75(tmp_path):

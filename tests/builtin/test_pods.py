@@ -78,4 +78,4 @@ def test_a_lost_pod_is_replaced_and_the_run_is_completed(pod, number, lost, how)
         pods[lost] = start_pod(node, job, lost, app, shared, env)
         ended = [finish(each, 240) for each in pods]
     assert [each.code for each in ended] == [0, 0], "".join(each.text for each in ended)
-    assert "start 2 of 101 follows" in ended[1 - lost].err and '"restarts": 1' in (run / "summary.json").read_text()
+    assert "attempt 2 of 101 starts" in ended[1 - lost].err and '"restarts": 1' in (run / "summary.json").read_text()

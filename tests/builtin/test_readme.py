@@ -7,9 +7,9 @@ import shlex
 import pytest
 
 from config import TrainingConfig
-from config_table import BEGIN, END, table
 from ranks import PATH, ROOT, copy_repository, launch
-from scripts.network import addresses
+from scripts.lib.config_table import BEGIN, END, table
+from scripts.lib.network import addresses
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
@@ -74,7 +74,7 @@ def test_the_quickstart_trains_two_ranks_to_over_90_percent(tmp_path, flags):
     ended, top1 = quickstart(tmp_path, *flags.split())
     assert ended.code == 0 and top1 >= 0.9, ended.text
     assert re.search(r"two ranks reached \d+(\.\d)?.* top-1", ended.out)
-    assert "Type next:" in ended.out and "2 on 1 node" in ended.out
+    assert "Next:" in ended.out and "2 on 1 node" in ended.out
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ def test_the_quickstart_fails_below_90_percent(tmp_path):
 
 
 def test_the_readmes_config_table_is_that_of_the_dataclass():
-    assert README.split(BEGIN)[1].split(END)[0].strip() == table(), "run python scripts/config_table.py"
+    assert README.split(BEGIN)[1].split(END)[0].strip() == table(), "run python scripts/lib/config_table.py"
 
 
 def test_the_readme_is_short_and_names_files_and_functions_that_exist():

@@ -1,4 +1,4 @@
-"""scripts/scaling.py measures ranks of this machine; speed itself gates nothing."""
+"""scripts/scaling.py on real ranks of this machine. No speed is asserted."""
 
 import json
 import sys

@@ -1,6 +1,7 @@
 """scripts/runs.py and scripts/export.py on real runs."""
 
 import re
+import shutil
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -42,11 +43,21 @@ def test_one_picture_has_the_curves_of_all_runs(two_runs, tmp_path, metric):
     assert "fast" in picture.read_text() and "slow" in picture.read_text()
 
 
-def test_what_cannot_be_shown_is_refused(two_runs, tmp_path):
+def test_compare_says_whether_the_weights_are_bitwise_equal(two_runs):
+    slow, fast = (two_runs.folder(name) for name in ("slow", "fast"))
+    ended = run_script("runs.py", "--compare", slow, fast)
+    assert ended.code == 1 and "the weights DIFFER" in ended.out
+    shutil.copytree(fast, two_runs.root.parent / "copies" / "fast", dirs_exist_ok=True)
+    ended = run_script("runs.py", "--compare", fast, two_runs.root.parent / "copies")
+    assert ended.code == 0 and "the weights are bitwise equal" in ended.out, ended.text
+    assert run_script("runs.py", "--compare", fast).code == 2
+
+
+def test_what_cannot_be_shown_is_rejected(two_runs, tmp_path):
     ended = run_script("runs.py", two_runs.root, "--plot", tmp_path / "curves.svg", "--metric", "f1")
     assert ended.code == 2 and "metric=f1: no run has records of it; give" in ended.err
     ended = run_script("runs.py", tmp_path)
-    assert ended.code == 2 and "no run is there (a folder with a status.json); give" in ended.err
+    assert ended.code == 2 and "has no run (a folder with a status.json); give" in ended.err
 
 
 @pytest.mark.parametrize("flags", [[], ["--ema"]])
@@ -69,7 +80,7 @@ def test_the_printed_snippet_classifies_as_the_evaluation_did(two_runs, tmp_path
     assert top1 == evaluated["top1"]
 
 
-def test_what_cannot_be_exported_is_refused(two_runs, tmp_path):
+def test_what_cannot_be_exported_is_rejected(two_runs, tmp_path):
     source = two_runs.checkpoints("fast")[-1]
     (tmp_path / "text.pt").write_text("hello")
     assert "has no checksum at its end" in run_script("export.py", tmp_path / "text.pt", tmp_path / "out.pt").err

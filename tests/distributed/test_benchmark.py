@@ -1,21 +1,19 @@
-"""The benchmark compares what it says: the same losses to the bit, the same batches, everything that a run has; timed
-figures gate nothing."""
+"""The benchmark compares what it claims to compare: same losses bit for bit, same batches, a complete run."""
 
 import contextlib
 import io
 import json
 import statistics
-import sys
 from unittest import mock
 
 import pytest
 import torch
 
 import benchmark
-from benching import machine
-from benching.ours import Ours
-from benching.turns import Contestant, take_turns
 from ddp_utils import cleanup_distributed, setup_distributed
+from lib.benchmark import speed
+from lib.benchmark.ours import Ours
+from lib.benchmark.turns import Candidate, take_turns
 from ranks import run_ranks
 from tasks import config_of, using
 from utils.training.state import TrainState
@@ -23,48 +21,46 @@ from utils.training.state import TrainState
 SMALL = "--image_size 8 --batch_size 4 --log_interval 5 --num_workers 0 --backend gloo".split()
 
 
-def measured(file):
+def measured(file, *mode):
     """The command: its exit code, and what it printed."""
-    words = ["benchmark.py", *"--bucket_cap_mb 0.002 --rounds 1 --steps 4 --json".split(), str(file), *SMALL]
-    quick_peak, few_steps = (
-        mock.patch.object(machine, "SECONDS", 0.01),
-        mock.patch.multiple(benchmark, HOST_STEPS=1, HOST_ROUNDS=1),
-    )
+    words = [*mode, *"--bucket_cap_mb 0.002 --rounds 1 --steps 4 --json".split(), str(file), *SMALL]
     printed = io.StringIO()
-    with (
-        using("images"),
-        mock.patch.object(sys, "argv", words),
-        quick_peak,
-        few_steps,
-        contextlib.redirect_stdout(printed),
-    ):
-        return benchmark.main(), printed.getvalue()
+    with using("images"), contextlib.redirect_stdout(printed):
+        return benchmark.main(words), printed.getvalue()
 
 
 def test_one_rank_ends_with_equal_losses_and_a_json(tmp_path):
     ((code, out),) = run_ranks(1, measured, tmp_path / "b.json")
     found = json.loads((tmp_path / "b.json").read_text())
-    assert code == 0 and list(found["rows"]) == ["ours", "bare", "least", "tutorial"], out
+    assert code == 0 and list(found["rows"]) == list(speed.NAMES), out
     assert found["equality"] == {"intervals": 4, "equal": 4}  # 16 steps, 5 an interval, and the last one
-    assert found["rows"]["ours"]["collectives_per_step"] == 0 and found["rows"]["bare"]["collectives_per_step"] == 0
+    assert [found["rows"][name]["collectives_per_step"] for name in speed.NAMES[:2]] == [0, 0]
     assert all(
         row["step_s"] > 0 and row["samples_per_s"] > 0 and len(row["turns_cpu_s"]) == 2
         for row in found["rows"].values()
     )
     assert found["flops_per_sample"] > 1e4 and found["peak_flops"] > 1e9
-    assert "losses of ours and bare: equal to the bit in 4 of 4" in out and "us over bare" in out
+    assert "losses of template and plain loop: 4 of 4 log intervals are bit-identical" in out
+    assert "us over the plain loop" in out
 
 
-def test_two_ranks_count_the_same_collectives_for_ours_and_bare(tmp_path):
+def test_two_ranks_count_the_same_collectives_for_template_and_plain_loop(tmp_path):
     assert [code for code, _ in run_ranks(2, measured, tmp_path / "b.json")] == [0, 0]
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
-    buckets = rows["bare"]["collectives_per_step"]
-    assert buckets >= 2 and rows["least"]["collectives_per_step"] == buckets
-    assert rows["ours"]["collectives_per_step"] >= buckets + 1  # one for BatchNorm; agreements and log points beside
+    template, plain, minimal, _ = (rows[name]["collectives_per_step"] for name in speed.NAMES)
+    assert plain >= 2 and minimal == plain
+    assert template >= plain + 1  # one for BatchNorm; consensus and log points besides
+
+
+def test_each_checkpoint_is_timed_beside_torch_save(tmp_path):
+    (_, out), _ = run_ranks(2, measured, tmp_path / "c.json", "--checkpoint")
+    found = json.loads((tmp_path / "c.json").read_text())
+    assert len(found["blocked_s"]) == len(found["reference_s"]) == 2 and min(found["blocked_s"]) > 0
+    assert "a run that saves every 4 steps takes" in out
 
 
 def equality_of(folder, flags, factor=1.0):
-    """Of four epochs of four steps on one rank. factor: on the learning rate of ours."""
+    """Of four epochs of four steps on one rank. factor: on the learning rate of the template."""
     plain = TrainState._set_lr
 
     def set_lr(self, step):
@@ -72,16 +68,13 @@ def equality_of(folder, flags, factor=1.0):
         for group in self.optimizer.param_groups:
             group["lr"] *= factor
 
-    counted = mock.patch.object(
-        machine, "count", lambda epoch, device: (epoch(), {"collectives": 0, "peak_memory": 0})[1]
-    )
-    with using("images"), counted, mock.patch.object(TrainState, "_set_lr", set_lr):
+    with using("images"), mock.patch.object(TrainState, "_set_lr", set_lr):
         config = config_of([*SMALL, *flags])
-        race = benchmark.Race(config, setup_distributed(config), 4, 1, folder, with_tutorial=False)
-        race.run(lambda _: None)
-        race.ours.close()
+        comparison = speed.Comparison(config, setup_distributed(config), steps=4, rounds=1, folder=folder)
+        comparison.run()
+        comparison.ours.close()
     cleanup_distributed()
-    return race.equality()
+    return comparison.equality()
 
 
 @pytest.mark.parametrize(
@@ -93,7 +86,7 @@ def equality_of(folder, flags, factor=1.0):
     ],
     ids=["accumulated-clipped-fp32", "adamw-bf16", "another-rate"],
 )
-def test_losses_are_those_of_the_bare_loop_to_the_bit_and_a_difference_is_found(tmp_path, flags, factor, equal):
+def test_losses_equal_the_plain_loops_bit_for_bit_and_a_difference_is_found(tmp_path, flags, factor, equal):
     assert run_ranks(1, equality_of, tmp_path / "run", flags.split(), factor) == [{"intervals": 4, "equal": equal}]
 
 
@@ -104,29 +97,56 @@ def whole_run(folder):
         found = {"steps": ours.epoch(), "files": {path.name for path in folder.iterdir()}}
         found["records"] = [record["step"] for record in ours._run.records("train")]
         found |= {
-            "has_writer": ours._writer is not None and ours._writer.pid > 0,
-            "is_watched": ours.watch._thread.is_alive(),
+            "has_writer": ours.training.saver._writer.pid > 0,
+            "is_watched": ours._watchdog._thread.is_alive(),
         }
         ours.close()
     cleanup_distributed()
     return found
 
 
-def test_ours_is_a_whole_run(tmp_path):
-    """Records, log, status, places of the watchdog, a writer: all there."""
+def test_what_is_measured_is_a_complete_run(tmp_path):
+    """It has records, logs, status, watchdog and checkpoint writer."""
     (found,) = run_ranks(1, whole_run, tmp_path / "run")
     assert found["steps"] == 5 and found["files"] >= {"metrics.jsonl", "status.json", "config.json", "logs", "watch"}
     assert found["records"] == [5] and found["has_writer"] and found["is_watched"]
 
 
-def test_turns_go_forth_and_back_and_ratios_are_medians_over_rounds():
+def test_turns_go_forward_and_backward_and_ratios_are_medians_over_rounds():
     order = []
-    contestants = [Contestant(name, lambda name=name: order.append(name)) for name in "abc"]
-    take_turns(contestants, 2, torch.device("cpu"), lambda _: None)
+    candidates = [Candidate(name, lambda name=name: order.append(name)) for name in "abc"]
+    take_turns(candidates, 2, torch.device("cpu"))
     assert "".join(order) == "abccba" * 2
-    a, b, _ = contestants
+    a, b, _ = candidates
     a.wall, b.wall = [1, 1, 2, 2, 9, 9], [2, 2, 2, 2, 3, 3]
-    assert a.rounds("wall") == [2, 4, 18] and a.seconds("wall") == 2
-    assert a.ratio(b, "wall") == statistics.median([0.5, 1, 3])
+    assert a.rounds("wall") == [2, 4, 18] and a.seconds() == 2
+    assert a.ratio(b) == statistics.median([0.5, 1, 3])
     a.wall = [1.0, 1.1, 1.0, 1.1]
-    assert a.control("wall") == pytest.approx(1 / 1.1)
+    assert a.control() == pytest.approx(1 / 1.1) and a.warning("wall") == "noisy (wall)"
+
+
+def test_the_loader_is_compared_with_plain_indexing(tmp_path):
+    ((code, out),) = run_ranks(1, measured_alone, tmp_path / "i.json")
+    found = json.loads((tmp_path / "i.json").read_text())
+    assert code == 0 and found["loader"]["samples_per_s"] > 0 and found["plain indexing"]["ratio"] == 1.0, out
+
+
+def measured_alone(file):
+    with mock.patch.dict("os.environ"):
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            del benchmark.os.environ[name]
+        return measured(file, "--input")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--rounds", "0"], "--steps and --ranks must be 1 or more"),
+        (["--memory", "x"], "argument --memory: invalid float value"),
+        (["--input", "--find-batch"], "not allowed with argument --input"),
+    ],
+)
+def test_bad_flags_are_rejected(words, sentence, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.parse(words)
+    assert sentence in capsys.readouterr().err

@@ -1,5 +1,4 @@
-"""SIGKILL at every system call of one save: whole checkpoints only, and the resumed run ends in the uninterrupted run's
-bits."""
+"""SIGKILL at every system call of one save: only valid checkpoints, and a resumed run that ends with the same bits."""
 
 import contextlib
 import os
@@ -11,40 +10,37 @@ from unittest import mock
 
 import pytest
 
-import ddp_utils
 from ranks import need, run_ranks
 from tasks import train_task
 from training import Runs, assert_same_state, wait_until
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.writer import Writer
+from utils.run import folder
 
-FLAGS = (
-    "--dataset_size 20 --no-use_amp --ema_decay 0.9 --record_samples --num_workers 0 --save_every 0 --keep_last 2"
-    " --eval_every 20".split()
-)
+FLAGS = "--dataset_size 20 --no-use_amp --ema_decay 0.9 --record_samples --num_workers 0 --save_every 0".split()
+FLAGS += "--keep_last 2 --eval_every 20".split()
+KILLED = "killed by SIGKILL"  # strace's words
 
 
 def attach(pid, log, *words):
     """strace on a process, from when this returns."""
-    strace = subprocess.Popen(["strace", "-y", "-o", log, *words, "-p", str(pid)], stderr=subprocess.DEVNULL)
+    command = ["strace", "-y", "-o", log, *words, "-p", str(pid)]
+    strace, status = subprocess.Popen(command, stderr=subprocess.DEVNULL), Path(f"/proc/{pid}/status")
     with contextlib.suppress(OSError):  # the process is gone
-        wait_until(
-            lambda: strace.poll() is not None or "TracerPid:\t0\n" not in Path(f"/proc/{pid}/status").read_text()
-        )
+        wait_until(lambda: strace.poll() is not None or "TracerPid:\t0\n" not in status.read_text())
         assert strace.poll() is None, "strace cannot attach"
     return strace
 
 
-@contextlib.contextmanager
-def cut_at(calls, log, is_alone):
-    """The saves are cut, one after the other, each at the next of these system calls of the writer. Yields the writers'
-    pids.
-
-    A writer's first save is not cut: it imports, and the save of the one before was cut.
+def train_and_cut(flags, calls, log, is_alone):
+    """Train on one rank, and kill each writer in its second save, at the next of these system calls.
 
     Args:
         calls: "rename:1" is the first rename of a save; "": none.
         is_alone: only the writer is killed, and the run continues; else this rank is killed with it.
+
+    Returns:
+        The state in the end, and how many writers there were.
     """
     plain_send, calls, traced, pids = Writer.send, list(calls), [], set()
 
@@ -52,10 +48,9 @@ def cut_at(calls, log, is_alone):
         if traced and traced[-1].poll() is None:
             traced[-1].terminate()  # it detaches
             traced[-1].wait()
-        if calls and self.pid in pids:
+        if calls and self.pid in pids:  # a writer's first save imports
             name, _, number = calls.pop(0).partition(":")
-            words = ["-e", f"inject={name}:signal=SIGKILL:when={number}"] if name else []
-            traced.append(attach(self.pid, log, *words))
+            traced.append(attach(self.pid, log, *(["-e", f"inject={name}:signal=SIGKILL:when={number}"] * bool(name))))
             if not is_alone:
                 threading.Thread(target=follow, args=(traced[-1],), daemon=True).start()
         pids.add(self.pid)
@@ -63,100 +58,76 @@ def cut_at(calls, log, is_alone):
 
     def follow(strace):
         strace.wait()
-        if "killed by SIGKILL" in Path(log).read_text():
+        if KILLED in Path(log).read_text():
             os.kill(os.getpid(), 9)
 
-    with mock.patch.object(Writer, "send", send):
-        yield pids
-
-
-def train_and_cut(flags, calls, log, is_alone):
-    """Train on one rank. Returns the state in the end, and how many writers there were."""
-    with mock.patch.object(ddp_utils, "MOST_STRIKES", 10**6), cut_at(calls, log, is_alone) as pids:
+    with (
+        mock.patch.object(folder, "repeated_failures", return_value=[]),
+        mock.patch.object(Writer, "send", send),
+    ):
         return train_task("images", flags)[0], len(pids)
 
 
-def is_whole(runs, name):
+def assert_as_whole(runs, name):
     """The completed run is the one that was never cut."""
     assert_same_state(runs.last(name), runs.last("whole"))
-    assert runs.samples(name) == runs.samples("whole")
-    assert not list(runs.folder(name).rglob("*.tmp"))
-    return True
+    assert runs.samples(name) == runs.samples("whole") and not list(runs.folder(name).rglob("*.tmp"))
 
 
 def calls_of_one_save(root):
-    """The lines of strace for one save of a run, from when the writer has the job to when it has said that it is
-    done."""
+    """The lines of strace for one save, from when the writer has the job to when it has reported that it is done."""
     need("strace")
-    runs, log = Runs(root), root / "strace"
-    flags = runs.words("counted", *FLAGS, *"--epochs 1 --save_every_steps 1".split())
-    run_ranks(1, train_and_cut, flags, [""] * 3, log, True)
-    return log.read_text().splitlines()[:-1]  # the last is the wait for the next job
-
-
-def all_calls(root):
-    """The system calls to kill at, each by its name and its number among those of its name."""
-    names = [line.split("(")[0] for line in calls_of_one_save(root)]
-    calls = [f"{name}:{names[: number + 1].count(name)}" for number, name in enumerate(names)]
-    assert len(calls) > 30 and {"fsync:2", "rename:1", "unlink:1"} <= {*calls}
-    return calls
+    words = Runs(root).words("counted", *FLAGS, *"--epochs 1 --save_every_steps 1".split())
+    run_ranks(1, train_and_cut, words, [""] * 3, root / "strace", True)
+    return (root / "strace").read_text().splitlines()[:-1]  # the last is the wait for the next job
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_its_name_before_it_counts(tmp_path):
-    """The order of the system calls: the file is written and flushed, the claim read, the file renamed, the folder
-    flushed, that said."""
-    calls = calls_of_one_save(tmp_path)
-    folder = str(tmp_path / "counted/checkpoints")
-
-    def first(pattern):
-        found = [number for number, line in enumerate(calls) if re.match(pattern, line)]
-        assert found, f"no {pattern} in\n" + "\n".join(calls)
-        return found[0]
-
-    file = rf"\d+<{folder}/step_\d+\.pt\.\d+\.tmp>"
-    order = [
-        max(number for number, line in enumerate(calls) if re.match(rf"write\({file}", line)),
-        first(rf"fsync\({file}\) += 0"),
-        first(r'openat\(.*/claim\.json"'),
-        first(r"rename\w*\("),
-        first(rf"fsync\(\d+<{folder}>\) += 0"),
-        first(r"write\(\d+<socket"),
-    ]
-    assert order == sorted(order), "\n".join(calls)
+    calls, checkpoints = calls_of_one_save(tmp_path), tmp_path / "counted/checkpoints"
+    file = rf"\d+<{checkpoints}/step_\d+\.pt\.\d+\.tmp>"
+    order = [rf"write\({file}", rf"fsync\({file}\) += 0", r'openat\(.*/lock\.json"', r"rename\w*\("]
+    order += [rf"fsync\(\d+<{checkpoints}>\) += 0", r"write\(\d+<socket"]
+    found = [[number for number, line in enumerate(calls) if re.match(pattern, line)] for pattern in order]
+    assert all(found), f"{order}\n" + "\n".join(calls)
+    places = [found[0][-1], *(each[0] for each in found[1:])]
+    assert places == sorted(places), "\n".join(calls)
 
 
 def test_the_writer_killed_at_a_system_call_of_a_save(tmp_path):
-    """The run itself continues. Each save that is cut is followed by its repetition, whose writer lives."""
+    """The run itself continues, and saves again with a new writer."""
     need("strace")
     runs, calls, flags = Runs(tmp_path), ["fsync:1", "rename:1"], [*FLAGS, "--epochs", 3]
     runs.train(1, "whole", *flags)
     words = runs.words("cut", *flags, "--save_every_steps", 1)
     assert run_ranks(1, train_and_cut, words, calls, tmp_path / "strace", True) == [("completed", 1 + len(calls))]
-    assert is_whole(runs, "cut")
+    assert_as_whole(runs, "cut")
 
 
 @pytest.mark.slow
 def test_the_writer_and_rank_0_killed_at_every_system_call_of_a_save(tmp_path):
     """One run is killed and resumed again and again. Once it is completed, another begins."""
-    calls, runs, log, flags = all_calls(tmp_path), Runs(tmp_path), tmp_path / "strace", [*FLAGS, "--epochs", 12]
+    names = [line.split("(")[0] for line in calls_of_one_save(tmp_path)]
+    calls = [f"{name}:{names[: number + 1].count(name)}" for number, name in enumerate(names)]
+    assert len(calls) > 30 and {"fsync:2", "rename:1", "unlink:1"} <= {*calls}
+    runs, log, flags = Runs(tmp_path), tmp_path / "strace", [*FLAGS, "--epochs", 12]
     runs.train(1, "whole", *flags)
 
     def completes(name, *calls):
         words = runs.words(name, *flags, "--save_every_steps", 3, "--resume_from", "auto")
         try:
-            ((state, _),) = run_ranks(1, train_and_cut, words, calls, log, False)
+            run_ranks(1, train_and_cut, words, calls, log, False)
         except AssertionError as error:
-            if not (str(error).startswith("exit codes [-9") and "killed by SIGKILL" in log.read_text()):
-                raise
-            for path in (runs.folder(name) / "checkpoints").glob("*.pt"):
+            assert str(error).startswith("exit codes [-9") and KILLED in log.read_text(), error
+            for path in runs.checkpoints(name):
                 checkpoint.verify(path)
             return False
-        return state == "completed" and is_whole(runs, name)
+        assert_as_whole(runs, name)
+        return True
 
     number, is_completed = 0, False
     for call in calls:
         log.write_text("")
-        while "killed by SIGKILL" not in log.read_text():
+        while KILLED not in log.read_text():
             is_completed = completes(f"killed{number}", call)
             number += is_completed
     assert is_completed or completes(f"killed{number}")

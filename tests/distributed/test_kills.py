@@ -1,5 +1,4 @@
-"""SIGKILL in every phase of one run: no sample of a committed step is lost or repeated, whatever number of ranks
-resumes it."""
+"""SIGKILL in every phase of one run: no sample of a committed step is lost or repeated on any number of ranks."""
 
 import contextlib
 import itertools
@@ -13,32 +12,22 @@ from unittest import mock
 import pytest
 import torch
 
-import ddp_utils
 from ranks import run_ranks
 from tasks import train_task
 from training import assert_same_state, relative
 from utils.checkpoint.writer import Writer
-from utils.run.watchdog import Watch
+from utils.clock import Clock
+from utils.run import folder
 
-# written: rank 0's writer has a checkpoint to write
-PHASES = (
-    "data",
-    "forward",
-    "backward",
-    "update",
-    "save",
-    "written",
-    "evaluation",
-)
-FLAGS = "--dataset_size 66 --global_batch_size 16 --lr 0.02 --ema_decay 0.9 --no-use_amp --record_samples --num_workers 1".split()
-FLAGS += "--save_every_steps 3 --timeout 30".split()
+PHASES = ("data", "forward", "backward", "update", "save", "written", "evaluation")  # written: the writer has a job
+FLAGS = "--dataset_size 66 --global_batch_size 16 --lr 0.02 --ema_decay 0.9 --no-use_amp --record_samples".split()
+FLAGS += "--num_workers 1 --save_every_steps 3 --timeout 30".split()
 
 
 @contextlib.contextmanager
 def killed_in(phase, steps, delay):
-    """This process is killed so many seconds after it first enters the phase in or after its so-manieth step of this
-    attempt."""
-    plain_step, plain_enter, plain_send, begun = Watch.begin_step, Watch.enter, Writer.send, []
+    """Kill this process `delay` seconds after it first enters the phase in or after its step `steps` of this attempt."""
+    plain_step, plain_enter, plain_send, begun = Clock.begin_step, Clock.enter, Writer.send, []
 
     def kill():
         time.sleep(delay)
@@ -58,21 +47,22 @@ def killed_in(phase, steps, delay):
         if phase == "written" and len(begun) >= steps:
             kill()
 
-    with mock.patch.multiple(Watch, begin_step=begin_step, enter=enter), mock.patch.object(Writer, "send", send):
+    with mock.patch.multiple(Clock, begin_step=begin_step, enter=enter), mock.patch.object(Writer, "send", send):
         yield
 
 
 def train_and_be_killed(flags, dtype, victim, *when):
     with (
-        mock.patch.object(ddp_utils, "MOST_STRIKES", 10**6),  # kills may well hit the same step three times in a row
+        mock.patch.object(
+            folder, "repeated_failures", return_value=[]
+        ),  # kills may hit the same step three times in a row
         killed_in(*when) if int(os.environ["RANK"]) == victim else contextlib.nullcontext(),
     ):
         return train_task("lines", flags, dtype)[0]
 
 
 def kill_again_and_again(runs, epochs, kills, clock, dtype):
-    """Each kill: (ranks, phase, step of the attempt, seconds into the phase). Then the run is completed on the last
-    number of ranks."""
+    """Each kill: (ranks, phase, step of the attempt, seconds into the phase). The last number of ranks completes it."""
     flags = runs.words("killed", *FLAGS, "--epochs", epochs, "--resume_from", "auto")
     for ranks, phase, *when in kills:
         victim = 0 if phase in ("save", "written") else clock.randrange(ranks)

@@ -1,4 +1,4 @@
-"""A run that is asked to stop: all ranks stop after the same step and save (signals: faults/stopping.py)."""
+"""A run that is asked to stop: all ranks stop after the same step and save. Signals: faults/stopping.py."""
 
 import os
 import time
@@ -11,6 +11,7 @@ import torch
 import train
 from ranks import run_ranks
 from tasks import train_task
+from test_run_folder import contents
 from training import train_flags
 from utils.report.reporter import Reporter
 from utils.run.saver import Saver
@@ -31,17 +32,15 @@ def train_until_time_is_up(flags):
 
 
 def test_all_ranks_stop_after_the_same_step_when_the_time_of_one_is_up(runs):
-    outcomes = run_ranks(
-        2, train_until_time_is_up, runs.words("run", *"--dataset_size 400 --no-use_amp --max_time 30".split())
-    )
-    assert outcomes[0] == outcomes[1] and outcomes[0][0] == "preempted"
-    assert 7 < outcomes[0][1] <= 100 and outcomes[0][1] == runs.last("run")["progress"]["step"]
+    words = runs.words("run", *"--dataset_size 400 --no-use_amp --max_time 30".split())
+    (state, step), other = run_ranks(2, train_until_time_is_up, words)
+    assert other == (state, step) and state == "preempted"
+    assert 7 < step <= 100 and step == runs.last("run")["progress"]["step"]
 
 
 @pytest.mark.parametrize(("asked", "stopped"), [(2, 3), (4, 4)])
 def test_a_request_stops_the_run_one_step_later_and_in_the_last_step_of_an_epoch_there(runs, asked, stopped):
-    """The flag that is on its way when the epoch ends is flushed: without that the run would stop one step into the
-    next epoch."""
+    """The vote that is under way when the epoch ends is flushed; else the run would stop in the next epoch."""
     flags = runs.words("run", *"--dataset_size 32 --epochs 2 --eval_every 0 --no-use_amp".split())
     assert run_ranks(2, train_task, "images", flags, torch.float32, [asked], False, False) == [("preempted", [])] * 2
     assert runs.last("run")["progress"]["step"] == stopped
@@ -70,6 +69,6 @@ def test_a_request_from_before_a_save_does_not_cause_another_one(runs):
 def test_a_completed_run_is_left_as_it_is(runs):
     flags = "--dataset_size 16 --epochs 1".split()
     runs.train(2, "done", *flags)
-    files = {path: path.read_bytes() for path in runs.folder("done").rglob("*") if path.is_file()}
+    before = contents(runs.folder("done"))
     assert runs.train(2, "done", *flags, "--resume_from", "auto")[0]["state"] == "completed"
-    assert files == {path: path.read_bytes() for path in runs.folder("done").rglob("*") if path.is_file()}
+    assert contents(runs.folder("done")) == before

@@ -1,4 +1,4 @@
-"""What needs a second process and no training: sums over ranks, who owns a folder, workers and writer at the end."""
+"""What needs a second process and no training: sums over ranks, the owner of a folder, workers and writer at the end."""
 
 import os
 import signal
@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-import utils.checkpoint.writer
 from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed
 from ranks import CONTEXT, DEADLINE, WarmLaunch, finish, run_ranks
 from test_run_folder import open_run, with_
 from training import wait_until
+from utils.checkpoint.writer import Writer
 from utils.metrics import all_reduce_scalar
-from utils.run.watchdog import Watch, read_place
 
 
 def sums():
@@ -31,11 +30,11 @@ def test_every_rank_holds_the_sums_of_all_ranks():
 def own_a_folder(folder, connection):
     os.chdir(folder)
     run = open_run(TrainingConfig(run_dir="runs/mine"))
-    connection.send(run.claim_number)
+    connection.send(run.start.lock_number)
     connection.recv()
 
 
-def test_a_folder_in_use_is_refused_with_its_owner_and_a_dead_owner_does_not_block(tmp_path, monkeypatch):
+def test_a_folder_in_use_is_rejected_with_its_owner_and_a_dead_owner_does_not_block(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = TrainingConfig(run_dir="runs/mine")
     ours, theirs = CONTEXT.Pipe()
@@ -43,19 +42,17 @@ def test_a_folder_in_use_is_refused_with_its_owner_and_a_dead_owner_does_not_blo
     owner.start()
     try:
         assert ours.recv() == 1
-        with pytest.raises(
-            UserError, match=rf"in use by process {owner.pid} on here since .*; end that job or give another --run_dir"
-        ):
+        said = rf"in use by process {owner.pid} on here since .*; end that job or give another --run_dir"
+        with pytest.raises(UserError, match=said):
             open_run(with_(config, overwrite=True))
     finally:
         owner.kill()
         owner.join()
-    assert open_run(config).attempt == 1
+    assert open_run(config).start.attempt == 1
 
 
 def make_a_writer_and_die(file):
-    utils.checkpoint.writer.SECONDS_AS_AN_ORPHAN = 1
-    writer = utils.checkpoint.writer.Writer()
+    writer = Writer()
     if not (holder := os.fork()):  # as a loader's worker it has a copy of the connection, which does not end then
         time.sleep(DEADLINE)
         os._exit(0)
@@ -78,12 +75,6 @@ def test_the_writer_ends_when_the_training_process_was_killed_though_a_worker_li
     os.kill(holder, signal.SIGKILL)
 
 
-def run_program(tmp_path, program, **options):
-    file = tmp_path / "program.py"
-    file.write_text(program)
-    return finish(WarmLaunch(0, file, [tmp_path]), **options)
-
-
 HOLDS_WORKERS = """
 import sys
 from torch.utils.data import DataLoader
@@ -97,58 +88,7 @@ print("done", flush=True)
 
 def test_workers_that_ignore_sigterm_do_not_keep_the_process_from_its_end(tmp_path):
     """multiprocessing ends daemonic children by SIGTERM and joins them without a limit."""
-    ended = run_program(tmp_path, HOLDS_WORKERS)
+    file = tmp_path / "program.py"
+    file.write_text(HOLDS_WORKERS)
+    ended = finish(WarmLaunch(0, file, []))
     assert (ended.code, ended.out, ended.left) == (0, "done\n", 0), ended.text
-
-
-STOPPED_MEANWHILE = """
-import os, signal, time, torch
-from config import TrainingConfig
-from ddp_utils import DistributedContext
-from utils.data.loader import create_evaluation_dataloader
-
-class Data(torch.utils.data.Dataset):
-    def __len__(self):
-        return 8
-    def __getitem__(self, index):
-        if index == 5:  # the loader waits for it, and is stopped meanwhile
-            os.kill(os.getppid(), signal.SIGSTOP)
-            time.sleep(3.0)
-            os.kill(os.getppid(), signal.SIGCONT)
-            time.sleep(0.5)
-        return torch.tensor(index)
-
-config = TrainingConfig(batch_size=2, num_workers=1, hang_timeout=4.0)
-loader = create_evaluation_dataloader(Data(), config, DistributedContext(0, 0, 1, torch.device("cpu")))
-print([m.batch.tolist() for global_batch in loader.global_batches(0) for m in global_batch])
-"""
-
-
-@pytest.mark.slow
-def test_a_rank_that_was_stopped_itself_does_not_blame_its_worker(tmp_path):
-    """Ctrl-Z and fg, or a suspended job: the clock of the wait for the batch went on."""
-    ended = run_program(tmp_path, STOPPED_MEANWHILE)
-    assert ended.out == "[[0, 1], [2, 3], [4, 5], [6, 7]]\n", ended.text
-
-
-def be_debugged(folder):
-    import pdb
-
-    ended = []
-    watch = Watch(folder, 0, ("a",), 1.0, lambda *_: None, lambda *_: ended.append(1))
-    watch._durations.extend([0.01] * 20)
-    watch.begin_step(1)
-    # somebody reads, then types c
-    pdb.Pdb.interaction = lambda self, *_: time.sleep(2 * watch.limit) or self.set_continue()
-    breakpoint()
-    (folder / "found").write_text(f"{len(ended)} {read_place(folder / 'rank0').is_debugged}")
-    watch.close()
-
-
-@pytest.mark.slow
-def test_a_rank_in_a_debugger_is_not_ended(tmp_path):
-    process = CONTEXT.Process(target=be_debugged, args=(tmp_path,))
-    process.start()
-    process.join(DEADLINE)
-    process.kill()
-    assert (tmp_path / "found").read_text() == "0 1"

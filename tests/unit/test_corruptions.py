@@ -1,64 +1,33 @@
-"""Seeded corruptions of a checkpoint, swapped files among them: none is loaded, and the one before it is found."""
+"""Seeded corruptions of a checkpoint, malicious files, other files under its name: none is loaded and no code runs."""
 
-import collections
-import contextlib
+import io
 import os
+import pickle
 import random
 import re
-import resource
-import signal
 import socket
+from unittest import mock
 
 import pytest
+import torch
 
-from config import TrainingConfig, UserError
-from ddp_utils import cleanup_distributed, load_checkpoint, setup_distributed
-from forged import limit_memory, small_state, train_to
+from config import UserError
+from ddp_utils import DistributedContext, load_checkpoint
+from forged import Call, payload_of, small_state
 from utils.checkpoint import format as checkpoint
 
 PAGE, TRAILER = 4096, checkpoint.TRAILER_BYTES
-SENTENCE = r"[^\n]*; (give|make|put|start|move|delete) [^\n]+"  # ends with the fix
+CTX = DistributedContext(0, 0, 1, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
-def ctx():
-    yield setup_distributed(TrainingConfig(backend="gloo"))
-    cleanup_distributed()
-
-
-@contextlib.contextmanager
-def bounded():
-    """What waits for ever (on a pipe that nobody writes to) or reads for ever (/dev/zero) fails."""
-
-    def fail(*_):
-        pytest.fail("took more than 60 s")
-
-    handler, limits = signal.signal(signal.SIGALRM, fail), limit_memory(2**30)
-    signal.alarm(60)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, handler)
-        resource.setrlimit(resource.RLIMIT_AS, limits)
-
-
-@pytest.fixture(scope="module")
-def files(ctx, tmp_path_factory):
-    """Whole files: of one run, by step, and of others."""
-    folder = tmp_path_factory.mktemp("whole")
-    state = small_state()
-    found = {}
-    for step in (10, 20, 30):
-        checkpoint.write(folder / "c.pt", train_to(state, step))
-        found[step] = (folder / "c.pt").read_bytes()
-    checkpoint.write(folder / "c.pt", train_to(small_state(width=8, seed=1), 7))
-    found["other shapes"] = (folder / "c.pt").read_bytes()
-    assert max(map(len, found.values())) < 300_000
+def files(tmp_path_factory):
+    """Valid files: of one run, by step, and of a model of other shapes."""
+    path, state, found = tmp_path_factory.mktemp("valid") / "c.pt", small_state(), {}
+    for name, each, step in ((10, state, 10), (20, state, 20), (30, state, 30), ("other", small_state(8, seed=1), 7)):
+        checkpoint.write(path, payload_of(each, step))
+        found[name] = path.read_bytes()
     return found
-
-
-# ---- the kinds: each gives other bytes ----
 
 
 def flip(data, rng, count):
@@ -76,44 +45,38 @@ def block(data, rng):
     return rng.randrange(len(data) // PAGE) * PAGE
 
 
-def spliced(data, split, other, rng):
+def splice(data, split, other, rng):
     return rng.choice([data[:split] + other[split:], other[:split] + data[split:]])
 
 
-def appended(data, rng):
+def append(data, rng):
     return data + rng.choice([b"\0", b"\n", data[-TRAILER:], bytes(PAGE), data, rng.randbytes(rng.randrange(1, PAGE))])
 
 
-BYTES = {
+BYTES = {  # each gives other bytes; `other` is another valid file
     "bit flipped": lambda data, rng, other: flip(data, rng, 1),
     "bits flipped": lambda data, rng, other: flip(data, rng, rng.randrange(2, 1000)),
     "bit of the trailer flipped": lambda data, rng, other: data[:-TRAILER] + flip(data[-TRAILER:], rng, 1),
     "page zeroed": lambda data, rng, other: zero(data, block(data, rng), PAGE),
     "end zeroed": lambda data, rng, other: zero(data, rng.randrange(len(data)), len(data)),
-    "end of the trailer zeroed": lambda data, rng, other: zero(data, len(data) - rng.randrange(1, TRAILER), len(data)),
-    "cut short": lambda data, rng, other: data[: rng.randrange(len(data))],
-    "cut by less than the trailer": lambda data, rng, other: data[: -rng.randrange(1, TRAILER)],
-    "cut by the trailer": lambda data, rng, other: flip(data, rng, rng.randrange(2))[:-TRAILER],
-    "emptied": lambda data, rng, other: b"" if rng.randrange(2) else bytes(len(data)),
-    "appended to": lambda data, rng, other: appended(data, rng),
-    "spliced": lambda data, rng, other: spliced(data, block(data, rng), other, rng),
-    "another's trailer": lambda data, rng, other: spliced(data, -TRAILER, other, rng),
+    "truncated": lambda data, rng, other: data[: rng.randrange(len(data))],
+    "truncated in the trailer": lambda data, rng, other: data[: -rng.randrange(1, TRAILER)],
+    "without a trailer": lambda data, rng, other: data[:-TRAILER],
+    "empty": lambda data, rng, other: b"" if rng.randrange(2) else bytes(len(data)),
+    "appended to": lambda data, rng, other: append(data, rng),
+    "spliced": lambda data, rng, other: splice(data, block(data, rng), other, rng),
+    "another's trailer": lambda data, rng, other: splice(data, -TRAILER, other, rng),
+    "another step's": lambda data, rng, other: other,
 }
 
 
-# ---- the kinds: something else under the name ----
+def link(path, rng):
+    path.symlink_to(
+        path.with_name(rng.choice(["step_00000010.pt", "gone", path.name]))
+    )  # another step, nothing, itself
 
 
-def swapped(path, rng, files):
-    path.write_bytes(files[rng.choice([10, 30, "other shapes"])])  # whole, but not of step 20
-
-
-def linked(path, rng, files):
-    target = path.with_name(rng.choice(["step_00000010.pt", "gone", path.name]))  # another step, nothing, itself
-    path.symlink_to(target)
-
-
-def of_no_file(path, rng, files):
+def special(path, rng):
     kind = rng.choice(["folder", "pipe", "socket", "device"])
     if kind == "folder":
         path.mkdir()
@@ -123,77 +86,93 @@ def of_no_file(path, rng, files):
         path.symlink_to(rng.choice(["/dev/zero", "/dev/null", "/dev/tty"]))
     else:
         with socket.socket(socket.AF_UNIX) as server:
-            path.parent.joinpath("s").unlink(missing_ok=True)
-            server.bind(os.path.relpath(path))  # a name of a socket may have 107 characters
+            server.bind(path.name)  # relative: the name of a socket has at most 107 characters
 
 
-SWAPS = {"files swapped": swapped, "a link": linked, "no file": of_no_file}
-KINDS = [*BYTES, *SWAPS]
+KINDS = {**BYTES, "a link": link, "no ordinary file": special}
 
 
-def clear(path):
-    if path.is_dir() and not path.is_symlink():
-        path.rmdir()
-    else:
-        path.unlink(missing_ok=True)
-
-
-def corrupt(path, number, files):
-    """Put the corruption of this number under the path. Its kind."""
-    rng, kind = random.Random(number), KINDS[number % len(KINDS)]
-    clear(path)
-    if kind in SWAPS:
-        SWAPS[kind](path, rng, files)
-        return kind
-    data = files[20]
-    while data in files.values():  # zeroed what was zero, put where it was: drawn again
-        data = BYTES[kind](files[20], rng, files[rng.choice([10, 30, "other shapes"])])
+def corrupt(path, kind, rng, files):
+    """Put a corruption of this kind under the path, in place of the last one."""
+    path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+    if kind not in BYTES:
+        KINDS[kind](path, rng)
+        return
+    data, others = files[20], [files[10], files[30], files["other"]]
+    while data == files[20]:  # zeroed what was zero: drawn again
+        data = BYTES[kind](files[20], rng, rng.choice(others))
     path.write_bytes(data)
-    return kind
 
 
-def outcome(way, *args):
-    """What it gave; or, as a text, why it refused: never another exception, and never nothing."""
-    with bounded():
-        try:
-            return way(*args)
-        except UserError as refusal:
-            assert re.search(SENTENCE, str(refusal)) and "weights_only" not in str(refusal), refusal
-            return str(refusal)
+def is_rejected(action, path):
+    """Whether it raises a UserError that names the path and a fix, and nothing else."""
+    with pytest.raises(UserError) as error:
+        action(path)
+    text = str(error.value)
+    return str(path) in text and re.search("; (give|rename) ", text) and "weights_only" not in text
 
 
-@pytest.mark.parametrize("each", [5, pytest.param(48, marks=pytest.mark.slow)])
-def test_no_corrupt_checkpoint_is_loaded_and_the_one_before_it_is_found(each, ctx, files, tmp_path, monkeypatch):
-    """So many of each kind: 80 of them, or 768."""
-    monkeypatch.chdir(tmp_path)  # the name of a socket is short
+@pytest.mark.parametrize("count", [5, pytest.param(48, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_corrupt_checkpoint_is_loaded_and_the_one_before_it_is_found(kind, count, files, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     older, path = (checkpoint.step_path(tmp_path, step) for step in (10, 20))
     older.write_bytes(files[10])
     path.write_bytes(files[20])
-    assert checkpoint.newest_whole(tmp_path) == (path, []) and checkpoint.read(path)[0]["progress"]["step"] == 20
-    counts, taken = collections.Counter(), collections.Counter()
-    for number in range(each * len(KINDS)):
-        kind = corrupt(path, number, files)
-        counts[kind] += 1
-        ways = {
-            "verify": checkpoint.verify,
-            "read": checkpoint.read,
-            "load_checkpoint": lambda path: load_checkpoint(path, ctx),
-        }
-        if kind not in ("files swapped", "a link"):  # good weights, of whatever step
-            ways["load_weights"] = checkpoint.load_weights
-        for name, way in ways.items():
-            why = outcome(way, path)
-            taken[kind, name] += not (isinstance(why, str) and str(path) in why)
-        found = outcome(checkpoint.newest_whole, tmp_path)
-        taken[kind, "newest_whole"] += not (found[0] == older and len(found[1]) == 1 and str(path) in found[1][0])
-        taken[kind, "best_or_newest"] += outcome(checkpoint.best_or_newest, tmp_path, False) != older
-    assert counts == dict.fromkeys(KINDS, each)
-    assert not +taken, "\n".join(
-        f"{kind}: {count} of {each} taken by {name}" for (kind, name), count in (+taken).items()
-    )
+    assert checkpoint.latest_valid(tmp_path) == (path, [])
+    ways = [checkpoint.verify, checkpoint.read, lambda path: load_checkpoint(path, CTX)]
+    if kind not in ("another step's", "a link"):  # valid weights, of whatever step
+        ways.append(checkpoint.load_weights)
+    for number in range(count):
+        corrupt(path, kind, random.Random(f"{kind} {number}"), files)
+        assert all(is_rejected(way, path) for way in ways), number
+        found, (reason,) = checkpoint.latest_valid(tmp_path)
+        assert found == older == checkpoint.best_or_latest(tmp_path, prefers_best=False) and str(path) in reason
 
 
-def test_a_whole_file_of_another_run_under_the_right_name_does_not_fit(ctx, tmp_path):
-    path, state = checkpoint.step_path(tmp_path, 20), small_state()
-    checkpoint.write(path, train_to(small_state(width=8, seed=1), 20))
-    assert "does not fit" in outcome(state.load_state_dict, load_checkpoint(path, ctx), 0, 1)
+def test_a_valid_checkpoint_of_another_model_does_not_fit(tmp_path):
+    path = checkpoint.step_path(tmp_path, 20)
+    checkpoint.write(path, payload_of(small_state(width=8, seed=1), 20))
+    with pytest.raises(UserError, match="does not fit"):
+        small_state().load_state_dict(load_checkpoint(path, CTX), 0, 1)
+
+
+FORMATS = {
+    "pickle": lambda payload: pickle.dumps(payload, protocol=2),
+    "archive": lambda payload: saved(payload),
+    "format of torch 1.5": lambda payload: saved(payload, _use_new_zipfile_serialization=False),
+}
+
+
+def saved(payload, **options):
+    file = io.BytesIO()
+    torch.save(payload, file, **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_no_malicious_file_runs_code_or_is_loaded(form, tmp_path):
+    """Its checksum is right."""
+    honest, marker = payload_of(small_state(), 10), tmp_path / "marker"
+    path, weights = checkpoint.step_path(tmp_path, 10), tmp_path / "weights.pt"
+    for bomb in (Call(os.system, f"touch {marker}"), Call(eval, f"open({str(marker)!r}, 'w')")):
+        pickle.loads(pickle.dumps(bomb))
+        marker.unlink()  # it does run code
+        data = FORMATS[form](honest | {"model": bomb})
+        weights.write_bytes(data)
+        with mock.patch("torch.save", lambda payload, file, data=data: file.write(data)):
+            checkpoint.write(path, honest)
+        ways = [checkpoint.read, lambda path: load_checkpoint(path, CTX), checkpoint.load_weights]
+        assert all(is_rejected(way, path) for way in ways) and is_rejected(checkpoint.load_weights, weights)
+        assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("progress", {"epoch": "10"}), ("model", {"0.weight": "x"}), ("optimizer", {"names": 5}), ("config", "text")],
+)
+def test_a_value_of_another_type_is_rejected(tmp_path, key, value):
+    payload, path = payload_of(small_state(), 10), checkpoint.step_path(tmp_path, 10)
+    checkpoint.write(path, payload | {key: payload[key] | value if isinstance(value, dict) else value})
+    with pytest.raises(UserError, match="; give "):
+        small_state().load_state_dict(load_checkpoint(path, CTX), 0, 1)

@@ -1,6 +1,7 @@
 """scripts/kubernetes: the manifests follow the published schemas, and the pods start launch.sh correctly."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -28,15 +29,19 @@ def cluster():
         yield nodes
 
 
-def torchrun_line(cluster, job, index):
-    """What launch.sh, started as in this pod, would start."""
+def dry_run(cluster, job, index):
+    """launch.sh --dry-run, started as in this pod, and the pod's variables."""
     words, env = started(job, index)
     script = ROOT / Path(words[0]).relative_to("/app")
     mine = {"PATH": PATH, "CUDA_VISIBLE_DEVICES": "", **env}
     ended = cluster[index].run(script, *words[1:], "--patience", 1, "--dry-run", env=mine)
     assert ended.code == 0, ended.text
-    line = next(line for line in reversed(ended.out.splitlines()) if "train.py" in line)
-    return shlex.split(line), env
+    return ended, env
+
+
+def torchrun_line(cluster, job, index):
+    ended, env = dry_run(cluster, job, index)
+    return shlex.split(next(line for line in reversed(ended.out.splitlines()) if "train.py" in line)), env
 
 
 def given(line, flag):
@@ -107,8 +112,7 @@ def test_the_flags_are_those_of_train_py_and_the_run_is_on_the_shared_claim(clus
 
 
 def test_a_save_is_not_cut_off(cluster, job):
-    line, _ = torchrun_line(cluster, job, 0)
-    shutdown = float(given(line, "--shutdown-timeout"))
+    shutdown = float(re.search(r"PET_SHUTDOWN_TIMEOUT=(\d+)", dry_run(cluster, job, 0)[0].err)[1])
     assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= shutdown + 30
 
 

@@ -1,18 +1,17 @@
-"""scripts/launching.py: the line that launch.sh starts, what it refuses, and the exit code that it makes of an
-attempt."""
+"""scripts/lib/launching: the command that launch.sh starts, what it rejects, and the exit code of an attempt."""
 
 import json
 import os
-import re
-import shlex
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from config import UserError
-from scripts import launching
+from config import TrainingConfig, UserError
+from scripts.lib.launching import __main__ as program
+from scripts.lib.launching import plan as planning
+from scripts.lib.launching.supervise import exit_code
 
 
 @pytest.fixture
@@ -20,24 +19,23 @@ def plan(monkeypatch):
     """On a node at 10.0.0.2: the command and the variables that launch.sh would start and set."""
     # torchrun is looked for
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(launching, "own_address_to", lambda address: "10.0.0.2")
-    monkeypatch.setattr(launching, "interface_of", lambda address: "eth7")
+    monkeypatch.setattr(planning, "own_address_to", lambda address: "10.0.0.2")
+    monkeypatch.setattr(planning, "interface_of", lambda address: "eth7")
 
     def make(*flags, **variables):
-        text = launching.plan([*map(str, flags), "--dry-run"], variables)
-        words = shlex.split(re.search(r"^command=\((.*)\)$", text, re.MULTILINE)[1])
-        return words, dict(re.findall(r"^export (\w+)=(.*)$", text, re.MULTILINE))
+        options, rest = planning.read_flags([*map(str, flags)], variables)
+        made = planning.make_plan(options, rest, TrainingConfig.from_args(rest), variables)
+        return made.command, made.settings
 
     return make
 
 
 def test_one_node(plan):
-    words, _ = plan("--epochs", "3", "--data_dir", "my data", NPROC_PER_NODE="4")
+    words, settings = plan("--epochs", "3", "--data_dir", "my data", NPROC_PER_NODE="4")
     assert words[:3] == ["torchrun", "--nproc-per-node=4", "--standalone"]
     assert words[-5:] == ["train.py", "--epochs", "3", "--data_dir", "my data"]
-    assert "--tee=3" in words and any("SIGHUP" in word for word in words) == (
-        signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
-    )
+    is_heard = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+    assert "--tee=3" in words and ("SIGHUP" in settings["PET_SIGNALS_TO_HANDLE"]) == is_heard
 
 
 def test_several_nodes_by_variables_and_by_flags(plan):
@@ -73,8 +71,8 @@ def test_restarts_and_a_changing_number_of_nodes_take_c10d(plan, variables):
 def test_a_node_that_comes_back_to_a_completed_run_does_not_wait_for_the_others(tmp_path, capsys):
     (tmp_path / "status.json").write_text('{"state": "completed"}')
     nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
-    assert launching.plan(["--resume_from", "auto", "--run_dir", str(tmp_path)], nodes) == "exit 0"
-    assert "this run is completed, nothing is left to do" in capsys.readouterr().err
+    assert program.main(["--resume_from", "auto", "--run_dir", str(tmp_path)], nodes) == 0
+    assert "this run is completed, there is nothing left to do" in capsys.readouterr().err
 
 
 def test_debug_records_collectives_into_the_runs_folder(plan):
@@ -101,11 +99,11 @@ SECOND_OF_TWO = {"NNODES": "2", "NODE_RANK": "1"}
         ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR: is not set, with NNODES=2; give"),
         (
             {"NNODES": "2", "MASTER_ADDR": "a"},
-            "NODE_RANK: is not set, with NNODES=2; give this node its number, 0 to 1",
+            "NODE_RANK: is not set, with NNODES=2; give 0 to 1",
         ),
-        ({"NNODES": "3:2"}, "NNODES=2: is no whole number of at least 3"),
+        ({"NNODES": "3:2"}, "NNODES=2: is not an integer of at least 3"),
         (SECOND_OF_TWO | {"RDZV_BACKEND": "static", "MAX_RESTARTS": "1"}, "MAX_RESTARTS=1: static rendezvous hangs"),
-        (SECOND_OF_TWO | {"RDZV_BACKEND": "etcd"}, "RDZV_BACKEND=etcd: is not known; give"),
+        (SECOND_OF_TWO | {"RDZV_BACKEND": "etcd"}, "RDZV_BACKEND=etcd: is unknown; give"),
         (SECOND_OF_TWO | {"MASTER_ADDR": "localhost"}, "MASTER_ADDR=localhost: is (127.0.0.1|::1) on .*; give"),
         (
             SECOND_OF_TWO | {"MASTER_ADDR": "no.invalid", "LAUNCH_PATIENCE": "1"},
@@ -115,17 +113,20 @@ SECOND_OF_TWO = {"NNODES": "2", "NODE_RANK": "1"}
             SECOND_OF_TWO | {"MASTER_ADDR": "10.0.0.9", "GLOO_SOCKET_IFNAME": "eth77"},
             "GLOO_SOCKET_IFNAME=eth77: .* no interface",
         ),
-        ({"NPROC_PER_NODE": "3", "CUDA_VISIBLE_DEVICES": "0,1"}, "NPROC_PER_NODE=3: .* shows 2 GPU.s.; give at most 2"),
-        ({"LAUNCH_RETRIES": "x"}, "LAUNCH_RETRIES=x: is no whole number"),
-        ({"NNODES": "two"}, "NNODES=two: is no whole number of at least 1; give"),
+        (
+            {"NPROC_PER_NODE": "3", "CUDA_VISIBLE_DEVICES": "0,1"},
+            "NPROC_PER_NODE=3: .* has 2 visible GPUs; give at most 2",
+        ),
+        ({"LAUNCH_RETRIES": "x"}, "LAUNCH_RETRIES=x: is not an integer"),
+        ({"NNODES": "two"}, "NNODES=two: is not an integer of at least 1; give"),
         ({"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"}, "NODE_RANK=2: is outside NNODES=2; give 0 to 1"),
-        ({"NODE_RANK": "-1"}, "NODE_RANK=-1: is no whole number"),
-        ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0: is no whole number of at least 1"),
-        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999: is no port; give"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT=http: is no whole number"),
+        ({"NODE_RANK": "-1"}, "NODE_RANK=-1: is not an integer"),
+        ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0: is not an integer of at least 1"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999: is not a port; give"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT=http: is not an integer"),
     ],
 )
-def test_variables_that_make_no_sense_are_refused(plan, variables, said):
+def test_invalid_variables_are_rejected(plan, variables, said):
     with pytest.raises(UserError, match=f"^{said}"):
         plan(**({"NPROC_PER_NODE": "1"} | variables))
 
@@ -141,27 +142,22 @@ OLD, SAVED, FAILED = (
     ("torchruns", "status", "message", "code", "said"),
     [
         (0, '{"state": "completed"}', "", 0, ""),
-        (1, OLD, "UserError: lr=x: is no number", 2, ""),
+        (1, OLD, "UserError: lr=x: is not a number", 2, ""),
         (1, SAVED, "", 75, ""),
         (0, SAVED, "", 75, ""),
         (1, OLD, "", 1, ""),  # of the attempt before
         (1, FAILED, "", 1, "launch.sh: failed: rank 1 on a: e"),
-        (1, '{"state": "running"}', "", 1, "every rank was killed or cut off (torchrun ended with 1)"),
+        (1, '{"state": "running"}', "", 1, "every rank was killed (torchrun's exit code: 1)"),
         (1, "", "", 1, ""),
     ],
 )
 def test_the_exit_code_of_an_attempt_follows_from_what_the_run_wrote(
     tmp_path, capsys, torchruns, status, message, code, said
 ):
-    (tmp_path / "status.json").write_text(status)
-    (tmp_path / "error.json").write_text(json.dumps({"message": {"message": message}}))
-    env = {
-        "PLAN_RUN_DIR": str(tmp_path),
-        "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"),
-        "STATUS_BEFORE": OLD,
-        "PLAN_MEETING": "",
-    }
-    assert launching.judge(torchruns, env) == code
+    file = tmp_path / "status.json"
+    file.write_text(status)
+    error = {"message": {"message": message}}
+    assert exit_code(torchruns, file, json.loads(OLD), error, is_alone=True) == code
     printed = capsys.readouterr().err
     assert said in printed and bool(said) == bool(printed)
-    assert ("running" in status) == ('"failed"' in (tmp_path / "status.json").read_text() and status != FAILED)
+    assert ("running" in status) == ('"failed"' in file.read_text() and status != FAILED)

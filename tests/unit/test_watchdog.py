@@ -1,115 +1,103 @@
-"""Where each rank is, whose fault a standstill is, and where the time went."""
+"""Where each rank is, which rank holds up the others, and where the time went."""
 
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
 
 import utils.clock
-from utils.clock import PHASES, Clock, slowest
-from utils.report import goodput as ledger
-from utils.report.goodput import ACCOUNTS, Ledger, goodput, read_ledger
-from utils.run import watchdog
-from utils.run.watchdog import BEAT, FIRST_LIMIT, LEAST_LIMIT, PLACE, Place, Watch, look_twice, read_place, verdict
+from config import TrainingConfig
+from test_run_folder import open_run, with_
+from training import wait_until
+from utils.clock import Clock, Place, read_place, slowest
+from utils.report import goodput
+from utils.report.goodput import ACCOUNTS, Goodput, share_in_training
+from utils.run.watchdog import Watchdog, look_twice, verdict
 
 HOSTS = ("a", "a", "b", "b")
 
 
 def place(step, phase, counter=1, beat=1):
-    return Place(beat, 0, counter, step, phase, pid=100)
+    return Place(beat, counter, step, phase, pid=100)
+
+
+WAITING = [place(7, "backward")] * 4
 
 
 @pytest.mark.parametrize(
-    ("places", "standing", "said", "guilty"),
+    ("places", "standing", "text", "hanging"),
     [
+        (WAITING, {2}, "rank 2 on b was stopped, killed or cut off in backward of step 7 (process 100)", 2),
+        ([*WAITING[:3], None], {3}, "rank 3 on b was stopped, killed or cut off", 3),
+        ([*WAITING[:3], place(7, "data")], set(), "rank 3 on b hangs in data of step 7 (process 100)", 3),
         (
-            [place(7, "backward")] * 4,
-            {2},
-            "rank 2 on b stands still in backward of step 7 (process 100: stopped, killed or cut off)",
-            2,
-        ),
-        ([place(7, "backward")] * 3 + [None], {3}, "rank 3 on b stands still somewhere", 3),
-        ([place(7, "backward")] * 3 + [place(7, "data")], set(), "rank 3 on b hangs in data of step 7", 3),
-        (
-            [place(8, "data"), place(7, "update"), place(8, "data"), place(8, "data")],
+            [place(8, "data"), place(7, "update"), *[place(8, "data")] * 2],
             set(),
-            "rank 1 on a hangs in update of step 7",
+            "rank 1 on a hangs in update of step",
             1,
         ),
-        ([place(7, "backward")] * 4, set(), "all ranks wait in backward of step 7: the network", 0),
+        (WAITING, set(), "all ranks wait in backward of step 7: the network", 0),
     ],
 )
-def test_who_holds_up_all_others(places, standing, said, guilty):
-    text, rank = verdict(places, standing, HOSTS, 6.2)
-    assert text.startswith(f"no progress for 6 s: {said}") and rank == guilty
-
-
-def test_the_limit_is_learned_from_the_steps_and_never_under_five_seconds():
-    watch = Watch.__new__(Watch)
-    Clock.__init__(watch)
-    assert watch.limit == FIRST_LIMIT
-    watch._durations.extend([0.1] * 200)
-    assert watch.limit == LEAST_LIMIT
-    watch._durations.extend([3.0] * 4)
-    assert watch.limit == 15.0
-    watch._durations.extend([60.0])  # one slow step of hundreds is not what steps take
-    assert watch.limit == 15.0
+def test_the_rank_that_holds_up_the_others_is_named(places, standing, text, hanging):
+    found, rank = verdict(places, standing, HOSTS, 6.2)
+    assert found.startswith(f"no progress for 6 s: {text}") and rank == hanging
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    """Time that passes only where the test says so, for watch and ledger."""
-    clock = SimpleNamespace(now=1000.0, sleep=lambda seconds: None)
-    clock.time = clock.perf_counter = clock.monotonic = lambda: clock.now
-    monkeypatch.setattr(watchdog, "time", clock)
-    monkeypatch.setattr(utils.clock, "time", clock)
-    monkeypatch.setattr(ledger, "time", clock)
-    return clock
+def clock(tmp_path):
+    """Of rank 0; its file is in the folder of the test."""
+    clock = Clock(tmp_path / "rank0")
+    yield clock
+    clock.close()
 
 
-def test_others_see_phase_and_step_at_once_and_a_beat_that_moves(tmp_path, monkeypatch):
-    monkeypatch.setattr(watchdog, "SECONDS_OF_A_LOOK", 0.1)
-    watch = Watch(tmp_path, 0, HOSTS[:1], 0, lambda *_: None, lambda *_: None)
-    watch.begin_step(12)
-    watch.enter("data")  # as the loader does
-    found = read_place(tmp_path / "rank0")
-    assert (found.step, found.phase) == (12, "data")
-    watch.enter("forward")
-    watch.enter("backward")
-    assert read_place(tmp_path / "rank0").phase == "backward" and read_place(tmp_path / "rank0").counter > found.counter
-    assert look_twice(tmp_path, 1, watch._write_beat)[1:] == (set(), False)
-    assert look_twice(tmp_path, 1, lambda: watch._write_beat() or watch.enter("update"))[1:] == (set(), True)
-    watch.close()
-    assert look_twice(tmp_path, 1)[1] == set()  # it has said its end
-    (tmp_path / "rank0").write_bytes(BEAT.pack(7, 0) + PLACE.pack(9, 5, PHASES.index("backward"), 1))
-    assert look_twice(tmp_path, 1)[1] == {0}  # no beat any more
+def watch(clock, folder, hang_timeout=0.0, end=lambda *_: None):
+    return Watchdog(clock, folder, 0, ("a",), hang_timeout, lambda: None, lambda *_: None, end)
+
+
+def test_the_limit_is_learned_from_the_steps_and_is_at_least_five_seconds(clock, tmp_path):
+    watchdog, limits = watch(clock, tmp_path), []
+    for durations in ([], [0.1] * 200, [3.0] * 4, [60.0]):  # one slow step of hundreds is not what steps take
+        clock.durations.extend(durations)
+        limits.append(watchdog.limit)
+    watchdog.close()
+    assert limits == [60.0, 5.0, 15.0, 15.0]
+
+
+def test_others_see_phase_and_step_at_once_and_a_beat_that_moves(clock, tmp_path):
+    file = tmp_path / "rank0"
+    clock.begin_step(12)
+    clock.enter("data")  # as the loader does
+    first = read_place(file)
+    assert (first.step, first.phase) == (12, "data")
+    clock.enter("backward")
+    assert read_place(file).phase == "backward" and read_place(file).counter > first.counter
+    assert look_twice(tmp_path, 1)[1:] == ({0}, False)  # no beat
+    assert look_twice(tmp_path, 1, lambda: clock.beat() or clock.enter("update"))[1:] == (set(), True)
+    clock.close()
+    assert look_twice(tmp_path, 1)[1] == set()  # it has ended
     assert read_place(tmp_path / "rank1") is None
-    (tmp_path / "rank1").write_bytes(b"short")
-    assert read_place(tmp_path / "rank1") is None
+    file.write_bytes(b"short")
+    assert read_place(file) is None
 
 
-def test_only_the_stacks_of_a_rank_that_stands_still_are_looked_at(tmp_path, monkeypatch, clock):
+def test_a_rank_that_hangs_ends_with_its_stacks_and_only_then_are_they_looked_at(clock, tmp_path):
     """To look at the stacks of threads that run ended real runs with SIGSEGV, at random and rarely."""
-    looks = []
-    monkeypatch.setattr(watchdog, "is_debugged", lambda: bool(looks.append(1)))
-    monkeypatch.setattr(Watch, "_watch", lambda self: None)  # its thread: the test beats itself
-    watch = Watch(tmp_path, 0, ("a",), 0.0, lambda *_: None, lambda *_: None)
-
-    def beat(count, phase=None):
-        for _ in range(count):
-            clock.now += watchdog.SECONDS_BETWEEN_BEATS
-            if phase:
-                watch.enter(phase)
-            watch._write_beat()
-
-    beat(1000, "forward")
-    watch.enter("start")  # where it works, on data say, and is not judged
-    beat(100)
-    assert not looks
-    watch.enter("forward")
-    beat(int(LEAST_LIMIT / watchdog.SECONDS_BETWEEN_BEATS) - 1)
-    assert looks  # before others judge it
-    watch.close()
+    ended, stack = [], tmp_path / "stack0"
+    watchdog = watch(clock, tmp_path, hang_timeout=1.5, end=lambda *said: ended.append(said))
+    for phase in ("forward", "backward") * 8:
+        clock.enter(phase)
+        time.sleep(0.1)
+    clock.enter("start")  # where it works, on data say, and is not judged
+    time.sleep(1.6)
+    assert not stack.exists() and not ended
+    clock.enter("forward")
+    text, stacks, hanging = wait_until(lambda: ended, 10)[0]
+    watchdog.close()
+    assert "in forward of step 0" in text and hanging == 0
+    assert "--- rank 0 on a" in stacks and "wait_until" in stacks and "wait_until" in stack.read_text()
 
 
 def test_the_slowest_rank_and_what_it_is_slow_by():
@@ -119,26 +107,30 @@ def test_the_slowest_rank_and_what_it_is_slow_by():
     assert slowest([even, even])[1] == 1.0
 
 
-def test_each_second_is_in_one_account_over_restarts(tmp_path, clock):
+def test_each_second_is_in_one_account_over_restarts(tmp_path, monkeypatch):
     """A second attempt: the gap between is down time, a step made again is no training."""
-    file, began = tmp_path / "ledger.json", clock.now
+    fake = SimpleNamespace(now=1000.0)
+    fake.time = fake.perf_counter = lambda: fake.now
+    monkeypatch.setattr(utils.clock, "time", fake)
+    monkeypatch.setattr(goodput, "time", fake)
+    config = TrainingConfig(run_dir=str(tmp_path))
 
-    def pass_through(watch, phases, step):
-        for phase in phases:
-            watch.begin_step(step) if phase == "data" else watch.enter(phase)
-            clock.now += 1
+    def attempt(resume_from, *steps):
+        run, clock = open_run(with_(config, resume_from=resume_from)), Clock()
+        found = Goodput(run, clock, fake.now)
+        found.resume(None)
+        for step, phases in steps:
+            for phase in phases.split():
+                clock.begin_step(step) if phase == "data" else clock.enter(phase)
+                fake.now += 1
+        run.record("train", step=1)
+        found.write()
+        run.close()
+        return found.now()
 
-    watch = Clock()
-    first = Ledger(file, watch, None, began)
-    pass_through(watch, ("data", "forward", "backward", "update", "save", "evaluation"), step=1)
-    pass_through(watch, ("data", "forward"), step=2)
-    first.write()
-    clock.now += 4  # killed
-    watch = Clock()
-    second = Ledger(file, watch, read_ledger(file), clock.now)
-    pass_through(watch, ("data", "forward"), step=2)
-    pass_through(watch, ("data", "forward"), step=3)
-    found = second.now()
+    attempt("", (1, "data forward backward update save evaluation"), (2, "data forward"))
+    fake.now += 4  # killed
+    found = attempt("auto", (2, "data forward"), (3, "data forward"))
     expected = {
         "training": 5,
         "data_wait": 3,
@@ -148,7 +140,10 @@ def test_each_second_is_in_one_account_over_restarts(tmp_path, clock):
         "recomputed": 2,
         "down": 4,
     }
-    assert {name: found[name] for name in ACCOUNTS} == expected and sum(expected.values()) == found["until"] - began
-    assert found["step"] == 3 and goodput(found) == 5 / 16
-    file.write_text(json.dumps({"training": "much"}))
-    assert read_ledger(file) is None
+    assert {name: found[name] for name in ACCOUNTS} == expected
+    assert sum(expected.values()) == found["until"] - 1000 and found["step"] == 3
+    assert share_in_training(found) == 5 / 16
+    file = tmp_path / "goodput.json"
+    assert json.loads(file.read_text()) == found
+    file.write_text('{"training": "much"}')
+    assert attempt("auto")["training"] == 0

@@ -198,8 +198,8 @@ def latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
     if os.path.lexists(best):
         try:
             found.append((verify(best).step, best))
-        except UserError:
-            found.append((-1, best))
+        except UserError as error:
+            skipped.append(str(error))
     for _, path in sorted(found, key=lambda each: (each[0], each[1].name), reverse=True):
         try:
             read(path)

@@ -95,7 +95,7 @@ class Writer:
         return self._pid
 
     def fit(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Places in the shared memory for these tensors; the memory is kept as long as they stay alike."""
+        """Places in the shared memory for these tensors; the memory is kept as long as they have the same layout."""
         key = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
         if key != self._key:
             sizes = [-(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT for tensor in tensors]
@@ -151,10 +151,10 @@ class Writer:
         if not HAS_PROCESS:
             self._outcome = _write(self._job, self._memory, lambda: is_right)
 
-    def _tell(self, word: Any) -> None:
+    def _tell(self, message: Any) -> None:
         if HAS_PROCESS:
             with contextlib.suppress(OSError):
-                self._connection.send(word)
+                self._connection.send(message)
 
     def wait(self, seconds: float) -> Outcome | None:
         """The outcome of the job, after so many seconds at most. A dead process is an outcome, and is replaced."""
@@ -214,8 +214,7 @@ def _be_the_writer(connection: Connection) -> None:
         os.closerange(3, connection.fileno())
         os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
         signal.signal(signal.SIGUSR2, lambda number, frame: signal.alarm(SECONDS_AS_AN_ORPHAN))
-        # an end of the connection says it too, once the loader's workers, who hold copies, are gone
-        die_with_parent(signal.SIGUSR2)
+        die_with_parent(signal.SIGUSR2)  # the connection ends later, with the loader's workers, which hold copies of it
         torch.set_num_threads(1)
         os.nice(NICENESS)
         _serve(connection)
@@ -238,11 +237,11 @@ def _serve(connection: Connection) -> None:
 
 
 def _hear(connection: Connection, number: int) -> bool:
-    """The word on this job; one on an earlier job that failed meanwhile is passed over. Raises EOFError."""
+    """Whether this job is to appear; an answer for an earlier job that failed is skipped. Raises EOFError."""
     while True:
-        word = connection.recv()
-        if word[0] == number:
-            return word[1]
+        answer = connection.recv()
+        if answer[0] == number:
+            return answer[1]
 
 
 class _Dropped(Exception):

@@ -20,8 +20,7 @@ def choose(augment: str, image_size: int) -> str:
 
 
 def augment_images(images: Tensor, kind: str, size: int, seed: int, epoch: int, indices: Tensor) -> Tensor:
-    """uint8 [B, C, H, W] -> uint8 or float32 [B, C, size, size] in the range of uint8. kind: none, crop or
-    resized_crop."""
+    """uint8 [B, C, H, W] -> uint8 or float32 [B, C, size, size], in [0, 255]. kind: none, crop or resized_crop."""
     if kind == "none":
         return center_crop(images, size)
     draws = sample_draws(seed, epoch, indices, 5)

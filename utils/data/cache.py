@@ -155,6 +155,7 @@ def _decode(
                 show_progress(logger, done, sampler.steps_per_epoch, "decoding")
 
         on_all_ranks(run, ctx)
+        loader.close()
     return Cached(source, map_tensors(lambda tensor: tensor.to(ctx.device), rows) if where == "device" else rows)
 
 

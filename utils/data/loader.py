@@ -52,19 +52,22 @@ class GlobalBatchLoader:
         self._fetcher = Fetcher(dataset, fetches_batches(dataset), config.seed)
         self._collate = Collate(getattr(dataset, "collate", default_collate))
         self._side = SideStream(ctx.device) if ctx.device.type == "cuda" else None
-        self._loader = self.num_workers and DataLoader(
-            self._fetcher,
-            batch_sampler=_Plan(sampler),
-            collate_fn=self._collate,
-            num_workers=self.num_workers,
-            worker_init_fn=ignore_in_worker,
-            persistent_workers=True,
-            pin_memory=ctx.device.type == "cuda",
-            timeout=0.9 * config.hang_timeout,  # the watchdog allows the whole of it
-            generator=torch.Generator(),  # for the workers' base seed, so that the model's generator does not advance
-        )
-        # where max_steps ends an epoch, training batches wait in shared memory while evaluation batches arrive
-        self._batches_ahead = self._loader.prefetch_factor * (2 if config.max_steps else 1) if self._loader else 0
+        self._loader: DataLoader | None = None
+        self._batches_ahead = 0
+        if self.num_workers:
+            self._loader = DataLoader(
+                self._fetcher,
+                batch_sampler=_Plan(sampler),
+                collate_fn=self._collate,
+                num_workers=self.num_workers,
+                worker_init_fn=ignore_in_worker,
+                persistent_workers=True,
+                pin_memory=ctx.device.type == "cuda",
+                timeout=0.9 * config.hang_timeout,  # the watchdog allows the whole of it
+                generator=torch.Generator(),  # for the workers' base seed, so that the model's generator does not advance
+            )
+            # where max_steps ends an epoch, training batches wait in shared memory while evaluation batches arrive
+            self._batches_ahead = self._loader.prefetch_factor * (2 if config.max_steps else 1)
 
     def global_batches(self, epoch: int, start: int = 0) -> Iterator[GlobalBatch]:
         """The global batches of the epoch from sample `start` on; iterating one fetches its micro-batches."""
@@ -135,7 +138,7 @@ class GlobalBatchLoader:
 
     def _batches(self) -> Iterator[tuple[MicroBatch, Any]]:
         """Each micro-batch with its collated samples: from the workers, else made here when it is asked for."""
-        if self._loader:
+        if self._loader is not None:
             with kept_back():
                 return iter(self._loader)
         return map(self._make, self.sampler.micro_batches())
@@ -170,7 +173,7 @@ class GlobalBatchLoader:
 
 
 def fetches_batches(dataset: Dataset) -> bool:
-    """Whether a data set fetches a micro-batch at once. torch's Subset always says so; what it holds decides."""
+    """Whether a data set fetches a micro-batch at once. torch's Subset always has the method; its data set decides."""
     return fetches_batches(dataset.dataset) if isinstance(dataset, Subset) else hasattr(dataset, "__getitems__")
 
 

@@ -2,8 +2,7 @@
 
 The order is cut into micro-batches of `batch_size` consecutive entries; `micro_batches_per_step` consecutive
 micro-batches are one global batch, one optimizer step. Micro-batch m of a global batch goes to rank m % world_size.
-Ranks
-decide only who computes a micro-batch, never what is in it.
+Ranks decide only who computes a micro-batch, never what is in it.
 """
 
 from __future__ import annotations
@@ -47,13 +46,11 @@ class GlobalBatch:
 
 
 class GlobalBatchSampler(DistributedSampler):
-    """A DistributedSampler that deals whole micro-batches, never repeats a sample, and starts at any position of an
-    epoch.
+    """A DistributedSampler that deals whole micro-batches, never repeats a sample, and starts anywhere in an epoch.
 
     As an iterable it gives this rank's indices of `epoch` from `start` on. A data set may bring `weights` (one number a
     sample) and `epoch_order(seed, epoch, n)` (an order of its own: n indices, each once unless it says
-    `with_replacement = True`).
-    Raises UserError when these do not fit the data set.
+    `with_replacement = True`). Raises UserError when these do not fit the data set.
     """
 
     def __init__(
@@ -74,13 +71,9 @@ class GlobalBatchSampler(DistributedSampler):
         self.start = 0
         weights = getattr(dataset, "weights", None)
         self.weights = None if weights is None else torch.as_tensor(weights, dtype=torch.float64)
-        if weights is not None and not (
-            len(weights) == len(dataset) and ((self.weights >= 0) & self.weights.isfinite()).all()
-        ):
-            raise UserError(
-                f"weights: must be {len(dataset)} numbers, one a sample, finite and not negative; mend them in the"
-                " data set"
-            )
+        is_valid = weights is None or ((self.weights >= 0) & self.weights.isfinite()).all()
+        if weights is not None and (len(weights) != len(dataset) or not is_valid):
+            raise UserError(f"weights: must be {len(dataset)} finite numbers from 0; fix them in the data set")
         self._order: tuple[int, Tensor] | None = None
 
     @property
@@ -113,9 +106,8 @@ class GlobalBatchSampler(DistributedSampler):
             if self.shuffle and hasattr(self.dataset, "epoch_order"):
                 order = torch.as_tensor(self.dataset.epoch_order(self.seed, epoch, n), dtype=torch.int64)
                 if len(order) != n or (n and not 0 <= order.min() <= order.max() < n):
-                    raise UserError(
-                        f"epoch_order: gave {len(order)} indices for {n} samples; return n indices from 0 to n - 1"
-                    )
+                    problem = f"epoch_order: gave {len(order)} indices for {n} samples"
+                    raise UserError(f"{problem}; return n indices from 0 to n - 1")
                 if len(order.unique()) < n and not getattr(self.dataset, "with_replacement", False):
                     raise UserError(
                         f"epoch_order: leaves out {n - len(order.unique())} of {n} samples and repeats others; "
@@ -136,25 +128,20 @@ class GlobalBatchSampler(DistributedSampler):
             end = min(first + self.global_batch_size, len(order))
             weight = float(end - first) if self.weights is None else self.weights[order[first:end]].sum().item()
             mine = range(self.rank, math.ceil((end - first) / size), self.num_replicas)
-            parts = {
-                number: order[first + number * size : min(first + (number + 1) * size, end)].tolist()
-                for number in mine or [0]
-            }
+            starts = {number: first + number * size for number in mine or [0]}
+            parts = {number: order[start : min(start + size, end)].tolist() for number, start in starts.items()}
             micro_batches = [MicroBatch(epoch, number, parts[number], False, number == mine[-1]) for number in mine]
             yield GlobalBatch(end - first, weight, micro_batches or [MicroBatch(epoch, 0, parts[0], True, True)])
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """What this rank computes from here on, stand-ins of an idle rank included."""
-        return (
-            micro_batch
-            for global_batch in self.global_batches(self.epoch, self.start)
-            for micro_batch in global_batch.micro_batches
-        )
+        """What this rank computes from here on, padding included."""
+        for global_batch in self.global_batches(self.epoch, self.start):
+            yield from global_batch.micro_batches
 
     def __iter__(self) -> Iterator[int]:
-        return (
-            index for micro_batch in self.micro_batches() if not micro_batch.is_padding for index in micro_batch.indices
-        )
+        for micro_batch in self.micro_batches():
+            if not micro_batch.is_padding:
+                yield from micro_batch.indices
 
     def __len__(self) -> int:
-        return sum(len(micro_batch.indices) for micro_batch in self.micro_batches() if not micro_batch.is_padding)
+        return sum(1 for _ in self)

@@ -1,5 +1,4 @@
-"""From the host to the device. On CUDA the next micro-batch travels, and is transformed, while the current one is
-computed."""
+"""From host to device. On CUDA the next micro-batch is transferred and transformed while this one is computed."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ class SideStream:
         self._device, self._stream = device, None
 
     def begin(self) -> None:
-        """What was queued up to here (constants of a transform, a cache on the device) is there for what follows on the
-        side."""
+        """What follows on the side stream waits for what is queued here, such as the constants of a transform."""
         self._stream = self._stream or torch.cuda.Stream(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
@@ -47,15 +45,14 @@ class SideStream:
         return torch.cuda.stream(self._stream)
 
     def run(self, action: Callable[[], T]) -> tuple[T, torch.cuda.Event]:
-        """What the action gives, queued on the side, and the event that says when it is there."""
+        """The result of the action, queued on the side stream, and the event that tells when it is there."""
         with self.queued():
             result, event = action(), torch.cuda.Event()
             event.record(self._stream)
         return result, event
 
     def hand_over(self, batch: Any, event: torch.cuda.Event) -> None:
-        """What is queued from here on waits, on the device, for the batch; its memory is not used anew before that has
-        run."""
+        """The current stream waits for the batch, and its memory is not reused before that stream has used it."""
         current = torch.cuda.current_stream(self._device)
         current.wait_event(event)
         for tensor in tensors_in(batch):
@@ -64,8 +61,7 @@ class SideStream:
 
 
 def one_ahead(items: Iterable[T]) -> Iterator[T]:
-    """The same items, each handed out when the next one has been asked for. An error comes where its item would have
-    come."""
+    """The same items, each yielded after the next one was requested. An error is raised in place of its item."""
     items, end = iter(items), object()
 
     def take() -> tuple[T | object, Exception | None]:

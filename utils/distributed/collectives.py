@@ -1,4 +1,4 @@
-"""Small talk of the ranks on the control group: who has what, who met trouble, who does a thing for all."""
+"""Small messages between ranks on the control group: gather values, fail together, do something once for all."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def all_gather_json(value: Any, ctx: DistributedContext) -> list[Any]:
 
 
 def _gather(data: bytes, size: int, ctx: DistributedContext) -> list[bytes]:
-    """Of every rank so many bytes, filled up with zeros."""
+    """`size` bytes of every rank, padded with zeros."""
     row = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
     rows = [torch.empty_like(row) for _ in range(ctx.world_size)]
     dist.all_gather(rows, row, group=ctx.control)
@@ -51,10 +51,10 @@ def on_all_ranks(action: Callable[[], T], ctx: DistributedContext, is_for_all: b
     """Run `action` on every rank. When it fails on one, every rank raises that rank's sentence, so that nobody waits.
 
     Args:
-        is_for_all: whose rank's it is does not matter, and is not said.
+        is_for_all: the message does not name the rank.
 
     Raises:
-        UserError: when the action was refused, or met an OSError, on any rank.
+        UserError: when the action raised UserError or OSError on any rank.
     """
     problem, result = "", None
     try:
@@ -85,16 +85,15 @@ def require_equal(value: Any, sentence: str, ctx: DistributedContext) -> None:
 def once_per_file_system(
     folder: Path, is_done: Callable[[], bool], action: Callable[[], None], ctx: DistributedContext
 ) -> None:
-    """Where `is_done` says no, run `action` on the lowest of the ranks that see the same `folder`; its outcome reaches
-    all ranks.
+    """Where `is_done` is False, run `action` on the lowest of the ranks that see the same `folder`, for all of them.
 
-    Each rank in need leaves a file of its name in the folder; the lowest name that it finds there is its leader's.
+    Each of them leaves a file of its name in the folder; the lowest name that it finds there is its leader's.
     """
     is_needed = not on_all_ranks(is_done, ctx)
     if not any(all_gather_json(is_needed, ctx)):
         return
-    meeting, *_ = all_gather_json(f"{os.getpid()}-{time.time_ns()}", ctx)
-    tokens = [folder / f".{meeting}-rank{rank}" for rank in range(ctx.world_size)]
+    launch, *_ = all_gather_json(f"{os.getpid()}-{time.time_ns()}", ctx)
+    tokens = [folder / f".{launch}-rank{rank}" for rank in range(ctx.world_size)]
 
     def leave_token() -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -109,8 +108,7 @@ def once_per_file_system(
 
 
 def within(seconds: float, action: Callable[[], T]) -> T:
-    """What it gives, or TimeoutError: a store that meets a program which is none waits for ever, whatever its own
-    timeout."""
+    """The result of the action, or TimeoutError: a store that reaches another program ignores its own timeout."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -124,8 +122,8 @@ def within(seconds: float, action: Callable[[], T]) -> T:
 
 
 def is_of_a_peer(error: BaseException) -> bool:
-    """Whether a collective failed since a peer was gone, as gloo and NCCL say it: the trouble is another rank's."""
+    """Whether a collective failed because a peer was gone, as gloo and NCCL word it: another rank failed first."""
     if isinstance(error, TrainingError):
         return error.__cause__ is not None and is_of_a_peer(error.__cause__)
-    is_said = isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "ncclRemoteError"))
-    return is_said or isinstance(error, dist.DistNetworkError)
+    is_named = isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "ncclRemoteError"))
+    return is_named or isinstance(error, dist.DistNetworkError)

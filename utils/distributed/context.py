@@ -36,8 +36,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """This process among the others. `hosts` and `device_names` have one entry a rank; `control` is a gloo group on the
-    CPU."""
+    """This process among the others. `hosts` and `device_names` have an entry per rank; `control` is a gloo group."""
 
     rank: int
     local_rank: int
@@ -64,8 +63,7 @@ def is_main_process(rank: int) -> bool:
 
 
 def read_launch() -> Launch:
-    """Read what torchrun (or whoever plays its part, or srun) put into the environment. Raises UserError when only some
-    of it is there."""
+    """What torchrun, srun or another launcher put into the environment. Raises UserError when only a part is there."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     missing = [name for name in names if name not in os.environ]
     common = {
@@ -113,8 +111,7 @@ def make_cublas_deterministic() -> None:
 
 
 def _read_srun() -> dict[str, Any]:
-    """What srun says, where this process is one of several tasks of a step; nothing in a batch script or a shell, which
-    is one process."""
+    """What srun says where this process is one of several tasks of a step; nothing in a batch script or a shell."""
     words = [
         os.environ.get(f"SLURM_{name}", "") for name in ("PROCID", "LOCALID", "STEP_NUM_TASKS", "JOB_ID", "STEP_ID")
     ]

@@ -37,8 +37,7 @@ def choose_kernels(device: torch.device, is_deterministic: bool) -> None:
     """How CUDA multiplies what stays float32, and whether cuDNN looks for the fastest convolution.
 
     TF32 (10 bits of mantissa, sums in float32) is as deterministic as float32, so `deterministic` keeps it;
-    convolutions have it by
-    torch's own default. On the CPU "high" would let oneDNN round too.
+    convolutions have it by torch's own default. On the CPU "high" would let oneDNN round too.
     """
     torch.backends.cudnn.benchmark = not is_deterministic
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")

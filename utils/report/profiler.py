@@ -1,5 +1,4 @@
-"""`--enable_profiling`: a trace of a few optimizer steps of rank 0, for https://ui.perfetto.dev, and what cost most in
-them."""
+"""`--enable_profiling`: a trace of a few steps of rank 0 for https://ui.perfetto.dev, and the costliest operations."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ ROWS = 10
 
 
 class StepProfiler:
-    """Call `step` after each optimizer step. Without a folder (profiling off, or another rank than 0) it does
-    nothing."""
+    """Call `step` after each optimizer step. Without a folder (profiling off, or another rank) it does nothing."""
 
     def __init__(self, folder: Path | None, device: torch.device, logger: logging.Logger) -> None:
         self._folder, self._logger, self._profile = folder, logger, None

@@ -20,7 +20,7 @@ from utils.report.goodput import ACCOUNTS, Goodput, share_in_training
 from utils.report.profiler import StepProfiler
 from utils.report.tensorboard import Board
 from utils.run.folder import Run
-from utils.run.provenance import changed_files, verification, zip_code
+from utils.run.provenance import zip_code
 from utils.training.parallel import bucket_megabytes
 from utils.training.state import Progress, TrainState
 
@@ -30,11 +30,11 @@ MAX_DATA_WAIT = 0.2  # of an interval, above which the loader's flags are worth 
 
 
 class Reporter:
-    """Called on all ranks alike; the logger, the run and the board decide what rank 0 alone shows or writes.
+    """Called on all ranks; the logger, the run and the board decide what rank 0 alone shows or writes.
 
     Args:
         loader: of the training set.
-        origin: goes to provenance.json.
+        origin: content of provenance.json.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Reporter:
         return step % self._config.log_interval == 0 or step == self._total_steps
 
     def rank_report(self, state: TrainState) -> dict[str, Any]:
-        """What this rank brings to a log point; reads from the device."""
+        """What this rank contributes to a log point; reads from the device."""
         skips = state.read_skips()  # before `interval`, to which it adds
         totals = state.interval.totals()
         spent = self._clock.spent()[0]
@@ -243,8 +243,9 @@ def decisions(
     state: TrainState,
     loader: GlobalBatchLoader,
     held_out: dict[str, Dataset],
+    origin: dict[str, Any],
 ) -> dict[str, str]:
-    """What the banner shows: all that was decided at the start, in numbers."""
+    """What the banner shows: all that was decided at the start, in numbers. origin: of provenance.json."""
     decided = {
         "run": str(run.folder),
         "ranks": f"{ctx.world_size} on {count(set(ctx.hosts), 'node')}: {', '.join(sorted(set(ctx.device_names)))}",
@@ -256,13 +257,13 @@ def decisions(
         "precision": f"{state.precision.title}{', channels_last' * config.channels_last}, {config.optimizer} (fused)",
         "gradients": _gradient_line(config, state.model, ctx.world_size),
         "checkpoints": _checkpoint_line(config),
-        "verify": verification(config.task)[1],
+        "verify": origin["verification"],
     }
     if run.resume_path:
         progress = state.progress
         where = f"epoch {progress.epoch}, step {progress.step}, {progress.samples_in_epoch:,} samples into the epoch"
         decided["resumed"] = f"{run.resume_path}: {where}"
-    if changed := changed_files():
+    if changed := origin["changed_template_files"]:
         decided["changed"] = f"files of the template: {', '.join(changed)}"
     return decided
 

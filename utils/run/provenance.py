@@ -19,6 +19,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 VERIFIED = ROOT / "verified.json"  # what scripts/verify.py found
+OURS = ("train.py", "config.py", "ddp_utils.py", "utils", "scripts")  # files that a fork leaves as they are
 BLOCK = ("# ---- yours:", "# ---- end of yours")  # the lines of config.py between these are the forker's
 
 
@@ -28,17 +29,16 @@ def now() -> str:
 
 
 def collect(hosts: tuple[str, ...], device_names: tuple[str, ...], git_commit: str, task: str) -> dict[str, Any]:
-    """Plain values only: it goes into every checkpoint. `hosts` and `device_names` have an entry for each rank; task:
-    as `verification`."""
+    """Plain values for every checkpoint. `hosts` and `device_names` have an entry per rank; task: as `verification`."""
     commit, is_dirty = _commit()
-    is_verified, said = verification(task)
+    is_verified, text = verification(task)
     return {
         "command": [sys.executable, *sys.argv],
         "git_commit": commit or git_commit,
         "git_dirty": is_dirty,
         "changed_template_files": changed_files(),
         "verified": is_verified,
-        "verification": said,
+        "verification": text,
         "versions": versions(),
         "hosts": sorted(set(hosts)),
         "ranks": [{"rank": rank, "host": host, "device": device_names[rank]} for rank, host in enumerate(hosts)],
@@ -48,7 +48,7 @@ def collect(hosts: tuple[str, ...], device_names: tuple[str, ...], git_commit: s
 
 
 def versions() -> dict[str, str]:
-    """Of Python and the packages; an empty text where one is missing."""
+    """Of Python and the packages; empty where one is missing."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for package in ("torchvision", "tensorboard", "numpy"):
         try:
@@ -61,12 +61,10 @@ def versions() -> dict[str, str]:
 
 
 def zip_code(path: Path) -> None:
-    """The *.py that ran, so that a result can be looked into after the tree has changed."""
+    """The *.py that ran, to look at after the tree has changed."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for file in [
-            *sorted(ROOT.glob("*.py")),
-            *sorted(ROOT.glob("utils/**/*.py")),
-            *sorted(ROOT.glob("scripts/**/*.py")),
+            file for pattern in ("*.py", "utils/**/*.py", "scripts/**/*.py") for file in sorted(ROOT.glob(pattern))
         ]:
             archive.write(file, file.relative_to(ROOT))
 
@@ -75,26 +73,20 @@ def changed_files() -> list[str]:
     """Files of ours that differ from the newest tag `template-*` of the repository; none where there is no such tag."""
     try:
         tag = _git("describe", "--tags", "--abbrev=0", "--match", "template-*")
-        names = _git(
-            "diff", "--name-only", tag, "--", "train.py", "config.py", "ddp_utils.py", "utils", "scripts"
-        ).split()
-        if "config.py" in names and _without_block(_git("show", f"{tag}:config.py")) == _without_block(
-            _read(ROOT / "config.py")
-        ):
-            names.remove("config.py")
+        names = _git("diff", "--name-only", tag, "--", *OURS).split()
+        texts = [_git("show", f"{tag}:config.py"), (ROOT / "config.py").read_text(encoding="utf-8").strip()]
+        if _without_block(texts[0]) == _without_block(texts[1]):
+            names = [name for name in names if name != "config.py"]
     except (OSError, subprocess.SubprocessError):
         return []
     return names
 
 
 def code_digests() -> dict[str, str]:
-    """SHA-256 of each file of the repository that is imported here, by its path from the root; scripts and tests left
-    out."""
+    """SHA-256 of each imported file of the repository, by its path from the root, without scripts and tests."""
     real_folder = functools.cache(os.path.realpath)  # thousands of modules lie in a few hundred folders
-    imported = [
-        os.path.split(module.__file__) for module in list(sys.modules.values()) if getattr(module, "__file__", None)
-    ]
-    files = {os.path.join(real_folder(folder), name) for folder, name in imported}
+    imported = [os.path.split(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())]
+    files = {os.path.join(real_folder(folder), name) for folder, name in imported if name}
     names = [
         Path(file).relative_to(ROOT) for file in files if file.startswith(f"{ROOT}{os.sep}") and os.path.isfile(file)
     ]
@@ -103,14 +95,10 @@ def code_digests() -> dict[str, str]:
 
 
 def verification(task: str) -> tuple[bool, str]:
-    """Whether scripts/verify.py passed with this code and task ("MODEL on DATASET"), and what is to be said of it."""
+    """Whether scripts/verify.py passed with this code and task ("MODEL on DATASET"), and a line for the banner."""
     try:
         found = json.loads(VERIFIED.read_text(encoding="utf-8"))
-        changed = [
-            name
-            for name, digest in found["code"].items()
-            if not (ROOT / name).exists() or _sha256(ROOT / name) != digest
-        ]
+        changed = [name for name, digest in found["code"].items() if _sha256(ROOT / name) != digest]
         changed += [name for name in code_digests() if name not in found["code"]]
         before, here = found["versions"], versions()
         changed += [f"{name} {before[name]} -> {here.get(name)}" for name in before if before[name] != here.get(name)]
@@ -129,11 +117,7 @@ def verification(task: str) -> tuple[bool, str]:
 
 
 def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8").strip()
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
 
 
 def _without_block(text: str) -> str:

@@ -1,4 +1,4 @@
-"""When a checkpoint is begun, committed, tried again and given up. All ranks call it alike; rank 0 has the writer."""
+"""When a checkpoint is begun, committed, retried and given up. All ranks call it; rank 0 has the writer."""
 
 from __future__ import annotations
 
@@ -227,6 +227,7 @@ class Saver:
 
     def finish(self) -> None:
         """Wait until the last checkpoint is on the disk. Raises TrainingError on rank 0 when it cannot be written."""
+        self.finish_snapshot()
         for last in [] if not self._writer else [False] * (LAST_TRIES - 1) + [True]:
             while self._is_busy:
                 self._look(SECONDS_OF_A_LOOK)

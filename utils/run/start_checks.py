@@ -1,5 +1,4 @@
-"""Before anything is trained: the ranks run the same code with the same settings and versions, in one folder, within
-their limits."""
+"""Before training: all ranks have the same code, settings and versions, one run folder, and enough file descriptors."""
 
 from __future__ import annotations
 
@@ -17,11 +16,8 @@ from utils.run import provenance
 
 MAY_DIFFER = ("data_dir",)  # mounted elsewhere on another machine; the data itself is compared when it is there
 SECONDS_TO_SEE = 5.0  # for a file of another machine on shared storage
-FILES_OF_A_PROCESS, FILES_OF_A_RANK, FILES_OF_A_WORKER = (
-    128,
-    4,
-    16,
-)  # descriptors; of a rank: sockets, of a worker: pipes
+# descriptors: of a process, for each rank (sockets), for each worker (pipes)
+FILES, FILES_PER_RANK, FILES_PER_WORKER = 128, 4, 16
 
 
 def check_alike(config: TrainingConfig, ctx: DistributedContext) -> None:
@@ -38,7 +34,7 @@ def check_alike(config: TrainingConfig, ctx: DistributedContext) -> None:
     rows = [[name, *(each.get(name, "none") for each in everyone)] for name in names]
     head = ["", *(f"rank {rank} on {host}" for rank, host in enumerate(ctx.hosts))]
     kinds = [tuple(each.get(name) for name in names) for each in everyone]
-    # of ranks that are alike the first
+    # the first of equal ranks
     shown = [
         0,
         *(1 + rank for rank, kind in enumerate(kinds) if kind not in kinds[:rank]),
@@ -99,9 +95,7 @@ def raise_file_limit(world_size: int, workers: int) -> None:
         with suppress(ValueError, OSError):  # macOS names a hard limit that it does not grant
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
-    need = FILES_OF_A_PROCESS + FILES_OF_A_RANK * world_size + FILES_OF_A_WORKER * workers
+    need = FILES + FILES_PER_RANK * world_size + FILES_PER_WORKER * workers
     if soft != resource.RLIM_INFINITY and soft < need:
-        raise UserError(
-            f"open files: the limit is {soft}, and about {need} are needed; raise it (ulimit -n {need}, LimitNOFILE,"
-            " --ulimit)"
-        )
+        how = f"ulimit -n {need}, LimitNOFILE, --ulimit"
+        raise UserError(f"open files: the limit is {soft}, and about {need} are needed; raise it ({how})")

@@ -1,5 +1,4 @@
-"""Activation checkpointing: a block of the model keeps its input alone, and computes the rest again in the backward
-pass."""
+"""Activation checkpointing: a block keeps only its input and recomputes its activations in the backward pass."""
 
 from __future__ import annotations
 
@@ -14,12 +13,10 @@ from config import UserError
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
-    """Let each block of the model compute its activations again. Names of parameters and keys of the state stay as they
-    are.
+    """Let each block of the model recompute its activations. Names of parameters and keys of the state stay the same.
 
     The second pass draws the same random numbers, and leaves in BatchNorm's buffers what the first one did, since their
-    momentum
-    is 1 (utils/training/batchnorm.py); it counts its batch twice, which `RunningStats.commit` sets right.
+    momentum is 1 (utils/training/batchnorm.py); it counts its batch twice, which `RunningStats.commit` corrects.
 
     Raises:
         UserError: for a model without blocks.
@@ -27,18 +24,17 @@ def checkpoint_blocks(model: nn.Module) -> None:
     blocks = find_blocks(model)
     if not blocks:
         raise UserError(
-            f"activation_checkpointing=True: {type(model).__name__} has no blocks (modules with parts, in an"
-            " nn.Sequential or nn.ModuleList); leave it out, or build the model of such blocks"
+            f"activation_checkpointing=True: {type(model).__name__} has no blocks (modules in an nn.Sequential or"
+            " nn.ModuleList that have modules of their own); leave it out, or build the model of such blocks"
         )
     for block in blocks:
         block.__class__ = _checkpointed(type(block))
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules with parts of their own that stand in an nn.Sequential or nn.ModuleList: residual blocks,
-    encoder layers.
+    """The outermost modules with children that stand in an nn.Sequential or nn.ModuleList: residual blocks, layers.
 
-    A plain Sequential or ModuleList that holds such modules is no block, a stage say, but its modules are.
+    A plain Sequential or ModuleList that holds such modules, such as a stage, is no block, but its modules are.
     """
     found = []
     for child in module.children():
@@ -54,8 +50,7 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 
 @functools.cache
 def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of the same name. As a class, not a closure, so that a copy of the module computes with its own
-    weights."""
+    """A subclass of the same name; not a closure, so that a copy of the module computes with its own weights."""
 
     def forward(self: nn.Module, *inputs: Any, **options: Any) -> Any:
         if self.training and torch.is_grad_enabled():

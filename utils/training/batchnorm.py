@@ -1,13 +1,10 @@
 """BatchNorm's running statistics, moved once per optimizer step by the mean over the whole global batch.
 
 The stock layer moves them with every micro-batch of its own rank, so that they depend on ranks x accumulation, and
-differ
-between ranks. Here each micro-batch only leaves its own statistics (momentum 1) in the layers' buffers, which are views
-of one
-flat tensor. They are added up, weighted by samples, brought together by one small all-reduce that overlaps the last
-backward
-pass, and moved into the statistics proper when the step is taken. Between two steps every rank holds the same
-statistics.
+differ between ranks. Here each micro-batch only leaves its own statistics (momentum 1) in the layers' buffers, which
+are views of one flat tensor. They are added up, weighted by samples, brought together by one small all-reduce that
+overlaps the last backward pass, and moved into the statistics proper when the step is taken. Between two steps every
+rank holds the same statistics.
 """
 
 from __future__ import annotations
@@ -33,10 +30,7 @@ class RunningStats:
         if not self._layers:
             return
         if any(layer.momentum is None for layer in self._layers):
-            raise UserError(
-                "BatchNorm: momentum=None (a cumulative average) cannot be resumed exactly; give the layer a momentum,"
-                " 0.1 say"
-            )
+            raise UserError("BatchNorm: momentum=None (a cumulative average) cannot be resumed exactly; use e.g. 0.1")
         # what a micro-batch leaves in the layers' buffers; between two steps the same as the statistics proper
         self._latest = _flatten(self._layers, ("running_mean", "running_var"))
         self._latest_counts = _flatten(self._layers, ("num_batches_tracked",))
@@ -55,9 +49,8 @@ class RunningStats:
         """Look which layers train: one in evaluation mode (a frozen trunk) keeps its statistics to the bit."""
         if self.exist:
             sizes = [2 * layer.num_features for layer in self._layers]
-            rates = [
-                momentum if layer.training else 0.0 for layer, momentum in zip(self._layers, self._momenta, strict=True)
-            ]
+            pairs = zip(self._layers, self._momenta, strict=True)
+            rates = [momentum if layer.training else 0.0 for layer, momentum in pairs]
             self._rates = torch.cat([torch.full((size,), rate) for size, rate in zip(sizes, rates, strict=True)]).to(
                 self._latest
             )

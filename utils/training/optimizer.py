@@ -26,9 +26,8 @@ def create_optimizer(groups: list[dict[str, Any]], config: TrainingConfig) -> to
     if config.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, betas=(config.momentum, 0.999), **common)
     else:
-        optimizer = torch.optim.SGD(
-            groups, momentum=config.momentum, nesterov=config.nesterov and config.momentum > 0, **common
-        )
+        nesterov = config.nesterov and config.momentum > 0
+        optimizer = torch.optim.SGD(groups, momentum=config.momentum, nesterov=nesterov, **common)
         fill_momenta(optimizer)
     for group in optimizer.param_groups:
         group["base_lr"] = group["lr"]
@@ -36,7 +35,7 @@ def create_optimizer(groups: list[dict[str, Any]], config: TrainingConfig) -> to
 
 
 def fill_momenta(optimizer: torch.optim.Optimizer) -> None:
-    """Fused SGD whose first step is skipped goes on from uninitialised momentum; zeros give the same first step."""
+    """Fused SGD whose first step is skipped continues from uninitialised momentum; zeros give the same first step."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if isinstance(optimizer, torch.optim.SGD) and group["momentum"] else ():
             if optimizer.state[parameter].get("momentum_buffer") is None:
@@ -44,11 +43,9 @@ def fill_momenta(optimizer: torch.optim.Optimizer) -> None:
 
 
 def lr_factor(step: int, total_steps: int, warmup_steps: int) -> float:
-    """The share of the peak learning rate at optimizer step `step` (from 0): a linear warm-up, then a cosine towards
-    zero.
+    """The factor on the peak learning rate at optimizer step `step` (from 0): linear warm-up, then a cosine to zero.
 
-    Loshchilov and Hutter, "SGDR", 2017, equation 5 with one cycle; Goyal et al., "Accurate, large minibatch SGD", 2017,
-    section 2.2.
+    Loshchilov and Hutter, "SGDR", 2017, equation 5 with one cycle; Goyal et al., 2017, arXiv:1706.02677, section 2.2.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
@@ -59,9 +56,8 @@ def lr_factor(step: int, total_steps: int, warmup_steps: int) -> float:
 class WeightAverage:
     """An exponential moving average of the weights and the running statistics, in a copy of the model.
 
-    The rule of torch.optim.swa_utils.get_ema_multi_avg_fn, whose first update copies. It is written out here since that
-    function takes its decay from the host, and a skipped step must leave the average as it was without the host
-    knowing.
+    The rule of torch.optim.swa_utils.get_ema_multi_avg_fn, whose first update copies. That function takes its decay from
+    the host; here a skipped step must leave the average as it was without a read by the host.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -70,11 +66,8 @@ class WeightAverage:
         self._sources = _floats(model)
         self._rate = torch.full_like(self._sources[0].flatten()[0], 1.0 - decay)
         self._is_first = torch.ones_like(self._rate)  # 1 until the first step is taken
-        self._counters = [
-            (mine, its)
-            for mine, its in zip(self.model.buffers(), model.buffers(), strict=True)
-            if not mine.is_floating_point()
-        ]
+        pairs = zip(self.model.buffers(), model.buffers(), strict=True)
+        self._counters = [(mine, its) for mine, its in pairs if not mine.is_floating_point()]
 
     def has_begun(self, has_begun: bool) -> None:
         """Whether a step was taken already; for a state that is loaded."""

@@ -55,7 +55,7 @@ def _compress(model: DistributedDataParallel, name: str, device: torch.device) -
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[name]
     try:
         model.register_comm_hook(None, hook)  # it knows for which builds torch takes bfloat16
-        dist.all_reduce(torch.zeros(1, dtype=dtype, device=device))  # and the backend says here whether it does
+        dist.all_reduce(torch.zeros(1, dtype=dtype, device=device))  # and the backend raises here if it does not
     except (TypeError, ValueError, RuntimeError) as error:
         if is_of_a_peer(error):
             raise

@@ -50,12 +50,9 @@ class Precision:
     @property
     def title(self) -> str:
         """For people: the name, and how what stays float32 is multiplied."""
-        has_tf32 = self.device_type == "cuda" and torch.cuda.is_tf32_supported()
-        return (
-            f"{self.name}, TF32 where float32 is left"
-            if has_tf32 and self.dtype
-            else f"{self.name}{' as TF32' if has_tf32 else ''}"
-        )
+        if not (self.device_type == "cuda" and torch.cuda.is_tf32_supported()):
+            return self.name
+        return f"{self.name}, TF32 for the rest" if self.dtype else f"{self.name} as TF32"
 
     def autocast(self) -> AbstractContextManager:
         return torch.autocast(self.device_type, self.dtype, enabled=self.dtype is not None)

@@ -1,6 +1,5 @@
 """All that survives a restart: model, averaged weights, optimizer, scaler and progress. The schedule and random streams
-do not,
-since both are functions of the optimizer step."""
+do not, since both are functions of the optimizer step."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ from utils.training.precision import Precision
 
 @dataclass
 class Progress:
-    """Where the run stands. `epoch` counts from 0; `samples_in_epoch` is the position in its order, on all ranks
-    together."""
+    """Where the run stands. `epoch` counts from 0; `samples_in_epoch` is the position in its order, of all ranks."""
 
     epoch: int = 0
     step: int = 0  # optimizer steps since the start of the run, skipped ones too
@@ -41,8 +39,7 @@ class Progress:
     evaluated_step: int = -1  # of the last evaluation
 
     def note_value(self, value: float, sign: int) -> bool:
-        """Count the evaluation that just ended. Whether its value is the best so far: the highest for sign 1, the
-        lowest for -1."""
+        """Count the evaluation that just ended. Whether its value is the best so far, by the sign of `choose_best`."""
         is_best = math.isfinite(value) and (self.best_value is None or sign * value > sign * self.best_value)
         if is_best:
             self.best_value, self.best_epoch, self.best_step = value, self.epoch, self.step
@@ -95,8 +92,8 @@ class TrainState:
         self._names = {p: name for name, p in model.named_parameters() if id(p) in held}
         if len(self._names) < len(held):
             raise UserError(
-                "param_groups: holds a parameter that is not the model's, whose gradient ranks would not share; make it"
-                " the model's"
+                "param_groups: holds a parameter that is not in the model, so ranks would not share its gradient;"
+                " register it in the model"
             )
         self._parameters = list(self._names)
         # of each step's gradient, since the last read; not finite where it was skipped
@@ -123,8 +120,7 @@ class TrainState:
             group["lr"] = group["base_lr"] * factor
 
     def check_gradients(self) -> None:
-        """After a backward pass. Raises UserError when a parameter got no gradient: DDP would wait for it in the next
-        one."""
+        """After a backward pass. Raises UserError when a parameter got no gradient, for which DDP would wait."""
         unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
         if unused:
             more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
@@ -139,8 +135,7 @@ class TrainState:
         return self.optimizer.param_groups[0]["lr"]
 
     def backward(self, loss: torch.Tensor, loss_scale: float) -> None:
-        """The backward pass of loss_scale * loss. A loss that is not finite makes all gradients NaN, where its own would be
-        finite too: all skip."""
+        """The backward pass of loss_scale * loss. A non-finite loss makes all gradients NaN, so that all ranks skip."""
         loss = self.scaler.scale(loss)
         seed = torch.add(torch.full_like(loss, loss_scale), loss.detach(), alpha=0)  # 0 times what is not finite is NaN
         if self.scaler.is_enabled():
@@ -148,8 +143,7 @@ class TrainState:
         loss.backward(seed)
 
     def drop_gradients(self) -> None:
-        """Before the next global_batch. With CUDA graphs they stay as zeros: a new one would be memory that the next
-        replay writes over."""
+        """Before the next global batch. With CUDA graphs they are zeroed: the next replay would overwrite new ones."""
         if self._has_cuda_graphs:
             self.optimizer.zero_grad(set_to_none=False)
             return
@@ -159,8 +153,7 @@ class TrainState:
     def update_if_finite(self, global_batch: GlobalBatch) -> None:
         """Unscale, clip, step, average. When the gradient is not finite all of it is skipped, on the device.
 
-        After the all-reduce the gradient is the same on every rank, so all of them decide alike, without a message or a
-        read.
+        After the all-reduce the gradient is the same on every rank, so all decide the same, without a message or a read.
         """
         self._set_lr(self.progress.step)
         self.scaler.unscale_(self.optimizer)
@@ -185,11 +178,10 @@ class TrainState:
 
     def advance(self, global_batch: GlobalBatch) -> None:
         self.progress.step += 1
-        self._steps.append(
-            SkippedStep(self.progress.step, self.progress.epoch, self.progress.samples_in_epoch, global_batch.samples)
-        )
-        self.progress.samples_in_epoch += global_batch.samples
-        self.progress.samples_seen += global_batch.samples
+        progress, samples = self.progress, global_batch.samples
+        self._steps.append(SkippedStep(progress.step, progress.epoch, progress.samples_in_epoch, samples))
+        progress.samples_in_epoch += samples
+        progress.samples_seen += samples
 
     @property
     def is_at_end(self) -> bool:
@@ -233,10 +225,8 @@ class TrainState:
             for norm in norms:
                 self.interval.update({"grad_norm": (norm, 1) if math.isfinite(norm) else (0.0, 0)})
         seeds = seeds or [math.nan] * len(norms)
-        return [
-            0 if math.isfinite(norm) else 1 if math.isfinite(seed) else 2
-            for norm, seed in zip(norms, seeds, strict=True)
-        ]
+        pairs = zip(norms, seeds, strict=True)
+        return [0 if math.isfinite(norm) else 1 if math.isfinite(seed) else 2 for norm, seed in pairs]
 
     def note_skips(self, ranks: list[list[int]]) -> list[SkippedStep]:
         """Count what `read_skips` gave on each rank; the steps that were skipped for a reason other than float16's
@@ -322,17 +312,10 @@ class TrainState:
         names = self._optimizer_names()
         before = {name: saved["state"].get(number, {}) for number, name in enumerate(saved.get("names", []))}
         shapes = {self._names[p]: p.shape for p in self._parameters}
-        fits = before.keys() == shapes.keys() and all(
-            value.shape == shapes[name]
-            for name, state in before.items()
-            for key, value in state.items()
-            if key != "step"
-        )
-        if not fits:
-            raise UserError(
-                "the checkpoint's optimizer has other parameters; give the model.py it was made with, or --init_from"
-                " its weights"
-            )
+        kept = [(name, value) for name, state in before.items() for key, value in state.items() if key != "step"]
+        if before.keys() != shapes.keys() or any(value.shape != shapes[name] for name, value in kept):
+            remedy = "give the model.py it was made with, or take its weights by --init_from"
+            raise UserError(f"the checkpoint's optimizer has other parameters; {remedy}")
         state = {number: before[name] for number, name in enumerate(names) if before[name]}
         self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
         for parameter in self._parameters:

@@ -1,0 +1,161 @@
+"""Chaos test: train to the end while faults are injected, resuming automatically after each one.
+
+python scripts/chaos.py --ranks 4 --faults 3 --every 10 -- --run_dir runs/a --epochs 4
+python scripts/chaos.py --ranks 2 --minutes 15 --kinds all -- --run_dir runs/soak --epochs 1000
+
+Each launch is `torchrun --standalone ... train.py --resume_from auto`. --seed determines the faults, their targets and
+their times. Exits 0 when the run is completed (with --minutes: when the time is up and the run can be resumed).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from config import TrainingConfig
+from scripts.lib.processes import children_of, running
+from utils.run.watchdog import Place, read_place
+
+KILLS = ("kill a rank",)
+ALL = (*KILLS, "kill rank 0", "kill torchrun", "terminate torchrun", "kill the writer", "stop a rank", "kill a worker")
+START_S, END_S = 300.0, 900.0  # deadlines of a launch
+
+
+class Chaos:
+    """Launches of one run, and the faults injected into them."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.random, self.began = options, random.Random(options.seed), time.monotonic()
+        self.folder, self.faults = TrainingConfig.from_args(options.flags).run_folder, 0
+
+    def run(self) -> int:
+        """Launch until the run is completed or the time is up. Returns the exit code."""
+        options, log = self.options, self.options.log.open("a") if self.options.log else None
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
+        command += [ROOT / "train.py", *options.flags, "--resume_from", "auto"]
+        state = ""
+        while state != "completed" and not self.is_over():
+            before = [place.pid for place in self.places()]
+            with running(command, stdout=log, stderr=log) as launch:
+                self.wait_until_training(launch, before)
+                while launch.poll() is None and not self.is_over() and self.faults < (options.faults or float("inf")):
+                    if self.wait_for_next_fault(launch) and not self.is_over():
+                        self.inject(launch)
+                if self.is_over():
+                    launch.terminate()  # save and stop
+                launch.wait(END_S)
+            status = self.folder / "status.json"
+            state = json.loads(status.read_text())["state"] if status.exists() else "unknown"
+            self.say(f"launch ended: {state}")
+            if launch.returncode == 2:
+                return 2
+        return self.report()
+
+    def places(self) -> list[Place]:
+        """Where each rank is, of those that have started."""
+        found = (read_place(self.folder / "watch" / f"rank{rank}") for rank in range(self.options.ranks))
+        return [place for place in found if place]
+
+    def step(self) -> int:
+        return max((place.step for place in self.places()), default=0)
+
+    def is_over(self) -> bool:
+        return bool(self.options.minutes) and time.monotonic() - self.began > 60 * self.options.minutes
+
+    def say(self, text: str) -> None:
+        print(f"{time.monotonic() - self.began:6.0f} s  {text}", flush=True)
+
+    def wait_until_training(self, launch: subprocess.Popen, before: list[int]) -> None:
+        ends = time.monotonic() + START_S
+        while launch.poll() is None and time.monotonic() < ends:
+            started = [place for place in self.places() if place.phase != "start" and place.pid not in before]
+            if len(started) == self.options.ranks:
+                return
+            time.sleep(0.05)
+
+    def wait_for_next_fault(self, launch: subprocess.Popen) -> bool:
+        """Wait for the drawn seconds or steps of training. Returns whether the launch is still running."""
+        draw, first, began = self.random.uniform(0.5, 1.5), self.step(), time.monotonic()
+        steps, seconds = self.options.every_steps * draw, self.options.every * draw
+        while launch.poll() is None and not self.is_over():
+            if self.step() >= first + steps if steps else time.monotonic() >= began + seconds:
+                return True
+            time.sleep(0.05)
+        return False
+
+    def inject(self, launch: subprocess.Popen) -> None:
+        """Inject one fault and wait for what it ends."""
+        kind, rank, step = self.random.choice(ALL if self.options.kinds == "all" else KILLS), 0, self.step()
+        pids = [place.pid for place in self.places()]
+        number = {"terminate": signal.SIGTERM, "stop": signal.SIGSTOP}.get(kind.split()[0], signal.SIGKILL)
+        if kind.endswith("torchrun"):
+            pid = launch.pid
+        elif kind == "kill the writer":
+            pid = next((child for child in children_of(pids[0]) if is_writer(child)), 0)
+        else:
+            rank = 0 if kind == "kill rank 0" else self.random.randrange(len(pids))
+            workers = [child for child in children_of(pids[rank]) if not is_writer(child)]
+            pid = pids[rank] if "rank" in kind else next(iter(workers), 0)
+        if not pid:
+            return
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+        self.faults += 1
+        self.say(
+            f"fault {self.faults}: {kind}{'' if kind.endswith(('torchrun', 'writer')) else f' (rank {rank})'}, step {step}"
+        )
+        if kind != "kill the writer":  # which is replaced while training continues
+            launch.wait(END_S)
+
+    def report(self) -> int:
+        summary = json.loads((self.folder / "summary.json").read_text())
+        times = ", ".join(f"{name.removesuffix('_s')} {seconds:.0f} s" for name, seconds in summary["ledger"].items())
+        counts = f"faults: {self.faults}, restarts: {summary['restarts']}, steps: {summary['steps']}"
+        print(f"{counts}, state: {summary['state']}, goodput: {summary['goodput']:.1%}")
+        print(f"time: {summary['wall_s']:.0f} s ({times})")
+        return 0 if summary["state"] in ("completed", "preempted") else 1
+
+
+def is_writer(pid: int) -> bool:
+    """Whether a child of rank 0 is the checkpoint writer: it leads a session."""
+    with suppress(OSError):
+        return os.getsid(pid) == pid
+    return False
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--faults", type=int, default=0, help="number of faults (0: until the time is up)")
+    parser.add_argument("--minutes", type=float, default=0.0, help="duration (0: until the run is completed)")
+    parser.add_argument("--every", type=float, default=60.0, help="mean seconds of training between faults")
+    parser.add_argument("--every-steps", type=int, default=0, help="mean optimizer steps between faults, instead")
+    parser.add_argument("--kinds", choices=("kills", "all"), default="kills", help="kills: SIGKILL a rank")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log", type=Path, help="file for the output of the launches")
+    parser.add_argument("flags", nargs="*", help="flags of train.py, after --")
+    options = parser.parse_args()
+    if not options.faults and not options.minutes:
+        parser.error("give --faults or --minutes")
+    try:
+        return Chaos(options).run()
+    except subprocess.TimeoutExpired as error:
+        print(f"the launch did not end within {error.timeout:.0f} s; see the logs in the run folder", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""What saving costs: how long a checkpoint blocks training, and how much slower a run with checkpoints is."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from config import TrainingConfig
+from ddp_utils import DistributedContext
+from lib.benchmark.ours import Ours
+from lib.benchmark.turns import Candidate, take_turns
+
+
+def measure(
+    options: Any, config: TrainingConfig, ctx: DistributedContext, folder: Path, say: Callable[[str], object]
+) -> dict[str, Any]:
+    """A run with a checkpoint every --steps steps, one without, and torch.save of the same state take turns.
+
+    A turn is two epochs, and the checkpoint comes between them, so that it is written within the turn.
+    """
+    half = max(1, options.steps // 2)
+    size = config.batch_size * config.micro_batches_per_step(ctx.world_size)
+    common = {"save_every": 0, "save_every_minutes": 0.0, "max_steps": 0, "dataset_size": half * size, "epochs": 1000}
+    saving, without = (
+        Ours(dataclasses.replace(config, **common, save_every_steps=every), ctx, folder / f"every-{every}")
+        for every in (2 * half, 0)
+    )
+    for _ in range(3):  # warm up, with the first checkpoint in the middle
+        saving.epoch()
+        without.epoch()
+
+    def reference() -> None:
+        """torch.save, fsync and rename of the same state, into the same file system."""
+        if ctx.is_main:
+            with (folder / "reference.tmp").open("wb") as file:
+                torch.save(saving.state.state_dict([]), file)
+                file.flush()
+                os.fsync(file.fileno())
+            (folder / "reference.tmp").rename(folder / "reference.pt")
+
+    a, b, c = candidates = [
+        Candidate("checkpoints", lambda: [saving.epoch() for _ in range(2)]),
+        Candidate("reference", reference),
+        Candidate("none", lambda: [without.epoch() for _ in range(2)]),
+    ]
+    reference()
+    take_turns(candidates, options.rounds, ctx.device, say)
+    for each in (saving, without):
+        each.close()
+    if not ctx.is_main:
+        return {}
+    blocked, megabytes = saving.blocked()[-2 * options.rounds :], (folder / "reference.pt").stat().st_size / 1e6
+    found = {"megabytes": megabytes, "blocked_s": blocked, "reference_s": b.wall, "slowdown": a.ratio(c) - 1}
+    ratio = statistics.median(b.wall) / statistics.median(blocked)
+    say(f"a checkpoint of {megabytes:.1f} MB in {folder}")
+    say(f"torch.save + fsync + rename: {milliseconds(b.wall)}")
+    say(f"training blocked:            {milliseconds(blocked)}, 1/{ratio:.0f} of it")
+    controls = f"controls {a.control():.3f} and {c.control():.3f}"
+    say(f"a run that saves every {2 * half} steps takes {found['slowdown']:+.1%} longer ({controls})")
+    return found
+
+
+def milliseconds(values: Sequence[float]) -> str:
+    low, middle, high = (1000 * value for value in (min(values), statistics.median(values), max(values)))
+    return f"{middle:.2f} ms (n = {len(values)}, {low:.2f} to {high:.2f})"

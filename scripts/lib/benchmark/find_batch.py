@@ -1,0 +1,241 @@
+"""benchmark.py --find-batch: the largest micro-batch that fits in memory, and flags that keep the global batch.
+
+A trial does what a run does with a micro-batch: the passes before the first step, one step under DDP with the optimizer's
+state, one evaluation. Each trial is a process with limited memory, so that the machine does not swap. Samples are the
+first ones of the training set: where lengths vary, leave room for longer ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import torch
+from torch.utils.data import Dataset
+
+import train
+from config import TrainingConfig, UserError
+from ddp_utils import DistributedContext, setup_distributed, wrap_ddp
+from lib import processes
+from lib.benchmark.turns import synchronize
+from utils.batch import tensors_in
+from utils.data.loader import create_distributed_dataloader
+from utils.data.sampler import GlobalBatch
+from utils.memory import free_memory, gigabytes, is_out_of_memory, own_memory
+
+HEADROOM = 0.05  # of the memory, for fragmentation and what a run holds besides the loop
+NCCL_BYTES = 2**30  # of a device that NCCL's buffers may take on two or more ranks
+FIRST = 32  # samples of the first trial, or --batch_size
+TOLERANCE = 0.05  # of the largest size found
+TRIAL_TIMEOUT = 300  # seconds
+CHECKPOINTING = "--activation_checkpointing"
+FITS, TOO_LARGE, TOO_SLOW = "fits", "does not fit", f"takes longer than {TRIAL_TIMEOUT} s"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The outcome of a micro-batch of `size` samples. needs: bytes; seconds: of one step; both 0 if it did not run."""
+
+    size: int
+    outcome: str
+    needs: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        figures = f", {gigabytes(self.needs)}, {self.seconds:.3g} s per step" if self.needs else ""
+        return f"{self.size:,} sample{'s' * (self.size > 1)}: {self.outcome}{figures}"
+
+
+# ---- a trial, in a process of its own ----
+
+
+def one_step(config: TrainingConfig, ctx: DistributedContext, train_set: Dataset, size: int) -> tuple[float, int]:
+    """All that a run does with a micro-batch. Returns the seconds of a step, and the bytes of a checkpoint.
+
+    config: with its `auto` fields resolved.
+    """
+    config = dataclasses.replace(config, batch_size=size, global_batch_size=0, grad_accum_steps=1)
+    loader, sampler = create_distributed_dataloader(train_set, config, ctx)
+    state = train.create_state(config, ctx)
+    model, global_batch = wrap_ddp(state.model, config, ctx), GlobalBatch(size, float(size), [])
+    batch = loader.fetch(list(range(size)))[2]
+    uncompiled = dataclasses.replace(config, compile="off")
+    train.first_passes(model, batch, state, loader, {}, train.compute_loss, uncompiled, ctx)
+    model.train()
+    state.plan(sampler, config)
+    for _ in range(2 if ctx.device.type == "cuda" else 1):  # on CUDA the first step chooses kernels
+        synchronize(ctx.device)
+        began = time.perf_counter()
+        with state.precision.autocast():
+            loss_sum, _ = train.compute_loss(model, batch)
+        state.running_stats.add(size)
+        state.running_stats.start_reduce()
+        state.backward(loss_sum, 1 / size)
+        del loss_sum
+        state.update_if_finite(global_batch)
+        synchronize(ctx.device)
+        seconds = time.perf_counter() - began
+    for each in [state.model] + ([state.average.model] if state.average else []):
+        with torch.no_grad(), state.precision.autocast():
+            train.compute_loss(each.eval(), batch)
+    return seconds, sum(tensor.nbytes for tensor in tensors_in(state.state_dict([])))
+
+
+def available_memory(device: torch.device, ranks: int, gib: float) -> int:
+    """Bytes that each of so many ranks of this machine may use. gib: given by the user, or 0. Raises UserError."""
+    if device.type == "cuda":  # each rank has its own device; the data set may be on it already
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - NCCL_BYTES * (ranks > 1)
+        memory = min(free, int(gib * 2**30)) if gib else free
+    elif gib:
+        memory = int(gib * 2**30)
+    elif (free := free_memory()) is None:
+        raise UserError("find-batch: this system does not report free memory; give --memory GIB")
+    else:
+        memory = free // ranks
+    return int(memory * (1 - HEADROOM))
+
+
+def limit_memory(device: torch.device, memory: int) -> None:
+    """Limit this process to so many bytes: of the device, or its resident memory now and the rest in new pages.
+
+    Call it after one pass: library pages that are read later are not counted.
+    """
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory / total), device)
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        import resource
+
+        limit = own_memory("VmData") + max(0, memory - own_memory("VmRSS"))
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def run_trial(size: int, ranks: int, gib: float, flags: list[str]) -> None:
+    """Print the outcome as JSON, and exit. A size of 0 only reads the data set and the memory."""
+    config = TrainingConfig.from_args(flags)
+    found: dict[str, Any] = {"outcome": TOO_LARGE}
+    try:
+        ctx = setup_distributed(config)
+        sets = train.load_data(config, ctx)
+        config, train_set = sets.config, sets.train
+        memory = available_memory(ctx.device, ranks, gib)
+        if not size:
+            found = {"memory": memory, "samples": len(train_set)}
+        else:
+            one_step(config, ctx, train_set, min(2, size))
+            limit_memory(ctx.device, memory)
+            seconds, checkpoint = one_step(config, ctx, train_set, size)
+            if ctx.device.type == "cuda":
+                needs = torch.cuda.max_memory_reserved(ctx.device)
+            else:  # with the checkpoint's copy in shared memory, and the writer's archive
+                needs = own_memory("VmHWM") + 2 * checkpoint
+            found = {"outcome": FITS if needs <= memory else TOO_LARGE, "needs": needs, "seconds": seconds}
+    except UserError as error:
+        found = {"error": str(error)}
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    print(f"\n{json.dumps(found)}", flush=True)
+    os._exit(0)  # too little memory may be left for a normal exit
+
+
+def start_trial(size: int, ranks: int, gib: float, flags: list[str]) -> dict[str, Any]:
+    """What the trial printed. Raises UserError where the flags cannot be used."""
+    command = [sys.executable, __file__, str(size), str(ranks), str(gib), *flags]
+    try:
+        ended = processes.run(command, TRIAL_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return {"outcome": TOO_SLOW}
+    if ended.returncode == -signal.SIGKILL:  # the kernel's out-of-memory killer
+        return {"outcome": TOO_LARGE}
+    if ended.returncode:
+        raise RuntimeError(f"{' '.join(command)} exited with {ended.returncode}:\n{ended.stderr}")
+    found = json.loads(ended.stdout.splitlines()[-1])
+    if "error" in found:
+        raise UserError(found["error"])
+    return found
+
+
+# ---- the search ----
+
+
+def search(trial: Callable[[int], Trial], first: int, most: int, say: Callable[[str], object]) -> list[Trial]:
+    """Double the size until it does not fit, then bisect to 5 %. Sizes are at most `most`."""
+    trials: list[Trial] = []
+    low, high, size = 0, most + 1, min(first, most)
+    while high - low > max(1, TOLERANCE * low):
+        trials.append(trial(size))
+        say(f"  {trials[-1]}")
+        low, high = (size, high) if trials[-1].outcome == FITS else (low, size)
+        size = min(2 * low, most) if high > most and low else (low + high) // 2
+    return trials
+
+
+def keeping(global_batch: int, largest: int, ranks: int) -> int:
+    """The largest micro-batch up to `largest` that divides the global batch, evenly among the ranks where possible."""
+    sizes = [size for size in range(min(largest, global_batch), 0, -1) if global_batch % size == 0]
+    enough = [size for size in sizes if global_batch // size >= ranks] or sizes[-1:]
+    return next((size for size in enough if global_batch // size % ranks == 0), enough[0])
+
+
+def answer(name: str, trials: list[Trial], most: int, global_batch: int, ranks: int) -> list[str]:
+    """The result of one search, and the flags to paste."""
+    fitting = [each for each in trials if each.outcome == FITS]
+    if not fitting:
+        return [f"{name}: not one sample fits; give a smaller --model or --image_size, or a device with more memory"]
+    best = max(fitting, key=lambda each: each.size)
+    size = keeping(global_batch, best.size, ranks)
+    speed = f"{best.seconds:.3g} s per step, {best.size / best.seconds:,.1f} samples/s"
+    lines = [f"{name}: {best.size:,} samples, {gigabytes(best.needs)}, {speed}"]
+    if best.size == most:
+        lines.append("  this is the whole training set")
+    elif any(each.outcome == TOO_SLOW for each in trials):
+        lines.append(f"  larger ones take longer than {TRIAL_TIMEOUT} s to try")
+    why = f"   ({best.size:,} does not divide it)" if size != best.size else ""
+    if best.size * ranks > global_batch:
+        why = f"   (each rank has {global_batch // ranks:,} samples of it)"
+    more = f" {CHECKPOINTING}" if CHECKPOINTING in name else ""
+    return [*lines, f"  --batch_size {size} --global_batch_size {global_batch}{more}{why}"]
+
+
+def find(flags: list[str], ranks: int, gib: float) -> None:
+    """Search with and without activation checkpointing, and print the flags to paste. Raises UserError."""
+    config = TrainingConfig.from_args(flags)
+    global_batch = config.batch_size * config.micro_batches_per_step(ranks)
+    facts = start_trial(0, ranks, gib, flags)
+    say, most, answers = functools.partial(print, flush=True), facts["samples"], []
+    say(f"{gigabytes(facts['memory'])} per rank, after {HEADROOM:.0%} headroom")
+    for more in ([], [CHECKPOINTING])[config.activation_checkpointing :]:
+        name = f"with {CHECKPOINTING}" if more else "as given"
+        say(f"{name}:")
+
+        def trial(size: int, words: list[str] = [*flags, *more]) -> Trial:  # noqa: B006
+            return Trial(size, **start_trial(size, ranks, gib, words))
+
+        try:
+            answers += answer(name, search(trial, max(FIRST, config.batch_size), most, say), most, global_batch, ranks)
+        except UserError as error:  # a model without blocks to checkpoint
+            if not more:
+                raise
+            answers.append(f"{name}: {error}")
+    say("\n".join(["", *answers]))
+
+
+if __name__ == "__main__":
+    size, ranks, gib, *flags = sys.argv[1:]
+    run_trial(int(size), int(ranks), float(gib), flags)

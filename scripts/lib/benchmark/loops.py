@@ -1,0 +1,143 @@
+"""The loops that this template is compared with: plain loop, minimal loop, and the official DDP tutorial's."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import dataset as fork_dataset
+import model as fork_model
+from config import TrainingConfig
+from ddp_utils import DistributedContext, wrap_ddp
+from utils.data.transfer import to_device
+from utils.training.precision import Precision
+
+ORACLE = Path(__file__).resolve().parents[3] / "tests" / "plain_loop.py"
+
+
+class RankSubset(Dataset):
+    """Every world_size-th sample, with batches on the device: what one rank of the plain loops trains on."""
+
+    def __init__(self, source: Dataset, ctx: DistributedContext) -> None:
+        self._source, self._device = source, ctx.device
+        self._indices = range(ctx.rank, len(source) - len(source) % ctx.world_size, ctx.world_size)
+        if transform := getattr(source, "device_transform", None):
+            self.device_transform = lambda batch, seed, epoch, chosen: transform(
+                batch, seed, epoch, (ctx.rank + chosen * ctx.world_size).to(ctx.device)
+            )
+        if hasattr(source, "__getitems__"):
+            self.__getitems__ = lambda chosen: source.__getitems__(
+                chosen if ctx.world_size == 1 else [self._indices[k] for k in chosen]
+            )
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._source[self._indices[index]]
+
+    def collate(self, samples: Any) -> Any:
+        collate = getattr(self._source, "collate", torch.utils.data.default_collate)
+        return to_device(collate(samples), self._device)
+
+
+def plain(config: TrainingConfig, ctx: DistributedContext, precision: Precision) -> Iterator[tuple[Tensor, float]]:
+    """tests/plain_loop.py one step at a time: the run's precision, a fused optimizer, DDP on several ranks.
+
+    Yields the loss summed over this rank's samples of the step (float64, on the device) and their weight.
+    """
+    spec = importlib.util.spec_from_file_location("plain_loop_for_benchmark", ORACLE)
+    loop = importlib.util.module_from_spec(spec)  # a copy of the module, because its seams are replaced below
+    spec.loader.exec_module(loop)
+    create, compute = loop.create_model, loop.compute_loss
+    is_last_micro_batch = itertools.cycle([False] * (config.grad_accum_steps - 1) + [True])
+
+    def create_model(config: TrainingConfig, device: torch.device) -> nn.Module:
+        model = create(config, device)
+        return wrap_ddp(model, config, ctx) if ctx.world_size > 1 else model
+
+    def compute_loss(model: nn.Module, batch: Any) -> tuple:
+        model.require_backward_grad_sync = next(is_last_micro_batch)
+        with precision.autocast():
+            return compute(model, batch)
+
+    loop.create_dataset = lambda config, split: RankSubset(fork_dataset.create_dataset(config, split), ctx)
+    loop.create_model, loop.compute_loss = create_model, compute_loss
+    for _, _, loss, weight in loop.plain_loop(config, config.grad_accum_steps, ctx.device, fused=True):
+        yield loss, weight
+
+
+def minimal(config: TrainingConfig, ctx: DistributedContext, precision: Precision) -> Iterator[None]:
+    """The fewest operations that train: no schedule, gradient norm or seeding, and stock BatchNorm."""
+    data = RankSubset(fork_dataset.create_dataset(config, "train"), ctx)
+    transform = getattr(data, "device_transform", lambda batch, *_: batch)
+    fetch = getattr(data, "__getitems__", lambda chosen: [data[k] for k in chosen])
+    torch.manual_seed(config.seed)
+    model = fork_model.create_model(config, ctx.device).train()
+    wrapped = wrap_ddp(model, config, ctx) if ctx.world_size > 1 else model
+    groups = fork_model.param_groups(model, config)
+    optimizer = torch.optim.SGD(groups, config.lr, config.momentum, nesterov=True, fused=True)
+    for epoch in itertools.count():
+        micro_batches = torch.randperm(len(data)).split(config.batch_size)
+        for number, chosen in enumerate(micro_batches, start=1):
+            is_last_micro_batch = number % config.grad_accum_steps == 0 or number == len(micro_batches)
+            batch = transform(data.collate(fetch(chosen.tolist())), config.seed, epoch, chosen)
+            wrapped.require_backward_grad_sync = is_last_micro_batch
+            with precision.autocast():
+                loss, _ = fork_model.compute_loss(wrapped, batch)
+            (loss / (len(chosen) * config.grad_accum_steps)).backward()
+            if is_last_micro_batch:
+                optimizer.step()
+                optimizer.zero_grad()
+                yield
+
+
+class FloatImages(Dataset):
+    """The images decoded and normalised before timing starts, without augmentation: the tutorial's best case."""
+
+    def __init__(self, source: Any) -> None:
+        images = torch.stack([source[k][0] for k in range(len(source))]).float() / 255
+        self._images = (images - source.mean.view(-1, 1, 1)) / source.std.view(-1, 1, 1)
+        self._labels = list(source.targets)
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self._images[index], self._labels[index]
+
+
+class Tutorial:
+    """The tutorial's loop around our model and images: float32, stock DDP, sampler and loader.
+
+    Source: https://github.com/pytorch/examples/blob/main/distributed/ddp-tutorial-series/multigpu_torchrun.py
+    """
+
+    def __init__(self, config: TrainingConfig, ctx: DistributedContext) -> None:
+        self._device, is_cuda = ctx.device, ctx.device.type == "cuda"
+        stock = dataclasses.replace(config, channels_last=False, augment="none")
+        data = FloatImages(fork_dataset.create_dataset(stock, "train"))
+        torch.manual_seed(config.seed)
+        model = fork_model.create_model(stock, ctx.device)
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        self._model = DistributedDataParallel(model, device_ids=[ctx.device.index] if is_cuda else None)
+        self._loader = DataLoader(data, config.batch_size, sampler=DistributedSampler(data), pin_memory=is_cuda)
+
+    def epoch(self) -> None:
+        len(next(iter(self._loader))[0])  # the tutorial reads one batch to print its size
+        for source, targets in self._loader:
+            source, targets = source.to(self._device), targets.to(self._device)
+            self._optimizer.zero_grad()
+            output = self._model(source)
+            loss = torch.nn.CrossEntropyLoss()(output, targets)
+            loss.backward()
+            self._optimizer.step()

@@ -1,0 +1,74 @@
+"""A complete run for measurements: `train.train_one_epoch` with everything that a run sets up around it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+from pathlib import Path
+
+import train
+from config import TrainingConfig
+from ddp_utils import DistributedContext
+from utils.clock import Clock
+from utils.logger import setup_logger
+from utils.report.goodput import Goodput
+from utils.run.failures import start_watchdog
+from utils.run.resume import open_run
+from utils.signals import StopSignals
+
+
+class Ours:
+    """Consensus, watchdog, records, TensorBoard and checkpoint writer as in a run, but nothing on the terminal.
+
+    Create it on all ranks, after `setup_distributed`.
+
+    Args:
+        config: `dataset_size` sets the steps of an epoch, `epochs` the schedule.
+        folder: must not hold a run.
+    """
+
+    def __init__(self, config: TrainingConfig, ctx: DistributedContext, folder: Path) -> None:
+        config = dataclasses.replace(config, run_dir=str(folder), checkpoint_dir="", resume_from="", overwrite=False)
+        self._run = open_run(config, ctx)
+        logger = setup_logger(ctx.rank, self._run.log_file)
+        self._nowhere = open(os.devnull, "w")  # open as long as the run
+        for handler in logger.handlers:
+            if isinstance(handler, logging.StreamHandler):
+                handler.setStream(self._nowhere)
+        clock = Clock(self._run.watch_folder / f"rank{ctx.rank}", ctx.device)
+        goodput = Goodput(self._run, clock, time.time())
+        self._watchdog = start_watchdog(self._run, config, ctx, logger, clock, goodput.write)
+        self.training = train.assemble(config, ctx, self._run, logger, clock, goodput, StopSignals())
+        self.config, self.state = self.training.config, self.training.state
+        self.model, self.loader = self.training.model, self.training.loader
+
+    def epoch(self) -> int:
+        """Train the next epoch. Returns its number of optimizer steps."""
+        step = self.state.progress.step
+        train.train_one_epoch(self.training)
+        self.state.end_epoch()
+        return self.state.progress.step - step
+
+    def losses(self) -> list[float]:
+        """The training loss of each log interval so far, on rank 0."""
+        return [record["loss"] for record in self._run.records("train")]
+
+    def spent(self) -> dict[str, float]:
+        """Seconds so far in each phase of the loop."""
+        return self.training.clock.spent()[0]
+
+    def blocked(self) -> list[float]:
+        """Seconds for which each checkpoint so far blocked training, on rank 0."""
+        events = self._run.records("event")
+        return [record["blocked_s"] for record in events if record["event"] == "checkpoint"]
+
+    def close(self) -> None:
+        self.training.saver.finish()
+        self.training.saver.close()
+        self.loader.close()
+        self._watchdog.close()
+        self._run.close()
+        logging.getLogger("ddp").handlers.clear()
+        self._nowhere.close()

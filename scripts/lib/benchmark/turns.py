@@ -1,0 +1,71 @@
+"""Candidates that take turns in one process, and their medians, ratios and controls."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+MAX_CONTROL_ERROR = 0.03  # a larger one is shown beside the figures
+
+
+@dataclass
+class Candidate:
+    """Something that runs for one epoch, always of the same number of samples."""
+
+    name: str
+    epoch: Callable[[], object]
+    wall: list[float] = field(default_factory=list)  # seconds of each turn, two turns per round
+    cpu: list[float] = field(default_factory=list)  # of all threads of this process
+
+    def turn(self, device: torch.device) -> None:
+        synchronize(device)
+        wall, cpu = time.perf_counter(), time.process_time()
+        self.epoch()
+        synchronize(device)
+        self.wall.append(time.perf_counter() - wall)
+        self.cpu.append(time.process_time() - cpu)
+
+    def rounds(self, kind: str) -> list[float]:
+        """Seconds of both turns of each round."""
+        turns = getattr(self, kind)
+        return [a + b for a, b in zip(turns[::2], turns[1::2], strict=True)]
+
+    def seconds(self, kind: str = "wall") -> float:
+        """Seconds of one turn, median over the rounds."""
+        return statistics.median(self.rounds(kind)) / 2
+
+    def ratio(self, other: Candidate, kind: str = "wall") -> float:
+        """This candidate's time over the other's, median over the rounds."""
+        return statistics.median(a / b for a, b in zip(self.rounds(kind), other.rounds(kind), strict=True))
+
+    def control(self, kind: str = "wall") -> float:
+        """This candidate's first turns over its second turns: what differs from 1 is noise."""
+        turns = getattr(self, kind)
+        return statistics.median(turns[::2]) / statistics.median(turns[1::2])
+
+    def warning(self, *kinds: str) -> str:
+        noisy = [kind for kind in kinds if abs(self.control(kind) - 1) > MAX_CONTROL_ERROR]
+        return f"noisy ({', '.join(noisy)})" if noisy else ""
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def take_turns(
+    candidates: Sequence[Candidate],
+    rounds: int,
+    device: torch.device,
+    report: Callable[[str], object] = lambda text: None,
+) -> None:
+    """Run all candidates forward and then backward in each round, so that slow drift of the machine favours none."""
+    began = time.monotonic()
+    for done in range(1, rounds + 1):
+        for candidate in [*candidates, *reversed(candidates)]:
+            candidate.turn(device)
+        report(f"  round {done} of {rounds}, {time.monotonic() - began:.0f} s")

@@ -1,0 +1,39 @@
+# Sourced by quickstart.sh and test.sh in the root of the repository: sets $PYTHON to the first interpreter that satisfies
+# requirements.txt, and makes .venv if there is none.
+# shellcheck shell=bash
+
+satisfies() {
+    command -v "$1" >/dev/null && "$1" - requirements.txt 2>/dev/null <<'PY'
+import importlib.metadata, re, sys
+assert sys.version_info >= (3, 11)
+for line in open(sys.argv[1]):
+    name, low = line.strip().split(">=")
+    found, low = ([int(n) for n in re.findall(r"\d+", v.split("+")[0])[:3]] for v in (importlib.metadata.version(name), low))
+    assert found >= low
+PY
+}
+
+find_python() {
+    for PYTHON in python python3 .venv/bin/python; do
+        if satisfies "$PYTHON"; then
+            PYTHON=$(command -v "$PYTHON")
+            echo "environment: $PYTHON"
+            return
+        fi
+    done
+    local base
+    for base in python3 python3.14 python3.13 python3.12 python3.11; do
+        "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue
+        echo "environment: installing requirements.txt into .venv (about 5 GB with CUDA, a minute or two) ..."
+        rm -rf .venv
+        "$base" -m venv .venv
+        PYTHON=$PWD/.venv/bin/python
+        # the tested versions, or newer ones if this platform does not have them
+        "$PYTHON" -m pip install --quiet --disable-pip-version-check -r requirements.txt -c constraints.txt ||
+            "$PYTHON" -m pip install --quiet --disable-pip-version-check -r requirements.txt
+        echo "environment: $PYTHON"
+        return
+    done
+    echo "no Python 3.11 or newer was found; install one (python.org, or the system's package manager) and start again" >&2
+    exit 1
+}

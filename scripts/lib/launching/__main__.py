@@ -1,0 +1,80 @@
+"""The program behind scripts/launch.sh. Standard library only, so that it answers at once."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from config import TrainingConfig, UserError
+from scripts.lib.launching.plan import Plan, make_parser, make_plan, read_flags, read_nodes
+from scripts.lib.launching.rendezvous import say
+from scripts.lib.launching.supervise import Launch, read_json
+from scripts.lib.processes import start
+
+
+def main(argv: Sequence[str], env: dict[str, str]) -> int:
+    if {"--help", "-h"} & {*argv}:
+        print(make_parser({}).format_help(), flush=True)
+        os.execv(sys.executable, [sys.executable, "train.py", "--help"])
+    try:
+        return launch(argv, env)
+    except UserError as error:
+        host, text = socket.gethostname(), str(error)
+        say(text if host in text else f"{host}: {text}")
+        return 2
+
+
+def launch(argv: Sequence[str], env: dict[str, str]) -> int:
+    """Raises UserError."""
+    options, flags = read_flags([*argv], env)
+    config = TrainingConfig.from_args(flags)  # --print-config ends here
+    status = read_json(config.run_folder / "status.json")
+    is_training = not (options.preflight or options.scaling)
+    if (
+        read_nodes(options).most > 1
+        and is_training
+        and (config.resume_from, status.get("state")) == ("auto", "completed")
+    ):
+        say(f"{config.run_folder}: this run is completed, there is nothing left to do")  # the other nodes may be gone
+        return 0
+    plan = make_plan(options, flags, config, env)
+    if not options.dry_run:
+        create_log_folder(plan)
+    if options.detach and not options.dry_run:
+        return detach(argv, plan)
+    say(f"sets {shlex.join(f'{name}={value}' for name, value in plan.settings.items())}")
+    if options.dry_run:
+        print(shlex.join(plan.command))
+        return 0
+    return Launch(plan, env).run()
+
+
+def create_log_folder(plan: Plan) -> None:
+    host = socket.gethostname()
+    try:
+        (plan.log_folder / host).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        text = f"run_dir={plan.run_folder}: {host} cannot write beside it ({error.strerror})"
+        raise UserError(f"{text}; mount it there for writing, or give another") from None
+
+
+def detach(argv: Sequence[str], plan: Plan) -> int:
+    """Start this program again without --detach, in the background."""
+    log = plan.log_folder / f"{socket.gethostname()}-{time.strftime('%Y%m%dT%H%M%S')}.log"
+    words = [sys.executable, "-m", "scripts.lib.launching", *(word for word in argv if word != "--detach")]
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited
+    with log.open("w") as file:
+        child = start(words, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+    print(f"launch.sh: process {child.pid} runs in the background; tail -f {log} shows its output")
+    print(f"launch.sh: kill -TERM {child.pid} saves and stops it")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], dict(os.environ)))

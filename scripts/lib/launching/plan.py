@@ -1,0 +1,239 @@
+"""What to start on this node: launch.sh's flags and variables, checked, and torchrun's command line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from config import TrainingConfig, UserError
+from scripts.lib.launching.rendezvous import ROUTE_PATIENCE_S, Nodes, Progress, say
+from scripts.lib.network import check_interfaces, interface_of, is_loopback, own_address_to, resolve, why
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGHUP)
+DESCRIPTION = """\
+Start train.py on this node; run it on each node of the job, with train.py's flags and the ones below. Each flag that
+names a variable may be given as that environment variable instead.
+
+One node uses a private port. With several, NODE_RANK selects static rendezvous; MAX_RESTARTS or NNODES=MIN:MAX select
+torchrun's c10d, which is unauthenticated: keep its port on a private network.
+SIGTERM, SIGINT and SIGUSR1 save and stop; a second SIGINT kills.
+Exit codes: 0 completed, 2 rejected, 75 preempted and saved (start it again), else 1."""
+FLAGS = {  # name: (default, help); the variable has the name of the flag, or that of VARIABLES
+    "nnodes": ("1", "number of nodes, or MIN:MAX"),
+    "nproc-per-node": ("", "processes on this node [its GPUs, else 1]"),
+    "node-rank": ("", "number of this node, 0 to NNODES - 1"),
+    "master-addr": ("", "name or address of node 0, as the other nodes see it"),
+    "master-port": ("29500", "a free port of node 0 [29500]"),
+    "max-restarts": ("0", "restarts by torchrun itself (c10d) [0]"),
+    "rdzv-backend": ("", "static or c10d [follows from the others]"),
+    "retries": ("0", "how often to start a failed or preempted launch again [0]"),
+    "patience": ("", "seconds to wait for the other nodes [900; 15 for a name or route that does not exist]"),
+}
+VARIABLES = {"retries": "LAUNCH_RETRIES", "patience": "LAUNCH_PATIENCE"}
+SWITCHES = {
+    "preflight": "check the nodes instead of training (scripts/preflight.py)",
+    "debug": "record collectives into the run folder",
+    "detach": "run in the background; survives the terminal",
+    "dry-run": "print what would be started",
+}
+DEBUG = {  # verbose logs and the flight recorder
+    "TORCH_DISTRIBUTED_DEBUG": "INFO",  # DETAIL segfaults under DDP with gloo (torch 2.15.0)
+    "TORCH_CPP_LOG_LEVEL": "INFO",
+    "NCCL_DEBUG": "INFO",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_FR_DUMP_ON_TIMEOUT": "1",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What launch.sh starts."""
+
+    command: list[str]
+    settings: dict[str, str]  # environment variables, where the user has not set them
+    nodes: Nodes
+    run_folder: Path
+    log_folder: Path
+    retries: int
+    patience: int  # 0: the default
+    is_training: bool  # otherwise torchrun's exit code is launch.sh's
+
+
+def make_parser(env: dict[str, str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scripts/launch.sh",
+        usage="%(prog)s [flags of launch.sh] [flags of train.py]",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    for name, (default, text) in FLAGS.items():
+        variable = VARIABLES.get(name, name.replace("-", "_").upper())
+        parser.add_argument(f"--{name}", metavar=variable, default=env.get(variable) or default, help=text)
+        if "-" in name:
+            parser.add_argument(f"--{name.replace('-', '_')}", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--scaling", metavar="FILE.json", default="", help="measure samples/s by number of ranks instead"
+    )
+    for name, text in SWITCHES.items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
+    return parser
+
+
+def read_flags(argv: list[str], env: dict[str, str]) -> tuple[argparse.Namespace, list[str]]:
+    """launch.sh's own flags, and the rest for train.py. Raises UserError."""
+    try:
+        return make_parser(env).parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error}; --help lists the flags") from None
+
+
+def integer(name: str, text: str, low: int) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < low:
+        raise UserError(f"{name}={text}: is not an integer of at least {low}; give one")
+    return int(text)
+
+
+def read_nodes(options: argparse.Namespace) -> Nodes:
+    """Raises UserError if the numbers contradict each other."""
+    low, colon, high = options.nnodes.partition(":")
+    least = integer("NNODES", low, 1)
+    most = integer("NNODES", high, least) if colon else least
+    restarts = integer("MAX_RESTARTS", options.max_restarts, 0)
+    is_elastic = bool(restarts) or least < most
+    backend = options.rdzv_backend or ("c10d" if is_elastic else "static")
+    if backend not in ("static", "c10d"):
+        raise UserError(f"RDZV_BACKEND={backend}: is unknown; give static or c10d, or unset it")
+    rank = integer("NODE_RANK", options.node_rank, 0) if options.node_rank else -1
+    if rank >= most:
+        raise UserError(f"NODE_RANK={rank}: is outside NNODES={options.nnodes}; give 0 to {most - 1}")
+    if most > 1 and backend == "static":
+        if rank < 0:
+            raise UserError(f"NODE_RANK: is not set, with NNODES={options.nnodes}; give 0 to {most - 1}, one per node")
+        if is_elastic:
+            what = f"MAX_RESTARTS={restarts}" if restarts else f"NNODES={options.nnodes}"
+            raise UserError(f"{what}: static rendezvous hangs at a restart; unset RDZV_BACKEND, or give --retries")
+    if most > 1 and not options.master_addr:
+        raise UserError(f"MASTER_ADDR: is not set, with NNODES={options.nnodes}; give the name or address of node 0")
+    port = integer("MASTER_PORT", options.master_port, 1)
+    if port > 65535:
+        raise UserError(f"MASTER_PORT={port}: is not a port; give one from 1024 to 65535")
+    return Nodes(least, most, rank, options.master_addr, port, backend)
+
+
+def count_gpus(env: dict[str, str]) -> int:
+    """The GPUs that a process started here would see, without asking CUDA."""
+    if "CUDA_VISIBLE_DEVICES" in env:
+        listed = [word.strip() for word in env["CUDA_VISIBLE_DEVICES"].split(",") if word.strip()]
+        return listed.index("-1") if "-1" in listed else len(listed)
+    with suppress(OSError, subprocess.TimeoutExpired):
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
+        return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    return 0
+
+
+def count_processes(options: argparse.Namespace, config: TrainingConfig, env: dict[str, str]) -> int:
+    gpus = count_gpus(env) if config.backend in ("auto", "nccl") else 0
+    count = integer("NPROC_PER_NODE", options.nproc_per_node, 1) if options.nproc_per_node else gpus or 1
+    if 0 < gpus < count:
+        here = f"{socket.gethostname()} has {gpus} visible GPU{'s' * (gpus > 1)}"
+        raise UserError(f"NPROC_PER_NODE={count}: {here}; give at most {gpus}, or --backend gloo")
+    return count
+
+
+def own_address(nodes: Nodes, patience: float) -> tuple[str, bool]:
+    """This node's address on the route to node 0, and whether it is node 0. Raises UserError."""
+    host, progress, given = socket.gethostname(), Progress(), f"MASTER_ADDR={nodes.address}"
+    while True:
+        try:
+            found = resolve(nodes.address)
+            break
+        except OSError as error:
+            waited = progress.seconds
+            if waited >= patience:
+                text = f"{host} cannot resolve this name in {waited:.0f} s ({error.strerror})"
+                fix = "give node 0's address, or add the name to DNS or /etc/hosts"
+                raise UserError(f"{given}: {text}; {fix}") from None
+            if progress.is_line_due():
+                say(f"waiting for the name {nodes.address} to resolve ({waited:.0f} s)")
+            time.sleep(min(1.0, patience))
+    routable = [address for address in found if not is_loopback(address)]
+    if not routable:
+        fix = "give node 0's address in the shared network, or fix /etc/hosts (Debian puts a host's name at 127.0.1.1)"
+        raise UserError(f"{given}: is {found[0]} on {host}, which the other nodes cannot reach; {fix}")
+    try:
+        own = own_address_to(routable[0])
+    except OSError as error:
+        raise UserError(
+            f"{given}: {host} has no route to it ({why(error)}); check the address and the routes"
+        ) from None
+    return own, nodes.rank == 0 if nodes.backend == "static" else own in found
+
+
+def make_plan(options: argparse.Namespace, flags: list[str], config: TrainingConfig, env: dict[str, str]) -> Plan:
+    """Raises UserError."""
+    nodes, host = read_nodes(options), socket.gethostname()
+    patience = integer("LAUNCH_PATIENCE", options.patience, 1) if options.patience else 0
+    retries = integer("LAUNCH_RETRIES", options.retries, 0)
+    if not importlib.util.find_spec("torch") or not shutil.which("torchrun"):
+        fix = "activate the environment that has it (source .venv/bin/activate)"
+        raise UserError(f"torchrun: this Python has no torch; {fix}")
+    processes = count_processes(options, config, env)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    heard = [number.name for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup, slurm.sbatch
+    settings = {
+        "OMP_NUM_THREADS": str(max(1, cores // processes)),
+        "PYTHONUNBUFFERED": "1",
+        "TORCH_GLOO_LAZY_INIT": "1",  # fewer sockets
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # a fresh store for each restart
+        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"[{host} ${{rank}}] ",
+        "PET_SIGNALS_TO_HANDLE": ",".join(heard),  # PET_*: flags of torchrun that an older one ignores
+        "PET_SHUTDOWN_TIMEOUT": "300",  # for a large save
+    }
+    log_folder = config.run_folder.with_name(f"{config.run_folder.name}.launch")
+    words = ["torchrun", f"--nproc-per-node={processes}"]
+    if nodes.most == 1:
+        words += ["--standalone"]
+    else:
+        check_interfaces(env)
+        own, is_host = own_address(nodes, patience or ROUTE_PATIENCE_S)
+        nodes = replace(nodes, is_host=is_host)
+        if interface := interface_of(own):
+            settings |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
+        words += [f"--nnodes={nodes.nnodes}", f"--local-addr={own}"]
+        if nodes.backend == "static":
+            words += [f"--node-rank={nodes.rank}", f"--master-addr={nodes.address}", f"--master-port={nodes.port}"]
+        else:
+            words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes.address}:{nodes.port}"]
+            words += [f"--rdzv-conf=is_host={int(is_host)}", f"--rdzv-id={env.get('LAUNCH_ID') or 'launch'}"]
+    if int(options.max_restarts):
+        words += [f"--max-restarts={options.max_restarts}"]
+    if options.debug:
+        settings |= DEBUG | {"TORCH_FR_DUMP_TEMP_FILE": str(config.run_folder / "traces" / f"flight-{host}-")}
+    words += [f"--log-dir={log_folder / host}", "--tee=3"]
+    if options.scaling:
+        picture = f"{options.scaling.removesuffix('.json')}.svg"
+        words += ["scripts/scaling.py", "--json", options.scaling, "--plot", picture]
+    else:
+        words += ["scripts/preflight.py" if options.preflight else "train.py"]
+    return Plan(
+        command=[*words, *flags],
+        settings={name: value for name, value in settings.items() if name not in env},
+        nodes=nodes,
+        run_folder=config.run_folder,
+        log_folder=log_folder,
+        retries=retries,
+        patience=patience,
+        is_training=not (options.preflight or options.scaling),
+    )

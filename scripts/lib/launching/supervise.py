@@ -1,0 +1,159 @@
+"""Run torchrun to its end: signals, retries and the exit code of the launch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from scripts.lib.launching.plan import SIGNALS, Plan
+from scripts.lib.launching.rendezvous import NodesMissing, find_nodes, say
+from scripts.lib.processes import children_of, end, start
+from utils.files import replace_json
+
+ORPHANED_AFTER_S = {"static": 30, "c10d": 120}  # under c10d torchrun may be waiting for new nodes
+PREEMPTED = 75
+
+
+class Stopped(Exception):
+    """A signal came while no torchrun was running."""
+
+
+class Launch:
+    """All attempts of one launch on this node."""
+
+    def __init__(self, plan: Plan, env: dict[str, str]) -> None:
+        self._plan, self._env = plan, env | plan.settings
+        self._env["LAUNCH_ID"] = env.get("LAUNCH_ID") or f"{socket.gethostname()}-{os.getpid()}-{time.time():.0f}"
+        self._child: subprocess.Popen | None = None
+        self._signals, self._is_interruptible = 0, False
+        # under slurm.sbatch, which ignores USR1 here, the job is requeued instead of a new attempt in the ending one
+        self._is_requeued = signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves SIGHUP
+                signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, _: object) -> None:
+        """The first one asks the ranks to save; torchrun then ends by itself. Later ones end torchrun."""
+        self._signals += 1
+        if self._is_interruptible:
+            self._is_interruptible = False
+            raise Stopped
+        if self._child and self._signals > 1:
+            self._child.send_signal(signal.SIGKILL if number == signal.SIGINT else signal.SIGTERM)
+        elif self._child:
+            for pid in children_of(self._child.pid) or [self._child.pid]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        self._is_interruptible = True
+        try:
+            yield
+        finally:
+            self._is_interruptible = False
+
+    def run(self) -> int:
+        """Attempts until one is final. Returns the exit code. Raises UserError."""
+        attempts, pause = self._plan.retries + 1, 5
+        with tempfile.TemporaryDirectory() as folder, suppress(Stopped):
+            self._env["TORCHELASTIC_ERROR_FILE"] = str(Path(folder, "error.json"))  # of the first rank that fails
+            for attempt in range(1, attempts + 1):
+                code = self._attempt(attempt == 1)
+                is_final = code in (0, 2) or self._signals or not self._plan.is_training
+                if is_final or attempt == attempts or (code == PREEMPTED and self._is_requeued):
+                    return code
+                say(f"exit code {code}; attempt {attempt + 1} of {attempts} starts in {pause} s")
+                with self._interruptible():
+                    time.sleep(pause)
+                pause = min(2 * pause, 60)
+        return PREEMPTED
+
+    def _attempt(self, is_first: bool) -> int:
+        plan = self._plan
+        status_file, error_file = plan.run_folder / "status.json", Path(self._env["TORCHELASTIC_ERROR_FILE"])
+        error_file.unlink(missing_ok=True)
+        if plan.nodes.most > 1:
+            try:
+                with self._interruptible():
+                    found = find_nodes(plan.nodes, plan.patience, self._env["LAUNCH_ID"], is_first)
+            except NodesMissing as missing:
+                say(str(missing))
+                return 1
+            self._env["LAUNCH_ID"] = found
+        before = read_json(status_file)
+        if self._signals:
+            raise Stopped
+        self._child = start(plan.command, env=self._env)
+        if self._signals:  # it came while torchrun was being started
+            self._child.terminate()
+        if plan.nodes.most > 1:
+            seconds = ORPHANED_AFTER_S[plan.nodes.backend]
+            threading.Thread(target=end_orphan, args=(self._child, seconds), daemon=True).start()
+        code = self._child.wait()
+        self._child = None
+        if self._signals and code == -signal.SIGTERM:  # torchrun was still starting
+            raise Stopped
+        if plan.is_training:
+            return exit_code(code, status_file, before, read_json(error_file), is_alone=plan.nodes.most == 1)
+        return code if code >= 0 else 128 - code
+
+
+def end_orphan(torchrun: subprocess.Popen, seconds: float) -> None:
+    """End a torchrun that stays after its ranks have ended: its peers are gone, and its store with them."""
+    seen, had_ranks = time.monotonic(), False
+    while torchrun.poll() is None:
+        if children_of(torchrun.pid):
+            seen, had_ranks = time.monotonic(), True
+        if had_ranks and time.monotonic() - seen > seconds:
+            say(f"ending torchrun, whose ranks ended {seconds} s ago: the other nodes are gone")
+            end(torchrun)
+        time.sleep(1)
+
+
+def exit_code(torchrun: int, file: Path, before: dict[str, Any], error: dict[str, Any], is_alone: bool) -> int:
+    """The contract's exit code of an attempt; for a failed one, also print the first failure.
+
+    Args:
+        file: status.json.
+        before: its content before the attempt.
+        error: what torchrun copied of the first failing rank.
+        is_alone: there is no other node that writes `file`.
+    """
+    status, message = read_json(file), error.get("message", "")
+    message = message.get("message", "") if isinstance(message, dict) else str(message)
+    state = status.get("state") if status != before else ""
+    if message.startswith("UserError: "):
+        return 2
+    if state == "preempted":
+        return PREEMPTED
+    if torchrun == 0:
+        return 0
+    if state == "running" and is_alone:  # no rank was left to write it
+        cause = message or f"every rank was killed (torchrun's exit code: {torchrun})"
+        state, host = "failed", socket.gethostname()
+        status |= {"state": state, "error": cause, "rank": 0, "host": host}
+        with suppress(OSError):
+            replace_json(file, status)
+    if state == "failed":
+        print(f"launch.sh: failed: rank {status['rank']} on {status['host']}: {status['error']}", file=sys.stderr)
+    return 1
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Empty if there is no file, or no object in it."""
+    with suppress(OSError, ValueError):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}

@@ -1,0 +1,82 @@
+"""Addresses and interfaces of this machine, from the standard library."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+from config import UserError
+
+SIOCGIFADDR, SIOCGIFNETMASK = 0x8915, 0x891B  # Linux: an interface's address and netmask
+
+
+def resolve(name: str) -> list[str]:
+    """The addresses of a name. Raises socket.gaierror."""
+    return list(dict.fromkeys(found[4][0] for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.split("%")[0]).is_loopback
+
+
+def own_address_to(address: str) -> str:
+    """This machine's address on its route to another one; sends nothing. Raises OSError if there is no route."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))
+        return probe.getsockname()[0]
+
+
+def addresses() -> dict[str, str]:
+    """Each interface's IPv4 address with its prefix length, {"eth0": "10.0.0.1/24"}; empty if this is not Linux."""
+    found = {}
+    with suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        import fcntl
+
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                query = name.encode().ljust(256, b"\0")
+                codes = (SIOCGIFADDR, SIOCGIFNETMASK)
+                address, mask = (socket.inet_ntoa(fcntl.ioctl(asked, code, query)[20:24]) for code in codes)
+                found[name] = f"{address}/{ipaddress.ip_network(f'0.0.0.0/{mask}').prefixlen}"
+    return found
+
+
+def interface_of(address: str) -> str:
+    """The interface that has this address of this machine; empty if that is unknown."""
+    with suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines() if ":" in address else ():
+            words = line.split()
+            if ipaddress.IPv6Address(int(words[0], 16)) == ipaddress.IPv6Address(address.split("%")[0]):
+                return words[5]
+    return next((name for name, each in addresses().items() if each.split("/")[0] == address), "")
+
+
+def check_interfaces(env: dict[str, str]) -> None:
+    """Raises UserError if a variable names an interface that this machine does not have."""
+    existing = [name for _, name in socket.if_nameindex()]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        given = env.get(variable, "")
+        if not given or given.startswith("^"):
+            continue
+        is_exact = variable.startswith("GLOO") or given.startswith("=")  # NCCL matches prefixes
+        for name in given.removeprefix("=").split(","):
+            if not any(each == name or (not is_exact and each.startswith(name)) for each in existing):
+                raise UserError(
+                    f"{variable}={given}: {socket.gethostname()} has no interface {name} (it has"
+                    f" {', '.join(existing)}); give one of them, or unset it to use the route to node 0"
+                )
+
+
+def why(error: OSError) -> str:
+    """Why a connection failed, in words; the remedies differ."""
+    if error.errno == errno.ECONNREFUSED:
+        return "connection refused, nothing listens there"
+    if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
+        return "no route to host, or no machine has that address"
+    if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
+        return "no answer, the machine is off or a firewall drops the packets"
+    return (error.strerror or str(error)).lower()

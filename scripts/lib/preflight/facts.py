@@ -1,0 +1,67 @@
+"""Facts about one rank's machine, found without communication, as plain JSON."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.lib.network import addresses, interface_of, own_address_to
+from utils.data.loader import usable_cpus
+from utils.distributed.context import DistributedContext
+
+
+def gather(ctx: DistributedContext) -> dict[str, Any]:
+    shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    return {
+        "host": ctx.host,
+        "machine": machine(ctx.host),
+        "device": ctx.device_names[ctx.rank],
+        "driver": driver(),
+        "threads": torch.get_num_threads(),
+        "cpus": usable_cpus(),
+        **memory(ctx.device),
+        **route(ctx.device),
+        "shm": shared.f_bavail * shared.f_frsize if shared else 0,
+    }
+
+
+def machine(host: str) -> str:
+    """Distinguishes machines and containers, even where they have the same host name."""
+    with suppress(OSError):
+        host += f" {Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
+    return host
+
+
+def driver() -> str:
+    """The version of the NVIDIA driver; empty if there is none."""
+    with suppress(OSError):
+        if found := re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", Path("/proc/driver/nvidia/version").read_text()):
+            return found[1]
+    return ""
+
+
+def memory(device: torch.device) -> dict[str, int]:
+    """Bytes of the GPU and bytes of it that other programs use; on a CPU, bytes of the machine."""
+    if device.type != "cuda":
+        return {"memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "used": 0}
+    free, total = torch.cuda.mem_get_info(device)
+    return {"memory": total, "used": total - free - torch.cuda.memory_reserved(device)}
+
+
+def route(device: torch.device) -> dict[str, str]:
+    """The interface to the other ranks: the one that the user selected, else the one of the route to rank 0."""
+    found = addresses()
+    selected = os.environ.get("NCCL_SOCKET_IFNAME" if device.type == "cuda" else "GLOO_SOCKET_IFNAME", "")
+    prefixes = tuple(name.lstrip("=") for name in selected.split(",") if name and not name.startswith("^"))
+    interface = next((name for name in found if prefixes and name.startswith(prefixes)), "")
+    if not interface:
+        with suppress(OSError):
+            rank_0 = socket.gethostbyname(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+            interface = interface_of(own_address_to(rank_0))
+    return {"interface": interface, "address": found.get(interface, "")}

@@ -1,0 +1,87 @@
+"""Runs the steps of preflight on all ranks. A rank that hangs is named and not waited for."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from config import TrainingConfig, TrainingError, UserError
+from scripts.lib.preflight import verdict
+from utils.distributed.collectives import all_gather_json
+from utils.distributed.context import DistributedContext
+from utils.run.failures import explain_memory
+
+MAX_SECONDS, MAX_SECONDS_OF_MODEL = 25.0, 60.0  # for one step, and for one that runs the model or the data set
+
+
+KNOWN = (UserError, TrainingError, OSError)
+
+
+class Steps:
+    """Collects what each step measured on each rank, and the findings; the same on all ranks."""
+
+    def __init__(self, config: TrainingConfig, ctx: DistributedContext) -> None:
+        self.measured: dict[str, Any] = {}
+        self.findings: list[verdict.Finding] = []
+        self._config, self._ctx, self._places = config, ctx, itertools.count()
+        # a connection of its own: the main thread may be waiting in the default one
+        self._store = dist.distributed_c10d._get_default_store().clone() if ctx.world_size > 1 else None
+
+    def take(self, name: str, action: Callable, *args: Any, seconds: float = MAX_SECONDS) -> list[Any] | None:
+        """What `action(*args)` returns on each rank (plain JSON). None, and a finding, if it failed on any."""
+        if self._ctx.is_main:
+            print(f"  {name}", flush=True)
+        value, problem, seconds = None, "", min(seconds, self._config.timeout)
+        with self._deadline(name, seconds):
+            try:
+                value = action(*args)
+            except Exception as error:
+                if not isinstance(cause := explain_memory(error, self._config, self._ctx) or error, KNOWN):
+                    raise
+                problem = f"{error}; fix that on this node" if isinstance(cause, OSError) else str(cause)
+        with self._deadline(f"end of {name}", seconds):
+            ranks = all_gather_json([value, problem], self._ctx)
+        problems = [problem for _, problem in ranks]
+        if any(problems):
+            self.findings += verdict.failed(name, problems, self._ctx.hosts)
+            return None
+        self.measured[name] = [value for value, _ in ranks]
+        return self.measured[name]
+
+    @contextmanager
+    def _deadline(self, place: str, seconds: float) -> Iterator[None]:
+        """End the process, and name the ranks that did not get here, unless the body ends in time."""
+        if not self._store:
+            yield
+            return
+        key = f"preflight/{next(self._places)}"
+        self._store.set(f"{key}/{self._ctx.rank}", "")
+        timer = threading.Timer(seconds, self._give_up, [key, place, seconds])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _give_up(self, key: str, place: str, seconds: float) -> None:
+        ranks = range(self._ctx.world_size)
+        here = [rank for rank in ranks if self._store.check([f"{key}/{rank}"])]
+        missing = [rank for rank in ranks if rank not in here]
+        text = f"no rank finished '{place}' in {seconds:.0f} s; check MTU and firewall between the nodes"
+        if missing:
+            text = f"{verdict.named(missing, self._ctx.hosts)} did not reach '{place}' in {seconds:.0f} s; check it"
+            text += " (top, dmesg, its storage)"
+        if self._ctx.rank == here[0]:
+            print(f"{verdict.FAILURE}  {text}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(2)  # torchrun ends all ranks when the first one exits
+        os._exit(1)

@@ -1,0 +1,260 @@
+"""Turn measurements into findings. Pure functions of plain values; each warning and failure ends with a fix."""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+OK, WARNING, FAILURE = "OK", "warning", "FAILURE"
+CLOCK_WARNING, CLOCK_FAILURE = 0.5, 5.0  # seconds between two clocks
+SLOW_RANK = 1.3  # times slower than the median
+SLOW_LINK = 3.0  # times slower than the links of other nodes
+LATENCY_NOISE = 0.0005  # seconds
+MAX_WAIT = 0.1  # fraction of a step that may be spent waiting for gradients or data
+MAX_ACCUMULATION = 64  # larger values are not recommended
+SLOW_SAVE = 20.0  # seconds; torchrun allows 30 s after SIGTERM
+MEMORY_OF_OTHERS = 0.1  # fraction of a GPU's memory
+MEMORY_OF_CUDA = 2 * 10**9  # bytes that CUDA and NCCL use themselves
+NCCL_SHARED_MEMORY = 2**26  # bytes in /dev/shm for each rank of a node
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check."""
+
+    name: str
+    level: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.level:<8} {self.name:<14} {self.text}"
+
+
+def findings(name: str, ok: str, warnings: Sequence[str] = (), failures: Sequence[str] = ()) -> list[Finding]:
+    """One finding for each failure and warning, or OK if there is none."""
+    found = [Finding(name, FAILURE, text) for text in failures] + [Finding(name, WARNING, text) for text in warnings]
+    return found or [Finding(name, OK, ok)]
+
+
+def failed(name: str, problems: list[str], hosts: Sequence[str]) -> list[Finding]:
+    """Failures of a step from each rank's error message ("": none). A message that all ranks share names no rank."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in enumerate(problems):
+        ranks_of.setdefault(text, []).append(rank)
+    whose = {text: f"{named(ranks, hosts)}: " if len(ranks_of) > 1 else "" for text, ranks in ranks_of.items()}
+    return [Finding(name, FAILURE, whose[text] + text) for text in ranks_of if text]
+
+
+def named(ranks: Iterable[int], hosts: Sequence[str]) -> str:
+    """Hosts with their ranks: node0 (rank 1), node1 (ranks 4-7)."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank in ranks:
+        ranks_of.setdefault(hosts[rank], []).append(rank)
+    return ", ".join(f"{host} (rank{'s' * (len(each) > 1)} {rank_range(each)})" for host, each in ranks_of.items())
+
+
+def rank_range(ranks: list[int]) -> str:
+    is_range = len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1
+    return f"{ranks[0]}-{ranks[-1]}" if is_range else ", ".join(map(str, ranks))
+
+
+def nodes_of(facts: list[dict]) -> list[list[int]]:
+    """The ranks of each machine or container, in the order of its lowest rank."""
+    nodes: dict[str, list[int]] = {}
+    for rank, each in enumerate(facts):
+        nodes.setdefault(each["machine"], []).append(rank)
+    return list(nodes.values())
+
+
+def hosts_of(facts: list[dict]) -> list[str]:
+    """The host name of each rank."""
+    return [each["host"] for each in facts]
+
+
+def size(number: float) -> str:
+    """Bytes in powers of 1000: 22.2 MB, 1.5 GB."""
+    power = 0
+    while abs(number) >= 999.5 and power < 4:
+        number, power = number / 1000, power + 1
+    return f"{number:.{int(power > 0 and number < 100)}f} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+def host_names(facts: list[dict]) -> list[Finding]:
+    hosts = [facts[ranks[0]]["host"] for ranks in nodes_of(facts)]
+    fix = (
+        "which must be unique for NCCL and for messages; rename them (hostnamectl set-hostname, docker run --hostname)"
+    )
+    repeated = [
+        f"{count} nodes have the host name {host}, {fix}" for host, count in Counter(hosts).items() if count > 1
+    ]
+    return findings("host names", ", ".join(hosts), failures=repeated)
+
+
+def network(facts: list[dict]) -> list[Finding]:
+    """Warn if the nodes are in different networks. Routed addresses (/31, /32, as in clouds) are not compared."""
+    nodes = [facts[ranks[0]] for ranks in nodes_of(facts)]
+    shown = ", ".join(f"{each['host']} {each['address'] or 'unknown'} ({each['interface'] or '?'})" for each in nodes)
+    networks = {ipaddress.ip_interface(each["address"]).network for each in nodes if each["address"]}
+    is_split = len(networks) > 1 and all(each.prefixlen < 31 for each in networks)
+    fix = "unless intended, set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface of the common network"
+    return findings("network", shown, [f"the nodes are in different networks: {shown}; {fix}"] if is_split else [])
+
+
+def clocks(offsets: dict[int, float], facts: list[dict]) -> list[Finding]:
+    """offsets: seconds that the clock of a node's lowest rank is ahead of rank 0's."""
+    found, fix = [], "logs and goodput depend on both; synchronise them with NTP (timedatectl set-ntp true)"
+    for rank, seconds in offsets.items():
+        if abs(seconds) > CLOCK_WARNING:
+            where = f"{abs(seconds):.1f} s {'ahead of' if seconds > 0 else 'behind'} that of {facts[0]['host']}"
+            level = FAILURE if abs(seconds) > CLOCK_FAILURE else WARNING
+            found.append(Finding("clocks", level, f"the clock of {facts[rank]['host']} is {where}; {fix}"))
+    worst = max(map(abs, offsets.values()))
+    return found or findings("clocks", f"within {worst:.2f} s of {facts[0]['host']}")
+
+
+def devices(facts: list[dict]) -> list[Finding]:
+    """Warn if ranks have other devices, drivers or threads than most ranks, or a GPU that others use."""
+    warnings, hosts = [], hosts_of(facts)
+    for name, fix in (
+        ("device", "the slowest sets the pace; use the same devices everywhere"),
+        ("driver", "install the same NVIDIA driver on all nodes"),
+        ("threads", "set OMP_NUM_THREADS to the same value on all nodes"),
+    ):
+        values = [each[name] for each in facts]
+        (usual, _), *others = Counter(values).most_common()
+        for value, _ in others:
+            ranks = [rank for rank, each in enumerate(values) if each == value]
+            warnings.append(f"{name} is {value} on {named(ranks, hosts)} and {usual} on the others; {fix}")
+    for rank, each in enumerate(facts):
+        if each["used"] > max(MEMORY_OF_OTHERS * each["memory"], MEMORY_OF_CUDA):
+            whose = f"{named([rank], hosts)}: other programs use {size(each['used'])}"
+            warnings.append(f"{whose} of the GPU's {size(each['memory'])}; end them (nvidia-smi lists them)")
+    ok = f"{len(facts)} x {facts[0]['device']}, {size(min(each['memory'] for each in facts))}"
+    return findings("devices", ok, warnings)
+
+
+def shared_memory(facts: list[dict]) -> list[Finding]:
+    """Warn if /dev/shm is too small for NCCL. The loader checks by itself that its batches fit."""
+    warnings = []
+    for ranks in nodes_of(facts):
+        node, needed = facts[ranks[0]], NCCL_SHARED_MEMORY * len(ranks)
+        if node["device"] != "cpu" and len(ranks) > 1 and node["shm"] < needed:
+            text = f"{node['host']}: {size(node['shm'])} free, NCCL needs {size(needed)} for {len(ranks)} ranks"
+            warnings.append(f"{text}; raise it (docker run --shm-size, in Kubernetes an emptyDir of medium: Memory)")
+    return findings("/dev/shm", f"{size(min(each['shm'] for each in facts))} free", warnings)
+
+
+def speed(name: str, rates: list[float], unit: str, facts: list[dict]) -> list[Finding]:
+    """rates: of each rank; larger is faster."""
+    median, hosts = statistics.median_high(rates), hosts_of(facts)
+    fix = "all ranks wait for it; check it for other programs, heat and power limits (top, nvidia-smi)"
+    slow = [
+        f"{named([rank], hosts)} is {median / rate:.1f} times slower than the median of {median:,.0f} {unit}; {fix}"
+        for rank, rate in enumerate(rates)
+        if median > SLOW_RANK * rate
+    ]
+    return findings(name, f"{min(rates):,.0f} {unit} on the slowest rank", slow)
+
+
+def disk(storage: dict, checkpoint: int, kept: int, save_minutes: float, where: str) -> list[Finding]:
+    """Space and speed of the checkpoint folder, as storage.measure() found them.
+
+    kept: checkpoints of this size on disk at once, with the best one and the one being written.
+    """
+    free, rate, needed = storage["free"], storage["speed"], max(0, checkpoint * kept - storage["replaced"])
+    seconds, warnings, failures = checkpoint / rate if rate else 0.0, [], []
+    if free < needed:
+        text = f"{where}: {size(free)} free, {kept} checkpoints of {size(checkpoint)} need {size(needed)}"
+        failures.append(f"{text}; free space, or give another --run_dir or a smaller --keep_last")
+    if seconds > SLOW_SAVE or 0 < save_minutes * 60 < 2 * seconds:
+        text = f"{where}: at {size(rate)}/s a checkpoint of {size(checkpoint)} takes {seconds:.0f} s"
+        warnings.append(
+            f"{text}; use faster storage, or have the scheduler leave {2 * seconds:.0f} s between SIGTERM and SIGKILL"
+        )
+    ok = f"{size(free)} free of {size(needed)} needed; {size(rate)}/s, {seconds:.1f} s for one checkpoint"
+    return findings("disk", ok, warnings, failures)
+
+
+def links(measured: list[list], facts: list[dict]) -> list[Finding]:
+    """Tell a slow node from a slow link. Links are compared with the median of the nodes' best ones.
+
+    measured: [node, node, seconds of a round trip, bytes per second]
+    """
+    hosts = [facts[ranks[0]]["host"] for ranks in nodes_of(facts)]
+    links_of = [[each for each in measured if node in each[:2]] for node in range(len(hosts))]
+    rate = statistics.median_high(max(each[3] for each in its) for its in links_of if its)
+    trip = statistics.median_low(min(each[2] for each in its) for its in links_of if its)
+    fix = f"other nodes have {describe(trip, rate)}; check cable, port, interface and MTU"
+    max_trip = max(SLOW_LINK * trip, trip + LATENCY_NOISE)
+    slow = [each for each in measured if each[3] * SLOW_LINK < rate or each[2] > max_trip]
+    warnings = []
+    for host, its in zip(hosts, links_of, strict=True):
+        if len(its) > 1 and all(each in slow for each in its):
+            slow = [each for each in slow if each not in its]
+            best = max(its, key=lambda each: each[3])
+            warnings.append(f"all links of {host} are slow: {describe(*best[2:])} at best, {fix}")
+    warnings += [f"the link {hosts[a]} - {hosts[b]} is slow: {describe(*each)}, {fix}" for a, b, *each in slow]
+    a, b, *worst = min(measured, key=lambda each: each[3])
+    return findings("links", f"the slowest of {len(measured)}: {hosts[a]} - {hosts[b]}, {describe(*worst)}", warnings)
+
+
+def describe(trip: float, rate: float) -> str:
+    return f"{size(rate)}/s and {trip * 1e6:.0f} us round trip"
+
+
+def all_reduce_seconds(table: list[tuple[int, float]], number: int) -> float:
+    """Seconds for this number of bytes, interpolated between the measured sizes and extrapolated beyond them."""
+    for (small, fast), (large, slow) in itertools.pairwise(table):
+        if number <= large:
+            return fast + (slow - fast) * max(0, number - small) / (large - small)
+    return table[-1][1] * max(1.0, number / table[-1][0])
+
+
+def bus_bandwidth(number: int, seconds: float, ranks: int) -> float:
+    """Bytes per second of the busiest link in a ring, 2 (n - 1) / n of the message (nccl-tests, PERFORMANCE.md)."""
+    return 2 * (ranks - 1) / ranks * number / seconds
+
+
+def communication(step_s: list[float], gradient: int, table: list, accumulation: float) -> list[Finding]:
+    """Whether the gradient all-reduce fits into the backward pass, about two thirds of a pass.
+
+    Args:
+        step_s: seconds of a forward and backward pass, of each rank.
+        gradient: bytes.
+        table: [bytes, seconds] of the all-reduce over all ranks.
+        accumulation: micro-batches per rank and optimizer step.
+    """
+    compute, reduce = max(step_s), all_reduce_seconds(table, gradient)
+    wait = max(0.0, reduce - compute * 2 / 3)
+    fraction = wait / (compute * accumulation + wait)
+    actual, needed = (size(bus_bandwidth(gradient, each, len(step_s))) for each in (reduce, compute * 2 / 3))
+    text = f"{fraction:.0%} of a step is spent waiting for gradients: the all-reduce reaches {actual}/s, and {needed}/s"
+    text += f" would hide {size(gradient)} behind the backward pass"
+    enough = math.ceil(wait / compute * (1 - MAX_WAIT) / MAX_WAIT)
+    fix = f", or give --grad_accum_steps {enough} or a larger --batch_size" if enough <= MAX_ACCUMULATION else ""
+    return findings("communication", text, [f"{text}; fix the network{fix}"] if fraction > MAX_WAIT else [])
+
+
+def loader(read: list[dict], step_rates: list[float], facts: list[dict]) -> list[Finding]:
+    """Whether each rank's loader, {"rate", "workers"}, reads as many samples per second as the rank computes."""
+    waits = [
+        1 - min(1.0, each["rate"] / rate) if each["workers"] else rate / (rate + each["rate"])
+        for each, rate in zip(read, step_rates, strict=True)
+    ]
+    rank = waits.index(max(waits))
+    rate, workers, wanted = read[rank]["rate"], read[rank]["workers"], step_rates[rank]
+    text = f"{named([rank], hosts_of(facts))}: {rate:,.0f} samples/s with {workers} worker{'s' * (workers != 1)}"
+    text += f", the step computes {wanted:,.0f}"
+    if waits[rank] <= MAX_WAIT:
+        return findings("loader", text)
+    enough = math.ceil(1.1 * max(1, workers) * wanted / rate)
+    ranks = next(len(ranks) for ranks in nodes_of(facts) if rank in ranks)
+    text += f": {waits[rank]:.0%} of the time is spent waiting for data; give --num_workers {enough}"
+    if enough * ranks > facts[rank]["cpus"]:
+        text += f" (but the node has {facts[rank]['cpus']} CPUs for {ranks} ranks: use smaller files, or --cache ram)"
+    return findings("loader", text, [text])

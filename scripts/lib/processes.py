@@ -1,0 +1,55 @@
+"""Child processes of scripts/: each leads a session of its own, so that it can be ended with all that it started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+GRACE_S = 10.0  # between SIGTERM and SIGKILL
+
+
+def start(command: Sequence[object], **options: Any) -> subprocess.Popen:
+    """`subprocess.Popen` in a new session."""
+    return subprocess.Popen([str(word) for word in command], start_new_session=True, **options)
+
+
+def end(process: subprocess.Popen, grace: float = GRACE_S) -> None:
+    """Send SIGTERM to the whole group and SIGKILL to what is left of it after `grace` seconds."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(grace)
+
+
+@contextmanager
+def running(command: Sequence[object], grace: float = GRACE_S, **options: Any) -> Iterator[subprocess.Popen]:
+    """Start a program; whatever is left of its group at the end of the block is ended."""
+    process = start(command, **options)
+    try:
+        yield process
+    finally:
+        end(process, grace)
+
+
+def run(command: Sequence[object], seconds: float | None = None, **options: Any) -> subprocess.CompletedProcess:
+    """Run a program to its end and capture its output. Raises subprocess.TimeoutExpired after `seconds`."""
+    with running(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
+        out, err = process.communicate(timeout=seconds)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def children_of(pid: int) -> list[int]:
+    """The living child processes; none on a system without /proc."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent = file.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == pid and state != "Z":
+                found.append(int(file.parent.name))
+    return found

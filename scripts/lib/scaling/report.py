@@ -1,0 +1,138 @@
+"""From measurements to the report: measured points, the next doublings, table and plot. Plain JSON in and out.
+
+The model of more ranks: the compute and data wait of a weak step stay as on the most ranks measured, and its exposed
+communication grows by what the all-reduces of the gradient take longer. A ring all-reduce of S bytes between n ranks
+takes 2 (n - 1) alpha + 2 (n - 1) / n S beta (Thakur, Rabenseifner and Gropp, "Optimization of collective communication
+operations in MPICH", 2005, section 4.5), once per bucket; NCCL's trees take 2 log2(n) alpha.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+from lib.scaling import flags
+from lib.svg import COLORS, Series, line_plot
+from lib.tables import format_table
+
+DOUBLINGS = 3
+
+
+def median(job: dict[str, Any], mode: str, column: int) -> float:
+    """Over the rounds of a job: 0 seconds of a step, 1 of its data wait, 2 of a step without communication."""
+    return statistics.median(row[column] for row in job[mode]["rounds"])
+
+
+def measured_point(job: dict[str, Any], mode: str) -> dict[str, Any]:
+    step = median(job, mode, 0)
+    communication = max(0.0, step - median(job, mode, 2)) if job["ranks"] > 1 else 0.0
+    data = min(median(job, mode, 1), step - communication)
+    return {
+        "ranks": job["ranks"],
+        "mode": mode,
+        "is_predicted": False,
+        "global_batch": job[mode]["samples"],
+        "samples_per_s": job[mode]["samples"] / step,
+        "step_s": step,
+        "compute": (step - data - communication) / step,  # fractions of the step
+        "data": data / step,
+        "communication": communication / step,
+    }
+
+
+def link(job: dict[str, Any]) -> tuple[float, float]:
+    """Seconds per message (alpha) and per byte (beta), from the smallest and the largest measured all-reduce."""
+    (_, latency), (size, seconds), ranks = job["all_reduce"][0], job["all_reduce"][-1], job["ranks"]
+    alpha = latency / messages(ranks, job["device"])
+    return alpha, max(0.0, seconds - latency) / (2 * (ranks - 1) / ranks * size)
+
+
+def messages(ranks: int, device: str) -> float:
+    """One after the other in an all-reduce."""
+    return 2 * (ranks - 1) if device == "cpu" else 2 * math.log2(ranks)
+
+
+def gradient_seconds(job: dict[str, Any], ranks: int) -> float:
+    """Of all-reduces of the whole gradient between so many ranks, over the link of this job."""
+    alpha, beta = link(job)
+    buckets = math.ceil(job["gradient"] / job["bucket"])
+    return buckets * messages(ranks, job["device"]) * alpha + 2 * (ranks - 1) / ranks * job["gradient"] * beta
+
+
+def predicted_point(job: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """The weak step of more ranks, from that of a job with several."""
+    known = measured_point(job, "weak")
+    more = gradient_seconds(job, ranks) - gradient_seconds(job, job["ranks"])
+    step = known["step_s"] + max(more, -known["communication"] * known["step_s"])
+    samples = known["global_batch"] * ranks // job["ranks"]
+    shares = {name: known[name] * known["step_s"] / step for name in ("compute", "data")}
+    shares["communication"] = 1 - sum(shares.values())
+    figures = {"ranks": ranks, "is_predicted": True, "global_batch": samples, "samples_per_s": samples / step}
+    return known | figures | {"step_s": step} | shares
+
+
+def summarize(jobs: list[dict[str, Any]]) -> dict[str, Any]:
+    """jobs: sorted by number of ranks, from one rank on."""
+    points = [measured_point(job, mode) for job in jobs for mode in ("weak", "strong")]
+    last, checks = jobs[-1], []
+    if last["ranks"] > 1:
+        points += [predicted_point(last, last["ranks"] * 2**k) for k in range(1, DOUBLINGS + 1)]
+        for job in jobs[1:-1]:
+            error = predicted_point(job, last["ranks"])["step_s"] / median(last, "weak", 0) - 1
+            checks.append({"from": job["ranks"], "ranks": last["ranks"], "error": error})
+    base = {each["mode"]: each["samples_per_s"] for each in points if each["ranks"] == 1}
+    for each in points:
+        each["efficiency"] = each["samples_per_s"] / each["ranks"] / base[each["mode"]]
+    sweep = last.get("sweep", [])
+    return {"points": points, "checks": checks, "sweep": sweep, "advice": flags.advice(sweep) if sweep else ""}
+
+
+def text(report: dict[str, Any]) -> str:
+    """The table, and what it means."""
+    rows = [["ranks", "scaling", "samples/s", "efficiency", "step", "compute", "data wait", "communication", ""]]
+    for each in sorted(report["points"], key=lambda each: (each["mode"] != "weak", each["ranks"])):
+        row = [each["ranks"], each["mode"], f"{each['samples_per_s']:,.0f}", f"{each['efficiency']:.1%}"]
+        row += [
+            f"{each['step_s'] * 1000:,.2f} ms",
+            *(f"{each[key]:.1%}" for key in ("compute", "data", "communication")),
+        ]
+        rows.append([*row, "predicted" if each["is_predicted"] else ""])
+    lines = [format_table(rows, range(8))]
+    lines.append(
+        "weak: same micro-batches on each rank; strong: same global batch; communication: not hidden by compute"
+    )
+    last = report["measured"][-1]
+    if last["ranks"] > 1:
+        alpha, beta = link(last)
+        rate = f"{1e-9 / beta:.2f} GB/s" if beta else "no measurable time"
+        lines.append(f"all-reduce of {last['ranks']} ranks: {alpha * 1e6:.0f} us per message, {rate} per link")
+        lines.append("predicted: more machines like these, on a network as fast as this link")
+    else:
+        lines.append("give --ranks 1,2 here, or measure several nodes (scripts/launch.sh --scaling FILE)")
+    for check in report["checks"]:
+        words = "check: the step of {ranks} ranks, predicted from {from}, is {error:+.1%} off the measured one"
+        lines.append(words.format(**check))
+    for row in report["sweep"][1:]:
+        gained = (
+            f"{row['step_s'] * 1000:,.2f} ms per step, {flags.gain(row):+.1%}" if "ratios" in row else row["problem"]
+        )
+        lines.append(f"  {flags.paste(row['change'])}: {gained}")
+    return "\n".join([*lines, *[report["advice"]][: bool(report["advice"])]])
+
+
+def plot(report: dict[str, Any], title: str) -> str:
+    """An SVG of the efficiency by number of ranks."""
+    series = []
+    for mode, color in zip(("weak", "strong"), COLORS, strict=False):
+        points = [each for each in report["points"] if each["mode"] == mode]
+        measured, predicted = (
+            [(each["ranks"], 100 * each["efficiency"]) for each in points if each["is_predicted"] == is_predicted]
+            for is_predicted in (False, True)
+        )
+        series.append(Series(f"{mode} scaling, measured", measured, color))
+        if predicted:
+            series.append(Series(f"{mode} scaling, predicted", [measured[-1], *predicted], color, is_dashed=True))
+    top = max(100.0, *(y for each in series for _, y in each.points))
+    y_label = "efficiency in % (samples/s per rank over one rank)"
+    return line_plot(series, x_label="ranks", y_label=y_label, title=title, y_range=(0.0, top), log2_x=True)

@@ -1,0 +1,46 @@
+"""The search of benchmark.py --find-batch, and its answer (real trials: builtin/test_find_batch.py)."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from lib.benchmark.find_batch import FITS, TOO_LARGE, Trial, answer, search
+
+
+@dataclass
+class Machine:
+    """A fixed part, and one unit of memory per sample. bend: what a sample takes more in large micro-batches."""
+
+    memory: int
+    bend: float = 0.0
+    tried: int = 0
+
+    def __call__(self, size):
+        self.tried += 1
+        needs = int(1_000 + size + self.bend * size**1.5)
+        return Trial(size, FITS, needs, 0.1) if needs <= self.memory else Trial(size, TOO_LARGE)
+
+
+@pytest.mark.parametrize(("memory", "bend"), [(1_005, 0.0), (5_000, 0.05), (100_000, 0.05)])
+def test_the_search_comes_within_5_percent(memory, bend):
+    machine = Machine(memory, bend)
+    best = max(each.size for each in search(machine, 32, 1_000_000, str) if each.outcome == FITS)
+    right = max(size for size in range(1, memory) if Machine(memory, bend)(size).outcome == FITS)
+    assert best <= right <= best * 1.05 + 1
+    assert machine.tried <= 20
+
+
+def test_the_search_ends_if_not_one_sample_fits_and_if_the_whole_set_does():
+    trials = search(Machine(999), 32, 500, str)
+    assert trials[-1].size == 1 and "not one sample fits; give" in answer("as given", trials, 500, 64, 1)[0]
+    trials = search(Machine(10**9), 32, 500, str)
+    assert trials[-1].size == 500 and "this is the whole training set" in answer("as given", trials, 500, 64, 1)[1]
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "largest", "ranks", "size"),
+    [(512, 744, 1, 512), (512, 744, 2, 256), (96, 50, 5, 16), (60, 7, 4, 5), (4, 9, 8, 1)],
+)
+def test_the_flags_keep_the_global_batch(global_batch, largest, ranks, size):
+    lines = answer("as given", [Trial(largest, FITS, 2**30, 0.5)], 10_000, global_batch, ranks)
+    assert f"  --batch_size {size} --global_batch_size {global_batch}" in lines[-1]

@@ -1,0 +1,56 @@
+"""Who owns a run's folder, and attempts that fail at the same step."""
+
+import os
+
+import pytest
+
+from config import TrainingConfig, TrainingError, UserError
+from test_run_folder import open_run, with_
+from utils.clock import Clock
+from utils.run.lock import RunLock, repeated_failures
+from utils.run.watchdog import Watchdog
+
+
+def test_a_former_owner_writes_nothing_after_another_job_has_taken_over(tmp_path):
+    config = TrainingConfig(run_dir=str(tmp_path))
+    former = open_run(config)
+    former.record("train", step=1, loss=1.0)
+    owner = open_run(with_(config, resume_from="auto"))
+    assert owner.is_ours() and not former.is_ours()
+    for write in (lambda: former.status("running", step=2), lambda: former.link_best(1)):
+        with pytest.raises(TrainingError, match="another job has taken over this run; end this one"):
+            write()
+    owner.status("running", step=1)
+    former.failed(RuntimeError("lost"))
+    assert '"running"' in (tmp_path / "status.json").read_text()
+
+
+def test_an_owner_on_another_host_is_seen_by_its_beat_where_the_lock_does_not_reach(tmp_path):
+    """As within one process, where a file lock does not conflict with itself."""
+    RunLock(tmp_path, "there").write(attempt=1)
+    clock = Clock(tmp_path / "watch" / "rank0")
+    watchdog = Watchdog(clock, tmp_path / "watch", 0, ("there",), 0, *(lambda *_: None,) * 3)
+    owner = rf"process {os.getpid()} on there since \S+, for 0\.\d min"
+    with pytest.raises(UserError, match=rf"is in use by {owner}; end that job or give another --run_dir"):
+        RunLock(tmp_path, "here")
+    watchdog.close()
+    assert RunLock(tmp_path, "here").number == 2
+
+
+def test_failures_at_the_same_step_in_a_row_are_counted(tmp_path):
+    owner, status = {"has_trained": True}, {"state": "failed", "error": "boom"}
+    clocks = [Clock(tmp_path / f"rank{rank}") for rank in (0, 1)]
+
+    def failures_at(step):
+        for clock in clocks:
+            clock.begin_step(step - clocks.index(clock))
+            clock.enter("forward")
+        return repeated_failures(owner, status, tmp_path)
+
+    for count in (1, 2, 3):
+        owner["failures"] = failures_at(7)
+        assert owner["failures"] == [{"step": 7, "error": "boom"}] * count
+    assert len(failures_at(8)) == 1  # further than before
+    assert repeated_failures(owner, {"state": "preempted"}, tmp_path) == []
+    for changes in ({"has_trained": False}, {"has_diagnosed": True}):
+        assert repeated_failures(owner | changes, status, tmp_path) == []

@@ -1,0 +1,170 @@
+"""The judgement of scripts/preflight.py: each check on both sides of its limit."""
+
+import functools
+
+import pytest
+
+from config import UserError
+from scripts.lib.preflight import links, storage, verdict
+from scripts.lib.preflight.verdict import FAILURE, OK, WARNING
+
+GB = 10**9
+
+
+def facts_of(ranks=(), nodes=2, **changes):
+    """Two ranks on each node, all alike except for the changes on these ranks."""
+    found = []
+    for rank in range(2 * nodes):
+        node = rank // 2
+        fact = {"host": f"node{node}", "machine": f"m{node}", "address": f"10.0.0.{node + 1}/24", "interface": "eth0"}
+        fact |= {"device": "H200", "driver": "550", "threads": 1, "memory": 100 * GB, "used": GB, "cpus": 8, "shm": GB}
+        found.append(fact | (changes if rank in ranks else {}))
+    return found
+
+
+def one(level, found, *parts):
+    """There is one finding, of this level, with these words."""
+    assert [each.level for each in found] == [level], found
+    assert all(part in found[0].text for part in parts), found[0].text
+
+
+is_ok, warns, fails = (functools.partial(one, level) for level in (OK, WARNING, FAILURE))
+
+
+def test_host_names_and_networks():
+    is_ok(verdict.host_names(facts_of()), "node0, node1")
+    fails(verdict.host_names(facts_of([2, 3], host="node0")), "2 nodes have the host name node0, ", "; rename them")
+    is_ok(verdict.network(facts_of()), "node0 10.0.0.1/24 (eth0), node1 10.0.0.2/24 (eth0)")
+    other = facts_of([2, 3], address="192.168.7.2/24", interface="docker0")
+    warns(verdict.network(other), "node1 192.168.7.2/24 (docker0)", "NCCL_SOCKET_IFNAME")
+    is_ok(verdict.network([fact | {"address": f"10.{k}.0.1/32"} for k, fact in enumerate(facts_of())]))  # routed
+    is_ok(verdict.network(facts_of(range(4), address="", interface="")), "node0 unknown (?)")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "level", "said"),
+    [
+        (0.4, OK, "within 0.40 s"),
+        (0.6, WARNING, "the clock of node1 is 0.6 s ahead of that of node0"),
+        (-6.0, FAILURE, "6.0 s behind that of node0; logs and goodput depend on both"),
+    ],
+)
+def test_clocks(seconds, level, said):
+    one(level, verdict.clocks({0: 0.0, 2: seconds}, facts_of()), said)
+
+
+def test_devices_and_their_speed():
+    is_ok(verdict.devices(facts_of()), "4 x H200, 100 GB")
+    warns(verdict.devices(facts_of([3], device="A100")), "device is A100 on node1 (rank 3) and H200 on the others; ")
+    warns(verdict.devices(facts_of([2, 3], driver="535")), "driver is 535 on node1 (ranks 2, 3) and 550 on the others")
+    warns(verdict.devices(facts_of([1], threads=4)), "threads is 4 on node0 (rank 1)", "; set OMP_NUM_THREADS")
+    warns(verdict.devices(facts_of([1], used=60 * GB)), "(rank 1): other programs use 60.0 GB of the GPU's 100 GB; ")
+    is_ok(verdict.devices(facts_of([1], memory=16 * GB, used=1.9 * GB)))  # CUDA and NCCL themselves
+    is_ok(verdict.speed("speed", [100.0, 90.0, 110.0, 80.0], "GFLOP/s", facts_of()), "80 GFLOP/s on the slowest rank")
+    slow = verdict.speed("speed", [100.0, 100.0, 100.0, 50.0], "GFLOP/s", facts_of())
+    warns(slow, "node1 (rank 3) is 2.0 times slower than the median of 100 GFLOP/s; ")
+
+
+def test_an_unusable_run_folder(tmp_path):
+    probe = storage.create_probe(tmp_path / "not" / "there")
+    storage.use_folder(tmp_path / probe, "rank0")
+    assert not list((tmp_path / probe).iterdir())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot be created \(Not a directory\); fix"):
+        storage.create_probe(tmp_path / "file" / "run")
+    with pytest.raises(UserError, match="is not the folder that rank 0 sees under this name; put"):
+        storage.use_folder(tmp_path / "elsewhere", "rank1", patience=0.1)
+    with pytest.raises(UserError, match=r"cannot write there \(Not a directory\); free space"):
+        storage.use_folder(tmp_path / "file", "rank1")
+
+
+def test_space_and_speed_for_checkpoints():
+    def disk(free=10 * GB, speed=GB, replaced=0, minutes=10.0):
+        found = {"free": free, "speed": speed, "replaced": replaced}
+        return verdict.disk(found, GB, 5, minutes, "/runs/a on node0")
+
+    is_ok(disk(), "10.0 GB free of 5.0 GB needed")
+    fails(disk(free=4 * GB), "/runs/a on node0: 4.0 GB free, 5 checkpoints of 1.0 GB need 5.0 GB; free space")
+    is_ok(disk(free=4 * GB, replaced=2 * GB))
+    fails(disk(free=0, speed=0), "0 B free")
+    warns(disk(speed=GB // 40), "at 25.0 MB/s a checkpoint of 1.0 GB takes 40 s; use faster storage")
+    warns(disk(speed=GB // 10, minutes=0.1))
+    is_ok(disk(speed=GB // 10, minutes=0.0))
+
+
+def test_shared_memory_for_nccl():
+    is_ok(verdict.shared_memory(facts_of()), "1.0 GB free")
+    small = facts_of([2, 3], shm=64 * 2**20)
+    warns(verdict.shared_memory(small), "node1: 67.1 MB free, NCCL needs 134 MB for 2 ranks; raise it")
+    is_ok(verdict.shared_memory([fact | {"device": "cpu"} for fact in small]))
+
+
+def test_a_slow_link_and_a_slow_node_are_told_apart():
+    pairs = {pair: (1e-4, 10.0 * GB) for pairs in links.pair_rounds(4) for pair in pairs}
+
+    def judge(**changes):
+        changed = pairs | {tuple(map(int, name[1:])): value for name, value in changes.items()}
+        return verdict.links([[*pair, *value] for pair, value in changed.items()], facts_of(nodes=4))
+
+    is_ok(judge(), "the slowest of 6")
+    slow = "the link node1 - node2 is slow: 1.0 GB/s and 100 us round trip, other nodes have 10.0 GB/s and 100 us"
+    warns(judge(p12=(1e-4, 1.0 * GB)), slow)
+    warns(judge(p12=(1e-2, 10.0 * GB)), "the link node1 - node2 is slow", "10000 us round trip")
+    warns(judge(p03=(1e-4, GB), p13=(1e-4, GB), p23=(1e-4, GB)), "all links of node3 are slow: 1.0 GB/s")
+    three = [[0, 1, 1e-4, 10.0 * GB], [0, 2, 1e-4, 1.0 * GB], [1, 2, 1e-4, 1.0 * GB]]  # one node slows most links
+    warns(verdict.links(three, facts_of(nodes=3)), "all links of node2 are slow")
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 4, 7, 8])
+def test_rounds_hold_every_pair_once_and_each_node_at_most_once(nodes):
+    rounds = links.pair_rounds(nodes)
+    assert sorted(pair for pairs in rounds for pair in pairs) == [
+        (a, b) for a in range(nodes) for b in range(a + 1, nodes)
+    ]
+    for pairs in rounds:
+        assert len({node for pair in pairs for node in pair}) == 2 * len(pairs)
+
+
+def test_with_many_nodes_each_is_measured_in_few_rounds():
+    rounds = links.pair_rounds(100)
+    assert len(rounds) <= links.MAX_ROUNDS
+    assert {node for pairs in rounds for pair in pairs for node in pair} == set(range(100))
+
+
+def test_gradients_that_hide_behind_the_backward_pass_and_those_that_do_not():
+    table = [(8, 1e-5), (10**6, 1e-3), (10**7, 1e-2)]
+    assert verdict.all_reduce_seconds(table, 8) == pytest.approx(1e-5)
+    assert verdict.all_reduce_seconds(table, 55 * 10**5) == pytest.approx(5.5e-3)
+    assert verdict.all_reduce_seconds(table, 2 * 10**7) == pytest.approx(2e-2)
+    assert verdict.bus_bandwidth(10**6, 1e-3, 4) == pytest.approx(1.5e9)
+
+    def judge(step_s, accumulation=1.0):  # the all-reduce takes 1 s
+        return verdict.communication([step_s / 2, step_s], 10**9, table, accumulation)
+
+    is_ok(
+        judge(1.5), "0% of a step is spent waiting", "the all-reduce reaches 1.0 GB/s, and 1.0 GB/s would hide 1.0 GB"
+    )
+    warns(judge(0.75), "40% of a step is spent waiting", "; fix the network, or give --grad_accum_steps 6 or a larger")
+    warns(judge(0.01), "99% of a step", "behind the backward pass; fix the network")
+    is_ok(judge(0.75, accumulation=6.0), "10% of a step")
+
+
+def test_the_loader_keeps_up_or_needs_more_workers():
+    def judge(rate, workers, cpus=8):
+        read = [{"rate": 2000.0, "workers": workers}] * 3 + [{"rate": rate, "workers": workers}]
+        return verdict.loader(read, [1000.0] * 4, facts_of(range(4), cpus=cpus))
+
+    is_ok(judge(1100.0, 2), "node0 (rank 0): 2,000 samples/s with 2 workers, the step computes 1,000")
+    is_ok(judge(950.0, 1), "node1 (rank 3): 950 samples/s with 1 worker, the step computes 1,000")
+    few_cpus = "50% of the time is spent waiting for data; give --num_workers 5 (but the node has 8 CPUs for 2 ranks"
+    warns(judge(500.0, 2), few_cpus)
+    warns(judge(500.0, 2, cpus=16), "give --num_workers 5")
+    warns(judge(500.0, 0), "67% of the time", "give --num_workers 3")
+
+
+def test_a_failed_step_names_the_ranks_unless_all_failed_alike():
+    hosts = ["node0", "node0", "node1", "node1"]
+    fails(verdict.failed("data", ["gone; fix it"] * 4, hosts), "gone; fix it")
+    fails(
+        verdict.failed("loader", ["", "hangs; fix it", "hangs; fix it", ""], hosts), "node0 (rank 1), node1 (rank 2): "
+    )
