@@ -2,13 +2,11 @@
 
 torchrun --standalone --nproc-per-node=4 scripts/verify.py [flags of train.py]
 
-A line for each invariant, with its figure or with what breaks it. Exit code 0 where all hold, else 1 (2 without
-torchrun, for flags that
-cannot be used). It trains for a few steps on a few samples, in a folder beside run_dir that it deletes, and writes
-verified.json beside
-train.py: the start of a run then says "verified with this code", or which files changed since. With two ranks a sum has
-one order only:
-take four. It takes the flags of train.py; resume_from, overwrite, eval_only, compile and sync_bn do not count.
+Prints a line per invariant: its figure, or what breaks it and the fix. Exit code 0 if all hold, else 1 (without
+torchrun 2 for unusable flags). It trains for a few steps on a few samples in a folder beside run_dir, which it deletes,
+and writes verified.json beside train.py: runs then report "verified with this code", or which files changed since.
+Use four ranks: with two, a sum has only one order. It takes the flags of train.py, and ignores resume_from, overwrite,
+eval_only, compile and sync_bn.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from config import TrainingConfig, UserError
 if __name__ == "__main__":
     if {"-h", "--help"} & set(sys.argv):
         print(__doc__)
-    TrainingConfig.from_args()  # refuses a bad flag before torch is imported
+    TrainingConfig.from_args()  # rejects a bad flag before torch is imported
 
 import logging
 import os
@@ -37,38 +35,30 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import train
 from ddp_utils import cleanup_distributed, setup_distributed
-from utils.distributed.collectives import all_gather_json, is_of_a_peer, on_rank_0
+from lib.verify.data_checks import content, order
+from lib.verify.fork import Broken, Fork
+from lib.verify.model_checks import evaluation, gradient, loss, parameters
+from lib.verify.run_checks import plain_load, resume, training, weights
+from lib.verify.values import first_three, one_line, plural
+from utils.distributed.collectives import all_gather_json, is_of_a_peer
 from utils.files import replace_json
 from utils.run import provenance
 from utils.run.failures import leave_after
-from verification import of_data, of_model, of_runs
-from verification.fork import Broken, Fork, in_one_line, named
 
-CHECKS = {  # in this order: what comes first is as a rule the cause of what breaks later
-    "order": of_data.order,
-    "content": of_data.content,
-    "loss": of_model.loss,
-    "parameters": of_model.parameters,
-    "evaluation": of_model.evaluation,
-    "gradient": of_model.gradient,
-    "training": of_runs.training,
-    "weights": of_runs.weights,
-    "resume": of_runs.resume,
-    "plain load": of_runs.plain_load,
-}
-NEEDED = "parameters"  # without them no training comes to its end
-TRAINS = ("gradient", "training", "weights", "resume", "plain load")
+# in this order: an early failure is usually the cause of later ones
+CHECKS = (order, content, loss, parameters, evaluation, gradient, training, weights, resume, plain_load)
+TRAINING_CHECKS = CHECKS[5:]  # skipped if "parameters" is broken
 
 
 @record
 def main(argv: Sequence[str] | None = None) -> int:
     config = TrainingConfig.from_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the folder of the short runs is deleted
     fork = prepare(config)
     report = Report(fork, sys.argv[1:] if argv is None else list(argv))
     try:
-        for name, check in CHECKS.items():
-            report.run(name, check)
+        for check in CHECKS:
+            report.run(check)
     finally:
         fork.clean_up()
     is_passed = report.finish()
@@ -77,114 +67,90 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prepare(config: TrainingConfig) -> Fork:
-    """The data of the flags, in all ranks. Raises UserError."""
-    # with sync_bn the ranks do show
+    """Load the data on all ranks. Raises UserError."""
     config = replace(config, resume_from="", overwrite=False, eval_only=False, compile="off", sync_bn=False)
     ctx = setup_distributed(config)
-    train_set, held_out, config = train.load_data(config, ctx)
-    token = all_gather_json(f"{time.time_ns():x}", ctx)[0]
-    fork = Fork(
-        config, train_set, next(iter(held_out.values()), None), ctx, config.run_folder.parent / f".verify-{token}"
-    )
-    on_rank_0(lambda: fork.folder.mkdir(parents=True), ctx)
-    return fork
+    sets = train.load_data(config, ctx)
+    token = all_gather_json(time.time_ns(), ctx)[0]
+    folder = config.run_folder.parent / f".verify-{token:x}"
+    return Fork(sets.config, sets.train, next(iter(sets.held_out.values()), None), ctx, folder)
 
 
 class Report:
-    """Runs the checks on all ranks, says their outcome on rank 0, and keeps it for verified.json."""
+    """Runs the checks on all ranks, prints the outcomes on rank 0, and writes them to verified.json."""
 
     def __init__(self, fork: Fork, flags: list[str]) -> None:
-        self._fork, self._flags = fork, flags
+        self._fork, self._flags, self._prints = fork, flags, fork.ctx.is_main
         self._outcomes: dict[str, dict[str, object]] = {}
         self._code = provenance.code_digests()  # as it was imported
-        ranks = fork.ctx.world_size
-        self._say(f"verifying {fork.title} on {ranks} rank(s)")
-        if ranks < 4:
-            self._say(
-                f"  note: with {ranks} rank(s) not every order of sums can go wrong; --nproc-per-node=4 shows more"
-            )
+        ranks = plural(fork.ctx.world_size, "rank")
+        self._print(f"verifying {fork.config.task}, {plural(len(fork.train_set), 'sample')}, on {ranks}")
+        if fork.ctx.world_size < 4:
+            self._print(f"  note: {ranks} cannot show every order of sums; use --nproc-per-node=4")
 
     @property
     def broken(self) -> list[str]:
         return [name for name, outcome in self._outcomes.items() if not outcome["passed"]]
 
-    def run(self, name: str, check: Callable[[Fork], str]) -> None:
-        begin = time.monotonic()
-        is_idle = name in TRAINS and NEEDED in self.broken
-        logging.disable(logging.CRITICAL)  # what the short runs have to say
+    def run(self, check: Callable[[Fork], str]) -> None:
+        name, began, broken = check.__name__.replace("_", " "), time.monotonic(), self.broken
+        is_skipped = check in TRAINING_CHECKS and "parameters" in broken
+        logging.disable(logging.CRITICAL)  # the log of the short runs
         try:
-            if is_idle:
-                raise Broken(f"not checked, since {NEEDED} is broken; mend that first")
-            self._note(name, True, check(self._fork), begin)
-        except Broken as broken:
-            hint = (
-                f" (it may follow from what is broken above: {', '.join(self.broken)})"
-                if self.broken and not is_idle
-                else ""
-            )
-            self._note(name, False, f"{broken}{hint}", begin)
-        # on this rank maybe alone: the others wait for it in a collective, so all have to end
+            if is_skipped:
+                raise Broken("skipped: parameters is broken; fix that first")
+            self._note(name, True, check(self._fork), began)
+        except UserError as problem:
+            hint = f" (may follow from what is broken above: {', '.join(broken)})" if broken and not is_skipped else ""
+            self._note(name, False, f"{problem}{hint}", began)
         except Exception as error:
-            if not self._fork.ctx.is_main or is_of_a_peer(error):
-                time.sleep(3)  # rank 0 says it where it has it too; who only lost a peer leaves the word to that one
-            if not is_of_a_peer(error):
-                self._note(
-                    name, False, f"rank {self._fork.ctx.rank} met {in_one_line(error)}; mend that first", begin, True
-                )
-                self.finish(True)
+            # maybe on this rank only, while the others wait for it in a collective: every rank has to end
+            rank, is_peers = self._fork.ctx.rank, is_of_a_peer(error)
+            if rank or is_peers:
+                time.sleep(3)  # rank 0 reports first if it has the same error; the cause is reported before lost peers
+            if not is_peers:
+                self._prints = True
+                self._note(name, False, f"rank {rank}: {one_line(error)}; fix that first", began)
+                self.finish()
             logging.disable(logging.NOTSET)
             self._fork.clean_up()
-            leave_after(error, self._fork.ctx.rank)
+            leave_after(error, rank)
         finally:
             logging.disable(logging.NOTSET)
 
-    def _note(self, name: str, is_passed: bool, text: str, begin: float, is_alone: bool = False) -> None:
-        seconds = time.monotonic() - begin
+    def _note(self, name: str, is_passed: bool, text: str, began: float) -> None:
+        seconds = time.monotonic() - began
         self._outcomes[name] = {"passed": is_passed, "figure": text, "seconds": round(seconds, 1)}
-        self._say(f"{'ok    ' if is_passed else 'BROKEN'}  {name:<11} {text}  [{seconds:.1f} s]", is_alone)
+        self._print(f"{'ok    ' if is_passed else 'BROKEN'}  {name:<11} {text}  [{seconds:.1f} s]")
 
-    def _say(self, text: str, is_alone: bool = False) -> None:
-        if self._fork.ctx.is_main or is_alone:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
+    def _print(self, text: str) -> None:
+        if self._prints:
+            print(text, flush=True)
 
-    def finish(self, is_alone: bool = False) -> bool:
-        """Write verified.json. Whether all invariants hold."""
-        now, fork = provenance.code_digests(), self._fork
+    def finish(self) -> bool:
+        """Write verified.json. Returns whether all invariants hold."""
+        now, ctx = provenance.code_digests(), self._fork.ctx
         if edited := [name for name in self._code if now.get(name) != self._code[name]]:
-            self._note(
-                "code",
-                False,
-                f"{named(edited)}: edited meanwhile, so nothing is known of it; run this again",
-                time.monotonic(),
-                is_alone,
-            )
-        is_passed = not self.broken and self._outcomes.keys() == CHECKS.keys()
-        if fork.ctx.is_main or is_alone:
-            found = {
-                "passed": is_passed,
-                "time": provenance.now(),
-                "ranks": fork.ctx.world_size,
-                "task": fork.config.task,
-                "title": fork.title,
-                "flags": self._flags,
-                "devices": sorted(set(fork.ctx.device_names)),
-                "versions": provenance.versions(),
-                "code": now | self._code,
-                "invariants": self._outcomes,
-            }
-            try:
-                replace_json(provenance.VERIFIED, found)
-            except OSError as error:
-                raise UserError(
-                    f"{provenance.VERIFIED}: cannot be written ({error.strerror}); make its folder writable"
-                ) from None
-        held = [name for name in self._outcomes if name not in self.broken]
-        which = f"; broken: {', '.join(self.broken)}" if self.broken else ""
-        self._say(
-            f"{len(held)} of {len(CHECKS)} invariants hold{which}; wrote {os.path.relpath(provenance.VERIFIED)}",
-            is_alone,
-        )
+            text = f"{first_three(edited)}: edited during the checks, so they say nothing about it; run this again"
+            self._note("code", False, text, time.monotonic())
+        broken = self.broken
+        is_passed = not broken and len(self._outcomes) == len(CHECKS)
+        found = {
+            "passed": is_passed,
+            "time": provenance.now(),
+            "ranks": ctx.world_size,
+            "task": self._fork.config.task,
+            "flags": self._flags,
+            "devices": sorted(set(ctx.device_names)),
+            "versions": provenance.versions(),
+            "code": now | self._code,
+            "invariants": self._outcomes,
+        }
+        if self._prints:
+            replace_json(provenance.VERIFIED, found)
+        which = f"; broken: {', '.join(broken)}" if broken else ""
+        held = len(self._outcomes) - len(broken)
+        self._print(f"{held} of {len(CHECKS)} invariants hold{which}; wrote {os.path.relpath(provenance.VERIFIED)}")
         return is_passed
 
 
@@ -192,7 +158,7 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted: nothing was found out, nothing was written\n")
+        sys.stderr.write("interrupted: no result, nothing was written\n")
         os._exit(1)
     except Exception as error:
         leave_after(error, int(os.environ.get("RANK", 0)))

@@ -48,28 +48,6 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=deselected)
 
 
-def pytest_terminal_summary(terminalreporter):
-    """The scoreboard of the faults that were injected."""
-    reports = [
-        report
-        for name in ("passed", "failed")
-        for report in terminalreporter.getreports(name)
-        if "test_fault[" in report.nodeid
-    ]
-    rows = []
-    for report in reports:
-        kind = report.nodeid.split("[")[1].rstrip("]")
-        group, kind, end, figure = dict(report.user_properties).get("fault", ("", kind, "", ""))
-        rows.append((group, kind, "held" if report.passed else "BROKEN", f"{report.duration:.0f} s", figure, end))
-    if rows:
-        terminalreporter.section(f"faults: {sum(row[2] == 'held' for row in rows)} of {len(rows)} held")
-        widths = [max(len(row[k]) for row in rows) for k in range(6)]
-        for row in sorted(rows):
-            terminalreporter.write_line(
-                "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            )
-
-
 @pytest.fixture(autouse=True)
 def no_trace():
     """A test that computes in float64, sets up the logger or leaves loader workers behind leaves no trace."""

@@ -290,7 +290,7 @@ GUARANTEES = [
         """, faults="SIGINT, SIGUSR1 and SIGHUP"),
     row("clean-exit", "runs", "end of a process", "No rank leaves the group before all have finished, and no process of the run stays behind.", tests="""
         distributed/test_refusals.py::test_no_rank_leaves_the_group_before_all_have_finished
-        distributed/test_refusals.py::test_a_failure_leaves_no_worker_behind
+        distributed/test_refusals.py::test_a_rank_that_fails_ends_the_others_and_all_workers_and_is_named
         distributed/test_workers_and_data.py::test_workers_that_ignore_sigterm_do_not_keep_the_process_from_its_end
         """),
     row("one-process", "runs", "one process", "`python train.py` needs no launcher, port or variables; `train(config)` runs twice in one process.", tests="""
@@ -395,7 +395,7 @@ GUARANTEES = [
         builtin/test_slurm.py::test_tasks_of_srun_are_ranks_without_torchrun
         """),
     row("kubernetes", "launching", "Kubernetes", "The manifests fit the published schemas; a drained pod saves and is replaced.", tests="""
-        unit/test_kubernetes.py::test_every_manifest_is_what_the_published_schemas_say
+        unit/test_kubernetes.py::test_every_manifest_and_the_job_of_a_trainjob_are_what_the_published_schemas_say
         unit/test_kubernetes.py::test_each_pod_starts_its_node_of_the_job
         """, slow="""
         builtin/test_pods.py::test_a_pod_that_is_drained_saves_and_the_next_one_completes_the_run
@@ -462,19 +462,7 @@ def tables() -> dict[str, str]:
                 checked.append(f"| {each.subject} | {each.promise} | {tests} | {slow} |")
         checked.append("")
     found["guarantees and their tests"] = "\n".join(checked).rstrip()
-    faults = ["| group | fault | injection | what must happen | default |", "|---|---|---|---|---|"]
-    faults += [
-        f"| {each.group} | {each.kind} | {each.injection} | {each.end} | {'yes' if each.is_default else ''} |"
-        for each in fault_rows()
-    ]
-    found["faults"] = "\n".join(faults)
     return found
-
-
-def fault_rows() -> list:
-    from test_faults import FAULTS
-
-    return FAULTS
 
 
 def written(text: str) -> str:

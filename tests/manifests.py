@@ -1,5 +1,4 @@
-"""scripts/kubernetes as a cluster reads it: published schemas, the Job that Kubeflow Trainer makes, the pods that the
-kubelet starts."""
+"""scripts/kubernetes as a cluster reads it: schemas, the Job that Kubeflow Trainer makes, the pods of the kubelet."""
 
 import copy
 import importlib
@@ -46,8 +45,7 @@ def validate(document):
 
 
 def job_of_the_trainer(runtime, train_job):
-    """The Job that Kubeflow Trainer 2.3 and JobSet make of a runtime and a TrainJob (its plugins torch.go and
-    jobset.go, read for this)."""
+    """The Job that Kubeflow Trainer 2.3 and JobSet make of a runtime and a TrainJob (plugins torch.go, jobset.go)."""
     name, wishes = train_job["metadata"]["name"], train_job["spec"]["trainer"]
     replicated = copy.deepcopy(runtime["spec"]["template"]["spec"]["replicatedJobs"][0])
     spec = replicated["template"]["spec"] | {"completions": wishes["numNodes"], "parallelism": wishes["numNodes"]}
@@ -58,10 +56,9 @@ def job_of_the_trainer(runtime, train_job):
         "NNODES": wishes["numNodes"],
         "NPROC_PER_NODE": wishes["numProcPerNode"],
         "MASTER_ADDR": f"{name}-node-0-0.{name}",
+        "MASTER_PORT": 29500,
     }
-    container["env"] += [
-        {"name": f"PET_{key}", "value": str(value)} for key, value in (values | {"MASTER_PORT": 29500}).items()
-    ]
+    container["env"] += [{"name": f"PET_{key}", "value": str(value)} for key, value in values.items()]
     container["env"].append({"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}})
     spec["template"]["spec"]["subdomain"] = name
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": f"{name}-node-0"}, "spec": spec}

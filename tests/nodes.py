@@ -1,10 +1,8 @@
 """Real nodes on one machine: namespaces with a network, a host name and mounts of their own, joined by a bridge.
 
 `with Nodes(2) as nodes:` gives node0 and node1. They reach each other and nothing else, so that several tests may run
-at once, ports too are
-each node's own, and the machine's network stays as it is. Processes, memory and files are the machine's: what stands in
-a
-folder is shared storage, unless a node mounts something over it.
+at once; ports are each node's own, and the machine's network stays as it is. Processes, memory and files are the
+machine's: a folder is shared storage, unless a node mounts something over it.
 """
 
 import contextlib
@@ -18,21 +16,18 @@ from ranks import DEADLINE, ROOT, Ended, finish, lack, need, start, stop
 
 NETWORK = "10.0.0"
 HOLD = "echo held; read _"  # until it is killed, or pytest is: then its input ends
-# As `ip netns exec` does it: /sys shows the interfaces of the network that it was mounted in. The cgroups below it
-# stay.
+# As `ip netns exec` does it: /sys shows the interfaces of the network that it was mounted in. Its cgroups stay.
 OWN_SYS = "mount --rbind /sys/fs/cgroup /mnt; mount -t sysfs sysfs /sys && mount --rbind /mnt /sys/fs/cgroup"
 
 
 class Place:
-    """A process that holds namespaces open, and what runs in them. They end with the process: nothing of them has a
-    name to be left behind."""
+    """A process that holds namespaces open, and what runs in them. They end with the process."""
 
     def __init__(self, unshare: Sequence[str], within: "Place | None" = None) -> None:
         self._is_root = os.geteuid() == 0
         words = [*(within.enter if within else ()), "unshare", *unshare, "sh", "-c", HOLD]
-        self._holder = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self._holder = subprocess.Popen(words, text=True, **pipes)
         self._programs: list[subprocess.Popen] = []
         if self._holder.stdout.readline() != "held\n":
             lack(f"this machine allows no namespaces: {self._holder.stderr.read()}")
@@ -44,19 +39,10 @@ class Place:
     @property
     def enter(self) -> list[str]:
         """The words before a command that make it run here."""
-        return [
-            "nsenter",
-            *([] if self._is_root else ["-U", "--preserve-credentials"]),
-            "-m",
-            "-n",
-            "-u",
-            "-t",
-            str(self.pid),
-        ]
+        as_user = [] if self._is_root else ["-U", "--preserve-credentials"]
+        return ["nsenter", *as_user, "-m", "-n", "-u", "-t", str(self.pid)]
 
-    def start(
-        self, command: Sequence[object], *, env: dict[str, str] | None = None, cwd: Path = ROOT
-    ) -> subprocess.Popen:
+    def start(self, command: Sequence[object], *, env: dict | None = None, cwd: Path = ROOT) -> subprocess.Popen:
         """Start a program here, as `ranks.start` does. The folder is the one that has this name here."""
         words = [*self.enter, "sh", "-c", 'cd "$0" && exec "$@"', cwd, *command]
         self._programs.append(start(words, env=env))
@@ -68,9 +54,7 @@ class Place:
 
     def do(self, *command: object) -> None:
         """A command of the test's own, which succeeds."""
-        done = subprocess.run(
-            [*self.enter, *map(str, command)], capture_output=True, text=True, timeout=20, check=False
-        )
+        done = subprocess.run([*self.enter, *map(str, command)], capture_output=True, text=True, timeout=20)
         assert done.returncode == 0, f"{done.args}: {done.stderr}"
 
     def seen(self, path: Path) -> Path:
@@ -121,12 +105,8 @@ class Node(Place):
     def slow(self, rate: str) -> None:
         """Let the cable carry so much in each direction: 10mbit, 1gbit. Empty: as much as it can."""
         for place, interface in ((self, "eth0"), (self._switch, self.name)):
-            shape = (
-                ["replace", "root", "tbf", "rate", rate, "burst", "64kb", "latency", "200ms"]
-                if rate
-                else ["delete", "root"]
-            )
-            place.do("tc", "qdisc", shape[0], "dev", interface, *shape[1:])
+            shape = f"tbf rate {rate} burst 64kb latency 200ms".split() if rate else []
+            place.do("tc", "qdisc", "replace" if rate else "delete", "dev", interface, "root", *shape)
 
 
 class Nodes(contextlib.AbstractContextManager):
@@ -143,9 +123,8 @@ class Nodes(contextlib.AbstractContextManager):
             self._switch = Place(["-n", "-m", "-u", *([] if os.geteuid() == 0 else ["--map-root-user"])])
             stack.callback(self._switch.close)
             # what is mounted here from now on is mounted on all nodes, and what a node mounts is its own
-            self._switch.do(
-                "sh", "-c", "mount --make-rshared / && ip link add bridge type bridge && ip link set bridge up"
-            )
+            bridge = "ip link add bridge type bridge && ip link set bridge up"
+            self._switch.do("sh", "-c", f"mount --make-rshared / && {bridge}")
             self._nodes: list[Node] = []
             for number in range(self._count):
                 self._nodes.append(Node(number, self._switch, folder))

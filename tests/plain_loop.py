@@ -1,7 +1,5 @@
-"""The oracle: the same training in one process, as plainly as it can be written. It shares no line with what it judges.
-
-No DDP, no checkpoint, no workers; of ours only the model, the data set and the config. It is also the plain loop of
-scripts/benchmark.py.
+"""The oracle: the same training in one process, without DDP, checkpoints or workers. It shares only model, data and config
+with the code that it judges. It is also the plain loop of scripts/benchmark.py.
 """
 
 import hashlib
@@ -29,8 +27,7 @@ def samples(data, indices, *key):
 
 
 def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
-    """Yields the model, its average (or None), the summed loss and the weight of each step. micro_batches_per_step:
-    ranks x accumulation."""
+    """Yields the model, its average, the summed loss and the weight of each step. M micro-batches: ranks x accumulation."""
     data = create_dataset(config, "train")
     fetch, collate = getattr(data, "__getitems__", None), getattr(data, "collate", default_collate)
     transform = getattr(data, "device_transform", lambda batch, *_: batch)
@@ -43,11 +40,8 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
     optimizer = torch.optim.SGD(groups, config.lr, config.momentum, nesterov=config.nesterov, **rest)
     if config.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, config.lr, (config.momentum, 0.999), **rest)
-    average = (
-        AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(config.ema_decay), use_buffers=True)
-        if config.ema_decay
-        else None
-    )
+    rule = get_ema_multi_avg_fn(config.ema_decay)
+    average = AveragedModel(model, multi_avg_fn=rule, use_buffers=True) if config.ema_decay else None
     norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     rates = [norm.momentum for norm in norms for _ in range(2)]
     statistics = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
@@ -76,10 +70,9 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
                 s.copy_((1 - rate) * old + rate * mean)
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm or math.inf)
             cosine = 0.5 + 0.5 * math.cos(math.pi * (step - warm_up) / max(1, total - warm_up))
+            factor = (step + 1) / warm_up if step < warm_up else cosine
             for group in optimizer.param_groups:
-                group["lr"] = group.setdefault("peak", group["lr"]) * (
-                    (step + 1) / warm_up if step < warm_up else cosine
-                )
+                group["lr"] = group.setdefault("peak", group["lr"]) * factor
             optimizer.step()
             optimizer.zero_grad()
             if average:

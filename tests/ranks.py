@@ -1,5 +1,4 @@
-"""Real processes for tests: ranks forked from a warm server, and whole launches; each with a deadline, none left
-behind."""
+"""Real processes for tests: ranks forked from a warm server, and launches; each with a deadline, none left behind."""
 
 from __future__ import annotations
 
@@ -33,10 +32,8 @@ PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # for s
 MARK = "DDP_TEST_PROGRAM"
 SECONDS_TO_GO = 3.0  # for what a program leaves behind to end by itself
 
-
 # Ranks are forked from a server that has imported everything and has no threads: a fork of pytest's own process, in
-# which a thread
-# may hold a lock of libc at that moment, hangs now and then.
+# which a thread may hold a lock of libc at that moment, hangs now and then.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["warm"])
 STORES = """
@@ -57,25 +54,18 @@ def _store_server() -> subprocess.Popen:
 
 
 def new_store() -> str:
-    """The port of a new store in a process that lives as long as pytest: as torchrun's agent has one, so that no port
-    is guessed."""
+    """The port of a new store in a process that lives as long as pytest, as torchrun's agent has one."""
     server = _store_server()
     print(file=server.stdin, flush=True)
     return server.stdout.readline().strip()
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Any]:
-    """Run function(*args) in processes that find torchrun's variables in their environment; what each returned, by
-    rank.
+    """Run function(*args) in ranks with torchrun's variables; what each returned, by rank.
 
     Raises AssertionError, with what the ranks printed, when one fails or the deadline passes.
     """
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": new_store(),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "WORLD_SIZE": str(world_size),
-    }
+    common = launch_variables(world_size)
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, str(rank)) for rank in range(world_size)]
         ranks = []
@@ -85,32 +75,26 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadlin
             ranks[-1].start()
         ends = time.monotonic() + deadline
         try:
-            while (
-                any(rank.is_alive() for rank in ranks)
-                and time.monotonic() < ends
-                and not any(rank.exitcode for rank in ranks)
-            ):
+            while any(rank.is_alive() for rank in ranks) and time.monotonic() < ends:
                 time.sleep(0.01)
-            ends = time.monotonic() + 1  # let the others say what they saw
-            while (
-                any(rank.is_alive() for rank in ranks)
-                and any(rank.exitcode for rank in ranks)
-                and time.monotonic() < ends
-            ):
-                time.sleep(0.01)
+                if any(rank.exitcode for rank in ranks):
+                    ends = min(ends, time.monotonic() + 1)  # the others print what they saw
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.join()
         codes = [rank.exitcode for rank in ranks]
         if any(codes):
-            said = "\n".join(
-                f"--- rank {rank}\n{file.with_suffix('.out').read_text()}" for rank, file in enumerate(files)
-            )
-            raise AssertionError(
-                f"exit codes {codes} (-9: ended by the test, after {deadline} s or when another rank failed)\n{said}"
-            )
+            texts = [f"--- rank {rank}\n{file.with_suffix('.out').read_text()}" for rank, file in enumerate(files)]
+            reason = f"-9: ended by the test, after {deadline} s or when another rank failed"
+            raise AssertionError("\n".join([f"exit codes {codes} ({reason})", *texts]))
         return [pickle.loads(file.read_bytes()) for file in files]
+
+
+def launch_variables(world_size: int) -> dict[str, str]:
+    """What torchrun sets for all ranks alike."""
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": new_store(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return store | {"WORLD_SIZE": str(world_size)}
 
 
 def _be_a_rank(file: Path, env: dict[str, str], function: Callable[..., Any], args: tuple) -> None:
@@ -160,8 +144,7 @@ def launch(
 
 
 def start(command: Sequence[str | Path], *, env: dict[str, str] | None = None, cwd: Path = ROOT) -> subprocess.Popen:
-    """Start a program in a session of its own. It prints into files: a pipe would stay open as long as anything that it
-    left behind."""
+    """Start a program in a session of its own. It prints into files: a pipe stays open as long as what it left behind."""
     mark = str(uuid.uuid4())
     everything = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {}), MARK: mark}
     files = [tempfile.TemporaryFile("w+") for _ in range(2)]
@@ -193,11 +176,7 @@ def _printed(program: subprocess.Popen) -> list[str]:
 
 
 def stop(program: subprocess.Popen) -> int:
-    """End a program that this test started, and what it left behind: in sessions of its own, known by a variable it
-    inherited.
-
-    Returns how many processes that were.
-    """
+    """End a program that this test started, and what it left behind (marked by a variable). Returns how many those are."""
     if program.poll() is None:
         program.terminate()
         try:
@@ -229,31 +208,23 @@ def marked(program: subprocess.Popen) -> list[int]:
 
 
 class WarmLaunch:
-    """`python script words`, or with ranks as torchrun would launch it, in processes forked from the server: as `start`
-    gives a program.
+    """`python script words`, or with ranks as torchrun would launch it, forked from the server: as from `start`.
 
     The agent is torchrun's stand-in: it forwards SIGTERM and SIGINT to the ranks' process groups, ends all ranks when
-    one fails,
-    gives them 30 s, and then exits with 1. What torchrun itself says, or restarts, needs a real launch.
+    one fails, gives them 30 s, and exits with 1. What torchrun itself prints, or restarts, needs a real launch.
     """
 
     def __init__(self, ranks: int, script: Path, words: Sequence[object], env: dict[str, str] | None = None) -> None:
         self.args = [str(script), *map(str, words)]
-        # named, since a deleted file is known by its inode, which another program's file may get once this one is
-        # closed
+        # named, since the inode of a deleted file may be another program's once this one is closed
         self.files = [tempfile.NamedTemporaryFile("w+", prefix=f"{uuid.uuid4()}-") for _ in range(2)]
         self.mark = os.path.realpath(self.files[0].name)
         opened = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self.files]
-        common = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": new_store(),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "WORLD_SIZE": str(ranks),
-        }
-        common |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
-        self._process = CONTEXT.Process(
-            target=_be_an_agent, args=(ranks, self.args, opened, (common if ranks else {}) | (env or {}))
-        )
+        common = launch_variables(ranks) if ranks else {}
+        if ranks:
+            names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+            common |= {"TORCHELASTIC_RUN_ID": "none"} | dict.fromkeys(names, "0")
+        self._process = CONTEXT.Process(target=_be_an_agent, args=(ranks, self.args, opened, common | (env or {})))
         self._process.start()
         self.pid = self._process.pid
 
@@ -340,25 +311,15 @@ def _run_script(words: list[str]) -> NoReturn:
 
 
 def torchrun(world_size: int, *flags: str | Path, script: str = "train.py", **options: Any) -> Ended:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={world_size}",
-        script,
-        *flags,
-    ]
-    return launch(command, **options)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    return launch([*launcher, script, *flags], **options)
 
 
 def copy_repository(target: Path) -> Path:
     """What git tracks or would track, as it is in the working tree: what a clone gives, and a forker changes."""
     need("git")
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    for name in listed.stdout.split():
+    command = ["git", "ls-files", "-co", "--exclude-standard"]
+    for name in subprocess.check_output(command, cwd=ROOT, text=True).split():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, target / name)
     return target

@@ -1,13 +1,12 @@
-"""Small tasks of a forker's own in the place of model.py and dataset.py, quick enough for many steps in float64; and
-eyes on the loop.
+"""Small tasks in the place of model.py and dataset.py, quick enough for many steps in float64; eyes on the loop.
 
 images  images in memory, augmented on the device; a small network with BatchNorm and dropout
 plain   the same images, GroupNorm, no dropout: nothing in it depends on the micro-batch
-lines   lines of unequal length that weigh as many tokens as they predict, with random transforms of their own on the
-CPU, dropout
+lines   lines of unequal length that weigh as many tokens as they predict, with random transforms on the CPU, dropout
 """
 
 import contextlib
+import functools
 import hashlib
 import math
 import os
@@ -39,10 +38,9 @@ class SmallNet(nn.Module):
 
     def __init__(self, has_batch_norm, classes):
         super().__init__()
-        norms = (nn.BatchNorm2d, nn.BatchNorm2d) if has_batch_norm else (lambda n: nn.GroupNorm(2, n),) * 2
-        self.features = nn.Sequential(
-            nn.Conv2d(3, 8, 3, 2, 1), norms[0](8), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1), norms[1](16), nn.ReLU()
-        )
+        norm = nn.BatchNorm2d if has_batch_norm else functools.partial(nn.GroupNorm, 2)
+        first, second = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 16, 3, 2, 1)
+        self.features = nn.Sequential(first, norm(8), nn.ReLU(), second, norm(16), nn.ReLU())
         self.dropout = nn.Dropout(0.2 if has_batch_norm else 0.0)
         self.head = nn.Linear(64, classes)
 
@@ -61,17 +59,11 @@ class Images(Dataset):
         patterns = torch.randn(classes, 3, 8, 8, generator=generator)
         generator.manual_seed(size + 1000 * ("train", "val", "test").index(split))
         self.labels = torch.arange(size) % classes
-        self.images = (
-            (128 + 25 * patterns[self.labels] + 40 * torch.randn(size, 3, 8, 8, generator=generator))
-            .clamp(0, 255)
-            .byte()
-        )
+        noise = torch.randn(size, 3, 8, 8, generator=generator)
+        self.images = (128 + 25 * patterns[self.labels] + 40 * noise).clamp(0, 255).byte()
         self.split, self.augment = split, augment if split == "train" else "none"
-        self.targets, self.classes, self.num_classes = (
-            self.labels.tolist(),
-            [f"class_{k}" for k in range(classes)],
-            classes,
-        )
+        self.targets, self.num_classes = self.labels.tolist(), classes
+        self.classes = [f"class_{k}" for k in range(classes)]
         self.fingerprint = hashlib.sha256(self.images.numpy().tobytes()).hexdigest()
 
     def __len__(self):
@@ -108,15 +100,12 @@ def create_images(config, split):
 def groups_of(net, config):
     """Two groups, one of them without decay."""
     trained = [p for p in net.parameters() if p.requires_grad]
-    return [
-        {"params": [p for p in trained if p.ndim > 1]},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-    ]
+    matrices, others = ([p for p in trained if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
+    return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
 
 
 class Lines(Dataset):
-    """Lines of 2 to 9 tokens; a third of the tokens is replaced at random, by each of the generators a transform may
-    use."""
+    """Lines of 2 to 9 tokens; a third is replaced at random, by each of the generators that a transform may use."""
 
     def __init__(self, size, split):
         generator = torch.Generator().manual_seed(size if split == "train" else 1000 + size)
@@ -151,10 +140,14 @@ class TokenModel(nn.Module):
 def token_loss(net, lines):
     logits = net(lines[:, :-1].clamp(min=0)).flatten(0, 1)
     targets = lines[:, 1:].flatten()
-    right = ((logits.argmax(1) == targets) & (targets >= 0)).sum()
-    return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum"), {
-        "accuracy": (right, (targets >= 0).sum())
-    }
+    right, count = ((logits.argmax(1) == targets) & (targets >= 0)).sum(), (targets >= 0).sum()
+    loss = F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+    return loss, {"accuracy": (right, count)}
+
+
+def create_lines(config, split):
+    sizes = {"train": config.dataset_size, "val": 7, "test": 0}
+    return Lines(sizes[split], split) if sizes[split] else None
 
 
 SEAMS = {"param_groups": groups_of, "is_prepared": lambda config: True, "prepare_data": lambda config: None}
@@ -166,9 +159,7 @@ TASKS = {
         **SEAMS,
         "create_model": lambda config, device: TokenModel().to(device),
         "compute_loss": token_loss,
-        "create_dataset": lambda config, split: (
-            Lines(config.dataset_size if split == "train" else 7, split) if split != "test" else None
-        ),
+        "create_dataset": create_lines,
     },
 }
 BUCKETS = ["--bucket_cap_mb", "0.002"]  # several buckets for these small models
@@ -176,8 +167,7 @@ BUCKETS = ["--bucket_cap_mb", "0.002"]  # several buckets for these small models
 
 @contextlib.contextmanager
 def using(task):
-    """The task's functions in place of those of model.py and dataset.py, for the loop and for the oracle; "": those
-    themselves."""
+    """The task's functions in place of those of model.py and dataset.py, for the loop and the oracle; "": no task."""
     with contextlib.ExitStack() as stack:
         for name, function in TASKS[task].items() if task else ():
             for module in (train, plain_loop, model, dataset):
@@ -192,8 +182,7 @@ def config_of(flags, dtype=torch.float32):
 
 
 def train_task(task, flags, dtype=torch.float32, stops=(), is_watched=False, goes_on=True):
-    """Train in a rank. After each step in `stops` a signal reaches one rank, all stop and, where it `goes_on`, start
-    again.
+    """Train in a rank. After each step in `stops` a signal reaches one rank, all stop and, if it `goes_on`, start again.
 
     Returns the state that the last attempt ended in, and the micro-batches as `watching` saw them.
     """
@@ -216,8 +205,7 @@ class EagerConsensus(Consensus):
 
 @contextlib.contextmanager
 def signals_after(stops):
-    """SIGUSR1 to the last rank at the end of the step that stops[0] names; all ranks stop one step
-    later."""
+    """SIGUSR1 to the last rank at the end of the step that stops[0] names; all ranks stop one step later."""
     plain_done = Reporter.step_done
 
     def done(self, samples, step):
@@ -225,17 +213,14 @@ def signals_after(stops):
         if stops and step == stops[0] and int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1:
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    with (
-        mock.patch.object(Reporter, "step_done", done),
-        mock.patch.object(train, "Consensus", EagerConsensus),
-    ):
+    eager = mock.patch.object(train, "Consensus", EagerConsensus)
+    with mock.patch.object(Reporter, "step_done", done), eager:
         yield
 
 
 @contextlib.contextmanager
 def watching(found):
-    """Of each micro-batch that the loop computes: (epoch, step, number, indices, digest of the batch, seed of the
-    device's stream)."""
+    """Of each computed micro-batch: (epoch, step, number, indices, digest of the batch, seed of the device's stream)."""
     if found is None:
         yield
         return
@@ -251,9 +236,8 @@ def watching(found):
         micro_batch = here.get("micro_batch")
         if micro_batch and net.training and micro_batch.batch is batch and not micro_batch.is_padding:
             progress, seed = here["state"].progress, torch.default_generator.initial_seed()
-            found.append(
-                (progress.epoch, progress.step, micro_batch.number, tuple(micro_batch.indices), digest(batch), seed)
-            )
+            where = (progress.epoch, progress.step, micro_batch.number, tuple(micro_batch.indices))
+            found.append((*where, digest(batch), seed))
         return plain_loss(net, batch)
 
     def state(*args):
@@ -262,8 +246,7 @@ def watching(found):
 
     with (
         mock.patch.object(GlobalBatch, "__iter__", iterate),
-        mock.patch.object(train, "compute_loss", loss),
-        mock.patch.object(train, "create_state", state),
+        mock.patch.multiple(train, compute_loss=loss, create_state=state),
     ):
         yield
 

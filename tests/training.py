@@ -25,30 +25,9 @@ class PatientSaver(Saver):
 
 train.Saver = PatientSaver
 STATE = ("model", "ema", "optimizer", "scaler", "progress")  # of a checkpoint, what makes a run
-# of a summary
-ENDS = (
-    "epochs",
-    "steps",
-    "skipped_steps",
-    "samples_seen",
-    "best_value",
-    "best_epoch",
-    "final_top1",
-    "final_loss",
-)
+ENDS = "epochs steps skipped_steps samples_seen best_value best_epoch final_top1 final_loss".split()  # of a summary
 TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes")  # of a record, what differs each time
-TINY = [
-    "--image_size",
-    "8",
-    "--batch_size",
-    "4",
-    "--log_interval",
-    "5",
-    "--save_every_minutes",
-    "0",
-    "--backend",
-    "gloo",
-]
+TINY = "--image_size 8 --batch_size 4 --log_interval 5 --save_every_minutes 0 --backend gloo".split()
 
 
 def train_flags(flags, dtype=torch.float32, task="images"):
@@ -77,21 +56,13 @@ class Runs:
         path.write_text(f"{begin}{code}\ntrain.run_as_script()\n")
         return path
 
-    def train(
-        self,
-        world_size: int,
-        name: str,
-        *flags: object,
-        dtype: torch.dtype = torch.float32,
-        task: str = "images",
-        **options,
-    ) -> list[dict]:
+    def train(self, world_size: int, name: str, *flags, dtype=torch.float32, task="images", **options) -> list[dict]:
         """task: one of tasks.py; "" trains what model.py and dataset.py have."""
         words = self.words(name, *(BUCKETS if task else []), *flags)
         return run_ranks(world_size, train_flags, words, dtype, task, **options)
 
     def train_with_stops(
-        self, world_size: int, name: str, *flags: object, stops: tuple, dtype=torch.float32, task="images", goes_on=True
+        self, world_size: int, name: str, *flags, stops: tuple, dtype=torch.float32, task="images", goes_on=True
     ) -> None:
         """As tasks.train_task: a signal after each of these steps, then another attempt where it `goes_on`."""
         run_ranks(world_size, train_task, task, self.words(name, *flags), dtype, stops, False, goes_on)
@@ -125,14 +96,10 @@ class Runs:
         return {step: sorted(indices) for step, indices in steps.items()}
 
     def assert_same(self, a: str, b: str) -> None:
-        """The last checkpoints, and all records but for times and rates, are the same; so are the samples, where they
-        were recorded."""
+        """The last checkpoints, recorded samples and records are the same, but for times and rates."""
         assert_same_state(self.last(a), self.last(b))
         for kind in ("train", "eval"):
-            left, right = (
-                [{k: v for k, v in record.items() if k not in TIMES} for record in self.records(name, kind)]
-                for name in (a, b)
-            )
+            left, right = ([record | dict.fromkeys(TIMES) for record in self.records(name, kind)] for name in (a, b))
             assert left == right
         ends = [{key: self.json(name, "summary.json")[key] for key in ENDS} for name in (a, b)]
         assert ends[0] == ends[1] and self.samples(a) == self.samples(b)
@@ -149,9 +116,8 @@ def wait_until(what: Callable[[], object], seconds: float = 60.0) -> object:
 
 def wait_for_step(run: Path, rank: int, step: int) -> Place:
     """The rank's place, once it has come so far."""
-    return wait_until(
-        lambda: (place := read_place(run / "watch" / f"rank{rank}")) and place.step >= step and place, 120
-    )
+    file = run / "watch" / f"rank{rank}"
+    return wait_until(lambda: (place := read_place(file)) and place.step >= step and place, 120)
 
 
 def assert_same_state(a: dict, b: dict) -> None:
@@ -161,11 +127,8 @@ def assert_same_state(a: dict, b: dict) -> None:
 
 def relative(got: dict, want: dict) -> float:
     """The largest relative distance of two state dicts' tensors."""
-    floats = [name for name in want if want[name].is_floating_point()]
-    return max(
-        ((got[name] - want[name]).double().norm() / want[name].double().norm().clamp(min=1e-30)).item()
-        for name in floats
-    )
+    pairs = [(got[name].double(), want[name].double()) for name in want if want[name].is_floating_point()]
+    return max(((a - b).norm() / b.norm().clamp(min=1e-30)).item() for a, b in pairs)
 
 
 def difference(a, b, path=""):

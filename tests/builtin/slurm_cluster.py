@@ -1,10 +1,7 @@
-"""A real Slurm of one controller and two nodes on this machine: munged, slurmctld and two slurmd in namespaces of their
-own.
+"""A real Slurm of one controller and two nodes on this machine: munged, slurmctld and two slurmd in namespaces.
 
-Each node has a network, an address and a host name of its own. All of it lives below one process, in a private process
-and mount
-namespace: when that process ends (with pytest at the latest), the kernel ends the daemons and every job, and nothing is
-left on the machine.
+Each node has its own network, address and host name. Everything lives below one process, in a private process and mount
+namespace: when that process ends (with pytest at the latest), the kernel ends the daemons and every job.
 """
 
 from __future__ import annotations
@@ -91,19 +88,7 @@ class Cluster:
         self._env = {"SLURM_CONF": str(folder / "slurm.conf")}
 
     def __enter__(self) -> Cluster:
-        own = [
-            "setpriv",
-            "--pdeathsig",
-            "KILL",
-            "unshare",
-            "--mount",
-            "--net",
-            "--uts",
-            "--pid",
-            "--fork",
-            "--kill-child",
-            "--mount-proc",
-        ]
+        own = "setpriv --pdeathsig KILL unshare --mount --net --uts --pid --fork --kill-child --mount-proc".split()
         self._program = start([*own, "bash", "-c", DAEMONS.format(folder=self.folder)], env=self._env)
         try:
             self.wait_until_idle()
@@ -119,11 +104,7 @@ class Cluster:
     def run(self, *command: str | Path, env: dict[str, str] | None = None, cwd: Path = ROOT) -> Ended:
         """Run a command on the controller."""
         children = Path(f"/proc/{self._program.pid}/task/{self._program.pid}/children").read_text().split()
-        into = (
-            ["nsenter", "--target", children[0], "--mount", "--net", "--uts", "--pid", f"--wd={cwd}"]
-            if children
-            else ["false"]
-        )
+        into = ["nsenter", "--mount", "--net", "--uts", "--pid", f"--wd={cwd}", "--target", *children[:1]]
         return launch([*into, *command], env=self._env | (env or {}))
 
     def submit(self, *words: str | Path, **options) -> int:

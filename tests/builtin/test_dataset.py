@@ -1,4 +1,4 @@
-"""The shipped data sets: what they hold, and which files are rejected."""
+"""The built-in data sets: what they hold, and which files are rejected."""
 
 import shutil
 
@@ -46,7 +46,7 @@ def test_image_folder_reads_splits_sizes_and_labels(tmp_path):
     assert (len(train), len(val), create_dataset(config, "test")) == (5, 3, None)
     assert (train.classes, train.targets) == (["cat", "dog"], [0, 0, 0, 1, 1])
     assert (train.image_size, train.augment) == (8, "crop")
-    assert (val.split, val.augment) == ("test", "none")  # the only held-out part is used for both
+    assert (val.split, val.augment) == ("test", "none")  # the only held-out part does both
     image, label = train[4]
     assert image.shape == (3, 8, 8) and image.dtype == torch.uint8 and label == 1
     config = resolve_auto(config, train)
@@ -73,42 +73,37 @@ def test_dataset_size_takes_a_seeded_subset(tmp_path):
     assert len(some[0]) == 5 and some[0] == some[1] != some[2]
 
 
-def remove_two_classes(root):
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:40])
+
+
+def leave_one_class(root):
     for name in ("dog", "eel"):
         shutil.rmtree(root / "train" / name)
 
 
-def add_a_class(root):
-    (root / "val/emu").mkdir()
-
-
-def truncate(root):
-    path = root / "train/cat/000.png"
-    path.write_bytes(path.read_bytes()[:40])
-
-
-def stretch(root):
-    save_images(root / "train", {"cat": 1}, size=(8, 9))
-
-
 @pytest.mark.parametrize(
-    ("spoil", "changes", "expected"),
+    ("spoil", "changes", "said"),
     [
-        (remove_two_classes, {}, "has one class only, cat; give a classifier two"),
-        (add_a_class, {}, "val/emu: is a class that .* lacks; give both"),
-        (truncate, {}, "cat/000.png: cannot be read as an image .*; replace or delete it"),
-        (stretch, {}, "is not square .9x8 pixels.; resize all"),
+        (leave_one_class, {}, "one class only, cat; give"),
+        (lambda root: (root / "val/emu").mkdir(), {}, "val/emu: is a class that .* lacks; give both"),
+        (lambda root: truncate(root / "train/cat/000.png"), {}, "cat/000.png: cannot be read as an image .*; replace"),
+        (
+            lambda root: save_images(root / "train", {"cat": 1}, size=(8, 9)),
+            {},
+            "is not square .9x8 pixels.; resize all",
+        ),
         (lambda root: None, {"in_channels": 4}, "in_channels=4: images are read with 1 channel or 3; give"),
         (lambda root: None, {"dataset_size": 99}, "dataset_size=99: the set has 6 samples; give"),
     ],
 )
-def test_image_folders_that_cannot_be_used_are_rejected(tmp_path, spoil, changes, expected):
+def test_image_folders_that_cannot_be_used_are_rejected(tmp_path, spoil, changes, said):
     """More of them, on every rank: test_refused_data.py."""
     for split in ("train", "val"):
         save_images(tmp_path / split, {"cat": 2, "dog": 2, "eel": 2})
     spoil(tmp_path)
     config = folder_config(tmp_path, **changes)
-    with pytest.raises(UserError, match=expected):
+    with pytest.raises(UserError, match=said):
         resolve_auto(config, create_dataset(config, "train"))
         create_dataset(config, "val")
 
@@ -116,7 +111,7 @@ def test_image_folders_that_cannot_be_used_are_rejected(tmp_path, spoil, changes
 # ---- cifar10 ----
 
 
-def test_cifar10_that_cannot_be_downloaded_is_rejected_and_leaves_nothing_that_looks_complete(tmp_path, monkeypatch):
+def test_cifar10_that_cannot_be_downloaded_is_rejected_and_leaves_no_folder(tmp_path, monkeypatch):
     datasets = pytest.importorskip("torchvision.datasets")
     config = TrainingConfig(dataset="cifar10", data_dir=str(tmp_path))
     (tmp_path / "cifar10.partial").mkdir()

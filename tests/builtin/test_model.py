@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from config import TrainingConfig, UserError
 from model import MiniResNet, compute_loss, create_model, param_groups, wrap_ddp
@@ -9,9 +10,7 @@ from model import MiniResNet, compute_loss, create_model, param_groups, wrap_ddp
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    ("channels", "classes", "size", "batch"), [(3, 10, 32, 2), (1, 5, 28, 3), (3, 100, 64, 1), (4, 2, 4, 2)]
-)
+@pytest.mark.parametrize(("channels", "classes", "size", "batch"), [(1, 5, 28, 3), (4, 2, 4, 1)])
 def test_mini_resnet_shapes(channels, classes, size, batch):
     assert MiniResNet(channels, classes).eval()(torch.randn(batch, channels, size, size)).shape == (batch, classes)
 
@@ -38,13 +37,10 @@ def test_the_loss_is_a_sum_and_metrics_are_sums_and_counts():
     each = [compute_loss(model, (images[k : k + 1], labels[k : k + 1]))[0] for k in range(6)]
     torch.testing.assert_close(loss, torch.stack(each).sum())
     assert set(metrics) == {"top1", "top5"} and metrics["top1"][1] == 6
-    logits = model(images)
-    # smoothing is for training
-    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
+    torch.testing.assert_close(loss, F.cross_entropy(model(images), labels, reduction="sum"))  # not smoothed
     model.train()
     smoothed, metrics = compute_loss(model, (images, labels))
-    expected = torch.nn.functional.cross_entropy(model(images), labels, reduction="sum", label_smoothing=0.1)
-    torch.testing.assert_close(smoothed, expected)
+    torch.testing.assert_close(smoothed, F.cross_entropy(model(images), labels, reduction="sum", label_smoothing=0.1))
     assert set(metrics) == {"accuracy"}
 
 

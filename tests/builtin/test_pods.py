@@ -1,8 +1,8 @@
-"""Pods of the image and of both manifests, with the image's files and rights: one is drained or lost, and the run
-continues."""
+"""Pods of the image and of both manifests, with the image's files and rights: one is lost, and the run continues."""
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -52,9 +52,7 @@ def test_a_pod_that_is_drained_saves_and_the_next_one_completes_the_run(pod):
 def start_pod(node, job, index, app, shared, env):
     """What the kubelet would start, with the image and the claim at places of the test, and little to do."""
     words, variables = started(job, index)
-    places = {"/app/": f"{app}/", "/shared/": f"{shared}/"}
-    for place, here in places.items():
-        words = [here + word.removeprefix(place) if word.startswith(place) else word for word in words]
+    words = [re.sub("^/app/", f"{app}/", re.sub("^/shared/", f"{shared}/", word)) for word in words]
     return node.start([*POD, *words, *TINY, *FEW], env=env | variables, cwd=app)
 
 

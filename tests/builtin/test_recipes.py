@@ -35,12 +35,8 @@ class Fork:
     def images(self, size, **counts):
         """The image folder that the recipe's command reads."""
         for split, count in counts.items():
-            save_images(
-                self.folder / "FOLDER" / split,
-                {"red": count, "green": count, "blue": count},
-                size=size,
-                seed=len(split),
-            )
+            classes = dict.fromkeys(("red", "green", "blue"), count)
+            save_images(self.folder / "FOLDER" / split, classes, size=size, seed=len(split))
 
     def train(self, *flags):
         """The recipe's own command, and what makes it quick; what was printed, and the summary."""
@@ -50,9 +46,8 @@ class Fork:
 
     @property
     def changed(self):
-        return sorted(
-            path.name for path in self.folder.glob("*.py") if path.read_bytes() != (ROOT / path.name).read_bytes()
-        )
+        files = sorted(path.name for path in self.folder.glob("*.py"))
+        return [name for name in files if (self.folder / name).read_bytes() != (ROOT / name).read_bytes()]
 
 
 @pytest.mark.slow

@@ -1,5 +1,4 @@
-"""scripts/slurm.sbatch, and train.py under srun alone, on a real Slurm with two virtual nodes (slurm_cluster.py); needs
-root."""
+"""scripts/slurm.sbatch, and train.py under srun, on a real Slurm with two virtual nodes (slurm_cluster.py)."""
 
 import json
 import math
@@ -27,8 +26,7 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def slow_repository(tmp_path_factory):
-    """A fork whose steps take 0.15 s and a little: how far a job comes by its time limit hardly depends on the
-    machine."""
+    """A fork whose steps take 0.15 s: how far a job comes by its time limit hardly depends on the machine."""
     repository = copy_repository(tmp_path_factory.mktemp("repository"))
     text = (repository / "model.py").read_text()
     assert text.count(LINE) == 1
@@ -45,16 +43,8 @@ class Job:
         folder.mkdir(exist_ok=True)
         self.cluster, self.run, self.output, self.began = cluster, folder / "run", folder / "job.out", time.monotonic()
         flags = [*flags, "--run_dir", self.run] if script else []
-        self.number = cluster.submit(
-            "--nodes=2",
-            "--time=5",
-            f"--output={self.output}",
-            *options,
-            *script,
-            *flags,
-            env={"PATH": PATH},
-            cwd=repository,
-        )
+        words = ["--nodes=2", "--time=5", f"--output={self.output}", *options, *script, *flags]
+        self.number = cluster.submit(*words, env={"PATH": PATH}, cwd=repository)
 
     @property
     def said(self):
@@ -70,8 +60,7 @@ class Job:
 
 
 def test_a_job_saves_ahead_of_its_limit_and_requeues_itself_until_it_is_completed(cluster, slow_repository, tmp_path):
-    """Slurm looks at limits every 30 s. So that the machine's speed does not matter, the limit is set once there are
-    steps, and lifted later."""
+    """Slurm looks at limits every 30 s. The limit is set once there are steps, so that the machine's speed is no matter."""
     job = Job(cluster, tmp_path, slow_repository, ["--signal=B:USR1@60"])
     job.wait_for_steps()
     seconds = time.monotonic() - job.began
@@ -82,8 +71,8 @@ def test_a_job_saves_ahead_of_its_limit_and_requeues_itself_until_it_is_complete
     runs = Runs(tmp_path)
     runs.train(2, "undisturbed", *LONG, task="", deadline=200)
     assert job.wait(deadline=240) == ("COMPLETED", "0:0", 1), job.said
-    resumed = [event["step"] for event in runs.records("run", "event") if event["event"] == "resumed"]
-    assert len(resumed) == 1 and 0 < resumed[0] < 300
+    (resumed,) = runs.events("run", "resumed")
+    assert 0 < resumed["step"] < 300
     assert_same_state(runs.last("undisturbed"), runs.last("run"))
     # none twice, none left out
     assert [record["step"] for record in runs.records("run", "train")] == list(range(1, 301))
@@ -128,14 +117,11 @@ def test_a_job_that_is_to_stop_before_its_first_step_is_not_requeued_for_ever(cl
     cluster.wait_for(job.number, "RUNNING", deadline=30)
     cluster.run("scancel", "--batch", "--signal=USR1", str(job.number))
     assert job.wait() == ("FAILED", "75:0", 0), job.said
-    assert re.search(
-        r"not requeued, since the signal came \d+ s after the start; submit it again with a longer --time", job.said
-    )
+    assert re.search(r"not requeued, since the signal came \d+ s after the start; submit it again", job.said)
 
 
 def test_tasks_of_srun_are_ranks_without_torchrun(cluster, slow_repository, tmp_path):
-    """Two tasks on each of two nodes; in the batch script itself train.py is one process. Asked to stop, srun ends with
-    75."""
+    """Two tasks on each of two nodes; in the batch script itself train.py is one process. Stopped, srun exits with 75."""
     flags = " ".join([*TINY, "--dataset_size", "400", "--epochs", "2", "--run_dir", str(tmp_path)])
     srun = f"srun --kill-on-bad-exit=1 python train.py {flags}/four"
     wrap = f"python train.py {flags}/one --max_steps 2 && {{ {srun} || [ $? = 75 ]; }} && {srun} --resume_from auto"
@@ -146,11 +132,6 @@ def test_tasks_of_srun_are_ranks_without_torchrun(cluster, slow_repository, tmp_
     assert job.wait(deadline=90) == ("COMPLETED", "0:0", 0), job.said
     runs = Runs(tmp_path)
     assert runs.json("one", "summary.json")["world_size"] == 1
-    assert [rank["host"] for rank in runs.json("four", "provenance.json")["ranks"]] == [
-        "node0",
-        "node0",
-        "node1",
-        "node1",
-    ]
-    assert [event["event"] for event in runs.records("four", "event")].count("resumed") == 1
+    hosts = [rank["host"] for rank in runs.json("four", "provenance.json")["ranks"]]
+    assert hosts == ["node0", "node0", "node1", "node1"] and len(runs.events("four", "resumed")) == 1
     assert [record["step"] for record in runs.records("four", "train")] == list(range(1, 51))

@@ -1,9 +1,7 @@
 """Faults: one row of a table each, and the tools to do to a real run what the row says.
 
-A row is a function with the decorator `fault`: it injects the fault, asserts what must happen, and returns the row's
-figure. Its group
-is its module. A kind is a distinct (what fails, where, what must happen): sizes, ranks and moments of one kind are one
-row.
+A row is a function with the decorator `fault`: it injects the fault and asserts what must happen. Its group is its
+module. A kind is a distinct (what fails, where, what must happen): sizes, ranks and moments of one kind are one row.
 """
 
 import contextlib
@@ -24,19 +22,16 @@ from ranks import ROOT, Ended, WarmLaunch, finish, marked, start, stop
 from tasks import BUCKETS
 from training import Runs, assert_same_state
 from utils.checkpoint.format import step_path
-from utils.run.watchdog import Place, read_place
+from utils.clock import Place, read_place
 
 FLAGS = "--image_size 8 --batch_size 4 --log_interval 5 --backend gloo --no-use_amp --record_samples".split() + BUCKETS
 HOST = re.escape(socket.gethostname())
 # else a restart by torchrun finds the keys of the attempt that died
 NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-LOOKED = ("watch/", "claim.json")  # what a launch that is refused may change in a run's folder: who looked last
-SAME_BITS = "resumed, it ends in the same bits"
+LOOKED = ("watch/", "lock.json", ".lock")  # what a launch that is refused may change in a run's folder: who looked last
 # train.py on the task "images". For a fault's own lines: RUN is the run's folder, STEP the optimizer step under way (0:
-# before the
-# first), before_loss(net) is called at each forward pass. A step takes 20 ms at least, so that a fault finds it under
-# way; 0.2 s
-# where the drill's folder has a file "slow". Step HELD_AT waits for a file "go".
+# before the first), before_loss(net) is called at each forward pass. A step takes at least 20 ms, so that a fault meets
+# it; 0.2 s where the drill's folder has a file "slow". Step HELD_AT waits for a file "go".
 PROGRAM = f"""
 import sys; sys.path[:0] = [{str(ROOT)!r}]; sys.argv[0] = 'train.py'
 from utils.signals import hold
@@ -44,12 +39,12 @@ hold()
 import os, time, torch, train
 from pathlib import Path
 from tasks import Images, using
-from utils.run.watchdog import Watch
+from utils.clock import Clock
 TASK = using('images')
 TASK.__enter__()
 RANK, STEP = int(os.environ.get('RANK', 0)), 0
 RUN = Path(sys.argv[sys.argv.index('--run_dir') + 1])
-plain_begin, plain_loss = Watch.begin_step, train.compute_loss
+plain_begin, plain_loss = Clock.begin_step, train.compute_loss
 
 def begin_step(self, step):
     global STEP
@@ -66,7 +61,7 @@ def compute_loss(net, batch):
     before_loss(net)
     return plain_loss(net, batch)
 
-Watch.begin_step, train.compute_loss = begin_step, compute_loss
+Clock.begin_step, train.compute_loss = begin_step, compute_loss
 """
 
 
@@ -76,22 +71,19 @@ class Fault:
 
     kind: str
     group: str
-    injection: str
-    end: str
-    figure: str  # what the number is
-    drill: Callable[["Drill"], float]
+    drill: Callable[["Drill"], None]
     is_default: bool  # the others run with --all only
 
 
 FAULTS: list[Fault] = []
 
 
-def fault(kind: str, injection: str, end: str, figure: str, *args: object, is_default: bool = False) -> Callable:
-    """A row whose drill is the function that follows, given these args."""
+def fault(kind: str, *args: object, is_default: bool = False) -> Callable:
+    """A row whose drill is the function that follows, given these args. docs/fault-tolerance.md describes it."""
 
     def register(function: Callable) -> Callable:
         group = function.__module__.replace("_", "-")
-        FAULTS.append(Fault(kind, group, injection, end, figure, lambda drill: function(drill, *args), is_default))
+        FAULTS.append(Fault(kind, group, lambda drill: function(drill, *args), is_default))
         return function
 
     return register
@@ -122,15 +114,12 @@ class Job:
             if self.program.poll() is not None:
                 break
             time.sleep(0.005)
-        raise AssertionError(
-            "waited in vain; the launch"
-            f" {'goes on' if self.program.poll() is None else 'has ended'}\n{self.end(1).text}"
-        )
+        raise AssertionError(f"waited in vain; the launch's exit code: {self.program.poll()}\n{self.end(1).text}")
 
     def wait_for_step(self, step: int, rank: int = 0) -> Place:
         """Until the rank has begun this optimizer step."""
         return self.wait_for(
-            lambda: (place := self.place(rank)) and place.step >= step and place.phase != "start" and place
+            lambda: (place := self.place(rank)) and place.phase != "start" and place.step >= step and place
         )
 
     def wait_for_phase(self, phase: str, rank: int = 0) -> Place:
@@ -196,10 +185,8 @@ class Drill:
         """train.py with a fault's own lines before it runs."""
         for name in ("go", "slow"):
             (self.folder / name).unlink(missing_ok=True)
-        path = self.folder / "program.py"
-        path.write_text(
-            f"HELD_AT, FOLDER = {held_at}, {str(self.folder)!r}\n{PROGRAM}\n{code}\ntrain.run_as_script()\n"
-        )
+        path, values = self.folder / "program.py", f"HELD_AT, FOLDER = {held_at}, {str(self.folder)!r}"
+        path.write_text(f"{values}\n{PROGRAM}\n{code}\ntrain.run_as_script()\n")
         return path
 
     def start(
@@ -214,9 +201,8 @@ class Drill:
         how: tuple = ("--standalone",),
         is_real: bool = False,
     ) -> Job:
-        """Launch on so many ranks; 0: by python alone. Forked, with a stand-in for torchrun (ranks.WarmLaunch); a real
-        torchrun where
-        `is_real`, where it gets further words by `how`, and where something comes before it."""
+        """Launch on so many ranks; 0: by python alone. Forked, with a stand-in for torchrun (ranks.WarmLaunch); with
+        `is_real`, words for torchrun (`how`) or a command `before` it, a real torchrun."""
         words = [self.program(code, held_at), *FLAGS, "--run_dir", self.folder / name, *flags]
         folder, launcher = self.folder / name, [sys.executable]
         former = {place.pid for file in folder.glob("watch/rank*") if (place := read_place(file))}
@@ -236,13 +222,11 @@ class Drill:
         """A launch all of whose ranks wait in this step until `let_go`, once the checkpoint of that step is on the
         disk."""
         job = self.start(ranks, *flags, held_at=step, **options)
-        job.wait_for(
-            lambda: all(place and (place.step, place.phase) == (step, "forward") for place in job.places(max(1, ranks)))
-        )
+        places = [(step, "forward")] * max(1, ranks)
+        job.wait_for(lambda: [place and (place.step, place.phase) for place in job.places(max(1, ranks))] == places)
         if checkpoint_of:
-            job.wait_for(
-                lambda: job.checkpoint(checkpoint_of).exists() and not any(job.checkpoint(0).parent.glob("*.tmp"))
-            )
+            job.wait_for(job.checkpoint(checkpoint_of).exists)
+            job.wait_for(lambda: not any(job.checkpoint(0).parent.glob("*.tmp")))
         return job
 
     def let_go(self, is_slow: bool = False) -> None:
@@ -256,13 +240,12 @@ class Drill:
 
     def stopped(
         self, step: int, *flags: object, ranks: int = 2, number: int = signal.SIGTERM, **options: object
-    ) -> int:
-        """A run that is asked to stop at this step and has saved; the committed steps that its newest checkpoint
-        lacks."""
+    ) -> None:
+        """A run that is asked to stop at this step and has saved all its steps."""
         job = self.held(ranks, step, *flags, **options)
         job.signal_launcher(number)
         self.let_go(is_slow=True)
-        return self.has_stopped(job, code=1 if ranks else 75)
+        self.has_stopped(job, code=1 if ranks else 75)
 
     def beside(self, *words: object) -> Popen:
         """Start a tool that runs beside the launches until the drill ends."""
@@ -302,13 +285,11 @@ class Drill:
     def events(self, event: str, name: str = "run") -> list[dict]:
         return self.runs.events(name, event)
 
-    def resumes(self, ranks: int, *flags: object, after: int = 0) -> int:
-        """Started again, the run completes as the one without a fault. The steps made again after an attempt that had
-        begun this step."""
+    def resumes(self, ranks: int, *flags: object) -> None:
+        """Started again, the run completes as the one without a fault."""
         self.fork(ranks, *flags, "--resume_from", "auto")
         self.no_partial_files()
         self.is_whole(ranks, *flags)
-        return self.steps_lost(after) if self.events("resumed") else after  # the attempt had no checkpoint yet
 
     def is_whole(self, ranks: int, *flags: object, name: str = "run", code: str = "") -> None:
         """The completed run is to the bit the one without a fault, and took each sample once."""
@@ -321,26 +302,21 @@ class Drill:
         key = hashlib.sha256(repr((ranks, flags, code)).encode()).hexdigest()[:12]
         folder = self.folder.parent / f"undisturbed-{key}"
         if not (folder / "summary.json").exists():
-            if code:
-                self.completes(ranks, *flags, name=folder, code=code)
-            else:
-                self.fork(ranks, *flags, name=folder)
+            self.completes(ranks, *flags, name=folder, code=code) if code else self.fork(ranks, *flags, name=folder)
         return folder
 
     def steps_lost(self, step: int) -> int:
         """How many optimizer steps were made again after an attempt that had come to this step."""
         return step - self.events("resumed")[-1]["step"]
 
-    def has_stopped(self, job: Job, name: str = "run", code: int = 1) -> int:
-        """The launch was asked to stop and has saved; the committed steps that the newest checkpoint lacks: none."""
+    def has_stopped(self, job: Job, name: str = "run", code: int = 1) -> None:
+        """The launch was asked to stop and has saved: its newest checkpoint lacks no committed step."""
         ended = job.end()
         assert (ended.code, ended.left) == (code, 0), ended.text
         status, last = self.json("status.json", name), max(self.runs.samples(name), default=0)
         assert (status["state"], status["step"]) == ("preempted", last), status
         self.no_partial_files(name)
-        lost = last - (self.runs.last(name)["progress"]["step"] if last else 0)
-        assert lost == 0, (last, lost)
-        return lost
+        assert last == (self.runs.last(name)["progress"]["step"] if last else 0)
 
     @contextlib.contextmanager
     def unchanged(self, *but: str) -> Iterator[None]:
@@ -363,7 +339,7 @@ class Drill:
 def slow_writer(seconds: float | str) -> str:
     """Lines that make each checkpoint stand as a partial file for so long."""
     return (
-        "from utils import checkpoint\nplain_replace = checkpoint.replace_file\n"
+        "from utils.checkpoint import format as checkpoint\nplain_replace = checkpoint.replace_file\n"
         "def slow_replace(path, write, *rest, **options):\n"
         f"    plain_replace(path, lambda file: (write(file), file.flush(), time.sleep({seconds})), *rest, **options)\n"
         "checkpoint.replace_file = slow_replace\n"

@@ -3,7 +3,7 @@ them."""
 
 import json
 
-from drill import HOST, SAME_BITS, Drill, fault, says
+from drill import HOST, Drill, fault, says
 
 RUN = "--dataset_size 120 --epochs 1 --ema_decay 0.9 --num_workers 1".split()  # 15 steps of two ranks
 HALF = "--use_amp --amp_dtype fp16 --lr 0.0001".split()
@@ -34,7 +34,7 @@ def update_and_say(self, global_batch):
     plain_update(self, global_batch)
     say('after')
 
-train.create_state, Watch.begin_step, TrainState.update_if_finite = create_state, begin_and_say, update_and_say
+train.create_state, Clock.begin_step, TrainState.update_if_finite = create_state, begin_and_say, update_and_say
 """  # a digest of weights, BatchNorm statistics, momenta and averages before and after each step, by each rank
 
 
@@ -65,42 +65,11 @@ def idle_steps(drill: Drill, ranks: int = 2) -> list[int]:
     return [step for step, found in digests.items() if found["before"] == found["after"]]
 
 
-@fault(
-    "NaN loss",
-    "rank 1's loss is NaN in steps 1 and 8",
-    "skipped on both ranks, weights, momenta, EMA and statistics bit-identical before and after; samples recorded",
-    "skipped",
-    changed_loss("(1, 8)", NAN),
-    [1, 8],
-    is_default=True,
-)
-@fault(
-    "infinite loss",
-    "rank 1's loss is infinite in step 8, its gradient is not",
-    "as for NaN",
-    "skipped",
-    changed_loss("(8,)", "+ float('inf')"),
-    [8],
-    is_default=True,
-)
-@fault(
-    "infinite gradient",
-    "one gradient of rank 1 is infinite in step 8, its loss is not",
-    "as for NaN; the logged loss is finite",
-    "skipped",
-    changed_loss("(8,)", INFINITE_GRADIENT),
-    [8],
-)
-@fault(
-    "NaN loss in float16",
-    "rank 1's loss is NaN in step 12, in float16",
-    "counted as skipped, not as a search for the scale",
-    "skipped",
-    changed_loss("(12,)", NAN),
-    [12],
-    *HALF,
-)
-def skips(drill: Drill, code: str, steps: list[int], *flags: object) -> float:
+@fault("NaN loss", changed_loss("(1, 8)", NAN), [1, 8], is_default=True)
+@fault("infinite loss", changed_loss("(8,)", "+ float('inf')"), [8], is_default=True)
+@fault("infinite gradient", changed_loss("(8,)", INFINITE_GRADIENT), [8])
+@fault("NaN loss in float16", changed_loss("(12,)", NAN), [12], *HALF)
+def skips(drill: Drill, code: str, steps: list[int], *flags: object) -> None:
     """These steps and no others are skipped on all ranks, and recorded with their samples."""
     ended = drill.completes(2, *RUN, *flags, code=WATCHED + code)
     summary, samples = drill.json("summary.json"), drill.runs.samples("run")
@@ -111,44 +80,28 @@ def skips(drill: Drill, code: str, steps: list[int], *flags: object) -> float:
     idle = idle_steps(drill)
     assert set(steps) <= set(idle) and len(idle) == len(steps) + summary["overflow_steps"], (idle, summary)
     for step in steps:
-        says(ended.text, rf"skipped \d+ optimizer step\(s\) whose loss or gradient is not finite: .*\b{step}\b")
+        says(ended.text, rf"skipped \d+ optimizer step\(s\) with a non-finite loss or gradient: .*\b{step}\b")
     if INFINITE_GRADIENT in code:
         assert all(record["loss"] is not None for record in drill.runs.records("run", "train"))
-    return summary["skipped_steps"]
 
 
-@fault(
-    "float16 searches its scale",
-    "gradients that overflow in float16 at its first scales, while all losses are finite",
-    "counted as overflow_steps; no step counts as skipped, none is recorded as such",
-    "steps of overflow",
-)
-def search_for_a_scale(drill: Drill) -> float:
-    assert skips(drill, changed_loss("range(16)", "* 64", "(0, 1)"), [], *HALF) == 0
+@fault("float16 searches its scale")
+def search_for_a_scale(drill: Drill) -> None:
+    skips(drill, changed_loss("range(16)", "* 64", "(0, 1)"), [], *HALF)
     searched = drill.json("summary.json")["overflow_steps"]
     assert 0 < searched < 15 and idle_steps(drill)[0] == 1, (searched, idle_steps(drill))
-    return searched
 
 
-@fault(
-    "NaN for good",
-    "NaN from step 7 on; --max_skipped_steps 4",
-    "ends at the next log line",
-    "steps late",
-    is_default=True,
-)
-def nan_for_good(drill: Drill) -> float:
+@fault("NaN for good", is_default=True)
+def nan_for_good(drill: Drill) -> None:
     job = drill.start(2, *RUN, "--max_skipped_steps", 4, code=changed_loss("range(7, 99)", NAN))
     drill.fails(
         job,
-        r"the last \d+ optimizer steps, up to step \d+, had a loss or a gradient that is not finite; look at their"
-        r" samples",
+        r"the last \d+ optimizer steps, up to step \d+, had a non-finite loss or gradient; look at their samples",
     )
     last = max(drill.runs.samples("run"))
     assert f"the last {last - 6} optimizer steps, up to step {last}," in drill.json("status.json")["error"]
-    late = last - 10
-    assert 0 <= late < 5  # log_interval
-    return late
+    assert 10 <= last < 15  # log_interval
 
 
 # ---- a rank whose memory is not what it was ----
@@ -156,14 +109,8 @@ def nan_for_good(drill: Drill) -> float:
 SAVING = "--dataset_size 240 --epochs 1 --num_workers 1 --save_every_steps 4".split()
 
 
-@fault(
-    "bit of a weight flips",
-    "one bit of one weight of rank 1 of 3, after step 10",
-    f"rank and host named before a checkpoint is committed; from the last good one {SAME_BITS}",
-    "steps to the finding",
-    is_default=True,
-)
-def diverges(drill: Drill) -> float:
+@fault("bit of a weight flips", is_default=True)
+def diverges(drill: Drill) -> None:
     code = """
 from utils.training.state import TrainState
 plain_update = TrainState.update_if_finite
@@ -174,12 +121,7 @@ def update_and_change(self, global_batch):
 TrainState.update_if_finite = update_and_change
 """
     job = drill.start(3, *SAVING, code=code)
-    said = (
-        rf"rank 1 on {HOST}: has other weights than the other ranks, so nothing was saved; look for a fault of its"
-        r" memory"
-    )
+    said = rf"rank 1 on {HOST}: has other weights than the other ranks, so nothing was saved; look for faulty memory"
     drill.fails(job, said, rank=1)
-    reached = job.places(3)[0].step
     assert 0 < int(drill.runs.checkpoints("run")[-1].stem.removeprefix("step_")) <= 10
     drill.resumes(3, *SAVING)
-    return reached - 10

@@ -3,9 +3,8 @@
 import os
 import re
 import signal
-import time
 
-from drill import NO_SHARED_STORE, SAME_BITS, Drill, fault, says, slow_writer
+from drill import NO_SHARED_STORE, Drill, fault, says, slow_writer
 from training import wait_until
 from utils.checkpoint import writer
 
@@ -24,8 +23,8 @@ def strikes_at(step: int, what: str) -> str:
 def is_diagnosed(drill: Drill, text: str, step: int, epoch: int, cause: str, *flags: object) -> None:
     """The sentence names the step and its samples: those of a run without a fault."""
     said = (
-        rf"the last 3 attempts all ended at step {step} \(epoch {epoch}, samples \[(.*)\]\) without a new checkpoint;"
-        rf" the last one said: {cause}"
+        rf"the last 3 attempts all failed at step {step} \(epoch {epoch}, samples \[(.*)\]\) without a new checkpoint,"
+        rf" the last one with: {cause}"
     )
     says(text, said)
     indices = re.search(said, text)[1].split(", ")
@@ -33,13 +32,8 @@ def is_diagnosed(drill: Drill, text: str, step: int, epoch: int, cause: str, *fl
     assert drill.json("status.json")["state"] == "failed"
 
 
-@fault(
-    "rank killed under default settings",
-    "SIGKILL to a random rank at three random steps, no flag on saves given",
-    f"what is made again stays within what the start of the run said; {SAME_BITS}",
-    "steps redone at most",
-)
-def killed_under_defaults(drill: Drill) -> float:
+@fault("rank killed under default settings")
+def killed_under_defaults(drill: Drill) -> None:
     """Three times, at a random step after the first epoch: each time at most an epoch is made again, and what a write
     took."""
     run = "--dataset_size 200 --epochs 4 --num_workers 1 --resume_from auto".split()
@@ -52,94 +46,65 @@ def killed_under_defaults(drill: Drill) -> float:
         drill.fails(
             job,
             KILLED.format(r"\d", step),
-            r"a kill costs  at most the work of 10 min or 1 epoch\(s\), what comes first",
+            "checkpoints  every 10 min or 1 epoch, whichever comes first",
         )
         drill.completes(2, *run, "--max_time", 0.001)  # says where it resumes, and stops
         first = max(first, drill.events("resumed")[-1]["step"])
         most = max(most, drill.steps_lost(step))
         assert most <= 25 + 10, most
     drill.resumes(2, *run)
-    return most
 
 
-def rank_killed_at_12(drill: Drill, said: str = "", **options: object) -> int:
+def rank_killed_at_12(drill: Drill, said: str = "", **options: object) -> None:
     drill.fork(2, *RUN, "--max_steps", 1)
     # the ranks of a run that replaces another are watched, too
     job = drill.held(2, 12, *RUN, "--overwrite", checkpoint_of=10, **options)
     job.signal(1, signal.SIGKILL)
     drill.let_go()
     drill.fails(job, KILLED.format(1, 12), said, rank=1)
-    return drill.resumes(2, *RUN, after=12)
+    drill.resumes(2, *RUN)
 
 
-@fault(
-    "rank killed",
-    "SIGKILL to rank 1 at step 12",
-    f"named with host, phase and step; {SAME_BITS}",
-    "steps redone",
-    is_default=True,
-)
-def rank_killed(drill: Drill) -> float:
-    return rank_killed_at_12(drill)
+@fault("rank killed", is_default=True)
+def rank_killed(drill: Drill) -> None:
+    rank_killed_at_12(drill)
 
 
-@fault(
-    "rank killed under torchrun", "the same under a real torchrun", "named in torchrun's summary, too", "steps redone"
-)
-def rank_killed_under_torchrun(drill: Drill) -> float:
-    return rank_killed_at_12(drill, r"Root Cause \(first observed failure\):(?s:.*)rank      : 1 ", is_real=True)
+@fault("rank killed under torchrun")
+def rank_killed_under_torchrun(drill: Drill) -> None:
+    rank_killed_at_12(drill, r"Root Cause \(first observed failure\):(?s:.*)rank      : 1 ", is_real=True)
 
 
-@fault(
-    "rank 0 killed in a save",
-    "SIGKILL to rank 0 while its writer writes",
-    f"another rank writes status.json and names rank 0; the checkpoint appears, whole; {SAME_BITS}",
-    "steps redone",
-)
-def rank_0_killed_in_a_save(drill: Drill) -> float:
+@fault("rank 0 killed in a save")
+def rank_0_killed_in_a_save(drill: Drill) -> None:
     """Rank 0 writes status.json as a rule. What its writer has begun is finished without it."""
     job = drill.start(2, *RUN, code=slow_writer(2.0))
     job.wait_for_partial_file()
-    step = job.wait_for_step(job.place(0).step + 2).step  # the ranks have agreed that it is a checkpoint
+    job.wait_for_step(job.place(0).step + 2)  # the ranks have agreed that it is a checkpoint
     assert not drill.runs.checkpoints("run")
     job.signal(0, signal.SIGKILL)
     wait_until(lambda: drill.runs.checkpoints("run"))
     drill.fails(job, KILLED.format(0, r"\d+"), rank=0)
-    return drill.resumes(2, *RUN, after=step)
+    drill.resumes(2, *RUN)
 
 
-@fault(
-    "launcher killed",
-    "SIGKILL to the launcher while the writer hangs",
-    f"ranks, loader workers and writer end by themselves within 10 s; {SAME_BITS}",
-    "s until the last process is gone",
-    is_default=True,
-)
-def launcher_killed(drill: Drill) -> float:
+@fault("launcher killed", is_default=True)
+def launcher_killed(drill: Drill) -> None:
     """The writer is the last process that ends by itself; here it is given 2 s."""
     assert writer.SECONDS_AS_AN_ORPHAN <= 8
     job = drill.held(
-        2, 8, *RUN, code=f"{slow_writer(60.0)}\nfrom utils import writer\nwriter.SECONDS_AS_AN_ORPHAN = 2\n"
+        2, 8, *RUN, code=f"{slow_writer(60.0)}\nfrom utils.checkpoint import writer\nwriter.SECONDS_AS_AN_ORPHAN = 2\n"
     )
     job.wait_for_partial_file()
     assert len(job.members()) >= 6  # launcher, two ranks, their loaders' workers, the writer
-    begin = time.monotonic()
     job.signal_launcher(signal.SIGKILL)
     job.program.wait()
-    wait_until(lambda: not job.members(), 30)
-    seconds = time.monotonic() - begin
-    assert seconds < 10
+    wait_until(lambda: not job.members(), 10)
     drill.resumes(2, *RUN)
-    return seconds
 
 
-@fault(
-    "writer killed",
-    "SIGKILL to the process that writes checkpoints, while it waits and while it writes",
-    "it is replaced, the checkpoints appear, training does not end, no partial file stays",
-    "writers replaced",
-)
-def writer_killed(drill: Drill) -> float:
+@fault("writer killed")
+def writer_killed(drill: Drill) -> None:
     job = drill.held(2, 8, *RUN, checkpoint_of=5, code=slow_writer(0.5))
     first = job.writer()
     os.kill(first, signal.SIGKILL)
@@ -149,69 +114,42 @@ def writer_killed(drill: Drill) -> float:
     os.kill(second, signal.SIGKILL)
     drill.run_on()
     ended = drill.has_completed(job)
-    said = re.findall(
-        r"\S+\.pt: the process that wrote it was killed; training goes on, and it is tried again in 0 s", ended.text
-    )
-    assert len(said) == 2
+    said = ".pt: the process that wrote it was killed; training continues"
+    assert ended.text.count(said) == 2
     drill.no_partial_files()
     drill.is_whole(2, *RUN)
-    return len(said)
 
 
-@fault(
-    "rank killed under torchrun's restarts",
-    "SIGKILL to a rank at step 12, --max-restarts 3 --rdzv-id NAME",
-    "restarted to completion, with the same bits",
-    "s until it trains again",
-)
-def restarted_by_torchrun(drill: Drill) -> float:
+@fault("rank killed under torchrun's restarts")
+def restarted_by_torchrun(drill: Drill) -> None:
     how = "--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --rdzv-id drill --max-restarts 3".split()
     job = drill.held(2, 12, *RUN, how=how, env=NO_SHARED_STORE)
     job.former = {place.pid for place in job.places(2)}
-    begin = time.monotonic()
     os.kill(max(job.former), signal.SIGKILL)
     drill.let_go()
-    job.wait_for_step(1)
-    seconds = time.monotonic() - begin
     drill.has_completed(job)
     assert drill.json("status.json")["state"] == "completed" and drill.json("summary.json")["restarts"] == 1
     drill.is_whole(2, *RUN)
-    return seconds
 
 
-@fault(
-    "killed at the same step under torchrun's restarts",
-    "a rank kills itself at step 7 each time, --max-restarts 10",
-    f"three attempts, then a diagnosis with step and samples and no further restart; {SAME_BITS}",
-    "attempts made",
-)
-def restarts_in_vain(drill: Drill) -> float:
+@fault("killed at the same step under torchrun's restarts")
+def restarts_in_vain(drill: Drill) -> None:
     how = ("--standalone", "--max-restarts", 10)
     job = drill.start(2, *RUN, how=how, env=NO_SHARED_STORE, code=strikes_at(7, "os.kill(os.getpid(), 9)"))
     text = drill.fails(job, seconds=120)
     is_diagnosed(drill, text, 7, 0, r"rank 1 on \S+ was killed or cut off in \w+ of step 7;", *RUN)
-    attempts = drill.json("claim.json")["attempt"]
     drill.resumes(2, *RUN)
-    return attempts
 
 
-@fault(
-    "fails at the same step each time",
-    "compute_loss raises at step 27; the same command again and again",
-    f"three attempts, then a diagnosis with step and samples; without the fault the same command goes on: {SAME_BITS}",
-    "attempts made",
-    is_default=True,
-)
-def relaunches_in_vain(drill: Drill) -> float:
-    """Between checkpoint and step lies the end of an epoch, with a short global_batch."""
+@fault("fails at the same step each time", is_default=True)
+def relaunches_in_vain(drill: Drill) -> None:
     flags = (
         "--dataset_size 198 --epochs 2 --save_every 0 --save_every_steps 20 --num_workers 1 --resume_from auto".split()
     )
-    code = strikes_at(27, "raise KeyError('a bug of the fork')")
+    code = strikes_at(22, "raise KeyError('a bug of the fork')")
     texts = [drill.fails(drill.start(2, *flags, code=code)) for _ in range(4)]
-    assert all("KeyError: 'a bug of the fork'" in text and "attempts all ended" not in text for text in texts[:3])
-    is_diagnosed(drill, texts[3], 27, 1, "'a bug of the fork'", *flags)
+    assert all("KeyError: 'a bug of the fork'" in text and "attempts all failed" not in text for text in texts[:3])
+    is_diagnosed(drill, texts[3], 22, 0, "'a bug of the fork'", *flags)
     (drill.folder / "fixed").touch()
     drill.completes(2, *flags, code=code)
     drill.is_whole(2, *flags)
-    return len(texts)

@@ -1,0 +1,209 @@
+"""What is verified: the model, data and flags of a fork. The only module of verify.py that calls train.py."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import Dataset
+
+import train
+from config import TrainingConfig, TrainingError, UserError
+from ddp_utils import DistributedContext, cleanup_distributed, setup_distributed
+from lib.verify.values import one_line, scramble_global_rngs
+from utils.data.loader import GlobalBatchLoader, fetches_batches
+from utils.distributed.collectives import is_of_a_peer, on_all_ranks
+from utils.training.evaluation import evaluate
+
+ACCUMULATION = 2  # micro-batches of a rank in an optimizer step
+
+
+class Broken(UserError):
+    """An invariant does not hold. The message says what was found, the likely cause and the fix."""
+
+
+@dataclass
+class Update:
+    """What the optimizer got in one step."""
+
+    gradients: dict[nn.Parameter, Tensor]
+    settings: list[tuple[float, float]]  # learning rate and weight decay of each group
+
+
+@dataclass
+class Fork:
+    """The config, data and ranks to verify, and the short runs made so far, as one rank sees them."""
+
+    config: TrainingConfig  # `auto` fields are resolved
+    train_set: Dataset
+    held_out: Dataset | None
+    ctx: DistributedContext
+    folder: Path  # of the short runs; deleted at the end
+    trainings: dict[str, train.Training] = field(default_factory=dict)  # of the short runs that completed
+
+    def clean_up(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @property
+    def single_process(self) -> DistributedContext:
+        """This process as the only one."""
+        return replace(self.ctx, rank=0, world_size=1, local_world_size=1)
+
+    @property
+    def small_config(self) -> TrainingConfig:
+        """The config with small micro-batches, so that even a small data set has two steps per epoch."""
+        largest = len(self.train_set) // (ACCUMULATION * self.ctx.world_size + 2)
+        off = ("global_batch_size", "dataset_size", "max_steps", "max_time", "patience", "save_every")
+        return replace(
+            self.config,
+            **dict.fromkeys(off, 0),
+            **{"epochs": 2, "eval_every": 1, "log_interval": 2, "keep_last": 99, "save_every_minutes": 0.0},
+            **{"drop_last": False, "enable_profiling": False, "record_samples": True, "checkpoint_dir": ""},
+            batch_size=max(1, min(4, self.config.batch_size, largest)),
+            grad_accum_steps=ACCUMULATION,
+            deterministic=self.config.deterministic or self.ctx.device.type == "cuda",
+        )
+
+    def small_train_set(self) -> Subset:
+        """Two global batches and a short one, whose last micro-batch has two samples and which leaves a rank idle."""
+        size, ranks = self.small_config.batch_size, self.ctx.world_size
+        short = (size if ranks > 2 else 0) + min(2, size)
+        count = min(2 * size * ACCUMULATION * ranks + short, len(self.train_set))
+        count -= count > 1 == count % size  # BatchNorm cannot train on one sample of one pixel
+        sampler = self.loader(self.train_set, replace(self.config, drop_last=False), self.ctx).sampler
+        return Subset(self.train_set, sampler.order(0)[:count].tolist())
+
+    def held_out_subset(self, count: int) -> Subset:
+        return Subset(self.held_out, list(range(min(count, len(self.held_out)))))
+
+    # ---- calls into train.py ----
+
+    def loader(
+        self, dataset: Dataset, config: TrainingConfig | None = None, ctx: DistributedContext | None = None
+    ) -> GlobalBatchLoader:
+        """The training loader; by default that of a single process with the small config."""
+        return train.create_distributed_dataloader(dataset, config or self.small_config, ctx or self.single_process)[0]
+
+    def new_model(self) -> nn.Module:
+        """The model at step 0, as train.create_state makes it."""
+        torch.manual_seed(self.config.seed)
+        return train.create_model(self.config, self.ctx.device)
+
+    def evaluate(self, model: nn.Module, dataset: Dataset) -> dict[str, float]:
+        """Loss, metrics and "count" over all ranks."""
+        loader = self.on_all(lambda: train.create_evaluation_dataloader(dataset, self.small_config, self.ctx))
+        try:
+            return evaluate(model, loader, train.compute_loss, train.Precision(self.ctx.device.type, None), self.ctx)
+        except RuntimeError as error:
+            if "evaluation counted" not in str(error):
+                raise
+            raise Broken(f"{error}, or of a sampler of your own; use create_evaluation_dataloader") from None
+
+    def short_run(self, name: str, **changes: Any) -> None:
+        """Train on the small set with train.train, and keep it in `trainings`."""
+        config = replace(self.small_config, run_dir=str(self.folder / name), **changes)
+        held_out = None if self.held_out is None else self.held_out_subset(config.batch_size + 1)
+        sets = {"train": self.small_train_set(), "val": held_out, "test": None}
+        cleanup_distributed()
+        scramble_global_rngs(100 * self.ctx.rank + len(self.trainings))
+        with (
+            mock.patch.object(train, "create_dataset", lambda _, split: sets[split]),
+            mock.patch.object(train, "run_training", wraps=train.run_training) as run_training,
+        ):
+            try:
+                outcome = train.train(config)
+            except (UserError, TrainingError) as problem:
+                if isinstance(problem, TrainingError) and (problem.rank is None or is_of_a_peer(problem)):
+                    raise
+                self.ctx = setup_distributed(self.config)  # every rank raises this error
+                raise Broken(str(problem)) from None
+        if outcome["state"] == "preempted":
+            raise KeyboardInterrupt
+        self.trainings[name] = run_training.call_args.args[0]
+        self.ctx = setup_distributed(self.config)
+
+    def on_all(self, action: Callable[[], Any]) -> Any:
+        """Run `action` on every rank. If it fails on one rank, all raise UserError."""
+
+        def explained() -> Any:
+            try:
+                return action()
+            except UserError:
+                raise
+            except Exception as error:
+                raise Broken(f"{one_line(error)}; fix that first") from error
+
+        return on_all_ranks(explained, self.ctx)
+
+    def on_rank_0(self, action: Callable[[], str]) -> str:
+        """Run `action` on rank 0; the other ranks return "". If it fails, all raise UserError."""
+        return self.on_all(lambda: action() if self.ctx.is_main else "")
+
+
+class Subset(Dataset):
+    """Some samples of a data set, with all other attributes of it."""
+
+    def __init__(self, whole: Dataset, chosen: list[int]) -> None:
+        self._whole, self.chosen = whole, chosen
+        for name in ("weights", "targets"):
+            if getattr(whole, name, None) is not None:
+                setattr(self, name, [getattr(whole, name)[k] for k in chosen])
+        if fetches_batches(whole):
+            self.__getitems__ = lambda indices: whole.__getitems__([chosen[k] for k in indices])
+        if hasattr(whole, "device_transform"):
+            self.device_transform = self._transform
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("weights", "targets", "epoch_order"):  # the order has its own check
+            raise AttributeError(name)
+        return getattr(self._whole, name)
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._whole[self.chosen[index]]
+
+    def _transform(self, batch: Any, seed: int, epoch: int, indices: Tensor) -> Any:
+        chosen = torch.tensor(self.chosen, device=indices.device)
+        return self._whole.device_transform(batch, seed, epoch, chosen[indices])
+
+
+@contextmanager
+def record_updates(updates: list[Update]) -> Iterator[None]:
+    """Record what each optimizer step gets, and set the learning rate to 0 so that the weights stay."""
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        groups = [group for group in optimizer.param_groups if any(p.grad is not None for p in group["params"])]
+        gradients = {p: p.grad.clone() for group in groups for p in group["params"] if p.grad is not None}
+        updates.append(Update(gradients, [(round(group["lr"], 12), group["weight_decay"]) for group in groups]))
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+
+    handle = register_optimizer_step_pre_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def as_single_process() -> Iterator[None]:
+    """Code that asks for the rank or the number of ranks finds one process."""
+    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+    single = {name: value for name, value in os.environ.items() if name not in ranks}
+    with (
+        mock.patch.dict(os.environ, single, clear=True),
+        mock.patch.multiple(dist, is_initialized=lambda: False, get_rank=lambda *_: 0, get_world_size=lambda *_: 1),
+    ):
+        yield

@@ -1,0 +1,111 @@
+"""Checks of short runs of train.train: the samples that were trained on, the ranks' weights, the checkpoints."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+import model as fork_model
+from config import TrainingConfig
+from lib.verify.fork import Broken, Fork, as_single_process
+from lib.verify.values import digest, first_three, leaves, plural
+from train import Training
+from utils.checkpoint import format as checkpoint
+from utils.data.transfer import to_device
+from utils.distributed.collectives import all_gather_json
+
+STATE = ("model", "ema", "optimizer", "scaler", "progress")
+TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes")
+
+
+def training(fork: Fork) -> str:
+    """Two epochs of training visit each sample once per epoch, by the indices that travel with the batches."""
+    fork.short_run("whole", save_every_steps=1)
+    count, progress = len(fork.small_train_set()), fork.trainings["whole"].state.progress
+    seen: dict[int, list[int]] = {0: [], 1: []}
+    for file in fork.trainings["whole"].run.folder.glob("samples/rank*.jsonl"):
+        for record in map(json.loads, file.read_text().splitlines()):
+            seen[record["epoch"]] += record["indices"]
+    for epoch, indices in seen.items():
+        if sorted(indices) != list(range(count)):
+            found = f"{len(set(indices))} of {count} samples in {len(indices)} visits"
+            raise Broken(f"epoch {epoch} trained on {found}: a custom training loop or loader; see train_one_epoch")
+    return f"2 epochs of {plural(count, 'sample')} in {progress.step} steps: each sample once per epoch"
+
+
+def weights(fork: Fork) -> str:
+    """After training, weights, statistics, averages and optimizer state are bit for bit equal on all ranks."""
+    state = whole_run(fork).state
+    mine = leaves(comparable(state.state_dict([])))
+    each = all_gather_json({name: digest(leaf) for name, leaf in mine.items()}, fork.ctx)
+    for rank, found in enumerate(each):
+        if wrong := [name for name, value in found.items() if each[0].get(name) != value]:
+            raise Broken(
+                f"{first_three(wrong)}: rank {rank} differs from rank 0: changed outside the optimizer, or by rank;"
+                " change parameters only by their gradients, and reduce other state over the ranks"
+            )
+    return f"{len(each[0])} tensors identical on {plural(len(each), 'rank')} after {state.progress.step} steps"
+
+
+def resume(fork: Fork) -> str:
+    """A run resumed from a checkpoint in its first epoch ends bit for bit like the uninterrupted run."""
+    whole = whole_run(fork)
+    first = checkpoint.step_checkpoints(whole.run.checkpoints)[0]
+    fork.short_run("resumed", init_from="", resume_from=str(first), num_workers=1)
+    if different := differences(fork, "whole", "resumed"):
+        raise Broken(
+            f"{first_three(different)}: resumed and uninterrupted runs differ: state outside the checkpoint, or unkeyed"
+            " random numbers; keep state in a parameter or persistent buffer, and draw with utils.rng"
+        )
+    return f"{first.stem}.pt resumed, {whole.state.progress.step} steps in all: state and records bit for bit those of the whole run"
+
+
+def plain_load(fork: Fork) -> str:
+    """A checkpoint opens without ranks, in a model that has never been trained, and gives the same loss."""
+    whole = whole_run(fork)
+    path = checkpoint.step_checkpoints(whole.run.checkpoints)[-1]
+
+    def check() -> str:
+        cpu, trained = torch.device("cpu"), whole.state.model.cpu().eval()
+        batch = to_device(fork.loader(fork.small_train_set()).sample_batch(), cpu)
+        with torch.no_grad(), as_single_process():
+            expected = fork_model.compute_loss(trained, batch)[0].item()
+            saved = torch.load(path, map_location=cpu, weights_only=True)
+            loaded = fork_model.create_model(TrainingConfig(**saved["config"] | {"init_from": ""}), cpu)
+            loaded.load_state_dict(saved["model"])
+            found = fork_model.compute_loss(loaded.eval(), batch)[0].item()
+        if found != expected:
+            raise Broken(
+                f"the loaded model's loss is {found:.6g} instead of {expected:.6g}: learned state is missing from"
+                " state_dict(); keep it in a parameter or persistent buffer"
+            )
+        return "opens with weights_only=True in one process: the same loss bit for bit"
+
+    return fork.on_rank_0(check)
+
+
+def whole_run(fork: Fork) -> Training:
+    if "whole" not in fork.trainings:
+        raise Broken("skipped: no training finished; fix that first")
+    return fork.trainings["whole"]
+
+
+def comparable(payload: dict[str, Any]) -> dict[str, Any]:
+    """The state in a checkpoint, with optimizer state by parameter name, since the order of groups may differ."""
+    optimizer = payload["optimizer"]
+    by_name = {name: optimizer["state"].get(number, {}) for number, name in enumerate(optimizer["names"])}
+    return {key: payload[key] for key in STATE} | {"optimizer": by_name}
+
+
+def differences(fork: Fork, a: str, b: str) -> list[str]:
+    """Where the last checkpoints of two runs differ, and the records of b that a lacks."""
+    runs = [fork.trainings[name].run for name in (a, b)]
+    payloads = [checkpoint.read(checkpoint.step_checkpoints(each.checkpoints)[-1])[0] for each in runs]
+    of_a, of_b = (leaves(comparable(payload)) for payload in payloads)
+    wrong = [name for name in of_a.keys() | of_b if digest(of_a.get(name)) != digest(of_b.get(name))]
+    for kind in ("train", "eval"):
+        of_a, of_b = ([{k: v for k, v in r.items() if k not in TIMES} for r in each.records(kind)] for each in runs)
+        wrong += [f"the {kind} record of step {record['step']}" for record in of_b if record not in of_a]
+    return sorted(wrong)
