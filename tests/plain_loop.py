@@ -1,6 +1,5 @@
-"""The oracle: the same training in one process, without DDP, checkpoints or workers. It shares only model, data and config
-with the code that it judges. It is also the plain loop of scripts/benchmark.py.
-"""
+"""The oracle: the same training in one process, without DDP, checkpoints or workers. It shares only model, data and
+config with the code that it judges. It is also the plain loop of scripts/benchmark.py."""
 
 import hashlib
 import math
@@ -27,7 +26,7 @@ def samples(data, indices, *key):
 
 
 def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
-    """Yields the model, its average, the summed loss and the weight of each step. M micro-batches: ranks x accumulation."""
+    """Yields model, average, summed loss and weight of each step. micro_batches_per_step: ranks x accumulation."""
     data = create_dataset(config, "train")
     fetch, collate = getattr(data, "__getitems__", None), getattr(data, "collate", default_collate)
     transform = getattr(data, "device_transform", lambda batch, *_: batch)
