@@ -14,7 +14,7 @@ from config import UserError
 from ranks import run_ranks
 from tasks import TASKS, Images, image_loss
 from test_run_folder import contents
-from training import train_flags
+from training import assert_same_state, train_flags
 from utils.run import failures
 
 SMALL = "--dataset_size 16 --epochs 1".split()
@@ -63,8 +63,9 @@ def train_two_runs(words, folder):
     return found
 
 
-def test_two_runs_in_each_of_two_processes(runs):
+def test_two_runs_in_the_same_processes_are_the_same_run(runs):
     assert run_ranks(2, train_two_runs, runs.words("run", *SMALL), runs.root) == [[False, False]] * 2
+    assert_same_state(runs.last("a"), runs.last("b"))
 
 
 def train_with_loss(words, loss):

@@ -1,4 +1,4 @@
-"""What needs a second process and no training: sums over ranks, the owner of a folder, workers and writer at the end."""
+"""What needs a second process and no training: the owner of a folder, workers and writer at the end."""
 
 import os
 import signal
@@ -8,23 +8,10 @@ from pathlib import Path
 import pytest
 
 from config import TrainingConfig, UserError
-from ddp_utils import cleanup_distributed, setup_distributed
-from ranks import CONTEXT, DEADLINE, WarmLaunch, finish, run_ranks
+from ranks import CONTEXT, DEADLINE, WarmLaunch, finish
 from test_run_folder import open_run, with_
 from training import wait_until
 from utils.checkpoint.writer import Writer
-from utils.metrics import all_reduce_scalar
-
-
-def sums():
-    ctx = setup_distributed(TrainingConfig(backend="gloo"))
-    found = {op: all_reduce_scalar(float(ctx.rank + 1), op) for op in ("mean", "sum", "min", "max")}
-    cleanup_distributed()
-    return found
-
-
-def test_every_rank_holds_the_sums_of_all_ranks():
-    assert run_ranks(3, sums) == [{"mean": 2.0, "sum": 6.0, "min": 1.0, "max": 3.0}] * 3
 
 
 def own_a_folder(folder, connection):
