@@ -271,7 +271,7 @@ GUARANTEES = [
         builtin/test_whole_run.py::test_the_last_checkpoints_are_kept_and_open_with_plain_torch_load
         """),
     row("nothing-lost", "runs", "a folder that holds a run", "A fresh start never overwrites it: `runs/default` moves aside, a named folder is rejected, `--overwrite` replaces it only after the new start was found valid.", tests="""
-        unit/test_run_folder.py::test_a_named_folder_that_holds_a_run_is_rejected_with_the_commands
+        unit/test_run_folder.py::test_a_start_in_a_folder_that_it_may_not_take_is_rejected_and_changes_nothing
         unit/test_run_folder.py::test_the_default_folder_moves_aside
         unit/test_run_folder.py::test_a_run_is_replaced_only_when_nothing_more_can_be_rejected
         distributed/test_ranks_agree.py::test_overwrite_with_a_bad_flag_leaves_the_run_as_it_was
@@ -302,10 +302,10 @@ GUARANTEES = [
         """),
     row("alike", "runs", "ranks that do not run the same thing", "Different code, settings, versions or data are rejected with a table before anything is written.", tests="""
         distributed/test_start.py::test_every_rank_raises_what_differs
-        distributed/test_ranks_agree.py::test_ranks_that_see_different_data_are_refused
+        distributed/test_ranks_agree.py::test_ranks_that_see_different_data_are_an_error
         """),
     row("data-once", "runs", "preparing data", "Data is prepared once per file system; an interrupted preparation is redone.", tests="""
-        distributed/test_refusals.py::test_data_is_prepared_once_on_each_file_system_and_a_half_made_folder_is_redone
+        distributed/test_refusals.py::test_data_is_prepared_once_on_each_file_system
         """),
     row("schedule-end", "runs", "`--max_steps`, `--patience`", "They end a run as completed, evaluated and saved.", tests="""
         distributed/test_resume.py::test_max_steps_ends_a_run_as_completed_and_more_steps_continue_it

@@ -75,15 +75,9 @@ def test_a_request_stops_the_run_one_step_later_and_in_the_last_step_of_an_epoch
 
 
 def train_with_a_quick_disk(flags):
-    """The previous save is always on the disk when the next one is requested."""
+    """The previous save is on the disk when the next one is requested."""
     plain = Saver.is_due
-
-    def is_due(self):
-        if self._writer:
-            self._look(60.0)
-        return plain(self)
-
-    with mock.patch.object(Saver, "is_due", is_due):
+    with mock.patch.object(Saver, "is_due", lambda self: (self._writer and self._look(60.0), plain(self))[1]):
         return train_flags(flags)
 
 
