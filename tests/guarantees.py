@@ -195,7 +195,7 @@ GUARANTEES = [
     row("writer", "faults", "the process that writes checkpoints is killed", "It is replaced and the checkpoint written; training does not end.", tests="""
         unit/test_writer.py::test_a_writer_that_dies_is_replaced_and_the_memory_still_holds_the_state
         unit/test_writer.py::test_stop_signals_do_not_end_it_even_right_after_the_fork
-        distributed/test_workers_and_data.py::test_the_writer_ends_when_the_training_process_was_killed_though_a_worker_lives_on
+        distributed/test_kills.py::test_the_writer_ends_when_the_training_process_was_killed_though_a_worker_lives_on
         distributed/test_every_system_call.py::test_the_writer_killed_at_a_system_call_of_a_save
         """, slow_faults="writer killed"),
     row("damaged", "faults", "a damaged checkpoint", "It is skipped, with a line that says why, for the latest valid one.", tests="""
@@ -226,7 +226,7 @@ GUARANTEES = [
         distributed/test_failing_data.py::test_a_worker_that_hangs_ends_the_run_by_its_name
         """, faults="loader worker killed", slow_faults="loader worker hangs; small shared memory"),
     row("one-owner", "faults", "a second job on the folder", "Rejected with the owner's host, pid and age; a dead owner does not block.", tests="""
-        distributed/test_workers_and_data.py::test_a_folder_in_use_is_rejected_with_its_owner_and_a_dead_owner_does_not_block
+        unit/test_lock.py::test_a_folder_in_use_is_rejected_with_its_owner_and_a_dead_owner_does_not_block
         unit/test_lock.py::test_a_former_owner_writes_nothing_after_another_job_has_taken_over
         unit/test_writer.py::test_nothing_is_committed_to_a_run_that_another_job_has_taken_over
         """, faults="second job on the folder", slow_faults="second job from another host; owner on another host is dead; former owner wakes up"),
@@ -291,7 +291,7 @@ GUARANTEES = [
     row("clean-exit", "runs", "end of a process", "No rank leaves the group before all have finished, and no process of the run stays behind.", tests="""
         distributed/test_refusals.py::test_no_rank_leaves_the_group_before_all_have_finished
         distributed/test_refusals.py::test_a_rank_that_fails_ends_the_others_and_all_workers_and_is_named
-        distributed/test_workers_and_data.py::test_workers_that_ignore_sigterm_do_not_keep_the_process_from_its_end
+        distributed/test_refusals.py::test_workers_that_ignore_sigterm_do_not_keep_the_process_from_its_end
         """),
     row("one-process", "runs", "one process", "`python train.py` needs no launcher, port or variables; `train(config)` runs twice in one process.", tests="""
         builtin/test_command_line.py::test_one_process_needs_no_launcher_and_the_default_folder_moves_aside

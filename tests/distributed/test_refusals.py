@@ -257,6 +257,25 @@ def test_a_rank_without_memory_is_named_with_the_flags_that_help(runs):
     assert re.match(rf"rank 1 on \S+ ran out of memory: .*; {remedy}", status["error"])
 
 
+HOLDS_WORKERS = """
+import sys
+from torch.utils.data import DataLoader
+from utils.signals import ignore_in_worker
+batches = iter(DataLoader(range(100), num_workers=2, worker_init_fn=ignore_in_worker))
+next(batches)
+sys.kept = batches  # nothing shuts them down before the interpreter ends
+print("done", flush=True)
+"""
+
+
+def test_workers_that_ignore_sigterm_do_not_keep_the_process_from_its_end(tmp_path):
+    """multiprocessing ends daemonic children by SIGTERM and joins them without a limit."""
+    file = tmp_path / "program.py"
+    file.write_text(HOLDS_WORKERS)
+    ended = finish(WarmLaunch(0, file, []))
+    assert (ended.code, ended.out, ended.left) == (0, "done\n", 0), ended.text
+
+
 def leave_late(flag):
     """Whether the last rank, which comes late, had come to the clean-up when this rank was through with it."""
     with group() as ctx:
