@@ -87,7 +87,7 @@ GUARANTEES = [
         "a save on the way changes nothing (CPU; CUDA with `--deterministic`).", tests="""
         distributed/test_exact_resume.py::test_stops_and_resumes_within_an_epoch_cannot_be_seen
         distributed/test_exact_resume.py::test_a_resume_from_each_step_in_turn_gives_the_next_checkpoint
-        distributed/test_histories.py::test_a_run_that_is_resumed_in_another_folder_has_a_checkpoint_and_its_best_there_from_the_start
+        distributed/test_resume.py::test_a_run_that_is_resumed_in_another_folder_has_a_checkpoint_and_its_best_there_from_the_start
         """),
     row("stop", "exact", "request to stop",
         "After SIGTERM, SIGINT, SIGUSR1 or `--max_time` all ranks stop after the same optimizer step and save; no step is lost.", tests="""
@@ -154,7 +154,7 @@ GUARANTEES = [
         """),
     row("build", "changes", "another build of torch, CPU or GPU, `OMP_NUM_THREADS`, `--backend`, `--bucket_cap_mb`; CUDA without `--deterministic`",
         "Sums in another order: the last bits differ. What a flag changes is logged.", tests="""
-        distributed/test_histories.py::test_a_changed_setting_that_changes_bits_is_recorded
+        distributed/test_resume.py::test_a_changed_setting_that_changes_bits_is_recorded
         """),
     row("other-buffers", "changes", "layers other than BatchNorm whose buffers move in the forward pass; draws from numpy or `random`",
         "They follow each rank's own micro-batches. `scripts/verify.py` names them.", tests="""
@@ -195,7 +195,7 @@ GUARANTEES = [
     row("writer", "faults", "the process that writes checkpoints is killed", "It is replaced and the checkpoint written; training does not end.", tests="""
         unit/test_writer.py::test_a_writer_that_dies_is_replaced_and_the_memory_still_holds_the_state
         unit/test_writer.py::test_stop_signals_do_not_end_it_even_right_after_the_fork
-        distributed/test_workers_and_data.py::test_the_writer_ends_when_the_training_process_was_killed_though_a_worker_lives_on
+        distributed/test_kills.py::test_the_writer_ends_when_the_training_process_was_killed_though_a_worker_lives_on
         distributed/test_every_system_call.py::test_the_writer_killed_at_a_system_call_of_a_save
         """, slow_faults="writer killed"),
     row("damaged", "faults", "a damaged checkpoint", "It is skipped, with a line that says why, for the latest valid one.", tests="""
@@ -226,7 +226,7 @@ GUARANTEES = [
         distributed/test_failing_data.py::test_a_worker_that_hangs_ends_the_run_with_its_rank_and_samples
         """, faults="loader worker killed", slow_faults="loader worker hangs; small shared memory"),
     row("one-owner", "faults", "a second job on the folder", "Rejected with the owner's host, pid and age; a dead owner does not block.", tests="""
-        distributed/test_workers_and_data.py::test_a_folder_in_use_is_rejected_with_its_owner_and_a_dead_owner_does_not_block
+        unit/test_lock.py::test_a_folder_in_use_is_rejected_with_its_owner_and_a_dead_owner_does_not_block
         unit/test_lock.py::test_a_former_owner_writes_nothing_after_another_job_has_taken_over
         unit/test_writer.py::test_nothing_is_committed_to_a_run_that_another_job_has_taken_over
         """, faults="second job on the folder", slow_faults="second job from another host; owner on another host is dead; former owner wakes up"),
@@ -271,7 +271,7 @@ GUARANTEES = [
         builtin/test_whole_run.py::test_the_last_checkpoints_are_kept_and_open_with_plain_torch_load
         """),
     row("nothing-lost", "runs", "a folder that holds a run", "A fresh start never overwrites it: `runs/default` moves aside, a named folder is rejected, `--overwrite` replaces it only after the new start was found valid.", tests="""
-        unit/test_run_folder.py::test_a_named_folder_that_holds_a_run_is_rejected_with_the_commands
+        unit/test_run_folder.py::test_a_start_in_a_folder_that_it_may_not_take_is_rejected_and_changes_nothing
         unit/test_run_folder.py::test_the_default_folder_moves_aside
         unit/test_run_folder.py::test_a_run_is_replaced_only_when_nothing_more_can_be_rejected
         distributed/test_ranks_agree.py::test_overwrite_with_a_bad_flag_leaves_the_run_as_it_was
@@ -291,26 +291,25 @@ GUARANTEES = [
     row("clean-exit", "runs", "end of a process", "No rank leaves the group before all have finished, and no process of the run stays behind.", tests="""
         distributed/test_refusals.py::test_no_rank_leaves_the_group_before_all_have_finished
         distributed/test_refusals.py::test_a_rank_that_fails_ends_the_others_and_all_workers_and_is_named
-        distributed/test_workers_and_data.py::test_workers_that_ignore_sigterm_do_not_keep_the_process_from_its_end
+        distributed/test_refusals.py::test_workers_that_ignore_sigterm_do_not_keep_the_process_from_its_end
         """),
     row("one-process", "runs", "one process", "`python train.py` needs no launcher, port or variables; `train(config)` runs twice in one process.", tests="""
         builtin/test_command_line.py::test_one_process_needs_no_launcher_and_the_default_folder_moves_aside
-        distributed/test_ends.py::test_two_runs_in_one_process_are_the_same_run
-        distributed/test_ranks_agree.py::test_two_runs_in_each_of_two_processes
+        distributed/test_ranks_agree.py::test_two_runs_in_the_same_processes_are_the_same_run
         """),
     row("no-torchvision", "runs", "without torchvision", "The synthetic run works where torchvision cannot be imported.", tests="""
         builtin/test_command_line.py::test_it_runs_where_torchvision_cannot_be_imported
         """),
     row("alike", "runs", "ranks that do not run the same thing", "Different code, settings, versions or data are rejected with a table before anything is written.", tests="""
-        distributed/test_start.py::test_every_rank_is_refused_with_what_differs
-        distributed/test_ranks_agree.py::test_ranks_that_see_different_data_are_refused
+        distributed/test_start.py::test_every_rank_raises_what_differs
+        distributed/test_ranks_agree.py::test_ranks_that_see_different_data_are_an_error
         """),
     row("data-once", "runs", "preparing data", "Data is prepared once per file system; an interrupted preparation is redone.", tests="""
-        distributed/test_refusals.py::test_data_is_prepared_once_on_each_file_system_and_a_half_made_folder_is_redone
+        distributed/test_refusals.py::test_data_is_prepared_once_on_each_file_system
         """),
     row("schedule-end", "runs", "`--max_steps`, `--patience`", "They end a run as completed, evaluated and saved.", tests="""
-        distributed/test_ends.py::test_max_steps_ends_a_run_as_completed_and_more_steps_continue_it
-        distributed/test_ends.py::test_patience_ends_a_run_as_completed_and_saves_it
+        distributed/test_resume.py::test_max_steps_ends_a_run_as_completed_and_more_steps_continue_it
+        distributed/test_resume.py::test_patience_ends_a_run_as_completed_and_saves_it
         """),
     row("test-split", "runs", "test set", "`val` chooses the best checkpoint; `test` is evaluated once, at the end, with its weights.", tests="""
         builtin/test_command_line.py::test_a_separate_test_set_is_evaluated_once_with_the_best_weights
@@ -356,7 +355,7 @@ GUARANTEES = [
         unit/test_cache.py::test_a_set_that_does_not_fit_is_rejected
         """),
     row("memory", "speed", "out of memory", "It ends in one sentence with the flags that help.", tests="""
-        distributed/test_want_of_memory.py::test_one_rank_of_two_that_has_too_little_memory_is_named_with_the_flags_that_help
+        distributed/test_refusals.py::test_a_rank_without_memory_is_named_with_the_flags_that_help
         unit/test_memory.py::test_an_allocation_that_failed_is_told_from_other_errors
         unit/test_memory.py::test_the_error_names_the_rank_the_device_and_the_flags_that_help
         """),

@@ -7,14 +7,15 @@ import random
 import signal
 import threading
 import time
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
-from ranks import run_ranks
+from ranks import CONTEXT, DEADLINE, run_ranks
 from tasks import train_task
-from training import assert_same_state, relative
+from training import assert_same_state, relative, wait_until
 from utils.checkpoint.writer import Writer
 from utils.clock import Clock
 from utils.run import folder
@@ -97,3 +98,27 @@ def test_twenty_one_kills_at_random_moments(runs, choices):
         assert_same_state(runs.last("killed"), runs.last("whole"))
     else:
         assert relative(runs.last("killed")["model"], runs.last("whole")["model"]) < 1e-10
+
+
+def make_a_writer_and_die(file):
+    writer = Writer()
+    if not (holder := os.fork()):  # as a loader's worker it has a copy of the connection, which does not end then
+        time.sleep(DEADLINE)
+        os._exit(0)
+    file.write_text(f"{writer.pid} {holder}")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_there(stat):
+    """Whether a process still runs: one that nobody waits for stays as a zombie."""
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_the_writer_ends_when_the_training_process_was_killed_though_a_worker_lives_on(tmp_path):
+    process = CONTEXT.Process(target=make_a_writer_and_die, args=(tmp_path / "pids",))
+    process.start()
+    process.join(DEADLINE)
+    writer, holder = (int(pid) for pid in (tmp_path / "pids").read_text().split())
+    wait_until(lambda: not is_there(Path(f"/proc/{writer}/stat")))
+    assert is_there(Path(f"/proc/{holder}/stat"))
+    os.kill(holder, signal.SIGKILL)

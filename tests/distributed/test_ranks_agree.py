@@ -14,7 +14,7 @@ from config import UserError
 from ranks import run_ranks
 from tasks import TASKS, Images, image_loss
 from test_run_folder import contents
-from training import train_flags
+from training import assert_same_state, train_flags
 from utils.run import failures
 
 SMALL = "--dataset_size 16 --epochs 1".split()
@@ -63,8 +63,9 @@ def train_two_runs(words, folder):
     return found
 
 
-def test_two_runs_in_each_of_two_processes(runs):
+def test_two_runs_in_the_same_processes_are_the_same_run(runs):
     assert run_ranks(2, train_two_runs, runs.words("run", *SMALL), runs.root) == [[False, False]] * 2
+    assert_same_state(runs.last("a"), runs.last("b"))
 
 
 def train_with_loss(words, loss):
@@ -78,21 +79,19 @@ def with_overflowing_metric(model, batch):
     return loss_sum, metrics | {"perplexity": (loss_sum * 1e4, len(batch[1]), math.exp)}
 
 
-def test_ranks_agree_on_what_is_best_where_one_alone_evaluates(runs):
-    """A validation set of one micro-batch, and a metric whose last function overflows."""
-    words = runs.words("run", *SMALL, "--epochs", 2, "--best_metric", "min:perplexity")
-    assert run_ranks(2, train_with_loss, words, with_overflowing_metric) == [(None, "completed")] * 2
-
-
 def not_a_number_in_evaluation(model, batch):
     loss_sum, metrics = image_loss(model, batch)
     return (loss_sum if model.training else loss_sum * math.nan), metrics
 
 
-def test_an_evaluation_whose_loss_is_not_finite_is_not_the_best(runs):
-    words = runs.words("run", *SMALL)
-    assert run_ranks(2, train_with_loss, words, not_a_number_in_evaluation) == [(None, "completed")] * 2
-    assert runs.records("run", "eval")[0]["loss"] is None and runs.records("run", "eval")[0]["top1"] is not None
+@pytest.mark.parametrize(
+    ("loss", "metric"), [(with_overflowing_metric, "min:perplexity"), (not_a_number_in_evaluation, "top1")]
+)
+def test_ranks_agree_that_what_is_not_finite_is_not_the_best(runs, loss, metric):
+    """Where one of them alone evaluates: the validation set has one micro-batch."""
+    words = runs.words("run", *SMALL, "--epochs", 2, "--best_metric", metric)
+    assert run_ranks(2, train_with_loss, words, loss) == [(None, "completed")] * 2
+    assert runs.records("run", "eval")[0]["loss" if metric == "top1" else "perplexity"] is None
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
 """Bad input ends every rank in one sentence with the fix, and what was saved is not touched. Data:
 builtin/test_refused_data.py."""
 
+import contextlib
 import os
+import re
+import sys
 import time
 from pathlib import Path
 from unittest import mock
@@ -19,7 +22,12 @@ from utils.distributed.collectives import on_all_ranks, once_per_file_system
 from utils.distributed.device import choose_device
 from utils.training.precision import Precision
 
-VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+@contextlib.contextmanager
+def group(init_method=""):
+    ctx = setup_distributed(TrainingConfig(backend="gloo", init_method=init_method))
+    yield ctx
+    cleanup_distributed()
 
 
 # ---- before any process group ----
@@ -44,38 +52,30 @@ def test_half_of_torchruns_variables(monkeypatch, variables, problem):
 
 def test_no_variables_are_a_world_of_one_and_all_are_a_rank(monkeypatch):
     assert not read_launch().is_launched
-    for name, value in zip(VARIABLES, ("1", "1", "2", "here", "1"), strict=True):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    variables = "RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=1 TORCHELASTIC_RUN_ID=none"
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
     launched = read_launch()
     assert (launched.rank, launched.world_size, launched.is_under_torchrun, launched.id) == (1, 2, True, "")
     monkeypatch.setenv("LAUNCH_ID", "job-3")
     assert read_launch().id == "job-3"
 
 
-@pytest.fixture
-def no_mpi(monkeypatch):
-    monkeypatch.setattr(ddp_utils.dist, "is_backend_available", lambda name: name != "mpi")
-
-
 @pytest.mark.parametrize(
-    ("backend", "gpus", "local_rank", "problem"),
+    ("backend", "gpus", "found"),
     [
-        ("auto", 2, 2, "LOCAL_RANK=2: this machine shows 2 GPU.s., one for each rank; start with --nproc-per-node=2"),
-        ("mpi", 0, 0, "backend=mpi: this build of torch has no mpi; choose one of .*gloo"),
+        ("auto", 0, ("gloo", torch.device("cpu"))),
+        ("auto", 8, ("nccl", torch.device("cuda", 3))),
+        ("gloo", 8, ("gloo", torch.device("cpu"))),
+        ("auto", 2, "LOCAL_RANK=3: this machine shows 2 GPU.s., one for each rank; start with --nproc-per-node=2"),
+        ("mpi", 0, "backend=mpi: this build of torch has no mpi; choose one of .*gloo"),
     ],
 )
-def test_devices_that_are_not_there(monkeypatch, no_mpi, backend, gpus, local_rank, problem):
+def test_the_backend_and_device_follow_the_hardware(monkeypatch, backend, gpus, found):
+    monkeypatch.setattr(ddp_utils.dist, "is_backend_available", lambda name: name != "mpi")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    with pytest.raises(UserError, match=problem):
-        choose_device(backend, local_rank)
-
-
-def test_the_backend_and_device_follow_the_hardware(monkeypatch, no_mpi):
-    assert choose_device("auto", 3) == ("gloo", torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    assert choose_device("auto", 3) == ("nccl", torch.device("cuda", 3))
-    assert choose_device("gloo", 3) == ("gloo", torch.device("cpu"))
+    with pytest.raises(UserError, match=found) if isinstance(found, str) else contextlib.nullcontext():
+        assert choose_device(backend, local_rank=3) == found
 
 
 def test_an_init_method_without_ranks_is_rejected():
@@ -84,11 +84,8 @@ def test_an_init_method_without_ranks_is_rejected():
 
 
 def backend_of_the_world(init_method):
-    init_method = init_method.format(**os.environ)
-    ctx = setup_distributed(TrainingConfig(backend="gloo", init_method=init_method))
-    found = (ddp_utils.dist.get_backend(), ctx.world_size, ctx.local_world_size, ctx.host == ctx.hosts[0])
-    cleanup_distributed()
-    return found
+    with group(init_method.format(**os.environ)) as ctx:
+        return ddp_utils.dist.get_backend(), ctx.world_size, ctx.local_world_size, ctx.host == ctx.hosts[0]
 
 
 def meet_nobody():
@@ -99,9 +96,8 @@ def meet_nobody():
 def test_init_methods_are_passed_through(tmp_path):
     for url in (f"file://{tmp_path}/rendezvous", "tcp://{MASTER_ADDR}:{MASTER_PORT}"):
         assert run_ranks(2, backend_of_the_world, url) == [("gloo", 2, 2, True)] * 2
-    with pytest.raises(
-        AssertionError, match="rank 1: rendezvous at tcp://127.0.0.1:1 failed .*; check that rank 0 runs"
-    ):
+    problem = "rank 1: rendezvous at tcp://127.0.0.1:1 failed .*; check that rank 0 runs and its address is right"
+    with pytest.raises(AssertionError, match=problem):
         run_ranks(1, meet_nobody)
 
 
@@ -123,59 +119,51 @@ def test_a_rank_without_cuda_among_ranks_with_it_is_named():
 
 def precision_where_rank_0_alone_is_fast():
     ddp_utils.has_fast_bf16 = lambda device: os.environ["RANK"] == "0"
-    ctx = setup_distributed(TrainingConfig(backend="gloo"))
-    cleanup_distributed()
-    return Precision.choose(TrainingConfig(), ctx.device, ctx.fast_bf16).dtype
+    with group() as ctx:
+        return Precision.choose(TrainingConfig(), ctx.device, ctx.fast_bf16).dtype
 
 
 def test_the_weakest_rank_decides_over_bf16():
     assert run_ranks(2, precision_where_rank_0_alone_is_fast) == [None, None]
 
 
-# ---- one rank's trouble reaches all ----
+# ---- one rank's error reaches all ----
 
 
-def trouble(rank):
-    ctx = setup_distributed(TrainingConfig(backend="gloo"))
-
+def fail_on(rank):
     def action():
         if ctx.rank == rank:
             raise UserError("class cat: is empty; fill it")
-        return ctx.rank
 
-    try:
-        on_all_ranks(action, ctx)
-    except UserError as error:
+    with group() as ctx:
+        with pytest.raises(UserError) as error:
+            on_all_ranks(action, ctx)
         assert on_all_ranks(lambda: 7, ctx) == 7  # the group still works
-        return str(error), error.rank, error.host == ctx.host
-    finally:
-        cleanup_distributed()
+        return str(error.value), error.value.rank, error.value.host == ctx.host
 
 
 def test_an_error_of_one_rank_is_raised_on_all_with_its_name():
-    for text, rank, has_host in run_ranks(4, trouble, 2):
+    for text, rank, has_host in run_ranks(4, fail_on, 2):
         assert text.startswith("class cat: is empty; fill it (rank 2 on ") and rank == 2 and has_host
 
 
 def prepare(root, fails):
     """Ranks 0 and 2 see one data folder, ranks 1 and 3 another."""
-    ctx = setup_distributed(TrainingConfig(backend="gloo"))
-    folder = Path(root) / str(ctx.rank % 2)
+    with group() as ctx:
+        folder = Path(root) / str(ctx.rank % 2)
 
-    def unpack():
-        with (folder / "prepared-by").open("a") as file:
-            file.write(f"{ctx.rank}\n")
-        if fails and ctx.rank == 1:
-            raise UserError("archive: has another checksum; fetch it again")
-        (folder / "data").touch()
+        def unpack():
+            with (folder / "prepared-by").open("a") as file:
+                file.write(f"{ctx.rank}\n")
+            if fails and ctx.rank == 1:
+                raise UserError("archive: has another checksum; fetch it again")
+            (folder / "data").touch()
 
-    try:
-        once_per_file_system(folder, (folder / "data").exists, unpack, ctx)
-        return sorted(path.name for path in folder.iterdir())
-    except UserError as error:
-        return str(error)
-    finally:
-        cleanup_distributed()
+        try:
+            once_per_file_system(folder, (folder / "data").exists, unpack, ctx)
+            return sorted(path.name for path in folder.iterdir())
+        except UserError as error:
+            return str(error)
 
 
 def test_data_is_prepared_once_on_each_file_system(tmp_path):
@@ -207,10 +195,10 @@ def train_with_a_spare_layer(flags):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_parameter_that_is_not_used_is_named_where_ddp_would_only_speak_of_reductions(runs, ranks):
-    for said in run_ranks(ranks, train_with_a_spare_layer, runs.words("run", "--dataset_size", 16)):
-        assert said.startswith("model: the loss does not depend on spare.weight, spare.bias, and DDP would wait")
-        assert said.endswith("freeze it in create_model with requires_grad_(False)")
+def test_a_parameter_that_is_not_used_is_named(runs, ranks):
+    for text in run_ranks(ranks, train_with_a_spare_layer, runs.words("run", "--dataset_size", 16)):
+        assert text.startswith("model: the loss does not depend on spare.weight, spare.bias, and DDP would wait")
+        assert text.endswith("freeze it in create_model with requires_grad_(False)")
 
 
 def test_nccl_without_cuda_is_one_error_of_a_launch_of_two(runs):
@@ -241,13 +229,59 @@ def test_a_rank_that_fails_ends_the_others_and_all_workers_and_is_named(runs):
     assert (status["state"], status["rank"]) == ("failed", 1) and "a bug of the fork" in status["error"]
 
 
+LIMITED = """
+# each micro-batch takes 256 MiB; rank 1 may take 64 MiB more than it has
+import resource, torch
+from utils.memory import own_memory
+plain, plain_loss = train.first_passes, train.compute_loss
+def first_passes(*args, **options):
+    if os.environ.get('RANK') == '1':
+        most = own_memory('VmData') + 2**26
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    return plain(*args, **options)
+def large_loss(net, batch):
+    torch.empty(2**26)
+    return plain_loss(net, batch)
+train.first_passes, train.compute_loss = first_passes, large_loss
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's limits of a process")
+def test_a_rank_without_memory_is_named_with_the_flags_that_help(runs):
+    flags = "--batch_size 512 --dataset_size 1024 --epochs 2 --save_every 0 --no-use_amp".split()
+    ended = finish(WarmLaunch(2, runs.program(LIMITED), runs.words("run", *flags)))
+    assert (ended.code, ended.left) == (1, 0), ended.text
+    status = runs.json("run", "status.json")
+    assert (status["state"], status["rank"]) == ("failed", 1) and status["error"] in ended.text
+    remedy = r"use --batch_size 256 --global_batch_size 1024 \(the same global batch; .* or --activation_checkpointing"
+    assert re.match(rf"rank 1 on \S+ ran out of memory: .*; {remedy}", status["error"])
+
+
+HOLDS_WORKERS = """
+import sys
+from torch.utils.data import DataLoader
+from utils.signals import ignore_in_worker
+batches = iter(DataLoader(range(100), num_workers=2, worker_init_fn=ignore_in_worker))
+next(batches)
+sys.kept = batches  # nothing shuts them down before the interpreter ends
+print("done", flush=True)
+"""
+
+
+def test_workers_that_ignore_sigterm_do_not_keep_the_process_from_its_end(tmp_path):
+    """multiprocessing ends daemonic children by SIGTERM and joins them without a limit."""
+    file = tmp_path / "program.py"
+    file.write_text(HOLDS_WORKERS)
+    ended = finish(WarmLaunch(0, file, []))
+    assert (ended.code, ended.out, ended.left) == (0, "done\n", 0), ended.text
+
+
 def leave_late(flag):
     """Whether the last rank, which comes late, had come to the clean-up when this rank was through with it."""
-    ctx = setup_distributed(TrainingConfig(backend="gloo"))
-    if ctx.rank == ctx.world_size - 1:
-        time.sleep(0.5)
-        Path(flag).touch()
-    cleanup_distributed()
+    with group() as ctx:
+        if ctx.rank == ctx.world_size - 1:
+            time.sleep(0.5)
+            Path(flag).touch()
     return Path(flag).exists()
 
 

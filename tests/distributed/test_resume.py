@@ -1,4 +1,4 @@
-"""A run that is asked to stop: all ranks stop after the same step and save. Signals: faults/stopping.py."""
+"""How a run ends, stops and continues. Signals: faults/stopping.py."""
 
 import os
 import time
@@ -12,9 +12,37 @@ import train
 from ranks import run_ranks
 from tasks import train_task
 from test_run_folder import contents
-from training import train_flags
+from training import difference, train_flags
+from utils.checkpoint import format as checkpoint
 from utils.report.reporter import Reporter
 from utils.run.saver import Saver
+
+# the loss falls, so that by its highest value the first epoch is the best
+FLAGS = "--dataset_size 60 --epochs 4 --global_batch_size 8 --no-use_amp --lr 0.02 --best_metric max:loss".split()
+FLAGS += ["--keep_last", "99"]
+
+
+def test_max_steps_ends_a_run_as_completed_and_more_steps_continue_it(runs):
+    flags = "--dataset_size 80 --epochs 9 --max_steps".split()
+    outcome = runs.train(2, "steps", *flags, 13)[0]
+    assert (outcome["state"], outcome["steps"]) == ("completed", 13)
+    assert runs.records("steps", "eval")[-1]["step"] == 13 and runs.records("steps", "train")[-1]["lr"] < 0.01
+    progress = runs.last("steps")["progress"]  # for a run that continues here: it knows the evaluation, which stays
+    assert (progress["step"], progress["evaluated_step"]) == (13, 13)
+    assert progress["best_value"] == max(each["top1"] for each in runs.records("steps", "eval"))
+    last = runs.checkpoints("steps")[-1]
+    runs.train(2, "steps", *flags, 13, "--resume_from", last)  # nothing is left to do
+    assert [record["step"] for record in runs.records("steps", "eval")] == [10, 13]
+    runs.train(2, "steps", *flags, 15, "--lr", 1e-9, "--resume_from", last)
+    assert [record["step"] for record in runs.records("steps", "eval")] == [10, 13, 15]
+    assert runs.json("steps", "summary.json")["best_value"] == max(r["top1"] for r in runs.records("steps", "eval"))
+
+
+def test_patience_ends_a_run_as_completed_and_saves_it(runs):
+    outcome = runs.train(2, "run", *"--dataset_size 16 --epochs 9 --lr 1e-9 --patience 2 --save_every 0".split())[0]
+    assert runs.last("run")["progress"]["step"] == outcome["steps"] == 6  # saved, though no save was due
+    assert (outcome["state"], outcome["epochs"]) == ("completed", 3)
+    assert "patience ends the run: no better value in 2 evaluations" in runs.log("run")
 
 
 def train_until_time_is_up(flags):
@@ -47,15 +75,9 @@ def test_a_request_stops_the_run_one_step_later_and_in_the_last_step_of_an_epoch
 
 
 def train_with_a_quick_disk(flags):
-    """The previous save is always on the disk when the next one is requested."""
+    """The previous save is on the disk when the next one is requested."""
     plain = Saver.is_due
-
-    def is_due(self):
-        if self._writer:
-            self._look(60.0)
-        return plain(self)
-
-    with mock.patch.object(Saver, "is_due", is_due):
+    with mock.patch.object(Saver, "is_due", lambda self: (self._writer and self._look(60.0), plain(self))[1]):
         return train_flags(flags)
 
 
@@ -72,3 +94,40 @@ def test_a_completed_run_is_left_as_it_is(runs):
     before = contents(runs.folder("done"))
     assert runs.train(2, "done", *flags, "--resume_from", "auto")[0]["state"] == "completed"
     assert contents(runs.folder("done")) == before
+
+
+def test_a_run_that_is_resumed_in_another_folder_has_a_checkpoint_and_its_best_there_from_the_start(runs):
+    runs.train(1, "whole", *FLAGS)
+    runs.train(1, "moved", *FLAGS, "--resume_from", runs.checkpoints("whole")[1])
+    best, moved = (checkpoint.read(runs.folder(name) / "checkpoints" / "best.pt")[0] for name in ("whole", "moved"))
+    assert best["progress"]["step"] == moved["progress"]["step"] == 8
+    assert difference(best["model"], moved["model"]) == []
+    events = [(record["event"], record["step"]) for record in runs.records("moved", "event")]
+    assert events[:2] == [("resumed", 16), ("checkpoint", 16)]
+    assert difference(runs.last("whole")["model"], runs.last("moved")["model"]) == []
+    for name in ("best_value", "best_epoch", "steps"):
+        assert runs.json("moved", "summary.json")[name] == runs.json("whole", "summary.json")[name]
+
+
+def end_before_the_summary(flags):
+    """What a kill directly before the summary leaves."""
+    with mock.patch.object(Reporter, "finish", lambda *_: os._exit(0)):
+        train_task("images", flags)
+
+
+def test_patience_that_was_over_stays_over(runs):
+    flags = [*FLAGS, "--patience", "1", "--save_every", "0"]
+    with pytest.raises(FileNotFoundError):  # the ranks left without a result
+        run_ranks(2, end_before_the_summary, runs.words("run", *flags))
+    assert runs.json("run", "status.json")["state"] == "running"
+    runs.train(2, "run", *flags, "--resume_from", "auto")
+    assert runs.json("run", "summary.json")["steps"] == 16 and runs.json("run", "status.json")["state"] == "completed"
+    assert [record["step"] for record in runs.records("run", "eval")] == [8, 16]
+
+
+def test_a_changed_setting_that_changes_bits_is_recorded(runs):
+    runs.train_with_stops(1, "run", *FLAGS, stops=(3,), goes_on=False)
+    more = "--resume_from auto --bucket_cap_mb 0.004 --epochs 1".split()
+    runs.train_with_stops(1, "run", *FLAGS, *more, stops=())
+    changed = runs.events("run", "resumed")[0]["changed"]
+    assert "bucket_cap_mb=0.004: the checkpoint has bucket_cap_mb=0.002" in changed

@@ -15,6 +15,7 @@ from config import TrainingConfig, UserError
 from ranks import run_ranks
 from training import train_flags
 from utils.distributed.collectives import all_gather_json
+from utils.metrics import all_reduce_scalar
 
 UNLIKE = [  # what differs; what all ranks raise; the rank that is named, of three
     ("config", r"start again\n\s+rank 0 on \S+\s+rank 2 on \S+\nlr\s+0.1\s+0.7$", 2),
@@ -73,15 +74,15 @@ def test_every_rank_raises_what_differs(runs):
             assert not is_made or what not in ("config", "versions", "code")  # before the folder is locked
 
 
-def talk(sizes):
-    rank = int(os.environ["RANK"])
+def exchange(sizes):
     ctx = train.setup_distributed(TrainingConfig(backend="gloo"))
-    found = [all_gather_json({"rank": rank, "text": "ö" * (size * (rank + 1) // 4)}, ctx) for size in sizes]
+    found = [all_gather_json({"rank": ctx.rank, "text": "ö" * (size * (ctx.rank + 1) // 4)}, ctx) for size in sizes]
+    sums = [all_reduce_scalar(float(ctx.rank + 1), op) for op in ("mean", "sum", "min", "max")]
     train.cleanup_distributed()
-    return found
+    return found, sums
 
 
-def test_messages_short_and_long_come_as_they_were_given():
+def test_every_rank_holds_the_messages_and_the_sums_of_all_ranks():
     sizes = [0, 1, 500, 505, 506, 507, 508, 509, 510, 2000, 60_000]  # around the length that goes in one collective
     expected = [[{"rank": rank, "text": "ö" * (size * (rank + 1) // 4)} for rank in range(4)] for size in sizes]
-    assert run_ranks(4, talk, sizes) == [expected] * 4
+    assert run_ranks(4, exchange, sizes) == [(expected, [2.5, 10.0, 1.0, 4.0])] * 4

@@ -5,7 +5,6 @@ import os
 import pickle
 import random
 import re
-import socket
 from unittest import mock
 
 import pytest
@@ -60,8 +59,7 @@ BYTES = {  # each gives other bytes; `other` is another valid file
     "page zeroed": lambda data, rng, other: zero(data, block(data, rng), PAGE),
     "end zeroed": lambda data, rng, other: zero(data, rng.randrange(len(data)), len(data)),
     "truncated": lambda data, rng, other: data[: rng.randrange(len(data))],
-    "truncated in the trailer": lambda data, rng, other: data[: -rng.randrange(1, TRAILER)],
-    "without a trailer": lambda data, rng, other: data[:-TRAILER],
+    "truncated in the trailer": lambda data, rng, other: data[: -rng.randrange(1, TRAILER + 1)],
     "empty": lambda data, rng, other: b"" if rng.randrange(2) else bytes(len(data)),
     "appended to": lambda data, rng, other: append(data, rng),
     "spliced": lambda data, rng, other: splice(data, block(data, rng), other, rng),
@@ -77,16 +75,13 @@ def link(path, rng):
 
 
 def special(path, rng):
-    kind = rng.choice(["folder", "pipe", "socket", "device"])
+    kind = rng.choice(["folder", "pipe", "/dev/zero", "/dev/null", "/dev/tty"])
     if kind == "folder":
         path.mkdir()
     elif kind == "pipe":
         os.mkfifo(path)
-    elif kind == "device":
-        path.symlink_to(rng.choice(["/dev/zero", "/dev/null", "/dev/tty"]))
     else:
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(path.name)  # relative: the name of a socket has at most 107 characters
+        path.symlink_to(kind)
 
 
 KINDS = {**BYTES, "a link": link, "no ordinary file": special}
@@ -114,8 +109,7 @@ def is_rejected(action, path):
 
 @pytest.mark.parametrize("count", [5, pytest.param(48, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_corrupt_checkpoint_is_loaded_and_the_one_before_it_is_found(kind, count, files, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_no_corrupt_checkpoint_is_loaded_and_the_one_before_it_is_found(kind, count, files, tmp_path):
     older, path = (checkpoint.step_path(tmp_path, step) for step in (10, 20))
     older.write_bytes(files[10])
     path.write_bytes(files[20])
@@ -137,28 +131,23 @@ def test_a_valid_checkpoint_of_another_model_does_not_fit(tmp_path):
         small_state().load_state_dict(load_checkpoint(path, CTX), 0, 1)
 
 
-FORMATS = {
-    "pickle": lambda payload: pickle.dumps(payload, protocol=2),
-    "archive": lambda payload: saved(payload),
-    "format of torch 1.5": lambda payload: saved(payload, _use_new_zipfile_serialization=False),
-}
-
-
-def saved(payload, **options):
+def archive(payload, is_new=True):
     file = io.BytesIO()
-    torch.save(payload, file, **options)
+    torch.save(payload, file, _use_new_zipfile_serialization=is_new)
     return file.getvalue()
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_no_malicious_file_runs_code_or_is_loaded(form, tmp_path):
+@pytest.mark.parametrize(
+    "write", [lambda payload: pickle.dumps(payload, 2), archive, lambda payload: archive(payload, is_new=False)]
+)
+def test_no_malicious_file_runs_code_or_is_loaded(write, tmp_path):
     """Its checksum is right."""
     honest, marker = payload_of(small_state(), 10), tmp_path / "marker"
     path, weights = checkpoint.step_path(tmp_path, 10), tmp_path / "weights.pt"
     for bomb in (Call(os.system, f"touch {marker}"), Call(eval, f"open({str(marker)!r}, 'w')")):
         pickle.loads(pickle.dumps(bomb))
         marker.unlink()  # it does run code
-        data = FORMATS[form](honest | {"model": bomb})
+        data = write(honest | {"model": bomb})
         weights.write_bytes(data)
         with mock.patch("torch.save", lambda payload, file, data=data: file.write(data)):
             checkpoint.write(path, honest)

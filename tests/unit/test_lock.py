@@ -5,6 +5,7 @@ import os
 import pytest
 
 from config import TrainingConfig, TrainingError, UserError
+from ranks import CONTEXT
 from test_run_folder import open_run, with_
 from utils.clock import Clock
 from utils.run.lock import RunLock, repeated_failures
@@ -25,13 +26,36 @@ def test_a_former_owner_writes_nothing_after_another_job_has_taken_over(tmp_path
     assert '"running"' in (tmp_path / "status.json").read_text()
 
 
+def hold(folder, connection):
+    lock = RunLock(folder, "here")
+    lock.write()
+    connection.send(lock.number)
+    connection.recv()
+
+
+def test_a_folder_in_use_is_rejected_with_its_owner_and_a_dead_owner_does_not_block(tmp_path):
+    ours, theirs = CONTEXT.Pipe()
+    owner = CONTEXT.Process(target=hold, args=(tmp_path, theirs))
+    owner.start()
+    try:
+        assert ours.recv() == 1
+        problem = (
+            rf"in use by process {owner.pid} on here since \S+, for 0\.\d min; end that job or give another --run_dir"
+        )
+        with pytest.raises(UserError, match=problem):
+            RunLock(tmp_path, "here")
+    finally:
+        owner.kill()
+        owner.join()
+    assert RunLock(tmp_path, "here").number == 2
+
+
 def test_an_owner_on_another_host_is_seen_by_its_beat_where_the_lock_does_not_reach(tmp_path):
     """As within one process, where a file lock does not conflict with itself."""
     RunLock(tmp_path, "there").write(attempt=1)
     clock = Clock(tmp_path / "watch" / "rank0")
     watchdog = Watchdog(clock, tmp_path / "watch", 0, ("there",), 0, *(lambda *_: None,) * 3)
-    owner = rf"process {os.getpid()} on there since \S+, for 0\.\d min"
-    with pytest.raises(UserError, match=rf"is in use by {owner}; end that job or give another --run_dir"):
+    with pytest.raises(UserError, match=rf"is in use by process {os.getpid()} on there since"):
         RunLock(tmp_path, "here")
     watchdog.close()
     assert RunLock(tmp_path, "here").number == 2

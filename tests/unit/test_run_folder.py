@@ -74,11 +74,26 @@ def names(folder):
 # ---- which run a start continues or replaces ----
 
 
-def test_a_named_folder_that_holds_a_run_is_rejected_with_the_commands(config):
+IS_HELD = "holds a run already; add --resume_from auto to continue it, --overwrite to replace it, or give another --run"
+HOLDS_MORE = "holds other things than one run; give a folder of its own"
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, IS_HELD),
+        ({"run_dir": "runs/new", "checkpoint_dir": "runs/mine/checkpoints"}, IS_HELD),  # two runs' are not mixed
+        *[({"run_dir": folder, "overwrite": True}, HOLDS_MORE) for folder in (".", "..", "/", "runs")],
+        ({"run_dir": "runs/new", "resume_from": "nowhere.pt"}, "nowhere.pt: cannot be read .*; give"),
+        ({"run_dir": "runs/mine/metrics.jsonl/x"}, "cannot be written .Not a directory.; give"),
+        ({"run_dir": "runs/new", "checkpoint_dir": "runs/mine/metrics.jsonl/x"}, "cannot be written .Not a directory"),
+    ],
+)
+def test_a_start_in_a_folder_that_it_may_not_take_is_rejected_and_changes_nothing(config, changes, problem):
     fill(open_run(config))
     before = contents(config.run_folder)
-    with pytest.raises(UserError, match="a run already; add --resume_from auto .* --overwrite .* another --run_dir"):
-        open_run(config)
+    with pytest.raises(UserError, match=problem):
+        open_run(with_(config, **changes))
     assert contents(config.run_folder) == before
 
 
@@ -123,13 +138,6 @@ def test_a_run_is_replaced_only_when_nothing_more_can_be_rejected(config, change
     assert (run.watch_folder / "rank0").read_text() == "here"
 
 
-@pytest.mark.parametrize("folder", [".", "..", "/", "runs"])
-def test_a_folder_that_holds_more_than_one_run_is_rejected(config, folder):
-    fill(open_run(config))
-    with pytest.raises(UserError, match="run_dir=.*: holds other things than one run; give a folder of its own"):
-        open_run(with_(config, run_dir=folder, overwrite=True))
-
-
 def test_a_rejected_start_leaves_the_status_of_the_run(config):
     fill(open_run(config), state="preempted")
     run = open_run(with_(config, resume_from="auto"))
@@ -166,12 +174,8 @@ def test_a_path_of_another_run_starts_a_new_one_but_not_in_a_folder_that_holds_o
     run = open_run(other)
     assert run.resume_path.name == "step_00000010.pt" and run.start.attempt == 1
     fill(run)
-    with pytest.raises(UserError, match="holds a run already"):
+    with pytest.raises(UserError, match=IS_HELD):
         open_run(other)
-    with pytest.raises(UserError, match="cannot be read"):
-        open_run(TrainingConfig(run_dir="runs/new", resume_from="nowhere.pt"))
-    with pytest.raises(UserError, match="holds a run already"):  # checkpoints of two runs are not mixed
-        open_run(TrainingConfig(run_dir="runs/new", checkpoint_dir=str(config.checkpoint_folder)))
 
 
 def test_a_restart_of_the_same_launch_continues_even_with_overwrite(config):
@@ -180,7 +184,7 @@ def test_a_restart_of_the_same_launch_continues_even_with_overwrite(config):
     run = open_run(first, launch_id="job-7")
     assert run.resume_path.name == "step_00000020.pt" and run.start.attempt == 2
     run.close()
-    with pytest.raises(UserError, match="holds a run already"):
+    with pytest.raises(UserError, match=IS_HELD):
         open_run(config, launch_id="job-8")
 
 
@@ -207,7 +211,7 @@ def test_a_restart_of_a_launch_that_had_not_begun_starts_where_the_launch_was_to
         assert run.resume_path.name == "step_00000010.pt"
         assert not run.start.is_completed and run.start.attempt == attempt
         run.close()
-    with pytest.raises(UserError, match="holds a run already"):
+    with pytest.raises(UserError, match=IS_HELD):
         open_run(config, launch_id="job-7")
 
 
@@ -217,13 +221,6 @@ def test_a_restart_that_cannot_be_told_from_a_new_run_is_rejected(config):
         UserError, match="holds a run, and a restart of it looks the same; give torchrun --rdzv-id NAME"
     ):
         open_run(TrainingConfig(), may_restart=True)
-
-
-@pytest.mark.parametrize("where", ["run_dir", "checkpoint_dir"])
-def test_an_unwritable_folder_is_rejected(tmp_path, where):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be written .Not a directory.; give"):
-        open_run(TrainingConfig(**{"run_dir": str(tmp_path / "run"), where: str(tmp_path / "file" / "x")}))
 
 
 # ---- records and checkpoints of a continued run ----

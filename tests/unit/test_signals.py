@@ -1,5 +1,4 @@
-"""Signals: a flag for the loop, and no other exit code while the process ends (workers:
-distributed/test_workers_and_data.py)."""
+"""Signals: a flag for the loop, and no other exit code while the process ends. Workers: distributed/test_refusals.py."""
 
 import os
 import signal
