@@ -2,7 +2,6 @@
 
 import contextlib
 import random
-from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -123,10 +122,10 @@ def test_an_order_with_other_indices_is_rejected_and_one_that_repeats_samples_ha
     assert changed(**twice, with_replacement=True).order(0).tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
 
 
-@pytest.mark.parametrize("weights", [[1.0] * 9, [1.0] * 9 + [-1.0], [1.0] * 9 + [float("nan")]])
-def test_weights_that_do_not_fit_the_set_are_rejected(weights):
-    with pytest.raises(UserError, match="weights: must be 10 numbers, one a sample, finite and not negative"):
-        changed(weights=weights)
+def test_weights_that_do_not_fit_the_set_are_rejected():
+    for weights in ([1.0] * 9, [1.0] * 9 + [-1.0], [1.0] * 9 + [float("nan")]):
+        with pytest.raises(UserError, match="weights: must be 10 numbers, one a sample, finite and not negative"):
+            changed(weights=weights)
 
 
 # ---- the loader ----
@@ -191,15 +190,13 @@ def test_iterating_a_loader_cannot_forget_the_epoch():
     assert images.dtype == torch.float32 and images.shape == (8, 3, 8, 8) and labels.dtype == torch.int64
 
 
-def test_an_evaluation_loader_keeps_the_order_and_cuts_fixed_micro_batches():
-    data, config = Images(10, "val"), TrainingConfig(batch_size=4)
-    for world_size in (1, 2, 3, 4):
-        found = {}
-        for rank in range(world_size):
-            loader = create_evaluation_dataloader(data, config, context(rank, world_size))
-            for step, global_batch in enumerate(loader.global_batches(0)):
-                found |= {step * world_size + m.number: m.indices for m in global_batch if not m.is_padding}
-        assert found == {0: [0, 1, 2, 3], 1: [4, 5, 6, 7], 2: [8, 9]}
+def test_an_evaluation_loader_keeps_the_order():
+    found = []
+    for rank in (0, 1):
+        loader = create_evaluation_dataloader(Images(10, "val"), TrainingConfig(batch_size=4), context(rank, 2))
+        micro_batches = [m for global_batch in loader.global_batches(0) for m in global_batch]
+        found.append([[] if m.is_padding else m.indices for m in micro_batches])
+    assert found == [[[0, 1, 2, 3], [8, 9]], [[4, 5, 6, 7], []]]
 
 
 def test_an_empty_epoch_is_rejected():
@@ -268,18 +265,18 @@ def test_one_ahead_keeps_the_order_and_raises_an_error_in_its_place():
 class Stream:
     """Stands for the side stream: notes what goes through it."""
 
-    def __init__(self, device):
+    queued = contextlib.nullcontext
+
+    def __init__(self):
         self.seen = []
 
     def begin(self):
         self.seen.append("begin")
 
-    queued = contextlib.nullcontext
-
     def run(self, action):
         staged = action()
         self.seen.append(("staged", staged.indices))
-        return staged, SimpleNamespace(indices=staged.indices)
+        return staged, staged
 
     def hand_over(self, batch, event):
         self.seen.append(("handed over", event.indices))
@@ -304,7 +301,7 @@ def test_the_next_micro_batch_is_staged_before_this_one_is_computed(monkeypatch,
     monkeypatch.setattr(clock, "enter", phases.append)
     config = TrainingConfig(batch_size=24, num_workers=workers)
     loader, sampler = create_distributed_dataloader(Lines(), config, context(), clock)
-    loader._side = Stream(CPU)
+    loader._side = Stream()
     for epoch in (0, 1):  # the workers of the first epoch are kept
         a, b, c = (m.indices for global_batch in sampler.global_batches(epoch) for m in global_batch)
         seen = loader._side.seen
@@ -317,15 +314,3 @@ def test_the_next_micro_batch_is_staged_before_this_one_is_computed(monkeypatch,
         rest = [("staged", c), ("handed over", b), ("computed", b), ("handed over", c), ("computed", c)]
         assert seen == begin + rest
     assert phases == ["data", "forward"] * 8  # the last look of each epoch finds the end
-
-
-def test_an_epoch_that_is_left_early_leaves_nothing_to_the_next():
-    loader, sampler = create_distributed_dataloader(Lines(), TrainingConfig(batch_size=8, num_workers=1), context())
-    for epoch, last in ((0, 2), (1, 8)):
-        for number, global_batch in enumerate(loader.global_batches(epoch)):
-            for m in global_batch:
-                assert m.indices == sampler.order(epoch)[8 * number : 8 * number + 8].tolist()
-                assert m.batch["label"].tolist() == m.indices
-            if number == last:
-                break
-    assert number == 8
