@@ -2,8 +2,7 @@
 
 The order is cut into micro-batches of `batch_size` consecutive entries; `micro_batches_per_step` consecutive
 micro-batches are one global batch, one optimizer step. Micro-batch m of a global batch goes to rank m % world_size.
-Ranks
-decide only who computes a micro-batch, never what is in it.
+Ranks decide only who computes a micro-batch, never what is in it.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class GlobalBatchSampler(DistributedSampler):
             len(weights) == len(dataset) and ((self.weights >= 0) & self.weights.isfinite()).all()
         ):
             raise UserError(
-                f"weights: must be {len(dataset)} numbers, one a sample, finite and not negative; mend them in the"
+                f"weights: must be {len(dataset)} numbers, one a sample, finite and not negative; fix them in the"
                 " data set"
             )
         self._order: tuple[int, Tensor] | None = None
