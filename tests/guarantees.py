@@ -264,7 +264,7 @@ GUARANTEES = [
     row("plain-load", "runs", "checkpoints elsewhere", "`torch.load(path, weights_only=True)` opens a checkpoint; `--init_from` takes its weights.", tests="""
         builtin/test_whole_run.py::test_the_last_checkpoints_are_kept_and_open_with_plain_torch_load
         unit/test_checkpoint.py::test_weights_come_from_a_checkpoint_or_a_bare_state_dict
-        builtin/test_model.py::test_init_from_takes_what_fits_and_says_what_was_replaced
+        builtin/test_model.py::test_init_from_takes_what_fits_and_logs_what_was_not_loaded
         """),
     row("keep-last", "runs", "old checkpoints", "The newest `--keep_last` and `best.pt` stay.", tests="""
         unit/test_checkpoint.py::test_the_newest_stay_by_step_not_by_name
