@@ -332,7 +332,6 @@ GUARANTEES = [
     row("comm-hook", "speed", "`--comm_hook`", "It halves the bytes of a step; overflow skips on all ranks; resume stays exact.", tests="""
         distributed/test_comm_hooks.py::test_a_step_sends_its_gradient_once_in_the_hooks_width_and_the_statistics
         """, slow="""
-        distributed/test_comm_hooks.py::test_losses_are_those_without_a_hook_up_to_its_rounding
         distributed/test_comm_hooks.py::test_a_gradient_that_overflows_on_the_way_is_skipped_by_all_ranks
         distributed/test_comm_hooks.py::test_stops_and_resumes_with_a_hook_cannot_be_seen
         distributed/test_comm_hooks.py::test_a_build_or_backend_that_cannot_is_rejected_by_all_ranks

@@ -219,6 +219,23 @@ def signals_after(stops):
 
 
 @contextlib.contextmanager
+def training_under(mode, done):
+    """Epochs run under a dispatch mode; done(step) is called after each optimizer step."""
+    plain_epoch, plain_done = train.train_one_epoch, Reporter.step_done
+
+    def epoch(training):
+        with mode:
+            return plain_epoch(training)
+
+    def step_done(self, samples, step):
+        done(step)
+        plain_done(self, samples, step)
+
+    with mock.patch.object(train, "train_one_epoch", epoch), mock.patch.object(Reporter, "step_done", step_done):
+        yield
+
+
+@contextlib.contextmanager
 def watching(found):
     """Of each computed micro-batch: (epoch, step, number, indices, digest of the batch, seed of the device's stream)."""
     if found is None:

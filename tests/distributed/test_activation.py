@@ -1,4 +1,4 @@
-"""Activation checkpointing: the same run to the bit, with fewer activations kept. Shipped models: builtin/test_shipped_models.py."""
+"""Activation checkpointing: the same run to the bit, with fewer activations kept."""
 
 import copy
 from unittest import mock

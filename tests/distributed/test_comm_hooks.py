@@ -12,10 +12,9 @@ import train
 from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed, wrap_ddp
 from ranks import run_ranks
-from tasks import train_task
+from tasks import train_task, training_under
 from test_exact_resume import FLAGS as RESUME_FLAGS
 from training import TINY, difference
-from utils.report.reporter import Reporter
 
 PARAMETERS, STATISTICS = 2090, 2 * (8 + 16)  # of tasks.SmallNet
 WIDTHS = {"none": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -40,18 +39,13 @@ class Sent(TorchDispatchMode):
 
 def sent_by_step(task, flags, dtype):
     """Of each optimizer step: the collectives, and their bytes."""
-    mode, steps, plain_epoch, plain_done = Sent(), [], train.train_one_epoch, Reporter.step_done
+    mode, steps = Sent(), []
 
-    def epoch(training):
-        with mode:
-            return plain_epoch(training)
-
-    def done(self, samples, step):
+    def done(step):
         steps.append((mode.calls, mode.bytes))
         mode.calls, mode.bytes = 0, {}
-        plain_done(self, samples, step)
 
-    with mock.patch.object(train, "train_one_epoch", epoch), mock.patch.object(Reporter, "step_done", done):
+    with training_under(mode, done):
         train_task(task, flags, dtype)
     return steps
 
@@ -91,22 +85,6 @@ def test_a_step_sends_its_gradient_once_in_the_hooks_width_and_the_statistics(ru
 
 def test_one_rank_has_no_collective(runs):
     assert run_ranks(1, sent_by_step, "images", runs.words("run", *FLAGS), torch.float32) == [[(0, {})] * 10]
-
-
-@pytest.mark.slow
-def test_losses_are_those_without_a_hook_up_to_its_rounding(runs):
-    """A value rounded to p bits of mantissa is off by 2^-p/2 at most: 2^-11 for fp16, 2^-8 for bf16. Each step's
-    gradient is rounded once on each rank and once in the sum; the learning rate makes that a small part of the change
-    of the loss in six steps."""
-    losses = {}
-    for hook in WIDTHS:
-        runs.train(2, hook, *FLAGS, "--comm_hook", hook)
-        losses[hook] = torch.tensor([record["loss"] for record in runs.records(hook, "train")], dtype=torch.float64)
-    change = (losses["none"] - losses["none"][0]).abs().max().item()
-    for hook, rounding in (("fp16", 2**-11), ("bf16", 2**-8)):
-        off = (losses[hook] - losses["none"]).abs()
-        assert off[0] == 0  # before the first update
-        assert 0 < off.max() <= 4 * rounding * max(1.0, change), (hook, off)
 
 
 def train_with_a_huge_gradient(flags, huge_step):

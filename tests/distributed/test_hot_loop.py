@@ -2,14 +2,14 @@
 
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import train
 from ranks import run_ranks
+from tasks import training_under
 from training import train_flags
-from utils.report.reporter import Reporter
 from utils.training.state import TrainState
 
 # four steps of two micro-batches on each of two ranks; the log point is the last of them
@@ -36,24 +36,18 @@ class Reads(TorchDispatchMode):
 
 def reads_by_step(flags, reads_in_step):
     """The reads up to the end of each step of an epoch. Where asked for, one `.item()` is put into a step."""
-    mode, seen, is_read = Reads(), {}, []
-    plain_epoch, plain_done, plain_backward = train.train_one_epoch, Reporter.step_done, TrainState.backward
+    mode, seen, is_read, plain = Reads(), {}, [], TrainState.backward
 
-    def epoch(training):
-        with mode:
-            return plain_epoch(training)
-
-    def done(self, samples, step):
+    def done(step):
         seen[step] = list(mode.places)
-        plain_done(self, samples, step)
 
     def backward(self, loss, loss_scale):
         if len(seen) + 1 == reads_in_step and not is_read:
             is_read.append(loss.item())
-        plain_backward(self, loss, loss_scale)
+        plain(self, loss, loss_scale)
 
-    train.train_one_epoch, Reporter.step_done, TrainState.backward = epoch, done, backward
-    train_flags(flags)
+    with training_under(mode, done), mock.patch.object(TrainState, "backward", backward):
+        train_flags(flags)
     return seen, mode.places
 
 

@@ -1,4 +1,4 @@
-"""--cache: which sets it takes, and how much memory. The batches and the memory that ranks share: builtin/test_cached_runs.py."""
+"""--cache: which sets it takes, and how much memory. With real ranks: builtin/test_cached_runs.py."""
 
 import dataclasses
 import logging

@@ -1,4 +1,4 @@
-"""What is chosen for the device: TF32 on CUDA only, cuDNN's search unless --deterministic; and its name in the banner."""
+"""What is chosen for the device: TF32 on CUDA only, cuDNN's search unless --deterministic."""
 
 import warnings
 

@@ -116,13 +116,6 @@ def test_clipping_bounds_the_norm_and_the_record_has_the_norm_before_it():
     assert state.interval.means()["grad_norm"] == pytest.approx(3 * math.sqrt(len(moved)))
 
 
-def test_fp16_lowers_the_scale_on_overflow():
-    state = make(Precision("cpu", torch.float16))
-    before = state.scaler.get_scale()
-    step(state, gradient=float("inf"))
-    assert state.scaler.get_scale() == before / 2
-
-
 def test_the_learning_rate_is_a_function_of_the_step_and_a_skip_does_not_stop_it():
     factors = [lr_factor(step, 10, 4) for step in range(11)]
     assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0] and factors[4:] == sorted(factors[4:], reverse=True)
