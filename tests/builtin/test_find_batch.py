@@ -13,12 +13,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reas
 GIB = 1.5
 LIMITED = """
 from lib.benchmark.find_batch import limit_memory
-plain = train.warm_up
-def warm_up(model, batch, *rest):
+plain = train.first_passes
+def first_passes(model, batch, *rest):
     plain(model, [each[:2] for each in batch], *rest)
     limit_memory(batch[0].device, {memory})
     return plain(model, batch, *rest)
-train.warm_up = warm_up
+train.first_passes = first_passes
 """
 
 
@@ -36,7 +36,7 @@ def test_the_size_found_can_be_trained_and_half_as_much_again_cannot(runs):
     for batch, code in ((best, 0), (best * 3 // 2, 1)):
         sizes = ["--batch_size", batch, "--dataset_size", 2 * batch, "--epochs", 2]
         ended = launch([sys.executable, program, *flags, runs.folder(f"of-{batch}"), *sizes])
-        is_explained = "does not fit into the memory of" in ended.text
+        is_explained = " ran out of memory: " in ended.text
         assert ended.code == code and is_explained == bool(code), (printed, ended.text)
 
 

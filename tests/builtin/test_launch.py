@@ -55,7 +55,7 @@ def test_detached_with_a_retry_it_outlives_its_terminal_and_a_killed_rank(tmp_pa
         r" of 3",
         text,
     ), text
-    assert text.count("attempt 2 of 3 starts in 5 s") == text.count("completed: 1 epochs") == 1 and "resumed" in text, (
+    assert text.count("attempt 2 of 3 starts in 5 s") == text.count("completed: 1 epoch,") == 1 and "resumed" in text, (
         text
     )
     assert (run / "traces").is_dir()  # the flight recorder finds a folder to write into

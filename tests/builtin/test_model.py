@@ -54,7 +54,7 @@ def test_torchvision_classifiers_by_name():
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"model": "resnet18", "in_channels": 1}, "in_channels=1: the models of torchvision take 3; use"),
+        ({"model": "resnet18", "in_channels": 1}, "in_channels=1: torchvision's models take 3; use"),
         ({"model": "vit_b_16", "image_size": 30}, "model=vit_b_16: does not take images of 30 pixels .*; give another"),
         ({"model": "alexnet", "image_size": 8}, "model=alexnet: does not take images of 8 pixels .*; give another"),
     ],
@@ -75,7 +75,7 @@ def test_init_from_takes_what_fits_and_logs_what_was_not_loaded(tmp_path, caplog
             model = create_model(TrainingConfig(init_from=str(file), num_classes=4, channels_last=False), CPU)
         assert torch.equal(model.stages[2].conv1.weight, source.stages[2].conv1.weight)
         assert model.head.weight.shape == (4, 256)
-        assert "left at their new values: head.weight, head.bias" in caplog.text
+        assert "newly initialised: head.weight, head.bias" in caplog.text
 
 
 def test_init_from_another_model_is_rejected(tmp_path):
