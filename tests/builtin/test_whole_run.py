@@ -69,7 +69,7 @@ def test_records_have_the_promised_keys_once_a_step(whole):
         assert 0 <= record["top1"] <= record["top5"] <= 1
     # a save that falls due while another one is written waits
     saved = [event["step"] for event in events if event["event"] == "checkpoint"]
-    assert saved == sorted(set(saved)) and saved[0] == 4 and saved[-1] == 15 and len(saved) > 3
+    assert saved == sorted(set(saved)) and saved[0] == 4 and saved[-1] == 15
     assert train[-1]["step_s"] > 0 and train[-1]["peak_memory_bytes"] > 1e8
 
 
