@@ -8,7 +8,7 @@ scripts/launch.sh --epochs 5                                     several machine
 from __future__ import annotations
 
 from config import TrainingConfig, UserError
-from utils.signals import StopSignals, began_at, hold
+from utils.signals import StopSignals, began_at, hold, release
 
 if __name__ == "__main__":
     TrainingConfig.from_args()  # answers --help and rejects a bad flag before torch, which takes seconds, is imported
@@ -103,10 +103,13 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     began = began_at()
     ctx = setup_distributed(config)
     if config.eval_only:
+        release()  # an evaluation has nothing to save: a signal ends it
         try:
             outcome = evaluate_only(config, ctx)
         except Exception as error:
-            raise explain_memory(error, config, ctx) or error from None
+            if explained := explain_memory(error, config, ctx):
+                raise explained from None
+            raise
         cleanup_distributed()
         return outcome
     run = open_run(config, ctx)
@@ -206,7 +209,7 @@ def assemble(
 
     def vote() -> Decision:
         is_time_up = 0 < config.max_time < (time.monotonic() - started) / 60
-        return Decision(stop=2 if signals.received else int(is_time_up), save=int(saver.is_due()))
+        return Decision(stop=int(bool(signals.received) or is_time_up), save=int(saver.is_due()))
 
     consensus = Consensus(vote, ctx.control)
     parts = (loader, loaders, state, model, consensus, reporter, saver, best_metric, best_sign)
@@ -218,12 +221,13 @@ def run_training(training: Training) -> dict[str, Any]:
     config, state, saver, reporter = training.config, training.state, training.saver, training.reporter
     progress = state.progress
     if training.run.resume_path:
-        saver.save_now()  # a run that continues in another folder has a checkpoint there from the start
+        saver.save_now()  # in another folder than that of the checkpoint; otherwise it is there already
     is_stopped = training.consensus.decide().stop > 0  # asked to stop before there was a step
     while not (is_stopped or state.is_finished):
         is_stopped = train_one_epoch(training).stop > 0
         if is_stopped or state.is_at_end or is_every(config.save_every, progress.epoch):
-            saver.save_now(must=is_stopped or state.is_at_end)  # before the evaluation
+            # before the evaluation, so that a failure there costs no training; a resume then repeats the evaluation
+            saver.save_now(must=is_stopped or state.is_at_end)
         if "val" in training.held_out and state.is_evaluation_due and not is_stopped:
             is_stopped = validate(training)
         if not is_stopped:
@@ -254,10 +258,13 @@ def train_one_epoch(training: Training) -> Decision:
         if state.is_at_end:
             break
         clock.begin_step(progress.step + 1)
-        # DDP averages over ranks: scaled so, the sum of losses has the gradient of the mean over the global batch
+        # DDP averages gradients over ranks: scaled by world_size / weight, the summed losses have the gradient of the
+        # mean over the global batch; one without weight is skipped as not finite
         loss_scale = ctx.world_size / (global_batch.weight or math.nan)
         indices = []
-        for micro_batch in global_batch:
+        for (
+            micro_batch
+        ) in global_batch:  # an idle rank has one with weight 0, since DDP needs all ranks in the all-reduce
             is_padding, is_last_micro_batch = micro_batch.is_padding, micro_batch.is_last
             with nullcontext() if is_last_micro_batch else model.no_sync():
                 seed_device(ctx.device, "step", config.seed, progress.step, micro_batch.number)
@@ -284,7 +291,7 @@ def train_one_epoch(training: Training) -> Decision:
             reporter.log(state, all_gather_json(reporter.rank_report(state), ctx))
         decision = consensus.step()
         if decision.save or decision.stop or is_every(config.save_every_steps, progress.step - 1):
-            decision = Decision(*map(max, decision, consensus.flush()))  # no older decision may come after a save
+            decision = Decision(*map(max, decision, consensus.flush()))  # no vote from before a save may count after it
             if decision.stop:
                 return decision
             saver.save()
@@ -293,7 +300,7 @@ def train_one_epoch(training: Training) -> Decision:
 
 
 def validate(training: Training) -> bool:
-    """Evaluate the validation set, and keep the best checkpoint. Whether the ranks agreed to stop meanwhile."""
+    """Evaluate the validation set, and keep the best checkpoint. Returns True if the ranks agreed to stop meanwhile."""
     state, progress, saver = training.state, training.state.progress, training.saver
     began = time.perf_counter()
     records = evaluate_split(training, "val", training.models)
@@ -306,12 +313,17 @@ def validate(training: Training) -> bool:
     if is_best:
         saver.save_best()
     if not state.is_epoch_complete:
-        saver.save_now(is_again=True)  # max_steps ended the run here; a longer run does not repeat this evaluation
+        saver.save_now(
+            is_again=True
+        )  # max_steps ended the run in mid-epoch: a longer run does not repeat the evaluation
     return False
 
 
 def test_best(training: Training) -> list[dict[str, Any]]:
-    """Evaluate the best checkpoint (else the last weights) on the test set. None when the ranks agreed to stop."""
+    """Evaluate the best checkpoint (else the last weights) on the test set, in the models that were trained.
+
+    Nothing may be saved afterwards. Returns an empty list if the ranks agreed to stop.
+    """
     weights, model = list(training.models.items())[-1]
     best = training.run.checkpoints / BEST
     began = time.perf_counter()
@@ -375,13 +387,15 @@ class DataSets:
 def load_data(config: TrainingConfig, ctx: DistributedContext) -> DataSets:
     """The data sets, which must be the same on all ranks. Raises UserError."""
     once_per_file_system(Path(config.data_dir), lambda: is_prepared(config), lambda: prepare_data(config), ctx)
-    sets = {
-        split: on_all_ranks(lambda split=split: create_dataset(config, split), ctx)
-        for split in ("train", "val", "test")
-    }
+
+    def create() -> dict[str, Dataset | None]:
+        sets = {split: create_dataset(config, split) for split in ("train", "val", "test")}
+        if sets["train"] is None:
+            raise UserError(f"data_dir={config.data_dir}: create_dataset found no training set there; give its folder")
+        return sets
+
+    sets = on_all_ranks(create, ctx)
     train_set = sets.pop("train")
-    if train_set is None:
-        raise UserError(f"data_dir={config.data_dir}: create_dataset found no training set there; give its folder")
     config = on_all_ranks(lambda: resolve_auto(config, train_set), ctx)
     held_out = {split: dataset for split, dataset in sets.items() if dataset is not None and len(dataset)}
     seen = [[split, len(each), fingerprint(each)] for split, each in [("train", train_set), *held_out.items()]]
@@ -400,7 +414,7 @@ def create_state(config: TrainingConfig, ctx: DistributedContext) -> TrainState:
 
 
 def run_as_script() -> None:
-    """Run the command line and end this process with the contract's exit code."""
+    """Run the command line and end this process: 0 completed, 2 user error, 75 preempted and saved, else 1."""
     faulthandler.enable()  # a crash of native code shows where
     try:
         sys.exit(main())

@@ -49,6 +49,12 @@ def hold() -> None:
     StopSignals.held = StopSignals().__enter__()
 
 
+def release() -> None:
+    """Undo `hold`: stop signals end this process."""
+    if StopSignals.held:
+        StopSignals.held.__exit__()
+
+
 def began_at() -> float:
     """When this process began, in seconds since 1970; now, for a second run in it, and in a process that was forked."""
     return BORN.pop(os.getpid(), time.time())

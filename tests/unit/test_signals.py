@@ -24,6 +24,15 @@ sys.exit(75)
 """
 
 
+def test_an_evaluation_gives_up_what_the_import_held():
+    before = signal.getsignal(signal.SIGTERM)
+    utils.signals.hold()
+    assert signal.getsignal(signal.SIGTERM) != before
+    utils.signals.release()
+    assert signal.getsignal(signal.SIGTERM) == before
+    StopSignals.held = None
+
+
 def test_a_signal_sets_a_flag_and_the_handlers_come_back():
     before = signal.getsignal(signal.SIGTERM)
     with StopSignals() as signals:

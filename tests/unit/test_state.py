@@ -266,3 +266,17 @@ def test_momentum_that_a_resume_turns_on_begins_at_zero():
     load(after, before)
     buffers = [state["momentum_buffer"] for state in after.optimizer.state.values()]
     assert len(buffers) == len(list(after.model.parameters())) and not any(buffer.any() for buffer in buffers)
+
+
+def test_a_parameter_in_no_group_keeps_its_value_and_collects_no_gradient():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    state, before = make(model=model, groups=[{"params": list(model[0].parameters())}]), model[1].weight.clone()
+    for _ in range(2):
+        step(state)
+    assert model[1].weight.grad is None and torch.equal(model[1].weight, before)
+
+
+def test_a_metric_named_loss_is_rejected():
+    state, one = make(model=nn.Linear(3, 2)), torch.ones(())
+    with pytest.raises(UserError, match="reports a metric named loss beside the loss; give it another name"):
+        evaluate_once(torch.zeros(1, 3), state, lambda model, batch: (one, {"loss": (one, 1)}))

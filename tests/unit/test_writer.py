@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -171,7 +172,8 @@ def test_the_users_command_gets_the_latest_path_and_its_failure_is_a_warning(tmp
     for step in (1, 2, 3):
         hook.run(Path(f"step_{step}.pt"))
     may_end.touch()
-    hook.wait()
+    while hook.is_running():
+        time.sleep(0.05)
     assert out.read_text() == "step_1.pt\nstep_3.pt\n"  # 2 and 3 came while the first ran, and 3 is later
     (tmp_path / "a b.pt").write_text("new")
     commands = {
@@ -182,6 +184,7 @@ def test_the_users_command_gets_the_latest_path_and_its_failure_is_a_warning(tmp
     for command in commands:
         hook = Hook(command, warnings.append)
         hook.run(tmp_path / "a b.pt")
-        hook.wait()
+        while hook.is_running():
+            time.sleep(0.05)
     assert warnings == [f"on_checkpoint: {command} {problem}" for command, problem in commands.items() if problem]
     assert out.read_text() == "new"

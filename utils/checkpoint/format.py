@@ -1,6 +1,7 @@
 """The checkpoint file: what torch.save writes, followed by a trailer with the step and a checksum of all before it.
 
-`torch.load(path, weights_only=True)` opens such a file but does not look at the trailer; `read` does.
+`torch.load(path, weights_only=True)` opens such a file (an archive is found from its end) but ignores the trailer; `read`
+checks it.
 """
 
 from __future__ import annotations
@@ -128,10 +129,10 @@ def read(path: Path) -> tuple[dict[str, Any], str]:
     best = payload["progress"].get("best_value")
     if not (best is None or (type(best) in (int, float) and math.isfinite(best))):
         wrong.append("best_value")
-    if wrong or counts["step"] != trailer.step:
-        raise UserError(
-            f"{path}: its progress has no number for {wrong[0] if wrong else 'step'}; give another checkpoint"
-        )
+    if wrong:
+        raise UserError(f"{path}: its progress has no number for {wrong[0]}; give another checkpoint")
+    if counts["step"] != trailer.step:
+        raise UserError(f"{path}: is of step {trailer.step} by its trailer, but of step {counts['step']}; give another")
     return payload, trailer.digest
 
 

@@ -48,7 +48,7 @@ class GlobalBatch:
 class GlobalBatchSampler(DistributedSampler):
     """A DistributedSampler that deals whole micro-batches, never repeats a sample, and starts anywhere in an epoch.
 
-    As an iterable it gives this rank's indices of `epoch` from `start` on. A data set may bring `weights` (one number a
+    As an iterable it gives this rank's indices of `epoch` from `start` on. A data set may have `weights` (one number a
     sample) and `epoch_order(seed, epoch, n)` (an order of its own: n indices, each once unless it says
     `with_replacement = True`). Raises UserError when these do not fit the data set.
     """

@@ -1,4 +1,4 @@
-"""What all ranks decide together while they train: to stop, to save now. No rank waits for it."""
+"""What all ranks decide together while they train: to stop, to save now. A vote is read some steps after it began."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ MAX_STEPS_BETWEEN_VOTES = 32
 class Decision(NamedTuple):
     """What a rank votes for, and what all decided: the largest of the votes."""
 
-    stop: int = 0  # 1: the time is up, 2: a signal came
+    stop: int = 0  # 1: a signal came, or the time is up
     save: int = 0  # 1: a checkpoint is due
 
 
 class Consensus:
-    """One small all-reduce on the control group, started at one step and read some steps later, so that nobody waits.
+    """One small all-reduce on the control group, started at one step and read some steps later, so that ranks rarely wait.
 
-    The number of steps is common to all ranks and such that about 0.25 s pass between two votes.
+    The number of steps is common to all ranks (the largest of theirs); about 0.25 s pass between two votes. `flush` and
+    `decide` wait for the slowest rank.
 
     Args:
-        vote: gives this rank's vote; it is repeated until the decision came.
+        vote: gives this rank's vote; called again and again, until what it asks for has happened.
         group: the control group, a gloo group.
     """
 

@@ -253,7 +253,9 @@ class Saver:
 
     def close(self) -> None:
         """Wait for the user's command, and end the writer and the thread."""
-        self._hook.wait()
+        while self._hook.is_running():
+            self._clock.enter("save")  # a long upload is no hang
+            time.sleep(SECONDS_OF_A_LOOK)
         self._thread.shutdown()
         if self._writer:
             self._writer.end()
@@ -292,11 +294,10 @@ class Hook:
                     f"on_checkpoint: {shlex.join(self._words)} cannot be run ({error.strerror}); the checkpoint is valid"
                 )
 
-    def wait(self) -> None:
-        """Until none is running or waiting."""
-        while self._running:
-            self._running.wait()
-            self.look()
+    def is_running(self) -> bool:
+        """Whether one is running or waiting."""
+        self.look()
+        return self._running is not None
 
 
 def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:

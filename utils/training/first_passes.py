@@ -66,9 +66,11 @@ def train_twice(model: DistributedDataParallel, batch: Any, state: TrainState, c
 
 @torch.no_grad()
 def evaluate_once(batch: Any, state: TrainState, compute_loss: ComputeLoss) -> list[str]:
-    """A pass in evaluation mode. The names of what is reported."""
+    """A pass in evaluation mode. Returns the names of what is reported."""
     with state.precision.autocast():
         _, metrics = compute_loss(state.model.eval(), batch)
+    if "loss" in metrics:
+        raise UserError("compute_loss: reports a metric named loss beside the loss; give it another name")
     return ["loss", *metrics]
 
 

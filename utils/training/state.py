@@ -96,6 +96,7 @@ class TrainState:
                 " register it in the model"
             )
         self._parameters = list(self._names)
+        self._with_gradients = [p for p in model.parameters() if p.requires_grad]  # in no group: not trained
         # of each step's gradient, since the last read; not finite where it was skipped
         self._norms: list[torch.Tensor] = []
         self._seeds: list[torch.Tensor] = []  # with float16: NaN where a loss of this rank was not finite
@@ -147,7 +148,7 @@ class TrainState:
         if self._has_cuda_graphs:
             self.optimizer.zero_grad(set_to_none=False)
             return
-        for parameter in self._parameters:  # the optimizer's own way takes 20 us more, for the profiler
+        for parameter in self._with_gradients:  # the optimizer's own way takes 20 us more, for the profiler
             parameter.grad = None
 
     def update_if_finite(self, global_batch: GlobalBatch) -> None:
