@@ -221,7 +221,7 @@ TABLE = [
     Row("other Python", other_environment, "launch.sh", "node", "torchrun: this Python has no torch"),
     Row("other code", other_code, "train.py", "node1 model.py", "the ranks do not run the same thing"),
     Row("other settings", lambda setup: setup.flags[1].extend(["--lr", "0.2"]), "train.py", "node1 lr", "the ranks do not run the same thing"),
-    Row("other data", other_data, "train.py", "node1", "data_dir=...: holds other data on"),
+    Row("other data", other_data, "train.py", "node1", "hold different data; copy it again"),
     Row("no data", no_data, "train.py", "node1", "data_dir=...: has no .../train/<class>/ folders"),
     Row("run folder not shared", lambda setup: setup.nodes[1].mount_tmpfs(setup.storage, "64m"), "train.py", "node1",
         "run_dir=...: ... does not see there what rank 0 on ... has written"),

@@ -96,7 +96,7 @@ def test_fine_tuning_trains_a_new_head_and_leaves_the_frozen_trunk_as_it_was(tmp
     source = runs.folder("first") / "checkpoints" / "best.pt"
     (fork.folder / "CHECKPOINT").write_bytes(source.read_bytes())
     out, summary = fork.train("--epochs", "3", "--batch_size", "10")
-    assert "left at their new values: head.weight, head.bias" in out and fork.changed == ["model.py"]
+    assert "newly initialised: head.weight, head.bias" in out and fork.changed == ["model.py"]
     assert "771 of them trained" in out  # 3 x 256 weights and 3 biases
     before = torch.load(source, weights_only=True)["model"]
     after = torch.load(max((fork.folder / "runs/fork/checkpoints").glob("step_*.pt")), weights_only=True)["model"]

@@ -50,14 +50,14 @@ Images.__init__ = init
 
 KILLED = r"rank 1: loader worker \d+ was killed, usually because the machine ran out of memory; use fewer --num_workers"
 STOPPED = (
-    r"rank 1: a loader worker hangs: no batch for 11 s \(samples (\d+, ){3}\d+ of train in epoch 0\); fix the storage"
+    r"no progress for 1\d s: rank 1 on \S+ hangs in data of step \d+ \(process \d+\)"
 )
 
 
 @fault("loader worker killed", signal.SIGKILL, KILLED, is_default=True)
 @fault("loader worker hangs", signal.SIGSTOP, STOPPED)
 def worker_fails(drill: Drill, number: int, said: str) -> None:
-    """A loader gives up after nine tenths of hang_timeout."""
+    """A rank that takes a batch from a stopped worker waits in the worker's socket: the watchdog ends it."""
     job = drill.held(2, 8, *RUN, "--hang_timeout", 12)
     worker = next(child for child in job.children(job.pid(1)) if os.getsid(child) != child)
     os.kill(worker, number)

@@ -26,7 +26,6 @@ from utils.rng import derive_seed
 from utils.run.folder import Run
 from utils.training.state import TrainState
 
-MAX_SECONDS_WITHOUT = 600.0  # of saves that fail: then training without a checkpoint ends
 LAST_TRIES = 3  # at the end of a run, a second apart
 SECONDS_OF_A_LOOK = 0.5
 
@@ -39,6 +38,7 @@ class Saver:
         writer: rank 0's.
         meta: gives what a checkpoint holds beside the state, plain values: its "config" and "provenance".
         saved_step: of the checkpoint in this run's folder that is resumed from; -1: none.
+        max_seconds_without: of saves that fail, until training without a checkpoint ends.
     """
 
     def __init__(
@@ -52,9 +52,11 @@ class Saver:
         writer: Writer | None,
         meta: Callable[[], dict[str, Any]],
         saved_step: int = -1,
+        max_seconds_without: float = 600.0,
     ) -> None:
         self._run, self._state, self._ctx, self._sampler, self._clock = run, state, ctx, sampler, clock
         self._writer, self._meta, self._saved_step = writer, meta, saved_step
+        self._max_seconds_without = max_seconds_without
         self._keep_last, self._minutes = config.keep_last, config.save_every_minutes
         checkpoint.flatten(meta())  # rejects now what no checkpoint can hold; later only its values differ
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
@@ -209,7 +211,7 @@ class Saver:
         minutes = (time.monotonic() - self._failing_since) / 60
         if outcome.is_final:
             raise TrainingError(outcome.problem)
-        if minutes * 60 > MAX_SECONDS_WITHOUT:
+        if minutes * 60 > self._max_seconds_without:
             raise TrainingError(
                 f"{outcome.problem} (no checkpoint could be written for {minutes:.0f} min: training ends here)"
             )
