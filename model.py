@@ -1,4 +1,4 @@
-"""The model: yours to change. Four functions are all that the training loop knows of it.
+"""The model: yours to change. Three functions are all that the training loop knows of it.
 
 create_model(config, device)    the network
 param_groups(model, config)     which parameters are trained, with which weight decay and learning rate

@@ -56,7 +56,7 @@ MUTATIONS = [
     Mutation('GlobalBatchLoader._to_device', 'batch = self._transform(batch, self._seed, micro_batch.epoch, indices_on(micro_batch.indices, self.device))', 'batch = self._transform(batch, self._seed, 0, indices_on(micro_batch.indices, self.device))', 'samples'),
     Mutation('RunningStats.add', 'self._sum.add_(self._latest, alpha=samples)', 'self._sum.add_(self._latest)', 'batchnorm'),
     Mutation('RunningStats.start_reduce', 'self._work = dist.all_reduce(self._sum, async_op=True)', 'self._work = None', 'batchnorm'),
-    Mutation('RunningStats.commit', 'torch.where(is_finite, moved, self._proper, out=self._proper)', 'self._proper.copy_(moved)', 'not-finite'),
+    Mutation('RunningStats.commit', 'torch.where(is_finite, moved, self._committed, out=self._committed)', 'self._committed.copy_(moved)', 'not-finite'),
     Mutation('train_twice', 'state.running_stats.discard()', 'pass', 'weights'),
     Mutation('evaluate', 'if not micro_batch.is_padding:', 'if True:', 'evaluation-counts'),
     Mutation('evaluate', 'if count != len(loader.dataset):', 'if False:', 'evaluation-counts'),

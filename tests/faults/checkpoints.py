@@ -53,7 +53,7 @@ def flip(path: Path) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-CUT = r"step_00000030\.pt: has no checksum at its end, it was truncated or is no checkpoint"
+CUT = r"step_00000030\.pt: has no checksum at its end, it was truncated or is not a checkpoint"
 FLIPPED = r"step_00000020\.pt: is damaged, its bytes do not match the checksum at its end"
 
 
@@ -78,7 +78,7 @@ def drop_another_runs(drill: Drill, folder: Path) -> None:
 
 
 @fault("newest checkpoints damaged", damage_two, 10, CUT, FLIPPED, is_default=True)
-@fault("malicious file in the folder", drop_malicious, 30, r"step_00000040\.pt: is no checkpoint", is_default=True)
+@fault("malicious file in the folder", drop_malicious, 30, r"step_00000040\.pt: is not a checkpoint", is_default=True)
 @fault(
     "checkpoint of another run in the folder",
     drop_another_runs,

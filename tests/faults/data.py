@@ -49,9 +49,7 @@ Images.__init__ = init
 
 
 KILLED = r"rank 1: loader worker \d+ was killed, usually because the machine ran out of memory; use fewer --num_workers"
-STOPPED = (
-    r"no progress for 1\d s: rank 1 on \S+ hangs in data of step \d+ \(process \d+\)"
-)
+STOPPED = r"no progress for 1\d s: rank 1 on \S+ hangs in data of step \d+ \(process \d+\)"
 
 
 @fault("loader worker killed", signal.SIGKILL, KILLED, is_default=True)

@@ -97,10 +97,10 @@ def write(path: Path, payload: dict[str, Any], may_appear: Callable[[], None] | 
     """Write a checkpoint, its tensors on the CPU, under its final name: whole or not at all.
 
     Args:
-        may_appear: called when the file is on the disk, before it gets its name; what it raises ends the writing.
+        may_appear: called when the file is on the disk, before it gets its name; an exception from it aborts the write.
 
     Raises:
-        OSError: when the disk does not take it. What was there before is untouched, the partial file is gone.
+        OSError: when it cannot be written. What was there before is untouched, the partial file is gone.
     """
 
     def fill(file: BinaryIO) -> None:
@@ -118,7 +118,7 @@ def write(path: Path, payload: dict[str, Any], may_appear: Callable[[], None] | 
 def read(path: Path) -> tuple[dict[str, Any], str]:
     """The checkpoint, its tensors on the CPU, and its checksum. Raises UserError when it is damaged or incomplete."""
     trailer = verify(path)
-    payload = _load(path, f"{path}: is no checkpoint")
+    payload = _load(path, f"{path}: is not a checkpoint")
     missing = [key for key in KEYS if not isinstance(payload, dict) or not isinstance(payload.get(key), dict)]
     if missing:
         raise UserError(
@@ -143,7 +143,7 @@ def _load(path: Path, problem: str) -> Any:
     except Exception as error:  # bytes that are no archive raise whatever the unpickler met
         if is_out_of_memory(error):
             raise
-        # torch's own text recommends to switch the protection off
+        # torch's own text recommends switching the protection off
         raise UserError(f"{problem} ({type(error).__name__}); give another") from None
 
 
@@ -154,7 +154,7 @@ def verify(path: Path) -> Trailer:
             trailer = _read_trailer(file)
             if trailer is None:
                 raise UserError(
-                    f"{path}: has no checksum at its end, it was truncated or is no checkpoint; give another"
+                    f"{path}: has no checksum at its end, it was truncated or is not a checkpoint; give another"
                 )
             size, digest = file.seek(0, os.SEEK_END) - DIGEST_BYTES, hashlib.sha256()
             file.seek(0)
@@ -177,7 +177,7 @@ def _open(path: Path) -> BinaryIO:
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(0, "is no file")
+        raise OSError(0, "is not a regular file")
     return os.fdopen(descriptor, "rb")
 
 
@@ -239,7 +239,7 @@ def load_weights(path: Path) -> dict[str, Tensor]:
         ) from None
     if is_checkpoint:
         verify(path)
-    payload = _load(path, f"init_from={path}: is no file of tensors only")
+    payload = _load(path, f"init_from={path}: does not hold tensors only")
     if isinstance(payload, dict) and not is_checkpoint and payload.keys() >= {"model", "progress", "provenance"}:
         raise UserError(f"init_from={path}: is a checkpoint that was truncated, its checksum is missing; give another")
     weights = payload.get("model", payload) if isinstance(payload, dict) else payload

@@ -27,7 +27,7 @@ class MicroBatch:
     epoch: int
     number: int  # within its global batch, over all ranks
     indices: list[int]
-    is_padding: bool  # weight 0: an idle rank takes part in the all-reduce
+    is_padding: bool  # gradient 0: an otherwise idle rank takes part in the all-reduce
     is_last: bool  # of this rank in its global batch
     batch: Any = None  # on the device, once the loader has fetched it
 
@@ -37,7 +37,7 @@ class GlobalBatch:
     """One global batch as one rank sees it. Iterating gives this rank's micro-batches."""
 
     samples: int  # of all ranks
-    weight: float  # of all ranks' samples; the divisor of the loss
+    weight: float  # summed over the samples of all ranks; the divisor of the loss
     micro_batches: list[MicroBatch]
     fetched: Iterator[MicroBatch] | None = None
 
@@ -48,9 +48,9 @@ class GlobalBatch:
 class GlobalBatchSampler(DistributedSampler):
     """A DistributedSampler that deals whole micro-batches, never repeats a sample, and starts anywhere in an epoch.
 
-    As an iterable it gives this rank's indices of `epoch` from `start` on. A data set may have `weights` (one number a
-    sample) and `epoch_order(seed, epoch, n)` (an order of its own: n indices, each once unless it says
-    `with_replacement = True`). Raises UserError when these do not fit the data set.
+    As an iterable it gives this rank's indices of `epoch` from `start` on. A data set may have `weights` (what each
+    sample adds to the divisor of the loss; compute_loss has to sum accordingly) and `epoch_order(seed, epoch, n)` (an
+    order of its own: n indices, each once unless `with_replacement` is True). Raises UserError when these do not fit.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """BatchNorm's running statistics, moved once per optimizer step by the mean over the whole global batch.
 
-The stock layer moves them with every micro-batch of its own rank, so that they depend on ranks x accumulation, and
+nn.BatchNorm moves them with every micro-batch of its own rank, so that they depend on ranks x accumulation, and
 differ between ranks. Here each micro-batch only leaves its own statistics (momentum 1) in the layers' buffers, which
 are views of one flat tensor. They are added up, weighted by samples, brought together by one small all-reduce that
-overlaps the last backward pass, and moved into the statistics proper when the step is taken. Between two steps every
+overlaps the last backward pass, and moved into the committed statistics when the step is taken. Between two steps every
 rank holds the same statistics.
 """
 
@@ -18,7 +18,9 @@ from config import UserError
 
 
 class RunningStats:
-    """The running statistics of all BatchNorm layers of a model. Make it before the model is wrapped or copied.
+    """The running statistics of all BatchNorm layers of a model, whose momentum is 1 from now on.
+
+    Create it before the model is wrapped or copied.
 
     Raises:
         UserError: for a layer with momentum=None (a cumulative average).
@@ -31,10 +33,10 @@ class RunningStats:
             return
         if any(layer.momentum is None for layer in self._layers):
             raise UserError("BatchNorm: momentum=None (a cumulative average) cannot be resumed exactly; use e.g. 0.1")
-        # what a micro-batch leaves in the layers' buffers; between two steps the same as the statistics proper
+        # what a micro-batch leaves in the layers' buffers; between two steps the same as the committed statistics
         self._latest = _flatten(self._layers, ("running_mean", "running_var"))
         self._latest_counts = _flatten(self._layers, ("num_batches_tracked",))
-        self._proper, self._proper_counts = self._latest.clone(), self._latest_counts.clone()
+        self._committed, self._committed_counts = self._latest.clone(), self._latest_counts.clone()
         self._sum = torch.zeros_like(self._latest)
         self._momenta = [layer.momentum for layer in self._layers]
         for layer in self._layers:
@@ -46,14 +48,13 @@ class RunningStats:
         return bool(self._layers)
 
     def begin_epoch(self) -> None:
-        """Look which layers train: one in evaluation mode (a frozen trunk) keeps its statistics to the bit."""
+        """Note which layers are in training mode: the others (a frozen trunk) keep their statistics to the bit."""
         if self.exist:
             sizes = [2 * layer.num_features for layer in self._layers]
             pairs = zip(self._layers, self._momenta, strict=True)
             rates = [momentum if layer.training else 0.0 for layer, momentum in pairs]
-            self._rates = torch.cat([torch.full((size,), rate) for size, rate in zip(sizes, rates, strict=True)]).to(
-                self._latest
-            )
+            rows = [torch.full((size,), rate) for size, rate in zip(sizes, rates, strict=True)]
+            self._rates = torch.cat(rows).to(self._latest)
             trains = torch.tensor([layer.training for layer in self._layers])
             self._trains = trains.to(self._latest_counts)
 
@@ -73,15 +74,15 @@ class RunningStats:
         """Move the statistics by the mean over the global batch's samples, or, on the device, leave them as they were.
 
         Args:
-            samples: of all ranks in the global_batch.
-            is_finite: 0-dimensional bool. A where, not a product: NaN survives any arithmetic.
+            samples: of all ranks in the global batch.
+            is_finite: 0-dimensional bool. torch.where, not a product, since NaN * 0 is NaN.
         """
         if self.exist:
             if self._work:
                 self._work.wait()
-            moved = torch.lerp(self._proper, self._sum / samples, self._rates)
-            torch.where(is_finite, moved, self._proper, out=self._proper)
-            self._proper_counts.add_(self._trains * is_finite)
+            moved = torch.lerp(self._committed, self._sum / samples, self._rates)
+            torch.where(is_finite, moved, self._committed, out=self._committed)
+            self._committed_counts.add_(self._trains * is_finite)
             self._sum.zero_()
             self.discard()
 
@@ -89,15 +90,15 @@ class RunningStats:
     def discard(self) -> None:
         """Forget what the passes since the last step left in the layers' buffers."""
         if self.exist:
-            self._latest.copy_(self._proper)
-            self._latest_counts.copy_(self._proper_counts)
+            self._latest.copy_(self._committed)
+            self._latest_counts.copy_(self._committed_counts)
 
     @torch.no_grad()
     def reload(self) -> None:
         """Take the statistics from the layers' buffers, into which a checkpoint was loaded."""
         if self.exist:
-            self._proper.copy_(self._latest)
-            self._proper_counts.copy_(self._latest_counts)
+            self._committed.copy_(self._latest)
+            self._committed_counts.copy_(self._latest_counts)
 
 
 def _flatten(layers: list[nn.Module], names: tuple[str, ...]) -> Tensor:

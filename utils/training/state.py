@@ -48,7 +48,7 @@ class Progress:
         return is_best
 
     def forget_best(self) -> None:
-        """What comes is not to be compared with what was."""
+        """Later values are not comparable with earlier ones."""
         self.best_value, self.best_epoch, self.best_step, self.evaluations_since_best = None, -1, -1, 0
 
 
@@ -99,10 +99,12 @@ class TrainState:
         self._with_gradients = [p for p in model.parameters() if p.requires_grad]  # in no group: not trained
         # of each step's gradient, since the last read; not finite where it was skipped
         self._norms: list[torch.Tensor] = []
-        self._seeds: list[torch.Tensor] = []  # with float16: NaN where a loss of this rank was not finite
+        self._loss_flags: list[
+            torch.Tensor
+        ] = []  # with float16, of each step: NaN where a loss of this rank was not finite
         scalar = {"dtype": torch.float32, "device": device}  # as found_inf has to be, in float64 too
         self._zero, self._one = torch.zeros((), **scalar), torch.ones((), **scalar)
-        self._seed = self._one
+        self._loss_flag = self._one
         self._steps: list[SkippedStep] = []  # what each of them would be, were it skipped
 
     def plan(self, sampler: GlobalBatchSampler, config: TrainingConfig) -> None:
@@ -140,7 +142,7 @@ class TrainState:
         loss = self.scaler.scale(loss)
         seed = torch.add(torch.full_like(loss, loss_scale), loss.detach(), alpha=0)  # 0 times what is not finite is NaN
         if self.scaler.is_enabled():
-            self._seed = self._seed * seed
+            self._loss_flag = self._loss_flag * seed
         loss.backward(seed)
 
     def drop_gradients(self) -> None:
@@ -174,8 +176,8 @@ class TrainState:
             self.average.update(self._one - skipped)
         self._norms.append(norm)
         if self.scaler.is_enabled():
-            self._seeds.append(self._seed)
-            self._seed = torch.ones_like(self._seed)
+            self._loss_flags.append(self._loss_flag)
+            self._loss_flag = torch.ones_like(self._loss_flag)
 
     def advance(self, global_batch: GlobalBatch) -> None:
         self.progress.step += 1
@@ -220,8 +222,8 @@ class TrainState:
 
         The norms of the gradients come to `interval` here.
         """
-        norms, seeds = (torch.stack(kept).tolist() if kept else [] for kept in (self._norms, self._seeds))
-        self._norms, self._seeds = [], []
+        norms, seeds = (torch.stack(kept).tolist() if kept else [] for kept in (self._norms, self._loss_flags))
+        self._norms, self._loss_flags = [], []
         if self._is_main:
             for norm in norms:
                 self.interval.update({"grad_norm": (norm, 1) if math.isfinite(norm) else (0.0, 0)})
@@ -268,7 +270,7 @@ class TrainState:
         """Take over the state of a checkpoint; learning rate, decay and the like stay those of the config.
 
         Raises:
-            UserError: when something does not fit, with its name. What fitted may be loaded by then.
+            UserError: when something does not fit, with its name. The state may be partially loaded by then.
         """
         try:
             self._load(payload, rank, world_size)
