@@ -128,7 +128,7 @@ def _rendezvous(launch: Launch, url: str, timeout: timedelta) -> dist.Store:
                 "MASTER_ADDR, MASTER_PORT: not set, while RANK is; start with torchrun or give --init_method"
             )
         url = launch.address
-    waited_for = launch.world_size if url.startswith("file://") else 1  # a TCP store cannot name who is missing
+    waited_for = launch.world_size if url.startswith("file://") else 1  # a TCP store cannot list the missing ranks
     try:
         meet = functools.partial(dist.rendezvous, url, launch.rank, waited_for, timeout=timeout)
         store, _, _ = within(timeout.total_seconds() + 5, lambda: next(meet()))

@@ -306,7 +306,7 @@ class Drill:
         return folder
 
     def steps_lost(self, step: int) -> int:
-        """How many optimizer steps were made again after an attempt that had come to this step."""
+        """How many optimizer steps were repeated after an attempt that had come to this step."""
         return step - self.events("resumed")[-1]["step"]
 
     def has_stopped(self, job: Job, name: str = "run", code: int = 1) -> None:

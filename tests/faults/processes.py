@@ -33,7 +33,7 @@ def is_diagnosed(drill: Drill, text: str, step: int, epoch: int, cause: str, *fl
 
 @fault("rank killed under default settings")
 def killed_under_defaults(drill: Drill) -> None:
-    """Three times, at a random step after the first epoch: each time at most an epoch is made again, and what a write
+    """Three times, at a random step after the first epoch: each time at most an epoch is repeated, and what a write
     took."""
     run = "--dataset_size 200 --epochs 4 --num_workers 1 --resume_from auto".split()
     first, most = 30, 0

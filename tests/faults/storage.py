@@ -64,7 +64,7 @@ def disk_full(drill: Drill) -> None:
 @fault("run folder turns read-only", False)
 def not_writable(drill: Drill, is_full: bool) -> None:
     disk, job = held_on_a_disk(drill, GIVES_UP)
-    spoil, mend = (
+    spoil, repair = (
         (lambda: disk.fill(leave=5), disk.make_room)
         if is_full
         else (disk.turn_read_only, lambda: disk.unmount(disk.run))
@@ -76,7 +76,7 @@ def not_writable(drill: Drill, is_full: bool) -> None:
     drill.fails(job, not_written("30", why) + SPACE + FOR_GOOD, rank=0, has_status=is_full)
     assert are_whole(job) == [10]
     drill.no_partial_files()
-    mend()
+    repair()
     disk.completes(2, *RUN, "--resume_from", "auto", code=LARGE)
     assert drill.json("status.json")["state"] == "completed"
     drill.is_whole(2, *RUN, code=LARGE)

@@ -1,19 +1,14 @@
 """Faults that are injected into real runs: each must end as docs/fault-tolerance.md says. With --all every row."""
 
+import importlib
+
 import pytest
 
-import checkpoints  # noqa: F401 - these modules add their rows to FAULTS
-import data  # noqa: F401
-import hangs  # noqa: F401
-import numerics  # noqa: F401
-import owners  # noqa: F401
-import processes  # noqa: F401
-import start_up  # noqa: F401
-import stopping  # noqa: F401
-import storage  # noqa: F401
-import timing  # noqa: F401
 from drill import FAULTS, Drill
 from ranks import ROOT
+
+for name in "checkpoints data hangs numerics owners processes start_up stopping storage timing".split():
+    importlib.import_module(name)  # adds its rows to FAULTS
 
 
 def parameter(fault):

@@ -18,7 +18,7 @@ ARGUMENTS = dict(rest.split("=", 1) for name, rest in IMAGE if name == "ARG")  #
 def test_base_image_and_commit_are_arguments_and_a_commit_leaves_the_packages_as_they_are():
     assert IMAGE[0] == ("ARG", "BASE_IMAGE=python:3.12-slim") and IMAGE[1] == ("FROM", "${BASE_IMAGE}")
     commit = IMAGE.index(("ARG", "GIT_COMMIT="))
-    # what follows an ARG is made anew with it
+    # what follows an ARG is built again with it
     assert commit > max(i for i, name in enumerate(STEPS) if name in ("RUN", "COPY"))
     assert any(name == "ENV" and "GIT_COMMIT=${GIT_COMMIT}" in rest for name, rest in IMAGE[commit:])
     for i, (_, rest) in enumerate(IMAGE):

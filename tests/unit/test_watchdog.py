@@ -108,7 +108,7 @@ def test_the_slowest_rank_and_what_it_is_slow_by():
 
 
 def test_each_second_is_in_one_account_over_restarts(tmp_path, monkeypatch):
-    """A second attempt: the gap between is down time, a step made again is no training."""
+    """A second attempt: the gap between is down time, a repeated step is no training."""
     fake = SimpleNamespace(now=1000.0)
     fake.time = fake.perf_counter = lambda: fake.now
     monkeypatch.setattr(utils.clock, "time", fake)

@@ -224,11 +224,12 @@ def find(flags: list[str], ranks: int, gib: float) -> None:
         name = f"with {CHECKPOINTING}" if more else "as given"
         say(f"{name}:")
 
-        def trial(size: int, words: list[str] = [*flags, *more]) -> Trial:  # noqa: B006
-            return Trial(size, **start_trial(size, ranks, gib, words))
+        def trial(size: int, words: tuple[str, ...] = (*flags, *more)) -> Trial:
+            return Trial(size, **start_trial(size, ranks, gib, [*words]))
 
         try:
-            answers += answer(name, search(trial, max(FIRST, config.batch_size), most, say), most, global_batch, ranks)
+            trials = search(trial, max(FIRST, config.batch_size), most, say)
+            answers += answer(name, trials, most, global_batch, ranks)
         except UserError as error:  # a model without blocks to checkpoint
             if not more:
                 raise
