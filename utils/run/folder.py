@@ -24,27 +24,9 @@ from utils.run.provenance import now
 from utils.run.watchdog import look_twice
 from utils.training.state import SkippedStep
 
-OURS = (
-    "config.json",
-    "provenance.json",
-    "code.zip",
-    "status.json",
-    "metrics.jsonl",
-    "summary.json",
-    "goodput.json",
-    LOCK,
-)
-OURS += (
-    ".lock",
-    "eval-*.json",
-    "hang-*.txt",
-    "superseded-*",
-    "checkpoints",
-    "tensorboard",
-    "logs",
-    "traces",
-    "samples",
-)
+OURS = ("config.json", "provenance.json", "code.zip", "status.json", "metrics.jsonl", "summary.json", "goodput.json")
+OURS += (LOCK, ".lock", "eval-*.json", "hang-*.txt", "superseded-*")
+OURS += ("checkpoints", "tensorboard", "logs", "traces", "samples")
 SECONDS_BETWEEN_STATUS = 1.0  # while it only tells how far training is
 
 
@@ -312,11 +294,8 @@ class Run:
 
         is_evaluated: the evaluation at this step was made, and is not repeated.
         """
-        beyond = [
-            each
-            for each in checkpoint.step_checkpoints(self.checkpoints)
-            if each > checkpoint.step_path(self.checkpoints, step)
-        ]
+        this = checkpoint.step_path(self.checkpoints, step)
+        beyond = [path for path in checkpoint.step_checkpoints(self.checkpoints) if path > this]
         best = self.checkpoints / checkpoint.BEST
         if best.exists():
             try:
@@ -353,9 +332,8 @@ class Run:
             return True
         best = self.checkpoints / checkpoint.BEST
         folders = dict.fromkeys([self.checkpoints, self.resume_path.parent] if self.resume_path else [self.checkpoints])
-        for path in [
-            each for folder in folders for each in (folder / checkpoint.BEST, checkpoint.step_path(folder, step))
-        ]:
+        paths = [path for folder in folders for path in (folder / checkpoint.BEST, checkpoint.step_path(folder, step))]
+        for path in paths:
             try:
                 if path.exists() and checkpoint.verify(path).step == step:
                     if path != best:

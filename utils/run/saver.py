@@ -67,10 +67,8 @@ class Saver:
         # rank 0's
         self._is_busy = False  # the writer has a job
         self._is_owed = False  # a save was due while the writer was busy
-        self._begun_at, self._begun_s = (
-            time.monotonic(),
-            0.0,
-        )  # of the last save: when, and for how long it blocked training
+        self._begun_at = time.monotonic()  # of the last save
+        self._begun_s = 0.0  # for how long it blocked training
         self._failing_since = 0.0  # when the first of the latest saves failed, none of which succeeded
 
     # ---- all ranks ----
@@ -148,9 +146,8 @@ class Saver:
         later, send = [], None
         if self._writer:
             flat, tensors = checkpoint.flatten(state)
-            buffers = {
-                buffer.data_ptr() for buffer in self._state.model.buffers()
-            }  # the next forward pass changes them
+            # buffers at once: the next forward pass changes them
+            buffers = {buffer.data_ptr() for buffer in self._state.model.buffers()}
             pairs = list(zip(self._writer.fit(tensors), tensors, strict=True))
             _copy_all([pair for pair in pairs if pair[1].data_ptr() in buffers])
             later = [pair for pair in pairs if pair[1].data_ptr() not in buffers]
