@@ -183,9 +183,8 @@ def assemble(
     state = on_all_ranks(lambda: create_state(dataclasses.replace(config, init_from=weights_from), ctx), ctx)
     model = wrap_ddp(state.model, config, ctx)
     first_batch = on_all_ranks(loader.sample_batch, ctx)
-    names = first_passes(
-        model, first_batch, state, loader, loaders, compute_loss, config, ctx
-    )  # before the state is loaded
+    # before the state is loaded, which undoes what they change
+    names = first_passes(model, first_batch, state, loader, loaders, compute_loss, config, ctx)
     best_metric, best_sign = on_all_ranks(lambda: choose_best(config.best_metric, names), ctx)
 
     origin = collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit, config.task)
@@ -196,9 +195,8 @@ def assemble(
     state.plan(sampler, config)
     goodput.resume(saved_goodput)
     reporter = Reporter(run, config, ctx, logger, state, loader, clock, goodput, origin)
-    reporter.start(
-        decisions(config, ctx, run, state, loader, held_out, origin), differences, first_batch, state.progress
-    )
+    decided = decisions(config, ctx, run, state, loader, held_out, origin)
+    reporter.start(decided, differences, first_batch, state.progress)
     settings = config.to_dict()
 
     def meta() -> dict[str, Any]:
@@ -262,9 +260,7 @@ def train_one_epoch(training: Training) -> Decision:
         # mean over the global batch; one without weight is skipped as not finite
         loss_scale = ctx.world_size / (global_batch.weight or math.nan)
         indices = []
-        for (
-            micro_batch
-        ) in global_batch:  # an idle rank has one with weight 0, since DDP needs all ranks in the all-reduce
+        for micro_batch in global_batch:  # an idle rank has one of weight 0: DDP's all-reduce needs all ranks
             is_padding, is_last_micro_batch = micro_batch.is_padding, micro_batch.is_last
             with nullcontext() if is_last_micro_batch else model.no_sync():
                 seed_device(ctx.device, "step", config.seed, progress.step, micro_batch.number)
@@ -312,10 +308,8 @@ def validate(training: Training) -> bool:
     training.reporter.evaluated(records, time.perf_counter() - began, is_best)
     if is_best:
         saver.save_best()
-    if not state.is_epoch_complete:
-        saver.save_now(
-            is_again=True
-        )  # max_steps ended the run in mid-epoch: a longer run does not repeat the evaluation
+    if not state.is_epoch_complete:  # max_steps ended the run in mid-epoch: a longer run does not evaluate again here
+        saver.save_now(is_again=True)
     return False
 
 
