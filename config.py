@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 DEFAULT_RUN_DIR = "runs/default"
+SCHEDULES = ("cosine", "linear", "constant", "wsd", "step")
 BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
@@ -163,9 +164,11 @@ class TrainingConfig:
     optimizer: str = setting("training", "sgd", "optimizer", one_of("sgd", "adamw"), "must")
     lr: float = setting("training", 0.1, "peak learning rate, the same for any number of ranks", above(0), "may")
     momentum: float = setting("training", 0.9, "momentum of SGD, beta1 of AdamW", between(0, 1), "may")
+    beta2: float = setting("training", 0.999, "beta2 of AdamW", between(0, 1), "may")
     nesterov: bool = setting("training", True, "Nesterov momentum for SGD", resume="may")
     weight_decay: float = setting("training", 5e-4, "of weights, not of biases and normalization", at_least(0), "may")
-    warmup_epochs: float = setting("training", 0.5, "epochs of linear warm-up; a cosine follows", at_least(0), "may")
+    schedule: str = setting("training", "cosine", "learning rate after the warm-up", one_of(*SCHEDULES), "may")
+    warmup_epochs: float = setting("training", 0.5, "epochs of linear warm-up", at_least(0), "may")
     label_smoothing: float = setting("training", 0.0, "label smoothing of the training loss", between(0, 1), "may")
     clip_grad_norm: float = setting("training", 0.0, "max gradient norm (0 = off)", at_least(0), "may")
     ema_decay: float = setting("training", 0.0, "weights' moving average, e.g. 0.999 (0 = off)", between(0, 1), "may")

@@ -9,7 +9,6 @@ A data set is map-style (`__len__`, `__getitem__`, which raises UserError for a 
     collate(samples)                                samples -> batch (default: torch's default_collate)
     device_transform(batch, seed, epoch, indices)   the batch, on the device -> what compute_loss takes; its random draws
                                                     are functions of (seed, epoch, index): utils.rng.sample_draws
-    weights                                         what each sample counts in the loss (default: 1), e.g. its tokens
     epoch_order(seed, epoch, n)                     an order of its own: n indices, each once
     with_replacement                                True: epoch_order may repeat some and leave out others
     in_memory                                       True: no workers are needed

@@ -2,7 +2,7 @@
 
 create_model(config, device)    the network
 param_groups(model, config)     which parameters are trained, with which weight decay and learning rate
-compute_loss(model, batch)      the loss summed over a micro-batch, and what is to be reported
+compute_loss(model, batch)      the loss and what is to be reported, as sums over a micro-batch and what they count
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def param_groups(model: nn.Module, config: TrainingConfig) -> list[dict[str, Any
     ]
 
 
-def compute_loss(model: nn.Module, batch: Any) -> tuple[Tensor, Metrics]:
-    """The loss summed over the micro-batch, and what is reported as {name: (sum, count)}.
+def compute_loss(model: nn.Module, batch: Any) -> Metrics:
+    """{"loss": (sum, count), ...}: the loss and every metric as a sum over the micro-batch, and what it counts.
 
     Args:
         model: maybe wrapped in DDP; in training or evaluation mode.
@@ -123,9 +123,10 @@ def compute_loss(model: nn.Module, batch: Any) -> tuple[Tensor, Metrics]:
     logits = model(images)
     if model.training:
         loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=unwrap(model).label_smoothing)
-        return loss, {"accuracy": (count_correct(logits, labels), len(labels))}
+        return {"loss": (loss, len(labels)), "accuracy": (count_correct(logits, labels), len(labels))}
     loss = F.cross_entropy(logits, labels, reduction="sum")
-    return loss, {f"top{k}": (count_correct(logits, labels, k), len(labels)) for k in (1, 5)}
+    top = {f"top{k}": (count_correct(logits, labels, k), len(labels)) for k in (1, 5)}
+    return {"loss": (loss, len(labels))} | top
 
 
 def _torchvision_model(name: str, in_channels: int, num_classes: int, image_size: int) -> nn.Module:

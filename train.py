@@ -33,6 +33,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
+import model as yours
 from dataset import create_dataset, is_prepared, prepare_data
 from ddp_utils import (
     DistributedContext,
@@ -42,7 +43,6 @@ from ddp_utils import (
     setup_distributed,
     wrap_ddp,
 )
-from model import compute_loss, create_model, param_groups
 from utils.checkpoint.format import BEST, best_or_latest
 from utils.checkpoint.writer import Writer
 from utils.clock import Clock
@@ -72,6 +72,7 @@ from utils.training.activation import checkpoint_blocks
 from utils.training.evaluation import evaluate_all
 from utils.training.first_passes import first_passes
 from utils.training.precision import Precision
+from utils.training.seams import Seams
 from utils.training.state import TrainState
 
 PREEMPTED = 75  # exit code
@@ -142,6 +143,7 @@ class Training:
     run: Run
     logger: logging.Logger
     clock: Clock
+    seams: Seams
     loader: GlobalBatchLoader
     held_out: dict[str, GlobalBatchLoader]  # by split
     state: TrainState
@@ -169,7 +171,7 @@ def assemble(
     signals: StopSignals,
 ) -> Training:
     """Build an attempt of a run, from its data to its checkpoints, and bring it to the step that it starts from."""
-    started = time.monotonic()
+    started, seams = time.monotonic(), Seams.of(yours)
     writer = Writer() if ctx.is_main else None  # forked while this process is small
     if not run.is_replacing:
         run.begin()
@@ -180,11 +182,11 @@ def assemble(
     loaders = {split: create_evaluation_dataloader(dataset, config, ctx, clock) for split, dataset in held_out.items()}
 
     weights_from = "" if run.resume_path else config.init_from  # a resumed run has its own
-    state = on_all_ranks(lambda: create_state(dataclasses.replace(config, init_from=weights_from), ctx), ctx)
+    state = on_all_ranks(lambda: create_state(seams, dataclasses.replace(config, init_from=weights_from), ctx), ctx)
     model = wrap_ddp(state.model, config, ctx)
     first_batch = on_all_ranks(loader.sample_batch, ctx)
     # before the state is loaded, which undoes what they change
-    names = first_passes(model, first_batch, state, loader, loaders, compute_loss, config, ctx)
+    names = first_passes(model, first_batch, state, loader, loaders, seams.compute_loss, config, ctx)
     best_metric, best_sign = on_all_ranks(lambda: choose_best(config.best_metric, names), ctx)
 
     origin = collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit, config.task)
@@ -192,7 +194,7 @@ def assemble(
     differences, saved_goodput = resume_run(run, state, config, origin, sampler, ctx)
     if folder := ctx.launch.flight_recorder and Path(ctx.launch.flight_recorder).parent:
         on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True), ctx)  # torch does not make it
-    state.plan(sampler, config)
+    state.plan(sampler, ctx.world_size)
     goodput.resume(saved_goodput)
     reporter = Reporter(run, config, ctx, logger, state, loader, clock, goodput, origin)
     decided = decisions(config, ctx, run, state, loader, held_out, origin)
@@ -211,7 +213,7 @@ def assemble(
 
     consensus = Consensus(vote, ctx.control)
     parts = (loader, loaders, state, model, consensus, reporter, saver, best_metric, best_sign)
-    return Training(config, ctx, run, logger, clock, *parts)
+    return Training(config, ctx, run, logger, clock, seams, *parts)
 
 
 def run_training(training: Training) -> dict[str, Any]:
@@ -248,33 +250,28 @@ def run_training(training: Training) -> dict[str, Any]:
 def train_one_epoch(training: Training) -> Decision:
     """Train from where the state stands to the end of its epoch, or to a common stop. Returns the last decision."""
     config, ctx, state, loader = training.config, training.ctx, training.state, training.loader
-    model, clock, progress = training.model, training.clock, state.progress
+    model, clock, progress, compute_loss = training.model, training.clock, state.progress, training.seams.compute_loss
     consensus, saver, reporter = training.consensus, training.saver, training.reporter
     model.train()
-    state.running_stats.begin_epoch()
+    state.sums.running_stats.begin_epoch()
     for global_batch in loader.global_batches(progress.epoch, progress.samples_in_epoch):
         if state.is_at_end:
             break
         clock.begin_step(progress.step + 1)
-        # DDP averages gradients over ranks: scaled by world_size / weight, the summed losses have the gradient of the
-        # mean over the global batch; one without weight is skipped as not finite
-        loss_scale = ctx.world_size / (global_batch.weight or math.nan)
         indices = []
-        for micro_batch in global_batch:  # an idle rank has one of weight 0: DDP's all-reduce needs all ranks
+        for micro_batch in global_batch:  # an idle rank has one of gradient 0: DDP's all-reduce needs all ranks
             is_padding, is_last_micro_batch = micro_batch.is_padding, micro_batch.is_last
             with nullcontext() if is_last_micro_batch else model.no_sync():
                 seed_device(ctx.device, "step", config.seed, progress.step, micro_batch.number)
                 with state.precision.autocast():
-                    loss_sum, metrics = compute_loss(model, micro_batch.batch)
+                    metrics = compute_loss(model, micro_batch.batch)
                 if not is_padding:
-                    weight = global_batch.weight if ctx.is_main and is_last_micro_batch else 0.0  # once, for all ranks
-                    state.interval.update({"loss": (loss_sum, weight)} | metrics)
-                    state.running_stats.add(len(micro_batch.indices))
+                    state.sums.add(metrics, len(micro_batch.indices))
                     indices += micro_batch.indices
                 if is_last_micro_batch:
-                    state.running_stats.start_reduce()  # overlaps the backward pass
+                    state.sums.start_reduce()  # overlaps the backward pass
                 clock.enter("backward")
-                state.backward(loss_sum, 0.0 if is_padding else loss_scale)
+                state.backward(metrics["loss"][0], is_padding)
         clock.enter("update")
         saver.finish_snapshot()  # before the weights change
         state.update_if_finite(global_batch)
@@ -333,21 +330,21 @@ def test_best(training: Training) -> list[dict[str, Any]]:
 def evaluate_split(training: Training, split: str, models: dict[str, nn.Module]) -> list[dict[str, Any]]:
     """As `evaluate_all`, for one of the held-out sets."""
     state = training.state
-    common = (compute_loss, state.progress, state.precision, training.ctx, training.consensus)
+    common = (training.seams.compute_loss, state.progress, state.precision, training.ctx, training.consensus)
     return evaluate_all(models, split, training.held_out[split], *common)
 
 
 def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, Any]:
     """Evaluate a checkpoint on the held-out sets, and write eval-<checkpoint>.json; nothing else is touched."""
     logger = setup_logger(ctx.rank)
-    path = Path(config.resume_from)
+    path, seams = Path(config.resume_from), Seams.of(yours)
     if config.resume_from in ("", "auto"):
         path = on_all_ranks(lambda: best_or_latest(config.checkpoint_folder, not config.resume_from), ctx)
     payload = load_checkpoint(path, ctx)
     sets = load_data(config, ctx)
     config = sets.config
     on_all_ranks(lambda: check_evaluation(payload, config), ctx)
-    state = on_all_ranks(lambda: create_state(dataclasses.replace(config, init_from=""), ctx), ctx)
+    state = on_all_ranks(lambda: create_state(seams, dataclasses.replace(config, init_from=""), ctx), ctx)
     on_all_ranks(lambda: state.load_model(payload), ctx)
     models = {"model": state.model}
     if payload["ema"]:
@@ -359,7 +356,7 @@ def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, 
     for split, dataset in sets.held_out.items():
         began = time.perf_counter()
         loader = create_evaluation_dataloader(dataset, config, ctx)
-        found = evaluate_all(models, split, loader, compute_loss, progress, state.precision, ctx)
+        found = evaluate_all(models, split, loader, seams.compute_loss, progress, state.precision, ctx)
         log_epoch_summary(logger, found, time.perf_counter() - began, is_best=False)
         records += found
     outcome = {"checkpoint": str(path), "data_dir": config.data_dir, "records": records}
@@ -397,14 +394,14 @@ def load_data(config: TrainingConfig, ctx: DistributedContext) -> DataSets:
     return DataSets(train_set, held_out, config)
 
 
-def create_state(config: TrainingConfig, ctx: DistributedContext) -> TrainState:
+def create_state(seams: Seams, config: TrainingConfig, ctx: DistributedContext) -> TrainState:
     """The model with its optimizer and everything else that survives a restart, at step 0."""
     torch.manual_seed(config.seed)
-    model = create_model(config, ctx.device)
+    model = seams.create_model(config, ctx.device)
     if config.activation_checkpointing:
-        checkpoint_blocks(model)
+        checkpoint_blocks(model, seams.blocks(model))
     precision = Precision.choose(config, ctx.device, ctx.fast_bf16)
-    return TrainState(model, param_groups(model, config), config, precision, ctx.is_main)
+    return TrainState(model, seams, config, precision)
 
 
 def run_as_script() -> None:

@@ -26,11 +26,10 @@ def samples(data, indices, *key):
 
 
 def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
-    """Yields model, average, summed loss and weight of each step. micro_batches_per_step: ranks x accumulation."""
+    """Yields model, average, summed loss and its count of each step. micro_batches_per_step: ranks x accumulation."""
     data = create_dataset(config, "train")
     fetch, collate = getattr(data, "__getitems__", None), getattr(data, "collate", default_collate)
     transform = getattr(data, "device_transform", lambda batch, *_: batch)
-    weights = torch.as_tensor(getattr(data, "weights", [1.0] * len(data)), dtype=torch.float64)
     torch.manual_seed(config.seed)
     device = torch.device(device)
     model = create_model(config, device).train()
@@ -38,7 +37,7 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
     groups, rest = param_groups(model, config), {"weight_decay": config.weight_decay, "fused": fused}
     optimizer = torch.optim.SGD(groups, config.lr, config.momentum, nesterov=config.nesterov, **rest)
     if config.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(groups, config.lr, (config.momentum, 0.999), **rest)
+        optimizer = torch.optim.AdamW(groups, config.lr, (config.momentum, config.beta2), **rest)
     rule = get_ema_multi_avg_fn(config.ema_decay)
     average = AveragedModel(model, multi_avg_fn=rule, use_buffers=True) if config.ema_decay else None
     norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
@@ -54,19 +53,21 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
     for epoch in range(config.epochs):
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(number("order", config.seed, epoch)))
         for window in order[:used].split(size)[: total - step - 1]:
-            step, weight, loss_of_step = step + 1, weights[window].sum().item(), 0.0
+            step, count, loss_of_step = step + 1, 0.0, 0.0
             before, means = [s.clone() for s in statistics], [torch.zeros_like(s) for s in statistics]
             for m, chosen in enumerate(window.split(config.batch_size)):
                 each = fetch(chosen.tolist()) if fetch else list(samples(data, chosen.tolist(), config.seed, epoch))
                 batch = transform(collate(each), config.seed, epoch, chosen)
                 generator.manual_seed(number("step", config.seed, step, m))
-                loss_sum, _ = compute_loss(model, batch)
-                (loss_sum / weight).backward()
-                loss_of_step += loss_sum.detach().double()
+                loss_sum, counted = compute_loss(model, batch)["loss"]
+                loss_sum.backward()
+                loss_of_step, count = loss_of_step + loss_sum.detach().double(), count + float(counted)
                 for mean, latest in zip(means, statistics, strict=True):
                     mean += latest * (len(chosen) / len(window))
             for s, rate, old, mean in zip(statistics, rates, before, means, strict=True):
                 s.copy_((1 - rate) * old + rate * mean)
+            for parameter in model.parameters():
+                parameter.grad /= count
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm or math.inf)
             cosine = 0.5 + 0.5 * math.cos(math.pi * (step - warm_up) / max(1, total - warm_up))
             factor = (step + 1) / warm_up if step < warm_up else cosine
@@ -76,4 +77,4 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
             optimizer.zero_grad()
             if average:
                 average.update_parameters(model)
-            yield model, average and average.module, loss_of_step, weight
+            yield model, average and average.module, loss_of_step, count

@@ -2,7 +2,7 @@
 
 images  images in memory, augmented on the device; a small network with BatchNorm and dropout
 plain   the same images, GroupNorm, no dropout: nothing in it depends on the micro-batch
-lines   lines of unequal length that weigh as many tokens as they predict, with random transforms on the CPU, dropout
+lines   lines of unequal length that count as many tokens as they predict, with random transforms on the CPU, dropout
 """
 
 import contextlib
@@ -87,8 +87,8 @@ def image_loss(net, batch):
     logits, labels = net(batch[0]), batch[1]
     loss = F.cross_entropy(logits, labels, reduction="sum")
     if net.training:
-        return loss, {"accuracy": (count_correct(logits, labels), len(labels))}
-    return loss, {f"top{k}": (count_correct(logits, labels, k), len(labels)) for k in (1, 5)}
+        return {"loss": (loss, len(labels)), "accuracy": (count_correct(logits, labels), len(labels))}
+    return {"loss": (loss, len(labels))} | {f"top{k}": (count_correct(logits, labels, k), len(labels)) for k in (1, 5)}
 
 
 def create_images(config, split):
@@ -111,7 +111,6 @@ class Lines(Dataset):
         generator = torch.Generator().manual_seed(size if split == "train" else 1000 + size)
         lengths = torch.randint(2, 10, (size,), generator=generator).tolist()
         self.lines = [torch.randint(16, (length,), generator=generator) for length in lengths]
-        self.weights = [length - 1 for length in lengths]
 
     def __len__(self):
         return len(self.lines)
@@ -142,7 +141,7 @@ def token_loss(net, lines):
     targets = lines[:, 1:].flatten()
     right, count = ((logits.argmax(1) == targets) & (targets >= 0)).sum(), (targets >= 0).sum()
     loss = F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
-    return loss, {"accuracy": (right, count)}
+    return {"loss": (loss, count), "accuracy": (right, count)}
 
 
 def create_lines(config, split):
@@ -241,7 +240,7 @@ def watching(found):
     if found is None:
         yield
         return
-    plain_iter, plain_loss, plain_state = GlobalBatch.__iter__, train.compute_loss, train.create_state
+    plain_iter, plain_loss, plain_state = GlobalBatch.__iter__, model.compute_loss, train.create_state
     here = {}
 
     def iterate(self):
@@ -263,7 +262,8 @@ def watching(found):
 
     with (
         mock.patch.object(GlobalBatch, "__iter__", iterate),
-        mock.patch.multiple(train, compute_loss=loss, create_state=state),
+        mock.patch.object(model, "compute_loss", loss),
+        mock.patch.object(train, "create_state", state),
     ):
         yield
 

@@ -1,4 +1,4 @@
-"""Metrics are sums and counts that stay on the device until a log point, where they are summed over the ranks."""
+"""Metrics are sums and counts of any shape. They stay on the device until a log point reads them."""
 
 from __future__ import annotations
 
@@ -12,83 +12,174 @@ from torch import Tensor
 
 from config import UserError
 
-Metrics = dict[str, tuple]  # name -> (sum, count) or (sum, count, function of their quotient); tensors or numbers
+Metrics = dict[str, tuple]  # name -> (sum, count) or (sum, count, function of their quotient); numbers or tensors
+RESERVED = (  # what a record holds beside the metrics
+    *("kind", "epoch", "step", "split", "weights", "count", "lr", "grad_norm", "samples_per_s"),
+    *("data_wait_s", "step_s", "peak_memory_bytes"),
+)
+KNOWN_DIRECTIONS = {"loss": -1, "accuracy": 1, "top1": 1, "top5": 1}
+EXAMPLE = '{"loss": (loss_sum, len(labels)), "accuracy": (correct, len(labels))}'
+
+
+def check_metrics(metrics: Any) -> Metrics:
+    """What compute_loss returned. Raises UserError where that is not a dict of sums and counts that can be trained on."""
+
+    def is_value(value: Any) -> bool:
+        return isinstance(value, Tensor) or (isinstance(value, int | float) and not isinstance(value, bool))
+
+    problem = ""
+    if not isinstance(metrics, dict):
+        problem = f"returned a {type(metrics).__name__}"
+    elif "loss" not in metrics:
+        problem = "returned no loss"
+    else:
+        for name, entry in metrics.items():
+            is_entry = isinstance(entry, tuple | list) and len(entry) in (2, 3) and all(map(is_value, entry[:2]))
+            if not isinstance(name, str) or name in RESERVED or "/" in name:
+                problem = f"returned a metric named {name!r}, which has a meaning of its own in the records"
+            elif not is_entry or (len(entry) == 3 and not callable(entry[2])):
+                problem = f"returned for {name} no (sum, count) or (sum, count, function)"
+        if not problem:
+            total, count = metrics["loss"][:2]
+            if not isinstance(total, Tensor) or total.ndim or not total.is_floating_point():
+                problem = "returned a loss whose sum is no tensor of one number"
+            elif not math.isfinite(float(count)) or float(count) < 0:
+                problem = f"returned {float(count)} for what the loss counts"
+    if problem:
+        raise UserError(f"model.compute_loss: {problem}; return sums and what they count, e.g. {EXAMPLE}")
+    return metrics
 
 
 class MetricTracker:
-    """Adds up sums and counts by name, in float64, without reading from the device. `totals` reads, once."""
+    """Adds up sums and counts by name in one float64 vector on the device, without reading from it. `means` reads, once.
+
+    The first update decides the names and shapes. Counts are exact up to 2^53.
+    """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
-        self._finish: dict[str, Callable[[float], float]] = {}
-        self.reset()
+        self._finish: dict[str, Callable[[Any], Any]] = {}
+        self._places: dict[str, Tensor] = {}  # views of `values`, keyed "<name>/sum" and "<name>/count"
+        self.values = torch.zeros(0, dtype=torch.float64, device=self._device)
+
+    def count_of(self, name: str) -> Tensor:
+        """A view: float64, on the device."""
+        return self._places[f"{name}/count"]
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(key.rpartition("/")[0] for key in self._places))
+
+    @property
+    def layout(self) -> dict[str, list[int]]:
+        """The shape of each sum and count."""
+        return {key: list(place.shape) for key, place in self._places.items()}
+
+    def lay_out(self, metrics: Metrics, spare: int = 0) -> None:
+        """Make room for metrics of these names and shapes, and for `spare` numbers behind them. All are 0."""
+        parts = {
+            f"{name}/{part}": entry[k] for name, entry in metrics.items() for k, part in enumerate(("sum", "count"))
+        }
+        shapes = {key: value.shape if isinstance(value, Tensor) else torch.Size() for key, value in parts.items()}
+        sizes = [shape.numel() for shape in shapes.values()]
+        self.values = torch.zeros(sum(sizes) + spare, dtype=torch.float64, device=self._device)
+        views = self.values[: sum(sizes)].split(sizes)
+        self._places = {key: view.view(shape) for (key, shape), view in zip(shapes.items(), views, strict=True)}
+        self._finish = {name: entry[2] for name, entry in metrics.items() if len(entry) > 2}
 
     def reset(self) -> None:
-        self._numbers: dict[str, float] = {}  # keyed "<name>/sum" and "<name>/count"
-        self._tensors: dict[str, Tensor] = {}  # 0-dimensional, float64, on the device
+        self.values.zero_()
 
     def update(self, metrics: Metrics) -> None:
-        """Add one micro-batch's metrics: {name: (sum, count)}, each a number or a 0-dimensional tensor.
+        """Add one micro-batch's metrics: {name: (sum, count)}, numbers or tensors of any one shape.
 
-        A third entry is a function that the mean goes through when it is read: (nll, tokens, math.exp) is a perplexity.
+        A third entry is a function that the quotient goes through when it is read: (nll, tokens, math.exp) is a
+        perplexity. Raises UserError when names or shapes are not those of the first update.
         """
-        for name, entry in metrics.items():
-            self._add(f"{name}/sum", entry[0])
-            self._add(f"{name}/count", entry[1])
-            if len(entry) > 2:
-                self._finish[name] = entry[2]
+        if not self._places:
+            self.lay_out(metrics)
+        try:
+            for name, entry in metrics.items():
+                self.count(name, *entry[:2])
+            is_same = 2 * len(metrics) == len(self._places)
+        except (KeyError, RuntimeError):
+            is_same = False
+        if not is_same:
+            found = {name: [list(getattr(part, "shape", ())) for part in entry[:2]] for name, entry in metrics.items()}
+            raise UserError(
+                f"model.compute_loss: returned metrics of names and shapes {found}, before that {self.layout}; return"
+                " the same for every batch, with a count of 0 where there is nothing to count"
+            )
 
     def _add(self, key: str, value: Tensor | float) -> None:
-        if not isinstance(value, Tensor):
-            self._numbers[key] = self._numbers.get(key, 0.0) + value
-        elif (total := self._tensors.get(key)) is not None:
-            total.add_(value.detach())
-        else:
-            self._tensors[key] = value.detach().to(self._device, torch.float64, copy=True)
+        place = self._places[key]
+        if isinstance(value, Tensor):
+            if value.shape != place.shape:
+                raise KeyError(key)
+            value = value.detach()
+        place.add_(value)
 
-    def totals(self) -> dict[str, float]:
-        """This rank's sums and counts by key; reads from the device once."""
-        values = torch.stack(list(self._tensors.values())).tolist() if self._tensors else []
-        totals = dict(self._numbers)
-        for key, value in zip(self._tensors, values, strict=True):
-            totals[key] = totals.get(key, 0.0) + value
-        return totals
+    def count(self, name: str, total: float, count: float) -> None:
+        """Add numbers to one of the metrics."""
+        self._add(f"{name}/sum", total)
+        self._add(f"{name}/count", count)
 
-    def means(self, ranks: list[dict[str, float]] | None = None) -> dict[str, float]:
-        """The mean of each name over the totals of all ranks (by default of this one), in order of first update."""
-        ranks = [self.totals()] if ranks is None else ranks
-        keys = dict.fromkeys(key for totals in ranks for key in totals)
-        names = dict.fromkeys(key.rpartition("/")[0] for key in keys)
+    def add(self, other: MetricTracker) -> None:
+        """Add the sums of another one, whose metrics are the first ones of this."""
+        size = sum(place.numel() for place in other._places.values())
+        self.values[:size].add_(other.values[:size])
+
+    def means(self) -> dict[str, float]:
+        """The quotient of each sum and count, through its function where it has one; NaN where nothing was counted.
+
+        A function may return a dict of numbers, which are reported as `name/key`. Reads from the device once.
+        """
+        values, begin, found = self.values.cpu(), 0, {}
+        for key, place in self._places.items():
+            found[key] = values[begin : begin + place.numel()].view(place.shape)
+            begin += place.numel()
         means = {}
-        for name in names:
-            total, count = (sum(totals.get(f"{name}/{part}", 0.0) for totals in ranks) for part in ("sum", "count"))
-            mean = total / count if count else math.nan
-            try:
-                means[name] = self._finish[name](mean) if name in self._finish else mean
-            except OverflowError:  # exp of a loss that blew up
-                means[name] = math.inf
+        for name in self.names:
+            total, count = found[f"{name}/sum"], found[f"{name}/count"]
+            quotient = torch.where(count == 0, math.nan, total / count)
+            means |= _reported(name, quotient, self._finish.get(name))
         return means
 
-    def state(self) -> dict[str, dict[str, float]]:
-        """What `load_state` takes. Device and host sums apart, so that a resumed run adds in the same order."""
-        return {"tensors": {key: value.item() for key, value in self._tensors.items()}, "numbers": dict(self._numbers)}
+    def state(self) -> dict[str, Tensor]:
+        """What `load_state` takes: views, not copies."""
+        return dict(self._places)
 
-    def load_state(self, state: dict[str, dict[str, float]]) -> None:
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Take over sums and counts; what has another name or shape here begins at 0."""
         self.reset()
-        self.add_state(state)
+        for key, place in self._places.items():
+            if key in state and state[key].shape == place.shape:
+                place.copy_(state[key])
 
-    def add_state(self, state: dict[str, dict[str, float]]) -> None:
-        for key, value in state["numbers"].items():
-            self._add(key, value)
-        for key, value in state["tensors"].items():
-            self._add(key, torch.tensor(value, dtype=torch.float64, device=self._device))
+
+def _reported(name: str, quotient: Tensor, finish: Callable[[Any], Any] | None) -> dict[str, float]:
+    """What a record holds of one metric."""
+    if quotient.ndim == 0 and (finish is None or quotient.isnan()):
+        return {name: quotient.item()}
+    if finish is None:
+        raise UserError(
+            f"model.compute_loss: {name} has the shape {list(quotient.shape)}; give it a third entry, a function from"
+            " the tensor of quotients to a number or a dict of numbers, e.g. lambda iou: iou.nanmean()"
+        )
+    try:
+        value = finish(quotient if quotient.ndim else quotient.item())
+    except OverflowError:  # exp of a loss that blew up
+        value = math.inf
+    if isinstance(value, dict):
+        return {f"{name}/{key}": float(each) for key, each in value.items()}
+    return {name: float(value)}
 
 
 def choose_best(asked: str, names: list[str]) -> tuple[str, int]:
     """The name that the best checkpoint is chosen by, and 1 where the highest value is best, -1 where the lowest is.
 
     Args:
-        asked: `best_metric` of the config: auto, NAME, min:NAME or max:NAME. A loss is better when it is lower.
+        asked: `best_metric` of the config: auto, min:NAME or max:NAME; NAME alone where its direction is known.
         names: what an evaluation reports.
     """
     direction, _, name = asked.rpartition(":")
@@ -96,8 +187,9 @@ def choose_best(asked: str, names: list[str]) -> tuple[str, int]:
         name = "top1" if "top1" in names else "loss"
     if name not in names:
         raise UserError(f"best_metric={asked}: an evaluation reports {', '.join(names)}; choose one of these")
-    is_lowest = direction == "min" or (not direction and name == "loss")
-    return name, -1 if is_lowest else 1
+    if not direction and name not in KNOWN_DIRECTIONS:
+        raise UserError(f"best_metric={asked}: say which value is best; give min:{name} or max:{name}")
+    return name, {"min": -1, "max": 1}.get(direction) or KNOWN_DIRECTIONS[name]
 
 
 def count_correct(logits: Tensor, targets: Tensor, k: int = 1) -> Tensor:

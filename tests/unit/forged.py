@@ -10,9 +10,10 @@ from torch import nn
 from config import TrainingConfig
 from utils.data.sampler import GlobalBatch
 from utils.training.precision import Precision
+from utils.training.seams import Seams
 from utils.training.state import TrainState
 
-GLOBAL_BATCH = GlobalBatch(samples=4, weight=4.0, micro_batches=[])
+GLOBAL_BATCH = GlobalBatch(samples=4, micro_batches=[])
 
 
 class Call:
@@ -30,16 +31,21 @@ def small_state(width: int = 48, seed: int = 0) -> TrainState:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(300, width), nn.ReLU(), nn.Linear(width, 10))
     config = TrainingConfig(warmup_epochs=0, ema_decay=0.9)
-    return TrainState(model, [{"params": list(model.parameters())}], config, Precision("cpu", None))
+    seams = Seams(None, lambda *_: [{"params": model.parameters()}], None)
+    state = TrainState(model, seams, config, Precision("cpu", None))
+    state.lay_out({"loss": (0.0, 4)})
+    return state
 
 
 def payload_of(state: TrainState, step: int) -> dict[str, Any]:
     """The content of a checkpoint after one more optimizer step, which is given this number."""
     state.total_steps = 100
-    state.model(torch.randn(4, 300)).square().mean().backward()
+    loss = state.model(torch.randn(4, 300)).square().mean()
+    state.sums.add({"loss": (loss, 4)}, 4)
+    loss.backward()
     state.update_if_finite(GLOBAL_BATCH)
     state.progress.step = step
-    return state.state_dict([state.interval.state()]) | {
+    return state.state_dict() | {
         "config": TrainingConfig(ema_decay=0.9).to_dict(),
         "provenance": {"fingerprint": "abc", "global_batch_size": 64, "goodput": {}},
     }

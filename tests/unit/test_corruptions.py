@@ -128,7 +128,7 @@ def test_a_valid_checkpoint_of_another_model_does_not_fit(tmp_path):
     path = checkpoint.step_path(tmp_path, 20)
     checkpoint.write(path, payload_of(small_state(width=8, seed=1), 20))
     with pytest.raises(UserError, match="does not fit"):
-        small_state().load_state_dict(load_checkpoint(path, CTX), 0, 1)
+        small_state().load_state_dict(load_checkpoint(path, CTX))
 
 
 def archive(payload, is_new=True):
@@ -164,4 +164,4 @@ def test_a_value_of_another_type_is_rejected(tmp_path, key, value):
     payload, path = payload_of(small_state(), 10), checkpoint.step_path(tmp_path, 10)
     checkpoint.write(path, payload | {key: payload[key] | value if isinstance(value, dict) else value})
     with pytest.raises(UserError, match="; give "):
-        small_state().load_state_dict(load_checkpoint(path, CTX), 0, 1)
+        small_state().load_state_dict(load_checkpoint(path, CTX))

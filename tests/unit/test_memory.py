@@ -68,6 +68,6 @@ def test_too_little_memory_does_not_make_a_checkpoint_damaged_or_unfit(monkeypat
     checkpoint.write(path, payload(10))
     monkeypatch.setattr(torch, "load", fail)
     monkeypatch.setattr(TrainState, "_load", fail)
-    for load in (lambda: checkpoint.read(path), lambda: object.__new__(TrainState).load_state_dict({}, 0, 1)):
+    for load in (lambda: checkpoint.read(path), lambda: object.__new__(TrainState).load_state_dict({})):
         with pytest.raises(torch.OutOfMemoryError):
             load()

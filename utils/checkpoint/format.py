@@ -124,7 +124,9 @@ def read(path: Path) -> tuple[dict[str, Any], str]:
         raise UserError(
             f"{path}: lacks {', '.join(missing)}; give another checkpoint, or take its weights by --init_from"
         )
-    counts = {"step": None} | {k: v for k, v in payload["progress"].items() if k not in ("best_value", "intervals")}
+    counts = {"step": None} | {
+        k: v for k, v in payload["progress"].items() if k not in ("best_value", "interval", "user")
+    }
     wrong = [name for name, value in counts.items() if type(value) is not int or not -1 <= value < 2**53]
     best = payload["progress"].get("best_value")
     if not (best is None or (type(best) in (int, float) and math.isfinite(best))):

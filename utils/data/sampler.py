@@ -37,7 +37,6 @@ class GlobalBatch:
     """One global batch as one rank sees it. Iterating gives this rank's micro-batches."""
 
     samples: int  # of all ranks
-    weight: float  # summed over the samples of all ranks; the divisor of the loss
     micro_batches: list[MicroBatch]
     fetched: Iterator[MicroBatch] | None = None
 
@@ -48,9 +47,8 @@ class GlobalBatch:
 class GlobalBatchSampler(DistributedSampler):
     """A DistributedSampler that deals whole micro-batches, never repeats a sample, and starts anywhere in an epoch.
 
-    As an iterable it gives this rank's indices of `epoch` from `start` on. A data set may have `weights` (what each
-    sample adds to the divisor of the loss; compute_loss has to sum accordingly) and `epoch_order(seed, epoch, n)` (an
-    order of its own: n indices, each once unless `with_replacement` is True). Raises UserError when these do not fit.
+    As an iterable it gives this rank's indices of `epoch` from `start` on. A data set may have `epoch_order(seed, epoch,
+    n)`, an order of its own: n indices, each once unless `with_replacement` is True.
     """
 
     def __init__(
@@ -69,11 +67,6 @@ class GlobalBatchSampler(DistributedSampler):
         self.batch_size = batch_size
         self.micro_batches_per_step = micro_batches_per_step
         self.start = 0
-        weights = getattr(dataset, "weights", None)
-        self.weights = None if weights is None else torch.as_tensor(weights, dtype=torch.float64)
-        is_valid = weights is None or ((self.weights >= 0) & self.weights.isfinite()).all()
-        if weights is not None and (len(weights) != len(dataset) or not is_valid):
-            raise UserError(f"weights: must be {len(dataset)} finite numbers from 0; fix them in the data set")
         self._order: tuple[int, Tensor] | None = None
 
     @property
@@ -126,12 +119,11 @@ class GlobalBatchSampler(DistributedSampler):
         order, size = self.order(epoch), self.batch_size
         for first in range(start, len(order), self.global_batch_size):
             end = min(first + self.global_batch_size, len(order))
-            weight = float(end - first) if self.weights is None else self.weights[order[first:end]].sum().item()
             mine = range(self.rank, math.ceil((end - first) / size), self.num_replicas)
             starts = {number: first + number * size for number in mine or [0]}
             parts = {number: order[start : min(start + size, end)].tolist() for number, start in starts.items()}
             micro_batches = [MicroBatch(epoch, number, parts[number], False, number == mine[-1]) for number in mine]
-            yield GlobalBatch(end - first, weight, micro_batches or [MicroBatch(epoch, 0, parts[0], True, True)])
+            yield GlobalBatch(end - first, micro_batches or [MicroBatch(epoch, 0, parts[0], True, True)])
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """What this rank computes from here on, padding included."""

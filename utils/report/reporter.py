@@ -113,13 +113,11 @@ class Reporter:
 
     def rank_report(self, state: TrainState) -> dict[str, Any]:
         """What this rank contributes to a log point; reads from the device."""
-        skips = state.read_skips()  # before `interval`, to which it adds
-        totals = state.interval.totals()
         spent = self._clock.spent()[0]
         seconds = {phase: spent[phase] - self._spent[phase] for phase in STEP_PHASES}
         self._spent = spent
         own = {"data": seconds["data"], "compute": self._clock.take_forward_seconds()}
-        return {"totals": totals, "seconds": seconds, "own": own, "memory": peak_memory(), "skips": skips}
+        return {"seconds": seconds, "own": own, "memory": peak_memory(), "skips": state.read_skips()}
 
     def log(self, state: TrainState, ranks: list[dict[str, Any]]) -> None:
         """Write the train record of the interval that ends here. ranks: the `rank_report` of each.
@@ -127,7 +125,7 @@ class Reporter:
         Raises:
             TrainingError: when too many steps in a row were skipped.
         """
-        means = state.interval.means([each["totals"] for each in ranks])
+        means = state.interval.means()
         grad_norm = means.pop("grad_norm")
         seconds = sum(sum(each["seconds"].values()) for each in ranks) / len(ranks)
         waited = sum(each["seconds"]["data"] for each in ranks) / len(ranks)
@@ -139,7 +137,7 @@ class Reporter:
             epoch=progress.epoch,
             step=progress.step,
             **means,
-            lr=state.lr,
+            lr=state.lrs[0],
             grad_norm=grad_norm,
             samples_per_s=self._samples / seconds if seconds else 0.0,
             data_wait_s=waited / steps,

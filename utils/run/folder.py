@@ -184,7 +184,7 @@ class Run:
         """Record optimizer steps that were skipped, with the samples of their global batches."""
         for each in skipped:
             indices = sampler.order(each.epoch)[each.first : each.first + each.samples].tolist()
-            self.event("skipped_step", each.step, epoch=each.epoch, indices=indices)
+            self.event("skipped_step", each.step, epoch=each.epoch, indices=indices, reason=each.reason)
         if skipped:
             steps = ", ".join(str(each.step) for each in skipped[:5]) + (", ..." if len(skipped) > 5 else "")
             self.warn("skipped %d optimizer step(s) with a non-finite loss or gradient: %s", len(skipped), steps)

@@ -51,7 +51,7 @@ def resume_run(
         payload = load_checkpoint(run.resume_path, ctx)
         facts = origin["fingerprint"], origin["global_batch_size"]
         differences = on_all_ranks(lambda: compare(payload, config, *facts), ctx)
-        on_all_ranks(lambda: state.load_state_dict(payload, ctx.rank, ctx.world_size), ctx)
+        on_all_ranks(lambda: state.load_state_dict(payload), ctx)
         if is_other_best(payload, config):
             progress.forget_best()
         goodput = payload["provenance"]["goodput"]

@@ -88,11 +88,11 @@ class Saver:
         began, state = time.perf_counter(), self._state
         is_free = not self._writer or self._is_free(must)
         skips = state.read_skips()  # before `interval`, to which it adds
-        ranks = all_gather_json({"interval": state.interval.state(), "skips": skips, "is_free": is_free}, self._ctx)
+        ranks = all_gather_json({"skips": skips, "is_free": is_free}, self._ctx)
         self._run.record_skipped(state.note_skips([each["skips"] for each in ranks]), self._sampler)
         if ranks[0]["is_free"]:
             name = name or checkpoint.step_path(Path(), state.progress.step).name
-            self._begin(state.state_dict([each["interval"] for each in ranks]), name)
+            self._begin(state.state_dict(), name)
             self._begun_s = time.perf_counter() - began
             if name != checkpoint.BEST:
                 self._saved_step = state.progress.step

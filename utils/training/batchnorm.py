@@ -2,15 +2,13 @@
 
 nn.BatchNorm moves them with every micro-batch of its own rank, so that they depend on ranks x accumulation, and
 differ between ranks. Here each micro-batch only leaves its own statistics (momentum 1) in the layers' buffers, which
-are views of one flat tensor. They are added up, weighted by samples, brought together by one small all-reduce that
-overlaps the last backward pass, and moved into the committed statistics when the step is taken. Between two steps every
-rank holds the same statistics.
+are views of one flat tensor. They are added up, weighted by samples, over micro-batches and ranks (step_sums.py), and
+moved into the committed statistics when the step is taken. Between two steps every rank holds the same statistics.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -28,7 +26,7 @@ class RunningStats:
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
-        self._work: dist.Work | None = None
+        self.size = 0  # numbers that a step sums
         if not self._layers:
             return
         if any(layer.momentum is None for layer in self._layers):
@@ -37,7 +35,8 @@ class RunningStats:
         self._latest = _flatten(self._layers, ("running_mean", "running_var"))
         self._latest_counts = _flatten(self._layers, ("num_batches_tracked",))
         self._committed, self._committed_counts = self._latest.clone(), self._latest_counts.clone()
-        self._sum = torch.zeros_like(self._latest)
+        self.size = len(self._latest)
+        self._sum = torch.zeros_like(self._latest, dtype=torch.float64)
         self._momenta = [layer.momentum for layer in self._layers]
         for layer in self._layers:
             layer.momentum = 1.0
@@ -46,6 +45,11 @@ class RunningStats:
     @property
     def exist(self) -> bool:
         return bool(self._layers)
+
+    def sum_into(self, place: Tensor) -> None:
+        """Add up the statistics here: float64 [size], zeros; who owns it sums it over ranks, and zeroes it again."""
+        if self.exist:
+            self._sum = place
 
     def begin_epoch(self) -> None:
         """Note which layers are in training mode: the others (a frozen trunk) keep their statistics to the bit."""
@@ -64,11 +68,6 @@ class RunningStats:
         if self.exist:
             self._sum.add_(self._latest, alpha=samples)
 
-    def start_reduce(self) -> None:
-        """After the forward pass of this rank's last micro-batch: the all-reduce runs beside the backward pass."""
-        if self.exist and dist.get_world_size() > 1:
-            self._work = dist.all_reduce(self._sum, async_op=True)
-
     @torch.no_grad()
     def commit(self, samples: int, is_finite: Tensor) -> None:
         """Move the statistics by the mean over the global batch's samples, or, on the device, leave them as they were.
@@ -78,12 +77,9 @@ class RunningStats:
             is_finite: 0-dimensional bool. torch.where, not a product, since NaN * 0 is NaN.
         """
         if self.exist:
-            if self._work:
-                self._work.wait()
-            moved = torch.lerp(self._committed, self._sum / samples, self._rates)
+            moved = torch.lerp(self._committed, (self._sum / samples).to(self._committed), self._rates)
             torch.where(is_finite, moved, self._committed, out=self._committed)
             self._committed_counts.add_(self._trains * is_finite)
-            self._sum.zero_()
             self.discard()
 
     @torch.no_grad()

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
 
 from utils.data.loader import GlobalBatchLoader
-from utils.distributed.collectives import all_gather_json
+from utils.distributed.collectives import all_gather_json, require_equal
 from utils.distributed.consensus import Consensus
 from utils.distributed.context import DistributedContext
-from utils.metrics import Metrics, MetricTracker
+from utils.metrics import MetricTracker, check_metrics
 from utils.training.precision import Precision
+from utils.training.seams import ComputeLoss
 from utils.training.state import Progress
-
-ComputeLoss = Callable[[nn.Module, Any], tuple[Tensor, Metrics]]  # model.compute_loss
 
 
 @torch.no_grad()
@@ -30,28 +29,32 @@ def evaluate(
 ) -> dict[str, float] | None:
     """The mean loss and metrics over a set, and its "count". None when the ranks agreed to stop meanwhile.
 
-    Every rank makes the same number of steps, some of them empty.
+    Every rank makes the same number of steps; in one without a micro-batch of its own it computes padding.
     """
     model.eval()
     tracker, samples = MetricTracker(ctx.device), 0
     for global_batch in loader.global_batches(epoch=0):
         for micro_batch in global_batch:
+            with precision.autocast():
+                metrics = compute_loss(model, micro_batch.batch)
+            if not tracker.layout:
+                tracker.lay_out(check_metrics(metrics))
             if not micro_batch.is_padding:
-                with precision.autocast():
-                    loss_sum, metrics = compute_loss(model, micro_batch.batch)
-                tracker.update({"loss": (loss_sum, global_batch.weight if ctx.is_main else 0.0)} | metrics)
+                tracker.update(metrics)
                 samples += len(micro_batch.indices)
         if consensus and consensus.step().stop:
             consensus.flush()
             return None
     if consensus and consensus.flush().stop:
         return None
-    ranks = all_gather_json({"totals": tracker.totals(), "samples": samples}, ctx)
-    count = sum(each["samples"] for each in ranks)
+    count = sum(all_gather_json(samples, ctx))
     if count != len(loader.dataset):
         raise RuntimeError(f"evaluation counted {count} samples of {len(loader.dataset)}; this is a bug of the loader")
-    means = tracker.means([each["totals"] for each in ranks])
-    return all_gather_json(means, ctx)[0] | {"count": count}  # only rank 0 is sure to know each metric's last function
+    sentence = "compute_loss: {other} and {first} report other metrics; report the same for every batch"
+    require_equal(tracker.layout, sentence, ctx)
+    if ctx.world_size > 1:
+        dist.all_reduce(tracker.values)
+    return tracker.means() | {"count": count}
 
 
 def evaluate_all(

@@ -20,10 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from config import TrainingConfig, UserError
 from utils.data.loader import GlobalBatchLoader
-from utils.distributed.collectives import on_all_ranks
+from utils.distributed.collectives import on_all_ranks, require_equal
 from utils.distributed.context import DistributedContext
 from utils.logger import NAME
-from utils.training.evaluation import ComputeLoss
+from utils.metrics import MetricTracker, check_metrics
+from utils.training.seams import ComputeLoss
 from utils.training.state import TrainState
 
 
@@ -43,9 +44,11 @@ def first_passes(
         The names that an evaluation will report.
 
     Raises:
-        UserError: when a parameter got no gradient.
+        UserError: when compute_loss gives something else than it should, or a parameter got no gradient.
     """
     on_all_ranks(lambda: train_twice(model, batch, state, compute_loss), ctx)
+    layout = state.sums.metrics.layout
+    require_equal(layout, "compute_loss: {other} and {first} report other metrics; report the same on all ranks", ctx)
     names = on_all_ranks(lambda: evaluate_once(batch, state, compute_loss), ctx)
     if config.compile != "off":
         on_all_ranks(lambda: compile_all_sizes(model, state, loader, held_out, compute_loss, config, ctx.is_main), ctx)
@@ -57,21 +60,21 @@ def train_twice(model: DistributedDataParallel, batch: Any, state: TrainState, c
     model.train()
     for _ in range(2):
         with state.precision.autocast():
-            loss_sum, _ = compute_loss(model, batch)
-        loss_sum.backward()
+            metrics = check_metrics(compute_loss(model, batch))
+        metrics["loss"][0].backward()
         state.check_gradients()
     state.drop_gradients()
-    state.running_stats.discard()
+    state.sums.running_stats.discard()
+    state.lay_out(metrics)
 
 
 @torch.no_grad()
 def evaluate_once(batch: Any, state: TrainState, compute_loss: ComputeLoss) -> list[str]:
     """A pass in evaluation mode. Returns the names of what is reported."""
+    tracker = MetricTracker(state.sums.metrics.values.device)
     with state.precision.autocast():
-        _, metrics = compute_loss(state.model.eval(), batch)
-    if "loss" in metrics:
-        raise UserError("compute_loss: reports a metric named loss beside the loss; give it another name")
-    return ["loss", *metrics]
+        tracker.update(check_metrics(compute_loss(state.model.eval(), batch)))
+    return list(tracker.means())
 
 
 def compile_all_sizes(

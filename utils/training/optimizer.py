@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from typing import Any
 
@@ -13,25 +14,65 @@ from config import TrainingConfig, UserError
 
 
 def create_optimizer(groups: list[dict[str, Any]], config: TrainingConfig) -> torch.optim.Optimizer:
-    """A fused optimizer: it takes `found_inf` on the device, and so skips a step without the host knowing.
+    """The optimizer that `--optimizer` names, fused: it takes `found_inf` on the device, and skips a step there.
 
     Args:
         groups: of model.param_groups: each has "params" and may have "lr" and "weight_decay" of its own.
     """
-    groups = [group | {"params": [p for p in group["params"] if p.requires_grad]} for group in groups]
-    groups = [group for group in groups if group["params"]]
-    if not groups:
-        raise UserError("param_groups: holds no parameter that is trained; return some with requires_grad=True")
     common = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": True}
     if config.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(groups, betas=(config.momentum, 0.999), **common)
-    else:
-        nesterov = config.nesterov and config.momentum > 0
-        optimizer = torch.optim.SGD(groups, momentum=config.momentum, nesterov=nesterov, **common)
-        fill_momenta(optimizer)
+        return torch.optim.AdamW(groups, betas=(config.momentum, config.beta2), **common)
+    nesterov = config.nesterov and config.momentum > 0
+    return torch.optim.SGD(groups, momentum=config.momentum, nesterov=nesterov, **common)
+
+
+def checked_groups(groups: Any, names: dict[Tensor, str]) -> list[dict[str, Any]]:
+    """The groups with the parameters that are trained. Raises UserError where they cannot be trained.
+
+    Args:
+        names: of the model's parameters.
+    """
+    if not isinstance(groups, list | tuple) or not all(
+        isinstance(group, dict) and "params" in group for group in groups
+    ):
+        raise UserError('param_groups: returned no list of groups; return e.g. [{"params": list(model.parameters())}]')
+    groups = [group | {"params": list(group["params"])} for group in groups]
+    seen: set[Tensor] = set()
+    for group in groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise UserError(
+                    "param_groups: holds a parameter that is not in the model, so ranks would not share its gradient;"
+                    " register it in the model"
+                )
+            if parameter in seen:
+                raise UserError(
+                    f"param_groups: lists {names[parameter]} twice, which would be updated twice (a tied weight has two"
+                    " names and is one parameter); list each parameter once, as model.parameters() does"
+                )
+            seen.add(parameter)
+    trained = [group | {"params": [p for p in group["params"] if p.requires_grad]} for group in groups]
+    trained = [group for group in trained if group["params"]]
+    if not trained:
+        raise UserError("param_groups: holds no parameter that is trained; return some with requires_grad=True")
+    return trained
+
+
+def prepare(optimizer: torch.optim.Optimizer) -> bool:
+    """Make an optimizer ready for steps that may be skipped. Returns whether it skips them on the device (`found_inf`).
+
+    Raises UserError for one whose `step` needs a closure.
+    """
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserError(
+            f"create_optimizer: {type(optimizer).__name__} needs a closure that computes the loss again, which a global"
+            " batch on many ranks does not have; use another optimizer"
+        )
+    fill_momenta(optimizer)
     for group in optimizer.param_groups:
         group["base_lr"] = group["lr"]
-    return optimizer
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def fill_momenta(optimizer: torch.optim.Optimizer) -> None:
@@ -42,15 +83,27 @@ def fill_momenta(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def lr_factor(step: int, total_steps: int, warmup_steps: int) -> float:
-    """The factor on the peak learning rate at optimizer step `step` (from 0): linear warm-up, then a cosine to zero.
+def lr_factor(config: TrainingConfig, step: int, total_steps: int, warmup_steps: int, progress: Any) -> float:
+    """The factor on the peak learning rate at optimizer step `step` (from 0): linear warm-up, then `--schedule`.
 
-    Loshchilov and Hutter, "SGDR", 2017, equation 5 with one cycle; Goyal et al., 2017, arXiv:1706.02677, section 2.2.
+    cosine: to zero (Loshchilov and Hutter, "SGDR", 2017, equation 5 with one cycle); linear: to zero; constant;
+    wsd (warm-up, stable, decay): constant, and linear to zero over the last 20 % (Hu et al., "MiniCPM", 2024);
+    step: divided by 10 after 50 % and after 75 %. The warm-up is that of Goyal et al., 2017, arXiv:1706.02677, section
+    2.2.
+
+    Args:
+        progress: of the run; a schedule of your own may read it, and keep its state in `progress.user`.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return {
+        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+        "linear": 1 - done,
+        "constant": 1.0,
+        "wsd": min(1.0, (1 - done) / 0.2),
+        "step": 0.1 ** ((done >= 0.5) + (done >= 0.75)),
+    }[config.schedule]
 
 
 class WeightAverage:

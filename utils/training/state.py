@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +15,11 @@ from config import TrainingConfig, UserError
 from utils.data.sampler import GlobalBatch, GlobalBatchSampler
 from utils.distributed.consensus import is_every
 from utils.memory import is_out_of_memory
-from utils.metrics import MetricTracker
-from utils.training.batchnorm import RunningStats
-from utils.training.optimizer import WeightAverage, create_optimizer, fill_momenta, lr_factor
+from utils.metrics import Metrics, MetricTracker
+from utils.training.optimizer import WeightAverage, checked_groups, fill_momenta, prepare
 from utils.training.precision import Precision
+from utils.training.seams import Seams
+from utils.training.step_sums import StepSums
 
 
 @dataclass
@@ -37,6 +38,8 @@ class Progress:
     best_step: int = -1
     evaluations_since_best: int = 0
     evaluated_step: int = -1  # of the last evaluation
+    loss_shift: int = -1  # gradients are those of the summed loss / 2^loss_shift until the step; -1: not chosen yet
+    user: dict[str, Any] = field(default_factory=dict)  # a fork's own, plain JSON values, the same on all ranks
 
     def note_value(self, value: float, sign: int) -> bool:
         """Count the evaluation that just ended. Whether its value is the best so far, by the sign of `choose_best`."""
@@ -59,6 +62,7 @@ class SkippedStep(NamedTuple):
     epoch: int
     first: int
     samples: int
+    reason: str = ""  # "non-finite" loss or gradient; "empty": the loss counted nothing
 
 
 class TrainState:
@@ -67,17 +71,19 @@ class TrainState:
     def __init__(
         self,
         model: nn.Module,
-        groups: list[dict[str, Any]],
+        seams: Seams,
         config: TrainingConfig,
         precision: Precision,
-        is_main: bool = True,
     ) -> None:
         self.model, self.precision = model, precision  # the model is not wrapped
-        self._is_main = is_main  # counts for all ranks what is the same on each
         self.total_steps = self._warmup_steps = 0
-        self.running_stats = RunningStats(model)
+        self.sums = StepSums(model)
         self.average = WeightAverage(model, config.ema_decay) if config.ema_decay else None
-        self.optimizer = create_optimizer(groups, config)
+        names = {p: name for name, p in model.named_parameters()}
+        groups = checked_groups(seams.param_groups(model, config), names)
+        self.optimizer = seams.create_optimizer(groups, config)
+        self.skips_on_device = prepare(self.optimizer)
+        self._lr_factor, self._config = seams.lr_factor, config
         device = next(model.parameters()).device
         self.scaler = torch.amp.GradScaler(precision.device_type, enabled=precision.is_scaled)
         self.interval = MetricTracker(device)  # sums since the last log point
@@ -86,39 +92,49 @@ class TrainState:
         self._epochs, self._eval_every, self._patience = config.epochs, config.eval_every, config.patience
         self._has_ended, self._samples_per_epoch = False, 0
         self._has_cuda_graphs = config.compile == "reduce-overhead"
-        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        held = {p for group in self.optimizer.param_groups for p in group["params"]}
         # in the model's order, which is the same in all processes: the norm is a sum, and groups may be made in any
         # order
-        self._names = {p: name for name, p in model.named_parameters() if id(p) in held}
-        if len(self._names) < len(held):
-            raise UserError(
-                "param_groups: holds a parameter that is not in the model, so ranks would not share its gradient;"
-                " register it in the model"
-            )
+        self._names = {p: name for p, name in names.items() if p in held}
         self._parameters = list(self._names)
+        # float32 of fused kernels holds a divisor; in float64 they would round it
+        self._divides_in_step = self.skips_on_device and all(p.dtype is torch.float32 for p in self._parameters)
         self._with_gradients = [p for p in model.parameters() if p.requires_grad]  # in no group: not trained
         # of each step's gradient, since the last read; not finite where it was skipped
         self._norms: list[torch.Tensor] = []
-        self._loss_flags: list[
-            torch.Tensor
-        ] = []  # with float16, of each step: NaN where a loss of this rank was not finite
+        self._divisors: list[torch.Tensor] = []  # of each of them: 0 where the loss counted nothing
+        self._loss_flags: list[torch.Tensor] = []  # with float16: NaN where a loss of this rank was not finite
+        self._loss_scale, self._first_count = torch.ones((), device=device), 1.0
         scalar = {"dtype": torch.float32, "device": device}  # as found_inf has to be, in float64 too
         self._zero, self._one = torch.zeros((), **scalar), torch.ones((), **scalar)
         self._loss_flag = self._one
         self._steps: list[SkippedStep] = []  # what each of them would be, were it skipped
 
-    def plan(self, sampler: GlobalBatchSampler, config: TrainingConfig) -> None:
+    def lay_out(self, metrics: Metrics) -> None:
+        """Make room for what compute_loss reports, before the first step: here it gave this for a batch."""
+        self.sums.lay_out(metrics)
+        self.interval.lay_out(metrics | {"grad_norm": (0.0, 0)})
+        self._first_count = float(metrics["loss"][1])
+
+    def plan(self, sampler: GlobalBatchSampler, world_size: int) -> None:
         """Lay the schedule over the whole run, which continues where `progress` stands."""
-        progress = self.progress
+        progress, config = self.progress, self._config
+        if progress.loss_shift < 0:
+            count = max(1.0, self._first_count) * sampler.micro_batches_per_step
+            progress.loss_shift = round(math.log2(count))
+        # DDP averages gradients over ranks; a power of two changes no bit of them
+        self._loss_scale.fill_(world_size * 2.0**-progress.loss_shift)
         total = progress.step + sampler.steps_left(progress.epoch, progress.samples_in_epoch, config.epochs)
         self.total_steps = min(total, config.max_steps) if config.max_steps else total
         self._warmup_steps = round(config.warmup_epochs * sampler.steps_per_epoch)
         self._samples_per_epoch = sampler.samples_per_epoch
-        if self.progress.step:
-            self._set_lr(self.progress.step - 1)  # as the step before left it
 
-    def _set_lr(self, step: int) -> None:
-        factor = lr_factor(step, self.total_steps, self._warmup_steps)
+    def factor_at(self, step: int, progress: Progress) -> float:
+        """The schedule's factor on the learning rate at this step, from 0."""
+        return self._lr_factor(self._config, step, self.total_steps, self._warmup_steps, progress)
+
+    def _set_lr(self) -> None:
+        factor = self.factor_at(self.progress.step, self.progress)
         for group in self.optimizer.param_groups:
             group["lr"] = group["base_lr"] * factor
 
@@ -133,14 +149,18 @@ class TrainState:
             )
 
     @property
-    def lr(self) -> float:
-        """The learning rate of the last step taken, of the first parameter group."""
-        return self.optimizer.param_groups[0]["lr"]
+    def lrs(self) -> list[float]:
+        """The learning rate of the last step taken, of each parameter group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
 
-    def backward(self, loss: torch.Tensor, loss_scale: float) -> None:
-        """The backward pass of loss_scale * loss. A non-finite loss makes all gradients NaN, so that all ranks skip."""
+    def backward(self, loss: torch.Tensor, is_padding: bool) -> None:
+        """The backward pass of the summed loss, scaled so that its gradient has about the size of that of the mean.
+
+        A non-finite loss makes all gradients NaN, so that all ranks skip. Padding has a gradient of 0.
+        """
         loss = self.scaler.scale(loss)
-        seed = torch.add(torch.full_like(loss, loss_scale), loss.detach(), alpha=0)  # 0 times what is not finite is NaN
+        scale = self._zero if is_padding else self._loss_scale
+        seed = torch.add(scale, loss.detach(), alpha=0).to(loss.dtype)  # 0 times what is not finite is NaN
         if self.scaler.is_enabled():
             self._loss_flag = self._loss_flag * seed
         loss.backward(seed)
@@ -154,27 +174,37 @@ class TrainState:
             parameter.grad = None
 
     def update_if_finite(self, global_batch: GlobalBatch) -> None:
-        """Unscale, clip, step, average. When the gradient is not finite all of it is skipped, on the device.
+        """Divide, clip, step, average. When the gradient is not finite all of it is skipped, on the device.
 
-        After the all-reduce the gradient is the same on every rank, so all decide the same, without a message or a read.
+        After the all-reduce the gradient is the same on every rank, so all decide the same, without a message. Only an
+        optimizer that does not know `found_inf` takes a read.
         """
-        self._set_lr(self.progress.step)
+        self._set_lr()
+        self.sums.wait()
         self.scaler.unscale_(self.optimizer)
-        norms = torch._foreach_norm([p.grad for p in self._parameters if p.grad is not None])
-        # get_total_norm, which sorts by device, takes five times as long
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift
+        # get_total_norm, which sorts by device, takes five times as long; 0 / 0, of an empty global batch, is NaN
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) / divisor
+        self._norms.append(norm)
+        self._divisors.append(divisor)
         if self._clip:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip, norm)
+            divisor = divisor * ((norm + 1e-6) / self._clip).clamp(min=1)
         is_finite = norm < math.inf  # NaN is not
-        skipped = torch.where(is_finite, self._zero, self._one)
-        self.optimizer.grad_scale, self.optimizer.found_inf = None, skipped  # exactly 0 or 1
-        self.optimizer.step()
+        skipped = torch.where(is_finite, self._zero, self._one)  # exactly 0 or 1
+        if self._divides_in_step:
+            self.optimizer.grad_scale = divisor.float()
+        else:
+            torch._foreach_div_(gradients, divisor)
+        if self.skips_on_device:
+            self.optimizer.found_inf = skipped
+        if self.skips_on_device or is_finite:
+            self.optimizer.step()
         self.scaler.update()
         self.drop_gradients()
-        self.running_stats.commit(global_batch.samples, is_finite)
+        self.sums.commit(global_batch.samples, is_finite, self.interval)
         if self.average:
             self.average.update(self._one - skipped)
-        self._norms.append(norm)
         if self.scaler.is_enabled():
             self._loss_flags.append(self._loss_flag)
             self._loss_flag = torch.ones_like(self._loss_flag)
@@ -217,19 +247,23 @@ class TrainState:
             self.progress.samples_in_epoch = 0
 
     def read_skips(self) -> list[int]:
-        """For each step since the last call: 0 taken, 1 skipped, 2 skipped and a loss of this rank was not finite.
-        Reads from the device.
+        """For each step since the last call: 0 taken, 1 skipped, 2 skipped and a loss of this rank was not finite, 3 skipped
+        since the loss counted nothing. Reads from the device.
 
         The norms of the gradients come to `interval` here.
         """
-        norms, seeds = (torch.stack(kept).tolist() if kept else [] for kept in (self._norms, self._loss_flags))
-        self._norms, self._loss_flags = [], []
-        if self._is_main:
-            for norm in norms:
-                self.interval.update({"grad_norm": (norm, 1) if math.isfinite(norm) else (0.0, 0)})
-        seeds = seeds or [math.nan] * len(norms)
-        pairs = zip(norms, seeds, strict=True)
-        return [0 if math.isfinite(norm) else 1 if math.isfinite(seed) else 2 for norm, seed in pairs]
+        kept = (self._norms, self._divisors, self._loss_flags)
+        norms, divisors, seeds = (torch.stack(each).tolist() if each else [] for each in kept)
+        self._norms, self._divisors, self._loss_flags = [], [], []
+        finite = [norm for norm in norms if math.isfinite(norm)]
+        self.interval.count("grad_norm", sum(finite), len(finite))
+
+        def flag(norm: float, divisor: float, seed: float) -> int:
+            if math.isfinite(norm):
+                return 0
+            return 3 if divisor == 0 else 1 if math.isfinite(seed) else 2
+
+        return list(map(flag, norms, divisors, seeds or [math.nan] * len(norms)))
 
     def note_skips(self, ranks: list[list[int]]) -> list[SkippedStep]:
         """Count what `read_skips` gave on each rank; the steps that were skipped for a reason other than float16's
@@ -244,7 +278,7 @@ class TrainState:
             if max(flags) == 1 and can_search:
                 self.progress.overflow_steps += 1
             elif max(flags):
-                skipped.append(step)
+                skipped.append(step._replace(reason="empty" if max(flags) == 3 else "non-finite"))
                 self.progress.skipped_in_row += 1
             else:
                 self.progress.skipped_in_row = 0
@@ -252,28 +286,24 @@ class TrainState:
         self._steps = []
         return skipped
 
-    def state_dict(self, intervals: list[dict[str, Any]]) -> dict[str, Any]:
-        """The part of a checkpoint that is the run's state. Tensors are not copied.
-
-        Args:
-            intervals: `interval.state()` of every rank.
-        """
+    def state_dict(self) -> dict[str, Any]:
+        """The part of a checkpoint that is the run's state. Tensors are not copied."""
         return {
             "model": self.model.state_dict(),
             "ema": self.average.model.state_dict() if self.average else {},
             "optimizer": self.optimizer.state_dict() | {"names": self._optimizer_names()},
             "scaler": self.scaler.state_dict(),
-            "progress": dataclasses.asdict(self.progress) | {"intervals": intervals},
+            "progress": dataclasses.asdict(self.progress) | {"interval": self.interval.state()},
         }
 
-    def load_state_dict(self, payload: dict[str, Any], rank: int, world_size: int) -> None:
+    def load_state_dict(self, payload: dict[str, Any]) -> None:
         """Take over the state of a checkpoint; learning rate, decay and the like stay those of the config.
 
         Raises:
             UserError: when something does not fit, with its name. The state may be partially loaded by then.
         """
         try:
-            self._load(payload, rank, world_size)
+            self._load(payload)
         except UserError:
             raise
         except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
@@ -281,8 +311,8 @@ class TrainState:
                 raise
             raise UserError(f"the checkpoint's state does not fit ({error}); give another checkpoint") from error
 
-    def _load(self, payload: dict[str, Any], rank: int, world_size: int) -> None:
-        names = {field.name for field in dataclasses.fields(Progress)} | {"intervals"}
+    def _load(self, payload: dict[str, Any]) -> None:
+        names = {field.name for field in dataclasses.fields(Progress)} | {"interval"}
         missing = sorted(names - payload["progress"].keys())
         if missing:
             raise UserError(f"the checkpoint's progress lacks {', '.join(missing)}; give another checkpoint")
@@ -293,7 +323,7 @@ class TrainState:
         if self.scaler.is_enabled() and payload["scaler"]:
             self.scaler.load_state_dict(payload["scaler"])
         progress = dict(payload["progress"])
-        self._load_intervals(progress.pop("intervals"), rank, world_size)
+        self.interval.load_state(progress.pop("interval"))
         for name, value in progress.items():
             setattr(self.progress, name, value)
         if self.average:
@@ -304,7 +334,7 @@ class TrainState:
             self.model.load_state_dict(payload["model"])
         except RuntimeError as error:
             raise UserError(f"the checkpoint's model does not fit ({error}); give the model it was made with") from None
-        self.running_stats.reload()
+        self.sums.running_stats.reload()
 
     def _optimizer_names(self) -> list[str]:
         """The names of the parameters in the order in which the optimizer numbers them."""
@@ -314,9 +344,12 @@ class TrainState:
         """Each parameter takes the state that was saved under its name, in whatever order the groups are made."""
         names = self._optimizer_names()
         before = {name: saved["state"].get(number, {}) for number, name in enumerate(saved.get("names", []))}
-        shapes = {self._names[p]: p.shape for p in self._parameters}
+        shapes = {self._names[p]: p.shape for p in self._parameters} if self.skips_on_device else {}
         kept = [(name, value) for name, state in before.items() for key, value in state.items() if key != "step"]
-        if before.keys() != shapes.keys() or any(value.shape != shapes[name] for name, value in kept):
+        is_other = any(
+            name in shapes and value.shape != shapes[name] for name, value in kept
+        )  # fused kernels do not look
+        if before.keys() != set(names) or is_other:
             remedy = "give the model.py it was made with, or take its weights by --init_from"
             raise UserError(f"the checkpoint's optimizer has other parameters; {remedy}")
         state = {number: before[name] for number, name in enumerate(names) if before[name]}
@@ -327,11 +360,3 @@ class TrainState:
                 if key != "step" and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     state[key] = torch.empty_like(parameter).copy_(value)
         fill_momenta(self.optimizer)  # where the checkpoint was made without
-
-    def _load_intervals(self, intervals: list[dict[str, Any]], rank: int, world_size: int) -> None:
-        """Each rank its own sums; where there were more or fewer ranks, rank 0 all of them."""
-        if len(intervals) == world_size:
-            self.interval.load_state(intervals[rank])
-        elif rank == 0:
-            for state in intervals:
-                self.interval.add_state(state)

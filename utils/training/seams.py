@@ -1,0 +1,58 @@
+"""What model.py gives to the training loop: three functions, and others that have a default here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from config import UserError
+from utils.metrics import Metrics
+from utils.training.activation import find_blocks
+from utils.training.optimizer import create_optimizer, lr_factor
+
+ComputeLoss = Callable[[nn.Module, Any], Metrics]
+REQUIRED = ("create_model", "param_groups", "compute_loss")
+
+
+def first_tensor(batch: Any) -> tuple[Tensor, ...]:
+    """The default `example_inputs`: the batch itself, or its first entry, as what the model is called with."""
+    first = batch if isinstance(batch, Tensor) else batch[0] if isinstance(batch, tuple | list) and batch else None
+    if not isinstance(first, Tensor):
+        raise UserError("model.py: has no example_inputs(batch); add it: the arguments of the model for such a batch")
+    return (first,)
+
+
+def forward_outputs(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    """The default `predict`: what the model gives for `first_tensor`."""
+    output = model(*first_tensor(batch))
+    if not isinstance(output, Tensor):
+        raise UserError("model.py: has no predict(model, batch); add it, to return {name: tensor [B, ...]}")
+    return {"output": output}
+
+
+@dataclass(frozen=True)
+class Seams:
+    """The functions of model.py."""
+
+    create_model: Callable[..., nn.Module]  # (config, device)
+    param_groups: Callable[..., list[dict[str, Any]]]  # (model, config)
+    compute_loss: ComputeLoss
+    lr_factor: Callable[..., float] = lr_factor  # (config, step, total_steps, warmup_steps, progress)
+    create_optimizer: Callable[..., Any] = create_optimizer  # (groups, config)
+    blocks: Callable[[nn.Module], list[nn.Module]] = find_blocks
+    log_images: Callable[[nn.Module, Any], dict[str, Tensor]] | None = None
+    predict: Callable[[nn.Module, Any], dict[str, Tensor]] = forward_outputs
+    example_inputs: Callable[[Any], tuple] = first_tensor
+
+    @classmethod
+    def of(cls, module: ModuleType) -> Seams:
+        """Those of model.py, with defaults for what it lacks. Raises UserError where it lacks one that has none."""
+        found = {name: getattr(module, name) for name in cls.__dataclass_fields__ if hasattr(module, name)}
+        missing = [name for name in REQUIRED if name not in found]
+        if missing:
+            raise UserError(f"model.py: lacks {', '.join(missing)}; define it, see the top of the template's model.py")
+        return cls(**found)

@@ -1,0 +1,58 @@
+"""What one optimizer step sums over its micro-batches and over the ranks, in one vector and one small all-reduce."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from utils.metrics import Metrics, MetricTracker
+from utils.training.batchnorm import RunningStats
+
+
+class StepSums:
+    """Loss and metrics with their counts, and BatchNorm's statistics: float64, so that counts are exact up to 2^53.
+
+    The all-reduce runs beside the last backward pass. Create it before the model is wrapped or copied.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.running_stats = RunningStats(model)
+        self.metrics = MetricTracker(next(model.parameters()).device)
+        self._work: dist.Work | None = None
+
+    def lay_out(self, metrics: Metrics) -> None:
+        """Make room for metrics of these names and shapes, the same on all ranks."""
+        self.metrics.lay_out(metrics, spare=self.running_stats.size)
+        self.running_stats.sum_into(self.metrics.values[len(self.metrics.values) - self.running_stats.size :])
+
+    @property
+    def loss_count(self) -> Tensor:
+        """What the loss counts in the global batch, once `wait` has returned: float64, 0-dimensional, on the device."""
+        return self.metrics.count_of("loss")
+
+    def add(self, metrics: Metrics, samples: int) -> None:
+        """After the forward pass of a micro-batch of so many samples."""
+        self.metrics.update(metrics)
+        self.running_stats.add(samples)
+
+    def start_reduce(self) -> None:
+        """After the forward pass of this rank's last micro-batch: the all-reduce runs beside the backward pass."""
+        if dist.get_world_size() > 1:
+            self._work = dist.all_reduce(self.metrics.values, async_op=True)
+
+    def wait(self) -> None:
+        """The sums are those of all ranks, for what follows on the device."""
+        if self._work:
+            self._work.wait()
+            self._work = None
+
+    def commit(self, samples: int, is_finite: Tensor, interval: MetricTracker) -> None:
+        """Move the running statistics and the interval's sums by this step's, and begin the next.
+
+        Args:
+            samples: of all ranks in the global batch.
+            is_finite: whether the step is taken: 0-dimensional bool.
+        """
+        self.running_stats.commit(samples, is_finite)
+        interval.add(self.metrics)
+        self.metrics.reset()
