@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 DEFAULT_RUN_DIR = "runs/default"
+YOURS = "model and data"  # the group of the fields that a fork changes
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "step")
 BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
@@ -113,6 +114,11 @@ def setting(group: str, default: Any, text: str, check: Check | None = None, res
     return dataclasses.field(default=default, metadata=meta)
 
 
+def yours(default: Any, text: str, check: Check | None = None, resume: str = "free") -> Any:
+    """A field that model.py or dataset.py reads, and nothing else. "auto" is the training set's attribute of that name."""
+    return setting(YOURS, default, text, check, resume)
+
+
 def help_of(field: dataclasses.Field) -> str:
     """The help of a field, with its choices."""
     check = field.metadata["check"]
@@ -138,23 +144,15 @@ class TrainingConfig:
     seed: int = setting("run", 42, "seed of weights, order, augmentation and dropout", between(0, 2**63), "must")
     deterministic: bool = setting("run", False, "bit-exact on CUDA too, somewhat slower", resume="may")
 
-    dataset: str = setting("data", "synthetic", "data set", one_of("synthetic", "cifar10", "imagefolder"), "must")
     data_dir: str = setting("data", "data", "imagefolder reads <data_dir>/{train,val,test}/<class>/*", local_path)
     dataset_size: int = setting("data", 0, "train on a seeded subset of this size (0 = all)", at_least(0), "must")
-    augment: str = setting("data", "auto", "crops and flips", one_of("auto", "none", "crop", "resized_crop"), "may")
     cache: str = setting("data", "none", "decode images once: to memory or the device", one_of("none", "ram", "device"))
     num_workers: int | str = setting("data", "auto", "loader processes per rank (0 for data in memory)", at_least(0))
     drop_last: bool = setting("data", False, "drop the last, incomplete global batch of each epoch", resume="must")
     record_samples: bool = setting("data", False, "write the sample indices of each optimizer step to run_dir/samples")
 
-    model: str = setting("model", "mini_resnet", "mini_resnet or a torchvision classifier", resume="must")
-    num_classes: int | str = setting("model", "auto", "classes (auto: from the data)", at_least(2), "must")
-    in_channels: int | str = setting("model", "auto", "image channels (auto: from the data)", at_least(1), "must")
-    image_size: int | str = setting("model", "auto", "resize to this size (auto: from the data)", at_least(4), "must")
-    channels_last: bool = setting("model", True, "memory format of convolutions (faster on CPU and CUDA)", resume="may")
     compile: str = setting("model", "off", "torch.compile and its mode", one_of("off", "default", "reduce-overhead"))
     activation_checkpointing: bool = setting("model", False, "recompute activations: less memory, slower")
-    sync_bn: bool = setting("model", False, "BatchNorm over the micro-batches of all ranks (CUDA only)", resume="may")
 
     epochs: int = setting("training", 10, "passes over the training set", at_least(1), "may")
     max_steps: int = setting("training", 0, "optimizer steps of the whole run (0: by epochs)", at_least(0), "may")
@@ -169,7 +167,6 @@ class TrainingConfig:
     weight_decay: float = setting("training", 5e-4, "of weights, not of biases and normalization", at_least(0), "may")
     schedule: str = setting("training", "cosine", "learning rate after the warm-up", one_of(*SCHEDULES), "may")
     warmup_epochs: float = setting("training", 0.5, "epochs of linear warm-up", at_least(0), "may")
-    label_smoothing: float = setting("training", 0.0, "label smoothing of the training loss", between(0, 1), "may")
     clip_grad_norm: float = setting("training", 0.0, "max gradient norm (0 = off)", at_least(0), "may")
     ema_decay: float = setting("training", 0.0, "weights' moving average, e.g. 0.999 (0 = off)", between(0, 1), "may")
     max_skipped_steps: int = setting("training", 50, "non-finite steps in a row that end it (0 = off)", at_least(0))
@@ -198,7 +195,16 @@ class TrainingConfig:
     log_interval: int = setting("logging", 20, "optimizer steps between two log lines", at_least(1))
     enable_profiling: bool = setting("logging", False, "profile a few steps of rank 0 into run_dir/traces")
 
-    # ---- yours: the fields of your own model and data; a fork adds lines here and nowhere else in this file ----
+    # ---- yours: the fields of your own model and data; a fork changes these lines and no other in this file ----
+    dataset: str = yours("synthetic", "data set", one_of("synthetic", "cifar10", "imagefolder"), "must")
+    augment: str = yours("auto", "crops and flips", one_of("auto", "none", "crop", "resized_crop"), "may")
+    model: str = yours("mini_resnet", "mini_resnet or a torchvision classifier", resume="must")
+    num_classes: int | str = yours("auto", "classes (auto: from the data)", at_least(2), "must")
+    in_channels: int | str = yours("auto", "image channels (auto: from the data)", at_least(1), "must")
+    image_size: int | str = yours("auto", "resize to this size (auto: from the data)", at_least(4), "must")
+    channels_last: bool = yours(True, "memory format of convolutions (faster on CPU and CUDA)", resume="may")
+    label_smoothing: float = yours(0.0, "label smoothing of the training loss", between(0, 1), "may")
+    sync_bn: bool = yours(False, "BatchNorm over the micro-batches of all ranks (CUDA only)", resume="may")
     # ---- end of yours ----
     # fmt: on
 
@@ -254,11 +260,6 @@ class TrainingConfig:
     def checkpoint_folder(self) -> Path:
         return Path(self.checkpoint_dir) if self.checkpoint_dir else self.run_folder / "checkpoints"
 
-    @property
-    def task(self) -> str:
-        """What scripts/verify.py verifies."""
-        return f"{self.model} on {self.dataset}"
-
     def micro_batches_per_step(self, world_size: int) -> int:
         """Micro-batches of all ranks in one optimizer step: M in the sampler's arithmetic."""
         if self.global_batch_size:
@@ -299,6 +300,47 @@ class TrainingConfig:
             print(config.to_toml(), end="")
             raise SystemExit(0)
         return config
+
+
+class WatchedConfig(TrainingConfig):
+    """A config for model.py and dataset.py, which notes the fields that they read."""
+
+    @classmethod
+    def of(cls, config: TrainingConfig, read: set[str] | None = None) -> WatchedConfig:
+        watched = object.__new__(cls)
+        vars(watched).update(vars(config), _read=set() if read is None else read)
+        return watched
+
+    def __getattribute__(self, name: str) -> Any:
+        values = object.__getattribute__(self, "__dict__")
+        if name in values and name != "_read":
+            values["_read"].add(name)
+        return object.__getattribute__(self, name)
+
+    def plain(self) -> TrainingConfig:
+        """The config itself. Our own files use this one."""
+        return TrainingConfig(**{name: value for name, value in vars(self).items() if name != "_read"})
+
+    def with_auto(self, dataset: Any) -> WatchedConfig:
+        """With the training set's attributes of the same names in place of "auto" in the fields of model and data."""
+        names = [field.name for field in fields_of_yours() if vars(self)[field.name] == "auto" and type_of(field)[1]]
+        found = {name: getattr(dataset, name) for name in names if hasattr(dataset, name)}
+        return WatchedConfig.of(dataclasses.replace(self.plain(), **found), self._read)
+
+    def require_read(self) -> None:
+        """Raises UserError when a field of the model or the data was set, and neither of the two has read it."""
+        for field in fields_of_yours():
+            value = vars(self)[field.name]
+            if value != field.default and field.name not in self._read:
+                raise UserError(
+                    f"{field.name}={value}: neither model.py nor dataset.py reads it, so it would have no effect; leave"
+                    f" it out, or use config.{field.name} there"
+                )
+
+
+def fields_of_yours() -> list[dataclasses.Field]:
+    """The fields in the block "yours"."""
+    return [field for field in dataclasses.fields(TrainingConfig) if field.metadata["group"] == YOURS]
 
 
 def _convert(field: dataclasses.Field, value: Any) -> tuple[Any, str]:

@@ -14,8 +14,7 @@ A data set is map-style (`__len__`, `__getitem__`, which raises UserError for a 
     in_memory                                       True: no workers are needed
     cacheable                                       True: a sample never changes and all have one shape, so --cache may
                                                     keep them decoded
-    num_classes, in_channels, image_size            what `auto` stands for in the config
-    targets                                         labels, checked against num_classes
+    an attribute named as a field of the config     what `auto` stands for in that field: num_classes, image_size, ...
     split, classes, mean, std, fingerprint          for records, exports and the check on resume
 """
 
@@ -110,10 +109,6 @@ class InMemoryImages(ImageDataset):
     def collate(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return batch  # __getitems__ has made it
 
-    def subset(self, chosen: Tensor) -> None:
-        self.images, self.labels = self.images[chosen], self.labels[chosen]
-        self.targets = self.labels.tolist()
-
 
 class SyntheticImageDataset(InMemoryImages):
     """A smooth pattern for each class, under noise for each sample: a model learns it, and accuracy means something.
@@ -168,10 +163,6 @@ class ImageFolderDataset(ImageDataset):
         names = "\n".join(f"{path.parent.name}/{path.name} {path.stat().st_size}" for path in self.paths)
         return hashlib.sha256(names.encode()).hexdigest()
 
-    def subset(self, chosen: Tensor) -> None:
-        self.paths = [self.paths[k] for k in chosen.tolist()]
-        self.targets = [self.targets[k] for k in chosen.tolist()]
-
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """uint8 [C, load_size, load_size] and the label. Raises UserError for a corrupt file or one of another size."""
         path, size = self.paths[index], self._load_size
@@ -199,7 +190,7 @@ def create_dataset(config: TrainingConfig, split: str) -> Dataset | None:
     build = {"synthetic": _synthetic, "cifar10": _cifar10, "imagefolder": _image_folder}[config.dataset]
     dataset = build(config, split)
     if dataset is not None and split == "train":
-        _take_subset(dataset, config)
+        _check_labels(dataset, config)
         dataset.augment = choose(config.augment, dataset.image_size)
     return dataset
 
@@ -249,13 +240,15 @@ def _image_folder(config: TrainingConfig, split: str) -> ImageFolderDataset | No
     return ImageFolderDataset(root / split, classes, channels, size, load_size, is_resized=config.image_size != "auto")
 
 
-def _take_subset(dataset: ImageDataset, config: TrainingConfig) -> None:
-    """Keep `dataset_size` samples, chosen by the seed."""
-    if not config.dataset_size:
-        return
-    if config.dataset_size > len(dataset):
+def _check_labels(dataset: ImageDataset, config: TrainingConfig) -> None:
+    classes = dataset.num_classes if config.num_classes == "auto" else config.num_classes
+    if dataset.num_classes > classes:
         raise UserError(
-            f"dataset_size={config.dataset_size}: the set has {len(dataset)} samples; give fewer, or 0 for all"
+            f"num_classes={classes}: the data has {dataset.num_classes} classes; give that number or leave it auto"
         )
-    generator = torch.Generator().manual_seed(derive_seed("subset", config.seed))
-    dataset.subset(torch.randperm(len(dataset), generator=generator)[: config.dataset_size].sort().values)
+    wrong = next((index for index, label in enumerate(dataset.targets) if not 0 <= label < classes), None)
+    if wrong is not None:
+        raise UserError(
+            f"dataset: sample {wrong} has label {dataset.targets[wrong]}, outside the {classes} classes;"
+            " fix the label or give num_classes"
+        )

@@ -7,8 +7,6 @@ compute_loss(model, batch)      the loss and what is to be reported, as sums ove
 
 from __future__ import annotations
 
-import logging
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +15,6 @@ from torch.nn import functional as F
 
 from config import TrainingConfig, UserError, nearest
 from ddp_utils import unwrap, wrap_ddp
-from utils.checkpoint.format import load_weights
-from utils.logger import NAME
 from utils.memory import is_out_of_memory
 from utils.metrics import Metrics, count_correct
 
@@ -76,7 +72,7 @@ class MiniResNet(nn.Module):
 
 
 def create_model(config: TrainingConfig, device: torch.device) -> nn.Module:
-    """The network on its device, with the weights of `init_from` where that is given.
+    """The network on its device.
 
     Raises:
         UserError: for an unknown model, or one that does not fit the config.
@@ -87,8 +83,6 @@ def create_model(config: TrainingConfig, device: torch.device) -> nn.Module:
         model = MiniResNet(sizes["in_channels"], sizes["num_classes"])
     else:
         model = _torchvision_model(config.model, **sizes)
-    if config.init_from:
-        _take_weights(model, Path(config.init_from))
     if config.sync_bn:
         if device.type != "cuda":
             raise UserError("sync_bn=True: SyncBatchNorm works on CUDA only; leave out --sync_bn on the CPU")
@@ -154,17 +148,3 @@ def _torchvision_model(name: str, in_channels: int, num_classes: int, image_size
         text = f"model={name}: does not take images of {image_size} pixels ({error})"
         raise UserError(f"{text}; give another image_size or model") from None
     return model.train()
-
-
-def _take_weights(model: nn.Module, path: Path) -> None:
-    """Load what fits by name and shape, and log what did not (a head of another size)."""
-    weights, own = load_weights(path), model.state_dict()
-    fitting = {name: value for name, value in weights.items() if name in own and own[name].shape == value.shape}
-    if not fitting:
-        raise UserError(f"init_from={path}: none of its {len(weights)} tensors fits the model; give the model it is of")
-    model.load_state_dict(fitting, strict=False)
-    replaced = [name for name in own if name not in fitting]
-    extra = [name for name in weights if name not in fitting]
-    text = "init_from: loaded %d of %d tensors from %s; newly initialised: %s; not used: %s"
-    names = (", ".join(replaced) or "none", ", ".join(extra) or "none")
-    logging.getLogger(NAME).info(text, len(fitting), len(own), path, *names)

@@ -7,7 +7,7 @@ scripts/launch.sh --epochs 5                                     several machine
 
 from __future__ import annotations
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig, UserError, WatchedConfig
 from utils.signals import StopSignals, began_at, hold, release
 
 if __name__ == "__main__":
@@ -43,7 +43,7 @@ from ddp_utils import (
     setup_distributed,
     wrap_ddp,
 )
-from utils.checkpoint.format import BEST, best_or_latest
+from utils.checkpoint.format import BEST, best_or_latest, take_weights
 from utils.checkpoint.writer import Writer
 from utils.clock import Clock
 from utils.data.cache import cached
@@ -53,8 +53,9 @@ from utils.data.loader import (
     create_evaluation_dataloader,
     describe,
     fingerprint,
-    resolve_auto,
+    kind_of,
 )
+from utils.data.subset import choose_samples
 from utils.distributed.collectives import all_gather_json, on_all_ranks, on_rank_0, once_per_file_system, require_equal
 from utils.distributed.consensus import Consensus, Decision, is_every
 from utils.files import replace_json
@@ -65,10 +66,11 @@ from utils.report.reporter import Reporter, decisions
 from utils.rng import seed_device
 from utils.run.failures import explain_memory, fail, leave_after, start_watchdog, wait_for_blame
 from utils.run.folder import Run
-from utils.run.provenance import collect
+from utils.run.provenance import collect, task_of
 from utils.run.resume import check_evaluation, open_run, resume_run
 from utils.run.saver import Saver
 from utils.training.activation import checkpoint_blocks
+from utils.training.batchnorm import check_sync_batchnorm
 from utils.training.evaluation import evaluate_all
 from utils.training.first_passes import first_passes
 from utils.training.precision import Precision
@@ -176,20 +178,22 @@ def assemble(
     if not run.is_replacing:
         run.begin()
     sets = load_data(config, ctx)
-    train_set, held_out = cached(sets.train, sets.held_out, sets.config, ctx, logger)
-    config = sets.config
+    state = on_all_ranks(lambda: create_state(seams, sets.config, ctx, is_resumed=bool(run.resume_path)), ctx)
+    on_all_ranks(sets.config.require_read, ctx)
+    config = sets.config.plain()
+    train_set, held_out = cached(sets.train, sets.held_out, config, ctx, logger)
     loader, sampler = on_all_ranks(lambda: create_distributed_dataloader(train_set, config, ctx, clock), ctx)
     loaders = {split: create_evaluation_dataloader(dataset, config, ctx, clock) for split, dataset in held_out.items()}
 
-    weights_from = "" if run.resume_path else config.init_from  # a resumed run has its own
-    state = on_all_ranks(lambda: create_state(seams, dataclasses.replace(config, init_from=weights_from), ctx), ctx)
+    on_all_ranks(lambda: check_sync_batchnorm(state.model, sampler, ctx.world_size), ctx)
     model = wrap_ddp(state.model, config, ctx)
     first_batch = on_all_ranks(loader.sample_batch, ctx)
     # before the state is loaded, which undoes what they change
     names = first_passes(model, first_batch, state, loader, loaders, seams.compute_loss, config, ctx)
     best_metric, best_sign = on_all_ranks(lambda: choose_best(config.best_metric, names), ctx)
 
-    origin = collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit, config.task)
+    task = task_of(state.model, kind_of(train_set), config)
+    origin = collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit, task)
     origin |= describe(train_set) | {"global_batch_size": sampler.global_batch_size}
     differences, saved_goodput = resume_run(run, state, config, origin, sampler, ctx)
     if folder := ctx.launch.flight_recorder and Path(ctx.launch.flight_recorder).parent:
@@ -342,9 +346,9 @@ def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, 
         path = on_all_ranks(lambda: best_or_latest(config.checkpoint_folder, not config.resume_from), ctx)
     payload = load_checkpoint(path, ctx)
     sets = load_data(config, ctx)
-    config = sets.config
+    state = on_all_ranks(lambda: create_state(seams, sets.config, ctx, is_resumed=True), ctx)
+    config = sets.config.plain()
     on_all_ranks(lambda: check_evaluation(payload, config), ctx)
-    state = on_all_ranks(lambda: create_state(seams, dataclasses.replace(config, init_from=""), ctx), ctx)
     on_all_ranks(lambda: state.load_model(payload), ctx)
     models = {"model": state.model}
     if payload["ema"]:
@@ -372,32 +376,38 @@ class DataSets:
 
     train: Dataset
     held_out: dict[str, Dataset]
-    config: TrainingConfig
+    config: WatchedConfig
 
 
 def load_data(config: TrainingConfig, ctx: DistributedContext) -> DataSets:
     """The data sets, which must be the same on all ranks. Raises UserError."""
+    config = WatchedConfig.of(config)
     once_per_file_system(Path(config.data_dir), lambda: is_prepared(config), lambda: prepare_data(config), ctx)
 
     def create() -> dict[str, Dataset | None]:
         sets = {split: create_dataset(config, split) for split in ("train", "val", "test")}
         if sets["train"] is None:
             raise UserError(f"data_dir={config.data_dir}: create_dataset found no training set there; give its folder")
-        return sets
+        return sets | {"train": choose_samples(sets["train"], config)}
 
     sets = on_all_ranks(create, ctx)
     train_set = sets.pop("train")
-    config = on_all_ranks(lambda: resolve_auto(config, train_set), ctx)
+    config = on_all_ranks(lambda: config.with_auto(train_set), ctx)
     held_out = {split: dataset for split, dataset in sets.items() if dataset is not None and len(dataset)}
     seen = [[split, len(each), fingerprint(each)] for split, each in [("train", train_set), *held_out.items()]]
     require_equal(seen, f"data_dir={config.data_dir}: {{other}} and {{first}} hold different data; copy it again", ctx)
     return DataSets(train_set, held_out, config)
 
 
-def create_state(seams: Seams, config: TrainingConfig, ctx: DistributedContext) -> TrainState:
-    """The model with its optimizer and everything else that survives a restart, at step 0."""
+def create_state(seams: Seams, config: TrainingConfig, ctx: DistributedContext, is_resumed: bool = False) -> TrainState:
+    """The model with its optimizer and everything else that survives a restart, at step 0.
+
+    is_resumed: its weights will come from a checkpoint, not from `init_from`.
+    """
     torch.manual_seed(config.seed)
     model = seams.create_model(config, ctx.device)
+    if config.init_from and not is_resumed:
+        take_weights(model, Path(config.init_from))
     if config.activation_checkpointing:
         checkpoint_blocks(model, seams.blocks(model))
     precision = Precision.choose(config, ctx.device, ctx.fast_bf16)

@@ -7,6 +7,7 @@ checks it.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
 import re
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from config import UserError
 from utils.files import replace_file
+from utils.logger import NAME
 from utils.memory import is_out_of_memory
 
 KEYS = ("model", "ema", "optimizer", "scaler", "progress", "config", "provenance")
@@ -248,6 +250,20 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     if not isinstance(weights, dict) or not weights or not all(isinstance(value, Tensor) for value in weights.values()):
         raise UserError(f"init_from={path}: holds no weights; give a checkpoint or a state dict")
     return weights
+
+
+def take_weights(model: nn.Module, path: Path) -> None:
+    """Load the weights that fit the model by name and shape, and log what did not (a head of another size)."""
+    weights, own = load_weights(path), model.state_dict()
+    fitting = {name: value for name, value in weights.items() if name in own and own[name].shape == value.shape}
+    if not fitting:
+        raise UserError(f"init_from={path}: none of its {len(weights)} tensors fits the model; give the model it is of")
+    model.load_state_dict(fitting, strict=False)
+    replaced = [name for name in own if name not in fitting]
+    extra = [name for name in weights if name not in fitting]
+    text = "init_from: loaded %d of %d tensors from %s; newly initialised: %s; not used: %s"
+    names = (", ".join(replaced) or "none", ", ".join(extra) or "none")
+    logging.getLogger(NAME).info(text, len(fitting), len(own), path, *names)
 
 
 class _HashingWriter:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -225,13 +224,6 @@ def create_distributed_dataloader(
     size = sampler.global_batch_size
     if not sampler.steps_per_epoch:
         raise UserError(f"dataset: {len(dataset)} samples do not fill a global batch of {size}; reduce batch_size")
-    in_last_step = math.ceil((sampler.samples_per_epoch % size) / config.batch_size)  # micro-batches
-    is_uneven = any(count % ctx.world_size for count in (sampler.micro_batches_per_step, in_last_step))
-    if config.sync_bn and ctx.device.type == "cuda" and is_uneven:
-        raise UserError(
-            "sync_bn=True: every rank needs the same number of micro-batches in every step; "
-            "add --drop_last and use a global batch size that the number of ranks divides"
-        )
     return GlobalBatchLoader(dataset, sampler, config, ctx, clock), sampler
 
 
@@ -250,29 +242,15 @@ def create_evaluation_dataloader(
     return GlobalBatchLoader(dataset, sampler, config, ctx, clock, phases=("evaluation", "evaluation"))
 
 
-def resolve_auto(config: TrainingConfig, dataset: Dataset) -> TrainingConfig:
-    """The config with `auto` fields taken from the data. Raises UserError when data and config contradict each other."""
-    names = [name for name in ("num_classes", "in_channels", "image_size") if hasattr(dataset, name)]
-    config = dataclasses.replace(
-        config, **{name: getattr(dataset, name) for name in names if getattr(config, name) == "auto"}
-    )
-    classes, labels = config.num_classes, getattr(dataset, "targets", ())
-    if "num_classes" in names and dataset.num_classes > classes:
-        raise UserError(
-            f"num_classes={classes}: the data has {dataset.num_classes} classes; give that number or leave it auto"
-        )
-    if classes != "auto" and len(labels) and not 0 <= min(labels) <= max(labels) < classes:
-        wrong = next(index for index, label in enumerate(labels) if not 0 <= label < classes)
-        raise UserError(
-            f"dataset: sample {wrong} has label {labels[wrong]}, outside the {classes} classes;"
-            " fix the label or give num_classes"
-        )
-    return config
-
-
 def fingerprint(dataset: Dataset) -> str:
     """What identifies a data set: its own fingerprint, else its type and size."""
     return getattr(dataset, "fingerprint", f"{type(dataset).__name__} of {len(dataset)}")
+
+
+def kind_of(dataset: Dataset) -> str:
+    """The name of its class, without a cache or a subset around it."""
+    inner = getattr(dataset, "source", dataset)
+    return type(inner.dataset if isinstance(inner, Subset) else inner).__name__
 
 
 def describe(dataset: Dataset) -> dict[str, Any]:

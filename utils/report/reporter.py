@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from config import TrainingConfig, TrainingError
 from utils.clock import STEP_PHASES, Clock, slowest
-from utils.data.loader import GlobalBatchLoader, usable_cpus
+from utils.data.loader import GlobalBatchLoader, kind_of, usable_cpus
 from utils.distributed.context import DistributedContext
 from utils.logger import duration, has_terminal, log_epoch_summary, log_training_step, show_progress
 from utils.memory import peak_memory
@@ -252,7 +252,7 @@ def decisions(
         "workers": f"{loader.num_workers} per rank",
         "batch": _batch_line(config, loader.sampler.micro_batches_per_step, ctx.world_size),
         "steps": f"{state.total_steps:,}, {loader.sampler.steps_per_epoch:,} per epoch",
-        "precision": f"{state.precision.title}{', channels_last' * config.channels_last}, {config.optimizer} (fused)",
+        "precision": f"{state.precision.title}{', channels_last' * is_channels_last(state.model)}, {config.optimizer} (fused)",
         "gradients": _gradient_line(config, state.model, ctx.world_size),
         "checkpoints": _checkpoint_line(config),
         "verify": origin["verification"],
@@ -264,6 +264,12 @@ def decisions(
     if changed := origin["changed_template_files"]:
         decided["changed"] = f"files of the template: {', '.join(changed)}"
     return decided
+
+
+def is_channels_last(model: nn.Module) -> bool:
+    """Whether it has a convolution in that memory format."""
+    weights = [p for p in model.parameters() if p.ndim == 4]
+    return any(p.is_contiguous(memory_format=torch.channels_last) and not p.is_contiguous() for p in weights)
 
 
 def count(things: Any, name: str) -> str:
@@ -283,7 +289,7 @@ def _model_line(config: TrainingConfig, state: TrainState) -> str:
 
 def _data_line(loader: GlobalBatchLoader, held_out: dict[str, Dataset]) -> str:
     dataset, sampler = loader.dataset, loader.sampler
-    line = f"{type(getattr(dataset, 'source', dataset)).__name__}, {len(dataset):,} training samples"
+    line = f"{kind_of(dataset)}, {len(dataset):,} training samples"
     if sampler.samples_per_epoch < len(dataset):
         line += f" ({len(dataset) - sampler.samples_per_epoch} dropped, different ones in each epoch)"
     splits = {getattr(dataset, "split", split): len(dataset) for split, dataset in held_out.items()}

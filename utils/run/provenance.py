@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+
+from config import TrainingConfig, fields_of_yours, type_of
 
 ROOT = Path(__file__).resolve().parents[2]
 VERIFIED = ROOT / "verified.json"  # what scripts/verify.py found
@@ -92,6 +95,16 @@ def code_digests() -> dict[str, str]:
     ]
     names = [name for name in names if name.parts[0] not in ("scripts", "tests") and "site-packages" not in name.parts]
     return {str(name): _sha256(ROOT / name) for name in sorted(names)}
+
+
+def task_of(model: nn.Module, dataset: str, config: TrainingConfig) -> str:
+    """What scripts/verify.py verifies: the model, the data, and the fields of theirs that are not at their defaults.
+
+    dataset: the name of its class. A field that may be "auto" follows from the data.
+    """
+    fields = [field for field in fields_of_yours() if not type_of(field)[1]]
+    given = [f"{field.name}={value}" for field in fields if (value := getattr(config, field.name)) != field.default]
+    return f"{type(model).__name__} on {dataset}" + (f" ({', '.join(given)})" if given else "")
 
 
 def verification(task: str) -> tuple[bool, str]:

@@ -8,11 +8,14 @@ moved into the committed statistics when the step is taken. Between two steps ev
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from config import UserError
+from utils.data.sampler import GlobalBatchSampler
 
 
 class RunningStats:
@@ -95,6 +98,18 @@ class RunningStats:
         if self.exist:
             self._committed.copy_(self._latest)
             self._committed_counts.copy_(self._latest_counts)
+
+
+def check_sync_batchnorm(model: nn.Module, sampler: GlobalBatchSampler, world_size: int) -> None:
+    """Raises UserError where a SyncBatchNorm would wait for ranks that have no micro-batch."""
+    size = sampler.global_batch_size
+    in_last_step = math.ceil((sampler.samples_per_epoch % size) / sampler.batch_size)  # micro-batches
+    is_uneven = any(count % world_size for count in (sampler.micro_batches_per_step, in_last_step))
+    if is_uneven and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        raise UserError(
+            "SyncBatchNorm: every rank needs the same number of micro-batches in every step; "
+            "add --drop_last and use a global batch size that the number of ranks divides"
+        )
 
 
 def _flatten(layers: list[nn.Module], names: tuple[str, ...]) -> Tensor:
