@@ -325,7 +325,7 @@ class WatchedConfig(TrainingConfig):
         """With the training set's attributes of the same names in place of "auto" in the fields of model and data."""
         names = [field.name for field in fields_of_yours() if vars(self)[field.name] == "auto" and type_of(field)[1]]
         found = {name: getattr(dataset, name) for name in names if hasattr(dataset, name)}
-        return WatchedConfig.of(dataclasses.replace(self.plain(), **found), self._read)
+        return WatchedConfig.of(dataclasses.replace(self.plain(), **found), self._read | found.keys())
 
     def require_read(self) -> None:
         """Raises UserError when a field of the model or the data was set, and neither of the two has read it."""

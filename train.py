@@ -49,6 +49,7 @@ from utils.clock import Clock
 from utils.data.cache import cached
 from utils.data.loader import (
     GlobalBatchLoader,
+    check_dataset,
     create_distributed_dataloader,
     create_evaluation_dataloader,
     describe,
@@ -388,12 +389,14 @@ def load_data(config: TrainingConfig, ctx: DistributedContext) -> DataSets:
         sets = {split: create_dataset(config, split) for split in ("train", "val", "test")}
         if sets["train"] is None:
             raise UserError(f"data_dir={config.data_dir}: create_dataset found no training set there; give its folder")
+        for split, dataset in sets.items():
+            check_dataset(dataset, split)
         return sets | {"train": choose_samples(sets["train"], config)}
 
     sets = on_all_ranks(create, ctx)
     train_set = sets.pop("train")
     config = on_all_ranks(lambda: config.with_auto(train_set), ctx)
-    held_out = {split: dataset for split, dataset in sets.items() if dataset is not None and len(dataset)}
+    held_out = {split: dataset for split, dataset in sets.items() if dataset is not None}
     seen = [[split, len(each), fingerprint(each)] for split, each in [("train", train_set), *held_out.items()]]
     require_equal(seen, f"data_dir={config.data_dir}: {{other}} and {{first}} hold different data; copy it again", ctx)
     return DataSets(train_set, held_out, config)

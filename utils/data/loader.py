@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from config import TrainingConfig, UserError
 from utils.clock import Clock
@@ -174,6 +174,20 @@ class GlobalBatchLoader:
 def fetches_batches(dataset: Dataset) -> bool:
     """Whether a data set fetches a micro-batch at once. torch's Subset always has the method; its data set decides."""
     return fetches_batches(dataset.dataset) if isinstance(dataset, Subset) else hasattr(dataset, "__getitems__")
+
+
+def check_dataset(dataset: Dataset | None, split: str) -> None:
+    """Raises UserError for what is no map-style data set with samples. None: there is no such split."""
+    if dataset is None:
+        return
+    kind = f"create_dataset: {type(dataset).__name__} ({split})"
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise UserError(
+            f"{kind} has no __len__ and __getitem__, without which samples cannot be dealt to ranks exactly; give it"
+            " these (docs/recipes shows indexed tar files)"
+        )
+    if not len(dataset):
+        raise UserError(f"{kind} holds no sample; return None where there is no such split")
 
 
 class _Plan:

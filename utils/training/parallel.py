@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig, TrainingError, UserError
 from utils.distributed.collectives import is_of_a_peer
 from utils.distributed.context import DistributedContext
 
@@ -23,6 +24,29 @@ class SingleProcess(DistributedDataParallel):
         return self.module(*inputs, **options)
 
 
+class Replicated(DistributedDataParallel):
+    """DDP that names the parameters which the last pass on this rank did not use."""
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        try:
+            return super().forward(*inputs, **options)
+        except RuntimeError as error:
+            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            if not found:
+                raise
+            trained = [name for name, p in self.module.named_parameters() if p.requires_grad]
+            raise unused_error([trained[int(index)] for index in found[1].split()]) from None
+
+
+def unused_error(names: list[str]) -> TrainingError:
+    """The error for parameters of these names, which got no gradient in a step."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return TrainingError(
+        f"model: {', '.join(names[:3])}{more} got no gradient in this step, while other batches use it, and other ranks"
+        " wait for it; use every parameter in every forward pass (add 0 * its sum to the loss), or freeze it"
+    )
+
+
 def wrap_ddp(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) -> DistributedDataParallel:
     """Wrap the model in DDP. Every knob of DDP is set here and only here."""
     if not any(p.requires_grad for p in model.parameters()):
@@ -30,7 +54,7 @@ def wrap_ddp(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) 
     # running statistics have a rule of their own (utils/training/batchnorm.py); torch 2.15 renamed the argument
     is_new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     no_buffers = {"forward_sync_buffers" if is_new else "broadcast_buffers": False}
-    wrapper = DistributedDataParallel if ctx.world_size > 1 else SingleProcess
+    wrapper = Replicated if ctx.world_size > 1 else SingleProcess
     wrapped = wrapper(
         model,
         device_ids=[ctx.device.index] if ctx.device.type == "cuda" else None,

@@ -17,6 +17,7 @@ from utils.distributed.consensus import is_every
 from utils.memory import is_out_of_memory
 from utils.metrics import Metrics, MetricTracker
 from utils.training.optimizer import WeightAverage, checked_groups, fill_momenta, prepare
+from utils.training.parallel import unused_error
 from utils.training.precision import Precision
 from utils.training.seams import Seams
 from utils.training.step_sums import StepSums
@@ -79,6 +80,8 @@ class TrainState:
         self.total_steps = self._warmup_steps = 0
         self.sums = StepSums(model)
         self.average = WeightAverage(model, config.ema_decay) if config.ema_decay else None
+        if sparse := [name for name, module in model.named_modules() if getattr(module, "sparse", None) is True]:
+            raise UserError(f"model: {sparse[0]} has sparse gradients, which are not summed here; give it sparse=False")
         names = {p: name for name, p in model.named_parameters()}
         groups = checked_groups(seams.param_groups(model, config), names)
         self.optimizer = seams.create_optimizer(groups, config)
@@ -183,6 +186,8 @@ class TrainState:
         self.sums.wait()
         self.scaler.unscale_(self.optimizer)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if len(gradients) < len(self._parameters):
+            raise unused_error([name for p, name in self._names.items() if p.grad is None])
         divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift
         # get_total_norm, which sorts by device, takes five times as long; 0 / 0, of an empty global batch, is NaN
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) / divisor
