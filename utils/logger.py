@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.files import LinesFile
+from utils.metrics import RESERVED
 
 NAME = "ddp"
 BAR_WIDTH = 24
@@ -105,6 +106,8 @@ def log_training_step(
     shown = [f"epoch {record['epoch']}", f"step {record['step']}/{total_steps}", f"loss {show(record['loss'])}"]
     shown += [f"{name} {show(record[name])}" for name in metrics]
     shown += [f"lr {record['lr']:.3g}", f"{rate:,.0f} samples/s ({rate / world_size:,.0f} a rank)"]
+    if round(record["counts_per_s"]) != round(rate):
+        shown[-1] += f", {record['counts_per_s']:,.0f} counts/s"
     shown.append(f"data wait {record['data_wait_s'] / step_s if step_s else 0:.0%}")
     shown.append(f"mem {record['peak_memory_bytes'] / 2**30:.2f} GiB")
     shown.append(f"{duration(step_s * (total_steps - record['step']))} left")
@@ -113,10 +116,9 @@ def log_training_step(
 
 def log_epoch_summary(logger: logging.Logger, records: list[dict[str, Any]], seconds: float, is_best: bool) -> None:
     """One line for the evaluations at the end of an epoch: each split and kind of weights, with their metrics."""
-    fixed = ("kind", "epoch", "step", "split", "weights", "count")
     parts = []
     for record in records:
-        values = ", ".join(f"{name} {show(value)}" for name, value in record.items() if name not in fixed)
+        values = ", ".join(f"{name} {show(value)}" for name, value in record.items() if name not in RESERVED)
         name = record["split"] + (" (ema)" if record["weights"] == "ema" else "")
         parts.append(f"{name}: {values} on {record['count']:,} samples")
     ending = f" in {duration(seconds)}" + (" -- best so far" if is_best else "")

@@ -16,6 +16,7 @@ from utils.data.loader import GlobalBatchLoader, kind_of, usable_cpus
 from utils.distributed.context import DistributedContext
 from utils.logger import duration, has_terminal, log_epoch_summary, log_training_step, show_progress
 from utils.memory import peak_memory
+from utils.metrics import RESERVED
 from utils.report.goodput import ACCOUNTS, Goodput, share_in_training
 from utils.report.profiler import StepProfiler
 from utils.report.tensorboard import Board
@@ -125,7 +126,7 @@ class Reporter:
         Raises:
             TrainingError: when too many steps in a row were skipped.
         """
-        means = state.interval.means()
+        means, counted = state.interval.means(), state.interval.count_of("loss").item()
         grad_norm = means.pop("grad_norm")
         seconds = sum(sum(each["seconds"].values()) for each in ranks) / len(ranks)
         waited = sum(each["seconds"]["data"] for each in ranks) / len(ranks)
@@ -137,9 +138,10 @@ class Reporter:
             epoch=progress.epoch,
             step=progress.step,
             **means,
-            lr=state.lrs[0],
+            **_learning_rates(self._config.lr * state.factor, state.lrs),
             grad_norm=grad_norm,
             samples_per_s=self._samples / seconds if seconds else 0.0,
+            counts_per_s=counted / seconds if seconds else 0.0,  # what the loss counts: samples, tokens, pixels
             data_wait_s=waited / steps,
             step_s=seconds / steps,
             peak_memory_bytes=max(each["memory"] for each in ranks),
@@ -213,10 +215,9 @@ class Reporter:
             "global_batch_size": self._sampler.global_batch_size,
             "best_metric": best_metric,
             "best_value": progress.best_value,
-            "best_top1": best.get("top1"),
             "best_epoch": progress.best_epoch,
-            "final_top1": final.get("top1"),
-            "final_loss": final.get("loss"),
+            "best": _metrics_of(best),
+            "final": _metrics_of(final),
             "data_wait_fraction": accounts["data_wait"] / trained if trained else 0.0,
             "peak_memory_bytes": peak_memory(),
             "restarts": self._run.start.attempt - 1,
@@ -264,6 +265,15 @@ def decisions(
     if changed := origin["changed_template_files"]:
         decided["changed"] = f"files of the template: {', '.join(changed)}"
     return decided
+
+
+def _learning_rates(lr: float, groups: list[float]) -> dict[str, Any]:
+    """The schedule's value times --lr, and that of each parameter group where they differ."""
+    return {"lr": lr} | ({"lr_of_groups": groups} if any(each != lr for each in groups) else {})
+
+
+def _metrics_of(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name not in RESERVED}
 
 
 def is_channels_last(model: nn.Module) -> bool:

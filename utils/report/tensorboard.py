@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from utils.metrics import RESERVED
+
 GRID = 8  # images per side
-NOT_SCALARS = ("kind", "epoch", "step", "split", "weights", "count")
+WHERE = ("epoch", "step", "count")
 
 
 class Board:
@@ -53,7 +55,9 @@ class Board:
         def write(writer: Any) -> None:
             from tensorboard.compat.proto.summary_pb2 import Summary
 
-            numbers = {name: value for name, value in record.items() if name not in NOT_SCALARS and value is not None}
+            numbers = {
+                name: value for name, value in record.items() if isinstance(value, int | float) and name not in WHERE
+            }
             values = [Summary.Value(tag=f"{group}/{name}", simple_value=value) for name, value in numbers.items()]
             # one event for all: add_scalar takes 84 us each
             writer.file_writer.add_summary(Summary(value=values), record["step"])
@@ -68,7 +72,7 @@ class Board:
             return
         self._has_layout = True
         groups = dict.fromkeys(map(_group, records))
-        names = [name for name in records[0] if name not in NOT_SCALARS]
+        names = [name for name in records[0] if name not in RESERVED]
         pairs = {name: [f"train/{name}"] if name in train_names else [] for name in names}
         if "top1" in pairs and "accuracy" in train_names:
             pairs["top1"] = ["train/accuracy"]

@@ -87,6 +87,7 @@ class TrainState:
         self.optimizer = seams.create_optimizer(groups, config)
         self.skips_on_device = prepare(self.optimizer)
         self._lr_factor, self._config = seams.lr_factor, config
+        self.factor = 0.0  # of the schedule, at the last step taken
         device = next(model.parameters()).device
         self.scaler = torch.amp.GradScaler(precision.device_type, enabled=precision.is_scaled)
         self.interval = MetricTracker(device)  # sums since the last log point
@@ -137,7 +138,7 @@ class TrainState:
         return self._lr_factor(self._config, step, self.total_steps, self._warmup_steps, progress)
 
     def _set_lr(self) -> None:
-        factor = self.factor_at(self.progress.step, self.progress)
+        self.factor = factor = self.factor_at(self.progress.step, self.progress)
         for group in self.optimizer.param_groups:
             group["lr"] = group["base_lr"] * factor
 
