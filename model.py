@@ -148,3 +148,23 @@ def _torchvision_model(name: str, in_channels: int, num_classes: int, image_size
         text = f"model={name}: does not take images of {image_size} pixels ({error})"
         raise UserError(f"{text}; give another image_size or model") from None
     return model.train()
+
+
+def log_images(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    """Images with their predicted and true class, for TensorBoard at each evaluation: {name: uint8 [B, 3, H, W]}."""
+    from PIL import Image, ImageDraw  # comes with tensorboard
+
+    images, labels = batch[0][:16].float(), batch[1][:16].tolist()
+    predicted = model(batch[0][:16]).argmax(1).tolist()
+    low, high = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
+    pixels = (
+        ((images - low) / (high - low).clamp(min=1e-6) * 255).byte().expand(-1, 3, -1, -1).permute(0, 2, 3, 1).cpu()
+    )
+    shown = []
+    for image, label, guess in zip(pixels, labels, predicted, strict=True):
+        picture = Image.new("RGB", (128, 144), "white")
+        picture.paste(Image.fromarray(image.numpy()).resize((128, 128), Image.Resampling.NEAREST))
+        color = "green" if guess == label else "red"
+        ImageDraw.Draw(picture).text((4, 130), f"{guess}, true {label}", fill=color)
+        shown.append(torch.tensor(picture.getdata(), dtype=torch.uint8).view(144, 128, 3).permute(2, 0, 1))
+    return {"predictions": torch.stack(shown)}

@@ -201,9 +201,10 @@ def assemble(
         on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True), ctx)  # torch does not make it
     state.plan(sampler, ctx.world_size)
     goodput.resume(saved_goodput)
-    reporter = Reporter(run, config, ctx, logger, state, loader, clock, goodput, origin)
+    reporter = Reporter(run, config, ctx, logger, state, loader, clock, goodput, origin, seams.log_images)
     decided = decisions(config, ctx, run, state, loader, held_out, origin)
-    reporter.start(decided, differences, first_batch, state.progress)
+    reporter.start(decided, differences, state.progress)
+    reporter.show_images("train", state.model, loader, state.progress.step)
     settings = config.to_dict()
 
     def meta() -> dict[str, Any]:
@@ -308,6 +309,9 @@ def validate(training: Training) -> bool:
     value = records[-1][training.best_metric] if math.isfinite(records[-1]["loss"]) else math.nan
     is_best = progress.note_value(value, training.best_sign)
     training.reporter.evaluated(records, time.perf_counter() - began, is_best)
+    training.reporter.show_images(
+        "val", training.models[records[-1]["weights"]], training.held_out["val"], progress.step
+    )
     if is_best:
         saver.save_best()
     if not state.is_epoch_complete:  # max_steps ended the run in mid-epoch: a longer run does not evaluate again here

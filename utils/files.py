@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -49,9 +50,18 @@ def temporary_of(path: Path, pid: int) -> Path:
 
 
 def replace_json(path: Path, value: Any, is_flushed: bool = True) -> None:
-    """As `replace_file`."""
-    data = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    """As `replace_file`; numbers that are not finite become null."""
+    data = json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n"
     replace_file(path, lambda file: file.write(data.encode()), is_flushed=is_flushed)
+
+
+def finite(value: Any) -> Any:
+    """The value with None in place of numbers that are not finite, which JSON has not."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from config import TrainingConfig, TrainingError
@@ -36,6 +37,7 @@ class Reporter:
     Args:
         loader: of the training set.
         origin: content of provenance.json.
+        log_images: that of model.py.
     """
 
     def __init__(
@@ -49,7 +51,9 @@ class Reporter:
         clock: Clock,
         goodput: Goodput,
         origin: dict[str, Any],
+        log_images: Callable[[nn.Module, Any], dict[str, Tensor]] | None = None,
     ) -> None:
+        self._log_images = log_images
         self._run, self._config, self._ctx, self._logger = run, config, ctx, logger
         self._loader, self._sampler, self._clock, self._goodput = loader, loader.sampler, clock, goodput
         self._total_steps, self._origin = state.total_steps, origin
@@ -62,12 +66,11 @@ class Reporter:
         self._log_points = 0
         self._has_terminal = has_terminal(logger)
 
-    def start(self, decided: dict[str, str], differences: list[str], batch: Any, progress: Progress) -> None:
+    def start(self, decided: dict[str, str], differences: list[str], progress: Progress) -> None:
         """Report what was decided and where the run comes from.
 
         Args:
             differences: what is not as it was in the checkpoint that is resumed from.
-            batch: of the training set, as the model gets it; images in it are shown on TensorBoard.
         """
         step, run, origin = progress.step, self._run, self._origin
         run.write_json("config.json", self._config.to_dict())
@@ -75,10 +78,6 @@ class Reporter:
         if run.is_main:
             zip_code(run.folder / "code.zip")
         self._board.texts(config=self._config.to_dict(), environment=origin)
-        images = batch[0] if isinstance(batch, tuple | list) and len(batch) else None
-        if isinstance(images, torch.Tensor) and images.ndim == 4 and origin["mean"]:
-            mean, std = (torch.tensor(origin[name]).view(-1, 1, 1) for name in ("mean", "std"))
-            self._board.images(images.float().cpu() * std + mean)
         for line in run.notes:
             self._logger.warning("%s", line)
         width = max(map(len, decided))
@@ -183,6 +182,19 @@ class Reporter:
             self._run.warn(text, rank, host, ratio, cause)
 
     # ---- evaluation and the end ----
+
+    def show_images(self, group: str, model: nn.Module, loader: GlobalBatchLoader, step: int) -> None:
+        """On rank 0: what model.log_images makes of the first batch of a set, on TensorBoard."""
+        if self._log_images is None or not self._run.is_main:
+            return
+        was_training = model.training
+        try:
+            with torch.no_grad():
+                self._board.images(group, self._log_images(model.eval(), loader.sample_batch()), step)
+        except Exception as error:  # pictures are not worth a run
+            self._log_images = None
+            self._run.warn("log_images: %s: %s; no more images are shown in this attempt", type(error).__name__, error)
+        model.train(was_training)
 
     def evaluated(self, records: list[dict[str, Any]], seconds: float, is_best: bool) -> None:
         for record in records:

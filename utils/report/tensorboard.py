@@ -44,9 +44,11 @@ class Board:
             text = f"```json\n{json.dumps(value, indent=2)}\n```"
             self._write(lambda writer, name=name, text=text: writer.add_text(name, text, 0))
 
-    def images(self, images: Tensor) -> None:
-        """The first images as one grid: [B, C, H, W], floats in [0, 1]."""
-        self._write(lambda writer: writer.add_image("train/augmented", tile(images[: GRID * GRID].float().cpu()), 0))
+    def images(self, group: str, images: dict[str, Tensor], step: int) -> None:
+        """The first images of each name as one grid: uint8 [B, C, H, W]."""
+        for name, batch in images.items():
+            grid = tile(batch[: GRID * GRID].cpu())
+            self._write(lambda writer, tag=f"{group}/{name}", grid=grid: writer.add_image(tag, grid, step))
 
     def scalars(self, record: dict[str, Any]) -> None:
         """The numbers of a train or eval record, under `train/...`, `val/...` or `val_ema/...`."""
@@ -89,12 +91,12 @@ def _group(record: dict[str, Any]) -> str:
 
 
 def tile(images: Tensor) -> Tensor:
-    """[B, C, H, W] in [0, 1] -> one image [3 or 1, rows * H, columns * W], black where images are missing."""
+    """uint8 [B, C, H, W] -> one image [3 or 1, rows * H, columns * W], black where images are missing."""
     batch, channels, height, width = images.shape
     columns = min(GRID, batch)
     rows = -(-batch // columns)
-    grid = torch.zeros(rows * columns, 3 if channels >= 3 else 1, height, width)
-    grid[:batch] = images[:, : grid.shape[1]].clamp(0, 1)
+    grid = torch.zeros(rows * columns, 3 if channels >= 3 else 1, height, width, dtype=torch.uint8)
+    grid[:batch] = images[:, : grid.shape[1]]
     return (
         grid.view(rows, columns, -1, height, width).permute(2, 0, 3, 1, 4).reshape(-1, rows * height, columns * width)
     )

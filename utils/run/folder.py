@@ -16,7 +16,7 @@ from typing import Any
 from config import DEFAULT_RUN_DIR, TrainingConfig, TrainingError, UserError
 from utils.checkpoint import format as checkpoint
 from utils.data.sampler import GlobalBatchSampler
-from utils.files import TEMPORARY, LinesFile, keep_lines, read_json, read_lines, replace_json
+from utils.files import TEMPORARY, LinesFile, finite, keep_lines, read_json, read_lines, replace_json
 from utils.logger import NAME as LOGGER
 from utils.run.lock import NAME as LOCK
 from utils.run.lock import RunLock, repeated_failures
@@ -172,7 +172,7 @@ class Run:
 
     def record(self, kind: str, **values: Any) -> dict[str, Any]:
         """Append a record to metrics.jsonl; a number that is not finite becomes null."""
-        values = {"kind": kind} | {name: _finite(value) for name, value in values.items()}
+        values = finite({"kind": kind} | values)
         if self.is_main:
             self._append("metrics.jsonl", values)
         return values
@@ -355,7 +355,3 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, temporary)
     temporary.replace(target)
     temporary.unlink(missing_ok=True)  # of two names of one file a rename leaves both
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,8 @@ def resume_run(
         facts = origin["fingerprint"], origin["global_batch_size"]
         differences = on_all_ranks(lambda: compare(payload, config, *facts), ctx)
         on_all_ranks(lambda: state.load_state_dict(payload), ctx)
+        state.plan(sampler, ctx.world_size)
+        differences += lr_jump(payload, state)
         if is_other_best(payload, config):
             progress.forget_best()
         goodput = payload["provenance"]["goodput"]
@@ -129,6 +133,19 @@ def compare(payload: dict[str, Any], config: TrainingConfig, fingerprint: str, g
         remedy = "resume_from: these must match; give them as they were, or start a new run with --init_from"
         raise UserError("\n".join([*wrong, remedy]))
     return may
+
+
+def lr_jump(payload: dict[str, Any], state: TrainState) -> list[str]:
+    """A line where the learning rate of the last step would be another under this run's settings."""
+    step = state.progress.step - 1
+    if step < 0:
+        return []
+    before = payload["optimizer"]["param_groups"][0]["lr"]
+    base = state.optimizer.param_groups[0]["base_lr"]
+    now = base * state.factor_at(step, copy.deepcopy(state.progress))
+    if math.isclose(before, now, rel_tol=1e-3, abs_tol=1e-6 * base):
+        return []
+    return [f"the learning rate of step {step + 1} was {before:.3g} and would be {now:.3g} here: it jumps there"]
 
 
 def diagnosis(failures: list[dict[str, Any]], progress: Progress, sampler: GlobalBatchSampler) -> str:
