@@ -156,7 +156,7 @@ class TrainState:
     def update_if_finite(self, global_batch: GlobalBatch) -> None:
         """Unscale, clip, step, average. When the gradient is not finite all of it is skipped, on the device.
 
-        After the all-reduce the gradient is the same on every rank, so all decide the same, without a message or a read.
+        After the all-reduce the gradient is the same on every rank: all decide the same, without a message or a read.
         """
         self._set_lr(self.progress.step)
         self.scaler.unscale_(self.optimizer)
