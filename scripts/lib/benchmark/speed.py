@@ -43,11 +43,8 @@ class Comparison:
         folder: Path,
         with_tutorial: bool = False,
     ) -> None:
-        size = config.batch_size * config.micro_batches_per_step(ctx.world_size)
-        epochs = 2 * rounds + 2  # one to warm up, one to count collectives and memory
-        config = dataclasses.replace(config, dataset_size=steps * size, epochs=epochs, max_steps=0)
-        self.steps, self._samples, self._rounds, self._ctx = steps, steps * size, rounds, ctx
-        self.ours = Ours(config, ctx, folder)
+        self.steps, self._rounds, self._ctx = steps, rounds, ctx
+        self.ours = Ours(config, ctx, folder, steps)
         accumulation = config.micro_batches_per_step(ctx.world_size) // ctx.world_size
         self.config = dataclasses.replace(self.ours.config, grad_accum_steps=accumulation, global_batch_size=0)
         precision = Precision.choose(config, ctx.device, ctx.fast_bf16)
@@ -81,7 +78,7 @@ class Comparison:
                 "control_wall": each.control(),
                 "control_cpu": each.control("cpu"),
                 "warning": each.warning("wall", "cpu"),
-                "samples_per_s": self._samples / each.seconds(),
+                "samples_per_s": self.ours.samples / each.seconds(),
                 "collectives_per_step": counted[each.name]["collectives"] / self.steps,
                 "peak_memory_bytes": counted[each.name]["peak_memory"],
                 "turns_wall_s": each.wall,
