@@ -28,13 +28,14 @@ class Ours:
 
     Args:
         folder: must not hold a run.
-        steps: optimizer steps of an epoch.
+        steps: optimizer steps of an epoch; 0: the whole training set, or `max_steps`.
     """
 
     def __init__(self, config: TrainingConfig, ctx: DistributedContext, folder: Path, steps: int) -> None:
         self.samples = steps * config.batch_size * config.micro_batches_per_step(ctx.world_size)  # of an epoch
         config = dataclasses.replace(config, run_dir=str(folder), checkpoint_dir="", resume_from="", overwrite=False)
-        config = dataclasses.replace(config, dataset_size=self.samples, epochs=EPOCHS, max_steps=0, max_time=0.0)
+        if steps:
+            config = dataclasses.replace(config, dataset_size=self.samples, epochs=EPOCHS, max_steps=0, max_time=0.0)
         self._run = open_run(config, ctx)
         logger = setup_logger(ctx.rank, self._run.log_file)
         self._nowhere = open(os.devnull, "w")  # open as long as the run
