@@ -70,9 +70,8 @@ def equality_of(folder, flags, factor=1.0):
 
     with using("images"), mock.patch.object(TrainState, "_set_lr", set_lr):
         config = config_of([*SMALL, *flags])
-        comparison = speed.Comparison(config, setup_distributed(config), steps=4, rounds=1, folder=folder)
-        comparison.run()
-        comparison.ours.close()
+        comparison = speed.Comparison(config, setup_distributed(config), steps=4, folder=folder)
+        comparison.run(rounds=1)
     cleanup_distributed()
     return comparison.equality()
 

@@ -111,14 +111,14 @@ def plot(report: dict[str, Any], title: str) -> str:
     """An SVG of the efficiency by number of ranks."""
     series = []
     for mode, color in zip(("weak", "strong"), COLORS, strict=False):
-        points = [each for each in report["points"] if each["mode"] == mode]
-        measured, predicted = (
-            [(each["ranks"], 100 * each["efficiency"]) for each in points if each["is_predicted"] == is_predicted]
-            for is_predicted in (False, True)
-        )
+        measured, predicted = [], []
+        for each in (point for point in report["points"] if point["mode"] == mode):
+            curve = predicted if each["is_predicted"] else measured
+            curve.append((math.log2(each["ranks"]), 100 * each["efficiency"]))
         series.append(Series(f"{mode} scaling, measured", measured, color))
         if predicted:
             series.append(Series(f"{mode} scaling, predicted", [measured[-1], *predicted], color, is_dashed=True))
     top = max(100.0, *(y for each in series for _, y in each.points))
     y_label = "efficiency in % (samples/s per rank over one rank)"
-    return line_plot(series, x_label="ranks", y_label=y_label, title=title, y_range=(0.0, top), log2_x=True)
+    ticks = [(math.log2(each["ranks"]), f"{each['ranks']:,}") for each in report["points"] if each["mode"] == "weak"]
+    return line_plot(series, x_label="ranks", y_label=y_label, title=title, y_range=(0.0, top), x_ticks=ticks)
