@@ -241,16 +241,16 @@ def ask(nodes: Nodes, node: str, padding: str) -> dict[str, Any]:
 
 def check_leads_here(address: str, port: int, token: str) -> None:
     """On node 0: MASTER_ADDR leads to this process. Raises UserError."""
-    host, fix = socket.gethostname(), "give an address of this node as MASTER_ADDR, or this node another NODE_RANK"
     try:
         with socket.create_connection((address, port), ANSWER_S) as connection, connection.makefile() as file:
             greeting = _receive_greeting(file)
+        problem = f"but to {greeting.get('host', 'another program')}"
     except OSError as error:
-        problem = f"MASTER_ADDR={address}: does not lead to {host}, which is NODE_RANK=0 ({why(error)})"
-        raise UserError(f"{problem}; {fix}") from None
+        greeting, problem = {}, why(error)
     if greeting.get("token") != token:
-        other = greeting.get("host", "another machine")
-        raise UserError(f"NODE_RANK=0: MASTER_ADDR={address} is {other}, not {host}, and node 0 is there; {fix}")
+        text = f"does not lead to {socket.gethostname()}, which is NODE_RANK=0 ({problem})"
+        fix = "give an address of this node as MASTER_ADDR, or this node another NODE_RANK"
+        raise UserError(f"MASTER_ADDR={address}: {text}; {fix}")
 
 
 def _listen(port: int) -> socket.socket:
