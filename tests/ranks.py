@@ -325,6 +325,11 @@ def copy_repository(target: Path) -> Path:
     return target
 
 
+def slow(*values: object) -> Any:
+    """The parameters of a case that only --all runs."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def need(tool: str) -> None:
     """A tool of the system that a test cannot do without."""
     if shutil.which(tool) is None:

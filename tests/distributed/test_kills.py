@@ -54,9 +54,8 @@ def killed_in(phase, steps, delay):
 
 def train_and_be_killed(flags, dtype, victim, *when):
     with (
-        mock.patch.object(
-            folder, "repeated_failures", return_value=[]
-        ),  # kills may hit the same step three times in a row
+        # kills may hit the same step three times in a row
+        mock.patch.object(folder, "repeated_failures", return_value=[]),
         killed_in(*when) if int(os.environ["RANK"]) == victim else contextlib.nullcontext(),
     ):
         return train_task("lines", flags, dtype)[0]

@@ -100,9 +100,8 @@ def records_on_a_full_disk(drill: Drill) -> None:
     assert [int(found[1]) for line in lines if (found := re.search(r" \| step (\d+)/100 \| ", line))] == steps
     events = EventAccumulator(str(job.folder / "tensorboard"))
     events.Reload()
-    shown = [
-        event.step for event in events.Scalars("train/loss")
-    ]  # TensorBoard begins a new file, without what was lost
+    # TensorBoard begins a new file, without what was lost
+    shown = [event.step for event in events.Scalars("train/loss")]
     assert shown == sorted({*shown} & {*steps}) and {*range(1, 14), *range(62, 101)} <= {*shown}
     assert drill.json("status.json")["state"] == "completed"
     goodput = drill.json("goodput.json")
