@@ -12,10 +12,10 @@ plain loop      tests/plain_loop.py: the same precision, layout, fused optimizer
 minimal loop    the fewest operations that train: no schedule, gradient norm or seeding
 DDP tutorial    pytorch/examples, ddp-tutorial-series/multigpu_torchrun.py: float32, stock sampler and optimizer
 
-In each round every loop takes two turns of --steps optimizer steps, in forward and in reverse order. Ratios are medians
-over the rounds. The control compares a loop's first turns with its second turns; a row is marked noisy where they differ
-by more than 3 %. Times are rank 0's; CPU time counts all of its threads. The host cost uses a model that computes almost
-nothing.
+In each round every loop takes two turns of --steps optimizer steps, in forward and in reverse order. Ratios are
+medians over the rounds. The control compares a loop's first turns with its second turns; a row is marked noisy where
+they differ by more than 3 %. Times are rank 0's; CPU time counts all of its threads. The host cost uses a model that
+computes almost nothing.
 """
 
 from __future__ import annotations

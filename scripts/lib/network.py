@@ -6,10 +6,11 @@ import errno
 import ipaddress
 import socket
 from contextlib import suppress
+from pathlib import Path
 
 from config import UserError
 
-SIOCGIFADDR = 0x8915  # Linux: an interface's address
+SIOCGIFADDR, SIOCGIFNETMASK = 0x8915, 0x891B  # Linux: an interface's address and netmask
 
 
 def resolve(name: str) -> list[str]:
@@ -29,17 +30,29 @@ def own_address_to(address: str) -> str:
         return probe.getsockname()[0]
 
 
-def interface_of(address: str) -> str:
-    """The interface that has this IPv4 address of this machine; empty if that is unknown."""
+def addresses() -> dict[str, str]:
+    """Each interface's IPv4 address with its prefix length, {"eth0": "10.0.0.1/24"}; empty if this is not Linux."""
+    found = {}
     with suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         import fcntl
 
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has no address
-                found = fcntl.ioctl(asked, SIOCGIFADDR, name.encode().ljust(256, b"\0"))[20:24]
-                if socket.inet_ntoa(found) == address:
-                    return name
-    return ""
+                query = name.encode().ljust(256, b"\0")
+                codes = (SIOCGIFADDR, SIOCGIFNETMASK)
+                address, mask = (socket.inet_ntoa(fcntl.ioctl(asked, code, query)[20:24]) for code in codes)
+                found[name] = f"{address}/{ipaddress.ip_network(f'0.0.0.0/{mask}').prefixlen}"
+    return found
+
+
+def interface_of(address: str) -> str:
+    """The interface that has this address of this machine; empty if that is unknown."""
+    with suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines() if ":" in address else ():
+            words = line.split()
+            if ipaddress.IPv6Address(int(words[0], 16)) == ipaddress.IPv6Address(address.split("%")[0]):
+                return words[5]
+    return next((name for name, each in addresses().items() if each.split("/")[0] == address), "")
 
 
 def check_interfaces(env: dict[str, str]) -> None:

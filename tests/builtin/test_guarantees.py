@@ -15,7 +15,8 @@ class Listing:
         for item in session.items:
             print("slow" if item.get_closest_marker("slow") else "default", item.nodeid)
 
-raise SystemExit(pytest.main(["--all", "--collect-only", "-qq", "-p", "no:cacheprovider", "-p", "no:xdist"], plugins=[Listing()]))
+words = "--all --collect-only -qq -p no:cacheprovider -p no:xdist".split()
+raise SystemExit(pytest.main(words, plugins=[Listing()]))
 """
 
 

@@ -21,7 +21,8 @@ def create_model(config, device):
     return net
 train.create_model = create_model
 """  # checkpoints of 8 MB, so that there may be room for everything else
-GIVES_UP = f"{LARGE}\nimport functools\ntrain.Saver = functools.partial(train.Saver, max_seconds_without=1.0)\n"  # of ten minutes
+# a second in place of ten minutes
+GIVES_UP = f"{LARGE}\nimport functools\ntrain.Saver = functools.partial(train.Saver, max_seconds_without=1.0)\n"
 SPACE = r"it needs 8\.0 MB, [\d,.]+ MB are free; make room or repair the storage"
 FOR_GOOD = r" \(no checkpoint could be written for 0 min: training ends here\)"
 

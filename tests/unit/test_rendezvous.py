@@ -1,4 +1,4 @@
-"""scripts/lib/launching/rendezvous.py without nodes: races and errors (real nodes: builtin/test_misconfigurations.py)."""
+"""lib/launching/rendezvous.py without nodes: races and errors (real nodes: builtin/test_misconfigurations.py)."""
 
 import contextlib
 import json

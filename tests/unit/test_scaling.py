@@ -1,4 +1,4 @@
-"""scripts/scaling.py: what it computes from measurements, and what it rejects (real ranks: builtin/test_scaling_runs.py)."""
+"""scaling.py: what it computes from measurements, and what it rejects (real ranks: test_scaling_runs.py)."""
 
 import json
 import xml.etree.ElementTree as ET

@@ -1,4 +1,4 @@
-"""Training speed: this template against three other loops, its distance from the hardware's limit, and its host cost."""
+"""Training speed: this template against three other loops, its distance from the hardware's limit, its host cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one number of ranks gives: steps with and without communication, the all-reduce, and other flags. On each rank."""
+"""What one number of ranks gives: steps with and without communication, the all-reduce, other flags. On each rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from utils.training.batchnorm import RunningStats
 def measure(
     config: TrainingConfig, ctx: DistributedContext, folder: Path, rounds: int, steps: int, most: int
 ) -> dict[str, Any]:
-    """Weak scaling, strong scaling, and from `most` ranks on the flags of communication. Plain JSON, equal on all ranks.
+    """Weak and strong scaling, and from `most` ranks on the flags of communication. Plain JSON, equal on all ranks.
 
     Strong scaling has the global batch of `most` ranks, or that of the config.
     """
@@ -50,7 +50,12 @@ def measure(
 
 def warm(config: TrainingConfig, ctx: DistributedContext, folder: Path, steps: int) -> Ours:
     """A run after its first epoch: workers are started, caches filled."""
-    ours = Ours(config, ctx, folder, steps)
+    try:
+        ours = Ours(config, ctx, folder, steps)
+    except UserError as error:
+        if str(error).startswith("dataset_size="):  # which the user did not give
+            raise UserError(f"--steps {steps}: take more samples than the training set has; give fewer") from None
+        raise
     ours.epoch()
     return ours
 
