@@ -7,7 +7,7 @@ prepare_data(config)            downloads or unpacks it where not; called on one
 A data set is map-style (`__len__`, `__getitem__`, which raises UserError for a corrupt sample). The rest is optional:
     __getitems__(indices)                           fetches a whole micro-batch at once
     collate(samples)                                samples -> batch (default: torch's default_collate)
-    device_transform(batch, seed, epoch, indices)   the batch, on the device -> what compute_loss takes; its random draws
+    device_transform(batch, seed, epoch, indices)   the batch on the device -> what compute_loss takes; its random draws
                                                     are functions of (seed, epoch, index): utils.rng.sample_draws
     epoch_order(seed, epoch, n)                     an order of its own: n indices, each once
     with_replacement                                True: epoch_order may repeat some and leave out others

@@ -83,7 +83,7 @@ PREEMPTED = 75  # exit code
 
 @record
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code: 0, or 75 for a run without torchrun that was asked to stop and saved."""
+    """Run the command line. Returns the exit code: 0, or 75 for a run without torchrun that was stopped and saved."""
     config = TrainingConfig.from_args(argv)
     try:
         outcome = train(config)
@@ -223,7 +223,7 @@ def assemble(
 
 
 def run_training(training: Training) -> dict[str, Any]:
-    """Train to the end of the run, or to the step at which the ranks agreed to stop. Returns what summary.json holds."""
+    """Train to the end of the run, or to the step at which the ranks agree to stop. Returns what summary.json holds."""
     config, state, saver, reporter = training.config, training.state, training.saver, training.reporter
     progress = state.progress
     if training.run.resume_path:

@@ -12,10 +12,10 @@ plain loop      tests/plain_loop.py: the same precision, layout, fused optimizer
 minimal loop    the fewest operations that train: no schedule, gradient norm or seeding
 DDP tutorial    pytorch/examples, ddp-tutorial-series/multigpu_torchrun.py: float32, stock sampler and optimizer
 
-In each round every loop takes two turns of --steps optimizer steps, in forward and in reverse order. Ratios are medians
-over the rounds. The control compares a loop's first turns with its second turns; a row is marked noisy where they differ
-by more than 3 %. Times are rank 0's; CPU time counts all of its threads. The host cost uses a model that computes almost
-nothing.
+In each round every loop takes two turns of --steps optimizer steps, in forward and in reverse order. Ratios are
+medians over the rounds. The control compares a loop's first turns with its second turns; a row is marked noisy where
+they differ by more than 3 %. Times are rank 0's; CPU time counts all of its threads. The host cost uses a model that
+computes almost nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import argparse
 import os
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -80,14 +80,10 @@ MODES = {"speed": speed.measure, "checkpoint": checkpoint.measure, "input": inpu
 
 @record
 def main(words: list[str] | None = None) -> int:
-    """Run one mode. Returns the exit code: 1 when losses differ from the plain loop's, 2 for an error of the user."""
+    """Run one mode. Returns the exit code: 1 when losses differ from the plain loop's."""
     options, flags = parse(sys.argv[1:] if words is None else words)
     if options.mode == "find-batch":
-        try:
-            find_batch.find(flags, options.ranks, options.memory)
-        except UserError as error:
-            print(error, file=sys.stderr)
-            return 2
+        find_batch.find(flags, options.ranks, options.memory)
         return 0
     config = TrainingConfig.from_args(flags)
     ctx = setup_distributed(config)

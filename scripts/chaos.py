@@ -112,9 +112,8 @@ class Chaos:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
         self.faults += 1
-        self.say(
-            f"fault {self.faults}: {kind}{'' if kind.endswith(('torchrun', 'writer')) else f' (rank {rank})'}, step {step}"
-        )
+        whose = "" if kind.endswith(("torchrun", "writer")) else f" (rank {rank})"
+        self.say(f"fault {self.faults}: {kind}{whose}, step {step}")
         if kind != "kill the writer":  # which is replaced while training continues
             launch.wait(END_S)
 

@@ -24,7 +24,7 @@ saved = torch.load("{file}", weights_only=True)
 model = create_model(TrainingConfig(**saved["config"]), torch.device("cpu")).eval()
 model.load_state_dict(saved["model"])
 mean, std = (torch.tensor(saved[name]).view(-1, 1, 1) for name in ("mean", "std"))
-predict = lambda images: [saved["classes"][k] for k in model((images / 255 - mean) / std).argmax(1)]  # uint8 [B, C, H, W]
+predict = lambda images: [saved["classes"][k] for k in model((images / 255 - mean) / std).argmax(1)]  # [B, C, H, W]
 """
 
 

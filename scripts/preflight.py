@@ -153,7 +153,7 @@ def check_folder(
 
 
 def measure_all_reduce(nodes: list[list[int]], ctx: DistributedContext, steps: Steps) -> dict[str, list]:
-    """[bytes, seconds] over all ranks; with several nodes of several ranks also in the slowest node and between nodes."""
+    """[bytes, seconds] over all ranks; with several nodes of several ranks also in the slowest node and between."""
     groups = {"all ranks": lambda: None}
     if 1 < len(nodes) < ctx.world_size:
         groups["within a node"] = lambda: dist.new_subgroups_by_enumeration(nodes)[0]

@@ -12,15 +12,14 @@ import argparse
 import hashlib
 import json
 import sys
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import UserError
 from scripts.lib.svg import COLORS, Series, line_plot
 from scripts.lib.tables import format_table
+from utils.files import read_json, read_lines
 
 NOT_SETTINGS = ("run_dir", "checkpoint_dir", "resume_from", "overwrite", "init_method")
 IN_TRAINING = {"top1": "accuracy"}  # the name that train records use
@@ -31,12 +30,10 @@ class RunInfo:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config, self.status, self.summary = (
-            read_json(folder / f"{n}.json") for n in ("config", "status", "summary")
-        )
-        metrics = folder / "metrics.jsonl"
-        lines = metrics.read_text().splitlines() if metrics.exists() else []
-        self.records = [json.loads(line) for line in lines if line.endswith("}")]
+        self.config = read_json(folder / "config.json")
+        self.status = read_json(folder / "status.json")
+        self.summary = read_json(folder / "summary.json")
+        self.records = read_lines(folder / "metrics.jsonl")
 
     def size(self) -> int:
         """Bytes; a file with several names counts once."""
@@ -46,12 +43,6 @@ class RunInfo:
     def curve(self, kind: str, name: str) -> list[tuple[int, float]]:
         records = (r for r in self.records if r["kind"] == kind and r.get("weights") != "ema")
         return [(r["step"], r[name]) for r in records if r.get(name) is not None]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        return json.loads(path.read_text())
-    return {}
 
 
 def find_runs(folders: list[Path]) -> list[RunInfo]:
@@ -94,17 +85,6 @@ def plot(runs: list[RunInfo], metric: str) -> str:
     return line_plot(series, x_label="optimizer step", y_label=metric, y_range=y_range, marks=marks)
 
 
-def save_plot(runs: list[RunInfo], file: Path, metric: str) -> None:
-    """Raises UserError."""
-    if file.suffix != ".svg":
-        raise UserError(f"plot={file}: is not an SVG; give a name that ends in .svg")
-    try:
-        file.write_text(plot(runs, metric))
-    except OSError as error:
-        raise UserError(f"plot={file}: cannot be written ({error.strerror}); give another file") from None
-    print(f"wrote {file}")
-
-
 def weights_digest(folder: Path) -> str:
     """SHA-256 of the names and bytes of the weights in the latest checkpoint. Raises UserError if there is none."""
     import torch
@@ -143,7 +123,8 @@ def main() -> int:
         runs = find_runs(options.folders)
         print(table(runs))
         if options.plot:
-            save_plot(runs, options.plot, options.metric)
+            options.plot.write_text(plot(runs, options.metric))
+            print(f"wrote {options.plot}")
         return int(options.compare and not compare(runs))
     except UserError as error:
         print(error, file=sys.stderr)

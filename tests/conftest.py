@@ -12,11 +12,7 @@ FOLDERS = ("tests", "tests/unit", "tests/distributed", "tests/faults", "tests/bu
 PATHS = [str(ROOT), str(ROOT / "scripts"), *(str(ROOT / folder) for folder in FOLDERS)]
 sys.path[:0] = PATHS
 # for processes started here
-os.environ |= {
-    "PYTHONPATH": os.pathsep.join(PATHS),
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-}
+os.environ |= {"PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED"):  # a shell's own
     os.environ.pop(name, None)
 

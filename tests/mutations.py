@@ -170,8 +170,8 @@ def run_tests(copy: Path, tests: list[str], *options: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout + ended.stderr
 
 
-def attempt(mutation: Mutation, origin: Path) -> tuple[bool, str]:
-    """Whether the fault was caught, and by which test; in a copy of `origin`."""
+def is_caught(mutation: Mutation, origin: Path) -> bool:
+    """Whether a test fails where the fault is put into a copy of `origin`; prints which one."""
     tests = next(row.tests for row in GUARANTEES if row.key == mutation.breaks)
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         copy = Path(folder, "copy")
@@ -181,18 +181,10 @@ def attempt(mutation: Mutation, origin: Path) -> tuple[bool, str]:
         began = time.monotonic()
         code, said = run_tests(copy, tests)
         seconds = time.monotonic() - began
-    failed = re.search(r"^FAILED (\S+)", said, re.M)
-    if code == 1 and failed:
-        return True, f"{failed[1]} ({seconds:.0f} s)"
-    return False, f"exit code {code} after {seconds:.0f} s\n{said[-2000:]}"
-
-
-def copy_with_git(folder: Path) -> Path:
-    """A copy of the repository in which tests find git, as in a clone."""
-    copy_repository(folder)
-    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
-    subprocess.run(["git", "add", "-A"], cwd=folder, check=True)
-    return folder
+    failed = re.search(r"^FAILED (\S+)", said, re.M) if code == 1 else None
+    how = f"caught    {failed[1]}" if failed else f"SURVIVED  exit code {code}\n{said[-2000:]}"
+    print(f"[{mutation.breaks}] {mutation.title}\n    {how} ({seconds:.0f} s)", flush=True)
+    return failed is not None
 
 
 def main() -> int:
@@ -200,35 +192,23 @@ def main() -> int:
     parser.add_argument("text", nargs="*", help="only faults that have one of these in them")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="faults tried at once")
     options = parser.parse_args()
-    chosen = [
-        each for each in MUTATIONS if not options.text or any(text in each.title + each.breaks for text in options.text)
-    ]
-    survived = []
+    chosen = [each for each in MUTATIONS if any(text in each.title + each.breaks for text in options.text or [""])]
+    keys = {each.breaks for each in chosen}
+    tests = sorted({test for row in GUARANTEES if row.key in keys for test in row.tests})
+    has_xdist = importlib.util.find_spec("xdist") is not None
+    parallel = ["-n", str(options.jobs + 1), "--dist", "loadfile"] if has_xdist else []
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder, ThreadPoolExecutor(options.jobs) as threads:
-        origin = copy_with_git(Path(folder, "origin"))
-        tests = sorted(
-            {test for row in GUARANTEES for test in row.tests if row.key in {each.breaks for each in chosen}}
-        )
-        print(
-            f"without a fault: {len(tests)} tests of {len({each.breaks for each in chosen})} guarantees ...", flush=True
-        )
-        has_xdist = importlib.util.find_spec("xdist") is not None
-        code, said = run_tests(
-            origin, tests, *(["-n", str(options.jobs + 1), "--dist", "loadfile"] if has_xdist else [])
-        )
+        origin = copy_repository(Path(folder, "origin"))
+        for command in ("init -q", "add -A"):  # tests find git there, as in a clone
+            subprocess.run(["git", *command.split()], cwd=origin, check=True)
+        print(f"{len(tests)} tests of {len(keys)} guarantees, without a fault ...", flush=True)
+        code, said = run_tests(origin, tests, *parallel)
         if code:
             print(f"the tests fail without a fault; fix them first\n{said[-3000:]}")
             return 1
-        for number, (mutation, (is_caught, how)) in enumerate(
-            zip(chosen, threads.map(lambda each: attempt(each, origin), chosen), strict=True), start=1
-        ):
-            print(
-                f"{number}/{len(chosen)} {'caught' if is_caught else 'SURVIVED'}  [{mutation.breaks}] {mutation.title}\n    {how}",
-                flush=True,
-            )
-            survived += [] if is_caught else [mutation]
-    print(f"{len(chosen) - len(survived)} of {len(chosen)} faults were caught")
-    return 1 if survived or not chosen else 0
+        caught = [*threads.map(lambda each: is_caught(each, origin), chosen)]
+    print(f"{sum(caught)} of {len(chosen)} faults were caught")
+    return 0 if chosen and all(caught) else 1
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ def launch(
 
 
 def start(command: Sequence[str | Path], *, env: dict[str, str] | None = None, cwd: Path = ROOT) -> subprocess.Popen:
-    """Start a program in a session of its own. It prints into files: a pipe stays open as long as what it left behind."""
+    """Start a program in a session of its own. It prints into files: a pipe stays open as long as its children."""
     mark = str(uuid.uuid4())
     everything = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {}), MARK: mark}
     files = [tempfile.TemporaryFile("w+") for _ in range(2)]
@@ -176,7 +176,7 @@ def _printed(program: subprocess.Popen) -> list[str]:
 
 
 def stop(program: subprocess.Popen) -> int:
-    """End a program that this test started, and what it left behind (marked by a variable). Returns how many those are."""
+    """End a program that this test started, and what it left behind (marked by a variable). Returns how many."""
     if program.poll() is None:
         program.terminate()
         try:
@@ -323,6 +323,11 @@ def copy_repository(target: Path) -> Path:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, target / name)
     return target
+
+
+def slow(*values: object) -> Any:
+    """The parameters of a case that only --all runs."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def need(tool: str) -> None:

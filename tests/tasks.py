@@ -183,7 +183,7 @@ def config_of(flags, dtype=torch.float32):
 
 
 def train_task(task, flags, dtype=torch.float32, stops=(), is_watched=False, goes_on=True):
-    """Train in a rank. After each step in `stops` a signal reaches one rank, all stop and, if it `goes_on`, start again.
+    """Train in a rank. After each step in `stops` a signal reaches one rank, all stop and, if it `goes_on`, restart.
 
     Returns the state that the last attempt ended in, and the micro-batches as `watching` saw them.
     """
@@ -238,7 +238,7 @@ def training_under(mode, done):
 
 @contextlib.contextmanager
 def watching(found):
-    """Of each computed micro-batch: (epoch, step, number, indices, digest of the batch, seed of the device's stream)."""
+    """Of each computed micro-batch: (epoch, step, number, indices, digest of the batch, seed of the device)."""
     if found is None:
         yield
         return

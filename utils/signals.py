@@ -96,8 +96,8 @@ atexit.register(end_workers)  # runs before multiprocessing's own handler, which
 
 
 def let_threads_finish() -> None:
-    """Before a fork. After a collective gloo's threads create Python thread states for a moment; a process that CPython 3.11
-    forks in that moment hangs (python/cpython#112275): 10 of 4,000 did.
+    """Before a fork. After a collective gloo's threads create Python thread states for a moment; a process that CPython
+    3.11 forks in that moment hangs (python/cpython#112275): 10 of 4,000 did.
     """
     time.sleep(0.01)
 

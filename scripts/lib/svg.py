@@ -30,10 +30,10 @@ def line_plot(
     y_label: str,
     title: str = "",
     y_range: tuple[float, float] | None = None,
-    log2_x: bool = False,
+    x_ticks: Sequence[tuple[float, str]] = (),
     marks: Sequence[tuple[float, str, str]] = (),
 ) -> str:
-    """All series over one pair of axes. `log2_x` puts each doubling at the same distance, with ticks at the points.
+    """All series over one pair of axes, from x = 0 on. x_ticks: (x, text); by default round values.
 
     `marks` are vertical lines: (x, text, color).
     """
@@ -42,12 +42,10 @@ def line_plot(
     top = 36 + 20 * bool(title) + 18 * len(legend)
     height, bottom = top + HEIGHT + BOTTOM, top + HEIGHT
     low, high = y_range or (min(y for _, y in points), max(y for _, y in points))
-    scale = math.log2 if log2_x else float
-    first, last = scale(min(x for x, _ in points)) if log2_x else 0.0, scale(max(x for x, _ in points))
+    last = max(x for x, _ in points) or 1.0
 
     def place(x: float, y: float) -> tuple[float, float]:
-        across = LEFT + (WIDTH - LEFT - RIGHT) * (scale(x) - first) / ((last - first) or 1.0)
-        return across, bottom - HEIGHT * (y - low) / ((high - low) or 1.0)
+        return LEFT + (WIDTH - LEFT - RIGHT) * x / last, bottom - HEIGHT * (y - low) / ((high - low) or 1.0)
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif"'
@@ -60,8 +58,8 @@ def line_plot(
     for value in (low + (high - low) * k / 5 for k in range(6)):
         y = place(points[0][0], value)[1]
         parts += [_line(LEFT, y, WIDTH - RIGHT, y, 'stroke="#ddd"'), _text(LEFT - 8, y + 4, f"{value:.3g}", "end")]
-    for value in sorted({x for x, _ in points}) if log2_x else _ticks(last):
-        parts.append(_text(place(value, low)[0], bottom + 18, f"{value:,g}"))
+    for value, words in x_ticks or _ticks(last):
+        parts.append(_text(place(value, low)[0], bottom + 18, words))
     for x, words, color in marks:
         x = place(x, low)[0]
         parts += [
@@ -92,8 +90,8 @@ def _line(x: float, y: float, to_x: float, to_y: float, look: str) -> str:
     return f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" {look}/>'
 
 
-def _ticks(last: float) -> list[float]:
+def _ticks(last: float) -> list[tuple[float, str]]:
     """Round values from 0 to `last`, four to ten of them."""
-    magnitude = 10.0 ** math.floor(math.log10(last or 1.0))
-    step = next(magnitude * k for k in (0.1, 0.2, 0.25, 0.5, 1.0, 2.0) if (last or 1.0) / (magnitude * k) <= 10)
-    return [step * k for k in range(int(last / step) + 1)]
+    magnitude = 10.0 ** math.floor(math.log10(last))
+    step = next(magnitude * k for k in (0.1, 0.2, 0.25, 0.5, 1.0, 2.0) if last / (magnitude * k) <= 10)
+    return [(step * k, f"{step * k:,g}") for k in range(int(last / step) + 1)]

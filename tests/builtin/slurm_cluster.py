@@ -65,7 +65,8 @@ munged --foreground --force --key-file=$PWD/munge.key --log-file=$PWD/munged.log
 while [ ! -S /run/munge/munge.socket.2 ]; do sleep 0.1; done
 slurmctld -D -f $PWD/slurm.conf &
 for n in 0 1; do
-    nsenter --net=/run/netns/node$n unshare --uts bash -c 'hostname node$0; exec slurmd -D -N node$0 -f $PWD/slurm.conf' $n &
+    start='hostname node$0; exec slurmd -D -N node$0 -f $PWD/slurm.conf'
+    nsenter --net=/run/netns/node$n unshare --uts bash -c "$start" $n &
 done
 wait
 """

@@ -1,12 +1,10 @@
-"""Each promise has a test of the default run (tests/guarantees.py), and README and docs say what is promised there."""
+"""Each promise of docs/guarantees.md has a test of the default run, and README.md says what is promised there."""
 
 import re
 import subprocess
 import sys
 
-import pytest
-
-from guarantees import GUARANTEES, SECTIONS, documents, written
+from guarantees import GUARANTEES, README, written
 from ranks import ROOT
 
 LISTING = """
@@ -17,7 +15,8 @@ class Listing:
         for item in session.items:
             print("slow" if item.get_closest_marker("slow") else "default", item.nodeid)
 
-raise SystemExit(pytest.main(["--all", "--collect-only", "-qq", "-p", "no:cacheprovider", "-p", "no:xdist"], plugins=[Listing()]))
+words = "--all --collect-only -qq -p no:cacheprovider -p no:xdist".split()
+raise SystemExit(pytest.main(words, plugins=[Listing()]))
 """
 
 
@@ -32,12 +31,11 @@ def test_each_guarantee_has_a_default_test_and_every_test_that_is_named_exists()
         assert [test for test in row.tests if test not in found["default"]] == [], f"{row.key}: not in the default run"
         assert [test for test in row.slow if test not in found["slow"]] == [], f"{row.key}: not among the slow tests"
     keys = [row.key for row in GUARANTEES]
-    assert len(set(keys)) == len(keys) and {row.section for row in GUARANTEES} == set(SECTIONS)
+    assert len(set(keys)) == len(keys) > 70
 
 
-@pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
-def test_the_tables_of_readme_and_docs_are_made_from_the_list(path):
-    text = path.read_text(encoding="utf-8")
+def test_the_tables_of_the_readme_are_made_from_the_list():
+    text = README.read_text(encoding="utf-8")
     assert text == written(text), "python tests/guarantees.py renews it"
     marks = re.findall(r"<!-- ([\w ,]+): made by tests/guarantees.py -->", text)
-    assert all(f"<!-- end of {mark} -->" in text for mark in marks)
+    assert len(marks) == 2 and all(f"<!-- end of {mark} -->" in text for mark in marks)

@@ -13,7 +13,7 @@ SCRIPT = "scripts/scaling.py"
 @pytest.mark.slow
 @pytest.mark.parametrize("is_launched", [False, True], ids=["by-itself", "under-torchrun"])
 def test_one_and_two_ranks_are_measured(tmp_path, is_launched):
-    words = "--rounds 1 --seconds 0.05 --batch_size 2 --image_size 8 --no_use_amp".split()
+    words = "--rounds 1 --steps 3 --batch_size 2 --image_size 8 --no_use_amp".split()
     words += ["--json", tmp_path / "s.json", "--run_dir", tmp_path / "run"]
     ended = (
         torchrun(2, *words, script=SCRIPT)

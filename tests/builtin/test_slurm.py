@@ -60,7 +60,7 @@ class Job:
 
 
 def test_a_job_saves_ahead_of_its_limit_and_requeues_itself_until_it_is_completed(cluster, slow_repository, tmp_path):
-    """Slurm looks at limits every 30 s. The limit is set once there are steps, so that the machine's speed is no matter."""
+    """Slurm looks at limits every 30 s. The limit is set once there are steps: the machine's speed is no matter."""
     job = Job(cluster, tmp_path, slow_repository, ["--signal=B:USR1@60"])
     job.wait_for_steps()
     seconds = time.monotonic() - job.began
@@ -121,7 +121,7 @@ def test_a_job_that_is_to_stop_before_its_first_step_is_not_requeued_for_ever(cl
 
 
 def test_tasks_of_srun_are_ranks_without_torchrun(cluster, slow_repository, tmp_path):
-    """Two tasks on each of two nodes; in the batch script itself train.py is one process. Stopped, srun exits with 75."""
+    """Two tasks on each of two nodes; in the batch script itself train.py is one process. Stopped, srun exits 75."""
     flags = " ".join([*TINY, "--dataset_size", "400", "--epochs", "2", "--run_dir", str(tmp_path)])
     srun = f"srun --kill-on-bad-exit=1 python train.py {flags}/four"
     wrap = f"python train.py {flags}/one --max_steps 2 && {{ {srun} || [ $? = 75 ]; }} && {srun} --resume_from auto"

@@ -50,7 +50,7 @@ def disturbed(folder, epochs):
 
 
 def test_two_nodes_train_what_one_does(tmp_path):
-    """Node 0 starts late and node 1 says that it waits for it; correctly set up nodes cause no other message of the table."""
+    """Node 0 starts late and node 1 says that it waits for it; nothing else of the table is printed."""
     with Nodes(2) as nodes:
         flags = ["--epochs", 1, "--run_dir", tmp_path / "run"]
         second = as_in_the_readme(nodes[1], 1, *flags)

@@ -18,7 +18,7 @@ from ranks import run_ranks
 from tasks import config_of, using
 from utils.training.state import TrainState
 
-SMALL = "--image_size 8 --batch_size 4 --log_interval 5 --num_workers 0 --backend gloo".split()
+SMALL = "--image_size 8 --batch_size 4 --log_interval 4 --num_workers 0 --backend gloo".split()
 
 
 def measured(file, *mode):
@@ -33,7 +33,7 @@ def test_one_rank_ends_with_equal_losses_and_a_json(tmp_path):
     ((code, out),) = run_ranks(1, measured, tmp_path / "b.json")
     found = json.loads((tmp_path / "b.json").read_text())
     assert code == 0 and list(found["rows"]) == list(speed.NAMES), out
-    assert found["equality"] == {"intervals": 4, "equal": 4}  # 16 steps, 5 an interval, and the last one
+    assert found["equality"] == {"intervals": 4, "equal": 4}  # 16 steps, 4 an interval
     assert [found["rows"][name]["collectives_per_step"] for name in speed.NAMES[:2]] == [0, 0]
     assert all(
         row["step_s"] > 0 and row["samples_per_s"] > 0 and len(row["turns_cpu_s"]) == 2
@@ -70,9 +70,8 @@ def equality_of(folder, flags, factor=1.0):
 
     with using("images"), mock.patch.object(TrainState, "_set_lr", set_lr):
         config = config_of([*SMALL, *flags])
-        comparison = speed.Comparison(config, setup_distributed(config), steps=4, rounds=1, folder=folder)
-        comparison.run()
-        comparison.ours.close()
+        comparison = speed.Comparison(config, setup_distributed(config), steps=4, folder=folder)
+        comparison.run(rounds=1)
     cleanup_distributed()
     return comparison.equality()
 
@@ -92,9 +91,10 @@ def test_losses_equal_the_plain_loops_bit_for_bit_and_a_difference_is_found(tmp_
 
 def whole_run(folder):
     with using("images"):
-        config = config_of([*SMALL, "--dataset_size", "20"])
-        ours = Ours(config, setup_distributed(config), folder)
-        found = {"steps": ours.epoch(), "files": {path.name for path in folder.iterdir()}}
+        config = config_of(SMALL)
+        ours = Ours(config, setup_distributed(config), folder, steps=4)
+        ours.epoch()
+        found = {"steps": ours.state.progress.step, "files": {path.name for path in folder.iterdir()}}
         found["records"] = [record["step"] for record in ours._run.records("train")]
         found |= {
             "has_writer": ours.training.saver._writer.pid > 0,
@@ -108,8 +108,8 @@ def whole_run(folder):
 def test_what_is_measured_is_a_complete_run(tmp_path):
     """It has records, logs, status, watchdog and checkpoint writer."""
     (found,) = run_ranks(1, whole_run, tmp_path / "run")
-    assert found["steps"] == 5 and found["files"] >= {"metrics.jsonl", "status.json", "config.json", "logs", "watch"}
-    assert found["records"] == [5] and found["has_writer"] and found["is_watched"]
+    assert found["steps"] == 4 and found["files"] >= {"metrics.jsonl", "status.json", "config.json", "logs", "watch"}
+    assert found["records"] == [4] and found["has_writer"] and found["is_watched"]
 
 
 def test_turns_go_forward_and_backward_and_ratios_are_medians_over_rounds():

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed, wrap_ddp
-from ranks import run_ranks
+from ranks import run_ranks, slow
 from tasks import train_task, training_under
 from test_exact_resume import FLAGS as RESUME_FLAGS
 from training import TINY, difference
@@ -48,10 +48,6 @@ def sent_by_step(task, flags, dtype):
     with training_under(mode, done):
         train_task(task, flags, dtype)
     return steps
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

@@ -61,10 +61,7 @@ def train_and_cut(flags, calls, log, is_alone):
         if KILLED in Path(log).read_text():
             os.kill(os.getpid(), 9)
 
-    with (
-        mock.patch.object(folder, "repeated_failures", return_value=[]),
-        mock.patch.object(Writer, "send", send),
-    ):
+    with mock.patch.object(folder, "repeated_failures", return_value=[]), mock.patch.object(Writer, "send", send):
         return train_task("images", flags)[0], len(pids)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from config import TrainingConfig
 from ddp_utils import cleanup_distributed, setup_distributed
-from ranks import run_ranks
+from ranks import run_ranks, slow
 from tasks import Images, Lines, SmallNet, TokenModel, image_loss, token_loss
 from utils.data.loader import create_evaluation_dataloader
 from utils.data.sampler import GlobalBatch, GlobalBatchSampler
@@ -47,10 +47,6 @@ def evaluations(task, workers, bf16=False):
             found[-1][0] = evaluate(net, loader, loss, precision, ctx)
     cleanup_distributed()
     return found
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

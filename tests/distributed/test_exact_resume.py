@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from ranks import slow
 from training import assert_same_state
 from utils.checkpoint import format as checkpoint
 
@@ -11,10 +12,6 @@ FLAGS = "--epochs 2 --ema_decay 0.9 --num_workers 1 --log_interval 3 --lr 0.02 -
 FLAGS += "--clip_grad_norm 1 --save_every 0 --patience 9".split()
 SGD, ADAMW = "--optimizer sgd", "--optimizer adamw --lr 0.002"
 FP32, BF16, FP16 = "--no-use_amp", "--amp_dtype bf16", "--amp_dtype fp16"
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

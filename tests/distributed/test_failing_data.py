@@ -1,10 +1,10 @@
 """Runs of two ranks whose data fails: each ends with the cause, in rows that tests/faults/data.py does not have."""
 
-import os
 import re
 import sys
 
-from ranks import Ended, WarmLaunch, finish, lack, launch, need
+from disks import mounting
+from ranks import WarmLaunch, finish, launch
 
 HANGS = """
 from torch.utils.data import get_worker_info
@@ -50,16 +50,6 @@ def test_slow_data_is_a_warning_with_the_flags_that_help(runs):
 # ---- shared memory ----
 
 
-def with_shared_memory(megabytes, command, **options) -> Ended:
-    """Run a command that sees so small a /dev/shm, in a mount namespace of its own."""
-    need("unshare")
-    mine = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "-m"]
-    mount = [*mine, "sh", "-c", f'mount -t tmpfs -o size={megabytes}m tmpfs /dev/shm && exec "$@"', "sh"]
-    if launch([*mount, "true"]).code:
-        lack("this machine allows no mount namespaces")
-    return launch([*mount, *command], **options)
-
-
 OVERFLOWS = """
 import torch
 from config import TrainingError, TrainingConfig
@@ -86,7 +76,8 @@ except TrainingError as error:
 
 def test_a_dev_shm_that_overflows_later_is_named_as_the_cause():
     """The first batch, by which the room is judged, is small; those that follow are not."""
-    ended = with_shared_memory(2, [sys.executable, "-c", OVERFLOWS], deadline=60)
+    code = mounting("-t", "tmpfs", "-o", "size=2m", "tmpfs", "/dev/shm") + OVERFLOWS
+    ended = launch([sys.executable, "-c", code], deadline=60)
     expected = (
         "rank 0: loader worker could not pass on its batch because /dev/shm is full; give it more room (docker run"
     )

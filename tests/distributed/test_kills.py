@@ -27,7 +27,7 @@ FLAGS += "--num_workers 1 --save_every_steps 3 --timeout 30".split()
 
 @contextlib.contextmanager
 def killed_in(phase, steps, delay):
-    """Kill this process `delay` seconds after it first enters the phase in or after its step `steps` of this attempt."""
+    """Kill this process `delay` seconds after it first enters the phase in or after step `steps` of this attempt."""
     plain_step, plain_enter, plain_send, begun = Clock.begin_step, Clock.enter, Writer.send, []
 
     def kill():
@@ -54,9 +54,8 @@ def killed_in(phase, steps, delay):
 
 def train_and_be_killed(flags, dtype, victim, *when):
     with (
-        mock.patch.object(
-            folder, "repeated_failures", return_value=[]
-        ),  # kills may hit the same step three times in a row
+        # kills may hit the same step three times in a row
+        mock.patch.object(folder, "repeated_failures", return_value=[]),
         killed_in(*when) if int(os.environ["RANK"]) == victim else contextlib.nullcontext(),
     ):
         return train_task("lines", flags, dtype)[0]

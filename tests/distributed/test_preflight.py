@@ -23,7 +23,7 @@ CHECKS = "same code,data,host names,network,devices,/dev/shm,shared folder,disk,
 
 
 def run_preflight(flags, *, of_last=(), code_of_last=None, is_alone=False):
-    """In a rank, two of which are a node: the exit code and the output. The last one may have its own flags and code."""
+    """In a rank, two of which are a node: the exit code and the output. The last one may have own flags and code."""
     rank, is_last = int(os.environ["RANK"]), int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
     if is_alone:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

@@ -19,6 +19,7 @@ from ranks import WarmLaunch, finish, run_ranks
 from tasks import TASKS
 from training import train_flags
 from utils.distributed.collectives import on_all_ranks, once_per_file_system
+from utils.distributed.context import Launch
 from utils.distributed.device import choose_device
 from utils.training.precision import Precision
 
@@ -51,7 +52,7 @@ def test_half_of_torchruns_variables(monkeypatch, variables, problem):
 
 
 def test_no_variables_are_a_world_of_one_and_all_are_a_rank(monkeypatch):
-    assert not read_launch().is_launched
+    assert read_launch() == Launch(compilers={"CC": os.environ.get("CC", ""), "CXX": os.environ.get("CXX", "")})
     variables = "RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=1 TORCHELASTIC_RUN_ID=none"
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))

@@ -96,8 +96,7 @@ def search_for_a_scale(drill: Drill) -> None:
 def nan_for_good(drill: Drill) -> None:
     job = drill.start(2, *RUN, "--max_skipped_steps", 4, code=changed_loss("range(7, 99)", NAN))
     drill.fails(
-        job,
-        r"the last \d+ optimizer steps, up to step \d+, had a non-finite loss or gradient; look at their samples",
+        job, r"the last \d+ optimizer steps, up to step \d+, had a non-finite loss or gradient; look at their samples"
     )
     last = max(drill.runs.samples("run"))
     assert f"the last {last - 6} optimizer steps, up to step {last}," in drill.json("status.json")["error"]

@@ -42,11 +42,7 @@ def killed_under_defaults(drill: Drill) -> None:
         job = drill.held(2, step, *run)
         job.signal(drill.random.randrange(2), signal.SIGKILL)
         drill.let_go()
-        drill.fails(
-            job,
-            KILLED.format(r"\d", step),
-            "checkpoints  every 10 min or 1 epoch, whichever comes first",
-        )
+        drill.fails(job, KILLED.format(r"\d", step), "checkpoints  every 10 min or 1 epoch, whichever comes first")
         drill.completes(2, *run, "--max_time", 0.001)  # says where it resumes, and stops
         first = max(first, drill.events("resumed")[-1]["step"])
         most = max(most, drill.steps_lost(step))

@@ -21,7 +21,8 @@ def create_model(config, device):
     return net
 train.create_model = create_model
 """  # checkpoints of 8 MB, so that there may be room for everything else
-GIVES_UP = f"{LARGE}\nimport functools\ntrain.Saver = functools.partial(train.Saver, max_seconds_without=1.0)\n"  # of ten minutes
+# a second in place of ten minutes
+GIVES_UP = f"{LARGE}\nimport functools\ntrain.Saver = functools.partial(train.Saver, max_seconds_without=1.0)\n"
 SPACE = r"it needs 8\.0 MB, [\d,.]+ MB are free; make room or repair the storage"
 FOR_GOOD = r" \(no checkpoint could be written for 0 min: training ends here\)"
 
@@ -100,9 +101,8 @@ def records_on_a_full_disk(drill: Drill) -> None:
     assert [int(found[1]) for line in lines if (found := re.search(r" \| step (\d+)/100 \| ", line))] == steps
     events = EventAccumulator(str(job.folder / "tensorboard"))
     events.Reload()
-    shown = [
-        event.step for event in events.Scalars("train/loss")
-    ]  # TensorBoard begins a new file, without what was lost
+    # TensorBoard begins a new file, without what was lost
+    shown = [event.step for event in events.Scalars("train/loss")]
     assert shown == sorted({*shown} & {*steps}) and {*range(1, 14), *range(62, 101)} <= {*shown}
     assert drill.json("status.json")["state"] == "completed"
     goodput = drill.json("goodput.json")

@@ -23,7 +23,8 @@ STALL = """
 from torch.utils.data import get_worker_info
 plain_fetch = Images.__getitems__
 def stalling(self, indices):
-    if RANK == 1 and get_worker_info() and self.split == 'train' and not (RUN / 'began').exists() and (RUN / 'metrics.jsonl').exists():
+    has_begun = (RUN / 'metrics.jsonl').exists() and not (RUN / 'began').exists()
+    if RANK == 1 and get_worker_info() and self.split == 'train' and has_begun:
         hold_up(30)
     return plain_fetch(self, indices)
 Images.__getitems__ = stalling

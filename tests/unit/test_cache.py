@@ -70,5 +70,5 @@ def test_a_set_that_does_not_fit_is_rejected(ctx, monkeypatch):
         cache(ctx)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 << 30, 16 << 30))
     on_gpu = dataclasses.replace(ctx, device=torch.device("cuda", 0))
-    with pytest.raises(UserError, match="data take 4.50 GiB, cuda:0 on .* has 8.00 GiB free .*; use --cache ram"):
+    with pytest.raises(UserError, match="data take 4.50 GiB, cuda:0 on .* has 8.00 GiB free, .*; use --cache ram"):
         check_room({"train": 9 << 29}, "device", dataclasses.replace(CONFIG, cache="device"), on_gpu)

@@ -1,10 +1,7 @@
 """The checkpoint file, what may differ when a run resumes from it, and files that are replaced atomically."""
 
 import os
-import stat
 from pathlib import Path
-from unittest import mock
-from unittest.mock import call
 
 import pytest
 import torch
@@ -87,17 +84,6 @@ def test_a_write_that_fails_leaves_what_was_there_and_no_partial_file(tmp_path):
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["file"]
     replace_json(path, {"a": None})
     assert path.read_text() == '{\n  "a": null\n}\n' and not list(tmp_path.glob(f"*{TEMPORARY}"))
-
-
-def test_the_file_is_flushed_before_it_gets_its_name_and_then_the_folder(tmp_path):
-    """What a power cut would show; test_every_system_call sees the same in the kernel."""
-    calls = mock.Mock()
-    with (
-        mock.patch("os.fsync", lambda file: calls.fsync(stat.S_ISDIR(os.fstat(file).st_mode))),
-        mock.patch.object(Path, "replace", lambda *_: calls.rename()),
-    ):
-        replace_file(tmp_path / "file", lambda file: file.write(b"new"), calls.may_appear)
-    assert calls.mock_calls == [call.fsync(False), call.may_appear(), call.rename(), call.fsync(True)]
 
 
 def test_weights_come_from_a_checkpoint_or_a_bare_state_dict(tmp_path):

@@ -4,8 +4,7 @@ import os
 
 import pytest
 
-from config import UserError
-from utils.distributed.context import Launch, read_launch
+from utils.distributed.context import read_launch
 
 STEP = {
     "PROCID": "5",
@@ -92,10 +91,3 @@ def test_torchruns_variables_come_before_sruns(monkeypatch):
         monkeypatch.setenv(name, value)
     launch = launched(monkeypatch)
     assert (launch.rank, launch.world_size, launch.is_under_torchrun, launch.address) == (0, 2, True, "")
-
-
-def test_only_some_of_torchruns_variables_are_an_error(monkeypatch):
-    assert read_launch() == Launch(compilers={"CC": os.environ.get("CC", ""), "CXX": os.environ.get("CXX", "")})
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(UserError, match="LOCAL_RANK and WORLD_SIZE: not set, while RANK is; start with torchrun"):
-        read_launch()

@@ -69,9 +69,8 @@ BYTES = {  # each gives other bytes; `other` is another valid file
 
 
 def link(path, rng):
-    path.symlink_to(
-        path.with_name(rng.choice(["step_00000010.pt", "gone", path.name]))
-    )  # another step, nothing, itself
+    """To another step's, to nothing, to itself."""
+    path.symlink_to(path.with_name(rng.choice(["step_00000010.pt", "gone", path.name])))
 
 
 def special(path, rng):

@@ -113,10 +113,6 @@ SECOND_OF_TWO = {"NNODES": "2", "NODE_RANK": "1"}
             SECOND_OF_TWO | {"MASTER_ADDR": "10.0.0.9", "GLOO_SOCKET_IFNAME": "eth77"},
             "GLOO_SOCKET_IFNAME=eth77: .* no interface",
         ),
-        (
-            {"NPROC_PER_NODE": "3", "CUDA_VISIBLE_DEVICES": "0,1"},
-            "NPROC_PER_NODE=3: .* has 2 visible GPUs; give at most 2",
-        ),
         ({"LAUNCH_RETRIES": "x"}, "LAUNCH_RETRIES=x: is not an integer"),
         ({"NNODES": "two"}, "NNODES=two: is not an integer of at least 1; give"),
         ({"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"}, "NODE_RANK=2: is outside NNODES=2; give 0 to 1"),

@@ -1,4 +1,4 @@
-"""Sampler and loader: each sample once, whichever rank computes it; orders and weights of the data set; transfer ahead."""
+"""Sampler and loader: each sample once, whichever rank computes it; orders and weights of the data set."""
 
 import contextlib
 import random

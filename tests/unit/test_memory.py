@@ -13,7 +13,7 @@ from utils.memory import is_out_of_memory
 from utils.run.failures import explain_memory, halved
 from utils.training.state import TrainState
 
-CUDA = "CUDA out of memory. Tried to allocate 1.95 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.58 GiB is free."
+CUDA = "CUDA out of memory. Tried to allocate 1.95 GiB. GPU 0 has a total capacity of 139.80 GiB."
 CPU = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate"
     " 33554432 bytes. Error code 12 (Cannot allocate memory)"

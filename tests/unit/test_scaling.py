@@ -1,4 +1,4 @@
-"""scripts/scaling.py: what it computes from measurements, and what it rejects (real ranks: builtin/test_scaling_runs.py)."""
+"""scaling.py: what it computes from measurements, and what it rejects (real ranks: test_scaling_runs.py)."""
 
 import json
 import xml.etree.ElementTree as ET
@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 import scaling
-from config import TrainingConfig, UserError
+from config import UserError
 from lib.scaling import flags, report
 
 # ---- flags ----
@@ -21,18 +21,18 @@ CONTROL = row({}, 1.0, 1.02, 0.99)
 
 def test_the_flags_to_paste_gain_more_than_the_noise():
     sweep = [CONTROL, row({"bucket_cap_mb": 0.66}, 1.1, 1.2, 0.9), row({"comm_hook": "bf16"}, 1.05, 1.3, 1.2)]
-    assert flags.judge(sweep) == ({"comm_hook": "bf16"}, pytest.approx(0.02))
-    sweep.append(row({"bucket_cap_mb": 0.66, "comm_hook": "bf16"}, 1.4, 1.4, 1.4))
-    line = "flags: --bucket_cap_mb 0.66 --comm_hook bf16   (a step is 40.0% faster, noise 2.0%; bf16 rounds"
-    assert flags.advice(sweep).startswith(line)
-    sweep = [CONTROL, row({"bucket_cap_mb": 11.0}, 1.015), {"change": {"comm_hook": "fp16"}, "problem": "is not known"}]
-    assert flags.advice(sweep) == "flags: none; no other bucket_cap_mb or comm_hook gains more than the noise of 2.0%"
-    assert flags.judge([row({}, 1.0), row({"comm_hook": "fp16"}, 1.005)])[0] == {}  # not worth a flag
+    line = "flags: --comm_hook bf16   (a step is 20.0% faster, noise 2.0%; bf16 rounds the gradients)"
+    assert flags.advice(sweep) == line
+    assert flags.advice(sweep[:2]) == "flags: --bucket_cap_mb 0.66   (a step is 10.0% faster, noise 2.0%)"
+    none = "flags: none; no other bucket_cap_mb or comm_hook gains more than the noise of "
+    assert flags.advice([CONTROL, row({"bucket_cap_mb": 11.0}, 1.015)]) == f"{none}2.0%"
+    assert flags.advice([row({}, 1.0), row({"comm_hook": "fp16"}, 1.005)]) == f"{none}1.0%"  # not worth a flag
+    assert flags.advice([CONTROL]) == f"{none}2.0%"
 
 
 def test_buckets_that_would_be_the_same_are_not_tried():
-    buckets, hooks = flags.variants(TrainingConfig(), gradient=8 * 2**20, bucket=25 * 2**20)
-    assert buckets == [{"bucket_cap_mb": 6.2}]  # 100 MB is the same single bucket as 25 MB
+    bucket, *hooks = flags.variants("none", gradient=8 * 2**20, bucket=25 * 2**20)
+    assert bucket == {"bucket_cap_mb": 6.2}  # 100 MB is the same single bucket as 25 MB
     assert hooks == [{"comm_hook": "fp16"}, {"comm_hook": "bf16"}]
 
 
@@ -73,9 +73,6 @@ def test_more_ranks_add_what_the_all_reduces_take_longer(found):
     messages, sent = 2 * (2 * 7 - 2 * 3), (2 * 7 / 8 - 2 * 3 / 4) * 2**21  # in two buckets
     assert eight["step_s"] == pytest.approx(0.13 + messages * ALPHA + sent * BETA)
     assert eight["global_batch"] == 64 and eight["compute"] * eight["step_s"] == pytest.approx(0.109)
-    (check,) = found["checks"]
-    expected = 0.12 + 2 * (2 * 3 - 2) * ALPHA + (2 * 3 / 4 - 1) * 2**21 * BETA
-    assert (check["from"], check["ranks"]) == (2, 4) and check["error"] == pytest.approx(expected / 0.13 - 1)
 
 
 def test_the_table_and_the_plot_tell_measured_from_predicted(found):
@@ -98,9 +95,8 @@ def test_the_table_and_the_plot_tell_measured_from_predicted(found):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--ranks", "2,x"], "write --ranks 1,2,4"),
+        (["--ranks", "2,x"], "argument --ranks: invalid numbers value: '2,x'"),
         (["--rounds", "0"], "must be 1 or more"),
-        (["--plot", "a.png"], "ends in .svg"),
     ],
 )
 def test_bad_flags_are_rejected(words, sentence, capsys):
@@ -116,9 +112,9 @@ def test_one_rank_is_always_measured_and_other_flags_are_train_pys():
 
 def test_a_file_of_other_flags_is_rejected(tmp_path):
     file = tmp_path / "s.json"
-    file.write_text(json.dumps({"flags": ["--lr", "1"], "global_batch": 8, "measured": []}))
+    file.write_text(json.dumps({"flags": ["--lr", "1"], "most": 2, "measured": []}))
     with pytest.raises(UserError, match=r"was measured with other flags \(--lr 1\); give another name"):
-        scaling.open_report(str(file), [], TrainingConfig(), 2)
+        scaling.open_report(file, [], 2)
     file.write_text("[]")
     with pytest.raises(UserError, match="is no report of this script; give another name"):
-        scaling.open_report(str(file), [], TrainingConfig(), 2)
+        scaling.open_report(file, [], 2)

@@ -1,4 +1,4 @@
-"""Signals: a flag for the loop, and no other exit code while the process ends. Workers: distributed/test_refusals.py."""
+"""Signals: a flag for the loop, and no other exit code while the process ends (workers: test_refusals.py)."""
 
 import os
 import signal

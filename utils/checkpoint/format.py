@@ -1,7 +1,7 @@
 """The checkpoint file: what torch.save writes, followed by a trailer with the step and a checksum of all before it.
 
-`torch.load(path, weights_only=True)` opens such a file (an archive is found from its end) but ignores the trailer; `read`
-checks it.
+`torch.load(path, weights_only=True)` opens such a file (an archive is found from its end) but ignores the trailer;
+`read` checks it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A process of its own writes checkpoints: the training loop only pays for a copy of the state in memory.
 
 The copy lies in memory that both processes map (memfd: /dev/shm has 64 MB in a container). The process is forked early,
-before the model and the data are there, keeps no file of the training process open, and ignores its signals: it outlives
-a SIGTERM to the group, and ends when the training process is gone. Without memfd (macOS) `Writer` writes in this process.
+before the model and the data are there, keeps no file of the training process open, and ignores its signals: it
+outlives a SIGTERM to the group, and ends when the training process is gone. Without memfd (macOS) `Writer` writes in
+this process.
 """
 
 from __future__ import annotations

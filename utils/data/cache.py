@@ -119,7 +119,7 @@ def check_room(sizes: dict[str, int], where: str, config: TrainingConfig, ctx: D
         if need > MAX_OF_DEVICE * free:
             raise UserError(
                 f"cache=device: the decoded data take {gigabytes(need)}, {ctx.device} on {ctx.host} has"
-                f" {gigabytes(free)} free and half of it is kept for training; use --cache ram or a smaller --image_size"
+                f" {gigabytes(free)} free, half of it kept for training; use --cache ram or a smaller --image_size"
             )
         need = max(sizes.values())  # one set at a time goes through the node's memory
     free = free_memory()
@@ -173,8 +173,8 @@ def _fill(rows: Any, indices: list[int], batch: Any) -> None:
 def _shared_rows(row: Any, count: int, ctx: DistributedContext) -> Iterator[Any]:
     """A batch of `count` samples in a file that all ranks of this node map.
 
-    The file lies in /dev/shm where that has the room, else in the temporary folder. Its name goes when the context ends,
-    its memory with the last process that maps it.
+    The file lies in /dev/shm where that has the room, else in the temporary folder. Its name goes when the context
+    ends, its memory with the last process that maps it.
     """
     sizes = [-(-count * tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors_in(row)]
     leader = ctx.hosts.index(ctx.host)

@@ -63,7 +63,7 @@ class GlobalBatchLoader:
                 persistent_workers=True,
                 pin_memory=ctx.device.type == "cuda",
                 timeout=0.9 * config.hang_timeout,  # the watchdog allows the whole of it
-                generator=torch.Generator(),  # for the workers' base seed, so that the model's generator does not advance
+                generator=torch.Generator(),  # of the workers' base seed: the model's generator does not advance
             )
             # where max_steps ends an epoch, training batches wait in shared memory while evaluation batches arrive
             self._batches_ahead = self._loader.prefetch_factor * (2 if config.max_steps else 1)

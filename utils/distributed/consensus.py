@@ -21,7 +21,7 @@ class Decision(NamedTuple):
 
 
 class Consensus:
-    """One small all-reduce on the control group, started at one step and read some steps later, so that ranks rarely wait.
+    """One small all-reduce on the control group, started at one step and read some steps later: ranks rarely wait.
 
     The number of steps is common to all ranks (the largest of theirs); about 0.25 s pass between two votes. `flush` and
     `decide` wait for the slowest rank.
@@ -40,7 +40,7 @@ class Consensus:
         self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def step(self) -> Decision:
-        """Call once for each step of training or evaluation, on all ranks; all get the same decision at the same step."""
+        """Call once a step of training or evaluation, on all ranks; all get the same decision at the same step."""
         self._steps += 1
         if self._steps < self._every:
             return Decision()

@@ -1,4 +1,4 @@
-"""What a run reports: the banner, a record each interval, the summary; on the terminal, in the records, on TensorBoard."""
+"""What a run reports: the banner, a record each interval, the summary; on the terminal, in files, on TensorBoard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorBoard from rank 0: scalars by optimizer step, train over evaluation in one chart, the config, a grid of images."""
+"""TensorBoard from rank 0: scalars by optimizer step, train and evaluation in one chart, the config, images."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def explain_memory(
 
 
 def halved(size: int, config: TrainingConfig, world_size: int) -> str:
-    """Flags for a micro-batch of at most half of `size` and the same global batch; empty where one sample is too much."""
+    """Flags for a micro-batch of at most half of `size` and the same global batch; empty below one sample."""
     whole = config.batch_size * config.micro_batches_per_step(world_size)
     size = next((size for size in range(size // 2, 0, -1) if whole % size == 0), 0)
     return f"--batch_size {size} --global_batch_size {whole}" if size else ""
@@ -142,7 +142,8 @@ def start_watchdog(
         if hanging is None:  # another rank reports it
             end_now(1)
         file = report(text, stacks)
-        sentence = f"{text} (hang_timeout={config.hang_timeout:g}); fix what the stacks in {file} show, then --resume_from auto"
+        remedy = f"fix what the stacks in {file} show, then --resume_from auto"
+        sentence = f"{text} (hang_timeout={config.hang_timeout:g}); {remedy}"
         run.failed(TrainingError(sentence, hanging, ctx.hosts[hanging]))
         if path := ctx.launch.error_file:  # torchrun's summary shows py_callstack
             extra = {"py_callstack": f"{stacks}\nTrainingError: {sentence}", "timestamp": str(int(time.time()))}

@@ -140,7 +140,7 @@ def _without_block(text: str) -> str:
 
 
 def _git(*words: str) -> str:
-    """What git prints. Raises OSError or subprocess.SubprocessError where there is no git, no repository or no answer."""
+    """What git prints. Raises OSError or SubprocessError where there is no git, no repository or no answer."""
     done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=10, check=True)
     return done.stdout.strip()
 

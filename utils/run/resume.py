@@ -155,6 +155,6 @@ def diagnosis(failures: list[dict[str, Any]], progress: Progress, sampler: Globa
     indices = sampler.order(progress.epoch)[max(0, first) : first + size].tolist()[:32]
     which = f" (epoch {progress.epoch}, samples {indices})" if indices else ""
     return (
-        f"the last {len(failures)} attempts all failed at step {step}{which} without a new checkpoint, the last one with:"
-        f" {failures[-1]['error']}; fix that and start again: there are {MAX_FAILURES} more attempts"
+        f"the last {len(failures)} attempts all failed at step {step}{which} without a new checkpoint, the last one"
+        f" with: {failures[-1]['error']}; fix that and start again: there are {MAX_FAILURES} more attempts"
     )

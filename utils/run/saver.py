@@ -233,9 +233,8 @@ class Saver:
             if not self._failing_since:
                 return
             if last:
-                raise TrainingError(
-                    f"{self._run.checkpoints}: the last checkpoint cannot be written; make room, then --resume_from auto"
-                )
+                problem = "the last checkpoint cannot be written; make room, then --resume_from auto"
+                raise TrainingError(f"{self._run.checkpoints}: {problem}")
             time.sleep(1.0)
             self._writer.again()
             self._writer.commit()
@@ -289,9 +288,8 @@ class Hook:
             try:
                 self._running = subprocess.Popen(words, start_new_session=True)
             except OSError as error:
-                self._warn(
-                    f"on_checkpoint: {shlex.join(self._words)} cannot be run ({error.strerror}); the checkpoint is valid"
-                )
+                command = shlex.join(self._words)
+                self._warn(f"on_checkpoint: {command} cannot be run ({error.strerror}); the checkpoint is valid")
 
     def is_running(self) -> bool:
         """Whether one is running or waiting."""

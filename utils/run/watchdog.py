@@ -1,9 +1,9 @@
 """Finds ranks that stand still: each rank's thread reads the files in which all ranks show their phase and step.
 
 A rank's loop writes a counter, its step and its phase; its thread writes a beat twice a second. The reader compares
-numbers, never clocks of other machines. A beat that stands is a rank that was stopped, killed or cut off; a counter that
-stands beside a moving beat is a rank that waits or hangs. The first of these holds up the others, else the rank that is
-least far. Under a debugger use --hang_timeout 0.
+numbers, never clocks of other machines. A beat that stands is a rank that was stopped, killed or cut off; a counter
+that stands beside a moving beat is a rank that waits or hangs. The first of these holds up the others, else the rank
+that is least far. Under a debugger use --hang_timeout 0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEPS_TO_LEARN = 8
 
 
 class Watchdog:
-    """A thread that looks after all ranks. A rank that stands still writes its stacks to `stack<rank>` beside the files.
+    """A thread that looks after all ranks. A rank that stands still writes its stacks to `stack<rank>`.
 
     Args:
         clock: of this rank; its file is in `folder`.
@@ -35,7 +35,7 @@ class Watchdog:
         hang_timeout: seconds without progress after which `end` is called; 0: never.
         every_second: called by the thread.
         report: takes the sentence and the stacks, once per hang, on the lowest rank that is alive.
-        end: takes the sentence, the stacks and the rank that hangs, or None where another rank reports it; does not return.
+        end: takes the sentence, the stacks and the rank that hangs (None: another rank reports it); does not return.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Watchdog:
                 moved_at = time.monotonic()
 
     def _dump_stacks(self) -> None:
-        """Only where the loop stands: to look at the stacks of running threads can crash the process (gloo's threads)."""
+        """Only where the loop stands: to look at the stacks of running threads (gloo's) can crash the process."""
         with contextlib.suppress(OSError), (self._folder / f"stack{self._rank}").open("w") as file:
             faulthandler.dump_traceback(file)
 

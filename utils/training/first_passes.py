@@ -1,7 +1,7 @@
 """The passes before the first step: DDP orders its buckets in them, and torch.compile compiles the model.
 
-What is compiled depends on the batch size, so each size of an epoch or an evaluation is compiled on its own. The model is
-compiled in place: it stays the module it was, with the same keys.
+What is compiled depends on the batch size, so each size of an epoch or an evaluation is compiled on its own. The model
+is compiled in place: it stays the module it was, with the same keys.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def compile_all_sizes(
 ) -> None:
     """Compile the model in passes of every batch size of the run.
 
-    Two passes each: CUDA graphs are recorded in the second. The passes before were not compiled, so the gradients lie in
-    memory of DDP's or their own, where `TrainState.drop_gradients` leaves them, and not in that of a graph.
+    Two passes each: CUDA graphs are recorded in the second. The passes before were not compiled, so the gradients lie
+    in memory of DDP's or their own, where `TrainState.drop_gradients` leaves them, and not in that of a graph.
     """
     compiling = Compiling(state.model, config, is_main)
     sizes = {"training": sizes_of(loader), "evaluation": []}

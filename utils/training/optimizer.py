@@ -109,8 +109,8 @@ def lr_factor(config: TrainingConfig, step: int, total_steps: int, warmup_steps:
 class WeightAverage:
     """An exponential moving average of the weights and the running statistics, in a copy of the model.
 
-    The rule of torch.optim.swa_utils.get_ema_multi_avg_fn, whose first update copies. That function takes its decay from
-    the host; here a skipped step must leave the average as it was without a read by the host.
+    The rule of torch.optim.swa_utils.get_ema_multi_avg_fn, whose first update copies. That function takes its decay
+    from the host; here a skipped step must leave the average as it was without a read by the host.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

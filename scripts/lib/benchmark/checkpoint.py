@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from config import TrainingConfig
 from ddp_utils import DistributedContext
 from lib.benchmark.ours import Ours
 from lib.benchmark.turns import Candidate, take_turns
+from utils.files import replace_file
 
 
 def measure(
@@ -25,11 +25,9 @@ def measure(
     A turn is two epochs, and the checkpoint comes between them, so that it is written within the turn.
     """
     half = max(1, options.steps // 2)
-    size = config.batch_size * config.micro_batches_per_step(ctx.world_size)
-    common = {"save_every": 0, "save_every_minutes": 0.0, "max_steps": 0, "dataset_size": half * size, "epochs": 1000}
     saving, without = (
-        Ours(dataclasses.replace(config, **common, save_every_steps=every), ctx, folder / f"every-{every}")
-        for every in (2 * half, 0)
+        Ours(dataclasses.replace(config, save_every_minutes=0.0, save_every_steps=every), ctx, folder / name, half)
+        for name, every in (("saving", 2 * half), ("without", 0))
     )
     for _ in range(3):  # warm up, with the first checkpoint in the middle
         saving.epoch()
@@ -38,11 +36,7 @@ def measure(
     def reference() -> None:
         """torch.save, fsync and rename of the same state, into the same file system."""
         if ctx.is_main:
-            with (folder / "reference.tmp").open("wb") as file:
-                torch.save(saving.state.state_dict([]), file)
-                file.flush()
-                os.fsync(file.fileno())
-            (folder / "reference.tmp").rename(folder / "reference.pt")
+            replace_file(folder / "reference.pt", lambda file: torch.save(saving.state.state_dict([]), file))
 
     a, b, c = candidates = [
         Candidate("checkpoints", lambda: [saving.epoch() for _ in range(2)]),

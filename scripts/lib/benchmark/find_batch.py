@@ -1,8 +1,7 @@
 """benchmark.py --find-batch: the largest micro-batch that fits in memory, and flags that keep the global batch.
 
-A trial does what a run does with a micro-batch: the passes before the first step, one step under DDP with the optimizer's
-state, one evaluation. Each trial is a process with limited memory, so that the machine does not swap. Samples are the
-first ones of the training set: where lengths vary, leave room for longer ones.
+A trial is a run of one step of one micro-batch, in a process with limited memory, so that the machine does not swap.
+Its samples are the first of an epoch: where lengths vary, leave room for longer ones.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,16 +25,14 @@ if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import torch
-from torch.utils.data import Dataset
 
 import train
 from config import TrainingConfig, UserError
-from ddp_utils import DistributedContext, setup_distributed, wrap_ddp
+from ddp_utils import DistributedContext, setup_distributed
 from lib import processes
+from lib.benchmark.ours import Ours
 from lib.benchmark.turns import synchronize
 from utils.batch import tensors_in
-from utils.data.loader import create_distributed_dataloader
-from utils.data.sampler import GlobalBatch
 from utils.memory import free_memory, gigabytes, is_out_of_memory, own_memory
 
 HEADROOM = 0.05  # of the memory, for fragmentation and what a run holds besides the loop
@@ -44,6 +42,9 @@ TOLERANCE = 0.05  # of the largest size found
 TRIAL_TIMEOUT = 300  # seconds
 CHECKPOINTING = "--activation_checkpointing"
 FITS, TOO_LARGE, TOO_SLOW = "fits", "does not fit", f"takes longer than {TRIAL_TIMEOUT} s"
+# evaluation, compilation and workers are left out: the first needs less than training, the others other memory
+QUIET = {"num_workers": 0, "compile": "off", "hang_timeout": 0.0, "max_time": 0.0}
+QUIET |= {"max_steps": 1, "global_batch_size": 0, "grad_accum_steps": 1}
 
 
 @dataclass(frozen=True)
@@ -63,36 +64,16 @@ class Trial:
 # ---- a trial, in a process of its own ----
 
 
-def one_step(config: TrainingConfig, ctx: DistributedContext, train_set: Dataset, size: int) -> tuple[float, int]:
-    """All that a run does with a micro-batch. Returns the seconds of a step, and the bytes of a checkpoint.
-
-    config: with its `auto` fields resolved.
-    """
-    config = dataclasses.replace(config, batch_size=size, global_batch_size=0, grad_accum_steps=1)
-    loader, sampler = create_distributed_dataloader(train_set, config, ctx)
-    state = train.create_state(config, ctx)
-    model, global_batch = wrap_ddp(state.model, config, ctx), GlobalBatch(size, float(size), [])
-    batch = loader.fetch(list(range(size)))[2]
-    uncompiled = dataclasses.replace(config, compile="off")
-    train.first_passes(model, batch, state, loader, {}, train.compute_loss, uncompiled, ctx)
-    model.train()
-    state.plan(sampler, config)
-    for _ in range(2 if ctx.device.type == "cuda" else 1):  # on CUDA the first step chooses kernels
-        synchronize(ctx.device)
-        began = time.perf_counter()
-        with state.precision.autocast():
-            loss_sum, _ = train.compute_loss(model, batch)
-        state.running_stats.add(size)
-        state.running_stats.start_reduce()
-        state.backward(loss_sum, 1 / size)
-        del loss_sum
-        state.update_if_finite(global_batch)
-        synchronize(ctx.device)
-        seconds = time.perf_counter() - began
-    for each in [state.model] + ([state.average.model] if state.average else []):
-        with torch.no_grad(), state.precision.autocast():
-            train.compute_loss(each.eval(), batch)
-    return seconds, sum(tensor.nbytes for tensor in tensors_in(state.state_dict([])))
+def one_step(config: TrainingConfig, ctx: DistributedContext, folder: Path, size: int) -> tuple[float, int]:
+    """Train on one micro-batch. Returns the seconds without the wait for it, and the bytes of a checkpoint."""
+    ours = Ours(dataclasses.replace(config, **QUIET, batch_size=size), ctx, folder, steps=0)
+    waited, began = ours.spent()["data"], time.perf_counter()
+    ours.epoch()
+    synchronize(ctx.device)
+    seconds = time.perf_counter() - began - (ours.spent()["data"] - waited)
+    checkpoint = sum(tensor.nbytes for tensor in tensors_in(ours.state.state_dict([])))
+    ours.close()
+    return seconds, checkpoint
 
 
 def available_memory(device: torch.device, ranks: int, gib: float) -> int:
@@ -125,21 +106,19 @@ def limit_memory(device: torch.device, memory: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def run_trial(size: int, ranks: int, gib: float, flags: list[str]) -> None:
+def run_trial(size: int, ranks: int, gib: float, folder: Path, flags: list[str]) -> None:
     """Print the outcome as JSON, and exit. A size of 0 only reads the data set and the memory."""
     config = TrainingConfig.from_args(flags)
     found: dict[str, Any] = {"outcome": TOO_LARGE}
     try:
         ctx = setup_distributed(config)
-        sets = train.load_data(config, ctx)
-        config, train_set = sets.config, sets.train
         memory = available_memory(ctx.device, ranks, gib)
         if not size:
-            found = {"memory": memory, "samples": len(train_set)}
+            found = {"memory": memory, "samples": len(train.load_data(config, ctx).train)}
         else:
-            one_step(config, ctx, train_set, min(2, size))
+            one_step(config, ctx, folder / "first", min(2, size))
             limit_memory(ctx.device, memory)
-            seconds, checkpoint = one_step(config, ctx, train_set, size)
+            seconds, checkpoint = one_step(config, ctx, folder / "second", size)
             if ctx.device.type == "cuda":
                 needs = torch.cuda.max_memory_reserved(ctx.device)
             else:  # with the checkpoint's copy in shared memory, and the writer's archive
@@ -156,12 +135,14 @@ def run_trial(size: int, ranks: int, gib: float, flags: list[str]) -> None:
 
 def start_trial(size: int, ranks: int, gib: float, flags: list[str]) -> dict[str, Any]:
     """What the trial printed. Raises UserError where the flags cannot be used."""
-    command = [sys.executable, __file__, str(size), str(ranks), str(gib), *flags]
-    try:
-        ended = processes.run(command, TRIAL_TIMEOUT)
-    except subprocess.TimeoutExpired:
-        return {"outcome": TOO_SLOW}
-    if ended.returncode == -signal.SIGKILL:  # the kernel's out-of-memory killer
+    with tempfile.TemporaryDirectory(prefix="find-batch-") as folder:
+        command = [sys.executable, __file__, str(size), str(ranks), str(gib), folder, *flags]
+        try:
+            ended = processes.run(command, TRIAL_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            return {"outcome": TOO_SLOW}
+    # the kernel's out-of-memory killer, or native code that does not check its allocations
+    if -ended.returncode in (signal.SIGKILL, signal.SIGSEGV):
         return {"outcome": TOO_LARGE}
     if ended.returncode:
         raise RuntimeError(f"{' '.join(command)} exited with {ended.returncode}:\n{ended.stderr}")
@@ -204,11 +185,7 @@ def answer(name: str, trials: list[Trial], most: int, global_batch: int, ranks: 
     lines = [f"{name}: {best.size:,} samples, {gigabytes(best.needs)}, {speed}"]
     if best.size == most:
         lines.append("  this is the whole training set")
-    elif any(each.outcome == TOO_SLOW for each in trials):
-        lines.append(f"  larger ones take longer than {TRIAL_TIMEOUT} s to try")
-    why = f"   ({best.size:,} does not divide it)" if size != best.size else ""
-    if best.size * ranks > global_batch:
-        why = f"   (each rank has {global_batch // ranks:,} samples of it)"
+    why = "   (divides the global batch)" if size != best.size else ""
     more = f" {CHECKPOINTING}" if CHECKPOINTING in name else ""
     return [*lines, f"  --batch_size {size} --global_batch_size {global_batch}{more}{why}"]
 
@@ -238,5 +215,5 @@ def find(flags: list[str], ranks: int, gib: float) -> None:
 
 
 if __name__ == "__main__":
-    size, ranks, gib, *flags = sys.argv[1:]
-    run_trial(int(size), int(ranks), float(gib), flags)
+    size, ranks, gib, folder, *flags = sys.argv[1:]
+    run_trial(int(size), int(ranks), float(gib), Path(folder), flags)

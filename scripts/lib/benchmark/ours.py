@@ -18,6 +18,8 @@ from utils.run.failures import start_watchdog
 from utils.run.resume import open_run
 from utils.signals import StopSignals
 
+EPOCHS = 1000  # of the schedule, more than are measured
+
 
 class Ours:
     """Consensus, watchdog, records, TensorBoard and checkpoint writer as in a run, but nothing on the terminal.
@@ -25,12 +27,15 @@ class Ours:
     Create it on all ranks, after `setup_distributed`.
 
     Args:
-        config: `dataset_size` sets the steps of an epoch, `epochs` the schedule.
         folder: must not hold a run.
+        steps: optimizer steps of an epoch; 0: the whole training set, or `max_steps`.
     """
 
-    def __init__(self, config: TrainingConfig, ctx: DistributedContext, folder: Path) -> None:
+    def __init__(self, config: TrainingConfig, ctx: DistributedContext, folder: Path, steps: int) -> None:
+        self.samples = steps * config.batch_size * config.micro_batches_per_step(ctx.world_size)  # of an epoch
         config = dataclasses.replace(config, run_dir=str(folder), checkpoint_dir="", resume_from="", overwrite=False)
+        if steps:
+            config = dataclasses.replace(config, dataset_size=self.samples, epochs=EPOCHS, max_steps=0, max_time=0.0)
         self._run = open_run(config, ctx)
         logger = setup_logger(ctx.rank, self._run.log_file)
         self._nowhere = open(os.devnull, "w")  # open as long as the run
@@ -44,12 +49,10 @@ class Ours:
         self.config, self.state = self.training.config, self.training.state
         self.model, self.loader = self.training.model, self.training.loader
 
-    def epoch(self) -> int:
-        """Train the next epoch. Returns its number of optimizer steps."""
-        step = self.state.progress.step
+    def epoch(self) -> None:
+        """Train the next epoch."""
         train.train_one_epoch(self.training)
         self.state.end_epoch()
-        return self.state.progress.step - step
 
     def losses(self) -> list[float]:
         """The training loss of each log interval so far, on rank 0."""

@@ -1,4 +1,4 @@
-"""Training speed: this template against three other loops, its distance from the hardware's limit, and its host cost."""
+"""Training speed: this template against three other loops, its distance from the hardware's limit, its host cost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from lib.benchmark import loops
 from lib.benchmark.ours import Ours
 from lib.benchmark.turns import Candidate, synchronize, take_turns
 from lib.tables import format_table
-from utils.report.reporter import peak_memory
+from utils.clock import STEP_PHASES
+from utils.memory import peak_memory
 from utils.training.precision import Precision
 
 TEMPLATE, PLAIN, MINIMAL, TUTORIAL = NAMES = ("this template", "plain loop", "minimal loop", "DDP tutorial")
@@ -35,19 +36,10 @@ class Comparison:
     """The loops on one task, and their figures."""
 
     def __init__(
-        self,
-        config: TrainingConfig,
-        ctx: DistributedContext,
-        steps: int,
-        rounds: int,
-        folder: Path,
-        with_tutorial: bool = False,
+        self, config: TrainingConfig, ctx: DistributedContext, steps: int, folder: Path, with_tutorial: bool = False
     ) -> None:
-        size = config.batch_size * config.micro_batches_per_step(ctx.world_size)
-        epochs = 2 * rounds + 2  # one to warm up, one to count collectives and memory
-        config = dataclasses.replace(config, dataset_size=steps * size, epochs=epochs, max_steps=0)
-        self.steps, self._samples, self._rounds, self._ctx = steps, steps * size, rounds, ctx
-        self.ours = Ours(config, ctx, folder)
+        self.steps, self._ctx = steps, ctx
+        self.ours = Ours(config, ctx, folder, steps)
         accumulation = config.micro_batches_per_step(ctx.world_size) // ctx.world_size
         self.config = dataclasses.replace(self.ours.config, grad_accum_steps=accumulation, global_batch_size=0)
         precision = Precision.choose(config, ctx.device, ctx.fast_bf16)
@@ -62,15 +54,16 @@ class Comparison:
             epoch_of[TUTORIAL] = loops.Tutorial(self.config, ctx).epoch
         self.candidates = {name: Candidate(name, epoch) for name, epoch in epoch_of.items()}
 
-    def run(self, report: Callable[[str], object] = lambda text: None) -> dict[str, dict[str, Any]]:
-        """Take all turns. Returns the figures of each loop by its name."""
+    def run(self, rounds: int, report: Callable[[str], object] = lambda text: None) -> dict[str, dict[str, Any]]:
+        """Take all turns, and end the run. Returns the figures of each loop by its name."""
         candidates, device = list(self.candidates.values()), self._ctx.device
         for each in candidates:
             each.epoch()
         counted = {each.name: count(each.epoch, device) for each in candidates}
         before = self.ours.spent()
-        take_turns(candidates, self._rounds, device, report)
-        spent = {phase: seconds - before[phase] for phase, seconds in self.ours.spent().items()}
+        take_turns(candidates, rounds, device, report)
+        spent = {phase: seconds - before[phase] for phase, seconds in self.ours.spent().items() if phase in STEP_PHASES}
+        self.ours.close()
         plain, rows = self.candidates[PLAIN], {}
         for each in candidates:
             rows[each.name] = {
@@ -81,14 +74,13 @@ class Comparison:
                 "control_wall": each.control(),
                 "control_cpu": each.control("cpu"),
                 "warning": each.warning("wall", "cpu"),
-                "samples_per_s": self._samples / each.seconds(),
+                "samples_per_s": self.ours.samples / each.seconds(),
                 "collectives_per_step": counted[each.name]["collectives"] / self.steps,
                 "peak_memory_bytes": counted[each.name]["peak_memory"],
                 "turns_wall_s": each.wall,
                 "turns_cpu_s": each.cpu,
             }
-        in_steps = sum(spent[phase] for phase in ("data", "forward", "backward", "update"))
-        rows[TEMPLATE]["data_wait"] = spent["data"] / in_steps
+        rows[TEMPLATE]["data_wait"] = spent["data"] / sum(spent.values())
         return rows
 
     def equality(self) -> dict[str, int]:
@@ -107,42 +99,34 @@ def measure(
     """Compare all loops on the task of `config`, and print the figures."""
     say("measuring the host cost")  # first, before the process holds many objects
     cost = host_cost(config, ctx, options.steps, options.rounds, folder / "tiny")
-    comparison = Comparison(config, ctx, options.steps, options.rounds, folder / "run", with_tutorial=True)
+    comparison = Comparison(config, ctx, options.steps, folder / "run", with_tutorial=True)
     precision, workers = comparison.ours.state.precision, comparison.ours.loader.num_workers
     flops = flops_per_sample(comparison.ours)
     peak = peak_flops(ctx.device, precision.dtype or torch.float32) * ctx.world_size
     say(f"precision {precision.name}, {workers} loader workers per rank")
     say(f"{flops / 1e9:.2f} GFLOP per sample, forward and backward; measured peak: {peak / 1e9:,.0f} GFLOP/s")
-    rows = comparison.run(say)
-    comparison.ours.close()
+    rows = comparison.run(options.rounds, say)
     equality = comparison.equality()
     say(table(rows, flops, peak))
     say(f"speed of this template over the DDP tutorial: {rows[TUTORIAL]['step_s'] / rows[TEMPLATE]['step_s']:.2f}")
     if equality["intervals"]:
-        say(
-            "losses of template and plain loop: {equal} of {intervals} log intervals are bit-identical".format(
-                **equality
-            )
-        )
+        words = "losses of template and plain loop: {equal} of {intervals} log intervals are bit-identical"
+        say(words.format(**equality))
     controls = ", ".join(f"{value:.3f}" for value in cost["controls"].values())
-    over = (
-        f"{cost['over_plain_us']:+.0f} us over the plain loop, {cost['over_minimal_us']:+.0f} us over the minimal loop"
-    )
-    say(
-        f"host: {cost['template_us']:.0f} us CPU time per step with a model that costs nothing, {over} (controls {controls})"
-    )
+    say(f"host: {cost['template_us']:.0f} us CPU time per step with a model that costs nothing (controls {controls})")
+    for name in ("plain", "minimal"):
+        say(f"  {cost[f'over_{name}_us']:+.0f} us over the {name} loop")
     facts = {"precision": precision.name, "workers": workers, "flops_per_sample": flops, "peak_flops": peak}
     return facts | {"rows": rows, "equality": equality, "host": cost}
 
 
 def host_cost(config: TrainingConfig, ctx: DistributedContext, steps: int, rounds: int, folder: Path) -> dict[str, Any]:
     """Microseconds of CPU time per step, and over the other loops, with a model that costs nothing."""
-    tiny = TrainingConfig(batch_size=4, image_size=8, num_classes=10, in_channels=3, augment="none", compile="off")
+    tiny = TrainingConfig(batch_size=4, image_size=8, num_classes=10, in_channels=3, augment="none")
     tiny = dataclasses.replace(tiny, backend=config.backend)
     with costless_model():
-        comparison = Comparison(tiny, ctx, HOST_STEPS * steps, HOST_ROUNDS * rounds, folder)
-        rows = comparison.run()
-        comparison.ours.close()
+        comparison = Comparison(tiny, ctx, HOST_STEPS * steps, folder)
+        rows = comparison.run(HOST_ROUNDS * rounds)
     template, plain, minimal = (each.rounds("cpu") for each in comparison.candidates.values())
     per_step = 1e6 / (2 * comparison.steps)  # a round is two turns
     return {

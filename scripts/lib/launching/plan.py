@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from config import TrainingConfig, UserError
-from scripts.lib.launching.rendezvous import ROUTE_PATIENCE_S, Nodes, Progress, say
+from scripts.lib.launching.rendezvous import ROUTE_PATIENCE_S, Nodes, Wait
 from scripts.lib.network import check_interfaces, interface_of, is_loopback, own_address_to, resolve, why
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGHUP)
@@ -127,7 +127,7 @@ def read_nodes(options: argparse.Namespace) -> Nodes:
     if most > 1 and not options.master_addr:
         raise UserError(f"MASTER_ADDR: is not set, with NNODES={options.nnodes}; give the name or address of node 0")
     port = integer("MASTER_PORT", options.master_port, 1)
-    if port > 65535:
+    if not 1024 <= port <= 65535:
         raise UserError(f"MASTER_PORT={port}: is not a port; give one from 1024 to 65535")
     return Nodes(least, most, rank, options.master_addr, port, backend)
 
@@ -143,31 +143,20 @@ def count_gpus(env: dict[str, str]) -> int:
     return 0
 
 
-def count_processes(options: argparse.Namespace, config: TrainingConfig, env: dict[str, str]) -> int:
-    gpus = count_gpus(env) if config.backend in ("auto", "nccl") else 0
-    count = integer("NPROC_PER_NODE", options.nproc_per_node, 1) if options.nproc_per_node else gpus or 1
-    if 0 < gpus < count:
-        here = f"{socket.gethostname()} has {gpus} visible GPU{'s' * (gpus > 1)}"
-        raise UserError(f"NPROC_PER_NODE={count}: {here}; give at most {gpus}, or --backend gloo")
-    return count
-
-
 def own_address(nodes: Nodes, patience: float) -> tuple[str, bool]:
     """This node's address on the route to node 0, and whether it is node 0. Raises UserError."""
-    host, progress, given = socket.gethostname(), Progress(), f"MASTER_ADDR={nodes.address}"
+    host, wait, given = socket.gethostname(), Wait(), f"MASTER_ADDR={nodes.address}"
+    fix = "give node 0's address, or add the name to DNS or /etc/hosts"
     while True:
         try:
             found = resolve(nodes.address)
             break
         except OSError as error:
-            waited = progress.seconds
-            if waited >= patience:
-                text = f"{host} cannot resolve this name in {waited:.0f} s ({error.strerror})"
-                fix = "give node 0's address, or add the name to DNS or /etc/hosts"
+            if wait.seconds >= patience:
+                text = f"{host} cannot resolve this name in {wait.seconds:.0f} s ({error.strerror})"
                 raise UserError(f"{given}: {text}; {fix}") from None
-            if progress.is_line_due():
-                say(f"waiting for the name {nodes.address} to resolve ({waited:.0f} s)")
-            time.sleep(min(1.0, patience))
+            wait.say(f"the name {nodes.address} to resolve", fix)
+            time.sleep(1)
     routable = [address for address in found if not is_loopback(address)]
     if not routable:
         fix = "give node 0's address in the shared network, or fix /etc/hosts (Debian puts a host's name at 127.0.1.1)"
@@ -175,9 +164,8 @@ def own_address(nodes: Nodes, patience: float) -> tuple[str, bool]:
     try:
         own = own_address_to(routable[0])
     except OSError as error:
-        raise UserError(
-            f"{given}: {host} has no route to it ({why(error)}); check the address and the routes"
-        ) from None
+        text = f"{host} has no route to it ({why(error)})"
+        raise UserError(f"{given}: {text}; check the address and the routes") from None
     return own, nodes.rank == 0 if nodes.backend == "static" else own in found
 
 
@@ -189,7 +177,8 @@ def make_plan(options: argparse.Namespace, flags: list[str], config: TrainingCon
     if not importlib.util.find_spec("torch") or not shutil.which("torchrun"):
         fix = "activate the environment that has it (source .venv/bin/activate)"
         raise UserError(f"torchrun: this Python has no torch; {fix}")
-    processes = count_processes(options, config, env)
+    gpus = count_gpus(env) if config.backend in ("auto", "nccl") else 0
+    processes = integer("NPROC_PER_NODE", options.nproc_per_node, 1) if options.nproc_per_node else gpus or 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     heard = [number.name for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup, slurm.sbatch
     settings = {

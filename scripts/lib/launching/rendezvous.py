@@ -54,8 +54,12 @@ class Nodes:
         return f"{self.least}:{self.most}" if self.least < self.most else f"{self.most}"
 
 
-class Progress:
-    """The time of a wait, and when to print a line about it."""
+def say(text: str) -> None:
+    print(f"launch.sh: {text}", file=sys.stderr, flush=True)
+
+
+class Wait:
+    """The time of a wait."""
 
     def __init__(self) -> None:
         self._began, self._lines = time.monotonic(), 0
@@ -64,15 +68,11 @@ class Progress:
     def seconds(self) -> float:
         return time.monotonic() - self._began
 
-    def is_line_due(self) -> bool:
-        """True once every ten seconds."""
-        is_due = self.seconds >= LINE_INTERVAL_S * (self._lines + 1)
-        self._lines += is_due
-        return is_due
-
-
-def say(text: str) -> None:
-    print(f"launch.sh: {text}", file=sys.stderr, flush=True)
+    def say(self, what: str, fix: str) -> None:
+        """Print what is missing, once every ten seconds."""
+        if self.seconds >= LINE_INTERVAL_S * (self._lines + 1):
+            self._lines += 1
+            say(f"waiting for {what} ({self.seconds:.0f} s); {fix}")
 
 
 def find_nodes(nodes: Nodes, patience: float, launch_id: str, is_first_attempt: bool) -> str:
@@ -151,20 +151,20 @@ class Host:
 
     def wait(self, seconds: float) -> None:
         """Until all nodes are there and have received the id. Raises NodesMissing."""
-        progress = Progress()
+        wait = Wait()
         while not self._is_complete:
             with self._lock:
                 now = time.monotonic()
                 self._present = {node: it for node, it in self._present.items() if now - it[2] < ABSENT_AFTER_S}
                 self._is_complete = len(self._present) + 1 >= self._nodes.least
                 missing = self._missing()
-            if not self._is_complete and progress.seconds >= seconds:
+            if self._is_complete:
+                break
+            if wait.seconds >= seconds:
                 raise NodesMissing(f"{missing}: missing after {seconds:.0f} s; check launch.sh there, then restart all")
-            if not self._is_complete and progress.is_line_due():
-                fix = "start launch.sh there with MASTER_ADDR of this node"
-                say(f"waiting for {missing} ({progress.seconds:.0f} s); {fix}")
+            wait.say(missing, "start launch.sh there with MASTER_ADDR of this node")
             time.sleep(0.1)
-        closing = Progress()
+        closing = Wait()
         while self._present and closing.seconds < ABSENT_AFTER_S:
             time.sleep(0.01)
 
@@ -178,43 +178,37 @@ def join(
     nodes: Nodes, seconds: float, route_seconds: float, launch_id: str, error_seconds: float = ERROR_PATIENCE_S
 ) -> str:
     """Poll node 0 until all nodes are there. Returns node 0's launch id. Raises UserError and NodesMissing."""
-    node, where, progress = secrets.token_hex(8), f"{nodes.address}:{nodes.port}", Progress()
-    reached_at, is_first = 0.0, True
+    node, node_0, wait = secrets.token_hex(8), f"node 0 at {nodes.address}:{nodes.port}", Wait()
+    reached_at, padding = 0.0, PADDING
     while True:
         error, tolerance = "", 0.0
+        fix = "start launch.sh with NODE_RANK=0 there, or check MASTER_ADDR and MASTER_PORT"
         try:
-            reply = ask(nodes, node, PADDING if is_first else "")
+            reply = ask(nodes, node, padding)
             if not reply and nodes.backend == "c10d":
                 return launch_id  # torchrun's store: the others have started
             if "go" in reply:
                 return reply["go"]
-            if "error" in reply:
-                raise UserError(reply["error"])
-            if "missing" in reply:
-                text = f"{reply['missing']}; node 0 at {where} is there"
-            else:
-                text = f"node 0 at {where}: another program listens there, perhaps an earlier attempt"
-            reached_at, is_first = progress.seconds, False
+            reached_at, padding = wait.seconds, ""
+            text = f"{node_0}: another program listens there, perhaps an earlier attempt"
+            if reply:
+                text, fix = reply["missing"], f"{node_0} is there"
         except UserError as problem:
             text, error, tolerance = str(problem), str(problem), error_seconds
         except OSError as problem:
             if isinstance(problem, ConnectionError):
-                reached_at = progress.seconds
-            text = f"node 0 at {where}: {why(problem)}"
+                reached_at = wait.seconds
+            text, tolerance = f"{node_0}: {why(problem)}", route_seconds
             error = (
-                f"MASTER_ADDR={nodes.address}: cannot be reached from {socket.gethostname()} in"
-                f" {progress.seconds:.0f} s ({why(problem)}); check MASTER_ADDR, the route and the firewall, and that"
-                " launch.sh runs there with NODE_RANK=0"
+                f"MASTER_ADDR={nodes.address}: cannot be reached from {socket.gethostname()} in {wait.seconds:.0f} s"
+                f" ({why(problem)}); check MASTER_ADDR, the route and the firewall, and that launch.sh runs there with"
+                " NODE_RANK=0"
             )
-            tolerance = route_seconds
-        waited = progress.seconds
-        if error and waited - reached_at >= tolerance:
+        if error and wait.seconds - reached_at >= tolerance:
             raise UserError(error)
-        if waited >= seconds:
-            raise NodesMissing(f"{text} ({waited:.0f} s); start launch.sh on all nodes again")
-        if progress.is_line_due():
-            fix = "start launch.sh with NODE_RANK=0 there, or check MASTER_ADDR and MASTER_PORT"
-            say(f"waiting for {text} ({waited:.0f} s){'' if 'is there' in text else f'; {fix}'}")
+        if wait.seconds >= seconds:
+            raise NodesMissing(f"{text} ({wait.seconds:.0f} s); start launch.sh on all nodes again")
+        wait.say(text, fix)
         time.sleep(POLL_S)
 
 
@@ -240,36 +234,36 @@ def ask(nodes: Nodes, node: str, padding: str) -> dict[str, Any]:
             raise UserError(f"{given}: {text}; give all nodes the MTU that the switch supports") from None
         if not reply:
             raise ConnectionResetError(errno.ECONNRESET, "node 0 has left")
+        if "error" in reply:
+            raise UserError(reply["error"])
         return reply
 
 
 def check_leads_here(address: str, port: int, token: str) -> None:
     """On node 0: MASTER_ADDR leads to this process. Raises UserError."""
-    host, fix = socket.gethostname(), "give an address of this node as MASTER_ADDR, or this node another NODE_RANK"
     try:
         with socket.create_connection((address, port), ANSWER_S) as connection, connection.makefile() as file:
             greeting = _receive_greeting(file)
+        problem = f"but to {greeting.get('host', 'another program')}"
     except OSError as error:
-        problem = f"MASTER_ADDR={address}: does not lead to {host}, which is NODE_RANK=0 ({why(error)})"
-        raise UserError(f"{problem}; {fix}") from None
+        greeting, problem = {}, why(error)
     if greeting.get("token") != token:
-        other = greeting.get("host", "another machine")
-        raise UserError(f"NODE_RANK=0: MASTER_ADDR={address} is {other}, not {host}, and node 0 is there; {fix}")
+        text = f"does not lead to {socket.gethostname()}, which is NODE_RANK=0 ({problem})"
+        fix = "give an address of this node as MASTER_ADDR, or this node another NODE_RANK"
+        raise UserError(f"MASTER_ADDR={address}: {text}; {fix}")
 
 
 def _listen(port: int) -> socket.socket:
-    progress, has_both = Progress(), socket.has_dualstack_ipv6()
+    wait, has_both = Wait(), socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if has_both else socket.AF_INET
     while True:
         try:
             return socket.create_server(("", port), family=family, dualstack_ipv6=has_both, backlog=1024)
         except OSError as error:
-            if error.errno == errno.EACCES:
-                raise UserError(f"MASTER_PORT={port}: needs root; give one above 1023") from None
-            if error.errno != errno.EADDRINUSE or progress.seconds > PORT_PATIENCE_S:
+            if error.errno != errno.EADDRINUSE or wait.seconds > PORT_PATIENCE_S:
+                text = f"is in use on {socket.gethostname()} (`ss -ltnp` names the process)"
                 raise UserError(
-                    f"MASTER_PORT={port}: is in use on {socket.gethostname()} (`ss -ltnp` names the process); end"
-                    " that process, or give all nodes another port"
+                    f"MASTER_PORT={port}: {text}; end that process, or give all nodes another port"
                 ) from None
         time.sleep(0.2)
 

@@ -10,8 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +34,15 @@ class Launch:
         self._plan, self._env = plan, env | plan.settings
         self._env["LAUNCH_ID"] = env.get("LAUNCH_ID") or f"{socket.gethostname()}-{os.getpid()}-{time.time():.0f}"
         self._child: subprocess.Popen | None = None
-        self._signals, self._is_interruptible = 0, False
+        self._signals, self._is_waiting = 0, True  # waiting for nodes or for the next attempt
         # under slurm.sbatch, which ignores USR1 here, the job is requeued instead of a new attempt in the ending one
         self._is_requeued = signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
-        for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves SIGHUP
-                signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _: object) -> None:
         """The first one asks the ranks to save; torchrun then ends by itself. Later ones end torchrun."""
         self._signals += 1
-        if self._is_interruptible:
-            self._is_interruptible = False
+        if self._is_waiting:
+            self._is_waiting = False
             raise Stopped
         if self._child and self._signals > 1:
             self._child.send_signal(signal.SIGKILL if number == signal.SIGINT else signal.SIGTERM)
@@ -55,18 +51,13 @@ class Launch:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
 
-    @contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        self._is_interruptible = True
-        try:
-            yield
-        finally:
-            self._is_interruptible = False
-
     def run(self) -> int:
         """Attempts until one is final. Returns the exit code. Raises UserError."""
         attempts, pause = self._plan.retries + 1, 5
         with tempfile.TemporaryDirectory() as folder, suppress(Stopped):
+            for number in SIGNALS:
+                if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves SIGHUP
+                    signal.signal(number, self._on_signal)
             self._env["TORCHELASTIC_ERROR_FILE"] = str(Path(folder, "error.json"))  # of the first rank that fails
             for attempt in range(1, attempts + 1):
                 code = self._attempt(attempt == 1)
@@ -74,8 +65,8 @@ class Launch:
                 if is_final or attempt == attempts or (code == PREEMPTED and self._is_requeued):
                     return code
                 say(f"exit code {code}; attempt {attempt + 1} of {attempts} starts in {pause} s")
-                with self._interruptible():
-                    time.sleep(pause)
+                self._is_waiting = True
+                time.sleep(pause)
                 pause = min(2 * pause, 60)
         return PREEMPTED
 
@@ -85,15 +76,12 @@ class Launch:
         error_file.unlink(missing_ok=True)
         if plan.nodes.most > 1:
             try:
-                with self._interruptible():
-                    found = find_nodes(plan.nodes, plan.patience, self._env["LAUNCH_ID"], is_first)
+                self._env["LAUNCH_ID"] = find_nodes(plan.nodes, plan.patience, self._env["LAUNCH_ID"], is_first)
             except NodesMissing as missing:
                 say(str(missing))
                 return 1
-            self._env["LAUNCH_ID"] = found
         before = read_json(status_file)
-        if self._signals:
-            raise Stopped
+        self._is_waiting = False
         self._child = start(plan.command, env=self._env)
         if self._signals:  # it came while torchrun was being started
             self._child.terminate()

@@ -75,34 +75,25 @@ def predicted_point(job: dict[str, Any], ranks: int) -> dict[str, Any]:
 def summarize(jobs: list[dict[str, Any]]) -> dict[str, Any]:
     """jobs: sorted by number of ranks, from one rank on."""
     points = [measured_point(job, mode) for job in jobs for mode in ("weak", "strong")]
-    last, checks = jobs[-1], []
+    last = jobs[-1]
     if last["ranks"] > 1:
         points += [predicted_point(last, last["ranks"] * 2**k) for k in range(1, DOUBLINGS + 1)]
-        for job in jobs[1:-1]:
-            error = predicted_point(job, last["ranks"])["step_s"] / median(last, "weak", 0) - 1
-            checks.append({"from": job["ranks"], "ranks": last["ranks"], "error": error})
     base = {each["mode"]: each["samples_per_s"] for each in points if each["ranks"] == 1}
     for each in points:
         each["efficiency"] = each["samples_per_s"] / each["ranks"] / base[each["mode"]]
-    sweep = last.get("sweep", [])
-    return {"points": points, "checks": checks, "sweep": sweep, "advice": flags.advice(sweep) if sweep else ""}
+    return {"points": points, "advice": flags.advice(last["sweep"]) if "sweep" in last else ""}
 
 
 def text(report: dict[str, Any]) -> str:
     """The table, and what it means."""
     rows = [["ranks", "scaling", "samples/s", "efficiency", "step", "compute", "data wait", "communication", ""]]
     for each in sorted(report["points"], key=lambda each: (each["mode"] != "weak", each["ranks"])):
-        row = [each["ranks"], each["mode"], f"{each['samples_per_s']:,.0f}", f"{each['efficiency']:.1%}"]
-        row += [
-            f"{each['step_s'] * 1000:,.2f} ms",
-            *(f"{each[key]:.1%}" for key in ("compute", "data", "communication")),
-        ]
+        step = f"{each['step_s'] * 1000:,.2f} ms"
+        shares = [f"{each[key]:.1%}" for key in ("efficiency", "compute", "data", "communication")]
+        row = [each["ranks"], each["mode"], f"{each['samples_per_s']:,.0f}", shares[0], step, *shares[1:]]
         rows.append([*row, "predicted" if each["is_predicted"] else ""])
-    lines = [format_table(rows, range(8))]
-    lines.append(
-        "weak: same micro-batches on each rank; strong: same global batch; communication: not hidden by compute"
-    )
-    last = report["measured"][-1]
+    meaning = "weak: same micro-batches on each rank; strong: same global batch; communication: not hidden by compute"
+    lines, last = [format_table(rows, range(8)), meaning], report["measured"][-1]
     if last["ranks"] > 1:
         alpha, beta = link(last)
         rate = f"{1e-9 / beta:.2f} GB/s" if beta else "no measurable time"
@@ -110,29 +101,24 @@ def text(report: dict[str, Any]) -> str:
         lines.append("predicted: more machines like these, on a network as fast as this link")
     else:
         lines.append("give --ranks 1,2 here, or measure several nodes (scripts/launch.sh --scaling FILE)")
-    for check in report["checks"]:
-        words = "check: the step of {ranks} ranks, predicted from {from}, is {error:+.1%} off the measured one"
-        lines.append(words.format(**check))
-    for row in report["sweep"][1:]:
-        gained = (
-            f"{row['step_s'] * 1000:,.2f} ms per step, {flags.gain(row):+.1%}" if "ratios" in row else row["problem"]
-        )
+    for row in last.get("sweep", [])[1:]:
+        gained = f"{row['step_s'] * 1000:,.2f} ms per step, {flags.gain(row):+.1%}"
         lines.append(f"  {flags.paste(row['change'])}: {gained}")
-    return "\n".join([*lines, *[report["advice"]][: bool(report["advice"])]])
+    return "\n".join([*lines, report["advice"]]).rstrip()
 
 
 def plot(report: dict[str, Any], title: str) -> str:
     """An SVG of the efficiency by number of ranks."""
     series = []
     for mode, color in zip(("weak", "strong"), COLORS, strict=False):
-        points = [each for each in report["points"] if each["mode"] == mode]
-        measured, predicted = (
-            [(each["ranks"], 100 * each["efficiency"]) for each in points if each["is_predicted"] == is_predicted]
-            for is_predicted in (False, True)
-        )
+        measured, predicted = [], []
+        for each in (point for point in report["points"] if point["mode"] == mode):
+            curve = predicted if each["is_predicted"] else measured
+            curve.append((math.log2(each["ranks"]), 100 * each["efficiency"]))
         series.append(Series(f"{mode} scaling, measured", measured, color))
         if predicted:
             series.append(Series(f"{mode} scaling, predicted", [measured[-1], *predicted], color, is_dashed=True))
     top = max(100.0, *(y for each in series for _, y in each.points))
     y_label = "efficiency in % (samples/s per rank over one rank)"
-    return line_plot(series, x_label="ranks", y_label=y_label, title=title, y_range=(0.0, top), log2_x=True)
+    ticks = [(math.log2(each["ranks"]), f"{each['ranks']:,}") for each in report["points"] if each["mode"] == "weak"]
+    return line_plot(series, x_label="ranks", y_label=y_label, title=title, y_range=(0.0, top), x_ticks=ticks)

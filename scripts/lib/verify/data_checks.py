@@ -42,8 +42,9 @@ def order(fork: Fork) -> str:
         never, often = (count == 0).nonzero().flatten().tolist(), (count > 1).nonzero().flatten().tolist()
         if (len(never) > dropped or often) and not may_repeat:
             raise Broken(
-                f"epoch {epoch}: {len(never) - dropped} samples are never visited and {len(often)} more than once (sample"
-                f" {[*often, *never][0]}): a custom sampler; visit each once, or set with_replacement = True on the data"
+                f"epoch {epoch}: {len(never) - dropped} samples are never visited and {len(often)} more than once"
+                f" (sample {[*often, *never][0]}): a custom sampler; visit each once, or set with_replacement = True on"
+                " the data"
             )
     ranks = all_gather_json(orders, ctx)
     for rank, (first, second, again) in enumerate(ranks):
@@ -121,8 +122,8 @@ def tensors(batch: object) -> list[Tensor]:
 
 
 def check_rows(subset: Subset, plan: list[list[int]], collated: Rows, alone: Rows) -> None:
-    """Raises Broken if a row of a collated batch is missing, or differs from the sample collated alone. Ignores padding,
-    and batches that do not have one row per sample."""
+    """Raises Broken if a row of a collated batch is missing, or differs from the sample collated alone. Ignores
+    padding, and batches that do not have one row per sample."""
     wanted = [len(indices) for indices in plan]
     for place in range(len(alone[0])):
         rows = [len(collated[number][place]) for number in range(len(plan))]

@@ -104,8 +104,9 @@ def evaluation(fork: Fork) -> str:
             is_close = math.isclose(found[name], value, rel_tol=1e-5, abs_tol=1e-8)  # rounding of float32 sums
             if not is_close and not math.isnan(value):  # nan: a metric that counted nothing
                 raise Broken(
-                    f"{name} of {len(subset)} held-out samples is {found[name]:.6g}, in one process {value:.6g}: samples"
-                    " repeated or left out, or random numbers; give F.dropout and the like training=self.training"
+                    f"{name} of {len(subset)} held-out samples is {found[name]:.6g}, in one process {value:.6g}:"
+                    " samples repeated or left out, or random numbers; give F.dropout and the like"
+                    " training=self.training"
                 )
         counts.append(str(len(subset)))
     return f"sets of {' and '.join(counts)} samples: each counted once, loss and metrics as in one process"

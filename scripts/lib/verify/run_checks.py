@@ -59,7 +59,8 @@ def resume(fork: Fork) -> str:
             f"{first_three(different)}: resumed and uninterrupted runs differ: state outside the checkpoint, or unkeyed"
             " random numbers; keep state in a parameter or persistent buffer, and draw with utils.rng"
         )
-    return f"{first.stem}.pt resumed, {whole.state.progress.step} steps in all: state and records bit for bit those of the whole run"
+    steps = whole.state.progress.step
+    return f"{first.stem}.pt resumed, {steps} steps in all: state and records bit for bit those of the whole run"
 
 
 def plain_load(fork: Fork) -> str:
