@@ -115,7 +115,7 @@ def setting(group: str, default: Any, text: str, check: Check | None = None, res
 
 
 def yours(default: Any, text: str, check: Check | None = None, resume: str = "free") -> Any:
-    """A field that model.py or dataset.py reads, and nothing else. "auto" is the training set's attribute of that name."""
+    """A field for model.py and dataset.py alone. "auto" is the training set's attribute of the same name."""
     return setting(YOURS, default, text, check, resume)
 
 

@@ -6,7 +6,7 @@ Prints a line per invariant: its figure, or what breaks it and the fix. Exit cod
 torchrun 2 for unusable flags). It trains for a few steps on a few samples in a folder beside run_dir, which it deletes,
 and writes verified.json beside train.py: runs then report "verified with this code", or which files changed since.
 Use four ranks: with two, a sum has only one order. It takes the flags of train.py, and ignores resume_from, overwrite,
-eval_only, compile and sync_bn.
+eval_only and compile.
 """
 
 from __future__ import annotations
@@ -31,23 +31,27 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
+import model
 import train
 from ddp_utils import cleanup_distributed, setup_distributed
 from lib.verify.data_checks import content, order
 from lib.verify.fork import Broken, Fork
-from lib.verify.model_checks import evaluation, gradient, loss, parameters
+from lib.verify.model_checks import evaluation, gradient, loss, parameters, schedule
 from lib.verify.run_checks import plain_load, resume, training, weights
 from lib.verify.values import first_three, one_line, plural
+from utils.data.loader import kind_of
 from utils.distributed.collectives import all_gather_json, is_of_a_peer
 from utils.files import replace_json
 from utils.run import provenance
 from utils.run.failures import leave_after
+from utils.training.seams import Seams
 
 # in this order: an early failure is usually the cause of later ones
-CHECKS = (order, content, loss, parameters, evaluation, gradient, training, weights, resume, plain_load)
-TRAINING_CHECKS = CHECKS[5:]  # skipped if "parameters" is broken
+CHECKS = (order, content, loss, parameters, schedule, evaluation, gradient, training, weights, resume, plain_load)
+TRAINING_CHECKS = CHECKS[6:]  # skipped if "parameters" is broken
 
 
 @record
@@ -68,12 +72,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def prepare(config: TrainingConfig) -> Fork:
     """Load the data on all ranks. Raises UserError."""
-    config = replace(config, resume_from="", overwrite=False, eval_only=False, compile="off", sync_bn=False)
+    config = replace(config, resume_from="", overwrite=False, eval_only=False, compile="off")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     ctx = setup_distributed(config)
     sets = train.load_data(config, ctx)
     token = all_gather_json(time.time_ns(), ctx)[0]
     folder = config.run_folder.parent / f".verify-{token:x}"
-    return Fork(sets.config, sets.train, next(iter(sets.held_out.values()), None), ctx, folder)
+    held_out = next(iter(sets.held_out.values()), None)
+    fork = Fork(sets.config.plain(), sets.train, held_out, ctx, folder, Seams.of(model))
+    fork.choose_precision()
+    return fork
 
 
 class Report:
@@ -84,7 +92,9 @@ class Report:
         self._outcomes: dict[str, dict[str, object]] = {}
         self._code = provenance.code_digests()  # as it was imported
         ranks = plural(fork.ctx.world_size, "rank")
-        self._print(f"verifying {fork.config.task}, {plural(len(fork.train_set), 'sample')}, on {ranks}")
+        self._task = provenance.task_of(fork.new_model(), kind_of(fork.train_set), fork.config)
+        precision = str(fork.dtype).removeprefix("torch.")
+        self._print(f"verifying {self._task}, {plural(len(fork.train_set), 'sample')}, on {ranks}, in {precision}")
         if fork.ctx.world_size < 4:
             self._print(f"  note: {ranks} cannot show every order of sums; use --nproc-per-node=4")
 
@@ -139,7 +149,7 @@ class Report:
             "passed": is_passed,
             "time": provenance.now(),
             "ranks": ctx.world_size,
-            "task": self._fork.config.task,
+            "task": self._task,
             "flags": self._flags,
             "devices": sorted(set(ctx.device_names)),
             "versions": provenance.versions(),

@@ -22,7 +22,7 @@ EXAMPLE = '{"loss": (loss_sum, len(labels)), "accuracy": (correct, len(labels))}
 
 
 def check_metrics(metrics: Any) -> Metrics:
-    """What compute_loss returned. Raises UserError where that is not a dict of sums and counts that can be trained on."""
+    """What compute_loss returned. Raises UserError where that is no dict of sums and counts, or cannot be trained on."""
 
     def is_value(value: Any) -> bool:
         return isinstance(value, Tensor) or (isinstance(value, int | float) and not isinstance(value, bool))
@@ -51,7 +51,7 @@ def check_metrics(metrics: Any) -> Metrics:
 
 
 class MetricTracker:
-    """Adds up sums and counts by name in one float64 vector on the device, without reading from it. `means` reads, once.
+    """Adds up sums and counts by name in one float64 vector on the device. Only `means` reads from it, once.
 
     The first update decides the names and shapes. Counts are exact up to 2^53.
     """

@@ -110,8 +110,8 @@ SLOW = [(ranks, task, (1, 2, 4)) for ranks in (1, 2, 4) for task in OF_TASK]
     ],
 )
 def test_every_tail_from_one_sample_to_a_global_batch(ranks, task, accumulations):
-    """BatchNorm and dropout under a gradient scale; no batch statistics; counts that differ from sample to sample with clipping. 1e-12:
-    rounding of float64 sums."""
+    """BatchNorm and dropout under a gradient scale; no batch statistics; samples that count differently, with clipping.
+    1e-12: rounding of float64 sums."""
     precision = ScaledPrecision("cpu", None) if task == "images" else Precision("cpu", None)
     tails = range(1, BATCH * max(accumulations) * ranks + 1)
     each = run_ranks(ranks, gradients, task, accumulations, tails, precision, torch.float64)

@@ -47,8 +47,8 @@ class GlobalBatch:
 class GlobalBatchSampler(DistributedSampler):
     """A DistributedSampler that deals whole micro-batches, never repeats a sample, and starts anywhere in an epoch.
 
-    As an iterable it gives this rank's indices of `epoch` from `start` on. A data set may have `epoch_order(seed, epoch,
-    n)`, an order of its own: n indices, each once unless `with_replacement` is True.
+    As an iterable it gives this rank's indices of `epoch` from `start` on. A data set may have an order of its own,
+    `epoch_order(seed, epoch, n)`: n indices, each once unless `with_replacement` is True.
     """
 
     def __init__(

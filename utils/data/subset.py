@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from config import TrainingConfig, UserError
@@ -12,12 +13,21 @@ from utils.rng import derive_seed
 
 
 class ChosenSamples(Subset):
-    """Some samples of a data set, which keeps its attributes: collate, device_transform and the like."""
+    """Some samples of a data set, which keeps its attributes. device_transform gets the indices of the whole set."""
+
+    def __init__(self, dataset: Dataset, indices: list[int]) -> None:
+        super().__init__(dataset, indices)
+        if hasattr(dataset, "device_transform"):
+            self.device_transform = self._transform
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "dataset":
             raise AttributeError(name)
         return getattr(self.dataset, name)
+
+    def _transform(self, batch: Any, seed: int, epoch: int, indices: Tensor) -> Any:
+        chosen = torch.tensor(self.indices, device=indices.device)
+        return self.dataset.device_transform(batch, seed, epoch, chosen[indices])
 
     @property
     def targets(self) -> list[int]:

@@ -26,6 +26,7 @@ from utils.run.provenance import zip_code
 from utils.training.parallel import bucket_megabytes
 from utils.training.state import Progress, TrainState
 
+READS = ": one read from the device a step, since it does not know found_inf (a fused optimizer of torch does)"
 STRAGGLES = 1.5  # times the median
 LEAST_EXCESS = 0.25  # seconds over the median in an interval: below that it is noise
 MAX_DATA_WAIT = 0.2  # of an interval, above which the loader's flags are worth a look
@@ -265,7 +266,8 @@ def decisions(
         "workers": f"{loader.num_workers} per rank",
         "batch": _batch_line(config, loader.sampler.micro_batches_per_step, ctx.world_size),
         "steps": f"{state.total_steps:,}, {loader.sampler.steps_per_epoch:,} per epoch",
-        "precision": f"{state.precision.title}{', channels_last' * is_channels_last(state.model)}, {config.optimizer} (fused)",
+        "precision": state.precision.title + ", channels_last" * is_channels_last(state.model),
+        "optimizer": type(state.optimizer).__name__ + ("" if state.skips_on_device else READS),
         "gradients": _gradient_line(config, state.model, ctx.world_size),
         "checkpoints": _checkpoint_line(config),
         "verify": origin["verification"],

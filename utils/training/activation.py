@@ -13,7 +13,7 @@ from config import UserError
 
 
 def checkpoint_blocks(model: nn.Module, blocks: list[nn.Module]) -> None:
-    """Let each of these blocks of the model recompute its activations. Names of parameters and keys of the state stay the same.
+    """Let these blocks recompute their activations. Names of parameters and keys of the state stay the same.
 
     The second pass draws the same random numbers, and leaves in BatchNorm's buffers what the first one did, since their
     momentum is 1 (utils/training/batchnorm.py); it counts its batch twice, which `RunningStats.commit` corrects.
@@ -24,7 +24,7 @@ def checkpoint_blocks(model: nn.Module, blocks: list[nn.Module]) -> None:
     if not blocks:
         raise UserError(
             f"activation_checkpointing=True: {type(model).__name__} has no blocks (modules in an nn.Sequential or"
-            " nn.ModuleList that have modules of their own); leave it out, or return them from blocks(model) in model.py"
+            " nn.ModuleList that have modules of their own); leave it out, or let blocks(model) of model.py return some"
         )
     for block in blocks:
         block.__class__ = _checkpointed(type(block))

@@ -253,8 +253,8 @@ class TrainState:
             self.progress.samples_in_epoch = 0
 
     def read_skips(self) -> list[int]:
-        """For each step since the last call: 0 taken, 1 skipped, 2 skipped and a loss of this rank was not finite, 3 skipped
-        since the loss counted nothing. Reads from the device.
+        """For each step since the last call: 0 taken, 1 skipped, 2 skipped and a loss of this rank was not finite,
+        3 skipped since the loss counted nothing. Reads from the device.
 
         The norms of the gradients come to `interval` here.
         """

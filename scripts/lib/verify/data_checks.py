@@ -108,7 +108,7 @@ def content(fork: Fork) -> str:
         for how, found in each.items():
             expected = ranks[0]["fetches it" if "fetch" in how else "loads it"]
             if wrong := [place for place in found if found[place] != expected[place]]:
-                samples = ", ".join(f"dataset[{subset.chosen[index]}]" for index in plan[int(wrong[0])])
+                samples = ", ".join(f"dataset[{subset.indices[index]}]" for index in plan[int(wrong[0])])
                 raise Broken(
                     f"{samples}: other values when rank {rank} {how}: the data set, collate or device_transform draws"
                     " unkeyed random numbers, changes data in place, keeps state or depends on the rank; in __getitem__"
@@ -137,6 +137,6 @@ def check_rows(subset: Subset, plan: list[list[int]], collated: Rows, alone: Row
                 common = tuple(slice(min(sizes)) for sizes in zip(one[0].shape, many[row].shape, strict=True))
                 if digest(one[0][common]) != digest(many[row][common]):
                     raise Broken(
-                        f"dataset[{subset.chosen[index]}] differs between a batch and alone: __getitems__ reorders, or"
+                        f"dataset[{subset.indices[index]}] differs between a batch and alone: __getitems__ reorders, or"
                         " collate draws, replaces or mixes samples; return a row per sample, in the requested order"
                     )

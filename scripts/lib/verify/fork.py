@@ -21,9 +21,12 @@ import train
 from config import TrainingConfig, TrainingError, UserError
 from ddp_utils import DistributedContext, cleanup_distributed, setup_distributed
 from lib.verify.values import one_line, scramble_global_rngs
-from utils.data.loader import GlobalBatchLoader, fetches_batches
-from utils.distributed.collectives import is_of_a_peer, on_all_ranks
+from utils.batch import map_tensors
+from utils.data.loader import GlobalBatchLoader
+from utils.data.subset import ChosenSamples
+from utils.distributed.collectives import all_gather_json, is_of_a_peer, on_all_ranks
 from utils.training.evaluation import evaluate
+from utils.training.seams import Seams
 
 ACCUMULATION = 2  # micro-batches of a rank in an optimizer step
 
@@ -49,6 +52,8 @@ class Fork:
     held_out: Dataset | None
     ctx: DistributedContext
     folder: Path  # of the short runs; deleted at the end
+    seams: Seams
+    dtype: torch.dtype = torch.float32  # of what is computed
     trainings: dict[str, train.Training] = field(default_factory=dict)  # of the short runs that completed
 
     def clean_up(self) -> None:
@@ -81,10 +86,10 @@ class Fork:
         count = min(2 * size * ACCUMULATION * ranks + short, len(self.train_set))
         count -= count > 1 == count % size  # BatchNorm cannot train on one sample of one pixel
         sampler = self.loader(self.train_set, replace(self.config, drop_last=False), self.ctx).sampler
-        return Subset(self.train_set, sampler.order(0)[:count].tolist())
+        return Subset(self.train_set, sampler.order(0)[:count].tolist(), self.dtype)
 
     def held_out_subset(self, count: int) -> Subset:
-        return Subset(self.held_out, list(range(min(count, len(self.held_out)))))
+        return Subset(self.held_out, list(range(min(count, len(self.held_out)))), self.dtype)
 
     # ---- calls into train.py ----
 
@@ -97,13 +102,31 @@ class Fork:
     def new_model(self) -> nn.Module:
         """The model at step 0, as train.create_state makes it."""
         torch.manual_seed(self.config.seed)
-        return train.create_model(self.config, self.ctx.device)
+        return self.seams.create_model(self.config, self.ctx.device)
+
+    def choose_precision(self) -> None:
+        """Compute in float64 where the model can, so that a small fault does not pass for rounding. On all ranks."""
+
+        def is_possible() -> bool:
+            torch.set_default_dtype(torch.float64)
+            self.dtype = torch.float64
+            try:
+                _, _, batch = self.loader(self.small_train_set()).fetch([0, min(1, len(self.train_set) - 1)])
+                self.seams.compute_loss(self.new_model().train(), batch)["loss"][0].backward()
+            except (RuntimeError, TypeError):  # a kernel of the fork's own, or a type that it names
+                return False
+            return True
+
+        if not all(all_gather_json(self.on_all(is_possible), self.ctx)):
+            torch.set_default_dtype(torch.float32)
+            self.dtype = torch.float32
 
     def evaluate(self, model: nn.Module, dataset: Dataset) -> dict[str, float]:
         """Loss, metrics and "count" over all ranks."""
         loader = self.on_all(lambda: train.create_evaluation_dataloader(dataset, self.small_config, self.ctx))
         try:
-            return evaluate(model, loader, train.compute_loss, train.Precision(self.ctx.device.type, None), self.ctx)
+            precision = train.Precision(self.ctx.device.type, None)
+            return evaluate(model, loader, self.seams.compute_loss, precision, self.ctx)
         except RuntimeError as error:
             if "evaluation counted" not in str(error):
                 raise
@@ -150,33 +173,23 @@ class Fork:
         return self.on_all(lambda: action() if self.ctx.is_main else "")
 
 
-class Subset(Dataset):
-    """Some samples of a data set, with all other attributes of it."""
+class Subset(ChosenSamples):
+    """Some samples, in the order that is ours: the order of the data set has its own check. Floats get `dtype`."""
 
-    def __init__(self, whole: Dataset, chosen: list[int]) -> None:
-        self._whole, self.chosen = whole, chosen
-        for name in ("weights", "targets"):
-            if getattr(whole, name, None) is not None:
-                setattr(self, name, [getattr(whole, name)[k] for k in chosen])
-        if fetches_batches(whole):
-            self.__getitems__ = lambda indices: whole.__getitems__([chosen[k] for k in indices])
-        if hasattr(whole, "device_transform"):
-            self.device_transform = self._transform
+    def __init__(self, dataset: Dataset, indices: list[int], dtype: torch.dtype) -> None:
+        super().__init__(dataset, indices)
+        self._dtype = dtype
+        self.device_transform = self._cast
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in ("weights", "targets", "epoch_order"):  # the order has its own check
+        if name == "epoch_order":
             raise AttributeError(name)
-        return getattr(self._whole, name)
+        return super().__getattr__(name)
 
-    def __len__(self) -> int:
-        return len(self.chosen)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._whole[self.chosen[index]]
-
-    def _transform(self, batch: Any, seed: int, epoch: int, indices: Tensor) -> Any:
-        chosen = torch.tensor(self.chosen, device=indices.device)
-        return self._whole.device_transform(batch, seed, epoch, chosen[indices])
+    def _cast(self, batch: Any, seed: int, epoch: int, indices: Tensor) -> Any:
+        if hasattr(self.dataset, "device_transform"):
+            batch = self._transform(batch, seed, epoch, indices)
+        return map_tensors(lambda tensor: tensor.to(self._dtype) if tensor.is_floating_point() else tensor, batch)
 
 
 @contextmanager
@@ -185,7 +198,9 @@ def record_updates(updates: list[Update]) -> Iterator[None]:
 
     def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         groups = [group for group in optimizer.param_groups if any(p.grad is not None for p in group["params"])]
-        gradients = {p: p.grad.clone() for group in groups for p in group["params"] if p.grad is not None}
+        divisor = getattr(optimizer, "grad_scale", None)  # fused kernels divide in the step
+        divisor = 1.0 if divisor is None else divisor
+        gradients = {p: p.grad / divisor for group in groups for p in group["params"] if p.grad is not None}
         updates.append(Update(gradients, [(round(group["lr"], 12), group["weight_decay"]) for group in groups]))
         for group in optimizer.param_groups:
             group["lr"] = 0.0

@@ -14,50 +14,110 @@ from torch import Tensor, nn
 import plain_loop
 from lib.verify.fork import ACCUMULATION, Broken, Fork, Subset, Update, as_single_process, record_updates
 from lib.verify.values import digest, first_three, leaves, scramble_global_rngs
-from model import compute_loss, param_groups
 from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json
-from utils.metrics import MetricTracker
+from utils.metrics import MetricTracker, check_metrics
+from utils.training.optimizer import checked_groups
+from utils.training.state import Progress
 
-ROUNDING = 1e-5  # relative to the norm: float32 sums in another order
-ADDING = 1e-4  # relative: float32 losses of a batch and of its halves, for which layers choose other kernels
+# relative: sums in another order; losses of a batch and of its halves, for which layers choose other kernels
+ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-11}
+ADDING = {torch.float32: 1e-4, torch.float64: 1e-11}
 
 
 def loss(fork: Fork) -> str:
-    """compute_loss returns sums: that of a batch equals those of its two halves together."""
+    """compute_loss returns sums and counts: those of a batch equal those of its parts together, at several weights."""
+    tolerance = ADDING[fork.dtype]
 
-    def check() -> float:
+    def check() -> str:
         subset = fork.small_train_set()
         size, loader = min(fork.small_config.batch_size, len(subset) // 2), fork.loader(subset)
         if not size:
-            return 0.0  # one sample has no halves
-        batches = [loader.fetch([*part])[2] for part in (range(size), range(size, 2 * size), range(2 * size))]
-        halves = leaves(batches[:2]).values()
-        is_joined = all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == size for leaf in halves)
-        if is_joined:  # device_transform may mix the samples of a batch
-            with suppress(RuntimeError):  # shapes differ
-                batches[2] = joined(batches[0], batches[1])
-        net, worst = fork.new_model(), 0.0
-        for is_training in (False, True):
-            net.eval()
-            net.training = is_training  # compute_loss as in training, but no dropout and no batch statistics
-            with torch.set_grad_enabled(is_training):
-                first, second, whole, again = (sums(*compute_loss(net, each)) for each in (*batches, batches[2]))
-            for name in whole:
-                parts = first.get(name, 0.0) + second.get(name, 0.0)
-                error = abs(parts - whole[name]) / max(abs(whole[name]), 1e-12)
-                is_mean = whole[name] and abs(parts - 2 * whole[name]) <= 0.05 * abs(parts)
-                is_comparable = is_joined and whole[name] == again[name]  # the model draws no random numbers
-                if is_mean or (error > ADDING and is_comparable):
-                    kind = "a mean instead of a sum" if is_mean else "it does not add up over samples"
-                    raise Broken(
-                        f"{name} is {whole[name]:.6g} for {2 * size} samples, {parts:.6g} for their halves together:"
-                        f" {kind}; let compute_loss return sums over samples, and their counts"
-                    )
-                worst = max(worst, error if is_comparable else 0.0)
-        return worst
+            return "one sample has no parts"
+        worst = 0.0
+        for number in range(3):  # other weights, and where there are enough samples another pair of batches
+            begin = min(number * size, len(subset) - 2 * size)
+            net, middle, end = perturbed(fork.new_model(), number), begin + size, begin + 2 * size
+            batches = [
+                loader.fetch([*part])[2] for part in (range(begin, middle), range(middle, end), range(begin, end))
+            ]
+            is_comparable = not hasattr(fork.train_set, "device_transform")  # which may mix the samples of a batch
+            if can_join(batches[:2], size):
+                with suppress(RuntimeError):  # shapes differ
+                    batches[2], is_comparable = joined(*batches[:2]), True
+            for is_training in (False, True):
+                net.eval()
+                net.training = is_training  # compute_loss as in training, but no dropout and no batch statistics
+                with torch.set_grad_enabled(is_training):
+                    first, second, whole, again = (sums(fork, net, each) for each in (*batches, batches[2]))
+                for name, value in whole.items():
+                    parts = first[name] + second[name]
+                    error = relative_error(parts, value) if parts.any() or value.any() else 0.0
+                    is_mean = name.endswith("sum") and value.any() and relative_error(parts, 2 * value) <= 0.05
+                    if is_mean or (error > tolerance and is_comparable and torch.equal(value, again[name])):
+                        kind = "a mean instead of a sum" if is_mean else "it does not add up over samples"
+                        raise Broken(
+                            f"{name} is {shown(value)} for {2 * size} samples, {shown(parts)} for their halves"
+                            f" together: {kind}; let compute_loss return sums over the micro-batch, and what they count"
+                        )
+                    worst = max(worst, error if is_comparable else 0.0)
+        return f"sums and counts add up over samples, in training and evaluation (within {worst:.0e}); "
 
-    return f"compute_loss adds up over samples, in training and evaluation (within {fork.on_all(check):.0e})"
+    return fork.on_all(check) + fork.on_all(lambda: for_a_look(fork))
+
+
+def for_a_look(fork: Fork) -> str:
+    """What is consistent in itself, and only a person can judge."""
+    subset = fork.small_train_set()
+    count = min(fork.small_config.batch_size, len(subset))
+    batch, net, parts = fork.loader(subset).fetch([*range(count)])[2], fork.new_model(), []
+    for kind, is_training in (("training", True), ("evaluation", False)):
+        net.train(is_training)
+        with torch.set_grad_enabled(is_training):
+            metrics = fork.seams.compute_loss(net, batch)
+        counts = [f"{name} {shown(torch.as_tensor(entry[1]) / count)}" for name, entry in metrics.items()]
+        mean = torch.as_tensor(metrics["loss"][0]).item() / float(metrics["loss"][1])
+        parts.append(f"{kind} loss {mean:.6g}, counts per sample: {', '.join(counts)}")
+    return "please look: of the same weights and batch " + "; ".join(parts)
+
+
+def perturbed(net: nn.Module, number: int) -> nn.Module:
+    """The model with noise of a tenth of each weight's size on its weights; number 0: as it is."""
+    generator = torch.Generator().manual_seed(number)
+    with torch.no_grad():
+        for p in net.parameters() if number else ():
+            noise = torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device)
+            p += 0.1 * (p.abs().mean() + 0.01) * noise
+    return net
+
+
+def schedule(fork: Fork) -> str:
+    """The learning rate is a function of the step: the same on all ranks and when asked again."""
+    total, warmup = 1000, 100
+
+    def ask() -> list[float]:
+        steps = (0, warmup // 2, warmup, total // 2, total - 1)
+        return [fork.seams.lr_factor(fork.config, step, total, warmup, Progress(step=step)) for step in steps]
+
+    def check() -> list[float]:
+        scramble_global_rngs(fork.ctx.rank)
+        factors = [float(factor) for factor in ask()]
+        if not all(math.isfinite(factor) and factor >= 0 for factor in factors):
+            raise Broken(f"lr_factor gives {factors}: not finite numbers from 0; fix its formula")
+        with as_single_process():
+            alone = ask()
+        if factors != ask() or factors != alone:
+            raise Broken(
+                f"lr_factor gives {factors}, and {alone} in one process: it depends on more than config, step and"
+                " progress; use these only"
+            )
+        return factors
+
+    factors = fork.on_all(check)
+    if any(each != factors for each in all_gather_json(factors, fork.ctx)):
+        raise Broken("lr_factor: differs between ranks; make it a function of config, step and progress")
+    shown_factors = ", ".join(f"{factor:.3g}" for factor in factors)
+    return f"lr_factor is {shown_factors} at the start, in the warm-up, after it, in the middle and at the end"
 
 
 def parameters(fork: Fork) -> str:
@@ -67,14 +127,16 @@ def parameters(fork: Fork) -> str:
         scramble_global_rngs(fork.ctx.rank + 1)
         net = fork.new_model()
         start, trainable = digest(net.state_dict()), {name: p for name, p in net.named_parameters() if p.requires_grad}
-        in_groups = {id(p) for group in param_groups(net, fork.config) for p in group["params"]}
+        names = {p: name for name, p in net.named_parameters()}
+        groups = checked_groups(fork.seams.param_groups(net, fork.config), names)
+        in_groups = {id(p) for group in groups for p in group["params"]}
         if left_out := [name for name, p in trainable.items() if id(p) not in in_groups]:
             raise Broken(f"{first_three(left_out)}: in no parameter group, never trained; add to param_groups")
         net.train()
         loader = fork.loader(fork.small_train_set(), ctx=fork.ctx)
         for micro_batch in (m for global_batch in loader.global_batches(0) for m in global_batch):
             net.zero_grad()
-            compute_loss(net, micro_batch.batch)[0].backward()
+            fork.seams.compute_loss(net, micro_batch.batch)["loss"][0].backward()
             if unused := [name for name, p in trainable.items() if p.grad is None]:
                 raise Broken(
                     f"{first_three(unused)}: unused by a micro-batch, and DDP would wait for its gradient forever; use"
@@ -101,8 +163,8 @@ def evaluation(fork: Fork) -> str:
         subset, net = fork.held_out_subset(count), fork.new_model().eval()
         expected, found = plain_evaluation(fork, subset, net), fork.evaluate(net, subset)
         for name, value in ({"count": len(subset)} | expected).items():
-            is_close = math.isclose(found[name], value, rel_tol=1e-5, abs_tol=1e-8)  # rounding of float32 sums
-            if not is_close and not math.isnan(value):  # nan: a metric that counted nothing
+            is_close = math.isclose(found[name], value, rel_tol=ROUNDING[fork.dtype], abs_tol=1e-8)  # order of sums
+            if not is_close and not (math.isnan(value) and math.isnan(found[name])):  # nan: counted nothing
                 raise Broken(
                     f"{name} of {len(subset)} held-out samples is {found[name]:.6g}, in one process {value:.6g}:"
                     " samples repeated or left out, or random numbers; give F.dropout and the like"
@@ -115,14 +177,12 @@ def evaluation(fork: Fork) -> str:
 def plain_evaluation(fork: Fork, subset: Subset, net: nn.Module) -> dict[str, float]:
     """The mean loss and metrics of a set in one process."""
     loader, tracker = fork.loader(subset), MetricTracker(fork.ctx.device)
-    weights = getattr(subset, "weights", [1.0] * len(subset))
     scramble_global_rngs(fork.ctx.rank + len(subset))
     for indices in torch.arange(len(subset)).split(fork.small_config.batch_size):
         *_, batch = loader.fetch(indices.tolist())
         with torch.no_grad():
-            loss_sum, metrics = compute_loss(net, batch)
-        tracker.update({"loss": (loss_sum, float(sum(weights[k] for k in indices.tolist())))} | metrics)
-    return tracker.means([tracker.totals()])
+            tracker.update(fork.seams.compute_loss(net, batch))
+    return tracker.means()
 
 
 def gradient(fork: Fork) -> str:
@@ -134,8 +194,7 @@ def gradient(fork: Fork) -> str:
 
     def check() -> str:
         subset, device = fork.small_train_set(), fork.ctx.device
-        plain = Subset(subset, [*range(len(subset))])
-        transform = getattr(subset, "device_transform", lambda batch, *_: batch)
+        plain, transform = fork.small_train_set(), subset.device_transform
         plain.device_transform = lambda batch, seed, epoch, indices: transform(
             to_device(batch, device), seed, epoch, indices.to(device)
         )
@@ -144,12 +203,15 @@ def gradient(fork: Fork) -> str:
         with one_dataset, record_updates(theirs := []), as_single_process():
             scramble_global_rngs(99)
             *_, (net, *_) = plain_loop.plain_loop(config, ACCUMULATION * fork.ctx.world_size, device)
-        return compare_updates(ours, our_model, theirs, net) + compare_buffers(our_model, net)
+        rounding = ROUNDING[fork.dtype]
+        return compare_updates(ours, our_model, theirs, net, rounding) + compare_buffers(our_model, net, rounding)
 
     return fork.on_rank_0(check)
 
 
-def compare_updates(ours: list[Update], our_model: nn.Module, theirs: list[Update], their_model: nn.Module) -> str:
+def compare_updates(
+    ours: list[Update], our_model: nn.Module, theirs: list[Update], their_model: nn.Module, rounding: float
+) -> str:
     """Raises Broken if an optimizer step got something else than in the plain loop."""
     if len(ours) != len(theirs):
         raise Broken(
@@ -165,7 +227,7 @@ def compare_updates(ours: list[Update], our_model: nn.Module, theirs: list[Updat
             )
         a, b = flat_gradient(mine, our_model), flat_gradient(plain, their_model)
         error = relative_error(a, b)
-        if not error <= ROUNDING:
+        if not error <= rounding:
             ratio = (a @ b / (b @ b).clamp(min=1e-30)).item()
             raise Broken(
                 f"global batch {step}: relative error {error:.1e}, {ratio:.3g} times the plain loop's: a wrong divisor,"
@@ -175,13 +237,13 @@ def compare_updates(ours: list[Update], our_model: nn.Module, theirs: list[Updat
     return f"{len(ours)} global batches, the last one short: within {worst:.0e} of the plain loop"
 
 
-def compare_buffers(ours: nn.Module, theirs: nn.Module) -> str:
+def compare_buffers(ours: nn.Module, theirs: nn.Module, rounding: float) -> str:
     """Raises Broken if a float buffer (running statistics) differs from the plain loop's after the epoch."""
     buffers = {name: buffer for name, buffer in theirs.named_buffers() if buffer.is_floating_point()}
     for name, plain in buffers.items():
         mine = ours.get_buffer(name)
         error = relative_error(mine, plain)
-        if not torch.equal(mine, plain) and not error <= ROUNDING:
+        if not torch.equal(mine, plain) and not error <= rounding:
             raise Broken(
                 f"{name}: relative error {error:.1e} after an epoch: it follows the micro-batches of its own rank, or"
                 " counts padding; update it once per step over the global batch, as utils/training/batchnorm.py does"
@@ -200,12 +262,20 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).norm() / expected.norm().clamp(min=1e-30)).item()
 
 
-def sums(loss_sum: Tensor, metrics: dict[str, tuple]) -> dict[str, float]:
-    """The loss and all sums and counts of a micro-batch, as numbers."""
-    values = {"loss": loss_sum}
-    for name, (total, count, *_) in metrics.items():
-        values |= {name: total, f"{name}'s count": count}
-    return {name: torch.as_tensor(value).detach().item() for name, value in values.items()}
+def sums(fork: Fork, net: nn.Module, batch: Any) -> dict[str, Tensor]:
+    """All sums and counts of a micro-batch: float64, flat, on the CPU."""
+    metrics = check_metrics(fork.seams.compute_loss(net, batch))
+    parts = {f"{name}'s {part}": entry[k] for name, entry in metrics.items() for k, part in enumerate(("sum", "count"))}
+    return {name: torch.as_tensor(value).detach().double().cpu().flatten() for name, value in parts.items()}
+
+
+def shown(value: Tensor) -> str:
+    return f"{value.item():.6g}" if value.numel() == 1 else f"{value.double().sum().item():.6g} in all"
+
+
+def can_join(batches: list[Any], size: int) -> bool:
+    found = leaves(batches).values()
+    return all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == size for leaf in found)
 
 
 def joined(a: Any, b: Any) -> Any:

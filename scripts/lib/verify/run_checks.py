@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-import model as fork_model
 from config import TrainingConfig
 from lib.verify.fork import Broken, Fork, as_single_process
 from lib.verify.values import digest, first_three, leaves, plural
@@ -17,7 +16,7 @@ from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json
 
 STATE = ("model", "ema", "optimizer", "scaler", "progress")
-TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes")
+TIMES = ("samples_per_s", "counts_per_s", "data_wait_s", "step_s", "peak_memory_bytes")
 
 
 def training(fork: Fork) -> str:
@@ -38,7 +37,7 @@ def training(fork: Fork) -> str:
 def weights(fork: Fork) -> str:
     """After training, weights, statistics, averages and optimizer state are bit for bit equal on all ranks."""
     state = whole_run(fork).state
-    mine = leaves(comparable(state.state_dict([])))
+    mine = leaves(comparable(state.state_dict()))
     each = all_gather_json({name: digest(leaf) for name, leaf in mine.items()}, fork.ctx)
     for rank, found in enumerate(each):
         if wrong := [name for name, value in found.items() if each[0].get(name) != value]:
@@ -72,11 +71,11 @@ def plain_load(fork: Fork) -> str:
         cpu, trained = torch.device("cpu"), whole.state.model.cpu().eval()
         batch = to_device(fork.loader(fork.small_train_set()).sample_batch(), cpu)
         with torch.no_grad(), as_single_process():
-            expected = fork_model.compute_loss(trained, batch)[0].item()
+            expected = fork.seams.compute_loss(trained, batch)["loss"][0].item()
             saved = torch.load(path, map_location=cpu, weights_only=True)
-            loaded = fork_model.create_model(TrainingConfig(**saved["config"] | {"init_from": ""}), cpu)
+            loaded = fork.seams.create_model(TrainingConfig(**saved["config"]), cpu)
             loaded.load_state_dict(saved["model"])
-            found = fork_model.compute_loss(loaded.eval(), batch)[0].item()
+            found = fork.seams.compute_loss(loaded.eval(), batch)["loss"][0].item()
         if found != expected:
             raise Broken(
                 f"the loaded model's loss is {found:.6g} instead of {expected:.6g}: learned state is missing from"
