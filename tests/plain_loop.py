@@ -4,12 +4,14 @@ config with the code that it judges. It is also the plain loop of scripts/benchm
 import hashlib
 import math
 import random
+from types import SimpleNamespace
 
 import numpy
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import default_collate
 
+import model as seams
 from dataset import create_dataset
 from model import compute_loss, create_model, param_groups
 
@@ -39,6 +41,8 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
     if config.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, config.lr, (config.momentum, config.beta2), **rest)
     rule = get_ema_multi_avg_fn(config.ema_decay)
+    if hasattr(seams, "create_optimizer"):
+        optimizer = seams.create_optimizer(groups, config)
     average = AveragedModel(model, multi_avg_fn=rule, use_buffers=True) if config.ema_decay else None
     norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     rates = [norm.momentum for norm in norms for _ in range(2)]
@@ -49,7 +53,7 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
     used = len(data) - config.drop_last * (len(data) % size)
     total = min(config.epochs * math.ceil(used / size), config.max_steps or 10**9)
     warm_up = round(config.warmup_epochs * math.ceil(used / size))
-    step = -1
+    step, user = -1, {}
     for epoch in range(config.epochs):
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(number("order", config.seed, epoch)))
         for window in order[:used].split(size)[: total - step - 1]:
@@ -66,11 +70,15 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
                     mean += latest * (len(chosen) / len(window))
             for s, rate, old, mean in zip(statistics, rates, before, means, strict=True):
                 s.copy_((1 - rate) * old + rate * mean)
-            for parameter in model.parameters():
+            for parameter in (p for p in model.parameters() if p.grad is not None):
                 parameter.grad /= count
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm or math.inf)
             cosine = 0.5 + 0.5 * math.cos(math.pi * (step - warm_up) / max(1, total - warm_up))
             factor = (step + 1) / warm_up if step < warm_up else cosine
+            if hasattr(seams, "lr_factor"):
+                factor = seams.lr_factor(
+                    config, step, total, warm_up, SimpleNamespace(step=step, epoch=epoch, user=user)
+                )
             for group in optimizer.param_groups:
                 group["lr"] = group.setdefault("peak", group["lr"]) * factor
             optimizer.step()

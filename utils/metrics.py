@@ -22,7 +22,7 @@ EXAMPLE = '{"loss": (loss_sum, len(labels)), "accuracy": (correct, len(labels))}
 
 
 def check_metrics(metrics: Any) -> Metrics:
-    """What compute_loss returned. Raises UserError where that is no dict of sums and counts, or cannot be trained on."""
+    """What compute_loss returned. Raises UserError where that is no dict of sums and counts to train on."""
 
     def is_value(value: Any) -> bool:
         return isinstance(value, Tensor) or (isinstance(value, int | float) and not isinstance(value, bool))
