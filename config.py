@@ -276,8 +276,11 @@ class TrainingConfig:
         return "\n".join(lines) + "\n"
 
     @classmethod
-    def from_args(cls, argv: Sequence[str] | None = None) -> TrainingConfig:
-        """Defaults, then the file of --config, then flags. Exits 0 after --help or --print-config, 2 after an error."""
+    def from_args(cls, argv: Sequence[str] | None = None, saved: dict[str, Any] | None = None) -> TrainingConfig:
+        """Defaults, then the file of --config, then flags. Exits 0 after --help or --print-config, 2 after an error.
+
+        saved: values in place of the defaults.
+        """
         parser = _parser(cls)
         flags, unknown = parser.parse_known_args(argv)
         given = {name: value for name, value in vars(flags).items() if value is not _UNSET}
@@ -290,7 +293,7 @@ class TrainingConfig:
         except UserError as error:
             problems, values = [*problems, str(error)], {}
         try:
-            config = cls(**(values | given))
+            config = cls(**((saved or {}) | values | given))
         except UserError as error:
             problems.append(str(error))
         if problems:

@@ -84,8 +84,6 @@ def create_model(config: TrainingConfig, device: torch.device) -> nn.Module:
     else:
         model = _torchvision_model(config.model, **sizes)
     if config.sync_bn:
-        if device.type != "cuda":
-            raise UserError("sync_bn=True: SyncBatchNorm works on CUDA only; leave out --sync_bn on the CPU")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model.label_smoothing = config.label_smoothing
     layout = torch.channels_last if config.channels_last else torch.contiguous_format

@@ -186,7 +186,7 @@ def assemble(
     loader, sampler = on_all_ranks(lambda: create_distributed_dataloader(train_set, config, ctx, clock), ctx)
     loaders = {split: create_evaluation_dataloader(dataset, config, ctx, clock) for split, dataset in held_out.items()}
 
-    on_all_ranks(lambda: check_sync_batchnorm(state.model, sampler, ctx.world_size), ctx)
+    on_all_ranks(lambda: check_sync_batchnorm(state.model, sampler, ctx), ctx)
     model = wrap_ddp(state.model, config, ctx)
     first_batch = on_all_ranks(loader.sample_batch, ctx)
     # before the state is loaded, which undoes what they change

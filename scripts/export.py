@@ -1,7 +1,7 @@
-"""Export a checkpoint for inference: python scripts/export.py CKPT OUT [--ema]
+"""Export a checkpoint for inference: python scripts/export.py CKPT OUT [--ema] [--format weights|torch.export|onnx]
 
-OUT is one file with the weights, mean and std of the training images, the class names and the config. The script prints
-the code that uses it.
+OUT is one file with the weights and the config, and of image data mean, std and class names; or with --format the
+traced model, its batch size free, which needs none of our code. The script prints the code that uses it.
 """
 
 from __future__ import annotations
@@ -12,35 +12,68 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
-from config import UserError
+import model as fork
+import train
+from config import TrainingConfig, UserError
+from ddp_utils import cleanup_distributed, setup_distributed
 from utils.checkpoint import format as checkpoint
+from utils.data.loader import create_evaluation_dataloader
 from utils.files import replace_file
+from utils.training.seams import Seams
 
-SNIPPET = """\
+LOAD = """\
 import torch; from config import TrainingConfig; from model import create_model
 saved = torch.load("{file}", weights_only=True)
 model = create_model(TrainingConfig(**saved["config"]), torch.device("cpu")).eval()
 model.load_state_dict(saved["model"])
+"""
+IMAGES = """\
 mean, std = (torch.tensor(saved[name]).view(-1, 1, 1) for name in ("mean", "std"))
 predict = lambda images: [saved["classes"][k] for k in model((images / 255 - mean) / std).argmax(1)]  # [B, C, H, W]
 """
+OTHERS = "outputs = model(*inputs)  # such as compute_loss gives it: {shapes}\n"
+PROGRAM = 'import torch; model = torch.export.load("{file}").module()\noutputs = model(*inputs)  # {shapes}\n'
+ONNX = 'import onnxruntime; session = onnxruntime.InferenceSession("{file}")  # inputs: {shapes}\n'
 
 
-def export(source: Path, target: Path, use_ema: bool) -> None:
-    """Raises UserError if the checkpoint cannot be read, or has no averaged weights and `use_ema` asks for them."""
+def read(source: Path, use_ema: bool) -> dict[str, Any]:
+    """What an export holds. Raises UserError if the checkpoint has no averaged weights and `use_ema` asks for them."""
     payload, _ = checkpoint.read(source)
     if use_ema and not payload["ema"]:
         raise UserError(f"{source}: has no averaged weights; leave out --ema, or train with --ema_decay 0.999")
-    if target.exists() and target.samefile(source):
-        raise UserError(f"{target}: is the checkpoint itself; give another name for the export")
     saved = {"model": payload["ema" if use_ema else "model"]}
     # without settings that name files which may not exist where the export is used
-    saved["config"] = payload["config"] | {"init_from": "", "resume_from": "", "sync_bn": False}
-    saved |= {name: payload["provenance"][name] for name in ("classes", "mean", "std")}
-    target.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(target, lambda file: torch.save(saved, file))
+    saved["config"] = payload["config"] | {"init_from": "", "resume_from": ""}
+    return saved | {name: payload["provenance"][name] for name in ("classes", "mean", "std")}
+
+
+def example(config: TrainingConfig) -> tuple[Tensor, ...]:
+    """The model's arguments for a batch of two samples of the fork's data. Raises UserError without data."""
+    ctx = setup_distributed(config)
+    data = train.load_data(config, ctx)
+    inputs = Seams.of(fork).example_inputs(create_evaluation_dataloader(data.train, config, ctx).fetch([0, 1])[2])
+    cleanup_distributed()
+    return tuple(inputs)
+
+
+def export_program(saved: dict[str, Any], config: TrainingConfig, inputs: tuple, target: Path, kind: str) -> None:
+    """Trace the model, its batch size free, and write it as torch.export or onnx. Raises UserError."""
+    net = Seams.of(fork).create_model(config, torch.device("cpu")).eval()
+    net.load_state_dict(saved["model"])
+    batch = torch.export.Dim("batch")
+    shapes = tuple({0: batch} for _ in inputs)
+    if kind == "torch.export":
+        torch.export.save(torch.export.export(net, inputs, dynamic_shapes=shapes), target)
+        return
+    try:
+        torch.onnx.export(net, inputs, target, dynamo=True, dynamic_shapes=shapes)
+    except ImportError as error:
+        raise UserError(f"format=onnx: needs onnx and onnxscript ({error}); pip install onnx onnxscript") from None
 
 
 def main() -> int:
@@ -50,14 +83,29 @@ def main() -> int:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--ema", action="store_true", help="export the averaged weights")
+    parser.add_argument("--format", choices=("weights", "torch.export", "onnx"), default="weights")
     options = parser.parse_args()
+    source, out = options.checkpoint, options.out
     try:
-        export(options.checkpoint, options.out, options.ema)
+        saved = read(source, options.ema)
+        if out.exists() and out.samefile(source):
+            raise UserError(f"{out}: is the checkpoint itself; give another name for the export")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        is_image_model, shapes = bool(saved["mean"] and saved["classes"]), ""
+        config = TrainingConfig(**saved["config"] | {"dataset_size": 0})
+        if options.format != "weights" or not is_image_model:
+            inputs = example(config)
+            shapes = ", ".join(f"{each.dtype} {['batch', *each.shape[1:]]}".replace("'", "") for each in inputs)
+        if options.format == "weights":
+            replace_file(out, lambda file: torch.save(saved, file))
+        else:
+            export_program(saved, config, inputs, out, options.format)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    size = options.out.stat().st_size / 1e6
-    print(f"wrote {options.out} ({size:.1f} MB); to use it:\n\n{SNIPPET.format(file=options.out)}")
+    snippet = {"weights": LOAD + (IMAGES if is_image_model else OTHERS), "torch.export": PROGRAM, "onnx": ONNX}
+    print(f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB); to use it:\n")
+    print(snippet[options.format].format(file=out, shapes=shapes))
     return 0
 
 

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from config import UserError
 from utils.data.sampler import GlobalBatchSampler
+from utils.distributed.context import DistributedContext
 
 
 class RunningStats:
@@ -100,12 +101,15 @@ class RunningStats:
             self._committed_counts.copy_(self._latest_counts)
 
 
-def check_sync_batchnorm(model: nn.Module, sampler: GlobalBatchSampler, world_size: int) -> None:
-    """Raises UserError where a SyncBatchNorm would wait for ranks that have no micro-batch."""
+def check_sync_batchnorm(model: nn.Module, sampler: GlobalBatchSampler, ctx: DistributedContext) -> None:
+    """Raises UserError where a SyncBatchNorm cannot work, or would wait for ranks that have no micro-batch."""
+    if not any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        return
+    if ctx.device.type != "cuda":
+        raise UserError("SyncBatchNorm: works on CUDA only; leave out --sync_bn on the CPU")
     size = sampler.global_batch_size
     in_last_step = math.ceil((sampler.samples_per_epoch % size) / sampler.batch_size)  # micro-batches
-    is_uneven = any(count % world_size for count in (sampler.micro_batches_per_step, in_last_step))
-    if is_uneven and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+    if any(count % ctx.world_size for count in (sampler.micro_batches_per_step, in_last_step)):
         raise UserError(
             "SyncBatchNorm: every rank needs the same number of micro-batches in every step; "
             "add --drop_last and use a global batch size that the number of ranks divides"

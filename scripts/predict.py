@@ -1,0 +1,129 @@
+"""Run a checkpoint over a data set and write its outputs, in the order of the samples, each once.
+
+    python scripts/predict.py CKPT [--split val] [--out FILE] [--ema] [flags of train.py]
+    torchrun --standalone --nproc-per-node=4 scripts/predict.py CKPT ...      # FILE on storage that all ranks share
+
+The config is that of the checkpoint; flags change it (--data_dir, --batch_size, ...). FILE, by default predictions.pt
+beside the checkpoint's folder, is for torch.load(FILE, weights_only=True): {name: tensor [N, ...]} as predict(model,
+batch) of model.py names them, or a list of N tensors where batches have outputs of different shapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch import Tensor
+
+import model as fork
+import train
+from config import TrainingConfig, UserError
+from ddp_utils import cleanup_distributed, load_checkpoint, setup_distributed
+from utils.checkpoint import format as checkpoint
+from utils.data.loader import GlobalBatchLoader, create_evaluation_dataloader
+from utils.distributed.collectives import on_all_ranks, on_rank_0
+from utils.distributed.context import DistributedContext
+from utils.files import replace_file
+from utils.logger import setup_logger, show_progress
+from utils.run.failures import leave_after
+from utils.training.seams import Seams
+from utils.training.state import TrainState
+
+Outputs = dict[str, list[Tensor]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--split", default="val", help="train, val or test [val]")
+    parser.add_argument("--out", type=Path, metavar="FILE")
+    parser.add_argument("--ema", action="store_true", help="use the averaged weights")
+    options, flags = parser.parse_known_args()
+    saved = checkpoint.read(options.checkpoint)[0]["config"]
+    config = TrainingConfig.from_args(flags, saved | {"resume_from": "", "overwrite": False})
+    out = options.out or options.checkpoint.parent.parent / "predictions.pt"
+    ctx = setup_distributed(config)
+    logger = setup_logger(ctx.rank)
+    payload = load_checkpoint(options.checkpoint, ctx)
+    if options.ema and not payload["ema"]:
+        raise UserError(f"{options.checkpoint}: has no averaged weights; leave out --ema")
+    sets = train.load_data(config, ctx)
+    data = {"train": sets.train, **sets.held_out}
+    if options.split not in data:
+        raise UserError(f"split={options.split}: the data has {', '.join(data)}; choose one of these")
+    seams = Seams.of(fork)
+    state = on_all_ranks(lambda: train.create_state(seams, sets.config, ctx, is_resumed=True), ctx)
+    weights = {"model": payload["ema"] if options.ema else payload["model"]}
+    on_all_ranks(lambda: state.load_model(weights), ctx)
+    loader = create_evaluation_dataloader(data[options.split], sets.config.plain(), ctx)
+
+    def progress(step: int) -> None:
+        show_progress(logger, step, loader.sampler.steps_per_epoch, "predicting")
+
+    indices, outputs = predict(seams, state, loader, progress)
+    part = out.with_name(f"{out.name}.rank{ctx.rank}")
+    on_all_ranks(lambda: write(part, {"indices": indices, "outputs": outputs}), ctx)
+    on_rank_0(lambda: merge(out, len(loader.dataset), ctx), ctx)
+    on_all_ranks(part.unlink, ctx)
+    logger.info("wrote %s: %s of %d samples", out, ", ".join(outputs), len(loader.dataset))
+    loader.close()
+    cleanup_distributed()
+
+
+@torch.no_grad()
+def predict(seams: Seams, state: TrainState, loader: GlobalBatchLoader, progress) -> tuple[list[int], Outputs]:
+    """The indices of this rank's samples, and for each name its outputs by batch, on the CPU."""
+    net, indices, outputs = state.model.eval(), [], {}
+    for step, global_batch in enumerate(loader.global_batches(epoch=0), 1):
+        for micro_batch in global_batch:
+            with state.precision.autocast():
+                found = seams.predict(net, micro_batch.batch)
+            wrong = [name for name, each in found.items() if len(each) != len(micro_batch.indices)]
+            if wrong:
+                raise UserError(
+                    f"model.predict: {wrong[0]} has {len(found[wrong[0]])} rows for {len(micro_batch.indices)} samples;"
+                    " return one row per sample"
+                )
+            for name, each in found.items():
+                outputs.setdefault(name, [])
+                if not micro_batch.is_padding:
+                    outputs[name].append(each.cpu())
+            indices += [] if micro_batch.is_padding else micro_batch.indices
+        progress(step)
+    return indices, outputs
+
+
+def write(path: Path, value: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, lambda file: torch.save(value, file))
+
+
+def merge(out: Path, samples: int, ctx: DistributedContext) -> None:
+    """Put the parts of all ranks into one file, in the order of the samples."""
+    parts = [torch.load(out.with_name(f"{out.name}.rank{rank}"), weights_only=True) for rank in range(ctx.world_size)]
+    order = torch.tensor([index for part in parts for index in part["indices"]]).argsort()
+    if len(order) != samples:
+        raise RuntimeError(f"{len(order)} outputs for {samples} samples; this is a bug of the loader")
+    merged = {}
+    for name in parts[0]["outputs"]:
+        batches = [batch for part in parts for batch in part["outputs"][name]]
+        if len({batch.shape[1:] for batch in batches}) == 1:
+            merged[name] = torch.cat(batches)[order]
+        else:
+            rows = [row for batch in batches for row in batch]
+            merged[name] = [rows[k] for k in order.tolist()]
+    write(out, merged)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (Exception, KeyboardInterrupt) as error:
+        leave_after(error, int(os.environ.get("RANK", 0)))
