@@ -30,7 +30,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$("$PYTHON" -c 'import os; print(max(1
     --run_dir "$run" --backend "$(backend 2)" "${flags[@]}" "$@"
 "$PYTHON" - "$run" <<'EOF'
 import json, sys
-top1 = json.load(open(f"{sys.argv[1]}/summary.json"))["best_top1"]
+top1 = json.load(open(f"{sys.argv[1]}/summary.json"))["best"]["top1"]
 if top1 < 0.9:
     sys.exit(f"quickstart: top-1 {top1:.1%} is below 90 %: this machine or this code is broken; see {sys.argv[1]}/logs")
 print(f"\nquickstart: two ranks reached {top1:.1%} top-1.")

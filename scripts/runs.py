@@ -53,29 +53,52 @@ def find_runs(folders: list[Path]) -> list[RunInfo]:
     return [RunInfo(folder) for folder in found]
 
 
-def table(runs: list[RunInfo]) -> str:
+def metric_of(runs: list[RunInfo]) -> str:
+    """By which the runs choose their best checkpoint: that of most of them, else the loss."""
+    names = [run.summary["best_metric"] for run in runs if run.summary.get("best_metric")]
+    return max(names, key=names.count, default="loss")
+
+
+def sort(runs: list[RunInfo], by: str) -> list[RunInfo]:
+    """By a setting, or by a metric of the best evaluation; runs without it come last. Raises UserError."""
+    values = {id(run): {**run.config, **(run.summary.get("best") or {})}.get(by) for run in runs}
+    known = [run for run in runs if values[id(run)] is not None]
+    if not known:
+        raise UserError(f"sort={by}: no run has that setting or metric; choose a column of the table or a metric")
+    is_text = any(isinstance(values[id(run)], str) for run in known)
+    known.sort(key=lambda run: str(values[id(run)]) if is_text else values[id(run)])
+    return known + [run for run in runs if values[id(run)] is None]
+
+
+def table(runs: list[RunInfo], metric: str) -> str:
     """One row per run: state, progress, results, time, size, and the settings that differ."""
     names = [name for name in dict.fromkeys(n for run in runs for n in run.config) if name not in NOT_SETTINGS]
     differing = [name for name in names if len({json.dumps(run.config.get(name)) for run in runs if run.config}) > 1]
-    rows = [["run", "state", "epoch", "step", "best", "final top1", "minutes", "MB", *differing]]
+    rows = [["run", "state", "epoch", "step", "best", f"final {metric}", "minutes", "MB", *differing]]
     for run in runs:
         summary, status = run.summary, run.status
-        best, top1, wall = (summary.get(name) for name in ("best_value", "final_top1", "wall_s"))
+        best, wall = summary.get("best_value"), summary.get("wall_s")
+        final = (summary.get("final") or {}).get(metric)
         rows.append([run.folder, *(status.get(name) for name in ("state", "epoch", "step"))])
         rows[-1] += [f"{summary['best_metric']} {best:.4f}" if best is not None else "-"]
-        rows[-1] += [f"{top1:.4f}" if top1 is not None else "-", f"{wall / 60:.1f}" if wall else "-"]
+        rows[-1] += [f"{final:.4f}" if final is not None else "-", f"{wall / 60:.1f}" if wall else "-"]
         rows[-1] += [f"{run.size() / 1e6:.0f}", *(run.config.get(name, "-") for name in differing)]
     return format_table(rows)
 
 
 def plot(runs: list[RunInfo], metric: str) -> str:
     """An SVG with the evaluation curves (solid) and the training curves (dashed) of all runs. Raises UserError."""
-    series, marks, training = [], [], IN_TRAINING.get(metric, metric)
+    series, marks = [], []
+    names = [run.folder.name for run in runs]
+    labels = names if len({*names}) == len(names) else [str(run.folder) for run in runs]
     for k, run in enumerate(runs):
-        covering = len(runs) - 1 - k  # later lines are drawn over this one, which is wider so that it stays visible
-        look = {"color": COLORS[k % len(COLORS)], "width": 2 + 5 * covering, "opacity": 0.35 if covering else 1.0}
-        solid, dashed = run.curve("eval", metric), run.curve("train", training)
-        series.append(Series(f"{run.folder}: {metric} (dashed: {training} in training)", solid, **look))
+        # of up to three runs later lines are drawn over earlier ones, which are wider so that they stay visible
+        covering = len(runs) - 1 - k if len(runs) <= 3 else 0
+        look = {"color": color(k, len(runs)), "width": 2 + 5 * covering, "opacity": 0.35 if covering else 1.0}
+        solid, dashed = run.curve("eval", metric), run.curve("train", metric)
+        if not dashed and metric in IN_TRAINING:
+            dashed = run.curve("train", IN_TRAINING[metric])
+        series.append(Series(labels[k] + (" (dashed: training)" if dashed else ""), solid, **look))
         series.append(Series("", dashed, is_dashed=True, has_markers=False, **look))
         resumed = (record for record in run.records if record.get("event") == "resumed")
         marks += [(event["step"], "resumed", look["color"]) for event in resumed]
@@ -83,6 +106,11 @@ def plot(runs: list[RunInfo], metric: str) -> str:
         raise UserError(f"metric={metric}: no run has records of it; give a metric of the eval records")
     y_range = (0.0, 1.0) if metric in ("top1", "top5", "accuracy") else None
     return line_plot(series, x_label="optimizer step", y_label=metric, y_range=y_range, marks=marks)
+
+
+def color(number: int, count: int) -> str:
+    """One that differs from the others; beyond the palette colors of the same lightness around the wheel."""
+    return COLORS[number] if count <= len(COLORS) else f"hsl({360 * number // count} 75% 42%)"
 
 
 def weights_digest(folder: Path) -> str:
@@ -116,14 +144,19 @@ def main() -> int:
     )
     parser.add_argument("folders", nargs="*", type=Path, default=[Path("runs")])
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="plot the curves into this file")
-    parser.add_argument("--metric", default="top1", help="of the curves: top1, loss, ... [top1]")
+    parser.add_argument(
+        "--metric", default="", help="of the curves: loss, top1, ... [what chooses the best checkpoint]"
+    )
+    parser.add_argument("--sort", default="", metavar="NAME", help="by a setting, or a metric of the best evaluation")
     parser.add_argument("--compare", action="store_true", help="compare the weights; exit code 1 if they differ")
     options = parser.parse_args()
     try:
         runs = find_runs(options.folders)
-        print(table(runs))
+        runs = sort(runs, options.sort) if options.sort else runs
+        metric = options.metric or metric_of(runs)
+        print(table(runs, metric))
         if options.plot:
-            options.plot.write_text(plot(runs, options.metric))
+            options.plot.write_text(plot(runs, metric))
             print(f"wrote {options.plot}")
         return int(options.compare and not compare(runs))
     except UserError as error:
