@@ -266,6 +266,14 @@ class TrainingConfig:
             return self.global_batch_size // self.batch_size
         return world_size * self.grad_accum_steps
 
+    def asks_for_more_than(self, saved: dict[str, Any]) -> bool:
+        """Whether a run that was completed with the values of `saved` has more to do under these."""
+        before, here = (
+            (values.get("epochs", 0), values.get("max_steps") or math.inf)
+            for values in (saved, dataclasses.asdict(self))
+        )
+        return here[0] > before[0] or here[1] > before[1]
+
     def to_dict(self) -> dict[str, Any]:
         """All fields, with run_dir and checkpoint_dir as paths; `from_args(["--config", ...])` reads it back."""
         paths = {"run_dir": str(self.run_folder), "checkpoint_dir": str(self.checkpoint_folder)}

@@ -119,7 +119,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     run = open_run(config, ctx)
     logger = setup_logger(ctx.rank, None if run.start.is_completed or run.is_replacing else run.log_file)
     if run.start.is_completed:
-        more = "to continue it, give --resume_from a checkpoint of it and more --epochs"
+        more = "to continue it, give more --epochs"
         logger.info("%s: this run is completed, nothing is left to do; %s", run.folder, more)
         outcome = {"state": "completed"}
     else:

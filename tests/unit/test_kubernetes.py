@@ -34,7 +34,7 @@ def dry_run(cluster, job, index):
     words, env = started(job, index)
     script = ROOT / Path(words[0]).relative_to("/app")
     mine = {"PATH": PATH, "CUDA_VISIBLE_DEVICES": "", **env}
-    ended = cluster[index].run(script, *words[1:], "--patience", 1, "--dry-run", env=mine)
+    ended = cluster[index].run(script, *words[1:], "--wait", 1, "--dry-run", env=mine)
     assert ended.code == 0, ended.text
     return ended, env
 

@@ -106,7 +106,7 @@ SECOND_OF_TWO = {"NNODES": "2", "NODE_RANK": "1"}
         (SECOND_OF_TWO | {"RDZV_BACKEND": "etcd"}, "RDZV_BACKEND=etcd: is unknown; give"),
         (SECOND_OF_TWO | {"MASTER_ADDR": "localhost"}, "MASTER_ADDR=localhost: is (127.0.0.1|::1) on .*; give"),
         (
-            SECOND_OF_TWO | {"MASTER_ADDR": "no.invalid", "LAUNCH_PATIENCE": "1"},
+            SECOND_OF_TWO | {"MASTER_ADDR": "no.invalid", "LAUNCH_WAIT": "1"},
             "MASTER_ADDR=no.invalid: .* cannot resolve",
         ),
         (

@@ -70,7 +70,7 @@ def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) 
     is_continued = holds_run and (config.resume_from == "auto" or is_same_launch)
     is_replacing, path, failures, notes = False, None, [], []
     if is_continued:
-        if status.get("state") == "completed":
+        if status.get("state") == "completed" and not config.asks_for_more_than(read_json(folder / "config.json")):
             return lock, Start(is_completed=True)
         failures = repeated_failures(owner, status, folder / "watch")
         path, notes = checkpoint.latest_valid(checkpoints)

@@ -34,13 +34,10 @@ def launch(argv: Sequence[str], env: dict[str, str]) -> int:
     """Raises UserError."""
     options, flags = read_flags([*argv], env)
     config = TrainingConfig.from_args(flags)  # --print-config ends here
-    status = read_json(config.run_folder / "status.json")
+    status, saved = (read_json(config.run_folder / name) for name in ("status.json", "config.json"))
     is_training = not (options.preflight or options.scaling)
-    if (
-        read_nodes(options).most > 1
-        and is_training
-        and (config.resume_from, status.get("state")) == ("auto", "completed")
-    ):
+    is_completed = status.get("state") == "completed" and not config.asks_for_more_than(saved)
+    if read_nodes(options).most > 1 and is_training and config.resume_from == "auto" and is_completed:
         say(f"{config.run_folder}: this run is completed, there is nothing left to do")  # the other nodes may be gone
         return 0
     plan = make_plan(options, flags, config, env)

@@ -36,9 +36,9 @@ FLAGS = {  # name: (default, help); the variable has the name of the flag, or th
     "max-restarts": ("0", "restarts by torchrun itself (c10d) [0]"),
     "rdzv-backend": ("", "static or c10d [follows from the others]"),
     "retries": ("0", "how often to start a failed or preempted launch again [0]"),
-    "patience": ("", "seconds to wait for the other nodes [900; 15 for a name or route that does not exist]"),
+    "wait": ("", "seconds to wait for the other nodes [900; 15 for a name or route that does not exist]"),
 }
-VARIABLES = {"retries": "LAUNCH_RETRIES", "patience": "LAUNCH_PATIENCE"}
+VARIABLES = {"retries": "LAUNCH_RETRIES", "wait": "LAUNCH_WAIT"}
 SWITCHES = {
     "preflight": "check the nodes instead of training (scripts/preflight.py)",
     "debug": "record collectives into the run folder",
@@ -172,7 +172,7 @@ def own_address(nodes: Nodes, patience: float) -> tuple[str, bool]:
 def make_plan(options: argparse.Namespace, flags: list[str], config: TrainingConfig, env: dict[str, str]) -> Plan:
     """Raises UserError."""
     nodes, host = read_nodes(options), socket.gethostname()
-    patience = integer("LAUNCH_PATIENCE", options.patience, 1) if options.patience else 0
+    patience = integer("LAUNCH_WAIT", options.wait, 1) if options.wait else 0
     retries = integer("LAUNCH_RETRIES", options.retries, 0)
     if not importlib.util.find_spec("torch") or not shutil.which("torchrun"):
         fix = "activate the environment that has it (source .venv/bin/activate)"
