@@ -1,9 +1,12 @@
-"""The README's three recipes, as a forker applies them: to a copy of the repository, trained on two ranks."""
+"""The forks of docs/recipes: each applied to a copy of the repository, trained on two ranks, and verified."""
 
+import csv
+import io
 import json
 import random
 import re
 import subprocess
+import tarfile
 
 import pytest
 import torch
@@ -12,31 +15,27 @@ import forks
 from images import save_images
 from ranks import ROOT, copy_repository
 
-README = (ROOT / "README.md").read_text()
+RECIPES = ROOT / "docs" / "recipes"
 FAST = "--log_interval 5 --num_workers 1 --backend gloo".split()
+WORDS = "rank batch ring until gradients are summed on every node".split()
 
 
 class Fork:
-    """A copy of the repository with a recipe of the README applied."""
+    """A copy of the repository with a recipe applied."""
 
-    def __init__(self, folder, title):
+    def __init__(self, folder, name):
         self.folder = copy_repository(folder)
         subprocess.run(["git", "init", "-q"], cwd=folder, check=True)  # so that `git apply` works
-        section = re.search(rf"^#+ {title}.*?(?=^#+ [A-Z]|\Z)", README, re.DOTALL | re.MULTILINE)[0]
-        blocks = re.findall(r"^```(\w+)\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+        blocks = re.findall(r"^```(\w+)\n(.*?)^```", (RECIPES / f"{name}.md").read_text(), re.DOTALL | re.MULTILINE)
         for language, text in blocks:
             if language == "diff":
                 subprocess.run(["git", "apply", "--recount"], cwd=folder, input=text, text=True, check=True)
-            elif language == "python":  # a whole file, which its first line names
-                (folder / re.match(r"# (\w+\.py)", text)[1]).write_text(text)
+            elif named := re.match(r"# (\w+\.py)", text):  # a whole file, which its first line names
+                (folder / named[1]).write_text(text)
+        self.code = [text for language, text in blocks if language == "python"]
         command = next(text for language, text in blocks if language == "bash")
-        self.words = re.search(r"train\.py((?: |\\\n).*)", command, re.DOTALL)[1].replace("\\\n", " ").split()
-
-    def images(self, size, **counts):
-        """The image folder that the recipe's command reads."""
-        for split, count in counts.items():
-            classes = dict.fromkeys(("red", "green", "blue"), count)
-            save_images(self.folder / "FOLDER" / split, classes, size=size, seed=len(split))
+        self.words = re.search(r"\.py((?: |\\\n).*)", command, re.DOTALL)[1].replace("\\\n", " ").split()
+        (folder / "FOLDER").mkdir()
 
     def train(self, *flags):
         """The recipe's own command, and what makes it quick; what was printed, and the summary."""
@@ -44,55 +43,155 @@ class Fork:
         assert ended.code == 0, ended.text
         return ended.out, json.loads((self.folder / "runs" / "fork" / "summary.json").read_text())
 
+    def verify(self, ranks=2):
+        ended = forks.run(self.folder, ranks, "scripts/verify.py", *self.words, "--backend", "gloo", "--num_workers", 0)
+        assert ended.code == 0 and "11 of 11 invariants hold" in ended.out, ended.text
+
     @property
     def changed(self):
         files = sorted(path.name for path in self.folder.glob("*.py"))
         return [name for name in files if (self.folder / name).read_bytes() != (ROOT / name).read_bytes()]
 
 
-@pytest.mark.slow
-def test_a_small_vision_transformer_learns_an_image_folder(tmp_path):
-    fork = Fork(tmp_path, "A vision transformer")
-    fork.images(16, train=40, test=10)
-    out, summary = fork.train("--epochs", "6", "--batch_size", "10")
-    assert "SmallViT" in out and fork.changed == ["model.py"]
-    assert summary["best_top1"] > 0.9
+def image_folder(folder, size=16):
+    for split, count in (("train", 40), ("val", 10)):
+        save_images(folder / split, dict.fromkeys(("red", "green", "blue"), count), size=size, seed=len(split))
 
 
-@pytest.fixture
-def text_fork(tmp_path):
-    fork, rng = Fork(tmp_path, "Text of unequal lengths"), random.Random(0)
-    words = "rank batch ring until gradients are summed on every node".split()
-    (tmp_path / "FOLDER").mkdir()
+def lines_of_words(folder):
+    rng = random.Random(0)
     for split, lines in (("train", 300), ("val", 40)):
-        text = "\n".join(" ".join(rng.choices(words, k=rng.randint(1, 12))) for _ in range(lines))
-        (tmp_path / "FOLDER" / f"{split}.txt").write_text(text)
-    return fork
+        text = "\n".join(" ".join(rng.choices(WORDS, k=rng.randint(1, 12))) for _ in range(lines))
+        (folder / f"{split}.txt").write_text(text)
 
 
-def test_text_of_unequal_lengths_is_learnt_with_a_loss_and_perplexity_per_token(text_fork):
-    _, summary = text_fork.train("--epochs", "4")
-    assert text_fork.changed == ["dataset.py", "model.py"]
-    origin = json.loads((text_fork.folder / "runs/fork/provenance.json").read_text())
-    assert not {"dataset.py", "model.py"} & set(origin["changed_template_files"])  # they are the forker's own
-    assert summary["best_metric"] == "perplexity" and summary["best_value"] < 8 and summary["best_top1"] is None
-    records = [json.loads(line) for line in (text_fork.folder / "runs/fork/metrics.jsonl").read_text().splitlines()]
+def shapes_with_masks(folder):
+    """Squares of three colors on gray; the border of each is to be ignored."""
+    from torchvision.io import write_png
+
+    generator = torch.Generator().manual_seed(0)
+    for split, count in (("train", 64), ("val", 20)):
+        for kind in ("images", "masks"):
+            (folder / split / kind).mkdir(parents=True)
+        for number in range(count):
+            image, mask = torch.full((3, 40, 40), 128.0), torch.zeros(1, 40, 40)
+            for color in range(3):
+                top, left = torch.randint(2, 24, (2,), generator=generator).tolist()
+                mask[:, top - 1 : top + 13, left - 1 : left + 13] = 255
+                mask[:, top : top + 12, left : left + 12] = color + 1
+                image[:, top : top + 12, left : left + 12] = 30
+                image[color, top : top + 12, left : left + 12] = 220
+            image += 10 * torch.randn(image.shape, generator=generator)
+            write_png(image.clamp(0, 255).byte(), str(folder / split / "images" / f"{number:03d}.png"))
+            write_png(mask.byte(), str(folder / split / "masks" / f"{number:03d}.png"))
+
+
+def ratings(folder):
+    rng = random.Random(0)
+    taste = [[rng.gauss(0, 1) for _ in range(2)] for _ in range(60)]
+    for split, count in (("train", 2000), ("val", 300)):
+        with (folder / f"{split}.csv").open("w") as file:
+            for _ in range(count):
+                user, item = rng.randrange(30), 30 + min(rng.randrange(30), rng.randrange(30))
+                rating = sum(a * b for a, b in zip(taste[user], taste[item], strict=True))
+                csv.writer(file).writerow([user, item, round(rating, 3), rng.choice([0.5, 1.0, 2.0])])
+
+
+def tar_shards(folder):
+    image_folder(folder / "images")
+    for split in ("train", "val"):
+        (folder / split).mkdir()
+        files = sorted((folder / "images" / split).glob("*/*.png"))
+        random.Random(0).shuffle(files)
+        for shard in range(2):
+            with tarfile.open(folder / split / f"{shard}.tar", "w") as tar:
+                for number, file in enumerate(files[shard::2]):
+                    label = ["blue", "green", "red"].index(file.parent.name)
+                    for suffix, data in (("png", file.read_bytes()), ("cls", str(label).encode())):
+                        member = tarfile.TarInfo(f"{number:06d}.{suffix}")
+                        member.size = len(data)
+                        tar.addfile(member, io.BytesIO(data))
+
+
+def hub_images(folder):
+    datasets = pytest.importorskip("datasets")
+    image_folder(folder / "images")
+    for split in ("train", "val"):
+        found = datasets.load_dataset("imagefolder", data_dir=str(folder / "images" / split), split="train")
+        found.save_to_disk(str(folder / split))
+
+
+def pretrained(folder):
+    from torchvision.models import resnet18
+
+    image_folder(folder)
+    (folder / "weights").mkdir()
+    torch.save(resnet18(num_classes=1000).state_dict(), folder / "weights" / "resnet18.pth")
+
+
+def timm_images(folder):
+    pytest.importorskip("timm")
+    image_folder(folder, size=32)
+
+
+# recipe: its data, the files that it changes, the metric, the least (or for a loss the largest) value of it
+CASES = {
+    "vision_transformer": (image_folder, ["model.py"], "top1", 0.9, "--epochs 6 --batch_size 10"),
+    "text": (lines_of_words, ["dataset.py", "model.py"], "perplexity", 8, "--epochs 4"),
+    "segmentation": (shapes_with_masks, ["config.py", "dataset.py", "model.py"], "miou", 0.6, ""),
+    "gpt": (lines_of_words, ["config.py", "dataset.py", "model.py"], "perplexity", 7, "--epochs 8"),
+    "recommender": (ratings, ["dataset.py", "model.py"], "rmse", 0.9, ""),
+    "tar_shards": (tar_shards, ["dataset.py"], "top1", 0.9, ""),
+    "mixup": (lambda folder: None, ["dataset.py", "model.py"], "top1", 0.5, ""),
+    "hugging_face": (hub_images, ["dataset.py"], "top1", 0.9, ""),
+    "timm": (timm_images, ["model.py"], "top1", 0.8, ""),
+    "pretrained": (pretrained, ["dataset.py", "model.py"], "top1", 0.5, ""),
+}
+DEFAULT = ("text", "segmentation")
+
+
+def case(name):
+    return pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", map(case, CASES))
+def test_a_recipe_trains_on_two_ranks(tmp_path, name):
+    make_data, changed, metric, limit, flags = CASES[name]
+    fork = Fork(tmp_path, name)
+    make_data(fork.folder / "FOLDER")
+    _, summary = fork.train(*flags.split())
+    assert fork.changed == changed
+    origin = json.loads((fork.folder / "runs/fork/provenance.json").read_text())
+    assert not set(changed) & set(origin["changed_template_files"])  # they are the forker's own
+    is_lower_better = metric in ("perplexity", "rmse")
+    assert summary["best_metric"] == metric and summary["best"][metric] == summary["best_value"]
+    assert (summary["best_value"] < limit) if is_lower_better else (summary["best_value"] > limit)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_verify_raises_no_false_alarm_on_a_recipe(tmp_path, name, ranks):
+    fork = Fork(tmp_path, name)
+    CASES[name][0](fork.folder / "FOLDER")
+    fork.verify(ranks)
+
+
+def test_a_metric_of_text_is_per_token_not_per_line(tmp_path):
+    fork = Fork(tmp_path, "text")
+    lines_of_words(fork.folder / "FOLDER")
+    fork.train("--epochs", "1")
+    records = [json.loads(line) for line in (fork.folder / "runs/fork/metrics.jsonl").read_text().splitlines()]
     evaluated = [record for record in records if record["kind"] == "eval"][-1]
     assert evaluated["count"] == 40
-    assert evaluated["perplexity"] == pytest.approx(2.718281828459045 ** evaluated["loss"])  # per token, not per line
-
-
-@pytest.mark.slow
-def test_verify_passes_on_text_since_it_knows_nothing_of_images(text_fork):
-    ended = forks.run(text_fork.folder, 2, "scripts/verify.py", *text_fork.words, "--backend", "gloo")
-    assert ended.code == 0 and "10 of 10 invariants hold" in ended.out, ended.text
+    assert evaluated["perplexity"] == pytest.approx(2.718281828459045 ** evaluated["loss"])
 
 
 @pytest.mark.slow
 def test_fine_tuning_trains_a_new_head_and_leaves_the_frozen_trunk_as_it_was(tmp_path, runs):
     runs.train(2, "first", *"--dataset_size 64 --batch_size 64 --epochs 1".split(), task="")
-    fork = Fork(tmp_path / "fork", "Fine-tuning")
-    fork.images(8, train=40, val=10)
+    fork = Fork(tmp_path / "fork", "fine_tuning")
+    image_folder(fork.folder / "FOLDER", size=8)
     source = runs.folder("first") / "checkpoints" / "best.pt"
     (fork.folder / "CHECKPOINT").write_bytes(source.read_bytes())
     out, summary = fork.train("--epochs", "3", "--batch_size", "10")
@@ -102,4 +201,17 @@ def test_fine_tuning_trains_a_new_head_and_leaves_the_frozen_trunk_as_it_was(tmp
     after = torch.load(max((fork.folder / "runs/fork/checkpoints").glob("step_*.pt")), weights_only=True)["model"]
     # statistics too
     assert all(torch.equal(before[name], after[name]) for name in before if not name.startswith("head"))
-    assert summary["best_top1"] > 0.8
+    assert summary["best"]["top1"] > 0.8
+
+
+@pytest.mark.slow
+def test_a_tracker_follows_a_run_from_outside(tmp_path):
+    fork = Fork(tmp_path, "trackers")
+    ended = forks.run(
+        fork.folder, 0, "train.py", *"--image_size 8 --dataset_size 40 --epochs 2 --log_interval 1".split()
+    )
+    assert ended.code == 0, ended.text
+    ended = forks.run(fork.folder, 0, "follow.py", "runs/default")
+    lines = [line for line in ended.out.splitlines() if "train/loss" in line]
+    records = [json.loads(line) for line in (fork.folder / "runs/default/metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == sum(record["kind"] == "train" for record in records) and "val/top1" in ended.out
