@@ -94,7 +94,7 @@ def main(words: list[str] | None = None) -> int:
 
     facts = {"device": ctx.device_names[0], "ranks": ctx.world_size, "threads": torch.get_num_threads()}
     facts |= {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
-    facts |= {"date": time.strftime("%Y-%m-%d"), "task": config.task, "batch_size": config.batch_size}
+    facts |= {"date": time.strftime("%Y-%m-%d"), "task": " ".join(flags) or "defaults", "batch_size": config.batch_size}
     facts |= {"rounds": options.rounds, "steps": options.steps}
     say(", ".join(f"{name} {value}" for name, value in facts.items()))
     folder = Path(all_gather_json(tempfile.mkdtemp(prefix="benchmark-") if ctx.is_main else "", ctx)[0])

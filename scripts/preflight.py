@@ -59,6 +59,7 @@ from utils.run import provenance
 from utils.run.failures import leave_after
 from utils.run.start_checks import check_alike
 from utils.training.precision import Precision
+from utils.training.seams import Seams
 
 
 @record
@@ -84,19 +85,19 @@ def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None
     facts, found = steps.take("facts", gather, ctx), steps.findings
     nodes = verdict.nodes_of(facts)
     leaders = [ranks[0] for ranks in nodes]
-    loader = state = sizes = None
+    loader = state = sizes = watched = None
 
     def load() -> int:
-        nonlocal config, loader
+        nonlocal config, loader, watched
         sets = train.load_data(config, ctx)
-        config, train_set = sets.config, sets.train
+        watched, config, train_set = sets.config, sets.config.plain(), sets.train
         patient = dataclasses.replace(config, hang_timeout=min(config.hang_timeout or 20.0, 20.0))  # for each batch
         loader, _ = create_distributed_dataloader(train_set, patient, ctx)
         return len(train_set)
 
     def create() -> dict[str, int]:
         nonlocal state
-        state = train.create_state(config, ctx)
+        state = train.create_state(Seams.of(train.yours), watched, ctx)
         return {"checkpoint": rates.checkpoint_size(state, config), "gradient": rates.gradient_bytes(state)}
 
     if steps.take("same code", check_alike, config, ctx):

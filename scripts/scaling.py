@@ -93,7 +93,9 @@ def show(report: dict[str, Any], options: argparse.Namespace) -> None:
     if options.plot:
         config, job = TrainingConfig.from_args(report["flags"]), report["measured"][0]
         batches = f"{config.batch_size} per rank (weak), global batch {job['strong']['samples']} (strong)"
-        options.plot.write_text(reporting.plot(report, f"{config.task}, {batches}, {job['device']}"))
+        options.plot.write_text(
+            reporting.plot(report, f"{' '.join(report['flags']) or 'defaults'}, {batches}, {job['device']}")
+        )
 
 
 def launch(ranks: int, file: Path, options: argparse.Namespace, flags: list[str], threads: str) -> None:

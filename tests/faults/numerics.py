@@ -42,9 +42,11 @@ def changed_loss(steps: str, change: str, ranks: str = "(1,)") -> str:
     """Lines after which the loss of these ranks is another in these steps."""
     return f"""
 def other_loss(net, batch):
-    loss, metrics = compute_loss(net, batch)
-    return loss {change} if RANK in {ranks} and net.training and STEP in {steps} else loss, metrics
-train.compute_loss = other_loss
+    metrics = compute_loss(net, batch)
+    loss, count = metrics['loss']
+    is_bad = RANK in {ranks} and net.training and STEP in {steps}
+    return metrics | {{'loss': (loss {change} if is_bad else loss, count)}}
+train.yours.compute_loss = other_loss
 """
 
 

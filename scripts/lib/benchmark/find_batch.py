@@ -71,7 +71,7 @@ def one_step(config: TrainingConfig, ctx: DistributedContext, folder: Path, size
     ours.epoch()
     synchronize(ctx.device)
     seconds = time.perf_counter() - began - (ours.spent()["data"] - waited)
-    checkpoint = sum(tensor.nbytes for tensor in tensors_in(ours.state.state_dict([])))
+    checkpoint = sum(tensor.nbytes for tensor in tensors_in(ours.state.state_dict()))
     ours.close()
     return seconds, checkpoint
 

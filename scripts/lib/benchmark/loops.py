@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import itertools
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import model as fork_model
 from config import TrainingConfig
 from ddp_utils import DistributedContext, wrap_ddp
 from utils.data.transfer import to_device
+from utils.metrics import Metrics
 from utils.training.precision import Precision
 
 ORACLE = Path(__file__).resolve().parents[3] / "tests" / "plain_loop.py"
@@ -53,7 +53,7 @@ class RankSubset(Dataset):
 def plain(config: TrainingConfig, ctx: DistributedContext, precision: Precision) -> Iterator[tuple[Tensor, float]]:
     """tests/plain_loop.py one step at a time: the run's precision, a fused optimizer, DDP on several ranks.
 
-    Yields the loss summed over this rank's samples of the step (float64, on the device) and their weight.
+    Yields the loss summed over this rank's samples of the step (float64, on the device) and its count.
     """
     spec = importlib.util.spec_from_file_location("plain_loop_for_benchmark", ORACLE)
     loop = importlib.util.module_from_spec(spec)  # a copy of the module, because its seams are replaced below
@@ -65,15 +65,15 @@ def plain(config: TrainingConfig, ctx: DistributedContext, precision: Precision)
         model = create(config, device)
         return wrap_ddp(model, config, ctx) if ctx.world_size > 1 else model
 
-    def compute_loss(model: nn.Module, batch: Any) -> tuple:
+    def compute_loss(model: nn.Module, batch: Any) -> Metrics:
         model.require_backward_grad_sync = next(is_last_micro_batch)
         with precision.autocast():
             return compute(model, batch)
 
     loop.create_dataset = lambda config, split: RankSubset(fork_dataset.create_dataset(config, split), ctx)
     loop.create_model, loop.compute_loss = create_model, compute_loss
-    for _, _, loss, weight in loop.plain_loop(config, config.grad_accum_steps, ctx.device, fused=True):
-        yield loss, weight
+    for _, _, loss, count in loop.plain_loop(config, config.grad_accum_steps, ctx.device, fused=True):
+        yield loss, count
 
 
 def minimal(config: TrainingConfig, ctx: DistributedContext, precision: Precision) -> Iterator[None]:
@@ -93,8 +93,8 @@ def minimal(config: TrainingConfig, ctx: DistributedContext, precision: Precisio
             batch = transform(data.collate(fetch(chosen.tolist())), config.seed, epoch, chosen)
             wrapped.require_backward_grad_sync = is_last_micro_batch
             with precision.autocast():
-                loss, _ = fork_model.compute_loss(wrapped, batch)
-            (loss / (len(chosen) * config.grad_accum_steps)).backward()
+                loss, count = fork_model.compute_loss(wrapped, batch)["loss"]
+            (loss / (count * config.grad_accum_steps)).backward()
             if is_last_micro_batch:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -124,10 +124,9 @@ class Tutorial:
 
     def __init__(self, config: TrainingConfig, ctx: DistributedContext) -> None:
         self._device, is_cuda = ctx.device, ctx.device.type == "cuda"
-        stock = dataclasses.replace(config, channels_last=False, augment="none")
-        data = FloatImages(fork_dataset.create_dataset(stock, "train"))
+        data = FloatImages(fork_dataset.create_dataset(config, "train"))
         torch.manual_seed(config.seed)
-        model = fork_model.create_model(stock, ctx.device)
+        model = fork_model.create_model(config, ctx.device).to(memory_format=torch.contiguous_format)
         self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         self._model = DistributedDataParallel(model, device_ids=[ctx.device.index] if is_cuda else None)
         self._loader = DataLoader(data, config.batch_size, sampler=DistributedSampler(data), pin_memory=is_cuda)

@@ -14,8 +14,10 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
+import dataset as fork_dataset
 import model as fork_model
 import train
 from config import TrainingConfig
@@ -26,7 +28,9 @@ from lib.benchmark.turns import Candidate, synchronize, take_turns
 from lib.tables import format_table
 from utils.clock import STEP_PHASES
 from utils.memory import peak_memory
+from utils.metrics import Metrics, count_correct
 from utils.training.precision import Precision
+from utils.training.seams import Seams
 
 TEMPLATE, PLAIN, MINIMAL, TUTORIAL = NAMES = ("this template", "plain loop", "minimal loop", "DDP tutorial")
 HOST_STEPS, HOST_ROUNDS = 5, 6  # per --steps and --rounds, where the model costs nothing: many short turns
@@ -122,9 +126,8 @@ def measure(
 
 def host_cost(config: TrainingConfig, ctx: DistributedContext, steps: int, rounds: int, folder: Path) -> dict[str, Any]:
     """Microseconds of CPU time per step, and over the other loops, with a model that costs nothing."""
-    tiny = TrainingConfig(batch_size=4, image_size=8, num_classes=10, in_channels=3, augment="none")
-    tiny = dataclasses.replace(tiny, backend=config.backend)
-    with costless_model():
+    tiny = TrainingConfig(batch_size=4, backend=config.backend)
+    with costless_task():
         comparison = Comparison(tiny, ctx, HOST_STEPS * steps, folder)
         rows = comparison.run(HOST_ROUNDS * rounds)
     template, plain, minimal = (each.rounds("cpu") for each in comparison.candidates.values())
@@ -170,10 +173,9 @@ def flops_per_sample(ours: Ours) -> float:
     """Matrix products and convolutions of a forward and backward pass, as torch's FlopCounterMode counts them."""
     batch = ours.loader.sample_batch()
     with FlopCounterMode(display=False) as counter, ours.state.precision.autocast():
-        loss, _ = train.compute_loss(ours.state.model, batch)
-        loss.backward()
+        ours.training.seams.compute_loss(ours.state.model, batch)["loss"][0].backward()
     ours.state.optimizer.zero_grad()
-    ours.state.running_stats.discard()
+    ours.state.sums.running_stats.discard()
     return counter.get_total_flops() / min(ours.config.batch_size, len(ours.loader.dataset))
 
 
@@ -188,24 +190,61 @@ def count(epoch: Callable[[], object], device: torch.device) -> dict[str, float]
 
 
 class Costless(nn.Module):
-    """Reads one pixel of each image: float [B, C, H, W] -> logits [B, classes]."""
+    """float [B, 3] -> logits [B, 10]."""
 
-    label_smoothing = 0.0
-
-    def __init__(self, channels: int, classes: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.head = nn.Linear(channels, classes)
+        self.head = nn.Linear(3, 10)
 
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(images[:, :, 0, 0])
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.head(rows)
+
+
+class Rows(Dataset):
+    """Three numbers and a label each, in memory."""
+
+    in_memory = True
+
+    def __init__(self, size: int) -> None:
+        self.rows, self.labels = torch.zeros(size, 3), torch.arange(size) % 10
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.rows[index], self.labels[index]
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        return self.rows[indices], self.labels[indices]
+
+    @staticmethod
+    def collate(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return batch
+
+
+def costless_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Metrics:
+    logits, labels = model(batch[0]), batch[1]
+    loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
+    return {"loss": (loss, len(labels)), "accuracy": (count_correct(logits, labels), len(labels))}
 
 
 @contextlib.contextmanager
-def costless_model() -> Iterator[None]:
-    """Replace `create_model` for all loops."""
+def costless_task() -> Iterator[None]:
+    """Replace model and data for all loops."""
 
-    def create(config: Any, device: torch.device) -> nn.Module:
-        return Costless(config.in_channels, config.num_classes).to(device)
+    def create_dataset(config: TrainingConfig, split: str) -> Rows | None:
+        return Rows(config.dataset_size) if split == "train" else None
 
-    with mock.patch.object(train, "create_model", create), mock.patch.object(fork_model, "create_model", create):
+    seams = {
+        "create_model": lambda config, device: Costless().to(device),
+        "param_groups": lambda model, config: [{"params": list(model.parameters())}],
+        "compute_loss": costless_loss,
+    }
+    ours = {name: value for name, value in vars(Seams).items() if name in Seams.__dataclass_fields__}  # the defaults
+    with (
+        mock.patch.object(Seams, "of", lambda module: Seams(**seams, **ours)),
+        mock.patch.multiple(fork_model, **seams),
+        mock.patch.object(train, "create_dataset", create_dataset),
+        mock.patch.object(fork_dataset, "create_dataset", create_dataset),
+    ):
         yield
