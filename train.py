@@ -7,7 +7,7 @@ scripts/launch.sh --epochs 5                                     several machine
 
 from __future__ import annotations
 
-from config import TrainingConfig, UserError, WatchedConfig
+from config import TrainingConfig, UserError
 from utils.signals import StopSignals, began_at, hold, release
 
 if __name__ == "__main__":
@@ -77,6 +77,7 @@ from utils.training.first_passes import first_passes
 from utils.training.precision import Precision
 from utils.training.seams import Seams
 from utils.training.state import TrainState
+from utils.watched_config import WatchedConfig
 
 PREEMPTED = 75  # exit code
 

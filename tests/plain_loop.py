@@ -4,14 +4,14 @@ config with the code that it judges. It is also the plain loop of scripts/benchm
 import hashlib
 import math
 import random
-from types import SimpleNamespace
+import sys
+from types import SimpleNamespace as Progress
 
 import numpy
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import default_collate
 
-import model as seams
 from dataset import create_dataset
 from model import compute_loss, create_model, param_groups
 
@@ -29,6 +29,7 @@ def samples(data, indices, *key):
 
 def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
     """Yields model, average, summed loss and its count of each step. micro_batches_per_step: ranks x accumulation."""
+    seams = vars(sys.modules["model"])
     data = create_dataset(config, "train")
     fetch, collate = getattr(data, "__getitems__", None), getattr(data, "collate", default_collate)
     transform = getattr(data, "device_transform", lambda batch, *_: batch)
@@ -41,8 +42,8 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
     if config.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, config.lr, (config.momentum, config.beta2), **rest)
     rule = get_ema_multi_avg_fn(config.ema_decay)
-    if hasattr(seams, "create_optimizer"):
-        optimizer = seams.create_optimizer(groups, config)
+    if "create_optimizer" in seams:
+        optimizer = seams["create_optimizer"](groups, config)
     average = AveragedModel(model, multi_avg_fn=rule, use_buffers=True) if config.ema_decay else None
     norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     rates = [norm.momentum for norm in norms for _ in range(2)]
@@ -75,10 +76,8 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm or math.inf)
             cosine = 0.5 + 0.5 * math.cos(math.pi * (step - warm_up) / max(1, total - warm_up))
             factor = (step + 1) / warm_up if step < warm_up else cosine
-            if hasattr(seams, "lr_factor"):
-                factor = seams.lr_factor(
-                    config, step, total, warm_up, SimpleNamespace(step=step, epoch=epoch, user=user)
-                )
+            if "lr_factor" in seams:
+                factor = seams["lr_factor"](config, step, total, warm_up, Progress(step=step, epoch=epoch, user=user))
             for group in optimizer.param_groups:
                 group["lr"] = group.setdefault("peak", group["lr"]) * factor
             optimizer.step()

@@ -76,7 +76,7 @@ def test_a_separate_test_set_is_evaluated_once_with_the_best_weights(runs):
     evaluations = runs.records("run", "eval")
     assert [(record["split"], record["count"]) for record in evaluations] == [("val", 5), ("val", 5), ("test", 7)]
     summary = runs.json("run", "summary.json")
-    assert summary["test"] == evaluations[-1:] and summary["final_top1"] == evaluations[1]["top1"]
+    assert summary["test"] == evaluations[-1:] and summary["final"]["top1"] == evaluations[1]["top1"]
     runs.train(2, "run", *folder, "--eval_only", task="")
     again = runs.json("run", "eval-best.json")["records"]
     assert [record["loss"] for record in again if record["split"] == "test"] == [evaluations[-1]["loss"]]

@@ -5,10 +5,11 @@ import shutil
 import pytest
 import torch
 
+import dataset
 from config import TrainingConfig, UserError
 from dataset import SyntheticImageDataset, create_dataset, is_prepared, prepare_data
 from images import save_images
-from utils.data.loader import resolve_auto
+from utils.watched_config import WatchedConfig
 
 
 def folder_config(path, **changes):
@@ -49,7 +50,7 @@ def test_image_folder_reads_splits_sizes_and_labels(tmp_path):
     assert (val.split, val.augment) == ("test", "none")  # the only held-out part does both
     image, label = train[4]
     assert image.shape == (3, 8, 8) and image.dtype == torch.uint8 and label == 1
-    config = resolve_auto(config, train)
+    config = WatchedConfig.of(config).with_auto(train)
     assert (config.num_classes, config.in_channels, config.image_size) == (2, 3, 8)
     save_images(tmp_path / "val", {"cat": 1})
     assert create_dataset(config, "val").split == "val" and create_dataset(config, "test").split == "test"
@@ -104,7 +105,7 @@ def test_image_folders_that_cannot_be_used_are_rejected(tmp_path, spoil, changes
     spoil(tmp_path)
     config = folder_config(tmp_path, **changes)
     with pytest.raises(UserError, match=said):
-        resolve_auto(config, create_dataset(config, "train"))
+        create_dataset(config, "train")
         create_dataset(config, "val")
 
 
@@ -146,3 +147,12 @@ def test_cifar10_is_read_from_torchvisions_files(tmp_path, monkeypatch):
     train, val = create_dataset(config, "train"), create_dataset(config, "val")
     assert train.images.shape == (6, 3, 32, 32) and (train.augment, val.augment, val.split) == ("crop", "none", "val")
     assert create_dataset(config, "test") is None
+
+
+@pytest.mark.parametrize("label", [-1, 3])
+def test_a_label_outside_the_classes_is_rejected_with_its_sample(monkeypatch, label):
+    data = SyntheticImageDataset(10, num_classes=3, image_size=8)
+    data.targets[7] = label
+    monkeypatch.setattr(dataset, "_synthetic", lambda config, split: data)
+    with pytest.raises(UserError, match=f"sample 7 has label {label}, outside the 3 classes; fix the label or give"):
+        create_dataset(TrainingConfig(), "train")

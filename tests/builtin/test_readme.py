@@ -68,7 +68,7 @@ def test_a_first_hour_with_the_readme(tmp_path):
 
 def quickstart(folder, *flags):
     ended = launch([copy_repository(folder) / "scripts" / "quickstart.sh", *flags], env=ENV, cwd=folder, deadline=900)
-    return ended, json.loads((folder / "runs" / "quickstart-1" / "summary.json").read_text())["best_top1"]
+    return ended, json.loads((folder / "runs" / "quickstart-1" / "summary.json").read_text())["best"]["top1"]
 
 
 @pytest.mark.parametrize("flags", [TASK, pytest.param("", marks=pytest.mark.slow)], ids=["tiny", "as-typed"])

@@ -18,7 +18,7 @@ TRAIN_KEYS = "kind epoch step loss accuracy lr grad_norm samples_per_s data_wait
 EVAL_KEYS = "kind epoch step split weights loss top1 top5 count".split()
 SUMMARY_KEYS = (
     "state epochs steps skipped_steps samples_seen wall_s samples_per_s samples_per_s_per_rank world_size"
-    " global_batch_size best_metric best_value best_top1 best_epoch final_top1 final_loss data_wait_fraction"
+    " global_batch_size best_metric best_value best_epoch best final data_wait_fraction"
     " peak_memory_bytes restarts goodput overflow_steps time"
 ).split()
 PROVENANCE_KEYS = "git_commit git_dirty hosts start_time changed_template_files verified classes mean std".split()
@@ -82,8 +82,8 @@ def test_status_and_summary_have_the_result(whole):
     assert summary | {"epochs": 3, "world_size": 2, "global_batch_size": 16, "restarts": 0} == summary
     evaluations = whole.records("run", "eval")
     best = max(record["top1"] for record in evaluations if record["weights"] == "ema")
-    assert summary["best_metric"] == "top1" and summary["best_value"] == summary["best_top1"] == best
-    assert (summary["final_top1"], summary["final_loss"]) == (evaluations[-1]["top1"], evaluations[-1]["loss"])
+    assert summary["best_metric"] == "top1" and summary["best_value"] == summary["best"]["top1"] == best
+    assert summary["final"] == {name: evaluations[-1][name] for name in ("loss", "top1", "top5")}
     assert 0 < summary["goodput"] <= 1 and sum(summary["time"].values()) == pytest.approx(summary["wall_s"], abs=0.1)
 
 

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from config import TrainingConfig, UserError
-from ddp_utils import cleanup_distributed, setup_distributed
-from utils.training.batchnorm import RunningStats
+from ddp_utils import DistributedContext, cleanup_distributed, setup_distributed
+from utils.data.sampler import GlobalBatchSampler
+from utils.training.batchnorm import RunningStats, check_sync_batchnorm
 
 YES, NO = torch.tensor(True), torch.tensor(False)
 
@@ -103,3 +104,21 @@ def test_discard_and_reload():
 def test_a_cumulative_average_is_rejected():
     with pytest.raises(UserError, match="momentum=None .* cannot be resumed exactly; use"):
         RunningStats(nn.BatchNorm1d(3, momentum=None))
+
+
+def test_sync_batchnorm_needs_cuda_and_as_many_micro_batches_on_each_rank():
+    """It communicates in every forward pass: with one more on one rank, the others' next collective would be another."""
+
+    def check(samples, per_step, device="cuda", model=None, drop_last=False):
+        sampler = GlobalBatchSampler(
+            range(samples), batch_size=4, micro_batches_per_step=per_step, rank=0, world_size=2, drop_last=drop_last
+        )
+        ctx = DistributedContext(rank=0, local_rank=0, world_size=2, device=torch.device(device))
+        check_sync_batchnorm(model or nn.SyncBatchNorm(3), sampler, ctx)
+
+    check(40, 4), check(44, 4, drop_last=True), check(39, 2), check(44, 4, "cpu", net())
+    for samples, per_step in ((44, 4), (40, 3)):
+        with pytest.raises(UserError, match="SyncBatchNorm: every rank needs the same number .*; add --drop_last"):
+            check(samples, per_step)
+    with pytest.raises(UserError, match="SyncBatchNorm: works on CUDA only; leave out --sync_bn on the CPU"):
+        check(40, 4, "cpu")

@@ -19,7 +19,6 @@ from utils.data.loader import (
     create_distributed_dataloader,
     create_evaluation_dataloader,
     fetches_batches,
-    resolve_auto,
 )
 from utils.data.sampler import GlobalBatchSampler
 from utils.data.transfer import one_ahead, to_device
@@ -73,12 +72,12 @@ def test_ranks_decide_only_who_computes_a_micro_batch(n):
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 5, 8, 9, 12, 13, 20, 23, 24, 25])
-def test_a_global_batch_has_as_many_steps_on_each_rank_and_its_true_weight(n):
+def test_a_global_batch_has_as_many_steps_on_each_rank_and_its_true_size(n):
     ranks = [list(sampler_of(n, rank, 3, per_step=6).global_batches(0)) for rank in range(3)]
     for global_batches in zip(*ranks, strict=True):
         samples = sum(len(m.indices) for each in global_batches for m in each if not m.is_padding)
         for each in global_batches:
-            assert each.samples == each.weight == samples
+            assert each.samples == samples
             assert [m.is_last for m in each] == [False] * (len(each.micro_batches) - 1) + [True]
 
 
@@ -88,10 +87,8 @@ def test_steps_left():
     assert [each.steps_left(*place) for place in places] == [21, 19, 1, 0, 0]
 
 
-class Weighted(Dataset):
-    """Samples of unequal weight, in an order of its own."""
-
-    weights = [float(k) for k in range(10)]
+class Ordered(Dataset):
+    """Samples in an order of its own."""
 
     def __len__(self):
         return 10
@@ -101,15 +98,14 @@ class Weighted(Dataset):
 
 
 def changed(**attributes):
-    data = Weighted()
+    data = Ordered()
     for name, value in attributes.items():
         setattr(data, name, value)
     return sampler_of(data)
 
 
-def test_weights_and_order_of_the_data_set():
-    each = sampler_of(Weighted(), batch_size=2, per_step=2)
-    assert [global_batch.weight for global_batch in each.global_batches(0)] == [0 + 1 + 2 + 3, 4 + 5 + 6 + 7, 8 + 9]
+def test_the_order_of_the_data_set():
+    each = sampler_of(Ordered(), batch_size=2, per_step=2)
     indices = [m.indices for global_batch in each.global_batches(1) for m in global_batch]
     assert indices == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 0]]
 
@@ -121,12 +117,6 @@ def test_an_order_with_other_indices_is_rejected_and_one_that_repeats_samples_ha
     with pytest.raises(UserError, match="leaves out 5 of 10 samples .*; give each index once, or declare with_repl"):
         changed(**twice).order(0)
     assert changed(**twice, with_replacement=True).order(0).tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-
-
-@pytest.mark.parametrize("weights", [[1.0] * 9, [1.0] * 9 + [-1.0], [1.0] * 9 + [float("nan")]])
-def test_weights_that_do_not_fit_the_set_are_rejected(weights):
-    with pytest.raises(UserError, match="weights: must be 10 finite numbers"):
-        changed(weights=weights)
 
 
 # ---- the loader ----
@@ -207,14 +197,6 @@ def test_an_empty_epoch_is_rejected():
         create_distributed_dataloader(Images(10, "train"), TrainingConfig(batch_size=16, drop_last=True), context())
 
 
-@pytest.mark.parametrize("label", [-1, 3])
-def test_a_label_outside_the_classes_is_rejected_with_its_sample(label):
-    data = Images(10, "train", classes=3)
-    data.targets[7] = label
-    with pytest.raises(UserError, match=f"sample 7 has label {label}, outside the 3 classes; fix the label or give"):
-        resolve_auto(TrainingConfig(), data)
-
-
 def test_workers_respect_the_cpus_and_the_ranks_of_the_node(monkeypatch):
     in_memory, files, auto = Images(4, "train"), Noisy(), TrainingConfig()
     assert choose_workers(auto, in_memory, 1) == 0
@@ -222,20 +204,6 @@ def test_workers_respect_the_cpus_and_the_ranks_of_the_node(monkeypatch):
         monkeypatch.setattr(utils.data.loader, "usable_cpus", lambda cpus=cpus: cpus)
         assert choose_workers(auto, files, ranks) == expected
     assert choose_workers(TrainingConfig(num_workers=3), in_memory, 4) == 3
-
-
-def test_sync_bn_needs_as_many_micro_batches_on_each_rank():
-    """SyncBatchNorm communicates in every forward pass: with one more on one rank, the others' next collective would be
-    another."""
-
-    def create(samples, **changes):
-        config = TrainingConfig(batch_size=4, sync_bn=True, **changes)
-        create_distributed_dataloader(Images(samples, "train"), config, context(0, 2, torch.device("cuda", 0)))
-
-    create(40, grad_accum_steps=2), create(44, grad_accum_steps=2, drop_last=True), create(39)
-    for samples, changes in ((44, {"grad_accum_steps": 2}), (40, {"global_batch_size": 12})):
-        with pytest.raises(UserError, match="sync_bn=True: every rank needs the same number .*; add --drop_last"):
-            create(samples, **changes)
 
 
 # ---- one micro-batch ahead ----

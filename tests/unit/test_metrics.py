@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from config import UserError
-from utils.metrics import MetricTracker, all_reduce_scalar, choose_best, compute_accuracy, count_correct
+from utils.metrics import MetricTracker, all_reduce_scalar, check_metrics, choose_best, compute_accuracy, count_correct
 
 LOGITS = torch.tensor([[3.0, 1, 2], [1, 2, 3], [3, 2, 1], [1, 3, 2]])
 LABELS = torch.tensor([0, 1, 0, 0])
@@ -31,16 +31,67 @@ def test_a_function_of_the_mean_is_applied_when_it_is_read():
     for nll, tokens in ((4.0, 2), (2.0, 4)):
         tracker.update({"perplexity": (torch.tensor(nll), tokens, math.exp)})
     assert tracker.means() == {"perplexity": math.exp(1.0)}
-    tracker.update({"perplexity": (1e6, 0)})
+    tracker.update({"perplexity": (1e6, 0, math.exp)})
     assert tracker.means() == {"perplexity": math.inf}
 
 
-def test_means_over_ranks_and_a_name_without_a_count():
-    first, second = MetricTracker(), MetricTracker()
-    first.update({"loss": (torch.tensor(6.0), 4.0)})
-    second.update({"loss": (torch.tensor(2.0), 0.0)})
-    assert first.means([first.totals(), second.totals()]) == {"loss": 2.0}
-    assert math.isnan(second.means()["loss"])
+def test_a_metric_that_counted_nothing_is_nan():
+    tracker = MetricTracker()
+    tracker.update({"loss": (torch.tensor(2.0), 0.0), "perplexity": (0.0, 0, math.log)})
+    assert all(map(math.isnan, tracker.means().values()))
+
+
+def test_sums_and_counts_of_any_shape_go_through_a_function_to_one_number_or_several():
+    tracker = MetricTracker()
+    hits, union = torch.tensor([1, 0, 0]), torch.tensor([2, 4, 0])  # of three classes, the last one without a pixel
+    for _ in range(2):
+        metrics = {"miou": (hits, union, lambda iou: iou.nanmean())}
+        metrics["recall"] = (hits, union, lambda each: {"first": each[0], "last": each[2]})
+        metrics["confusion"] = (torch.eye(2), 2, lambda matrix: {"00": matrix[0, 0], "01": matrix[0, 1]})
+        tracker.update(metrics)
+    means = tracker.means()
+    assert means.pop("recall/last") != means.get("recall/last")  # NaN
+    assert means == {"miou": 0.25, "recall/first": 0.5, "confusion/00": 0.5, "confusion/01": 0.0}
+
+
+def test_a_metric_of_a_shape_without_a_function_is_rejected():
+    tracker = MetricTracker()
+    tracker.update({"recall": (torch.ones(3), torch.ones(3))})
+    with pytest.raises(UserError, match=r"recall has the shape \[3\]; give it a third entry"):
+        tracker.means()
+
+
+def test_other_names_or_shapes_than_before_are_rejected():
+    tracker = MetricTracker()
+    tracker.update({"loss": (1.0, 1), "miou": (torch.ones(3), torch.ones(3))})
+    for other in ({"loss": (1.0, 1)}, {"loss": (1.0, 1), "miou": (torch.ones(2), torch.ones(2))}, {"top1": (1, 1)}):
+        with pytest.raises(
+            UserError, match="model.compute_loss: returned metrics of names and shapes .*; return the same"
+        ):
+            tracker.update(other)
+
+
+LOSS = torch.tensor(1.0)
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        (LOSS, "returned a Tensor"),
+        (1.5, "returned a float"),
+        ((LOSS, {"top1": (1, 2)}), "returned a tuple"),
+        ({"top1": (1, 2)}, "returned no loss"),
+        ({"loss": LOSS}, "returned for loss no .sum, count."),
+        ({"loss": (LOSS, 2), "top1": 0.5}, "returned for top1 no .sum, count."),
+        ({"loss": (LOSS, 2), "top1": (1, 2, 3)}, "returned for top1 no .sum, count. or .sum, count, function."),
+        ({"loss": (LOSS, 2), "lr": (1, 2)}, "returned a metric named 'lr', which has a meaning of its own"),
+        ({"loss": (torch.ones(2), 2)}, "returned a loss whose sum is no tensor of one number"),
+        ({"loss": (LOSS, float("nan"))}, "returned nan for what the loss counts"),
+    ],
+)
+def test_what_is_no_dict_of_sums_and_counts_is_rejected(returned, problem):
+    with pytest.raises(UserError, match=f"model.compute_loss: {problem}.*; return sums and what they count, e.g. "):
+        check_metrics(returned)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +99,7 @@ def test_means_over_ranks_and_a_name_without_a_count():
     [
         ("auto", ["loss", "top1", "top5"], ("top1", 1)),
         ("auto", ["loss", "perplexity"], ("loss", -1)),
+        ("accuracy", ["loss", "accuracy"], ("accuracy", 1)),
         ("top5", ["loss", "top5"], ("top5", 1)),
         ("loss", ["loss"], ("loss", -1)),
         ("min:perplexity", ["loss", "perplexity"], ("perplexity", -1)),
@@ -63,15 +115,23 @@ def test_an_unknown_metric_is_rejected_with_the_known_ones():
         choose_best("f1", ["loss", "top1"])
 
 
+def test_a_metric_whose_direction_is_not_known_has_to_say_it():
+    with pytest.raises(UserError, match="best_metric=rmse: say which value is best; give min:rmse or max:rmse"):
+        choose_best("rmse", ["loss", "rmse"])
+
+
 def test_all_reduce_scalar_in_one_process_is_the_value_and_an_unknown_operation_is_rejected():
     assert all_reduce_scalar(4.0) == 4.0
     with pytest.raises(ValueError, match="op=median: is not known; choose mean, sum, min, max"):
         all_reduce_scalar(1.0, "median")
 
 
-def test_the_function_of_a_metric_outlives_the_interval_it_was_reported_in():
-    tracker = MetricTracker()
-    tracker.update({"perplexity": (2.0, 2, math.exp)})
+def test_the_state_restores_what_fits_and_the_functions_stay():
+    tracker, other = MetricTracker(), MetricTracker()
+    metrics = {"perplexity": (2.0, 2, math.exp), "recall": (torch.ones(2), torch.ones(2), torch.mean)}
+    tracker.update(metrics), other.update(metrics | {"recall": (torch.ones(3), torch.ones(3), torch.mean)})
+    state = {name: value.clone() for name, value in tracker.state().items()}
     tracker.reset()
-    tracker.add_state({"numbers": {"perplexity/sum": 3.0, "perplexity/count": 1}, "tensors": {}})
-    assert tracker.means() == {"perplexity": math.exp(3.0)}
+    tracker.load_state(state), other.load_state(state)
+    assert tracker.means() == {"perplexity": math.exp(1.0), "recall": 1.0}
+    assert other.means()["perplexity"] == math.exp(1.0) and math.isnan(other.means()["recall"])
