@@ -107,7 +107,7 @@ def test_a_cumulative_average_is_rejected():
 
 
 def test_sync_batchnorm_needs_cuda_and_as_many_micro_batches_on_each_rank():
-    """It communicates in every forward pass: with one more on one rank, the others' next collective would be another."""
+    """It communicates in every forward pass: with one more on one rank, the ranks' collectives would not match."""
 
     def check(samples, per_step, device="cuda", model=None, drop_last=False):
         sampler = GlobalBatchSampler(
