@@ -64,7 +64,7 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
                 each = fetch(chosen.tolist()) if fetch else list(samples(data, chosen.tolist(), config.seed, epoch))
                 batch = transform(collate(each), config.seed, epoch, chosen)
                 generator.manual_seed(number("step", config.seed, step, m))
-                loss_sum, counted = compute_loss(model, batch)["loss"]
+                loss_sum, counted = compute_loss(model, batch)["loss"][:2]
                 loss_sum.backward()
                 loss_of_step, count = loss_of_step + loss_sum.detach().double(), count + float(counted)
                 for mean, latest in zip(means, statistics, strict=True):

@@ -81,7 +81,7 @@ def test_the_constructor_checks_as_the_flags_do():
     with pytest.raises(UserError) as error:
         TrainingConfig(epochs=2.5, use_amp="maybe", num_classes=True, batch_size="4")
     names = [line.split(":")[0] for line in str(error.value).splitlines()]
-    assert names == ["num_classes=True", "epochs=2.5", "use_amp=maybe"]
+    assert names == ["epochs=2.5", "use_amp=maybe", "num_classes=True"]
     assert TrainingConfig(batch_size="4").batch_size == 4
 
 

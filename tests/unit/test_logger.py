@@ -9,7 +9,15 @@ import pytest
 
 from utils.logger import duration, log_epoch_summary, log_training_step, setup_logger, show_progress
 
-RECORD = {"epoch": 1, "step": 40, "loss": 1.25, "accuracy": 0.5, "lr": 0.01, "samples_per_s": 2000.0}
+RECORD = {
+    "epoch": 1,
+    "step": 40,
+    "loss": 1.25,
+    "accuracy": 0.5,
+    "lr": 0.01,
+    "samples_per_s": 2000.0,
+    "counts_per_s": 2000.0,
+}
 RECORD |= {"data_wait_s": 0.01, "step_s": 0.1, "peak_memory_bytes": 2**30}
 
 
