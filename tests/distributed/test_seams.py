@@ -1,0 +1,347 @@
+"""What a fork may define: losses that count anything, metrics of any shape, schedules, optimizers, fields; on ranks."""
+
+import contextlib
+import json
+import os
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, IterableDataset
+
+import model
+from config import UserError
+from ranks import WarmLaunch, finish, run_ranks
+from tasks import TASKS, Images, SmallNet, image_loss
+from training import train_flags
+from utils.rng import draw_integers, sample_draws
+
+FLAGS = "--dataset_size 46 --epochs 2 --no-use_amp --save_every 0".split()
+
+
+def train_with(flags, **seams):
+    """Train in a rank with these functions in place of those of the task; its error, if it has one."""
+    dtype = torch.float64 if "float64" in flags else torch.float32
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(TASKS["images"], seams))
+        for name in seams.keys() & {"lr_factor", "create_optimizer"}:  # `using` replaces what is there only
+            stack.enter_context(mock.patch.object(model, name, seams[name], create=True))
+        try:
+            return train_flags([flag for flag in flags if flag != "float64"], dtype)["state"]
+        except UserError as error:
+            return str(error)
+
+
+# ---- what the loss counts is known only when the batch is there ----
+
+
+class Pixels(Dataset):
+    """float images [1, 8, 8] and masks with three classes, 255 to be ignored; cropped at random places on the device."""
+
+    in_memory = True
+
+    def __init__(self, size):
+        generator = torch.Generator().manual_seed(3)
+        self.masks = torch.randint(0, 3, (size, 8, 8), generator=generator)
+        self.images = self.masks.double()[:, None] + torch.randn(
+            size, 1, 8, 8, generator=generator, dtype=torch.float64
+        )
+        self.masks[torch.rand(size, 8, 8, generator=generator) < 0.3] = 255
+        self.masks[20:24] = 255  # nothing counts in these
+
+    def __len__(self):
+        return len(self.masks)
+
+    def __getitem__(self, index):
+        return self.images[index], self.masks[index]
+
+    def device_transform(self, batch, seed, epoch, indices):
+        return crop(*batch, seed, epoch, indices)
+
+
+def crop(images, masks, seed, epoch, indices):
+    """6 x 6 pixels of each, at places that belong to the sample."""
+    places = draw_integers(sample_draws(seed, epoch, indices, 2), 3)
+    cut = [(slice(top, top + 6), slice(left, left + 6)) for top, left in places.tolist()]
+    images = torch.stack([image[:, rows, columns] for image, (rows, columns) in zip(images, cut, strict=True)])
+    return images, torch.stack([mask[rows, columns] for mask, (rows, columns) in zip(masks, cut, strict=True)])
+
+
+def pixel_loss(net, batch):
+    logits, masks = net(batch[0]), batch[1]
+    valid = masks != 255
+    found, classes = logits.argmax(1)[valid], torch.arange(3)[:, None]
+    is_true, is_found = masks[valid] == classes, found == classes
+    return {
+        "loss": (F.cross_entropy(logits, masks, ignore_index=255, reduction="sum"), valid.sum()),
+        "miou": ((is_true & is_found).sum(1), (is_true | is_found).sum(1), lambda iou: iou.nanmean()),
+        "recall": ((is_true & is_found).sum(1), is_true.sum(1), lambda each: {"c0": each[0], "c2": each[2]}),
+    }
+
+
+def pixel_net(config, device):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 3, 1)).to(device)
+
+
+PIXELS = {
+    "create_model": pixel_net,
+    "compute_loss": pixel_loss,
+    "create_dataset": lambda config, split: Pixels(46) if config.image_size and split != "test" else None,
+}
+
+
+def train_pixels(flags):
+    return train_with([*flags, "float64"], **PIXELS)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "accumulation"), [(1, 4), (2, 2), (4, 1), pytest.param(4, 2, marks=pytest.mark.slow)]
+)
+def test_the_loss_is_the_mean_over_the_valid_pixels_of_the_global_batch(runs, ranks, accumulation):
+    """Counted apart: at a learning rate that changes nothing, all pixels of a step at once. 1e-12: order of sums."""
+    flags = "--epochs 1 --lr 1e-300 --warmup_epochs 0 --log_interval 1 --no-use_amp --record_samples".split()
+    words = runs.words("run", *flags, "--grad_accum_steps", accumulation)
+    assert run_ranks(ranks, train_pixels, words) == ["completed"] * ranks
+    data, net = Pixels(46), pixel_net(None, torch.device("cpu")).double()
+    samples, records = runs.samples("run"), runs.records("run", "train")
+    assert len(records) == -(-46 // (4 * ranks * accumulation))
+    for record in records:
+        indices = torch.tensor(samples[record["step"]])
+        images, masks = crop(data.images[indices], data.masks[indices], 42, 0, indices)
+        with torch.no_grad():
+            logits = net(images)
+        expected = F.cross_entropy(logits, masks, ignore_index=255)  # the mean over valid pixels
+        assert record["loss"] == pytest.approx(expected.item(), rel=1e-12)
+        hits = [((masks == k) & (logits.argmax(1) == k)).sum() for k in range(3)]
+        union = [((masks == k) | ((logits.argmax(1) == k) & (masks != 255))).sum() for k in range(3)]
+        miou = sum(a / b for a, b in zip(hits, union, strict=True)).item() / 3
+        assert record["miou"] == pytest.approx(miou, rel=1e-6)
+        assert record["recall/c2"] == pytest.approx((hits[2] / (masks == 2).sum()).item(), rel=1e-6)
+    evaluated = runs.records("run", "eval")[-1]
+    assert {"loss", "miou", "recall/c0", "recall/c2", "count"} < evaluated.keys()
+
+
+def only_odd_steps(flags):
+    """All pixels of every second global batch are to be ignored."""
+
+    def loss(net, batch):
+        metrics = pixel_loss(net, batch)
+        total, count = metrics["loss"]
+        is_empty = bool((batch[0].sum() * 1e6).long() % 2) if net.training else False
+        return metrics | {"loss": (total * (not is_empty), count * (not is_empty))}
+
+    return train_with([*flags, "float64"], **PIXELS | {"compute_loss": loss})
+
+
+def test_a_global_batch_in_which_nothing_counts_is_a_skipped_step(runs):
+    flags = "--epochs 2 --log_interval 1 --no-use_amp --save_every_steps 1 --keep_last 99".split()
+    assert run_ranks(1, only_odd_steps, runs.words("run", *flags)) == ["completed"]
+    skipped = runs.events("run", "skipped_step")
+    assert {event["reason"] for event in skipped} == {"empty"} and 3 < len(skipped) < 21
+    losses = {record["step"]: record["loss"] for record in runs.records("run", "train")}
+    assert all((losses[step] is None) == (step in {event["step"] for event in skipped}) for step in losses)
+
+
+# ---- schedules and optimizers ----
+
+
+def plateau(config, step, total_steps, warmup_steps, progress):
+    """A tenth each time the last evaluation was not the best one, kept in progress.user."""
+    user = progress.user
+    if progress.evaluations_since_best and user.get("seen") != progress.evaluated_step:
+        user["seen"], user["cuts"] = progress.evaluated_step, user.get("cuts", 0) + 1
+    return 0.1 ** user.get("cuts", 0)
+
+
+def train_plateau(flags):
+    return train_with(flags, lr_factor=plateau)
+
+
+def test_a_schedule_that_follows_the_metric_resumes_exactly(runs):
+    flags = [*FLAGS[:2], *"--epochs 6 --no-use_amp --lr 0.3 --best_metric max:loss --log_interval 1".split()]
+    flags += ["--keep_last", "99"]
+    run_ranks(2, train_plateau, runs.words("whole", *flags))
+    rates = [record["lr"] for record in runs.records("whole", "train")]
+    assert rates[0] == 0.3 and rates[-1] < 0.1 and runs.last("whole")["progress"]["user"]["cuts"] > 0
+    middle = runs.checkpoints("whole")[2]
+    run_ranks(2, train_plateau, runs.words("resumed", *flags, "--resume_from", middle))
+    resumed = [record["lr"] for record in runs.records("resumed", "train")]
+    assert resumed == rates[len(rates) - len(resumed) :]
+    runs.assert_same("whole", "resumed")
+
+
+class Signed(torch.optim.Optimizer):
+    """The sign of the gradient, with a momentum; knows nothing of found_inf."""
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["momentum"] = 0.9 * state.get("momentum", torch.zeros_like(p)) + p.grad
+                p.sub_(group["lr"] * state["momentum"].sign())
+
+
+def train_signed(flags, bad_step):
+    passes = []
+
+    def loss(net, batch):
+        metrics = image_loss(net, batch)
+        passes.append(net.training)
+        is_bad = net.training and sum(passes) == bad_step + 2 and os.environ["RANK"] == "1"
+        total, count = metrics["loss"]
+        return metrics | {"loss": (total * (float("nan") if is_bad else 1.0), count)}
+
+    seams = {"create_optimizer": lambda groups, config: Signed(groups, config.lr), "compute_loss": loss}
+    return train_with(flags, **seams)
+
+
+def test_any_optimizer_trains_skips_and_resumes(runs):
+    flags = [*FLAGS, *"--lr 0.001 --save_every_steps 1 --keep_last 99 --ema_decay 0.9".split()]
+    assert run_ranks(2, train_signed, runs.words("whole", *flags), 3) == ["completed"] * 2
+    assert [event["step"] for event in runs.events("whole", "skipped_step")] == [3]
+    before, bad = (torch.load(path, weights_only=True) for path in runs.checkpoints("whole")[1:3])
+    assert all(torch.equal(before["model"][name], bad["model"][name]) for name in before["model"])
+    assert "Signed: one read from the device a step" in runs.log("whole")
+    first = runs.checkpoints("whole")[4]
+    run_ranks(2, train_signed, runs.words("resumed", *flags, "--resume_from", first), 99)
+    runs.assert_same("whole", "resumed")
+
+
+def test_a_resume_under_a_longer_schedule_says_that_the_learning_rate_jumps(runs):
+    flags = "--dataset_size 46 --no-use_amp".split()
+    runs.train(2, "run", *flags, "--epochs", 2)
+    runs.train(2, "run", *flags, "--epochs", 4, "--resume_from", "auto")  # the completed run continues
+    assert runs.json("run", "summary.json")["epochs"] == 4
+    changed = runs.events("run", "resumed")[-1]["changed"]
+    assert any("the learning rate of step 12 was" in line and line.endswith("it jumps there") for line in changed)
+
+
+# ---- what cannot be trained is one sentence ----
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(10))
+
+
+class Empty(Dataset):
+    def __len__(self):
+        return 0
+
+    def __getitem__(self, index):
+        raise IndexError
+
+
+def lists_twice(net, config):
+    return [{"params": [*net.parameters(), net.head.weight]}]
+
+
+def of_split(wanted, replacement):
+    plain = TASKS["images"]["create_dataset"]
+    return lambda config, split: replacement if split == wanted else plain(config, split)
+
+
+PROBLEMS = {
+    "a tensor": ({"compute_loss": lambda net, batch: net(batch[0]).sum()}, "model.compute_loss: returned a Tensor; "),
+    "stream": ({"create_dataset": of_split("train", Stream())}, "create_dataset: Stream (train) has no __len__"),
+    "empty": ({"create_dataset": of_split("val", Empty())}, "create_dataset: Empty (val) holds no sample; return None"),
+    "twice": ({"param_groups": lists_twice}, "param_groups: lists head.weight twice, which would be updated twice"),
+    "closure": (
+        {"create_optimizer": lambda groups, config: torch.optim.LBFGS(groups[0]["params"])},
+        "create_optimizer: LBFGS needs a closure",
+    ),
+    "no groups": ({"param_groups": lambda net, config: net.parameters()}, "param_groups: returned no list of groups; "),
+}
+
+
+def train_wrongly(flags, name):
+    return train_with(flags, **PROBLEMS[name][0])
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_a_contract_that_is_violated_is_one_sentence(runs, name):
+    for text in run_ranks(2, train_wrongly, runs.words("run", *FLAGS), name):
+        assert text.startswith(PROBLEMS[name][1]), text
+
+
+def train_sparse(flags):
+    return train_with(flags, create_model=with_table)
+
+
+def with_table(config, device):
+    net = SmallNet(True, 10).to(device)
+    net.table = nn.Embedding(3, 4, sparse=True)
+    return net
+
+
+def test_sparse_gradients_are_rejected_by_name(runs):
+    (text,) = run_ranks(1, train_sparse, runs.words("run", *FLAGS))
+    assert text == "model: table has sparse gradients, which are not summed here; give it sparse=False"
+
+
+SOMETIMES = """
+from torch import nn
+plain_model, plain_loss = train.yours.create_model, train.yours.compute_loss
+calls = []
+def create_model(config, device):
+    net = plain_model(config, device)
+    net.spare = nn.Linear(2, 3)
+    return net
+def compute_loss(net, batch):
+    metrics = plain_loss(net, batch)
+    inner = getattr(net, 'module', net)
+    calls.append(net.training)
+    if net.training and sum(calls) != 5:  # two passes before the first step
+        total, count = metrics['loss']
+        metrics['loss'] = total + 0 * sum(p.sum() for p in inner.spare.parameters()), count
+    return metrics
+train.yours.create_model, train.yours.compute_loss = create_model, compute_loss
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_parameter_that_only_some_batches_use_is_named(runs, ranks):
+    ended = finish(WarmLaunch(ranks, runs.program(SOMETIMES), runs.words("run", *FLAGS, "--log_interval", 1)), 60)
+    assert ended.code == 1 and ended.left == 0
+    assert "model: spare.weight, spare.bias got no gradient in this step, while other batches use it" in ended.text
+    assert "Traceback" not in ended.text.replace("traceback :", "")
+    assert "parameter indices" not in ended.text.lower()
+
+
+def train_unread(flags):
+    return train_with(flags)
+
+
+def test_a_field_that_neither_model_nor_data_reads_is_rejected(runs):
+    words = runs.words("run", *FLAGS, "--label_smoothing", 0.1)
+    for text in run_ranks(2, train_unread, words):
+        assert text.startswith(
+            "label_smoothing=0.1: neither model.py nor dataset.py reads it, so it would have no effect"
+        )
+
+
+def test_init_from_and_dataset_size_work_for_any_fork(runs):
+    """The task's own create_model knows nothing of init_from, its data set nothing of subsets."""
+    runs.train(1, "first", *FLAGS)
+    source = runs.checkpoints("first")[-1]
+    runs.train(1, "second", *FLAGS, "--init_from", source, "--max_steps", 1, "--lr", 1e-30)
+    first, second = runs.last("first")["model"], runs.last("second")["model"]
+    assert all(torch.equal(first[name], second[name]) for name in first if "running" not in name and "num_" not in name)
+    assert "init_from: loaded" in runs.log("second")
+    (state,) = run_ranks(1, train_subset, runs.words("subset", "--dataset_size", 10, "--epochs", 1, "--record_samples"))
+    assert state == "completed"
+    indices = [index for step in runs.samples("subset").values() for index in step]
+    assert sorted(indices) == list(range(10))
+    log = json.loads((runs.folder("subset") / "provenance.json").read_text())
+    assert log["global_batch_size"] == 4
+
+
+def train_subset(flags):
+    return train_with(flags, create_dataset=lambda config, split: Images(100, split) if split == "train" else None)
