@@ -38,16 +38,15 @@ def train_with(flags, **seams):
 
 
 class Pixels(Dataset):
-    """float images [1, 8, 8] and masks with three classes, 255 to be ignored; cropped at random places on the device."""
+    """float images [1, 8, 8] and masks with three classes, 255 to be ignored; cropped at random on the device."""
 
     in_memory = True
 
     def __init__(self, size):
         generator = torch.Generator().manual_seed(3)
         self.masks = torch.randint(0, 3, (size, 8, 8), generator=generator)
-        self.images = self.masks.double()[:, None] + torch.randn(
-            size, 1, 8, 8, generator=generator, dtype=torch.float64
-        )
+        noise = torch.randn(size, 1, 8, 8, generator=generator, dtype=torch.float64)
+        self.images = self.masks.double()[:, None] + noise
         self.masks[torch.rand(size, 8, 8, generator=generator) < 0.3] = 255
         self.masks[20:24] = 255  # nothing counts in these
 
