@@ -152,8 +152,8 @@ def log_images(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     """Images with their predicted and true class, for TensorBoard at each evaluation: {name: uint8 [B, 3, H, W]}."""
     from PIL import Image, ImageDraw  # comes with tensorboard
 
+    predicted = model(batch[0]).argmax(1)[:16].tolist()  # of the whole batch, for which the model may be compiled
     images, labels = batch[0][:16].float(), batch[1][:16].tolist()
-    predicted = model(batch[0][:16]).argmax(1).tolist()
     low, high = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
     pixels = (
         ((images - low) / (high - low).clamp(min=1e-6) * 255).byte().expand(-1, 3, -1, -1).permute(0, 2, 3, 1).cpu()

@@ -258,8 +258,8 @@ def watching(found):
             found.append((*where, digest(batch), seed))
         return plain_loss(net, batch)
 
-    def state(*args):
-        here["state"] = plain_state(*args)
+    def state(*args, **options):
+        here["state"] = plain_state(*args, **options)
         return here["state"]
 
     with (

@@ -89,7 +89,7 @@ def bytes_kept(model, images):
 def test_of_a_block_only_its_input_is_kept():
     model, images = BlockNet(), torch.randn(4, 3, 8, 8)
     all_kept, _ = bytes_kept(model, images)
-    checkpoint_blocks(model)
+    checkpoint_blocks(model, find_blocks(model))
     inputs_kept, _ = bytes_kept(model, images)
     # of 4 images in float32: the stem's, three blocks', the head's
     assert inputs_kept == 4 * 4 * (3 * 8 * 8 + 3 * WIDTH * 4 * 4 + WIDTH)
@@ -100,7 +100,7 @@ def test_the_model_keeps_its_names_and_a_copy_computes_with_its_own_weights():
     model, images = BlockNet().eval(), torch.randn(2, 3, 8, 8)
     names, kinds = list(model.state_dict()), [type(module).__name__ for module in model.modules()]
     plain = copy.deepcopy(model)
-    checkpoint_blocks(model)
+    checkpoint_blocks(model, find_blocks(model))
     assert len(find_blocks(model)) == 3 and list(model.state_dict()) == names
     assert [type(module).__name__ for module in model.modules()] == kinds
     other = copy.deepcopy(model)
@@ -112,4 +112,4 @@ def test_the_model_keeps_its_names_and_a_copy_computes_with_its_own_weights():
 
 def test_a_model_without_blocks_is_rejected():
     with pytest.raises(UserError, match="activation_checkpointing=True: Linear has no blocks .*; leave it out, or"):
-        checkpoint_blocks(nn.Linear(2, 2))
+        checkpoint_blocks(nn.Linear(2, 2), [])

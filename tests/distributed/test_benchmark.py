@@ -63,8 +63,8 @@ def equality_of(folder, flags, factor=1.0):
     """Of four epochs of four steps on one rank. factor: on the learning rate of the template."""
     plain = TrainState._set_lr
 
-    def set_lr(self, step):
-        plain(self, step)
+    def set_lr(self):
+        plain(self)
         for group in self.optimizer.param_groups:
             group["lr"] *= factor
 

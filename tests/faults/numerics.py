@@ -14,8 +14,8 @@ from utils.training.state import TrainState
 STATES = []
 plain_create, plain_update = train.create_state, TrainState.update_if_finite
 
-def create_state(*args):
-    STATES[:] = [plain_create(*args)]
+def create_state(*args, **options):
+    STATES[:] = [plain_create(*args, **options)]
     return STATES[0]
 
 def say(when):

@@ -36,7 +36,7 @@ def measure(
     def reference() -> None:
         """torch.save, fsync and rename of the same state, into the same file system."""
         if ctx.is_main:
-            replace_file(folder / "reference.pt", lambda file: torch.save(saving.state.state_dict([]), file))
+            replace_file(folder / "reference.pt", lambda file: torch.save(saving.state.state_dict(), file))
 
     a, b, c = candidates = [
         Candidate("checkpoints", lambda: [saving.epoch() for _ in range(2)]),
