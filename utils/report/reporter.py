@@ -54,7 +54,7 @@ class Reporter:
         origin: dict[str, Any],
         log_images: Callable[[nn.Module, Any], dict[str, Tensor]] | None = None,
     ) -> None:
-        self._log_images = log_images
+        self._log_images, self._precision = log_images, state.precision
         self._run, self._config, self._ctx, self._logger = run, config, ctx, logger
         self._loader, self._sampler, self._clock, self._goodput = loader, loader.sampler, clock, goodput
         self._total_steps, self._origin = state.total_steps, origin
@@ -190,7 +190,7 @@ class Reporter:
             return
         was_training = model.training
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._precision.autocast():
                 self._board.images(group, self._log_images(model.eval(), loader.sample_batch()), step)
         except Exception as error:  # pictures are not worth a run
             self._log_images = None
