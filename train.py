@@ -205,7 +205,6 @@ def assemble(
     reporter = Reporter(run, config, ctx, logger, state, loader, clock, goodput, origin, seams.log_images)
     decided = decisions(config, ctx, run, state, loader, held_out, origin)
     reporter.start(decided, differences, state.progress)
-    reporter.show_images("train", state.model, loader, state.progress.step)
     settings = config.to_dict()
 
     def meta() -> dict[str, Any]:
