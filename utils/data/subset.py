@@ -25,6 +25,13 @@ class ChosenSamples(Subset):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
+    @property
+    def __getitems__(self) -> Any:
+        """Only where the data set has it: torch's Subset always does."""
+        if not hasattr(self.dataset, "__getitems__"):
+            raise AttributeError("__getitems__")
+        return super().__getitems__
+
     def _transform(self, batch: Any, seed: int, epoch: int, indices: Tensor) -> Any:
         chosen = torch.tensor(self.indices, device=indices.device)
         return self.dataset.device_transform(batch, seed, epoch, chosen[indices])

@@ -141,6 +141,7 @@ class Fork:
         scramble_global_rngs(100 * self.ctx.rank + len(self.trainings))
         with (
             mock.patch.object(train, "create_dataset", lambda _, split: sets[split]),
+            mock.patch.object(train.WatchedConfig, "require_read", lambda config: None),  # the data was made before
             mock.patch.object(train, "run_training", wraps=train.run_training) as run_training,
         ):
             try:
