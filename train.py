@@ -351,9 +351,9 @@ def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, 
         path = on_all_ranks(lambda: best_or_latest(config.checkpoint_folder, not config.resume_from), ctx)
     payload = load_checkpoint(path, ctx)
     sets = load_data(config, ctx)
-    state = on_all_ranks(lambda: create_state(seams, sets.config, ctx, is_resumed=True), ctx)
     config = sets.config.plain()
     on_all_ranks(lambda: check_evaluation(payload, config), ctx)
+    state = on_all_ranks(lambda: create_state(seams, sets.config, ctx, is_resumed=True), ctx)
     on_all_ranks(lambda: state.load_model(payload), ctx)
     models = {"model": state.model}
     if payload["ema"]:

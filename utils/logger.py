@@ -99,15 +99,20 @@ def setup_logger(rank: int, file: Path | None = None) -> logging.Logger:
 
 
 def log_training_step(
-    logger: logging.Logger, record: dict[str, Any], metrics: list[str], total_steps: int, world_size: int
+    logger: logging.Logger,
+    record: dict[str, Any],
+    metrics: list[str],
+    total_steps: int,
+    world_size: int,
+    counts_per_s: float | None = None,
 ) -> None:
-    """One line for a train record."""
+    """One line for a train record. counts_per_s: of what the loss counts, shown where that is not samples."""
     rate, step_s = record["samples_per_s"], record["step_s"]
     shown = [f"epoch {record['epoch']}", f"step {record['step']}/{total_steps}", f"loss {show(record['loss'])}"]
     shown += [f"{name} {show(record[name])}" for name in metrics]
     shown += [f"lr {record['lr']:.3g}", f"{rate:,.0f} samples/s ({rate / world_size:,.0f} a rank)"]
-    if round(record["counts_per_s"]) != round(rate):
-        shown[-1] += f", {record['counts_per_s']:,.0f} counts/s"
+    if counts_per_s is not None and round(counts_per_s) != round(rate):
+        shown[-1] += f", {counts_per_s:,.0f} counts/s"
     shown.append(f"data wait {record['data_wait_s'] / step_s if step_s else 0:.0%}")
     shown.append(f"mem {record['peak_memory_bytes'] / 2**30:.2f} GiB")
     shown.append(f"{duration(step_s * (total_steps - record['step']))} left")

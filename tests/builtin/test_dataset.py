@@ -9,6 +9,7 @@ import dataset
 from config import TrainingConfig, UserError
 from dataset import SyntheticImageDataset, create_dataset, is_prepared, prepare_data
 from images import save_images
+from utils.data.subset import choose_samples
 from utils.watched_config import WatchedConfig
 
 
@@ -70,8 +71,15 @@ def test_image_folder_resizes_where_a_size_is_given(tmp_path):
 
 def test_dataset_size_takes_a_seeded_subset(tmp_path):
     save_images(tmp_path / "train", {"cat": 6, "dog": 6})
-    some = [create_dataset(folder_config(tmp_path, dataset_size=5, seed=seed), "train").paths for seed in (1, 1, 2)]
-    assert len(some[0]) == 5 and some[0] == some[1] != some[2]
+    whole = create_dataset(folder_config(tmp_path), "train")
+    some = [choose_samples(whole, folder_config(tmp_path, dataset_size=5, seed=seed)) for seed in (1, 1, 2)]
+    assert [len(each) for each in some] == [5] * 3 and some[0].indices == some[1].indices != some[2].indices
+    assert some[0].targets == [whole.targets[k] for k in some[0].indices] and some[0].classes == whole.classes
+    assert (
+        torch.equal(some[0][2][0], whole[some[0].indices[2]][0]) and choose_samples(whole, folder_config("x")) is whole
+    )
+    with pytest.raises(UserError, match="dataset_size=99: the set has 12 samples; give"):
+        choose_samples(whole, folder_config(tmp_path, dataset_size=99))
 
 
 def truncate(path):
@@ -95,7 +103,6 @@ def leave_one_class(root):
             "is not square .9x8 pixels.; resize all",
         ),
         (lambda root: None, {"in_channels": 4}, "in_channels=4: images are read with 1 channel or 3; give"),
-        (lambda root: None, {"dataset_size": 99}, "dataset_size=99: the set has 6 samples; give"),
     ],
 )
 def test_image_folders_that_cannot_be_used_are_rejected(tmp_path, spoil, changes, said):

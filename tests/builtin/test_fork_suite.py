@@ -14,11 +14,11 @@ NO_BATCH_NORM = ("nn.BatchNorm2d(", "nn.GroupNorm(1, ")
 
 
 def text_fork(folder):
-    return Fork(folder, "Text of unequal lengths").folder
+    return Fork(folder, "text").folder
 
 
 def fork_without_batch_norm(folder):
-    fork = Fork(folder, "A vision transformer").folder
+    fork = Fork(folder, "vision_transformer").folder
     model = fork / "model.py"
     text = model.read_text()
     assert NO_BATCH_NORM[0] in text

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from config import TrainingConfig, UserError
 from model import MiniResNet, compute_loss, create_model, param_groups, wrap_ddp
+from utils.checkpoint.format import take_weights
 
 CPU = torch.device("cpu")
 
@@ -33,13 +34,16 @@ def test_the_loss_is_a_sum_and_metrics_are_sums_and_counts():
     model = create_model(TrainingConfig(label_smoothing=0.1), CPU)
     images, labels = torch.randn(6, 3, 8, 8), torch.arange(6)
     model.eval()
-    loss, metrics = compute_loss(model, (images, labels))
-    each = [compute_loss(model, (images[k : k + 1], labels[k : k + 1]))[0] for k in range(6)]
+    metrics = compute_loss(model, (images, labels))
+    loss, count = metrics.pop("loss")
+    each = [compute_loss(model, (images[k : k + 1], labels[k : k + 1]))["loss"][0] for k in range(6)]
     torch.testing.assert_close(loss, torch.stack(each).sum())
     assert set(metrics) == {"top1", "top5"} and metrics["top1"][1] == 6
     torch.testing.assert_close(loss, F.cross_entropy(model(images), labels, reduction="sum"))  # not smoothed
     model.train()
-    smoothed, metrics = compute_loss(model, (images, labels))
+    metrics = compute_loss(model, (images, labels))
+    smoothed, count_in_training = metrics.pop("loss")
+    assert count == count_in_training == 6
     torch.testing.assert_close(smoothed, F.cross_entropy(model(images), labels, reduction="sum", label_smoothing=0.1))
     assert set(metrics) == {"accuracy"}
 
@@ -72,7 +76,8 @@ def test_init_from_takes_what_fits_and_logs_what_was_not_loaded(tmp_path, caplog
         caplog.clear()
         with caplog.at_level("INFO", logger="ddp"):
             torch.manual_seed(1)
-            model = create_model(TrainingConfig(init_from=str(file), num_classes=4, channels_last=False), CPU)
+            model = create_model(TrainingConfig(num_classes=4, channels_last=False), CPU)
+            take_weights(model, file)
         assert torch.equal(model.stages[2].conv1.weight, source.stages[2].conv1.weight)
         assert model.head.weight.shape == (4, 256)
         assert "newly initialised: head.weight, head.bias" in caplog.text
@@ -81,7 +86,7 @@ def test_init_from_takes_what_fits_and_logs_what_was_not_loaded(tmp_path, caplog
 def test_init_from_another_model_is_rejected(tmp_path):
     torch.save({"layer": torch.ones(3)}, tmp_path / "other.pt")
     with pytest.raises(UserError, match="none of its 1 tensors fits the model; give"):
-        create_model(TrainingConfig(init_from=str(tmp_path / "other.pt")), CPU)
+        take_weights(create_model(TrainingConfig(), CPU), tmp_path / "other.pt")
 
 
 def test_wrap_ddp_is_importable_from_here_and_rejects_a_model_without_trained_parameters():

@@ -17,7 +17,7 @@ FAULTS = sorted((ROOT / "tests" / "faults").glob("*.patch"))
 DEFAULT = ("rank_dependent_parameter", "momentum_left_out")  # a fault of the model, and one of the machinery
 ALONE = ("unseeded_noise", "forgotten_set_epoch", "momentum_left_out")  # one process sees them too
 LAUNCHED = ("salted_order",)  # forked processes share the salt of hash()
-INVARIANTS = "order,content,loss,parameters,evaluation,gradient,training,weights,resume,plain load".split(",")
+INVARIANTS = "order,content,loss,parameters,schedule,evaluation,gradient,training,weights,resume,plain load".split(",")
 
 
 def outcomes(text):
@@ -43,7 +43,7 @@ def test_the_template_holds_and_a_run_says_so_until_a_file_changes(tmp_path):
         return re.search(r"^  verify +(.*)", ended.out, re.MULTILINE)[1], origin["verified"]
 
     said, is_verified = train()
-    assert is_verified and said.startswith("verified with this code: mini_resnet on synthetic, 2 rank")
+    assert is_verified and said.startswith("verified with this code: MiniResNet on SyntheticImageDataset, 2 rank")
     with (fork / "utils/training/optimizer.py").open("a") as file:
         file.write("# mine\n")
     assert train() == ("changed since scripts/verify.py was run: utils/training/optimizer.py", False)

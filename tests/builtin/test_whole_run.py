@@ -126,7 +126,7 @@ def test_tensorboard_has_scalars_by_step_a_layout_texts_and_images(whole):
     assert {"train/loss", "train/accuracy", "train/lr", "val/loss", "val/top1", "val_ema/top1"} <= set(tags["scalars"])
     assert [event.step for event in events.Scalars("train/loss")] == STEPS
     assert [event.step for event in events.Scalars("val/top1")] == [5, 10, 15]
-    assert tags["images"] == ["train/augmented"]
+    assert tags["images"] == ["val/predictions"]
     layout = b"".join(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val)
     assert b"train/accuracy" in layout and b"val/top1" in layout and b"train/loss" in layout
     assert {"config/text_summary", "environment/text_summary"} <= set(tags["tensors"])

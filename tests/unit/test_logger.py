@@ -40,6 +40,8 @@ def test_a_training_line_says_where_how_well_how_fast_and_how_long(capsys):
         assert part in line
     log_training_step(setup_logger(0), RECORD | {"loss": None}, [], 640, 1)
     assert "loss not finite" in capsys.readouterr().out
+    log_training_step(setup_logger(0), RECORD, [], 640, 4, counts_per_s=81_234.4)
+    assert "2,000 samples/s (500 a rank), 81,234 counts/s" in capsys.readouterr().out
 
 
 def test_an_epoch_line_has_each_split_and_kind_of_weights(capsys):

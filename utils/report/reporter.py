@@ -141,7 +141,6 @@ class Reporter:
             **_learning_rates(self._config.lr * state.factor, state.lrs),
             grad_norm=grad_norm,
             samples_per_s=self._samples / seconds if seconds else 0.0,
-            counts_per_s=counted / seconds if seconds else 0.0,  # what the loss counts: samples, tokens, pixels
             data_wait_s=waited / steps,
             step_s=seconds / steps,
             peak_memory_bytes=max(each["memory"] for each in ranks),
@@ -149,7 +148,8 @@ class Reporter:
         self._run.record_skipped(state.note_skips([each["skips"] for each in ranks]), self._sampler)
         if len(ranks) > 1:
             self._report_slowest(progress.step, [each["own"] for each in ranks])
-        log_training_step(self._logger, record, self._train_names[1:], self._total_steps, len(ranks))
+        per_s = counted / seconds if seconds else 0.0
+        log_training_step(self._logger, record, self._train_names[1:], self._total_steps, len(ranks), per_s)
         self._log_points += 1
         if self._log_points == 2:  # in the first interval workers start
             self._advise(waited / seconds if seconds else 0.0)

@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from config import TrainingConfig, UserError
+from config import YOURS, TrainingConfig, UserError
 from utils.checkpoint import format as checkpoint
 from utils.data.sampler import GlobalBatchSampler
 from utils.distributed.collectives import all_gather_json, on_all_ranks, on_rank_0, require_equal
@@ -88,7 +88,7 @@ def check_evaluation(payload: dict[str, Any], config: TrainingConfig) -> None:
         f"{field.name}={getattr(config, field.name)}: the checkpoint has"
         f" {field.name}={saved.get(field.name, field.default)}"
         for field in dataclasses.fields(config)
-        if field.metadata["group"] in ("data", "model")
+        if field.metadata["group"] in (YOURS, "data")
         and field.metadata["resume"] == "must"
         and getattr(config, field.name) != saved.get(field.name, field.default)
     ]

@@ -16,7 +16,7 @@ from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json
 
 STATE = ("model", "ema", "optimizer", "scaler", "progress")
-TIMES = ("samples_per_s", "counts_per_s", "data_wait_s", "step_s", "peak_memory_bytes")
+TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes")
 
 
 def training(fork: Fork) -> str:
