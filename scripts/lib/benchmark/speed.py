@@ -23,9 +23,9 @@ from ddp_utils import DistributedContext
 from lib.benchmark import loops
 from lib.benchmark.ours import Ours
 from lib.benchmark.turns import Candidate, synchronize, take_turns
-from lib.tables import format_table
 from utils.clock import STEP_PHASES
 from utils.memory import peak_memory
+from utils.table import format_table
 from utils.training.precision import Precision
 
 TEMPLATE, PLAIN, MINIMAL, TUTORIAL = NAMES = ("this template", "plain loop", "minimal loop", "DDP tutorial")
