@@ -51,13 +51,13 @@ from ddp_utils import DistributedContext, cleanup_distributed, setup_distributed
 from scripts.lib.preflight import links, rates, storage, verdict
 from scripts.lib.preflight.facts import gather
 from scripts.lib.preflight.steps import MAX_SECONDS_OF_MODEL, Steps
-from scripts.lib.tables import format_table
 from utils.data.loader import create_distributed_dataloader
 from utils.distributed.collectives import all_gather_json
 from utils.files import replace_json
 from utils.run import provenance
 from utils.run.failures import leave_after
 from utils.run.start_checks import check_alike
+from utils.table import format_table
 from utils.training.precision import Precision
 from utils.training.seams import Seams
 

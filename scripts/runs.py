@@ -17,9 +17,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import UserError
-from scripts.lib.svg import COLORS, Series, line_plot
-from scripts.lib.tables import format_table
+from scripts.lib.svg import COLORS, Series, line_plot, svg_file
 from utils.files import read_json, read_lines
+from utils.table import format_table
 
 NOT_SETTINGS = ("run_dir", "checkpoint_dir", "resume_from", "overwrite", "init_method")
 IN_TRAINING = {"top1": "accuracy"}  # the name that train records use
@@ -143,7 +143,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("folders", nargs="*", type=Path, default=[Path("runs")])
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="plot the curves into this file")
+    parser.add_argument("--plot", type=svg_file, metavar="FILE.svg", help="plot the curves into this file")
     parser.add_argument(
         "--metric", default="", help="of the curves: loss, top1, ... [what chooses the best checkpoint]"
     )

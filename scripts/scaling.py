@@ -25,11 +25,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from config import TrainingConfig, TrainingError, UserError
+from lib.svg import svg_file
 
 
 def numbers(text: str) -> list[int]:
     """The value of --ranks."""
-    return sorted({1, *map(int, text.split(","))})
+    try:
+        return sorted({1, *map(int, text.split(","))})
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: is not a list of numbers; write --ranks 1,2,4") from None
 
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -41,7 +45,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--rounds", type=int, default=5, help="of each measurement; the median counts [5]")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps per round [20]")
     parser.add_argument("--json", type=Path, metavar="FILE", help="all figures; an existing file is extended")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg")
+    parser.add_argument("--plot", type=svg_file, metavar="FILE.svg")
     options, flags = parser.parse_known_args(words)
     if min(options.rounds, options.steps, *options.ranks) < 1:
         parser.error("--ranks, --rounds and --steps must be 1 or more; omit them for the defaults")

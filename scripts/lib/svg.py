@@ -1,13 +1,25 @@
 """The one plotter of scripts/: lines over titled axes, as the text of an SVG."""
 
+import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 
 # Okabe and Ito's palette, which colour-blind people can tell apart
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#7F7F7F")
 LEFT, RIGHT, BOTTOM, HEIGHT, WIDTH = 68, 20, 50, 330, 760  # HEIGHT: of the plot area alone
+
+
+def svg_file(text: str) -> Path:
+    """The value of --plot, checked before anything is measured. Raises argparse.ArgumentTypeError."""
+    path = Path(text)
+    if path.suffix != ".svg" or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"{text}: cannot be written; give a name that ends in .svg in a folder that exists"
+        )
+    return path
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 from config import TrainingConfig
 from ranks import PATH, ROOT, copy_repository, launch
 from scripts.lib.config_table import BEGIN, END, table
-from scripts.lib.network import own_address_to
+from scripts.lib.network import addresses
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
@@ -23,10 +23,8 @@ TASK = "--dataset_size 300 --epochs 3 --image_size 16 --augment none --batch_siz
 
 def own_address() -> str:
     """Of this machine in a network, as other nodes would be given it."""
-    try:
-        return own_address_to("192.0.2.1")  # anywhere: nothing is sent
-    except OSError:
-        pytest.skip("this machine has no address beside its loopback's")
+    found = [address.split("/")[0] for name, address in addresses().items() if name != "lo"]
+    return found[0] if found else pytest.skip("this machine has no address beside its loopback's")
 
 
 def test_every_command_of_ours_has_flags_that_exist():

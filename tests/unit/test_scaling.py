@@ -95,7 +95,9 @@ def test_the_table_and_the_plot_tell_measured_from_predicted(found):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--ranks", "2,x"], "argument --ranks: invalid numbers value: '2,x'"),
+        (["--ranks", "2,x"], "argument --ranks: 2,x: is not a list of numbers; write --ranks 1,2,4"),
+        (["--plot", "/nowhere/x.svg"], "--plot: /nowhere/x.svg: cannot be written; give a name that ends in .svg in a"),
+        (["--plot", "x.png"], "--plot: x.png: cannot be written; give a name that ends in .svg in a folder"),
         (["--rounds", "0"], "must be 1 or more"),
     ],
 )

@@ -13,6 +13,7 @@ from utils.distributed.collectives import all_gather_json, on_all_ranks
 from utils.distributed.context import DistributedContext
 from utils.files import read_json
 from utils.run import provenance
+from utils.table import format_table
 
 MAY_DIFFER = ("data_dir",)  # mounted elsewhere on another machine; the data itself is compared when it is there
 SECONDS_TO_SEE = 5.0  # for a file of another machine on shared storage
@@ -34,22 +35,11 @@ def check_alike(config: TrainingConfig, ctx: DistributedContext) -> None:
     rows = [[name, *(each.get(name, "none") for each in everyone)] for name in names]
     head = ["", *(f"rank {rank} on {host}" for rank, host in enumerate(ctx.hosts))]
     kinds = [tuple(each.get(name) for name in names) for each in everyone]
-    # the first of equal ranks
-    shown = [
-        0,
-        *(1 + rank for rank, kind in enumerate(kinds) if kind not in kinds[:rank]),
-    ]
+    shown = [0, *(1 + rank for rank, kind in enumerate(kinds) if kind not in kinds[:rank])]  # the first of equal ranks
     odd = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
     text = "the ranks do not run the same thing; give all nodes the same code, flags and environment, then start again"
     raise UserError(
-        f"{text}\n{table([[row[column] for column in shown] for row in [head, *rows]])}", odd, ctx.hosts[odd]
-    )
-
-
-def table(rows: list[list[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        f"{text}\n{format_table([[row[column] for column in shown] for row in [head, *rows]])}", odd, ctx.hosts[odd]
     )
 
 

@@ -17,9 +17,9 @@ import train
 from config import TrainingConfig
 from ddp_utils import DistributedContext
 from lib.benchmark.turns import Candidate, take_turns
-from lib.tables import format_table
 from utils.data.cache import cached
 from utils.data.loader import create_distributed_dataloader
+from utils.table import format_table
 
 MAX_SAMPLES = {True: 16_384, False: 2_048}  # of one turn: in memory, from files
 WORKERS = (0, 1, 2)

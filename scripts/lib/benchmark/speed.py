@@ -25,10 +25,10 @@ from ddp_utils import DistributedContext
 from lib.benchmark import loops
 from lib.benchmark.ours import Ours
 from lib.benchmark.turns import Candidate, synchronize, take_turns
-from lib.tables import format_table
 from utils.clock import STEP_PHASES
 from utils.memory import peak_memory
 from utils.metrics import Metrics, count_correct
+from utils.table import format_table
 from utils.training.precision import Precision
 from utils.training.seams import Seams
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from lib.scaling import flags
 from lib.svg import COLORS, Series, line_plot
-from lib.tables import format_table
+from utils.table import format_table
 
 DOUBLINGS = 3
 

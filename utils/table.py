@@ -1,4 +1,4 @@
-"""The one table printer of scripts/."""
+"""Tables for people, as lines of text."""
 
 from collections.abc import Sequence
 
