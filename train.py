@@ -31,10 +31,9 @@ import torch
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset
 
-import model as yours
-from dataset import create_dataset, is_prepared, prepare_data
+import dataset as your_data
+import model as your_model
 from ddp_utils import (
     DistributedContext,
     cleanup_distributed,
@@ -49,15 +48,11 @@ from utils.clock import Clock
 from utils.data.cache import cached
 from utils.data.loader import (
     GlobalBatchLoader,
-    check_dataset,
     create_distributed_dataloader,
     create_evaluation_dataloader,
-    describe,
-    fingerprint,
-    kind_of,
 )
-from utils.data.subset import choose_samples
-from utils.distributed.collectives import all_gather_json, on_all_ranks, on_rank_0, once_per_file_system, require_equal
+from utils.data.sets import describe, kind_of, load_data
+from utils.distributed.collectives import all_gather_json, on_all_ranks, on_rank_0
 from utils.distributed.consensus import Consensus, Decision, is_every
 from utils.files import replace_json
 from utils.logger import log_epoch_summary, setup_logger
@@ -77,7 +72,6 @@ from utils.training.first_passes import first_passes
 from utils.training.precision import Precision
 from utils.training.seams import Seams
 from utils.training.state import TrainState
-from utils.watched_config import WatchedConfig
 
 PREEMPTED = 75  # exit code
 
@@ -175,11 +169,11 @@ def assemble(
     signals: StopSignals,
 ) -> Training:
     """Build an attempt of a run, from its data to its checkpoints, and bring it to the step that it starts from."""
-    started, seams = time.monotonic(), Seams.of(yours)
+    started, seams = time.monotonic(), Seams.of(your_model)
     writer = Writer() if ctx.is_main else None  # forked while this process is small
     if not run.is_replacing:
         run.begin()
-    sets = load_data(config, ctx)
+    sets = load_data(your_data, config, ctx)
     state = on_all_ranks(lambda: create_state(seams, sets.config, ctx, is_resumed=bool(run.resume_path)), ctx)
     on_all_ranks(sets.config.require_read, ctx)
     config = sets.config.plain()
@@ -346,11 +340,11 @@ def evaluate_split(training: Training, split: str, models: dict[str, nn.Module])
 def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, Any]:
     """Evaluate a checkpoint on the held-out sets, and write eval-<checkpoint>.json; nothing else is touched."""
     logger = setup_logger(ctx.rank)
-    path, seams = Path(config.resume_from), Seams.of(yours)
+    path, seams = Path(config.resume_from), Seams.of(your_model)
     if config.resume_from in ("", "auto"):
         path = on_all_ranks(lambda: best_or_latest(config.checkpoint_folder, not config.resume_from), ctx)
     payload = load_checkpoint(path, ctx)
-    sets = load_data(config, ctx)
+    sets = load_data(your_data, config, ctx)
     config = sets.config.plain()
     on_all_ranks(lambda: check_evaluation(payload, config), ctx)
     state = on_all_ranks(lambda: create_state(seams, sets.config, ctx, is_resumed=True), ctx)
@@ -373,37 +367,6 @@ def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, 
     on_rank_0(lambda: (file.parent.mkdir(parents=True, exist_ok=True), replace_json(file, outcome)), ctx)
     logger.info("wrote %s", file)
     return outcome
-
-
-@dataclass(frozen=True)
-class DataSets:
-    """The training set, the held-out sets by split, and the config with its `auto` fields taken from the data."""
-
-    train: Dataset
-    held_out: dict[str, Dataset]
-    config: WatchedConfig
-
-
-def load_data(config: TrainingConfig, ctx: DistributedContext) -> DataSets:
-    """The data sets, which must be the same on all ranks. Raises UserError."""
-    config = WatchedConfig.of(config)
-    once_per_file_system(Path(config.data_dir), lambda: is_prepared(config), lambda: prepare_data(config), ctx)
-
-    def create() -> dict[str, Dataset | None]:
-        sets = {split: create_dataset(config, split) for split in ("train", "val", "test")}
-        if sets["train"] is None:
-            raise UserError(f"data_dir={config.data_dir}: create_dataset found no training set there; give its folder")
-        for split, dataset in sets.items():
-            check_dataset(dataset, split)
-        return sets | {"train": choose_samples(sets["train"], config)}
-
-    sets = on_all_ranks(create, ctx)
-    train_set = sets.pop("train")
-    config = on_all_ranks(lambda: config.with_auto(train_set), ctx)
-    held_out = {split: dataset for split, dataset in sets.items() if dataset is not None}
-    seen = [[split, len(each), fingerprint(each)] for split, each in [("train", train_set), *held_out.items()]]
-    require_equal(seen, f"data_dir={config.data_dir}: {{other}} and {{first}} hold different data; copy it again", ctx)
-    return DataSets(train_set, held_out, config)
 
 
 def create_state(seams: Seams, config: TrainingConfig, ctx: DistributedContext, is_resumed: bool = False) -> TrainState:

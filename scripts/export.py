@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import dataset
 import model as fork
-import train
 from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed
 from utils.checkpoint import format as checkpoint
 from utils.data.loader import create_evaluation_dataloader
+from utils.data.sets import load_data
 from utils.files import replace_file
 from utils.training.seams import Seams
 
@@ -55,7 +56,7 @@ def read(source: Path, use_ema: bool) -> dict[str, Any]:
 def example(config: TrainingConfig) -> tuple[Tensor, ...]:
     """The model's arguments for a batch of two samples of the fork's data. Raises UserError without data."""
     ctx = setup_distributed(config)
-    data = train.load_data(config, ctx)
+    data = load_data(dataset, config, ctx)
     inputs = Seams.of(fork).example_inputs(create_evaluation_dataloader(data.train, config, ctx).fetch([0, 1])[2])
     cleanup_distributed()
     return tuple(inputs)

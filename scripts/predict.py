@@ -20,12 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
+import dataset
 import model as fork
 import train
 from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, load_checkpoint, setup_distributed
 from utils.checkpoint import format as checkpoint
 from utils.data.loader import GlobalBatchLoader, create_evaluation_dataloader
+from utils.data.sets import load_data
 from utils.distributed.collectives import on_all_ranks, on_rank_0
 from utils.distributed.context import DistributedContext
 from utils.files import replace_file
@@ -54,7 +56,7 @@ def main() -> None:
     payload = load_checkpoint(options.checkpoint, ctx)
     if options.ema and not payload["ema"]:
         raise UserError(f"{options.checkpoint}: has no averaged weights; leave out --ema")
-    sets = train.load_data(config, ctx)
+    sets = load_data(dataset, config, ctx)
     data = {"train": sets.train, **sets.held_out}
     if options.split not in data:
         raise UserError(f"split={options.split}: the data has {', '.join(data)}; choose one of these")

@@ -46,12 +46,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+import dataset
 import train
 from ddp_utils import DistributedContext, cleanup_distributed, setup_distributed
 from scripts.lib.preflight import links, rates, storage, verdict
 from scripts.lib.preflight.facts import gather
 from scripts.lib.preflight.steps import MAX_SECONDS_OF_MODEL, Steps
 from utils.data.loader import create_distributed_dataloader
+from utils.data.sets import load_data
 from utils.distributed.collectives import all_gather_json
 from utils.files import replace_json
 from utils.run import provenance
@@ -89,7 +91,7 @@ def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None
 
     def load() -> int:
         nonlocal config, loader, watched
-        sets = train.load_data(config, ctx)
+        sets = load_data(dataset, config, ctx)
         watched, config, train_set = sets.config, sets.config.plain(), sets.train
         patient = dataclasses.replace(config, hang_timeout=min(config.hang_timeout or 20.0, 20.0))  # for each batch
         loader, _ = create_distributed_dataloader(train_set, patient, ctx)
@@ -97,7 +99,7 @@ def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None
 
     def create() -> dict[str, int]:
         nonlocal state
-        state = train.create_state(Seams.of(train.yours), watched, ctx)
+        state = train.create_state(Seams.of(train.your_model), watched, ctx)
         return {"checkpoint": rates.checkpoint_size(state, config), "gradient": rates.gradient_bytes(state)}
 
     if steps.take("same code", check_alike, config, ctx):

@@ -34,15 +34,15 @@ from dataclasses import replace
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
+import dataset
 import model
-import train
 from ddp_utils import cleanup_distributed, setup_distributed
 from lib.verify.data_checks import content, order
 from lib.verify.fork import Broken, Fork
 from lib.verify.model_checks import evaluation, gradient, loss, parameters, schedule
 from lib.verify.run_checks import plain_load, resume, training, weights
 from lib.verify.values import first_three, one_line, plural
-from utils.data.loader import kind_of
+from utils.data.sets import kind_of, load_data
 from utils.distributed.collectives import all_gather_json, is_of_a_peer
 from utils.files import replace_json
 from utils.run import provenance
@@ -75,7 +75,7 @@ def prepare(config: TrainingConfig) -> Fork:
     config = replace(config, resume_from="", overwrite=False, eval_only=False, compile="off")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     ctx = setup_distributed(config)
-    sets = train.load_data(config, ctx)
+    sets = load_data(dataset, config, ctx)
     token = all_gather_json(time.time_ns(), ctx)[0]
     folder = config.run_folder.parent / f".verify-{token:x}"
     held_out = next(iter(sets.held_out.values()), None)

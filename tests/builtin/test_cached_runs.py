@@ -15,6 +15,7 @@ from ranks import run_ranks
 from training import TINY
 from utils.data.cache import cached
 from utils.data.loader import create_distributed_dataloader, create_evaluation_dataloader
+from utils.data.sets import load_data
 
 FLAGS = [*TINY, *"--image_size 8 --dataset imagefolder --global_batch_size 16 --augment resized_crop".split()]
 
@@ -30,7 +31,7 @@ def load(flags):
     """The context and config of this rank, and its data sets as --cache keeps them."""
     config = TrainingConfig.from_args([*map(str, flags)])
     ctx = setup_distributed(config)
-    sets = train.load_data(config, ctx)
+    sets = load_data(train.your_data, config, ctx)
     return ctx, sets.config, *cached(sets.train, sets.held_out, sets.config, ctx, logging.getLogger("ddp"))
 
 

@@ -9,7 +9,7 @@ import dataset
 from config import TrainingConfig, UserError
 from dataset import SyntheticImageDataset, create_dataset, is_prepared, prepare_data
 from images import save_images
-from utils.data.subset import choose_samples
+from utils.data.sets import choose_samples
 from utils.watched_config import WatchedConfig
 
 

@@ -66,11 +66,13 @@ def gradients(task, accumulations, tails, precision, dtype):
             seams = Seams.of(model)
             state = train.create_state(seams, config, ctx)
             wrapped = wrap_ddp(state.model, config, ctx)
-            loader, _ = create_distributed_dataloader(train.create_dataset(config, "train"), config, ctx)
+            loader, _ = create_distributed_dataloader(train.your_data.create_dataset(config, "train"), config, ctx)
             train_twice(wrapped, loader.sample_batch(), state, seams.compute_loss)
             for tail in (tail for tail in tails if tail <= BATCH * accumulation * ctx.world_size):
                 config = config_of([*flags, str(tail)], dtype)
-                loader, sampler = create_distributed_dataloader(train.create_dataset(config, "train"), config, ctx)
+                loader, sampler = create_distributed_dataloader(
+                    train.your_data.create_dataset(config, "train"), config, ctx
+                )
                 state.progress = Progress()
                 state.plan(sampler, ctx.world_size)
                 parts = (Clock(), seams, loader, {}, state, wrapped, Consensus(Decision, ctx.control), silent, silent)

@@ -22,7 +22,7 @@ SMALL = "--dataset_size 16 --epochs 1".split()
 
 def other_data_on_rank_1(words):
     """As where two hosts have folders that should be alike."""
-    with mock.patch.object(train, "fingerprint", lambda dataset: os.environ["RANK"]):
+    with mock.patch("utils.data.sets.fingerprint", lambda dataset: os.environ["RANK"]):
         train_flags(words)
 
 

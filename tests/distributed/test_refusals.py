@@ -212,13 +212,13 @@ def test_nccl_without_cuda_is_one_error_of_a_launch_of_two(runs):
 
 
 BUG = """
-plain, calls = train.yours.compute_loss, []
+plain, calls = train.your_model.compute_loss, []
 def broken(net, batch):
     calls.append(1)
     if len(calls) == 8 and os.environ['RANK'] == '1':
         raise KeyError('a bug of the fork')
     return plain(net, batch)
-train.yours.compute_loss = broken
+train.your_model.compute_loss = broken
 """
 
 
@@ -234,7 +234,7 @@ LIMITED = """
 # each micro-batch takes 256 MiB; rank 1 may take 64 MiB more than it has
 import resource, torch
 from utils.memory import own_memory
-plain, plain_loss = train.first_passes, train.yours.compute_loss
+plain, plain_loss = train.first_passes, train.your_model.compute_loss
 def first_passes(*args, **options):
     if os.environ.get('RANK') == '1':
         most = own_memory('VmData') + 2**26
@@ -243,7 +243,7 @@ def first_passes(*args, **options):
 def large_loss(net, batch):
     torch.empty(2**26)
     return plain_loss(net, batch)
-train.first_passes, train.yours.compute_loss = first_passes, large_loss
+train.first_passes, train.your_model.compute_loss = first_passes, large_loss
 """
 
 

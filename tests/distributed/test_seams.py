@@ -289,7 +289,7 @@ def test_sparse_gradients_are_rejected_by_name(runs):
 
 SOMETIMES = """
 from torch import nn
-plain_model, plain_loss = train.yours.create_model, train.yours.compute_loss
+plain_model, plain_loss = train.your_model.create_model, train.your_model.compute_loss
 calls = []
 def create_model(config, device):
     net = plain_model(config, device)
@@ -303,7 +303,7 @@ def compute_loss(net, batch):
         total, count = metrics['loss']
         metrics['loss'] = total + 0 * sum(p.sum() for p in inner.spare.parameters()), count
     return metrics
-train.yours.create_model, train.yours.compute_loss = create_model, compute_loss
+train.your_model.create_model, train.your_model.compute_loss = create_model, compute_loss
 """
 
 

@@ -44,7 +44,7 @@ TASK = using('images')
 TASK.__enter__()
 RANK, STEP = int(os.environ.get('RANK', 0)), 0
 RUN = Path(sys.argv[sys.argv.index('--run_dir') + 1])
-plain_begin, plain_loss = Clock.begin_step, train.yours.compute_loss
+plain_begin, plain_loss = Clock.begin_step, train.your_model.compute_loss
 
 def begin_step(self, step):
     global STEP
@@ -61,7 +61,7 @@ def compute_loss(net, batch):
     before_loss(net)
     return plain_loss(net, batch)
 
-Clock.begin_step, train.yours.compute_loss = begin_step, compute_loss
+Clock.begin_step, train.your_model.compute_loss = begin_step, compute_loss
 """
 
 

@@ -46,7 +46,7 @@ def other_loss(net, batch):
     loss, count = metrics['loss']
     is_bad = RANK in {ranks} and net.training and STEP in {steps}
     return metrics | {{'loss': (loss {change} if is_bad else loss, count)}}
-train.yours.compute_loss = other_loss
+train.your_model.compute_loss = other_loss
 """
 
 

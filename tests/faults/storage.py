@@ -14,12 +14,12 @@ from utils.report.goodput import ACCOUNTS
 # 50 steps of two ranks
 RUN = "--dataset_size 200 --epochs 2 --save_every 0 --save_every_steps 10 --eval_every 0 --num_workers 1".split()
 LARGE = """
-plain_model = train.yours.create_model
+plain_model = train.your_model.create_model
 def create_model(config, device):
     net = plain_model(config, device)
     net.frozen = torch.nn.Parameter(torch.zeros(2_000_000), requires_grad=False)
     return net
-train.yours.create_model = create_model
+train.your_model.create_model = create_model
 """  # checkpoints of 8 MB, so that there may be room for everything else
 # a second in place of ten minutes
 GIVES_UP = f"{LARGE}\nimport functools\ntrain.Saver = functools.partial(train.Saver, max_seconds_without=1.0)\n"

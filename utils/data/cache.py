@@ -17,8 +17,9 @@ from torch.utils.data import Dataset, default_collate
 
 from config import TrainingConfig, UserError
 from utils.batch import map_leaves, map_tensors, tensors_in
-from utils.data.loader import GlobalBatchLoader, fetches_batches, fingerprint
+from utils.data.loader import GlobalBatchLoader, fetches_batches
 from utils.data.sampler import GlobalBatchSampler
+from utils.data.sets import fingerprint
 from utils.data.transfer import indices_on
 from utils.distributed.collectives import all_gather_json, on_all_ranks, require_equal
 from utils.distributed.context import DistributedContext

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from config import TrainingConfig, UserError
 from utils.clock import Clock
@@ -176,20 +176,6 @@ def fetches_batches(dataset: Dataset) -> bool:
     return fetches_batches(dataset.dataset) if isinstance(dataset, Subset) else hasattr(dataset, "__getitems__")
 
 
-def check_dataset(dataset: Dataset | None, split: str) -> None:
-    """Raises UserError for what is no map-style data set with samples. None: there is no such split."""
-    if dataset is None:
-        return
-    kind = f"create_dataset: {type(dataset).__name__} ({split})"
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise UserError(
-            f"{kind} has no __len__ and __getitem__, without which samples cannot be dealt to ranks exactly; give it"
-            " these (docs/recipes shows indexed tar files)"
-        )
-    if not len(dataset):
-        raise UserError(f"{kind} holds no sample; return None where there is no such split")
-
-
 class _Plan:
     """The DataLoader's batch sampler. It gives micro-batches, not lists, so that workers learn epoch and position."""
 
@@ -254,27 +240,3 @@ def create_evaluation_dataloader(
         shuffle=False,
     )
     return GlobalBatchLoader(dataset, sampler, config, ctx, clock, phases=("evaluation", "evaluation"))
-
-
-def fingerprint(dataset: Dataset) -> str:
-    """What identifies a data set: its own fingerprint, else its type and size."""
-    return getattr(dataset, "fingerprint", f"{type(dataset).__name__} of {len(dataset)}")
-
-
-def kind_of(dataset: Dataset) -> str:
-    """The name of its class, without a cache or a subset around it."""
-    inner = getattr(dataset, "source", dataset)
-    return type(inner.dataset if isinstance(inner, Subset) else inner).__name__
-
-
-def describe(dataset: Dataset) -> dict[str, Any]:
-    """What an export or a resume needs to know of a training set."""
-    as_list = {
-        name: torch.as_tensor(getattr(dataset, name)).tolist() for name in ("mean", "std") if hasattr(dataset, name)
-    }
-    return {
-        "fingerprint": fingerprint(dataset),
-        "classes": list(getattr(dataset, "classes", [])),
-        "mean": as_list.get("mean", []),
-        "std": as_list.get("std", []),
-    }

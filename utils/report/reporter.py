@@ -13,7 +13,8 @@ from torch.utils.data import Dataset
 
 from config import TrainingConfig, TrainingError
 from utils.clock import STEP_PHASES, Clock, slowest
-from utils.data.loader import GlobalBatchLoader, kind_of, usable_cpus
+from utils.data.loader import GlobalBatchLoader, usable_cpus
+from utils.data.sets import kind_of
 from utils.distributed.context import DistributedContext
 from utils.logger import duration, has_terminal, log_epoch_summary, log_training_step, show_progress
 from utils.memory import peak_memory

@@ -33,6 +33,7 @@ from lib import processes
 from lib.benchmark.ours import Ours
 from lib.benchmark.turns import synchronize
 from utils.batch import tensors_in
+from utils.data.sets import load_data
 from utils.memory import free_memory, gigabytes, is_out_of_memory, own_memory
 
 HEADROOM = 0.05  # of the memory, for fragmentation and what a run holds besides the loop
@@ -114,7 +115,7 @@ def run_trial(size: int, ranks: int, gib: float, folder: Path, flags: list[str])
         ctx = setup_distributed(config)
         memory = available_memory(ctx.device, ranks, gib)
         if not size:
-            found = {"memory": memory, "samples": len(train.load_data(config, ctx).train)}
+            found = {"memory": memory, "samples": len(load_data(train.your_data, config, ctx).train)}
         else:
             one_step(config, ctx, folder / "first", min(2, size))
             limit_memory(ctx.device, memory)

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-import train
+import dataset as fork_dataset
 from config import TrainingConfig
 from ddp_utils import DistributedContext
 from lib.benchmark.turns import Candidate, take_turns
 from utils.data.cache import cached
 from utils.data.loader import create_distributed_dataloader
+from utils.data.sets import load_data
 from utils.table import format_table
 
 MAX_SAMPLES = {True: 16_384, False: 2_048}  # of one turn: in memory, from files
@@ -30,7 +31,7 @@ def measure(
 ) -> dict[str, Any]:
     """In memory: the loader against plain tensor indexing. From files: 0, 1, 2 workers against --cache ram."""
     flat = {"cache": "none", "grad_accum_steps": 1, "global_batch_size": 0, "drop_last": True}
-    sets = train.load_data(dataclasses.replace(config, **flat), ctx)
+    sets = load_data(fork_dataset, dataclasses.replace(config, **flat), ctx)
     data, config = sets.train, sets.config.plain()
     in_memory, found = getattr(data, "in_memory", False), {}
     samples = min(len(data), MAX_SAMPLES[in_memory]) // config.batch_size * config.batch_size

@@ -19,7 +19,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import dataset as fork_dataset
 import model as fork_model
-import train
 from config import TrainingConfig
 from ddp_utils import DistributedContext
 from lib.benchmark import loops
@@ -244,7 +243,6 @@ def costless_task() -> Iterator[None]:
     with (
         mock.patch.object(Seams, "of", lambda module: Seams(**seams, **ours)),
         mock.patch.multiple(fork_model, **seams),
-        mock.patch.object(train, "create_dataset", create_dataset),
         mock.patch.object(fork_dataset, "create_dataset", create_dataset),
     ):
         yield

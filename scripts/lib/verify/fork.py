@@ -23,10 +23,11 @@ from ddp_utils import DistributedContext, cleanup_distributed, setup_distributed
 from lib.verify.values import one_line, scramble_global_rngs
 from utils.batch import map_tensors
 from utils.data.loader import GlobalBatchLoader
-from utils.data.subset import ChosenSamples
+from utils.data.sets import ChosenSamples
 from utils.distributed.collectives import all_gather_json, is_of_a_peer, on_all_ranks
 from utils.training.evaluation import evaluate
 from utils.training.seams import Seams
+from utils.watched_config import WatchedConfig
 
 ACCUMULATION = 2  # micro-batches of a rank in an optimizer step
 
@@ -140,8 +141,8 @@ class Fork:
         cleanup_distributed()
         scramble_global_rngs(100 * self.ctx.rank + len(self.trainings))
         with (
-            mock.patch.object(train, "create_dataset", lambda _, split: sets[split]),
-            mock.patch.object(train.WatchedConfig, "require_read", lambda config: None),  # the data was made before
+            mock.patch.object(train.your_data, "create_dataset", lambda _, split: sets[split]),
+            mock.patch.object(WatchedConfig, "require_read", lambda config: None),  # the data was made before
             mock.patch.object(train, "run_training", wraps=train.run_training) as run_training,
         ):
             try:

@@ -1,0 +1,133 @@
+"""The data sets of a run, as dataset.py creates them: checked, cut to `--dataset_size`, and the same on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, Subset
+
+from config import TrainingConfig, UserError
+from utils.distributed.collectives import on_all_ranks, once_per_file_system, require_equal
+from utils.distributed.context import DistributedContext
+from utils.rng import derive_seed
+from utils.watched_config import WatchedConfig
+
+
+@dataclass(frozen=True)
+class DataSets:
+    """The training set, the held-out sets by split, and the config with its `auto` fields taken from the data."""
+
+    train: Dataset
+    held_out: dict[str, Dataset]
+    config: WatchedConfig
+
+
+def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext) -> DataSets:
+    """The data sets that dataset.py creates, which must be the same on all ranks. Raises UserError.
+
+    Args:
+        seams: the module dataset.py.
+    """
+    config = WatchedConfig.of(config)
+    once_per_file_system(
+        Path(config.data_dir), lambda: seams.is_prepared(config), lambda: seams.prepare_data(config), ctx
+    )
+
+    def create() -> dict[str, Dataset | None]:
+        sets = {split: seams.create_dataset(config, split) for split in ("train", "val", "test")}
+        if sets["train"] is None:
+            raise UserError(f"data_dir={config.data_dir}: create_dataset found no training set there; give its folder")
+        for split, dataset in sets.items():
+            check_dataset(dataset, split)
+        return sets | {"train": choose_samples(sets["train"], config)}
+
+    sets = on_all_ranks(create, ctx)
+    train_set = sets.pop("train")
+    config = on_all_ranks(lambda: config.with_auto(train_set), ctx)
+    held_out = {split: dataset for split, dataset in sets.items() if dataset is not None}
+    seen = [[split, len(each), fingerprint(each)] for split, each in [("train", train_set), *held_out.items()]]
+    require_equal(seen, f"data_dir={config.data_dir}: {{other}} and {{first}} hold different data; copy it again", ctx)
+    return DataSets(train_set, held_out, config)
+
+
+def check_dataset(dataset: Dataset | None, split: str) -> None:
+    """Raises UserError for what is no map-style data set with samples. None: there is no such split."""
+    if dataset is None:
+        return
+    kind = f"create_dataset: {type(dataset).__name__} ({split})"
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise UserError(
+            f"{kind} has no __len__ and __getitem__, without which samples cannot be dealt to ranks exactly; give it"
+            " these (docs/recipes shows indexed tar files)"
+        )
+    if not len(dataset):
+        raise UserError(f"{kind} holds no sample; return None where there is no such split")
+
+
+class ChosenSamples(Subset):
+    """Some samples of a data set, which keeps its attributes. device_transform gets the indices of the whole set."""
+
+    def __init__(self, dataset: Dataset, indices: list[int]) -> None:
+        super().__init__(dataset, indices)
+        if hasattr(dataset, "device_transform"):
+            self.device_transform = self._transform
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    @property
+    def __getitems__(self) -> Any:
+        """Only where the data set has it: torch's Subset always does."""
+        if not hasattr(self.dataset, "__getitems__"):
+            raise AttributeError("__getitems__")
+        return super().__getitems__
+
+    def _transform(self, batch: Any, seed: int, epoch: int, indices: Tensor) -> Any:
+        chosen = torch.tensor(self.indices, device=indices.device)
+        return self.dataset.device_transform(batch, seed, epoch, chosen[indices])
+
+    @property
+    def targets(self) -> list[int]:
+        return [self.dataset.targets[index] for index in self.indices]
+
+
+def choose_samples(dataset: Dataset, config: TrainingConfig) -> Dataset:
+    """The data set, or `dataset_size` of its samples, chosen by the seed. Raises UserError where it has fewer."""
+    size = config.dataset_size
+    if size in (0, len(dataset)):
+        return dataset
+    if size > len(dataset):
+        raise UserError(f"dataset_size={size}: the set has {len(dataset)} samples; give fewer, or 0 for all")
+    generator = torch.Generator().manual_seed(derive_seed("subset", config.seed))
+    return ChosenSamples(dataset, torch.randperm(len(dataset), generator=generator)[:size].sort().values.tolist())
+
+
+def fingerprint(dataset: Dataset) -> str:
+    """What identifies a data set: its own fingerprint, else its type and size."""
+    return getattr(dataset, "fingerprint", f"{type(dataset).__name__} of {len(dataset)}")
+
+
+def kind_of(dataset: Dataset) -> str:
+    """The name of its class, without a cache or a subset around it."""
+    inner = getattr(dataset, "source", dataset)
+    return type(inner.dataset if isinstance(inner, Subset) else inner).__name__
+
+
+def describe(dataset: Dataset) -> dict[str, Any]:
+    """What an export or a resume needs to know of a training set."""
+    as_list = {
+        name: torch.as_tensor(getattr(dataset, name)).tolist() for name in ("mean", "std") if hasattr(dataset, name)
+    }
+    return {
+        "fingerprint": fingerprint(dataset),
+        "classes": list(getattr(dataset, "classes", [])),
+        "mean": as_list.get("mean", []),
+        "std": as_list.get("std", []),
+    }
