@@ -109,10 +109,12 @@ def content(fork: Fork) -> str:
             expected = ranks[0]["fetches it" if "fetch" in how else "loads it"]
             if wrong := [place for place in found if found[place] != expected[place]]:
                 samples = ", ".join(f"dataset[{subset.indices[index]}]" for index in plan[int(wrong[0])])
+                where = "__getitem__" if "fetch" in how else "collate or device_transform"
+                cause = "depends on the rank or draws" if rank else "changes data in place, keeps state or draws"
                 raise Broken(
-                    f"{samples}: other values when rank {rank} {how}: the data set, collate or device_transform draws"
-                    " unkeyed random numbers, changes data in place, keeps state or depends on the rank; in __getitem__"
-                    " draw from the global generators (seeded for each sample), elsewhere with utils.rng.sample_draws"
+                    f"{samples}: other values when rank {rank} {how}: {where} {cause} unkeyed random numbers; in"
+                    " __getitem__ draw from the global generators (seeded for each sample), elsewhere with"
+                    " utils.rng.sample_draws"
                 )
     return f"{len(subset)} samples identical on {plural(ctx.world_size, 'rank')}, with 0, 1 and 2 workers, in any order"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -162,27 +163,28 @@ def evaluation(fork: Fork) -> str:
     for count in (ranks * size + size // 2 + 1, max(1, ranks - 1)):
         subset, net = fork.held_out_subset(count), fork.new_model().eval()
         expected, found = plain_evaluation(fork, subset, net), fork.evaluate(net, subset)
-        for name, value in ({"count": len(subset)} | expected).items():
+        for name, value in expected.items():
             is_close = math.isclose(found[name], value, rel_tol=ROUNDING[fork.dtype], abs_tol=1e-8)  # order of sums
             if not is_close and not (math.isnan(value) and math.isnan(found[name])):  # nan: counted nothing
-                raise Broken(
-                    f"{name} of {len(subset)} held-out samples is {found[name]:.6g}, in one process {value:.6g}:"
-                    " samples repeated or left out, or random numbers; give F.dropout and the like"
-                    " training=self.training"
-                )
+                seen = f"{name} of {len(subset)} held-out samples is {found[name]:.6g}, in one process {value:.6g}"
+                if plain_evaluation(fork, subset, net, noise=1)[name] != value:
+                    cause = "random numbers in evaluation; give F.dropout and the like training=self.training"
+                else:
+                    cause = "samples repeated or left out; use create_evaluation_dataloader and evaluate_all"
+                raise Broken(f"{seen}: {cause}")
         counts.append(str(len(subset)))
     return f"sets of {' and '.join(counts)} samples: each counted once, loss and metrics as in one process"
 
 
-def plain_evaluation(fork: Fork, subset: Subset, net: nn.Module) -> dict[str, float]:
-    """The mean loss and metrics of a set in one process."""
+def plain_evaluation(fork: Fork, subset: Subset, net: nn.Module, noise: int = 0) -> dict[str, float]:
+    """The size, mean loss and metrics of a set in one process, whose global generators get the seed `noise`."""
     loader, tracker = fork.loader(subset), MetricTracker(fork.ctx.device)
-    scramble_global_rngs(fork.ctx.rank + len(subset))
+    scramble_global_rngs(noise)
     for indices in torch.arange(len(subset)).split(fork.small_config.batch_size):
         *_, batch = loader.fetch(indices.tolist())
         with torch.no_grad():
             tracker.update(fork.seams.compute_loss(net, batch))
-    return tracker.means()
+    return {"count": len(subset)} | tracker.means()
 
 
 def gradient(fork: Fork) -> str:
@@ -192,7 +194,7 @@ def gradient(fork: Fork) -> str:
         fork.short_run("gradient", eval_every=0, **plain_settings)
     our_model = fork.trainings["gradient"].state.model
 
-    def check() -> str:
+    def plain_loop_of(noise: int) -> tuple[list[Update], nn.Module]:
         subset, device = fork.small_train_set(), fork.ctx.device
         plain, transform = fork.small_train_set(), subset.device_transform
         plain.device_transform = lambda batch, seed, epoch, indices: transform(
@@ -201,18 +203,37 @@ def gradient(fork: Fork) -> str:
         config = replace(fork.small_config, **plain_settings)
         one_dataset = mock.patch.object(plain_loop, "create_dataset", lambda *_: plain)
         with one_dataset, record_updates(theirs := []), as_single_process():
-            scramble_global_rngs(99)
+            scramble_global_rngs(noise)
             *_, (net, *_) = plain_loop.plain_loop(config, ACCUMULATION * fork.ctx.world_size, device)
+        return theirs, net
+
+    def check() -> str:
+        theirs, net = plain_loop_of(99)
+
+        def repeats() -> bool:
+            again, other = plain_loop_of(100)
+            pairs = zip(theirs, again, strict=True)
+            return all(torch.equal(flat_gradient(a, net), flat_gradient(b, other)) for a, b in pairs)
+
         rounding = ROUNDING[fork.dtype]
-        return compare_updates(ours, our_model, theirs, net, rounding) + compare_buffers(our_model, net, rounding)
+        found = compare_updates(ours, our_model, theirs, net, rounding, repeats)
+        return found + compare_buffers(our_model, net, rounding)
 
     return fork.on_rank_0(check)
 
 
 def compare_updates(
-    ours: list[Update], our_model: nn.Module, theirs: list[Update], their_model: nn.Module, rounding: float
+    ours: list[Update],
+    our_model: nn.Module,
+    theirs: list[Update],
+    their_model: nn.Module,
+    rounding: float,
+    repeats: Callable[[], bool],
 ) -> str:
-    """Raises Broken if an optimizer step got something else than in the plain loop."""
+    """Raises Broken if an optimizer step got something else than in the plain loop.
+
+    repeats: whether the plain loop gets the same gradients once more.
+    """
     if len(ours) != len(theirs):
         raise Broken(
             f"the epoch had {len(ours)} optimizer steps instead of {len(theirs)}: the training loop drops or repeats"
@@ -229,10 +250,19 @@ def compare_updates(
         error = relative_error(a, b)
         if not error <= rounding:
             ratio = (a @ b / (b @ b).clamp(min=1e-30)).item()
-            raise Broken(
-                f"global batch {step}: relative error {error:.1e}, {ratio:.3g} times the plain loop's: a wrong divisor,"
-                " unkeyed random numbers, or a loss that depends on rank or earlier calls; see train_one_epoch"
-            )
+            if relative_error(a, ratio * b) <= 1e3 * rounding:
+                cause = f"it is {ratio:.3g} times the plain loop's: a wrong divisor or factor; see train_one_epoch"
+            elif not repeats():
+                cause = (
+                    "a second plain loop differs too: unkeyed random numbers, or state kept between calls; draw with"
+                    " utils.rng, and keep state in a buffer of the model"
+                )
+            else:
+                cause = (
+                    "it depends on the rank, on the number of ranks, or on what else this process has computed; let"
+                    " compute_loss depend on the weights and its batch only, and compare train_one_epoch"
+                )
+            raise Broken(f"the gradient of global batch {step} has a relative error of {error:.1e}: {cause}")
         worst = max(worst, error)
     return f"{len(ours)} global batches, the last one short: within {worst:.0e} of the plain loop"
 

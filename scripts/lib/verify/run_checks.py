@@ -54,10 +54,14 @@ def resume(fork: Fork) -> str:
     first = checkpoint.step_checkpoints(whole.run.checkpoints)[0]
     fork.short_run("resumed", init_from="", resume_from=str(first), num_workers=1)
     if different := differences(fork, "whole", "resumed"):
-        raise Broken(
-            f"{first_three(different)}: resumed and uninterrupted runs differ: state outside the checkpoint, or unkeyed"
-            " random numbers; keep state in a parameter or persistent buffer, and draw with utils.rng"
-        )
+        fork.short_run("again", save_every_steps=1)
+        if differences(fork, "whole", "again"):
+            cause = (
+                "two uninterrupted runs differ too: unkeyed random numbers, or state kept between runs; use utils.rng"
+            )
+        else:
+            cause = "state outside the checkpoint; keep it in a parameter, a persistent buffer or the optimizer's state"
+        raise Broken(f"{first_three(different)}: resumed and uninterrupted runs differ: {cause}")
     steps = whole.state.progress.step
     return f"{first.stem}.pt resumed, {steps} steps in all: state and records bit for bit those of the whole run"
 
