@@ -24,6 +24,9 @@ if ! "$PYTHON" -c 'import ruff, xdist, kubernetes_validate, kubeflow_trainer_api
     "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt \
         ruff pytest-xdist kubernetes-validate kubeflow-trainer-api || true
 fi
+if [ "$mode" = all ] && ! "$PYTHON" -c 'import datasets, timm' 2>/dev/null; then # two recipes need them
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt datasets timm || true
+fi
 [ "$mode" != mutations ] || exec "$PYTHON" tests/mutations.py "$@"
 
 lint() { # lint TOOL COMMAND...: skipped where the tool is not installed, which fails in CI
