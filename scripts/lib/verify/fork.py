@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import Dataset
 
 import train
@@ -197,8 +197,17 @@ class Subset(ChosenSamples):
 @contextmanager
 def record_updates(updates: list[Update]) -> Iterator[None]:
     """Record what each optimizer step gets, and set the learning rate to 0 so that the weights stay."""
+    depth = 0  # an optimizer's step may call that of its base class
+
+    def leave(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
 
     def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        nonlocal depth
+        depth += 1
+        if depth > 1:
+            return
         groups = [group for group in optimizer.param_groups if any(p.grad is not None for p in group["params"])]
         divisor = getattr(optimizer, "grad_scale", None)  # fused kernels divide in the step
         divisor = 1.0 if divisor is None else divisor
@@ -207,11 +216,12 @@ def record_updates(updates: list[Update]) -> Iterator[None]:
         for group in optimizer.param_groups:
             group["lr"] = 0.0
 
-    handle = register_optimizer_step_pre_hook(note)
+    handles = register_optimizer_step_pre_hook(note), register_optimizer_step_post_hook(leave)
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 from unittest import mock
 
@@ -112,6 +113,13 @@ def schedule(fork: Fork) -> str:
                 f"lr_factor gives {factors}, and {alone} in one process: it depends on more than config, step and"
                 " progress; use these only"
             )
+        first, second = simulated(fork, is_resumed=False), simulated(fork, is_resumed=True)
+        if first != second:
+            step = next(step for step, pair in enumerate(zip(first, second, strict=True)) if pair[0] != pair[1])
+            raise Broken(
+                f"lr_factor gives {first[step]} in step {step} of a run whose metric stops improving, {second[step]} in a"
+                " second one that is resumed halfway: it keeps state of its own; keep it in progress.user"
+            )
         return factors
 
     factors = fork.on_all(check)
@@ -119,6 +127,19 @@ def schedule(fork: Fork) -> str:
         raise Broken("lr_factor: differs between ranks; make it a function of config, step and progress")
     shown_factors = ", ".join(f"{factor:.3g}" for factor in factors)
     return f"lr_factor is {shown_factors} at the start, in the warm-up, after it, in the middle and at the end"
+
+
+def simulated(fork: Fork, is_resumed: bool) -> list[float]:
+    """The factors of a run of 400 steps, an evaluation after each tenth, of which only the first is an improvement."""
+    total, every, progress, factors = 400, 10, Progress(), []
+    for step in range(total):
+        progress.step, progress.epoch = step, step // every
+        if step and step % every == 0:
+            progress.note_value(1.0, sign=1)
+        if is_resumed and step == total // 2:  # as a checkpoint keeps it
+            progress = Progress(**json.loads(json.dumps(asdict(progress))))
+        factors.append(float(fork.seams.lr_factor(fork.config, step, total, total // 20, progress)))
+    return factors
 
 
 def parameters(fork: Fork) -> str:
@@ -168,7 +189,10 @@ def evaluation(fork: Fork) -> str:
             if not is_close and not (math.isnan(value) and math.isnan(found[name])):  # nan: counted nothing
                 seen = f"{name} of {len(subset)} held-out samples is {found[name]:.6g}, in one process {value:.6g}"
                 if plain_evaluation(fork, subset, net, noise=1)[name] != value:
-                    cause = "random numbers in evaluation; give F.dropout and the like training=self.training"
+                    cause = (
+                        "a second evaluation differs too: random numbers, or data that is changed in place; give"
+                        " F.dropout and the like training=self.training"
+                    )
                 else:
                     cause = "samples repeated or left out; use create_evaluation_dataloader and evaluate_all"
                 raise Broken(f"{seen}: {cause}")
@@ -202,7 +226,8 @@ def gradient(fork: Fork) -> str:
         )
         config = replace(fork.small_config, **plain_settings)
         one_dataset = mock.patch.object(plain_loop, "create_dataset", lambda *_: plain)
-        with one_dataset, record_updates(theirs := []), as_single_process():
+        same_progress = mock.patch.object(plain_loop, "Progress", Progress)  # for an lr_factor that reads it
+        with one_dataset, same_progress, record_updates(theirs := []), as_single_process():
             scramble_global_rngs(noise)
             *_, (net, *_) = plain_loop.plain_loop(config, ACCUMULATION * fork.ctx.world_size, device)
         return theirs, net
