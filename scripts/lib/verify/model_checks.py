@@ -117,8 +117,9 @@ def schedule(fork: Fork) -> str:
         if first != second:
             step = next(step for step, pair in enumerate(zip(first, second, strict=True)) if pair[0] != pair[1])
             raise Broken(
-                f"lr_factor gives {first[step]:.6g} in step {step} of a run whose metric stops improving,"
-                f" {second[step]:.6g} in a second one, resumed halfway: it keeps state of its own; keep it in progress.user"
+                f"lr_factor gives {first[step]:.6g} in step {step} of a run whose metric stops improving, and"
+                f" {second[step]:.6g} in a second one that is resumed halfway: it keeps state of its own; keep it in"
+                " progress.user"
             )
         return factors
 
