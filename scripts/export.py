@@ -39,7 +39,7 @@ mean, std = (torch.tensor(saved[name]).view(-1, 1, 1) for name in ("mean", "std"
 predict = lambda images: [saved["classes"][k] for k in model((images / 255 - mean) / std).argmax(1)]  # [B, C, H, W]
 """
 OTHERS = "outputs = model(*inputs)  # such as compute_loss gives it: {shapes}\n"
-PROGRAM = 'import torch; model = torch.export.load({file!r}).module()\noutputs = model(*inputs)  # {shapes}\n'
+PROGRAM = "import torch; model = torch.export.load({file!r}).module()\noutputs = model(*inputs)  # {shapes}\n"
 ONNX = """\
 import onnxruntime; session = onnxruntime.InferenceSession({file!r})
 outputs = session.run(None, {{each.name: x for each, x in zip(session.get_inputs(), arrays)}})  # NumPy: {shapes}

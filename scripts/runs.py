@@ -65,7 +65,9 @@ def sort(runs: list[RunInfo], by: str) -> list[RunInfo]:
     values = {id(run): {**run.config, **(run.summary.get("best") or {})}.get(by) for run in runs}
     known = [run for run in runs if values[id(run)] is not None]
     if not known:
-        raise UserError(f"sort={by}: no run has that setting or metric; give a setting, or a metric of the eval records")
+        raise UserError(
+            f"sort={by}: no run has that setting or metric; give a setting, or a metric of the eval records"
+        )
     known.sort(key=lambda run: (isinstance(values[id(run)], str), values[id(run)]))  # auto after all numbers
     return known + [run for run in runs if values[id(run)] is None]
 
