@@ -4,10 +4,10 @@
     torchrun --standalone --nproc-per-node=4 scripts/predict.py CKPT ...      # FILE on storage that all ranks share
 
 The config is that of the checkpoint; flags change it (--data_dir, --batch_size, ...). The training set keeps its
-augmentation; --augment none turns that of images off. FILE, by default predictions.pt beside the checkpoint's folder, is
-for torch.load(FILE, weights_only=True): {name: tensor [N, ...]} as predict(model, batch) of model.py names them, or a
-list of N tensors where batches have outputs of different shapes. It appears when it is complete. Each rank first writes
-its part beside it (FILE.rank0, ...); parts that a killed process left are removed by the next one that completes.
+augmentation; --augment none turns that of images off. FILE, by default predictions.pt beside the checkpoint's folder,
+is for torch.load(FILE, weights_only=True): {name: tensor [N, ...]} as predict(model, batch) of model.py names them, or
+a list of N tensors where batches have outputs of different shapes. It appears when it is complete. Each rank first
+writes its part beside it (FILE.rank0, ...); parts that a killed process left are removed by the next run to complete.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ def check_outputs(found: object, samples: int) -> None:
             raise UserError(f"model.predict: {name} is a {type(each).__name__}; return {{name: tensor [B, ...]}}")
         if each.shape[:1] != (samples,):
             raise UserError(
-                f"model.predict: {name} has the shape {list(each.shape)} for {samples} samples; return one row per sample"
+                f"model.predict: {name} has the shape {list(each.shape)} for {samples} samples; return one row per"
+                " sample"
             )
 
 

@@ -112,10 +112,10 @@ def test_a_predict_that_violates_its_contract_is_one_sentence_on_all_ranks(runs)
     """The last of 5 samples is a micro-batch of its own, on the second rank."""
     runs.train(1, "run", *"--dataset_size 5 --epochs 1 --no-use_amp".split())
     words = [runs.checkpoints("run")[-1], "--split", "train", "--out", runs.root / "out.pt"]
-    first, second = run_ranks(2, predict_wrongly, words)
+    (alone,), (first, second) = (run_ranks(ranks, predict_wrongly, words) for ranks in (1, 2))
     assert first == second and not [*runs.root.glob("out.pt*")]
-    for text, (_, expected) in zip(first, WRONG.values(), strict=True):
-        assert text.startswith(expected), text
+    for *texts, (_, expected) in zip(alone, first, WRONG.values(), strict=True):
+        assert all(text.startswith(expected) for text in texts), texts
 
 
 # ---- export ----
@@ -216,6 +216,20 @@ def test_an_export_that_fails_leaves_the_file_that_was_there(words_run, tmp_path
         ((code, text, _),) = run_ranks(1, failing_export, words)
         assert code == 2 and sentence in text and "Traceback" not in text, text
         assert out.read_text() == "earlier" and [*tmp_path.glob("model*")] == [out]
+
+
+def export_without_data(words):
+    with mock.patch.dict(TASKS["lines"], {"create_dataset": lambda config, split: None}):
+        return export_words(words)
+
+
+def test_weights_need_no_data_and_a_traced_model_does(words_run, tmp_path):
+    runs, expected = words_run
+    words = [runs.checkpoints("run")[-1], tmp_path / "model.pt", "--format"]
+    ((code, text, outputs),) = run_ranks(1, export_without_data, [*words, "weights"])
+    assert code == 0 and torch.equal(outputs, expected), text
+    ((code, text, _),) = run_ranks(1, export_without_data, [*words, "torch.export"])
+    assert code == 2 and "create_dataset found no training set there; give its folder" in text
 
 
 def test_onnx_gives_the_outputs_of_the_model(words_run, tmp_path):

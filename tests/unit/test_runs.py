@@ -76,6 +76,6 @@ def test_fifteen_runs_have_fifteen_colors(tmp_path, show):
         forge(tmp_path / f"run{k:02d}", {"lr": k}, values=[1.0 / (k + 1), 2.0 / (k + 1)])
     assert show("--plot", tmp_path / "a.svg")[0] == 0
     lines = ET.parse(tmp_path / "a.svg").getroot().findall("{http://www.w3.org/2000/svg}polyline")
-    solid, dashed = ([line for line in lines if ("stroke-dasharray" in line.keys()) == has] for has in (False, True))
+    solid, dashed = ([line for line in lines if ("stroke-dasharray" in line.attrib) == has] for has in (False, True))
     assert [line.get("stroke") for line in solid] == [line.get("stroke") for line in dashed]
     assert len({line.get("stroke") for line in solid}) == 15 and len(dashed) == 15
