@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-import model
 from config import UserError
 from ranks import launch, run_ranks
 from scripts import export, predict
@@ -31,7 +30,7 @@ def run_main(script, task, function, words):
     """Its main with this predict in place of that of model.py."""
     with (
         using(task),
-        mock.patch.object(model, "predict", function, create=True),
+        mock.patch("model.predict", function, create=True),
         mock.patch.object(sys, "argv", [script.__name__, *map(str, words)]),
     ):
         script.main()
@@ -141,7 +140,7 @@ def words_of(lines):
 @contextlib.contextmanager
 def dict_task():
     changes = mock.patch.dict(TASKS["lines"], WORDS)
-    with changes, mock.patch.object(model, "example_inputs", words_of, create=True):
+    with changes, mock.patch("model.example_inputs", words_of, create=True):
         yield
 
 
