@@ -1,7 +1,8 @@
 """Export a checkpoint for inference: python scripts/export.py CKPT OUT [--ema] [--format weights|torch.export|onnx]
 
 OUT is one file with the weights and the config, and of image data mean, std and class names; or with --format the
-traced model, its batch size free, which needs none of our code. The script prints the code that uses it.
+traced model, its batch size free, which needs none of our code. The script prints the code that uses it. OUT appears
+when it is complete: an export that fails leaves the file that was there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map  # torch has no public one
 
 import dataset
 import model as fork
@@ -29,7 +31,7 @@ from utils.training.seams import Seams
 
 LOAD = """\
 import torch; from config import TrainingConfig; from model import create_model
-saved = torch.load("{file}", weights_only=True)
+saved = torch.load({file!r}, weights_only=True)
 model = create_model(TrainingConfig(**saved["config"]), torch.device("cpu")).eval()
 model.load_state_dict(saved["model"])
 """
@@ -37,9 +39,12 @@ IMAGES = """\
 mean, std = (torch.tensor(saved[name]).view(-1, 1, 1) for name in ("mean", "std"))
 predict = lambda images: [saved["classes"][k] for k in model((images / 255 - mean) / std).argmax(1)]  # [B, C, H, W]
 """
-OTHERS = "outputs = model(*inputs)  # such as compute_loss gives it: {shapes}\n"
-PROGRAM = 'import torch; model = torch.export.load("{file}").module()\noutputs = model(*inputs)  # {shapes}\n'
-ONNX = 'import onnxruntime; session = onnxruntime.InferenceSession("{file}")  # inputs: {shapes}\n'
+OTHERS = "outputs = model(*inputs)  # {shapes}\n"
+PROGRAM = "import torch; model = torch.export.load({file!r}).module()\noutputs = model(*inputs)  # {shapes}\n"
+ONNX = """\
+import onnxruntime; session = onnxruntime.InferenceSession({file!r})
+outputs = session.run(None, {{each.name: x for each, x in zip(session.get_inputs(), arrays)}})  # NumPy: {shapes}
+"""
 
 
 def read(source: Path, use_ema: bool) -> dict[str, Any]:
@@ -53,11 +58,12 @@ def read(source: Path, use_ema: bool) -> dict[str, Any]:
     return saved | {name: payload["provenance"][name] for name in ("classes", "mean", "std")}
 
 
-def example(config: TrainingConfig) -> tuple[Tensor, ...]:
+def example(config: TrainingConfig) -> tuple:
     """The model's arguments for a batch of two samples of the fork's data. Raises UserError without data."""
     ctx = setup_distributed(config)
     data = load_data(dataset, config, ctx)
-    inputs = Seams.of(fork).example_inputs(create_evaluation_dataloader(data.train, config, ctx).fetch([0, 1])[2])
+    loader = create_evaluation_dataloader(data.train, config, ctx)
+    inputs = Seams.of(fork).example_inputs(loader.fetch([0, len(data.train) - 1])[2])
     cleanup_distributed()
     return tuple(inputs)
 
@@ -67,14 +73,25 @@ def export_program(saved: dict[str, Any], config: TrainingConfig, inputs: tuple,
     net = Seams.of(fork).create_model(config, torch.device("cpu")).eval()
     net.load_state_dict(saved["model"])
     batch = torch.export.Dim("batch")
-    shapes = tuple({0: batch} for _ in inputs)
+    shapes = tree_map(lambda each: {0: batch} if isinstance(each, Tensor) and each.ndim else None, inputs)
+    program = torch.export.export(net, inputs, dynamic_shapes=shapes)
     if kind == "torch.export":
-        torch.export.save(torch.export.export(net, inputs, dynamic_shapes=shapes), target)
+        replace_file(target, lambda file: torch.export.save(program, file))
         return
     try:
-        torch.onnx.export(net, inputs, target, dynamo=True, dynamic_shapes=shapes)
+        data = torch.onnx.export(program, dynamo=True, verbose=False).model_proto.SerializeToString()
     except ImportError as error:
         raise UserError(f"format=onnx: needs onnx and onnxscript ({error}); pip install onnx onnxscript") from None
+    replace_file(target, lambda file: file.write(data))
+
+
+def describe(value: Any) -> str:
+    """A tensor's dtype and shape; of a dict or a list, those of what it holds."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {['batch', *value.shape[1:]]}".replace("'", "")
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name!r}: {describe(each)}" for name, each in value.items()) + "}"
+    return f"[{', '.join(map(describe, value))}]" if isinstance(value, list | tuple) else repr(value)
 
 
 def main() -> int:
@@ -93,20 +110,25 @@ def main() -> int:
             raise UserError(f"{out}: is the checkpoint itself; give another name for the export")
         out.parent.mkdir(parents=True, exist_ok=True)
         is_image_model, shapes = bool(saved["mean"] and saved["classes"]), ""
-        config = TrainingConfig(**saved["config"] | {"dataset_size": 0})
+        config = TrainingConfig(**saved["config"] | {"backend": "gloo", "compile": "off"})  # on the CPU
         if options.format != "weights" or not is_image_model:
-            inputs = example(config)
-            shapes = ", ".join(f"{each.dtype} {['batch', *each.shape[1:]]}".replace("'", "") for each in inputs)
+            try:
+                inputs = example(config)
+                shapes = ", ".join(map(describe, tree_leaves(inputs) if options.format == "onnx" else inputs))
+            except UserError:
+                if options.format != "weights":
+                    raise
+                shapes = "as compute_loss gives them; their shapes are not known without the data"
         if options.format == "weights":
             replace_file(out, lambda file: torch.save(saved, file))
         else:
             export_program(saved, config, inputs, out, options.format)
-    except UserError as error:
+    except (UserError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     snippet = {"weights": LOAD + (IMAGES if is_image_model else OTHERS), "torch.export": PROGRAM, "onnx": ONNX}
     print(f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB); to use it:\n")
-    print(snippet[options.format].format(file=out, shapes=shapes))
+    print(snippet[options.format].format(file=str(out), shapes=shapes))
     return 0
 
 

@@ -3,14 +3,17 @@
     python scripts/predict.py CKPT [--split val] [--out FILE] [--ema] [flags of train.py]
     torchrun --standalone --nproc-per-node=4 scripts/predict.py CKPT ...      # FILE on storage that all ranks share
 
-The config is that of the checkpoint; flags change it (--data_dir, --batch_size, ...). FILE, by default predictions.pt
-beside the checkpoint's folder, is for torch.load(FILE, weights_only=True): {name: tensor [N, ...]} as predict(model,
-batch) of model.py names them, or a list of N tensors where batches have outputs of different shapes.
+The config is that of the checkpoint; flags change it (--data_dir, --batch_size, ...). The training set keeps its
+augmentation; --augment none turns that of images off. FILE, by default predictions.pt beside the checkpoint's folder,
+is for torch.load(FILE, weights_only=True): {name: tensor [N, ...]} as predict(model, batch) of model.py names them, or
+a list of N tensors where batches have outputs of different shapes. It appears when it is complete. Each rank first
+writes its part beside it (FILE.rank0, ...); parts that a killed process left are removed by the next run to complete.
 """
 
 from __future__ import annotations
 
 import argparse
+import glob
 import os
 import sys
 from pathlib import Path
@@ -19,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
-import dataset
+import dataset as your_data
 import model as fork
 import train
 from config import TrainingConfig, UserError
@@ -28,7 +32,7 @@ from ddp_utils import cleanup_distributed, load_checkpoint, setup_distributed
 from utils.checkpoint import format as checkpoint
 from utils.data.loader import GlobalBatchLoader, create_evaluation_dataloader
 from utils.data.sets import load_data
-from utils.distributed.collectives import on_all_ranks, on_rank_0
+from utils.distributed.collectives import on_all_ranks, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
 from utils.files import replace_file
 from utils.logger import setup_logger, show_progress
@@ -37,6 +41,7 @@ from utils.training.seams import Seams
 from utils.training.state import TrainState
 
 Outputs = dict[str, list[Tensor]]
+OTHER_NAMES = "model.predict: returned other names for another batch; return the same for every batch"
 
 
 def main() -> None:
@@ -54,29 +59,44 @@ def main() -> None:
     ctx = setup_distributed(config)
     logger = setup_logger(ctx.rank)
     payload = load_checkpoint(options.checkpoint, ctx)
-    if options.ema and not payload["ema"]:
-        raise UserError(f"{options.checkpoint}: has no averaged weights; leave out --ema")
-    sets = load_data(dataset, config, ctx)
-    data = {"train": sets.train, **sets.held_out}
-    if options.split not in data:
-        raise UserError(f"split={options.split}: the data has {', '.join(data)}; choose one of these")
+    on_all_ranks(lambda: check(options, payload, out), ctx)
+    sets = load_data(your_data, config, ctx)
+    dataset = on_all_ranks(lambda: choose({"train": sets.train, **sets.held_out}, options.split), ctx)
     seams = Seams.of(fork)
     state = on_all_ranks(lambda: train.create_state(seams, sets.config, ctx, is_resumed=True), ctx)
     weights = {"model": payload["ema"] if options.ema else payload["model"]}
     on_all_ranks(lambda: state.load_model(weights), ctx)
-    loader = create_evaluation_dataloader(data[options.split], sets.config.plain(), ctx)
+    loader = create_evaluation_dataloader(dataset, sets.config.plain(), ctx)
 
     def progress(step: int) -> None:
         show_progress(logger, step, loader.sampler.steps_per_epoch, "predicting")
 
-    indices, outputs = predict(seams, state, loader, progress)
+    indices, outputs = on_all_ranks(lambda: predict(seams, state, loader, progress), ctx)
+    require_equal(sorted(outputs), f"{OTHER_NAMES} ({{first}} and {{other}})", ctx)
     part = out.with_name(f"{out.name}.rank{ctx.rank}")
-    on_all_ranks(lambda: write(part, {"indices": indices, "outputs": outputs}), ctx)
-    on_rank_0(lambda: merge(out, len(loader.dataset), ctx), ctx)
-    on_all_ranks(part.unlink, ctx)
+    try:
+        on_all_ranks(lambda: write(part, {"indices": indices, "outputs": outputs}), ctx)
+        on_rank_0(lambda: merge(out, len(loader.dataset), ctx), ctx)
+    finally:
+        part.unlink(missing_ok=True)
     logger.info("wrote %s: %s of %d samples", out, ", ".join(outputs), len(loader.dataset))
     loader.close()
     cleanup_distributed()
+
+
+def check(options: argparse.Namespace, payload: dict, out: Path) -> None:
+    """Raises UserError."""
+    if options.ema and not payload["ema"]:
+        raise UserError(f"{options.checkpoint}: has no averaged weights; leave out --ema")
+    if out.exists() and out.samefile(options.checkpoint):
+        raise UserError(f"{out}: is the checkpoint itself; give another --out")
+
+
+def choose(data: dict[str, Dataset], split: str) -> Dataset:
+    """Raises UserError."""
+    if split not in data:
+        raise UserError(f"split={split}: the data has {', '.join(data)}; choose one of these")
+    return data[split]
 
 
 @torch.no_grad()
@@ -87,12 +107,9 @@ def predict(seams: Seams, state: TrainState, loader: GlobalBatchLoader, progress
         for micro_batch in global_batch:
             with state.precision.autocast():
                 found = seams.predict(net, micro_batch.batch)
-            wrong = [name for name, each in found.items() if len(each) != len(micro_batch.indices)]
-            if wrong:
-                raise UserError(
-                    f"model.predict: {wrong[0]} has {len(found[wrong[0]])} rows for {len(micro_batch.indices)} samples;"
-                    " return one row per sample"
-                )
+            check_outputs(found, len(micro_batch.indices))
+            if outputs and found.keys() != outputs.keys():
+                raise UserError(OTHER_NAMES)
             for name, each in found.items():
                 outputs.setdefault(name, [])
                 if not micro_batch.is_padding:
@@ -100,6 +117,19 @@ def predict(seams: Seams, state: TrainState, loader: GlobalBatchLoader, progress
             indices += [] if micro_batch.is_padding else micro_batch.indices
         progress(step)
     return indices, outputs
+
+
+def check_outputs(found: object, samples: int) -> None:
+    """Raises UserError for what is no dict of tensors with one row per sample."""
+    named = found.items() if isinstance(found, dict) else [("the result", found)]
+    for name, each in named:
+        if not isinstance(found, dict) or not isinstance(each, Tensor):
+            raise UserError(f"model.predict: {name} is a {type(each).__name__}; return {{name: tensor [B, ...]}}")
+        if each.shape[:1] != (samples,):
+            raise UserError(
+                f"model.predict: {name} has the shape {list(each.shape)} for {samples} samples; return one row per"
+                " sample"
+            )
 
 
 def write(path: Path, value: object) -> None:
@@ -122,6 +152,8 @@ def merge(out: Path, samples: int, ctx: DistributedContext) -> None:
             rows = [row for batch in batches for row in batch]
             merged[name] = [rows[k] for k in order.tolist()]
     write(out, merged)
+    for left in out.parent.glob(f"{glob.escape(out.name)}.rank*"):  # of a killed process with more ranks, too
+        left.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

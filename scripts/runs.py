@@ -22,6 +22,7 @@ from utils.files import read_json, read_lines
 from utils.table import format_table
 
 NOT_SETTINGS = ("run_dir", "checkpoint_dir", "resume_from", "overwrite", "init_method")
+NO_RECORDS = "metric={}: no run has records of it; give a metric of the eval records"
 IN_TRAINING = {"top1": "accuracy"}  # the name that train records use
 
 
@@ -60,13 +61,14 @@ def metric_of(runs: list[RunInfo]) -> str:
 
 
 def sort(runs: list[RunInfo], by: str) -> list[RunInfo]:
-    """By a setting, or by a metric of the best evaluation; runs without it come last. Raises UserError."""
+    """By a setting, or by a metric of the best evaluation: numbers, text, then runs without it. Raises UserError."""
     values = {id(run): {**run.config, **(run.summary.get("best") or {})}.get(by) for run in runs}
     known = [run for run in runs if values[id(run)] is not None]
     if not known:
-        raise UserError(f"sort={by}: no run has that setting or metric; choose a column of the table or a metric")
-    is_text = any(isinstance(values[id(run)], str) for run in known)
-    known.sort(key=lambda run: str(values[id(run)]) if is_text else values[id(run)])
+        raise UserError(
+            f"sort={by}: no run has that setting or metric; give a setting, or a metric of the eval records"
+        )
+    known.sort(key=lambda run: (isinstance(values[id(run)], str), values[id(run)]))  # auto after all numbers
     return known + [run for run in runs if values[id(run)] is None]
 
 
@@ -103,7 +105,7 @@ def plot(runs: list[RunInfo], metric: str) -> str:
         resumed = (record for record in run.records if record.get("event") == "resumed")
         marks += [(event["step"], "resumed", look["color"]) for event in resumed]
     if not any(each.points for each in series):
-        raise UserError(f"metric={metric}: no run has records of it; give a metric of the eval records")
+        raise UserError(NO_RECORDS.format(metric))
     y_range = (0.0, 1.0) if metric in ("top1", "top5", "accuracy") else None
     return line_plot(series, x_label="optimizer step", y_label=metric, y_range=y_range, marks=marks)
 
@@ -154,6 +156,8 @@ def main() -> int:
         runs = find_runs(options.folders)
         runs = sort(runs, options.sort) if options.sort else runs
         metric = options.metric or metric_of(runs)
+        if options.metric and not any(run.curve(kind, metric) for run in runs for kind in ("train", "eval")):
+            raise UserError(NO_RECORDS.format(metric))
         print(table(runs, metric))
         if options.plot:
             options.plot.write_text(plot(runs, metric))

@@ -185,6 +185,8 @@ def test_a_metric_of_text_is_per_token_not_per_line(tmp_path):
     evaluated = [record for record in records if record["kind"] == "eval"][-1]
     assert evaluated["count"] == 40
     assert evaluated["perplexity"] == pytest.approx(2.718281828459045 ** evaluated["loss"])
+    ended = forks.run(fork.folder, 2, "scripts/predict.py", "runs/fork/checkpoints/best.pt")
+    assert ended.code == 0 and "nll of 40 samples" in ended.out, ended.text
 
 
 @pytest.mark.slow

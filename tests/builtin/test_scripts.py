@@ -1,7 +1,8 @@
-"""scripts/runs.py and scripts/export.py on real runs."""
+"""scripts/runs.py, scripts/export.py and scripts/predict.py on real runs."""
 
 import re
 import shutil
+import sys
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 
 from config import TrainingConfig
 from dataset import create_dataset
-from ranks import ROOT, WarmLaunch, finish
+from model import create_model
+from ranks import ROOT, WarmLaunch, finish, launch
 from training import Runs, difference
+from utils.checkpoint import format as checkpoint
+from utils.data.augment import normalize
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +25,8 @@ def two_runs(tmp_path_factory):
     return runs
 
 
-def run_script(name, *words):
-    return finish(WarmLaunch(0, ROOT / "scripts" / name, words))
+def run_script(name, *words, ranks=0):
+    return finish(WarmLaunch(ranks, ROOT / "scripts" / name, words))
 
 
 def test_a_table_of_runs_has_only_the_settings_that_differ(two_runs):
@@ -89,3 +93,77 @@ def test_what_cannot_be_exported_is_rejected(two_runs, tmp_path):
     assert (
         ended.code == 2 and "is the checkpoint itself; give another name" in ended.err and source.read_bytes() == before
     )
+
+
+def net_of(payload):
+    net = create_model(TrainingConfig(**payload["config"]), torch.device("cpu")).eval()
+    net.load_state_dict(payload["model"])
+    return net
+
+
+def images_of(payload, split, **changes):
+    """The normalized images of the run's data."""
+    data = create_dataset(TrainingConfig(**payload["config"] | changes), split)
+    return normalize(data.images, data.mean, data.std)
+
+
+@pytest.mark.slow
+def test_a_traced_model_gives_the_outputs_in_an_empty_folder(two_runs, tmp_path):
+    """Its batch size is free; the Python that runs the snippet does not know this repository."""
+    source, out = two_runs.checkpoints("fast")[-1], tmp_path / "model.pt2"
+    ended = run_script("export.py", source, out, "--format", "torch.export")
+    assert ended.code == 0 and "torch.float32 [batch, 3, 8, 8]" in ended.out, ended.text
+    payload = torch.load(source, weights_only=True)
+    images = images_of(payload, "val")
+    torch.save(images, tmp_path / "images.pt")
+    snippet = ended.out.split("to use it:\n\n")[1]
+    use = f"import torch\ninputs = [torch.load({str(tmp_path / 'images.pt')!r})]\n{snippet}"
+    (tmp_path / "empty").mkdir()
+    save = f"torch.save(outputs, {str(tmp_path / 'outputs.pt')!r})"
+    ended = launch([sys.executable, "-I", "-c", f"{use}\n{save}"], cwd=tmp_path / "empty")
+    assert ended.code == 0, ended.text
+    torch.testing.assert_close(torch.load(tmp_path / "outputs.pt"), net_of(payload)(images))
+
+
+def test_predictions_are_the_outputs_of_each_sample_once_in_order_on_any_number_of_ranks(two_runs, tmp_path):
+    """37 samples in micro-batches of 4, the last one short; with 4 ranks two of them are idle in the last step."""
+    source, found = two_runs.checkpoints("fast")[-1], []
+    flags = "--split train --dataset_size 37 --augment none --no-use_amp".split()
+    for ranks in (0, 2, 4):
+        out = tmp_path / "new" / f"{ranks}.pt"
+        ended = run_script("predict.py", source, *flags, "--out", out, ranks=ranks)
+        assert ended.code == 0 and f"wrote {out}: output of 37 samples" in ended.out, ended.text
+        found.append(torch.load(out, weights_only=True))
+    assert all(torch.equal(each["output"], found[0]["output"]) for each in found) and [*found[0]] == ["output"]
+    payload = torch.load(source, weights_only=True)
+    with torch.no_grad():
+        expected = net_of(payload)(images_of(payload, "train", dataset_size=37))
+    torch.testing.assert_close(found[0]["output"], expected)
+    assert len(list(out.parent.iterdir())) == 3  # no part of a rank is left
+
+
+def test_the_averaged_weights_predict_beside_the_checkpoints_by_default(two_runs):
+    ended = run_script("predict.py", two_runs.checkpoints("fast")[-1], "--ema", "--no-use_amp")
+    assert ended.code == 0, ended.text
+    payload = two_runs.last("fast")
+    with torch.no_grad():
+        expected = net_of(payload | {"model": payload["ema"]})(images_of(payload, "val"))
+    torch.testing.assert_close(torch.load(two_runs.folder("fast") / "predictions.pt")["output"], expected)
+
+
+REFUSED = [  # ranks, what follows predict.py, what it says
+    (0, "nowhere.pt", "nowhere.pt: cannot be read (No such file or directory); give the path of a checkpoint"),
+    (0, "PLAIN --split valid", "split=valid: the data has train, val; choose one of these"),
+    (2, "PLAIN --ema", "has no averaged weights; leave out --ema"),
+    (2, "PLAIN --out PLAIN", "is the checkpoint itself; give another --out"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "words", "sentence"), REFUSED)
+def test_what_cannot_be_predicted_is_one_sentence(two_runs, tmp_path, ranks, words, sentence):
+    plain = tmp_path / "plain.pt"
+    checkpoint.write(plain, two_runs.last("fast") | {"ema": {}})
+    before = plain.read_bytes()
+    ended = run_script("predict.py", *words.replace("PLAIN", str(plain)).split(), ranks=ranks)
+    assert ended.err.count(sentence) == 1 and len(ended.err.splitlines()) == 1, ended.text
+    assert ended.code == (1 if ranks else 2) and plain.read_bytes() == before

@@ -127,6 +127,7 @@ def test_tensorboard_has_scalars_by_step_a_layout_texts_and_images(whole):
     assert [event.step for event in events.Scalars("train/loss")] == STEPS
     assert [event.step for event in events.Scalars("val/top1")] == [5, 10, 15]
     assert tags["images"] == ["val/predictions"]
+    assert [event.step for event in events.Images("val/predictions")] == [5, 10, 15]  # of each evaluation
     layout = b"".join(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val)
     assert b"train/accuracy" in layout and b"val/top1" in layout and b"train/loss" in layout
     assert {"config/text_summary", "environment/text_summary"} <= set(tags["tensors"])

@@ -26,7 +26,11 @@ def train_with(flags, **seams):
     dtype = torch.float64 if "float64" in flags else torch.float32
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(TASKS["images"], seams))
-        for name in seams.keys() & {"lr_factor", "create_optimizer"}:  # `using` replaces what is there only
+        for name in seams.keys() & {
+            "lr_factor",
+            "create_optimizer",
+            "log_images",
+        }:  # `using` replaces what is there only
             stack.enter_context(mock.patch.object(model, name, seams[name], create=True))
         try:
             return train_flags([flag for flag in flags if flag != "float64"], dtype)["state"]
@@ -174,6 +178,25 @@ def test_a_schedule_that_follows_the_metric_resumes_exactly(runs):
     assert_same_state(runs.last("whole"), runs.last("resumed"))
 
 
+def train_groups(flags, own):
+    """own: the learning rate of a second group."""
+
+    def groups(net, config):
+        return [{"params": list(net.features.parameters())}, {"params": list(net.head.parameters()), **own}]
+
+    return train_with(flags, param_groups=groups)
+
+
+@pytest.mark.parametrize("own", [{}, {"lr": 0.1}])
+def test_lr_is_that_of_the_schedule_and_groups_with_their_own_are_beside_it(runs, own):
+    flags = "--epochs 2 --lr 0.4 --schedule linear --warmup_epochs 0 --log_interval 1".split()
+    run_ranks(1, train_groups, runs.words("run", *FLAGS, *flags), own)
+    records, factors = runs.records("run", "train"), [1 - step / 24 for step in range(24)]
+    assert [record["lr"] for record in records] == pytest.approx([0.4 * factor for factor in factors])
+    expected = [pytest.approx([0.4 * factor, 0.1 * factor]) if own else None for factor in factors]
+    assert [record.get("lr_of_groups") for record in records] == expected
+
+
 class Signed(torch.optim.Optimizer):
     """The sign of the gradient, with a momentum; knows nothing of found_inf."""
 
@@ -285,6 +308,32 @@ def with_table(config, device):
 def test_sparse_gradients_are_rejected_by_name(runs):
     (text,) = run_ranks(1, train_sparse, runs.words("run", *FLAGS))
     assert text == "model: table has sparse gradients, which are not summed here; give it sparse=False"
+
+
+SHOWN = {  # what log_images returns for a batch: the warning
+    "fails": (lambda batch: {}["images"], "KeyError: 'images'"),
+    "floats": (lambda batch: {"x": batch[0]}, "TypeError: x is torch.float32 [4, 3, 8, 8]; return uint8 [B, 3, H, W]"),
+    "one": (lambda batch: {"x": batch[0][0].byte()}, "TypeError: x is torch.uint8 [3, 8, 8]; return uint8"),
+    "none": (lambda batch: None, "TypeError: returned a NoneType; return {name: uint8 [B, 3, H, W]}"),
+    "array": (lambda batch: {"x": batch[0].byte().numpy()}, "TypeError: x is ndarray; return uint8 [B, 3, H, W]"),
+}
+
+
+def train_showing(flags, folder):
+    """The states in which runs end whose log_images goes wrong, one after the other."""
+    return [
+        train_with([*flags, "--run_dir", f"{folder}/{name}"], log_images=lambda net, batch, shown=shown: shown(batch))
+        for name, (shown, _) in SHOWN.items()
+    ]
+
+
+def test_images_that_cannot_be_shown_are_one_warning(runs):
+    """Of two evaluations, on rank 0 alone."""
+    for states in run_ranks(2, train_showing, runs.words("run", *FLAGS), runs.root):
+        assert states == ["completed"] * len(SHOWN)
+    for name, (_, warning) in SHOWN.items():
+        assert f"log_images: {warning}" in runs.log(name), runs.log(name)
+        assert runs.log(name).count("log_images") == 1 and len(runs.records(name, "eval")) == 2
 
 
 SOMETIMES = """

@@ -1,5 +1,6 @@
 """scripts/lib/launching: the command that launch.sh starts, what it rejects, and the exit code of an attempt."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -53,6 +54,13 @@ def test_several_nodes_by_variables_and_by_flags(plan):
     assert plan(*flags)[0] == words
     assert (settings["GLOO_SOCKET_IFNAME"], settings["NCCL_SOCKET_IFNAME"]) == ("eth7", "=eth7")
     assert "--master-port=29500" in plan(NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1")[0]
+
+
+def test_no_flag_of_launch_sh_has_the_name_of_a_field_of_the_config():
+    """It would never reach train.py."""
+    own = {word.strip("-").replace("-", "_") for word in planning.make_parser({})._option_string_actions}
+    fields = {field.name for field in dataclasses.fields(TrainingConfig)}
+    assert {"nnodes", "scaling", "dry_run"} < own and not own & (fields | {"config", "print_config"})
 
 
 def test_variables_that_the_user_has_set_stay(plan):

@@ -45,8 +45,13 @@ class Board:
             self._write(lambda writer, name=name, text=text: writer.add_text(name, text, 0))
 
     def images(self, group: str, images: dict[str, Tensor], step: int) -> None:
-        """The first images of each name as one grid: uint8 [B, C, H, W]."""
+        """The first images of each name as one grid: uint8 [B, C, H, W]. Raises TypeError for anything else."""
+        if not isinstance(images, dict):
+            raise TypeError(f"returned a {type(images).__name__}; return {{name: uint8 [B, 3, H, W]}}")
         for name, batch in images.items():
+            if not isinstance(batch, Tensor) or batch.dtype != torch.uint8 or batch.ndim != 4:
+                what = f"{batch.dtype} {list(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
+                raise TypeError(f"{name} is {what}; return uint8 [B, 3, H, W]")
             grid = tile(batch[: GRID * GRID].cpu())
             self._write(lambda writer, tag=f"{group}/{name}", grid=grid: writer.add_image(tag, grid, step))
 

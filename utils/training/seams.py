@@ -18,20 +18,26 @@ ComputeLoss = Callable[[nn.Module, Any], Metrics]
 REQUIRED = ("create_model", "param_groups", "compute_loss")
 
 
-def first_tensor(batch: Any) -> tuple[Tensor, ...]:
-    """The default `example_inputs`: the batch itself, or its first entry, as what the model is called with."""
-    first = batch if isinstance(batch, Tensor) else batch[0] if isinstance(batch, tuple | list) and batch else None
-    if not isinstance(first, Tensor):
+def example_inputs(batch: Any) -> tuple[Tensor, ...]:
+    """The default: the batch itself, or its first entry, as what the model is called with. Raises UserError."""
+    first = _first_tensor(batch)
+    if first is None:
         raise UserError("model.py: has no example_inputs(batch); add it: the arguments of the model for such a batch")
     return (first,)
 
 
-def forward_outputs(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-    """The default `predict`: what the model gives for `first_tensor`."""
-    output = model(*first_tensor(batch))
+def predict(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    """The default: what the model gives for the batch itself, or its first entry. Raises UserError."""
+    first = _first_tensor(batch)
+    output = None if first is None else model(first)
     if not isinstance(output, Tensor):
         raise UserError("model.py: has no predict(model, batch); add it, to return {name: tensor [B, ...]}")
     return {"output": output}
+
+
+def _first_tensor(batch: Any) -> Tensor | None:
+    first = batch if isinstance(batch, Tensor) else batch[0] if isinstance(batch, tuple | list) and batch else None
+    return first if isinstance(first, Tensor) else None
 
 
 @dataclass(frozen=True)
@@ -45,8 +51,8 @@ class Seams:
     create_optimizer: Callable[..., Any] = create_optimizer  # (groups, config)
     blocks: Callable[[nn.Module], list[nn.Module]] = find_blocks
     log_images: Callable[[nn.Module, Any], dict[str, Tensor]] | None = None
-    predict: Callable[[nn.Module, Any], dict[str, Tensor]] = forward_outputs
-    example_inputs: Callable[[Any], tuple] = first_tensor
+    predict: Callable[[nn.Module, Any], dict[str, Tensor]] = predict
+    example_inputs: Callable[[Any], tuple] = example_inputs
 
     @classmethod
     def of(cls, module: ModuleType) -> Seams:

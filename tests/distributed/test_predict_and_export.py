@@ -1,0 +1,244 @@
+"""scripts/predict.py and scripts/export.py on tasks that are no image classifiers; contracts that predict violates."""
+
+import contextlib
+import io
+import os
+import signal
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn.functional import pad
+
+from config import UserError
+from ranks import launch, run_ranks
+from scripts import export, predict
+from tasks import TASKS, TokenModel, create_lines, token_loss, using
+from training import train_flags
+from utils.training import seams
+
+LINES = "--dataset_size 9 --batch_size 2 --epochs 1 --no-use_amp".split()  # the last micro-batch has one line
+
+
+def tokens(net, ids):
+    ids = ids.clamp(min=0)
+    return {"ids": ids, "logits": net(ids), "first": net(ids)[:, 0]}
+
+
+def run_main(script, task, function, words):
+    """Its main with this predict in place of that of model.py."""
+    with (
+        using(task),
+        mock.patch("model.predict", function, create=True),
+        mock.patch.object(sys, "argv", [script.__name__, *map(str, words)]),
+    ):
+        script.main()
+
+
+def predict_lines(words):
+    run_main(predict, "lines", tokens, words)
+
+
+def test_outputs_of_different_shapes_are_a_list_in_the_order_of_the_samples(runs):
+    runs.train(1, "run", *LINES, task="lines")
+    checkpoint, found = runs.checkpoints("run")[-1], []
+    for ranks in (1, 2, 4):  # of several, all but one have nothing to do in the last step
+        out = runs.root / f"{ranks}.pt"
+        run_ranks(ranks, predict_lines, [checkpoint, "--split", "train", "--out", out])
+        found.append(torch.load(out, weights_only=True))
+    net = TokenModel().eval()
+    net.load_state_dict(runs.last("run")["model"])
+    rows = [[*each.values()] for each in found]
+    for one, *others in zip(*(zip(*each, strict=True) for each in rows), strict=True):
+        assert all(torch.equal(*pair) for other in others for pair in zip(one, other, strict=True))
+        ids, logits, first = one
+        torch.testing.assert_close(net(ids[None])[0], logits)
+        assert torch.equal(logits[0], first)
+    assert [type(each) for each in found[0].values()] == [list, list, torch.Tensor] and len(rows[0][0]) == 9
+    lengths = [len(line) for line in create_lines(mock.Mock(image_size=8, dataset_size=9), "train").lines]
+    assert [len(ids) for ids in rows[0][0]] == [max(lengths[k // 2 * 2 :][:2]) for k in range(9)]
+
+
+def predict_and_die(words):
+    """Killed in the middle of the last file."""
+    plain = torch.save
+
+    def save(value, file):
+        if "indices" in value:
+            return plain(value, file)
+        file.write(b"half")
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with mock.patch.object(torch, "save", save):
+        run_main(predict, "lines", tokens, words)
+
+
+def test_a_kill_leaves_no_half_file_and_the_next_prediction_clears_up(runs):
+    runs.train(1, "run", *LINES, task="lines")
+    words, out = [runs.checkpoints("run")[-1], "--split", "train"], runs.folder("run") / "predictions.pt"
+    out.write_text("earlier")
+    with pytest.raises(AssertionError, match="exit codes"):
+        run_ranks(3, predict_and_die, words)
+    assert out.read_text() == "earlier" and out.with_name("predictions.pt.rank0").exists()
+    out.with_name("predictions.pt.rank3").touch()  # had the launch had more ranks
+    run_ranks(1, predict_lines, words)
+    assert len(torch.load(out, weights_only=True)["first"]) == 9 and not [*out.parent.glob("predictions.pt.rank*")]
+
+
+WRONG = {  # what predict does: what is said of it
+    "rows": (lambda net, batch: {"x": net(batch[0])[-3:]}, "model.predict: x has the shape [3, 10] for 4 samples; "),
+    "rank 1": (lambda net, batch: {"x": batch[0][len(batch[0]) == 1 :]}, "model.predict: x has the shape [0, 3, 8, 8]"),
+    "scalar": (lambda net, batch: {"x": net(batch[0]).sum()}, "model.predict: x has the shape [] for 4 samples; "),
+    "tensor": (lambda net, batch: net(batch[0]), "model.predict: the result is a Tensor; return {name: tensor"),
+    "list": (lambda net, batch: {"x": [1] * len(batch[0])}, "model.predict: x is a list; return {name: tensor"),
+    "names": (lambda net, batch: {f"x{len(batch[0])}": batch[0]}, predict.OTHER_NAMES),
+    "dict": (lambda net, batch: seams.predict(net, {"x": batch[0]}), "model.py: has no predict(model, batch); add it"),
+}
+
+
+def predict_wrongly(words):
+    texts = []
+    for function, _ in WRONG.values():
+        with pytest.raises(UserError) as caught:
+            run_main(predict, "images", function, words)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_a_predict_that_violates_its_contract_is_one_sentence_on_all_ranks(runs):
+    """The last of 5 samples is a micro-batch of its own, on the second rank."""
+    runs.train(1, "run", *"--dataset_size 5 --epochs 1 --no-use_amp".split())
+    words = [runs.checkpoints("run")[-1], "--split", "train", "--out", runs.root / "out.pt"]
+    (alone,), (first, second) = (run_ranks(ranks, predict_wrongly, words) for ranks in (1, 2))
+    assert first == second and not [*runs.root.glob("out.pt*")]
+    for *texts, (_, expected) in zip(alone, first, WRONG.values(), strict=True):
+        assert all(text.startswith(expected) for text in texts), texts
+
+
+# ---- export ----
+
+
+class Words(TokenModel):
+    """Takes {"ids": int64 [B, L]}."""
+
+    def forward(self, batch):
+        return super().forward(batch["ids"])
+
+
+WORDS = {
+    "create_model": lambda config, device: Words().to(device),
+    "compute_loss": lambda net, lines: token_loss(lambda ids: net({"ids": ids}), lines),
+}
+
+
+def words_of(lines):
+    return ({"ids": pad(lines, (0, 7))[:, :7].clamp(min=0)},)
+
+
+@contextlib.contextmanager
+def dict_task():
+    changes = mock.patch.dict(TASKS["lines"], WORDS)
+    with changes, mock.patch("model.example_inputs", words_of, create=True):
+        yield
+
+
+def train_words(flags):
+    with dict_task():
+        train_flags(flags, task="lines")
+
+
+def export_words(words):
+    """The exit code, what was printed, and for weights what the snippet gives for two lines."""
+    printed = io.StringIO()
+    inputs = ({"ids": torch.arange(14).view(2, 7)},)
+    with dict_task(), using("lines"), mock.patch.object(sys, "argv", ["export.py", *map(str, words)]):
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            code = export.main()
+        snippet = printed.getvalue().partition("to use it:\n\n")[2]
+        names = {"inputs": inputs}
+        if snippet.startswith("import torch; from config"):
+            exec(snippet, names)
+    return code, printed.getvalue(), names.get("outputs")
+
+
+@pytest.fixture
+def words_run(runs):
+    run_ranks(1, train_words, runs.words("run", *LINES))
+    net = Words().eval()
+    net.load_state_dict(runs.last("run")["model"])
+    return runs, net({"ids": torch.arange(14).view(2, 7)})
+
+
+USE = """
+inputs = ({"ids": torch.arange(14).view(2, 7)},)
+exec(open(sys.argv[2]).read())
+torch.save(outputs, sys.argv[3])
+"""
+
+
+def test_the_snippets_of_a_model_of_dicts_give_its_outputs(words_run, tmp_path):
+    """Those of weights in the repository; of torch.export in an empty folder, in a Python that does not know it."""
+    runs, expected = words_run
+    for kind in ("weights", "torch.export"):
+        out = tmp_path / f"{kind} 'model'.pt"
+        ((code, text, outputs),) = run_ranks(1, export_words, [runs.checkpoints("run")[-1], out, "--format", kind])
+        assert code == 0 and "{'ids': torch.int64 [batch, 7]}" in text, text
+        if kind == "torch.export":
+            (tmp_path / "empty").mkdir()
+            (tmp_path / "snippet").write_text(text.partition("to use it:\n\n")[2])
+            use = f"import sys, torch{USE}"
+            command = [sys.executable, "-I", "-c", use, "-", tmp_path / "snippet", tmp_path / "outputs.pt"]
+            ended = launch(command, cwd=tmp_path / "empty")
+            assert ended.code == 0, ended.text
+            outputs = torch.load(tmp_path / "outputs.pt")
+        torch.testing.assert_close(outputs, expected)
+
+
+def failing_export(words):
+    def save(program, file):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    with mock.patch.object(torch.export, "save", save), mock.patch.dict(sys.modules, {"onnxscript": None}):
+        return export_words(words)
+
+
+def test_an_export_that_fails_leaves_the_file_that_was_there(words_run, tmp_path):
+    runs, _ = words_run
+    out = tmp_path / "model.pt"
+    out.write_text("earlier")
+    expected = {"torch.export": "No space left on device", "onnx": "format=onnx: needs onnx and onnxscript ("}
+    for kind, sentence in expected.items():
+        words = [runs.checkpoints("run")[-1], out, "--format", kind]
+        ((code, text, _),) = run_ranks(1, failing_export, words)
+        assert code == 2 and sentence in text and "Traceback" not in text, text
+        assert out.read_text() == "earlier" and [*tmp_path.glob("model*")] == [out]
+
+
+def export_without_data(words):
+    with mock.patch.dict(TASKS["lines"], {"create_dataset": lambda config, split: None}):
+        return export_words(words)
+
+
+def test_weights_need_no_data_and_a_traced_model_does(words_run, tmp_path):
+    runs, expected = words_run
+    words = [runs.checkpoints("run")[-1], tmp_path / "model.pt", "--format"]
+    ((code, text, outputs),) = run_ranks(1, export_without_data, [*words, "weights"])
+    assert code == 0 and torch.equal(outputs, expected), text
+    ((code, text, _),) = run_ranks(1, export_without_data, [*words, "torch.export"])
+    assert code == 2 and "create_dataset found no training set there; give its folder" in text
+
+
+def test_onnx_gives_the_outputs_of_the_model(words_run, tmp_path):
+    """One file, without external data beside it."""
+    for name in ("onnxscript", "onnxruntime"):
+        pytest.importorskip(name)
+    runs, expected = words_run
+    out = tmp_path / "model.onnx"
+    ((code, text, _),) = run_ranks(1, export_words, [runs.checkpoints("run")[-1], out, "--format", "onnx"])
+    assert code == 0 and [*tmp_path.glob("*.onnx*")] == [out], text
+    names = {"arrays": [torch.arange(14).view(2, 7).numpy()]}
+    exec(text.partition("to use it:\n\n")[2], names)
+    torch.testing.assert_close(torch.from_numpy(names["outputs"][0]), expected, rtol=1e-4, atol=1e-5)

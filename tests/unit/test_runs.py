@@ -1,0 +1,81 @@
+"""scripts/runs.py on forged run folders: the order of the rows, and the curves (real runs: builtin/test_scripts.py)."""
+
+import json
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from scripts import runs as script
+
+
+@pytest.fixture
+def show(tmp_path, monkeypatch, capsys):
+    """The exit code, the names in the order of the rows, and what runs.py printed."""
+
+    def run(*words):
+        monkeypatch.setattr("sys.argv", ["runs.py", str(tmp_path), *map(str, words)])
+        code, printed = script.main(), capsys.readouterr()
+        rows = [line.split() for line in printed.out.splitlines() if line.startswith(str(tmp_path))]
+        return code, [row[0].rpartition("/")[2] for row in rows], printed.out + printed.err
+
+    return run
+
+
+def forge(folder, config, metric="rmse", values=(), state="completed"):
+    """A run with one evaluation per value. A run that was killed or still runs has no summary."""
+    folder.mkdir(parents=True)
+    (folder / "status.json").write_text(json.dumps({"state": state, "epoch": len(values), "step": 5 * len(values)}))
+    (folder / "config.json").write_text(json.dumps(config))
+    kinds = [("train", {}), ("eval", {"split": "val", "weights": "model"})]
+    lines = [
+        json.dumps({"kind": kind, "step": 5 * k, metric: value, **more})
+        for k, value in enumerate(values, 1)
+        for kind, more in kinds
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "tra']))  # cut short, as by a kill
+    if state == "completed":
+        found = {"best_metric": metric, "best_value": values[-1], "best": {metric: values[-1]}}
+        (folder / "summary.json").write_text(json.dumps(found | {"final": {metric: values[-1]}, "wall_s": 60}))
+
+
+@pytest.mark.parametrize(
+    ("by", "order"),
+    [("batch_size", "a b c d"), ("num_workers", "b a c d"), ("optimizer", "a c b d"), ("rmse", "c a b d")],
+)
+def test_runs_are_sorted_by_a_setting_or_a_metric_numerically_and_those_without_it_come_last(tmp_path, show, by, order):
+    settings = {"a": (9, 4, "adamw", 2.5), "b": (16, 0, "sgd", 10.5), "c": (128, "auto", "adamw", 0.25)}
+    for name, (*values, rmse) in settings.items():
+        config = dict(zip(("batch_size", "num_workers", "optimizer"), values, strict=True))
+        forge(tmp_path / name, config, values=[3.0, rmse])
+    forge(tmp_path / "d", {}, values=[1.0], state="running")
+    code, names, text = show("--sort", by)
+    assert (code, names) == (0, order.split()), text
+    assert "final rmse" in text and "rmse 0.2500" in text  # the metric of these runs, where none is given
+
+
+def test_a_setting_or_metric_that_no_run_has_is_rejected(tmp_path, show):
+    forge(tmp_path / "a", {"lr": 0.1}, values=[1.0])
+    for words in (["--metric", "top1"], ["--metric", "top1", "--plot", tmp_path / "a.svg"]):
+        code, rows, text = show(*words)
+        assert (code, rows, text) == (2, [], f"{script.NO_RECORDS.format('top1')}\n")
+    code, _, text = show("--sort", "colour")
+    assert code == 2 and text.startswith("sort=colour: no run has that setting or metric; give")
+
+
+def test_runs_that_were_killed_or_have_no_record_yet_are_shown(tmp_path, show):
+    forge(tmp_path / "killed", {"lr": 0.1}, values=[1.0, 0.5], state="running")
+    forge(tmp_path / "new", {"lr": 0.2}, state="starting")
+    for name in ("config.json", "metrics.jsonl"):  # of a run that has only just begun
+        (tmp_path / "new" / name).unlink()
+    code, names, text = show("--metric", "rmse", "--plot", tmp_path / "a.svg")
+    assert (code, names) == (0, ["killed", "new"]) and "None" not in text, text
+
+
+def test_fifteen_runs_have_fifteen_colors(tmp_path, show):
+    for k in range(15):
+        forge(tmp_path / f"run{k:02d}", {"lr": k}, values=[1.0 / (k + 1), 2.0 / (k + 1)])
+    assert show("--plot", tmp_path / "a.svg")[0] == 0
+    lines = ET.parse(tmp_path / "a.svg").getroot().findall("{http://www.w3.org/2000/svg}polyline")
+    solid, dashed = ([line for line in lines if ("stroke-dasharray" in line.attrib) == has] for has in (False, True))
+    assert [line.get("stroke") for line in solid] == [line.get("stroke") for line in dashed]
+    assert len({line.get("stroke") for line in solid}) == 15 and len(dashed) == 15
