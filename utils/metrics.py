@@ -59,32 +59,34 @@ class MetricTracker:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
         self._finish: dict[str, Callable[[Any], Any]] = {}
-        self._places: dict[str, Tensor] = {}  # views of `values`, keyed "<name>/sum" and "<name>/count"
+        self._places: dict[str, tuple[Tensor, Tensor]] = {}  # the sum and the count of each name: views of `values`
         self.values = torch.zeros(0, dtype=torch.float64, device=self._device)
+
+    def sum_of(self, name: str) -> Tensor:
+        """A view: float64, on the device."""
+        return self._places[name][0]
 
     def count_of(self, name: str) -> Tensor:
         """A view: float64, on the device."""
-        return self._places[f"{name}/count"]
-
-    @property
-    def names(self) -> list[str]:
-        return list(dict.fromkeys(key.rpartition("/")[0] for key in self._places))
+        return self._places[name][1]
 
     @property
     def layout(self) -> dict[str, list[int]]:
         """The shape of each sum and count."""
-        return {key: list(place.shape) for key, place in self._places.items()}
+        return {key: list(place.shape) for key, place in self.state().items()}
 
     def lay_out(self, metrics: Metrics, spare: int = 0) -> None:
         """Make room for metrics of these names and shapes, and for `spare` numbers behind them. All are 0."""
-        parts = {
-            f"{name}/{part}": entry[k] for name, entry in metrics.items() for k, part in enumerate(("sum", "count"))
-        }
-        shapes = {key: value.shape if isinstance(value, Tensor) else torch.Size() for key, value in parts.items()}
-        sizes = [shape.numel() for shape in shapes.values()]
+        shapes = [
+            value.shape if isinstance(value, Tensor) else torch.Size()
+            for entry in metrics.values()
+            for value in entry[:2]
+        ]
+        sizes = [shape.numel() for shape in shapes]
         self.values = torch.zeros(sum(sizes) + spare, dtype=torch.float64, device=self._device)
-        views = self.values[: sum(sizes)].split(sizes)
-        self._places = {key: view.view(shape) for (key, shape), view in zip(shapes.items(), views, strict=True)}
+        parts = self.values[: sum(sizes)].split(sizes)
+        views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        self._places = dict(zip(metrics, zip(views[::2], views[1::2], strict=True), strict=True))
         self._finish = {name: entry[2] for name, entry in metrics.items() if len(entry) > 2}
 
     def reset(self) -> None:
@@ -98,10 +100,10 @@ class MetricTracker:
         """
         if not self._places:
             self.lay_out(metrics)
+        is_same = len(metrics) == len(self._places)
         try:
             for name, entry in metrics.items():
                 self.count(name, *entry[:2])
-            is_same = 2 * len(metrics) == len(self._places)
         except (KeyError, RuntimeError):
             is_same = False
         if not is_same:
@@ -111,22 +113,18 @@ class MetricTracker:
                 " the same for every batch, with a count of 0 where there is nothing to count"
             )
 
-    def _add(self, key: str, value: Tensor | float) -> None:
-        place = self._places[key]
-        if isinstance(value, Tensor):
-            if value.shape != place.shape:
-                raise KeyError(key)
-            value = value.detach()
-        place.add_(value)
-
-    def count(self, name: str, total: float, count: float) -> None:
-        """Add numbers to one of the metrics."""
-        self._add(f"{name}/sum", total)
-        self._add(f"{name}/count", count)
+    def count(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
+        """Add to one of the metrics. Raises KeyError for a tensor of another shape."""
+        for place, value in zip(self._places[name], (total, count), strict=True):
+            if isinstance(value, Tensor):
+                if value.shape != place.shape:
+                    raise KeyError(name)
+                value = value.detach()
+            place.add_(value)
 
     def add(self, other: MetricTracker) -> None:
         """Add the sums of another one, whose metrics are the first ones of this."""
-        size = sum(place.numel() for place in other._places.values())
+        size = sum(place.numel() for places in other._places.values() for place in places)
         self.values[:size].add_(other.values[:size])
 
     def means(self) -> dict[str, float]:
@@ -134,25 +132,24 @@ class MetricTracker:
 
         A function may return a dict of numbers, which are reported as `name/key`. Reads from the device once.
         """
-        values, begin, found = self.values.cpu(), 0, {}
-        for key, place in self._places.items():
-            found[key] = values[begin : begin + place.numel()].view(place.shape)
-            begin += place.numel()
+        places = [place for pair in self._places.values() for place in pair]
+        parts = self.values.cpu()[: sum(place.numel() for place in places)].split([place.numel() for place in places])
+        found = [part.view(place.shape) for part, place in zip(parts, places, strict=True)]
         means = {}
-        for name in self.names:
-            total, count = found[f"{name}/sum"], found[f"{name}/count"]
+        for name, total, count in zip(self._places, found[::2], found[1::2], strict=True):
             quotient = torch.where(count == 0, math.nan, total / count)
             means |= _reported(name, quotient, self._finish.get(name))
         return means
 
     def state(self) -> dict[str, Tensor]:
-        """What `load_state` takes: views, not copies."""
-        return dict(self._places)
+        """What `load_state` takes, keyed "<name>/sum" and "<name>/count": views, not copies."""
+        pairs = self._places.items()
+        return {f"{name}/{part}": pair[k] for name, pair in pairs for k, part in enumerate(("sum", "count"))}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Take over sums and counts; what has another name or shape here begins at 0."""
         self.reset()
-        for key, place in self._places.items():
+        for key, place in self.state().items():
             if key in state and state[key].shape == place.shape:
                 place.copy_(state[key])
 

@@ -114,12 +114,12 @@ class Reporter:
         return step % self._config.log_interval == 0 or step == self._total_steps
 
     def rank_report(self, state: TrainState) -> dict[str, Any]:
-        """What this rank contributes to a log point; reads from the device."""
+        """What this rank contributes to a log point."""
         spent = self._clock.spent()[0]
         seconds = {phase: spent[phase] - self._spent[phase] for phase in STEP_PHASES}
         self._spent = spent
         own = {"data": seconds["data"], "compute": self._clock.take_forward_seconds()}
-        return {"seconds": seconds, "own": own, "memory": peak_memory(), "skips": state.read_skips()}
+        return {"seconds": seconds, "own": own, "memory": peak_memory()}
 
     def log(self, state: TrainState, ranks: list[dict[str, Any]]) -> None:
         """Write the train record of the interval that ends here. ranks: the `rank_report` of each.
@@ -127,6 +127,7 @@ class Reporter:
         Raises:
             TrainingError: when too many steps in a row were skipped.
         """
+        skipped = state.read_skips()  # adds to the interval
         means, counted = state.interval.means(), state.interval.count_of("loss").item()
         grad_norm = means.pop("grad_norm")
         seconds = sum(sum(each["seconds"].values()) for each in ranks) / len(ranks)
@@ -146,7 +147,7 @@ class Reporter:
             step_s=seconds / steps,
             peak_memory_bytes=max(each["memory"] for each in ranks),
         )
-        self._run.record_skipped(state.note_skips([each["skips"] for each in ranks]), self._sampler)
+        self._run.record_skipped(skipped, self._sampler)
         if len(ranks) > 1:
             self._report_slowest(progress.step, [each["own"] for each in ranks])
         per_s = counted / seconds if seconds else 0.0

@@ -87,10 +87,8 @@ class Saver:
         self._clock.enter("save")
         began, state = time.perf_counter(), self._state
         is_free = not self._writer or self._is_free(must)
-        skips = state.read_skips()  # before `interval`, to which it adds
-        ranks = all_gather_json({"skips": skips, "is_free": is_free}, self._ctx)
-        self._run.record_skipped(state.note_skips([each["skips"] for each in ranks]), self._sampler)
-        if ranks[0]["is_free"]:
+        self._run.record_skipped(state.read_skips(), self._sampler)
+        if all_gather_json(is_free, self._ctx)[0]:
             name = name or checkpoint.step_path(Path(), state.progress.step).name
             self._begin(state.state_dict(), name)
             self._begun_s = time.perf_counter() - began

@@ -40,7 +40,7 @@ class RunningStats:
         self._latest_counts = _flatten(self._layers, ("num_batches_tracked",))
         self._committed, self._committed_counts = self._latest.clone(), self._latest_counts.clone()
         self.size = len(self._latest)
-        self._sum = torch.zeros_like(self._latest, dtype=torch.float64)
+        self._sum, self._moved = torch.zeros_like(self._latest, dtype=torch.float64), torch.zeros_like(self._latest)
         self._momenta = [layer.momentum for layer in self._layers]
         for layer in self._layers:
             layer.momentum = 1.0
@@ -66,13 +66,11 @@ class RunningStats:
             trains = torch.tensor([layer.training for layer in self._layers])
             self._trains = trains.to(self._latest_counts)
 
-    @torch.no_grad()
     def add(self, samples: int) -> None:
         """After the forward pass of a micro-batch of so many samples."""
         if self.exist:
             self._sum.add_(self._latest, alpha=samples)
 
-    @torch.no_grad()
     def commit(self, samples: int, is_finite: Tensor) -> None:
         """Move the statistics by the mean over the global batch's samples, or, on the device, leave them as they were.
 
@@ -81,19 +79,18 @@ class RunningStats:
             is_finite: 0-dimensional bool. torch.where, not a product, since NaN * 0 is NaN.
         """
         if self.exist:
-            moved = torch.lerp(self._committed, (self._sum / samples).to(self._committed), self._rates)
-            torch.where(is_finite, moved, self._committed, out=self._committed)
+            torch.div(self._sum, samples, out=self._moved)
+            torch.lerp(self._committed, self._moved, self._rates, out=self._moved)
+            torch.where(is_finite, self._moved, self._committed, out=self._committed)
             self._committed_counts.add_(self._trains * is_finite)
             self.discard()
 
-    @torch.no_grad()
     def discard(self) -> None:
         """Forget what the passes since the last step left in the layers' buffers."""
         if self.exist:
             self._latest.copy_(self._committed)
             self._latest_counts.copy_(self._committed_counts)
 
-    @torch.no_grad()
     def reload(self) -> None:
         """Take the statistics from the layers' buffers, into which a checkpoint was loaded."""
         if self.exist:

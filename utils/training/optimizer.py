@@ -12,6 +12,14 @@ from torch import Tensor, nn
 
 from config import TrainingConfig, UserError
 
+SHAPES = {  # of the schedule after the warm-up: from the part that is done, 0 to 1, to the factor
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+    "linear": lambda done: 1 - done,
+    "constant": lambda done: 1.0,
+    "wsd": lambda done: min(1.0, (1 - done) / 0.2),
+    "step": lambda done: 0.1 ** ((done >= 0.5) + (done >= 0.75)),
+}
+
 
 def create_optimizer(groups: list[dict[str, Any]], config: TrainingConfig) -> torch.optim.Optimizer:
     """The optimizer that `--optimizer` names, fused: it takes `found_inf` on the device, and skips a step there.
@@ -97,13 +105,7 @@ def lr_factor(config: TrainingConfig, step: int, total_steps: int, warmup_steps:
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    return {
-        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
-        "linear": 1 - done,
-        "constant": 1.0,
-        "wsd": min(1.0, (1 - done) / 0.2),
-        "step": 0.1 ** ((done >= 0.5) + (done >= 0.75)),
-    }[config.schedule]
+    return SHAPES[config.schedule](done)
 
 
 class WeightAverage:

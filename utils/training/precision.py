@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -55,4 +55,4 @@ class Precision:
         return f"{self.name}, TF32 for the rest" if self.dtype else f"{self.name} as TF32"
 
     def autocast(self) -> AbstractContextManager:
-        return torch.autocast(self.device_type, self.dtype, enabled=self.dtype is not None)
+        return torch.autocast(self.device_type, self.dtype) if self.dtype else nullcontext()

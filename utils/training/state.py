@@ -107,11 +107,10 @@ class TrainState:
         # of each step's gradient, since the last read; not finite where it was skipped
         self._norms: list[torch.Tensor] = []
         self._divisors: list[torch.Tensor] = []  # of each of them: 0 where the loss counted nothing
-        self._loss_flags: list[torch.Tensor] = []  # with float16: NaN where a loss of this rank was not finite
+        self._losses: list[torch.Tensor] = []  # with float16: the summed loss of each of them
         self._loss_scale, self._first_count = torch.ones((), device=device), 1.0
         scalar = {"dtype": torch.float32, "device": device}  # as found_inf has to be, in float64 too
         self._zero, self._one = torch.zeros((), **scalar), torch.ones((), **scalar)
-        self._loss_flag = self._one
         self._steps: list[SkippedStep] = []  # what each of them would be, were it skipped
 
     def lay_out(self, metrics: Metrics) -> None:
@@ -160,14 +159,9 @@ class TrainState:
     def backward(self, loss: torch.Tensor, is_padding: bool) -> None:
         """The backward pass of the summed loss, scaled so that its gradient has about the size of that of the mean.
 
-        A non-finite loss makes all gradients NaN, so that all ranks skip. Padding has a gradient of 0.
+        Padding has a gradient of 0.
         """
-        loss = self.scaler.scale(loss)
-        scale = self._zero if is_padding else self._loss_scale
-        seed = torch.add(scale, loss.detach(), alpha=0).to(loss.dtype)  # 0 times what is not finite is NaN
-        if self.scaler.is_enabled():
-            self._loss_flag = self._loss_flag * seed
-        loss.backward(seed)
+        self.scaler.scale(loss).backward(self._zero if is_padding else self._loss_scale)
 
     def drop_gradients(self) -> None:
         """Before the next global batch. With CUDA graphs they are zeroed: the next replay would overwrite new ones."""
@@ -180,8 +174,8 @@ class TrainState:
     def update_if_finite(self, global_batch: GlobalBatch) -> None:
         """Divide, clip, step, average. When the gradient is not finite all of it is skipped, on the device.
 
-        After the all-reduce the gradient is the same on every rank, so all decide the same, without a message. Only an
-        optimizer that does not know `found_inf` takes a read.
+        After the all-reduces gradient and loss are the same on every rank, so all decide the same, without a message.
+        Only an optimizer that does not know `found_inf` takes a read.
         """
         self._set_lr()
         self.sums.wait()
@@ -192,8 +186,11 @@ class TrainState:
         divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift
         # get_total_norm, which sorts by device, takes five times as long; 0 / 0, of an empty global batch, is NaN
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) / divisor
+        norm = torch.add(norm, self.sums.loss, alpha=0)  # 0 times a loss that is not finite is NaN
         self._norms.append(norm)
         self._divisors.append(divisor)
+        if self.scaler.is_enabled():
+            self._losses.append(self.sums.loss.clone())
         if self._clip:
             divisor = divisor * ((norm + 1e-6) / self._clip).clamp(min=1)
         is_finite = norm < math.inf  # NaN is not
@@ -211,9 +208,6 @@ class TrainState:
         self.sums.commit(global_batch.samples, is_finite, self.interval)
         if self.average:
             self.average.update(self._one - skipped)
-        if self.scaler.is_enabled():
-            self._loss_flags.append(self._loss_flag)
-            self._loss_flag = torch.ones_like(self._loss_flag)
 
     def advance(self, global_batch: GlobalBatch) -> None:
         self.progress.step += 1
@@ -252,42 +246,29 @@ class TrainState:
             self.progress.epoch += 1
             self.progress.samples_in_epoch = 0
 
-    def read_skips(self) -> list[int]:
-        """For each step since the last call: 0 taken, 1 skipped, 2 skipped and a loss of this rank was not finite,
-        3 skipped since the loss counted nothing. Reads from the device.
+    def read_skips(self) -> list[SkippedStep]:
+        """The steps since the last call that were skipped, which are counted; the same on all ranks. Reads from the
+        device, and adds the norms of the gradients to `interval`.
 
-        The norms of the gradients come to `interval` here.
+        A step that float16 skipped though the loss was finite is its search for a scale, as long as there is one to
+        find: counted, and not in the list.
         """
-        kept = (self._norms, self._divisors, self._loss_flags)
-        norms, divisors, seeds = (torch.stack(each).tolist() if each else [] for each in kept)
-        self._norms, self._divisors, self._loss_flags = [], [], []
+        kept = (self._norms, self._divisors, self._losses)
+        norms, divisors, losses = (torch.stack(each).tolist() if each else [] for each in kept)
+        self._norms, self._divisors, self._losses = [], [], []
         finite = [norm for norm in norms if math.isfinite(norm)]
         self.interval.count("grad_norm", sum(finite), len(finite))
-
-        def flag(norm: float, divisor: float, seed: float) -> int:
-            if math.isfinite(norm):
-                return 0
-            return 3 if divisor == 0 else 1 if math.isfinite(seed) else 2
-
-        return list(map(flag, norms, divisors, seeds or [math.nan] * len(norms)))
-
-    def note_skips(self, ranks: list[list[int]]) -> list[SkippedStep]:
-        """Count what `read_skips` gave on each rank; the steps that were skipped for a reason other than float16's
-        scale.
-
-        A step that float16 skipped while every rank's loss was finite is its search for a scale, as long as there is
-        one to find.
-        """
         can_search = self.scaler.is_enabled() and self.scaler.get_scale() >= 1
         skipped = []
-        for step, flags in zip(self._steps, zip(*ranks, strict=True), strict=True):
-            if max(flags) == 1 and can_search:
-                self.progress.overflow_steps += 1
-            elif max(flags):
-                skipped.append(step._replace(reason="empty" if max(flags) == 3 else "non-finite"))
-                self.progress.skipped_in_row += 1
-            else:
+        losses = losses or [0.0] * len(norms)
+        for step, norm, divisor, loss in zip(self._steps, norms, divisors, losses, strict=True):
+            if math.isfinite(norm):
                 self.progress.skipped_in_row = 0
+            elif can_search and divisor and math.isfinite(loss):
+                self.progress.overflow_steps += 1
+            else:
+                skipped.append(step._replace(reason="non-finite" if divisor else "empty"))
+                self.progress.skipped_in_row += 1
         self.progress.skipped_steps += len(skipped)
         self._steps = []
         return skipped

@@ -30,6 +30,11 @@ class StepSums:
         """What the loss counts in the global batch, once `wait` has returned: float64, 0-dimensional, on the device."""
         return self.metrics.count_of("loss")
 
+    @property
+    def loss(self) -> Tensor:
+        """The summed loss of the global batch, as `loss_count`."""
+        return self.metrics.sum_of("loss")
+
     def add(self, metrics: Metrics, samples: int) -> None:
         """After the forward pass of a micro-batch of so many samples."""
         self.metrics.update(metrics)
