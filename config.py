@@ -1,4 +1,4 @@
-"""Every value the pipeline reads: one frozen dataclass, from which flags, `--help` and the README's table are made.
+"""Every value the pipeline reads: one frozen dataclass, from which flags, `--help` and docs/configuration.md are made.
 
 Standard library only, so that `--help` and a bad flag answer at once, before torch is imported.
 """

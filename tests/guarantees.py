@@ -1,6 +1,6 @@
 """What the template promises, and which test checks each promise: the rows of docs/guarantees.md.
 
-`python tests/guarantees.py` renews the tables of README.md that repeat some of them. A row without a default test, a
+`python tests/guarantees.py` renews the table of docs/fault-tolerance.md. A row without a default test, a
 test that does not exist and one that the default run leaves out make tests/builtin/test_guarantees.py fail.
 """
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "fault-tolerance.md"
+BEGIN, END = "<!-- what a run survives: made by tests/guarantees.py -->", "<!-- end of what a run survives -->"
 
 
 @dataclass(frozen=True)
@@ -37,29 +38,17 @@ def read_guarantees() -> list[Guarantee]:
 GUARANTEES = read_guarantees()
 
 
-def tables() -> dict[str, str]:
-    """What stands between the marks of README.md, by the name in the mark."""
-    survived = ["| what happens | what follows |", "|---|---|"]
-    promised, latest = ["| | what | promise |", "|---|---|---|"], ""
-    for each in GUARANTEES:
-        if each.section == "What a run survives":
-            survived.append(f"| {each.subject} | {each.promise} |")
-        elif each.section in ("Bit for bit", "Up to rounding", "What ends or changes a guarantee"):
-            title = f"**{each.section}**" if each.section != latest else ""
-            promised.append(f"| {title} | {each.subject} | {each.promise} |")
-            latest = each.section
-    return {"what a run survives": "\n".join(survived), "guarantees": "\n".join(promised)}
+def table() -> str:
+    """The rows of the section "What a run survives", without their tests."""
+    rows = [f"| {each.subject} | {each.promise} |" for each in GUARANTEES if each.section == "What a run survives"]
+    return "\n".join(["| what happens | what follows |", "|---|---|", *rows])
 
 
 def written(text: str) -> str:
-    """A file's text with each table renewed between its two marks."""
-    for name, table in tables().items():
-        begin, end = f"<!-- {name}: made by tests/guarantees.py -->", f"<!-- end of {name} -->"
-        before, mark, rest = text.partition(begin)
-        if mark:
-            text = f"{before}{begin}\n\n{table}\n\n{end}{rest.partition(end)[2]}"
-    return text
+    """The text of the page with its table renewed."""
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":
-    README.write_text(written(README.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

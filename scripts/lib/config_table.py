@@ -1,4 +1,4 @@
-"""Write the table of all config fields into README.md: python scripts/lib/config_table.py"""
+"""Write the table of all config fields into docs/configuration.md: python scripts/lib/config_table.py"""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ sys.path.insert(0, str(ROOT))
 
 from config import TrainingConfig, help_of
 
+PAGE = ROOT / "docs" / "configuration.md"
 BEGIN, END = "<!-- config table: made by scripts/lib/config_table.py -->", "<!-- end of config table -->"
 
 
 def table() -> str:
-    """One row per field of TrainingConfig: flag, default, meaning, and whether a resumed run may change it."""
-    rows = ["| flag | default | meaning | on resume |", "|---|---|---|---|"]
+    """A table per group, one row per field of TrainingConfig: flag, default, meaning, and whether a resume may change
+    it."""
+    lines, group = [], ""
     for field in dataclasses.fields(TrainingConfig):
+        if field.metadata["group"] != group:
+            group = field.metadata["group"]
+            lines += ["", f"### {group}", "", "| flag | default | meaning | on resume |", "|---|---|---|---|"]
         default = "" if field.default == "" else f"`{field.default}`"
-        rows.append(f"| `--{field.name}` | {default} | {help_of(field)} | {field.metadata['resume']} |")
-    return "\n".join(rows)
+        lines.append(f"| `--{field.name}` | {default} | {help_of(field)} | {field.metadata['resume']} |")
+    return "\n".join(lines).strip()
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    readme.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Misconfigurations of several nodes, set up on real ones: the rows of the README's troubleshooting table."""
+"""Misconfigurations of several nodes, set up on real ones: the rows of docs/troubleshooting.md."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class Row:
     Args:
         by: which program finds it, launch.sh, preflight or train.py.
         of: words of the message or of the table below it: the node, and what is wrong there.
-        sees: a part of the message and the row in the README; ... matches anything.
+        sees: a part of the message, as in docs/troubleshooting.md; ... matches anything.
         code: the exit code of the program that prints it; None if it continues to wait.
     """
 

@@ -1,24 +1,33 @@
-"""The README's commands, as they stand there."""
+"""README.md and docs/*.md: their commands, links, tables and size. docs/recipes has tests of its own."""
 
+import ast
 import json
 import re
 import shlex
 
 import pytest
 
+import forks
 from config import TrainingConfig
 from ranks import PATH, ROOT, copy_repository, launch
 from scripts.lib.config_table import BEGIN, END, table
 from scripts.lib.network import addresses
 
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-COMMANDS = "".join(BLOCKS).replace("\\\n", " ").splitlines()
-LINES = [line.split(" #")[0].strip() for line in COMMANDS if line.strip()]
+PAGES = {path: path.read_text() for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]}
+README = PAGES[ROOT / "README.md"]
+PROSE = {path: re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE) for path, text in PAGES.items()}
+BLOCKS = {
+    path: re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    for path, text in PAGES.items()
+    if path.parent.name != "recipes"
+}
+COMMANDS = "".join(block for blocks in BLOCKS.values() for block in blocks).replace("\\\n", " ").splitlines()
+LINES = list(dict.fromkeys(" ".join(line.split(" #")[0].split()) for line in COMMANDS if line.strip()))
 ENV = {"PATH": PATH}
 TINY = "--image_size 8 --batch_size 8 --dataset_size 32 --backend gloo"
 # that is learnt within seconds
 TASK = "--dataset_size 300 --epochs 3 --image_size 16 --augment none --batch_size 8 --lr 0.03"
+FIELDS = {f"--{name}" for name in TrainingConfig.__dataclass_fields__} | {"--config", "--print-config"}
 
 
 def own_address() -> str:
@@ -28,7 +37,7 @@ def own_address() -> str:
 
 
 def test_every_command_of_ours_has_flags_that_exist():
-    """Those of train.py are parsed by the config, those of launch.sh by its dry run."""
+    """Those of train.py are parsed by the config, those of launch.sh by its dry run, others are in the script."""
     seen = 0
     for line in (line for line in LINES if "train.py" in line or "scripts/" in line):
         if "launch.sh" in line:
@@ -41,11 +50,16 @@ def test_every_command_of_ours_has_flags_that_exist():
             for file in re.findall(r"-f (\S+)", line):
                 assert (ROOT / file).exists(), line
         elif "train.py" in line:
-            words = shlex.split(line.split("train.py", 1)[1])
-            if "--config" not in words:
+            words = shlex.split(line.split("train.py", 1)[1].split(" > ")[0])
+            if not {"--config", "--print-config"} & {*words}:
                 TrainingConfig.from_args(words)
+        else:
+            script, *words = shlex.split(line[line.index("scripts/") :])
+            text = (ROOT / script).read_text()
+            unknown = [word for word in words if word.startswith("--") and word != "--" and word not in FIELDS]
+            assert not [word for word in unknown if word not in text and word[2:] not in text], line
         seen += 1
-    assert seen >= 12
+    assert seen >= 40
 
 
 @pytest.mark.slow
@@ -54,14 +68,32 @@ def test_a_first_hour_with_the_readme(tmp_path):
     copy_repository(tmp_path)
     ended = launch(["bash", "-c", f"python train.py --epochs 1 {TINY}"], env=ENV, cwd=tmp_path)
     assert ended.code == 0, ended.text
-    block = next(block for block in BLOCKS if "runs.py" in block)
+    block = next(block for block in BLOCKS[ROOT / "README.md"] if "runs.py" in block)
     for line in block.splitlines():
-        if "tensorboard" in line:
-            continue  # a server
         ended = launch(["bash", "-c", line + (" --backend gloo" if "train.py" in line else "")], env=ENV, cwd=tmp_path)
         assert ended.code == 0, ended.text
     assert (tmp_path / "curves.svg").exists() and (tmp_path / "model.pt").exists()
     assert json.loads((tmp_path / "runs/default/eval-best.json").read_text())["records"]
+
+
+@pytest.mark.parametrize("script", ["train.py", pytest.param("scripts/verify.py", marks=pytest.mark.slow)])
+def test_the_readmes_example_of_a_fork_works(tmp_path, script):
+    import torch
+
+    fork = copy_repository(tmp_path)
+    for name, code in re.findall(r"^# ((?:model|dataset)\.py)\n(.*?)(?=^# dataset\.py|^```)", README, re.DOTALL | re.M):
+        (fork / name).write_text(code)
+    assert len((fork / "model.py").read_text().splitlines()) < 20
+    (fork / "FOLDER").mkdir()
+    for split, count in (("train", 200), ("val", 40)):
+        features = torch.randn(count, 8, generator=torch.Generator().manual_seed(count))
+        torch.save((features, features.sum(1)), fork / "FOLDER" / f"{split}.pt")
+    words = re.search(rf"{re.escape(script)} (--data_dir FOLDER[^#\n]*)", README)[1].split()
+    ended = forks.run(fork, 2, script, *words, "--backend", "gloo", "--num_workers", "0", deadline=300)
+    assert ended.code == 0, ended.text
+    if script == "train.py":
+        summary = json.loads((fork / "runs/default/summary.json").read_text())
+        assert summary["best_metric"] == "mae" and summary["best"]["mae"] < 0.5, summary
 
 
 def quickstart(folder, *flags):
@@ -83,13 +115,66 @@ def test_the_quickstart_fails_below_90_percent(tmp_path):
     assert ended.code != 0 and top1 < 0.9 and "is below 90 %" in ended.err
 
 
-def test_the_readmes_config_table_is_that_of_the_dataclass():
-    assert README.split(BEGIN)[1].split(END)[0].strip() == table(), "run python scripts/lib/config_table.py"
+def test_the_table_of_docs_configuration_is_that_of_the_dataclass():
+    page = PAGES[ROOT / "docs" / "configuration.md"]
+    assert page.split(BEGIN)[1].split(END)[0].strip() == table(), "run python scripts/lib/config_table.py"
 
 
-def test_the_readme_is_short_and_names_files_and_functions_that_exist():
-    assert len(README.splitlines()) <= 585
-    for path in re.findall(r"`((?:scripts|utils|tests)/[\w./]+\.(?:py|sh))`", README):
-        assert (ROOT / path).exists(), path
-    for file, function in re.findall(r"`(\w+\.py)`: `(\w+)", README):
-        assert re.search(rf"(def|class) {function}\b", (ROOT / file).read_text()), (file, function)
+def test_the_readme_has_at_most_200_lines_and_no_page_is_wider_than_120_columns():
+    assert len(README.splitlines()) <= 200
+    for path, text in PAGES.items():
+        is_free = "|" if path.name != "README.md" or path.parent != ROOT else "\n"  # rows of tables cannot be wrapped
+        assert not [line for line in text.splitlines() if len(line) > 120 and not line.startswith(is_free)], path
+
+
+def anchors(text):
+    """Of the headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_link_leads_to_a_file_or_a_heading_and_every_page_is_linked():
+    linked = {ROOT / "README.md"}
+    for path, text in PROSE.items():
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            if link.startswith("https://") or link.startswith("../../actions/"):  # the latter are GitHub's pages
+                continue
+            name, _, anchor = link.partition("#")
+            target = (path.parent / name).resolve() if name else path
+            assert target.is_file(), f"{path}: {link}"
+            assert not anchor or anchor in anchors(PROSE[target]), f"{path}: {link}"
+            linked.add(target)
+    assert not PAGES.keys() - linked
+
+
+def test_the_pages_name_files_and_functions_that_exist():
+    for path, text in PAGES.items():
+        for name in re.findall(r"`((?:scripts|utils|tests)/[\w./]+\.(?:py|sh|sbatch))`", text):
+            assert (ROOT / name).exists(), (path, name)
+        for file, function in re.findall(r"`(\w+\.py)`: `(\w+)", text):
+            assert re.search(rf"(def|class) {function}\b", (ROOT / file).read_text()), (path, file, function)
+
+
+def test_the_lines_of_the_reading_path_are_about_those_of_the_files():
+    rows = re.findall(r"^\| `(\S+\.py)` \| (\d+) \|", PAGES[ROOT / "docs" / "architecture.md"], re.MULTILINE)
+    assert len(rows) == 6
+    for name, lines in rows:
+        assert abs(len((ROOT / name).read_text().splitlines()) - int(lines)) <= 0.1 * int(lines), name
+
+
+def messages(path):
+    """The strings of a file, with "..." in place of the values in f-strings."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_docs_troubleshooting_has_messages_of_the_code():
+    page = PAGES[ROOT / "docs" / "troubleshooting.md"].split("<!-- messages of the code")[1].split("<!-- end of")[0]
+    rows = re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE)
+    files = [path for pattern in ("*.py", "utils/**/*.py") for path in ROOT.glob(pattern)]
+    found = {text for path in files for text in messages(path)}
+    patterns = {row: re.compile(".*".join(map(re.escape, row.split("..."))), re.DOTALL) for row in rows}
+    assert len(rows) > 8 and not [row for row, each in patterns.items() if not any(map(each.search, found))]

@@ -36,7 +36,7 @@ def launch(node, number, *flags, nodes=2, **variables):
 def as_in_the_readme(node, number, *flags):
     """Its line for this node, with these flags in the place of its own."""
     line = re.search(
-        rf"^(NNODES=2 NODE_RANK={number} .*launch.sh --retries 10) --detach .*# on {node.name}$", README, re.MULTILINE
+        rf"^(NNODES=2 NODE_RANK={number} .*launch.sh --retries 10) .*# on {node.name}$", README, re.MULTILINE
     )[1]
     words = shlex.join(map(str, [*TINY, *flags]))
     return node.start(["bash", "-c", f"cd {shlex.quote(str(ROOT))} && {line} {words}"], env={"PATH": PATH})
