@@ -12,7 +12,7 @@ from utils.run import provenance
 
 PAGE = (ROOT / "docs" / "upgrading.md").read_text()
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-ADD_REMOTE, RECORD_START, MERGE, KEEP_OURS, *_ = BLOCKS
+ADD_REMOTE, RECORD_START, MERGE, KEEP_OURS, *_, RELEASE = BLOCKS
 MARK = "    # ---- yours: "
 WHO = {f"GIT_{role}_{what}": "a@example.com" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
 
@@ -31,7 +31,8 @@ def change(file, old, new):
 
 
 def release(template, number):
-    run(template, f"git add . && git commit -qm 'version {number}' && git tag -am template-{number} template-{number}")
+    tag = RELEASE.splitlines()[0].replace("template-2", f"template-{number}")
+    run(template, f"git add . && git commit -qm 'version {number}' && {tag}")
 
 
 @pytest.mark.parametrize("is_cloned", [True, False], ids=["clone", "copy-without-history"])
@@ -43,7 +44,7 @@ def test_a_fork_takes_newer_versions_with_the_commands_of_the_page(tmp_path, mon
     run(tmp_path, "git clone -q template fork" if is_cloned else "cp -r template fork && rm -rf fork/.git")
     run(fork, "git remote remove origin" if is_cloned else "git init -q -b main && git add . && git commit -qm copy")
 
-    own = {"model.py": '"""My model."""\n', "dataset.py": '"""My data."""\n'}
+    own = {"model.py": '"""My model."""\n', "dataset.py": '"""My data."""\n', "README.md": "# My fork\n"}
     for name, text in own.items():
         (fork / name).write_text(text)
     first_line = next(line for line in (fork / "config.py").read_text().splitlines() if line.startswith(MARK))
@@ -69,8 +70,10 @@ def test_a_fork_takes_newer_versions_with_the_commands_of_the_page(tmp_path, mon
 
     change(template / "train.py", "Version 2", "Version 3")
     change(template / "model.py", '"""The model', '"""Version 3 of the model')
+    change(template / "README.md", "# ", "# Version 3 of ")
     release(template, 3)
     run(fork, MERGE.replace("template-2", "template-3"), code=1)
     run(fork, KEEP_OURS)
-    assert (fork / "model.py").read_text() == own["model.py"] and "Version 3" in (fork / "train.py").read_text()
+    assert {name: (fork / name).read_text() for name in own} == own
+    assert "Version 3" in (fork / "train.py").read_text()
     assert run(fork, "git status --porcelain") == ""
