@@ -195,7 +195,7 @@ def assemble(
     if folder := ctx.launch.flight_recorder and Path(ctx.launch.flight_recorder).parent:
         on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True), ctx)  # torch does not make it
     state.plan(sampler, ctx.world_size)
-    goodput.resume(saved_goodput)
+    goodput.resume(saved_goodput, state.progress.step)
     reporter = Reporter(run, config, ctx, logger, state, loader, clock, goodput, origin, seams.log_images)
     decided = decisions(config, ctx, run, state, loader, held_out, origin)
     reporter.start(decided, differences, state.progress)

@@ -26,7 +26,7 @@ class PatientSaver(Saver):
 train.Saver = PatientSaver
 STATE = ("model", "ema", "optimizer", "scaler", "progress")  # of a checkpoint, what makes a run
 ENDS = "epochs steps skipped_steps samples_seen best_value best_epoch best final".split()  # of a summary
-TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes")  # what differs each time
+TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes", "time", "seconds")  # what differs each time
 TINY = "--image_size 8 --batch_size 4 --log_interval 5 --save_every_minutes 0 --backend gloo".split()
 
 

@@ -15,7 +15,7 @@ from utils.checkpoint import format as checkpoint
 
 STEPS = [2, 4, 6, 8, 10, 12, 14, 15]  # that are logged
 TRAIN_KEYS = "kind epoch step loss accuracy lr grad_norm samples_per_s data_wait_s step_s peak_memory_bytes".split()
-EVAL_KEYS = "kind epoch step split weights loss top1 top5 count".split()
+EVAL_KEYS = "kind epoch step split weights loss top1 top5 count seconds time".split()
 SUMMARY_KEYS = (
     "state epochs steps skipped_steps samples_seen wall_s samples_per_s samples_per_s_per_rank world_size"
     " global_batch_size best_metric best_value best_epoch best final data_wait_fraction"

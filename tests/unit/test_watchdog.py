@@ -116,10 +116,10 @@ def test_each_second_is_in_one_account_over_restarts(tmp_path, monkeypatch):
     monkeypatch.setattr(goodput, "time", fake)
     config = TrainingConfig(run_dir=str(tmp_path))
 
-    def attempt(resume_from, *steps):
+    def attempt(resume_from, *steps, first=0):
         run, clock = open_run(with_(config, resume_from=resume_from)), Clock()
         found = Goodput(run, clock, fake.now)
-        found.resume(None)
+        found.resume(None, first)
         for step, phases in steps:
             for phase in phases.split():
                 clock.begin_step(step) if phase == "data" else clock.enter(phase)
@@ -131,10 +131,13 @@ def test_each_second_is_in_one_account_over_restarts(tmp_path, monkeypatch):
 
     attempt("", (1, "data forward backward update save evaluation"), (2, "data forward"))
     fake.now += 4  # killed
-    found = attempt("auto", (2, "data forward"), (3, "data forward"))
+    found = attempt("auto", (2, "data forward"), (3, "data forward"), first=1)
     expected = [5, 3, 1, 1, 0, 2, 4]
     assert [found[name] for name in ACCOUNTS] == expected and sum(expected) == found["until"] - 1000
     assert found["step"] == 3 and share_in_training(found) == 5 / 16
+    attempts = [[each[name] - 1000 for name in ("started_at", "training_from", "until")] for each in found["attempts"]]
+    assert attempts == [[0, 0, 8], [12, 12, 16]]
+    assert [(each["resumed_at_step"], each["step"]) for each in found["attempts"]] == [(0, 2), (1, 3)]
     file = tmp_path / "goodput.json"
     assert json.loads(file.read_text()) == found
     file.write_text('{"training": "much"}')

@@ -28,18 +28,23 @@ class Goodput:
         self._before: dict[str, Any] | None = None  # known once the attempt is about to train
         self._is_there = False
 
-    def resume(self, saved: dict[str, Any] | None) -> None:
-        """Continue what the last attempt left in the folder, else what the checkpoint holds (None: nothing)."""
+    def resume(self, saved: dict[str, Any] | None, step: int = 0) -> None:
+        """Continue what the last attempt left in the folder, else what the checkpoint holds (None: nothing).
+
+        step: at which this attempt starts.
+        """
         before = (_read(self._file) if self._run.start.attempt > 1 else None) or saved or {}
         began, now = self._began, time.time()
-        before = dict.fromkeys(ACCOUNTS, 0.0) | {"started_at": began, "until": began, "step": 0} | before
+        fresh = dict.fromkeys(ACCOUNTS, 0.0) | {"started_at": began, "until": began, "step": 0, "attempts": []}
+        before = fresh | before
         before["down"] += max(0.0, began - before["until"])
         before["start_up"] += max(0.0, now - sum(self._clock.spent()[0].values()) - began)  # before there was a clock
         self._clock.mark_reached(before["step"])
-        self._before = before
+        own = {"started_at": began, "training_from": now, "resumed_at_step": step}
+        self._before = before | {"attempts": [*before["attempts"], own]}
 
     def now(self) -> dict[str, Any]:
-        """Seconds by account, `started_at` and `until` (seconds since 1970), and the last `step` begun."""
+        """Seconds by account, `started_at` and `until` (seconds since 1970), the last `step` begun, the attempts."""
         (spent, again), until = self._clock.spent(), time.time()
         accounts = {
             "training": sum(spent[phase] - again[phase] for phase in ("forward", "backward", "update")),
@@ -51,8 +56,10 @@ class Goodput:
             "down": 0.0,
         }
         total = {name: self._before[name] + seconds for name, seconds in accounts.items()}
-        step = max(self._before["step"], self._clock.step)
-        return total | {"started_at": self._before["started_at"], "until": until, "step": step}
+        *earlier, own = self._before["attempts"]
+        own = own | {"until": until, "step": max(own["resumed_at_step"], self._clock.step)}
+        reached = {"until": until, "step": max(self._before["step"], own["step"]), "attempts": [*earlier, own]}
+        return total | {"started_at": self._before["started_at"]} | reached
 
     def write(self) -> None:
         """For the watchdog's thread. What the disk does not take now is written a second later."""

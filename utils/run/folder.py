@@ -178,7 +178,7 @@ class Run:
         return values
 
     def event(self, event: str, step: int, **values: Any) -> None:
-        self.record("event", event=event, step=step, **values)
+        self.record("event", event=event, step=step, **values, time=now())
 
     def record_skipped(self, skipped: list[SkippedStep], sampler: GlobalBatchSampler) -> None:
         """Record optimizer steps that were skipped, with the samples of their global batches."""
