@@ -3,6 +3,7 @@
 python scripts/runs.py [FOLDER ...]                       the runs in runs/, or in the folders given
 python scripts/runs.py runs --plot curves.svg             also plot their curves (training dashed, evaluation solid)
 python scripts/runs.py runs/a runs/b --plot ab.svg --metric loss
+python scripts/runs.py runs/a runs/b --html report.html   a page with figures, curves, timeline and settings of runs
 python scripts/runs.py --compare runs/a runs/b            are the last weights bitwise equal? Exit code 1 if not
 """
 
@@ -17,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import UserError
-from scripts.lib.svg import COLORS, Series, line_plot, svg_file
+from scripts.lib.svg import Series, color, line_plot, svg_file
 from utils.files import read_json, read_lines
 from utils.table import format_table
 
@@ -34,7 +35,10 @@ class RunInfo:
         self.config = read_json(folder / "config.json")
         self.status = read_json(folder / "status.json")
         self.summary = read_json(folder / "summary.json")
-        self.records = read_lines(folder / "metrics.jsonl")
+        self.goodput = read_json(folder / "goodput.json")
+        self.provenance = read_json(folder / "provenance.json")
+        records = read_lines(folder / "metrics.jsonl")
+        self.records = [r for r in records if isinstance(r, dict) and "kind" in r and isinstance(r.get("step"), int)]
 
     def size(self) -> int:
         """Bytes; a file with several names counts once."""
@@ -72,10 +76,20 @@ def sort(runs: list[RunInfo], by: str) -> list[RunInfo]:
     return known + [run for run in runs if values[id(run)] is None]
 
 
+def labels(runs: list[RunInfo]) -> list[str]:
+    """The names of their folders, with the path where two have the same name."""
+    names = [run.folder.name for run in runs]
+    return names if len({*names}) == len(names) else [str(run.folder) for run in runs]
+
+
+def differing_settings(runs: list[RunInfo]) -> list[str]:
+    names = [name for name in dict.fromkeys(n for run in runs for n in run.config) if name not in NOT_SETTINGS]
+    return [name for name in names if len({json.dumps(run.config.get(name)) for run in runs if run.config}) > 1]
+
+
 def table(runs: list[RunInfo], metric: str) -> str:
     """One row per run: state, progress, results, time, size, and the settings that differ."""
-    names = [name for name in dict.fromkeys(n for run in runs for n in run.config) if name not in NOT_SETTINGS]
-    differing = [name for name in names if len({json.dumps(run.config.get(name)) for run in runs if run.config}) > 1]
+    differing = differing_settings(runs)
     rows = [["run", "state", "epoch", "step", "best", f"final {metric}", "minutes", "MB", *differing]]
     for run in runs:
         summary, status = run.summary, run.status
@@ -91,16 +105,14 @@ def table(runs: list[RunInfo], metric: str) -> str:
 def plot(runs: list[RunInfo], metric: str) -> str:
     """An SVG with the evaluation curves (solid) and the training curves (dashed) of all runs. Raises UserError."""
     series, marks = [], []
-    names = [run.folder.name for run in runs]
-    labels = names if len({*names}) == len(names) else [str(run.folder) for run in runs]
-    for k, run in enumerate(runs):
+    for k, (label, run) in enumerate(zip(labels(runs), runs, strict=True)):
         # of up to three runs later lines are drawn over earlier ones, which are wider so that they stay visible
         covering = len(runs) - 1 - k if len(runs) <= 3 else 0
         look = {"color": color(k, len(runs)), "width": 2 + 5 * covering, "opacity": 0.35 if covering else 1.0}
         solid, dashed = run.curve("eval", metric), run.curve("train", metric)
         if not dashed and metric in IN_TRAINING:
             dashed = run.curve("train", IN_TRAINING[metric])
-        series.append(Series(labels[k] + (" (dashed: training)" if dashed else ""), solid, **look))
+        series.append(Series(label + (" (dashed: training)" if dashed else ""), solid, **look))
         series.append(Series("", dashed, is_dashed=True, has_markers=False, **look))
         resumed = (record for record in run.records if record.get("event") == "resumed")
         marks += [(event["step"], "resumed", look["color"]) for event in resumed]
@@ -108,11 +120,6 @@ def plot(runs: list[RunInfo], metric: str) -> str:
         raise UserError(NO_RECORDS.format(metric))
     y_range = (0.0, 1.0) if metric in ("top1", "top5", "accuracy") else None
     return line_plot(series, x_label="optimizer step", y_label=metric, y_range=y_range, marks=marks)
-
-
-def color(number: int, count: int) -> str:
-    """One that differs from the others; beyond the palette colors of the same lightness around the wheel."""
-    return COLORS[number] if count <= len(COLORS) else f"hsl({360 * number // count} 75% 42%)"
 
 
 def weights_digest(folder: Path) -> str:
@@ -149,6 +156,9 @@ def main() -> int:
     parser.add_argument(
         "--metric", default="", help="of the curves: loss, top1, ... [what chooses the best checkpoint]"
     )
+    parser.add_argument(
+        "--html", type=lambda text: svg_file(text, ".html"), metavar="FILE.html", help="write a report into this file"
+    )
     parser.add_argument("--sort", default="", metavar="NAME", help="by a setting, or a metric of the best evaluation")
     parser.add_argument("--compare", action="store_true", help="compare the weights; exit code 1 if they differ")
     options = parser.parse_args()
@@ -162,6 +172,12 @@ def main() -> int:
         if options.plot:
             options.plot.write_text(plot(runs, metric))
             print(f"wrote {options.plot}")
+        if options.html:
+            from scripts.lib import report  # imports torch
+
+            shown = dict(zip(labels(runs), runs, strict=True))
+            options.html.write_text(report.page(shown, differing_settings(runs), IN_TRAINING), encoding="utf-8")
+            print(f"wrote {options.html}")
         return int(options.compare and not compare(runs))
     except UserError as error:
         print(error, file=sys.stderr)

@@ -1,6 +1,7 @@
 """The one plotter of scripts/: lines over titled axes, as the text of an SVG."""
 
 import argparse
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,27 +13,28 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C
 LEFT, RIGHT, BOTTOM, HEIGHT, WIDTH = 68, 20, 50, 330, 760  # HEIGHT: of the plot area alone
 
 
-def svg_file(text: str) -> Path:
+def svg_file(text: str, suffix: str = ".svg") -> Path:
     """The value of --plot, checked before anything is measured. Raises argparse.ArgumentTypeError."""
     path = Path(text)
-    if path.suffix != ".svg" or not path.parent.is_dir():
+    if path.suffix != suffix or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(
-            f"{text}: cannot be written; give a name that ends in .svg in a folder that exists"
+            f"{text}: cannot be written; give a name that ends in {suffix} in a folder that exists"
         )
     return path
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line. An empty name keeps it out of the legend."""
+    """One line, with a gap where a y is None. An empty name keeps it out of the legend."""
 
     name: str
-    points: Sequence[tuple[float, float]]
+    points: Sequence[tuple[float, float | None]]
     color: str = COLORS[0]
     is_dashed: bool = False
     has_markers: bool = True
     width: float = 2.0
     opacity: float = 1.0
+    tip: str = ""  # of its points, where the plot has tooltips
 
 
 def line_plot(
@@ -44,20 +46,28 @@ def line_plot(
     y_range: tuple[float, float] | None = None,
     x_ticks: Sequence[tuple[float, str]] = (),
     marks: Sequence[tuple[float, str, str]] = (),
+    tips: bool = False,
 ) -> str:
     """All series over one pair of axes, from x = 0 on. x_ticks: (x, text); by default round values.
 
-    `marks` are vertical lines: (x, text, color).
+    `marks` are vertical lines: (x, text, color). tips: for a picture in a page: points have tooltips,
+    and a y axis over more than two decades is logarithmic.
     """
-    points = [point for each in series for point in each.points]
+    points = [point for each in series for point in each.points if point[1] is not None]
     legend = [each for each in series if each.name]
     top = 36 + 20 * bool(title) + 18 * len(legend)
     height, bottom = top + HEIGHT + BOTTOM, top + HEIGHT
     low, high = y_range or (min(y for _, y in points), max(y for _, y in points))
+    is_log = tips and 0 < 100 * low < high and high > 1
+    if is_log:
+        low, high, y_label = math.log10(low), math.log10(high), f"{y_label} (log scale)"
     last = max(x for x, _ in points) or 1.0
 
-    def place(x: float, y: float) -> tuple[float, float]:
-        return LEFT + (WIDTH - LEFT - RIGHT) * x / last, bottom - HEIGHT * (y - low) / ((high - low) or 1.0)
+    def across(x: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * x / last
+
+    def up(y: float) -> float:
+        return bottom - HEIGHT * ((math.log10(y) if is_log else y) - low) / ((high - low) or 1.0)
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif"'
@@ -67,31 +77,46 @@ def line_plot(
         _text((LEFT + WIDTH - RIGHT) / 2, height - 10, x_label),
         _text(16, top + HEIGHT / 2, y_label, "middle", f'transform="rotate(-90 16 {top + HEIGHT / 2})"'),
     ]
-    for value in (low + (high - low) * k / 5 for k in range(6)):
-        y = place(points[0][0], value)[1]
-        parts += [_line(LEFT, y, WIDTH - RIGHT, y, 'stroke="#ddd"'), _text(LEFT - 8, y + 4, f"{value:.3g}", "end")]
-    for value, words in x_ticks or _ticks(last):
-        parts.append(_text(place(value, low)[0], bottom + 18, words))
+    decades = [10.0**k for k in range(math.ceil(low), math.floor(high) + 1)] if is_log else []
+    for value in decades or [low + (high - low) * k / 5 for k in range(6)]:
+        y = up(value)
+        parts += [_line(LEFT, y, WIDTH - RIGHT, y, 'stroke="#ddd"'), _text(LEFT - 8, y + 4, _short(value), "end")]
+    for value, words in x_ticks or ticks(last):
+        parts.append(_text(across(value), bottom + 18, words))
     for x, words, color in marks:
-        x = place(x, low)[0]
+        x = across(x)
         parts += [
             _line(x, top, x, bottom, f'stroke="{color}" stroke-dasharray="1 3"'),
             _text(x, top - 4, words, "middle", f'style="fill:{color}"'),
         ]
     for each in series:
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in each.points))
         look = f'stroke="{each.color}" stroke-width="{each.width}" opacity="{each.opacity:g}" fill="none"'
         dashes = ' stroke-dasharray="4 3"' if each.is_dashed else ""
-        parts.append(f'<polyline points="{path}" {look}{dashes}/>')
-        for x, y in (place(*point) for point in each.points if each.has_markers):
-            fill = "white" if each.is_dashed else each.color
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{fill}" stroke="{each.color}"/>')
+        stretches = itertools.groupby(each.points, lambda point: point[1] is not None)
+        for stretch in (found for is_number, found in stretches if is_number):
+            path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in stretch)
+            parts.append(f'<polyline points="{path}" {look}{dashes}/>')
+        for x, y in each.points if each.has_markers or tips else []:
+            if y is not None:
+                fill = "white" if each.is_dashed else each.color
+                look = f'r="3.5" fill="{fill}" stroke="{each.color}"' if each.has_markers else 'r="5" opacity="0"'
+                tip = f"<title>{escape(each.tip)}, {escape(x_label)} {x:,g}: {y:.5g}</title>" if tips else ""
+                parts.append(f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" {look}>{tip}</circle>')
     for k, each in enumerate(legend):
         y = 20 + 20 * bool(title) + 18 * k
         dashes = ' stroke-dasharray="4 3"' if each.is_dashed else ""
         parts.append(_line(LEFT, y, LEFT + 24, y, f'stroke="{each.color}" stroke-width="2"{dashes}'))
         parts.append(_text(LEFT + 30, y + 4, each.name, "start"))
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def color(number: int, count: int) -> str:
+    """One that differs from the others; beyond the palette colors of the same lightness around the wheel."""
+    return COLORS[number] if count <= len(COLORS) else f"hsl({360 * number // count} 75% 42%)"
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def _text(x: float, y: float, words: str, anchor: str = "middle", more: str = "") -> str:
@@ -102,7 +127,7 @@ def _line(x: float, y: float, to_x: float, to_y: float, look: str) -> str:
     return f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" {look}/>'
 
 
-def _ticks(last: float) -> list[tuple[float, str]]:
+def ticks(last: float) -> list[tuple[float, str]]:
     """Round values from 0 to `last`, four to ten of them."""
     magnitude = 10.0 ** math.floor(math.log10(last))
     step = next(magnitude * k for k in (0.1, 0.2, 0.25, 0.5, 1.0, 2.0) if last / (magnitude * k) <= 10)

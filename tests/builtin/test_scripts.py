@@ -47,6 +47,15 @@ def test_one_picture_has_the_curves_of_all_runs(two_runs, tmp_path, metric):
     assert "fast" in picture.read_text() and "slow" in picture.read_text()
 
 
+def test_the_report_has_the_timeline_and_curves_of_all_runs(two_runs, tmp_path):
+    ended = run_script("runs.py", two_runs.root, "--html", tmp_path / "report.html")
+    assert ended.code == 0, ended.text
+    page = (tmp_path / "report.html").read_text()
+    marks = [len(re.findall(f'<rect class="{kind}" [^>]*><title>', page)) for kind in ("start_up", "training")]
+    assert marks == [2, 2] and page.count("<title>evaluation at step") == 4 and ">fast (averaged weights)<" in page
+    assert page.count("<title>fast, training, optimizer step 10: ") >= 2  # loss and top1
+
+
 def test_compare_says_whether_the_weights_are_bitwise_equal(two_runs):
     slow, fast = (two_runs.folder(name) for name in ("slow", "fast"))
     ended = run_script("runs.py", "--compare", slow, fast)

@@ -1,0 +1,259 @@
+"""The report of runs: one HTML page that needs no network, with figures, curves, timeline, settings and provenance."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from scripts.lib import timeline
+from scripts.lib.svg import Series, color, line_plot
+from utils.logger import duration
+from utils.metrics import RESERVED
+from utils.report.goodput import ACCOUNTS, share_in_training
+
+MAX_POINTS, MAX_EVENTS, OPEN_PLOTS = 500, 1000, 4  # of a curve, in a table, before the others are folded
+MAX_TEXT = 240  # characters of what an event holds
+DATA_WAIT = "data wait, % of the step time"
+OF_TRAINING = (DATA_WAIT, "samples_per_s", "lr", "grad_norm")  # plotted after the metrics
+STYLE = Path(__file__).with_name("report.css")
+
+
+def page(runs: dict[str, Any], differing: list[str], in_training: dict[str, str]) -> str:
+    """The page. runs: RunInfo by the name to show; differing: the settings in which they differ;
+    in_training: the name of a metric in train records, where it is another one.
+    """
+    lines = {name: timeline.timeline(run.folder, run.records, run.status, run.goodput) for name, run in runs.items()}
+    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    title = ", ".join(runs) if len(runs) <= 3 else f"{len(runs)} runs"
+    errors = [
+        f'<p class="error">{escape(name)}: {escape(str(run.status["error"]))}</p>'
+        for name, run in runs.items()
+        if run.status.get("error")
+    ]
+    figures = {name: headline(run, lines[name]) for name, run in runs.items()}
+    if len(runs) == 1:
+        cells = [f"<div><dt>{escape(n)}</dt><dd>{escape(v)}</dd></div>" for n, v in figures[next(iter(runs))].items()]
+        shown = f'<dl class="cards">{"".join(cells)}</dl>'
+    else:
+        shown = by_run(figures)
+    parts = [f"<h1>{escape(title)}</h1><p>report of {when}</p>", *errors, section("Headline figures", shown)]
+    parts += [section("Curves", curves(runs, in_training)), section("Timeline", timelines(lines))]
+    parts += [section("Where the time went", by_run({name: times(run) for name, run in runs.items()}))]
+    settings = {name: run.config for name, run in runs.items()}
+    text = by_run({name: {key: config.get(key) for key in differing} for name, config in settings.items()})
+    text = (text or "<p>No setting differs.</p>") if len(runs) > 1 else ""
+    parts.append(section("Configuration", text + folded("all settings", by_run(settings))))
+    parts.append(section("Provenance", by_run({name: provenance(run) for name, run in runs.items()})))
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    icon = '<link rel="icon" href="data:,">'  # without one a browser asks the server for it
+    head += f"{icon}<title>{escape(title)}</title><style>{STYLE.read_text(encoding='utf-8')}</style>"
+    body = "\n".join(parts)
+    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
+
+
+def headline(run: Any, line: timeline.Timeline) -> dict[str, str]:
+    """The figures of a run that is completed, or of one that is not, as far as it has come."""
+    status, summary, found = run.status, run.summary, accounts(run)
+    is_current = summary.get("state") == status.get("state")
+    summary = summary if is_current else {}
+    train = [record for record in run.records if record["kind"] == "train"]
+    last, waited = train[-1] if train else {}, found["training"] + found["data_wait"]
+    metric, final = summary.get("best_metric"), summary.get("final") or {}
+    rate = summary.get("samples_per_s") or last.get("samples_per_s")
+    wall = summary.get("wall_s") or line.until - line.began
+    values = {
+        "state": status.get("state", "unknown"),
+        "epochs": status.get("epoch"),
+        "optimizer steps": status.get("step"),
+        f"best {metric}": summary.get("best_value") if metric else None,
+        "final evaluation loss": final.get("loss"),
+        "training loss": last.get("loss"),
+        "wall time": duration(wall) if wall else None,
+        "goodput": f"{share_in_training(found):.0%}" if waited else None,
+        "restarts": summary.get("restarts", line.attempts - 1 if line.attempts else None),
+        "recomputed": duration(found["recomputed"]) if found["recomputed"] else None,
+        "skipped steps": summary.get("skipped_steps"),
+        "samples/s": f"{rate:,.0f}" if rate else None,
+        "data wait": f"{found['data_wait'] / waited:.1%}" if waited else None,
+        "peak memory": f"{last['peak_memory_bytes'] / 2**30:.2f} GiB" if last.get("peak_memory_bytes") else None,
+        "ranks": summary.get("world_size") or run.provenance.get("world_size"),
+        "last update": str(status.get("time", ""))[:19].replace("T", " ") if status.get("state") == "running" else None,
+    }
+    return {name: show(value) for name, value in values.items() if value is not None}
+
+
+def accounts(run: Any) -> dict[str, float]:
+    """Seconds by account: of the summary, or up to now."""
+    found = {name: run.goodput.get(name) for name in ACCOUNTS}
+    if run.summary.get("state") == run.status.get("state"):
+        found |= {name: (run.summary.get("time") or {}).get(f"{name}_s") for name in ACCOUNTS}
+    return {name: value if isinstance(value, int | float) else 0.0 for name, value in found.items()}
+
+
+def times(run: Any) -> dict[str, str]:
+    found = accounts(run)
+    total = sum(found.values())
+    return {name.replace("_", " "): f"{duration(s)} ({s / total:.1%})" for name, s in found.items() if total}
+
+
+def provenance(run: Any) -> dict[str, Any]:
+    found = {name: value for name, value in run.provenance.items() if name not in ("ranks", "fingerprint", "classes")}
+    devices = sorted({str(each.get("device")) for each in run.provenance.get("ranks") or []})
+    command = found.pop("command", None)
+    first = {"folder": str(run.folder), "command": " ".join(map(str, command)) if command else None, "devices": devices}
+    return {name.replace("_", " "): value for name, value in (first | found).items() if value not in (None, [])}
+
+
+def show(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {each}" for key, each in value.items() if each != "")
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return value if isinstance(value, str) else f"{value:,}" if type(value) is int else json.dumps(value)
+
+
+# ---- pieces of HTML ----
+
+
+def section(title: str, text: str) -> str:
+    return f"<section><h2>{title}</h2>\n{text}\n</section>"
+
+
+def folded(title: str, text: str) -> str:
+    return f"<details><summary>{title}</summary>{text}</details>" if text else ""
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    heads = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    body = "\n".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
+
+
+def by_run(values: dict[str, dict[str, Any]]) -> str:
+    """A table with a column per run. Empty where no run has a value."""
+    names = list(dict.fromkeys(name for each in values.values() for name in each))
+    cell = {run: {name: show(each[name]) if name in each else "" for name in names} for run, each in values.items()}
+    rows = ([name, *(cell[run][name] for run in values)] for name in names)
+    return table(["", *values], rows) if names else ""
+
+
+# ---- curves ----
+
+
+def curves(runs: dict[str, Any], in_training: dict[str, str]) -> str:
+    """A plot for each metric and each rate, with the curves of all runs; the first ones unfolded."""
+    for record in (record for run in runs.values() for record in run.records if record.get("step_s")):
+        record[DATA_WAIT] = 100 * (record.get("data_wait_s") or 0.0) / record["step_s"]
+    found = {kind: [r for run in runs.values() for r in run.records if r["kind"] == kind] for kind in ("eval", "train")}
+    evaluated = {name for record in found["eval"] for name in record}
+    names = dict.fromkeys(name for records in found.values() for record in records for name in record)
+    drawn_with = {in_training[name] for name in evaluated if name in in_training} - evaluated
+    names = [name for name in names if name not in (*OF_TRAINING, *RESERVED, *drawn_with)]
+    chosen = [run.summary.get("best_metric") for run in runs.values()]
+    names.sort(key=lambda name: (name != "loss", name not in chosen))
+    names[OPEN_PLOTS - 1 : OPEN_PLOTS - 1] = OF_TRAINING[:1]  # the data wait is always among the first
+    names += OF_TRAINING[1:]
+    plots = [text for name in names if (text := plot(runs, name, in_training.get(name, "")))]
+    few, more = (f'<div class="plots">{"".join(some)}</div>' for some in (plots[:OPEN_PLOTS], plots[OPEN_PLOTS:]))
+    rest = folded(f"{len(plots) - OPEN_PLOTS} more plots", more) if len(plots) > OPEN_PLOTS else ""
+    return few + rest if plots else "<p>No records yet.</p>"
+
+
+def plot(runs: dict[str, Any], name: str, in_training: str) -> str:
+    """Empty where no run has a number of this name."""
+    series, marks = [], []
+    for k, (label, run) in enumerate(runs.items()):
+        train, evaluations = ([r for r in run.records if r["kind"] == kind] for kind in ("train", "eval"))
+        is_average = any(r.get("weights") == "ema" for r in evaluations)  # which chooses the best checkpoint
+        has_val = any(r.get("split") == "val" for r in evaluations)  # else the test set is evaluated meanwhile
+        shown = [r for r in evaluations if (r.get("weights") == "ema") == is_average]
+        solid = points([r for r in shown if not has_val or r.get("split") == "val"], name)
+        dashed = points(train, name) or points(train, in_training)
+        look, is_alone = {"color": color(k, len(runs))}, len(runs) == 1
+        legend = ("evaluation" if is_alone else label) + " (averaged weights)" * is_average
+        if dashed:
+            named, tip = "training" if is_alone else "" if solid else label, f"{label}, training"
+            series.append(Series(named, dashed, is_dashed=bool(solid), has_markers=False, width=1.6, tip=tip, **look))
+        if solid:
+            series.append(Series(legend, solid, has_markers=len(solid) <= 60, tip=f"{label}, evaluation", **look))
+        last = max((x for x, _ in solid + dashed), default=0)
+        resumed = [r["step"] for r in run.records if r.get("event") == "resumed" and r["step"] <= last]
+        marks += [(step, "resumed" * (n == 0), look["color"]) for n, step in enumerate(resumed)]
+    if not series:
+        return ""
+    highest = max(y for each in series for _, y in each.points if y is not None)
+    y_range = (0.0, 1.0) if name in ("top1", "top5", "accuracy") else None
+    if name in OF_TRAINING and highest > 0:
+        y_range = (0.0, rounded_up(highest))
+    name = name.replace("_per_", "/").replace("_", " ") if name in OF_TRAINING else name
+    return line_plot(series, x_label="optimizer step", y_label=name, y_range=y_range, marks=marks, tips=True)
+
+
+def rounded_up(value: float) -> float:
+    magnitude = 10.0 ** math.floor(math.log10(value))
+    return next(magnitude * k for k in (1, 2, 2.5, 5, 10) if value <= magnitude * k)
+
+
+def points(records: list[dict[str, Any]], name: str) -> list[tuple[float, float | None]]:
+    """At most about MAX_POINTS of a curve; None where the value was not finite. Empty where no record has a number."""
+    found = [(r["step"], r[name] if isinstance(r[name], int | float) else None) for r in records if name in r]
+    found = found[: -1 : -(-len(found) // MAX_POINTS) or 1] + found[-1:]
+    return found if any(y is not None for _, y in found) else []
+
+
+# ---- timeline ----
+
+
+def timelines(lines: dict[str, timeline.Timeline]) -> str:
+    picture = timeline.picture(lines)
+    phases = {phase for line in lines.values() for *_, phase, _ in line.segments}
+    kinds = {event["event"] for line in lines.values() for event in line.events}
+    legend = "".join(
+        f'<span><svg viewBox="0 0 14 14"><rect class="{name}" x="1" y="1" width="12" height="12"/></svg>{text}</span>'
+        for name, text in timeline.PHASES.items()
+        if name in phases
+    ) + "".join(
+        f'<span><svg viewBox="0 0 14 14"><circle class="{kind}" cx="7" cy="7" r="{size}"/></svg>'
+        f"{kind.replace('_', ' ')}</span>"
+        for kind, size in timeline.MARKS.items()
+        if kind in kinds
+    )
+    events = [(name, line, event) for name, line in lines.items() for event in line.events]
+    routine = ("checkpoint", "best")
+    listed = [
+        event_table([each for each in events if (each[2]["event"] in routine) == is_routine], len(lines) > 1)
+        for is_routine in (False, True)
+    ]
+    without = "<p>The times of the attempts are not recorded: an earlier version wrote this run, or it has not begun"
+    text = f'{picture}<div class="legend">{legend}</div>' if picture else f"{without} to train.</p>"
+    few = listed[0] or "<p>No faults, restarts, skipped steps or stragglers.</p>"
+    return f'{text}<div class="events">{few}{folded("checkpoints", listed[1])}</div>'
+
+
+def event_table(events: list[tuple[str, timeline.Timeline, dict[str, Any]]], has_names: bool) -> str:
+    rows = []
+    for name, line, event in events[-MAX_EVENTS:]:
+        at, known = event["at"], ("kind", "event", "step", "epoch", "time", "at", "path", "text")
+        more = {key: value for key, value in event.items() if key not in known and value not in ("", None, [])}
+        more |= {"checkpoint": str(more["checkpoint"]).rpartition("/")[2]} if "checkpoint" in more else {}
+        text = event.get("text") or ", ".join(f"{key.replace('_', ' ')} {show(value)}" for key, value in more.items())
+        since = duration(at - line.began) if at and line.began else ""
+        when = datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S") if at else ""
+        row = [
+            since,
+            when,
+            event["event"].replace("_", " "),
+            show(event["step"] or ""),
+            text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} ...",
+        ]
+        rows.append([name, *row] if has_names else row)
+    head = ["after", "time (UTC)", "event", "step", "details"]
+    left_out = f"<p>The last {MAX_EVENTS:,} of {len(events):,}.</p>" if len(events) > MAX_EVENTS else ""
+    return left_out + table(["run", *head] if has_names else head, rows) if rows else ""

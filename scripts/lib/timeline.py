@@ -1,0 +1,151 @@
+"""The attempts of a run over time: what each of them did when, what was lost, and the events, as an SVG."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from datetime import datetime
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from scripts.lib.svg import ticks
+from utils.logger import duration
+
+WIDTH, LEFT, ROW, BAR, TOP = 1160, 8, 74, 26, 30  # of a picture; of a row: its height, its bar, what is above the bar
+PHASES = {
+    "training": "training",
+    "evaluation": "evaluation",
+    "checkpoints": "writing a checkpoint (beside training)",
+    "start_up": "start-up",
+    "recomputed": "lost work: computed again after the restart",
+    "down": "not running",
+}
+MARKS = {"fault": 5, "skipped_step": 4, "straggler": 4, "resumed": 4, "checkpoint": 2, "best": 3}  # radius by event
+UNITS = ((2 * 86400, 86400, "days"), (2 * 3600, 3600, "hours"), (120, 60, "minutes"), (0, 1, "seconds"))
+ERROR = re.compile(r"(\S+) (\d+) (\S+) (?:ERROR|CRITICAL) (.*)")
+LOGS_READ = 16  # rank 0's and those of the first others: all ranks notice the same failure
+
+
+@dataclass
+class Timeline:
+    """Times are in seconds since 1970."""
+
+    began: float = 0.0
+    until: float = 0.0
+    attempts: int = 0
+    segments: list[tuple[float, float, str, str]] = field(default_factory=list)  # from, to, phase, text
+    events: list[dict[str, Any]] = field(default_factory=list)  # `at`: the time, None where the record has none
+
+
+def timeline(folder: Path, records: list[dict[str, Any]], status: dict[str, Any], goodput: dict[str, Any]) -> Timeline:
+    """What happened when, from goodput.json, the times of the records, and the errors in the logs."""
+    records = [record | {"at": seconds_of(record.get("time"))} for record in records]
+    found = Timeline(events=[record for record in records if record["kind"] == "event"])
+    names = ("started_at", "training_from", "until", "resumed_at_step", "step")
+    attempts = [a for a in goodput.get("attempts") or [] if all(isinstance(a.get(name), int | float) for name in names)]
+    if not attempts:
+        return found
+    found.began, found.attempts = attempts[0]["started_at"], len(attempts)
+    errors, is_failed = errors_in(folder / "logs"), status.get("state") == "failed"
+    for k, attempt in enumerate(attempts):
+        later = attempts[k + 1 :]
+        next_start = later[0]["started_at"] if later else float("inf")
+        own = [r for r in records if r["at"] and attempt["started_at"] <= r["at"] < next_start]
+        # what another process says about a run that has failed may come hours later
+        last_sign = None if later or is_failed else seconds_of(status.get("time"))
+        own_errors = [(at, text) for at, text in errors if attempt["started_at"] <= at < next_start]
+        end = max(attempt["until"], last_sign or 0.0, *(r["at"] for r in own))
+        if own_errors:  # goodput.json is written once a second; the error comes after a time-out
+            end = max(end, min(own_errors[0][0], end + 1.0))
+        found.until, where = end, f"attempt {k + 1}, steps {attempt['resumed_at_step']} to {attempt['step']}"
+        kept_step = min((a["resumed_at_step"] for a in later), default=float("inf"))
+        is_lost = bool(later) and (attempt["step"] > kept_step or bool(own_errors))
+        lost_from = time_of_step(kept_step, attempt, own, end) if is_lost else end
+        add = found.segments.append
+        add((attempt["started_at"], attempt["training_from"], "start_up", f"attempt {k + 1}: start-up"))
+        add((attempt["training_from"], lost_from, "training", where))
+        for r in {(r["kind"], r.get("event"), r["step"], r.get("split")): r for r in own}.values():
+            span = r.get("seconds") or 0.0  # one evaluation has records of several kinds of weights
+            if r["kind"] == "eval" and r["at"] - span < lost_from:
+                add((r["at"] - span, r["at"], "evaluation", f"evaluation at step {r['step']}, {span:.1f} s"))
+            elif r.get("event") == "checkpoint":
+                add((r["at"] - span, r["at"], "checkpoints", f"checkpoint of step {r['step']}, {span:.1f} s"))
+        if is_lost:
+            add((lost_from, end, "recomputed", f"{where}: the steps after {kept_step} were lost"))
+        if later:
+            add((end, next_start, "down", f"not running for {duration(next_start - end)}"))
+        if own_errors or is_lost or (is_failed and not later):
+            text = own_errors[0][1] if own_errors else "" if later else status.get("error")
+            text = text or f"ended at about step {attempt['step']} without an error in the logs: it was killed"
+            text = f"attempt {k + 1}: {text}" + f"; the steps after {kept_step} were lost" * is_lost
+            found.events.append({"event": "fault", "step": None, "at": end, "text": text})
+    found.events.sort(key=lambda event: event["at"] or found.began)
+    return found
+
+
+def time_of_step(step: float, attempt: dict[str, Any], records: list[dict[str, Any]], end: float) -> float:
+    """About when an attempt had made this step: between the last record up to it and the attempt's end."""
+    start = (attempt["training_from"], attempt["resumed_at_step"])
+    known = [(r["at"] - (r.get("seconds") or 0.0), r["step"]) for r in records if r["step"] <= step]
+    at, before = max([start, *known])
+    if step <= before or attempt["step"] <= before:
+        return at
+    return at + min(1.0, (step - before) / (attempt["step"] - before)) * (end - at)
+
+
+def errors_in(logs: Path) -> list[tuple[float, str]]:
+    """The time and text of the errors in the ranks' log files, the earliest first."""
+    found = []
+    files = sorted(logs.glob("rank*.log"), key=lambda file: (len(file.name), file.name))[:LOGS_READ]
+    for file in files:
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            for match in map(ERROR.match, lines):
+                if match and (at := seconds_of(match[1])):
+                    found.append((at, match[4]))
+    return sorted(found)
+
+
+def seconds_of(text: Any) -> float | None:
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (TypeError, ValueError):
+        return None
+
+
+def picture(lines: dict[str, Timeline]) -> str:
+    """A bar for each run that has times, all from its own start on. Empty where there is none."""
+    lines = {name: line for name, line in lines.items() if line.segments}
+    if not lines:
+        return ""
+    last = max(line.until - line.began for line in lines.values()) or 1.0
+    unit, unit_name = next(each[1:] for each in UNITS if last >= each[0])
+    height, scale = ROW * len(lines) + 42, (WIDTH - 2 * LEFT) / last
+    parts = [f'<svg class="timeline" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="12">']
+    for value, words in ticks(last / unit):
+        x = LEFT + value * unit * scale
+        parts.append(f'<line class="grid" x1="{x:.1f}" y1="4" x2="{x:.1f}" y2="{height - 36}"/>')
+        parts.append(f'<text x="{x:.1f}" y="{height - 22}" text-anchor="middle">{words}</text>')
+    words = f"time since the start of the run, {unit_name}"
+    parts.append(f'<text x="{WIDTH / 2}" y="{height - 5}" text-anchor="middle">{words}</text>')
+    for k, (name, line) in enumerate(lines.items()):
+        y = ROW * k + TOP
+        count = f"{line.attempts} attempt{'s' * (line.attempts > 1)}"
+        parts.append(f'<text x="{LEFT}" y="{y - 16}"><tspan font-weight="bold">{escape(name)}</tspan>, {count}</text>')
+        order = ("down", "start_up", "training", "evaluation", "recomputed", "checkpoints")
+        for begin, end, phase, text in sorted(line.segments, key=lambda segment: order.index(segment[2])):
+            width, is_beside = max(1.0, (end - begin) * scale), phase == "checkpoints"
+            place = f'x="{LEFT + (begin - line.began) * scale:.1f}" y="{y + (BAR - 7) * is_beside}" width="{width:.1f}"'
+            place += f' height="{7 if is_beside else BAR}"'
+            parts.append(f'<rect class="{phase}" {place}><title>{escape(text)}</title></rect>')
+        seen = set()
+        for event in line.events:
+            x = LEFT + ((event["at"] or line.began) - line.began) * scale
+            if event["at"] is None or (place := (event["event"], round(x))) in seen:
+                continue  # thousands of checkpoints are as many pixels at most
+            seen.add(place)
+            kind = event["event"] if event["event"] in MARKS else "other"
+            tip = event.get("text") or f"{event['event'].replace('_', ' ')}, step {event['step']}"
+            tip = f"<title>{escape(tip)}</title>"
+            parts.append(f'<circle class="{kind}" cx="{x:.1f}" cy="{y - 6}" r="{MARKS.get(kind, 3)}">{tip}</circle>')
+    return "\n".join([*parts, "</svg>"])
