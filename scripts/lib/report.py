@@ -163,7 +163,8 @@ def curves(runs: dict[str, Any], in_training: dict[str, str]) -> str:
     plots = [text for name in names if (text := plot(runs, name, in_training.get(name, "")))]
     few, more = (f'<div class="plots">{"".join(some)}</div>' for some in (plots[:OPEN_PLOTS], plots[OPEN_PLOTS:]))
     rest = folded(f"{len(plots) - OPEN_PLOTS} more plots", more) if len(plots) > OPEN_PLOTS else ""
-    return few + rest if plots else "<p>No records yet.</p>"
+    how = "<p>Solid: evaluation. Dashed: training.</p>" * (len(runs) > 1)  # of one run the legend tells
+    return how + few + rest if plots else "<p>No records yet.</p>"
 
 
 def plot(runs: dict[str, Any], name: str, in_training: str) -> str:
