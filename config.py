@@ -22,6 +22,8 @@ from typing import Any
 DEFAULT_RUN_DIR = "runs/default"
 YOURS = "model and data"  # the group of the fields that a fork changes
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "step")
+ALIASES = "learning_rate=lr wd=weight_decay num_train_epochs=epochs output_dir=run_dir save_dir=run_dir data=data_dir"
+OF_TORCHRUN = "nproc_per_node nnodes node_rank master_addr master_port max_restarts local_rank world_size gpus devices"
 BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
@@ -58,9 +60,8 @@ def above(low: float) -> Check:
 
 def between(low: float, high: float) -> Check:
     """low <= value < high."""
-    return lambda value: (
-        "" if low <= value < high else f"is outside [{low}, {high}); give a number from {low} to below {high}"
-    )
+    wrong = f"is outside [{low}, {high}); give a number from {low} to below {high}"
+    return lambda value: "" if low <= value < high else wrong
 
 
 class one_of:  # used like the functions around it
@@ -222,16 +223,12 @@ class TrainingConfig:
     def _conflicts(self) -> list[str]:
         """Values that are fine alone and cannot be had together."""
         problems = []
-        excess = self.global_batch_size % self.batch_size
-        if excess:
-            low = self.global_batch_size - excess
-            fits = " or ".join(str(size) for size in (low, low + self.batch_size) if size)
-            problems.append(
-                f"global_batch_size={self.global_batch_size}: is no multiple of batch_size={self.batch_size}; give"
-                f" {fits}"
-            )
+        total, size = self.global_batch_size, self.batch_size
+        if total % size:
+            fits = " or ".join(str(fit) for fit in (total - total % size, total - total % size + size) if fit)
+            problems.append(f"global_batch_size={total}: is no multiple of batch_size={size}; give {fits}")
         either = "leave one of the two out"
-        if self.global_batch_size and self.grad_accum_steps != 1:
+        if total and self.grad_accum_steps != 1:
             problems.append(f"grad_accum_steps={self.grad_accum_steps}: follows from global_batch_size; {either}")
         if self.overwrite and self.resume_from:
             problems.append(f"overwrite=True: would delete what resume_from asks to continue; {either}")
@@ -246,9 +243,7 @@ class TrainingConfig:
         except ValueError:
             wrong = [self.run_dir]
         if wrong:
-            problems.append(
-                f"run_dir={self.run_dir}: {{{wrong[0]}}} is no field; use e.g. {{model}}, {{lr}} or {{seed}}"
-            )
+            problems.append(f"run_dir={self.run_dir}: {{{wrong[0]}}} is no field; use e.g. {{model}} or {{lr}}")
         return problems
 
     @property
@@ -287,11 +282,10 @@ class TrainingConfig:
 
         saved: values in place of the defaults.
         """
-        parser = _parser(cls)
-        flags, unknown = parser.parse_known_args(argv)
-        given = {name: value for name, value in vars(flags).items() if value is not _UNSET}
+        flags, unknown = _parser(cls).parse_known_args(argv)
+        given = vars(flags)
         file, print_config = given.pop("config", ""), given.pop("print_config", False)
-        problems = [_unknown(word, _flags_of(cls)) for word in unknown if word.startswith("-")]
+        problems = [_unknown(word, cls) for word in unknown if word.startswith("-")]
         stray = [word for word in unknown[:1] if not word.startswith("-")]
         problems += [f"{word}: belongs to no flag; write --flag value" for word in stray]
         try:
@@ -338,24 +332,34 @@ def _convert(field: dataclasses.Field, value: Any) -> tuple[Any, str]:
     return value, check(value) if check else ""
 
 
-_UNSET = object()
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         print(f"{message}; see --help" if ";" not in message else message, file=sys.stderr, flush=True)
         raise SystemExit(2)
 
 
-def _flags_of(cls: type) -> list[str]:
-    names = [field.name for field in dataclasses.fields(cls)]
-    return [f"--{name}" for name in [*names, "config", "print-config", "help"]]
+def _unknown(word: str, cls: type) -> str:
+    """The sentence for a flag, or for a key of a file, that does not exist."""
+    dashes, name = "--" * word.startswith("-"), word.split("=")[0].lstrip("-").replace("-", "_")
+    if name in OF_TORCHRUN.split():
+        return f"{word}: is not known; torchrun starts the ranks: torchrun --standalone --nproc-per-node=N train.py"
+    names = [field.name for field in dataclasses.fields(cls)] + ["config", "print_config"] * bool(dashes)
+    name = dict(pair.split("=") for pair in ALIASES.split()).get(name, name)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"{word}: is not known; " + (f"did you mean {dashes}{close[0]}?" if close else "see --help for all that are")
 
 
-def _unknown(word: str, known: Sequence[str]) -> str:
-    bare = {name.lstrip("-"): name for name in known}  # two dashes in common are no likeness
-    close = difflib.get_close_matches(word.split("=")[0].lstrip("-").replace("-", "_"), bare, n=1)
-    return f"{word}: is not known; " + (f"did you mean {bare[close[0]]}?" if close else "see --help for all that are")
+class _HelpFormatter(argparse.HelpFormatter):
+    """One line per flag, in one spelling."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=120)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        name = action.option_strings[0]
+        if action.const is True and action.nargs:
+            return f"--[no-]{name[2:]}"
+        return f"{name} {action.metavar}" if action.metavar else name
 
 
 def _parser(cls: type) -> argparse.ArgumentParser:
@@ -364,21 +368,24 @@ def _parser(cls: type) -> argparse.ArgumentParser:
         usage="torchrun --standalone --nproc-per-node=N train.py [flags]   (or: python train.py [flags])",
         description="Flags may be written with _ or -. Defaults, then the file of --config, then flags.",
         allow_abbrev=False,
-        argument_default=_UNSET,
+        add_help=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=_HelpFormatter,
     )
-    parser.add_argument("--config", metavar="FILE", help="values from a TOML file, or from the config.json of a run")
+    general = parser.add_argument_group("general")
+    general.add_argument("--help", "-h", action="help", help="show this text and exit")
+    general.add_argument("--config", metavar="FILE", help="values from a TOML file, or from the config.json of a run")
     text = "print the resolved config as TOML and exit"
-    parser.add_argument("--print-config", "--print_config", action="store_true", help=text)
+    general.add_argument("--print_config", "--print-config", action="store_true", help=text)
     names = dict.fromkeys(field.metadata["group"] for field in dataclasses.fields(cls))
     groups = {name: parser.add_argument_group(name) for name in names}
     for field in dataclasses.fields(cls):
         name, group = field.name, groups[field.metadata["group"]]
-        text = f"{help_of(field)} [{field.default if field.default != '' else 'empty'}]".replace("%", "%%")
-        spellings = list(dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]))
+        text = help_of(field) + ("" if field.default == "" else f" [{field.default}]")
+        text, spellings = text.replace("%", "%%"), [f"--{name}", f"--{name.replace('_', '-')}"]
         if type_of(field)[0] is bool:
-            negations = list(dict.fromkeys(f"--{no}{spelled[2:]}" for no in ("no-", "no_") for spelled in spellings))
-            text += f"; also --no-{name}"
             group.add_argument(*spellings, dest=name, nargs="?", const=True, metavar="BOOL", help=text)
+            negations = [f"--{no}{spelled[2:]}" for no in ("no-", "no_") for spelled in spellings]
             group.add_argument(*negations, dest=name, action="store_false", help=argparse.SUPPRESS)
         else:
             group.add_argument(*spellings, dest=name, metavar=type_of(field)[0].__name__.upper(), help=text)
@@ -397,7 +404,7 @@ def _read_file(file: str, cls: type) -> dict[str, Any]:
         raise UserError(f"config={file}: holds no table of names and values; {remedy}")
     names = [field.name for field in dataclasses.fields(cls)]
     values = {key.replace("-", "_"): value for key, value in values.items()}
-    unknown = [f"{file}: {_unknown(key, names)}" for key in values if key not in names]
+    unknown = [f"{file}: {_unknown(key, cls)}" for key in values if key not in names]
     if unknown:
         raise UserError("\n".join(unknown))
     if path.suffix == ".json":  # how that run was started does not apply to another

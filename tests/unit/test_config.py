@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -61,6 +62,9 @@ def test_flags_with_underscores_dashes_and_negations():
         ("--amp_dtype fp16 --no-use_amp", "amp_dtype=fp16: needs mixed precision; leave out"),
         ("--btach_size 3", "--btach_size: is not known; did you mean --batch_size?"),
         ("--nonsense", "--nonsense: is not known; see --help"),
+        ("--learning_rate 1", "--learning_rate: is not known; did you mean --lr?"),
+        ("--print-confg", "--print-confg: is not known; did you mean --print_config?"),
+        ("--nproc-per-node 2", "--nproc-per-node: is not known; torchrun starts the ranks: torchrun --standalone"),
         ("--overwrite maybe", "overwrite=maybe: is not true or false; give true or false"),
         ("stray", "stray: belongs to no flag; write --flag value"),
         ("--lr", "--lr: expected one argument; see --help"),
@@ -127,6 +131,17 @@ def test_the_config_json_of_a_run_gives_its_settings_but_not_its_folders_nor_how
     config = of(f"--config {file} --run_dir runs/b")
     assert (config.overwrite, config.eval_only, config.resume_from, config.seed) == (False, False, "", 5)
     assert str(config.checkpoint_folder) == "runs/b/checkpoints"
+
+
+def test_help_shows_each_flag_once_with_its_default_in_100_lines_of_120_columns(capsys):
+    with pytest.raises(SystemExit):
+        TrainingConfig.from_args(["--help"])
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) <= 100 and max(map(len, text.splitlines())) <= 120
+    entries, fields = re.split(r"\n  --(?:\[no-])?", text)[1:], dataclasses.fields(TrainingConfig)
+    assert [entry.split()[0] for entry in entries] == ["help", "config", "print_config", *(f.name for f in fields)]
+    for entry, field in zip(entries[3:], fields, strict=True):
+        assert field.default == "" or f"[{field.default}]" in entry
 
 
 @pytest.mark.parametrize(("flags", "code"), [(["--help"], 0), (["--epochs", "x"], 2)])
