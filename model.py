@@ -115,7 +115,7 @@ def compute_loss(model: nn.Module, batch: Any) -> Metrics:
     logits = model(images)
     if model.training:
         loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=unwrap(model).label_smoothing)
-        return {"loss": (loss, len(labels)), "accuracy": (count_correct(logits, labels), len(labels))}
+        return {"loss": (loss, len(labels)), "top1": (count_correct(logits, labels), len(labels))}
     loss = F.cross_entropy(logits, labels, reduction="sum")
     top = {f"top{k}": (count_correct(logits, labels, k), len(labels)) for k in (1, 5)}
     return {"loss": (loss, len(labels))} | top

@@ -24,7 +24,6 @@ from utils.table import format_table
 
 NOT_SETTINGS = ("run_dir", "checkpoint_dir", "resume_from", "overwrite", "init_method")
 NO_RECORDS = "metric={}: no run has records of it; give a metric of the eval records"
-IN_TRAINING = {"top1": "accuracy"}  # the name that train records use
 
 
 class RunInfo:
@@ -110,8 +109,6 @@ def plot(runs: list[RunInfo], metric: str) -> str:
         covering = len(runs) - 1 - k if len(runs) <= 3 else 0
         look = {"color": color(k, len(runs)), "width": 2 + 5 * covering, "opacity": 0.35 if covering else 1.0}
         solid, dashed = run.curve("eval", metric), run.curve("train", metric)
-        if not dashed and metric in IN_TRAINING:
-            dashed = run.curve("train", IN_TRAINING[metric])
         series.append(Series(label + (" (dashed: training)" if dashed else ""), solid, **look))
         series.append(Series("", dashed, is_dashed=True, has_markers=False, **look))
         resumed = (record for record in run.records if record.get("event") == "resumed")
@@ -176,7 +173,7 @@ def main() -> int:
             from scripts.lib import report  # imports torch
 
             shown = dict(zip(labels(runs), runs, strict=True))
-            options.html.write_text(report.page(shown, differing_settings(runs), IN_TRAINING), encoding="utf-8")
+            options.html.write_text(report.page(shown, differing_settings(runs)), encoding="utf-8")
             print(f"wrote {options.html}")
         return int(options.compare and not compare(runs))
     except UserError as error:

@@ -106,7 +106,7 @@ MUTATIONS = [
     Mutation('TrainState.update_if_finite', 'self.optimizer.found_inf = skipped', 'self.optimizer.found_inf = self._zero', 'not-finite'),
     Mutation('compare', 'if provenance["fingerprint"] != fingerprint:', 'if False:', 'must-match'),
     Mutation('end_workers', 'child.kill()', 'pass', 'clean-exit'),
-    Mutation('compute_loss', 'return {"loss": (loss, len(labels)), "accuracy": (count_correct(logits, labels), len(labels))}', 'return {"loss": (loss / len(labels), len(labels)), "accuracy": (count_correct(logits, labels), len(labels))}', 'shipped-loss'),
+    Mutation('compute_loss', 'return {"loss": (loss, len(labels)), "top1": (count_correct(logits, labels), len(labels))}', 'return {"loss": (loss / len(labels), len(labels)), "top1": (count_correct(logits, labels), len(labels))}', 'shipped-loss'),
     Mutation('StepSums.lay_out', 'self.running_stats.sum_into(self.metrics.values[len(self.metrics.values) - self.running_stats.size :])', 'pass', 'batchnorm'),
     Mutation('train_one_epoch', 'for global_batch in loader.global_batches(progress.epoch, progress.samples_in_epoch):', 'for global_batch in loader.global_batches(progress.epoch, 0):', 'kills'),
     Mutation('train_one_epoch', 'if decision.save or decision.stop or is_every(config.save_every_steps, progress.step - 1):', 'if decision.save or is_every(config.save_every_steps, progress.step - 1):', 'stop'),

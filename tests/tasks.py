@@ -87,7 +87,7 @@ def image_loss(net, batch):
     logits, labels = net(batch[0]), batch[1]
     loss = F.cross_entropy(logits, labels, reduction="sum")
     if net.training:
-        return {"loss": (loss, len(labels)), "accuracy": (count_correct(logits, labels), len(labels))}
+        return {"loss": (loss, len(labels)), "top1": (count_correct(logits, labels), len(labels))}
     return {"loss": (loss, len(labels))} | {f"top{k}": (count_correct(logits, labels, k), len(labels)) for k in (1, 5)}
 
 

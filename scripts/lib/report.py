@@ -23,10 +23,8 @@ OF_TRAINING = (DATA_WAIT, "samples_per_s", "lr", "grad_norm")  # plotted after t
 STYLE = Path(__file__).with_name("report.css")
 
 
-def page(runs: dict[str, Any], differing: list[str], in_training: dict[str, str]) -> str:
-    """The page. runs: RunInfo by the name to show; differing: the settings in which they differ;
-    in_training: the name of a metric in train records, where it is another one.
-    """
+def page(runs: dict[str, Any], differing: list[str]) -> str:
+    """The page. runs: RunInfo by the name to show; differing: the settings in which they differ."""
     lines = {name: timeline.timeline(run.folder, run.records, run.status, run.goodput) for name, run in runs.items()}
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     title = ", ".join(runs) if len(runs) <= 3 else f"{len(runs)} runs"
@@ -42,7 +40,7 @@ def page(runs: dict[str, Any], differing: list[str], in_training: dict[str, str]
     else:
         shown = by_run(figures)
     parts = [f"<h1>{escape(title)}</h1><p>report of {when}</p>", *errors, section("Headline figures", shown)]
-    parts += [section("Curves", curves(runs, in_training)), section("Timeline", timelines(lines))]
+    parts += [section("Curves", curves(runs)), section("Timeline", timelines(lines))]
     parts += [section("Where the time went", by_run({name: times(run) for name, run in runs.items()}))]
     settings = {name: run.config for name, run in runs.items()}
     text = by_run({name: {key: config.get(key) for key in differing} for name, config in settings.items()})
@@ -147,27 +145,25 @@ def by_run(values: dict[str, dict[str, Any]]) -> str:
 # ---- curves ----
 
 
-def curves(runs: dict[str, Any], in_training: dict[str, str]) -> str:
+def curves(runs: dict[str, Any]) -> str:
     """A plot for each metric and each rate, with the curves of all runs; the first ones unfolded."""
     for record in (record for run in runs.values() for record in run.records if record.get("step_s")):
         record[DATA_WAIT] = 100 * (record.get("data_wait_s") or 0.0) / record["step_s"]
     found = {kind: [r for run in runs.values() for r in run.records if r["kind"] == kind] for kind in ("eval", "train")}
-    evaluated = {name for record in found["eval"] for name in record}
     names = dict.fromkeys(name for records in found.values() for record in records for name in record)
-    drawn_with = {in_training[name] for name in evaluated if name in in_training} - evaluated
-    names = [name for name in names if name not in (*OF_TRAINING, *RESERVED, *drawn_with)]
+    names = [name for name in names if name not in (*OF_TRAINING, *RESERVED)]
     chosen = [run.summary.get("best_metric") for run in runs.values()]
     names.sort(key=lambda name: (name != "loss", name not in chosen))
     names[OPEN_PLOTS - 1 : OPEN_PLOTS - 1] = OF_TRAINING[:1]  # the data wait is always among the first
     names += OF_TRAINING[1:]
-    plots = [text for name in names if (text := plot(runs, name, in_training.get(name, "")))]
+    plots = [text for name in names if (text := plot(runs, name))]
     few, more = (f'<div class="plots">{"".join(some)}</div>' for some in (plots[:OPEN_PLOTS], plots[OPEN_PLOTS:]))
     rest = folded(f"{len(plots) - OPEN_PLOTS} more plots", more) if len(plots) > OPEN_PLOTS else ""
     how = "<p>Solid: evaluation. Dashed: training.</p>" * (len(runs) > 1)  # of one run the legend tells
     return how + few + rest if plots else "<p>No records yet.</p>"
 
 
-def plot(runs: dict[str, Any], name: str, in_training: str) -> str:
+def plot(runs: dict[str, Any], name: str) -> str:
     """Empty where no run has a number of this name."""
     series, marks = [], []
     for k, (label, run) in enumerate(runs.items()):
@@ -176,7 +172,7 @@ def plot(runs: dict[str, Any], name: str, in_training: str) -> str:
         has_val = any(r.get("split") == "val" for r in evaluations)  # else the test set is evaluated meanwhile
         shown = [r for r in evaluations if (r.get("weights") == "ema") == is_average]
         solid = points([r for r in shown if not has_val or r.get("split") == "val"], name)
-        dashed = points(train, name) or points(train, in_training)
+        dashed = points(train, name)
         look, is_alone = {"color": color(k, len(runs))}, len(runs) == 1
         legend = ("evaluation" if is_alone else label) + " (averaged weights)" * is_average
         if dashed:

@@ -45,7 +45,7 @@ def test_the_loss_is_a_sum_and_metrics_are_sums_and_counts():
     smoothed, count_in_training = metrics.pop("loss")
     assert count == count_in_training == 6
     torch.testing.assert_close(smoothed, F.cross_entropy(model(images), labels, reduction="sum", label_smoothing=0.1))
-    assert set(metrics) == {"accuracy"}
+    assert set(metrics) == {"top1"}
 
 
 def test_torchvision_classifiers_by_name():

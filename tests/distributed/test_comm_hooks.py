@@ -17,7 +17,7 @@ from test_exact_resume import FLAGS as RESUME_FLAGS
 from training import TINY, difference
 
 PARAMETERS, STATISTICS = 2090, 2 * (8 + 16)  # of tasks.SmallNet
-SUMS = 4  # of loss and accuracy, and what they count
+SUMS = 4  # of loss and top1, and what they count
 WIDTHS = {"none": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 FLAGS = "--dataset_size 34 --epochs 2 --grad_accum_steps 2 --log_interval 1 --no-use_amp --lr 0.02".split()
 

@@ -81,8 +81,6 @@ class Board:
         groups = dict.fromkeys(map(_group, records))
         names = [name for name in records[0] if name not in RESERVED]
         pairs = {name: [f"train/{name}"] if name in train_names else [] for name in names}
-        if "top1" in pairs and "accuracy" in train_names:
-            pairs["top1"] = ["train/accuracy"]
         charts = {name: ["Multiline", tags + [f"{group}/{name}" for group in groups]] for name, tags in pairs.items()}
         self._write(lambda writer: writer.add_custom_scalars({"train and evaluation": charts}))
 

@@ -224,7 +224,7 @@ class Rows(Dataset):
 def costless_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Metrics:
     logits, labels = model(batch[0]), batch[1]
     loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
-    return {"loss": (loss, len(labels)), "accuracy": (count_correct(logits, labels), len(labels))}
+    return {"loss": (loss, len(labels)), "top1": (count_correct(logits, labels), len(labels))}
 
 
 @contextlib.contextmanager
