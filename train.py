@@ -7,11 +7,12 @@ scripts/launch.sh --epochs 5                                     several machine
 
 from __future__ import annotations
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig
+from utils.run.command_line import check_command_line
 from utils.signals import StopSignals, began_at, hold, release
 
 if __name__ == "__main__":
-    TrainingConfig.from_args()  # answers --help and rejects a bad flag before torch, which takes seconds, is imported
+    check_command_line()  # before torch is imported, which takes seconds
     hold()
 
 import copy
@@ -29,7 +30,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
 import dataset as your_data
@@ -76,14 +76,11 @@ from utils.training.state import TrainState
 PREEMPTED = 75  # exit code
 
 
-@record
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code: 0, or 75 for a run without torchrun that was stopped and saved."""
     config = TrainingConfig.from_args(argv)
     try:
         outcome = train(config)
-    except UserError as error:
-        raise error.with_traceback(None) from None  # torchrun's summary shows the sentence, not the traceback
     except Exception as error:
         wait_for_blame(error)
         raise
@@ -390,8 +387,7 @@ def run_as_script() -> None:
     try:
         sys.exit(main())
     except (Exception, KeyboardInterrupt) as error:
-        launch = read_launch()
-        leave_after(error, launch.rank, launch.may_restart)
+        leave_after(error)
 
 
 if __name__ == "__main__":

@@ -114,4 +114,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except (Exception, KeyboardInterrupt) as error:
-        leave_after(error, int(os.environ.get("RANK", 0)))
+        leave_after(error)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import glob
-import os
 import sys
 from pathlib import Path
 
@@ -160,4 +159,4 @@ if __name__ == "__main__":
     try:
         main()
     except (Exception, KeyboardInterrupt) as error:
-        leave_after(error, int(os.environ.get("RANK", 0)))
+        leave_after(error)

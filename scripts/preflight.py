@@ -36,7 +36,6 @@ if __name__ == "__main__":
 
 import dataclasses
 import functools
-import os
 import shutil
 import signal
 import time
@@ -205,4 +204,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except (Exception, KeyboardInterrupt) as error:
-        leave_after(error, int(os.environ.get("RANK", 0)))
+        leave_after(error)

@@ -161,4 +161,4 @@ if __name__ == "__main__":
     try:
         main()
     except (Exception, KeyboardInterrupt) as error:
-        leave_after(error, int(os.environ.get("RANK", 0)))
+        leave_after(error)

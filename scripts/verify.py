@@ -124,7 +124,7 @@ class Report:
                 self.finish()
             logging.disable(logging.NOTSET)
             self._fork.clean_up()
-            leave_after(error, rank)
+            leave_after(error)
         finally:
             logging.disable(logging.NOTSET)
 
@@ -171,4 +171,4 @@ if __name__ == "__main__":
         sys.stderr.write("interrupted: no result, nothing was written\n")
         os._exit(1)
     except Exception as error:
-        leave_after(error, int(os.environ.get("RANK", 0)))
+        leave_after(error)

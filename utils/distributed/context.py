@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from config import UserError
+
+if TYPE_CHECKING:  # torch takes seconds to import, and train.py asks for its rank before that
+    import torch
+    import torch.distributed as dist
 
 MAX_STEPS = 0xFFFFFF00  # Slurm numbers its steps below; batch scripts and interactive shells have numbers above
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import signal
 import socket
-import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -21,12 +18,12 @@ from utils.checkpoint.format import step_checkpoints
 from utils.clock import Clock
 from utils.data.worker import explain
 from utils.distributed.collectives import is_of_a_peer
-from utils.distributed.context import DistributedContext
+from utils.distributed.context import DistributedContext, Launch, read_launch
 from utils.logger import NAME
 from utils.memory import is_out_of_memory, let_go
+from utils.run.command_line import end_now, reject, report_to_torchrun
 from utils.run.folder import Run
 from utils.run.watchdog import Watchdog
-from utils.signals import end_workers
 
 SECONDS_FOR_BLAME = 2.0
 
@@ -86,19 +83,21 @@ def fail(
     raise cause from (error if cause is not error else error.__cause__)
 
 
-def leave_after(error: BaseException, rank: int, may_restart: bool = False) -> NoReturn:
-    """Log the error and end this process at once: nothing waits for peers, and no thread changes the exit code.
-
-    may_restart: torchrun would start another attempt; where that is of no use it is asked to end.
-    """
+def leave_after(error: BaseException) -> NoReturn:
+    """Log the error and end this process at once: nothing waits for peers, and no thread changes the exit code."""
     logger, is_user_error = logging.getLogger(NAME), isinstance(error, UserError)
-    if is_user_error and error.rank is not None:  # every rank has it: rank 0 logs it before any other rank leaves
-        if rank == 0:
+    try:
+        launch = read_launch()
+    except UserError:
+        launch = Launch()
+    is_expected = is_user_error or isinstance(error, TrainingError)
+    shown = str(error) if is_expected else "".join(traceback.format_exception(error))
+    report_to_torchrun(f"{type(error).__name__}: {error}", shown, launch)
+    if is_user_error and error.rank is not None:  # every rank has it
+        if launch.rank == 0:
             logger.error("%s", error)
-        time.sleep(1 if rank == 0 else 3)
-        if may_restart and error.is_final:
-            os.kill(os.getppid(), signal.SIGTERM)
-    elif is_user_error or isinstance(error, TrainingError):
+        reject(str(error), launch, error.is_final)
+    elif is_expected:
         logger.error("%s", error)
         logger.debug("traceback", exc_info=error)
     elif is_of_a_peer(error):
@@ -107,17 +106,8 @@ def leave_after(error: BaseException, rank: int, may_restart: bool = False) -> N
         logger.debug("traceback", exc_info=error)
     else:
         logger.error("this rank failed", exc_info=error)
-        logger.error("failed: rank %d on %s: %s: %s", rank, socket.gethostname(), type(error).__name__, error)
+        logger.error("failed: rank %d on %s: %s: %s", launch.rank, socket.gethostname(), type(error).__name__, error)
     end_now(2 if is_user_error else 1)
-
-
-def end_now(code: int) -> NoReturn:
-    """End this process, whatever its threads wait for."""
-    end_workers()
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def start_watchdog(
@@ -145,11 +135,7 @@ def start_watchdog(
         remedy = f"fix what the stacks in {file} show, then --resume_from auto"
         sentence = f"{text} (hang_timeout={config.hang_timeout:g}); {remedy}"
         run.failed(TrainingError(sentence, hanging, ctx.hosts[hanging]))
-        if path := ctx.launch.error_file:  # torchrun's summary shows py_callstack
-            extra = {"py_callstack": f"{stacks}\nTrainingError: {sentence}", "timestamp": str(int(time.time()))}
-            message = {"message": {"message": f"TrainingError: {sentence}", "extraInfo": extra}}
-            with suppress(OSError):
-                Path(path).write_text(json.dumps(message))
+        report_to_torchrun(f"TrainingError: {sentence}", f"{stacks}\nTrainingError: {sentence}", ctx.launch)
         end_now(1)
 
     return Watchdog(clock, run.watch_folder, ctx.rank, ctx.hosts, config.hang_timeout, every_second, report, end)

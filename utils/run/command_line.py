@@ -1,0 +1,73 @@
+"""How train.py starts, before torch is imported, which takes seconds, and how a process of it ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from typing import NoReturn
+
+from config import TrainingConfig, UserError
+from utils.distributed.context import Launch, read_launch
+from utils.signals import end_workers
+
+
+def check_command_line() -> None:
+    """Answer --help or --print-config, or reject bad flags, and exit; else print the first line. Only rank 0 prints."""
+    launch, out, err = Launch(), io.StringIO(), io.StringIO()
+    try:
+        launch = read_launch()
+        with redirect_stdout(out), redirect_stderr(err):
+            TrainingConfig.from_args()
+    except SystemExit as ended:
+        if launch.rank == 0:
+            print(out.getvalue(), end="", flush=True)
+            print(err.getvalue(), end="", file=sys.stderr, flush=True)
+        if ended.code:
+            reject(err.getvalue().strip(), launch, is_final=True)
+        raise
+    except UserError as error:  # half of the launcher's variables
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    if launch.rank == 0:
+        ranks = f"{launch.world_size} rank{'s' * (launch.world_size > 1)}"
+        print(f"starting on {ranks}; importing torch takes a few seconds", flush=True)
+
+
+def reject(sentence: str, launch: Launch, is_final: bool) -> NoReturn:
+    """End this process for an error of the user that every rank has, and that rank 0 has printed.
+
+    torchrun reports each rank that fails. So that it reports the sentence once, one rank of each node fails.
+
+    is_final: torchrun is to start no other attempt.
+    """
+    if launch.is_under_torchrun and launch.local_rank > 0:
+        end_now(0)
+    report_to_torchrun(f"UserError: {sentence}", sentence, launch)
+    if launch.is_launched:  # the launcher ends all ranks when one fails: rank 0 first prints the error
+        time.sleep(1 if launch.rank == 0 else 3)
+    if launch.may_restart and is_final:
+        os.kill(os.getppid(), signal.SIGTERM)
+    end_now(2)
+
+
+def report_to_torchrun(message: str, shown: str, launch: Launch) -> None:
+    """Write what torchrun's summary shows of this rank, and launch.sh reads: `shown`, and the error in one line."""
+    if launch.error_file:
+        extra = {"py_callstack": shown, "timestamp": str(int(time.time()))}
+        with suppress(OSError), open(launch.error_file, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+
+
+def end_now(code: int) -> NoReturn:
+    """End this process, whatever its threads wait for."""
+    end_workers()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
