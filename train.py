@@ -323,14 +323,15 @@ def test_best(training: Training) -> list[dict[str, Any]]:
         model.load_state_dict((weights == "ema" and payload["ema"]) or payload["model"])
     records = evaluate_split(training, "test", {weights: model})
     if records:
-        training.reporter.evaluated(records, time.perf_counter() - began, is_best=False)
+        training.reporter.evaluated(records, time.perf_counter() - began, False, "best checkpoint")
     return records
 
 
 def evaluate_split(training: Training, split: str, models: dict[str, nn.Module]) -> list[dict[str, Any]]:
     """As `evaluate_all`, for one of the held-out sets."""
     state = training.state
-    common = (training.seams.compute_loss, state.progress, state.precision, training.ctx, training.consensus)
+    common = (training.seams.compute_loss, state.progress, state.precision, training.ctx)
+    common += (training.logger, training.consensus)
     return evaluate_all(models, split, training.held_out[split], *common)
 
 
@@ -356,7 +357,7 @@ def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, 
     for split, dataset in sets.held_out.items():
         began = time.perf_counter()
         loader = create_evaluation_dataloader(dataset, config, ctx)
-        found = evaluate_all(models, split, loader, seams.compute_loss, progress, state.precision, ctx)
+        found = evaluate_all(models, split, loader, seams.compute_loss, progress, state.precision, ctx, logger)
         log_epoch_summary(logger, found, time.perf_counter() - began, is_best=False)
         records += found
     outcome = {"checkpoint": str(path), "data_dir": config.data_dir, "records": records}

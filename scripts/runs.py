@@ -89,7 +89,7 @@ def differing_settings(runs: list[RunInfo]) -> list[str]:
 def table(runs: list[RunInfo], metric: str) -> str:
     """One row per run: state, progress, results, time, size, and the settings that differ."""
     differing = differing_settings(runs)
-    rows = [["run", "state", "epoch", "step", "best", f"final {metric}", "minutes", "MB", *differing]]
+    rows = [["run", "state", "epochs", "step", "best", f"final {metric}", "minutes", "MB", *differing]]
     for run in runs:
         summary, status = run.summary, run.status
         best, wall = summary.get("best_value"), summary.get("wall_s")

@@ -71,6 +71,7 @@ from lib.scaling import report as reporting
 from lib.scaling.measure import measure
 from utils.distributed.collectives import all_gather_json
 from utils.files import replace_json
+from utils.logger import count
 from utils.run.failures import leave_after
 
 
@@ -111,7 +112,7 @@ def launch(ranks: int, file: Path, options: argparse.Namespace, flags: list[str]
     env = {"OMP_NUM_THREADS": threads} | {k: v for k, v in os.environ.items() if not k.startswith("PET_")}
     with processes.running(command, stdout=subprocess.DEVNULL, env=env) as process:
         if process.wait():
-            raise TrainingError(f"{ranks} rank(s): the measurement failed; the lines above say why")
+            raise TrainingError(f"{count(ranks, 'rank')}: the measurement failed; the lines above say why")
 
 
 def measure_here(options: argparse.Namespace, flags: list[str], config: TrainingConfig) -> None:

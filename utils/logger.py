@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import socket
 import sys
 import time
@@ -16,6 +17,7 @@ from utils.metrics import RESERVED
 
 NAME = "ddp"
 BAR_WIDTH = 24
+COLUMNS = 120  # of a line of an interval, at most
 
 
 class _FileFormatter(logging.Formatter):
@@ -106,41 +108,65 @@ def log_training_step(
     world_size: int,
     counts_per_s: float | None = None,
 ) -> None:
-    """One line for a train record. counts_per_s: of what the loss counts, shown where that is not samples."""
+    """One line for a train record, of at most 120 columns: metrics and details are shown as far as they fit.
+
+    counts_per_s: of what the loss counts, shown where that is not samples.
+    """
     rate, step_s = record["samples_per_s"], record["step_s"]
-    shown = [f"epoch {record['epoch']}", f"step {record['step']}/{total_steps}", f"loss {show(record['loss'])}"]
-    shown += [f"{name} {show(record[name])}" for name in metrics]
-    shown += [f"lr {record['lr']:.3g}", f"{rate:,.0f} samples/s ({rate / world_size:,.0f} a rank)"]
-    if counts_per_s is not None and round(counts_per_s) != round(rate):
-        shown[-1] += f", {counts_per_s:,.0f} counts/s"
-    shown.append(f"data wait {record['data_wait_s'] / step_s if step_s else 0:.0%}")
-    shown.append(f"mem {record['peak_memory_bytes'] / 2**30:.2f} GiB")
-    shown.append(f"{duration(step_s * (total_steps - record['step']))} left")
-    logger.info("%s", " | ".join(shown))
+    begin = [f"epoch {record['epoch'] + 1}", f"step {record['step']}/{total_steps}", f"loss {show(record['loss'])}"]
+    end = [f"lr {record['lr']:.3g}", f"{rate:,.0f} samples/s"]
+    if left := total_steps - record["step"]:
+        end.append(f"{duration(step_s * left)} left")
+
+    def has_room(part: str) -> bool:
+        return len(" | ".join([*begin, *end, part])) <= COLUMNS
+
+    for name in metrics:
+        part = f"{name} {show(record[name])}"
+        begin += [part] * has_room(part)
+    if world_size > 1 and has_room(f"{rate:,.0f} per rank"):
+        end[1] += f" ({rate / world_size:,.0f} per rank)"
+    waited = record["data_wait_s"] / step_s if step_s else 0.0
+    details = [f"data wait {waited:.0%}"] * (waited >= 0.01)
+    details += [f"{counts_per_s:,.0f} counts/s"] * (counts_per_s is not None and round(counts_per_s) != round(rate))
+    details.append(f"mem {record['peak_memory_bytes'] / 2**30:.2f} GiB")
+    for part in details:
+        end += [part] * has_room(part)
+    logger.info("%s", " | ".join(begin + end))
 
 
-def log_epoch_summary(logger: logging.Logger, records: list[dict[str, Any]], seconds: float, is_best: bool) -> None:
-    """One line for the evaluations at the end of an epoch: each split and kind of weights, with their metrics."""
-    parts = []
+def log_epoch_summary(
+    logger: logging.Logger, records: list[dict[str, Any]], seconds: float, is_best: bool, title: str = ""
+) -> None:
+    """One line for an evaluation: each split and kind of weights, with their metrics.
+
+    title: what was evaluated, where that is not the model at the end of an epoch.
+    """
+    parts = [title or f"epoch {records[0]['epoch'] + 1}"]
     for record in records:
         values = ", ".join(f"{name} {show(value)}" for name, value in record.items() if name not in RESERVED)
-        name = record["split"] + (" (ema)" if record["weights"] == "ema" else "")
-        parts.append(f"{name}: {values} on {record['count']:,} samples")
-    ending = f" in {duration(seconds)}" + (" -- best so far" if is_best else "")
-    logger.info("== epoch %s done, %s%s", records[0]["epoch"], "; ".join(parts), ending)
+        parts.append(f"{record['split']}{' (ema)' * (record['weights'] == 'ema')}: {values}")
+    parts.append(f"{count(records[0]['count'], 'sample')} in {duration(seconds)}")
+    logger.info("%s", " | ".join(parts + ["best so far"] * is_best))
 
 
 def has_terminal(logger: logging.Logger) -> bool:
     return any(isinstance(handler, _ConsoleHandler) and handler.stream.isatty() for handler in logger.handlers)
 
 
-def show_progress(logger: logging.Logger, step: int, total_steps: int, label: str) -> None:
+def show_progress(logger: logging.Logger, step: int, total_steps: int, label: str, more: str = "") -> None:
     """A progress bar, only where this logger writes to a terminal."""
     filled = BAR_WIDTH * step // max(1, total_steps)
-    bar = f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {label} {step}/{total_steps}"
+    bar = f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {label} {step}/{total_steps}{more}"
     for handler in logger.handlers:
         if isinstance(handler, _ConsoleHandler) and handler.level == logging.INFO:
-            handler.show_bar(bar)
+            handler.show_bar(bar[: shutil.get_terminal_size().columns - 1])  # a longer one could not be replaced
+
+
+def count(things: Any, name: str) -> str:
+    """A number and its noun: 1 node, 2 nodes."""
+    number = things if isinstance(things, int) else len(things)
+    return f"{number:,} {name}{'' if number == 1 else 's'}"
 
 
 def show(value: float | None) -> str:
@@ -148,7 +174,9 @@ def show(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: 5 s, 1 min 05 s, 1 h 02 min."""
+    """Seconds for people: 0.5 s, 5 s, 1 min 05 s, 1 h 02 min."""
+    if 0 < seconds < 0.95:
+        return f"{max(seconds, 0.1):.1f} s"
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -33,7 +33,7 @@ def test_a_table_of_runs_has_only_the_settings_that_differ(two_runs):
     ended = run_script("runs.py", two_runs.root)
     assert ended.code == 0, ended.text
     header, *rows = ended.out.splitlines()
-    assert header.split() == "run state epoch step best final top1 minutes MB lr".split()
+    assert header.split() == "run state epochs step best final top1 minutes MB lr".split()
     assert len(rows) == 2 and all("completed" in row and re.search(r"top1 \d\.\d{4}", row) for row in rows)
     assert rows[0].endswith("0.05") and rows[1].endswith("0.01")
 

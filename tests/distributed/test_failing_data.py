@@ -26,7 +26,7 @@ def test_a_worker_that_hangs_ends_the_run_with_its_rank_and_samples(runs):
     ended = finish(WarmLaunch(2, runs.program(HANGS), words))
     assert ended.code == 1 and ended.left == 0, ended.text
     status = runs.json("run", "status.json")
-    expected = r"rank 1: a loader worker hangs: no batch for 11 s \(samples (\d+, ){3}\d+ of train in epoch 0\); fix "
+    expected = r"rank 1: a loader worker hangs: no batch for 11 s \(samples (\d+, ){3}\d+ of train in epoch 1\); fix "
     assert (status["state"], status["rank"]) == ("failed", 1) and re.search(expected, status["error"]), str(status)
     assert re.search(expected, ended.text)
 

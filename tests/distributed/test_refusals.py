@@ -68,7 +68,7 @@ def test_no_variables_are_a_world_of_one_and_all_are_a_rank(monkeypatch):
         ("auto", 0, ("gloo", torch.device("cpu"))),
         ("auto", 8, ("nccl", torch.device("cuda", 3))),
         ("gloo", 8, ("gloo", torch.device("cpu"))),
-        ("auto", 2, "LOCAL_RANK=3: this machine shows 2 GPU.s., one for each rank; start with --nproc-per-node=2"),
+        ("auto", 2, "LOCAL_RANK=3: this machine shows 2 GPUs, one for each rank; start with --nproc-per-node=2"),
         ("mpi", 0, "backend=mpi: this build of torch has no mpi; choose one of .*gloo"),
     ],
 )

@@ -22,8 +22,8 @@ def strikes_at(step: int, what: str) -> str:
 def is_diagnosed(drill: Drill, text: str, step: int, epoch: int, cause: str, *flags: object) -> None:
     """The sentence names the step and its samples: those of a run without a fault."""
     said = (
-        rf"the last 3 attempts all failed at step {step} \(epoch {epoch}, samples \[(.*)\]\) without a new checkpoint,"
-        rf" the last one with: {cause}"
+        rf"the last 3 attempts all failed at step {step} \(epoch {epoch + 1}, samples \[(.*)\]\) without a new"
+        rf" checkpoint, the last one with: {cause}"
     )
     says(text, said)
     indices = re.search(said, text)[1].split(", ")

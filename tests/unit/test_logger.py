@@ -13,7 +13,7 @@ RECORD = {
     "epoch": 1,
     "step": 40,
     "loss": 1.25,
-    "accuracy": 0.5,
+    "top1": 0.5,
     "lr": 0.01,
     "samples_per_s": 2000.0,
     "counts_per_s": 2000.0,
@@ -32,16 +32,19 @@ def test_rank_0_shows_information_and_other_ranks_only_warnings(capsys):
 
 
 def test_a_training_line_says_where_how_well_how_fast_and_how_long(capsys):
-    log_training_step(setup_logger(0), RECORD, ["accuracy"], total_steps=640, world_size=4)
-    line = capsys.readouterr().out
-    for part in ("epoch 1", "step 40/640", "loss 1.2500", "accuracy 0.5000", "lr 0.01", "2,000 samples/s (500 a rank)"):
-        assert part in line
-    for part in ("data wait 10%", "mem 1.00 GiB", "1 min 00 s left"):
-        assert part in line
-    log_training_step(setup_logger(0), RECORD | {"loss": None}, [], 640, 1)
-    assert "loss not finite" in capsys.readouterr().out
-    log_training_step(setup_logger(0), RECORD, [], 640, 4, counts_per_s=81_234.4)
-    assert "2,000 samples/s (500 a rank), 81,234 counts/s" in capsys.readouterr().out
+    def line(world_size=1, metrics=(), counts_per_s=2000.0, **changed):
+        log_training_step(setup_logger(0), RECORD | changed, [*metrics], 640, world_size, counts_per_s)
+        return capsys.readouterr().out.rstrip("\n")
+
+    begin = "epoch 2 | step 40/640 | loss 1.2500"  # epochs count from 1 for people, and from 0 in records
+    rate, left, memory = "lr 0.01 | 2,000 samples/s", "1 min 00 s left", "mem 1.00 GiB"
+    assert line(metrics=["top1"]) == f"{begin} | top1 0.5000 | {rate} | {left} | data wait 10%"  # full
+    assert line(data_wait_s=0.0009) == f"{begin} | {rate} | {left} | {memory}"
+    assert line(4, data_wait_s=0) == f"{begin} | {rate} (500 per rank) | {left} | {memory}"
+    assert line(counts_per_s=81_234.4, data_wait_s=0) == f"{begin} | {rate} | {left} | 81,234 counts/s | {memory}"
+    assert line(step=640).endswith(f"{rate} | data wait 10% | {memory}") and "loss not finite" in line(loss=None)
+    many = {f"metric_{k}": 0.5 for k in range(9)}
+    assert len(found := line(4, many, 1e7, **many)) <= 120 and "metric_1" in found and left in found
 
 
 def test_an_epoch_line_has_each_split_and_kind_of_weights(capsys):
@@ -49,8 +52,10 @@ def test_an_epoch_line_has_each_split_and_kind_of_weights(capsys):
     record["count"] = 1000
     log_epoch_summary(setup_logger(0), [record, record | {"weights": "ema", "top1": 0.95}], 3.0, is_best=True)
     line = capsys.readouterr().out
-    assert "epoch 2" in line and "val: loss 0.5000, top1 0.9000 on 1,000 samples" in line
-    assert "val (ema): loss 0.5000, top1 0.9500" in line and "best so far" in line
+    scores = "val: loss 0.5000, top1 0.9000 | val (ema): loss 0.5000, top1 0.9500"
+    assert line == f"epoch 3 | {scores} | 1,000 samples in 3 s | best so far\n"
+    log_epoch_summary(setup_logger(0), [record | {"split": "test", "count": 1}], 0.2, False, "best checkpoint")
+    assert capsys.readouterr().out == "best checkpoint | test: loss 0.5000, top1 0.9000 | 1 sample in 0.2 s\n"
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -59,10 +64,10 @@ def test_a_progress_bar_only_on_a_terminal(monkeypatch, is_terminal):
     screen.isatty = lambda: is_terminal
     monkeypatch.setattr(sys, "stdout", screen)
     logger = setup_logger(0)
-    show_progress(logger, 3, 12, "step")
+    show_progress(logger, 3, 12, "step", " | loss 0.5" + 200 * ".")
     logger.info("a line")
     text = screen.getvalue()
-    assert ("[######" in text and "step 3/12" in text) is is_terminal
+    assert ("[######" in text and "step 3/12 | loss 0.5" in text) is is_terminal and len(text) < 120  # one line
     assert text.endswith("a line\n")
 
 
@@ -81,4 +86,4 @@ def test_a_run_goes_on_when_its_terminal_closes(monkeypatch, speak):
 
 
 def test_durations():
-    assert [duration(s) for s in (5, 65, 3725)] == ["5 s", "1 min 05 s", "1 h 02 min"]
+    assert [duration(s) for s in (0.04, 0.5, 5, 65, 3725)] == ["0.1 s", "0.5 s", "5 s", "1 min 05 s", "1 h 02 min"]

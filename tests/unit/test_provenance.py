@@ -37,7 +37,7 @@ def changed(what):
 
 
 def test_it_holds_as_long_as_code_versions_and_task_are_the_same(verified):
-    passed = "net on data, 4 rank(s), 2026-11-21"
+    passed = "net on data, 4 ranks, 2026-11-21"
     assert provenance.verification(TASK) == (True, f"verified with this code: {passed}")
     (provenance.ROOT / "dataset.py").write_text("not imported then")
     assert provenance.verification(TASK)[0]

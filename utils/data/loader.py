@@ -154,7 +154,7 @@ class GlobalBatchLoader:
         micro_batch = next(itertools.islice(self.sampler.micro_batches(), number, None), None)
         indices = micro_batch.indices if micro_batch else []
         some = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
-        return f"samples {some} of {getattr(self.dataset, 'split', 'the data set')} in epoch {self.sampler.epoch}"
+        return f"samples {some} of {getattr(self.dataset, 'split', 'the data set')} in epoch {self.sampler.epoch + 1}"
 
     def _stage(self, item: tuple[MicroBatch, Any]) -> tuple[MicroBatch, Any]:
         if isinstance(item[1], UserError):

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from config import UserError
+from utils.logger import count
 
 
 def choose_device(backend: str, local_rank: int) -> tuple[str, torch.device]:
@@ -27,7 +28,7 @@ def choose_device(backend: str, local_rank: int) -> tuple[str, torch.device]:
         )
     if local_rank >= gpus:
         raise UserError(
-            f"LOCAL_RANK={local_rank}: this machine shows {gpus} GPU(s), one for each rank; start with"
+            f"LOCAL_RANK={local_rank}: this machine shows {count(gpus, 'GPU')}, one for each rank; start with"
             f" --nproc-per-node={gpus}"
         )
     return backend, torch.device("cuda", local_rank)

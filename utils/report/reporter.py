@@ -16,7 +16,7 @@ from utils.clock import STEP_PHASES, Clock, slowest
 from utils.data.loader import GlobalBatchLoader, usable_cpus
 from utils.data.sets import kind_of
 from utils.distributed.context import DistributedContext
-from utils.logger import duration, has_terminal, log_epoch_summary, log_training_step, show_progress
+from utils.logger import count, duration, has_terminal, log_epoch_summary, log_training_step, show, show_progress
 from utils.memory import peak_memory
 from utils.metrics import RESERVED
 from utils.report.goodput import ACCOUNTS, Goodput, share_in_training
@@ -30,6 +30,7 @@ from utils.training.state import Progress, TrainState
 READS = ": one read from the device a step, since it does not know found_inf (a fused optimizer of torch does)"
 STRAGGLES = 1.5  # times the median
 LEAST_EXCESS = 0.25  # seconds over the median in an interval: below that it is noise
+MIN_SECONDS_FOR_GOODPUT = 60  # in a shorter run it is the time to start
 MAX_DATA_WAIT = 0.2  # of an interval, above which the loader's flags are worth a look
 
 
@@ -67,6 +68,7 @@ class Reporter:
         self._spent = dict(clock.seconds)  # up to the last log point
         self._log_points = 0
         self._has_terminal = has_terminal(logger)
+        self._latest: dict[str, Any] = {}  # train record, for the progress bar
 
     def start(self, decided: dict[str, str], differences: list[str], progress: Progress) -> None:
         """Report what was decided and where the run comes from.
@@ -103,7 +105,11 @@ class Reporter:
         self._samples += samples
         self._steps += 1
         if self._has_terminal:
-            show_progress(self._logger, step, self._total_steps, "step")
+            more = ""
+            if latest := self._latest:
+                left = duration(latest["step_s"] * (self._total_steps - step))
+                more = f" | loss {show(latest['loss'])} | {latest['samples_per_s']:,.0f} samples/s | {left} left"
+            show_progress(self._logger, step, self._total_steps, "step", more)
         self._profiler.step()
 
     def record_samples(self, progress: Progress, indices: list[int]) -> None:
@@ -135,7 +141,7 @@ class Reporter:
         progress, steps = state.progress, max(1, self._steps)
         means = {"loss": means.pop("loss")} | means
         self._train_names = list(means)
-        record = self._run.record(
+        record = self._latest = self._run.record(
             "train",
             epoch=progress.epoch,
             step=progress.step,
@@ -199,12 +205,12 @@ class Reporter:
             self._run.warn("log_images: %s: %s; no more images are shown in this attempt", type(error).__name__, error)
         model.train(was_training)
 
-    def evaluated(self, records: list[dict[str, Any]], seconds: float, is_best: bool) -> None:
+    def evaluated(self, records: list[dict[str, Any]], seconds: float, is_best: bool, title: str = "") -> None:
         for record in records:
             self._run.record(**record, seconds=round(seconds, 3), time=now())
             self._board.scalars(record)
         self._board.layout(self._train_names, records)
-        log_epoch_summary(self._logger, records, seconds, is_best)
+        log_epoch_summary(self._logger, records, seconds, is_best, title)
 
     def finish(self, ending: str, state: TrainState, best_metric: str, test: list[dict[str, Any]]) -> dict[str, Any]:
         """Write summary.json and the last status, and show the next commands."""
@@ -260,23 +266,26 @@ def decisions(
     origin: dict[str, Any],
 ) -> dict[str, str]:
     """What the banner shows: all that was decided at the start, in numbers. origin: of provenance.json."""
+    sampler = loader.sampler
     decided = {
         "run": str(run.folder),
         "ranks": f"{ctx.world_size} on {count(set(ctx.hosts), 'node')}: {', '.join(sorted(set(ctx.device_names)))}",
         "model": _model_line(config, state),
         "data": _data_line(loader, held_out),
         "workers": f"{loader.num_workers} per rank",
-        "batch": _batch_line(config, loader.sampler.micro_batches_per_step, ctx.world_size),
-        "steps": f"{state.total_steps:,}, {loader.sampler.steps_per_epoch:,} per epoch",
+        "batch": _batch_line(config, sampler.micro_batches_per_step, ctx.world_size),
+        "steps": f"{state.total_steps:,}, {sampler.steps_per_epoch:,} per epoch",
         "precision": state.precision.title + ", channels_last" * is_channels_last(state.model),
         "optimizer": type(state.optimizer).__name__ + ("" if state.skips_on_device else READS),
-        "gradients": _gradient_line(config, state.model, ctx.world_size),
+        **({"gradients": _gradient_line(config, state.model)} if ctx.world_size > 1 else {}),
         "checkpoints": _checkpoint_line(config),
         "verify": origin["verification"],
+        "versions": _versions_line(origin["versions"]),
+        "commit": origin["git_commit"][:12] + ", with uncommitted changes" * origin["git_dirty"] or "unknown",
     }
     if run.resume_path:
-        progress = state.progress
-        where = f"epoch {progress.epoch}, step {progress.step}, {progress.samples_in_epoch:,} samples into the epoch"
+        progress, samples = state.progress, f"{state.progress.samples_in_epoch:,} of {sampler.samples_per_epoch:,}"
+        where = f"step {progress.step}, epoch {progress.epoch + 1}, {samples} samples"
         decided["resumed"] = f"{run.resume_path}: {where}"
     if changed := origin["changed_template_files"]:
         decided["changed"] = f"files of the template: {', '.join(changed)}"
@@ -296,12 +305,6 @@ def is_channels_last(model: nn.Module) -> bool:
     """Whether it has a convolution in that memory format."""
     weights = [p for p in model.parameters() if p.ndim == 4]
     return any(p.is_contiguous(memory_format=torch.channels_last) and not p.is_contiguous() for p in weights)
-
-
-def count(things: Any, name: str) -> str:
-    """A number and its noun: 1 node, 2 nodes."""
-    number = things if isinstance(things, int) else len(things)
-    return f"{number:,} {name}{'' if number == 1 else 's'}"
 
 
 def _model_line(config: TrainingConfig, state: TrainState) -> str:
@@ -336,10 +339,14 @@ def _batch_line(config: TrainingConfig, micro_batches: int, ranks: int) -> str:
     )
 
 
-def _gradient_line(config: TrainingConfig, model: nn.Module, world_size: int) -> str:
+def _versions_line(versions: dict[str, str]) -> str:
+    """torch 2.15.0, CUDA 13.0, NCCL 2.28.3, Python 3.11.2."""
+    titles = {"torch": "torch", "cuda": "CUDA", "nccl": "NCCL", "python": "Python"}
+    return ", ".join(f"{title} {versions[name]}" for name, title in titles.items() if name in versions)
+
+
+def _gradient_line(config: TrainingConfig, model: nn.Module) -> str:
     """What an optimizer step sends."""
-    if world_size == 1:
-        return "not sent: one rank"
     size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) / 2**20
     hook = "" if config.comm_hook == "none" else f", rounded to {config.comm_hook}"
     return f"{size:.2f} MB per step, in buckets of about {bucket_megabytes(model, config):.2f} MB{hook}"
@@ -357,31 +364,37 @@ def _checkpoint_line(config: TrainingConfig) -> str:
 def end_text(summary: dict[str, Any], run: Run, config: TrainingConfig, trained_s: float) -> str:
     """The end summary, with the next commands. trained_s: seconds in training, of all attempts."""
     skipped = f" ({summary['skipped_steps']} skipped: non-finite loss or gradient)" if summary["skipped_steps"] else ""
-    average = " --ema" if config.ema_decay else ""  # the weights that the best checkpoint was chosen by
-    restarts = f", {count(summary['restarts'], 'restart')}" if summary["restarts"] else ""
     times = {name.removesuffix("_s").replace("_", " "): seconds for name, seconds in summary["time"].items()}
+    idle = times.pop("down")  # between attempts
     shown = ", ".join(f"{name} {duration(seconds)}" for name, seconds in times.items() if seconds >= 0.5)
+    total = sum(times.values())
+    goodput = f", goodput {times['training'] / total:.0%}" if total >= MIN_SECONDS_FOR_GOODPUT else ""
+    restarts = f", {count(summary['restarts'], 'restart')}" if summary["restarts"] else ""
+    restarts += f", {duration(idle)} between attempts" if idle >= 0.5 else ""
     lines = [
         f"{summary['state']}: {count(summary['epochs'], 'epoch')}, {count(summary['steps'], 'step')}{skipped},"
         f" {summary['samples_seen']:,} samples in {duration(trained_s)} of training,"
-        f" {summary['samples_per_s']:,.0f} samples/s",
-        f"time: {duration(summary['wall_s'])} ({shown}), goodput {summary['goodput']:.0%}{restarts}",
+        f" {summary['samples_per_s']:,.0f} samples/s, peak memory {summary['peak_memory_bytes'] / 2**30:.2f} GiB",
+        f"time: {duration(total)} ({shown}){goodput}{restarts}",
     ]
     if summary["best_value"] is not None:
-        whose = " (averaged weights)" if average else ""
-        best = f"{summary['best_metric']} {summary['best_value']:.4f}{whose}"
-        lines.append(f"best {best} in epoch {summary['best_epoch']}")
+        whose = " (averaged weights)" if config.ema_decay else ""
+        lines.append(
+            f"best: {summary['best_metric']} {summary['best_value']:.4f}{whose} in epoch {summary['best_epoch'] + 1}"
+        )
     if summary["state"] == "preempted":
         change = "with --resume_from auto" + (" instead of --overwrite" if config.overwrite else "")
         return "\n".join([*lines, f"to continue: the same command {change}"])
     best = run.checkpoints / "best.pt"
     source = best if best.exists() else next(iter(sorted(run.checkpoints.glob("step_*.pt"), reverse=True)), best)
+    average = " --ema" if config.ema_decay else ""  # the weights that the best checkpoint was chosen by
     return "\n".join(
         [
             *lines,
             "next:",
             f"  tensorboard --logdir {run.folder}",
-            f"  python scripts/runs.py {run.folder.parent} --plot {run.folder}/curves.svg",
+            f"  python scripts/runs.py {run.folder} --plot {run.folder}/curves.svg",
+            *[f"  python train.py --config {run.folder}/config.json --eval_only"] * bool(summary["final"]),
             f"  python scripts/export.py {source} {run.folder}/model.pt{average}",
         ]
     )

@@ -18,6 +18,7 @@ from utils.checkpoint import format as checkpoint
 from utils.data.sampler import GlobalBatchSampler
 from utils.files import TEMPORARY, LinesFile, finite, keep_lines, read_json, read_lines, replace_json
 from utils.logger import NAME as LOGGER
+from utils.logger import count
 from utils.run.lock import NAME as LOCK
 from utils.run.lock import RunLock, repeated_failures
 from utils.run.provenance import now
@@ -187,7 +188,7 @@ class Run:
             self.event("skipped_step", each.step, epoch=each.epoch, indices=indices, reason=each.reason)
         if skipped:
             steps = ", ".join(str(each.step) for each in skipped[:5]) + (", ..." if len(skipped) > 5 else "")
-            self.warn("skipped %d optimizer step(s) with a non-finite loss or gradient: %s", len(skipped), steps)
+            self.warn("skipped %s with a non-finite loss or gradient: %s", count(skipped, "optimizer step"), steps)
 
     def log(self, text: str, *values: Any) -> None:
         logging.getLogger(LOGGER).info(text, *values)

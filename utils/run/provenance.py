@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from config import TrainingConfig, fields_of_yours, type_of
+from utils.logger import count
 
 ROOT = Path(__file__).resolve().parents[2]
 VERIFIED = ROOT / "verified.json"  # what scripts/verify.py found
@@ -117,7 +118,7 @@ def verification(task: str) -> tuple[bool, str]:
         changed += [f"{name} {before[name]} -> {here.get(name)}" for name in before if before[name] != here.get(name)]
         broken = [name for name, outcome in found["invariants"].items() if not outcome["passed"]]
         verified, is_passed = found["task"], found["passed"]
-        what = f"{verified}, {found['ranks']} rank(s), {found['time'][:10]}"
+        what = f"{verified}, {count(found['ranks'], 'rank')}, {found['time'][:10]}"
     except (OSError, ValueError, LookupError, AttributeError, TypeError):
         return False, "not verified; scripts/verify.py checks your model and data in a minute"
     if changed:

@@ -153,7 +153,7 @@ def diagnosis(failures: list[dict[str, Any]], progress: Progress, sampler: Globa
     step, size = failures[-1]["step"], sampler.global_batch_size
     first = progress.samples_in_epoch + (step - progress.step - 1) * size
     indices = sampler.order(progress.epoch)[max(0, first) : first + size].tolist()[:32]
-    which = f" (epoch {progress.epoch}, samples {indices})" if indices else ""
+    which = f" (epoch {progress.epoch + 1}, samples {indices})" if indices else ""
     return (
         f"the last {len(failures)} attempts all failed at step {step}{which} without a new checkpoint, the last one"
         f" with: {failures[-1]['error']}; fix that and start again: there are {MAX_FAILURES} more attempts"

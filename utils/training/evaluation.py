@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +15,7 @@ from utils.data.loader import GlobalBatchLoader
 from utils.distributed.collectives import all_gather_json, require_equal
 from utils.distributed.consensus import Consensus
 from utils.distributed.context import DistributedContext
+from utils.logger import show_progress
 from utils.metrics import MetricTracker, check_metrics
 from utils.training.precision import Precision
 from utils.training.seams import ComputeLoss
@@ -26,14 +30,18 @@ def evaluate(
     precision: Precision,
     ctx: DistributedContext,
     consensus: Consensus | None = None,
+    show: Callable[[int, int], None] | None = None,
 ) -> dict[str, float] | None:
     """The mean loss and metrics over a set, and its "count". None when the ranks agreed to stop meanwhile.
 
     Every rank makes the same number of steps; in one without a micro-batch of its own it computes padding.
+
+    Args:
+        show: called with the number of the step, from 1, and how many there are.
     """
     model.eval()
     tracker, samples = MetricTracker(ctx.device), 0
-    for global_batch in loader.global_batches(epoch=0):
+    for step, global_batch in enumerate(loader.global_batches(epoch=0), start=1):
         for micro_batch in global_batch:
             with precision.autocast():
                 metrics = compute_loss(model, micro_batch.batch)
@@ -42,6 +50,8 @@ def evaluate(
             if not micro_batch.is_padding:
                 tracker.update(metrics)
                 samples += len(micro_batch.indices)
+        if show:
+            show(step, loader.sampler.steps_per_epoch)
         if consensus and consensus.step().stop:
             consensus.flush()
             return None
@@ -65,13 +75,15 @@ def evaluate_all(
     progress: Progress,
     precision: Precision,
     ctx: DistributedContext,
+    logger: logging.Logger,
     consensus: Consensus | None = None,
 ) -> list[dict[str, Any]]:
     """An eval record for each kind of weights; none when the ranks agreed to stop meanwhile."""
     records = []
     where = {"epoch": progress.epoch, "step": progress.step, "split": getattr(loader.dataset, "split", split)}
     for weights, model in models.items():
-        means = evaluate(model, loader, compute_loss, precision, ctx, consensus)
+        show = partial(show_progress, logger, label=where["split"] + " (ema)" * (weights == "ema"))
+        means = evaluate(model, loader, compute_loss, precision, ctx, consensus, show)
         if means is None:
             return []
         records.append({"kind": "eval", **where, "weights": weights, **means})

@@ -42,7 +42,7 @@ def order(fork: Fork) -> str:
         never, often = (count == 0).nonzero().flatten().tolist(), (count > 1).nonzero().flatten().tolist()
         if (len(never) > dropped or often) and not may_repeat:
             raise Broken(
-                f"epoch {epoch}: {len(never) - dropped} samples are never visited and {len(often)} more than once"
+                f"epoch {epoch + 1}: {len(never) - dropped} samples are never visited and {len(often)} more than once"
                 f" (sample {[*often, *never][0]}): a custom sampler; visit each once, or set with_replacement = True on"
                 " the data"
             )

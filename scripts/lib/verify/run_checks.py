@@ -30,7 +30,7 @@ def training(fork: Fork) -> str:
     for epoch, indices in seen.items():
         if sorted(indices) != list(range(count)):
             found = f"{len(set(indices))} of {count} samples in {len(indices)} visits"
-            raise Broken(f"epoch {epoch} trained on {found}: a custom training loop or loader; see train_one_epoch")
+            raise Broken(f"epoch {epoch + 1} trained on {found}: a custom training loop or loader; see train_one_epoch")
     return f"2 epochs of {plural(count, 'sample')} in {progress.step} steps: each sample once per epoch"
 
 
