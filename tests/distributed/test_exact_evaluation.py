@@ -44,7 +44,9 @@ def evaluations(task, workers, bf16=False):
                 create_evaluation_dataloader(data, config, ctx),
                 image_loss if task == "images" else token_loss,
             )
-            found[-1][0] = evaluate(net, loader, loss, precision, ctx)
+            shown = []  # by the progress bar
+            found[-1][0] = evaluate(net, loader, loss, precision, ctx, show=lambda *now, to=shown: to.append(now))
+            assert shown == [(step, len(shown)) for step in range(1, len(shown) + 1)] and shown
     cleanup_distributed()
     return found
 
