@@ -15,7 +15,7 @@ from config import UserError
 Metrics = dict[str, tuple]  # name -> (sum, count) or (sum, count, function of their quotient); numbers or tensors
 RESERVED = (  # what a record holds beside the metrics
     *("kind", "epoch", "step", "split", "weights", "count", "lr", "lr_of_groups", "grad_norm", "samples_per_s"),
-    *("data_wait_s", "step_s", "peak_memory_bytes", "time", "seconds"),
+    *("data_wait_s", "step_s", "peak_memory_bytes"),
 )
 KNOWN_DIRECTIONS = {"loss": -1, "accuracy": 1, "top1": 1, "top5": 1}
 EXAMPLE = '{"loss": (loss_sum, len(labels)), "accuracy": (correct, len(labels))}'

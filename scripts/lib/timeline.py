@@ -41,7 +41,7 @@ class Timeline:
 def timeline(folder: Path, records: list[dict[str, Any]], status: dict[str, Any], goodput: dict[str, Any]) -> Timeline:
     """What happened when, from goodput.json, the times of the records, and the errors in the logs."""
     records = [record | {"at": seconds_of(record.get("time"))} for record in records]
-    found = Timeline(events=[record for record in records if record["kind"] == "event"])
+    found = Timeline(events=[r for r in records if r["kind"] == "event" and r["event"] != "evaluation"])
     names = ("started_at", "training_from", "until", "resumed_at_step", "step")
     attempts = [a for a in goodput.get("attempts") or [] if all(isinstance(a.get(name), int | float) for name in names)]
     if not attempts:
@@ -66,8 +66,8 @@ def timeline(folder: Path, records: list[dict[str, Any]], status: dict[str, Any]
         add((attempt["started_at"], attempt["training_from"], "start_up", f"attempt {k + 1}: start-up"))
         add((attempt["training_from"], lost_from, "training", where))
         for r in {(r["kind"], r.get("event"), r["step"], r.get("split")): r for r in own}.values():
-            span = r.get("seconds") or 0.0  # one evaluation has records of several kinds of weights
-            if r["kind"] == "eval" and r["at"] - span < lost_from:
+            span = r.get("seconds") or 0.0
+            if r.get("event") == "evaluation" and r["at"] - span < lost_from:
                 add((r["at"] - span, r["at"], "evaluation", f"evaluation at step {r['step']}, {span:.1f} s"))
             elif r.get("event") == "checkpoint":
                 add((r["at"] - span, r["at"], "checkpoints", f"checkpoint of step {r['step']}, {span:.1f} s"))

@@ -73,7 +73,8 @@ def forge(folder, attempts=((0, 0, 8),), values=(0.5, 0.75), state="completed", 
     for k, value in enumerate(values, 1):
         common = {"step": 4 * k, "epoch": k, "loss": value, metric: value, "time": at(ended - 20 + 4 * k)}
         records.append({"kind": "train", **common, "data_wait_s": 0.1, "step_s": 0.4, "lr": 0.1})
-        records.append({"kind": "eval", **common, "split": "val", "weights": "model", "count": 8, "seconds": 1.0})
+        records.append({"kind": "eval", **common, "split": "val", "weights": "model", "count": 8})
+        records.append({"kind": "event", "event": "evaluation", **common, "split": "val", "seconds": 1.0})
         records.append({"kind": "event", "event": "checkpoint", **common, "path": "x", "seconds": 0.5})
     event = {"kind": "event", "event": "straggler", "step": 5, "time": at(ended - 12)}
     records.append(event | {"rank": 3, "host": "node7", "times": 1.8, "cause": "data"})

@@ -23,7 +23,7 @@ from utils.report.goodput import ACCOUNTS, Goodput, share_in_training
 from utils.report.profiler import StepProfiler
 from utils.report.tensorboard import Board
 from utils.run.folder import Run
-from utils.run.provenance import now, zip_code
+from utils.run.provenance import zip_code
 from utils.training.parallel import bucket_megabytes
 from utils.training.state import Progress, TrainState
 
@@ -207,8 +207,9 @@ class Reporter:
 
     def evaluated(self, records: list[dict[str, Any]], seconds: float, is_best: bool, title: str = "") -> None:
         for record in records:
-            self._run.record(**record, seconds=round(seconds, 3), time=now())
+            self._run.record(**record)
             self._board.scalars(record)
+        self._run.event("evaluation", records[0]["step"], split=records[0]["split"], seconds=round(seconds, 3))
         self._board.layout(self._train_names, records)
         log_epoch_summary(self._logger, records, seconds, is_best, title)
 

@@ -316,7 +316,7 @@ class Run:
         is_test_apart = any(record["step"] == step and record["split"] == "val" for record in self.records("eval"))
 
         def is_kept(record: dict[str, Any]) -> bool:
-            is_of_evaluation = record["kind"] == "eval" or record.get("event") == "best"
+            is_of_evaluation = record["kind"] == "eval" or record.get("event") in ("best", "evaluation")
             is_repeated = not is_evaluated or (is_test_apart and record.get("split") == "test")
             return record["step"] < step or (record["step"] == step and not (is_of_evaluation and is_repeated))
 
