@@ -1,0 +1,29 @@
+"""Text that people read uses plain, idiomatic technical English: some words and turns of phrase do not occur."""
+
+import re
+import subprocess
+
+from ranks import ROOT
+
+AVOIDED = (
+    r"mend(s|ed|ing)?|strangers?|stranger's|torment(s|ed)?|meetings?|anew|whoever|undisturbed|ledger|strikes|seals?",
+    r"gone? on with|goes on with|going on with|lives on when|takes orders|no hand on|what comes first|does both",
+    r"(is|are|was|were) said|said so|who is missing|nodes meet|in a sentence|a kill costs|st(and|ands|ood|anding) still",
+    r"is made again|are made again|newest whole|whole checkpoint|micro-batch x|on 1 ranks|epoch\(s\)|rank\(s\)|what .{3,20} is said",
+)
+PATTERN = re.compile(rf"\b({'|'.join(AVOIDED)})", re.IGNORECASE)
+NAMES = re.compile(r"`[^`]*`|\w+_\w+|https?://\S+")  # code in text, identifiers, addresses
+BINARY = (".png", ".svg")
+
+
+def test_plain_words_everywhere():
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    wrong = []
+    for name in names:
+        path = ROOT / name
+        if path.suffix in BINARY or path.name in ("test_words.py", "LICENSE", "constraints.txt"):
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if found := PATTERN.search(NAMES.sub("", line)):
+                wrong.append(f"{name}:{number}: {found[0]}: {line.strip()[:100]}")
+    assert not wrong, "\n".join(wrong)
