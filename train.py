@@ -7,7 +7,7 @@ scripts/launch.sh --epochs 5                                     several machine
 
 from __future__ import annotations
 
-from config import TrainingConfig
+from config import TrainingConfig, UserError
 from utils.run.command_line import check_command_line
 from utils.signals import StopSignals, began_at, hold, release
 
@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
 import dataset as your_data
@@ -76,11 +77,14 @@ from utils.training.state import TrainState
 PREEMPTED = 75  # exit code
 
 
+@record
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code: 0, or 75 for a run without torchrun that was stopped and saved."""
     config = TrainingConfig.from_args(argv)
     try:
         outcome = train(config)
+    except UserError as error:
+        raise error.with_traceback(None) from None  # torchrun's summary shows the sentence, not the traceback
     except Exception as error:
         wait_for_blame(error)
         raise

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import socket
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -90,14 +89,11 @@ def leave_after(error: BaseException) -> NoReturn:
         launch = read_launch()
     except UserError:
         launch = Launch()
-    is_expected = is_user_error or isinstance(error, TrainingError)
-    shown = str(error) if is_expected else "".join(traceback.format_exception(error))
-    report_to_torchrun(f"{type(error).__name__}: {error}", shown, launch)
     if is_user_error and error.rank is not None:  # every rank has it
         if launch.rank == 0:
             logger.error("%s", error)
         reject(str(error), launch, error.is_final)
-    elif is_expected:
+    elif is_user_error or isinstance(error, TrainingError):
         logger.error("%s", error)
         logger.debug("traceback", exc_info=error)
     elif is_of_a_peer(error):
