@@ -18,11 +18,11 @@ if [ "${1:-}" = --kill ]; then
     export OMP_NUM_THREADS=1
     flags+=(--backend "$(backend 4)" --save_every_steps 2 "$@")
     echo "uninterrupted:"
-    "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node=4 train.py --run_dir "$run-whole" "${flags[@]}"
+    "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node=4 train.py --run_dir "$run/uninterrupted" "${flags[@]}"
     echo "killed three times:"
     "$PYTHON" scripts/chaos.py --ranks 4 --faults 3 --every-steps 8 --seed "${SEED:-$RANDOM}" -- \
-        --run_dir "$run-killed" "${flags[@]}"
-    exec "$PYTHON" scripts/runs.py --compare "$run-whole" "$run-killed" --plot "$run-killed/curves.svg"
+        --run_dir "$run/killed-3-times" "${flags[@]}"
+    exec "$PYTHON" scripts/runs.py --compare "$run/uninterrupted" "$run/killed-3-times" --plot "$run/curves.svg"
 fi
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$("$PYTHON" -c 'import os; print(max(1, os.cpu_count() // 2))')}

@@ -18,11 +18,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 
 from config import TrainingConfig, UserError
+from utils.run.command_line import check_command_line
 
 if __name__ == "__main__":
     if {"-h", "--help"} & set(sys.argv):
         print(__doc__)
-    TrainingConfig.from_args()  # rejects a bad flag before torch is imported
+    check_command_line()  # before torch is imported, which takes seconds
 
 import logging
 import os

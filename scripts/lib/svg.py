@@ -105,7 +105,8 @@ def line_plot(
     for k, each in enumerate(legend):
         y = 20 + 20 * bool(title) + 18 * k
         dashes = ' stroke-dasharray="4 3"' if each.is_dashed else ""
-        parts.append(_line(LEFT, y, LEFT + 24, y, f'stroke="{each.color}" stroke-width="2"{dashes}'))
+        look = f'stroke="{each.color}" stroke-width="{each.width}" opacity="{each.opacity:g}"{dashes}'
+        parts.append(_line(LEFT, y, LEFT + 24, y, look))
         parts.append(_text(LEFT + 30, y + 4, each.name, "start"))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
