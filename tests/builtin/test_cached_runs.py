@@ -84,7 +84,7 @@ def shared_files(flags):
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc")
-def test_the_ranks_of_a_node_map_one_file_each_set_once(flags):
+def test_the_ranks_of_a_node_share_one_mapped_file_per_data_set(flags):
     """So memory does not grow with the ranks. The file has no name any more: its memory goes with the processes."""
     ranks = run_ranks(2, shared_files, [*flags, "--num_workers", 1, "--cache", "ram"])
     assert ranks[0] == ranks[1]

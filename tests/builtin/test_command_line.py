@@ -28,7 +28,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_one_process_needs_no_launcher_and_the_default_folder_moves_aside(tmp_path):
+def test_one_process_needs_no_launcher_and_the_default_folder_is_moved_aside(tmp_path):
     """`python train.py` where a run is already; then evaluation only, which leaves the run as it is."""
     flags = [*SMALL, "--dataset_size", "40", "--epochs", "1", "--run_dir", tmp_path / "runs" / "default"]
     assert finish(WarmLaunch(0, TRAIN, flags)).code == 0
@@ -63,7 +63,7 @@ def train_without_torchvision(flags):
     return train_flags([*flags, "--overwrite"], task="")["state"]
 
 
-def test_it_runs_where_torchvision_cannot_be_imported(tmp_path):
+def test_the_synthetic_run_works_without_torchvision(tmp_path):
     flags = [*SMALL, "--dataset_size", "40", "--epochs", "1", "--run_dir", str(tmp_path / "run")]
     assert run_ranks(2, train_without_torchvision, flags) == ["completed"] * 2
 

@@ -26,7 +26,7 @@ def fork_without_batch_norm(folder):
     return fork
 
 
-def test_the_suite_of_forks_is_collected_in_a_fork(tmp_path):
+def test_the_fork_suite_is_collected_in_a_fork(tmp_path):
     """Nothing outside of tests/builtin imports what only the shipped model.py and dataset.py have."""
     fork = text_fork(tmp_path)
     words = (
@@ -40,7 +40,7 @@ def test_the_suite_of_forks_is_collected_in_a_fork(tmp_path):
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize("make", [text_fork, fork_without_batch_norm])
-def test_the_machinerys_tests_pass_in_a_fork(tmp_path, make):
+def test_the_fork_suite_passes_in_a_fork(tmp_path, make):
     fork = make(tmp_path)
     subprocess.run(["git", "add", "-A"], cwd=fork, check=True)  # as in a clone
     ended = launch(["scripts/test.sh", "--fork"], cwd=fork, deadline=1800)

@@ -34,7 +34,7 @@ def marks(names):
 
 
 @pytest.mark.parametrize("names", [pytest.param(names, id="+".join(names), marks=marks(names)) for names in CASES])
-def test_it_is_found_in_time_with_the_node_and_a_fix(names, tmp_path):
+def test_a_misconfiguration_is_reported_in_time_with_the_node_and_a_fix(names, tmp_path):
     rows = [ROWS[name] for name in names]
     code = rows[0].code
     with Nodes(rows[0].nodes) as nodes:

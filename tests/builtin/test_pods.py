@@ -28,7 +28,7 @@ def pod(tmp_path):
     make_removable(app)
 
 
-def test_a_pod_that_is_drained_saves_and_the_next_one_completes_the_run(pod):
+def test_a_drained_pod_saves_and_its_replacement_completes_the_run(pod):
     """The entrypoint as process 1: SIGTERM, exit 75, and the same command again, as the Job would start it."""
     app, shared, env = pod
     entry = app / Path(json.loads(dict(instructions())["ENTRYPOINT"])[0]).relative_to("/app")

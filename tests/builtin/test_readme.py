@@ -36,7 +36,7 @@ def own_address() -> str:
     return found[0] if found else pytest.skip("this machine has no address beside its loopback's")
 
 
-def test_every_command_of_ours_has_flags_that_exist():
+def test_every_documented_command_has_valid_flags():
     """Those of train.py are parsed by the config, those of launch.sh by its dry run, others are in the script."""
     seen = 0
     for line in (line for line in LINES if "train.py" in line or "scripts/" in line):
@@ -63,7 +63,7 @@ def test_every_command_of_ours_has_flags_that_exist():
 
 
 @pytest.mark.slow
-def test_a_first_hour_with_the_readme(tmp_path):
+def test_the_readmes_commands_on_a_finished_run_work(tmp_path):
     """Train by one process, then the block on what a run leaves, word for word, in a clone of its own."""
     copy_repository(tmp_path)
     ended = launch(["bash", "-c", f"python train.py --epochs 1 {TINY}"], env=ENV, cwd=tmp_path)
@@ -115,7 +115,7 @@ def test_the_quickstart_fails_below_90_percent(tmp_path):
     assert ended.code != 0 and top1 < 0.9 and "is below 90 %" in ended.err
 
 
-def test_the_table_of_docs_configuration_is_that_of_the_dataclass():
+def test_the_table_of_docs_configuration_matches_the_dataclass():
     page = PAGES[ROOT / "docs" / "configuration.md"]
     assert page.split(BEGIN)[1].split(END)[0].strip() == table(), "run python scripts/lib/config_table.py"
 
@@ -155,7 +155,7 @@ def test_the_pages_name_files_and_functions_that_exist():
             assert re.search(rf"(def|class) {function}\b", (ROOT / file).read_text()), (path, file, function)
 
 
-def test_the_lines_of_the_reading_path_are_about_those_of_the_files():
+def test_the_line_counts_of_the_reading_path_are_about_right():
     rows = re.findall(r"^\| `(\S+\.py)` \| (\d+) \|", PAGES[ROOT / "docs" / "architecture.md"], re.MULTILINE)
     assert len(rows) == 6
     for name, lines in rows:
@@ -171,7 +171,7 @@ def messages(path):
             yield node.value
 
 
-def test_docs_troubleshooting_has_messages_of_the_code():
+def test_messages_in_docs_troubleshooting_exist_in_the_code():
     page = PAGES[ROOT / "docs" / "troubleshooting.md"].split("<!-- messages of the code")[1].split("<!-- end of")[0]
     rows = re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE)
     files = [path for pattern in ("*.py", "utils/**/*.py") for path in ROOT.glob(pattern)]

@@ -190,7 +190,7 @@ def test_a_metric_of_text_is_per_token_not_per_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_fine_tuning_trains_a_new_head_and_leaves_the_frozen_trunk_as_it_was(tmp_path, runs):
+def test_fine_tuning_trains_a_new_head_and_leaves_the_frozen_trunk_unchanged(tmp_path, runs):
     runs.train(2, "first", *"--dataset_size 64 --batch_size 64 --epochs 1".split(), task="")
     fork = Fork(tmp_path / "fork", "fine_tuning")
     image_folder(fork.folder / "FOLDER", size=8)

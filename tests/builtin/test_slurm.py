@@ -59,7 +59,7 @@ class Job:
         return wait_for_step(self.run, rank, 3).pid
 
 
-def test_a_job_saves_ahead_of_its_limit_and_requeues_itself_until_it_is_completed(cluster, slow_repository, tmp_path):
+def test_a_job_saves_before_its_time_limit_and_requeues_itself_until_completed(cluster, slow_repository, tmp_path):
     """Slurm looks at limits every 30 s. The limit is set once there are steps: the machine's speed is no matter."""
     job = Job(cluster, tmp_path, slow_repository, ["--signal=B:USR1@60"])
     job.wait_for_steps()
@@ -92,7 +92,7 @@ def test_scancel_saves_and_ends_a_job_for_good(cluster, slow_repository, tmp_pat
     assert job.wait()[::2] == ("CANCELLED", 0) and job.said.count("attempt") == 1
 
 
-def test_what_is_refused_is_not_requeued(cluster, tmp_path):
+def test_a_rejected_job_is_not_requeued(cluster, tmp_path):
     """A config, and a job that was not submitted in the repository."""
     job = Job(cluster, tmp_path / "config", ROOT, flags=[*TINY, "--epochs", "0"])
     elsewhere = Job(cluster, tmp_path / "elsewhere", tmp_path, script=[ROOT / "scripts/slurm.sbatch"])
@@ -101,7 +101,7 @@ def test_what_is_refused_is_not_requeued(cluster, tmp_path):
     assert f"slurm.sbatch: {tmp_path}: has no scripts/launch.sh; submit the job in the root" in elsewhere.said
 
 
-def test_a_node_that_fails_ends_the_others_and_the_job(cluster, slow_repository, tmp_path):
+def test_a_failing_node_ends_the_others_and_the_job(cluster, slow_repository, tmp_path):
     """The rank of one node is killed, that of the other stands still and cannot hear of it."""
     job = Job(cluster, tmp_path, slow_repository)
     pids = [job.wait_for_steps(rank) for rank in (0, 1)]
@@ -111,7 +111,7 @@ def test_a_node_that_fails_ends_the_others_and_the_job(cluster, slow_repository,
     cluster.wait_until_idle()
 
 
-def test_a_job_that_is_to_stop_before_its_first_step_is_not_requeued_for_ever(cluster, tmp_path):
+def test_a_job_stopped_before_its_first_step_is_not_requeued_forever(cluster, tmp_path):
     """The signal comes while there is no rank yet: it is heard all the same."""
     job = Job(cluster, tmp_path, ROOT, flags=[*TINY, "--epochs", "50"])
     cluster.wait_for(job.number, "RUNNING", deadline=30)
@@ -120,7 +120,7 @@ def test_a_job_that_is_to_stop_before_its_first_step_is_not_requeued_for_ever(cl
     assert re.search(r"not requeued, since the signal came \d+ s after the start; submit it again", job.said)
 
 
-def test_tasks_of_srun_are_ranks_without_torchrun(cluster, slow_repository, tmp_path):
+def test_srun_tasks_are_ranks_without_torchrun(cluster, slow_repository, tmp_path):
     """Two tasks on each of two nodes; in the batch script itself train.py is one process. Stopped, srun exits 75."""
     flags = " ".join([*TINY, "--dataset_size", "400", "--epochs", "2", "--run_dir", str(tmp_path)])
     srun = f"srun --kill-on-bad-exit=1 python train.py {flags}/four"

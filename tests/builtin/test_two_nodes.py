@@ -49,7 +49,7 @@ def disturbed(folder, epochs):
     return difference(runs.last("run")["model"], runs.last("undisturbed")["model"])
 
 
-def test_two_nodes_train_what_one_does(tmp_path):
+def test_two_nodes_train_the_same_as_one(tmp_path):
     """Node 0 starts late and node 1 says that it waits for it; nothing else of the table is printed."""
     with Nodes(2) as nodes:
         flags = ["--epochs", 1, "--run_dir", tmp_path / "run"]
@@ -66,7 +66,7 @@ def test_two_nodes_train_what_one_does(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["the link is cut", "launch.sh and its torchrun are killed"])
-def test_a_lost_node_comes_back_and_the_run_continues_bit_for_bit(tmp_path, how):
+def test_a_lost_node_returns_and_the_result_is_bitwise_equal(tmp_path, how):
     run = tmp_path / "run"
     with Nodes(2) as nodes:
         flags = ["--epochs", 6, "--run_dir", run, "--timeout", 10, "--hang_timeout", 20]
@@ -89,7 +89,7 @@ def test_a_lost_node_comes_back_and_the_run_continues_bit_for_bit(tmp_path, how)
 
 
 @pytest.mark.slow
-def test_a_node_comes_and_another_leaves_while_the_global_batch_stays(tmp_path):
+def test_nodes_join_and_leave_while_the_global_batch_stays_the_same(tmp_path):
     run = tmp_path / "run"
     with Nodes(3) as nodes:
         flags = ["--epochs", 8, "--run_dir", run, "--global_batch_size", 12, "--record_samples", "--timeout", 10]

@@ -26,7 +26,7 @@ def outcomes(text):
     return {name.strip(): outcome.strip() for outcome, name in lines}
 
 
-def test_the_template_holds_and_a_run_says_so_until_a_file_changes(tmp_path):
+def test_the_template_passes_and_runs_report_it_until_a_file_changes(tmp_path):
     fork = copy_repository(tmp_path)
     ended = forks.run(fork, 2, "scripts/verify.py", *FLAGS, "--ema_decay", "0.9")
     assert ended.code == 0, ended.text
@@ -54,7 +54,7 @@ def fault(path):
 
 
 @pytest.mark.parametrize("patch", [fault(path) for path in FAULTS])
-def test_a_fault_in_a_fork_is_named_with_its_remedy(tmp_path, patch):
+def test_a_fault_in_a_fork_is_named_with_a_fix(tmp_path, patch):
     need("patch")
     fork, text = copy_repository(tmp_path), patch.read_text()
     subprocess.run(["patch", "-s", "-p1"], cwd=fork, input=text, text=True, check=True)
@@ -89,7 +89,7 @@ def test_a_sound_configuration_raises_no_false_alarm(tmp_path, flags):
 
 
 @pytest.mark.slow
-def test_the_template_holds_on_four_ranks_as_the_readme_launches_them(tmp_path):
+def test_the_template_passes_on_four_ranks_launched_as_in_the_readme(tmp_path):
     ended = torchrun(4, *FLAGS, script="scripts/verify.py", cwd=copy_repository(tmp_path))
     assert ended.code == 0 and outcomes(ended.out) == dict.fromkeys(INVARIANTS, "ok"), ended.text
 

@@ -34,7 +34,7 @@ def whole(tmp_path_factory):
     return runs
 
 
-def test_rank_0_prints_what_was_decided_and_the_progress(whole):
+def test_rank_0_prints_the_chosen_settings_and_the_progress(whole):
     for part in (
         "starting on 2 ranks; importing torch takes a few seconds",
         "2 on 1 node: cpu",
@@ -63,7 +63,7 @@ def test_rank_0_prints_what_was_decided_and_the_progress(whole):
     assert "Traceback" not in whole.ended.text and "Warning" not in whole.ended.text
 
 
-def test_records_have_the_promised_keys_once_a_step(whole):
+def test_records_have_the_documented_keys_once_per_step(whole):
     train, evaluations, events = (whole.records("run", kind) for kind in ("train", "eval", "event"))
     assert [record["step"] for record in train] == STEPS
     assert all(sorted(record) == sorted(TRAIN_KEYS) for record in train)
@@ -92,7 +92,7 @@ def test_status_and_summary_have_the_result(whole):
     assert 0 < summary["goodput"] <= 1 and sum(summary["time"].values()) == pytest.approx(summary["wall_s"], abs=0.1)
 
 
-def test_config_provenance_and_code_are_those_that_ran(whole):
+def test_config_provenance_and_code_are_those_of_the_run(whole):
     config, provenance = whole.json("run", "config.json"), whole.json("run", "provenance.json")
     assert config | {"num_classes": 10, "in_channels": 3, "image_size": 8, "num_workers": 1} == config
     TrainingConfig.from_args(["--config", str(whole.folder("run") / "config.json")])
@@ -117,7 +117,7 @@ def test_each_rank_has_a_log_of_its_own(whole):
         assert len(lines) > 20 and all(re.match(rf"\d{{4}}-\d\d-\d\dT[\d:.]+Z {rank} \S+", line) for line in lines)
 
 
-def test_each_sample_is_recorded_once_an_epoch(whole):
+def test_each_sample_is_recorded_once_per_epoch(whole):
     for epoch in range(3):
         seen = [index for step in range(5 * epoch + 1, 5 * epoch + 6) for index in whole.samples("run")[step]]
         assert sorted(seen) == list(range(80))

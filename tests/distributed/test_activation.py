@@ -56,7 +56,7 @@ def train_blocks(flags):
 
 
 @pytest.mark.parametrize("precision", [pytest.param("--no-use_amp", marks=pytest.mark.slow), "--amp_dtype bf16"])
-def test_losses_weights_and_statistics_are_the_same_to_the_bit(runs, precision):
+def test_losses_weights_and_statistics_are_bitwise_equal(runs, precision):
     """Two ranks, accumulation, dropout, averaged weights, a short last global batch in which a rank is idle."""
     flags = "--dataset_size 34 --epochs 2 --grad_accum_steps 2 --ema_decay 0.9 --lr 0.02 --log_interval 1".split()
     flags += precision.split()
@@ -86,7 +86,7 @@ def bytes_kept(model, images):
     return sum(size for size, _ in kept.values()), loss
 
 
-def test_of_a_block_only_its_input_is_kept():
+def test_only_the_input_of_a_block_is_kept():
     model, images = BlockNet(), torch.randn(4, 3, 8, 8)
     all_kept, _ = bytes_kept(model, images)
     checkpoint_blocks(model, find_blocks(model))

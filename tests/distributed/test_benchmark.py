@@ -52,7 +52,7 @@ def test_two_ranks_count_the_same_collectives_for_template_and_plain_loop(tmp_pa
     assert template >= plain + 1  # one for BatchNorm; consensus and log points besides
 
 
-def test_each_checkpoint_is_timed_beside_torch_save(tmp_path):
+def test_each_checkpoint_is_compared_with_torch_save(tmp_path):
     (_, out), _ = run_ranks(2, measured, tmp_path / "c.json", "--checkpoint")
     found = json.loads((tmp_path / "c.json").read_text())
     assert len(found["blocked_s"]) == len(found["reference_s"]) == 2 and min(found["blocked_s"]) > 0
@@ -85,7 +85,7 @@ def equality_of(folder, flags, factor=1.0):
     ],
     ids=["accumulated-fp32", "adamw-bf16", "another-rate"],
 )
-def test_losses_equal_the_plain_loops_bit_for_bit_and_a_difference_is_found(tmp_path, flags, factor, equal):
+def test_losses_equal_the_plain_loops_bitwise_and_a_difference_is_detected(tmp_path, flags, factor, equal):
     assert run_ranks(1, equality_of, tmp_path / "run", flags.split(), factor) == [{"intervals": 4, "equal": equal}]
 
 
@@ -105,14 +105,14 @@ def whole_run(folder):
     return found
 
 
-def test_what_is_measured_is_a_complete_run(tmp_path):
+def test_the_measured_run_is_complete(tmp_path):
     """It has records, logs, status, watchdog and checkpoint writer."""
     (found,) = run_ranks(1, whole_run, tmp_path / "run")
     assert found["steps"] == 4 and found["files"] >= {"metrics.jsonl", "status.json", "config.json", "logs", "watch"}
     assert found["records"] == [4] and found["has_writer"] and found["is_watched"]
 
 
-def test_turns_go_forward_and_backward_and_ratios_are_medians_over_rounds():
+def test_the_order_of_turns_alternates_and_ratios_are_medians_over_rounds():
     order = []
     candidates = [Candidate(name, lambda name=name: order.append(name)) for name in "abc"]
     take_turns(candidates, 2, torch.device("cpu"))

@@ -79,7 +79,7 @@ def assert_near(a, b):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_compiled_run_is_the_eager_one_and_compiles_nothing_after_the_first_step(runs, backend):
+def test_a_compiled_run_equals_the_eager_one_and_compiles_nothing_after_the_first_step(runs, backend):
     """Two ranks, accumulation, a short last global batch, averaged weights, BatchNorm, evaluation. aot_eager: all but
     the generated kernels."""
     need_compiler()
@@ -99,7 +99,7 @@ def test_a_compiled_run_is_the_eager_one_and_compiles_nothing_after_the_first_st
 
 
 @pytest.mark.slow
-def test_a_compiled_run_resumes_an_eager_ones_checkpoint_and_the_other_way_round(runs):
+def test_a_compiled_run_resumes_an_eager_checkpoint_and_vice_versa(runs):
     """And its own, to the bit."""
     need_compiler()
 
@@ -133,7 +133,7 @@ def gradients_between_steps(flags):
 
 
 @pytest.mark.slow
-def test_with_cuda_graphs_gradients_keep_their_memory_and_the_run_its_bits(runs):
+def test_with_cuda_graphs_gradients_keep_their_memory_and_the_run_is_bitwise_equal(runs):
     """A new gradient would be memory of the graph, which its next replay overwrites: they stay DDP's, as zeros."""
     for mode, left in (("off", {"none"}), ("reduce-overhead", {"norm 0"})):
         assert run_ranks(2, gradients_between_steps, runs.words(mode, *FLAGS, "--compile", mode)) == [left] * 2
@@ -174,7 +174,7 @@ def test_a_later_compilation_is_logged_once(compiling, caplog):
 
 
 @pytest.mark.slow
-def test_a_model_in_which_nothing_is_compiled_is_rejected(compiling):
+def test_a_model_with_nothing_to_compile_is_rejected(compiling):
     with pytest.raises(UserError, match="found nothing to compile.*or use --compile off"):
         compiling[1].finish({"training": [4]})
 
@@ -189,7 +189,7 @@ def test_a_model_in_which_nothing_is_compiled_is_rejected(compiling):
         (CUDA, "sh", "triton", "triton"),
     ],
 )
-def test_a_machine_without_a_compiler_gets_a_sentence(monkeypatch, tmp_path, device, named, lacks, missing):
+def test_a_missing_compiler_is_reported_with_the_fix(monkeypatch, tmp_path, device, named, lacks, missing):
     plain = shutil.which
     if lacks != "Python.h":
         (tmp_path / "Python.h").touch()

@@ -79,7 +79,7 @@ def calls_of_one_save(root):
     return (root / "strace").read_text().splitlines()[:-1]  # the last is the wait for the next job
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_its_name_before_it_counts(tmp_path):
+def test_a_checkpoint_is_flushed_before_the_rename_and_the_folder_before_it_counts(tmp_path):
     calls, checkpoints = calls_of_one_save(tmp_path), tmp_path / "counted/checkpoints"
     file = rf"\d+<{checkpoints}/step_\d+\.pt\.\d+\.tmp>"
     order = [rf"write\({file}", rf"fsync\({file}\) += 0", r'openat\(.*/lock\.json"', r"rename\w*\("]

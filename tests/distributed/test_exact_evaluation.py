@@ -98,6 +98,6 @@ def evaluate_with_a_wrong_sampler():
     return errors
 
 
-def test_a_count_that_is_not_the_sets_is_an_error():
+def test_a_wrong_sample_count_is_an_error():
     expected = [f"evaluation counted {count} samples of 11; this is a bug of the loader" for count in (8, 14)]
     assert run_ranks(2, evaluate_with_a_wrong_sampler) == [expected] * 2

@@ -111,7 +111,7 @@ SLOW = [(ranks, task, (1, 2, 4)) for ranks in (1, 2, 4) for task in OF_TASK]
         *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
 )
-def test_every_tail_from_one_sample_to_a_global_batch(ranks, task, accumulations):
+def test_gradients_equal_the_plain_loops_for_every_length_of_the_last_global_batch(ranks, task, accumulations):
     """BatchNorm and dropout under a gradient scale; no batch statistics; samples that count differently, with clipping.
     1e-12: rounding of float64 sums."""
     precision = ScaledPrecision("cpu", None) if task == "images" else Precision("cpu", None)
@@ -138,7 +138,7 @@ def half_precision_oracle(tail):
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_float16_is_scaled_and_unscaled(ranks):
+def test_float16_gradients_are_scaled_and_unscaled(ranks):
     """Each micro-batch rounds to float16 as in the plain loop under the same scale; float32 sums over them may differ
     by 1e-5."""
     for case, got in run_ranks(ranks, half_gradients)[0].items():

@@ -16,7 +16,7 @@ CHAIN = ((4, 3), (2, 8), (1, 11), (3, 16), (4, 0))  # ranks, and the step after 
 
 
 @pytest.mark.parametrize("task", ["images", pytest.param("lines", marks=pytest.mark.slow)])
-def test_four_two_one_three_and_four_ranks_within_one_epoch(runs, task):
+def test_four_two_one_three_and_four_ranks_in_one_epoch_equal_the_plain_loop(runs, task):
     """The same samples in the same global batches, each once; float64 within 1e-12 of the oracle after 24 steps."""
     for ranks, stop in CHAIN:
         flags = (*FLAGS, "--resume_from", "auto")

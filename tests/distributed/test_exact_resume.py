@@ -27,7 +27,7 @@ FP32, BF16, FP16 = "--no-use_amp", "--amp_dtype bf16", "--amp_dtype fp16"
         slow(4, "lines", 2, SGD, FP32),
     ],
 )
-def test_stops_and_resumes_within_an_epoch_cannot_be_seen(runs, ranks, task, accumulation, optimizer, precision):
+def test_stops_and_resumes_within_an_epoch_change_nothing(runs, ranks, task, accumulation, optimizer, precision):
     """Three stops by a signal, at seeded steps, two of them in one epoch; a persistent worker; a short last step."""
     global_batch = 4 * ranks * accumulation
     samples = 7 * global_batch + global_batch // 2 + 1  # 8 steps an epoch; the last micro-batch has one sample
@@ -43,7 +43,7 @@ def test_stops_and_resumes_within_an_epoch_cannot_be_seen(runs, ranks, task, acc
 
 
 @pytest.mark.parametrize("ranks", [slow(1), slow(2), 4])
-def test_a_resume_from_each_step_in_turn_gives_the_next_checkpoint(runs, ranks):
+def test_a_resume_from_any_step_gives_the_same_next_checkpoint(runs, ranks):
     """A save on the way changes nothing, and any step will do, also an epoch's last one before its evaluation.
 
     On 4 ranks: a sum of two numbers does not depend on their order, so 2 ranks do not see DDP rebuild its buckets.

@@ -55,7 +55,7 @@ WORLDS = ((1, 0, ()), (2, 2, ()), (3, 1, ()), (4, 2, (2, 5)))  # ranks, workers,
         *(pytest.param(task, WORLDS, marks=pytest.mark.slow) for task in ("images", "lines")),
     ],
 )
-def test_order_content_and_streams_are_the_same_however_a_run_is_split(runs, task, worlds):
+def test_order_content_and_streams_do_not_depend_on_ranks_workers_or_restarts(runs, task, worlds):
     """1 to 4 ranks, 0 to 2 workers, two restarts within an epoch; a batched transform, and a data set's own."""
     reference = None
     for ranks, workers, stops in worlds:
@@ -69,7 +69,7 @@ def test_order_content_and_streams_are_the_same_however_a_run_is_split(runs, tas
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_drop_last_drops_different_samples_in_each_epoch_and_the_banner_has_their_number(runs, ranks):
+def test_drop_last_drops_different_samples_in_each_epoch_and_the_banner_counts_them(runs, ranks):
     found = observed(ranks, "images", [*FLAGS, "--drop_last", "--run_dir", runs.folder("run")])
     dropped = [set(range(46)) for _ in range(3)]
     for (epoch, _, _), (indices, *_) in found.items():

@@ -74,7 +74,7 @@ except TrainingError as error:
 """
 
 
-def test_a_dev_shm_that_overflows_later_is_named_as_the_cause():
+def test_a_dev_shm_that_fills_up_later_is_named_as_the_cause():
     """The first batch, by which the room is judged, is small; those that follow are not."""
     code = mounting("-t", "tmpfs", "-o", "size=2m", "tmpfs", "/dev/shm") + OVERFLOWS
     ended = launch([sys.executable, "-c", code], deadline=60)

@@ -52,7 +52,7 @@ def reads_by_step(flags, reads_in_step):
 
 
 @pytest.mark.parametrize(("reads_in_step", "expected"), [(0, 0), (2, 1)])
-def test_three_steps_read_nothing_and_an_item_put_in_is_seen(runs, reads_in_step, expected):
+def test_three_steps_read_nothing_and_an_injected_item_call_is_detected(runs, reads_in_step, expected):
     """With accumulation, clipping, averaged weights, scaler, finite check, recorded samples and metrics on, on two
     ranks."""
     for seen, in_all in run_ranks(2, reads_by_step, runs.words("run", *FLAGS), reads_in_step):

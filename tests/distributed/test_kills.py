@@ -113,7 +113,7 @@ def is_there(stat):
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_the_writer_ends_when_the_training_process_was_killed_though_a_worker_lives_on(tmp_path):
+def test_the_writer_ends_after_its_training_process_was_killed_even_if_a_worker_lives(tmp_path):
     process = CONTEXT.Process(target=make_a_writer_and_die, args=(tmp_path / "pids",))
     process.start()
     process.join(DEADLINE)

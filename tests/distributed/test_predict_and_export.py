@@ -40,7 +40,7 @@ def predict_lines(words):
     run_main(predict, "lines", tokens, words)
 
 
-def test_outputs_of_different_shapes_are_a_list_in_the_order_of_the_samples(runs):
+def test_outputs_of_different_shapes_are_a_list_in_sample_order(runs):
     runs.train(1, "run", *LINES, task="lines")
     checkpoint, found = runs.checkpoints("run")[-1], []
     for ranks in (1, 2, 4):  # of several, all but one have nothing to do in the last step
@@ -75,7 +75,7 @@ def predict_and_die(words):
         run_main(predict, "lines", tokens, words)
 
 
-def test_a_kill_leaves_no_half_file_and_the_next_prediction_clears_up(runs):
+def test_a_kill_leaves_no_partial_output_and_the_next_prediction_cleans_up(runs):
     runs.train(1, "run", *LINES, task="lines")
     words, out = [runs.checkpoints("run")[-1], "--split", "train"], runs.folder("run") / "predictions.pt"
     out.write_text("earlier")
@@ -107,7 +107,7 @@ def predict_wrongly(words):
     return texts
 
 
-def test_a_predict_that_violates_its_contract_is_one_sentence_on_all_ranks(runs):
+def test_a_predict_that_violates_its_contract_is_rejected_by_all_ranks(runs):
     """The last of 5 samples is a micro-batch of its own, on the second rank."""
     runs.train(1, "run", *"--dataset_size 5 --epochs 1 --no-use_amp".split())
     words = [runs.checkpoints("run")[-1], "--split", "train", "--out", runs.root / "out.pt"]
@@ -178,7 +178,7 @@ torch.save(outputs, sys.argv[3])
 """
 
 
-def test_the_snippets_of_a_model_of_dicts_give_its_outputs(words_run, tmp_path):
+def test_the_snippets_of_a_model_with_dict_inputs_give_its_outputs(words_run, tmp_path):
     """Those of weights in the repository; of torch.export in an empty folder, in a Python that does not know it."""
     runs, expected = words_run
     for kind in ("weights", "torch.export"):
@@ -205,7 +205,7 @@ def failing_export(words):
         return export_words(words)
 
 
-def test_an_export_that_fails_leaves_the_file_that_was_there(words_run, tmp_path):
+def test_a_failed_export_leaves_the_existing_file(words_run, tmp_path):
     runs, _ = words_run
     out = tmp_path / "model.pt"
     out.write_text("earlier")

@@ -26,7 +26,7 @@ def other_data_on_rank_1(words):
         train_flags(words)
 
 
-def test_ranks_that_see_different_data_are_an_error(runs):
+def test_ranks_that_see_different_data_are_rejected(runs):
     with pytest.raises(AssertionError, match=r"\S+ \(rank 1\) and \S+ \(rank 0\) hold different data; copy it again"):
         run_ranks(2, other_data_on_rank_1, runs.words("run", *SMALL))
 
@@ -40,7 +40,7 @@ def errors_of(words, changes):
     return texts
 
 
-def test_overwrite_with_a_bad_flag_leaves_the_run_as_it_was(runs):
+def test_overwrite_with_a_bad_flag_leaves_the_run_unchanged(runs):
     runs.train(2, "run", *SMALL)
     before = contents(runs.folder("run"))
     bad = [["--best_metric", "f1"], ["--activation_checkpointing"]]
@@ -63,7 +63,7 @@ def train_two_runs(words, folder):
     return found
 
 
-def test_two_runs_in_the_same_processes_are_the_same_run(runs):
+def test_two_runs_in_the_same_processes_are_equal(runs):
     assert run_ranks(2, train_two_runs, runs.words("run", *SMALL), runs.root) == [[False, False]] * 2
     assert_same_state(runs.last("a"), runs.last("b"))
 
@@ -88,7 +88,7 @@ def not_a_number_in_evaluation(model, batch):
 @pytest.mark.parametrize(
     ("loss", "metric"), [(with_overflowing_metric, "min:perplexity"), (not_a_number_in_evaluation, "top1")]
 )
-def test_ranks_agree_that_what_is_not_finite_is_not_the_best(runs, loss, metric):
+def test_ranks_agree_that_a_non_finite_value_is_not_the_best(runs, loss, metric):
     """Where one of them alone evaluates: the validation set has one micro-batch."""
     words = runs.words("run", *SMALL, "--epochs", 2, "--best_metric", metric)
     assert run_ranks(2, train_with_loss, words, loss) == [(None, "completed")] * 2
@@ -129,7 +129,7 @@ def train_with_a_test_set(words, is_stopped):
         return train_flags(words)["state"]
 
 
-def test_a_stop_in_the_last_evaluation_is_a_preemption_and_resume_makes_it(runs):
+def test_a_stop_in_the_last_evaluation_is_a_preemption_and_a_resume_repeats_it(runs):
     words = runs.words("run", *SMALL)
     assert run_ranks(2, train_with_a_test_set, words, True) == ["preempted"] * 2
     assert run_ranks(2, train_with_a_test_set, [*words, "--resume_from", "auto"], False) == ["completed"] * 2

@@ -59,7 +59,7 @@ def train_until_time_is_up(flags):
         return outcome["state"], outcome["steps"]
 
 
-def test_all_ranks_stop_after_the_same_step_when_the_time_of_one_is_up(runs):
+def test_all_ranks_stop_after_the_same_step_when_one_reaches_the_time_limit(runs):
     words = runs.words("run", *"--dataset_size 400 --no-use_amp --max_time 30".split())
     (state, step), other = run_ranks(2, train_until_time_is_up, words)
     assert other == (state, step) and state == "preempted"
@@ -67,7 +67,7 @@ def test_all_ranks_stop_after_the_same_step_when_the_time_of_one_is_up(runs):
 
 
 @pytest.mark.parametrize(("asked", "stopped"), [(2, 3), (4, 4)])
-def test_a_request_stops_the_run_one_step_later_and_in_the_last_step_of_an_epoch_there(runs, asked, stopped):
+def test_a_stop_request_takes_effect_one_step_later_but_within_the_epoch(runs, asked, stopped):
     """The vote that is under way when the epoch ends is flushed; else the run would stop in the next epoch."""
     flags = runs.words("run", *"--dataset_size 32 --epochs 2 --eval_every 0 --no-use_amp".split())
     assert run_ranks(2, train_task, "images", flags, torch.float32, [asked], False, False) == [("preempted", [])] * 2
@@ -81,14 +81,14 @@ def train_with_a_quick_disk(flags):
         return train_flags(flags)
 
 
-def test_a_request_from_before_a_save_does_not_cause_another_one(runs):
+def test_a_save_request_from_before_a_save_does_not_cause_another_save(runs):
     """A save is always due here: requested at one step, done at the next. A stale request would bring one more."""
     flags = "--dataset_size 80 --epochs 1 --save_every 0 --eval_every 0 --save_every_minutes 1e-9".split()
     run_ranks(2, train_with_a_quick_disk, runs.words("often", *flags))
     assert [record["step"] for record in runs.events("often", "checkpoint")] == [2, 4, 6, 8, 10]
 
 
-def test_a_completed_run_is_left_as_it_is(runs):
+def test_a_completed_run_is_left_unchanged(runs):
     flags = "--dataset_size 16 --epochs 1".split()
     runs.train(2, "done", *flags)
     before = contents(runs.folder("done"))
@@ -96,7 +96,7 @@ def test_a_completed_run_is_left_as_it_is(runs):
     assert contents(runs.folder("done")) == before
 
 
-def test_a_run_that_is_resumed_in_another_folder_has_a_checkpoint_and_its_best_there_from_the_start(runs):
+def test_a_run_resumed_in_another_folder_starts_with_a_checkpoint_and_its_best_one(runs):
     runs.train(1, "whole", *FLAGS)
     runs.train(1, "moved", *FLAGS, "--resume_from", runs.checkpoints("whole")[1])
     best, moved = (checkpoint.read(runs.folder(name) / "checkpoints" / "best.pt")[0] for name in ("whole", "moved"))
@@ -115,7 +115,7 @@ def end_before_the_summary(flags):
         train_task("images", flags)
 
 
-def test_patience_that_was_over_stays_over(runs):
+def test_a_run_ended_by_patience_completes_without_more_steps(runs):
     flags = [*FLAGS, "--patience", "1", "--save_every", "0"]
     with pytest.raises(FileNotFoundError):  # the ranks left without a result
         run_ranks(2, end_before_the_summary, runs.words("run", *flags))

@@ -141,7 +141,7 @@ def only_odd_steps(flags):
     return train_with([*flags, "float64"], **PIXELS | {"compute_loss": loss})
 
 
-def test_a_global_batch_in_which_nothing_counts_is_a_skipped_step(runs):
+def test_a_global_batch_that_counts_nothing_is_a_skipped_step(runs):
     flags = "--epochs 2 --log_interval 1 --no-use_amp --save_every_steps 1 --keep_last 99".split()
     assert run_ranks(1, only_odd_steps, runs.words("run", *flags)) == ["completed"]
     skipped = runs.events("run", "skipped_step")
@@ -188,7 +188,7 @@ def train_groups(flags, own):
 
 
 @pytest.mark.parametrize("own", [{}, {"lr": 0.1}])
-def test_lr_is_that_of_the_schedule_and_groups_with_their_own_are_beside_it(runs, own):
+def test_records_have_the_lr_of_the_schedule_and_of_groups_that_differ(runs, own):
     flags = "--epochs 2 --lr 0.4 --schedule linear --warmup_epochs 0 --log_interval 1".split()
     run_ranks(1, train_groups, runs.words("run", *FLAGS, *flags), own)
     records, factors = runs.records("run", "train"), [1 - step / 24 for step in range(24)]
@@ -238,7 +238,7 @@ def test_any_optimizer_trains_skips_and_resumes(runs):
     assert_same_state(runs.last("whole"), runs.last("resumed"))
 
 
-def test_a_resume_under_a_longer_schedule_says_that_the_learning_rate_jumps(runs):
+def test_a_resume_with_a_longer_schedule_logs_the_jump_of_the_learning_rate(runs):
     flags = "--dataset_size 46 --no-use_amp".split()
     runs.train(2, "run", *flags, "--epochs", 2)
     runs.train(2, "run", *flags, "--epochs", 4, "--resume_from", "auto")  # the completed run continues
@@ -290,7 +290,7 @@ def train_wrongly(flags, name):
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_a_contract_that_is_violated_is_one_sentence(runs, name):
+def test_a_violated_contract_is_rejected_in_one_sentence(runs, name):
     for text in run_ranks(2, train_wrongly, runs.words("run", *FLAGS), name):
         assert text.startswith(PROBLEMS[name][1]), text
 
@@ -327,7 +327,7 @@ def train_showing(flags, folder):
     ]
 
 
-def test_images_that_cannot_be_shown_are_one_warning(runs):
+def test_images_that_cannot_be_shown_cause_one_warning(runs):
     """Of two evaluations, on rank 0 alone."""
     for states in run_ranks(2, train_showing, runs.words("run", *FLAGS), runs.root):
         assert states == ["completed"] * len(SHOWN)

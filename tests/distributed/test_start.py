@@ -65,7 +65,7 @@ def unlike(words, folder):
     return found
 
 
-def test_every_rank_raises_what_differs(runs):
+def test_every_rank_raises_an_error_with_the_differences(runs):
     for name in ("0", "1"):
         (runs.root / name).mkdir()
     for found in run_ranks(3, unlike, runs.words("run", "--dataset_size", 16, "--epochs", 1), runs.root):
@@ -82,7 +82,7 @@ def exchange(sizes):
     return found, sums
 
 
-def test_every_rank_holds_the_messages_and_the_sums_of_all_ranks():
+def test_every_rank_receives_the_messages_and_the_sums_of_all_ranks():
     sizes = [0, 1, 500, 505, 506, 507, 508, 509, 510, 2000, 60_000]  # around the length that goes in one collective
     expected = [[{"rank": rank, "text": "ö" * (size * (rank + 1) // 4)} for rank in range(4)] for size in sizes]
     assert run_ranks(4, exchange, sizes) == [(expected, [2.5, 10.0, 1.0, 4.0])] * 4

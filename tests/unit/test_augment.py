@@ -11,7 +11,7 @@ def test_seeds_of_different_keys_differ():
     assert len({derive_seed(*key) & 0xFFFFFFFF for key in keys}) == len(keys)
 
 
-def test_draws_are_those_of_splitmix64_in_integers():
+def test_draws_equal_splitmix64_in_python_integers():
     """Integers wrap alike on every device (test_cuda.py compares where there is a GPU)."""
     indices = [0, 1, 7, 2**40 + 3]
     drawn = sample_draws(5, 3, torch.tensor(indices), 4)

@@ -108,7 +108,7 @@ def is_rejected(action, path):
 
 @pytest.mark.parametrize("count", [5, pytest.param(48, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_corrupt_checkpoint_is_loaded_and_the_one_before_it_is_found(kind, count, files, tmp_path):
+def test_no_corrupt_checkpoint_is_loaded_and_the_previous_one_is_found(kind, count, files, tmp_path):
     older, path = (checkpoint.step_path(tmp_path, step) for step in (10, 20))
     older.write_bytes(files[10])
     path.write_bytes(files[20])
@@ -159,7 +159,7 @@ def test_no_malicious_file_runs_code_or_is_loaded(write, tmp_path):
     ("key", "value"),
     [("progress", {"epoch": "10"}), ("model", {"0.weight": "x"}), ("optimizer", {"names": 5}), ("config", "text")],
 )
-def test_a_value_of_another_type_is_rejected(tmp_path, key, value):
+def test_a_value_of_the_wrong_type_is_rejected(tmp_path, key, value):
     payload, path = payload_of(small_state(), 10), checkpoint.step_path(tmp_path, 10)
     checkpoint.write(path, payload | {key: payload[key] | value if isinstance(value, dict) else value})
     with pytest.raises(UserError, match="; give "):

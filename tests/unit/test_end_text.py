@@ -32,7 +32,7 @@ def text_of(folder, training_s=20.0, **changed):
     return end_text(SUMMARY | {"time": seconds} | changed, run, TrainingConfig(), 20.0)
 
 
-def test_it_has_results_with_right_plurals_epochs_from_1_and_the_next_commands(tmp_path):
+def test_it_has_results_correct_plurals_epochs_from_1_and_the_next_commands(tmp_path):
     text = text_of(tmp_path)
     assert "completed: 1 epoch, 40 steps, 2,000 samples in 20 s of training, 100 samples/s, peak memory 1.00" in text
     assert "best: top1 0.5000 in epoch 1\n" in text
@@ -54,5 +54,5 @@ def test_it_has_results_with_right_plurals_epochs_from_1_and_the_next_commands(t
         ),
     ],
 )
-def test_goodput_is_that_of_the_attempts_and_only_of_runs_over_a_minute(tmp_path, changed, line):
+def test_goodput_excludes_time_between_attempts_and_is_shown_for_runs_over_a_minute(tmp_path, changed, line):
     assert f"\n{line}\n" in text_of(tmp_path, **changed)

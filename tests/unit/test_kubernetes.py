@@ -50,12 +50,12 @@ def given(line, flag):
     return values[-1] if values else line[line.index(flag) + 1]
 
 
-def test_every_manifest_and_the_job_of_a_trainjob_are_what_the_published_schemas_say():
+def test_manifests_and_the_job_of_a_trainjob_follow_the_published_schemas():
     for document in [*documents().values(), *both()]:
         validate(document)
 
 
-def test_the_names_agree(cluster):
+def test_names_in_the_manifests_are_consistent(cluster):
     found = documents()
     service, spec = found["Service"], found["Job"]["spec"]
     name, pod = found["Job"]["metadata"]["name"], spec["template"]["spec"]
@@ -81,7 +81,7 @@ def flags_of(cluster, job):
     return line[line.index("train.py") + 1 :]
 
 
-def test_each_pod_starts_its_node_of_the_job(cluster, job):
+def test_each_pod_starts_launch_sh_as_its_node(cluster, job):
     name, subdomain = job["metadata"]["name"], job["spec"]["template"]["spec"]["subdomain"]
     nodes = job["spec"]["completions"]
     assert job["spec"]["completionMode"] == "Indexed" and job["spec"]["parallelism"] == nodes == 2
@@ -95,7 +95,7 @@ def test_each_pod_starts_its_node_of_the_job(cluster, job):
     assert "--retries" in started(job, 0)[0]
 
 
-def test_the_flags_are_those_of_train_py_and_the_run_is_on_the_shared_claim(cluster, job):
+def test_the_flags_are_valid_and_run_and_data_are_on_the_shared_claim(cluster, job):
     config = TrainingConfig.from_args(flags_of(cluster, job))
     pod = job["spec"]["template"]["spec"]
     mounts = {mount["name"]: Path(mount["mountPath"]) for mount in pod["containers"][0]["volumeMounts"]}
@@ -111,7 +111,7 @@ def test_the_flags_are_those_of_train_py_and_the_run_is_on_the_shared_claim(clus
     assert int(size.removesuffix("Gi")) < int(memory.removesuffix("Gi"))  # what lies there counts
 
 
-def test_a_save_is_not_cut_off(cluster, job):
+def test_the_grace_period_exceeds_the_shutdown_timeout(cluster, job):
     shutdown = float(re.search(r"PET_SHUTDOWN_TIMEOUT=(\d+)", dry_run(cluster, job, 0)[0].err)[1])
     assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= shutdown + 30
 
@@ -125,7 +125,7 @@ def outcome(rules, code, conditions=()):
     return "Count"
 
 
-def test_disruptions_and_saved_runs_use_up_no_retry_and_a_refused_one_is_not_tried_again(job):
+def test_disruptions_and_saved_runs_use_no_retry_and_a_rejected_run_is_not_retried(job):
     spec = job["spec"]
     rules = spec["podFailurePolicy"]["rules"]
     assert {rule["onExitCodes"]["operator"] for rule in rules if "onExitCodes" in rule} == {"In"}
@@ -136,7 +136,7 @@ def test_disruptions_and_saved_runs_use_up_no_retry_and_a_refused_one_is_not_tri
     assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
 
 
-def test_the_pods_are_those_that_the_restricted_profile_admits_and_the_images_user(job):
+def test_pods_satisfy_the_restricted_profile_and_run_as_the_images_user(job):
     pod = job["spec"]["template"]["spec"]
     rights, container = pod["securityContext"], pod["containers"][0]
     assert rights["runAsNonRoot"] and rights["seccompProfile"] == {"type": "RuntimeDefault"}

@@ -45,7 +45,7 @@ def by_all_ranks(n, world_size, per_step):
     return seen
 
 
-def test_it_is_a_distributed_sampler_of_this_ranks_indices():
+def test_the_sampler_is_a_distributed_sampler_of_this_ranks_indices():
     ranks = [sampler_of(30, rank, 2) for rank in (0, 1)]
     assert all(isinstance(each, DistributedSampler) for each in ranks)
     indices = [list(each) for each in ranks]
@@ -72,7 +72,7 @@ def test_ranks_decide_only_who_computes_a_micro_batch(n):
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 5, 8, 9, 12, 13, 20, 23, 24, 25])
-def test_a_global_batch_has_as_many_steps_on_each_rank_and_its_true_size(n):
+def test_a_global_batch_has_the_same_length_and_the_true_size_on_each_rank(n):
     ranks = [list(sampler_of(n, rank, 3, per_step=6).global_batches(0)) for rank in range(3)]
     for global_batches in zip(*ranks, strict=True):
         samples = sum(len(m.indices) for each in global_batches for m in each if not m.is_padding)
@@ -104,13 +104,13 @@ def changed(**attributes):
     return sampler_of(data)
 
 
-def test_the_order_of_the_data_set():
+def test_a_data_set_can_define_its_own_order():
     each = sampler_of(Ordered(), batch_size=2, per_step=2)
     indices = [m.indices for global_batch in each.global_batches(1) for m in global_batch]
     assert indices == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 0]]
 
 
-def test_an_order_with_other_indices_is_rejected_and_one_that_repeats_samples_has_to_declare_it():
+def test_an_order_with_wrong_indices_is_rejected_and_repeats_must_be_declared():
     with pytest.raises(UserError, match="epoch_order: gave 3 indices for 10 samples; return n indices"):
         changed(epoch_order=lambda seed, epoch, n: [0, 1, 99]).order(0)
     twice = {"epoch_order": lambda seed, epoch, n: [k // 2 for k in range(n)]}
@@ -170,7 +170,7 @@ def test_a_subset_of_a_set_without_getitems_is_seeded_sample_by_sample():
     assert fetches_batches(Subset(Images(4, "train"), range(2))) and not fetches_batches(subset)
 
 
-def test_iterating_a_loader_cannot_forget_the_epoch():
+def test_each_iteration_of_a_loader_is_a_new_epoch():
     loader, each = create_distributed_dataloader(Images(20, "train"), TrainingConfig(batch_size=8), context())
     assert len(loader) == 3
     first, second = ([labels.tolist() for _, labels in loader] for _ in range(2))
@@ -215,7 +215,7 @@ def test_to_device_goes_through_containers():
     assert moved["x"].device.type == moved["rest"][0].device.type == "meta" and moved["rest"][1] == ("text", 3)
 
 
-def test_one_ahead_keeps_the_order_and_raises_an_error_in_its_place():
+def test_prefetching_keeps_the_order_and_raises_errors_at_their_position():
     asked = []
 
     def items(count, error=None):
@@ -287,7 +287,7 @@ def test_the_next_micro_batch_is_staged_before_this_one_is_computed(monkeypatch,
     assert phases == ["data", "forward"] * 8  # the last look of each epoch finds the end
 
 
-def test_an_epoch_that_is_left_early_leaves_nothing_to_the_next():
+def test_an_epoch_that_is_left_early_does_not_affect_the_next_one():
     loader, sampler = create_distributed_dataloader(Lines(), TrainingConfig(batch_size=8, num_workers=1), context())
     for epoch, last in ((0, 2), (1, 8)):
         for number, global_batch in enumerate(loader.global_batches(epoch)):

@@ -50,7 +50,7 @@ def test_a_folder_in_use_is_rejected_with_its_owner_and_a_dead_owner_does_not_bl
     assert RunLock(tmp_path, "here").number == 2
 
 
-def test_an_owner_on_another_host_is_seen_by_its_beat_where_the_lock_does_not_reach(tmp_path):
+def test_without_shared_file_locks_an_owner_on_another_host_is_seen_by_its_heartbeat(tmp_path):
     """As within one process, where a file lock does not conflict with itself."""
     RunLock(tmp_path, "there").write(attempt=1)
     clock = Clock(tmp_path / "watch" / "rank0")
@@ -61,7 +61,7 @@ def test_an_owner_on_another_host_is_seen_by_its_beat_where_the_lock_does_not_re
     assert RunLock(tmp_path, "here").number == 2
 
 
-def test_failures_at_the_same_step_in_a_row_are_counted(tmp_path):
+def test_consecutive_failures_at_the_same_step_are_counted(tmp_path):
     owner, status = {"has_trained": True}, {"state": "failed", "error": "boom"}
     clocks = [Clock(tmp_path / f"rank{rank}") for rank in (0, 1)]
 

@@ -31,7 +31,7 @@ def test_rank_0_shows_information_and_other_ranks_only_warnings(capsys):
     assert (captured.out, captured.err) == ("", "[rank 3] trouble\n")
 
 
-def test_a_training_line_says_where_how_well_how_fast_and_how_long(capsys):
+def test_a_training_line_has_position_metrics_speed_and_time_left(capsys):
     def line(world_size=1, metrics=(), counts_per_s=2000.0, **changed):
         log_training_step(setup_logger(0), RECORD | changed, [*metrics], 640, world_size, counts_per_s)
         return capsys.readouterr().out.rstrip("\n")
@@ -74,7 +74,7 @@ def test_a_progress_bar_only_on_a_terminal(monkeypatch, is_terminal):
 @pytest.mark.parametrize(
     "speak", [lambda logger: logger.info("a line"), lambda logger: show_progress(logger, 3, 12, "step")]
 )
-def test_a_run_goes_on_when_its_terminal_closes(monkeypatch, speak):
+def test_a_run_continues_when_its_terminal_closes(monkeypatch, speak):
     ours, its = os.openpty()
     with os.fdopen(its, "w") as terminal:
         monkeypatch.setattr(sys, "stdout", terminal)

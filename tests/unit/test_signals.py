@@ -24,7 +24,7 @@ sys.exit(75)
 """
 
 
-def test_an_evaluation_gives_up_what_the_import_held():
+def test_release_restores_the_handlers_that_hold_replaced():
     before = signal.getsignal(signal.SIGTERM)
     utils.signals.hold()
     assert signal.getsignal(signal.SIGTERM) != before
@@ -33,7 +33,7 @@ def test_an_evaluation_gives_up_what_the_import_held():
     StopSignals.held = None
 
 
-def test_a_signal_sets_a_flag_and_the_handlers_come_back():
+def test_a_signal_sets_a_flag_and_the_handlers_are_restored():
     before = signal.getsignal(signal.SIGTERM)
     with StopSignals() as signals:
         assert signals.received == ""
@@ -44,7 +44,7 @@ def test_a_signal_sets_a_flag_and_the_handlers_come_back():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_signal_while_the_process_ends_does_not_change_its_exit_code():
+def test_a_signal_during_exit_does_not_change_the_exit_code():
     """srun --kill-on-bad-exit sends SIGTERM to the tasks that are a moment behind the first."""
     ended = subprocess.run(
         [sys.executable, "-c", ENDS_UNDER_SIGNALS], cwd=ROOT, capture_output=True, text=True, timeout=60

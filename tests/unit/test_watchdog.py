@@ -66,7 +66,7 @@ def test_the_limit_is_learned_from_the_steps_and_is_at_least_five_seconds(clock,
     assert limits == [60.0, 5.0, 15.0, 15.0]
 
 
-def test_others_see_the_step_at_once_then_the_phase_and_a_beat_that_moves(clock, tmp_path):
+def test_other_ranks_see_the_step_at_once_then_the_phase_and_a_heartbeat(clock, tmp_path):
     file = tmp_path / "rank0"
     clock.begin_step(12)
     clock.enter("data")  # as the loader does
@@ -84,7 +84,7 @@ def test_others_see_the_step_at_once_then_the_phase_and_a_beat_that_moves(clock,
     assert read_place(file) is None
 
 
-def test_a_rank_that_hangs_ends_with_its_stacks_and_only_then_are_they_looked_at(clock, tmp_path):
+def test_stacks_are_read_only_when_a_rank_hangs_and_then_it_ends(clock, tmp_path):
     """To look at the stacks of threads that run ended real runs with SIGSEGV, at random and rarely."""
     ended, stack = [], tmp_path / "stack0"
     watchdog = watch(clock, tmp_path, hang_timeout=1.5, end=lambda *said: ended.append(said))
@@ -101,14 +101,14 @@ def test_a_rank_that_hangs_ends_with_its_stacks_and_only_then_are_they_looked_at
     assert "--- rank 0 on a" in stacks and "wait_until" in stacks and "wait_until" in stack.read_text()
 
 
-def test_the_slowest_rank_and_what_it_is_slow_by():
+def test_the_slowest_rank_and_the_cause():
     even = {"data": 0.1, "compute": 1.0}
     assert slowest([even, even, {"data": 1.5, "compute": 1.0}, even]) == (2, pytest.approx(2.5 / 1.1), "data")
     assert slowest([even, {"data": 0.1, "compute": 3.0}])[::2] == (1, "compute")
     assert slowest([even, even])[1] == 1.0
 
 
-def test_each_second_is_in_one_account_over_restarts(tmp_path, monkeypatch):
+def test_each_second_is_counted_once_over_restarts(tmp_path, monkeypatch):
     """A second attempt: the gap between is down time, a repeated step is no training."""
     fake = SimpleNamespace(now=1000.0)
     fake.time = fake.perf_counter = lambda: fake.now

@@ -62,6 +62,6 @@ def test_shared_memory_that_cannot_hold_what_is_prefetched_is_rejected(monkeypat
         check_shared_memory(batch, count, workers=4, prefetched=2, ranks=2)
 
 
-def test_a_machine_without_shared_memory_is_left_alone(monkeypatch):
+def test_a_machine_without_dev_shm_is_not_checked(monkeypatch):
     monkeypatch.delattr(utils.data.worker.os, "statvfs")
     check_shared_memory(MEGABYTE, 10**9, workers=4, prefetched=2, ranks=2)
