@@ -1,4 +1,4 @@
-"""What the architecture asks for: floors, sizes, one reader of the environment, no collective on rank 0 alone."""
+"""Rules of the architecture: floors, file sizes, one reader of the environment, no collective on rank 0 alone."""
 
 import ast
 import re
@@ -9,10 +9,10 @@ import pytest
 from ranks import ROOT
 
 CORE = sorted([*ROOT.glob("*.py"), *ROOT.glob("utils/**/*.py")])
-OURS = [path for path in CORE if path.name not in ("model.py", "dataset.py")]  # what a fork leaves as it is
+OURS = [path for path in CORE if path.name not in ("model.py", "dataset.py")]  # a fork does not edit these
 FLOORS = {
     "config": 0,
-    "utils": 1,  # small tools, which know neither ranks nor runs
+    "utils": 1,  # small tools that know neither ranks nor runs
     "utils.distributed": 2,
     "utils.data": 3,
     "utils.training": 4,
@@ -45,7 +45,7 @@ def package(module):
 
 
 def imports(path):
-    """The modules of ours that a file imports, those for type checkers too."""
+    """The modules of this repository that a file imports, including those for type checkers."""
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
             whole = node.module in ("utils", *(name for name in FLOORS if name.startswith("utils.")))
@@ -110,7 +110,7 @@ def test_the_oracle_shares_only_model_data_and_config():
 
 
 def names_used(text):
-    """(module, name) of what a file takes from model.py and dataset.py, also in programs within its strings."""
+    """(module, name) of what a file imports from model.py and dataset.py, also in programs within its strings."""
     for module in SEAMS:
         for names in re.findall(rf"^\s*from {module} import (\([^)]*\)|[^\n;\\\"']*)", text, re.M):
             yield from (
@@ -122,7 +122,7 @@ def names_used(text):
 
 
 def test_only_the_builtin_tests_use_the_built_in_model_and_data():
-    """A fork replaces model.py and dataset.py: all other tests go through the functions that train.py calls."""
+    """A fork replaces model.py and dataset.py: all other tests use only the functions that train.py calls."""
     example = "import model\nx = model.Net(); from_ = 1\n  from dataset import (\n    A,\n    B as C,\n)"
     assert set(names_used(example)) == {("model", "Net"), ("dataset", "A"), ("dataset", "B")}
     for path in (ROOT / "tests").rglob("*.py"):

@@ -1,4 +1,4 @@
-"""BatchNorm's running statistics: they move once per optimizer step, by the mean over the global batch."""
+"""BatchNorm's running statistics are updated once per optimizer step, with the mean over the global batch."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def buffers(model):
 
 
 def step(model, stats, *batches, is_finite=YES):
-    """An optimizer step of these micro-batches."""
+    """One optimizer step with these micro-batches."""
     for batch in batches:
         model(batch)
         stats.add(len(batch))
@@ -107,7 +107,7 @@ def test_a_cumulative_average_is_rejected():
 
 
 def test_sync_batchnorm_needs_cuda_and_the_same_number_of_micro_batches_on_each_rank():
-    """It communicates in every forward pass: with one more on one rank, the ranks' collectives would not match."""
+    """It communicates in every forward pass: with an extra pass on one rank, the ranks' collectives would not match."""
 
     def check(samples, per_step, device="cuda", model=None, drop_last=False):
         sampler = GlobalBatchSampler(

@@ -1,4 +1,4 @@
-"""--cache: which sets it takes, and how much memory. With real ranks: builtin/test_cached_runs.py."""
+"""--cache: which data sets it accepts, and how much memory it needs. Real ranks: builtin/test_cached_runs.py."""
 
 import dataclasses
 import logging

@@ -51,7 +51,7 @@ def test_a_folder_of_invalid_checkpoints_is_an_error_and_an_empty_folder_is_not(
 
 
 def test_the_latest_checkpoint_may_be_best_pt(tmp_path):
-    """Which is a file of its own where no checkpoint was due at its step."""
+    """It is a separate file if no checkpoint was due at its step."""
     checkpoint.write(tmp_path / "best.pt", payload(15))
     for step, latest in ((10, "best.pt"), (20, "step_00000020.pt")):
         checkpoint.write(checkpoint.step_path(tmp_path, step), payload(step))

@@ -1,4 +1,4 @@
-"""Which of the launcher's variables make a rank: of torchrun, and of srun without torchrun."""
+"""Which environment variables define a rank: torchrun's, and srun's without torchrun."""
 
 import os
 
@@ -38,7 +38,7 @@ def test_a_task_of_a_slurm_step_is_a_rank(monkeypatch):
     launch = launched(monkeypatch)
     assert (launch.rank, launch.local_rank, launch.world_size) == (5, 1, 8)
     assert launch.is_launched and not launch.is_under_torchrun
-    assert launch.id == "slurm-here-1234.0"  # after a requeue too
+    assert launch.id == "slurm-here-1234.0"  # also after a requeue
     assert launched(monkeypatch, STEP_ID="1").id == "slurm-here-1234.1"
     monkeypatch.setenv("LAUNCH_ID", "mine")
     assert read_launch().id == "mine"
@@ -69,7 +69,7 @@ def test_each_step_of_each_job_has_its_own_port(monkeypatch):
     [
         {"STEP_ID": None, "STEP_NUM_TASKS": None},  # a batch script: PROCID and LOCALID are 0, NTASKS is the job's
         {"STEP_ID": None, "PROCID": None, "LOCALID": None, "STEP_NUM_TASKS": None},  # the shell of salloc
-        {"STEP_ID": "4294967290"},  # the same shell where it is a step (LaunchParameters=use_interactive_step)
+        {"STEP_ID": "4294967290"},  # the same shell if it is a step (LaunchParameters=use_interactive_step)
         {"STEP_ID": "4294967291"},
         {"PROCID": "0", "LOCALID": "0", "STEP_NUM_TASKS": "1"},  # srun --ntasks=1 --pty bash in a job of eight
     ],

@@ -39,17 +39,17 @@ def test_it_has_results_correct_plurals_epochs_from_1_and_the_next_commands(tmp_
     commands = re.findall(r"^  (\S+ \S+)", text, re.MULTILINE)
     scripts = ("scripts/runs.py", "train.py", "scripts/export.py")
     assert commands == ["tensorboard --logdir", *(f"python {script}" for script in scripts)]
-    assert "--eval_only" not in text_of(tmp_path, final={})  # there is nothing to evaluate
+    assert "--eval_only" not in text_of(tmp_path, final={})  # nothing to evaluate
     assert text_of(tmp_path, state="preempted").endswith("to continue: the same command with --resume_from auto")
 
 
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
-        ({}, "time: 30 s (training 20 s, start up 10 s)"),  # a short run's goodput is the time to start
+        ({}, "time: 30 s (training 20 s, start up 10 s)"),  # start-up time dominates the goodput of a short run
         ({"training_s": 90.0}, "time: 1 min 40 s (training 1 min 30 s, start up 10 s), goodput 90%"),
         (
-            {"training_s": 90.0, "down_s": 50.0, "restarts": 1},  # waiting for the next attempt is no lost work
+            {"training_s": 90.0, "down_s": 50.0, "restarts": 1},  # time between attempts is not lost work
             "time: 1 min 40 s (training 1 min 30 s, start up 10 s), goodput 90%, 1 restart, 50 s between attempts",
         ),
     ],

@@ -1,4 +1,4 @@
-"""What train.py does before it imports torch, which takes seconds: it answers, rejects, or says that it starts."""
+"""What train.py does before it imports torch, which takes seconds: print, reject, or announce the start."""
 
 import json
 import os

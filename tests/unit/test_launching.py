@@ -17,8 +17,8 @@ from scripts.lib.launching.supervise import exit_code
 
 @pytest.fixture
 def plan(monkeypatch):
-    """On a node at 10.0.0.2: the command and the variables that launch.sh would start and set."""
-    # torchrun is looked for
+    """On a node at 10.0.0.2: the command that launch.sh would start, and the variables that it would set."""
+    # so that torchrun is found
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(planning, "own_address_to", lambda address: "10.0.0.2")
     monkeypatch.setattr(planning, "interface_of", lambda address: "eth7")
@@ -149,7 +149,7 @@ OLD, SAVED, FAILED = (
         (1, OLD, "UserError: lr=x: is not a number", 2, ""),
         (1, SAVED, "", 75, ""),
         (0, SAVED, "", 75, ""),
-        (1, OLD, "", 1, ""),  # of the attempt before
+        (1, OLD, "", 1, ""),  # the file of the previous attempt
         (1, FAILED, "", 1, "launch.sh: failed: rank 1 on a: e"),
         (1, '{"state": "running"}', "", 1, "every rank was killed (torchrun's exit code: 1)"),
         (1, "", "", 1, ""),

@@ -1,4 +1,4 @@
-"""Logger: rank 0 speaks, the others warn; what a line says of a step and of an epoch (files:
+"""Logger: rank 0 prints, the others only warn; the lines for a step and an epoch (files:
 builtin/test_whole_run.py)."""
 
 import io
@@ -36,7 +36,7 @@ def test_a_training_line_has_position_metrics_speed_and_time_left(capsys):
         log_training_step(setup_logger(0), RECORD | changed, [*metrics], 640, world_size, counts_per_s)
         return capsys.readouterr().out.rstrip("\n")
 
-    begin = "epoch 2 | step 40/640 | loss 1.2500"  # epochs count from 1 for people, and from 0 in records
+    begin = "epoch 2 | step 40/640 | loss 1.2500"  # epochs count from 1 in the log, from 0 in records
     rate, left, memory = "lr 0.01 | 2,000 samples/s", "1 min 00 s left", "mem 1.00 GiB"
     assert line(metrics=["top1"]) == f"{begin} | top1 0.5000 | {rate} | {left} | data wait 10%"  # full
     assert line(data_wait_s=0.0009) == f"{begin} | {rate} | {left} | {memory}"
@@ -80,9 +80,9 @@ def test_a_run_continues_when_its_terminal_closes(monkeypatch, speak):
         monkeypatch.setattr(sys, "stdout", terminal)
         logger = setup_logger(0)
         os.close(ours)
-        monkeypatch.setattr(logger.handlers[0].stream, "isatty", lambda: True)  # it closes right after that was asked
+        monkeypatch.setattr(logger.handlers[0].stream, "isatty", lambda: True)  # it closes right after the check
         speak(logger)
-        terminal.flush()  # as the interpreter does at its end: an error would be its exit code
+        terminal.flush()  # as the interpreter does at exit, where an error would change the exit code
 
 
 def test_durations():

@@ -1,4 +1,4 @@
-"""Metrics: sums and counts, added up over ranks, each read once."""
+"""Metrics: sums and counts, added over ranks, each read once."""
 
 import math
 
@@ -16,7 +16,7 @@ def test_accuracy_is_a_fraction_and_count_correct_a_count():
     assert compute_accuracy(LOGITS, LABELS).item() == 0.5
     assert compute_accuracy(LOGITS, LABELS, k=2).item() == 0.75
     assert count_correct(LOGITS, LABELS).item() == 2
-    assert count_correct(LOGITS, LABELS, k=5).item() == 4  # more than there are classes
+    assert count_correct(LOGITS, LABELS, k=5).item() == 4  # k above the number of classes
 
 
 def test_means_weigh_unequal_batches_by_their_counts():
@@ -43,7 +43,7 @@ def test_a_metric_that_counted_nothing_is_nan():
 
 def test_a_function_maps_sums_and_counts_of_any_shape_to_one_or_several_numbers():
     tracker = MetricTracker()
-    hits, union = torch.tensor([1, 0, 0]), torch.tensor([2, 4, 0])  # of three classes, the last one without a pixel
+    hits, union = torch.tensor([1, 0, 0]), torch.tensor([2, 4, 0])  # three classes, the last one without a pixel
     for _ in range(2):
         metrics = {"miou": (hits, union, lambda iou: iou.nanmean())}
         metrics["recall"] = (hits, union, lambda each: {"first": each[0], "last": each[2]})

@@ -1,4 +1,4 @@
-"""The judgement of scripts/preflight.py: each check on both sides of its limit."""
+"""The verdicts of scripts/preflight.py: each check on both sides of its limit."""
 
 import functools
 
@@ -12,7 +12,7 @@ GB = 10**9
 
 
 def facts_of(ranks=(), nodes=2, **changes):
-    """Two ranks on each node, all alike except for the changes on these ranks."""
+    """Two ranks per node, identical except for `changes` on the given ranks."""
     found = []
     for rank in range(2 * nodes):
         node = rank // 2
@@ -23,7 +23,7 @@ def facts_of(ranks=(), nodes=2, **changes):
 
 
 def one(level, found, *parts):
-    """There is one finding, of this level, with these words."""
+    """There is one finding, with this level and these texts."""
     assert [each.level for each in found] == [level], found
     assert all(part in found[0].text for part in parts), found[0].text
 

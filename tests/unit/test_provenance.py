@@ -1,4 +1,4 @@
-"""Whether it may be said that scripts/verify.py passed with this code."""
+"""When a run reports that scripts/verify.py passed with its code."""
 
 import importlib
 import json
@@ -17,7 +17,7 @@ NOT_VERIFIED = "not verified; scripts/verify.py checks your model and data in a 
 
 @pytest.fixture
 def verified(tmp_path, monkeypatch):
-    """A root of one file, and what verify.py found there; returns a function that changes that."""
+    """A repository of one file with a result of verify.py; returns a function that changes the result."""
     (tmp_path / "model.py").write_text("x = 1\n")
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
     monkeypatch.setattr(provenance, "VERIFIED", tmp_path / "verified.json")
@@ -48,7 +48,7 @@ def test_verification_holds_while_code_versions_and_task_are_the_same(verified):
 def test_a_changed_file_or_version_is_named(verified, monkeypatch):
     (provenance.ROOT / "extra.py").write_text("y = 1\n")
     monkeypatch.syspath_prepend(provenance.ROOT)
-    importlib.import_module("extra")  # after it had passed
+    importlib.import_module("extra")  # after verify.py passed
     assert provenance.verification(TASK) == changed("extra.py")
     monkeypatch.delitem(sys.modules, "extra")
     (provenance.ROOT / "model.py").write_text("x = 2\n")
@@ -76,7 +76,7 @@ def test_only_code_imported_from_the_repository_counts():
 
 
 def test_template_files_that_differ_from_the_tag_are_listed(tmp_path, monkeypatch):
-    """The forker's block of config.py and files of the forker's own do not count."""
+    """The block "yours" of config.py and the fork's own files do not count."""
     block = "a = 1\n# ---- yours: fields ----\n{}# ---- end of yours ----\n"
     (tmp_path / "utils").mkdir()
     for name, text in (("config.py", block.format("")), ("utils/x.py", "1\n"), ("model.py", "1\n")):

@@ -25,7 +25,7 @@ def hosting(nodes, launch_id="job-7"):
 
 @contextlib.contextmanager
 def greeting(other_port, times):
-    """A node 0 that greets so many times, and then, as torchrun's store, greets nobody."""
+    """A node 0 that sends `times` greetings and then none, as torchrun's store."""
 
     def serve(server):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""runs.py --html on forged run folders: the page is whole, escaped and self-contained (real runs: test_scripts.py)."""
+"""runs.py --html on forged run folders: a complete, escaped, self-contained page (real runs: test_scripts.py)."""
 
 import json
 import re
@@ -19,7 +19,7 @@ HOSTILE = '<script>alert("1")</script> & <b>'
 
 
 class Page(HTMLParser):
-    """The tags, text and tooltips of a page; every tag has to be closed."""
+    """The tags, text and tooltips of a page; every tag must be closed."""
 
     def __init__(self, source):
         super().__init__()

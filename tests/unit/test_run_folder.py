@@ -1,4 +1,4 @@
-"""The run's folder: when a run in it is continued, moved aside, replaced or rejected, and what its records hold."""
+"""The run's folder: when a run in it is continued, moved aside, replaced or rejected, and its records."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ def commit_best(run, step):
 
 
 def fill(run, steps=(10, 20), state="running"):
-    """What a run leaves behind."""
+    """Write the files that a run leaves."""
     run.mark_training()
     run.status(state, epoch=0, step=steps[-1], error=None)
     for step in steps:
@@ -62,7 +62,7 @@ def from_step_10(config):
 
 
 def contents(folder):
-    """{file: its bytes}, but for the lock's and the watchdog's."""
+    """{file: its bytes}, without those of the lock and the watchdog."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.parent.name != "watch"]
     return {path: path.read_bytes() for path in files if path.name not in ("lock.json", ".lock")}
 
@@ -82,7 +82,7 @@ HOLDS_MORE = "holds other things than one run; give a folder of its own"
     ("changes", "problem"),
     [
         ({}, IS_HELD),
-        ({"run_dir": "runs/new", "checkpoint_dir": "runs/mine/checkpoints"}, IS_HELD),  # two runs' are not mixed
+        ({"run_dir": "runs/new", "checkpoint_dir": "runs/mine/checkpoints"}, IS_HELD),  # two runs in one folder
         *[({"run_dir": folder, "overwrite": True}, HOLDS_MORE) for folder in (".", "..", "/", "runs")],
         ({"run_dir": "runs/new", "resume_from": "nowhere.pt"}, "nowhere.pt: cannot be read .*; give"),
         ({"run_dir": "runs/mine/metrics.jsonl/x"}, "cannot be written .Not a directory.; give"),
@@ -129,10 +129,10 @@ def test_a_run_is_replaced_only_after_the_new_start_was_validated(config, change
     run.failed(UserError("data_dir=typo: has no train/<class>/ folders; give the folder that holds train/", 0, "here"))
     run.close()
     assert contents(config.run_folder) == before
-    run = open_run(config, "job-7", replaces=False)  # a restart of this launch: the old run is not its own
+    run = open_run(config, "job-7", replaces=False)  # a restart of this launch, which does not own the old run
     assert run.is_replacing and run.resume_path is None
     run.watch_folder.mkdir()
-    with (run.watch_folder / "rank0").open("w") as file:  # as the ranks have, before the old run is moved
+    with (run.watch_folder / "rank0").open("w") as file:  # the ranks open it before the old run is moved
         run.replace_old_run(config)
         file.write("here")
     assert (run.watch_folder / "rank0").read_text() == "here"
@@ -204,7 +204,7 @@ def test_a_restart_before_the_first_checkpoint_starts_from_the_path_again(config
 
 
 def test_a_restart_of_a_launch_that_had_not_trained_starts_from_the_given_checkpoint(config):
-    """Its first attempt failed before it trained: the run in the folder is another launch's, completed even."""
+    """Its first attempt failed before training; the folder holds the completed run of another launch."""
     fill(open_run(config, launch_id="job-6"), state="completed")
     for attempt in (2, 3):
         run = open_run(from_step_10(config), launch_id="job-7")
@@ -270,9 +270,9 @@ def test_records_of_an_evaluation_that_will_be_repeated_are_dropped(config):
     assert of_step_20() == ["checkpoint"]
     for split in ("val", "test"):
         run.record("eval", epoch=0, step=30, split=split, loss=1.0)
-    run.rewind(30, is_evaluated=True)  # the test set beside the validation set is evaluated again
+    run.rewind(30, is_evaluated=True)  # the test set is evaluated again after the validation set
     assert [record["split"] for record in run.records("eval")] == ["val", "val"]
-    run.record("eval", epoch=0, step=40, split="test", loss=1.0)  # the only held-out set, which chooses the best
+    run.record("eval", epoch=0, step=40, split="test", loss=1.0)  # the only held-out set, selects the best
     run.rewind(40, is_evaluated=True)
     assert [record["split"] for record in run.records("eval")] == ["val", "val", "test"]
 
@@ -292,7 +292,7 @@ def test_best_pt_is_a_link_or_a_separate_file_and_is_set_aside_when_damaged(conf
     path = commit(run, 10, keep_last=2)
     best = commit_best(run, 10)
     assert best.samefile(path)
-    assert commit_best(run, 10).samefile(path) and not list(run.folder.rglob("*.tmp"))  # after a resume at this step
+    assert commit_best(run, 10).samefile(path) and not list(run.folder.rglob("*.tmp"))  # resumed at this step
     for step in (20, 30):
         commit(run, step, keep_last=2)
     assert not path.exists() and checkpoint.verify(best).step == 10

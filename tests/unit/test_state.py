@@ -1,4 +1,4 @@
-"""Optimizer step, schedule, average, progress: what is skipped is skipped to the bit, at the first step too."""
+"""Optimizer step, schedule, average, progress: a skipped step changes no bit, not even the first one."""
 
 import copy
 import math
@@ -33,7 +33,7 @@ def seams(groups):
 
 
 def make(precision=FLOAT32, model=None, groups=None, **changes):
-    """A state whose run has 10 epochs of 10 steps."""
+    """The state of a run with 10 epochs of 10 steps."""
     torch.manual_seed(0)
     model = model or nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     config = TrainingConfig(warmup_epochs=0, **changes)
@@ -45,7 +45,7 @@ def make(precision=FLOAT32, model=None, groups=None, **changes):
 
 
 def step(state, gradient=None):
-    """A step whose gradients are as they come, or all of one value."""
+    """An optimizer step with computed gradients, or with all of them set to one value."""
     loss = state.model(torch.randn(4, 3)).square().sum()
     state.sums.add({"loss": (loss, 4)}, 4)
     state.sums.start_reduce()
@@ -75,7 +75,7 @@ def same(a, b):
 
 
 def test_the_passes_before_the_first_step_leave_the_state_unchanged():
-    """A run that is stopped before its first step saves the state that it was created with."""
+    """A run that is stopped before its first step saves its initial state."""
     state = make(ema_decay=0.9)
     before, batch = snapshot(state), torch.randn(4, 3)
 
@@ -186,7 +186,7 @@ def test_a_checkpoint_whose_optimizer_has_other_parameters_is_rejected():
     other = make(model=frozen)
     with pytest.raises(UserError, match="optimizer has other parameters; give"):
         other.load_state_dict(payload)
-    payload["optimizer"]["state"][0]["momentum_buffer"] = torch.zeros(5)  # a fused kernel would write beyond it
+    payload["optimizer"]["state"][0]["momentum_buffer"] = torch.zeros(5)  # a fused kernel would write out of bounds
     with pytest.raises(UserError, match="optimizer has other parameters; give"):
         make().load_state_dict(payload)
 
@@ -230,13 +230,13 @@ def test_the_average_starts_at_the_first_step_that_is_not_skipped():
         with torch.no_grad():
             model.weight += 1
         average.update(torch.tensor(taken))
-    # a difference added back is rounded
+    # average + (weight - average) is rounded
     torch.testing.assert_close(average.model.weight, model.weight, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_resumed_optimizer_takes_the_memory_format_of_the_parameters(optimizer):
-    """Fused kernels walk through memory: a state of another layout would be applied to the wrong weights."""
+    """Fused kernels ignore strides: state in another layout would be applied to the wrong weights."""
 
     def train(state):
         torch.manual_seed(state.progress.step)
@@ -252,7 +252,7 @@ def test_a_resumed_optimizer_takes_the_memory_format_of_the_parameters(optimizer
         train(whole)
     load(other, whole)
     train(whole), train(other)
-    # convolutions of another layout
+    # convolutions round differently in another layout
     torch.testing.assert_close(other.model.weight, whole.model.weight, rtol=1e-4, atol=1e-6)
 
 

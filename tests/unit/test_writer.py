@@ -35,7 +35,7 @@ def lock(tmp_path):
 
 
 def send(writer, lock, folder, step):
-    """What Saver does, but for the thread."""
+    """What Saver does, without its thread."""
     written = payload(step) | {"ema": {"counter": torch.tensor(step), "nothing": torch.empty(0, 3)}}
     written["progress"]["epoch"] = 0
     written["model"]["conv"] = torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)
@@ -60,7 +60,7 @@ def test_the_writer_writes_a_job_once_it_is_committed(writer, lock, tmp_path):
         assert all(torch.equal(found["model"][name], tensor) for name, tensor in written["model"].items())
         assert found["model"]["conv"].stride() == written["model"]["conv"].stride() and found["ema"]["counter"] == step
         assert found["ema"]["nothing"].shape == (0, 3) and found["config"] == written["config"]
-    assert len(places) == 1  # the memory is kept
+    assert len(places) == 1  # the shared memory is reused
     assert [path.name for path in checkpoint.step_checkpoints(tmp_path)] == ["step_00000020.pt", "step_00000030.pt"]
 
 
@@ -69,7 +69,7 @@ def test_stop_signals_do_not_end_the_writer_even_right_after_the_fork(lock, tmp_
         for number in STOP_SIGNALS:
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(os, "setsid", signal_itself)  # what the new process does first
+    monkeypatch.setattr(os, "setsid", signal_itself)  # the first call of the new process
     writer = Writer()
     for number in STOP_SIGNALS:
         os.kill(writer.pid, number)
@@ -77,7 +77,7 @@ def test_stop_signals_do_not_end_the_writer_even_right_after_the_fork(lock, tmp_
     writer.commit()
     assert not writer.wait(60).problem and path.exists()
     writer.end()
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOP_SIGNALS)  # this process receives them again
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOP_SIGNALS)  # unblocked again in this process
 
 
 def test_a_killed_writer_is_replaced_and_the_shared_memory_still_holds_the_state(writer, lock, tmp_path):
@@ -174,7 +174,7 @@ def test_the_users_command_gets_the_latest_path_and_its_failure_is_a_warning(tmp
     may_end.touch()
     while hook.is_running():
         time.sleep(0.05)
-    assert out.read_text() == "step_1.pt\nstep_3.pt\n"  # 2 and 3 came while the first ran, and 3 is later
+    assert out.read_text() == "step_1.pt\nstep_3.pt\n"  # 2 and 3 arrived while the first command ran; 3 is later
     (tmp_path / "a b.pt").write_text("new")
     commands = {
         "false": "ended with exit code 1; the checkpoint is valid",
