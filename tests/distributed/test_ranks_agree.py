@@ -1,4 +1,4 @@
-"""What only one rank sees or knows does not separate it from the others; a start that fails leaves what was saved."""
+"""Ranks agree on what only one of them sees or knows; a failed start leaves saved files unchanged."""
 
 import math
 import os
@@ -21,7 +21,7 @@ SMALL = "--dataset_size 16 --epochs 1".split()
 
 
 def other_data_on_rank_1(words):
-    """As where two hosts have folders that should be alike."""
+    """Simulates two hosts with different copies of the data."""
     with mock.patch("utils.data.sets.fingerprint", lambda dataset: os.environ["RANK"]):
         train_flags(words)
 
@@ -50,7 +50,7 @@ def test_overwrite_with_a_bad_flag_leaves_the_run_unchanged(runs):
 
 
 def train_two_runs(words, folder):
-    """Whether this rank finds its own card of an earlier run in the store, for each of two runs in this process."""
+    """For each of two runs in this process: whether the store has this rank's card of the earlier run."""
     plain, found = ddp_utils._introduce, []
 
     def introduce(store, launch, *args):
@@ -89,7 +89,7 @@ def not_a_number_in_evaluation(model, batch):
     ("loss", "metric"), [(with_overflowing_metric, "min:perplexity"), (not_a_number_in_evaluation, "top1")]
 )
 def test_ranks_agree_that_a_non_finite_value_is_not_the_best(runs, loss, metric):
-    """Where one of them alone evaluates: the validation set has one micro-batch."""
+    """Only one rank evaluates: the validation set has one micro-batch."""
     words = runs.words("run", *SMALL, "--epochs", 2, "--best_metric", metric)
     assert run_ranks(2, train_with_loss, words, loss) == [(None, "completed")] * 2
     assert runs.records("run", "eval")[0]["loss" if metric == "top1" else "perplexity"] is None
@@ -99,12 +99,12 @@ def test_ranks_agree_that_a_non_finite_value_is_not_the_best(runs, loss, metric)
     ("error", "waits"),
     [
         (RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:51369."), True),
-        (ddp_utils.dist.DistBackendError("NCCL error: ncclInvalidUsage, duplicate GPU detected"), False),  # its own
+        (ddp_utils.dist.DistBackendError("NCCL error: ncclInvalidUsage, duplicate GPU detected"), False),  # not lost
         (KeyError("a bug"), False),
     ],
 )
 def test_a_rank_that_lost_its_peer_reports_after_the_one_that_failed(error, waits):
-    """torchrun blames the rank whose report is first."""
+    """torchrun reports the rank that fails first as the cause."""
     with mock.patch("time.sleep") as sleep:
         failures.wait_for_blame(error)
     assert sleep.called == waits

@@ -1,4 +1,4 @@
-"""Bad input ends every rank in one sentence with the fix, and what was saved is not touched. Data:
+"""Bad input ends every rank with one sentence and a fix; saved files are unchanged. Data:
 builtin/test_refused_data.py."""
 
 import contextlib
@@ -103,7 +103,7 @@ def test_init_methods_are_passed_through(tmp_path):
 
 
 def without_cuda_on_one(rank):
-    """What all ranks raise where one of two shows a GPU."""
+    """What all ranks raise if only one of two has a GPU."""
     own = int(os.environ["RANK"])
     torch.cuda.device_count = lambda: int(own != rank) * 8
     torch.cuda.get_device_name = torch.cuda.set_device = lambda device: "pretended"
@@ -168,7 +168,7 @@ def prepare(root, fails):
 
 
 def test_data_is_prepared_once_per_file_system(tmp_path):
-    for _ in range(2):  # the second time nothing is left to do
+    for _ in range(2):  # the second time it is already prepared
         assert run_ranks(4, prepare, str(tmp_path), False) == [["data", "prepared-by"]] * 4
     assert [(tmp_path / name / "prepared-by").read_text() for name in "01"] == ["0\n", "1\n"]
 
@@ -182,7 +182,7 @@ def test_a_failing_preparation_ends_all_ranks_with_its_error(tmp_path):
 
 
 def train_with_a_spare_layer(flags):
-    """Returns its error."""
+    """Train a model with an unused layer; returns the error."""
     plain = TASKS["images"]["create_model"]
 
     def create(config, device):
@@ -270,7 +270,7 @@ print("done", flush=True)
 
 
 def test_workers_that_ignore_sigterm_do_not_keep_the_process_alive(tmp_path):
-    """multiprocessing ends daemonic children by SIGTERM and joins them without a limit."""
+    """multiprocessing ends daemonic children with SIGTERM and joins them without a timeout."""
     file = tmp_path / "program.py"
     file.write_text(HOLDS_WORKERS)
     ended = finish(WarmLaunch(0, file, []))
@@ -278,7 +278,7 @@ def test_workers_that_ignore_sigterm_do_not_keep_the_process_alive(tmp_path):
 
 
 def leave_late(flag):
-    """Whether the last rank, which comes late, had come to the clean-up when this rank was through with it."""
+    """Whether the last, delayed rank had reached the clean-up when this rank finished it."""
     with group() as ctx:
         if ctx.rank == ctx.world_size - 1:
             time.sleep(0.5)
@@ -287,5 +287,5 @@ def leave_late(flag):
 
 
 def test_no_rank_leaves_the_group_before_all_have_finished(tmp_path):
-    """gloo aborts in a rank whose peer is gone."""
+    """gloo aborts a rank whose peer is gone."""
     assert run_ranks(4, leave_late, str(tmp_path / "flag")) == [True] * 4
