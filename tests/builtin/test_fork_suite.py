@@ -1,4 +1,4 @@
-"""scripts/test.sh --fork: what holds in any fork, tried on forks of this repository."""
+"""scripts/test.sh --fork: the tests that must pass in any fork, run in forks of this repository."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from ranks import launch
 from test_recipes import Fork
 
-# any other normalisation serves; the network keeps its name, so that the rest of the file stays
+# the normalisation differs; the network keeps its name, so that the rest of the file need not change
 NO_BATCH_NORM = ("nn.BatchNorm2d(", "nn.GroupNorm(1, ")
 
 
@@ -27,7 +27,7 @@ def fork_without_batch_norm(folder):
 
 
 def test_the_fork_suite_is_collected_in_a_fork(tmp_path):
-    """Nothing outside of tests/builtin imports what only the shipped model.py and dataset.py have."""
+    """Nothing outside tests/builtin imports names that only the shipped model.py and dataset.py have."""
     fork = text_fork(tmp_path)
     words = (
         "-m pytest -q -p no:cacheprovider -p no:xdist --collect-only tests/faults tests/distributed tests/unit".split()

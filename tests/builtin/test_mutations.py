@@ -1,4 +1,4 @@
-"""The list of one-line faults (tests/mutations.py) still fits the code. `scripts/test.sh --mutations` tries them."""
+"""The one-line faults of tests/mutations.py still match the code. `scripts/test.sh --mutations` runs the tests."""
 
 import ast
 

@@ -75,7 +75,7 @@ def test_unknown_metrics_and_folders_without_runs_are_rejected(two_runs, tmp_pat
 
 @pytest.mark.parametrize("flags", [[], ["--ema"]])
 def test_the_printed_snippet_gives_the_same_predictions_as_the_evaluation(two_runs, tmp_path, flags):
-    """The six lines are run as they were printed, on the set that was evaluated."""
+    """The six printed lines are run unchanged on the evaluated data."""
     ended = run_script("export.py", two_runs.checkpoints("fast")[-1], tmp_path / "model.pt", *flags)
     assert ended.code == 0, ended.text
     exported = torch.load(tmp_path / "model.pt", weights_only=True)["model"]
@@ -118,7 +118,7 @@ def images_of(payload, split, **changes):
 
 @pytest.mark.slow
 def test_a_traced_model_gives_the_outputs_in_an_empty_folder(two_runs, tmp_path):
-    """Its batch size is free; the Python that runs the snippet does not know this repository."""
+    """Its batch size is dynamic; the snippet runs without this repository on the path."""
     source, out = two_runs.checkpoints("fast")[-1], tmp_path / "model.pt2"
     ended = run_script("export.py", source, out, "--format", "torch.export")
     assert ended.code == 0 and "torch.float32 [batch, 3, 8, 8]" in ended.out, ended.text
@@ -148,7 +148,7 @@ def test_predictions_have_each_sample_once_in_order_on_any_number_of_ranks(two_r
     with torch.no_grad():
         expected = net_of(payload)(images_of(payload, "train", dataset_size=37))
     torch.testing.assert_close(found[0]["output"], expected)
-    assert len(list(out.parent.iterdir())) == 3  # no part of a rank is left
+    assert len(list(out.parent.iterdir())) == 3  # no rank's part is left
 
 
 def test_predictions_of_the_averaged_weights_are_saved_in_the_run_folder_by_default(two_runs):
@@ -160,7 +160,7 @@ def test_predictions_of_the_averaged_weights_are_saved_in_the_run_folder_by_defa
     torch.testing.assert_close(torch.load(two_runs.folder("fast") / "predictions.pt")["output"], expected)
 
 
-REFUSED = [  # ranks, what follows predict.py, what it says
+REFUSED = [  # ranks, arguments of predict.py, message
     (0, "nowhere.pt", "nowhere.pt: cannot be read (No such file or directory); give the path of a checkpoint"),
     (0, "PLAIN --split valid", "split=valid: the data has train, val; choose one of these"),
     (2, "PLAIN --ema", "has no averaged weights; leave out --ema"),

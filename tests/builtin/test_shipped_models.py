@@ -1,4 +1,4 @@
-"""The shipped models and image folder pass the tests that tests/distributed has for the tests' own tasks."""
+"""The shipped models and image folder pass the tests that tests/distributed runs on small tasks."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from utils.training.activation import find_blocks
 
 
 def test_mini_resnet_equals_the_plain_loop(runs):
-    """Float64; the third global batch of an epoch is short and leaves a rank idle."""
+    """In float64; the third global batch of an epoch is short and leaves a rank idle."""
     flags = (*SGD, "--label_smoothing", "0.1", "--max_steps", "4")
     check_against_the_oracle(runs, 2, 2, torch.float64, flags, 1e-12, task="")
 

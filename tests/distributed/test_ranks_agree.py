@@ -104,7 +104,7 @@ def test_ranks_agree_that_a_non_finite_value_is_not_the_best(runs, loss, metric)
     ],
 )
 def test_a_rank_that_lost_its_peer_reports_after_the_one_that_failed(error, waits):
-    """torchrun reports the rank that fails first as the cause."""
+    """torchrun names the rank that reports first as the cause."""
     with mock.patch("time.sleep") as sleep:
         failures.wait_for_blame(error)
     assert sleep.called == waits

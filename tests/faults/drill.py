@@ -293,14 +293,14 @@ class Drill:
 
     def is_whole(self, ranks: int, *flags: object, name: str = "run", code: str = "") -> None:
         """The completed run is to the bit the one without a fault, and took each sample once."""
-        other = self.undisturbed(ranks, *flags, code=code)
+        other = self.uninterrupted(ranks, *flags, code=code)
         assert_same_state(self.runs.last(name), self.runs.last(other))
         assert self.runs.samples(name) == self.runs.samples(other)
 
-    def undisturbed(self, ranks: int, *flags: object, code: str = "") -> Path:
+    def uninterrupted(self, ranks: int, *flags: object, code: str = "") -> Path:
         """The folder of the same run without a fault: one for all drills with these flags."""
         key = hashlib.sha256(repr((ranks, flags, code)).encode()).hexdigest()[:12]
-        folder = self.folder.parent / f"undisturbed-{key}"
+        folder = self.folder.parent / f"uninterrupted-{key}"
         if not (folder / "summary.json").exists():
             self.completes(ranks, *flags, name=folder, code=code) if code else self.fork(ranks, *flags, name=folder)
         return folder

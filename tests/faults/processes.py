@@ -11,7 +11,7 @@ RUN = "--dataset_size 200 --epochs 2 --save_every_steps 5 --num_workers 1".split
 KILLED = r"rank {} on \S+ was killed or cut off in \w+ of step {}; look for .* --resume_from auto"
 
 
-def strikes_at(step: int, what: str) -> str:
+def injected_at(step: int, what: str) -> str:
     """Lines that do this to rank 1 at this step each time, until there is a file "fixed"."""
     return (
         f"def before_loss(net):\n    if (STEP, RANK) == ({step}, 1) and not os.path.exists(f'{{FOLDER}}/fixed'):\n     "
@@ -27,7 +27,7 @@ def is_diagnosed(drill: Drill, text: str, step: int, epoch: int, cause: str, *fl
     )
     says(text, said)
     indices = re.search(said, text)[1].split(", ")
-    assert sorted(map(int, indices)) == drill.runs.samples(drill.undisturbed(2, *flags))[step]
+    assert sorted(map(int, indices)) == drill.runs.samples(drill.uninterrupted(2, *flags))[step]
     assert drill.json("status.json")["state"] == "failed"
 
 
@@ -127,7 +127,7 @@ def restarted_by_torchrun(drill: Drill) -> None:
 @fault("killed at the same step under torchrun's restarts")
 def restarts_in_vain(drill: Drill) -> None:
     how = ("--standalone", "--max-restarts", 10)
-    job = drill.start(2, *RUN, how=how, env=NO_SHARED_STORE, code=strikes_at(7, "os.kill(os.getpid(), 9)"))
+    job = drill.start(2, *RUN, how=how, env=NO_SHARED_STORE, code=injected_at(7, "os.kill(os.getpid(), 9)"))
     text = drill.fails(job, seconds=120)
     is_diagnosed(drill, text, 7, 0, r"rank 1 on \S+ was killed or cut off in \w+ of step 7;", *RUN)
     drill.resumes(2, *RUN)
@@ -138,7 +138,7 @@ def relaunches_in_vain(drill: Drill) -> None:
     flags = (
         "--dataset_size 198 --epochs 2 --save_every 0 --save_every_steps 20 --num_workers 1 --resume_from auto".split()
     )
-    code = strikes_at(22, "raise KeyError('a bug of the fork')")
+    code = injected_at(22, "raise KeyError('a bug of the fork')")
     texts = [drill.fails(drill.start(2, *flags, code=code)) for _ in range(4)]
     assert all("KeyError: 'a bug of the fork'" in text and "attempts all failed" not in text for text in texts[:3])
     is_diagnosed(drill, texts[3], 22, 0, "'a bug of the fork'", *flags)
