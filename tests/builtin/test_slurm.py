@@ -121,7 +121,7 @@ def test_a_job_stopped_before_its_first_step_is_not_requeued_forever(cluster, tm
 
 
 def test_srun_tasks_are_ranks_without_torchrun(cluster, slow_repository, tmp_path):
-    """Two tasks on each of two nodes; in the batch script itself train.py is one process. Stopped, srun exits with 75."""
+    """Two tasks on each of two nodes; in the batch script itself train.py is one process. Stopped, srun exits 75."""
     flags = " ".join([*TINY, "--dataset_size", "400", "--epochs", "2", "--run_dir", str(tmp_path)])
     srun = f"srun --kill-on-bad-exit=1 python train.py {flags}/four"
     wrap = f"python train.py {flags}/one --max_steps 2 && {{ {srun} || [ $? = 75 ]; }} && {srun} --resume_from auto"
