@@ -1,4 +1,4 @@
-"""For all tests: the repository on the path, one thread a process, nothing left of one test in the next."""
+"""For all tests: the repository on the path, one thread per process, no state left from one test to the next."""
 
 import logging
 import multiprocessing
@@ -11,13 +11,13 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("tests", "tests/unit", "tests/distributed", "tests/faults", "tests/builtin")
 PATHS = [str(ROOT), str(ROOT / "scripts"), *(str(ROOT / folder) for folder in FOLDERS)]
 sys.path[:0] = PATHS
-# for processes started here
+# inherited by started processes
 os.environ |= {"PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED"):  # a shell's own
+for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED"):  # set by a shell
     os.environ.pop(name, None)
 
 for number in (signal.SIGINT, signal.SIGHUP):
-    if signal.getsignal(number) == signal.SIG_IGN:  # under nohup or &: still ignored here, and not by what tests start
+    if signal.getsignal(number) == signal.SIG_IGN:  # under nohup or &: ignored here, not in processes that tests start
         signal.signal(number, lambda *_: None)
 
 import pytest
@@ -27,8 +27,8 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="run the tests marked slow, too")
-    parser.addoption("--alone", choices=["only", "no"], help="run only the tests marked alone, or all others")
+    parser.addoption("--all", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--alone", choices=["only", "no"], help="only: run the tests marked alone; no: run all others")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -46,13 +46,13 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def no_trace():
-    """A test that computes in float64, sets up the logger or leaves loader workers behind leaves no trace."""
+    """Undo changes of the default dtype and the logger, and end loader workers, after each test."""
     yield
     workers = [child for child in multiprocessing.active_children() if child.daemon]
-    # a loader that is collected in a cycle, after an exception say, loses its queues first and waits 10 s for each of
-    # them
+    # a loader that is garbage-collected in a cycle, for example after an exception, loses its queues and waits 10 s for
+    # each of them
     if workers:
-        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's would raise here
+        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise here
         for worker in workers:
             worker.kill()
             worker.join()
@@ -67,7 +67,7 @@ def no_trace():
 
 @pytest.fixture
 def runs(tmp_path):
-    """Training with real ranks in a folder of the test's own (training.py)."""
+    """Training with real ranks in a folder of this test (training.py)."""
     from training import Runs
 
     return Runs(tmp_path)

@@ -1,4 +1,4 @@
-"""scripts/Dockerfile as a list of instructions, and what it copies: as far as an image can be made without docker."""
+"""scripts/Dockerfile as a list of instructions, and its copied files: an image as far as possible without docker."""
 
 import shutil
 import subprocess
@@ -7,19 +7,19 @@ from pathlib import Path
 from ranks import PATH, ROOT, lack, launch, need
 
 FILE = ROOT / "scripts" / "Dockerfile"
-# words before a command, which make it run as in a pod: process 1, a user that is in no list and has no capability
+# prefix that runs a command as in a pod: process 1, a user without a passwd entry and without capabilities
 POD = "unshare --user --map-user=10001 --map-group=10001 --pid --fork --mount-proc --kill-child".split()
 
 
 def instructions() -> list[tuple[str, str]]:
-    """(instruction, the rest), in order; comments left out, lines that end with a backslash joined."""
+    """(instruction, rest of the line), in order, without comments; lines that end with a backslash are joined."""
     lines = [line for line in FILE.read_text().splitlines() if line.strip() and not line.startswith("#")]
     joined = "\n".join(lines).replace("\\\n", " ").splitlines()
     return [tuple(line.split(maxsplit=1)) for line in joined]
 
 
 def copies() -> list[tuple[list[Path], str]]:
-    """Of each COPY the files and folders, and where they go. Raises AssertionError for one that is not there."""
+    """The sources and the target of each COPY. Raises AssertionError for a source that does not exist."""
     found = []
     for _, words in (each for each in instructions() if each[0] == "COPY"):
         *sources, target = words.split()
@@ -30,7 +30,7 @@ def copies() -> list[tuple[list[Path], str]]:
 
 
 def copy_into(folder: Path) -> None:
-    """What the image has in its WORKDIR, and its user may read and not write."""
+    """Copy the content of the image's WORKDIR, which its user can read but not write."""
     for paths, target in copies():
         for path in paths:
             if path.is_dir():
@@ -39,13 +39,13 @@ def copy_into(folder: Path) -> None:
                 (folder / target).mkdir(parents=True, exist_ok=True)
                 shutil.copy(path, folder / target)
     for path in [folder, *folder.rglob("*")]:
-        path.chmod(path.stat().st_mode & ~0o277)  # as under the strictest umask
+        path.chmod(path.stat().st_mode & ~0o277)  # as with the strictest umask
     for step in (rest for name, rest in instructions() if name == "RUN" and "pip install" not in rest):
         subprocess.run(["sh", "-c", step], cwd=folder, check=True)
 
 
 def make_image(folder: Path) -> dict[str, str]:
-    """The image's WORKDIR in a folder. Returns the variables of a program in it: its ENV, this environment's Python."""
+    """Create the image's WORKDIR in a folder; returns variables for programs: its ENV, this environment's Python."""
     need("unshare")
     if (ended := launch([*POD, "true"])).code:
         lack(f"this machine allows no namespaces: {ended.err}")
@@ -55,12 +55,12 @@ def make_image(folder: Path) -> dict[str, str]:
 
 
 def process_1(program: subprocess.Popen) -> int:
-    """The first process of a pod, as the kubelet knows it."""
+    """The pid of the pod's first process, as the kubelet sees it."""
     (pid,) = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
     return int(pid)
 
 
 def make_removable(folder: Path) -> None:
-    """So that pytest can take it away."""
+    """Make the folder removable for pytest."""
     for path in [folder, *folder.rglob("*")]:
         path.chmod(path.stat().st_mode | 0o200)

@@ -17,10 +17,10 @@ BEGIN, END = "<!-- what a run survives: made by tests/guarantees.py -->", "<!-- 
 class Guarantee:
     section: str
     key: str
-    subject: str  # what it is about; among the faults, what happens
+    subject: str  # what the promise is about; for faults, what happens
     promise: str
-    tests: list[str]  # node ids, of the default run
-    slow: list[str]  # that --all adds
+    tests: list[str]  # node ids in the default run
+    slow: list[str]  # node ids that --all adds
 
 
 def read_guarantees() -> list[Guarantee]:
@@ -45,7 +45,7 @@ def table() -> str:
 
 
 def written(text: str) -> str:
-    """The text of the page with its table renewed."""
+    """The text of the page with a renewed table."""
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
 

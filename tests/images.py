@@ -7,7 +7,7 @@ from PIL import Image
 
 
 def save_images(folder: Path, classes: dict[str, int], size: int | tuple[int, int] = 8, seed: int = 0) -> None:
-    """Write <folder>/<class>/<n>.png: so many random images of each class, whose mean colour tells the class."""
+    """Write <folder>/<class>/<n>.png: random images per class, whose mean colour depends on the class."""
     generator = torch.Generator().manual_seed(seed)
     height, width = (size, size) if isinstance(size, int) else size
     for label, (name, count) in enumerate(classes.items()):
@@ -19,7 +19,7 @@ def save_images(folder: Path, classes: dict[str, int], size: int | tuple[int, in
 
 
 def folder_of_images(root, classes=("cat", "dog"), count=6):
-    """train/ and val/ of so many images a class; returns the flags that read them."""
+    """Write train/ and val/ with `count` images per class; returns the flags that read them."""
     for split in ("train", "val"):
         save_images(root / split, dict.fromkeys(classes, count))
     return ["--dataset", "imagefolder", "--data_dir", str(root), "--num_workers", "1"]

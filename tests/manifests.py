@@ -1,4 +1,4 @@
-"""scripts/kubernetes as a cluster reads it: schemas, the Job that Kubeflow Trainer makes, the pods of the kubelet."""
+"""scripts/kubernetes as a cluster reads it: schemas, the Job that Kubeflow Trainer creates, the kubelet's pods."""
 
 import copy
 import importlib
@@ -14,11 +14,11 @@ from ranks import ROOT
 
 FOLDER = ROOT / "scripts" / "kubernetes"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-VERSIONS = ("1.31", "1.37")  # the oldest that has all fields, and the newest whose schemas were published
+VERSIONS = ("1.31", "1.37")  # the oldest version with all fields, and the newest one with published schemas
 
 
 def package(name):
-    """A package of the tests' own. Where it is missing the test is skipped; it fails where CI is set."""
+    """Import a package that only tests need. If it is missing, the test is skipped, or fails if CI is set."""
     if os.environ.get("CI"):
         importlib.import_module(name)
     return pytest.importorskip(name, reason=f"{name} is not installed (scripts/test.sh installs it)")
@@ -33,11 +33,11 @@ def documents():
 
 
 def validate(document):
-    """Raise where a document is not what the published schemas say; an unknown field counts."""
+    """Raise if a document violates the published schemas, also for an unknown field."""
     if document["apiVersion"].startswith("trainer.kubeflow.org/"):
         models = package("kubeflow_trainer_api.models")
         model = getattr(models, f"TrainerV1alpha1{document['kind']}").from_dict(document)
-        known = json.loads(json.dumps(model.to_dict(), default=str))  # a model drops what it does not know
+        known = json.loads(json.dumps(model.to_dict(), default=str))  # a model drops unknown fields
         assert document["kind"] in ("TrainingRuntime", "TrainJob") and known == document, "has an unknown field"
     else:
         for version in VERSIONS:
@@ -45,12 +45,12 @@ def validate(document):
 
 
 def job_of_the_trainer(runtime, train_job):
-    """The Job that Kubeflow Trainer 2.3 and JobSet make of a runtime and a TrainJob (plugins torch.go, jobset.go)."""
+    """The Job that Kubeflow Trainer 2.3 and JobSet create from a runtime and a TrainJob (torch.go, jobset.go)."""
     name, wishes = train_job["metadata"]["name"], train_job["spec"]["trainer"]
     replicated = copy.deepcopy(runtime["spec"]["template"]["spec"]["replicatedJobs"][0])
     spec = replicated["template"]["spec"] | {"completions": wishes["numNodes"], "parallelism": wishes["numNodes"]}
     container = spec["template"]["spec"]["containers"][0]
-    assert replicated["name"] == container["name"] == "node"  # by these names they are found
+    assert replicated["name"] == container["name"] == "node"  # Kubeflow finds them by these names
     container |= {"image": wishes["image"], "args": wishes["args"], "resources": wishes["resourcesPerNode"]}
     values = {
         "NNODES": wishes["numNodes"],
@@ -65,17 +65,17 @@ def job_of_the_trainer(runtime, train_job):
 
 
 def both() -> list[dict]:
-    """Both ways as the Job that a cluster would run."""
+    """The Job that a cluster would run, from each of the two manifests."""
     found = documents()
     return [found["Job"], job_of_the_trainer(found["TrainingRuntime"], found["TrainJob"])]
 
 
 def started(job, index):
-    """The command and the variables of the pod with this index, filled in by the rules of the kubelet."""
+    """The command and the variables of the pod with this index, expanded as by the kubelet."""
     container = job["spec"]["template"]["spec"]["containers"][0]
     fields = {INDEX: str(index), "metadata.labels['batch.kubernetes.io/controller-uid']": "5fcf6d81"}
     env = {}
-    for each in container["env"]:  # in this order: what comes later cannot be filled in
+    for each in container["env"]:  # in order: a later variable cannot be expanded
         env[each["name"]] = (
             filled(each["value"], env) if "value" in each else fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
         )
@@ -87,10 +87,10 @@ def filled(text, env):
 
 
 def publish(nodes: Nodes, *jobs: dict) -> None:
-    """Let the nodes know the pods by the names that the cluster's DNS has: <job>-<index>.<subdomain>."""
+    """Make the pods' names in the cluster's DNS known to the nodes: <job>-<index>.<subdomain>."""
     lines = ["127.0.0.1 localhost"]
     for job in jobs:
         name, subdomain = job["metadata"]["name"], job["spec"]["template"]["spec"]["subdomain"]
         lines += [f"{node.address} {name}-{index}.{subdomain}" for index, node in enumerate(nodes)]
     for node in nodes:
-        node.seen(Path("/etc/hosts")).write_text("\n".join(lines) + "\n")  # in place: pods that run already see it too
+        node.seen(Path("/etc/hosts")).write_text("\n".join(lines) + "\n")  # in place, so that running pods see it too

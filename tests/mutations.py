@@ -1,9 +1,9 @@
-"""One-line faults in the product. Each must make a default test of the guarantee that it breaks fail.
+"""One-line faults in the code. Each must make a default test of the guarantee that it breaks fail.
 
     scripts/test.sh --mutations            all of them
-    scripts/test.sh --mutations fsync      those with this text in them
+    scripts/test.sh --mutations fsync      those that contain this text
 
-A fault is a line of a function or class, by name: it survives code that moves between files.
+A fault is a line in a named function or class, so it stays valid when code moves between files.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PRODUCT = ("*.py", "utils/**/*.py", "scripts/**/*.py")
 @dataclass(frozen=True)
 class Mutation:
     where: str  # a function or class, "Class.method" for a method
-    line: str  # of it, stripped; it stands there once
+    line: str  # a line of it, stripped, that occurs once
     becomes: str
     breaks: str  # the key of a guarantee
 
@@ -123,7 +123,7 @@ MUTATIONS = [
 
 
 def find(mutation: Mutation, root: Path = ROOT) -> tuple[Path, int]:
-    """The file and the number of the line, from 0. Raises LookupError unless there is exactly one."""
+    """The file and the line number, from 0. Raises LookupError unless there is exactly one."""
     places = set()
     for path in sorted(path for pattern in PRODUCT for path in root.glob(pattern)):
         text = path.read_text(encoding="utf-8")
@@ -136,7 +136,7 @@ def find(mutation: Mutation, root: Path = ROOT) -> tuple[Path, int]:
                     (path, k) for k in range(node.lineno - 1, node.end_lineno) if lines[k].strip() == mutation.line
                 }
     if len(places) != 1:
-        raise LookupError(f"{mutation.where}: {mutation.line!r} stands in {len(places)} places; it has to be one")
+        raise LookupError(f"{mutation.where}: {mutation.line!r} is in {len(places)} places; choose a unique line")
     return places.pop()
 
 
@@ -151,7 +151,7 @@ def definitions(tree: ast.AST, prefix: str = ""):
 
 
 def mutated(mutation: Mutation, root: Path = ROOT) -> tuple[Path, str]:
-    """The file and its text with the fault in it."""
+    """The file, and its text with the fault."""
     path, number = find(mutation, root)
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     lines[number] = lines[number].replace(mutation.line, mutation.becomes)
@@ -159,7 +159,7 @@ def mutated(mutation: Mutation, root: Path = ROOT) -> tuple[Path, str]:
 
 
 def run_tests(copy: Path, tests: list[str], *options: str) -> tuple[int, str]:
-    """pytest's exit code and what it printed, in a copy of the repository; 124 where it did not end."""
+    """Run pytest in a copy of the repository; returns its exit code and output, 124 after a timeout."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     temporary = ["-p", "no:cacheprovider", "--basetemp", f"{copy}.tmp"]
     command = [sys.executable, "-m", "pytest", "-x", "-q", *temporary, *options, *tests]
@@ -171,7 +171,7 @@ def run_tests(copy: Path, tests: list[str], *options: str) -> tuple[int, str]:
 
 
 def is_caught(mutation: Mutation, origin: Path) -> bool:
-    """Whether a test fails where the fault is put into a copy of `origin`; prints which one."""
+    """Whether a test fails with the fault in a copy of `origin`; prints its name."""
     tests = next(row.tests for row in GUARANTEES if row.key == mutation.breaks)
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         copy = Path(folder, "copy")
@@ -189,7 +189,7 @@ def is_caught(mutation: Mutation, origin: Path) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("text", nargs="*", help="only faults that have one of these in them")
+    parser.add_argument("text", nargs="*", help="only faults that contain one of these texts")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="faults tried at once")
     options = parser.parse_args()
     chosen = [each for each in MUTATIONS if any(text in each.title + each.breaks for text in options.text or [""])]
@@ -199,7 +199,7 @@ def main() -> int:
     parallel = ["-n", str(options.jobs + 1), "--dist", "loadfile"] if has_xdist else []
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder, ThreadPoolExecutor(options.jobs) as threads:
         origin = copy_repository(Path(folder, "origin"))
-        for command in ("init -q", "add -A"):  # tests find git there, as in a clone
+        for command in ("init -q", "add -A"):  # tests need a git repository, as in a clone
             subprocess.run(["git", *command.split()], cwd=origin, check=True)
         print(f"{len(tests)} tests of {len(keys)} guarantees, without a fault ...", flush=True)
         code, said = run_tests(origin, tests, *parallel)

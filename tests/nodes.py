@@ -1,8 +1,8 @@
-"""Real nodes on one machine: namespaces with a network, a host name and mounts of their own, joined by a bridge.
+"""Nodes on one machine: namespaces with their own network, host name and mounts, connected by a bridge.
 
-`with Nodes(2) as nodes:` gives node0 and node1. They reach each other and nothing else, so that several tests may run
-at once; ports are each node's own, and the machine's network stays as it is. Processes, memory and files are the
-machine's: a folder is shared storage, unless a node mounts something over it.
+`with Nodes(2) as nodes:` creates node0 and node1. They reach only each other, so that several tests can run
+at once; each node has its own ports, and the machine's network is not changed. Processes, memory and files are the
+machine's: a folder is shared storage unless a node mounts something over it.
 """
 
 import contextlib
@@ -15,13 +15,13 @@ from pathlib import Path
 from ranks import DEADLINE, ROOT, Ended, finish, lack, need, start, stop
 
 NETWORK = "10.0.0"
-HOLD = "echo held; read _"  # until it is killed, or pytest is: then its input ends
-# As `ip netns exec` does it: /sys shows the interfaces of the network that it was mounted in. Its cgroups stay.
+HOLD = "echo held; read _"  # runs until it is killed, or its input ends with pytest
+# As in `ip netns exec`: /sys shows the interfaces of the network in which it was mounted. Its cgroups are kept.
 OWN_SYS = "mount --rbind /sys/fs/cgroup /mnt; mount -t sysfs sysfs /sys && mount --rbind /mnt /sys/fs/cgroup"
 
 
 class Place:
-    """A process that holds namespaces open, and what runs in them. They end with the process."""
+    """A process that holds namespaces open, and the programs in them. They end with the process."""
 
     def __init__(self, unshare: Sequence[str], within: "Place | None" = None) -> None:
         self._is_root = os.geteuid() == 0
@@ -38,35 +38,35 @@ class Place:
 
     @property
     def enter(self) -> list[str]:
-        """The words before a command that make it run here."""
+        """The prefix that makes a command run here."""
         as_user = [] if self._is_root else ["-U", "--preserve-credentials"]
         return ["nsenter", *as_user, "-m", "-n", "-u", "-t", str(self.pid)]
 
     def start(self, command: Sequence[object], *, env: dict | None = None, cwd: Path = ROOT) -> subprocess.Popen:
-        """Start a program here, as `ranks.start` does. The folder is the one that has this name here."""
+        """Start a program here, like `ranks.start`. The path of the folder is resolved here."""
         words = [*self.enter, "sh", "-c", 'cd "$0" && exec "$@"', cwd, *command]
         self._programs.append(start(words, env=env))
         return self._programs[-1]
 
     def run(self, *command: object, deadline: float = DEADLINE, **options: object) -> Ended:
-        """Run a program here to its end."""
+        """Run a program here until it ends."""
         return finish(self.start(command, **options), deadline)
 
     def do(self, *command: object) -> None:
-        """A command of the test's own, which succeeds."""
+        """Run a command of the test's set-up, which must succeed."""
         done = subprocess.run([*self.enter, *map(str, command)], capture_output=True, text=True, timeout=20)
         assert done.returncode == 0, f"{done.args}: {done.stderr}"
 
     def seen(self, path: Path) -> Path:
-        """The name under which the test sees a path of this place."""
+        """The path by which the test can access a path of this place."""
         return Path(f"/proc/{self.pid}/root{path}")
 
     def mount_tmpfs(self, path: Path, size: str) -> None:
-        """A disk of this size (64k, 1m) over a folder."""
+        """Mount a disk of this size (64k, 1m) over a folder."""
         self.do("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path)
 
     def bind(self, source: Path, target: Path, is_read_only: bool = False) -> None:
-        """Put a file or a folder over another one."""
+        """Mount a file or a folder over another one."""
         self.do("mount", "--bind", source, target)
         if is_read_only:
             self.do("mount", "-o", "remount,bind,ro", target)
@@ -91,7 +91,7 @@ class Node(Place):
         self.do("ip", "link", "set", "eth0", "up")
 
     def write(self, path: Path, text: str) -> None:
-        """Put a file of this text over one of the machine's, for this node alone."""
+        """Replace a file of the machine by one with this text, for this node only."""
         handle, file = tempfile.mkstemp(dir=self._folder)
         with open(handle, "w") as opened:
             opened.write(text)
@@ -99,18 +99,18 @@ class Node(Place):
         self.bind(Path(file), path)
 
     def link(self, up: bool) -> None:
-        """Plug the cable in or out, at the switch."""
+        """Plug the cable in or out at the switch."""
         self._switch.do("ip", "link", "set", self.name, "up" if up else "down")
 
     def slow(self, rate: str) -> None:
-        """Let the cable carry so much in each direction: 10mbit, 1gbit. Empty: as much as it can."""
+        """Limit the rate of the link in each direction: 10mbit, 1gbit. Empty: no limit."""
         for place, interface in ((self, "eth0"), (self._switch, self.name)):
             shape = f"tbf rate {rate} burst 64kb latency 200ms".split() if rate else []
             place.do("tc", "qdisc", "replace" if rate else "delete", "dev", interface, "root", *shape)
 
 
 class Nodes(contextlib.AbstractContextManager):
-    """So many nodes on one switch. They are named in /etc/hosts, and no name server answers them."""
+    """A number of nodes on one switch. /etc/hosts has their names; they have no name server."""
 
     def __init__(self, count: int) -> None:
         for tool in ("ip", "tc", "nsenter", "unshare", "mount", "hostname"):
@@ -122,7 +122,7 @@ class Nodes(contextlib.AbstractContextManager):
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             self._switch = Place(["-n", "-m", "-u", *([] if os.geteuid() == 0 else ["--map-root-user"])])
             stack.callback(self._switch.close)
-            # what is mounted here from now on is mounted on all nodes, and what a node mounts is its own
+            # mounts made here from now on appear on all nodes; mounts of a node do not leave it
             bridge = "ip link add bridge type bridge && ip link set bridge up"
             self._switch.do("sh", "-c", f"mount --make-rshared / && {bridge}")
             self._nodes: list[Node] = []
@@ -149,5 +149,5 @@ class Nodes(contextlib.AbstractContextManager):
         return iter(self._nodes)
 
     def mount_tmpfs(self, path: Path, size: str) -> None:
-        """Shared storage: a disk of this size over a folder, on all nodes."""
+        """Shared storage: mount a disk of this size over a folder on all nodes."""
         self._switch.mount_tmpfs(path, size)

@@ -1,5 +1,5 @@
-"""The oracle: the same training in one process, without DDP, checkpoints or workers. It shares only model, data and
-config with the code that it judges. It is also the plain loop of scripts/benchmark.py."""
+"""The reference: the same training in one process, without DDP, checkpoints or workers. It shares only model, data and
+config with the tested code. It is also the plain loop of scripts/benchmark.py."""
 
 import hashlib
 import math
@@ -28,7 +28,7 @@ def samples(data, indices, *key):
 
 
 def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
-    """Yields model, average, summed loss and its count of each step. micro_batches_per_step: ranks x accumulation."""
+    """Yields model, average, summed loss and its count for each step. micro_batches_per_step: ranks x accumulation."""
     seams = vars(sys.modules["model"])
     data = create_dataset(config, "train")
     fetch, collate = getattr(data, "__getitems__", None), getattr(data, "collate", default_collate)
@@ -49,7 +49,7 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
     rates = [norm.momentum for norm in norms for _ in range(2)]
     statistics = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
     for norm in norms:
-        norm.momentum = 1.0  # a forward pass then leaves the statistics of its micro-batch
+        norm.momentum = 1.0  # a forward pass then stores the statistics of its micro-batch
     size = config.batch_size * micro_batches_per_step
     used = len(data) - config.drop_last * (len(data) % size)
     total = min(config.epochs * math.ceil(used / size), config.max_steps or 10**9)

@@ -1,4 +1,4 @@
-"""Real processes for tests: ranks forked from a warm server, and launches; each with a deadline, none left behind."""
+"""Real processes for tests: ranks forked from a warm server, and launches. Each has a deadline; none is left behind."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 120.0  # seconds
-PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # for scripts, which look for this Python
+PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # scripts find this Python in it
 MARK = "DDP_TEST_PROGRAM"
-SECONDS_TO_GO = 3.0  # for what a program leaves behind to end by itself
+SECONDS_TO_GO = 3.0  # for processes that a program leaves behind to end by themselves
 
-# Ranks are forked from a server that has imported everything and has no threads: a fork of pytest's own process, in
-# which a thread may hold a lock of libc at that moment, hangs now and then.
+# Ranks are forked from a server that has imported everything and has no threads: a fork of pytest itself, in which
+# a thread may hold a libc lock at that moment, sometimes hangs.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["warm"])
 STORES = """
@@ -48,22 +48,22 @@ for line in sys.stdin:
 @functools.cache
 def _store_server() -> subprocess.Popen:
     server = subprocess.Popen([sys.executable, "-c", STORES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    # closing its input would not do: a DataLoader worker forked from this process holds a copy of the pipe
+    # closing its input is not enough: a DataLoader worker forked from this process holds a copy of the pipe
     atexit.register(server.kill)
     return server
 
 
 def new_store() -> str:
-    """The port of a new store in a process that lives as long as pytest, as torchrun's agent has one."""
+    """The port of a new store, like that of torchrun's agent, in a process that lives as long as pytest."""
     server = _store_server()
     print(file=server.stdin, flush=True)
     return server.stdout.readline().strip()
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Any]:
-    """Run function(*args) in ranks with torchrun's variables; what each returned, by rank.
+    """Run function(*args) in ranks with torchrun's variables; returns their results, by rank.
 
-    Raises AssertionError, with what the ranks printed, when one fails or the deadline passes.
+    Raises AssertionError, with the output of the ranks, when one fails or the deadline passes.
     """
     common = launch_variables(world_size)
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +78,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadlin
             while any(rank.is_alive() for rank in ranks) and time.monotonic() < ends:
                 time.sleep(0.01)
                 if any(rank.exitcode for rank in ranks):
-                    ends = min(ends, time.monotonic() + 1)  # the others print what they saw
+                    ends = min(ends, time.monotonic() + 1)  # the others print their errors
         finally:
             for rank in ranks:
                 rank.kill()
@@ -92,7 +92,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadlin
 
 
 def launch_variables(world_size: int) -> dict[str, str]:
-    """What torchrun sets for all ranks alike."""
+    """The variables that torchrun sets to the same values on all ranks."""
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": new_store(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     return store | {"WORLD_SIZE": str(world_size)}
 
@@ -111,12 +111,12 @@ def _be_a_rank(file: Path, env: dict[str, str], function: Callable[..., Any], ar
 
 
 def _begin(output: int, env: dict[str, str]) -> None:
-    """In a process that was forked from the server: prints into a file, and is as one that was started by itself."""
+    """Set up a process forked from the server: print to a file, and look like a newly started process."""
     os.dup2(output, 1)
     os.dup2(output, 2)
-    faulthandler.enable()  # a crash says where, on what is now stderr
+    faulthandler.enable()  # a crash prints its stack to the redirected stderr
     os.environ.update(env)
-    multiprocessing.set_start_method("fork", force=True)  # of DataLoader workers
+    multiprocessing.set_start_method("fork", force=True)  # for DataLoader workers
     import warm
 
     warm.be_quick()
@@ -129,7 +129,7 @@ class Ended:
     code: int
     out: str
     err: str
-    left: int  # processes that it left behind, which were ended
+    left: int  # processes that it left behind; they were ended
 
     @property
     def text(self) -> str:
@@ -139,12 +139,12 @@ class Ended:
 def launch(
     command: Sequence[str | Path], *, env: dict[str, str] | None = None, cwd: Path = ROOT, deadline: float = DEADLINE
 ) -> Ended:
-    """Run a program to its end. Raises AssertionError, with what it printed, when the deadline passes."""
+    """Run a program until it ends. Raises AssertionError, with its output, when the deadline passes."""
     return finish(start(command, env=env, cwd=cwd), deadline)
 
 
 def start(command: Sequence[str | Path], *, env: dict[str, str] | None = None, cwd: Path = ROOT) -> subprocess.Popen:
-    """Start a program in a session of its own. It prints into files: a pipe stays open as long as its children."""
+    """Start a program in a new session. It prints to files: a pipe would stay open as long as its children."""
     mark = str(uuid.uuid4())
     everything = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {}), MARK: mark}
     files = [tempfile.TemporaryFile("w+") for _ in range(2)]
@@ -155,7 +155,7 @@ def start(command: Sequence[str | Path], *, env: dict[str, str] | None = None, c
 
 
 def finish(program: subprocess.Popen, deadline: float = DEADLINE) -> Ended:
-    """Wait for the end of a program that `start` gave. What it left behind is ended."""
+    """Wait for the end of a program from `start`, and end the processes that it left behind."""
     try:
         program.wait(deadline)
         is_late = False
@@ -176,7 +176,7 @@ def _printed(program: subprocess.Popen) -> list[str]:
 
 
 def stop(program: subprocess.Popen) -> int:
-    """End a program that this test started, and what it left behind (marked by a variable). Returns how many."""
+    """End a program that this test started, and what it left behind (marked by a variable). Returns their number."""
     if program.poll() is None:
         program.terminate()
         try:
@@ -184,7 +184,7 @@ def stop(program: subprocess.Popen) -> int:
         except subprocess.TimeoutExpired:
             os.killpg(program.pid, signal.SIGKILL)
     ends = time.monotonic() + SECONDS_TO_GO
-    # the writer of checkpoints hears of the end a moment later
+    # the checkpoint writer notices the end slightly later
     while (left := marked(program)) and time.monotonic() < ends:
         time.sleep(0.05)
     for pid in left:
@@ -194,7 +194,7 @@ def stop(program: subprocess.Popen) -> int:
 
 
 def marked(program: subprocess.Popen) -> list[int]:
-    """The processes that the program left; none where there is no /proc."""
+    """The processes that the program left; none if there is no /proc."""
 
     def has_mark(process: Path) -> bool:
         return program.mark in (process / "environ").read_bytes().split(b"\0")
@@ -208,15 +208,15 @@ def marked(program: subprocess.Popen) -> list[int]:
 
 
 class WarmLaunch:
-    """`python script words`, or with ranks as torchrun would launch it, forked from the server: as from `start`.
+    """`python script words`, or with ranks as torchrun would launch it, forked from the server; used like `start`.
 
-    The agent is torchrun's stand-in: it forwards SIGTERM and SIGINT to the ranks' process groups, ends all ranks when
-    one fails, gives them 30 s, and exits with 1. What torchrun itself prints, or restarts, needs a real launch.
+    The agent replaces torchrun: it forwards SIGTERM and SIGINT to the ranks' process groups, ends all ranks when
+    one fails, gives them 30 s, and exits with 1. Tests of torchrun's output or restarts need a real launch.
     """
 
     def __init__(self, ranks: int, script: Path, words: Sequence[object], env: dict[str, str] | None = None) -> None:
         self.args = [str(script), *map(str, words)]
-        # named, since the inode of a deleted file may be another program's once this one is closed
+        # with a name, since the inode of a deleted file may be reused once it is closed
         self.files = [tempfile.NamedTemporaryFile("w+", prefix=f"{uuid.uuid4()}-") for _ in range(2)]
         self.mark = os.path.realpath(self.files[0].name)
         opened = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self.files]
@@ -245,7 +245,7 @@ class WarmLaunch:
         os.kill(self.pid, signal.SIGTERM)
 
     def is_mine(self, process: Path) -> bool:
-        """Whether a process of /proc belongs to this launch: it has inherited what the agent prints into."""
+        """Whether a process of /proc belongs to this launch: it has inherited the agent's output file."""
         return any(os.readlink(file) == self.mark for file in (process / "fd").iterdir())
 
 
@@ -280,7 +280,7 @@ def _be_an_agent(ranks: int, words: list[str], outputs: list[str], env: dict[str
 
 
 def _end_ranks(pids: dict[int, int], number: int) -> None:
-    """As torchrun does: the signal to each rank's process group; SIGKILL to what is left after 30 s."""
+    """As torchrun does: send the signal to each rank's process group, and SIGKILL to what is left after 30 s."""
     ends = time.monotonic() + 30
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -294,7 +294,7 @@ def _end_ranks(pids: dict[int, int], number: int) -> None:
 
 
 def _run_script(words: list[str]) -> NoReturn:
-    """As the interpreter runs a script, to its end: threads are waited for, then what was registered at exit runs."""
+    """Run a script as the interpreter does, including its exit: threads are joined, then atexit handlers run."""
     sys.argv, code = words, 0
     try:
         runpy.run_path(words[0], run_name="__main__")
@@ -316,7 +316,7 @@ def torchrun(world_size: int, *flags: str | Path, script: str = "train.py", **op
 
 
 def copy_repository(target: Path) -> Path:
-    """What git tracks or would track, as it is in the working tree: what a clone gives, and a forker changes."""
+    """Copy the files that git tracks or would track, as they are in the working tree."""
     need("git")
     command = ["git", "ls-files", "-co", "--exclude-standard"]
     for name in subprocess.check_output(command, cwd=ROOT, text=True).split():
@@ -326,16 +326,16 @@ def copy_repository(target: Path) -> Path:
 
 
 def slow(*values: object) -> Any:
-    """The parameters of a case that only --all runs."""
+    """Parameters of a case that only --all runs."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def need(tool: str) -> None:
-    """A tool of the system that a test cannot do without."""
+    """Require a system tool for this test."""
     if shutil.which(tool) is None:
         lack(f"{tool} is not installed")
 
 
 def lack(what: str) -> NoReturn:
-    """Skip, for what this machine does not have or allow; fail where CI is set, which has to have it."""
+    """Skip the test for what this machine lacks or forbids; fail instead if CI is set."""
     (pytest.fail if os.environ.get("CI") else pytest.skip)(what)

@@ -1,8 +1,8 @@
-"""Small tasks in the place of model.py and dataset.py, quick enough for many steps in float64; eyes on the loop.
+"""Small tasks that replace model.py and dataset.py, quick enough for many steps in float64; tools to watch the loop.
 
 images  images in memory, augmented on the device; a small network with BatchNorm and dropout
-plain   the same images, GroupNorm, no dropout: nothing in it depends on the micro-batch
-lines   lines of unequal length that count as many tokens as they predict, with random transforms on the CPU, dropout
+plain   the same images, GroupNorm, no dropout: nothing depends on the micro-batch
+lines   lines of unequal length, with a loss per predicted token, random transforms on the CPU, dropout
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class SmallNet(nn.Module):
 
 
 class Images(Dataset):
-    """uint8 images of 3 x 8 x 8 in memory: a pattern for each class under noise, so that a network learns them."""
+    """uint8 images of 3 x 8 x 8 in memory: one pattern per class plus noise, so that a network can learn them."""
 
     in_memory = cacheable = True
     mean, std, image_size, in_channels = torch.full((3,), 0.5), torch.full((3,), 0.2), 8, 3
@@ -99,14 +99,14 @@ def create_images(config, split):
 
 
 def groups_of(net, config):
-    """Two groups, one of them without decay."""
+    """Two groups, one without weight decay."""
     trained = [p for p in net.parameters() if p.requires_grad]
     matrices, others = ([p for p in trained if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
     return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
 
 
 class Lines(Dataset):
-    """Lines of 2 to 9 tokens; a third is replaced at random, by each of the generators that a transform may use."""
+    """Lines of 2 to 9 tokens; a third of them is replaced at random, with each generator that a transform may use."""
 
     def __init__(self, size, split):
         generator = torch.Generator().manual_seed(size if split == "train" else 1000 + size)
@@ -146,7 +146,7 @@ def token_loss(net, lines):
 
 
 def create_lines(config, split):
-    assert config.image_size in ("auto", 8)  # in the flags of all tasks
+    assert config.image_size in ("auto", 8)  # the size in the flags of all tasks
     sizes = {"train": config.dataset_size, "val": 7, "test": 0}
     return Lines(sizes[split], split) if sizes[split] else None
 
@@ -168,7 +168,7 @@ BUCKETS = ["--bucket_cap_mb", "0.002"]  # several buckets for these small models
 
 @contextlib.contextmanager
 def using(task):
-    """The task's functions in place of those of model.py and dataset.py, for the loop and the oracle; "": no task."""
+    """Use the task's functions instead of those of model.py and dataset.py, in the loop and the oracle; "": no task."""
     with contextlib.ExitStack() as stack:
         for name, function in TASKS[task].items() if task else ():
             for module in (train, plain_loop, model, dataset):
@@ -183,9 +183,9 @@ def config_of(flags, dtype=torch.float32):
 
 
 def train_task(task, flags, dtype=torch.float32, stops=(), is_watched=False, goes_on=True):
-    """Train in a rank. After each step in `stops` a signal reaches one rank, all stop and, if it `goes_on`, restart.
+    """Train in a rank. After each step in `stops` a signal reaches one rank, all stop and, if `goes_on`, restart.
 
-    Returns the state that the last attempt ended in, and the micro-batches as `watching` saw them.
+    Returns the final state of the last attempt, and the micro-batches that `watching` recorded.
     """
     found, stops = [], list(stops)
     with using(task), watching(found if is_watched else None), signals_after(stops):
@@ -206,7 +206,7 @@ class EagerConsensus(Consensus):
 
 @contextlib.contextmanager
 def signals_after(stops):
-    """SIGUSR1 to the last rank at the end of the step that stops[0] names; all ranks stop one step later."""
+    """Send SIGUSR1 to the last rank at the end of step stops[0]; all ranks stop one step later."""
     plain_done = Reporter.step_done
 
     def done(self, samples, step):
@@ -221,7 +221,7 @@ def signals_after(stops):
 
 @contextlib.contextmanager
 def training_under(mode, done):
-    """Epochs run under a dispatch mode; done(step) is called after each optimizer step."""
+    """Run epochs under a dispatch mode; done(step) is called after each optimizer step."""
     plain_epoch, plain_done = train.train_one_epoch, Reporter.step_done
 
     def epoch(training):
@@ -238,7 +238,7 @@ def training_under(mode, done):
 
 @contextlib.contextmanager
 def watching(found):
-    """Of each computed micro-batch: (epoch, step, number, indices, digest of the batch, seed of the device)."""
+    """Record each computed micro-batch: (epoch, step, number, indices, digest of the batch, seed of the device)."""
     if found is None:
         yield
         return

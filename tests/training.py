@@ -1,4 +1,4 @@
-"""Training in real ranks, and reading what a run left."""
+"""Train in real ranks, and read the files of a run."""
 
 import json
 import time
@@ -17,16 +17,16 @@ from utils.run.saver import Saver
 
 
 class PatientSaver(Saver):
-    """Waits for the writer, so that the steps that are saved do not depend on the clock."""
+    """Waits for the writer, so that the saved steps do not depend on the clock."""
 
     def save(self, must: bool = False, name: str = "") -> None:
         super().save(True, name)
 
 
 train.Saver = PatientSaver
-STATE = ("model", "ema", "optimizer", "scaler", "progress")  # of a checkpoint, what makes a run
-ENDS = "epochs steps skipped_steps samples_seen best_value best_epoch best final".split()  # of a summary
-TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes", "time", "seconds")  # what differs each time
+STATE = ("model", "ema", "optimizer", "scaler", "progress")  # the entries of a checkpoint that define a run
+ENDS = "epochs steps skipped_steps samples_seen best_value best_epoch best final".split()  # entries of a summary
+TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes", "time", "seconds")  # differ between equal runs
 TINY = "--image_size 8 --batch_size 4 --log_interval 5 --save_every_minutes 0 --backend gloo".split()
 
 
@@ -37,7 +37,7 @@ def train_flags(flags, dtype=torch.float32, task="images"):
 
 
 class Runs:
-    """Trains in a folder of the test's own, and reads what a run left there."""
+    """Trains in the test's folder, and reads the files of its runs."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -49,7 +49,7 @@ class Runs:
         return [*map(str, [*TINY, "--run_dir", self.folder(name), "--data_dir", self.root / "data", *flags])]
 
     def program(self, code: str = "", task: str = "images") -> Path:
-        """A script for WarmLaunch: train.py with a task, after these lines of code."""
+        """Write a script for WarmLaunch: train.py with a task, after these lines of code."""
         begin = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; sys.argv[0] = 'train.py'\n"
         begin += f"import os, signal, time, tasks, train\nTASK = tasks.using({task!r})\nTASK.__enter__()\n"
         path = self.root / "program.py"
@@ -57,14 +57,14 @@ class Runs:
         return path
 
     def train(self, world_size: int, name: str, *flags, dtype=torch.float32, task="images", **options) -> list[dict]:
-        """task: one of tasks.py; "" trains what model.py and dataset.py have."""
+        """Train in real ranks. task: one of tasks.py; "" uses model.py and dataset.py."""
         words = self.words(name, *(BUCKETS if task else []), *flags)
         return run_ranks(world_size, train_flags, words, dtype, task, **options)
 
     def train_with_stops(
         self, world_size: int, name: str, *flags, stops: tuple, dtype=torch.float32, task="images", goes_on=True
     ) -> None:
-        """As tasks.train_task: a signal after each of these steps, then another attempt where it `goes_on`."""
+        """Like tasks.train_task: a signal after each of these steps, then another attempt if `goes_on`."""
         run_ranks(world_size, train_task, task, self.words(name, *flags), dtype, stops, False, goes_on)
 
     def checkpoints(self, name: str) -> list[Path]:
@@ -96,7 +96,7 @@ class Runs:
         return {step: sorted(indices) for step, indices in steps.items()}
 
     def assert_same(self, a: str, b: str) -> None:
-        """The last checkpoints, recorded samples and records are the same, but for times and rates."""
+        """The last checkpoints, recorded samples and records are equal, except for times and rates."""
         assert_same_state(self.last(a), self.last(b))
         for kind in ("train", "eval"):
             left, right = ([record | dict.fromkeys(TIMES) for record in self.records(name, kind)] for name in (a, b))
@@ -106,7 +106,7 @@ class Runs:
 
 
 def wait_until(what: Callable[[], object], seconds: float = 60.0) -> object:
-    """What it returned, once that is true."""
+    """Wait until what() is true; returns its value."""
     ends = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < ends, f"not true within {seconds} s"
@@ -115,13 +115,13 @@ def wait_until(what: Callable[[], object], seconds: float = 60.0) -> object:
 
 
 def wait_for_step(run: Path, rank: int, step: int) -> Place:
-    """The rank's place, once it has come so far."""
+    """The rank's place, once it has reached the step."""
     file = run / "watch" / f"rank{rank}"
     return wait_until(lambda: (place := read_place(file)) and place.step >= step and place, 120)
 
 
 def assert_same_state(a: dict, b: dict) -> None:
-    """Two checkpoints hold the same state, to the bit."""
+    """Two checkpoints hold bitwise equal states."""
     assert {key: difference(a[key], b[key]) for key in STATE} == {key: [] for key in STATE}
 
 
@@ -132,7 +132,7 @@ def relative(got: dict, want: dict) -> float:
 
 
 def difference(a, b, path=""):
-    """Where two nests of dicts, lists and tensors differ, to the bit."""
+    """Where two nested structures of dicts, lists and tensors differ, compared bitwise."""
     if isinstance(a, dict) and isinstance(b, dict):
         keys = a.keys() | b.keys()
         return [found for key in keys for found in difference(a.get(key), b.get(key), f"{path}/{key}")]

@@ -1,6 +1,6 @@
 """Run the scripts of a fork, a changed copy of this repository, in ranks that are forked from the warm server.
 
-`forks.py FOLDER SCRIPT WORDS` is what each rank runs: it drops this repository's modules, and imports those of the
+Each rank runs `forks.py FOLDER SCRIPT WORDS`, which drops this repository's modules and imports those of the
 fork.
 """
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def run(fork, ranks, script, *words, deadline=120.0):
-    """`torchrun --nproc-per-node=RANKS SCRIPT WORDS` in the fork, or with 0 ranks `python SCRIPT WORDS`; how it
+    """Run `torchrun --nproc-per-node=RANKS SCRIPT WORDS` in the fork, or with 0 ranks `python SCRIPT WORDS`; how it
     ended."""
     from ranks import WarmLaunch, finish
 
@@ -21,7 +21,7 @@ def run(fork, ranks, script, *words, deadline=120.0):
 
 
 def is_ours(module):
-    named = vars(module)  # not getattr: torch.classes has an attribute of any name
+    named = vars(module)  # not getattr: torch.classes returns an attribute for any name
     places = [named.get("__file__"), *named.get("__path__", [])]
     return any(str(place).startswith(f"{ROOT}{os.sep}") and "site-packages" not in str(place) for place in places)
 

@@ -1,4 +1,4 @@
-"""Misconfigurations of several nodes, set up on real ones: the rows of docs/troubleshooting.md."""
+"""Misconfigurations of several nodes, set up in network namespaces: the rows of docs/troubleshooting.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TINY = "--image_size 8 --batch_size 4 --dataset_size 400 --epochs 1 --backend gl
 
 
 class Setup:
-    """Correctly configured nodes and the command of each. A condition breaks something before they are started."""
+    """Correctly configured nodes and their commands. A condition breaks something before they are started."""
 
     def __init__(self, nodes: Nodes, folder: Path) -> None:
         self.nodes, self.folder = nodes, folder
@@ -32,7 +32,7 @@ class Setup:
         common = {"PATH": path, "NNODES": str(len(nodes)), "NPROC_PER_NODE": "1", "MASTER_ADDR": "node0"}
         self.env = [common | {"NODE_RANK": str(number)} for number in range(len(nodes))]
         self.flags: list[list] = [[*TINY, "--run_dir", self.storage / "run"] for _ in nodes]
-        self.before: list[list[str]] = [[] for _ in nodes]  # a command that starts launch.sh
+        self.before: list[list[str]] = [[] for _ in nodes]  # the command that starts launch.sh
         self.left_out: list[int] = []  # nodes that are not started
 
     def start(self, *flags: str) -> list:
@@ -64,7 +64,7 @@ def given(*nodes: int, **variables: str) -> Callable[[Setup], None]:
 
 
 def before(number: int, script: str) -> Callable[[Setup], None]:
-    """A shell script starts the node's command."""
+    """Start the node's command through a shell script."""
 
     def condition(setup: Setup) -> None:
         setup.before[number] = ["sh", "-c", script, "sh"]
@@ -73,7 +73,7 @@ def before(number: int, script: str) -> Callable[[Setup], None]:
 
 
 def hosts(number: int, lines: str) -> Callable[[Setup], None]:
-    """The node's /etc/hosts."""
+    """Replace the node's /etc/hosts."""
     return lambda setup: setup.nodes[number].write(Path("/etc/hosts"), f"127.0.0.1 localhost\n{lines}")
 
 
@@ -95,7 +95,7 @@ def closed(*ports: str) -> Callable[[Setup], None]:
 
 
 def node_0_twice(setup: Setup) -> None:
-    """The same command on both nodes, first on node0, under a scheduler that gives both the same launch id."""
+    """Start the same command on both nodes, first on node0, with the launch id that a scheduler gives to both."""
     given(1, NODE_RANK="0")(setup)
     given(LAUNCH_ID="job-7")(setup)
     before(1, 'sleep 3 && exec "$@"')(setup)
@@ -121,7 +121,7 @@ def other_code(setup: Setup) -> None:
 
 
 def other_data(setup: Setup) -> None:
-    """node1 has an older copy, which lacks an image."""
+    """node1 has an older copy of the data, without one image."""
     setup.use_images()
     older = shutil.copytree(setup.data, setup.folder / "older")
     (older / "train" / "cat" / "005.png").unlink()
@@ -167,8 +167,8 @@ class Row:
     """One misconfiguration.
 
     Args:
-        by: which program finds it, launch.sh, preflight or train.py.
-        of: words of the message or of the table below it: the node, and what is wrong there.
+        by: the program that detects it: launch.sh, preflight or train.py.
+        of: words that must be in the message or the table below it, such as the node and what is wrong there.
         sees: a part of the message, as in docs/troubleshooting.md; ... matches anything.
         code: the exit code of the program that prints it; None if it continues to wait.
     """
@@ -182,7 +182,7 @@ class Row:
     nodes: int = 2
 
     def is_in(self, text: str, is_named: bool = True) -> bool:
-        """Whether a line holds the message and a fix, and it or the next three lines the words of `of`."""
+        """Whether a line has the message and a fix, and it or the next three lines have the words of `of`."""
         pattern = ".*".join(map(re.escape, self.sees.split("...")))
         found = re.finditer(rf"^.*{pattern}.*\n(.*\n){{0,3}}", text, re.MULTILINE)
         return any("; " in each[0] and all(word in each[0] for word in self.of.split() if is_named) for each in found)

@@ -1,6 +1,6 @@
-"""A real Slurm of one controller and two nodes on this machine: munged, slurmctld and two slurmd in namespaces.
+"""A real Slurm with one controller and two nodes on this machine: munged, slurmctld and two slurmd in namespaces.
 
-Each node has its own network, address and host name. Everything lives below one process, in a private process and mount
+Each node has its own network, address and host name. Everything runs below one process, in a private process and mount
 namespace: when that process ends (with pytest at the latest), the kernel ends the daemons and every job.
 """
 
@@ -73,7 +73,7 @@ wait
 
 
 class Cluster:
-    """Two nodes, node0 and node1, of four CPUs each. For use in `with`; needs root."""
+    """Two nodes, node0 and node1, with four CPUs each. A context manager; needs root."""
 
     def __init__(self, folder: Path) -> None:
         for tool in TOOLS:
@@ -99,7 +99,7 @@ class Cluster:
         return self
 
     def __exit__(self, *_) -> None:
-        self._program.kill()  # and with it, by the kernel, its namespace
+        self._program.kill()  # the kernel then ends its namespace
         finish(self._program)
 
     def run(self, *command: str | Path, env: dict[str, str] | None = None, cwd: Path = ROOT) -> Ended:
@@ -114,7 +114,7 @@ class Cluster:
         return int(ended.out)
 
     def job(self, number: int) -> dict[str, str]:
-        """What Slurm says of a job: JobState, Restarts, ExitCode, RunTime and so on."""
+        """Slurm's record of a job: JobState, Restarts, ExitCode, RunTime and so on."""
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", "--oneliner", str(number)).out))
 
     def wait_for(self, number: int, *states: str, deadline: float) -> dict[str, str]:
@@ -136,7 +136,7 @@ class Cluster:
             time.sleep(0.2)
 
     def story(self) -> str:
-        """The end of what the daemons and the jobs printed."""
+        """The last output of the daemons and the jobs."""
         texts = []
         for file in sorted([*self.folder.glob("*.log"), *self.folder.glob("*.out")]):
             with contextlib.suppress(OSError):

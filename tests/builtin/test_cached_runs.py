@@ -1,4 +1,4 @@
-"""--cache: the batches of a set that is decoded each time, from memory that the ranks of a node share."""
+"""--cache: the same batches as without a cache, from memory that the ranks of a node share."""
 
 import hashlib
 import logging
@@ -28,7 +28,7 @@ def flags(tmp_path):
 
 
 def load(flags):
-    """The context and config of this rank, and its data sets as --cache keeps them."""
+    """The context and config of this rank, and its data sets as cached."""
     config = TrainingConfig.from_args([*map(str, flags)])
     ctx = setup_distributed(config)
     sets = load_data(train.your_data, config, ctx)
@@ -36,7 +36,7 @@ def load(flags):
 
 
 def digests(flags):
-    """Of each micro-batch of two epochs of training and of the evaluation."""
+    """Digests of each micro-batch of two training epochs and of the evaluation."""
     ctx, config, train_set, held_out = load(flags)
     loader, _ = create_distributed_dataloader(train_set, config, ctx)
     found = []
@@ -56,7 +56,7 @@ def digests(flags):
     ],
 )
 def test_the_batches_are_the_same_with_and_without_a_cache(flags, worlds):
-    """To the bit, over two epochs and the evaluation, on any number of ranks and workers."""
+    """Bitwise, over two epochs and the evaluation, on any number of ranks and workers."""
 
     def of_all(ranks, workers, cache):
         each = run_ranks(ranks, digests, [*flags, "--num_workers", workers, "--cache", cache])
@@ -69,8 +69,8 @@ def test_the_batches_are_the_same_with_and_without_a_cache(flags, worlds):
 
 
 def shared_files(flags):
-    """What rank 0 writes into the first sample, as this rank reads it; {inode: bytes} of the caches that it maps; and
-    whether their names are gone."""
+    """The value that rank 0 writes into the first sample, as read by this rank; {inode: bytes} of the caches that this
+    rank maps; and whether they are unlinked."""
     ctx, _, train_set, _ = load(flags)
     if ctx.is_main:
         train_set[0][0].fill_(77)
@@ -84,8 +84,8 @@ def shared_files(flags):
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc")
-def test_the_ranks_of_a_node_map_one_file_each_set_once(flags):
-    """So memory does not grow with the ranks. The file has no name any more: its memory goes with the processes."""
+def test_the_ranks_of_a_node_share_one_mapped_file_per_data_set(flags):
+    """So memory does not grow with the ranks. The files are unlinked: the memory is freed when the processes end."""
     ranks = run_ranks(2, shared_files, [*flags, "--num_workers", 1, "--cache", "ram"])
     assert ranks[0] == ranks[1]
     value, files, are_gone = ranks[0]

@@ -15,7 +15,7 @@ SMALL = "--image_size 8 --batch_size 8 --log_interval 2 --backend gloo".split()
 
 
 def test_the_published_flags_work_unchanged(tmp_path):
-    """The published pipeline's own line, with a run folder and a number of samples."""
+    """The command line of the published pipeline, with a run folder and a number of samples."""
     line = "--epochs 2 --batch_size 64 --no-use_amp --grad_accum_steps 2".split()
     ended = torchrun(2, *line, "--run_dir", tmp_path / "run", "--dataset_size", 130, "--backend", "gloo")
     assert ended.code == 0, ended.text
@@ -28,8 +28,8 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_one_process_needs_no_launcher_and_the_default_folder_moves_aside(tmp_path):
-    """`python train.py` where a run is already; then evaluation only, which leaves the run as it is."""
+def test_one_process_needs_no_launcher_and_the_default_folder_is_moved_aside(tmp_path):
+    """`python train.py` in a folder with an earlier run; then --eval_only, which leaves the run unchanged."""
     flags = [*SMALL, "--dataset_size", "40", "--epochs", "1", "--run_dir", tmp_path / "runs" / "default"]
     assert finish(WarmLaunch(0, TRAIN, flags)).code == 0
     ended = launch([sys.executable, TRAIN, *flags[:-2]], cwd=tmp_path)
@@ -63,7 +63,7 @@ def train_without_torchvision(flags):
     return train_flags([*flags, "--overwrite"], task="")["state"]
 
 
-def test_it_runs_where_torchvision_cannot_be_imported(tmp_path):
+def test_the_synthetic_run_works_without_torchvision(tmp_path):
     flags = [*SMALL, "--dataset_size", "40", "--epochs", "1", "--run_dir", str(tmp_path / "run")]
     assert run_ranks(2, train_without_torchvision, flags) == ["completed"] * 2
 

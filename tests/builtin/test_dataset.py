@@ -1,4 +1,4 @@
-"""The built-in data sets: what they hold, and which files are rejected."""
+"""The built-in data sets: their samples, and which files are rejected."""
 
 import shutil
 
@@ -48,7 +48,7 @@ def test_image_folder_reads_splits_sizes_and_labels(tmp_path):
     assert (len(train), len(val), create_dataset(config, "test")) == (5, 3, None)
     assert (train.classes, train.targets) == (["cat", "dog"], [0, 0, 0, 1, 1])
     assert (train.image_size, train.augment) == (8, "crop")
-    assert (val.split, val.augment) == ("test", "none")  # the only held-out part does both
+    assert (val.split, val.augment) == ("test", "none")  # the only held-out split is used for validation
     image, label = train[4]
     assert image.shape == (3, 8, 8) and image.dtype == torch.uint8 and label == 1
     config = WatchedConfig.of(config).with_auto(train)
@@ -106,7 +106,7 @@ def leave_one_class(root):
     ],
 )
 def test_image_folders_that_cannot_be_used_are_rejected(tmp_path, spoil, changes, said):
-    """More of them, on every rank: test_refused_data.py."""
+    """More cases, on every rank: test_refused_data.py."""
     for split in ("train", "val"):
         save_images(tmp_path / split, {"cat": 2, "dog": 2, "eel": 2})
     spoil(tmp_path)

@@ -1,4 +1,4 @@
-"""benchmark.py --find-batch on the built-in model: what it finds, and the flags that it prints."""
+"""benchmark.py --find-batch on the built-in model: the size that it finds, and the flags that it prints."""
 
 import re
 import sys

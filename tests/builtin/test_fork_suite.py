@@ -1,4 +1,4 @@
-"""scripts/test.sh --fork: what holds in any fork, tried on forks of this repository."""
+"""scripts/test.sh --fork: the tests that must pass in any fork, run in forks of this repository."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from ranks import launch
 from test_recipes import Fork
 
-# any other normalisation serves; the network keeps its name, so that the rest of the file stays
+# the normalisation differs; the network keeps its name, so that the rest of the file need not change
 NO_BATCH_NORM = ("nn.BatchNorm2d(", "nn.GroupNorm(1, ")
 
 
@@ -26,8 +26,8 @@ def fork_without_batch_norm(folder):
     return fork
 
 
-def test_the_suite_of_forks_is_collected_in_a_fork(tmp_path):
-    """Nothing outside of tests/builtin imports what only the shipped model.py and dataset.py have."""
+def test_the_fork_suite_is_collected_in_a_fork(tmp_path):
+    """Nothing outside tests/builtin imports names that only the shipped model.py and dataset.py have."""
     fork = text_fork(tmp_path)
     words = (
         "-m pytest -q -p no:cacheprovider -p no:xdist --collect-only tests/faults tests/distributed tests/unit".split()
@@ -40,7 +40,7 @@ def test_the_suite_of_forks_is_collected_in_a_fork(tmp_path):
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize("make", [text_fork, fork_without_batch_norm])
-def test_the_machinerys_tests_pass_in_a_fork(tmp_path, make):
+def test_the_fork_suite_passes_in_a_fork(tmp_path, make):
     fork = make(tmp_path)
     subprocess.run(["git", "add", "-A"], cwd=fork, check=True)  # as in a clone
     ended = launch(["scripts/test.sh", "--fork"], cwd=fork, deadline=1800)

@@ -20,7 +20,7 @@ raise SystemExit(pytest.main(words, plugins=[Listing()]))
 """
 
 
-def test_each_guarantee_has_a_default_test_and_every_test_that_is_named_exists():
+def test_each_guarantee_has_a_default_test_and_every_named_test_exists():
     ended = subprocess.run([sys.executable, "-c", LISTING], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = {"default": set(), "slow": set()}
@@ -34,7 +34,7 @@ def test_each_guarantee_has_a_default_test_and_every_test_that_is_named_exists()
     assert len(set(keys)) == len(keys) > 70
 
 
-def test_the_table_of_docs_fault_tolerance_is_made_from_the_list():
+def test_the_table_of_docs_fault_tolerance_is_up_to_date():
     text = PAGE.read_text(encoding="utf-8")
     assert text == written(text), "python tests/guarantees.py renews it"
     assert text.count(BEGIN) == text.count(END) == 1

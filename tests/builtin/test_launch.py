@@ -1,4 +1,4 @@
-"""scripts/launch.sh with real runs, and the contract's exit codes (what it starts and refuses:
+"""scripts/launch.sh with real runs, and its exit codes (what it starts and rejects:
 unit/test_launching.py)."""
 
 import os
@@ -16,10 +16,10 @@ KILL_RANK_1 = """\
 touch "$0.done"
 agent=$(cut -d' ' -f4 /proc/$PPID/stat)
 for process in $(cat "/proc/$agent/task/$agent/children"); do [ "$process" = $PPID ] || kill -KILL "$process"; done
-"""  # as a command of --on_checkpoint, which rank 0 runs; the first time only
+"""  # a command for --on_checkpoint, which rank 0 runs; it acts only the first time
 
 
-def test_help_is_that_of_the_script_and_of_train_py():
+def test_help_covers_the_script_and_train_py():
     ended = launch([SCRIPT, "--help"], env={"PATH": PATH})
     assert (
         ended.code == 0
@@ -29,14 +29,14 @@ def test_help_is_that_of_the_script_and_of_train_py():
     )
 
 
-def test_a_bad_flag_is_refused_once_before_any_process_is_started():
+def test_a_bad_flag_is_rejected_once_before_any_process_starts():
     ended = launch([SCRIPT, "--epohs", "3"], env={"PATH": PATH, "NPROC_PER_NODE": "2"})
     assert (ended.code, ended.err) == (2, "--epohs: is not known; did you mean --epochs?\n")
 
 
-def test_detached_with_a_retry_it_outlives_its_terminal_and_a_killed_rank(tmp_path):
-    """The rank that failed is named, the next start resumes and completes the run; a completed run is refused, and not
-    tried again."""
+def test_a_detached_launch_with_a_retry_survives_its_terminal_and_a_killed_rank(tmp_path):
+    """The failed rank is named, and the next start resumes and completes the run; a completed run is rejected and not
+    retried."""
     run, script = tmp_path / "run", tmp_path / "kill.sh"
     script.write_text(KILL_RANK_1)
     flags = [*TINY, "--dataset_size", "600", "--save_every_steps", "10", "--run_dir", run]

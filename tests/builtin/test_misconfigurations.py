@@ -1,4 +1,4 @@
-"""Each misconfiguration of the table is found in time, with the node and a fix."""
+"""Each misconfiguration of the table is reported in time, with the node and a fix."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from training import wait_until
 
 SECONDS = 120.0  # less than 30 on a quiet machine
 ROWS = {row.name: row for row in TABLE}
-DEFAULT = [  # two for each program that finds them; those of one row are set up together
+DEFAULT = [  # two for each program that detects them; names in one tuple are set up together
     ("own name on loopback",),
     ("other number of nodes",),
     ("other code", "other settings"),
@@ -34,7 +34,7 @@ def marks(names):
 
 
 @pytest.mark.parametrize("names", [pytest.param(names, id="+".join(names), marks=marks(names)) for names in CASES])
-def test_it_is_found_in_time_with_the_node_and_a_fix(names, tmp_path):
+def test_a_misconfiguration_is_reported_in_time_with_the_node_and_a_fix(names, tmp_path):
     rows = [ROWS[name] for name in names]
     code = rows[0].code
     with Nodes(rows[0].nodes) as nodes:
@@ -58,7 +58,7 @@ def test_it_is_found_in_time_with_the_node_and_a_fix(names, tmp_path):
 
 @pytest.mark.slow
 def test_preflight_finds_nothing_on_correct_nodes(tmp_path):
-    """test_two_nodes.py has the same for training."""
+    """test_two_nodes.py checks the same for training."""
     with Nodes(2) as nodes:
         for ended in [finish(program) for program in Setup(nodes, tmp_path).start("--preflight")]:
             assert ended.code == 0, ended.text

@@ -68,7 +68,7 @@ def test_a_model_that_cannot_be_created_is_rejected(changes, expected):
         create_model(TrainingConfig(**changes), CPU)
 
 
-def test_init_from_takes_what_fits_and_logs_what_was_not_loaded(tmp_path, caplog):
+def test_init_from_loads_weights_that_fit_and_logs_the_others(tmp_path, caplog):
     source = MiniResNet(3, 10)
     file = tmp_path / "weights.pt"
     for payload in (source.state_dict(), {"model": source.state_dict(), "progress": {}}):
@@ -89,7 +89,7 @@ def test_init_from_another_model_is_rejected(tmp_path):
         take_weights(create_model(TrainingConfig(), CPU), tmp_path / "other.pt")
 
 
-def test_wrap_ddp_is_importable_from_here_and_rejects_a_model_without_trained_parameters():
+def test_wrap_ddp_rejects_a_model_without_trainable_parameters():
     from ddp_utils import DistributedContext
 
     model = MiniResNet().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Pods of the image and of both manifests, with the image's files and rights: one is lost, and the run continues."""
+"""Pods of both manifests with the image's files and permissions: one is lost, and the run continues."""
 
 import json
 import os
@@ -21,15 +21,15 @@ FEW = "--epochs 10 --timeout 10 --hang_timeout 20 --nproc-per-node 1".split()
 
 @pytest.fixture
 def pod(tmp_path):
-    """The image's folder, a shared one, and the variables."""
+    """The image's folder, a shared folder, and the environment variables."""
     app, shared = tmp_path / "app", tmp_path / "shared"
     shared.mkdir()
     yield app, shared, make_image(app)
     make_removable(app)
 
 
-def test_a_pod_that_is_drained_saves_and_the_next_one_completes_the_run(pod):
-    """The entrypoint as process 1: SIGTERM, exit 75, and the same command again, as the Job would start it."""
+def test_a_drained_pod_saves_and_its_replacement_completes_the_run(pod):
+    """The entrypoint as process 1: SIGTERM, exit code 75, and the same command again, as the Job would start it."""
     app, shared, env = pod
     entry = app / Path(json.loads(dict(instructions())["ENTRYPOINT"])[0]).relative_to("/app")
     command = [*POD, entry, *TINY, "--run_dir", shared / "run", "--data_dir", shared / "data", "--resume_from", "auto"]
@@ -50,7 +50,7 @@ def test_a_pod_that_is_drained_saves_and_the_next_one_completes_the_run(pod):
 
 
 def start_pod(node, job, index, app, shared, env):
-    """What the kubelet would start, with the image and the claim at places of the test, and little to do."""
+    """Start what the kubelet would start, with the test's paths for image and claim, and a short training."""
     words, variables = started(job, index)
     words = [re.sub("^/app/", f"{app}/", re.sub("^/shared/", f"{shared}/", word)) for word in words]
     return node.start([*POD, *words, *TINY, *FEW], env=env | variables, cwd=app)
@@ -60,7 +60,7 @@ def start_pod(node, job, index, app, shared, env):
     ("number", "lost", "how"), [(0, 1, "drained"), (1, 0, "killed")], ids=["Job-drained", "TrainJob-killed"]
 )
 def test_a_lost_pod_is_replaced_and_the_run_is_completed(pod, number, lost, how):
-    """The new one has the name of the lost one, and another address."""
+    """The new pod has the name of the lost one and another address."""
     job, (app, shared, env) = both()[number], pod
     with Nodes(2) as nodes:
         publish(nodes, job)
@@ -69,7 +69,7 @@ def test_a_lost_pod_is_replaced_and_the_run_is_completed(pod, number, lost, how)
         wait_for_step(run, 1, 12)
         os.kill(process_1(pods[lost]), signal.SIGTERM if how == "drained" else signal.SIGKILL)
         ended = finish(pods[lost], 60)
-        assert ended.code == 75 or how == "killed", ended.text  # of the killed one unshare says nothing
+        assert ended.code == 75 or how == "killed", ended.text  # unshare does not report the code of a killed pod
         node = nodes[lost]
         node.do("ip", "address", "flush", "dev", "eth0")
         node.address = f"{NETWORK}.9"

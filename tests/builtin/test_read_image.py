@@ -1,4 +1,4 @@
-"""read_image: torchvision decodes what it can and PIL the rest, with the same result."""
+"""read_image: torchvision decodes what it can, PIL decodes the rest, with the same result."""
 
 import errno
 import random
@@ -16,14 +16,14 @@ pytest.importorskip("torchvision")
 
 
 def picture(mode="RGB", size=(60, 44)):
-    """A smooth one, as codecs expect."""
+    """A smooth image, as codecs expect."""
     across, down = torch.linspace(0, 255, size[0]), torch.linspace(255, 0, size[1])[:, None]
     channels = torch.stack([across + 0 * down, down + 0 * across, (across + down) / 2], -1)
     return PIL.fromarray(channels.to(torch.uint8).numpy()).convert(mode)
 
 
 def by_both(path, channels, size, monkeypatch):
-    """The image or the sentence, as it is read, and by PIL alone; and whether torchvision decoded it."""
+    """The image or the error from read_image and from PIL alone, and whether torchvision decoded it."""
     given, plain = [], images._decode_jpeg
 
     def decode(*args):
@@ -73,7 +73,7 @@ def test_every_kind_of_file_is_read_as_pil_reads_it(tmp_path, monkeypatch, kind,
 
 
 def damaged(data, draw):
-    """Some bytes changed or lost, most of them in the header; a third is cut short as well."""
+    """Change or drop some bytes, most of them in the header; truncate a third of the files as well."""
     data = bytearray(data)
     for _ in range(draw.randint(1, 4)):
         at = draw.randrange(min(len(data), draw.choice((64, 4096))))

@@ -1,4 +1,4 @@
-"""README.md and docs/*.md: their commands, links, tables and size. docs/recipes has tests of its own."""
+"""README.md and docs/*.md: commands, links, tables and size. test_recipes.py tests docs/recipes."""
 
 import ast
 import json
@@ -25,19 +25,19 @@ COMMANDS = "".join(block for blocks in BLOCKS.values() for block in blocks).repl
 LINES = list(dict.fromkeys(" ".join(line.split(" #")[0].split()) for line in COMMANDS if line.strip()))
 ENV = {"PATH": PATH}
 TINY = "--image_size 8 --batch_size 8 --dataset_size 32 --backend gloo"
-# that is learnt within seconds
+# can be learned within seconds
 TASK = "--dataset_size 300 --epochs 3 --image_size 16 --augment none --batch_size 8 --lr 0.03"
 FIELDS = {f"--{name}" for name in TrainingConfig.__dataclass_fields__} | {"--config", "--print-config"}
 
 
 def own_address() -> str:
-    """Of this machine in a network, as other nodes would be given it."""
+    """An address of this machine that other nodes could reach."""
     found = [address.split("/")[0] for name, address in addresses().items() if name != "lo"]
-    return found[0] if found else pytest.skip("this machine has no address beside its loopback's")
+    return found[0] if found else pytest.skip("this machine has no address besides the loopback address")
 
 
-def test_every_command_of_ours_has_flags_that_exist():
-    """Those of train.py are parsed by the config, those of launch.sh by its dry run, others are in the script."""
+def test_every_documented_command_has_valid_flags():
+    """Flags of train.py are parsed by the config, those of launch.sh by its dry run; others must be in the script."""
     seen = 0
     for line in (line for line in LINES if "train.py" in line or "scripts/" in line):
         if "launch.sh" in line:
@@ -63,8 +63,8 @@ def test_every_command_of_ours_has_flags_that_exist():
 
 
 @pytest.mark.slow
-def test_a_first_hour_with_the_readme(tmp_path):
-    """Train by one process, then the block on what a run leaves, word for word, in a clone of its own."""
+def test_the_readmes_commands_on_a_finished_run_work(tmp_path):
+    """In a clone: train with one process, then run the commands of "What a run writes" unchanged."""
     copy_repository(tmp_path)
     ended = launch(["bash", "-c", f"python train.py --epochs 1 {TINY}"], env=ENV, cwd=tmp_path)
     assert ended.code == 0, ended.text
@@ -115,7 +115,7 @@ def test_the_quickstart_fails_below_90_percent(tmp_path):
     assert ended.code != 0 and top1 < 0.9 and "is below 90 %" in ended.err
 
 
-def test_the_table_of_docs_configuration_is_that_of_the_dataclass():
+def test_the_table_of_docs_configuration_matches_the_dataclass():
     page = PAGES[ROOT / "docs" / "configuration.md"]
     assert page.split(BEGIN)[1].split(END)[0].strip() == table(), "run python scripts/lib/config_table.py"
 
@@ -128,7 +128,7 @@ def test_the_readme_has_at_most_200_lines_and_no_page_is_wider_than_120_columns(
 
 
 def anchors(text):
-    """Of the headings, as GitHub makes them."""
+    """The anchors that GitHub makes for the headings."""
     titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -137,7 +137,7 @@ def test_every_link_leads_to_a_file_or_a_heading_and_every_page_is_linked():
     linked = {ROOT / "README.md"}
     for path, text in PROSE.items():
         for link in re.findall(r"\]\(([^)\s]+)\)", text):
-            if link.startswith("https://") or link.startswith("../../actions/"):  # the latter are GitHub's pages
+            if link.startswith("https://") or link.startswith("../../actions/"):  # the latter are pages of GitHub
                 continue
             name, _, anchor = link.partition("#")
             target = (path.parent / name).resolve() if name else path
@@ -155,7 +155,7 @@ def test_the_pages_name_files_and_functions_that_exist():
             assert re.search(rf"(def|class) {function}\b", (ROOT / file).read_text()), (path, file, function)
 
 
-def test_the_lines_of_the_reading_path_are_about_those_of_the_files():
+def test_the_line_counts_of_the_reading_path_are_about_right():
     rows = re.findall(r"^\| `(\S+\.py)` \| (\d+) \|", PAGES[ROOT / "docs" / "architecture.md"], re.MULTILINE)
     assert len(rows) == 6
     for name, lines in rows:
@@ -163,7 +163,7 @@ def test_the_lines_of_the_reading_path_are_about_those_of_the_files():
 
 
 def messages(path):
-    """The strings of a file, with "..." in place of the values in f-strings."""
+    """The strings of a file, with "..." for the values in f-strings."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.JoinedStr):
             yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
@@ -171,7 +171,7 @@ def messages(path):
             yield node.value
 
 
-def test_docs_troubleshooting_has_messages_of_the_code():
+def test_messages_in_docs_troubleshooting_exist_in_the_code():
     page = PAGES[ROOT / "docs" / "troubleshooting.md"].split("<!-- messages of the code")[1].split("<!-- end of")[0]
     rows = re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE)
     files = [path for pattern in ("*.py", "utils/**/*.py") for path in ROOT.glob(pattern)]

@@ -30,7 +30,7 @@ class Fork:
         for language, text in blocks:
             if language == "diff":
                 subprocess.run(["git", "apply", "--recount"], cwd=folder, input=text, text=True, check=True)
-            elif named := re.match(r"# (\w+\.py)", text):  # a whole file, which its first line names
+            elif named := re.match(r"# (\w+\.py)", text):  # a complete file, named in its first line
                 (folder / named[1]).write_text(text)
         self.code = [text for language, text in blocks if language == "python"]
         command = next(text for language, text in blocks if language == "bash")
@@ -38,7 +38,7 @@ class Fork:
         (folder / "FOLDER").mkdir()
 
     def train(self, *flags):
-        """The recipe's own command, and what makes it quick; what was printed, and the summary."""
+        """Run the recipe's command with flags that make it quick; returns the output and the summary."""
         ended = forks.run(self.folder, 2, "train.py", *self.words, *FAST, *flags, "--run_dir", "runs/fork")
         assert ended.code == 0, ended.text
         return ended.out, json.loads((self.folder / "runs" / "fork" / "summary.json").read_text())
@@ -66,7 +66,7 @@ def lines_of_words(folder):
 
 
 def shapes_with_masks(folder):
-    """Squares of three colors on gray; the border of each is to be ignored."""
+    """Squares of three colors on gray; the border of each is ignored."""
     from torchvision.io import write_png
 
     generator = torch.Generator().manual_seed(0)
@@ -134,7 +134,7 @@ def timm_images(folder):
     image_folder(folder, size=32)
 
 
-# recipe: its data, the files that it changes, the metric, the least (or for a loss the largest) value of it
+# recipe: its data, the files that it changes, the metric, the bound of its value (lower; upper for a loss)
 CASES = {
     "vision_transformer": (image_folder, ["model.py"], "top1", 0.9, "--epochs 6 --batch_size 10"),
     "text": (lines_of_words, ["dataset.py", "model.py"], "perplexity", 8, "--epochs 4"),
@@ -162,7 +162,7 @@ def test_a_recipe_trains_on_two_ranks(tmp_path, name):
     _, summary = fork.train(*flags.split())
     assert fork.changed == changed
     origin = json.loads((fork.folder / "runs/fork/provenance.json").read_text())
-    assert not set(changed) & set(origin["changed_template_files"])  # they are the forker's own
+    assert not set(changed) & set(origin["changed_template_files"])  # they belong to the fork
     is_lower_better = metric in ("perplexity", "rmse")
     assert summary["best_metric"] == metric and summary["best"][metric] == summary["best_value"]
     assert (summary["best_value"] < limit) if is_lower_better else (summary["best_value"] > limit)
@@ -190,7 +190,7 @@ def test_a_metric_of_text_is_per_token_not_per_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_fine_tuning_trains_a_new_head_and_leaves_the_frozen_trunk_as_it_was(tmp_path, runs):
+def test_fine_tuning_trains_a_new_head_and_leaves_the_frozen_trunk_unchanged(tmp_path, runs):
     runs.train(2, "first", *"--dataset_size 64 --batch_size 64 --epochs 1".split(), task="")
     fork = Fork(tmp_path / "fork", "fine_tuning")
     image_folder(fork.folder / "FOLDER", size=8)
@@ -201,7 +201,7 @@ def test_fine_tuning_trains_a_new_head_and_leaves_the_frozen_trunk_as_it_was(tmp
     assert "771 of them trained" in out  # 3 x 256 weights and 3 biases
     before = torch.load(source, weights_only=True)["model"]
     after = torch.load(max((fork.folder / "runs/fork/checkpoints").glob("step_*.pt")), weights_only=True)["model"]
-    # statistics too
+    # also the statistics
     assert all(torch.equal(before[name], after[name]) for name in before if not name.startswith("head"))
     assert summary["best"]["top1"] > 0.8
 

@@ -1,4 +1,4 @@
-"""Image folders and shipped models that cannot be used: one sentence with the fix, on every rank."""
+"""Unusable image folders and models: one sentence with the fix, on every rank."""
 
 import re
 
@@ -65,7 +65,7 @@ def test_images_of_unequal_size_are_named_by_the_rank_that_read_them(runs, split
 
 
 def test_overwrite_replaces_a_run_after_its_weights_were_read(runs):
-    """The best checkpoint of the run that is replaced is where the new one starts from."""
+    """The new run starts from the best checkpoint of the run that it replaces."""
     words = [*folder_of_images(runs.root / "images"), "--epochs", 1]
     runs.train(1, "run", *words, task="")
     best = runs.folder("run") / "checkpoints" / "best.pt"
@@ -77,7 +77,7 @@ def test_overwrite_replaces_a_run_after_its_weights_were_read(runs):
 
 
 def test_a_corrupt_image_ends_the_run_with_its_path_class_and_rank(runs):
-    """Image 7 of 12 in order is in the second micro-batch of the evaluation, rank 1's; rank 0 does not read it."""
+    """Image 7 of 12 is in the second micro-batch of the evaluation, which rank 1 reads and rank 0 does not."""
     words = folder_of_images(runs.root / "images")
     path = runs.root / "images/val/dog/001.png"
     path.write_bytes(path.read_bytes()[:60])

@@ -1,4 +1,4 @@
-"""scripts/scaling.py on real ranks of this machine. No speed is asserted."""
+"""scripts/scaling.py on real ranks of this machine, without assertions on speed."""
 
 import json
 import sys

@@ -66,7 +66,7 @@ def test_compare_says_whether_the_weights_are_bitwise_equal(two_runs):
     assert run_script("runs.py", "--compare", fast).code == 2
 
 
-def test_what_cannot_be_shown_is_rejected(two_runs, tmp_path):
+def test_unknown_metrics_and_folders_without_runs_are_rejected(two_runs, tmp_path):
     ended = run_script("runs.py", two_runs.root, "--plot", tmp_path / "curves.svg", "--metric", "f1")
     assert ended.code == 2 and "metric=f1: no run has records of it; give" in ended.err
     ended = run_script("runs.py", tmp_path)
@@ -74,8 +74,8 @@ def test_what_cannot_be_shown_is_rejected(two_runs, tmp_path):
 
 
 @pytest.mark.parametrize("flags", [[], ["--ema"]])
-def test_the_printed_snippet_classifies_as_the_evaluation_did(two_runs, tmp_path, flags):
-    """The six lines are run as they were printed, on the set that was evaluated."""
+def test_the_printed_snippet_gives_the_same_predictions_as_the_evaluation(two_runs, tmp_path, flags):
+    """The six printed lines are run unchanged on the evaluated data."""
     ended = run_script("export.py", two_runs.checkpoints("fast")[-1], tmp_path / "model.pt", *flags)
     assert ended.code == 0, ended.text
     exported = torch.load(tmp_path / "model.pt", weights_only=True)["model"]
@@ -93,7 +93,7 @@ def test_the_printed_snippet_classifies_as_the_evaluation_did(two_runs, tmp_path
     assert top1 == evaluated["top1"]
 
 
-def test_what_cannot_be_exported_is_rejected(two_runs, tmp_path):
+def test_an_export_that_cannot_be_made_is_rejected(two_runs, tmp_path):
     source = two_runs.checkpoints("fast")[-1]
     (tmp_path / "text.pt").write_text("hello")
     assert "has no checksum at its end" in run_script("export.py", tmp_path / "text.pt", tmp_path / "out.pt").err
@@ -118,7 +118,7 @@ def images_of(payload, split, **changes):
 
 @pytest.mark.slow
 def test_a_traced_model_gives_the_outputs_in_an_empty_folder(two_runs, tmp_path):
-    """Its batch size is free; the Python that runs the snippet does not know this repository."""
+    """Its batch size is dynamic; the snippet runs without this repository on the path."""
     source, out = two_runs.checkpoints("fast")[-1], tmp_path / "model.pt2"
     ended = run_script("export.py", source, out, "--format", "torch.export")
     assert ended.code == 0 and "torch.float32 [batch, 3, 8, 8]" in ended.out, ended.text
@@ -134,7 +134,7 @@ def test_a_traced_model_gives_the_outputs_in_an_empty_folder(two_runs, tmp_path)
     torch.testing.assert_close(torch.load(tmp_path / "outputs.pt"), net_of(payload)(images))
 
 
-def test_predictions_are_the_outputs_of_each_sample_once_in_order_on_any_number_of_ranks(two_runs, tmp_path):
+def test_predictions_have_each_sample_once_in_order_on_any_number_of_ranks(two_runs, tmp_path):
     """37 samples in micro-batches of 4, the last one short; with 4 ranks two of them are idle in the last step."""
     source, found = two_runs.checkpoints("fast")[-1], []
     flags = "--split train --dataset_size 37 --augment none --no-use_amp".split()
@@ -148,10 +148,10 @@ def test_predictions_are_the_outputs_of_each_sample_once_in_order_on_any_number_
     with torch.no_grad():
         expected = net_of(payload)(images_of(payload, "train", dataset_size=37))
     torch.testing.assert_close(found[0]["output"], expected)
-    assert len(list(out.parent.iterdir())) == 3  # no part of a rank is left
+    assert len(list(out.parent.iterdir())) == 3  # no rank's part is left
 
 
-def test_the_averaged_weights_predict_beside_the_checkpoints_by_default(two_runs):
+def test_predictions_of_the_averaged_weights_are_saved_in_the_run_folder_by_default(two_runs):
     ended = run_script("predict.py", two_runs.checkpoints("fast")[-1], "--ema", "--no-use_amp")
     assert ended.code == 0, ended.text
     payload = two_runs.last("fast")
@@ -160,7 +160,7 @@ def test_the_averaged_weights_predict_beside_the_checkpoints_by_default(two_runs
     torch.testing.assert_close(torch.load(two_runs.folder("fast") / "predictions.pt")["output"], expected)
 
 
-REFUSED = [  # ranks, what follows predict.py, what it says
+REFUSED = [  # ranks, arguments of predict.py, message
     (0, "nowhere.pt", "nowhere.pt: cannot be read (No such file or directory); give the path of a checkpoint"),
     (0, "PLAIN --split valid", "split=valid: the data has train, val; choose one of these"),
     (2, "PLAIN --ema", "has no averaged weights; leave out --ema"),
@@ -169,7 +169,7 @@ REFUSED = [  # ranks, what follows predict.py, what it says
 
 
 @pytest.mark.parametrize(("ranks", "words", "sentence"), REFUSED)
-def test_what_cannot_be_predicted_is_one_sentence(two_runs, tmp_path, ranks, words, sentence):
+def test_a_prediction_that_cannot_be_made_is_rejected_in_one_sentence(two_runs, tmp_path, ranks, words, sentence):
     plain = tmp_path / "plain.pt"
     checkpoint.write(plain, two_runs.last("fast") | {"ema": {}})
     before = plain.read_bytes()

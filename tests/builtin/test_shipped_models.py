@@ -1,4 +1,4 @@
-"""The shipped models and image folder pass the tests that tests/distributed has for the tests' own tasks."""
+"""The shipped models and image folder pass the tests that tests/distributed runs on small tasks."""
 
 import pytest
 import torch
@@ -13,14 +13,14 @@ from utils.training.activation import find_blocks
 
 
 def test_mini_resnet_equals_the_plain_loop(runs):
-    """Float64; the third global batch of an epoch is short and leaves a rank idle."""
+    """In float64; the third global batch of an epoch is short and leaves a rank idle."""
     flags = (*SGD, "--label_smoothing", "0.1", "--max_steps", "4")
     check_against_the_oracle(runs, 2, 2, torch.float64, flags, 1e-12, task="")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 4), (2, 2), (4, 1)])
-def test_dropout_of_a_torchvision_model_draws_by_step_and_micro_batch_not_by_rank(runs, ranks, accumulation):
+def test_dropout_of_a_torchvision_model_depends_on_step_and_micro_batch_not_on_rank(runs, ranks, accumulation):
     flags = "--model squeezenet1_1 --image_size 32 --lr 0.01 --max_steps 4".split()
     check_against_the_oracle(runs, ranks, accumulation, torch.float64, flags, 1e-12, task="")
 
@@ -28,7 +28,7 @@ def test_dropout_of_a_torchvision_model_draws_by_step_and_micro_batch_not_by_ran
 @pytest.mark.parametrize(
     "worlds", [((1, 0, ()), (2, 1, (1,))), pytest.param(((2, 2, ()), (4, 1, (1,))), marks=pytest.mark.slow)]
 )
-def test_images_decoded_in_workers_and_cut_at_random_are_the_same_on_any_number_of_ranks(runs, worlds):
+def test_images_decoded_and_randomly_cropped_are_the_same_on_any_number_of_ranks(runs, worlds):
     """An image folder with resized_crop, persistent workers over two epochs, with and without a restart."""
     save_images(runs.root / "data" / "train", {"cat": 9, "dog": 10}, size=12)
     flags = "--dataset imagefolder --augment resized_crop --epochs 2 --global_batch_size 8 --no-use_amp --save_every 0"

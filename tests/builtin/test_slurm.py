@@ -14,7 +14,7 @@ from training import Runs, assert_same_state, wait_for_step
 pytestmark = pytest.mark.slow
 TINY = "--image_size 8 --batch_size 4 --backend gloo --log_interval 1".split()
 LONG = [*TINY, "--dataset_size", "800", "--epochs", "3"]  # 300 steps on two ranks
-LINE = "    images, labels = batch\n"  # of compute_loss
+LINE = "    images, labels = batch\n"  # in compute_loss
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
@@ -26,7 +26,7 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def slow_repository(tmp_path_factory):
-    """A fork whose steps take 0.15 s: how far a job comes by its time limit hardly depends on the machine."""
+    """A fork whose steps take 0.15 s, so that the progress of a job hardly depends on the machine."""
     repository = copy_repository(tmp_path_factory.mktemp("repository"))
     text = (repository / "model.py").read_text()
     assert text.count(LINE) == 1
@@ -37,7 +37,7 @@ def slow_repository(tmp_path_factory):
 
 
 class Job:
-    """A job of two nodes, submitted in a repository; what it prints and its run are in a folder of its own."""
+    """A job of two nodes, submitted in a repository; its output and its run are in a separate folder."""
 
     def __init__(self, cluster, folder, repository, options=(), script=("scripts/slurm.sbatch",), flags=LONG):
         folder.mkdir(exist_ok=True)
@@ -51,7 +51,7 @@ class Job:
         return self.output.read_text() if self.output.exists() else ""
 
     def wait(self, deadline=60):
-        """Slurm's state, exit code and restarts of the job that ended."""
+        """Wait for the end of the job; returns Slurm's state, exit code and number of restarts."""
         end = self.cluster.wait_for(self.number, *ENDED, deadline=deadline)
         return end["JobState"], end["ExitCode"], int(end["Restarts"])
 
@@ -59,22 +59,22 @@ class Job:
         return wait_for_step(self.run, rank, 3).pid
 
 
-def test_a_job_saves_ahead_of_its_limit_and_requeues_itself_until_it_is_completed(cluster, slow_repository, tmp_path):
-    """Slurm looks at limits every 30 s. The limit is set once there are steps: the machine's speed is no matter."""
+def test_a_job_saves_before_its_time_limit_and_requeues_itself_until_completed(cluster, slow_repository, tmp_path):
+    """Slurm checks limits every 30 s. The limit is set after the first steps, whatever the machine's speed."""
     job = Job(cluster, tmp_path, slow_repository, ["--signal=B:USR1@60"])
     job.wait_for_steps()
     seconds = time.monotonic() - job.began
-    # at least 40 s from now: the signal comes within 30
+    # at least 40 s from now: the signal is sent within 30 s
     cluster.limit(job.number, minutes=math.ceil((seconds + 40) / 60))
     cluster.wait_for(job.number, "PENDING", *ENDED, deadline=90)
     cluster.limit(job.number, minutes=10)
     runs = Runs(tmp_path)
-    runs.train(2, "undisturbed", *LONG, task="", deadline=200)
+    runs.train(2, "uninterrupted", *LONG, task="", deadline=200)
     assert job.wait(deadline=240) == ("COMPLETED", "0:0", 1), job.said
     (resumed,) = runs.events("run", "resumed")
     assert 0 < resumed["step"] < 300
-    assert_same_state(runs.last("undisturbed"), runs.last("run"))
-    # none twice, none left out
+    assert_same_state(runs.last("uninterrupted"), runs.last("run"))
+    # none repeated, none missing
     assert [record["step"] for record in runs.records("run", "train")] == list(range(1, 301))
     assert [rank["host"] for rank in runs.json("run", "provenance.json")["ranks"]] == ["node0", "node1"]
 
@@ -88,12 +88,12 @@ def test_scancel_saves_and_ends_a_job_for_good(cluster, slow_repository, tmp_pat
     status = json.loads((job.run / "status.json").read_text())
     assert status["state"] == "preempted" and status["checkpoint"], job.said
     assert "train.py" not in cluster.run("ps", "-e", "-o", "args").out
-    time.sleep(8)  # a job that was requeued would start again
+    time.sleep(8)  # a requeued job would start again
     assert job.wait()[::2] == ("CANCELLED", 0) and job.said.count("attempt") == 1
 
 
-def test_what_is_refused_is_not_requeued(cluster, tmp_path):
-    """A config, and a job that was not submitted in the repository."""
+def test_a_rejected_job_is_not_requeued(cluster, tmp_path):
+    """A bad config, and a job that was not submitted in the repository."""
     job = Job(cluster, tmp_path / "config", ROOT, flags=[*TINY, "--epochs", "0"])
     elsewhere = Job(cluster, tmp_path / "elsewhere", tmp_path, script=[ROOT / "scripts/slurm.sbatch"])
     assert job.wait() == elsewhere.wait() == ("FAILED", "2:0", 0)
@@ -101,8 +101,8 @@ def test_what_is_refused_is_not_requeued(cluster, tmp_path):
     assert f"slurm.sbatch: {tmp_path}: has no scripts/launch.sh; submit the job in the root" in elsewhere.said
 
 
-def test_a_node_that_fails_ends_the_others_and_the_job(cluster, slow_repository, tmp_path):
-    """The rank of one node is killed, that of the other stands still and cannot hear of it."""
+def test_a_failing_node_ends_the_others_and_the_job(cluster, slow_repository, tmp_path):
+    """The rank of one node is killed while that of the other is stopped and cannot notice it."""
     job = Job(cluster, tmp_path, slow_repository)
     pids = [job.wait_for_steps(rank) for rank in (0, 1)]
     assert cluster.run("kill", "-STOP", str(pids[0])).code == cluster.run("kill", "-KILL", str(pids[1])).code == 0
@@ -111,8 +111,8 @@ def test_a_node_that_fails_ends_the_others_and_the_job(cluster, slow_repository,
     cluster.wait_until_idle()
 
 
-def test_a_job_that_is_to_stop_before_its_first_step_is_not_requeued_for_ever(cluster, tmp_path):
-    """The signal comes while there is no rank yet: it is heard all the same."""
+def test_a_job_stopped_before_its_first_step_is_not_requeued_forever(cluster, tmp_path):
+    """The signal arrives before there is a rank, and is not lost."""
     job = Job(cluster, tmp_path, ROOT, flags=[*TINY, "--epochs", "50"])
     cluster.wait_for(job.number, "RUNNING", deadline=30)
     cluster.run("scancel", "--batch", "--signal=USR1", str(job.number))
@@ -120,7 +120,7 @@ def test_a_job_that_is_to_stop_before_its_first_step_is_not_requeued_for_ever(cl
     assert re.search(r"not requeued, since the signal came \d+ s after the start; submit it again", job.said)
 
 
-def test_tasks_of_srun_are_ranks_without_torchrun(cluster, slow_repository, tmp_path):
+def test_srun_tasks_are_ranks_without_torchrun(cluster, slow_repository, tmp_path):
     """Two tasks on each of two nodes; in the batch script itself train.py is one process. Stopped, srun exits 75."""
     flags = " ".join([*TINY, "--dataset_size", "400", "--epochs", "2", "--run_dir", str(tmp_path)])
     srun = f"srun --kill-on-bad-exit=1 python train.py {flags}/four"
@@ -128,7 +128,7 @@ def test_tasks_of_srun_are_ranks_without_torchrun(cluster, slow_repository, tmp_
     job = Job(cluster, tmp_path, slow_repository, ["--ntasks-per-node=2", f"--wrap={wrap}"], script=())
     job.run = tmp_path / "four"
     job.wait_for_steps()
-    cluster.run("scancel", "--signal=USR1", str(job.number))  # to all tasks of the step
+    cluster.run("scancel", "--signal=USR1", str(job.number))  # sent to all tasks of the step
     assert job.wait(deadline=90) == ("COMPLETED", "0:0", 0), job.said
     runs = Runs(tmp_path)
     assert runs.json("one", "summary.json")["world_size"] == 1

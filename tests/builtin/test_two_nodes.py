@@ -1,4 +1,4 @@
-"""launch.sh on real nodes: together they train what one process would, lose a node, and continue bit for bit."""
+"""launch.sh on several nodes: the same training as on one node, a lost node, a bitwise equal result."""
 
 import itertools
 import os
@@ -34,7 +34,7 @@ def launch(node, number, *flags, nodes=2, **variables):
 
 
 def as_in_the_readme(node, number, *flags):
-    """Its line for this node, with these flags in the place of its own."""
+    """Run the README's command for this node with other flags."""
     line = re.search(
         rf"^(NNODES=2 NODE_RANK={number} .*launch.sh --retries 10) .*# on {node.name}$", README, re.MULTILINE
     )[1]
@@ -42,15 +42,15 @@ def as_in_the_readme(node, number, *flags):
     return node.start(["bash", "-c", f"cd {shlex.quote(str(ROOT))} && {line} {words}"], env={"PATH": PATH})
 
 
-def disturbed(folder, epochs):
-    """Where the run's weights are not those of two ranks on one node."""
+def difference_from_one_node(folder, epochs):
+    """Where the run's weights differ from those of two ranks on one node."""
     runs = Runs(folder)
-    runs.train(2, "undisturbed", *TINY, "--epochs", epochs, task="")
-    return difference(runs.last("run")["model"], runs.last("undisturbed")["model"])
+    runs.train(2, "uninterrupted", *TINY, "--epochs", epochs, task="")
+    return difference(runs.last("run")["model"], runs.last("uninterrupted")["model"])
 
 
-def test_two_nodes_train_what_one_does(tmp_path):
-    """Node 0 starts late and node 1 says that it waits for it; nothing else of the table is printed."""
+def test_two_nodes_train_the_same_as_one(tmp_path):
+    """Node 0 starts late and node 1 reports that it waits; no other message of the table is printed."""
     with Nodes(2) as nodes:
         flags = ["--epochs", 1, "--run_dir", tmp_path / "run"]
         second = as_in_the_readme(nodes[1], 1, *flags)
@@ -59,14 +59,14 @@ def test_two_nodes_train_what_one_does(tmp_path):
         ended = [finish(program, 240) for program in (first, second)]
     assert [each.code for each in ended] == [0, 0], ended[0].text + ended[1].text
     assert "[node0 0] " in ended[0].out and "GLOO_SOCKET_IFNAME=eth0" in ended[0].err
-    assert disturbed(tmp_path, 1) == []
+    assert difference_from_one_node(tmp_path, 1) == []
     said = "".join(line for each in ended for line in each.text.splitlines(keepends=True) if LATE not in line)
     assert not [row.name for row in TABLE if row.is_in(said, is_named=False)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["the link is cut", "launch.sh and its torchrun are killed"])
-def test_a_lost_node_comes_back_and_the_run_continues_bit_for_bit(tmp_path, how):
+def test_a_lost_node_returns_and_the_result_is_bitwise_equal(tmp_path, how):
     run = tmp_path / "run"
     with Nodes(2) as nodes:
         flags = ["--epochs", 6, "--run_dir", run, "--timeout", 10, "--hang_timeout", 20]
@@ -85,11 +85,11 @@ def test_a_lost_node_comes_back_and_the_run_continues_bit_for_bit(tmp_path, how)
             programs[1] = launch(nodes[1], 1, *flags, LAUNCH_RETRIES="4")  # as a scheduler would
         ended = [finish(program, 240) for program in programs]
     assert [each.code for each in ended] == [0, 0], "".join(each.text for each in ended)
-    assert disturbed(tmp_path, 6) == []
+    assert difference_from_one_node(tmp_path, 6) == []
 
 
 @pytest.mark.slow
-def test_a_node_comes_and_another_leaves_while_the_global_batch_stays(tmp_path):
+def test_nodes_join_and_leave_while_the_global_batch_stays_the_same(tmp_path):
     run = tmp_path / "run"
     with Nodes(3) as nodes:
         flags = ["--epochs", 8, "--run_dir", run, "--global_batch_size", 12, "--record_samples", "--timeout", 10]

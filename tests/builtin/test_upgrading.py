@@ -1,4 +1,4 @@
-"""docs/upgrading.md, command by command: a fork with a model, data and a flag of its own takes newer versions."""
+"""docs/upgrading.md, command by command: a fork with its own model, data and flag takes newer versions."""
 
 import os
 import re

@@ -15,7 +15,7 @@ from training import wait_until
 FLAGS = "--image_size 8 --dataset_size 60 --backend gloo".split()
 FAULTS = sorted((ROOT / "tests" / "faults").glob("*.patch"))
 DEFAULT = ("rank_dependent_parameter", "momentum_left_out")  # a fault of the model, and one of the machinery
-ALONE = ("unseeded_noise", "forgotten_set_epoch", "momentum_left_out")  # one process sees them too
+ALONE = ("unseeded_noise", "forgotten_set_epoch", "momentum_left_out")  # one process detects them too
 LAUNCHED = ("salted_order",)  # forked processes share the salt of hash()
 INVARIANTS = "order,content,loss,parameters,schedule,evaluation,gradient,training,weights,resume,plain load".split(",")
 
@@ -26,7 +26,7 @@ def outcomes(text):
     return {name.strip(): outcome.strip() for outcome, name in lines}
 
 
-def test_the_template_holds_and_a_run_says_so_until_a_file_changes(tmp_path):
+def test_the_template_passes_and_runs_report_it_until_a_file_changes(tmp_path):
     fork = copy_repository(tmp_path)
     ended = forks.run(fork, 2, "scripts/verify.py", *FLAGS, "--ema_decay", "0.9")
     assert ended.code == 0, ended.text
@@ -35,7 +35,7 @@ def test_the_template_holds_and_a_run_says_so_until_a_file_changes(tmp_path):
     assert found["passed"] and found["ranks"] == 2 and list(found["invariants"]) == INVARIANTS
     assert {"train.py", "model.py", "dataset.py", "config.py", "utils/data/loader.py"} <= found["code"].keys()
     assert found["flags"] == [*FLAGS, "--ema_decay", "0.9"] and found["versions"]["torch"]
-    assert not list((fork / "runs").iterdir())  # the short runs are gone
+    assert not list((fork / "runs").iterdir())  # the short runs were deleted
 
     def train():
         ended = forks.run(fork, 0, "train.py", *FLAGS, "--max_steps", 1, "--run_dir", "runs/one", "--overwrite")
@@ -54,7 +54,7 @@ def fault(path):
 
 
 @pytest.mark.parametrize("patch", [fault(path) for path in FAULTS])
-def test_a_fault_in_a_fork_is_named_with_its_remedy(tmp_path, patch):
+def test_a_fault_in_a_fork_is_named_with_a_fix(tmp_path, patch):
     need("patch")
     fork, text = copy_repository(tmp_path), patch.read_text()
     subprocess.run(["patch", "-s", "-p1"], cwd=fork, input=text, text=True, check=True)
@@ -67,7 +67,7 @@ def test_a_fault_in_a_fork_is_named_with_its_remedy(tmp_path, patch):
     assert ended.code == 1 and set(expected) <= set(broken), ended.text
     for name in expected:
         line = re.search(rf"^BROKEN  {name} .*", ended.out, re.MULTILINE)[0]
-        assert ": " in line and "; " in line  # what was seen: its cause; its remedy
+        assert ": " in line and "; " in line  # what was seen: the cause; the fix
     found = json.loads((fork / "verified.json").read_text())
     assert not found["passed"] and [name for name, each in found["invariants"].items() if not each["passed"]] == broken
 
@@ -78,8 +78,8 @@ def test_a_fault_in_a_fork_is_named_with_its_remedy(tmp_path, patch):
     [
         "--amp_dtype fp16",  # its first scales overflow
         "--dataset_size 1",
-        "--dataset_size 2 --seed 0",  # whose first two epochs have one order by chance
-        "--image_size 4 --dataset_size 37",  # BatchNorm sees one pixel of a sample
+        "--dataset_size 2 --seed 0",  # its first two epochs have the same order by chance
+        "--image_size 4 --dataset_size 37",  # BatchNorm sees one pixel per sample
         "--optimizer adamw --ema_decay 0.9 --drop_last --batch_size 8 --global_batch_size 16",
     ],
 )
@@ -89,7 +89,7 @@ def test_a_sound_configuration_raises_no_false_alarm(tmp_path, flags):
 
 
 @pytest.mark.slow
-def test_the_template_holds_on_four_ranks_as_the_readme_launches_them(tmp_path):
+def test_the_template_passes_on_four_ranks_launched_as_in_the_readme(tmp_path):
     ended = torchrun(4, *FLAGS, script="scripts/verify.py", cwd=copy_repository(tmp_path))
     assert ended.code == 0 and outcomes(ended.out) == dict.fromkeys(INVARIANTS, "ok"), ended.text
 
@@ -108,7 +108,7 @@ def test_unused_parameters_are_named_before_ddp_waits_for_them(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_leaves_nothing_behind_and_reports_no_broken_invariant(tmp_path, number):
-    """To the launcher, while the first short run trains."""
+    """The signal goes to the launcher while the first short run trains."""
 
     fork = copy_repository(tmp_path)
     program = WarmLaunch(2, ROOT / "tests" / "builtin" / "forks.py", [fork, "scripts/verify.py", *FLAGS])

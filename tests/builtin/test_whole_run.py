@@ -1,4 +1,4 @@
-"""One whole run under torchrun with everything on: its output, and every file that it leaves."""
+"""One complete run under torchrun with all features: its output, and every file that it writes."""
 
 import gzip
 import json
@@ -13,7 +13,7 @@ from ranks import ROOT, torchrun
 from training import Runs
 from utils.checkpoint import format as checkpoint
 
-STEPS = [2, 4, 6, 8, 10, 12, 14, 15]  # that are logged
+STEPS = [2, 4, 6, 8, 10, 12, 14, 15]  # the logged steps
 TRAIN_KEYS = "kind epoch step loss top1 lr grad_norm samples_per_s data_wait_s step_s peak_memory_bytes".split()
 EVAL_KEYS = "kind epoch step split weights loss top1 top5 count".split()
 SUMMARY_KEYS = (
@@ -34,7 +34,7 @@ def whole(tmp_path_factory):
     return runs
 
 
-def test_rank_0_prints_what_was_decided_and_the_progress(whole):
+def test_rank_0_prints_the_chosen_settings_and_the_progress(whole):
     for part in (
         "starting on 2 ranks; importing torch takes a few seconds",
         "2 on 1 node: cpu",
@@ -57,13 +57,13 @@ def test_rank_0_prints_what_was_decided_and_the_progress(whole):
         "python scripts/export.py",
     ):
         assert part in whole.ended.out, part
-    assert "goodput" not in whole.ended.out  # of so short a run it says nothing
-    for once in ("starting on", "epoch 1 | step 2/15"):  # the other rank is silent
+    assert "goodput" not in whole.ended.out  # not printed for a short run
+    for once in ("starting on", "epoch 1 | step 2/15"):  # the other rank prints nothing
         assert whole.ended.out.count(once) == 1
     assert "Traceback" not in whole.ended.text and "Warning" not in whole.ended.text
 
 
-def test_records_have_the_promised_keys_once_a_step(whole):
+def test_records_have_the_documented_keys_once_per_step(whole):
     train, evaluations, events = (whole.records("run", kind) for kind in ("train", "eval", "event"))
     assert [record["step"] for record in train] == STEPS
     assert all(sorted(record) == sorted(TRAIN_KEYS) for record in train)
@@ -72,7 +72,7 @@ def test_records_have_the_promised_keys_once_a_step(whole):
     for record in evaluations:
         assert sorted(record) == sorted(EVAL_KEYS) and (record["count"], record["split"]) == (16, "val")
         assert 0 <= record["top1"] <= record["top5"] <= 1
-    # a save that falls due while another one is written waits
+    # a save that falls due during another one waits
     saved = [event["step"] for event in events if event["event"] == "checkpoint"]
     assert saved == sorted(set(saved)) and saved[0] == 4 and saved[-1] == 15
     assert train[-1]["step_s"] > 0 and train[-1]["peak_memory_bytes"] > 1e8
@@ -92,7 +92,7 @@ def test_status_and_summary_have_the_result(whole):
     assert 0 < summary["goodput"] <= 1 and sum(summary["time"].values()) == pytest.approx(summary["wall_s"], abs=0.1)
 
 
-def test_config_provenance_and_code_are_those_that_ran(whole):
+def test_config_provenance_and_code_are_those_of_the_run(whole):
     config, provenance = whole.json("run", "config.json"), whole.json("run", "provenance.json")
     assert config | {"num_classes": 10, "in_channels": 3, "image_size": 8, "num_workers": 1} == config
     TrainingConfig.from_args(["--config", str(whole.folder("run") / "config.json")])
@@ -117,7 +117,7 @@ def test_each_rank_has_a_log_of_its_own(whole):
         assert len(lines) > 20 and all(re.match(rf"\d{{4}}-\d\d-\d\dT[\d:.]+Z {rank} \S+", line) for line in lines)
 
 
-def test_each_sample_is_recorded_once_an_epoch(whole):
+def test_each_sample_is_recorded_once_per_epoch(whole):
     for epoch in range(3):
         seen = [index for step in range(5 * epoch + 1, 5 * epoch + 6) for index in whole.samples("run")[step]]
         assert sorted(seen) == list(range(80))
@@ -132,7 +132,7 @@ def test_tensorboard_has_scalars_by_step_a_layout_texts_and_images(whole):
     assert [event.step for event in events.Scalars("train/loss")] == STEPS
     assert [event.step for event in events.Scalars("val/top1")] == [5, 10, 15]
     assert tags["images"] == ["val/predictions"]
-    assert [event.step for event in events.Images("val/predictions")] == [5, 10, 15]  # of each evaluation
+    assert [event.step for event in events.Images("val/predictions")] == [5, 10, 15]  # one per evaluation
     layout = b"".join(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val)
     assert b"train/top1" in layout and b"val/top1" in layout and b"train/loss" in layout
     assert {"config/text_summary", "environment/text_summary"} <= set(tags["tensors"])

@@ -1,4 +1,4 @@
-"""Activation checkpointing: the same run to the bit, with fewer activations kept."""
+"""Activation checkpointing: a bitwise equal run that keeps fewer activations."""
 
 import copy
 from unittest import mock
@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class BlockNet(nn.Module):
-    """float [B, 3, 8, 8] -> logits [B, 10], by three blocks with BatchNorm and dropout."""
+    """float [B, 3, 8, 8] -> logits [B, 10]; three blocks with BatchNorm and dropout."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ class BlockNet(nn.Module):
 
 
 def train_blocks(flags):
-    """Train; how often a block was computed in the backward pass."""
+    """Train, and return how often a block was computed in the backward pass."""
     recomputed, plain = [0], Block.forward
 
     def forward(self, x):
@@ -56,8 +56,8 @@ def train_blocks(flags):
 
 
 @pytest.mark.parametrize("precision", [pytest.param("--no-use_amp", marks=pytest.mark.slow), "--amp_dtype bf16"])
-def test_losses_weights_and_statistics_are_the_same_to_the_bit(runs, precision):
-    """Two ranks, accumulation, dropout, averaged weights, a short last global batch in which a rank is idle."""
+def test_losses_weights_and_statistics_are_bitwise_equal(runs, precision):
+    """Two ranks, accumulation, dropout, averaged weights, a short last global batch with an idle rank."""
     flags = "--dataset_size 34 --epochs 2 --grad_accum_steps 2 --ema_decay 0.9 --lr 0.02 --log_interval 1".split()
     flags += precision.split()
     assert run_ranks(2, train_blocks, runs.words("kept", *flags)) == [0, 0]
@@ -72,13 +72,13 @@ def test_losses_weights_and_statistics_are_the_same_to_the_bit(runs, precision):
 
 
 def bytes_kept(model, images):
-    """What autograd saves for the backward pass, without the weights; each storage once."""
+    """The bytes that autograd saves for the backward pass, without the weights; each storage counts once."""
     kept, weights = {}, {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no other takes its place
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # a reference, so that its address is not reused
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -86,12 +86,12 @@ def bytes_kept(model, images):
     return sum(size for size, _ in kept.values()), loss
 
 
-def test_of_a_block_only_its_input_is_kept():
+def test_only_the_input_of_a_block_is_kept():
     model, images = BlockNet(), torch.randn(4, 3, 8, 8)
     all_kept, _ = bytes_kept(model, images)
     checkpoint_blocks(model, find_blocks(model))
     inputs_kept, _ = bytes_kept(model, images)
-    # of 4 images in float32: the stem's, three blocks', the head's
+    # inputs of stem, three blocks and head, for 4 images in float32
     assert inputs_kept == 4 * 4 * (3 * 8 * 8 + 3 * WIDTH * 4 * 4 + WIDTH)
     assert all_kept > 2 * inputs_kept
 

@@ -1,4 +1,4 @@
-"""The benchmark compares what it claims to compare: same losses bit for bit, same batches, a complete run."""
+"""The benchmark compares equal work: bitwise equal losses, the same batches, a complete run."""
 
 import contextlib
 import io
@@ -22,7 +22,7 @@ SMALL = "--image_size 8 --batch_size 4 --log_interval 4 --num_workers 0 --backen
 
 
 def measured(file, *mode):
-    """The command: its exit code, and what it printed."""
+    """Run the command; returns its exit code and its output."""
     words = [*mode, *"--bucket_cap_mb 0.002 --rounds 1 --steps 4 --json".split(), str(file), *SMALL]
     printed = io.StringIO()
     with using("images"), contextlib.redirect_stdout(printed):
@@ -33,7 +33,7 @@ def test_one_rank_ends_with_equal_losses_and_a_json(tmp_path):
     ((code, out),) = run_ranks(1, measured, tmp_path / "b.json")
     found = json.loads((tmp_path / "b.json").read_text())
     assert code == 0 and list(found["rows"]) == list(speed.NAMES), out
-    assert found["equality"] == {"intervals": 4, "equal": 4}  # 16 steps, 4 an interval
+    assert found["equality"] == {"intervals": 4, "equal": 4}  # 16 steps, 4 per interval
     assert [found["rows"][name]["collectives_per_step"] for name in speed.NAMES[:2]] == [0, 0]
     assert all(
         row["step_s"] > 0 and row["samples_per_s"] > 0 and len(row["turns_cpu_s"]) == 2
@@ -49,10 +49,10 @@ def test_two_ranks_count_the_same_collectives_for_template_and_plain_loop(tmp_pa
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
     template, plain, minimal, _ = (rows[name]["collectives_per_step"] for name in speed.NAMES)
     assert plain >= 2 and minimal == plain
-    assert template >= plain + 1  # one for BatchNorm; consensus and log points besides
+    assert template >= plain + 1  # one for BatchNorm, more for consensus and log points
 
 
-def test_each_checkpoint_is_timed_beside_torch_save(tmp_path):
+def test_each_checkpoint_is_compared_with_torch_save(tmp_path):
     (_, out), _ = run_ranks(2, measured, tmp_path / "c.json", "--checkpoint")
     found = json.loads((tmp_path / "c.json").read_text())
     assert len(found["blocked_s"]) == len(found["reference_s"]) == 2 and min(found["blocked_s"]) > 0
@@ -60,7 +60,7 @@ def test_each_checkpoint_is_timed_beside_torch_save(tmp_path):
 
 
 def equality_of(folder, flags, factor=1.0):
-    """Of four epochs of four steps on one rank. factor: on the learning rate of the template."""
+    """The equality of four epochs of four steps on one rank. factor: scales the template's learning rate."""
     plain = TrainState._set_lr
 
     def set_lr(self):
@@ -85,7 +85,7 @@ def equality_of(folder, flags, factor=1.0):
     ],
     ids=["accumulated-fp32", "adamw-bf16", "another-rate"],
 )
-def test_losses_equal_the_plain_loops_bit_for_bit_and_a_difference_is_found(tmp_path, flags, factor, equal):
+def test_losses_equal_the_plain_loops_bitwise_and_a_difference_is_detected(tmp_path, flags, factor, equal):
     assert run_ranks(1, equality_of, tmp_path / "run", flags.split(), factor) == [{"intervals": 4, "equal": equal}]
 
 
@@ -105,14 +105,14 @@ def whole_run(folder):
     return found
 
 
-def test_what_is_measured_is_a_complete_run(tmp_path):
+def test_the_measured_run_is_complete(tmp_path):
     """It has records, logs, status, watchdog and checkpoint writer."""
     (found,) = run_ranks(1, whole_run, tmp_path / "run")
     assert found["steps"] == 4 and found["files"] >= {"metrics.jsonl", "status.json", "config.json", "logs", "watch"}
     assert found["records"] == [4] and found["has_writer"] and found["is_watched"]
 
 
-def test_turns_go_forward_and_backward_and_ratios_are_medians_over_rounds():
+def test_the_order_of_turns_alternates_and_ratios_are_medians_over_rounds():
     order = []
     candidates = [Candidate(name, lambda name=name: order.append(name)) for name in "abc"]
     take_turns(candidates, 2, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""What a step sends, to the byte, and that rounding on the way is all that --comm_hook changes."""
+"""What a step sends, to the byte; --comm_hook changes nothing but the rounding of the gradient."""
 
 from unittest import mock
 
@@ -17,7 +17,7 @@ from test_exact_resume import FLAGS as RESUME_FLAGS
 from training import TINY, difference
 
 PARAMETERS, STATISTICS = 2090, 2 * (8 + 16)  # of tasks.SmallNet
-SUMS = 4  # of loss and top1, and what they count
+SUMS = 4  # sum and count of loss and top1
 WIDTHS = {"none": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 FLAGS = "--dataset_size 34 --epochs 2 --grad_accum_steps 2 --log_interval 1 --no-use_amp --lr 0.02".split()
 
@@ -39,7 +39,7 @@ class Sent(TorchDispatchMode):
 
 
 def sent_by_step(task, flags, dtype):
-    """Of each optimizer step: the collectives, and their bytes."""
+    """The collectives of each optimizer step, and their bytes."""
     mode, steps = Sent(), []
 
     def done(step):
@@ -62,8 +62,8 @@ def sent_by_step(task, flags, dtype):
         slow(2, "images", "fp16", 2, torch.float64),
     ],
 )
-def test_a_step_sends_its_gradient_once_in_the_hooks_width_and_the_statistics(runs, ranks, task, hook, width, dtype):
-    """Once for all micro-batches, in several buckets, and in one collective for all else; the state stays wide."""
+def test_gradients_are_sent_once_in_the_hooks_type_all_else_in_one_collective(runs, ranks, task, hook, width, dtype):
+    """Gradients: once for all micro-batches, in several buckets. Optimizer state keeps its type."""
     name, numbers = str(WIDTHS[hook]), SUMS + (STATISTICS if task == "images" else 0)
     expected = {"torch.float64": 8 * numbers}
     expected[name] = expected.get(name, 0) + width * PARAMETERS
@@ -85,7 +85,7 @@ def test_one_rank_has_no_collective(runs):
 
 
 def train_with_a_huge_gradient(flags, huge_step):
-    """On rank 1 the loss of one step is 10^8 times as large: finite, but its gradient is not in float16."""
+    """On rank 1 the loss of one step is 10^8 times as large: its gradient is finite, but not in float16."""
     passes, plain = [], train.TrainState.backward
 
     def backward(self, loss, loss_scale):
@@ -98,8 +98,8 @@ def train_with_a_huge_gradient(flags, huge_step):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("hook", "skipped"), [("fp16", 1), ("none", 0), ("bf16", 0)])
-def test_a_gradient_that_overflows_on_the_way_is_skipped_by_all_ranks(runs, hook, skipped):
-    """Weights, average and momentum stay to the bit; with float32 or bfloat16 the step is taken."""
+def test_a_gradient_that_overflows_in_the_all_reduce_is_skipped_by_all_ranks(runs, hook, skipped):
+    """Weights, average and momentum stay bitwise equal; with float32 or bfloat16 the step is not skipped."""
     flags = "--grad_accum_steps 1 --epochs 1 --save_every_steps 1 --keep_last 99 --ema_decay 0.9 --clip_grad_norm 1"
     words = runs.words("run", *FLAGS, *flags.split(), "--comm_hook", hook)
     run_ranks(2, train_with_a_huge_gradient, words, 3)
@@ -115,7 +115,7 @@ def test_a_gradient_that_overflows_on_the_way_is_skipped_by_all_ranks(runs, hook
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "hook", "accumulation"), [(2, "bf16", 2), (4, "fp16", 1)])
-def test_stops_and_resumes_with_a_hook_cannot_be_seen(runs, ranks, hook, accumulation):
+def test_stops_and_resumes_with_a_hook_do_not_change_the_run(runs, ranks, hook, accumulation):
     samples = 15 * 4 * ranks * accumulation // 2 + 1
     flags = [*RESUME_FLAGS, "--no-use_amp", "--comm_hook", hook, "--grad_accum_steps", accumulation]
     flags += ["--dataset_size", samples]
@@ -125,7 +125,7 @@ def test_stops_and_resumes_with_a_hook_cannot_be_seen(runs, ranks, hook, accumul
 
 
 def rejection(flags):
-    """The error where the backend does not take the type."""
+    """The error if the backend does not support the type."""
     plain = dist.all_reduce
 
     def reduce(tensor, *args, **kwargs):
@@ -139,14 +139,14 @@ def rejection(flags):
 
 
 @pytest.mark.slow
-def test_a_build_or_backend_that_cannot_is_rejected_by_all_ranks(runs):
+def test_a_type_that_the_backend_cannot_reduce_is_rejected_by_all_ranks(runs):
     expected = f"comm_hook=bf16: torch {torch.__version__} cannot all-reduce bf16 over gloo (Invalid scalar type)"
     for text in run_ranks(2, rejection, runs.words("run", *FLAGS)):
         assert text.startswith(expected) and text.endswith("; give --comm_hook fp16 or none"), text
 
 
 def gradient_storages(flags):
-    """After three passes: bytes of the gradients, and of their storages."""
+    """The bytes of the gradients and of their storages, after three passes."""
     config = TrainingConfig.from_args(flags)
     ctx = setup_distributed(config)
     model = wrap_ddp(nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))), config, ctx)
@@ -159,7 +159,7 @@ def gradient_storages(flags):
     return sum(g.nbytes for g in gradients), list(storages.values())
 
 
-def test_by_default_the_gradients_lie_in_several_buckets_and_nowhere_else():
-    """The storages of all .grad are DDP's buckets, without a copy, and several of them, so that they overlap."""
+def test_by_default_gradients_are_stored_in_several_buckets_without_a_copy():
+    """The storages of all .grad are DDP's buckets; there are several, so that communication overlaps."""
     for size, storages in run_ranks(2, gradient_storages, [*TINY, "--no-use_amp"]):
         assert size == sum(storages) == 4 * 8 * (512 * 512 + 512) and 2 < len(storages) < 10

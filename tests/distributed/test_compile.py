@@ -19,11 +19,11 @@ from training import assert_same_state
 from utils.training.first_passes import Compiling, check_compiler
 from utils.training.state import TrainState
 
-# micro-batches of 3 and, in the last global batch, one of 2, which leaves a rank idle; the 8 samples of the evaluation
-# are 3, 3 and 2
+# micro-batches of 3 and, in the last global batch, one of 2, which leaves a rank idle; the evaluation has 8 samples:
+# 3, 3 and 2
 FLAGS = "--dataset_size 38 --batch_size 3 --grad_accum_steps 2 --epochs 2 --log_interval 1 --lr 0.02".split()
 FLAGS += "--no-use_amp --ema_decay 0.9 --save_every_steps 1 --keep_last 99".split()
-SECONDS = 250.0  # where nothing is in inductor's cache, and other programs run
+SECONDS = 250.0  # with an empty inductor cache and other programs running
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
@@ -35,7 +35,7 @@ def need_compiler():
 
 
 class WideNet(SmallNet):
-    """Wide enough for two buckets of a megabyte in float64; without dropout, whose draws are the compiler's own."""
+    """Wide enough for two buckets of 1 MB in float64; without dropout, whose draws change when compiled."""
 
     def __init__(self, width):
         super().__init__(True, 10)
@@ -46,7 +46,7 @@ class WideNet(SmallNet):
 
 
 def train_net(width, flags, backend="inductor"):
-    """Train in float64. How many graphs were compiled before the first step, and by the end; and in how many parts."""
+    """Train in float64; returns the graphs compiled before the first step and in total, and the parts of each."""
     from torch._dynamo.utils import counters
 
     counters.clear()
@@ -70,7 +70,7 @@ def train_net(width, flags, backend="inductor"):
 
 
 def assert_near(a, b):
-    """Two checkpoints are the same up to rounding; their counts and keys are equal."""
+    """Two checkpoints are equal up to rounding; their counts and keys are equal."""
     for key in ("model", "ema"):
         assert list(a[key]) == list(b[key])
         torch.testing.assert_close(dict(a[key]), dict(b[key]), rtol=1e-9, atol=1e-12)
@@ -79,14 +79,14 @@ def assert_near(a, b):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_compiled_run_is_the_eager_one_and_compiles_nothing_after_the_first_step(runs, backend):
+def test_a_compiled_run_equals_the_eager_one_and_compiles_nothing_after_the_first_step(runs, backend):
     """Two ranks, accumulation, a short last global batch, averaged weights, BatchNorm, evaluation. aot_eager: all but
     the generated kernels."""
     need_compiler()
     for name, mode in (("eager", "off"), ("compiled", "default")):
         words = runs.words(name, *FLAGS, "--bucket_cap_mb", 1, "--compile", mode)
         found = run_ranks(2, train_net, 3000, words, backend, deadline=SECONDS)
-        # 3 and 2 in training, in two parts each, and in evaluation, where no gradient waits for a bucket
+        # batches of 3 and 2: in training in two parts each, one per bucket; in evaluation whole
         assert found == [(0, 0, 0) if mode == "off" else (4, 4, 2 * 2 + 2)] * 2
     assert_near(runs.last("eager"), runs.last("compiled"))
     assert not any("_orig_mod" in key or key.startswith("module.") for key in runs.last("compiled")["model"])
@@ -99,8 +99,8 @@ def test_a_compiled_run_is_the_eager_one_and_compiles_nothing_after_the_first_st
 
 
 @pytest.mark.slow
-def test_a_compiled_run_resumes_an_eager_ones_checkpoint_and_the_other_way_round(runs):
-    """And its own, to the bit."""
+def test_a_compiled_run_resumes_an_eager_checkpoint_and_vice_versa(runs):
+    """It also resumes its own checkpoint, bitwise equal."""
     need_compiler()
 
     def resume(name, mode, source=""):
@@ -117,7 +117,7 @@ def test_a_compiled_run_resumes_an_eager_ones_checkpoint_and_the_other_way_round
 
 
 def gradients_between_steps(flags):
-    """Train with the rule for CUDA graphs, without the compiler. What is left of the gradients after a step."""
+    """Train with the rule for CUDA graphs, without the compiler; returns what each step leaves in the gradients."""
     left, plain = set(), TrainState.drop_gradients
 
     def drop(self):
@@ -133,8 +133,8 @@ def gradients_between_steps(flags):
 
 
 @pytest.mark.slow
-def test_with_cuda_graphs_gradients_keep_their_memory_and_the_run_its_bits(runs):
-    """A new gradient would be memory of the graph, which its next replay overwrites: they stay DDP's, as zeros."""
+def test_with_cuda_graphs_gradients_keep_their_memory_and_the_run_is_bitwise_equal(runs):
+    """A new gradient would be in memory that the next replay overwrites, so DDP's gradients are zeroed and kept."""
     for mode, left in (("off", {"none"}), ("reduce-overhead", {"norm 0"})):
         assert run_ranks(2, gradients_between_steps, runs.words(mode, *FLAGS, "--compile", mode)) == [left] * 2
     assert_same_state(runs.last("off"), runs.last("reduce-overhead"))
@@ -151,7 +151,7 @@ class Doubles(nn.Module):
 
 @pytest.fixture
 def compiling(caplog):
-    """A model that is compiled at its next call."""
+    """A model that will be compiled at its next call."""
     caplog.set_level("INFO", logger="ddp")
     model = Doubles()
     yield model, Compiling(model, TrainingConfig(compile="default"), is_main=True)
@@ -174,7 +174,7 @@ def test_a_later_compilation_is_logged_once(compiling, caplog):
 
 
 @pytest.mark.slow
-def test_a_model_in_which_nothing_is_compiled_is_rejected(compiling):
+def test_a_model_with_nothing_to_compile_is_rejected(compiling):
     with pytest.raises(UserError, match="found nothing to compile.*or use --compile off"):
         compiling[1].finish({"training": [4]})
 
@@ -189,7 +189,7 @@ def test_a_model_in_which_nothing_is_compiled_is_rejected(compiling):
         (CUDA, "sh", "triton", "triton"),
     ],
 )
-def test_a_machine_without_a_compiler_gets_a_sentence(monkeypatch, tmp_path, device, named, lacks, missing):
+def test_a_missing_compiler_is_reported_with_the_fix(monkeypatch, tmp_path, device, named, lacks, missing):
     plain = shutil.which
     if lacks != "Python.h":
         (tmp_path / "Python.h").touch()

@@ -1,4 +1,4 @@
-"""What only a GPU can show: the same draws and pixels as on the CPU, and resumes that are bit for bit under
+"""Needs a GPU: the same draws and pixels as on the CPU, and bitwise equal resumes with
 --deterministic."""
 
 import pytest
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 
 @pytest.mark.parametrize("kind", ["crop", "resized_crop"])
-def test_draws_are_the_same_and_so_are_pixels(kind):
-    """Crop and flip to the bit; a resized crop up to the rounding of float32 interpolation, in units of 255."""
+def test_draws_and_pixels_equal_those_on_the_cpu(kind):
+    """Crop and flip are bitwise equal; a resized crop differs by the rounding of float32 interpolation (0 to 255)."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(256, (64, 3, 36, 36), dtype=torch.uint8, generator=generator)
     indices = torch.randint(2**40, (64,), generator=generator)
@@ -35,8 +35,8 @@ def test_draws_are_the_same_and_so_are_pixels(kind):
 
 @pytest.mark.parametrize("precision", ["--amp_dtype bf16", "--amp_dtype fp16", "--no-use_amp"])
 @pytest.mark.parametrize("task", ["images", "lines"])
-def test_a_resume_under_deterministic_is_bit_for_bit(runs, task, precision):
-    """A world of one; three stops by a signal, two of them in one epoch."""
+def test_a_resume_with_deterministic_is_bitwise_equal(runs, task, precision):
+    """One rank; three stops by a signal, two of them in one epoch."""
     flags = "--backend nccl --deterministic --grad_accum_steps 2 --dataset_size 61".split()
     flags = [*FLAGS, *flags, *precision.split()]
     runs.train(1, "whole", *flags, task=task)
@@ -45,7 +45,7 @@ def test_a_resume_under_deterministic_is_bit_for_bit(runs, task, precision):
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_a_compiled_run_is_the_eager_one(runs, mode):
+def test_a_compiled_run_equals_the_eager_one(runs, mode):
     """In float64; with CUDA graphs, accumulation, a short last global batch and evaluation. Nothing is compiled or
     recorded after the first step."""
     for name in ("off", mode):

@@ -1,4 +1,4 @@
-"""SIGKILL at every system call of one save: only valid checkpoints, and a resumed run that ends with the same bits."""
+"""SIGKILL at every system call of one save: only valid checkpoints, and the resumed run is bitwise equal."""
 
 import contextlib
 import os
@@ -19,11 +19,11 @@ from utils.run import folder
 
 FLAGS = "--dataset_size 20 --no-use_amp --ema_decay 0.9 --record_samples --num_workers 0 --save_every 0".split()
 FLAGS += "--keep_last 2 --eval_every 20".split()
-KILLED = "killed by SIGKILL"  # strace's words
+KILLED = "killed by SIGKILL"  # printed by strace
 
 
 def attach(pid, log, *words):
-    """strace on a process, from when this returns."""
+    """Attach strace to a process; it is attached when this returns."""
     command = ["strace", "-y", "-o", log, *words, "-p", str(pid)]
     strace, status = subprocess.Popen(command, stderr=subprocess.DEVNULL), Path(f"/proc/{pid}/status")
     with contextlib.suppress(OSError):  # the process is gone
@@ -33,14 +33,14 @@ def attach(pid, log, *words):
 
 
 def train_and_cut(flags, calls, log, is_alone):
-    """Train on one rank, and kill each writer in its second save, at the next of these system calls.
+    """Train on one rank, and kill each writer in its second save, at the next of the given system calls.
 
     Args:
-        calls: "rename:1" is the first rename of a save; "": none.
-        is_alone: only the writer is killed, and the run continues; else this rank is killed with it.
+        calls: "rename:1" is the first rename of a save; "" kills nothing.
+        is_alone: kill only the writer, so that the run continues; else also this rank.
 
     Returns:
-        The state in the end, and how many writers there were.
+        The final state, and the number of writers.
     """
     plain_send, calls, traced, pids = Writer.send, list(calls), [], set()
 
@@ -48,7 +48,7 @@ def train_and_cut(flags, calls, log, is_alone):
         if traced and traced[-1].poll() is None:
             traced[-1].terminate()  # it detaches
             traced[-1].wait()
-        if calls and self.pid in pids:  # a writer's first save imports
+        if calls and self.pid in pids:  # the first save of a writer also imports modules
             name, _, number = calls.pop(0).partition(":")
             traced.append(attach(self.pid, log, *(["-e", f"inject={name}:signal=SIGKILL:when={number}"] * bool(name))))
             if not is_alone:
@@ -66,20 +66,20 @@ def train_and_cut(flags, calls, log, is_alone):
 
 
 def assert_as_whole(runs, name):
-    """The completed run is the one that was never cut."""
+    """The completed run equals the one that was never killed."""
     assert_same_state(runs.last(name), runs.last("whole"))
     assert runs.samples(name) == runs.samples("whole") and not list(runs.folder(name).rglob("*.tmp"))
 
 
 def calls_of_one_save(root):
-    """The lines of strace for one save, from when the writer has the job to when it has reported that it is done."""
+    """The lines of strace for one save, from receiving the job to reporting its end."""
     need("strace")
     words = Runs(root).words("counted", *FLAGS, *"--epochs 1 --save_every_steps 1".split())
     run_ranks(1, train_and_cut, words, [""] * 3, root / "strace", True)
     return (root / "strace").read_text().splitlines()[:-1]  # the last is the wait for the next job
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_its_name_before_it_counts(tmp_path):
+def test_a_checkpoint_is_flushed_before_the_rename_and_the_folder_before_it_counts(tmp_path):
     calls, checkpoints = calls_of_one_save(tmp_path), tmp_path / "counted/checkpoints"
     file = rf"\d+<{checkpoints}/step_\d+\.pt\.\d+\.tmp>"
     order = [rf"write\({file}", rf"fsync\({file}\) += 0", r'openat\(.*/lock\.json"', r"rename\w*\("]
@@ -91,7 +91,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_its_name_before_
 
 
 def test_the_writer_killed_at_a_system_call_of_a_save(tmp_path):
-    """The run itself continues, and saves again with a new writer."""
+    """The run continues, and saves again with a new writer."""
     need("strace")
     runs, calls, flags = Runs(tmp_path), ["fsync:1", "rename:1"], [*FLAGS, "--epochs", 3]
     runs.train(1, "whole", *flags)
@@ -102,7 +102,7 @@ def test_the_writer_killed_at_a_system_call_of_a_save(tmp_path):
 
 @pytest.mark.slow
 def test_the_writer_and_rank_0_killed_at_every_system_call_of_a_save(tmp_path):
-    """One run is killed and resumed again and again. Once it is completed, another begins."""
+    """A run is killed and resumed until it completes; then another one starts."""
     names = [line.split("(")[0] for line in calls_of_one_save(tmp_path)]
     calls = [f"{name}:{names[: number + 1].count(name)}" for number, name in enumerate(names)]
     assert len(calls) > 30 and {"fsync:2", "rename:1", "unlink:1"} <= {*calls}

@@ -1,4 +1,4 @@
-"""Exact: an evaluation gives the same counts and the same logits on any number of ranks, or it is an error."""
+"""An evaluation gives the same counts and logits on any number of ranks, or raises an error."""
 
 from unittest import mock
 
@@ -18,7 +18,7 @@ SIZES = (1, 2, 3, 4, 5, 11, 16, 23)
 
 
 def evaluations(task, workers, bf16=False):
-    """For each size of the set: the record, and the logits of each sample as bytes, of this rank."""
+    """For each size of the data set: the record, and this rank's logits of each sample as bytes."""
     config = TrainingConfig(backend="gloo", batch_size=4, num_workers=workers)
     ctx = setup_distributed(config)
     precision = Precision("cpu", torch.bfloat16 if bf16 else None)
@@ -33,7 +33,7 @@ def evaluations(task, workers, bf16=False):
 
     def note(module, inputs, logits):
         rows = [row.float().numpy().tobytes() for row in logits]
-        found[-1][1].update(zip(here["indices"], rows, strict=False))  # of padding none
+        found[-1][1].update(zip(here["indices"], rows, strict=False))  # none of the padding
 
     net.register_forward_hook(note)
     with mock.patch.object(GlobalBatch, "__iter__", iterate):
@@ -61,20 +61,20 @@ def evaluations(task, workers, bf16=False):
     ],
 )
 def test_counts_and_logits_are_the_same_on_one_to_four_ranks(task, workers, bf16, worlds):
-    """Sets smaller than the number of ranks too. Means are of float64 sums, whose last bit depends on their order."""
+    """Also sets smaller than the number of ranks. The last bit of a mean depends on the order of float64 sums."""
     alone = run_ranks(1, evaluations, task, workers, bf16)[0]
     assert [record["count"] for record, _ in alone] == list(SIZES)
     assert [sorted(logits) for _, logits in alone] == [list(range(size)) for size in SIZES]
     for world in worlds:
         ranks = run_ranks(world, evaluations, task, workers, bf16)
         for (record, logits), *each in zip(alone, *ranks, strict=True):
-            assert sum(len(own) for _, own in each) == len(logits)  # one rank computed each
+            assert sum(len(own) for _, own in each) == len(logits)  # each by one rank
             assert {index: row for _, own in each for index, row in own.items()} == logits
             assert all(own == pytest.approx(record, rel=1e-14) for own, _ in each)
 
 
 def evaluate_with_a_wrong_sampler():
-    """One micro-batch too few, and one too many, as with a padding sampler."""
+    """One micro-batch too few and one too many, as with a padding sampler."""
     config = TrainingConfig(backend="gloo", batch_size=4, num_workers=0)
     ctx = setup_distributed(config)
     plain, errors = GlobalBatchSampler.global_batches, []
@@ -98,6 +98,6 @@ def evaluate_with_a_wrong_sampler():
     return errors
 
 
-def test_a_count_that_is_not_the_sets_is_an_error():
+def test_a_wrong_sample_count_is_an_error():
     expected = [f"evaluation counted {count} samples of 11; this is a bug of the loader" for count in (8, 14)]
     assert run_ranks(2, evaluate_with_a_wrong_sampler) == [expected] * 2

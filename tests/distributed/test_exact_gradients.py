@@ -1,4 +1,4 @@
-"""Exact: an optimizer step gets the gradient of the plain loop, for every accumulation and every length of the last
+"""The gradient of an optimizer step equals that of the plain loop, for every accumulation and every length of the last
 global batch."""
 
 import contextlib
@@ -34,14 +34,14 @@ SCALE = 1024.0
 
 
 class ScaledPrecision(Precision):
-    """Gradients are scaled as for float16, but computed in float64: a scale is a power of two and must not be seen."""
+    """Scales gradients as for float16, but computes in float64: the scale is a power of two and changes nothing."""
 
     is_scaled = True
 
 
 @contextlib.contextmanager
 def gradients_into(found):
-    """Keep the gradients of each optimizer step, and the weights where they are: with a learning rate of 0."""
+    """Record the gradients of each optimizer step; with a learning rate of 0 the weights do not change."""
 
     def note(optimizer, *_):
         divisor = getattr(optimizer, "grad_scale", None)  # fused kernels divide in the step
@@ -57,7 +57,7 @@ def gradients_into(found):
 
 def gradients(task, accumulations, tails, precision, dtype):
     """{(accumulation, length): gradients} of one global batch of each length, for each accumulation."""
-    found, silent = {}, mock.Mock(**{"is_due.return_value": False})  # in place of the reporter and the saver
+    found, silent = {}, mock.Mock(**{"is_due.return_value": False})  # replaces the reporter and the saver
     with using(task), mock.patch.object(Precision, "choose", lambda *_: precision):
         for accumulation in accumulations:
             flags = [*FLAGS, *OF_TASK[task], "--grad_accum_steps", str(accumulation), "--dataset_size"]
@@ -86,7 +86,7 @@ def gradients(task, accumulations, tails, precision, dtype):
 
 @functools.cache
 def oracle(task, tail):
-    """The plain loop's gradient of one global batch of so many samples, float64."""
+    """The plain loop's gradient of one global batch of `tail` samples, in float64."""
     config = config_of([*FLAGS, *OF_TASK[task], "--dataset_size", str(tail)], torch.float64)
     with using(task), gradients_into(taken := []):
         list(plain_loop.plain_loop(config, -(-tail // BATCH)))
@@ -111,8 +111,8 @@ SLOW = [(ranks, task, (1, 2, 4)) for ranks in (1, 2, 4) for task in OF_TASK]
         *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
 )
-def test_every_tail_from_one_sample_to_a_global_batch(ranks, task, accumulations):
-    """BatchNorm and dropout under a gradient scale; no batch statistics; samples that count differently, with clipping.
+def test_gradients_equal_the_plain_loops_for_every_length_of_the_last_global_batch(ranks, task, accumulations):
+    """BatchNorm and dropout with a gradient scale; no batch statistics; samples that count differently, with clipping.
     1e-12: rounding of float64 sums."""
     precision = ScaledPrecision("cpu", None) if task == "images" else Precision("cpu", None)
     tails = range(1, BATCH * max(accumulations) * ranks + 1)
@@ -138,7 +138,7 @@ def half_precision_oracle(tail):
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_float16_is_scaled_and_unscaled(ranks):
+def test_float16_gradients_are_scaled_and_unscaled(ranks):
     """Each micro-batch rounds to float16 as in the plain loop under the same scale; float32 sums over them may differ
     by 1e-5."""
     for case, got in run_ranks(ranks, half_gradients)[0].items():

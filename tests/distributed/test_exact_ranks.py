@@ -1,4 +1,4 @@
-"""Exact: a run that is resumed on other numbers of ranks is the same run, up to the order of a sum."""
+"""A run that is resumed on other numbers of ranks is the same run, up to the order of sums."""
 
 import math
 
@@ -9,14 +9,14 @@ import plain_loop
 from tasks import config_of, using
 from training import relative
 
-# 24 steps of 5 micro-batches, which neither 2 nor 3 nor 4 ranks share evenly; the last step has 2 samples
+# 24 steps of 5 micro-batches, which do not divide evenly among 2, 3 or 4 ranks; the last step has 2 samples
 FLAGS = "--dataset_size 462 --epochs 1 --global_batch_size 20 --lr 0.05 --ema_decay 0.9 --clip_grad_norm 1".split()
 FLAGS += "--no-use_amp --save_every 0 --num_workers 1 --record_samples --log_interval 3".split()
 CHAIN = ((4, 3), (2, 8), (1, 11), (3, 16), (4, 0))  # ranks, and the step after which a signal comes
 
 
 @pytest.mark.parametrize("task", ["images", pytest.param("lines", marks=pytest.mark.slow)])
-def test_four_two_one_three_and_four_ranks_within_one_epoch(runs, task):
+def test_four_two_one_three_and_four_ranks_in_one_epoch_equal_the_plain_loop(runs, task):
     """The same samples in the same global batches, each once; float64 within 1e-12 of the oracle after 24 steps."""
     for ranks, stop in CHAIN:
         flags = (*FLAGS, "--resume_from", "auto")
@@ -41,18 +41,18 @@ def test_four_two_one_three_and_four_ranks_within_one_epoch(runs, task):
 
 
 def factor(step):
-    """The schedule of 24 steps with 12 of warm-up, as the whole run has it."""
+    """The schedule of the whole run: 24 steps, 12 of them warm-up."""
     return (step + 1) / 12 if step < 12 else 0.5 + 0.5 * math.cos(math.pi * (step - 12) / 12)
 
 
 def test_without_global_batch_size_a_changed_global_batch_is_a_warning(runs):
-    """In the log and in the record of the resume; the epoch continues at the same sample."""
+    """It is in the log and in the record of the resume; the epoch continues at the same sample."""
     flags = "--dataset_size 46 --epochs 1 --no-use_amp --record_samples".split()
     runs.train_with_stops(2, "run", *flags, stops=(2,), goes_on=False)
     runs.train_with_stops(1, "run", *flags, "--resume_from", "auto", stops=())
     change = "global batch: 4 samples per optimizer step, the checkpoint has 8"
     assert f"WARNING changed: {change}" in runs.log("run")
-    jump = "the learning rate of step 3 was 0.1 and would be 0.05 here: it jumps there"  # more steps an epoch
+    jump = "the learning rate of step 3 was 0.1 and would be 0.05 here: it jumps there"  # more steps per epoch
     assert runs.events("run", "resumed")[0]["changed"] == [change, jump]
     samples = runs.samples("run")
     assert [len(samples[step]) for step in sorted(samples)] == [8, 8, 8, 4, 4, 4, 4, 4, 2]

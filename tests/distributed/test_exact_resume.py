@@ -1,4 +1,4 @@
-"""Exact: a run that stops and resumes at any step, any number of times, equals the uninterrupted run to the bit."""
+"""A run that stops and resumes at any step, any number of times, is bitwise equal to the uninterrupted run."""
 
 import random
 
@@ -27,10 +27,10 @@ FP32, BF16, FP16 = "--no-use_amp", "--amp_dtype bf16", "--amp_dtype fp16"
         slow(4, "lines", 2, SGD, FP32),
     ],
 )
-def test_stops_and_resumes_within_an_epoch_cannot_be_seen(runs, ranks, task, accumulation, optimizer, precision):
+def test_stops_and_resumes_within_an_epoch_change_nothing(runs, ranks, task, accumulation, optimizer, precision):
     """Three stops by a signal, at seeded steps, two of them in one epoch; a persistent worker; a short last step."""
     global_batch = 4 * ranks * accumulation
-    samples = 7 * global_batch + global_batch // 2 + 1  # 8 steps an epoch; the last micro-batch has one sample
+    samples = 7 * global_batch + global_batch // 2 + 1  # 8 steps per epoch; the last micro-batch has one sample
     flags = [*FLAGS, *f"{optimizer} {precision} --grad_accum_steps {accumulation} --dataset_size {samples}".split()]
     runs.train(ranks, "whole", *flags, task=task)
     draw = random.Random(f"{ranks}{task}{accumulation}")
@@ -43,17 +43,17 @@ def test_stops_and_resumes_within_an_epoch_cannot_be_seen(runs, ranks, task, acc
 
 
 @pytest.mark.parametrize("ranks", [slow(1), slow(2), 4])
-def test_a_resume_from_each_step_in_turn_gives_the_next_checkpoint(runs, ranks):
-    """A save on the way changes nothing, and any step will do, also an epoch's last one before its evaluation.
+def test_a_resume_from_any_step_gives_the_same_next_checkpoint(runs, ranks):
+    """A save changes nothing, and a resume works from any step, also from an epoch's last one before its evaluation.
 
-    On 4 ranks: a sum of two numbers does not depend on their order, so 2 ranks do not see DDP rebuild its buckets.
+    On 4 ranks: a sum of two numbers does not depend on their order, so 2 ranks would not detect rebuilt DDP buckets.
     """
     flags = [*FLAGS, *f"--no-use_amp --dataset_size 22 --batch_size {16 // ranks}".split()]
     runs.train(ranks, "unsaved", *flags)
     runs.train(ranks, "whole", *flags, "--save_every_steps", 1)
     runs.assert_same("unsaved", "whole")
     paths = runs.checkpoints("whole")
-    assert len(paths) == 4  # two steps an epoch
+    assert len(paths) == 4  # two steps per epoch
     for k, path in enumerate(paths[:-1], start=1):
         runs.train(ranks, f"from{k}", *flags, "--save_every_steps", 1, "--resume_from", path)
         for later in paths[k:]:

@@ -1,4 +1,4 @@
-"""Exact: which sample is trained on when, and what it looks like, does not depend on ranks, workers or restarts."""
+"""The order and the content of samples do not depend on ranks, workers or restarts."""
 
 import functools
 
@@ -10,13 +10,13 @@ from ranks import run_ranks
 from tasks import config_of, train_task, using
 from training import TINY
 
-# 46 samples are 12 micro-batches, the last one of 2: with 5 a step some rank is idle in every step on 2 or 4 ranks
+# 46 samples are 12 micro-batches, the last one of 2: with 5 per step, 2 or 4 ranks have an idle one in every step
 FLAGS = [*TINY, *"--dataset_size 46 --epochs 3 --no-use_amp --save_every 0 --eval_every 0".split()]
 FLAGS += ["--global_batch_size", "20"]
 
 
 def observed(ranks, task, flags, stops=()):
-    """{(epoch, step, number): (indices, digest of the batch, seed of the device's stream)} of all ranks together, each
+    """{(epoch, step, number): (indices, digest of the batch, seed of the device's stream)} of all ranks, each
     once."""
     found = {}
     for state, entries in run_ranks(ranks, train_task, task, flags, torch.float32, stops, True):
@@ -30,7 +30,7 @@ def observed(ranks, task, flags, stops=()):
 
 @functools.cache
 def expected(task, flags):
-    """{(epoch, step, number): (indices, seed)} by the rules of the oracle, in this process."""
+    """{(epoch, step, number): (indices, seed)} by the rules of the oracle."""
     found, step, number = {}, 0, plain_loop.number
     with using(task):
         config = config_of(flags)
@@ -55,8 +55,8 @@ WORLDS = ((1, 0, ()), (2, 2, ()), (3, 1, ()), (4, 2, (2, 5)))  # ranks, workers,
         *(pytest.param(task, WORLDS, marks=pytest.mark.slow) for task in ("images", "lines")),
     ],
 )
-def test_order_content_and_streams_are_the_same_however_a_run_is_split(runs, task, worlds):
-    """1 to 4 ranks, 0 to 2 workers, two restarts within an epoch; a batched transform, and a data set's own."""
+def test_order_content_and_streams_do_not_depend_on_ranks_workers_or_restarts(runs, task, worlds):
+    """1 to 4 ranks, 0 to 2 workers, two restarts within an epoch; transforms of batches and of samples."""
     reference = None
     for ranks, workers, stops in worlds:
         flags = [*FLAGS, "--run_dir", runs.folder(f"{ranks}"), "--num_workers", workers]
@@ -65,11 +65,11 @@ def test_order_content_and_streams_are_the_same_however_a_run_is_split(runs, tas
         reference = reference or found
         assert found == reference
     digests = [digest for _, digest, _ in reference.values()]
-    assert len(set(digests)) == len(digests)  # no micro-batch looks like another
+    assert len(set(digests)) == len(digests)  # no two micro-batches are equal
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_drop_last_drops_different_samples_in_each_epoch_and_the_banner_has_their_number(runs, ranks):
+def test_drop_last_drops_different_samples_in_each_epoch_and_the_banner_counts_them(runs, ranks):
     found = observed(ranks, "images", [*FLAGS, "--drop_last", "--run_dir", runs.folder("run")])
     dropped = [set(range(46)) for _ in range(3)]
     for (epoch, _, _), (indices, *_) in found.items():

@@ -1,4 +1,4 @@
-"""Runs of two ranks whose data fails: each ends with the cause, in rows that tests/faults/data.py does not have."""
+"""Runs of two ranks whose data fails: each ends with the cause (more in tests/faults/data.py)."""
 
 import re
 import sys
@@ -20,7 +20,7 @@ tasks.Images.__getitems__ = fetch
 
 
 def test_a_worker_that_hangs_ends_the_run_with_its_rank_and_samples(runs):
-    """Both ranks end, long before a collective times out, and nothing stays behind."""
+    """Both ranks end long before a collective times out, and no process is left."""
     # a loader gives up after 10.8 s
     words = runs.words("run", *"--dataset_size 160 --epochs 1 --num_workers 1 --hang_timeout 12".split())
     ended = finish(WarmLaunch(2, runs.program(HANGS), words))
@@ -74,8 +74,8 @@ except TrainingError as error:
 """
 
 
-def test_a_dev_shm_that_overflows_later_is_named_as_the_cause():
-    """The first batch, by which the room is judged, is small; those that follow are not."""
+def test_a_dev_shm_that_fills_up_later_is_named_as_the_cause():
+    """The required space is estimated from the first batch, which is small; later ones are large."""
     code = mounting("-t", "tmpfs", "-o", "size=2m", "tmpfs", "/dev/shm") + OVERFLOWS
     ended = launch([sys.executable, "-c", code], deadline=60)
     expected = (

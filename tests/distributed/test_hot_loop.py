@@ -1,4 +1,4 @@
-"""Between two log points nothing is read from the device. What a step sends: test_comm_hooks.py."""
+"""Nothing is read from the device between two log points. What a step sends: test_comm_hooks.py."""
 
 import traceback
 from pathlib import Path
@@ -19,7 +19,7 @@ READS = tuple(f"aten::{name}" for name in "_local_scalar_dense equal nonzero is_
 
 
 class Reads(TorchDispatchMode):
-    """Notes where operations hand a tensor's value to the host."""
+    """Records where an operation copies a tensor's value to the host."""
 
     def __init__(self):
         super().__init__()
@@ -28,14 +28,14 @@ class Reads(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function._schema.name.startswith(READS):
             frames = [f"{Path(frame.filename).name}:{frame.name}" for frame in traceback.extract_stack(limit=6)]
-            # DataLoader draws a seed for its workers, on the host, once an epoch
+            # DataLoader draws a seed for its workers on the host, once per epoch
             if not any("dataloader.py" in frame for frame in frames):
                 self.places.append(" < ".join(reversed(frames[:-1])))
         return function(*args, **(kwargs or {}))
 
 
 def reads_by_step(flags, reads_in_step):
-    """The reads up to the end of each step of an epoch. Where asked for, one `.item()` is put into a step."""
+    """The reads up to the end of each step of an epoch. reads_in_step: inject one `.item()` into this step."""
     mode, seen, is_read, plain = Reads(), {}, [], TrainState.backward
 
     def done(step):
@@ -52,7 +52,7 @@ def reads_by_step(flags, reads_in_step):
 
 
 @pytest.mark.parametrize(("reads_in_step", "expected"), [(0, 0), (2, 1)])
-def test_three_steps_read_nothing_and_an_item_put_in_is_seen(runs, reads_in_step, expected):
+def test_three_steps_read_nothing_and_an_injected_item_call_is_detected(runs, reads_in_step, expected):
     """With accumulation, clipping, averaged weights, scaler, finite check, recorded samples and metrics on, on two
     ranks."""
     for seen, in_all in run_ranks(2, reads_by_step, runs.words("run", *FLAGS), reads_in_step):

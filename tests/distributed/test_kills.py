@@ -1,4 +1,4 @@
-"""SIGKILL in every phase of one run: no sample of a committed step is lost or repeated on any number of ranks."""
+"""SIGKILL in every phase of one run: no sample of a committed step is lost or repeated, on any number of ranks."""
 
 import contextlib
 import itertools
@@ -76,7 +76,7 @@ def kill_again_and_again(runs, epochs, kills, clock, dtype):
 
 
 def test_one_kill_in_each_phase_with_one_two_or_four_ranks(runs):
-    """Float64: the order of sums alone, over 30 steps."""
+    """In float64 only the order of sums differs, over 30 steps."""
     kills = [(ranks, phase, 4, 0) for ranks, phase in zip(itertools.cycle((2, 1, 4)), PHASES, strict=False)]
     kill_again_and_again(runs, 6, kills, random.Random(1), torch.float64)
     assert relative(runs.last("killed")["model"], runs.last("whole")["model"]) < 1e-10
@@ -85,7 +85,7 @@ def test_one_kill_in_each_phase_with_one_two_or_four_ranks(runs):
 @pytest.mark.slow
 @pytest.mark.parametrize("choices", [(1, 2, 4), (4,)])
 def test_twenty_one_kills_at_random_moments(runs, choices):
-    """Three in each phase, and up to 10 ms later; on 4 ranks throughout the run is the uninterrupted one to the bit."""
+    """Three in each phase, up to 10 ms later; always on 4 ranks, the run is bitwise equal to the uninterrupted one."""
     clock, dtype = random.Random(11), torch.float32 if choices == (4,) else torch.float64
     kills = [
         (clock.choice(choices), phase, clock.randint(1, 5), clock.choice((0, clock.uniform(0, 0.01))))
@@ -101,7 +101,7 @@ def test_twenty_one_kills_at_random_moments(runs, choices):
 
 def make_a_writer_and_die(file):
     writer = Writer()
-    if not (holder := os.fork()):  # as a loader's worker it has a copy of the connection, which does not end then
+    if not (holder := os.fork()):  # like a loader worker it holds a copy of the connection, which stays open
         time.sleep(DEADLINE)
         os._exit(0)
     file.write_text(f"{writer.pid} {holder}")
@@ -109,11 +109,11 @@ def make_a_writer_and_die(file):
 
 
 def is_there(stat):
-    """Whether a process still runs: one that nobody waits for stays as a zombie."""
+    """Whether a process still runs, and is not a zombie."""
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_the_writer_ends_when_the_training_process_was_killed_though_a_worker_lives_on(tmp_path):
+def test_the_writer_ends_after_its_training_process_was_killed_even_if_a_worker_lives(tmp_path):
     process = CONTEXT.Process(target=make_a_writer_and_die, args=(tmp_path / "pids",))
     process.start()
     process.join(DEADLINE)

@@ -1,8 +1,8 @@
-"""A run's weights are those of the plain loop: on 1, 2 and 4 ranks, with accumulation, short last global batches, idle
-ranks and workers.
+"""A run's weights equal those of the plain loop: on 1, 2 and 4 ranks, with accumulation, short last global batches,
+idle ranks and workers.
 
-test_exact_*.py does the same for every accumulation, tail, number of ranks and resume; builtin/test_shipped_models.py
-for MiniResNet.
+test_exact_*.py checks every accumulation, tail, number of ranks and resume; builtin/test_shipped_models.py checks
+MiniResNet.
 """
 
 import pytest
@@ -40,9 +40,9 @@ def check_against_the_oracle(runs, ranks, accumulation, dtype, flags, tolerance,
     ("ranks", "accumulation", "optimizer", "task"), [(2, 2, SGD, "images"), (4, 1, ADAMW, "plain")]
 )
 def test_twenty_float64_steps_equal_the_plain_loop(runs, ranks, accumulation, optimizer, task):
-    """Across numbers of ranks only the order of sums differs: 1e-12 is a few hundred roundings.
+    """Between numbers of ranks only the order of sums differs: 1e-12 allows a few hundred roundings.
 
-    AdamW would scale up the rounding of gradients that are zero, those of biases before a BatchNorm, which "plain" does
+    AdamW would amplify the rounding of zero gradients, those of biases before a BatchNorm, which "plain" does
     not have.
     """
     check_against_the_oracle(runs, ranks, accumulation, torch.float64, (*optimizer, "--max_steps", "20"), 1e-12, task)
@@ -53,5 +53,5 @@ def test_twenty_float64_steps_equal_the_plain_loop(runs, ranks, accumulation, op
     [(4, 1), pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(1, 4, marks=pytest.mark.slow)],
 )
 def test_one_float32_step_equals_the_plain_loop(runs, ranks, accumulation):
-    """One step from a common state: rounding of float32 sums, and nothing of a ReLU net's later drift."""
+    """One step from the same state: only float32 sums round differently; a ReLU net drifts further in later steps."""
     check_against_the_oracle(runs, ranks, accumulation, torch.float32, (*SGD, "--max_steps", "1"), 1e-5)

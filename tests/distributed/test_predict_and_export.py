@@ -1,4 +1,4 @@
-"""scripts/predict.py and scripts/export.py on tasks that are no image classifiers; contracts that predict violates."""
+"""scripts/predict.py and scripts/export.py on tasks other than image classification; violations of the contract."""
 
 import contextlib
 import io
@@ -27,7 +27,7 @@ def tokens(net, ids):
 
 
 def run_main(script, task, function, words):
-    """Its main with this predict in place of that of model.py."""
+    """Run the script's main with this `predict` instead of that of model.py."""
     with (
         using(task),
         mock.patch("model.predict", function, create=True),
@@ -40,10 +40,10 @@ def predict_lines(words):
     run_main(predict, "lines", tokens, words)
 
 
-def test_outputs_of_different_shapes_are_a_list_in_the_order_of_the_samples(runs):
+def test_outputs_of_different_shapes_are_a_list_in_sample_order(runs):
     runs.train(1, "run", *LINES, task="lines")
     checkpoint, found = runs.checkpoints("run")[-1], []
-    for ranks in (1, 2, 4):  # of several, all but one have nothing to do in the last step
+    for ranks in (1, 2, 4):  # in the last step only one rank has a sample
         out = runs.root / f"{ranks}.pt"
         run_ranks(ranks, predict_lines, [checkpoint, "--split", "train", "--out", out])
         found.append(torch.load(out, weights_only=True))
@@ -61,7 +61,7 @@ def test_outputs_of_different_shapes_are_a_list_in_the_order_of_the_samples(runs
 
 
 def predict_and_die(words):
-    """Killed in the middle of the last file."""
+    """Predict, and kill this process while it writes the last file."""
     plain = torch.save
 
     def save(value, file):
@@ -75,19 +75,19 @@ def predict_and_die(words):
         run_main(predict, "lines", tokens, words)
 
 
-def test_a_kill_leaves_no_half_file_and_the_next_prediction_clears_up(runs):
+def test_a_kill_leaves_no_partial_output_and_the_next_prediction_cleans_up(runs):
     runs.train(1, "run", *LINES, task="lines")
     words, out = [runs.checkpoints("run")[-1], "--split", "train"], runs.folder("run") / "predictions.pt"
     out.write_text("earlier")
     with pytest.raises(AssertionError, match="exit codes"):
         run_ranks(3, predict_and_die, words)
     assert out.read_text() == "earlier" and out.with_name("predictions.pt.rank0").exists()
-    out.with_name("predictions.pt.rank3").touch()  # had the launch had more ranks
+    out.with_name("predictions.pt.rank3").touch()  # as a launch of more ranks would leave
     run_ranks(1, predict_lines, words)
     assert len(torch.load(out, weights_only=True)["first"]) == 9 and not [*out.parent.glob("predictions.pt.rank*")]
 
 
-WRONG = {  # what predict does: what is said of it
+WRONG = {  # case: (predict, start of the error message)
     "rows": (lambda net, batch: {"x": net(batch[0])[-3:]}, "model.predict: x has the shape [3, 10] for 4 samples; "),
     "rank 1": (lambda net, batch: {"x": batch[0][len(batch[0]) == 1 :]}, "model.predict: x has the shape [0, 3, 8, 8]"),
     "scalar": (lambda net, batch: {"x": net(batch[0]).sum()}, "model.predict: x has the shape [] for 4 samples; "),
@@ -107,8 +107,8 @@ def predict_wrongly(words):
     return texts
 
 
-def test_a_predict_that_violates_its_contract_is_one_sentence_on_all_ranks(runs):
-    """The last of 5 samples is a micro-batch of its own, on the second rank."""
+def test_a_predict_that_violates_its_contract_is_rejected_by_all_ranks(runs):
+    """The last of 5 samples is a separate micro-batch, on the second rank."""
     runs.train(1, "run", *"--dataset_size 5 --epochs 1 --no-use_amp".split())
     words = [runs.checkpoints("run")[-1], "--split", "train", "--out", runs.root / "out.pt"]
     (alone,), (first, second) = (run_ranks(ranks, predict_wrongly, words) for ranks in (1, 2))
@@ -150,7 +150,7 @@ def train_words(flags):
 
 
 def export_words(words):
-    """The exit code, what was printed, and for weights what the snippet gives for two lines."""
+    """The exit code, the output, and for weights the snippet's result for two lines."""
     printed = io.StringIO()
     inputs = ({"ids": torch.arange(14).view(2, 7)},)
     with dict_task(), using("lines"), mock.patch.object(sys, "argv", ["export.py", *map(str, words)]):
@@ -178,8 +178,8 @@ torch.save(outputs, sys.argv[3])
 """
 
 
-def test_the_snippets_of_a_model_of_dicts_give_its_outputs(words_run, tmp_path):
-    """Those of weights in the repository; of torch.export in an empty folder, in a Python that does not know it."""
+def test_the_snippets_of_a_model_with_dict_inputs_give_its_outputs(words_run, tmp_path):
+    """For weights in the repository; for torch.export in an empty folder, without the repository on the path."""
     runs, expected = words_run
     for kind in ("weights", "torch.export"):
         out = tmp_path / f"{kind} 'model'.pt"
@@ -205,7 +205,7 @@ def failing_export(words):
         return export_words(words)
 
 
-def test_an_export_that_fails_leaves_the_file_that_was_there(words_run, tmp_path):
+def test_a_failed_export_leaves_the_existing_file(words_run, tmp_path):
     runs, _ = words_run
     out = tmp_path / "model.pt"
     out.write_text("earlier")

@@ -23,7 +23,7 @@ CHECKS = "same code,data,host names,network,devices,/dev/shm,shared folder,disk,
 
 
 def run_preflight(flags, *, of_last=(), code_of_last=None, is_alone=False):
-    """In a rank, two of which are a node: the exit code and the output. The last one may have own flags and code."""
+    """Run in a rank (two per node): the exit code and the output. The last rank may have its own flags and code."""
     rank, is_last = int(os.environ["RANK"]), int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
     if is_alone:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -48,7 +48,7 @@ def test_healthy_ranks_pass_and_the_run_folder_is_left_unchanged(tmp_path):
     assert (code, other, silence) == (0, 0, ""), out
     says(out, r"\nnode +ranks +address(?s:.*) 0, 1 (?s:.*)\nall-reduce +8 B .*\nall ranks +[\d,]+ us, [\d.]+ kB/s")
     for name in CHECKS.split(","):
-        says(out, rf"\n(OK|warning) +{name} ")  # speeds depend on what else the machine does
+        says(out, rf"\n(OK|warning) +{name} ")  # speeds depend on the load of the machine
     says(out, r"preflight: go: \d+ OK, \d warnings?, 0 failures in \d+ s\n")
     found = json.loads(file.read_text())
     assert len(found["measured"]["facts"]) == 2
@@ -92,7 +92,7 @@ def hangs(flags):
     run_preflight(flags)
 
 
-def test_a_hanging_rank_is_named_and_not_waited_for(tmp_path):
+def test_a_hanging_rank_is_named_without_waiting_for_it(tmp_path):
     said = r"FAILURE  \S+ \(rank 1\) did not reach 'end of facts' in 6 s; check it"
     with pytest.raises(AssertionError, match=said):
         run_ranks(3, hangs, [*QUICK, "--run_dir", str(tmp_path / "run"), "--timeout", "6"])

@@ -1,4 +1,4 @@
-"""What only one rank sees or knows does not separate it from the others; a start that fails leaves what was saved."""
+"""Ranks agree on what only one of them sees or knows; a failed start leaves saved files unchanged."""
 
 import math
 import os
@@ -21,12 +21,12 @@ SMALL = "--dataset_size 16 --epochs 1".split()
 
 
 def other_data_on_rank_1(words):
-    """As where two hosts have folders that should be alike."""
+    """Simulates two hosts with different copies of the data."""
     with mock.patch("utils.data.sets.fingerprint", lambda dataset: os.environ["RANK"]):
         train_flags(words)
 
 
-def test_ranks_that_see_different_data_are_an_error(runs):
+def test_ranks_that_see_different_data_are_rejected(runs):
     with pytest.raises(AssertionError, match=r"\S+ \(rank 1\) and \S+ \(rank 0\) hold different data; copy it again"):
         run_ranks(2, other_data_on_rank_1, runs.words("run", *SMALL))
 
@@ -40,7 +40,7 @@ def errors_of(words, changes):
     return texts
 
 
-def test_overwrite_with_a_bad_flag_leaves_the_run_as_it_was(runs):
+def test_overwrite_with_a_bad_flag_leaves_the_run_unchanged(runs):
     runs.train(2, "run", *SMALL)
     before = contents(runs.folder("run"))
     bad = [["--best_metric", "f1"], ["--activation_checkpointing"]]
@@ -50,7 +50,7 @@ def test_overwrite_with_a_bad_flag_leaves_the_run_as_it_was(runs):
 
 
 def train_two_runs(words, folder):
-    """Whether this rank finds its own card of an earlier run in the store, for each of two runs in this process."""
+    """For each of two runs in this process: whether the store has this rank's card of the earlier run."""
     plain, found = ddp_utils._introduce, []
 
     def introduce(store, launch, *args):
@@ -63,7 +63,7 @@ def train_two_runs(words, folder):
     return found
 
 
-def test_two_runs_in_the_same_processes_are_the_same_run(runs):
+def test_two_runs_in_the_same_processes_are_equal(runs):
     assert run_ranks(2, train_two_runs, runs.words("run", *SMALL), runs.root) == [[False, False]] * 2
     assert_same_state(runs.last("a"), runs.last("b"))
 
@@ -88,8 +88,8 @@ def not_a_number_in_evaluation(model, batch):
 @pytest.mark.parametrize(
     ("loss", "metric"), [(with_overflowing_metric, "min:perplexity"), (not_a_number_in_evaluation, "top1")]
 )
-def test_ranks_agree_that_what_is_not_finite_is_not_the_best(runs, loss, metric):
-    """Where one of them alone evaluates: the validation set has one micro-batch."""
+def test_ranks_agree_that_a_non_finite_value_is_not_the_best(runs, loss, metric):
+    """Only one rank evaluates: the validation set has one micro-batch."""
     words = runs.words("run", *SMALL, "--epochs", 2, "--best_metric", metric)
     assert run_ranks(2, train_with_loss, words, loss) == [(None, "completed")] * 2
     assert runs.records("run", "eval")[0]["loss" if metric == "top1" else "perplexity"] is None
@@ -99,12 +99,12 @@ def test_ranks_agree_that_what_is_not_finite_is_not_the_best(runs, loss, metric)
     ("error", "waits"),
     [
         (RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:51369."), True),
-        (ddp_utils.dist.DistBackendError("NCCL error: ncclInvalidUsage, duplicate GPU detected"), False),  # its own
+        (ddp_utils.dist.DistBackendError("NCCL error: ncclInvalidUsage, duplicate GPU detected"), False),  # not lost
         (KeyError("a bug"), False),
     ],
 )
 def test_a_rank_that_lost_its_peer_reports_after_the_one_that_failed(error, waits):
-    """torchrun blames the rank whose report is first."""
+    """torchrun names the rank that reports first as the cause."""
     with mock.patch("time.sleep") as sleep:
         failures.wait_for_blame(error)
     assert sleep.called == waits
@@ -129,7 +129,7 @@ def train_with_a_test_set(words, is_stopped):
         return train_flags(words)["state"]
 
 
-def test_a_stop_in_the_last_evaluation_is_a_preemption_and_resume_makes_it(runs):
+def test_a_stop_in_the_last_evaluation_is_a_preemption_and_a_resume_repeats_it(runs):
     words = runs.words("run", *SMALL)
     assert run_ranks(2, train_with_a_test_set, words, True) == ["preempted"] * 2
     assert run_ranks(2, train_with_a_test_set, [*words, "--resume_from", "auto"], False) == ["completed"] * 2

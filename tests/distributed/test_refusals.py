@@ -1,4 +1,4 @@
-"""Bad input ends every rank in one sentence with the fix, and what was saved is not touched. Data:
+"""Bad input ends every rank with one sentence and a fix; saved files are unchanged. Data:
 builtin/test_refused_data.py."""
 
 import contextlib
@@ -44,14 +44,14 @@ def group(init_method=""):
         ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0", "MASTER_ADDR, MASTER_PORT: not set, while RANK is; start"),
     ],
 )
-def test_half_of_torchruns_variables(monkeypatch, variables, problem):
+def test_incomplete_torchrun_variables_are_rejected(monkeypatch, variables, problem):
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))
     with pytest.raises(UserError, match=problem):
         setup_distributed(TrainingConfig(backend="gloo"))
 
 
-def test_no_variables_are_a_world_of_one_and_all_are_a_rank(monkeypatch):
+def test_no_variables_mean_one_process_and_a_full_set_means_a_rank(monkeypatch):
     assert read_launch() == Launch(compilers={"CC": os.environ.get("CC", ""), "CXX": os.environ.get("CXX", "")})
     variables = "RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=1 TORCHELASTIC_RUN_ID=none"
     for variable in variables.split():
@@ -79,7 +79,7 @@ def test_the_backend_and_device_follow_the_hardware(monkeypatch, backend, gpus, 
         assert choose_device(backend, local_rank=3) == found
 
 
-def test_an_init_method_without_ranks_is_rejected():
+def test_an_init_method_without_rank_variables_is_rejected():
     with pytest.raises(UserError, match="init_method=tcp://here:1: needs RANK, LOCAL_RANK and WORLD_SIZE; start"):
         setup_distributed(TrainingConfig(backend="gloo", init_method="tcp://here:1"))
 
@@ -103,7 +103,7 @@ def test_init_methods_are_passed_through(tmp_path):
 
 
 def without_cuda_on_one(rank):
-    """What all ranks raise where one of two shows a GPU."""
+    """What all ranks raise if only one of two has a GPU."""
     own = int(os.environ["RANK"])
     torch.cuda.device_count = lambda: int(own != rank) * 8
     torch.cuda.get_device_name = torch.cuda.set_device = lambda device: "pretended"
@@ -113,7 +113,7 @@ def without_cuda_on_one(rank):
     return str(error.value), error.value.rank
 
 
-def test_a_rank_without_cuda_among_ranks_with_it_is_named():
+def test_the_only_rank_without_cuda_is_named():
     for text, rank in run_ranks(2, without_cuda_on_one, 1):
         assert "shows no CUDA device while other ranks have one; repair it" in text and rank == 1
 
@@ -124,7 +124,7 @@ def precision_where_rank_0_alone_is_fast():
         return Precision.choose(TrainingConfig(), ctx.device, ctx.fast_bf16).dtype
 
 
-def test_the_weakest_rank_decides_over_bf16():
+def test_bf16_needs_fast_hardware_on_every_rank():
     assert run_ranks(2, precision_where_rank_0_alone_is_fast) == [None, None]
 
 
@@ -143,7 +143,7 @@ def fail_on(rank):
         return str(error.value), error.value.rank, error.value.host == ctx.host
 
 
-def test_an_error_of_one_rank_is_raised_on_all_with_its_name():
+def test_an_error_of_one_rank_is_raised_on_all_with_rank_and_host():
     for text, rank, has_host in run_ranks(4, fail_on, 2):
         assert text.startswith("class cat: is empty; fill it (rank 2 on ") and rank == 2 and has_host
 
@@ -167,13 +167,13 @@ def prepare(root, fails):
             return str(error)
 
 
-def test_data_is_prepared_once_on_each_file_system(tmp_path):
-    for _ in range(2):  # the second time nothing is left to do
+def test_data_is_prepared_once_per_file_system(tmp_path):
+    for _ in range(2):  # the second time it is already prepared
         assert run_ranks(4, prepare, str(tmp_path), False) == [["data", "prepared-by"]] * 4
     assert [(tmp_path / name / "prepared-by").read_text() for name in "01"] == ["0\n", "1\n"]
 
 
-def test_a_failing_preparation_ends_all_ranks_with_its_sentence(tmp_path):
+def test_a_failing_preparation_ends_all_ranks_with_its_error(tmp_path):
     for text in run_ranks(4, prepare, str(tmp_path), True):
         assert text.startswith("archive: has another checksum; fetch it again (rank 1 on ")
 
@@ -182,7 +182,7 @@ def test_a_failing_preparation_ends_all_ranks_with_its_sentence(tmp_path):
 
 
 def train_with_a_spare_layer(flags):
-    """Returns its error."""
+    """Train a model with an unused layer; returns the error."""
     plain = TASKS["images"]["create_model"]
 
     def create(config, device):
@@ -196,13 +196,13 @@ def train_with_a_spare_layer(flags):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_parameter_that_is_not_used_is_named(runs, ranks):
+def test_an_unused_parameter_is_named(runs, ranks):
     for text in run_ranks(ranks, train_with_a_spare_layer, runs.words("run", "--dataset_size", 16)):
         assert text.startswith("model: the loss does not depend on spare.weight, spare.bias, and DDP would wait")
         assert text.endswith("freeze it in create_model with requires_grad_(False)")
 
 
-def test_nccl_without_cuda_is_one_error_of_a_launch_of_two(runs):
+def test_nccl_without_cuda_is_reported_once_by_two_ranks(runs):
     if torch.cuda.is_available():
         pytest.skip("there is CUDA")
     ended = finish(WarmLaunch(2, runs.program(), runs.words("run", "--backend", "nccl")))
@@ -222,7 +222,7 @@ train.your_model.compute_loss = broken
 """
 
 
-def test_a_rank_that_fails_ends_the_others_and_all_workers_and_is_named(runs):
+def test_a_failing_rank_ends_all_ranks_and_workers_and_is_named(runs):
     words = runs.words("run", "--dataset_size", 400, "--num_workers", 1)
     ended = finish(WarmLaunch(2, runs.program(BUG), words), 60)
     assert (ended.code, ended.left) == (1, 0) and "KeyError: 'a bug of the fork'" in ended.err
@@ -248,7 +248,7 @@ train.first_passes, train.your_model.compute_loss = first_passes, large_loss
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's limits of a process")
-def test_a_rank_without_memory_is_named_with_the_flags_that_help(runs):
+def test_a_rank_out_of_memory_is_named_with_the_flags_that_help(runs):
     flags = "--batch_size 512 --dataset_size 1024 --epochs 2 --save_every 0 --no-use_amp".split()
     ended = finish(WarmLaunch(2, runs.program(LIMITED), runs.words("run", *flags)))
     assert (ended.code, ended.left) == (1, 0), ended.text
@@ -269,8 +269,8 @@ print("done", flush=True)
 """
 
 
-def test_workers_that_ignore_sigterm_do_not_keep_the_process_from_its_end(tmp_path):
-    """multiprocessing ends daemonic children by SIGTERM and joins them without a limit."""
+def test_workers_that_ignore_sigterm_do_not_keep_the_process_alive(tmp_path):
+    """multiprocessing ends daemonic children with SIGTERM and joins them without a timeout."""
     file = tmp_path / "program.py"
     file.write_text(HOLDS_WORKERS)
     ended = finish(WarmLaunch(0, file, []))
@@ -278,7 +278,7 @@ def test_workers_that_ignore_sigterm_do_not_keep_the_process_from_its_end(tmp_pa
 
 
 def leave_late(flag):
-    """Whether the last rank, which comes late, had come to the clean-up when this rank was through with it."""
+    """Whether the last, delayed rank had reached the clean-up when this rank finished it."""
     with group() as ctx:
         if ctx.rank == ctx.world_size - 1:
             time.sleep(0.5)
@@ -287,5 +287,5 @@ def leave_late(flag):
 
 
 def test_no_rank_leaves_the_group_before_all_have_finished(tmp_path):
-    """gloo aborts in a rank whose peer is gone."""
+    """gloo aborts a rank whose peer is gone."""
     assert run_ranks(4, leave_late, str(tmp_path / "flag")) == [True] * 4

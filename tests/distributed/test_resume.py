@@ -17,7 +17,7 @@ from utils.checkpoint import format as checkpoint
 from utils.report.reporter import Reporter
 from utils.run.saver import Saver
 
-# the loss falls, so that by its highest value the first epoch is the best
+# the loss falls, so with max:loss the first epoch is the best
 FLAGS = "--dataset_size 60 --epochs 4 --global_batch_size 8 --no-use_amp --lr 0.02 --best_metric max:loss".split()
 FLAGS += ["--keep_last", "99"]
 
@@ -27,11 +27,11 @@ def test_max_steps_ends_a_run_as_completed_and_more_steps_continue_it(runs):
     outcome = runs.train(2, "steps", *flags, 13)[0]
     assert (outcome["state"], outcome["steps"]) == ("completed", 13)
     assert runs.records("steps", "eval")[-1]["step"] == 13 and runs.records("steps", "train")[-1]["lr"] < 0.01
-    progress = runs.last("steps")["progress"]  # for a run that continues here: it knows the evaluation, which stays
+    progress = runs.last("steps")["progress"]  # a run that continues here keeps the evaluation
     assert (progress["step"], progress["evaluated_step"]) == (13, 13)
     assert progress["best_value"] == max(each["top1"] for each in runs.records("steps", "eval"))
     last = runs.checkpoints("steps")[-1]
-    runs.train(2, "steps", *flags, 13, "--resume_from", last)  # nothing is left to do
+    runs.train(2, "steps", *flags, 13, "--resume_from", last)  # nothing left to do
     assert [record["step"] for record in runs.records("steps", "eval")] == [10, 13]
     runs.train(2, "steps", *flags, 15, "--lr", 1e-9, "--resume_from", last)
     assert [record["step"] for record in runs.records("steps", "eval")] == [10, 13, 15]
@@ -46,7 +46,7 @@ def test_patience_ends_a_run_as_completed_and_saves_it(runs):
 
 
 def train_until_time_is_up(flags):
-    """On rank 1 an hour passes after step 7."""
+    """Train; on rank 1 the clock jumps by an hour after step 7."""
     clock, plain = SimpleNamespace(monotonic=time.monotonic, perf_counter=time.perf_counter), Reporter.step_done
 
     def done(self, samples, step):
@@ -59,7 +59,7 @@ def train_until_time_is_up(flags):
         return outcome["state"], outcome["steps"]
 
 
-def test_all_ranks_stop_after_the_same_step_when_the_time_of_one_is_up(runs):
+def test_all_ranks_stop_after_the_same_step_when_one_reaches_the_time_limit(runs):
     words = runs.words("run", *"--dataset_size 400 --no-use_amp --max_time 30".split())
     (state, step), other = run_ranks(2, train_until_time_is_up, words)
     assert other == (state, step) and state == "preempted"
@@ -67,28 +67,28 @@ def test_all_ranks_stop_after_the_same_step_when_the_time_of_one_is_up(runs):
 
 
 @pytest.mark.parametrize(("asked", "stopped"), [(2, 3), (4, 4)])
-def test_a_request_stops_the_run_one_step_later_and_in_the_last_step_of_an_epoch_there(runs, asked, stopped):
-    """The vote that is under way when the epoch ends is flushed; else the run would stop in the next epoch."""
+def test_a_stop_request_takes_effect_one_step_later_but_within_the_epoch(runs, asked, stopped):
+    """A vote in flight at the end of an epoch is flushed; otherwise the run would stop in the next epoch."""
     flags = runs.words("run", *"--dataset_size 32 --epochs 2 --eval_every 0 --no-use_amp".split())
     assert run_ranks(2, train_task, "images", flags, torch.float32, [asked], False, False) == [("preempted", [])] * 2
     assert runs.last("run")["progress"]["step"] == stopped
 
 
 def train_with_a_quick_disk(flags):
-    """The previous save is on the disk when the next one is requested."""
+    """Train; each save is on disk before the next one is requested."""
     plain = Saver.is_due
     with mock.patch.object(Saver, "is_due", lambda self: (self._writer and self._look(60.0), plain(self))[1]):
         return train_flags(flags)
 
 
-def test_a_request_from_before_a_save_does_not_cause_another_one(runs):
-    """A save is always due here: requested at one step, done at the next. A stale request would bring one more."""
+def test_a_save_request_from_before_a_save_does_not_cause_another_save(runs):
+    """A save is always due: requested at one step, done at the next. A stale request would cause an extra one."""
     flags = "--dataset_size 80 --epochs 1 --save_every 0 --eval_every 0 --save_every_minutes 1e-9".split()
     run_ranks(2, train_with_a_quick_disk, runs.words("often", *flags))
     assert [record["step"] for record in runs.events("often", "checkpoint")] == [2, 4, 6, 8, 10]
 
 
-def test_a_completed_run_is_left_as_it_is(runs):
+def test_a_completed_run_is_left_unchanged(runs):
     flags = "--dataset_size 16 --epochs 1".split()
     runs.train(2, "done", *flags)
     before = contents(runs.folder("done"))
@@ -96,7 +96,7 @@ def test_a_completed_run_is_left_as_it_is(runs):
     assert contents(runs.folder("done")) == before
 
 
-def test_a_run_that_is_resumed_in_another_folder_has_a_checkpoint_and_its_best_there_from_the_start(runs):
+def test_a_run_resumed_in_another_folder_starts_with_a_checkpoint_and_its_best_one(runs):
     runs.train(1, "whole", *FLAGS)
     runs.train(1, "moved", *FLAGS, "--resume_from", runs.checkpoints("whole")[1])
     best, moved = (checkpoint.read(runs.folder(name) / "checkpoints" / "best.pt")[0] for name in ("whole", "moved"))
@@ -110,14 +110,14 @@ def test_a_run_that_is_resumed_in_another_folder_has_a_checkpoint_and_its_best_t
 
 
 def end_before_the_summary(flags):
-    """What a kill directly before the summary leaves."""
+    """Leave the state of a run that was killed directly before the summary."""
     with mock.patch.object(Reporter, "finish", lambda *_: os._exit(0)):
         train_task("images", flags)
 
 
-def test_patience_that_was_over_stays_over(runs):
+def test_a_run_ended_by_patience_completes_without_more_steps(runs):
     flags = [*FLAGS, "--patience", "1", "--save_every", "0"]
-    with pytest.raises(FileNotFoundError):  # the ranks left without a result
+    with pytest.raises(FileNotFoundError):  # the ranks ended without a result
         run_ranks(2, end_before_the_summary, runs.words("run", *flags))
     assert runs.json("run", "status.json")["state"] == "running"
     runs.train(2, "run", *flags, "--resume_from", "auto")

@@ -1,4 +1,4 @@
-"""What a fork may define: losses that count anything, metrics of any shape, schedules, optimizers, fields; on ranks."""
+"""What a fork may define, on real ranks: counts of a loss, shapes of metrics, schedules, optimizers, fields."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ FLAGS = "--dataset_size 46 --epochs 2 --no-use_amp --save_every 0".split()
 
 
 def train_with(flags, **seams):
-    """Train in a rank with these functions in place of those of the task; its error, if it has one."""
+    """Train in a rank with these functions instead of the task's; returns the state or the error."""
     dtype = torch.float64 if "float64" in flags else torch.float32
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(TASKS["images"], seams))
@@ -30,7 +30,7 @@ def train_with(flags, **seams):
             "lr_factor",
             "create_optimizer",
             "log_images",
-        }:  # `using` replaces what is there only
+        }:  # `using` replaces only existing functions
             stack.enter_context(mock.patch.object(model, name, seams[name], create=True))
         try:
             return train_flags([flag for flag in flags if flag != "float64"], dtype)["state"]
@@ -38,11 +38,11 @@ def train_with(flags, **seams):
             return str(error)
 
 
-# ---- what the loss counts is known only when the batch is there ----
+# ---- the count of the loss depends on the batch ----
 
 
 class Pixels(Dataset):
-    """float images [1, 8, 8] and masks with three classes, 255 to be ignored; cropped at random on the device."""
+    """float images [1, 8, 8] and masks of three classes, 255 is ignored; randomly cropped on the device."""
 
     in_memory = True
 
@@ -65,7 +65,7 @@ class Pixels(Dataset):
 
 
 def crop(images, masks, seed, epoch, indices):
-    """6 x 6 pixels of each, at places that belong to the sample."""
+    """A crop of 6 x 6 pixels of each sample, at a position drawn per sample."""
     places = draw_integers(sample_draws(seed, epoch, indices, 2), 3)
     cut = [(slice(top, top + 6), slice(left, left + 6)) for top, left in places.tolist()]
     images = torch.stack([image[:, rows, columns] for image, (rows, columns) in zip(images, cut, strict=True)])
@@ -104,7 +104,7 @@ def train_pixels(flags):
     ("ranks", "accumulation"), [(1, 4), (2, 2), (4, 1), pytest.param(4, 2, marks=pytest.mark.slow)]
 )
 def test_the_loss_is_the_mean_over_the_valid_pixels_of_the_global_batch(runs, ranks, accumulation):
-    """Counted apart: at a learning rate that changes nothing, all pixels of a step at once. 1e-12: order of sums."""
+    """The expected loss is computed over all pixels of a step at once. 1e-12: order of sums."""
     flags = "--epochs 1 --lr 1e-300 --warmup_epochs 0 --log_interval 1 --no-use_amp --record_samples".split()
     words = runs.words("run", *flags, "--grad_accum_steps", accumulation)
     assert run_ranks(ranks, train_pixels, words) == ["completed"] * ranks
@@ -130,7 +130,7 @@ def test_the_loss_is_the_mean_over_the_valid_pixels_of_the_global_batch(runs, ra
 
 
 def only_odd_steps(flags):
-    """All pixels of every second global batch are to be ignored."""
+    """Train with all pixels of every second global batch ignored."""
 
     def loss(net, batch):
         metrics = pixel_loss(net, batch)
@@ -141,7 +141,7 @@ def only_odd_steps(flags):
     return train_with([*flags, "float64"], **PIXELS | {"compute_loss": loss})
 
 
-def test_a_global_batch_in_which_nothing_counts_is_a_skipped_step(runs):
+def test_a_global_batch_that_counts_nothing_is_a_skipped_step(runs):
     flags = "--epochs 2 --log_interval 1 --no-use_amp --save_every_steps 1 --keep_last 99".split()
     assert run_ranks(1, only_odd_steps, runs.words("run", *flags)) == ["completed"]
     skipped = runs.events("run", "skipped_step")
@@ -154,7 +154,7 @@ def test_a_global_batch_in_which_nothing_counts_is_a_skipped_step(runs):
 
 
 def plateau(config, step, total_steps, warmup_steps, progress):
-    """A tenth each time the last evaluation was not the best one, kept in progress.user."""
+    """Divides by 10 each time the last evaluation was not the best one; state is in progress.user."""
     user = progress.user
     if progress.evaluations_since_best and user.get("seen") != progress.evaluated_step:
         user["seen"], user["cuts"] = progress.evaluated_step, user.get("cuts", 0) + 1
@@ -179,7 +179,7 @@ def test_a_schedule_that_follows_the_metric_resumes_exactly(runs):
 
 
 def train_groups(flags, own):
-    """own: the learning rate of a second group."""
+    """Train two groups. own: the settings of the second one, such as its learning rate."""
 
     def groups(net, config):
         return [{"params": list(net.features.parameters())}, {"params": list(net.head.parameters()), **own}]
@@ -188,7 +188,7 @@ def train_groups(flags, own):
 
 
 @pytest.mark.parametrize("own", [{}, {"lr": 0.1}])
-def test_lr_is_that_of_the_schedule_and_groups_with_their_own_are_beside_it(runs, own):
+def test_records_have_the_lr_of_the_schedule_and_of_groups_that_differ(runs, own):
     flags = "--epochs 2 --lr 0.4 --schedule linear --warmup_epochs 0 --log_interval 1".split()
     run_ranks(1, train_groups, runs.words("run", *FLAGS, *flags), own)
     records, factors = runs.records("run", "train"), [1 - step / 24 for step in range(24)]
@@ -198,7 +198,7 @@ def test_lr_is_that_of_the_schedule_and_groups_with_their_own_are_beside_it(runs
 
 
 class Signed(torch.optim.Optimizer):
-    """The sign of the gradient, with a momentum; knows nothing of found_inf."""
+    """Sign of the momentum; does not support found_inf."""
 
     def __init__(self, groups, lr):
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
@@ -238,7 +238,7 @@ def test_any_optimizer_trains_skips_and_resumes(runs):
     assert_same_state(runs.last("whole"), runs.last("resumed"))
 
 
-def test_a_resume_under_a_longer_schedule_says_that_the_learning_rate_jumps(runs):
+def test_a_resume_with_a_longer_schedule_logs_the_jump_of_the_learning_rate(runs):
     flags = "--dataset_size 46 --no-use_amp".split()
     runs.train(2, "run", *flags, "--epochs", 2)
     runs.train(2, "run", *flags, "--epochs", 4, "--resume_from", "auto")  # the completed run continues
@@ -247,7 +247,7 @@ def test_a_resume_under_a_longer_schedule_says_that_the_learning_rate_jumps(runs
     assert any("the learning rate of step 12 was" in line and line.endswith("it jumps there") for line in changed)
 
 
-# ---- what cannot be trained is one sentence ----
+# ---- configurations that cannot be trained are rejected ----
 
 
 class Stream(IterableDataset):
@@ -290,7 +290,7 @@ def train_wrongly(flags, name):
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_a_contract_that_is_violated_is_one_sentence(runs, name):
+def test_a_violated_contract_is_rejected_in_one_sentence(runs, name):
     for text in run_ranks(2, train_wrongly, runs.words("run", *FLAGS), name):
         assert text.startswith(PROBLEMS[name][1]), text
 
@@ -320,15 +320,15 @@ SHOWN = {  # what log_images returns for a batch: the warning
 
 
 def train_showing(flags, folder):
-    """The states in which runs end whose log_images goes wrong, one after the other."""
+    """The final states of runs whose log_images fails, one run per case."""
     return [
         train_with([*flags, "--run_dir", f"{folder}/{name}"], log_images=lambda net, batch, shown=shown: shown(batch))
         for name, (shown, _) in SHOWN.items()
     ]
 
 
-def test_images_that_cannot_be_shown_are_one_warning(runs):
-    """Of two evaluations, on rank 0 alone."""
+def test_images_that_cannot_be_shown_cause_one_warning(runs):
+    """One warning for two evaluations, on rank 0 only."""
     for states in run_ranks(2, train_showing, runs.words("run", *FLAGS), runs.root):
         assert states == ["completed"] * len(SHOWN)
     for name, (_, warning) in SHOWN.items():
@@ -378,7 +378,7 @@ def test_a_field_that_neither_model_nor_data_reads_is_rejected(runs):
 
 
 def test_init_from_and_dataset_size_work_for_any_fork(runs):
-    """The task's own create_model knows nothing of init_from, its data set nothing of subsets."""
+    """The task's create_model does not know init_from, its data set does not know subsets."""
     runs.train(1, "first", *FLAGS)
     source = runs.checkpoints("first")[-1]
     runs.train(1, "second", *FLAGS, "--init_from", source, "--max_steps", 1, "--lr", 1e-30)

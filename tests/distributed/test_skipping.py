@@ -1,4 +1,4 @@
-"""A step that is skipped because rank 1's loss is not finite is recorded once (faults/numerics.py has the rest)."""
+"""A step that is skipped for a non-finite loss on rank 1 is recorded once (more in faults/numerics.py)."""
 
 import os
 from unittest import mock
@@ -17,7 +17,7 @@ def train_with_nan(flags, bad_step):
         metrics = image_loss(model, batch)
         loss_sum, count = metrics["loss"]
         passes.append(model.training)
-        # two passes are made before the first step
+        # two passes run before the first step
         is_bad = model.training and sum(passes) == bad_step + 2 and os.environ["RANK"] == "1"
         return metrics | {"loss": (loss_sum * float("nan") if is_bad else loss_sum, count)}
 

@@ -1,4 +1,4 @@
-"""What ranks check of each other before step 0: code, settings, versions, the folder, the limit of open files."""
+"""What ranks compare before step 0: code, settings, versions, the folder, the limit of open files."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from training import train_flags
 from utils.distributed.collectives import all_gather_json
 from utils.metrics import all_reduce_scalar
 
-UNLIKE = [  # what differs; what all ranks raise; the rank that is named, of three
+UNLIKE = [  # what differs; what all three ranks raise; the rank that is named
     ("config", r"start again\n\s+rank 0 on \S+\s+rank 2 on \S+\nlr\s+0.1\s+0.7$", 2),
     ("versions", r"start again\n\s+rank 0 on \S+\s+rank 1 on \S+\ntorch\s+\S+\s+2.11.0$", 1),
     ("code", r"start again\n\s+rank 0 on \S+\s+rank 2 on \S+\ntrain.py\s+[0-9a-f]{8}\s+01234567$", 2),
@@ -42,7 +42,7 @@ def touch(path, plain=Path.touch):
 
 
 def unlike(words, folder):
-    """What this rank raised in each case, in turn, and which rank that named; whether there was a run folder."""
+    """For each case: this rank's error, the rank that it names, and whether there was a run folder."""
     rank, found, provenance = int(os.environ["RANK"]), [], utils.run.start_checks.provenance
     torch_2_11 = provenance.versions() | {"torch": "2.11.0"}
     changed = provenance.code_digests() | {"train.py": "0123456789"}
@@ -65,7 +65,7 @@ def unlike(words, folder):
     return found
 
 
-def test_every_rank_raises_what_differs(runs):
+def test_every_rank_raises_an_error_with_the_differences(runs):
     for name in ("0", "1"):
         (runs.root / name).mkdir()
     for found in run_ranks(3, unlike, runs.words("run", "--dataset_size", 16, "--epochs", 1), runs.root):
@@ -82,7 +82,7 @@ def exchange(sizes):
     return found, sums
 
 
-def test_every_rank_holds_the_messages_and_the_sums_of_all_ranks():
-    sizes = [0, 1, 500, 505, 506, 507, 508, 509, 510, 2000, 60_000]  # around the length that goes in one collective
+def test_every_rank_receives_the_messages_and_the_sums_of_all_ranks():
+    sizes = [0, 1, 500, 505, 506, 507, 508, 509, 510, 2000, 60_000]  # around the length that fits in one collective
     expected = [[{"rank": rank, "text": "ö" * (size * (rank + 1) // 4)} for rank in range(4)] for size in sizes]
     assert run_ranks(4, exchange, sizes) == [(expected, [2.5, 10.0, 1.0, 4.0])] * 4

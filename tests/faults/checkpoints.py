@@ -1,5 +1,4 @@
-"""Checkpoints that are damaged, cut off, left over or handed over by somebody else, and the command that runs after
-each."""
+"""Checkpoints that are damaged, truncated, partial or untrusted, and the command that runs after each checkpoint."""
 
 import os
 import pickle
@@ -33,7 +32,7 @@ def left_over(drill: Drill) -> None:
 
 
 def stopped_at_30(drill: Drill) -> Path:
-    """The folder of the checkpoints of steps 10, 20 and 30."""
+    """A run stopped at step 30; returns its folder with the checkpoints of steps 10, 20 and 30."""
     words = [*FLAGS, "--run_dir", drill.folder / "run", *RUN]
     run_ranks(2, train_task, "images", words, torch.float32, [29], False, False)
     folder = drill.folder / "run/checkpoints"
@@ -63,11 +62,11 @@ def damage_two(drill: Drill, folder: Path) -> None:
 
 
 def drop_malicious(drill: Drill, folder: Path) -> None:
-    """A checkpoint of step 40 whose seal is right, and which makes who unpickles it touch the marker."""
+    """Write a checkpoint of step 40 with a correct checksum, which touches the marker when it is unpickled."""
     marker, payload = drill.folder / "marker", checkpoint.read(step_path(folder, 30))[0]
     payload["model"], payload["progress"]["step"] = Call(os.system, f"touch {marker}"), 40
     pickle.loads(pickle.dumps(payload["model"]))
-    assert marker.exists(), "the bomb is a dud"
+    assert marker.exists(), "unpickling the file does not run its code"
     marker.unlink()
     checkpoint.write(step_path(folder, 40), payload)
 
@@ -86,7 +85,7 @@ def drop_another_runs(drill: Drill, folder: Path) -> None:
     r"step_00000040\.pt: is the checkpoint of step 10 under another name",
 )
 def passed_over(drill: Drill, spoil: Callable[[Drill, Path], None], taken: int, *sentences: str) -> None:
-    """The run goes on from this step's checkpoint, says why, and ends in the same bits."""
+    """The run resumes from the checkpoint of step `taken`, logs the reason, and ends bitwise equal."""
     spoil(drill, stopped_at_30(drill))
     ended = drill.completes(2, *RUN, "--resume_from", "auto")
     for sentence in sentences:
@@ -143,4 +142,4 @@ def command_is_slow(drill: Drill) -> None:
     drill.let_go()
     drill.has_completed(job)
     steps = sorted(checkpoint.verify(path).step for path in copies.iterdir())
-    assert {10, 50} <= set(steps) <= {10, 30, 40, 50}, steps  # 20 was superseded before it had its turn
+    assert {10, 50} <= set(steps) <= {10, 30, 40, 50}, steps  # 20 was superseded before its command started

@@ -1,4 +1,4 @@
-"""Data that is corrupt, has changed or is missing, and loader workers that die or hang."""
+"""Data that is corrupt or has changed, and loader workers that die, hang or lack shared memory."""
 
 import os
 import signal
@@ -55,7 +55,7 @@ STOPPED = r"no progress for 1\d s: rank 1 on \S+ hangs in data of step \d+ \(pro
 @fault("loader worker killed", signal.SIGKILL, KILLED, is_default=True)
 @fault("loader worker hangs", signal.SIGSTOP, STOPPED)
 def worker_fails(drill: Drill, number: int, said: str) -> None:
-    """A rank that takes a batch from a stopped worker waits in the worker's socket: the watchdog ends it."""
+    """A rank that takes a batch from a stopped worker waits on the worker's socket: the watchdog ends it."""
     job = drill.held(2, 8, *RUN, "--hang_timeout", 12)
     worker = next(child for child in job.children(job.pid(1)) if os.getsid(child) != child)
     os.kill(worker, number)
@@ -66,7 +66,7 @@ def worker_fails(drill: Drill, number: int, said: str) -> None:
 
 @fault("small shared memory")
 def small_shared_memory(drill: Drill) -> None:
-    """1 MB, where two ranks with two workers each may hold 1.5, and with one 0.9."""
+    """1 MB, while two ranks may need 1.5 MB with two workers each, and 0.9 MB with one."""
     code = mounting("-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm")
     run = "--batch_size 768 --dataset_size 6144 --epochs 1".split()
     said = r"/dev/shm: 1.0 MB are free, and 2 workers of each of 2 ranks may need 1.5 MB; .*, or use --num_workers 1"

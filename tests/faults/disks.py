@@ -15,7 +15,7 @@ IS_ROOT = os.geteuid() == 0
 
 
 def mounting(*words: object) -> str:
-    """Lines after which each rank has a mount of its own that no other process sees."""
+    """Lines that give each rank its own mount, which no other process sees."""
     need("unshare")
     mine = ["unshare", *([] if IS_ROOT else ["--map-root-user"]), "-m"]
     if launch([*mine, "true"]).code:
@@ -29,9 +29,9 @@ def mounting(*words: object) -> str:
 
 
 class Disk:
-    """A tmpfs in a mount namespace; launches enter it, the drill looks into it through /proc.
+    """A tmpfs in a mount namespace. Launches enter it; the drill accesses it through /proc.
 
-    The drill's folder "run" leads to the run's folder on the disk, in this and in that namespace.
+    The drill's folder "run" is a link to the run's folder on the disk, valid in both namespaces.
     """
 
     def __init__(self, drill: Drill, megabytes: int = 64, is_run_folder: bool = False) -> None:
@@ -58,7 +58,7 @@ class Disk:
         self._drill.completes(ranks, *flags, "--run_dir", self.run, code=self._enter + code)
 
     def fill(self, leave: float) -> None:
-        """Take all room but so many MB."""
+        """Fill the disk, except for `leave` MB."""
         room = os.statvfs(self.seen)
         with (self.seen / "filler").open("ab", buffering=0) as file, contextlib.suppress(OSError):
             os.posix_fallocate(file.fileno(), 0, max(1, room.f_bavail * room.f_frsize - int(leave * MEGABYTE)))
@@ -69,7 +69,7 @@ class Disk:
         (self.seen / "filler").unlink()
 
     def turn_read_only(self) -> None:
-        """From now on. Files that are open stay writable, as on a server that fences a client off."""
+        """Open files stay writable, as on a server that fences off a client."""
         self._node.bind(self.run, self.run, is_read_only=True)
 
     def unmount(self, place: Path) -> None:
@@ -86,5 +86,5 @@ def tracing(drill: Drill, pid: int, *words: object) -> Path:
 
 
 def are_whole(job: Job) -> list[int]:
-    """The steps of all files under a checkpoint's name, each of which is whole."""
+    """The steps of all files with a checkpoint's name, after verifying each."""
     return [checkpoint.verify(path).step for path in checkpoint.step_checkpoints(job.checkpoint(0).parent)]

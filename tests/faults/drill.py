@@ -1,7 +1,7 @@
-"""Faults: one row of a table each, and the tools to do to a real run what the row says.
+"""Faults, one row of the table each, and tools to inject them into a real run.
 
-A row is a function with the decorator `fault`: it injects the fault and asserts what must happen. Its group is its
-module. A kind is a distinct (what fails, where, what must happen): sizes, ranks and moments of one kind are one row.
+A row is a function with the decorator `fault`, which injects the fault and asserts what must happen. Its group is its
+module. A kind is a combination of what fails, where, and what must happen; its sizes, ranks and times share a row.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ from utils.clock import Place, read_place
 
 FLAGS = "--image_size 8 --batch_size 4 --log_interval 5 --backend gloo --no-use_amp --record_samples".split() + BUCKETS
 HOST = re.escape(socket.gethostname())
-# else a restart by torchrun finds the keys of the attempt that died
+# otherwise a restart by torchrun finds the keys of the previous attempt
 NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-LOOKED = ("watch/", "lock.json", ".lock")  # what a launch that is refused may change in a run's folder: who looked last
-# train.py on the task "images". For a fault's own lines: RUN is the run's folder, STEP the optimizer step under way (0:
-# before the first), before_loss(net) is called at each forward pass. A step takes at least 20 ms, so that a fault meets
-# it; 0.2 s where the drill's folder has a file "slow". Step HELD_AT waits for a file "go".
+LOOKED = ("watch/", "lock.json", ".lock")  # a rejected launch may change these in a run's folder
+# train.py on the task "images". Code of a fault can use: RUN, the run's folder; STEP, the current optimizer step (0:
+# before the first); before_loss(net), called at each forward pass. A step takes at least 20 ms, so that a fault hits
+# it; 0.2 s if the drill's folder has a file "slow". Step HELD_AT waits for a file "go".
 PROGRAM = f"""
 import sys; sys.path[:0] = [{str(ROOT)!r}]; sys.argv[0] = 'train.py'
 from utils.signals import hold
@@ -67,7 +67,7 @@ Clock.begin_step, train.your_model.compute_loss = begin_step, compute_loss
 
 @dataclass(frozen=True)
 class Fault:
-    """One row."""
+    """One row of the table."""
 
     kind: str
     group: str
@@ -79,7 +79,7 @@ FAULTS: list[Fault] = []
 
 
 def fault(kind: str, *args: object, is_default: bool = False) -> Callable:
-    """A row whose drill is the function that follows, given these args. docs/fault-tolerance.md describes it."""
+    """Register the decorated function, called with these args, as a row. docs/fault-tolerance.md describes it."""
 
     def register(function: Callable) -> Callable:
         group = function.__module__.replace("_", "-")
@@ -91,14 +91,14 @@ def fault(kind: str, *args: object, is_default: bool = False) -> Callable:
 
 @dataclass
 class Job:
-    """A launch that goes on."""
+    """A launch in progress."""
 
     program: object
     folder: Path
-    former: set[int] = field(default_factory=set)  # pids of ranks that came before
+    former: set[int] = field(default_factory=set)  # pids of earlier ranks
 
     def place(self, rank: int) -> Place | None:
-        """Where a rank is, once it is there."""
+        """The place of a rank, None before it has started."""
         place = read_place(self.folder / "watch" / f"rank{rank}")
         return place if place and place.pid and place.pid not in self.former else None
 
@@ -106,7 +106,7 @@ class Job:
         return [self.place(rank) for rank in range(ranks)]
 
     def wait_for(self, what: Callable[[], object], seconds: float = 60.0) -> object:
-        """Until it is true, or the launch has ended; fails after so many seconds."""
+        """Wait until what() is true; fails if the launch ends or after `seconds`."""
         ends = time.monotonic() + seconds
         while time.monotonic() < ends:
             if found := what():
@@ -114,10 +114,10 @@ class Job:
             if self.program.poll() is not None:
                 break
             time.sleep(0.005)
-        raise AssertionError(f"waited in vain; the launch's exit code: {self.program.poll()}\n{self.end(1).text}")
+        raise AssertionError(f"condition not met; the launch's exit code: {self.program.poll()}\n{self.end(1).text}")
 
     def wait_for_step(self, step: int, rank: int = 0) -> Place:
-        """Until the rank has begun this optimizer step."""
+        """Wait until the rank has begun this optimizer step."""
         return self.wait_for(
             lambda: (place := self.place(rank)) and place.phase != "start" and place.step >= step and place
         )
@@ -126,21 +126,21 @@ class Job:
         return self.wait_for(lambda: (place := self.place(rank)) and place.phase == phase and place)
 
     def wait_for_partial_file(self) -> None:
-        """Until a checkpoint is being written."""
+        """Wait until a checkpoint is being written."""
         self.wait_for(lambda: list(self.folder.glob("checkpoints/*.tmp")))
 
     def pid(self, rank: int) -> int:
         return self.wait_for(lambda: self.place(rank)).pid
 
     def signal(self, rank: int, number: int) -> None:
-        """To a rank's main process alone."""
+        """Send a signal to a rank's main process only."""
         os.kill(self.pid(rank), number)
 
     def signal_launcher(self, number: int) -> None:
         os.kill(self.program.pid, number)
 
     def children(self, pid: int) -> list[int]:
-        """Of a process: DataLoader workers, the writer."""
+        """The children of a process: DataLoader workers, the writer."""
         found = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
@@ -149,7 +149,7 @@ class Job:
         return found
 
     def writer(self) -> int:
-        """The process that writes checkpoints: the child of rank 0 that leads a session of its own."""
+        """The process that writes checkpoints: the child of rank 0 that is a session leader."""
 
         def leads(child: int) -> bool:
             with contextlib.suppress(ProcessLookupError):
@@ -159,14 +159,14 @@ class Job:
         return self.wait_for(lambda: next(filter(leads, self.children(self.pid(0))), None))
 
     def members(self) -> list[int]:
-        """All processes of the launch that live, in whatever session."""
+        """All live processes of the launch, in any session."""
         return marked(self.program)
 
     def checkpoint(self, step: int) -> Path:
         return step_path(self.folder / "checkpoints", step)
 
     def text(self) -> str:
-        """What it has printed so far."""
+        """The output so far."""
         return "".join(os.pread(file.fileno(), 2**24, 0).decode(errors="replace") for file in self.program.files)
 
     def end(self, seconds: float = 60.0) -> Ended:
@@ -175,14 +175,14 @@ class Job:
 
 
 class Drill:
-    """What one drill works with: a folder of its own, seeded randomness, launches that are ended whatever happens."""
+    """The tools of one drill: a folder, seeded randomness, launches that are always ended."""
 
     def __init__(self, folder: Path, seed: object) -> None:
         self.folder, self.random, self.runs = folder, random.Random(f"{seed}"), Runs(folder)
-        self.ends = contextlib.ExitStack()  # what is to be ended with the drill
+        self.ends = contextlib.ExitStack()  # closed at the end of the drill
 
     def program(self, code: str, held_at: int) -> Path:
-        """train.py with a fault's own lines before it runs."""
+        """Write a program that runs a fault's code and then train.py."""
         for name in ("go", "slow"):
             (self.folder / name).unlink(missing_ok=True)
         path, values = self.folder / "program.py", f"HELD_AT, FOLDER = {held_at}, {str(self.folder)!r}"
@@ -201,8 +201,8 @@ class Drill:
         how: tuple = ("--standalone",),
         is_real: bool = False,
     ) -> Job:
-        """Launch on so many ranks; 0: by python alone. Forked, with a stand-in for torchrun (ranks.WarmLaunch); with
-        `is_real`, words for torchrun (`how`) or a command `before` it, a real torchrun."""
+        """Launch `ranks` ranks; 0: python without a launcher. Forked, without torchrun itself (ranks.WarmLaunch); with
+        `is_real`, arguments of torchrun (`how`) or a command `before` it, a real torchrun."""
         words = [self.program(code, held_at), *FLAGS, "--run_dir", self.folder / name, *flags]
         folder, launcher = self.folder / name, [sys.executable]
         former = {place.pid for file in folder.glob("watch/rank*") if (place := read_place(file))}
@@ -215,12 +215,12 @@ class Drill:
         return Job(program, folder, former)
 
     def fork(self, ranks: int, *flags: object, name: str | Path = "run") -> None:
-        """A run, or one that is resumed, without a fault: quick, in ranks that are forked."""
+        """Start or resume a run without a fault, quickly, in forked ranks."""
         self.runs.train(max(1, ranks), name, *FLAGS, *flags)
 
     def held(self, ranks: int, step: int, *flags: object, checkpoint_of: int = 0, **options: object) -> Job:
-        """A launch all of whose ranks wait in this step until `let_go`, once the checkpoint of that step is on the
-        disk."""
+        """A launch whose ranks all wait in this step until `let_go`; with `checkpoint_of`, the checkpoint of that step
+        is on disk."""
         job = self.start(ranks, *flags, held_at=step, **options)
         places = [(step, "forward")] * max(1, ranks)
         job.wait_for(lambda: [place and (place.step, place.phase) for place in job.places(max(1, ranks))] == places)
@@ -230,7 +230,7 @@ class Drill:
         return job
 
     def let_go(self, is_slow: bool = False) -> None:
-        """The ranks that wait go on; slowly, until `run_on`."""
+        """Let the waiting ranks continue; slowly until `run_on`, if `is_slow`."""
         if is_slow:
             (self.folder / "slow").touch()
         (self.folder / "go").touch()
@@ -241,22 +241,22 @@ class Drill:
     def stopped(
         self, step: int, *flags: object, ranks: int = 2, number: int = signal.SIGTERM, **options: object
     ) -> None:
-        """A run that is asked to stop at this step and has saved all its steps."""
+        """A run that was asked to stop at this step and has saved every step."""
         job = self.held(ranks, step, *flags, **options)
         job.signal_launcher(number)
         self.let_go(is_slow=True)
         self.has_stopped(job, code=1 if ranks else 75)
 
     def beside(self, *words: object) -> Popen:
-        """Start a tool that runs beside the launches until the drill ends."""
+        """Start a tool that runs in parallel until the drill ends."""
         program = start(words)
         self.ends.callback(stop, program)
         return program
 
-    # ---- what is asserted ----
+    # ---- assertions ----
 
     def completes(self, ranks: int, *flags: object, seconds: float = 90.0, **options: object) -> Ended:
-        """A launch that succeeds and leaves no process."""
+        """The launch succeeds and leaves no process."""
         return self.has_completed(self.start(ranks, *flags, **options), seconds)
 
     def has_completed(self, job: Job, seconds: float = 60.0) -> Ended:
@@ -267,8 +267,8 @@ class Drill:
     def fails(
         self, job: Job, *sentences: str, rank: int | None = None, has_status: bool = True, seconds: float = 60.0
     ) -> str:
-        """The launch fails by these sentences, on the terminal and (the first) in status.json, and leaves no process.
-        What it printed."""
+        """The launch fails with these messages, on the terminal and (the first one) in status.json, and leaves no
+        process. Returns its output."""
         ended = job.end(seconds)
         assert (ended.code, ended.left) == (1, 0), ended.text
         for sentence in sentences:
@@ -286,31 +286,31 @@ class Drill:
         return self.runs.events(name, event)
 
     def resumes(self, ranks: int, *flags: object) -> None:
-        """Started again, the run completes as the one without a fault."""
+        """Started again, the run completes and equals the one without a fault."""
         self.fork(ranks, *flags, "--resume_from", "auto")
         self.no_partial_files()
         self.is_whole(ranks, *flags)
 
     def is_whole(self, ranks: int, *flags: object, name: str = "run", code: str = "") -> None:
-        """The completed run is to the bit the one without a fault, and took each sample once."""
-        other = self.undisturbed(ranks, *flags, code=code)
+        """The completed run is bitwise equal to the one without a fault, and used each sample once per epoch."""
+        other = self.uninterrupted(ranks, *flags, code=code)
         assert_same_state(self.runs.last(name), self.runs.last(other))
         assert self.runs.samples(name) == self.runs.samples(other)
 
-    def undisturbed(self, ranks: int, *flags: object, code: str = "") -> Path:
-        """The folder of the same run without a fault: one for all drills with these flags."""
+    def uninterrupted(self, ranks: int, *flags: object, code: str = "") -> Path:
+        """The folder of the same run without a fault, shared by all drills with these flags."""
         key = hashlib.sha256(repr((ranks, flags, code)).encode()).hexdigest()[:12]
-        folder = self.folder.parent / f"undisturbed-{key}"
+        folder = self.folder.parent / f"uninterrupted-{key}"
         if not (folder / "summary.json").exists():
             self.completes(ranks, *flags, name=folder, code=code) if code else self.fork(ranks, *flags, name=folder)
         return folder
 
     def steps_lost(self, step: int) -> int:
-        """How many optimizer steps were repeated after an attempt that had come to this step."""
+        """The number of optimizer steps repeated after an attempt that had reached this step."""
         return step - self.events("resumed")[-1]["step"]
 
     def has_stopped(self, job: Job, name: str = "run", code: int = 1) -> None:
-        """The launch was asked to stop and has saved: its newest checkpoint lacks no committed step."""
+        """The launch stopped on request and has saved: its latest checkpoint includes every committed step."""
         ended = job.end()
         assert (ended.code, ended.left) == (code, 0), ended.text
         status, last = self.json("status.json", name), max(self.runs.samples(name), default=0)
@@ -320,7 +320,7 @@ class Drill:
 
     @contextlib.contextmanager
     def unchanged(self, *but: str) -> Iterator[None]:
-        """The run's folder is the same before and after: all files but the logs and these."""
+        """The run's folder does not change, except for the logs and these files."""
         folder = self.folder / "run"
 
         def files() -> dict[str, bytes]:
@@ -337,7 +337,7 @@ class Drill:
 
 
 def slow_writer(seconds: float | str) -> str:
-    """Lines that make each checkpoint stand as a partial file for so long."""
+    """Lines that keep each checkpoint a partial file for so long."""
     return (
         "from utils.checkpoint import format as checkpoint\nplain_replace = checkpoint.replace_file\n"
         "def slow_replace(path, write, *rest, **options):\n"

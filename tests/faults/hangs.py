@@ -1,4 +1,4 @@
-"""A rank that is stopped or hangs: reported with the stacks of all ranks, and the run continues or is ended."""
+"""A rank that is stopped or hangs is reported with the stacks of all ranks, and the run continues or is ended."""
 
 import os
 import re
@@ -20,7 +20,7 @@ def enter(self, phase):
         asked.unlink()
         os.kill(os.getpid(), signal.SIGSTOP)
 Clock.enter = enter
-"""  # a rank stops itself where the folder has a file that asks for it
+"""  # a rank stops itself if the folder has a file that requests it
 RUN = "--dataset_size 120 --epochs 2 --num_workers 1 --save_every_steps 5".split()  # 30 steps of two ranks
 HANGS = """
 def before_loss(net):
@@ -38,7 +38,7 @@ def state_of(pid: int) -> str:
 
 
 def rank_stopped(drill: Drill, phase: str, rank: int) -> None:
-    """Once it has learned how long its steps take; no workers: data is read by the rank that stops."""
+    """Stop the rank after enough steps to learn their duration. No workers: the stopped rank reads data itself."""
     flags = "--dataset_size 160 --epochs 3 --save_every 0 --num_workers 0".split()  # 60 steps
     job = drill.start(2, *flags, code=STOPS)
     job.wait_for_step(15)

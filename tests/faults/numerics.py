@@ -1,5 +1,4 @@
-"""Numbers that are not finite, and memory that flips a bit: no rank's weights take them in, and no checkpoint holds
-them."""
+"""Non-finite values and a flipped bit in memory: they do not reach the weights of the ranks or a checkpoint."""
 
 import json
 
@@ -35,11 +34,11 @@ def update_and_say(self, global_batch):
     say('after')
 
 train.create_state, Clock.begin_step, TrainState.update_if_finite = create_state, begin_and_say, update_and_say
-"""  # a digest of weights, BatchNorm statistics, momenta and averages before and after each step, by each rank
+"""  # each rank writes a digest of weights, BatchNorm statistics, momenta and averages before and after each step
 
 
 def changed_loss(steps: str, change: str, ranks: str = "(1,)") -> str:
-    """Lines after which the loss of these ranks is another in these steps."""
+    """Lines that change the loss of these ranks in these steps."""
     return f"""
 def other_loss(net, batch):
     metrics = compute_loss(net, batch)
@@ -51,14 +50,14 @@ train.your_model.compute_loss = other_loss
 
 
 NAN = "* float('nan')"
-INFINITE_GRADIENT = (  # of the last bias; adds 0
+INFINITE_GRADIENT = (  # for the last bias; adds 0 to the loss
     "+ 1e38 * sum(1e38 * (p - p.detach()).sum() for p in [*net.parameters()][-1:])"
 )
 
 
 def idle_steps(drill: Drill, ranks: int = 2) -> list[int]:
-    """The steps that left the state as it was, to the bit, on all ranks; who also agree on the state before and after
-    all others."""
+    """The steps that left the state bitwise unchanged on all ranks. Asserts that all ranks agree on the state before
+    and after every step."""
     files = [drill.folder / f"run/digests{rank}.jsonl" for rank in range(ranks)]
     assert len({file.read_text() for file in files}) == 1
     digests = {}
@@ -82,7 +81,7 @@ def skips(drill: Drill, code: str, steps: list[int], *flags: object) -> None:
     idle = idle_steps(drill)
     assert set(steps) <= set(idle) and len(idle) == len(steps) + summary["overflow_steps"], (idle, summary)
     for step in steps:
-        says(ended.text, rf"skipped \d+ optimizer step\(s\) with a non-finite loss or gradient: .*\b{step}\b")
+        says(ended.text, rf"skipped \d+ optimizer steps? with a non-finite loss or gradient: .*\b{step}\b")
     if INFINITE_GRADIENT in code:
         assert all(record["loss"] is not None for record in drill.runs.records("run", "train"))
 
@@ -105,7 +104,7 @@ def nan_for_good(drill: Drill) -> None:
     assert 10 <= last < 15  # log_interval
 
 
-# ---- a rank whose memory is not what it was ----
+# ---- a flipped bit in a rank's memory ----
 
 SAVING = "--dataset_size 240 --epochs 1 --num_workers 1 --save_every_steps 4".split()
 

@@ -7,7 +7,7 @@ from drill import HOST, Drill, fault, says, slow_writer
 from processes import RUN
 
 ELSEWHERE = "import socket\nsocket.gethostname = lambda: 'elsewhere'\n"
-NO_LOCKS = "import fcntl\nfcntl.lockf = lambda *args: None\n"  # as where locks do not reach from host to host
+NO_LOCKS = "import fcntl\nfcntl.lockf = lambda *args: None\n"  # as on storage where locks do not work across hosts
 
 
 @fault("second job on the folder", "", is_default=True)

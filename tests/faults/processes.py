@@ -11,8 +11,8 @@ RUN = "--dataset_size 200 --epochs 2 --save_every_steps 5 --num_workers 1".split
 KILLED = r"rank {} on \S+ was killed or cut off in \w+ of step {}; look for .* --resume_from auto"
 
 
-def strikes_at(step: int, what: str) -> str:
-    """Lines that do this to rank 1 at this step each time, until there is a file "fixed"."""
+def injected_at(step: int, what: str) -> str:
+    """Lines that do this on rank 1 at this step in each attempt, until there is a file "fixed"."""
     return (
         f"def before_loss(net):\n    if (STEP, RANK) == ({step}, 1) and not os.path.exists(f'{{FOLDER}}/fixed'):\n     "
         f"   {what}\n"
@@ -20,21 +20,21 @@ def strikes_at(step: int, what: str) -> str:
 
 
 def is_diagnosed(drill: Drill, text: str, step: int, epoch: int, cause: str, *flags: object) -> None:
-    """The sentence names the step and its samples: those of a run without a fault."""
+    """The message names the step and its samples, which are those of a run without a fault."""
     said = (
         rf"the last 3 attempts all failed at step {step} \(epoch {epoch + 1}, samples \[(.*)\]\) without a new"
         rf" checkpoint, the last one with: {cause}"
     )
     says(text, said)
     indices = re.search(said, text)[1].split(", ")
-    assert sorted(map(int, indices)) == drill.runs.samples(drill.undisturbed(2, *flags))[step]
+    assert sorted(map(int, indices)) == drill.runs.samples(drill.uninterrupted(2, *flags))[step]
     assert drill.json("status.json")["state"] == "failed"
 
 
 @fault("rank killed under default settings")
 def killed_under_defaults(drill: Drill) -> None:
-    """Three times, at a random step after the first epoch: each time at most an epoch is repeated, and what a write
-    took."""
+    """Three kills, at random steps after the first epoch; each repeats at most one epoch and the steps during a
+    write."""
     run = "--dataset_size 200 --epochs 4 --num_workers 1 --resume_from auto".split()
     first, most = 30, 0
     for _ in range(3):
@@ -43,7 +43,7 @@ def killed_under_defaults(drill: Drill) -> None:
         job.signal(drill.random.randrange(2), signal.SIGKILL)
         drill.let_go()
         drill.fails(job, KILLED.format(r"\d", step), "checkpoints  every 10 min or 1 epoch, whichever comes first")
-        drill.completes(2, *run, "--max_time", 0.001)  # says where it resumes, and stops
+        drill.completes(2, *run, "--max_time", 0.001)  # prints where it resumes, and stops
         first = max(first, drill.events("resumed")[-1]["step"])
         most = max(most, drill.steps_lost(step))
         assert most <= 25 + 10, most
@@ -52,7 +52,7 @@ def killed_under_defaults(drill: Drill) -> None:
 
 def rank_killed_at_12(drill: Drill, said: str = "", **options: object) -> None:
     drill.fork(2, *RUN, "--max_steps", 1)
-    # the ranks of a run that replaces another are watched, too
+    # the ranks of a run that replaces another are watched too
     job = drill.held(2, 12, *RUN, "--overwrite", checkpoint_of=10, **options)
     job.signal(1, signal.SIGKILL)
     drill.let_go()
@@ -72,10 +72,10 @@ def rank_killed_under_torchrun(drill: Drill) -> None:
 
 @fault("rank 0 killed in a save")
 def rank_0_killed_in_a_save(drill: Drill) -> None:
-    """Rank 0 writes status.json as a rule. What its writer has begun is finished without it."""
+    """Rank 0 normally writes status.json. Its writer finishes a started checkpoint without it."""
     job = drill.start(2, *RUN, code=slow_writer(2.0))
     job.wait_for_partial_file()
-    job.wait_for_step(job.place(0).step + 2)  # the ranks have agreed that it is a checkpoint
+    job.wait_for_step(job.place(0).step + 2)  # the ranks have committed the checkpoint
     assert not drill.runs.checkpoints("run")
     job.signal(0, signal.SIGKILL)
     wait_until(lambda: drill.runs.checkpoints("run"))
@@ -85,7 +85,7 @@ def rank_0_killed_in_a_save(drill: Drill) -> None:
 
 @fault("launcher killed", is_default=True)
 def launcher_killed(drill: Drill) -> None:
-    """The writer is the last process that ends by itself, after 8 s."""
+    """The writer is the last process to end by itself, after 8 s."""
     job = drill.held(2, 8, *RUN, code=slow_writer(60.0))
     job.wait_for_partial_file()
     assert len(job.members()) >= 6  # launcher, two ranks, their loaders' workers, the writer
@@ -127,7 +127,7 @@ def restarted_by_torchrun(drill: Drill) -> None:
 @fault("killed at the same step under torchrun's restarts")
 def restarts_in_vain(drill: Drill) -> None:
     how = ("--standalone", "--max-restarts", 10)
-    job = drill.start(2, *RUN, how=how, env=NO_SHARED_STORE, code=strikes_at(7, "os.kill(os.getpid(), 9)"))
+    job = drill.start(2, *RUN, how=how, env=NO_SHARED_STORE, code=injected_at(7, "os.kill(os.getpid(), 9)"))
     text = drill.fails(job, seconds=120)
     is_diagnosed(drill, text, 7, 0, r"rank 1 on \S+ was killed or cut off in \w+ of step 7;", *RUN)
     drill.resumes(2, *RUN)
@@ -138,7 +138,7 @@ def relaunches_in_vain(drill: Drill) -> None:
     flags = (
         "--dataset_size 198 --epochs 2 --save_every 0 --save_every_steps 20 --num_workers 1 --resume_from auto".split()
     )
-    code = strikes_at(22, "raise KeyError('a bug of the fork')")
+    code = injected_at(22, "raise KeyError('a bug of the fork')")
     texts = [drill.fails(drill.start(2, *flags, code=code)) for _ in range(4)]
     assert all("KeyError: 'a bug of the fork'" in text and "attempts all failed" not in text for text in texts[:3])
     is_diagnosed(drill, texts[3], 22, 0, "'a bug of the fork'", *flags)

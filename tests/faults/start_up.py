@@ -1,4 +1,4 @@
-"""What may befall a run before its first step: addresses, peers, data, folders, checkpoints."""
+"""Faults before the first step of a run: address, missing ranks, config, kills."""
 
 import signal
 import socket
@@ -20,14 +20,14 @@ NOTES_LOADS = (
 
 
 def by_hand(drill: Drill, world: int, port: int, *flags: object) -> list[Job]:
-    """Ranks 0 and 1, started by a scheduler, without torchrun."""
+    """Start ranks 0 and 1 as a scheduler would, without torchrun."""
     env = {"WORLD_SIZE": f"{world}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
     return [drill.start(0, *RUN, *flags, env=env | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
 
 
 @fault("port taken")
 def port_taken(drill: Drill) -> None:
-    """Rank 1 finds somebody at the address who does not answer."""
+    """Rank 1 connects to a program at the address that does not answer."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         first, second = (job.end() for job in by_hand(drill, 2, port, "--timeout", 5))
@@ -40,11 +40,11 @@ def port_taken(drill: Drill) -> None:
 
 @fault("a rank never comes")
 def peer_missing(drill: Drill) -> None:
-    """Two ranks of three come; under torchrun, which has a store of its own, one of two hangs before it says a word."""
+    """Two of three ranks start; under torchrun, which has its own store, one of two hangs before it connects."""
     first, second = (job.end() for job in by_hand(drill, 3, free_port(), "--timeout", 10))
     assert (first.code, first.left, second.left) == (2, 0, 0), first.text
     says(first.err, r"rank 2 of 3: did not start within 10 s; see its output where it was started")
-    assert second.code in (1, 2)  # it may hear of it as of the store's end, which rank 0 serves
+    assert second.code in (1, 2)  # it may only see that rank 0, which hosts the store, has ended
     code = "import signal\nif RANK == 1:\n    signal.signal(signal.SIGTERM, signal.SIG_DFL)\n    time.sleep(600)\n"
     drill.fails(
         drill.start(2, *RUN, "--timeout", 5, code=code), r"rank 1 of 2: did not start within 5 s; ", has_status=False
@@ -75,13 +75,13 @@ def killed_at_the_start(drill: Drill) -> None:
     job.signal(1, signal.SIGKILL)
     drill.fails(job, r"rank 1 on \S+ was killed or cut off in start of step 0; look for", rank=1)
     assert drill.json("status.json")["step"] == 0
-    drill.fork(2, *RUN)  # the same command: there is no run yet that it could harm
+    drill.fork(2, *RUN)  # the same command: there is no run yet
     drill.is_whole(2, *RUN)
 
 
 @fault("launcher killed at the start")
 def launcher_killed_at_the_start(drill: Drill) -> None:
-    """The ranks have not asked yet to die with it."""
+    """The ranks have not yet set their parent-death signal."""
     job = drill.start(2, *RUN, is_real=True)
     ranks = job.wait_for(lambda: len(found := job.children(job.program.pid)) == 2 and found)
     job.wait_for(lambda: all("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in ranks))

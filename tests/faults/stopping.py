@@ -1,4 +1,4 @@
-"""Requests to stop: all ranks stop after the same step and save, whenever the request comes; nothing is lost."""
+"""Requests to stop: all ranks stop after the same step and save, whenever the request arrives; no step is lost."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ signal_handling._set_worker_signal_handlers = set_handlers
 def before_loss(net):
     time.sleep(0 if net.training else 0.5)
 """
-# In a terminal of its own, which closes at SIGUSR1; ends as the program in it does.
+# Runs a program in a new terminal, which closes at SIGUSR1; exits as the program does.
 TERMINAL = """
 import os, pty, signal, sys
 pid, terminal = pty.fork()
@@ -64,7 +64,7 @@ def terminated_at_random_moments(drill: Drill) -> None:
 
 @fault("SIGTERM in an evaluation", is_default=True)
 def terminated_in_an_evaluation(drill: Drill) -> None:
-    """The workers of the evaluation's loader have just been started, and do not ignore the signal yet."""
+    """The workers of the evaluation's loader have just started and do not ignore the signal yet."""
     job = drill.start(2, *RUN, "--save_every", 0, code=SLOW_EVALUATION)
     job.wait_for_step(25)
     job.wait_for_phase("evaluation")
@@ -126,7 +126,7 @@ def interrupted_twice(drill: Drill) -> None:
     job.wait_for(lambda: (job.folder / "sleeps").exists())
     os.killpg(job.program.pid, signal.SIGINT)
     time.sleep(1)
-    assert job.program.poll() is None  # it would save after this step
+    assert job.program.poll() is None  # it would save only after this step
     os.killpg(job.program.pid, signal.SIGINT)
     drill.fails(job, "KeyboardInterrupt", seconds=30)
     drill.no_partial_files()
@@ -140,7 +140,7 @@ def terminal_closed(drill: Drill) -> None:
 
 @fault("shell closed beside nohup")
 def shell_closed(drill: Drill) -> None:
-    """An interactive shell hands the SIGHUP of its terminal on to its jobs."""
+    """An interactive shell forwards the SIGHUP of its terminal to its jobs."""
     need("bash")
     line = f'nohup "$@" >{drill.folder}/nohup.txt 2>&1 & sleep 600'
     job = drill.held(0, 8, *RUN, before=(sys.executable, "-c", TERMINAL, "bash", "--norc", "-ic", line, "bash"))

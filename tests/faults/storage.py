@@ -1,5 +1,5 @@
-"""Storage that fills up, fails or goes away: the checkpoint before stays whole, training goes on, and stops after a
-limit."""
+"""Storage that fills up, fails or disappears: the previous checkpoint stays valid, training continues, and ends after
+a time limit."""
 
 import re
 import subprocess
@@ -20,20 +20,20 @@ def create_model(config, device):
     net.frozen = torch.nn.Parameter(torch.zeros(2_000_000), requires_grad=False)
     return net
 train.your_model.create_model = create_model
-"""  # checkpoints of 8 MB, so that there may be room for everything else
-# a second in place of ten minutes
+"""  # checkpoints of 8 MB, so that all other files can still fit
+# one second instead of ten minutes
 GIVES_UP = f"{LARGE}\nimport functools\ntrain.Saver = functools.partial(train.Saver, max_seconds_without=1.0)\n"
 SPACE = r"it needs 8\.0 MB, [\d,.]+ MB are free; make room or repair the storage"
 FOR_GOOD = r" \(no checkpoint could be written for 0 min: training ends here\)"
 
 
 def not_written(step: int | str, why: str) -> str:
-    """A pattern of the sentence."""
+    """A pattern of the message."""
     return rf"/checkpoints/step_000000{step}\.pt: cannot be written \({why}\); "
 
 
 def written_later(drill: Drill, job: Job) -> None:
-    """The next checkpoint, of step 30, is there without anybody's doing, and the run is the one without a fault."""
+    """The next checkpoint, of step 30, is written automatically, and the run equals the one without a fault."""
     job.wait_for(lambda: 30 in [event["step"] for event in drill.events("checkpoint")])
     drill.run_on()
     drill.has_completed(job)
@@ -87,7 +87,7 @@ def not_writable(drill: Drill, is_full: bool) -> None:
 def records_on_a_full_disk(drill: Drill) -> None:
     flags = (*RUN, "--save_every_steps", 0, "--epochs", 4, "--log_interval", 1)  # 100 steps
     disk = Disk(drill)
-    job = disk.held(2, 14, *flags, code=LARGE, is_real=True)  # forked ranks have no TensorBoard
+    job = disk.held(2, 14, *flags, code=LARGE, is_real=True)  # forked ranks do not write TensorBoard files
     disk.fill(leave=0)
     drill.let_go()
     job.wait_for_step(60)
@@ -101,7 +101,7 @@ def records_on_a_full_disk(drill: Drill) -> None:
     assert [int(found[1]) for line in lines if (found := re.search(r" \| step (\d+)/100 \| ", line))] == steps
     events = EventAccumulator(str(job.folder / "tensorboard"))
     events.Reload()
-    # TensorBoard begins a new file, without what was lost
+    # TensorBoard starts a new file, without the lost records
     shown = [event.step for event in events.Scalars("train/loss")]
     assert shown == sorted({*shown} & {*steps}) and {*range(1, 14), *range(62, 101)} <= {*shown}
     assert drill.json("status.json")["state"] == "completed"
@@ -116,7 +116,7 @@ def goes_away(drill: Drill, is_unmounted: bool) -> None:
     disk, job = held_on_a_disk(drill, GIVES_UP, is_run_folder=is_unmounted)
     if is_unmounted:
         disk.unmount(disk.place)
-    while job.folder.exists() and not is_unmounted:  # the account of time is written meanwhile
+    while job.folder.exists() and not is_unmounted:  # goodput.json may be written meanwhile
         subprocess.run(["rm", "-rf", disk.seen / "run"], capture_output=True)
     drill.let_go(is_slow=True)
     said = (
@@ -130,8 +130,8 @@ def goes_away(drill: Drill, is_unmounted: bool) -> None:
 @fault("EIO at the fsync of a checkpoint", 3, [10], is_default=True)
 @fault("EIO at the fsync of the folder", 4, [10, 20])
 def flush_fails(drill: Drill, number: int, whole: list[int]) -> None:
-    """Once, in the second save; number: which fsync of the writer. whole: the checkpoints that are there while it is to
-    be tried again."""
+    """One failure, in the second save. number: which fsync of the writer fails. whole: the checkpoints that exist until
+    the retry."""
     job = drill.held(2, 5, *RUN, code=LARGE)
     tracing(drill, job.writer(), "-e", "trace=fsync", "-e", f"inject=fsync:error=EIO:when={number}")
     drill.let_go(is_slow=True)

@@ -1,4 +1,4 @@
-"""Faults that are injected into real runs: each must end as docs/fault-tolerance.md says. With --all every row."""
+"""Faults injected into real runs: each must end as docs/fault-tolerance.md describes. --all runs every row."""
 
 import importlib
 

@@ -1,4 +1,4 @@
-"""What takes its time and must not be ended, ranks that are slow and named, and the time limit."""
+"""Slow operations that must not end a run, stragglers that are reported, and the time limit."""
 
 import json
 
@@ -50,7 +50,7 @@ def before_loss(net):
 @fault("slow save", SLOW_SAVE, 19.9, RUN, HANG_TIMEOUT)
 @fault("recompile", RECOMPILE, 14.9)
 def goes_on(drill: Drill, code: str, is_held: float, run: list[str] = RUN, flags: list[str] = ()) -> None:
-    """The code holds up the run for so many seconds at least. A report may be made."""
+    """The code blocks the run for at least `is_held` seconds. A report is allowed."""
     drill.completes(2, *run, *flags, code=HELD_UP + code, seconds=150)
     took = (drill.folder / "run/ended").stat().st_mtime - (drill.folder / "run/began").stat().st_mtime
     assert took > is_held
@@ -74,8 +74,7 @@ Images.__getitems__ = slow_fetch
 @fault("straggler by its compute", SLOW_COMPUTE, "compute", is_default=True)
 @fault("straggler by its data", SLOW_DATA, "data")
 def straggles(drill: Drill, code: str, cause: str) -> None:
-    """All ranks take 0.3 s for a step; rank 0 no longer after step 10, which makes rank 1 the straggler from there
-    on."""
+    """Both ranks take 0.3 s per step; rank 0 is fast after step 10, so that rank 1 is the straggler from then on."""
     ended = drill.completes(2, *"--dataset_size 160 --epochs 1 --num_workers 0".split(), code=code)
     events = drill.events("straggler")
     assert [event["step"] for event in events] == [15, 20], events
@@ -85,7 +84,7 @@ def straggles(drill: Drill, code: str, cause: str) -> None:
 
 @fault("time is up", is_default=True)
 def time_is_up(drill: Drill) -> None:
-    run = "--dataset_size 400 --epochs 2 --num_workers 1".split()  # 100 steps, of 30 s at least
+    run = "--dataset_size 400 --epochs 2 --num_workers 1".split()  # 100 steps, at least 30 s
     drill.completes(
         2, *run, "--max_time", 4 / 60, code="def before_loss(net):\n    time.sleep(0.3 if net.training else 0)\n"
     )

@@ -1,4 +1,4 @@
-"""The checkpoint of a small run, and a value that runs code where it is unpickled."""
+"""The checkpoint of a small run, and a value that runs code when it is unpickled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GLOBAL_BATCH = GlobalBatch(samples=4, micro_batches=[])
 
 
 class Call:
-    """Pickled as a call: whoever unpickles it calls the function."""
+    """Pickled as a function call, which unpickling executes."""
 
     def __init__(self, function: Any, *args: Any) -> None:
         self.parts = function, args
@@ -38,7 +38,7 @@ def small_state(width: int = 48, seed: int = 0) -> TrainState:
 
 
 def payload_of(state: TrainState, step: int) -> dict[str, Any]:
-    """The content of a checkpoint after one more optimizer step, which is given this number."""
+    """The content of a checkpoint after one more optimizer step, numbered `step`."""
     state.total_steps = 100
     loss = state.model(torch.randn(4, 300)).square().mean()
     state.sums.add({"loss": (loss, 4)}, 4)

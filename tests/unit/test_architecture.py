@@ -1,4 +1,4 @@
-"""What the architecture asks for: floors, sizes, one reader of the environment, no collective on rank 0 alone."""
+"""Rules of the architecture: floors, file sizes, one reader of the environment, no collective on rank 0 alone."""
 
 import ast
 import re
@@ -9,10 +9,10 @@ import pytest
 from ranks import ROOT
 
 CORE = sorted([*ROOT.glob("*.py"), *ROOT.glob("utils/**/*.py")])
-OURS = [path for path in CORE if path.name not in ("model.py", "dataset.py")]  # what a fork leaves as it is
+OURS = [path for path in CORE if path.name not in ("model.py", "dataset.py")]  # a fork does not edit these
 FLOORS = {
     "config": 0,
-    "utils": 1,  # small tools, which know neither ranks nor runs
+    "utils": 1,  # small tools that know neither ranks nor runs
     "utils.distributed": 2,
     "utils.data": 3,
     "utils.training": 4,
@@ -45,7 +45,7 @@ def package(module):
 
 
 def imports(path):
-    """The modules of ours that a file imports, those for type checkers too."""
+    """The modules of this repository that a file imports, including those for type checkers."""
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
             whole = node.module in ("utils", *(name for name in FLOORS if name.startswith("utils.")))
@@ -64,14 +64,14 @@ def test_imports_point_down_or_stay_in_their_package(path):
     assert not upward
 
 
-def test_the_environment_is_read_in_one_file_and_arguments_are_never_a_bag():
+def test_the_environment_is_read_in_one_file_and_no_function_takes_an_args_object():
     for path in OURS:
         text = path.read_text()
         assert "os.environ" not in text or path.name == "context.py", path
         assert not re.search(r"def \w+\([^)]*\bargs\b(?!:)", text.replace("*args", "")), path
 
 
-def test_no_collective_stands_where_only_rank_0_goes():
+def test_no_collective_is_called_on_rank_0_alone():
     for path in CORE:
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.If) and "is_main" in ast.unparse(node.test):
@@ -104,13 +104,13 @@ def test_no_file_is_over_400_lines():
     assert len((ROOT / "tests/plain_loop.py").read_text().splitlines()) < 90
 
 
-def test_the_oracle_shares_nothing_but_model_data_and_config():
+def test_the_oracle_shares_only_model_data_and_config():
     found = {node.module for node in ast.walk(tree(ROOT / "tests/plain_loop.py")) if isinstance(node, ast.ImportFrom)}
     assert found == {"dataset", "model", "torch.optim.swa_utils", "torch.utils.data", "types"}
 
 
 def names_used(text):
-    """(module, name) of what a file takes from model.py and dataset.py, also in programs within its strings."""
+    """(module, name) of what a file imports from model.py and dataset.py, also in programs within its strings."""
     for module in SEAMS:
         for names in re.findall(rf"^\s*from {module} import (\([^)]*\)|[^\n;\\\"']*)", text, re.M):
             yield from (
@@ -121,8 +121,8 @@ def names_used(text):
             yield from ((module, name) for name in re.findall(rf"(?:setattr|object)\({module}, [\"'](\w+)", text))
 
 
-def test_what_is_shipped_is_used_in_tests_of_the_built_in_model_and_data_alone():
-    """A fork replaces model.py and dataset.py: all other tests go through the functions that train.py calls."""
+def test_only_the_builtin_tests_use_the_built_in_model_and_data():
+    """A fork replaces model.py and dataset.py: all other tests use only the functions that train.py calls."""
     example = "import model\nx = model.Net(); from_ = 1\n  from dataset import (\n    A,\n    B as C,\n)"
     assert set(names_used(example)) == {("model", "Net"), ("dataset", "A"), ("dataset", "B")}
     for path in (ROOT / "tests").rglob("*.py"):
@@ -131,7 +131,7 @@ def test_what_is_shipped_is_used_in_tests_of_the_built_in_model_and_data_alone()
             assert not [name for module, name in used if name not in SEAMS[module]], path
 
 
-def test_nothing_that_a_run_or_an_environment_makes_is_tracked():
+def test_no_output_of_a_run_or_an_environment_is_tracked():
     listed = subprocess.run(["git", "-C", ROOT, "ls-files"], capture_output=True, text=True, check=False)
     is_made = [path.startswith(("runs/", "data/", ".venv/")) for path in listed.stdout.split()]
     assert not any(is_made) and ".pt\n" not in listed.stdout and ".pyc\n" not in listed.stdout

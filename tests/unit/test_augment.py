@@ -11,8 +11,8 @@ def test_seeds_of_different_keys_differ():
     assert len({derive_seed(*key) & 0xFFFFFFFF for key in keys}) == len(keys)
 
 
-def test_draws_are_those_of_splitmix64_in_integers():
-    """Integers wrap alike on every device (test_cuda.py compares where there is a GPU)."""
+def test_draws_equal_splitmix64_in_python_integers():
+    """Integers wrap the same way on every device (test_cuda.py compares with a GPU)."""
     indices = [0, 1, 7, 2**40 + 3]
     drawn = sample_draws(5, 3, torch.tensor(indices), 4)
     for row, index in enumerate(indices):
@@ -45,7 +45,7 @@ def test_augmentation_of_a_sample_does_not_depend_on_its_batch():
 
 def test_resized_crop_of_the_whole_image_is_the_image():
     images = torch.randint(0, 256, (1, 3, 10, 10), dtype=torch.uint8)
-    # all of the area, ratio 1, centre, not mirrored
+    # whole area, ratio 1, centred, not mirrored
     whole = torch.tensor([[2**32 - 1, 2**31, 2**31, 2**31, 2**32 - 1]])
     torch.testing.assert_close(resized_crop_and_flip(images, whole, 10), images.float(), atol=1e-3, rtol=0)
     assert resized_crop_and_flip(images, whole, 7).shape == (1, 3, 7, 7)

@@ -1,4 +1,4 @@
-"""The search of benchmark.py --find-batch, and its answer (real trials: builtin/test_find_batch.py)."""
+"""The search of benchmark.py --find-batch and what it prints (real trials: builtin/test_find_batch.py)."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from lib.benchmark.find_batch import FITS, TOO_LARGE, Trial, answer, search
 
 @dataclass
 class Machine:
-    """A fixed part, and one unit of memory per sample. bend: what a sample takes more in large micro-batches."""
+    """Memory use: a fixed part and one unit per sample. bend: extra memory per sample in large micro-batches."""
 
     memory: int
     bend: float = 0.0

@@ -1,4 +1,4 @@
-"""BatchNorm's running statistics: they move once per optimizer step, by the mean over the global batch."""
+"""BatchNorm's running statistics are updated once per optimizer step, with the mean over the global batch."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def buffers(model):
 
 
 def step(model, stats, *batches, is_finite=YES):
-    """An optimizer step of these micro-batches."""
+    """One optimizer step with these micro-batches."""
     for batch in batches:
         model(batch)
         stats.add(len(batch))
@@ -41,7 +41,7 @@ def step(model, stats, *batches, is_finite=YES):
     stats._sum.zero_()
 
 
-def test_one_micro_batch_moves_them_as_the_stock_layer_does():
+def test_one_micro_batch_updates_the_statistics_as_the_stock_layer_does():
     stock, ours = net(), net()
     stats = RunningStats(ours)
     for _ in range(3):
@@ -52,7 +52,7 @@ def test_one_micro_batch_moves_them_as_the_stock_layer_does():
         torch.testing.assert_close(buffers(ours)[name], value)
 
 
-def test_a_global_batch_moves_them_once_by_the_mean_over_its_samples():
+def test_a_global_batch_updates_the_statistics_once_with_the_mean_over_its_samples():
     ours = net()
     stats, parts = RunningStats(ours), [images(samples) for samples in (4, 4, 1)]
     expected = sum(ours[0](part).mean((0, 2, 3)) * len(part) / 9 for part in parts)
@@ -61,7 +61,7 @@ def test_a_global_batch_moves_them_once_by_the_mean_over_its_samples():
     assert ours[1].num_batches_tracked.item() == 1
 
 
-def test_a_skipped_step_leaves_them_to_the_bit_even_after_nan():
+def test_a_skipped_step_leaves_the_statistics_bitwise_unchanged_even_after_nan():
     ours = net()
     stats = RunningStats(ours)
     step(ours, stats, images(4))
@@ -72,7 +72,7 @@ def test_a_skipped_step_leaves_them_to_the_bit_even_after_nan():
     assert all(value.isfinite().all() for value in buffers(ours).values())
 
 
-def test_a_layer_in_evaluation_mode_keeps_its_statistics_to_the_bit():
+def test_a_layer_in_evaluation_mode_keeps_its_statistics_bitwise_unchanged():
     ours = net()
     ours[1].running_mean.fill_(0.1)
     stats = RunningStats(ours)
@@ -106,8 +106,8 @@ def test_a_cumulative_average_is_rejected():
         RunningStats(nn.BatchNorm1d(3, momentum=None))
 
 
-def test_sync_batchnorm_needs_cuda_and_as_many_micro_batches_on_each_rank():
-    """It communicates in every forward pass: with one more on one rank, the ranks' collectives would not match."""
+def test_sync_batchnorm_needs_cuda_and_the_same_number_of_micro_batches_on_each_rank():
+    """It communicates in every forward pass: with an extra pass on one rank, the ranks' collectives would not match."""
 
     def check(samples, per_step, device="cuda", model=None, drop_last=False):
         sampler = GlobalBatchSampler(

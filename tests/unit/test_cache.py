@@ -1,4 +1,4 @@
-"""--cache: which sets it takes, and how much memory. With real ranks: builtin/test_cached_runs.py."""
+"""--cache: which data sets it accepts, and how much memory it needs. Real ranks: builtin/test_cached_runs.py."""
 
 import dataclasses
 import logging
@@ -40,7 +40,7 @@ def cache(ctx, **changes):
     return cached(data, {}, CONFIG, ctx, logging.getLogger("ddp"))[0]
 
 
-def test_the_rows_are_the_samples_of_the_set_that_otherwise_stays_itself(ctx):
+def test_a_cached_set_returns_its_samples_and_keeps_its_attributes(ctx):
     data = cache(ctx, split="mine")
     assert (len(data), data.split, data.in_memory) == (70, "mine", True)
     batch = data.collate(data.__getitems__([3, 69]))

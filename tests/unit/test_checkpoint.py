@@ -40,7 +40,7 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(data)
 
 
-def test_checkpoints_of_which_none_is_valid_are_an_error_and_an_empty_folder_is_not(tmp_path):
+def test_a_folder_of_invalid_checkpoints_is_an_error_and_an_empty_folder_is_not(tmp_path):
     assert checkpoint.latest_valid(tmp_path) == (None, [])
     checkpoint.write(checkpoint.step_path(tmp_path, 1), payload(1))
     flip(checkpoint.step_path(tmp_path, 1), 500)
@@ -51,7 +51,7 @@ def test_checkpoints_of_which_none_is_valid_are_an_error_and_an_empty_folder_is_
 
 
 def test_the_latest_checkpoint_may_be_best_pt(tmp_path):
-    """Which is a file of its own where no checkpoint was due at its step."""
+    """It is a separate file if no checkpoint was due at its step."""
     checkpoint.write(tmp_path / "best.pt", payload(15))
     for step, latest in ((10, "best.pt"), (20, "step_00000020.pt")):
         checkpoint.write(checkpoint.step_path(tmp_path, step), payload(step))
@@ -63,7 +63,7 @@ def test_the_latest_checkpoint_may_be_best_pt(tmp_path):
     assert "best.pt: is damaged" in reasons[0] and "00020.pt: is damaged" in reasons[1]
 
 
-def test_the_latest_are_kept_by_step_not_by_name(tmp_path):
+def test_the_latest_checkpoints_are_kept_by_step_not_by_name(tmp_path):
     for step in (99_999_999, 100_000_000, 5):
         checkpoint.step_path(tmp_path, step).touch()
     (tmp_path / "best.pt").touch()
@@ -71,7 +71,7 @@ def test_the_latest_are_kept_by_step_not_by_name(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["best.pt", "step_100000000.pt", "step_99999999.pt"]
 
 
-def test_a_write_that_fails_leaves_what_was_there_and_no_partial_file(tmp_path):
+def test_a_failed_write_leaves_the_old_file_and_no_partial_file(tmp_path):
     path = tmp_path / "file"
     replace_file(path, lambda file: file.write(b"old"))
 
@@ -110,7 +110,7 @@ MUST_MATCH = {"seed": 1, "batch_size": 32, "dataset_size": 10, "model": "resnet1
 FREE = {"run_dir": "elsewhere", "num_workers": 3, "log_interval": 1, "save_every_steps": 5, "keep_last": 9}
 
 
-def test_what_must_match_is_rejected_in_one_error_that_lists_all(tmp_path):
+def test_all_fields_that_must_match_are_rejected_in_one_error(tmp_path):
     with pytest.raises(UserError) as error:
         compare(payload(), TrainingConfig(**MUST_MATCH), "other", 64)
     *lines, data, remedy = str(error.value).splitlines()
@@ -119,13 +119,13 @@ def test_what_must_match_is_rejected_in_one_error_that_lists_all(tmp_path):
     assert "these must match; give them as they were" in remedy
 
 
-def test_what_may_change_is_listed_and_what_is_free_is_not():
+def test_changes_of_may_fields_are_listed_and_of_free_fields_are_not():
     assert compare(payload(), TrainingConfig(**FREE), "abc", 64) == []
     changed = compare(payload(), TrainingConfig(lr=0.3, epochs=20), "abc", 128)
     assert [line.split(":")[0] for line in changed] == ["epochs=20", "lr=0.3", "global batch"]
 
 
-def test_a_global_batch_that_was_asked_for_must_match():
+def test_a_requested_global_batch_must_match():
     with pytest.raises(UserError, match="global batch: 128 samples per optimizer step, the checkpoint has 64"):
         compare(payload(), TrainingConfig(global_batch_size=128), "abc", 128)
     assert compare(payload(), TrainingConfig(global_batch_size=64), "abc", 64) == []

@@ -78,7 +78,7 @@ def test_all_problems_are_listed_together(capsys):
     assert [line.split(":")[0] for line in lines] == ["--nonsense", "seed=-1", "epochs=0", "lr=x"]
 
 
-def test_the_constructor_checks_as_the_flags_do():
+def test_the_constructor_checks_values_like_the_flags():
     with pytest.raises(UserError) as error:
         TrainingConfig(epochs=2.5, use_amp="maybe", num_classes=True, batch_size="4")
     names = [line.split(":")[0] for line in str(error.value).splitlines()]
@@ -103,7 +103,7 @@ def test_a_file_is_checked_like_flags(tmp_path, capsys, text, expected):
     assert expected in rejection(capsys, "--config", str(tmp_path / "run.toml"))
 
 
-def test_print_config_feeds_back(tmp_path, capsys):
+def test_the_output_of_print_config_can_be_read_back(tmp_path, capsys):
     def printed(*words):
         with pytest.raises(SystemExit) as ended:
             TrainingConfig.from_args([*words, "--print-config"])
@@ -121,7 +121,7 @@ def test_print_config_feeds_back(tmp_path, capsys):
     assert printed("--config", str(file)) == text
 
 
-def test_the_config_json_of_a_run_gives_its_settings_but_not_its_folders_nor_how_it_was_started(tmp_path):
+def test_config_json_of_a_run_restores_its_settings_but_not_its_folders_or_start_flags(tmp_path):
     started = TrainingConfig(run_dir="runs/a", overwrite=True, eval_only=True, seed=5).to_dict()
     file = tmp_path / "config.json"
     file.write_text(json.dumps(started | {"resume_from": "runs/a/step_00000001.pt"}))

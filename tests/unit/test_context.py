@@ -1,4 +1,4 @@
-"""Which of the launcher's variables make a rank: of torchrun, and of srun without torchrun."""
+"""Which environment variables define a rank: torchrun's, and srun's without torchrun."""
 
 import os
 
@@ -34,11 +34,11 @@ def launched(monkeypatch, **changed):
     return read_launch()
 
 
-def test_a_task_of_a_step_is_a_rank(monkeypatch):
+def test_a_task_of_a_slurm_step_is_a_rank(monkeypatch):
     launch = launched(monkeypatch)
     assert (launch.rank, launch.local_rank, launch.world_size) == (5, 1, 8)
     assert launch.is_launched and not launch.is_under_torchrun
-    assert launch.id == "slurm-here-1234.0"  # after a requeue too
+    assert launch.id == "slurm-here-1234.0"  # also after a requeue
     assert launched(monkeypatch, STEP_ID="1").id == "slurm-here-1234.1"
     monkeypatch.setenv("LAUNCH_ID", "mine")
     assert read_launch().id == "mine"
@@ -69,24 +69,24 @@ def test_each_step_of_each_job_has_its_own_port(monkeypatch):
     [
         {"STEP_ID": None, "STEP_NUM_TASKS": None},  # a batch script: PROCID and LOCALID are 0, NTASKS is the job's
         {"STEP_ID": None, "PROCID": None, "LOCALID": None, "STEP_NUM_TASKS": None},  # the shell of salloc
-        {"STEP_ID": "4294967290"},  # the same shell where it is a step (LaunchParameters=use_interactive_step)
+        {"STEP_ID": "4294967290"},  # the same shell if it is a step (LaunchParameters=use_interactive_step)
         {"STEP_ID": "4294967291"},
         {"PROCID": "0", "LOCALID": "0", "STEP_NUM_TASKS": "1"},  # srun --ntasks=1 --pty bash in a job of eight
     ],
 )
-def test_what_is_not_one_of_several_tasks_is_a_run_of_one(monkeypatch, changed):
+def test_a_process_that_is_not_one_of_several_tasks_runs_alone(monkeypatch, changed):
     launch = launched(monkeypatch, **changed)
     assert (launch.rank, launch.world_size, launch.is_launched, launch.address) == (0, 1, False, "")
 
 
-def test_a_task_with_one_gpu_of_its_own_uses_that_one(monkeypatch):
+def test_a_task_that_sees_one_gpu_uses_it(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # --gpus-per-task=1
     assert launched(monkeypatch).local_rank == 0
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     assert read_launch().local_rank == 1
 
 
-def test_torchruns_variables_come_before_sruns(monkeypatch):
+def test_torchruns_variables_take_precedence_over_sruns(monkeypatch):
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}.items():
         monkeypatch.setenv(name, value)
     launch = launched(monkeypatch)

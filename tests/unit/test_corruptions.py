@@ -1,4 +1,4 @@
-"""Seeded corruptions of a checkpoint, malicious files, other files under its name: none is loaded and no code runs."""
+"""Seeded corruptions, malicious files and other files under a checkpoint's name: none is loaded and no code runs."""
 
 import io
 import os
@@ -21,7 +21,7 @@ CTX = DistributedContext(0, 0, 1, torch.device("cpu"))
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Valid files: of one run, by step, and of a model of other shapes."""
+    """Valid checkpoints of one run, by step, and one of a model with other shapes."""
     path, state, found = tmp_path_factory.mktemp("valid") / "c.pt", small_state(), {}
     for name, each, step in ((10, state, 10), (20, state, 20), (30, state, 30), ("other", small_state(8, seed=1), 7)):
         checkpoint.write(path, payload_of(each, step))
@@ -52,7 +52,7 @@ def append(data, rng):
     return data + rng.choice([b"\0", b"\n", data[-TRAILER:], bytes(PAGE), data, rng.randbytes(rng.randrange(1, PAGE))])
 
 
-BYTES = {  # each gives other bytes; `other` is another valid file
+BYTES = {  # each returns changed bytes; `other` is another valid file
     "bit flipped": lambda data, rng, other: flip(data, rng, 1),
     "bits flipped": lambda data, rng, other: flip(data, rng, rng.randrange(2, 1000)),
     "bit of the trailer flipped": lambda data, rng, other: data[:-TRAILER] + flip(data[-TRAILER:], rng, 1),
@@ -69,7 +69,7 @@ BYTES = {  # each gives other bytes; `other` is another valid file
 
 
 def link(path, rng):
-    """To another step's, to nothing, to itself."""
+    """Link to another step's checkpoint, to nothing, or to itself."""
     path.symlink_to(path.with_name(rng.choice(["step_00000010.pt", "gone", path.name])))
 
 
@@ -87,19 +87,19 @@ KINDS = {**BYTES, "a link": link, "no ordinary file": special}
 
 
 def corrupt(path, kind, rng, files):
-    """Put a corruption of this kind under the path, in place of the last one."""
+    """Write a corruption of this kind to the path, replacing the last one."""
     path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
     if kind not in BYTES:
         KINDS[kind](path, rng)
         return
     data, others = files[20], [files[10], files[30], files["other"]]
-    while data == files[20]:  # zeroed what was zero: drawn again
+    while data == files[20]:  # it zeroed bytes that were zero: draw again
         data = BYTES[kind](files[20], rng, rng.choice(others))
     path.write_bytes(data)
 
 
 def is_rejected(action, path):
-    """Whether it raises a UserError that names the path and a fix, and nothing else."""
+    """Whether it raises a UserError with the path and a fix, and nothing else."""
     with pytest.raises(UserError) as error:
         action(path)
     text = str(error.value)
@@ -108,13 +108,13 @@ def is_rejected(action, path):
 
 @pytest.mark.parametrize("count", [5, pytest.param(48, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_corrupt_checkpoint_is_loaded_and_the_one_before_it_is_found(kind, count, files, tmp_path):
+def test_no_corrupt_checkpoint_is_loaded_and_the_previous_one_is_found(kind, count, files, tmp_path):
     older, path = (checkpoint.step_path(tmp_path, step) for step in (10, 20))
     older.write_bytes(files[10])
     path.write_bytes(files[20])
     assert checkpoint.latest_valid(tmp_path) == (path, [])
     ways = [checkpoint.verify, checkpoint.read, lambda path: load_checkpoint(path, CTX)]
-    if kind not in ("another step's", "a link"):  # valid weights, of whatever step
+    if kind not in ("another step's", "a link"):  # valid weights of another step
         ways.append(checkpoint.load_weights)
     for number in range(count):
         corrupt(path, kind, random.Random(f"{kind} {number}"), files)
@@ -140,12 +140,12 @@ def archive(payload, is_new=True):
     "write", [lambda payload: pickle.dumps(payload, 2), archive, lambda payload: archive(payload, is_new=False)]
 )
 def test_no_malicious_file_runs_code_or_is_loaded(write, tmp_path):
-    """Its checksum is right."""
+    """Its checksum is correct."""
     honest, marker = payload_of(small_state(), 10), tmp_path / "marker"
     path, weights = checkpoint.step_path(tmp_path, 10), tmp_path / "weights.pt"
     for bomb in (Call(os.system, f"touch {marker}"), Call(eval, f"open({str(marker)!r}, 'w')")):
         pickle.loads(pickle.dumps(bomb))
-        marker.unlink()  # it does run code
+        marker.unlink()  # loading it by pickle does run code
         data = write(honest | {"model": bomb})
         weights.write_bytes(data)
         with mock.patch("torch.save", lambda payload, file, data=data: file.write(data)):
@@ -159,7 +159,7 @@ def test_no_malicious_file_runs_code_or_is_loaded(write, tmp_path):
     ("key", "value"),
     [("progress", {"epoch": "10"}), ("model", {"0.weight": "x"}), ("optimizer", {"names": 5}), ("config", "text")],
 )
-def test_a_value_of_another_type_is_rejected(tmp_path, key, value):
+def test_a_value_of_the_wrong_type_is_rejected(tmp_path, key, value):
     payload, path = payload_of(small_state(), 10), checkpoint.step_path(tmp_path, 10)
     checkpoint.write(path, payload | {key: payload[key] | value if isinstance(value, dict) else value})
     with pytest.raises(UserError, match="; give "):

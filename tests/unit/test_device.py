@@ -1,4 +1,4 @@
-"""What is chosen for the device: TF32 on CUDA only, cuDNN's search unless --deterministic."""
+"""Settings by device: TF32 on CUDA only, cuDNN's benchmark mode unless --deterministic."""
 
 import warnings
 
@@ -19,16 +19,16 @@ def kernels():
 
 @pytest.mark.parametrize("is_deterministic", [True, False])
 @pytest.mark.parametrize(("device", "expected"), [("cuda", "high"), ("cpu", "highest")])
-def test_tf32_is_for_cuda_and_the_search_for_kernels_unless_deterministic(kernels, device, expected, is_deterministic):
+def test_tf32_is_used_on_cuda_and_cudnn_benchmark_unless_deterministic(kernels, device, expected, is_deterministic):
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the older and the newer way to ask for TF32 warn when they are mixed
+        warnings.simplefilter("error")  # torch warns if the old and the new TF32 setting are mixed
         choose_kernels(torch.device(device, 0), is_deterministic)
         assert torch.get_float32_matmul_precision() == expected and torch.backends.cudnn.allow_tf32
         assert torch.backends.cuda.matmul.allow_tf32 == (device == "cuda")
         assert torch.backends.cudnn.benchmark != is_deterministic
 
 
-def test_the_banner_names_tf32_where_the_hardware_has_it(monkeypatch):
+def test_the_banner_names_tf32_if_the_hardware_has_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: True)
     kinds = [("cpu", None), ("cpu", torch.bfloat16), ("cuda", None), ("cuda", torch.bfloat16)]
     titles = ["float32", "bfloat16", "float32 as TF32", "bfloat16, TF32 for the rest"]

@@ -15,10 +15,10 @@ STEPS = [name for name, _ in IMAGE]
 ARGUMENTS = dict(rest.split("=", 1) for name, rest in IMAGE if name == "ARG")  # with their defaults
 
 
-def test_base_image_and_commit_are_arguments_and_a_commit_leaves_the_packages_as_they_are():
+def test_base_image_and_commit_are_arguments_and_a_new_commit_reuses_the_package_layer():
     assert IMAGE[0] == ("ARG", "BASE_IMAGE=python:3.12-slim") and IMAGE[1] == ("FROM", "${BASE_IMAGE}")
     commit = IMAGE.index(("ARG", "GIT_COMMIT="))
-    # what follows an ARG is built again with it
+    # a changed ARG rebuilds the steps after it
     assert commit > max(i for i, name in enumerate(STEPS) if name in ("RUN", "COPY"))
     assert any(name == "ENV" and "GIT_COMMIT=${GIT_COMMIT}" in rest for name, rest in IMAGE[commit:])
     for i, (_, rest) in enumerate(IMAGE):
@@ -31,11 +31,11 @@ def test_base_image_and_commit_are_arguments_and_a_commit_leaves_the_packages_as
 def test_the_image_is_small_and_does_not_run_as_root():
     assert STEPS.count("FROM") == 1
     assert all("--no-cache-dir" in rest for name, rest in IMAGE if "pip install" in rest)
-    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", dict(IMAGE)["USER"])  # a number: runAsNonRoot cannot see through a name
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", dict(IMAGE)["USER"])  # a number: runAsNonRoot cannot check a name
     assert STEPS.index("USER") > max(i for i, name in enumerate(STEPS) if name in ("RUN", "COPY"))
 
 
-def test_what_is_copied_exists_is_tracked_and_is_sent_to_the_builder():
+def test_copied_files_exist_are_tracked_and_are_sent_to_the_builder():
     need("git")
     listed = subprocess.run(["git", "-C", ROOT, "ls-files"], capture_output=True, text=True, check=True).stdout.split()
     ignored = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
@@ -48,8 +48,8 @@ def test_what_is_copied_exists_is_tracked_and_is_sent_to_the_builder():
 
 
 @pytest.mark.slow
-def test_the_packages_are_those_of_a_run(tmp_path):
-    """The RUN line itself, with pip told to install nothing and to look nowhere: all it asks for is installed."""
+def test_all_packages_that_a_run_needs_are_installed(tmp_path):
+    """Runs the RUN line with pip in dry-run mode and without an index: everything it requires is installed."""
     if launch([sys.executable, "-m", "pip", "--version"]).code:
         pytest.skip("this environment has no pip")
     (run,) = (rest for name, rest in IMAGE if "pip install" in rest)

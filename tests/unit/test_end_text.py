@@ -32,27 +32,27 @@ def text_of(folder, training_s=20.0, **changed):
     return end_text(SUMMARY | {"time": seconds} | changed, run, TrainingConfig(), 20.0)
 
 
-def test_it_has_results_with_right_plurals_epochs_from_1_and_the_next_commands(tmp_path):
+def test_it_has_results_correct_plurals_epochs_from_1_and_the_next_commands(tmp_path):
     text = text_of(tmp_path)
     assert "completed: 1 epoch, 40 steps, 2,000 samples in 20 s of training, 100 samples/s, peak memory 1.00" in text
     assert "best: top1 0.5000 in epoch 1\n" in text
     commands = re.findall(r"^  (\S+ \S+)", text, re.MULTILINE)
     scripts = ("scripts/runs.py", "train.py", "scripts/export.py")
     assert commands == ["tensorboard --logdir", *(f"python {script}" for script in scripts)]
-    assert "--eval_only" not in text_of(tmp_path, final={})  # there is nothing to evaluate
+    assert "--eval_only" not in text_of(tmp_path, final={})  # nothing to evaluate
     assert text_of(tmp_path, state="preempted").endswith("to continue: the same command with --resume_from auto")
 
 
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
-        ({}, "time: 30 s (training 20 s, start up 10 s)"),  # a short run's goodput is the time to start
+        ({}, "time: 30 s (training 20 s, start up 10 s)"),  # start-up time dominates the goodput of a short run
         ({"training_s": 90.0}, "time: 1 min 40 s (training 1 min 30 s, start up 10 s), goodput 90%"),
         (
-            {"training_s": 90.0, "down_s": 50.0, "restarts": 1},  # waiting for the next attempt is no lost work
+            {"training_s": 90.0, "down_s": 50.0, "restarts": 1},  # time between attempts is not lost work
             "time: 1 min 40 s (training 1 min 30 s, start up 10 s), goodput 90%, 1 restart, 50 s between attempts",
         ),
     ],
 )
-def test_goodput_is_that_of_the_attempts_and_only_of_runs_over_a_minute(tmp_path, changed, line):
+def test_goodput_excludes_time_between_attempts_and_is_shown_for_runs_over_a_minute(tmp_path, changed, line):
     assert f"\n{line}\n" in text_of(tmp_path, **changed)

@@ -1,4 +1,4 @@
-"""What train.py does before it imports torch, which takes seconds: it answers, rejects, or says that it starts."""
+"""What train.py does before it imports torch, which takes seconds: print, reject, or announce the start."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def test_of_two_ranks_only_rank_0_prints(tmp_path, flags, codes, out, err):
             assert message["extraInfo"]["py_callstack"] == REJECTED.strip()
 
 
-def test_half_of_the_launchers_variables_are_one_sentence():
+def test_incomplete_launcher_variables_are_rejected_in_one_sentence():
     ended = start("", RANK="0")
     assert ended.returncode == 2 and ended.stderr.startswith("LOCAL_RANK and WORLD_SIZE: not set, while RANK is;")
     assert len(ended.stderr.splitlines()) == 1

@@ -17,20 +17,20 @@ from train import PREEMPTED
 
 @pytest.fixture(params=["Job", "TrainJob"])
 def job(request):
-    """Both ways as the Job that a cluster would run."""
+    """The Job that a cluster would run, from each of the two manifests."""
     return both()[request.param == "TrainJob"]
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Two nodes that know the names of the pods of both jobs."""
+    """Two nodes that can resolve the names of the pods of both jobs."""
     with Nodes(2) as nodes:
         publish(nodes, *both())
         yield nodes
 
 
 def dry_run(cluster, job, index):
-    """launch.sh --dry-run, started as in this pod, and the pod's variables."""
+    """Run launch.sh --dry-run as in this pod; returns how it ended, and the pod's variables."""
     words, env = started(job, index)
     script = ROOT / Path(words[0]).relative_to("/app")
     mine = {"PATH": PATH, "CUDA_VISIBLE_DEVICES": "", **env}
@@ -50,17 +50,17 @@ def given(line, flag):
     return values[-1] if values else line[line.index(flag) + 1]
 
 
-def test_every_manifest_and_the_job_of_a_trainjob_are_what_the_published_schemas_say():
+def test_manifests_and_the_job_of_a_trainjob_follow_the_published_schemas():
     for document in [*documents().values(), *both()]:
         validate(document)
 
 
-def test_the_names_agree(cluster):
+def test_names_in_the_manifests_are_consistent(cluster):
     found = documents()
     service, spec = found["Service"], found["Job"]["spec"]
     name, pod = found["Job"]["metadata"]["name"], spec["template"]["spec"]
     assert service["metadata"]["name"] == pod["subdomain"]
-    # the Job controller labels its pods so
+    # the label that the Job controller sets
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
     assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
     line, env = torchrun_line(cluster, found["Job"], 0)
@@ -71,7 +71,7 @@ def test_the_names_agree(cluster):
     assert found["TrainJob"]["spec"]["runtimeRef"]["kind"] == "TrainingRuntime"
     wishes = found["TrainJob"]["spec"]["trainer"]
     assert str(wishes["numProcPerNode"]) == wishes["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
-    assert found["Job"]["metadata"]["name"] != found["TrainJob"]["metadata"]["name"]  # each makes a Service of its name
+    assert found["Job"]["metadata"]["name"] != found["TrainJob"]["metadata"]["name"]  # each has a Service of its name
     runs = {TrainingConfig.from_args(flags_of(cluster, each)).run_dir for each in both()}
     assert len(runs) == 2
 
@@ -81,7 +81,7 @@ def flags_of(cluster, job):
     return line[line.index("train.py") + 1 :]
 
 
-def test_each_pod_starts_its_node_of_the_job(cluster, job):
+def test_each_pod_starts_launch_sh_as_its_node(cluster, job):
     name, subdomain = job["metadata"]["name"], job["spec"]["template"]["spec"]["subdomain"]
     nodes = job["spec"]["completions"]
     assert job["spec"]["completionMode"] == "Indexed" and job["spec"]["parallelism"] == nodes == 2
@@ -95,7 +95,7 @@ def test_each_pod_starts_its_node_of_the_job(cluster, job):
     assert "--retries" in started(job, 0)[0]
 
 
-def test_the_flags_are_those_of_train_py_and_the_run_is_on_the_shared_claim(cluster, job):
+def test_the_flags_are_valid_and_run_and_data_are_on_the_shared_claim(cluster, job):
     config = TrainingConfig.from_args(flags_of(cluster, job))
     pod = job["spec"]["template"]["spec"]
     mounts = {mount["name"]: Path(mount["mountPath"]) for mount in pod["containers"][0]["volumeMounts"]}
@@ -108,16 +108,16 @@ def test_the_flags_are_those_of_train_py_and_the_run_is_on_the_shared_claim(clus
     assert config.run_folder.is_relative_to(mounts["shared"]) and Path(config.data_dir).is_relative_to(mounts["shared"])
     assert mounts["shm"] == Path("/dev/shm") and volumes["shm"]["emptyDir"]["medium"] == "Memory"
     size, memory = volumes["shm"]["emptyDir"]["sizeLimit"], pod["containers"][0]["resources"]["limits"]["memory"]
-    assert int(size.removesuffix("Gi")) < int(memory.removesuffix("Gi"))  # what lies there counts
+    assert int(size.removesuffix("Gi")) < int(memory.removesuffix("Gi"))  # files there count as memory
 
 
-def test_a_save_is_not_cut_off(cluster, job):
+def test_the_grace_period_exceeds_the_shutdown_timeout(cluster, job):
     shutdown = float(re.search(r"PET_SHUTDOWN_TIMEOUT=(\d+)", dry_run(cluster, job, 0)[0].err)[1])
     assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= shutdown + 30
 
 
 def outcome(rules, code, conditions=()):
-    """What the Job controller does with a failed pod: the action of the first rule that matches, else it counts."""
+    """What the Job controller does with a failed pod: the action of the first matching rule, else Count."""
     for rule in rules:
         is_code = code in rule.get("onExitCodes", {}).get("values", [])
         if is_code or any(each["type"] in conditions for each in rule.get("onPodConditions", [])):
@@ -125,18 +125,18 @@ def outcome(rules, code, conditions=()):
     return "Count"
 
 
-def test_disruptions_and_saved_runs_use_up_no_retry_and_a_refused_one_is_not_tried_again(job):
+def test_disruptions_and_saved_runs_use_no_retry_and_a_rejected_run_is_not_retried(job):
     spec = job["spec"]
     rules = spec["podFailurePolicy"]["rules"]
     assert {rule["onExitCodes"]["operator"] for rule in rules if "onExitCodes" in rule} == {"In"}
     assert {outcome(rules, PREEMPTED), outcome(rules, 137, ["DisruptionTarget"])} == {"Ignore"}
     assert outcome(rules, 2) == "FailJob"
     assert outcome(rules, 1) == outcome(rules, 137) == "Count" and spec["backoffLimit"] > 0
-    assert spec["template"]["spec"]["restartPolicy"] == "Never"  # else the API server refuses the policy
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"  # otherwise the API server rejects the policy
     assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
 
 
-def test_the_pods_are_those_that_the_restricted_profile_admits_and_the_images_user(job):
+def test_pods_satisfy_the_restricted_profile_and_run_as_the_images_user(job):
     pod = job["spec"]["template"]["spec"]
     rights, container = pod["securityContext"], pod["containers"][0]
     assert rights["runAsNonRoot"] and rights["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -148,6 +148,6 @@ def test_the_pods_are_those_that_the_restricted_profile_admits_and_the_images_us
     policy = documents()["NetworkPolicy"]["spec"]
     mine = policy["podSelector"]["matchLabels"]
     assert mine.items() <= job["spec"]["template"]["metadata"]["labels"].items()
-    # of one gang, or they could not meet
+    # pods of one job may connect to each other
     assert policy["ingress"] == [{"from": [{"podSelector": {"matchLabels": mine}}]}]
     assert pod["enableServiceLinks"] is False

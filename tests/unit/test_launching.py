@@ -17,8 +17,8 @@ from scripts.lib.launching.supervise import exit_code
 
 @pytest.fixture
 def plan(monkeypatch):
-    """On a node at 10.0.0.2: the command and the variables that launch.sh would start and set."""
-    # torchrun is looked for
+    """On a node at 10.0.0.2: the command that launch.sh would start, and the variables that it would set."""
+    # so that torchrun is found
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(planning, "own_address_to", lambda address: "10.0.0.2")
     monkeypatch.setattr(planning, "interface_of", lambda address: "eth7")
@@ -63,20 +63,20 @@ def test_no_flag_of_launch_sh_has_the_name_of_a_field_of_the_config():
     assert {"nnodes", "scaling", "dry_run"} < own and not own & (fields | {"config", "print_config"})
 
 
-def test_variables_that_the_user_has_set_stay(plan):
+def test_variables_set_by_the_user_are_kept(plan):
     own = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "lo", "TORCH_GLOO_LAZY_INIT": "0"}
     _, settings = plan(NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1", **own)
     assert "NCCL_SOCKET_IFNAME" in settings and not own.keys() & settings.keys()
 
 
 @pytest.mark.parametrize("variables", [{"NNODES": "2", "MAX_RESTARTS": "3"}, {"NNODES": "1:3"}])
-def test_restarts_and_a_changing_number_of_nodes_take_c10d(plan, variables):
+def test_restarts_and_a_changing_number_of_nodes_use_c10d(plan, variables):
     words, _ = plan(MASTER_ADDR="10.0.0.1", **variables)
     assert {"--rdzv-backend=c10d", "--rdzv-endpoint=10.0.0.1:29500", "--rdzv-conf=is_host=0"} <= set(words)
     assert ("--max-restarts=3" in words) == ("MAX_RESTARTS" in variables)
 
 
-def test_a_node_that_comes_back_to_a_completed_run_does_not_wait_for_the_others(tmp_path, capsys):
+def test_a_node_that_returns_to_a_completed_run_does_not_wait_for_the_others(tmp_path, capsys):
     (tmp_path / "status.json").write_text('{"state": "completed"}')
     nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
     assert program.main(["--resume_from", "auto", "--run_dir", str(tmp_path)], nodes) == 0
@@ -92,7 +92,7 @@ def test_debug_records_collectives_into_the_runs_folder(plan):
     assert not {"NCCL_ALGO", "NCCL_PROTO"} & settings.keys()
 
 
-def test_preflight_and_scaling_take_the_place_of_training(plan):
+def test_preflight_and_scaling_replace_training(plan):
     assert plan("--preflight", "--epochs", "3")[0][-3:] == ["scripts/preflight.py", "--epochs", "3"]
     words = "scripts/scaling.py --json s.json --plot s.svg --run_dir r".split()
     assert plan("--scaling", "s.json", "--run_dir", "r")[0][-7:] == words
@@ -149,7 +149,7 @@ OLD, SAVED, FAILED = (
         (1, OLD, "UserError: lr=x: is not a number", 2, ""),
         (1, SAVED, "", 75, ""),
         (0, SAVED, "", 75, ""),
-        (1, OLD, "", 1, ""),  # of the attempt before
+        (1, OLD, "", 1, ""),  # the file of the previous attempt
         (1, FAILED, "", 1, "launch.sh: failed: rank 1 on a: e"),
         (1, '{"state": "running"}', "", 1, "every rank was killed (torchrun's exit code: 1)"),
         (1, "", "", 1, ""),

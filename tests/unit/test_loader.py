@@ -1,4 +1,4 @@
-"""Sampler and loader: each sample once, whichever rank computes it; orders and weights of the data set."""
+"""Sampler and loader: each sample once, whichever rank computes it; orders that a data set defines."""
 
 import contextlib
 import random
@@ -34,7 +34,7 @@ def sampler_of(data, rank=0, world_size=1, batch_size=4, per_step=0, **options):
 
 
 def by_all_ranks(n, world_size, per_step):
-    """{(global batch, micro-batch): indices} as the ranks together see them, without padding."""
+    """{(global batch, micro-batch): indices} of all ranks together, without padding."""
     seen = {}
     for rank in range(world_size):
         for number, global_batch in enumerate(sampler_of(n, rank, world_size, per_step=per_step).global_batches(0)):
@@ -45,7 +45,7 @@ def by_all_ranks(n, world_size, per_step):
     return seen
 
 
-def test_it_is_a_distributed_sampler_of_this_ranks_indices():
+def test_the_sampler_is_a_distributed_sampler_of_this_ranks_indices():
     ranks = [sampler_of(30, rank, 2) for rank in (0, 1)]
     assert all(isinstance(each, DistributedSampler) for each in ranks)
     indices = [list(each) for each in ranks]
@@ -72,7 +72,7 @@ def test_ranks_decide_only_who_computes_a_micro_batch(n):
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 5, 8, 9, 12, 13, 20, 23, 24, 25])
-def test_a_global_batch_has_as_many_steps_on_each_rank_and_its_true_size(n):
+def test_a_global_batch_has_the_same_length_and_the_true_size_on_each_rank(n):
     ranks = [list(sampler_of(n, rank, 3, per_step=6).global_batches(0)) for rank in range(3)]
     for global_batches in zip(*ranks, strict=True):
         samples = sum(len(m.indices) for each in global_batches for m in each if not m.is_padding)
@@ -82,13 +82,13 @@ def test_a_global_batch_has_as_many_steps_on_each_rank_and_its_true_size(n):
 
 
 def test_steps_left():
-    each = sampler_of(50, per_step=2)  # 7 steps an epoch, the last one short
+    each = sampler_of(50, per_step=2)  # 7 steps per epoch, the last one short
     places = ((0, 0, 3), (0, 16, 3), (2, 48, 3), (2, 50, 3), (3, 0, 3))
     assert [each.steps_left(*place) for place in places] == [21, 19, 1, 0, 0]
 
 
 class Ordered(Dataset):
-    """Samples in an order of its own."""
+    """A data set with its own order."""
 
     def __len__(self):
         return 10
@@ -104,13 +104,13 @@ def changed(**attributes):
     return sampler_of(data)
 
 
-def test_the_order_of_the_data_set():
+def test_a_data_set_can_define_its_own_order():
     each = sampler_of(Ordered(), batch_size=2, per_step=2)
     indices = [m.indices for global_batch in each.global_batches(1) for m in global_batch]
     assert indices == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 0]]
 
 
-def test_an_order_with_other_indices_is_rejected_and_one_that_repeats_samples_has_to_declare_it():
+def test_an_order_with_wrong_indices_is_rejected_and_repeats_must_be_declared():
     with pytest.raises(UserError, match="epoch_order: gave 3 indices for 10 samples; return n indices"):
         changed(epoch_order=lambda seed, epoch, n: [0, 1, 99]).order(0)
     twice = {"epoch_order": lambda seed, epoch, n: [k // 2 for k in range(n)]}
@@ -123,7 +123,7 @@ def test_an_order_with_other_indices_is_rejected_and_one_that_repeats_samples_ha
 
 
 class Noisy(Dataset):
-    """A set that is read sample by sample, with unseeded random transforms."""
+    """A data set that is read sample by sample, with unseeded random transforms."""
 
     def __len__(self):
         return 22
@@ -137,7 +137,7 @@ def context(rank=0, world_size=1, device=CPU):
 
 
 def epochs_of(dataset, world_size, workers):
-    """{index: sample} of two epochs, of all ranks together; workers of the first epoch are kept."""
+    """{index: sample} of two epochs of all ranks together; the workers of the first epoch are kept."""
     config = TrainingConfig(batch_size=3, num_workers=workers)
     ranks = [create_distributed_dataloader(dataset, config, context(rank, world_size))[0] for rank in range(world_size)]
     found = [{}, {}]
@@ -162,7 +162,7 @@ def test_a_samples_content_does_not_depend_on_ranks_or_workers(method):
 
 
 def test_a_subset_of_a_set_without_getitems_is_seeded_sample_by_sample():
-    """torch's Subset always has __getitems__, and would fetch a micro-batch without seeds."""
+    """torch's Subset always has __getitems__, which would fetch a micro-batch without seeds."""
     subset = Subset(Noisy(), range(20))
     reference = epochs_of(subset, 1, 0)
     random.seed(99), torch.manual_seed(99)
@@ -170,7 +170,7 @@ def test_a_subset_of_a_set_without_getitems_is_seeded_sample_by_sample():
     assert fetches_batches(Subset(Images(4, "train"), range(2))) and not fetches_batches(subset)
 
 
-def test_iterating_a_loader_cannot_forget_the_epoch():
+def test_each_iteration_of_a_loader_is_a_new_epoch():
     loader, each = create_distributed_dataloader(Images(20, "train"), TrainingConfig(batch_size=8), context())
     assert len(loader) == 3
     first, second = ([labels.tolist() for _, labels in loader] for _ in range(2))
@@ -215,7 +215,7 @@ def test_to_device_goes_through_containers():
     assert moved["x"].device.type == moved["rest"][0].device.type == "meta" and moved["rest"][1] == ("text", 3)
 
 
-def test_one_ahead_keeps_the_order_and_raises_an_error_in_its_place():
+def test_prefetching_keeps_the_order_and_raises_errors_at_their_position():
     asked = []
 
     def items(count, error=None):
@@ -234,7 +234,7 @@ def test_one_ahead_keeps_the_order_and_raises_an_error_in_its_place():
 
 
 class Stream:
-    """Stands for the side stream: notes what goes through it."""
+    """Replaces the side stream and records the calls."""
 
     def __init__(self, device):
         self.seen = []
@@ -266,7 +266,7 @@ class Lines(Dataset):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_next_micro_batch_is_staged_before_this_one_is_computed(monkeypatch, workers):
-    """Waiting and computing are accounted to their own micro-batch."""
+    """The times of waiting and computing are attributed to the right micro-batch."""
     monkeypatch.setattr(utils.data.loader, "pinned", lambda batch: batch)
     clock, phases = Clock(), []
     monkeypatch.setattr(clock, "enter", phases.append)
@@ -284,10 +284,10 @@ def test_the_next_micro_batch_is_staged_before_this_one_is_computed(monkeypatch,
         begin = ["begin", ("staged", a), ("staged", b), ("handed over", a), ("computed", a)]
         rest = [("staged", c), ("handed over", b), ("computed", b), ("handed over", c), ("computed", c)]
         assert seen == begin + rest
-    assert phases == ["data", "forward"] * 8  # the last look of each epoch finds the end
+    assert phases == ["data", "forward"] * 8  # the last "data" of each epoch finds the end
 
 
-def test_an_epoch_that_is_left_early_leaves_nothing_to_the_next():
+def test_an_epoch_that_is_left_early_does_not_affect_the_next_one():
     loader, sampler = create_distributed_dataloader(Lines(), TrainingConfig(batch_size=8, num_workers=1), context())
     for epoch, last in ((0, 2), (1, 8)):
         for number, global_batch in enumerate(loader.global_batches(epoch)):

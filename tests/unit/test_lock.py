@@ -1,4 +1,4 @@
-"""Who owns a run's folder, and attempts that fail at the same step."""
+"""The owner of a run's folder, and attempts that fail at the same step."""
 
 import os
 
@@ -50,8 +50,8 @@ def test_a_folder_in_use_is_rejected_with_its_owner_and_a_dead_owner_does_not_bl
     assert RunLock(tmp_path, "here").number == 2
 
 
-def test_an_owner_on_another_host_is_seen_by_its_beat_where_the_lock_does_not_reach(tmp_path):
-    """As within one process, where a file lock does not conflict with itself."""
+def test_without_shared_file_locks_an_owner_on_another_host_is_seen_by_its_heartbeat(tmp_path):
+    """A second lock in the same process simulates this: file locks of one process do not conflict."""
     RunLock(tmp_path, "there").write(attempt=1)
     clock = Clock(tmp_path / "watch" / "rank0")
     watchdog = Watchdog(clock, tmp_path / "watch", 0, ("there",), 0, *(lambda *_: None,) * 3)
@@ -61,7 +61,7 @@ def test_an_owner_on_another_host_is_seen_by_its_beat_where_the_lock_does_not_re
     assert RunLock(tmp_path, "here").number == 2
 
 
-def test_failures_at_the_same_step_in_a_row_are_counted(tmp_path):
+def test_consecutive_failures_at_the_same_step_are_counted(tmp_path):
     owner, status = {"has_trained": True}, {"state": "failed", "error": "boom"}
     clocks = [Clock(tmp_path / f"rank{rank}") for rank in (0, 1)]
 
@@ -74,7 +74,7 @@ def test_failures_at_the_same_step_in_a_row_are_counted(tmp_path):
     for count in (1, 2, 3):
         owner["failures"] = failures_at(7)
         assert owner["failures"] == [{"step": 7, "error": "boom"}] * count
-    assert len(failures_at(8)) == 1  # further than before
+    assert len(failures_at(8)) == 1  # a later step than before
     assert repeated_failures(owner, {"state": "preempted"}, tmp_path) == []
     for changes in ({"has_trained": False}, {"has_diagnosed": True}):
         assert repeated_failures(owner | changes, status, tmp_path) == []

@@ -1,4 +1,4 @@
-"""Logger: rank 0 speaks, the others warn; what a line says of a step and of an epoch (files:
+"""Logger: rank 0 prints, the others only warn; the lines for a step and an epoch (files:
 builtin/test_whole_run.py)."""
 
 import io
@@ -31,12 +31,12 @@ def test_rank_0_shows_information_and_other_ranks_only_warnings(capsys):
     assert (captured.out, captured.err) == ("", "[rank 3] trouble\n")
 
 
-def test_a_training_line_says_where_how_well_how_fast_and_how_long(capsys):
+def test_a_training_line_has_position_metrics_speed_and_time_left(capsys):
     def line(world_size=1, metrics=(), counts_per_s=2000.0, **changed):
         log_training_step(setup_logger(0), RECORD | changed, [*metrics], 640, world_size, counts_per_s)
         return capsys.readouterr().out.rstrip("\n")
 
-    begin = "epoch 2 | step 40/640 | loss 1.2500"  # epochs count from 1 for people, and from 0 in records
+    begin = "epoch 2 | step 40/640 | loss 1.2500"  # epochs count from 1 in the log, from 0 in records
     rate, left, memory = "lr 0.01 | 2,000 samples/s", "1 min 00 s left", "mem 1.00 GiB"
     assert line(metrics=["top1"]) == f"{begin} | top1 0.5000 | {rate} | {left} | data wait 10%"  # full
     assert line(data_wait_s=0.0009) == f"{begin} | {rate} | {left} | {memory}"
@@ -74,15 +74,15 @@ def test_a_progress_bar_only_on_a_terminal(monkeypatch, is_terminal):
 @pytest.mark.parametrize(
     "speak", [lambda logger: logger.info("a line"), lambda logger: show_progress(logger, 3, 12, "step")]
 )
-def test_a_run_goes_on_when_its_terminal_closes(monkeypatch, speak):
+def test_a_run_continues_when_its_terminal_closes(monkeypatch, speak):
     ours, its = os.openpty()
     with os.fdopen(its, "w") as terminal:
         monkeypatch.setattr(sys, "stdout", terminal)
         logger = setup_logger(0)
         os.close(ours)
-        monkeypatch.setattr(logger.handlers[0].stream, "isatty", lambda: True)  # it closes right after that was asked
+        monkeypatch.setattr(logger.handlers[0].stream, "isatty", lambda: True)  # it closes right after the check
         speak(logger)
-        terminal.flush()  # as the interpreter does at its end: an error would be its exit code
+        terminal.flush()  # as the interpreter does at exit, where an error would change the exit code
 
 
 def test_durations():

@@ -1,4 +1,4 @@
-"""Allocation failures: which errors are recognised, and the sentence for them."""
+"""Allocation failures: which errors are recognised, and the message for them."""
 
 import errno
 
@@ -40,7 +40,7 @@ OTHERS = [
 CTX = DistributedContext(1, 1, 2, torch.device("cuda", 1), hosts=("a", "b"), device_names=("NVIDIA H200",) * 2)
 
 
-def test_an_allocation_that_failed_is_told_from_other_errors():
+def test_failed_allocations_are_distinguished_from_other_errors():
     assert [error for error in FAILED if not is_out_of_memory(error)] == []
     assert [error for error in OTHERS if is_out_of_memory(error) or explain_memory(error, TrainingConfig(), CTX)] == []
 
@@ -51,16 +51,16 @@ def test_the_error_names_the_rank_the_device_and_the_flags_that_help():
     text = str(explain_memory(FAILED[0], config, CTX))
     assert text.startswith(f"rank 1 on b ran out of NVIDIA H200 (cuda:1): {CUDA}; use {flags}")
     assert text.endswith(") or --activation_checkpointing or a smaller model or image size")
-    text = str(explain_memory(MemoryError(), config, CTX, is_resumed=True))  # its micro-batch cannot change
+    text = str(explain_memory(MemoryError(), config, CTX, is_resumed=True))  # a resume cannot change the micro-batch
     assert text.startswith("rank 1 on b ran out of memory: MemoryError; use --activation_checkpointing or fewer --num")
 
 
 @pytest.mark.parametrize(("size", "flags"), [(64, "--batch_size 32"), (48, "--batch_size 16"), (1, "")])
-def test_half_a_micro_batch_keeps_the_global_batch(size, flags):
+def test_halving_the_micro_batch_keeps_the_global_batch(size, flags):
     assert halved(size, TrainingConfig(), 2) == (flags and f"{flags} --global_batch_size 128")
 
 
-def test_too_little_memory_does_not_make_a_checkpoint_damaged_or_unfit(monkeypatch, tmp_path):
+def test_out_of_memory_during_a_load_is_not_reported_as_a_bad_checkpoint(monkeypatch, tmp_path):
     def fail(*_, **__):
         raise torch.OutOfMemoryError(CUDA)
 

@@ -1,4 +1,4 @@
-"""Metrics: sums and counts, added up over ranks, each read once."""
+"""Metrics: sums and counts, added over ranks, each read once."""
 
 import math
 
@@ -12,11 +12,11 @@ LOGITS = torch.tensor([[3.0, 1, 2], [1, 2, 3], [3, 2, 1], [1, 3, 2]])
 LABELS = torch.tensor([0, 1, 0, 0])
 
 
-def test_accuracy_is_a_fraction_and_correct_ones_are_counted():
+def test_accuracy_is_a_fraction_and_count_correct_a_count():
     assert compute_accuracy(LOGITS, LABELS).item() == 0.5
     assert compute_accuracy(LOGITS, LABELS, k=2).item() == 0.75
     assert count_correct(LOGITS, LABELS).item() == 2
-    assert count_correct(LOGITS, LABELS, k=5).item() == 4  # more than there are classes
+    assert count_correct(LOGITS, LABELS, k=5).item() == 4  # k above the number of classes
 
 
 def test_means_weigh_unequal_batches_by_their_counts():
@@ -41,9 +41,9 @@ def test_a_metric_that_counted_nothing_is_nan():
     assert all(map(math.isnan, tracker.means().values()))
 
 
-def test_sums_and_counts_of_any_shape_go_through_a_function_to_one_number_or_several():
+def test_a_function_maps_sums_and_counts_of_any_shape_to_one_or_several_numbers():
     tracker = MetricTracker()
-    hits, union = torch.tensor([1, 0, 0]), torch.tensor([2, 4, 0])  # of three classes, the last one without a pixel
+    hits, union = torch.tensor([1, 0, 0]), torch.tensor([2, 4, 0])  # three classes, the last one without a pixel
     for _ in range(2):
         metrics = {"miou": (hits, union, lambda iou: iou.nanmean())}
         metrics["recall"] = (hits, union, lambda each: {"first": each[0], "last": each[2]})
@@ -54,14 +54,14 @@ def test_sums_and_counts_of_any_shape_go_through_a_function_to_one_number_or_sev
     assert means == {"miou": 0.25, "recall/first": 0.5, "confusion/00": 0.5, "confusion/01": 0.0}
 
 
-def test_a_metric_of_a_shape_without_a_function_is_rejected():
+def test_a_metric_that_is_not_scalar_and_has_no_function_is_rejected():
     tracker = MetricTracker()
     tracker.update({"recall": (torch.ones(3), torch.ones(3))})
     with pytest.raises(UserError, match=r"recall has the shape \[3\]; give it a third entry"):
         tracker.means()
 
 
-def test_other_names_or_shapes_than_before_are_rejected():
+def test_changed_names_or_shapes_are_rejected():
     tracker = MetricTracker()
     tracker.update({"loss": (1.0, 1), "miou": (torch.ones(3), torch.ones(3))})
     for other in ({"loss": (1.0, 1)}, {"loss": (1.0, 1), "miou": (torch.ones(2), torch.ones(2))}, {"top1": (1, 1)}):
@@ -89,7 +89,7 @@ LOSS = torch.tensor(1.0)
         ({"loss": (LOSS, float("nan"))}, "returned nan for what the loss counts"),
     ],
 )
-def test_what_is_no_dict_of_sums_and_counts_is_rejected(returned, problem):
+def test_anything_but_a_dict_of_sums_and_counts_is_rejected(returned, problem):
     with pytest.raises(UserError, match=f"model.compute_loss: {problem}.*; return sums and what they count, e.g. "):
         check_metrics(returned)
 
@@ -106,7 +106,7 @@ def test_what_is_no_dict_of_sums_and_counts_is_rejected(returned, problem):
         ("max:loss", ["loss"], ("loss", 1)),
     ],
 )
-def test_what_the_best_checkpoint_is_chosen_by(asked, names, expected):
+def test_the_metric_and_direction_that_select_the_best_checkpoint(asked, names, expected):
     assert choose_best(asked, names) == expected
 
 
@@ -115,7 +115,7 @@ def test_an_unknown_metric_is_rejected_with_the_known_ones():
         choose_best("f1", ["loss", "top1"])
 
 
-def test_a_metric_whose_direction_is_not_known_has_to_say_it():
+def test_a_metric_of_unknown_direction_needs_min_or_max():
     with pytest.raises(UserError, match="best_metric=rmse: say which value is best; give min:rmse or max:rmse"):
         choose_best("rmse", ["loss", "rmse"])
 
@@ -126,7 +126,7 @@ def test_all_reduce_scalar_in_one_process_is_the_value_and_an_unknown_operation_
         all_reduce_scalar(1.0, "median")
 
 
-def test_the_state_restores_what_fits_and_the_functions_stay():
+def test_loading_state_restores_what_fits_and_keeps_the_functions():
     tracker, other = MetricTracker(), MetricTracker()
     metrics = {"perplexity": (2.0, 2, math.exp), "recall": (torch.ones(2), torch.ones(2), torch.mean)}
     tracker.update(metrics), other.update(metrics | {"recall": (torch.ones(3), torch.ones(3), torch.mean)})

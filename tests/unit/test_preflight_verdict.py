@@ -1,4 +1,4 @@
-"""The judgement of scripts/preflight.py: each check on both sides of its limit."""
+"""The verdicts of scripts/preflight.py: each check on both sides of its limit."""
 
 import functools
 
@@ -12,7 +12,7 @@ GB = 10**9
 
 
 def facts_of(ranks=(), nodes=2, **changes):
-    """Two ranks on each node, all alike except for the changes on these ranks."""
+    """Two ranks per node, identical except for `changes` on the given ranks."""
     found = []
     for rank in range(2 * nodes):
         node = rank // 2
@@ -23,7 +23,7 @@ def facts_of(ranks=(), nodes=2, **changes):
 
 
 def one(level, found, *parts):
-    """There is one finding, of this level, with these words."""
+    """There is one finding, with this level and these texts."""
     assert [each.level for each in found] == [level], found
     assert all(part in found[0].text for part in parts), found[0].text
 
@@ -99,7 +99,7 @@ def test_shared_memory_for_nccl():
     is_ok(verdict.shared_memory([fact | {"device": "cpu"} for fact in small]))
 
 
-def test_a_slow_link_and_a_slow_node_are_told_apart():
+def test_a_slow_link_and_a_slow_node_are_distinguished():
     pairs = {pair: (1e-4, 10.0 * GB) for pairs in links.pair_rounds(4) for pair in pairs}
 
     def judge(**changes):
@@ -116,7 +116,7 @@ def test_a_slow_link_and_a_slow_node_are_told_apart():
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 4, 7, 8])
-def test_rounds_hold_every_pair_once_and_each_node_at_most_once(nodes):
+def test_rounds_contain_every_pair_once_and_no_node_twice_in_a_round(nodes):
     rounds = links.pair_rounds(nodes)
     assert sorted(pair for pairs in rounds for pair in pairs) == [
         (a, b) for a in range(nodes) for b in range(a + 1, nodes)
@@ -131,7 +131,7 @@ def test_with_many_nodes_each_is_measured_in_few_rounds():
     assert {node for pairs in rounds for pair in pairs for node in pair} == set(range(100))
 
 
-def test_gradients_that_hide_behind_the_backward_pass_and_those_that_do_not():
+def test_communication_that_the_backward_pass_hides_and_that_it_does_not():
     table = [(8, 1e-5), (10**6, 1e-3), (10**7, 1e-2)]
     assert verdict.all_reduce_seconds(table, 8) == pytest.approx(1e-5)
     assert verdict.all_reduce_seconds(table, 55 * 10**5) == pytest.approx(5.5e-3)

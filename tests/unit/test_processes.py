@@ -1,4 +1,4 @@
-"""scripts/lib/processes.py: nothing that a program started outlives its deadline."""
+"""scripts/lib/processes.py: no process that a program started outlives its deadline."""
 
 import subprocess
 import sys

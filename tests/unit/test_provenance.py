@@ -1,4 +1,4 @@
-"""Whether it may be said that scripts/verify.py passed with this code."""
+"""When a run reports that scripts/verify.py passed with its code."""
 
 import importlib
 import json
@@ -17,7 +17,7 @@ NOT_VERIFIED = "not verified; scripts/verify.py checks your model and data in a 
 
 @pytest.fixture
 def verified(tmp_path, monkeypatch):
-    """A root of one file, and what verify.py found there; returns a function that changes that."""
+    """A repository of one file with a result of verify.py; returns a function that changes the result."""
     (tmp_path / "model.py").write_text("x = 1\n")
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
     monkeypatch.setattr(provenance, "VERIFIED", tmp_path / "verified.json")
@@ -36,7 +36,7 @@ def changed(what):
     return False, f"changed since scripts/verify.py was run: {what}"
 
 
-def test_it_holds_as_long_as_code_versions_and_task_are_the_same(verified):
+def test_verification_holds_while_code_versions_and_task_are_the_same(verified):
     passed = "net on data, 4 ranks, 2026-11-21"
     assert provenance.verification(TASK) == (True, f"verified with this code: {passed}")
     (provenance.ROOT / "dataset.py").write_text("not imported then")
@@ -48,7 +48,7 @@ def test_it_holds_as_long_as_code_versions_and_task_are_the_same(verified):
 def test_a_changed_file_or_version_is_named(verified, monkeypatch):
     (provenance.ROOT / "extra.py").write_text("y = 1\n")
     monkeypatch.syspath_prepend(provenance.ROOT)
-    importlib.import_module("extra")  # after it had passed
+    importlib.import_module("extra")  # after verify.py passed
     assert provenance.verification(TASK) == changed("extra.py")
     monkeypatch.delitem(sys.modules, "extra")
     (provenance.ROOT / "model.py").write_text("x = 2\n")
@@ -58,25 +58,25 @@ def test_a_changed_file_or_version_is_named(verified, monkeypatch):
     assert provenance.verification(TASK) == changed(f"torch 1.0 -> {provenance.versions()['torch']}")
 
 
-def test_what_was_broken_is_named(verified):
+def test_broken_invariants_are_named(verified):
     verified(passed=False, invariants={"order": {"passed": False}, "content": {"passed": True}})
     assert provenance.verification(TASK) == (False, "scripts/verify.py found broken: order")
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"code": 3}'])
-def test_a_file_that_cannot_be_read_verifies_nothing(verified, text):
+def test_an_unreadable_result_file_means_not_verified(verified, text):
     provenance.VERIFIED.write_text(text)
     assert provenance.verification(TASK) == (False, NOT_VERIFIED)
 
 
-def test_the_code_that_counts_is_what_is_imported_from_the_repository():
+def test_only_code_imported_from_the_repository_counts():
     found = provenance.code_digests()
     assert "utils/run/provenance.py" in found
     assert not [name for name in found if name.startswith(("tests/", "scripts/", ".venv"))]
 
 
-def test_files_of_ours_that_differ_from_the_templates_tag_are_listed(tmp_path, monkeypatch):
-    """The forker's block of config.py and files of the forker's own do not count."""
+def test_template_files_that_differ_from_the_tag_are_listed(tmp_path, monkeypatch):
+    """The block "yours" of config.py and the fork's own files do not count."""
     block = "a = 1\n# ---- yours: fields ----\n{}# ---- end of yours ----\n"
     (tmp_path / "utils").mkdir()
     for name, text in (("config.py", block.format("")), ("utils/x.py", "1\n"), ("model.py", "1\n")):

@@ -25,7 +25,7 @@ def hosting(nodes, launch_id="job-7"):
 
 @contextlib.contextmanager
 def greeting(other_port, times):
-    """A node 0 that greets so many times, and then, as torchrun's store, greets nobody."""
+    """A node 0 that sends `times` greetings and then none, as torchrun's store."""
 
     def serve(server):
         with contextlib.suppress(OSError):
@@ -46,7 +46,7 @@ def closed_port():
         return gone.getsockname()[1]
 
 
-def test_two_nodes_0_with_the_same_launch_id_are_told_apart():
+def test_two_nodes_with_rank_0_and_the_same_launch_id_are_distinguished():
     """Slurm's script and the Kubernetes manifests give all nodes the same id."""
     with hosting(replace(NODES, least=2, rank=0)) as other:
         check_leads_here("127.0.0.1", other.port, other.token)
@@ -54,13 +54,13 @@ def test_two_nodes_0_with_the_same_launch_id_are_told_apart():
             check_leads_here("127.0.0.1", other.port, "the token of another host")
 
 
-def test_a_node_that_comes_while_node_0_leaves_is_not_rejected():
+def test_a_node_that_arrives_while_node_0_leaves_is_not_rejected():
     """Its probe finds a closed port because the others have started torchrun."""
     with greeting(closed_port(), times=1) as nodes:
         assert join(nodes, 60, 45, "mine") == "mine"
 
 
-def test_a_closed_port_is_an_error_while_node_0_stays():
+def test_a_closed_port_is_an_error_while_node_0_listens():
     with greeting(closed_port(), times=99) as nodes, pytest.raises(UserError, match="MASTER_PORT is open to .* is not"):
         join(nodes, 60, 45, "mine", error_seconds=0.5)
 

@@ -1,4 +1,4 @@
-"""runs.py --html on forged run folders: the page is whole, escaped and self-contained (real runs: test_scripts.py)."""
+"""runs.py --html on forged run folders: a complete, escaped, self-contained page (real runs: test_scripts.py)."""
 
 import json
 import re
@@ -19,7 +19,7 @@ HOSTILE = '<script>alert("1")</script> & <b>'
 
 
 class Page(HTMLParser):
-    """The tags, text and tooltips of a page; every tag has to be closed."""
+    """The tags, text and tooltips of a page; every tag must be closed."""
 
     def __init__(self, source):
         super().__init__()
@@ -93,7 +93,7 @@ def page(tmp_path, monkeypatch):
     return read
 
 
-def test_the_page_is_whole_self_contained_and_escaped(tmp_path, page):
+def test_the_page_is_complete_self_contained_and_escaped(tmp_path, page):
     folders = [
         forge(tmp_path / "a" / HOSTILE.replace("/", "|"), config={"lr": 0.1, HOSTILE: HOSTILE}, metric="<i>f1</i>"),
         forge(tmp_path / "b", config={"lr": 0.2}, state="failed", error=HOSTILE),
@@ -123,7 +123,7 @@ def test_several_runs_are_in_columns_with_the_settings_that_differ_first(tmp_pat
         ([(0, 0, 8), (60, 4, 9), (150, 2, 20)], 2, 2),  # the second resume had to use an older checkpoint
     ],
 )
-def test_each_attempt_is_in_the_timeline_and_what_it_lost(tmp_path, page, attempts, lost, down):
+def test_the_timeline_shows_each_attempt_and_its_lost_steps(tmp_path, page, attempts, lost, down):
     found = page(forge(tmp_path / "run", attempts))
     rows = re.findall(r'<rect class="(\w+)" x="\S+" y="\S+" width="(\S+)" height="\d+"><title>', found.source)
     kinds = [kind for kind, _ in rows]
@@ -144,7 +144,7 @@ def test_the_error_of_an_attempt_comes_from_the_logs(tmp_path, page):
     assert "attempt 1: rank 1 on node3 was killed; the steps after 4 were lost" in " ".join(page(folder).text)
 
 
-def test_values_that_are_not_finite_are_gaps(tmp_path, page):
+def test_non_finite_values_are_gaps_in_the_curves(tmp_path, page):
     found = page(forge(tmp_path / "run", values=(0.5, 0.4, None, 0.3, 0.2), metric="rmse"))
     loss = re.search("<svg.*?</svg>", found.source, re.DOTALL)[0]
     assert [line.count(",") for line in re.findall('points="(.*?)"', loss)] == [2, 2, 2, 2]
@@ -153,7 +153,7 @@ def test_values_that_are_not_finite_are_gaps(tmp_path, page):
 
 
 @pytest.mark.parametrize("missing", ["goodput.json metrics.jsonl", "provenance.json config.json", "", "all"])
-def test_a_run_that_has_only_begun_or_lacks_files_is_shown(tmp_path, page, missing):
+def test_a_run_that_just_started_or_lacks_files_is_shown(tmp_path, page, missing):
     folder = forge(tmp_path / "run", state="running", values=(0.5,) if missing else ())
     for name in missing.split():
         if name == "all":

@@ -1,4 +1,4 @@
-"""The run's folder: when a run in it is continued, moved aside, replaced or rejected, and what its records hold."""
+"""The run's folder: when a run in it is continued, moved aside, replaced or rejected, and its records."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ def commit_best(run, step):
 
 
 def fill(run, steps=(10, 20), state="running"):
-    """What a run leaves behind."""
+    """Write the files that a run leaves."""
     run.mark_training()
     run.status(state, epoch=0, step=steps[-1], error=None)
     for step in steps:
@@ -62,7 +62,7 @@ def from_step_10(config):
 
 
 def contents(folder):
-    """{file: its bytes}, but for the lock's and the watchdog's."""
+    """{file: its bytes}, without those of the lock and the watchdog."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.parent.name != "watch"]
     return {path: path.read_bytes() for path in files if path.name not in ("lock.json", ".lock")}
 
@@ -82,14 +82,14 @@ HOLDS_MORE = "holds other things than one run; give a folder of its own"
     ("changes", "problem"),
     [
         ({}, IS_HELD),
-        ({"run_dir": "runs/new", "checkpoint_dir": "runs/mine/checkpoints"}, IS_HELD),  # two runs' are not mixed
+        ({"run_dir": "runs/new", "checkpoint_dir": "runs/mine/checkpoints"}, IS_HELD),  # two runs in one folder
         *[({"run_dir": folder, "overwrite": True}, HOLDS_MORE) for folder in (".", "..", "/", "runs")],
         ({"run_dir": "runs/new", "resume_from": "nowhere.pt"}, "nowhere.pt: cannot be read .*; give"),
         ({"run_dir": "runs/mine/metrics.jsonl/x"}, "cannot be written .Not a directory.; give"),
         ({"run_dir": "runs/new", "checkpoint_dir": "runs/mine/metrics.jsonl/x"}, "cannot be written .Not a directory"),
     ],
 )
-def test_a_start_in_a_folder_that_it_may_not_take_is_rejected_and_changes_nothing(config, changes, problem):
+def test_a_start_in_an_unusable_folder_is_rejected_and_changes_nothing(config, changes, problem):
     fill(open_run(config))
     before = contents(config.run_folder)
     with pytest.raises(UserError, match=problem):
@@ -97,7 +97,7 @@ def test_a_start_in_a_folder_that_it_may_not_take_is_rejected_and_changes_nothin
     assert contents(config.run_folder) == before
 
 
-def test_the_default_folder_moves_aside(config):
+def test_an_earlier_run_in_the_default_folder_is_moved_aside(config):
     for number in (1, 2):
         fill(open_run(TrainingConfig()))
         run = open_run(TrainingConfig())
@@ -120,7 +120,7 @@ def test_overwrite_replaces_what_a_run_wrote_and_keeps_other_files(config):
 
 
 @pytest.mark.parametrize("changes", [{"overwrite": True}, {"run_dir": "runs/default"}])
-def test_a_run_is_replaced_only_when_nothing_more_can_be_rejected(config, changes):
+def test_a_run_is_replaced_only_after_the_new_start_was_validated(config, changes):
     config = with_(config, **changes)
     fill(open_run(config))  # it was killed
     before = contents(config.run_folder)
@@ -129,10 +129,10 @@ def test_a_run_is_replaced_only_when_nothing_more_can_be_rejected(config, change
     run.failed(UserError("data_dir=typo: has no train/<class>/ folders; give the folder that holds train/", 0, "here"))
     run.close()
     assert contents(config.run_folder) == before
-    run = open_run(config, "job-7", replaces=False)  # a restart of this launch: the old run is not its own
+    run = open_run(config, "job-7", replaces=False)  # a restart of this launch, which does not own the old run
     assert run.is_replacing and run.resume_path is None
     run.watch_folder.mkdir()
-    with (run.watch_folder / "rank0").open("w") as file:  # as the ranks have, before the old run is moved
+    with (run.watch_folder / "rank0").open("w") as file:  # the ranks open it before the old run is moved
         run.replace_old_run(config)
         file.write("here")
     assert (run.watch_folder / "rank0").read_text() == "here"
@@ -153,7 +153,7 @@ def test_a_rejected_start_leaves_the_status_of_the_run(config):
     assert read_json(file)["state"] == "failed"
 
 
-def test_a_run_without_a_record_or_a_checkpoint_starts_anew_in_its_folder(config):
+def test_a_run_without_records_or_checkpoints_is_started_again_in_its_folder(config):
     run = open_run(config)
     run.status("running")
     run.failed(UserError("bad data; fix it"))
@@ -168,7 +168,7 @@ def test_a_run_without_a_record_or_a_checkpoint_starts_anew_in_its_folder(config
     assert run.records("train") == []
 
 
-def test_a_path_of_another_run_starts_a_new_one_but_not_in_a_folder_that_holds_one(config):
+def test_resuming_from_another_run_starts_a_new_run_but_not_in_a_folder_that_holds_one(config):
     fill(open_run(config))
     other = with_(from_step_10(config), run_dir="runs/other")
     run = open_run(other)
@@ -203,8 +203,8 @@ def test_a_restart_before_the_first_checkpoint_starts_from_the_path_again(config
     assert open_run(given, launch_id="job-7").resume_path.name == "step_00000012.pt"
 
 
-def test_a_restart_of_a_launch_that_had_not_begun_starts_where_the_launch_was_told_to(config):
-    """Its first attempt failed before it trained: the run in the folder is another launch's, completed even."""
+def test_a_restart_of_a_launch_that_had_not_trained_starts_from_the_given_checkpoint(config):
+    """Its first attempt failed before training; the folder holds the completed run of another launch."""
     fill(open_run(config, launch_id="job-6"), state="completed")
     for attempt in (2, 3):
         run = open_run(from_step_10(config), launch_id="job-7")
@@ -215,7 +215,7 @@ def test_a_restart_of_a_launch_that_had_not_begun_starts_where_the_launch_was_to
         open_run(config, launch_id="job-7")
 
 
-def test_a_restart_that_cannot_be_told_from_a_new_run_is_rejected(config):
+def test_a_restart_that_looks_like_a_new_run_is_rejected(config):
     fill(open_run(TrainingConfig()))
     with pytest.raises(
         UserError, match="holds a run, and a restart of it looks the same; give torchrun --rdzv-id NAME"
@@ -226,7 +226,7 @@ def test_a_restart_that_cannot_be_told_from_a_new_run_is_rejected(config):
 # ---- records and checkpoints of a continued run ----
 
 
-def test_a_number_that_is_not_finite_becomes_null(config):
+def test_a_non_finite_number_becomes_null(config):
     run = open_run(config)
     run.record("train", step=1, loss=float("nan"), lr=0.1)
     assert run.records("train") == [{"kind": "train", "step": 1, "loss": None, "lr": 0.1}]
@@ -242,7 +242,7 @@ def test_rewinding_drops_later_samples_and_an_incomplete_last_line(config):
     assert run.records("train") == [{"kind": "train", "step": 1}]
 
 
-def test_a_path_within_the_run_goes_back_and_sets_later_checkpoints_aside(config):
+def test_resuming_from_an_earlier_checkpoint_of_the_run_sets_later_ones_aside(config):
     run = open_run(config)
     commit_best(run, 20)
     fill(run, steps=(10, 20, 30))
@@ -255,7 +255,7 @@ def test_a_path_within_the_run_goes_back_and_sets_later_checkpoints_aside(config
     assert [(record["kind"], record["step"]) for record in records] == [("train", 10), ("event", 10)]
 
 
-def test_records_of_an_evaluation_are_dropped_where_it_is_made_again(config):
+def test_records_of_an_evaluation_that_will_be_repeated_are_dropped(config):
     fill(open_run(config))
     run = open_run(with_(config, resume_from="auto"))
     run.event("best", 20)
@@ -270,9 +270,9 @@ def test_records_of_an_evaluation_are_dropped_where_it_is_made_again(config):
     assert of_step_20() == ["checkpoint"]
     for split in ("val", "test"):
         run.record("eval", epoch=0, step=30, split=split, loss=1.0)
-    run.rewind(30, is_evaluated=True)  # the test set beside the validation set is evaluated again
+    run.rewind(30, is_evaluated=True)  # the test set is evaluated again after the validation set
     assert [record["split"] for record in run.records("eval")] == ["val", "val"]
-    run.record("eval", epoch=0, step=40, split="test", loss=1.0)  # the only held-out set, which chooses the best
+    run.record("eval", epoch=0, step=40, split="test", loss=1.0)  # the only held-out set, selects the best
     run.rewind(40, is_evaluated=True)
     assert [record["split"] for record in run.records("eval")] == ["val", "val", "test"]
 
@@ -287,12 +287,12 @@ def test_a_kill_during_a_rewind_leaves_no_later_checkpoint(config, monkeypatch):
     assert open_run(with_(config, resume_from="auto")).resume_path.name == "step_00000010.pt"
 
 
-def test_best_is_a_link_or_a_file_of_its_own_and_set_aside_when_damaged(config):
+def test_best_pt_is_a_link_or_a_separate_file_and_is_set_aside_when_damaged(config):
     run = open_run(config)
     path = commit(run, 10, keep_last=2)
     best = commit_best(run, 10)
     assert best.samefile(path)
-    assert commit_best(run, 10).samefile(path) and not list(run.folder.rglob("*.tmp"))  # after a resume at this step
+    assert commit_best(run, 10).samefile(path) and not list(run.folder.rglob("*.tmp"))  # resumed at this step
     for step in (20, 30):
         commit(run, step, keep_last=2)
     assert not path.exists() and checkpoint.verify(best).step == 10
@@ -304,7 +304,7 @@ def test_best_is_a_link_or_a_file_of_its_own_and_set_aside_when_damaged(config):
     assert "best.pt: has no checksum" in "\n".join(run.notes)
 
 
-def test_the_best_checkpoint_comes_back_from_its_step_or_from_the_folder_resumed_from(config):
+def test_the_best_checkpoint_is_restored_from_its_step_or_the_folder_resumed_from(config):
     run = open_run(config)
     path = commit(run, 10)
     commit(run, 20)

@@ -10,7 +10,7 @@ from scripts import runs as script
 
 @pytest.fixture
 def show(tmp_path, monkeypatch, capsys):
-    """The exit code, the names in the order of the rows, and what runs.py printed."""
+    """Runs runs.py; returns the exit code, the names in row order, and the output."""
 
     def run(*words):
         monkeypatch.setattr("sys.argv", ["runs.py", str(tmp_path), *map(str, words)])
@@ -32,7 +32,7 @@ def forge(folder, config, metric="rmse", values=(), state="completed"):
         for k, value in enumerate(values, 1)
         for kind, more in kinds
     ]
-    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "tra']))  # cut short, as by a kill
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "tra']))  # truncated, as by a kill
     if state == "completed":
         found = {"best_metric": metric, "best_value": values[-1], "best": {metric: values[-1]}}
         (folder / "summary.json").write_text(json.dumps(found | {"final": {metric: values[-1]}, "wall_s": 60}))
@@ -50,7 +50,7 @@ def test_runs_are_sorted_by_a_setting_or_a_metric_numerically_and_those_without_
     forge(tmp_path / "d", {}, values=[1.0], state="running")
     code, names, text = show("--sort", by)
     assert (code, names) == (0, order.split()), text
-    assert "final rmse" in text and "rmse 0.2500" in text  # the metric of these runs, where none is given
+    assert "final rmse" in text and "rmse 0.2500" in text  # the metric of these runs, if none is given
 
 
 def test_a_setting_or_metric_that_no_run_has_is_rejected(tmp_path, show):
@@ -65,7 +65,7 @@ def test_a_setting_or_metric_that_no_run_has_is_rejected(tmp_path, show):
 def test_runs_that_were_killed_or_have_no_record_yet_are_shown(tmp_path, show):
     forge(tmp_path / "killed", {"lr": 0.1}, values=[1.0, 0.5], state="running")
     forge(tmp_path / "new", {"lr": 0.2}, state="starting")
-    for name in ("config.json", "metrics.jsonl"):  # of a run that has only just begun
+    for name in ("config.json", "metrics.jsonl"):  # missing in a run that has just started
         (tmp_path / "new" / name).unlink()
     code, names, text = show("--metric", "rmse", "--plot", tmp_path / "a.svg")
     assert (code, names) == (0, ["killed", "new"]) and "None" not in text, text

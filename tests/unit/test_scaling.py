@@ -30,7 +30,7 @@ def test_the_flags_to_paste_gain_more_than_the_noise():
     assert flags.advice([CONTROL]) == f"{none}2.0%"
 
 
-def test_buckets_that_would_be_the_same_are_not_tried():
+def test_equivalent_bucket_sizes_are_not_tried():
     bucket, *hooks = flags.variants("none", gradient=8 * 2**20, bucket=25 * 2**20)
     assert bucket == {"bucket_cap_mb": 6.2}  # 100 MB is the same single bucket as 25 MB
     assert hooks == [{"comm_hook": "fp16"}, {"comm_hook": "bf16"}]
@@ -67,7 +67,7 @@ def test_points_are_measured_or_predicted_and_their_parts_add_up(found):
     assert two["communication"] == pytest.approx(0.01 / 0.12) and two["efficiency"] == pytest.approx(0.1 / 0.12)
 
 
-def test_more_ranks_add_what_the_all_reduces_take_longer(found):
+def test_more_ranks_add_only_the_extra_time_of_the_all_reduces(found):
     assert report.link(found["measured"][-1]) == (pytest.approx(ALPHA), pytest.approx(BETA))
     eight = next(each for each in found["points"] if each["ranks"] == 8)
     messages, sent = 2 * (2 * 7 - 2 * 3), (2 * 7 / 8 - 2 * 3 / 4) * 2**21  # in two buckets
@@ -75,7 +75,7 @@ def test_more_ranks_add_what_the_all_reduces_take_longer(found):
     assert eight["global_batch"] == 64 and eight["compute"] * eight["step_s"] == pytest.approx(0.109)
 
 
-def test_the_table_and_the_plot_tell_measured_from_predicted(found):
+def test_the_table_and_the_plot_distinguish_measured_and_predicted_points(found):
     lines = report.text(found).splitlines()
     assert [line.split()[:2] for line in lines[1:10]] == [
         *([str(2**k), "weak"] for k in range(6)),
@@ -107,12 +107,12 @@ def test_bad_flags_are_rejected(words, sentence, capsys):
     assert sentence in capsys.readouterr().err
 
 
-def test_one_rank_is_always_measured_and_other_flags_are_train_pys():
+def test_one_rank_is_always_measured_and_other_flags_are_passed_to_train_py():
     options, others = scaling.parse(["--ranks", "4,2", "--lr", "1"])
     assert options.ranks == [1, 2, 4] and others == ["--lr", "1"]
 
 
-def test_a_file_of_other_flags_is_rejected(tmp_path):
+def test_a_file_measured_with_other_flags_is_rejected(tmp_path):
     file = tmp_path / "s.json"
     file.write_text(json.dumps({"flags": ["--lr", "1"], "most": 2, "measured": []}))
     with pytest.raises(UserError, match=r"was measured with other flags \(--lr 1\); give another name"):

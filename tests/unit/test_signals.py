@@ -1,4 +1,4 @@
-"""Signals: a flag for the loop, and no other exit code while the process ends (workers: test_refusals.py)."""
+"""Signals set a flag for the loop, and do not change the exit code at exit (workers: test_refusals.py)."""
 
 import os
 import signal
@@ -18,13 +18,13 @@ class Late:
     def __del__(self, kill=os.kill, process=os.getpid(), numbers=(signal.SIGTERM, signal.SIGUSR1)):
         for number in numbers:
             kill(process, number)
-late = Late()  # goes with the module, after all that is done at exit
+late = Late()  # deleted with the module, after all exit handlers
 hold()
 sys.exit(75)
 """
 
 
-def test_an_evaluation_gives_up_what_the_import_held():
+def test_release_restores_the_handlers_that_hold_replaced():
     before = signal.getsignal(signal.SIGTERM)
     utils.signals.hold()
     assert signal.getsignal(signal.SIGTERM) != before
@@ -33,7 +33,7 @@ def test_an_evaluation_gives_up_what_the_import_held():
     StopSignals.held = None
 
 
-def test_a_signal_sets_a_flag_and_the_handlers_come_back():
+def test_a_signal_sets_a_flag_and_the_handlers_are_restored():
     before = signal.getsignal(signal.SIGTERM)
     with StopSignals() as signals:
         assert signals.received == ""
@@ -44,8 +44,8 @@ def test_a_signal_sets_a_flag_and_the_handlers_come_back():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_signal_while_the_process_ends_does_not_change_its_exit_code():
-    """srun --kill-on-bad-exit sends SIGTERM to the tasks that are a moment behind the first."""
+def test_a_signal_during_exit_does_not_change_the_exit_code():
+    """srun --kill-on-bad-exit sends SIGTERM to tasks that exit slightly after the first one."""
     ended = subprocess.run(
         [sys.executable, "-c", ENDS_UNDER_SIGNALS], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
@@ -53,7 +53,7 @@ def test_a_signal_while_the_process_ends_does_not_change_its_exit_code():
 
 
 def test_before_a_fork_other_threads_have_time_to_finish(monkeypatch):
-    """Where CPython needs it: a worker that is forked while a thread makes a thread state waits for ever."""
+    """Needed on some CPython versions: a worker forked while a thread creates its thread state waits forever."""
     pauses = []
     monkeypatch.setattr(utils.signals.time, "sleep", pauses.append)
     pid = os.fork()

@@ -1,4 +1,4 @@
-"""Optimizer step, schedule, average, progress: what is skipped is skipped to the bit, at the first step too."""
+"""Optimizer step, schedule, average, progress: a skipped step changes no bit, not even the first one."""
 
 import copy
 import math
@@ -33,7 +33,7 @@ def seams(groups):
 
 
 def make(precision=FLOAT32, model=None, groups=None, **changes):
-    """A state whose run has 10 epochs of 10 steps."""
+    """The state of a run with 10 epochs of 10 steps."""
     torch.manual_seed(0)
     model = model or nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     config = TrainingConfig(warmup_epochs=0, **changes)
@@ -45,7 +45,7 @@ def make(precision=FLOAT32, model=None, groups=None, **changes):
 
 
 def step(state, gradient=None):
-    """A step whose gradients are as they come, or all of one value."""
+    """An optimizer step with computed gradients, or with all of them set to one value."""
     loss = state.model(torch.randn(4, 3)).square().sum()
     state.sums.add({"loss": (loss, 4)}, 4)
     state.sums.start_reduce()
@@ -74,8 +74,8 @@ def same(a, b):
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-def test_the_passes_before_the_first_step_leave_nothing():
-    """A run that is stopped before its first step saves the state that it was created with."""
+def test_the_passes_before_the_first_step_leave_the_state_unchanged():
+    """A run that is stopped before its first step saves its initial state."""
     state = make(ema_decay=0.9)
     before, batch = snapshot(state), torch.randn(4, 3)
 
@@ -90,7 +90,7 @@ def test_the_passes_before_the_first_step_leave_nothing():
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("steps_before", [0, 2])
-def test_a_gradient_that_is_not_finite_changes_nothing(optimizer, bad, steps_before):
+def test_a_non_finite_gradient_changes_nothing(optimizer, bad, steps_before):
     state = make(optimizer=optimizer, ema_decay=0.9, clip_grad_norm=1.0, lr=0.01)
     for _ in range(steps_before):
         step(state)
@@ -111,7 +111,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(optimizer, bad, steps_bef
     assert state.read_skips() == []
 
 
-def test_clipping_bounds_the_norm_and_the_record_has_the_norm_before_it():
+def test_clipping_bounds_the_norm_and_the_unclipped_norm_is_recorded():
     state = make(clip_grad_norm=0.5, momentum=0, lr=1.0, weight_decay=0)
     before = [p.detach().clone() for p in state.model.parameters()]
     step(state, gradient=3.0)
@@ -121,7 +121,7 @@ def test_clipping_bounds_the_norm_and_the_record_has_the_norm_before_it():
     assert state.interval.means()["grad_norm"] == pytest.approx(3 * math.sqrt(len(moved)))
 
 
-def test_the_learning_rate_is_a_function_of_the_step_and_a_skip_does_not_stop_it():
+def test_the_learning_rate_is_a_function_of_the_step_and_skipped_steps_count():
     factors = [lr_factor(TrainingConfig(), step, 10, 4, None) for step in range(11)]
     assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0] and factors[4:] == sorted(factors[4:], reverse=True)
     assert factors[7] == pytest.approx(0.5) and factors[10] == 0
@@ -131,7 +131,7 @@ def test_the_learning_rate_is_a_function_of_the_step_and_a_skip_does_not_stop_it
     assert state.lrs == [0.2 * state.factor_at(2, state.progress)]
 
 
-def test_a_group_may_bring_its_own_learning_rate():
+def test_a_group_can_have_its_own_learning_rate():
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     groups = [{"params": list(model[0].parameters()), "lr": 0.01}, {"params": list(model[1].parameters())}]
     state = make(model=model, groups=groups, lr=0.1)
@@ -165,7 +165,7 @@ def test_the_state_tells_the_loop_when_to_evaluate_and_when_the_run_is_over():
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_momenta_go_to_the_parameter_they_were_saved_for_in_any_order_of_groups(optimizer):
+def test_momenta_are_restored_to_their_parameters_in_any_order_of_groups(optimizer):
     source = make(optimizer=optimizer, clip_grad_norm=0.1)
     step(source)
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -186,12 +186,12 @@ def test_a_checkpoint_whose_optimizer_has_other_parameters_is_rejected():
     other = make(model=frozen)
     with pytest.raises(UserError, match="optimizer has other parameters; give"):
         other.load_state_dict(payload)
-    payload["optimizer"]["state"][0]["momentum_buffer"] = torch.zeros(5)  # a fused kernel would write beyond it
+    payload["optimizer"]["state"][0]["momentum_buffer"] = torch.zeros(5)  # a fused kernel would write out of bounds
     with pytest.raises(UserError, match="optimizer has other parameters; give"):
         make().load_state_dict(payload)
 
 
-def test_a_parameter_that_is_not_the_models_is_rejected():
+def test_a_parameter_outside_the_model_is_rejected():
     net, other = make().model, nn.Parameter(torch.zeros(2))
     with pytest.raises(UserError, match="holds a parameter that is not in the model.*; register it in the model"):
         make(model=net, groups=[{"params": [*net.parameters(), other]}])
@@ -217,26 +217,26 @@ def test_a_resume_takes_learning_rate_and_decay_from_the_config():
         ({"amp_dtype": "bf16"}, False, "cpu", torch.bfloat16),
     ],
 )
-def test_the_precision_is_that_of_the_hardware_unless_named(changes, fast, device, expected):
+def test_the_precision_follows_the_hardware_unless_given(changes, fast, device, expected):
     precision = Precision.choose(TrainingConfig(**changes), torch.device(device), fast)
     assert precision.dtype is expected and precision.is_scaled is (expected is torch.float16)
     assert isinstance(has_fast_bf16(CPU), bool)
 
 
-def test_the_average_begins_with_the_first_step_that_is_taken():
+def test_the_average_starts_at_the_first_step_that_is_not_skipped():
     model = nn.Linear(3, 2)
     average = WeightAverage(model, 0.9)
     for taken in (0.0, 1.0):
         with torch.no_grad():
             model.weight += 1
         average.update(torch.tensor(taken))
-    # a difference added back is rounded
+    # average + (weight - average) is rounded
     torch.testing.assert_close(average.model.weight, model.weight, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_resume_takes_the_memory_format_of_the_parameters(optimizer):
-    """Fused kernels walk through memory: a state of another layout would be applied to the wrong weights."""
+def test_a_resumed_optimizer_takes_the_memory_format_of_the_parameters(optimizer):
+    """Fused kernels ignore strides: state in another layout would be applied to the wrong weights."""
 
     def train(state):
         torch.manual_seed(state.progress.step)
@@ -252,11 +252,11 @@ def test_a_resume_takes_the_memory_format_of_the_parameters(optimizer):
         train(whole)
     load(other, whole)
     train(whole), train(other)
-    # convolutions of another layout
+    # convolutions round differently in another layout
     torch.testing.assert_close(other.model.weight, whole.model.weight, rtol=1e-4, atol=1e-6)
 
 
-def test_momentum_that_a_resume_turns_on_begins_at_zero():
+def test_momentum_turned_on_at_a_resume_starts_at_zero():
     before, after = make(momentum=0.0), make(momentum=0.9)
     step(before)
     load(after, before)

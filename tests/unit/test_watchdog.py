@@ -1,4 +1,4 @@
-"""Where each rank is, which rank holds up the others, and where the time went."""
+"""The phase of each rank, the rank that holds up the others, and the account of time."""
 
 import json
 import time
@@ -47,7 +47,7 @@ def test_the_rank_that_holds_up_the_others_is_named(places, standing, text, hang
 
 @pytest.fixture
 def clock(tmp_path):
-    """Of rank 0; its file is in the folder of the test."""
+    """The clock of rank 0, with its file in the test's folder."""
     clock = Clock(tmp_path / "rank0")
     yield clock
     clock.close()
@@ -59,39 +59,39 @@ def watch(clock, folder, hang_timeout=0.0, end=lambda *_: None):
 
 def test_the_limit_is_learned_from_the_steps_and_is_at_least_five_seconds(clock, tmp_path):
     watchdog, limits = watch(clock, tmp_path), []
-    for durations in ([], [0.1] * 200, [3.0] * 4, [60.0]):  # one slow step of hundreds is not what steps take
+    for durations in ([], [0.1] * 200, [3.0] * 4, [60.0]):  # one slow step in hundreds does not raise the limit
         clock.durations.extend(durations)
         limits.append(watchdog.limit)
     watchdog.close()
     assert limits == [60.0, 5.0, 15.0, 15.0]
 
 
-def test_others_see_the_step_at_once_then_the_phase_and_a_beat_that_moves(clock, tmp_path):
+def test_other_ranks_see_the_step_at_once_then_the_phase_and_a_heartbeat(clock, tmp_path):
     file = tmp_path / "rank0"
     clock.begin_step(12)
-    clock.enter("data")  # as the loader does
+    clock.enter("data")  # as the loader calls it
     first = read_place(file)
     assert (first.step, first.phase) == (12, "data")
     time.sleep(2 * SECONDS_BETWEEN_WRITES)
     clock.enter("backward")
     assert read_place(file).phase == "backward" and read_place(file).counter > first.counter
-    assert look_twice(tmp_path, 1)[1:] == ({0}, False)  # no beat
+    assert look_twice(tmp_path, 1)[1:] == ({0}, False)  # no heartbeat
     assert look_twice(tmp_path, 1, lambda: clock.beat() or clock.enter("update"))[1:] == (set(), True)
     clock.close()
-    assert look_twice(tmp_path, 1)[1] == set()  # it has ended
+    assert look_twice(tmp_path, 1)[1] == set()  # the rank has ended
     assert read_place(tmp_path / "rank1") is None
     file.write_bytes(b"short")
     assert read_place(file) is None
 
 
-def test_a_rank_that_hangs_ends_with_its_stacks_and_only_then_are_they_looked_at(clock, tmp_path):
-    """To look at the stacks of threads that run ended real runs with SIGSEGV, at random and rarely."""
+def test_stacks_are_read_only_when_a_rank_hangs_and_then_it_ends(clock, tmp_path):
+    """Reading the stacks of running threads rarely ended real runs with SIGSEGV."""
     ended, stack = [], tmp_path / "stack0"
     watchdog = watch(clock, tmp_path, hang_timeout=1.5, end=lambda *said: ended.append(said))
     for phase in ("forward", "backward") * 8:
         clock.enter(phase)
         time.sleep(0.1)
-    clock.enter("start")  # where it works, on data say, and is not judged
+    clock.enter("start")  # no limit applies here, for example while data is prepared
     time.sleep(1.6)
     assert not stack.exists() and not ended
     clock.enter("forward")
@@ -101,15 +101,15 @@ def test_a_rank_that_hangs_ends_with_its_stacks_and_only_then_are_they_looked_at
     assert "--- rank 0 on a" in stacks and "wait_until" in stacks and "wait_until" in stack.read_text()
 
 
-def test_the_slowest_rank_and_what_it_is_slow_by():
+def test_the_slowest_rank_and_the_cause():
     even = {"data": 0.1, "compute": 1.0}
     assert slowest([even, even, {"data": 1.5, "compute": 1.0}, even]) == (2, pytest.approx(2.5 / 1.1), "data")
     assert slowest([even, {"data": 0.1, "compute": 3.0}])[::2] == (1, "compute")
     assert slowest([even, even])[1] == 1.0
 
 
-def test_each_second_is_in_one_account_over_restarts(tmp_path, monkeypatch):
-    """A second attempt: the gap between is down time, a repeated step is no training."""
+def test_each_second_is_counted_once_over_restarts(tmp_path, monkeypatch):
+    """A second attempt: the gap counts as down time, a repeated step does not count as training."""
     fake = SimpleNamespace(now=1000.0)
     fake.time = fake.perf_counter = lambda: fake.now
     monkeypatch.setattr(utils.clock, "time", fake)

@@ -1,4 +1,4 @@
-"""Text that people read uses plain, idiomatic technical English: some words and turns of phrase do not occur."""
+"""Text that people read is plain, idiomatic technical English: some words and phrases must not occur."""
 
 import re
 import subprocess
@@ -8,9 +8,9 @@ from ranks import ROOT
 AVOIDED = (
     r"mend(s|ed|ing)?|strangers?|stranger's|torment(s|ed)?|meetings?|anew|whoever|undisturbed|ledger|strikes|seals?",
     r"gone? on with|goes on with|going on with|lives on when|takes orders|no hand on|what comes first|does both",
-    r"(is|are|was|were) said|said so|who is missing|nodes meet|in a sentence|a kill costs",
-    r"st(and|ands|ood|anding) still|(is|are) made again|newest whole|whole checkpoint|micro-batch x|on 1 ranks",
-    r"epoch\(s\)|rank\(s\)|what .{3,20} is said",
+    r"(is|are|was|were) said|said so|who is missing|nodes meet|in a sentence|a kill costs|micro-batch x|on 1 ranks",
+    r"st(and|ands|ood|anding) still|(is|are) made again|newest whole|whole checkpoint|epoch\(s\)|rank\(s\)",
+    r"what .{3,20} is said",
 )
 PATTERN = re.compile(rf"\b({'|'.join(AVOIDED)})", re.IGNORECASE)
 NAMES = re.compile(r"`[^`]*`|\w+_\w+|https?://\S+")  # code in text, identifiers, addresses

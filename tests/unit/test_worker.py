@@ -1,4 +1,4 @@
-"""Loader workers that die or run out of shared memory: the sentence of the error."""
+"""Loader workers that die or run out of shared memory: the error message."""
 
 import contextlib
 import os
@@ -51,8 +51,8 @@ MEGABYTE = torch.zeros(2**20, dtype=torch.uint8)
         ({"x": [MEGABYTE[: 2**19]]}, 2, 5, "may need 18.0 MB; .*, or use --num_workers 0$"),
         (MEGABYTE, 1, 18, None),
         (MEGABYTE, 1, 0, None),  # a tmpfs without a limit
-        (MEGABYTE.clone().share_memory_(), 1, 1, None),  # the data set's own, in shared memory already
-        (["text"] * 100, 1, 1, None),  # goes through a pipe
+        (MEGABYTE.clone().share_memory_(), 1, 1, None),  # a tensor of the data set, already in shared memory
+        (["text"] * 100, 1, 1, None),  # sent through a pipe
     ],
 )
 def test_shared_memory_that_cannot_hold_what_is_prefetched_is_rejected(monkeypatch, batch, count, free_mb, expected):
@@ -62,6 +62,6 @@ def test_shared_memory_that_cannot_hold_what_is_prefetched_is_rejected(monkeypat
         check_shared_memory(batch, count, workers=4, prefetched=2, ranks=2)
 
 
-def test_a_machine_without_shared_memory_is_left_alone(monkeypatch):
+def test_a_machine_without_dev_shm_is_not_checked(monkeypatch):
     monkeypatch.delattr(utils.data.worker.os, "statvfs")
     check_shared_memory(MEGABYTE, 10**9, workers=4, prefetched=2, ranks=2)

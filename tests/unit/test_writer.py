@@ -35,7 +35,7 @@ def lock(tmp_path):
 
 
 def send(writer, lock, folder, step):
-    """What Saver does, but for the thread."""
+    """What Saver does, without its thread."""
     written = payload(step) | {"ema": {"counter": torch.tensor(step), "nothing": torch.empty(0, 3)}}
     written["progress"]["epoch"] = 0
     written["model"]["conv"] = torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)
@@ -47,7 +47,7 @@ def send(writer, lock, folder, step):
     return path, written
 
 
-def test_it_writes_what_it_was_given_once_that_is_committed(writer, lock, tmp_path):
+def test_the_writer_writes_a_job_once_it_is_committed(writer, lock, tmp_path):
     places = set()
     for step in (10, 20, 30):
         path, written = send(writer, lock, tmp_path, step)
@@ -60,16 +60,16 @@ def test_it_writes_what_it_was_given_once_that_is_committed(writer, lock, tmp_pa
         assert all(torch.equal(found["model"][name], tensor) for name, tensor in written["model"].items())
         assert found["model"]["conv"].stride() == written["model"]["conv"].stride() and found["ema"]["counter"] == step
         assert found["ema"]["nothing"].shape == (0, 3) and found["config"] == written["config"]
-    assert len(places) == 1  # the memory is kept
+    assert len(places) == 1  # the shared memory is reused
     assert [path.name for path in checkpoint.step_checkpoints(tmp_path)] == ["step_00000020.pt", "step_00000030.pt"]
 
 
-def test_stop_signals_do_not_end_it_even_right_after_the_fork(lock, tmp_path, monkeypatch):
+def test_stop_signals_do_not_end_the_writer_even_right_after_the_fork(lock, tmp_path, monkeypatch):
     def signal_itself():
         for number in STOP_SIGNALS:
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(os, "setsid", signal_itself)  # what the new process does first
+    monkeypatch.setattr(os, "setsid", signal_itself)  # the first call of the new process
     writer = Writer()
     for number in STOP_SIGNALS:
         os.kill(writer.pid, number)
@@ -77,10 +77,10 @@ def test_stop_signals_do_not_end_it_even_right_after_the_fork(lock, tmp_path, mo
     writer.commit()
     assert not writer.wait(60).problem and path.exists()
     writer.end()
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOP_SIGNALS)  # this process receives them again
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOP_SIGNALS)  # unblocked again in this process
 
 
-def test_a_writer_that_dies_is_replaced_and_the_memory_still_holds_the_state(writer, lock, tmp_path):
+def test_a_killed_writer_is_replaced_and_the_shared_memory_still_holds_the_state(writer, lock, tmp_path):
     path, written = send(writer, lock, tmp_path, 10)
     os.kill(writer.pid, signal.SIGKILL)
     writer.commit()
@@ -92,7 +92,7 @@ def test_a_writer_that_dies_is_replaced_and_the_memory_still_holds_the_state(wri
     assert torch.equal(checkpoint.read(path)[0]["model"]["weight"], written["model"]["weight"])
 
 
-def test_the_commit_of_a_job_that_failed_before_it_does_not_commit_the_next_one(writer, lock, tmp_path):
+def test_a_commit_of_an_already_failed_job_does_not_commit_the_next_one(writer, lock, tmp_path):
     send(writer, lock, tmp_path / "nowhere", 10)
     problem = writer.wait(60).problem
     assert "00010.pt: cannot be written (No such file or directory); it needs 0.0 MB, its folder cannot be" in problem
@@ -121,12 +121,12 @@ def test_nothing_is_committed_to_a_run_that_another_job_has_taken_over(writer, l
         ({(1, 2): 3}, "model: .* dicts whose keys are numbers or text"),
     ],
 )
-def test_what_torch_load_would_reject_is_rejected_at_save_time_by_name(value, problem):
+def test_values_that_torch_load_would_reject_are_rejected_by_name_when_saved(value, problem):
     with pytest.raises(UserError, match=problem):
         checkpoint.flatten({"model": value})
 
 
-def test_weights_that_are_tied_stay_one_tensor():
+def test_tied_weights_stay_one_tensor():
     tied = nn.Linear(3, 3).weight
     flat, tensors = checkpoint.flatten({"a": tied, "b": {"c": tied}, "d": tied.detach().clone()})
     assert len(tensors) == 2 and flat["a"] == flat["b"]["c"] != flat["d"]
@@ -149,11 +149,11 @@ def test_the_digest_changes_with_any_bit_of_any_weight():
 @pytest.mark.parametrize(
     ("digests", "ranks"), [([5, 5, 5, 5], []), ([5, 5, 6, 5], [2]), ([5, 6], [1]), ([6, 5, 5, 5], [0])]
 )
-def test_the_ranks_whose_weights_differ_from_most_are_named(digests, ranks):
+def test_ranks_whose_weights_differ_from_the_majority_are_named(digests, ranks):
     assert diverged(digests) == ranks
 
 
-def test_records_that_do_not_fit_on_a_full_disk_are_written_later_whole_and_once(tmp_path):
+def test_records_that_do_not_fit_on_a_full_disk_are_written_later_complete_and_once(tmp_path):
     path, plain_write = tmp_path / "records.jsonl", os.write
     file = LinesFile(path)
     file.append('{"n": 0}')
@@ -174,7 +174,7 @@ def test_the_users_command_gets_the_latest_path_and_its_failure_is_a_warning(tmp
     may_end.touch()
     while hook.is_running():
         time.sleep(0.05)
-    assert out.read_text() == "step_1.pt\nstep_3.pt\n"  # 2 and 3 came while the first ran, and 3 is later
+    assert out.read_text() == "step_1.pt\nstep_3.pt\n"  # 2 and 3 arrived while the first command ran; 3 is later
     (tmp_path / "a b.pt").write_text("new")
     commands = {
         "false": "ended with exit code 1; the checkpoint is valid",
