@@ -9,13 +9,13 @@ Training speed compares four loops in one process (on each rank):
 
 this template   train.train_one_epoch with the default checks, records and watchdog
 plain loop      tests/plain_loop.py: the same precision, layout, fused optimizer, clipping and schedule; DDP
-minimal loop    the fewest operations that train: no schedule, gradient norm or seeding
+minimal loop    only what training needs: no schedule, gradient norm or seeding
 DDP tutorial    pytorch/examples, ddp-tutorial-series/multigpu_torchrun.py: float32, stock sampler and optimizer
 
-In each round every loop takes two turns of --steps optimizer steps, in forward and in reverse order. Ratios are
-medians over the rounds. The control compares a loop's first turns with its second turns; a row is marked noisy where
-they differ by more than 3 %. Times are rank 0's; CPU time counts all of its threads. The host cost uses a model that
-computes almost nothing.
+In each round every loop takes two turns of --steps optimizer steps, one in forward and one in reverse order. Ratios are
+medians over the rounds. The control compares a loop's first turns with its second turns; a row is marked noisy if they
+differ by more than 3 %. Times are measured on rank 0; CPU time includes all its threads. The host cost is measured with
+a model that computes almost nothing.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from config import TrainingConfig
 
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of this script, and the flags of train.py."""
+    """Split the arguments into this script's options and train.py's flags."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     mode = parser.add_mutually_exclusive_group()
     for name in ("checkpoint", "input", "find-batch"):
         mode.add_argument(f"--{name}", action="store_const", const=name, dest="mode", default="speed")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps per turn")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds; results are medians over them [7]")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps per turn [20]")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
-    parser.add_argument("--ranks", type=int, default=1, help="with --find-batch: ranks of the run, all on this machine")
+    parser.add_argument("--ranks", type=int, default=1, help="with --find-batch: ranks on this machine [1]")
     parser.add_argument(
-        "--memory", type=float, default=0.0, metavar="GIB", help="with --find-batch: limit for each rank"
+        "--memory", type=float, default=0.0, metavar="GIB", help="with --find-batch: memory limit per rank"
     )
     options, flags = parser.parse_known_args(words)
     if min(options.rounds, options.steps, options.ranks) < 1 or options.memory < 0:
@@ -59,7 +59,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 if __name__ == "__main__":
     parse(sys.argv[1:])  # rejects a bad flag before the slow import of torch
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints to the terminal
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silence torch's profiler
 
 import platform
 import shutil
@@ -80,7 +80,7 @@ MODES = {"speed": speed.measure, "checkpoint": checkpoint.measure, "input": inpu
 
 @record
 def main(words: list[str] | None = None) -> int:
-    """Run one mode. Returns the exit code: 1 when losses differ from the plain loop's."""
+    """Run one mode. Returns the exit code: 1 if losses differ from the plain loop's."""
     options, flags = parse(sys.argv[1:] if words is None else words)
     if options.mode == "find-batch":
         find_batch.find(flags, options.ranks, options.memory)

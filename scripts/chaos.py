@@ -63,7 +63,7 @@ class Chaos:
         return self.report()
 
     def places(self) -> list[Place]:
-        """Where each rank is, of those that have started."""
+        """The place of each rank that has started."""
         found = (read_place(self.folder / "watch" / f"rank{rank}") for rank in range(self.options.ranks))
         return [place for place in found if place]
 
@@ -85,7 +85,7 @@ class Chaos:
             time.sleep(0.05)
 
     def wait_for_next_fault(self, launch: subprocess.Popen) -> bool:
-        """Wait for the drawn seconds or steps of training. Returns whether the launch is still running."""
+        """Wait for a random number of seconds or steps of training. Returns whether the launch is still running."""
         draw, first, began = self.random.uniform(0.5, 1.5), self.step(), time.monotonic()
         steps, seconds = self.options.every_steps * draw, self.options.every * draw
         while launch.poll() is None and not self.is_over():
@@ -95,7 +95,7 @@ class Chaos:
         return False
 
     def inject(self, launch: subprocess.Popen) -> None:
-        """Inject one fault and wait for what it ends."""
+        """Inject one fault, and wait for the launch to end if the fault ends it."""
         kind, rank, step = self.random.choice(ALL if self.options.kinds == "all" else KILLS), 0, self.step()
         pids = [place.pid for place in self.places()]
         number = {"terminate": signal.SIGTERM, "stop": signal.SIGSTOP}.get(kind.split()[0], signal.SIGKILL)
@@ -114,7 +114,7 @@ class Chaos:
         self.faults += 1
         whose = "" if kind.endswith(("torchrun", "writer")) else f" (rank {rank})"
         self.say(f"fault {self.faults}: {kind}{whose}, step {step}")
-        if kind != "kill the writer":  # which is replaced while training continues
+        if kind != "kill the writer":  # the writer is replaced while training continues
             launch.wait(END_S)
 
     def report(self) -> int:
@@ -141,8 +141,8 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=0, help="number of faults (0: until the time is up)")
     parser.add_argument("--minutes", type=float, default=0.0, help="duration (0: until the run is completed)")
     parser.add_argument("--every", type=float, default=60.0, help="mean seconds of training between faults")
-    parser.add_argument("--every-steps", type=int, default=0, help="mean optimizer steps between faults, instead")
-    parser.add_argument("--kinds", choices=("kills", "all"), default="kills", help="kills: SIGKILL a rank")
+    parser.add_argument("--every-steps", type=int, default=0, help="mean steps between faults; overrides --every")
+    parser.add_argument("--kinds", choices=("kills", "all"), default="kills", help="kills: only SIGKILL ranks")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, help="file for the output of the launches")
     parser.add_argument("flags", nargs="*", help="flags of train.py, after --")

@@ -1,8 +1,8 @@
 """Export a checkpoint for inference: python scripts/export.py CKPT OUT [--ema] [--format weights|torch.export|onnx]
 
-OUT is one file with the weights and the config, and of image data mean, std and class names; or with --format the
-traced model, its batch size free, which needs none of our code. The script prints the code that uses it. OUT appears
-when it is complete: an export that fails leaves the file that was there.
+OUT is a single file with the weights and the config, plus mean, std and class names for image data; with --format it is
+the traced model, which has a dynamic batch size and needs no code from this repository. The script prints code that
+loads and runs it. OUT is written atomically: a failed export leaves an existing file unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map  # torch has no public one
+from torch.utils._pytree import tree_leaves, tree_map  # torch has no public equivalent
 
 import dataset
 import model as fork
@@ -48,18 +48,18 @@ outputs = session.run(None, {{each.name: x for each, x in zip(session.get_inputs
 
 
 def read(source: Path, use_ema: bool) -> dict[str, Any]:
-    """What an export holds. Raises UserError if the checkpoint has no averaged weights and `use_ema` asks for them."""
+    """The contents of an export. Raises UserError if `use_ema` is set and the checkpoint has no averaged weights."""
     payload, _ = checkpoint.read(source)
     if use_ema and not payload["ema"]:
         raise UserError(f"{source}: has no averaged weights; leave out --ema, or train with --ema_decay 0.999")
     saved = {"model": payload["ema" if use_ema else "model"]}
-    # without settings that name files which may not exist where the export is used
+    # drop the names of files, which may not exist where the export is used
     saved["config"] = payload["config"] | {"init_from": "", "resume_from": ""}
     return saved | {name: payload["provenance"][name] for name in ("classes", "mean", "std")}
 
 
 def example(config: TrainingConfig) -> tuple:
-    """The model's arguments for a batch of two samples of the fork's data. Raises UserError without data."""
+    """The model's inputs for a batch of two training samples. Raises UserError if the data is not available."""
     ctx = setup_distributed(config)
     data = load_data(dataset, config, ctx)
     loader = create_evaluation_dataloader(data.train, config, ctx)
@@ -69,7 +69,7 @@ def example(config: TrainingConfig) -> tuple:
 
 
 def export_program(saved: dict[str, Any], config: TrainingConfig, inputs: tuple, target: Path, kind: str) -> None:
-    """Trace the model, its batch size free, and write it as torch.export or onnx. Raises UserError."""
+    """Trace the model with a dynamic batch size, and write it as torch.export or ONNX. Raises UserError."""
     net = Seams.of(fork).create_model(config, torch.device("cpu")).eval()
     net.load_state_dict(saved["model"])
     batch = torch.export.Dim("batch")
@@ -86,7 +86,7 @@ def export_program(saved: dict[str, Any], config: TrainingConfig, inputs: tuple,
 
 
 def describe(value: Any) -> str:
-    """A tensor's dtype and shape; of a dict or a list, those of what it holds."""
+    """The dtype and shape of a tensor, or of each tensor in a dict or list."""
     if isinstance(value, Tensor):
         return f"{value.dtype} {['batch', *value.shape[1:]]}".replace("'", "")
     if isinstance(value, dict):
@@ -118,7 +118,7 @@ def main() -> int:
             except UserError:
                 if options.format != "weights":
                     raise
-                shapes = "as compute_loss gives them; their shapes are not known without the data"
+                shapes = "as in compute_loss; their shapes are unknown without the data"
         if options.format == "weights":
             replace_file(out, lambda file: torch.save(saved, file))
         else:

@@ -1,13 +1,13 @@
-"""Run a checkpoint over a data set and write its outputs, in the order of the samples, each once.
+"""Run a checkpoint over a data set and write its outputs: each sample once, in the order of the data set.
 
     python scripts/predict.py CKPT [--split val] [--out FILE] [--ema] [flags of train.py]
-    torchrun --standalone --nproc-per-node=4 scripts/predict.py CKPT ...      # FILE on storage that all ranks share
+    torchrun --standalone --nproc-per-node=4 scripts/predict.py CKPT ...      # FILE on storage shared by all ranks
 
-The config is that of the checkpoint; flags change it (--data_dir, --batch_size, ...). The training set keeps its
-augmentation; --augment none turns that of images off. FILE, by default predictions.pt beside the checkpoint's folder,
-is for torch.load(FILE, weights_only=True): {name: tensor [N, ...]} as predict(model, batch) of model.py names them, or
-a list of N tensors where batches have outputs of different shapes. It appears when it is complete. Each rank first
-writes its part beside it (FILE.rank0, ...); parts that a killed process left are removed by the next run to complete.
+The config is read from the checkpoint; flags override it (--data_dir, --batch_size, ...). The training set keeps its
+augmentation; for images, --augment none turns it off. FILE, by default predictions.pt beside the checkpoint's folder,
+is read with torch.load(FILE, weights_only=True): {name: tensor [N, ...]}, with the names that predict(model, batch) in
+model.py returns, or a list of N tensors if shapes differ between batches. It is written atomically. Each rank first
+writes its part beside it (FILE.rank0, ...); parts left by a killed process are removed by the next completed run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from utils.training.seams import Seams
 from utils.training.state import TrainState
 
 Outputs = dict[str, list[Tensor]]
-OTHER_NAMES = "model.predict: returned other names for another batch; return the same for every batch"
+OTHER_NAMES = "model.predict: returned different names for different batches; return the same names for every batch"
 
 
 def main() -> None:
@@ -100,7 +100,7 @@ def choose(data: dict[str, Dataset], split: str) -> Dataset:
 
 @torch.no_grad()
 def predict(seams: Seams, state: TrainState, loader: GlobalBatchLoader, progress) -> tuple[list[int], Outputs]:
-    """The indices of this rank's samples, and for each name its outputs by batch, on the CPU."""
+    """The indices of this rank's samples, and the outputs of each name by batch, on the CPU."""
     net, indices, outputs = state.model.eval(), [], {}
     for step, global_batch in enumerate(loader.global_batches(epoch=0), 1):
         for micro_batch in global_batch:
@@ -119,7 +119,7 @@ def predict(seams: Seams, state: TrainState, loader: GlobalBatchLoader, progress
 
 
 def check_outputs(found: object, samples: int) -> None:
-    """Raises UserError for what is no dict of tensors with one row per sample."""
+    """Raises UserError if this is not a dict of tensors with one row per sample."""
     named = found.items() if isinstance(found, dict) else [("the result", found)]
     for name, each in named:
         if not isinstance(found, dict) or not isinstance(each, Tensor):
@@ -137,11 +137,11 @@ def write(path: Path, value: object) -> None:
 
 
 def merge(out: Path, samples: int, ctx: DistributedContext) -> None:
-    """Put the parts of all ranks into one file, in the order of the samples."""
+    """Merge the parts of all ranks into one file, in the order of the samples."""
     parts = [torch.load(out.with_name(f"{out.name}.rank{rank}"), weights_only=True) for rank in range(ctx.world_size)]
     order = torch.tensor([index for part in parts for index in part["indices"]]).argsort()
     if len(order) != samples:
-        raise RuntimeError(f"{len(order)} outputs for {samples} samples; this is a bug of the loader")
+        raise RuntimeError(f"{len(order)} outputs for {samples} samples; this is a bug in the loader")
     merged = {}
     for name in parts[0]["outputs"]:
         batches = [batch for part in parts for batch in part["outputs"][name]]
@@ -151,7 +151,7 @@ def merge(out: Path, samples: int, ctx: DistributedContext) -> None:
             rows = [row for batch in batches for row in batch]
             merged[name] = [rows[k] for k in order.tolist()]
     write(out, merged)
-    for left in out.parent.glob(f"{glob.escape(out.name)}.rank*"):  # of a killed process with more ranks, too
+    for left in out.parent.glob(f"{glob.escape(out.name)}.rank*"):  # also those of a killed process with more ranks
         left.unlink(missing_ok=True)
 
 

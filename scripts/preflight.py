@@ -22,7 +22,7 @@ from config import TrainingConfig
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[TrainingConfig, str]:
-    """The config from the flags of train.py, and the file of --json."""
+    """The config from train.py's flags, and the file given with --json."""
     parser = argparse.ArgumentParser(prog="preflight.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--json", default="", metavar="FILE")
     own, flags = parser.parse_known_args(argv)
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None:
-    """Take all steps; those with model and data only if all ranks have the same code, settings and data."""
+    """Run all steps; those that use model and data only if all ranks have the same code, settings and data."""
     facts, found = steps.take("facts", gather, ctx), steps.findings
     nodes = verdict.nodes_of(facts)
     leaders = [ranks[0] for ranks in nodes]
@@ -137,14 +137,14 @@ def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None
 def check_folder(
     folder: Path, leaders: list[int], checkpoint: int, config: TrainingConfig, ctx: DistributedContext, steps: Steps
 ) -> None:
-    """One rank of each node uses the folder. If checkpoints of this many bytes go there, rank 0 measures the disk."""
+    """One rank per node tests the folder. If checkpoints (of this many bytes) go there, rank 0 measures the disk."""
     created = steps.take("run folder", lambda: storage.create_probe(folder) if ctx.is_main else "")
     if not created:
         return
     probe, is_leader = Path(created[0]), ctx.rank in leaders
     try:
         if steps.take("shared folder", lambda: storage.use_folder(probe, f"rank{ctx.rank}") if is_leader else None):
-            steps.findings += verdict.findings("shared folder", f"{folder}: every node sees it and can write")
+            steps.findings += verdict.findings("shared folder", f"{folder}: visible and writable on every node")
         measure = functools.partial(storage.measure, probe, checkpoint, config)
         if checkpoint and (disk := steps.take("disk", lambda: measure() if ctx.is_main else None)):
             kept, where = config.keep_last + 2, f"{folder} on {ctx.hosts[0]}"
@@ -155,7 +155,7 @@ def check_folder(
 
 
 def measure_all_reduce(nodes: list[list[int]], ctx: DistributedContext, steps: Steps) -> dict[str, list]:
-    """[bytes, seconds] over all ranks; with several nodes of several ranks also in the slowest node and between."""
+    """[bytes, seconds] over all ranks; with several nodes of several ranks also within and between nodes."""
     groups = {"all ranks": lambda: None}
     if 1 < len(nodes) < ctx.world_size:
         groups["within a node"] = lambda: dist.new_subgroups_by_enumeration(nodes)[0]

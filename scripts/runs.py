@@ -1,10 +1,10 @@
-"""Table of runs with the settings in which they differ, and a plot of their curves.
+"""Print a table of runs with the settings that differ between them, and plot their curves.
 
 python scripts/runs.py [FOLDER ...]                       the runs in runs/, or in the folders given
 python scripts/runs.py runs --plot curves.svg             also plot their curves (training dashed, evaluation solid)
 python scripts/runs.py runs/a runs/b --plot ab.svg --metric loss
-python scripts/runs.py runs/a runs/b --html report.html   a page with figures, curves, timeline and settings of runs
-python scripts/runs.py --compare runs/a runs/b            are the last weights bitwise equal? Exit code 1 if not
+python scripts/runs.py runs/a runs/b --html report.html   an HTML report: figures, curves, timeline and settings
+python scripts/runs.py --compare runs/a runs/b            compare the final weights bitwise; exit code 1 if they differ
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from utils.files import read_json, read_lines
 from utils.table import format_table
 
 NOT_SETTINGS = ("run_dir", "checkpoint_dir", "resume_from", "overwrite", "init_method")
-NO_RECORDS = "metric={}: no run has records of it; give a metric of the eval records"
+NO_RECORDS = "metric={}: no run has recorded it; give a metric of the eval records"
 
 
 class RunInfo:
@@ -40,7 +40,7 @@ class RunInfo:
         self.records = [r for r in records if isinstance(r, dict) and "kind" in r and isinstance(r.get("step"), int)]
 
     def size(self) -> int:
-        """Bytes; a file with several names counts once."""
+        """The size in bytes; hard links count once."""
         files = {path.stat().st_ino: path.stat().st_size for path in self.folder.rglob("*") if path.is_file()}
         return sum(files.values())
 
@@ -58,13 +58,13 @@ def find_runs(folders: list[Path]) -> list[RunInfo]:
 
 
 def metric_of(runs: list[RunInfo]) -> str:
-    """By which the runs choose their best checkpoint: that of most of them, else the loss."""
+    """The metric by which most of the runs choose their best checkpoint, else the loss."""
     names = [run.summary["best_metric"] for run in runs if run.summary.get("best_metric")]
     return max(names, key=names.count, default="loss")
 
 
 def sort(runs: list[RunInfo], by: str) -> list[RunInfo]:
-    """By a setting, or by a metric of the best evaluation: numbers, text, then runs without it. Raises UserError."""
+    """Sort by a setting or a metric of the best evaluation: numbers, text, then runs without it. Raises UserError."""
     values = {id(run): {**run.config, **(run.summary.get("best") or {})}.get(by) for run in runs}
     known = [run for run in runs if values[id(run)] is not None]
     if not known:
@@ -76,7 +76,7 @@ def sort(runs: list[RunInfo], by: str) -> list[RunInfo]:
 
 
 def labels(runs: list[RunInfo]) -> list[str]:
-    """The names of their folders, with the path where two have the same name."""
+    """Their folder names, or the paths if two runs have the same name."""
     names = [run.folder.name for run in runs]
     return names if len({*names}) == len(names) else [str(run.folder) for run in runs]
 
@@ -105,7 +105,7 @@ def plot(runs: list[RunInfo], metric: str) -> str:
     """An SVG with the evaluation curves (solid) and the training curves (dashed) of all runs. Raises UserError."""
     series, marks = [], []
     for k, (label, run) in enumerate(zip(labels(runs), runs, strict=True)):
-        # of up to three runs later lines are drawn over earlier ones, which are wider so that they stay visible
+        # with up to three runs, earlier lines are wider, so that later lines do not hide them
         covering = len(runs) - 1 - k if len(runs) <= 3 else 0
         look = {"color": color(k, len(runs)), "width": 2 + 5 * covering, "opacity": 0.35 if covering else 1.0}
         solid, dashed = run.curve("eval", metric), run.curve("train", metric)
@@ -133,7 +133,7 @@ def weights_digest(folder: Path) -> str:
 
 
 def compare(runs: list[RunInfo]) -> bool:
-    """Whether the last weights of all runs are bitwise equal. Raises UserError."""
+    """Whether the final weights of all runs are bitwise equal. Raises UserError."""
     if len(runs) < 2:
         raise UserError("compare: needs two runs; give their folders")
     digests = [weights_digest(run.folder) for run in runs]
@@ -149,14 +149,14 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("folders", nargs="*", type=Path, default=[Path("runs")])
-    parser.add_argument("--plot", type=svg_file, metavar="FILE.svg", help="plot the curves into this file")
+    parser.add_argument("--plot", type=svg_file, metavar="FILE.svg", help="plot the curves here")
     parser.add_argument(
-        "--metric", default="", help="of the curves: loss, top1, ... [what chooses the best checkpoint]"
+        "--metric", default="", help="metric to show: loss, top1, ... [the one that selects the best checkpoint]"
     )
     parser.add_argument(
-        "--html", type=lambda text: svg_file(text, ".html"), metavar="FILE.html", help="write a report into this file"
+        "--html", type=lambda text: svg_file(text, ".html"), metavar="FILE.html", help="write an HTML report here"
     )
-    parser.add_argument("--sort", default="", metavar="NAME", help="by a setting, or a metric of the best evaluation")
+    parser.add_argument("--sort", default="", metavar="NAME", help="sort by a setting or metric of the best evaluation")
     parser.add_argument("--compare", action="store_true", help="compare the weights; exit code 1 if they differ")
     options = parser.parse_args()
     try:

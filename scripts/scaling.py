@@ -1,13 +1,13 @@
-"""Measure speed by number of ranks, weak and strong, and find the communication flags that help.
+"""Measure weak and strong scaling by number of ranks, and find the communication flags that help.
 
 python scripts/scaling.py [--ranks 1,2,4] [--rounds N] [--json FILE] [--plot FILE.svg] [flags of train.py]
 scripts/launch.sh --scaling FILE.json [flags of train.py]     on each node; FILE on storage that all nodes share
 
-The first command runs 1, 2, 4, ... ranks on this machine, up to its GPUs (or cores). It times train.py's loop with and
-without communication, in turns, predicts the next doublings of weak scaling, and tries the communication flags at the
-largest number of ranks. The last line holds the flags to paste.
+The first command runs 1, 2, 4, ... ranks on this machine, up to its number of GPUs (or cores). It times train.py's loop
+alternately with and without communication, predicts the next doublings of weak scaling, and tries communication flags
+at the largest number of ranks. The last line lists the flags to use.
 
-The second command measures the number of ranks that it was launched with, after one rank alone. FILE collects all
+The second command measures the ranks of the launch, and first a single rank unless FILE has it. FILE collects all
 measurements: start with the first command's --json FILE, then launch on 2, 4, ... nodes with the same flags to get one
 table and one plot.
 """
@@ -29,7 +29,7 @@ from lib.svg import svg_file
 
 
 def numbers(text: str) -> list[int]:
-    """The value of --ranks."""
+    """Parse the value of --ranks."""
     try:
         return sorted({1, *map(int, text.split(","))})
     except ValueError:
@@ -37,20 +37,20 @@ def numbers(text: str) -> list[int]:
 
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of this script, and the flags of train.py."""
+    """Split the arguments into this script's options and train.py's flags."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--ranks", type=numbers, default=[], help="such as 1,2,4; 1 is always included")
-    parser.add_argument("--rounds", type=int, default=5, help="of each measurement; the median counts [5]")
+    parser.add_argument("--ranks", type=numbers, default=[], help="rank counts, such as 1,2,4; 1 is always included")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds per measurement; the median is reported [5]")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps per round [20]")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="all figures; an existing file is extended")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures; an existing file is extended")
     parser.add_argument("--plot", type=svg_file, metavar="FILE.svg")
     options, flags = parser.parse_known_args(words)
     if min(options.rounds, options.steps, *options.ranks) < 1:
         parser.error("--ranks, --rounds and --steps must be 1 or more; omit them for the defaults")
     if "RANK" in os.environ and not options.json:
-        parser.error("--json FILE is missing: the file that collects the measurements, on storage that all nodes share")
+        parser.error("--json FILE is missing; give a file on storage shared by all nodes to collect the measurements")
     TrainingConfig.from_args(flags)
     return options, flags
 
@@ -76,16 +76,16 @@ from utils.run.failures import leave_after
 
 
 def open_report(file: Path, flags: list[str], most: int) -> dict[str, Any]:
-    """What FILE holds already, else a new report. Raises UserError if it belongs to other flags.
+    """The report in FILE, or a new one. Raises UserError if it was measured with other flags.
 
-    most: the ranks whose global batch strong scaling keeps, and from which on the communication flags are tried.
+    most: the number of ranks whose global batch strong scaling keeps, and from which communication flags are tried.
     """
     if not file.exists():
         return {"flags": flags, "most": most, "measured": []}
     try:
         found = {name: json.loads(file.read_text())[name] for name in ("flags", "most", "measured")}
     except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"--json {file}: exists and is no report of this script; give another name") from None
+        raise UserError(f"--json {file}: exists but is not a report of this script; give another name") from None
     if found["flags"] != flags:
         words = " ".join(found["flags"]) or "none"
         raise UserError(f"--json {file}: was measured with other flags ({words}); give another name")
@@ -93,7 +93,7 @@ def open_report(file: Path, flags: list[str], most: int) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any], options: argparse.Namespace) -> None:
-    """Print the report, and write the plot that was asked for."""
+    """Print the report, and write the plot if requested."""
     print(reporting.text(report), flush=True)
     if options.plot:
         config, job = TrainingConfig.from_args(report["flags"]), report["measured"][0]
@@ -104,11 +104,11 @@ def show(report: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def launch(ranks: int, file: Path, options: argparse.Namespace, flags: list[str], threads: str) -> None:
-    """Run this script with so many ranks of this machine, which extends FILE. Raises TrainingError if it fails."""
+    """Run this script on this many ranks of this machine to extend FILE. Raises TrainingError if it fails."""
     print(f"measuring {ranks} rank{'s' * (ranks > 1)}", flush=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
     command += ["--rounds", options.rounds, "--steps", options.steps, "--json", file, *flags]
-    # torchrun would read PET_NNODES and the like of an outer launch
+    # torchrun would read PET_NNODES and similar variables of an outer launch
     env = {"OMP_NUM_THREADS": threads} | {k: v for k, v in os.environ.items() if not k.startswith("PET_")}
     with processes.running(command, stdout=subprocess.DEVNULL, env=env) as process:
         if process.wait():
@@ -116,7 +116,7 @@ def launch(ranks: int, file: Path, options: argparse.Namespace, flags: list[str]
 
 
 def measure_here(options: argparse.Namespace, flags: list[str], config: TrainingConfig) -> None:
-    """Measure one number of ranks after the other on this machine."""
+    """Measure each number of ranks in turn on this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     room = (torch.cuda.device_count() if config.backend in ("auto", "nccl") else 0) or cores
     ranks = options.ranks or [2**k for k in range(room.bit_length())]

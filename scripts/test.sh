@@ -4,7 +4,7 @@
 #   (default)      ruff, shellcheck and all tests that are not marked slow: about six minutes on two cores
 #   --quick        ruff, shellcheck and tests/unit, which need no ranks: at most 90 seconds
 #   --all          the slow tests too: every fault, every misconfiguration, Slurm, nodes, pods, recipes
-#   --fork         what must hold for any model.py and dataset.py: all but tests/builtin
+#   --fork         the tests that must pass for any model.py and dataset.py: all but tests/builtin
 #   --mutations    one-line faults in a copy of the code, one at a time: a default test must fail for each
 #
 # pytest arguments select tests: scripts/test.sh tests/faults -k SIGTERM
@@ -19,7 +19,7 @@ case "${1:-}" in
 esac
 find_python
 
-# what only the tests need; without it they are skipped on a laptop, and fail in CI
+# packages that only the tests need; if they are missing, tests are skipped on a laptop and fail in CI
 if ! "$PYTHON" -c 'import ruff, xdist, kubernetes_validate, kubeflow_trainer_api' 2>/dev/null; then
     "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt \
         ruff pytest-xdist kubernetes-validate kubeflow-trainer-api || true
@@ -29,11 +29,11 @@ if [ "$mode" = all ] && ! "$PYTHON" -c 'import datasets, timm' 2>/dev/null; then
 fi
 [ "$mode" != mutations ] || exec "$PYTHON" tests/mutations.py "$@"
 
-lint() { # lint TOOL COMMAND...: skipped where the tool is not installed, which fails in CI
+lint() { # lint TOOL COMMAND...: if the tool is not installed, skipped on a laptop, an error in CI
     if "$1" --version >/dev/null 2>&1 || "$PYTHON" -m "$1" --version >/dev/null 2>&1; then
         "${@:2}"
     else
-        echo "$1: skipped, it is not installed"
+        echo "$1: not installed, skipped"
         [ -z "${CI:-}" ] || exit 1
     fi
 }
@@ -54,7 +54,7 @@ if [ -z "$has_path" ]; then
         fork) options+=(tests/faults tests/distributed tests/unit) ;;
         *) options+=(tests/faults tests/builtin tests/distributed tests/unit) ;;
     esac
-    # ranks often wait for each other, hence one more process than cores; the tests of a file share its fixtures
+    # ranks often wait for each other, hence one more process than cores; tests in a file share fixtures
     if "$PYTHON" -c 'import xdist' 2>/dev/null; then
         processes=$("$PYTHON" -c 'import os; print(min(8, os.cpu_count() or 1) + 1)')
         options+=(-n "$processes" --dist loadfile --no-loadscope-reorder)

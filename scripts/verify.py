@@ -1,12 +1,12 @@
-"""Check on your own model and data what this template promises, in about a minute:
+"""Check this template's guarantees on your own model and data, in about a minute:
 
 torchrun --standalone --nproc-per-node=4 scripts/verify.py [flags of train.py]
 
-Prints a line per invariant: its figure, or what breaks it and the fix. Exit code 0 if all hold, else 1 (without
-torchrun 2 for unusable flags). It trains for a few steps on a few samples in a folder beside run_dir, which it deletes,
-and writes verified.json beside train.py: runs then report "verified with this code", or which files changed since.
-Use four ranks: with two, a sum has only one order. It takes the flags of train.py, and ignores resume_from, overwrite,
-eval_only and compile.
+Prints one line per invariant: its result, or what breaks it and the fix. Exit code 0 if all hold, else 1 (without
+torchrun, 2 for invalid flags). It trains for a few steps on a few samples in a temporary folder beside run_dir, and
+writes verified.json beside train.py: runs then report "verified with this code", or which files changed since.
+Use four ranks: two ranks have only one summation order. It takes the flags of train.py, but ignores resume_from,
+overwrite, eval_only and compile.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TRAINING_CHECKS = CHECKS[6:]  # skipped if "parameters" is broken
 @record
 def main(argv: Sequence[str] | None = None) -> int:
     config = TrainingConfig.from_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the folder of the short runs is deleted
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the folder of the short runs is deleted
     fork = prepare(config)
     report = Report(fork, sys.argv[1:] if argv is None else list(argv))
     try:
@@ -91,13 +91,13 @@ class Report:
     def __init__(self, fork: Fork, flags: list[str]) -> None:
         self._fork, self._flags, self._prints = fork, flags, fork.ctx.is_main
         self._outcomes: dict[str, dict[str, object]] = {}
-        self._code = provenance.code_digests()  # as it was imported
+        self._code = provenance.code_digests()  # of the code as imported
         ranks = plural(fork.ctx.world_size, "rank")
         self._task = provenance.task_of(fork.new_model(), kind_of(fork.train_set), fork.config)
         precision = str(fork.dtype).removeprefix("torch.")
         self._print(f"verifying {self._task}, {plural(len(fork.train_set), 'sample')}, on {ranks}, in {precision}")
         if fork.ctx.world_size < 4:
-            self._print(f"  note: {ranks} cannot show every order of sums; use --nproc-per-node=4")
+            self._print(f"  note: {ranks} do not exercise every summation order; use --nproc-per-node=4")
 
     @property
     def broken(self) -> list[str]:
@@ -106,19 +106,19 @@ class Report:
     def run(self, check: Callable[[Fork], str]) -> None:
         name, began, broken = check.__name__.replace("_", " "), time.monotonic(), self.broken
         is_skipped = check in TRAINING_CHECKS and "parameters" in broken
-        logging.disable(logging.CRITICAL)  # the log of the short runs
+        logging.disable(logging.CRITICAL)  # silence the short runs
         try:
             if is_skipped:
                 raise Broken("skipped: parameters is broken; fix that first")
             self._note(name, True, check(self._fork), began)
         except UserError as problem:
-            hint = f" (may follow from what is broken above: {', '.join(broken)})" if broken and not is_skipped else ""
+            hint = f" (may be caused by what is broken above: {', '.join(broken)})" if broken and not is_skipped else ""
             self._note(name, False, f"{problem}{hint}", began)
         except Exception as error:
-            # maybe on this rank only, while the others wait for it in a collective: every rank has to end
+            # it may have failed on this rank only, with the others waiting in a collective: every rank has to exit
             rank, is_peers = self._fork.ctx.rank, is_of_a_peer(error)
             if rank or is_peers:
-                time.sleep(3)  # rank 0 reports first if it has the same error; the cause is reported before lost peers
+                time.sleep(3)  # let rank 0 report first if it has the same error, and the cause come before lost peers
             if not is_peers:
                 self._prints = True
                 self._note(name, False, f"rank {rank}: {one_line(error)}; fix that first", began)
@@ -142,7 +142,7 @@ class Report:
         """Write verified.json. Returns whether all invariants hold."""
         now, ctx = provenance.code_digests(), self._fork.ctx
         if edited := [name for name in self._code if now.get(name) != self._code[name]]:
-            text = f"{first_three(edited)}: edited during the checks, so they say nothing about it; run this again"
+            text = f"{first_three(edited)}: edited during the checks; run verify.py again"
             self._note("code", False, text, time.monotonic())
         broken = self.broken
         is_passed = not broken and len(self._outcomes) == len(CHECKS)

@@ -1,5 +1,5 @@
 # Sourced by quickstart.sh and test.sh in the root of the repository: sets $PYTHON to the first interpreter that
-# satisfies requirements.txt, and makes .venv if there is none.
+# satisfies requirements.txt, and creates .venv if there is none.
 # shellcheck shell=bash
 
 satisfies() {
@@ -35,6 +35,6 @@ find_python() {
         echo "environment: $PYTHON"
         return
     done
-    echo "no Python 3.11 or newer was found; install one (python.org or the package manager) and start again" >&2
+    echo "no Python 3.11 or newer found; install one (python.org or the package manager) and start again" >&2
     exit 1
 }

@@ -31,13 +31,13 @@ def own_address_to(address: str) -> str:
 
 
 def addresses() -> dict[str, str]:
-    """Each interface's IPv4 address with its prefix length, {"eth0": "10.0.0.1/24"}; empty if this is not Linux."""
+    """Each interface's IPv4 address with its prefix length, {"eth0": "10.0.0.1/24"}; empty if not on Linux."""
     found = {}
     with suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         import fcntl
 
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no address
+            with suppress(OSError):  # no address
                 query = name.encode().ljust(256, b"\0")
                 codes = (SIOCGIFADDR, SIOCGIFNETMASK)
                 address, mask = (socket.inet_ntoa(fcntl.ioctl(asked, code, query)[20:24]) for code in codes)
@@ -46,7 +46,7 @@ def addresses() -> dict[str, str]:
 
 
 def interface_of(address: str) -> str:
-    """The interface that has this address of this machine; empty if that is unknown."""
+    """The interface of this machine that has this address; empty if unknown."""
     with suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines() if ":" in address else ():
             words = line.split()
@@ -72,9 +72,9 @@ def check_interfaces(env: dict[str, str]) -> None:
 
 
 def why(error: OSError) -> str:
-    """Why a connection failed, in words; the remedies differ."""
+    """Why a connection failed; each cause has a different fix."""
     if error.errno == errno.ECONNREFUSED:
-        return "connection refused, nothing listens there"
+        return "connection refused, nothing is listening there"
     if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
         return "no route to host, or no machine has that address"
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:

@@ -1,4 +1,4 @@
-"""Child processes of scripts/: each leads a session of its own, so that it can be ended with all that it started."""
+"""Child processes of scripts/: each leads its own session, so that it can be ended together with its descendants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def start(command: Sequence[object], **options: Any) -> subprocess.Popen:
 
 
 def end(process: subprocess.Popen, grace: float = GRACE_S) -> None:
-    """Send SIGTERM to the whole group and SIGKILL to what is left of it after `grace` seconds."""
+    """Send SIGTERM to the process group, and SIGKILL to the rest of it after `grace` seconds."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
@@ -29,7 +29,7 @@ def end(process: subprocess.Popen, grace: float = GRACE_S) -> None:
 
 @contextmanager
 def running(command: Sequence[object], grace: float = GRACE_S, **options: Any) -> Iterator[subprocess.Popen]:
-    """Start a program; whatever is left of its group at the end of the block is ended."""
+    """Start a program, and end what remains of its process group when the block exits."""
     process = start(command, **options)
     try:
         yield process
@@ -45,7 +45,7 @@ def run(command: Sequence[object], seconds: float | None = None, **options: Any)
 
 
 def children_of(pid: int) -> list[int]:
-    """The living child processes; none on a system without /proc."""
+    """The running child processes; empty on a system without /proc."""
     found = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The report of runs: one HTML page that needs no network, with figures, curves, timeline, settings and provenance."""
+"""An HTML report of runs, as one self-contained page: figures, curves, timeline, settings and provenance."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from utils.logger import duration
 from utils.metrics import RESERVED
 from utils.report.goodput import ACCOUNTS, share_in_training
 
-MAX_POINTS, MAX_EVENTS, OPEN_PLOTS = 500, 1000, 4  # of a curve, in a table, before the others are folded
-MAX_TEXT = 240  # characters of what an event holds
+MAX_POINTS, MAX_EVENTS, OPEN_PLOTS = 500, 1000, 4  # points per curve, rows per table, unfolded plots
+MAX_TEXT = 240  # characters of an event's details
 DATA_WAIT = "data wait, % of the step time"
 OF_TRAINING = (DATA_WAIT, "samples_per_s", "lr", "grad_norm")  # plotted after the metrics
 STYLE = Path(__file__).with_name("report.css")
 
 
 def page(runs: dict[str, Any], differing: list[str]) -> str:
-    """The page. runs: RunInfo by the name to show; differing: the settings in which they differ."""
+    """The page. runs: RunInfo by the name to show; differing: the names of the settings that differ."""
     lines = {name: timeline.timeline(run.folder, run.records, run.status, run.goodput) for name, run in runs.items()}
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     title = ", ".join(runs) if len(runs) <= 3 else f"{len(runs)} runs"
@@ -55,7 +55,7 @@ def page(runs: dict[str, Any], differing: list[str]) -> str:
 
 
 def headline(run: Any, line: timeline.Timeline) -> dict[str, str]:
-    """The figures of a run that is completed, or of one that is not, as far as it has come."""
+    """The headline figures of a run; if it is not completed, those so far."""
     status, summary, found = run.status, run.summary, accounts(run)
     is_current = summary.get("state") == status.get("state")
     summary = summary if is_current else {}
@@ -86,7 +86,7 @@ def headline(run: Any, line: timeline.Timeline) -> dict[str, str]:
 
 
 def accounts(run: Any) -> dict[str, float]:
-    """Seconds by account: of the summary, or up to now."""
+    """Seconds by account, from the summary if it is current, else up to now."""
     found = {name: run.goodput.get(name) for name in ACCOUNTS}
     if run.summary.get("state") == run.status.get("state"):
         found |= {name: (run.summary.get("time") or {}).get(f"{name}_s") for name in ACCOUNTS}
@@ -135,7 +135,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def by_run(values: dict[str, dict[str, Any]]) -> str:
-    """A table with a column per run. Empty where no run has a value."""
+    """A table with a column per run. Empty if no run has a value."""
     names = list(dict.fromkeys(name for each in values.values() for name in each))
     cell = {run: {name: show(each[name]) if name in each else "" for name in names} for run, each in values.items()}
     rows = ([name, *(cell[run][name] for run in values)] for name in names)
@@ -159,17 +159,17 @@ def curves(runs: dict[str, Any]) -> str:
     plots = [text for name in names if (text := plot(runs, name))]
     few, more = (f'<div class="plots">{"".join(some)}</div>' for some in (plots[:OPEN_PLOTS], plots[OPEN_PLOTS:]))
     rest = folded(f"{len(plots) - OPEN_PLOTS} more plots", more) if len(plots) > OPEN_PLOTS else ""
-    how = "<p>Solid: evaluation. Dashed: training.</p>" * (len(runs) > 1)  # of one run the legend tells
+    how = "<p>Solid: evaluation. Dashed: training.</p>" * (len(runs) > 1)  # a single run has a legend
     return how + few + rest if plots else "<p>No records yet.</p>"
 
 
 def plot(runs: dict[str, Any], name: str) -> str:
-    """Empty where no run has a number of this name."""
+    """Empty if no run has a number of this name."""
     series, marks = [], []
     for k, (label, run) in enumerate(runs.items()):
         train, evaluations = ([r for r in run.records if r["kind"] == kind] for kind in ("train", "eval"))
         is_average = any(r.get("weights") == "ema" for r in evaluations)  # which chooses the best checkpoint
-        has_val = any(r.get("split") == "val" for r in evaluations)  # else the test set is evaluated meanwhile
+        has_val = any(r.get("split") == "val" for r in evaluations)  # else the test set is evaluated during training
         shown = [r for r in evaluations if (r.get("weights") == "ema") == is_average]
         solid = points([r for r in shown if not has_val or r.get("split") == "val"], name)
         dashed = points(train, name)
@@ -199,7 +199,7 @@ def rounded_up(value: float) -> float:
 
 
 def points(records: list[dict[str, Any]], name: str) -> list[tuple[float, float | None]]:
-    """At most about MAX_POINTS of a curve; None where the value was not finite. Empty where no record has a number."""
+    """About MAX_POINTS of a curve at most; None where the value was not finite. Empty if no record has a number."""
     found = [(r["step"], r[name] if isinstance(r[name], int | float) else None) for r in records if name in r]
     found = found[: -1 : -(-len(found) // MAX_POINTS) or 1] + found[-1:]
     return found if any(y is not None for _, y in found) else []
@@ -228,8 +228,8 @@ def timelines(lines: dict[str, timeline.Timeline]) -> str:
         event_table([each for each in events if (each[2]["event"] in routine) == is_routine], len(lines) > 1)
         for is_routine in (False, True)
     ]
-    without = "<p>The times of the attempts are not recorded: an earlier version wrote this run, or it has not begun"
-    text = f'{picture}<div class="legend">{legend}</div>' if picture else f"{without} to train.</p>"
+    without = "<p>No attempt times are recorded: the run was written by an earlier version, or has not started training"
+    text = f'{picture}<div class="legend">{legend}</div>' if picture else f"{without}.</p>"
     few = listed[0] or "<p>No faults, restarts, skipped steps or stragglers.</p>"
     return f'{text}<div class="events">{few}{folded("checkpoints", listed[1])}</div>'
 
@@ -251,6 +251,6 @@ def event_table(events: list[tuple[str, timeline.Timeline, dict[str, Any]]], has
             text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} ...",
         ]
         rows.append([name, *row] if has_names else row)
-    head = ["after", "time (UTC)", "event", "step", "details"]
+    head = ["elapsed", "time (UTC)", "event", "step", "details"]
     left_out = f"<p>The last {MAX_EVENTS:,} of {len(events):,}.</p>" if len(events) > MAX_EVENTS else ""
     return left_out + table(["run", *head] if has_names else head, rows) if rows else ""

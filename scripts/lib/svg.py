@@ -1,4 +1,4 @@
-"""The one plotter of scripts/: lines over titled axes, as the text of an SVG."""
+"""The plotter of scripts/: line plots with titled axes, as SVG text."""
 
 import argparse
 import itertools
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-# Okabe and Ito's palette, which colour-blind people can tell apart
+# the Okabe-Ito palette, which is safe for colour-blind readers
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#7F7F7F")
-LEFT, RIGHT, BOTTOM, HEIGHT, WIDTH = 68, 20, 50, 330, 760  # HEIGHT: of the plot area alone
+LEFT, RIGHT, BOTTOM, HEIGHT, WIDTH = 68, 20, 50, 330, 760  # HEIGHT: of the plot area only
 
 
 def svg_file(text: str, suffix: str = ".svg") -> Path:
@@ -18,7 +18,7 @@ def svg_file(text: str, suffix: str = ".svg") -> Path:
     path = Path(text)
     if path.suffix != suffix or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(
-            f"{text}: cannot be written; give a name that ends in {suffix} in a folder that exists"
+            f"{text}: cannot be written; give a name that ends in {suffix} in an existing folder"
         )
     return path
 
@@ -34,7 +34,7 @@ class Series:
     has_markers: bool = True
     width: float = 2.0
     opacity: float = 1.0
-    tip: str = ""  # of its points, where the plot has tooltips
+    tip: str = ""  # tooltip of its points, if the plot has tooltips
 
 
 def line_plot(
@@ -48,10 +48,10 @@ def line_plot(
     marks: Sequence[tuple[float, str, str]] = (),
     tips: bool = False,
 ) -> str:
-    """All series over one pair of axes, from x = 0 on. x_ticks: (x, text); by default round values.
+    """Plot all series on one pair of axes that starts at x = 0. x_ticks: (x, text); by default round values.
 
-    `marks` are vertical lines: (x, text, color). tips: for a picture in a page: points have tooltips,
-    and a y axis over more than two decades is logarithmic.
+    `marks` are vertical lines: (x, text, color). tips: for a plot in an HTML page, whose points have tooltips and whose
+    y axis is logarithmic if it covers more than two decades.
     """
     points = [point for each in series for point in each.points if point[1] is not None]
     legend = [each for each in series if each.name]
@@ -112,7 +112,7 @@ def line_plot(
 
 
 def color(number: int, count: int) -> str:
-    """One that differs from the others; beyond the palette colors of the same lightness around the wheel."""
+    """A distinct color for each of `count` series: from the palette, or evenly spaced hues if it is too small."""
     return COLORS[number] if count <= len(COLORS) else f"hsl({360 * number // count} 75% 42%)"
 
 
@@ -129,7 +129,7 @@ def _line(x: float, y: float, to_x: float, to_y: float, look: str) -> str:
 
 
 def ticks(last: float) -> list[tuple[float, str]]:
-    """Round values from 0 to `last`, four to ten of them."""
+    """Four to ten round values from 0 to `last`."""
     magnitude = 10.0 ** math.floor(math.log10(last))
     step = next(magnitude * k for k in (0.1, 0.2, 0.25, 0.5, 1.0, 2.0) if last / (magnitude * k) <= 10)
     return [(step * k, f"{step * k:,g}") for k in range(int(last / step) + 1)]

@@ -1,4 +1,4 @@
-"""The attempts of a run over time: what each of them did when, what was lost, and the events, as an SVG."""
+"""A run's attempts over time, as an SVG: what each attempt did, what was lost, and the events."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 from scripts.lib.svg import ticks
 from utils.logger import duration
 
-WIDTH, LEFT, ROW, BAR, TOP = 1160, 8, 74, 26, 30  # of a picture; of a row: its height, its bar, what is above the bar
+WIDTH, LEFT, ROW, BAR, TOP = 1160, 8, 74, 26, 30  # picture; row: height, bar, space above the bar
 PHASES = {
     "training": "training",
     "evaluation": "evaluation",
-    "checkpoints": "writing a checkpoint (beside training)",
+    "checkpoints": "writing a checkpoint (in the background)",
     "start_up": "start-up",
-    "recomputed": "lost work: computed again after the restart",
+    "recomputed": "lost work, recomputed after the restart",
     "down": "not running",
 }
 MARKS = {"fault": 5, "skipped_step": 4, "straggler": 4, "resumed": 4, "checkpoint": 2, "best": 3}  # radius by event
 UNITS = ((2 * 86400, 86400, "days"), (2 * 3600, 3600, "hours"), (120, 60, "minutes"), (0, 1, "seconds"))
 ERROR = re.compile(r"(\S+) (\d+) (\S+) (?:ERROR|CRITICAL) (.*)")
-LOGS_READ = 16  # rank 0's and those of the first others: all ranks notice the same failure
+LOGS_READ = 16  # those of the lowest ranks: all ranks notice the same failure
 
 
 @dataclass
@@ -35,11 +35,11 @@ class Timeline:
     until: float = 0.0
     attempts: int = 0
     segments: list[tuple[float, float, str, str]] = field(default_factory=list)  # from, to, phase, text
-    events: list[dict[str, Any]] = field(default_factory=list)  # `at`: the time, None where the record has none
+    events: list[dict[str, Any]] = field(default_factory=list)  # `at`: the time, or None
 
 
 def timeline(folder: Path, records: list[dict[str, Any]], status: dict[str, Any], goodput: dict[str, Any]) -> Timeline:
-    """What happened when, from goodput.json, the times of the records, and the errors in the logs."""
+    """Build the timeline from goodput.json, the times of the records, and the errors in the logs."""
     records = [record | {"at": seconds_of(record.get("time"))} for record in records]
     found = Timeline(events=[r for r in records if r["kind"] == "event" and r["event"] != "evaluation"])
     names = ("started_at", "training_from", "until", "resumed_at_step", "step")
@@ -52,11 +52,11 @@ def timeline(folder: Path, records: list[dict[str, Any]], status: dict[str, Any]
         later = attempts[k + 1 :]
         next_start = later[0]["started_at"] if later else float("inf")
         own = [r for r in records if r["at"] and attempt["started_at"] <= r["at"] < next_start]
-        # what another process says about a run that has failed may come hours later
+        # another process may write the status of a failed run hours later
         last_sign = None if later or is_failed else seconds_of(status.get("time"))
         own_errors = [(at, text) for at, text in errors if attempt["started_at"] <= at < next_start]
         end = max(attempt["until"], last_sign or 0.0, *(r["at"] for r in own))
-        if own_errors:  # goodput.json is written once a second; the error comes after a time-out
+        if own_errors:  # goodput.json is written once a second; the error may follow a timeout
             end = max(end, min(own_errors[0][0], end + 1.0))
         found.until, where = end, f"attempt {k + 1}, steps {attempt['resumed_at_step']} to {attempt['step']}"
         kept_step = min((a["resumed_at_step"] for a in later), default=float("inf"))
@@ -85,7 +85,7 @@ def timeline(folder: Path, records: list[dict[str, Any]], status: dict[str, Any]
 
 
 def time_of_step(step: float, attempt: dict[str, Any], records: list[dict[str, Any]], end: float) -> float:
-    """About when an attempt had made this step: between the last record up to it and the attempt's end."""
+    """About when an attempt finished this step, interpolated between the last record up to it and the attempt's end."""
     start = (attempt["training_from"], attempt["resumed_at_step"])
     known = [(r["at"] - (r.get("seconds") or 0.0), r["step"]) for r in records if r["step"] <= step]
     at, before = max([start, *known])
@@ -114,7 +114,7 @@ def seconds_of(text: Any) -> float | None:
 
 
 def picture(lines: dict[str, Timeline]) -> str:
-    """A bar for each run that has times, all from its own start on. Empty where there is none."""
+    """One bar per run with recorded times, each from its own start. Empty if no run has any."""
     lines = {name: line for name, line in lines.items() if line.segments}
     if not lines:
         return ""
@@ -142,7 +142,7 @@ def picture(lines: dict[str, Timeline]) -> str:
         for event in line.events:
             x = LEFT + ((event["at"] or line.began) - line.began) * scale
             if event["at"] is None or (place := (event["event"], round(x))) in seen:
-                continue  # thousands of checkpoints are as many pixels at most
+                continue  # draw at most one mark per pixel
             seen.add(place)
             kind = event["event"] if event["event"] in MARKS else "other"
             tip = event.get("text") or f"{event['event'].replace('_', ' ')}, step {event['step']}"

@@ -68,7 +68,7 @@ def test_compare_says_whether_the_weights_are_bitwise_equal(two_runs):
 
 def test_unknown_metrics_and_folders_without_runs_are_rejected(two_runs, tmp_path):
     ended = run_script("runs.py", two_runs.root, "--plot", tmp_path / "curves.svg", "--metric", "f1")
-    assert ended.code == 2 and "metric=f1: no run has records of it; give" in ended.err
+    assert ended.code == 2 and "metric=f1: no run has recorded it; give" in ended.err
     ended = run_script("runs.py", tmp_path)
     assert ended.code == 2 and "has no run (a folder with a status.json); give" in ended.err
 

@@ -18,7 +18,7 @@ from training import Runs, difference, wait_for_step, wait_until
 README = (ROOT / "README.md").read_text()
 TINY = "--image_size 8 --batch_size 4 --dataset_size 160 --num_workers 1 --save_every_steps 5 --log_interval 1".split()
 TINY += "--global_batch_size 8 --deterministic".split()
-LATE = "waiting for node 0 at node0:29500: connection refused, nothing listens there"
+LATE = "waiting for node 0 at node0:29500: connection refused, nothing is listening there"
 
 
 def launch(node, number, *flags, nodes=2, **variables):

@@ -80,7 +80,7 @@ def test_a_node_that_returns_to_a_completed_run_does_not_wait_for_the_others(tmp
     (tmp_path / "status.json").write_text('{"state": "completed"}')
     nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
     assert program.main(["--resume_from", "auto", "--run_dir", str(tmp_path)], nodes) == 0
-    assert "this run is completed, there is nothing left to do" in capsys.readouterr().err
+    assert "this run is completed; there is nothing left to do" in capsys.readouterr().err
 
 
 def test_debug_records_collectives_into_the_runs_folder(plan):
@@ -115,7 +115,7 @@ SECOND_OF_TWO = {"NNODES": "2", "NODE_RANK": "1"}
         (SECOND_OF_TWO | {"MASTER_ADDR": "localhost"}, "MASTER_ADDR=localhost: is (127.0.0.1|::1) on .*; give"),
         (
             SECOND_OF_TWO | {"MASTER_ADDR": "no.invalid", "LAUNCH_WAIT": "1"},
-            "MASTER_ADDR=no.invalid: .* cannot resolve",
+            "MASTER_ADDR=no.invalid: .* could not resolve",
         ),
         (
             SECOND_OF_TWO | {"MASTER_ADDR": "10.0.0.9", "GLOO_SOCKET_IFNAME": "eth77"},

@@ -50,7 +50,7 @@ def test_two_nodes_with_rank_0_and_the_same_launch_id_are_distinguished():
     """Slurm's script and the Kubernetes manifests give all nodes the same id."""
     with hosting(replace(NODES, least=2, rank=0)) as other:
         check_leads_here("127.0.0.1", other.port, other.token)
-        with pytest.raises(UserError, match="127.0.0.1: does not lead to .*, which is NODE_RANK=0 .*; give"):
+        with pytest.raises(UserError, match="127.0.0.1: does not lead to .*, which is NODE_RANK=0 .*; set"):
             check_leads_here("127.0.0.1", other.port, "the token of another host")
 
 

@@ -163,7 +163,7 @@ def test_a_run_that_just_started_or_lacks_files_is_shown(tmp_path, page, missing
             (folder / name).unlink()
     text = " ".join(page(folder).text)
     assert ("unknown" if missing == "all" else "running") in text
-    assert ("are not recorded" in text) == (missing in ("all", "goodput.json metrics.jsonl"))
+    assert ("No attempt times are recorded" in text) == (missing in ("all", "goodput.json metrics.jsonl"))
 
 
 def test_a_page_is_written_only_for_runs_and_only_as_html(tmp_path, monkeypatch, capsys):
@@ -172,7 +172,7 @@ def test_a_page_is_written_only_for_runs_and_only_as_html(tmp_path, monkeypatch,
     monkeypatch.setattr("sys.argv", ["runs.py", str(tmp_path), "--html", f"{tmp_path}/a.htm"])
     with pytest.raises(SystemExit, match="2"):
         script.main()
-    assert "give a name that ends in .html in a folder that exists" in capsys.readouterr().err
+    assert "give a name that ends in .html in an existing folder" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -97,7 +97,7 @@ def test_the_table_and_the_plot_distinguish_measured_and_predicted_points(found)
     [
         (["--ranks", "2,x"], "argument --ranks: 2,x: is not a list of numbers; write --ranks 1,2,4"),
         (["--plot", "/nowhere/x.svg"], "--plot: /nowhere/x.svg: cannot be written; give a name that ends in .svg in a"),
-        (["--plot", "x.png"], "--plot: x.png: cannot be written; give a name that ends in .svg in a folder"),
+        (["--plot", "x.png"], "--plot: x.png: cannot be written; give a name that ends in .svg in an existing folder"),
         (["--rounds", "0"], "must be 1 or more"),
     ],
 )
@@ -118,5 +118,5 @@ def test_a_file_measured_with_other_flags_is_rejected(tmp_path):
     with pytest.raises(UserError, match=r"was measured with other flags \(--lr 1\); give another name"):
         scaling.open_report(file, [], 2)
     file.write_text("[]")
-    with pytest.raises(UserError, match="is no report of this script; give another name"):
+    with pytest.raises(UserError, match="is not a report of this script; give another name"):
         scaling.open_report(file, [], 2)

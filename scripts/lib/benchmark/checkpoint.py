@@ -1,4 +1,4 @@
-"""What saving costs: how long a checkpoint blocks training, and how much slower a run with checkpoints is."""
+"""The cost of checkpoints: how long one blocks training, and how much slower a run with checkpoints is."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from utils.files import replace_file
 def measure(
     options: Any, config: TrainingConfig, ctx: DistributedContext, folder: Path, say: Callable[[str], object]
 ) -> dict[str, Any]:
-    """A run with a checkpoint every --steps steps, one without, and torch.save of the same state take turns.
+    """Alternate between a run with a checkpoint every --steps steps, one without, and torch.save of the same state.
 
-    A turn is two epochs, and the checkpoint comes between them, so that it is written within the turn.
+    A turn is two epochs with the checkpoint between them, so that it is written within the turn.
     """
     half = max(1, options.steps // 2)
     saving, without = (
@@ -54,9 +54,9 @@ def measure(
     ratio = statistics.median(b.wall) / statistics.median(blocked)
     say(f"a checkpoint of {megabytes:.1f} MB in {folder}")
     say(f"torch.save + fsync + rename: {milliseconds(b.wall)}")
-    say(f"training blocked:            {milliseconds(blocked)}, 1/{ratio:.0f} of it")
+    say(f"training blocked:            {milliseconds(blocked)}, 1/{ratio:.0f} of that")
     controls = f"controls {a.control():.3f} and {c.control():.3f}"
-    say(f"a run that saves every {2 * half} steps takes {found['slowdown']:+.1%} longer ({controls})")
+    say(f"saving every {2 * half} steps changes the run time by {found['slowdown']:+.1%} ({controls})")
     return found
 
 

@@ -1,7 +1,7 @@
 """benchmark.py --find-batch: the largest micro-batch that fits in memory, and flags that keep the global batch.
 
-A trial is a run of one step of one micro-batch, in a process with limited memory, so that the machine does not swap.
-Its samples are the first of an epoch: where lengths vary, leave room for longer ones.
+A trial trains for one step on one micro-batch, in a process with limited memory, so that the machine does not swap. It
+uses the first samples of an epoch: if lengths vary, leave room for longer ones.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from utils.batch import tensors_in
 from utils.data.sets import load_data
 from utils.memory import free_memory, gigabytes, is_out_of_memory, own_memory
 
-HEADROOM = 0.05  # of the memory, for fragmentation and what a run holds besides the loop
-NCCL_BYTES = 2**30  # of a device that NCCL's buffers may take on two or more ranks
-FIRST = 32  # samples of the first trial, or --batch_size
-TOLERANCE = 0.05  # of the largest size found
+HEADROOM = 0.05  # fraction of memory for fragmentation and for what a run allocates besides the loop
+NCCL_BYTES = 2**30  # device memory for NCCL's buffers on two or more ranks
+FIRST = 32  # samples of the first trial, unless --batch_size is larger
+TOLERANCE = 0.05  # fraction of the largest size found
 TRIAL_TIMEOUT = 300  # seconds
 CHECKPOINTING = "--activation_checkpointing"
 FITS, TOO_LARGE, TOO_SLOW = "fits", "does not fit", f"takes longer than {TRIAL_TIMEOUT} s"
-# evaluation, compilation and workers are left out: the first needs less than training, the others other memory
+# without evaluation, which needs less memory than training, and compilation and workers, which use other memory
 QUIET = {"num_workers": 0, "compile": "off", "hang_timeout": 0.0, "max_time": 0.0}
 QUIET |= {"max_steps": 1, "global_batch_size": 0, "grad_accum_steps": 1}
 
@@ -66,7 +66,7 @@ class Trial:
 
 
 def one_step(config: TrainingConfig, ctx: DistributedContext, folder: Path, size: int) -> tuple[float, int]:
-    """Train on one micro-batch. Returns the seconds without the wait for it, and the bytes of a checkpoint."""
+    """Train on one micro-batch. Returns the seconds without the data wait, and the bytes of a checkpoint."""
     ours = Ours(dataclasses.replace(config, **QUIET, batch_size=size), ctx, folder, steps=0)
     waited, began = ours.spent()["data"], time.perf_counter()
     ours.epoch()
@@ -78,7 +78,7 @@ def one_step(config: TrainingConfig, ctx: DistributedContext, folder: Path, size
 
 
 def available_memory(device: torch.device, ranks: int, gib: float) -> int:
-    """Bytes that each of so many ranks of this machine may use. gib: given by the user, or 0. Raises UserError."""
+    """Bytes that each of `ranks` ranks on this machine may use. gib: given by the user, or 0. Raises UserError."""
     if device.type == "cuda":  # each rank has its own device; the data set may be on it already
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - NCCL_BYTES * (ranks > 1)
         memory = min(free, int(gib * 2**30)) if gib else free
@@ -92,9 +92,9 @@ def available_memory(device: torch.device, ranks: int, gib: float) -> int:
 
 
 def limit_memory(device: torch.device, memory: int) -> None:
-    """Limit this process to so many bytes: of the device, or its resident memory now and the rest in new pages.
+    """Limit this process to `memory` bytes: of the device, or its current resident memory plus the rest in new pages.
 
-    Call it after one pass: library pages that are read later are not counted.
+    Call it after one pass: library pages that are loaded later are not counted.
     """
     if device.type == "cuda":
         total = torch.cuda.mem_get_info(device)[1]
@@ -122,7 +122,7 @@ def run_trial(size: int, ranks: int, gib: float, folder: Path, flags: list[str])
             seconds, checkpoint = one_step(config, ctx, folder / "second", size)
             if ctx.device.type == "cuda":
                 needs = torch.cuda.max_memory_reserved(ctx.device)
-            else:  # with the checkpoint's copy in shared memory, and the writer's archive
+            else:  # including the checkpoint's copy in shared memory and the writer's archive
                 needs = own_memory("VmHWM") + 2 * checkpoint
             found = {"outcome": FITS if needs <= memory else TOO_LARGE, "needs": needs, "seconds": seconds}
     except UserError as error:
@@ -135,7 +135,7 @@ def run_trial(size: int, ranks: int, gib: float, folder: Path, flags: list[str])
 
 
 def start_trial(size: int, ranks: int, gib: float, flags: list[str]) -> dict[str, Any]:
-    """What the trial printed. Raises UserError where the flags cannot be used."""
+    """Run a trial in a new process. Returns what it printed. Raises UserError if the flags cannot be used."""
     with tempfile.TemporaryDirectory(prefix="find-batch-") as folder:
         command = [sys.executable, __file__, str(size), str(ranks), str(gib), folder, *flags]
         try:

@@ -22,7 +22,7 @@ from utils.data.loader import create_distributed_dataloader
 from utils.data.sets import load_data
 from utils.table import format_table
 
-MAX_SAMPLES = {True: 16_384, False: 2_048}  # of one turn: in memory, from files
+MAX_SAMPLES = {True: 16_384, False: 2_048}  # per turn: in memory, from files
 WORKERS = (0, 1, 2)
 
 

@@ -25,7 +25,7 @@ ORACLE = Path(__file__).resolve().parents[3] / "tests" / "plain_loop.py"
 
 
 class RankSubset(Dataset):
-    """Every world_size-th sample, with batches on the device: what one rank of the plain loops trains on."""
+    """One rank's samples in the plain and minimal loops: every world_size-th one, with batches on the device."""
 
     def __init__(self, source: Dataset, ctx: DistributedContext) -> None:
         self._source, self._device = source, ctx.device
@@ -77,7 +77,7 @@ def plain(config: TrainingConfig, ctx: DistributedContext, precision: Precision)
 
 
 def minimal(config: TrainingConfig, ctx: DistributedContext, precision: Precision) -> Iterator[None]:
-    """The fewest operations that train: no schedule, gradient norm or seeding, and stock BatchNorm."""
+    """Only what training needs: no schedule, gradient norm or seeding, and stock BatchNorm."""
     data = RankSubset(fork_dataset.create_dataset(config, "train"), ctx)
     transform = getattr(data, "device_transform", lambda batch, *_: batch)
     fetch = getattr(data, "__getitems__", lambda chosen: [data[k] for k in chosen])

@@ -18,16 +18,16 @@ from utils.run.failures import start_watchdog
 from utils.run.resume import open_run
 from utils.signals import StopSignals
 
-EPOCHS = 1000  # of the schedule, more than are measured
+EPOCHS = 1000  # of the schedule; fewer are measured
 
 
 class Ours:
-    """Consensus, watchdog, records, TensorBoard and checkpoint writer as in a run, but nothing on the terminal.
+    """Consensus, watchdog, records, TensorBoard and checkpoint writer as in a run, but without terminal output.
 
     Create it on all ranks, after `setup_distributed`.
 
     Args:
-        folder: must not hold a run.
+        folder: must not contain a run.
         steps: optimizer steps of an epoch; 0: the whole training set, or `max_steps`.
     """
 
@@ -38,7 +38,7 @@ class Ours:
             config = dataclasses.replace(config, dataset_size=self.samples, epochs=EPOCHS, max_steps=0, max_time=0.0)
         self._run = open_run(config, ctx)
         logger = setup_logger(ctx.rank, self._run.log_file)
-        self._nowhere = open(os.devnull, "w")  # open as long as the run
+        self._nowhere = open(os.devnull, "w")  # closed with the run
         for handler in logger.handlers:
             if isinstance(handler, logging.StreamHandler):
                 handler.setStream(self._nowhere)

@@ -32,7 +32,7 @@ from utils.training.precision import Precision
 from utils.training.seams import Seams
 
 TEMPLATE, PLAIN, MINIMAL, TUTORIAL = NAMES = ("this template", "plain loop", "minimal loop", "DDP tutorial")
-HOST_STEPS, HOST_ROUNDS = 5, 6  # per --steps and --rounds, where the model costs nothing: many short turns
+HOST_STEPS, HOST_ROUNDS = 5, 6  # multiples of --steps and --rounds for the costless model: many short turns
 
 
 class Comparison:
@@ -58,7 +58,7 @@ class Comparison:
         self.candidates = {name: Candidate(name, epoch) for name, epoch in epoch_of.items()}
 
     def run(self, rounds: int, report: Callable[[str], object] = lambda text: None) -> dict[str, dict[str, Any]]:
-        """Take all turns, and end the run. Returns the figures of each loop by its name."""
+        """Take all turns, and end the run. Returns the figures of each loop by name."""
         candidates, device = list(self.candidates.values()), self._ctx.device
         for each in candidates:
             each.epoch()
@@ -87,7 +87,7 @@ class Comparison:
         return rows
 
     def equality(self) -> dict[str, int]:
-        """Log intervals, and those whose loss equals the plain loop's bit for bit. On one rank, where batches agree."""
+        """The number of log intervals, and of those with exactly the plain loop's loss. Zero on several ranks."""
         if self._ctx.world_size > 1:
             return {"intervals": 0, "equal": 0}
         every, found = self.config.log_interval, self.ours.losses()
@@ -179,7 +179,7 @@ def flops_per_sample(ours: Ours) -> float:
 
 
 def count(epoch: Callable[[], object], device: torch.device) -> dict[str, float]:
-    """Run an epoch: its collectives in all groups, and the peak memory in bytes (of the process without a GPU)."""
+    """Run an epoch. Returns its collectives in all groups, and peak memory in bytes (without a GPU: the process's)."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:

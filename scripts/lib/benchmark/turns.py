@@ -14,7 +14,7 @@ MAX_CONTROL_ERROR = 0.03  # a larger one is shown beside the figures
 
 @dataclass
 class Candidate:
-    """Something that runs for one epoch, always of the same number of samples."""
+    """Something that runs one epoch of a fixed number of samples."""
 
     name: str
     epoch: Callable[[], object]
@@ -43,7 +43,7 @@ class Candidate:
         return statistics.median(a / b for a, b in zip(self.rounds(kind), other.rounds(kind), strict=True))
 
     def control(self, kind: str = "wall") -> float:
-        """This candidate's first turns over its second turns: what differs from 1 is noise."""
+        """This candidate's first turns over its second turns; the difference from 1 is noise."""
         turns = getattr(self, kind)
         return statistics.median(turns[::2]) / statistics.median(turns[1::2])
 

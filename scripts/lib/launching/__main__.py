@@ -1,4 +1,4 @@
-"""The program behind scripts/launch.sh. Standard library only, so that it answers at once."""
+"""The program behind scripts/launch.sh. Standard library only, so that it starts at once."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def main(argv: Sequence[str], env: dict[str, str]) -> int:
 def launch(argv: Sequence[str], env: dict[str, str]) -> int:
     """Raises UserError."""
     options, flags = read_flags([*argv], env)
-    config = TrainingConfig.from_args(flags)  # --print-config ends here
+    config = TrainingConfig.from_args(flags)  # --print-config exits here
     status, saved = (read_json(config.run_folder / name) for name in ("status.json", "config.json"))
     is_training = not (options.preflight or options.scaling)
     is_completed = status.get("state") == "completed" and not config.asks_for_more_than(saved)
     if read_nodes(options).most > 1 and is_training and config.resume_from == "auto" and is_completed:
-        say(f"{config.run_folder}: this run is completed, there is nothing left to do")  # the other nodes may be gone
+        say(f"{config.run_folder}: this run is completed; there is nothing left to do")  # the other nodes may be gone
         return 0
     plan = make_plan(options, flags, config, env)
     if not options.dry_run:
         create_log_folder(plan)
     if options.detach and not options.dry_run:
         return detach(argv, plan)
-    say(f"sets {shlex.join(f'{name}={value}' for name, value in plan.settings.items())}")
+    say(f"environment: {shlex.join(f'{name}={value}' for name, value in plan.settings.items())}")
     if options.dry_run:
         print(shlex.join(plan.command))
         return 0

@@ -20,30 +20,30 @@ from scripts.lib.network import check_interfaces, interface_of, is_loopback, own
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGHUP)
 DESCRIPTION = """\
-Start train.py on this node; run it on each node of the job, with train.py's flags and the ones below. Each flag that
-names a variable may be given as that environment variable instead.
+Start train.py on this node. Run it on each node of the job, with train.py's flags and the ones below. Variables such as
+NNODES can be set in the environment instead of by flag.
 
-One node uses a private port. With several, NODE_RANK selects static rendezvous; MAX_RESTARTS or NNODES=MIN:MAX select
+One node uses a private port. With several, NODE_RANK selects static rendezvous; MAX_RESTARTS or NNODES=MIN:MAX selects
 torchrun's c10d, which is unauthenticated: keep its port on a private network.
 SIGTERM, SIGINT and SIGUSR1 save and stop; a second SIGINT kills.
-Exit codes: 0 completed, 2 rejected, 75 preempted and saved (start it again), else 1."""
-FLAGS = {  # name: (default, help); the variable has the name of the flag, or that of VARIABLES
+Exit codes: 0 completed, 1 failed, 2 rejected, 75 preempted and saved (start it again)."""
+FLAGS = {  # name: (default, help); the variable is the flag's name in upper case, or listed in VARIABLES
     "nnodes": ("1", "number of nodes, or MIN:MAX"),
-    "nproc-per-node": ("", "processes on this node [its GPUs, else 1]"),
+    "nproc-per-node": ("", "processes on this node [number of GPUs, or 1]"),
     "node-rank": ("", "number of this node, 0 to NNODES - 1"),
     "master-addr": ("", "name or address of node 0, as the other nodes see it"),
-    "master-port": ("29500", "a free port of node 0 [29500]"),
-    "max-restarts": ("0", "restarts by torchrun itself (c10d) [0]"),
-    "rdzv-backend": ("", "static or c10d [follows from the others]"),
-    "retries": ("0", "how often to start a failed or preempted launch again [0]"),
-    "wait": ("", "seconds to wait for the other nodes [900; 15 for a name or route that does not exist]"),
+    "master-port": ("29500", "a free port on node 0 [29500]"),
+    "max-restarts": ("0", "restarts by torchrun (c10d) [0]"),
+    "rdzv-backend": ("", "static or c10d [derived from the other flags]"),
+    "retries": ("0", "how often to relaunch after a failure or preemption [0]"),
+    "wait": ("", "seconds to wait for the other nodes [900; 15 if the name or route does not exist]"),
 }
 VARIABLES = {"retries": "LAUNCH_RETRIES", "wait": "LAUNCH_WAIT"}
 SWITCHES = {
     "preflight": "check the nodes instead of training (scripts/preflight.py)",
     "debug": "record collectives into the run folder",
-    "detach": "run in the background; survives the terminal",
-    "dry-run": "print what would be started",
+    "detach": "run in the background, even after the terminal closes",
+    "dry-run": "print the command without running it",
 }
 DEBUG = {  # verbose logs and the flight recorder
     "TORCH_DISTRIBUTED_DEBUG": "INFO",  # DETAIL segfaults under DDP with gloo (torch 2.15.0)
@@ -59,13 +59,13 @@ class Plan:
     """What launch.sh starts."""
 
     command: list[str]
-    settings: dict[str, str]  # environment variables, where the user has not set them
+    settings: dict[str, str]  # environment variables that the user has not set
     nodes: Nodes
     run_folder: Path
     log_folder: Path
     retries: int
     patience: int  # 0: the default
-    is_training: bool  # otherwise torchrun's exit code is launch.sh's
+    is_training: bool  # if not, launch.sh exits with torchrun's exit code
 
 
 def make_parser(env: dict[str, str]) -> argparse.ArgumentParser:
@@ -84,7 +84,7 @@ def make_parser(env: dict[str, str]) -> argparse.ArgumentParser:
         if "-" in name:
             parser.add_argument(f"--{name.replace('-', '_')}", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument(
-        "--scaling", metavar="FILE.json", default="", help="measure samples/s by number of ranks instead"
+        "--scaling", metavar="FILE.json", default="", help="measure samples/s by number of ranks instead of training"
     )
     for name, text in SWITCHES.items():
         parser.add_argument(f"--{name}", action="store_true", help=text)
@@ -92,7 +92,7 @@ def make_parser(env: dict[str, str]) -> argparse.ArgumentParser:
 
 
 def read_flags(argv: list[str], env: dict[str, str]) -> tuple[argparse.Namespace, list[str]]:
-    """launch.sh's own flags, and the rest for train.py. Raises UserError."""
+    """Split the arguments into launch.sh's flags and train.py's. Raises UserError."""
     try:
         return make_parser(env).parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -123,7 +123,7 @@ def read_nodes(options: argparse.Namespace) -> Nodes:
             raise UserError(f"NODE_RANK: is not set, with NNODES={options.nnodes}; give 0 to {most - 1}, one per node")
         if is_elastic:
             what = f"MAX_RESTARTS={restarts}" if restarts else f"NNODES={options.nnodes}"
-            raise UserError(f"{what}: static rendezvous hangs at a restart; unset RDZV_BACKEND, or give --retries")
+            raise UserError(f"{what}: static rendezvous hangs on restart; unset RDZV_BACKEND, or give --retries")
     if most > 1 and not options.master_addr:
         raise UserError(f"MASTER_ADDR: is not set, with NNODES={options.nnodes}; give the name or address of node 0")
     port = integer("MASTER_PORT", options.master_port, 1)
@@ -133,7 +133,7 @@ def read_nodes(options: argparse.Namespace) -> Nodes:
 
 
 def count_gpus(env: dict[str, str]) -> int:
-    """The GPUs that a process started here would see, without asking CUDA."""
+    """The number of GPUs that a process started here would see, without initializing CUDA."""
     if "CUDA_VISIBLE_DEVICES" in env:
         listed = [word.strip() for word in env["CUDA_VISIBLE_DEVICES"].split(",") if word.strip()]
         return listed.index("-1") if "-1" in listed else len(listed)
@@ -153,13 +153,13 @@ def own_address(nodes: Nodes, patience: float) -> tuple[str, bool]:
             break
         except OSError as error:
             if wait.seconds >= patience:
-                text = f"{host} cannot resolve this name in {wait.seconds:.0f} s ({error.strerror})"
+                text = f"{host} could not resolve this name within {wait.seconds:.0f} s ({error.strerror})"
                 raise UserError(f"{given}: {text}; {fix}") from None
             wait.say(f"the name {nodes.address} to resolve", fix)
             time.sleep(1)
     routable = [address for address in found if not is_loopback(address)]
     if not routable:
-        fix = "give node 0's address in the shared network, or fix /etc/hosts (Debian puts a host's name at 127.0.1.1)"
+        fix = "give node 0's address in the shared network, or fix /etc/hosts (Debian maps a host's name to 127.0.1.1)"
         raise UserError(f"{given}: is {found[0]} on {host}, which the other nodes cannot reach; {fix}")
     try:
         own = own_address_to(routable[0])
@@ -187,7 +187,7 @@ def make_plan(options: argparse.Namespace, flags: list[str], config: TrainingCon
         "TORCH_GLOO_LAZY_INIT": "1",  # fewer sockets
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # a fresh store for each restart
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"[{host} ${{rank}}] ",
-        "PET_SIGNALS_TO_HANDLE": ",".join(heard),  # PET_*: flags of torchrun that an older one ignores
+        "PET_SIGNALS_TO_HANDLE": ",".join(heard),  # PET_*: torchrun flags that older versions ignore
         "PET_SHUTDOWN_TIMEOUT": "300",  # for a large save
     }
     log_folder = config.run_folder.with_name(f"{config.run_folder.name}.launch")

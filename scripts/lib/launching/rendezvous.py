@@ -1,4 +1,4 @@
-"""The nodes find each other on MASTER_PORT before torchrun starts, which would wait for minutes and name nobody.
+"""The nodes find each other on MASTER_PORT before torchrun starts: it would wait for minutes and not list missing ones.
 
 Every second each node connects to node 0, receives {"host", "token", "port"}, checks that the other port is open too,
 sends {"node", "rank", "host", "nnodes"}, and receives {"missing"}, {"error"}, or {"go"} with the launch's id. Messages
@@ -25,8 +25,8 @@ from scripts.lib.network import why
 LINE_INTERVAL_S = 10.0
 POLL_S = 1.0
 ABSENT_AFTER_S = 5.0  # without a poll
-ERROR_PATIENCE_S = 8.0  # for what may pass: node 0 is just leaving, or remembers a node that was restarted
-PATIENCE_S = 900.0  # for other nodes, which may still pull an image or end an earlier attempt
+ERROR_PATIENCE_S = 8.0  # for transient errors: node 0 is shutting down, or remembers a node that was restarted
+PATIENCE_S = 900.0  # for other nodes, which may still be pulling an image or ending an earlier attempt
 ROUTE_PATIENCE_S = 15.0  # for a name or a route that does not exist
 ANSWER_S = 4.0  # to connect, and for each message
 PORT_PATIENCE_S = 10.0  # for an earlier attempt to free its port
@@ -34,7 +34,7 @@ PADDING = "x" * 100_000  # larger than any frame
 
 
 class NodesMissing(Exception):
-    """A node did not come in time. Exit code 1: it may come the next time."""
+    """A node did not connect in time. Exit code 1, since the next attempt may succeed."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def say(text: str) -> None:
 
 
 class Wait:
-    """The time of a wait."""
+    """Times a wait, and prints what it waits for."""
 
     def __init__(self) -> None:
         self._began, self._lines = time.monotonic(), 0
@@ -76,14 +76,14 @@ class Wait:
 
 
 def find_nodes(nodes: Nodes, patience: float, launch_id: str, is_first_attempt: bool) -> str:
-    """Wait until all nodes are there. Returns node 0's launch id. Raises UserError and NodesMissing.
+    """Wait until all nodes are connected. Returns node 0's launch id. Raises UserError and NodesMissing.
 
     Args:
-        patience: seconds; 0 is the default, which is short for a route that does not exist.
+        patience: seconds; 0 is the default, which is shorter if there is no route.
     """
     seconds = patience or PATIENCE_S
     if not nodes.is_host:
-        has_seen_node_0 = not is_first_attempt  # it may be on its way back
+        has_seen_node_0 = not is_first_attempt  # it may be restarting
         return join(nodes, seconds, seconds if patience or has_seen_node_0 else ROUTE_PATIENCE_S, launch_id)
     host = Host(nodes, launch_id)
     try:
@@ -95,11 +95,11 @@ def find_nodes(nodes: Nodes, patience: float, launch_id: str, is_first_attempt: 
 
 
 class Host:
-    """Node 0's side: answers polls until all nodes are there."""
+    """Node 0's side: answers polls until all nodes are connected."""
 
     def __init__(self, nodes: Nodes, launch_id: str) -> None:
         self._nodes, self._id, self._is_complete = nodes, launch_id, False
-        self.token = secrets.token_hex(8)  # of this process: a scheduler may give all nodes one launch id
+        self.token = secrets.token_hex(8)  # identifies this process: a scheduler may give all nodes the same launch id
         self._lock = threading.Lock()
         self._present: dict[str, tuple[int, str, float]] = {}  # node: its rank, its host, the time of its last poll
         self._listener, self._other = _listen(nodes.port), _listen(0)
@@ -138,7 +138,7 @@ class Host:
             return f"NODE_RANK={rank}: is node 0's or outside NNODES={nnodes}; give 1 to {nodes.most - 1}"
         for other, (its_rank, its_host, _) in self._present.items() if nodes.rank >= 0 else ():
             if its_rank == rank and other != node:
-                return f"NODE_RANK={rank}: {its_host} has it already; give {host} another"
+                return f"NODE_RANK={rank}: is already used by {its_host}; give {host} another"
         return ""
 
     def _missing(self) -> str:
@@ -150,7 +150,7 @@ class Host:
         return f"node{'s' * (len(ranks) > 1)} {', '.join(ranks)} of {nodes.most}"
 
     def wait(self, seconds: float) -> None:
-        """Until all nodes are there and have received the id. Raises NodesMissing."""
+        """Wait until all nodes are connected and have received the id. Raises NodesMissing."""
         wait = Wait()
         while not self._is_complete:
             with self._lock:
@@ -177,7 +177,7 @@ class Host:
 def join(
     nodes: Nodes, seconds: float, route_seconds: float, launch_id: str, error_seconds: float = ERROR_PATIENCE_S
 ) -> str:
-    """Poll node 0 until all nodes are there. Returns node 0's launch id. Raises UserError and NodesMissing."""
+    """Poll node 0 until all nodes are connected. Returns node 0's launch id. Raises UserError and NodesMissing."""
     node, node_0, wait = secrets.token_hex(8), f"node 0 at {nodes.address}:{nodes.port}", Wait()
     reached_at, padding = 0.0, PADDING
     while True:
@@ -190,9 +190,9 @@ def join(
             if "go" in reply:
                 return reply["go"]
             reached_at, padding = wait.seconds, ""
-            text = f"{node_0}: another program listens there, perhaps an earlier attempt"
+            text = f"{node_0}: another program is listening there, perhaps an earlier attempt"
             if reply:
-                text, fix = reply["missing"], f"{node_0} is there"
+                text, fix = reply["missing"], f"{node_0} is connected"
         except UserError as problem:
             text, error, tolerance = str(problem), str(problem), error_seconds
         except OSError as problem:
@@ -200,9 +200,9 @@ def join(
                 reached_at = wait.seconds
             text, tolerance = f"{node_0}: {why(problem)}", route_seconds
             error = (
-                f"MASTER_ADDR={nodes.address}: cannot be reached from {socket.gethostname()} in {wait.seconds:.0f} s"
-                f" ({why(problem)}); check MASTER_ADDR, the route and the firewall, and that launch.sh runs there with"
-                " NODE_RANK=0"
+                f"MASTER_ADDR={nodes.address}: could not be reached from {socket.gethostname()} within"
+                f" {wait.seconds:.0f} s ({why(problem)}); check MASTER_ADDR, the route and the firewall, and that"
+                " launch.sh runs there with NODE_RANK=0"
             )
         if error and wait.seconds - reached_at >= tolerance:
             raise UserError(error)
@@ -213,7 +213,7 @@ def join(
 
 
 def ask(nodes: Nodes, node: str, padding: str) -> dict[str, Any]:
-    """One poll; empty if what listens there is not node 0's launch.sh. Raises OSError and UserError."""
+    """Poll once; empty if another program than node 0's launch.sh is listening. Raises OSError and UserError."""
     host, given = socket.gethostname(), f"MASTER_ADDR={nodes.address}"
     with socket.create_connection((nodes.address, nodes.port), ANSWER_S) as connection:
         file = connection.makefile("rw")
@@ -222,16 +222,16 @@ def ask(nodes: Nodes, node: str, padding: str) -> dict[str, Any]:
         try:
             socket.create_connection((nodes.address, greeting["port"]), ANSWER_S).close()
         except OSError as error:
-            text = f"MASTER_PORT is open to {host} and port {greeting['port']} is not ({why(error)})"
-            fix = "open all ports between the nodes, since gloo, NCCL and the stores choose theirs"
+            text = f"MASTER_PORT is open to {host}, but port {greeting['port']} is not ({why(error)})"
+            fix = "open all ports between the nodes, since gloo, NCCL and the stores choose their own"
             raise UserError(f"{given}: {text}; {fix}") from None
         try:
             message = {"node": node, "rank": nodes.rank, "host": host, "nnodes": nodes.nnodes, "padding": padding}
             _send(file, message)
             reply = _receive(file)
         except TimeoutError:
-            text = f"small packets pass to and from {host}, large ones do not"
-            raise UserError(f"{given}: {text}; give all nodes the MTU that the switch supports") from None
+            text = f"small packets pass to and from {host}, but large ones do not"
+            raise UserError(f"{given}: {text}; set the MTU of all nodes to one that the switch supports") from None
         if not reply:
             raise ConnectionResetError(errno.ECONNRESET, "node 0 has left")
         if "error" in reply:
@@ -240,7 +240,7 @@ def ask(nodes: Nodes, node: str, padding: str) -> dict[str, Any]:
 
 
 def check_leads_here(address: str, port: int, token: str) -> None:
-    """On node 0: MASTER_ADDR leads to this process. Raises UserError."""
+    """On node 0: check that MASTER_ADDR leads to this process. Raises UserError."""
     try:
         with socket.create_connection((address, port), ANSWER_S) as connection, connection.makefile() as file:
             greeting = _receive_greeting(file)
@@ -249,7 +249,7 @@ def check_leads_here(address: str, port: int, token: str) -> None:
         greeting, problem = {}, why(error)
     if greeting.get("token") != token:
         text = f"does not lead to {socket.gethostname()}, which is NODE_RANK=0 ({problem})"
-        fix = "give an address of this node as MASTER_ADDR, or this node another NODE_RANK"
+        fix = "set MASTER_ADDR to an address of this node, or give this node another NODE_RANK"
         raise UserError(f"MASTER_ADDR={address}: {text}; {fix}")
 
 
@@ -274,7 +274,7 @@ def _send(file: TextIO, message: dict[str, Any]) -> None:
 
 
 def _receive(file: TextIO) -> dict[str, Any]:
-    """The next line; empty if it is not one of ours. Raises OSError."""
+    """The next message; empty if it is not valid. Raises OSError."""
     with contextlib.suppress(ValueError):
         message = json.loads(file.readline(2 * len(PADDING)))
         return message if isinstance(message, dict) else {}
@@ -282,6 +282,6 @@ def _receive(file: TextIO) -> dict[str, Any]:
 
 
 def _receive_greeting(file: TextIO) -> dict[str, Any]:
-    with contextlib.suppress(OSError):  # torchrun's store waits for a request
+    with contextlib.suppress(OSError):  # torchrun's store sends nothing before a request
         return _receive(file)
     return {}

@@ -1,4 +1,4 @@
-"""Run torchrun to its end: signals, retries and the exit code of the launch."""
+"""Run torchrun to completion: signals, retries and the exit code of the launch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PREEMPTED = 75
 
 
 class Stopped(Exception):
-    """A signal came while no torchrun was running."""
+    """A signal arrived while torchrun was not running."""
 
 
 class Launch:
@@ -35,11 +35,11 @@ class Launch:
         self._env["LAUNCH_ID"] = env.get("LAUNCH_ID") or f"{socket.gethostname()}-{os.getpid()}-{time.time():.0f}"
         self._child: subprocess.Popen | None = None
         self._signals, self._is_waiting = 0, True  # waiting for nodes or for the next attempt
-        # under slurm.sbatch, which ignores USR1 here, the job is requeued instead of a new attempt in the ending one
+        # under slurm.sbatch, which ignores USR1 here, the job is requeued; a new attempt in it would be cut off
         self._is_requeued = signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
 
     def _on_signal(self, number: int, _: object) -> None:
-        """The first one asks the ranks to save; torchrun then ends by itself. Later ones end torchrun."""
+        """The first signal asks the ranks to save, and torchrun then exits on its own. Later ones end torchrun."""
         self._signals += 1
         if self._is_waiting:
             self._is_waiting = False
@@ -52,11 +52,11 @@ class Launch:
                     os.kill(pid, signal.SIGTERM)
 
     def run(self) -> int:
-        """Attempts until one is final. Returns the exit code. Raises UserError."""
+        """Make attempts until one is final. Returns the exit code. Raises UserError."""
         attempts, pause = self._plan.retries + 1, 5
         with tempfile.TemporaryDirectory() as folder, suppress(Stopped):
             for number in SIGNALS:
-                if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves SIGHUP
+                if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                     signal.signal(number, self._on_signal)
             self._env["TORCHELASTIC_ERROR_FILE"] = str(Path(folder, "error.json"))  # of the first rank that fails
             for attempt in range(1, attempts + 1):
@@ -83,7 +83,7 @@ class Launch:
         before = read_json(status_file)
         self._is_waiting = False
         self._child = start(plan.command, env=self._env)
-        if self._signals:  # it came while torchrun was being started
+        if self._signals:  # one arrived while torchrun was being started
             self._child.terminate()
         if plan.nodes.most > 1:
             seconds = ORPHANED_AFTER_S[plan.nodes.backend]
@@ -98,25 +98,25 @@ class Launch:
 
 
 def end_orphan(torchrun: subprocess.Popen, seconds: float) -> None:
-    """End a torchrun that stays after its ranks have ended: its peers are gone, and its store with them."""
+    """End a torchrun that keeps running after its ranks have exited: the other nodes and the store are gone."""
     seen, had_ranks = time.monotonic(), False
     while torchrun.poll() is None:
         if children_of(torchrun.pid):
             seen, had_ranks = time.monotonic(), True
         if had_ranks and time.monotonic() - seen > seconds:
-            say(f"ending torchrun, whose ranks ended {seconds} s ago: the other nodes are gone")
+            say(f"ending torchrun: its ranks exited {seconds} s ago, and the other nodes are gone")
             end(torchrun)
         time.sleep(1)
 
 
 def exit_code(torchrun: int, file: Path, before: dict[str, Any], error: dict[str, Any], is_alone: bool) -> int:
-    """The contract's exit code of an attempt; for a failed one, also print the first failure.
+    """The exit code of an attempt. Prints the first failure of a failed attempt.
 
     Args:
         file: status.json.
         before: its content before the attempt.
-        error: what torchrun copied of the first failing rank.
-        is_alone: there is no other node that writes `file`.
+        error: the error file of the first failing rank, as copied by torchrun.
+        is_alone: no other node writes `file`.
     """
     status, message = read_json(file), error.get("message", "")
     message = message.get("message", "") if isinstance(message, dict) else str(message)
@@ -127,7 +127,7 @@ def exit_code(torchrun: int, file: Path, before: dict[str, Any], error: dict[str
         return PREEMPTED
     if torchrun == 0:
         return 0
-    if state == "running" and is_alone:  # no rank was left to write it
+    if state == "running" and is_alone:  # no rank survived to write it
         cause = message or f"every rank was killed (torchrun's exit code: {torchrun})"
         state, host = "failed", socket.gethostname()
         status |= {"state": state, "error": cause, "rank": 0, "host": host}

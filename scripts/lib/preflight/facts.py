@@ -1,4 +1,4 @@
-"""Facts about one rank's machine, found without communication, as plain JSON."""
+"""Facts about one rank's machine, gathered without communication, as plain JSON."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def driver() -> str:
 
 
 def memory(device: torch.device) -> dict[str, int]:
-    """Bytes of the GPU and bytes of it that other programs use; on a CPU, bytes of the machine."""
+    """The GPU's memory in bytes, and how much of it other programs use; without a GPU, the machine's memory."""
     if device.type != "cuda":
         return {"memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "used": 0}
     free, total = torch.cuda.mem_get_info(device)
@@ -55,7 +55,7 @@ def memory(device: torch.device) -> dict[str, int]:
 
 
 def route(device: torch.device) -> dict[str, str]:
-    """The interface to the other ranks: the one that the user selected, else the one of the route to rank 0."""
+    """The interface to the other ranks: the one that the user selected, else the one on the route to rank 0."""
     found = addresses()
     selected = os.environ.get("NCCL_SOCKET_IFNAME" if device.type == "cuda" else "GLOO_SOCKET_IFNAME", "")
     prefixes = tuple(name.lstrip("=") for name in selected.split(",") if name and not name.startswith("^"))

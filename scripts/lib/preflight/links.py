@@ -13,8 +13,8 @@ import torch.distributed as dist
 from utils.distributed.context import DistributedContext
 
 SIZES = (2**3, 2**16, 2**20, 2**24, 2**26)  # bytes of a message; the last one on CUDA only
-MAX_SECONDS = 0.12  # of a message: the next one is sixteen times as large and would take two seconds
-ROUND_TRIPS = 10  # of a small message; the fastest counts
+MAX_SECONDS = 0.12  # per message: the next size is sixteen times larger and would take two seconds
+ROUND_TRIPS = 10  # of a small message; the fastest is reported
 PAIR_SIZE = 2**22  # bytes of a large message
 MAX_ROUNDS = 24  # of pairs: with more nodes, each is measured with this many others
 
@@ -33,7 +33,7 @@ def all_reduce_times(
         return found
     for size in sizes if device.type == "cuda" else sizes[:-1]:
         data, seconds, rounds = torch.zeros(size // 4, device=device), 0.0, 1
-        for rounds in (1, 0):  # the first one connects, and determines the number of the next
+        for rounds in (1, 0):  # the first one connects, and determines the number of timed rounds
             rounds = rounds or max(1, min(20, int(0.2 / seconds)))
             sync(device)
             began = time.perf_counter()
@@ -57,7 +57,7 @@ def pair_rounds(nodes: int) -> list[list[tuple[int, int]]]:
 
 
 def measure_pairs(leaders: list[int], ctx: DistributedContext) -> list[list[Any]]:
-    """[node, node, seconds of a round trip, bytes per second] of the pairs in which this rank is first.
+    """[node, node, seconds of a round trip, bytes per second] for the pairs in which this rank comes first.
 
     leaders: the lowest rank of each node.
     """

@@ -15,7 +15,7 @@ from scripts.lib.preflight.links import sync
 from utils.data.loader import GlobalBatchLoader
 from utils.training.state import TrainState
 
-SECONDS = 0.6  # of the device's measurement
+SECONDS = 0.6  # duration of the device measurement
 SECONDS_OF_STEPS, MAX_STEPS = 2.0, 10
 
 

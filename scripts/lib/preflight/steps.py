@@ -1,4 +1,4 @@
-"""Runs the steps of preflight on all ranks. A rank that hangs is named and not waited for."""
+"""Run the steps of preflight on all ranks. A rank that hangs is reported and not waited for."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Steps:
         self.measured: dict[str, Any] = {}
         self.findings: list[verdict.Finding] = []
         self._config, self._ctx, self._places = config, ctx, itertools.count()
-        # a connection of its own: the main thread may be waiting in the default one
+        # a separate connection: the main thread may be waiting in the default one
         self._store = dist.distributed_c10d._get_default_store().clone() if ctx.world_size > 1 else None
 
     def take(self, name: str, action: Callable, *args: Any, seconds: float = MAX_SECONDS) -> list[Any] | None:
-        """What `action(*args)` returns on each rank (plain JSON). None, and a finding, if it failed on any."""
+        """Run `action(*args)`. Returns each rank's result (plain JSON); if any rank failed, None, with a finding."""
         if self._ctx.is_main:
             print(f"  {name}", flush=True)
         value, problem, seconds = None, "", min(seconds, self._config.timeout)
@@ -58,7 +58,7 @@ class Steps:
 
     @contextmanager
     def _deadline(self, place: str, seconds: float) -> Iterator[None]:
-        """End the process, and name the ranks that did not get here, unless the body ends in time."""
+        """Unless the body ends in time, report the ranks that did not get here and end the process."""
         if not self._store:
             yield
             return

@@ -1,4 +1,4 @@
-"""Tests the run's folder without touching the run: everything is in one new folder, which is deleted afterwards."""
+"""Test the run folder without touching the run: all files are in a temporary folder, which is deleted afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK = bytes(2**23)
 
 
 def create_probe(folder: Path) -> str:
-    """A new folder inside this one, or inside the parent in which the run will create it."""
+    """Create a temporary folder in this one, or in the parent in which the run will create it."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         return tempfile.mkdtemp(prefix=".preflight-", dir=existing)
@@ -27,7 +27,7 @@ def create_probe(folder: Path) -> str:
 
 
 def use_folder(probe: Path, name: str, patience: float = SECONDS_TO_SEE) -> None:
-    """On each node: do what a run does with files. Raises UserError if rank 0's probe is not visible or this fails."""
+    """On each node: use files as a run does. Raises UserError if that fails or rank 0's probe is not visible."""
     ends = time.monotonic() + patience
     while not probe.exists():
         if time.monotonic() > ends:
@@ -47,7 +47,7 @@ def use_folder(probe: Path, name: str, patience: float = SECONDS_TO_SEE) -> None
 
 
 def measure(probe: Path, checkpoint: int, config: TrainingConfig) -> dict[str, float]:
-    """Bytes free, bytes of checkpoints that the run will replace, bytes per second that reach the disk (with fsync)."""
+    """Bytes free, bytes of checkpoints that the run will replace, and bytes per second written with fsync."""
     room, file, written, began = os.statvfs(probe), probe / "speed", 0, time.perf_counter()
     with suppress(OSError), file.open("wb") as opened:
         while written < min(max(checkpoint, len(BLOCK)), MAX_BYTES) and time.perf_counter() - began < MAX_SECONDS:

@@ -86,9 +86,7 @@ def size(number: float) -> str:
 
 def host_names(facts: list[dict]) -> list[Finding]:
     hosts = [facts[ranks[0]]["host"] for ranks in nodes_of(facts)]
-    fix = (
-        "which must be unique for NCCL and for messages; rename them (hostnamectl set-hostname, docker run --hostname)"
-    )
+    fix = "which must be unique for NCCL and in messages; rename them (hostnamectl set-hostname, docker run --hostname)"
     repeated = [
         f"{count} nodes have the host name {host}, {fix}" for host, count in Counter(hosts).items() if count > 1
     ]
@@ -106,7 +104,7 @@ def network(facts: list[dict]) -> list[Finding]:
 
 
 def clocks(offsets: dict[int, float], facts: list[dict]) -> list[Finding]:
-    """offsets: seconds that the clock of a node's lowest rank is ahead of rank 0's."""
+    """offsets: seconds by which the clock of a node's lowest rank is ahead of rank 0's."""
     found, fix = [], "logs and goodput depend on both; synchronise them with NTP (timedatectl set-ntp true)"
     for rank, seconds in offsets.items():
         if abs(seconds) > CLOCK_WARNING:
@@ -118,7 +116,7 @@ def clocks(offsets: dict[int, float], facts: list[dict]) -> list[Finding]:
 
 
 def devices(facts: list[dict]) -> list[Finding]:
-    """Warn if ranks have other devices, drivers or threads than most ranks, or a GPU that others use."""
+    """Warn if ranks have different devices, drivers or threads than most ranks, or a GPU that other programs use."""
     warnings, hosts = [], hosts_of(facts)
     for name, fix in (
         ("device", "the slowest sets the pace; use the same devices everywhere"),
@@ -150,7 +148,7 @@ def shared_memory(facts: list[dict]) -> list[Finding]:
 
 
 def speed(name: str, rates: list[float], unit: str, facts: list[dict]) -> list[Finding]:
-    """rates: of each rank; larger is faster."""
+    """rates: one per rank; larger is faster."""
     median, hosts = statistics.median_high(rates), hosts_of(facts)
     fix = "all ranks wait for it; check it for other programs, heat and power limits (top, nvidia-smi)"
     slow = [
@@ -164,7 +162,7 @@ def speed(name: str, rates: list[float], unit: str, facts: list[dict]) -> list[F
 def disk(storage: dict, checkpoint: int, kept: int, save_minutes: float, where: str) -> list[Finding]:
     """Space and speed of the checkpoint folder, as storage.measure() found them.
 
-    kept: checkpoints of this size on disk at once, with the best one and the one being written.
+    kept: number of checkpoints on disk at once, including the best one and the one being written.
     """
     free, rate, needed = storage["free"], storage["speed"], max(0, checkpoint * kept - storage["replaced"])
     seconds, warnings, failures = checkpoint / rate if rate else 0.0, [], []
@@ -181,7 +179,7 @@ def disk(storage: dict, checkpoint: int, kept: int, save_minutes: float, where: 
 
 
 def links(measured: list[list], facts: list[dict]) -> list[Finding]:
-    """Tell a slow node from a slow link. Links are compared with the median of the nodes' best ones.
+    """Distinguish slow nodes from slow links. Links are compared with the median of the nodes' best ones.
 
     measured: [node, node, seconds of a round trip, bytes per second]
     """

@@ -1,18 +1,18 @@
-"""The flags of communication: which to try, and which to paste."""
+"""Communication flags: which to try, and which to recommend."""
 
 from __future__ import annotations
 
 import statistics
 from typing import Any
 
-MIN_GAIN = 0.01  # of a step; less is not worth a flag
+MIN_GAIN = 0.01  # fraction of a step; a smaller gain is not worth a flag
 
 
 def variants(hook: str, gradient: int, bucket: int) -> list[dict[str, Any]]:
-    """Buckets of a quarter and of four times the present size, and the other hooks. gradient, bucket: bytes."""
+    """Buckets of a quarter and of four times the current size, and the other hooks. gradient, bucket: bytes."""
     whole, now = gradient / 2**20, bucket / 2**20
     sizes = [float(f"{size:.2g}") for size in (now / 4, now * 4)]
-    buckets = [{"bucket_cap_mb": size} for size in sizes if min(size, now) < whole]  # else both are one bucket
+    buckets = [{"bucket_cap_mb": size} for size in sizes if min(size, now) < whole]  # else both use one bucket
     return buckets + [{"comm_hook": other} for other in ("none", "fp16", "bf16") if other != hook]
 
 
@@ -26,7 +26,7 @@ def paste(change: dict[str, Any]) -> str:
 
 
 def advice(sweep: list[dict[str, Any]]) -> str:
-    """One line: the flag to paste, or that there is none.
+    """One line with the flag to use, if any.
 
     The first row is the control: its rounds compare the same settings, and the noise is how far they differ.
     """

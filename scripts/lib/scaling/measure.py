@@ -1,4 +1,4 @@
-"""What one number of ranks gives: steps with and without communication, the all-reduce, other flags. On each rank."""
+"""Measure one number of ranks, on each rank: steps with and without communication, the all-reduce, other flags."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from utils.training.batchnorm import RunningStats
 def measure(
     config: TrainingConfig, ctx: DistributedContext, folder: Path, rounds: int, steps: int, most: int
 ) -> dict[str, Any]:
-    """Weak and strong scaling, and from `most` ranks on the flags of communication. Plain JSON, equal on all ranks.
+    """Weak and strong scaling and, from `most` ranks on, communication flags. Plain JSON, equal on all ranks.
 
-    Strong scaling has the global batch of `most` ranks, or that of the config.
+    Strong scaling uses global_batch_size if it is set, else the global batch of `most` ranks.
     """
     weak = dataclasses.replace(config, global_batch_size=0, save_every_steps=0, save_every_minutes=0.0)
     whole = config.global_batch_size or config.batch_size * config.grad_accum_steps * most
@@ -53,15 +53,15 @@ def warm(config: TrainingConfig, ctx: DistributedContext, folder: Path, steps: i
     try:
         ours = Ours(config, ctx, folder, steps)
     except UserError as error:
-        if str(error).startswith("dataset_size="):  # which the user did not give
-            raise UserError(f"--steps {steps}: take more samples than the training set has; give fewer") from None
+        if str(error).startswith("dataset_size="):  # the user did not set it
+            raise UserError(f"--steps {steps}: needs more samples than the training set has; give fewer") from None
         raise
     ours.epoch()
     return ours
 
 
 def timed_epoch(ours: Ours, ctx: DistributedContext, is_alone: bool = False) -> tuple[float, float]:
-    """Seconds of an epoch, and of its waits for data, of the slowest rank.
+    """The slowest rank's seconds for an epoch, and for its data waits.
 
     is_alone: without all-reduces of gradients and running statistics; the ranks then diverge.
     """
@@ -85,9 +85,9 @@ def sweep(
     steps: int,
     changes: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Each change beside the config itself, in turns: its step, and the ratio of each round. First the control: none.
+    """Time each change and the unchanged config in turns: step time and ratio per round. The first is the control.
 
-    What this build of torch cannot do is left out.
+    Changes that this build of torch does not support are skipped.
     """
     plain, found = warm(config, ctx, folder / "plain", steps), []
     for number, change in enumerate([{}, *changes]):

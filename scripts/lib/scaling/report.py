@@ -1,9 +1,9 @@
 """From measurements to the report: measured points, the next doublings, table and plot. Plain JSON in and out.
 
-The model of more ranks: the compute and data wait of a weak step stay as on the most ranks measured, and its exposed
-communication grows by what the all-reduces of the gradient take longer. A ring all-reduce of S bytes between n ranks
-takes 2 (n - 1) alpha + 2 (n - 1) / n S beta (Thakur, Rabenseifner and Gropp, "Optimization of collective communication
-operations in MPICH", 2005, section 4.5), once per bucket; NCCL's trees take 2 log2(n) alpha.
+The model of more ranks: the compute and data wait of a weak step stay as measured on the most ranks; its exposed
+communication grows by the extra time of the gradient all-reduces. A ring all-reduce of S bytes over n ranks takes 2 (n
+- 1) alpha + 2 (n - 1) / n S beta (Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations
+in MPICH", 2005, section 4.5), once per bucket; NCCL's trees take 2 log2(n) alpha.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ def link(job: dict[str, Any]) -> tuple[float, float]:
 
 
 def messages(ranks: int, device: str) -> float:
-    """One after the other in an all-reduce."""
+    """Sequential messages in an all-reduce."""
     return 2 * (ranks - 1) if device == "cpu" else 2 * math.log2(ranks)
 
 
 def gradient_seconds(job: dict[str, Any], ranks: int) -> float:
-    """Of all-reduces of the whole gradient between so many ranks, over the link of this job."""
+    """Seconds to all-reduce the whole gradient over `ranks` ranks, with the link of this job."""
     alpha, beta = link(job)
     buckets = math.ceil(job["gradient"] / job["bucket"])
     return buckets * messages(ranks, job["device"]) * alpha + 2 * (ranks - 1) / ranks * job["gradient"] * beta
 
 
 def predicted_point(job: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """The weak step of more ranks, from that of a job with several."""
+    """Predict a weak step on more ranks from a job on several."""
     known = measured_point(job, "weak")
     more = gradient_seconds(job, ranks) - gradient_seconds(job, job["ranks"])
     step = known["step_s"] + max(more, -known["communication"] * known["step_s"])
@@ -85,7 +85,7 @@ def summarize(jobs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def text(report: dict[str, Any]) -> str:
-    """The table, and what it means."""
+    """The table, and an explanation of it."""
     rows = [["ranks", "scaling", "samples/s", "efficiency", "step", "compute", "data wait", "communication", ""]]
     for each in sorted(report["points"], key=lambda each: (each["mode"] != "weak", each["ranks"])):
         step = f"{each['step_s'] * 1000:,.2f} ms"
@@ -96,9 +96,9 @@ def text(report: dict[str, Any]) -> str:
     lines, last = [format_table(rows, range(8)), meaning], report["measured"][-1]
     if last["ranks"] > 1:
         alpha, beta = link(last)
-        rate = f"{1e-9 / beta:.2f} GB/s" if beta else "no measurable time"
-        lines.append(f"all-reduce of {last['ranks']} ranks: {alpha * 1e6:.0f} us per message, {rate} per link")
-        lines.append("predicted: more machines like these, on a network as fast as this link")
+        rate = f"{1e-9 / beta:.2f} GB/s per link" if beta else "bandwidth too high to measure"
+        lines.append(f"all-reduce of {last['ranks']} ranks: {alpha * 1e6:.0f} us per message, {rate}")
+        lines.append("predicted: for more machines of this kind, on a network as fast as this link")
     else:
         lines.append("give --ranks 1,2 here, or measure several nodes (scripts/launch.sh --scaling FILE)")
     for row in last.get("sweep", [])[1:]:

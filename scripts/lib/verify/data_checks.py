@@ -32,7 +32,7 @@ def order(fork: Fork) -> str:
         whole = replace(fork.config, drop_last=False, global_batch_size=0, grad_accum_steps=1)
         single = fork.loader(fork.train_set, whole).sampler
         orders = [digest(single.order(epoch)) for epoch in (0, 1, 0)]
-        # two samples have equal orders in two epochs by chance
+        # two samples may have the same order in two epochs by chance
         is_fixed = all(digest(single.order(epoch)) == orders[0] for epoch in range(1, 22))
         return visits, n - sampler.samples_per_epoch, orders, is_fixed
 
@@ -43,8 +43,8 @@ def order(fork: Fork) -> str:
         if (len(never) > dropped or often) and not may_repeat:
             raise Broken(
                 f"epoch {epoch + 1}: {len(never) - dropped} samples are never visited and {len(often)} more than once"
-                f" (sample {[*often, *never][0]}): a custom sampler; visit each once, or set with_replacement = True on"
-                " the data"
+                f" (sample {[*often, *never][0]}): a custom sampler; visit each sample once, or set with_replacement ="
+                " True on the data"
             )
     ranks = all_gather_json(orders, ctx)
     for rank, (first, second, again) in enumerate(ranks):
@@ -72,7 +72,7 @@ def content(fork: Fork) -> str:
         scramble_global_rngs(noise)
         loader, found, collated = fork.loader(subset, replace(fork.small_config, num_workers=0)), {}, {}
         for indices in () if is_first else plan:
-            loader.fetch(indices, epoch=noise)  # data that is changed in place, or remembered, then shows
+            loader.fetch(indices, epoch=noise)  # reveals data that is changed in place or remembered
         for number, indices in reversed(list(enumerate(plan))):
             samples, batch, _ = loader.fetch(indices, epoch=1)
             found[str(number)], collated[number] = digest(samples), tensors(batch)
@@ -112,7 +112,7 @@ def content(fork: Fork) -> str:
                 where = "__getitem__" if "fetch" in how else "collate or device_transform"
                 cause = "depends on the rank or draws" if rank else "changes data in place, keeps state or draws"
                 raise Broken(
-                    f"{samples}: other values when rank {rank} {how}: {where} {cause} unkeyed random numbers; in"
+                    f"{samples}: different values when rank {rank} {how}: {where} {cause} unkeyed random numbers; in"
                     " __getitem__ draw from the global generators (seeded for each sample), elsewhere with"
                     " utils.rng.sample_draws"
                 )

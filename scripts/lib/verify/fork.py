@@ -38,7 +38,7 @@ class Broken(UserError):
 
 @dataclass
 class Update:
-    """What the optimizer got in one step."""
+    """What the optimizer received in one step."""
 
     gradients: dict[nn.Parameter, Tensor]
     settings: list[tuple[float, float]]  # learning rate and weight decay of each group
@@ -54,7 +54,7 @@ class Fork:
     ctx: DistributedContext
     folder: Path  # of the short runs; deleted at the end
     seams: Seams
-    dtype: torch.dtype = torch.float32  # of what is computed
+    dtype: torch.dtype = torch.float32  # of the computations
     trainings: dict[str, train.Training] = field(default_factory=dict)  # of the short runs that completed
 
     def clean_up(self) -> None:
@@ -62,7 +62,7 @@ class Fork:
 
     @property
     def single_process(self) -> DistributedContext:
-        """This process as the only one."""
+        """The context of a single process."""
         return replace(self.ctx, rank=0, world_size=1, local_world_size=1)
 
     @property
@@ -101,12 +101,12 @@ class Fork:
         return train.create_distributed_dataloader(dataset, config or self.small_config, ctx or self.single_process)[0]
 
     def new_model(self) -> nn.Module:
-        """The model at step 0, as train.create_state makes it."""
+        """The model at step 0, as train.create_state creates it."""
         torch.manual_seed(self.config.seed)
         return self.seams.create_model(self.config, self.ctx.device)
 
     def choose_precision(self) -> None:
-        """Compute in float64 where the model can, so that a small fault does not pass for rounding. On all ranks."""
+        """Compute in float64 if the model can, so that small errors are not taken for rounding. Call on all ranks."""
 
         def is_possible() -> bool:
             torch.set_default_dtype(torch.float64)
@@ -114,7 +114,7 @@ class Fork:
             try:
                 _, _, batch = self.loader(self.small_train_set()).fetch([0, min(1, len(self.train_set) - 1)])
                 self.seams.compute_loss(self.new_model().train(), batch)["loss"][0].backward()
-            except Exception:  # a kernel of the fork's own, or a type that it names; else the checks name it
+            except Exception:  # a custom kernel or a hard-coded dtype; the checks report other errors
                 return False
             return True
 
@@ -131,10 +131,10 @@ class Fork:
         except RuntimeError as error:
             if "evaluation counted" not in str(error):
                 raise
-            raise Broken(f"{error}, or of a sampler of your own; use create_evaluation_dataloader") from None
+            raise Broken(f"{error}, or in your own sampler; use create_evaluation_dataloader") from None
 
     def short_run(self, name: str, **changes: Any) -> None:
-        """Train on the small set with train.train, and keep it in `trainings`."""
+        """Train on the small set with train.train, and keep the training in `trainings`."""
         config = replace(self.small_config, run_dir=str(self.folder / name), **changes)
         held_out = None if self.held_out is None else self.held_out_subset(config.batch_size + 1)
         sets = {"train": self.small_train_set(), "val": held_out, "test": None}
@@ -142,7 +142,7 @@ class Fork:
         scramble_global_rngs(100 * self.ctx.rank + len(self.trainings))
         with (
             mock.patch.object(train.your_data, "create_dataset", lambda _, split: sets[split]),
-            mock.patch.object(WatchedConfig, "require_read", lambda config: None),  # the data was made before
+            mock.patch.object(WatchedConfig, "require_read", lambda config: None),  # the data already exists
             mock.patch.object(train, "run_training", wraps=train.run_training) as run_training,
         ):
             try:
@@ -176,7 +176,7 @@ class Fork:
 
 
 class Subset(ChosenSamples):
-    """Some samples, in the order that is ours: the order of the data set has its own check. Floats get `dtype`."""
+    """Some samples in the template's order; the data set's own order has its own check. Floats are cast to `dtype`."""
 
     def __init__(self, dataset: Dataset, indices: list[int], dtype: torch.dtype) -> None:
         super().__init__(dataset, indices)
@@ -196,7 +196,7 @@ class Subset(ChosenSamples):
 
 @contextmanager
 def record_updates(updates: list[Update]) -> Iterator[None]:
-    """Record what each optimizer step gets, and set the learning rate to 0 so that the weights stay."""
+    """Record what each optimizer step receives, and set the learning rate to 0 so that the weights do not change."""
     depth = 0  # an optimizer's step may call that of its base class
 
     def leave(*_: Any) -> None:
@@ -209,7 +209,7 @@ def record_updates(updates: list[Update]) -> Iterator[None]:
         if depth > 1:
             return
         groups = [group for group in optimizer.param_groups if any(p.grad is not None for p in group["params"])]
-        divisor = getattr(optimizer, "grad_scale", None)  # fused kernels divide in the step
+        divisor = getattr(optimizer, "grad_scale", None)  # fused kernels divide within the step
         divisor = 1.0 if divisor is None else divisor
         gradients = {p: p.grad / divisor for group in groups for p in group["params"] if p.grad is not None}
         updates.append(Update(gradients, [(round(group["lr"], 12), group["weight_decay"]) for group in groups]))
@@ -226,7 +226,7 @@ def record_updates(updates: list[Update]) -> Iterator[None]:
 
 @contextmanager
 def as_single_process() -> Iterator[None]:
-    """Code that asks for the rank or the number of ranks finds one process."""
+    """Hide the other ranks: code that asks for the rank or the world size sees a single process."""
     ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
     single = {name: value for name, value in os.environ.items() if name not in ranks}
     with (

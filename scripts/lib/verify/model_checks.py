@@ -22,22 +22,22 @@ from utils.metrics import MetricTracker, check_metrics
 from utils.training.optimizer import checked_groups
 from utils.training.state import Progress
 
-# relative: sums in another order; losses of a batch and of its halves, for which layers choose other kernels
+# relative: sums in another order; losses of a batch and its halves, for which layers may choose other kernels
 ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-11}
 ADDING = {torch.float32: 1e-4, torch.float64: 1e-11}
 
 
 def loss(fork: Fork) -> str:
-    """compute_loss returns sums and counts: those of a batch equal those of its parts together, at several weights."""
+    """compute_loss returns sums and counts: those of a batch equal the totals over its parts, for several weights."""
     tolerance = ADDING[fork.dtype]
 
     def check() -> str:
         subset = fork.small_train_set()
         size, loader = min(fork.small_config.batch_size, len(subset) // 2), fork.loader(subset)
         if not size:
-            return "one sample has no parts"
+            return "one sample cannot be split"
         worst = 0.0
-        for number in range(3):  # other weights, and where there are enough samples another pair of batches
+        for number in range(3):  # other weights, and another pair of batches if there are enough samples
             begin = min(number * size, len(subset) - 2 * size)
             net, middle, end = perturbed(fork.new_model(), number), begin + size, begin + 2 * size
             batches = [
@@ -60,7 +60,7 @@ def loss(fork: Fork) -> str:
                         kind = "a mean instead of a sum" if is_mean else "it does not add up over samples"
                         raise Broken(
                             f"{name} is {shown(value)} for {2 * size} samples, {shown(parts)} for their halves"
-                            f" together: {kind}; let compute_loss return sums over the micro-batch, and what they count"
+                            f" together: {kind}; let compute_loss return sums over the micro-batch, and their counts"
                         )
                     worst = max(worst, error if is_comparable else 0.0)
         return f"sums and counts add up over samples, in training and evaluation (within {worst:.0e}); "
@@ -69,7 +69,7 @@ def loss(fork: Fork) -> str:
 
 
 def for_a_look(fork: Fork) -> str:
-    """What is consistent in itself, and only a person can judge."""
+    """Values that are consistent, but that only a person can judge."""
     subset = fork.small_train_set()
     count = min(fork.small_config.batch_size, len(subset))
     batch, net, parts = fork.loader(subset).fetch([*range(count)])[2], fork.new_model(), []
@@ -80,11 +80,11 @@ def for_a_look(fork: Fork) -> str:
         counts = [f"{name} {shown(torch.as_tensor(entry[1]) / count)}" for name, entry in metrics.items()]
         mean = torch.as_tensor(metrics["loss"][0]).item() / float(metrics["loss"][1])
         parts.append(f"{kind} loss {mean:.6g}, counts per sample: {', '.join(counts)}")
-    return "please look: of the same weights and batch " + "; ".join(parts)
+    return "please check: with the same weights and batch, " + "; ".join(parts)
 
 
 def perturbed(net: nn.Module, number: int) -> nn.Module:
-    """The model with noise of a tenth of each weight's size on its weights; number 0: as it is."""
+    """Add noise of a tenth of its mean size to each parameter; number 0: no noise."""
     generator = torch.Generator().manual_seed(number)
     with torch.no_grad():
         for p in net.parameters() if number else ():
@@ -94,7 +94,7 @@ def perturbed(net: nn.Module, number: int) -> nn.Module:
 
 
 def schedule(fork: Fork) -> str:
-    """The learning rate is a function of the step: the same on all ranks and when asked again."""
+    """The learning rate is a function of the step: the same on all ranks and in repeated calls."""
     total, warmup = 1000, 100
 
     def ask() -> list[float]:
@@ -105,13 +105,13 @@ def schedule(fork: Fork) -> str:
         scramble_global_rngs(fork.ctx.rank)
         factors = [float(factor) for factor in ask()]
         if not all(math.isfinite(factor) and factor >= 0 for factor in factors):
-            raise Broken(f"lr_factor gives {factors}: not finite numbers from 0; fix its formula")
+            raise Broken(f"lr_factor gives {factors}: must be finite and not negative; fix its formula")
         with as_single_process():
             alone = ask()
         if factors != ask() or factors != alone:
             raise Broken(
                 f"lr_factor gives {factors}, and {alone} in one process: it depends on more than config, step and"
-                " progress; use these only"
+                " progress; use only these"
             )
         first, second = simulated(fork, is_resumed=False), simulated(fork, is_resumed=True)
         if first != second:
@@ -131,13 +131,13 @@ def schedule(fork: Fork) -> str:
 
 
 def simulated(fork: Fork, is_resumed: bool) -> list[float]:
-    """The factors of a run of 400 steps, an evaluation after each tenth, of which only the first is an improvement."""
+    """The factors of a run of 400 steps with an evaluation every 10 steps, of which only the first improves."""
     total, every, progress, factors = 400, 10, Progress(), []
     for step in range(total):
         progress.step, progress.epoch = step, step // every
         if step and step % every == 0:
             progress.note_value(1.0, sign=1)
-        if is_resumed and step == total // 2:  # as a checkpoint keeps it
+        if is_resumed and step == total // 2:  # as a checkpoint restores it
             progress = Progress(**json.loads(json.dumps(asdict(progress))))
         factors.append(float(fork.seams.lr_factor(fork.config, step, total, total // 20, progress)))
     return factors
@@ -154,7 +154,7 @@ def parameters(fork: Fork) -> str:
         groups = checked_groups(fork.seams.param_groups(net, fork.config), names)
         in_groups = {id(p) for group in groups for p in group["params"]}
         if left_out := [name for name, p in trainable.items() if id(p) not in in_groups]:
-            raise Broken(f"{first_three(left_out)}: in no parameter group, never trained; add to param_groups")
+            raise Broken(f"{first_three(left_out)}: in no parameter group, never trained; add them to param_groups")
         net.train()
         loader = fork.loader(fork.small_train_set(), ctx=fork.ctx)
         for micro_batch in (m for global_batch in loader.global_batches(0) for m in global_batch):
@@ -178,7 +178,7 @@ def parameters(fork: Fork) -> str:
 
 
 def evaluation(fork: Fork) -> str:
-    """Each held-out sample counts once on any number of ranks: compared with one process."""
+    """Each held-out sample counts once on any number of ranks, as in one process."""
     if fork.held_out is None:
         return "no held-out set, nothing to check"
     size, ranks, counts = fork.small_config.batch_size, fork.ctx.world_size, []
@@ -186,13 +186,13 @@ def evaluation(fork: Fork) -> str:
         subset, net = fork.held_out_subset(count), fork.new_model().eval()
         expected, found = plain_evaluation(fork, subset, net), fork.evaluate(net, subset)
         for name, value in expected.items():
-            is_close = math.isclose(found[name], value, rel_tol=ROUNDING[fork.dtype], abs_tol=1e-8)  # order of sums
+            is_close = math.isclose(found[name], value, rel_tol=ROUNDING[fork.dtype], abs_tol=1e-8)  # summation order
             if not is_close and not (math.isnan(value) and math.isnan(found[name])):  # nan: counted nothing
                 seen = f"{name} of {len(subset)} held-out samples is {found[name]:.6g}, in one process {value:.6g}"
                 if plain_evaluation(fork, subset, net, noise=1)[name] != value:
                     cause = (
-                        "a second evaluation differs too: random numbers, or data that is changed in place; give"
-                        " F.dropout and the like training=self.training"
+                        "a second evaluation differs too: random numbers, or data that is changed in place; pass"
+                        " training=self.training to F.dropout and similar functions"
                     )
                 else:
                     cause = "samples repeated or left out; use create_evaluation_dataloader and evaluate_all"
@@ -202,7 +202,7 @@ def evaluation(fork: Fork) -> str:
 
 
 def plain_evaluation(fork: Fork, subset: Subset, net: nn.Module, noise: int = 0) -> dict[str, float]:
-    """The size, mean loss and metrics of a set in one process, whose global generators get the seed `noise`."""
+    """The size, mean loss and metrics of a set in one process, with global generators seeded by `noise`."""
     loader, tracker = fork.loader(subset), MetricTracker(fork.ctx.device)
     scramble_global_rngs(noise)
     for indices in torch.arange(len(subset)).split(fork.small_config.batch_size):
@@ -256,9 +256,9 @@ def compare_updates(
     rounding: float,
     repeats: Callable[[], bool],
 ) -> str:
-    """Raises Broken if an optimizer step got something else than in the plain loop.
+    """Raises Broken if an optimizer step received something else than in the plain loop.
 
-    repeats: whether the plain loop gets the same gradients once more.
+    repeats: whether a second plain loop gets the same gradients.
     """
     if len(ours) != len(theirs):
         raise Broken(
@@ -285,8 +285,8 @@ def compare_updates(
                 )
             else:
                 cause = (
-                    "it depends on the rank, on the number of ranks, or on what else this process has computed; let"
-                    " compute_loss depend on the weights and its batch only, and compare train_one_epoch"
+                    "it depends on the rank, on the number of ranks, or on earlier computations of this process; let"
+                    " compute_loss depend only on the weights and its batch, and check train_one_epoch"
                 )
             raise Broken(f"the gradient of global batch {step} has a relative error of {error:.1e}: {cause}")
         worst = max(worst, error)
@@ -326,7 +326,7 @@ def sums(fork: Fork, net: nn.Module, batch: Any) -> dict[str, Tensor]:
 
 
 def shown(value: Tensor) -> str:
-    return f"{value.item():.6g}" if value.numel() == 1 else f"{value.double().sum().item():.6g} in all"
+    return f"{value.item():.6g}" if value.numel() == 1 else f"{value.double().sum().item():.6g} in total"
 
 
 def can_join(batches: list[Any], size: int) -> bool:

@@ -1,4 +1,4 @@
-"""Checks of short runs of train.train: the samples that were trained on, the ranks' weights, the checkpoints."""
+"""Checks of short runs of train.train: the samples they trained on, the ranks' weights, the checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes")
 
 
 def training(fork: Fork) -> str:
-    """Two epochs of training visit each sample once per epoch, by the indices that travel with the batches."""
+    """Two epochs of training visit each sample once per epoch, according to the indices in the batches."""
     fork.short_run("whole", save_every_steps=1)
     count, progress = len(fork.small_train_set()), fork.trainings["whole"].state.progress
     seen: dict[int, list[int]] = {0: [], 1: []}
@@ -35,7 +35,7 @@ def training(fork: Fork) -> str:
 
 
 def weights(fork: Fork) -> str:
-    """After training, weights, statistics, averages and optimizer state are bit for bit equal on all ranks."""
+    """After training, weights, statistics, averages and optimizer state are bitwise equal on all ranks."""
     state = whole_run(fork).state
     mine = leaves(comparable(state.state_dict()))
     each = all_gather_json({name: digest(leaf) for name, leaf in mine.items()}, fork.ctx)
@@ -43,13 +43,13 @@ def weights(fork: Fork) -> str:
         if wrong := [name for name, value in found.items() if each[0].get(name) != value]:
             raise Broken(
                 f"{first_three(wrong)}: rank {rank} differs from rank 0: changed outside the optimizer, or by rank;"
-                " change parameters only by their gradients, and reduce other state over the ranks"
+                " change parameters only through gradients, and all-reduce other state"
             )
     return f"{len(each[0])} tensors identical on {plural(len(each), 'rank')} after {state.progress.step} steps"
 
 
 def resume(fork: Fork) -> str:
-    """A run resumed from a checkpoint in its first epoch ends bit for bit like the uninterrupted run."""
+    """A run resumed from a checkpoint in its first epoch ends bitwise equal to the uninterrupted run."""
     whole = whole_run(fork)
     first = checkpoint.step_checkpoints(whole.run.checkpoints)[0]
     fork.short_run("resumed", init_from="", resume_from=str(first), num_workers=1)
@@ -63,11 +63,11 @@ def resume(fork: Fork) -> str:
             cause = "state outside the checkpoint; keep it in a parameter, a persistent buffer or the optimizer's state"
         raise Broken(f"{first_three(different)}: resumed and uninterrupted runs differ: {cause}")
     steps = whole.state.progress.step
-    return f"{first.stem}.pt resumed, {steps} steps in all: state and records bit for bit those of the whole run"
+    return f"{first.stem}.pt resumed, {steps} steps in total: bitwise equal to the uninterrupted run"
 
 
 def plain_load(fork: Fork) -> str:
-    """A checkpoint opens without ranks, in a model that has never been trained, and gives the same loss."""
+    """A checkpoint loads into a new model in a single process, and gives the same loss."""
     whole = whole_run(fork)
     path = checkpoint.step_checkpoints(whole.run.checkpoints)[-1]
 
@@ -85,7 +85,7 @@ def plain_load(fork: Fork) -> str:
                 f"the loaded model's loss is {found:.6g} instead of {expected:.6g}: learned state is missing from"
                 " state_dict(); keep it in a parameter or persistent buffer"
             )
-        return "opens with weights_only=True in one process: the same loss bit for bit"
+        return "opens with weights_only=True in one process, with a bitwise equal loss"
 
     return fork.on_rank_0(check)
 

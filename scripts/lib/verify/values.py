@@ -1,4 +1,4 @@
-"""Small tools of the checks: compare nested values, and write them in a sentence."""
+"""Helpers of the checks: compare nested values, and format them for messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def scramble_global_rngs(number: int) -> None:
-    """Seed the global generators differently each time, so that a result that depends on them shows."""
+    """Seed the global generators differently each time, to expose results that depend on them."""
     random.seed(number)
     torch.manual_seed(number)
     if "numpy" in sys.modules:
@@ -45,7 +45,7 @@ def digest(nest: Any) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Type and text of an error; for an error from a worker, which carries its traceback, the last line."""
+    """An error's type and text; for an error from a worker, whose text is a traceback, the last line."""
     lines = (str(error).strip() or "no text").splitlines()
     return lines[-1] if lines[0].startswith("Caught ") else f"{type(error).__name__}: {lines[0]}"
 
