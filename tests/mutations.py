@@ -72,7 +72,7 @@ MUTATIONS = [
     Mutation('TrainState.update_if_finite', 'self.average.update(self._one - skipped)', 'self.average.update(self._one)', 'not-finite'),
     Mutation('prepare', 'fill_momenta(optimizer)', 'pass', 'not-finite'),
     Mutation('Consensus.flush', 'decision = self._read()', 'decision = Decision()', 'stop'),
-    Mutation('train_one_epoch', 'decision = Decision(*map(max, decision, consensus.flush()))  # no vote from before a save may count after it', 'pass', 'stop'),
+    Mutation('train_one_epoch', 'decision = Decision(*map(max, decision, consensus.flush()))  # an earlier vote must not count after a save', 'pass', 'stop'),
     Mutation('ignore_in_worker', 'signal.signal(number, signal.SIG_IGN)', 'signal.signal(number, signal.SIG_DFL)', 'stop'),
     Mutation('StopSignals._note', 'self.received = self.received or signal.Signals(number).name', 'pass', 'stop'),
     Mutation('cleanup_distributed', 'dist.barrier()', 'pass', 'clean-exit'),

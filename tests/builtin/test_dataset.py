@@ -102,7 +102,7 @@ def leave_one_class(root):
             {},
             "is not square .9x8 pixels.; resize all",
         ),
-        (lambda root: None, {"in_channels": 4}, "in_channels=4: images are read with 1 channel or 3; give"),
+        (lambda root: None, {"in_channels": 4}, "in_channels=4: images have 1 or 3 channels; give"),
     ],
 )
 def test_image_folders_that_cannot_be_used_are_rejected(tmp_path, spoil, changes, said):

@@ -59,8 +59,8 @@ def test_torchvision_classifiers_by_name():
     ("changes", "expected"),
     [
         ({"model": "resnet18", "in_channels": 1}, "in_channels=1: torchvision's models take 3; use"),
-        ({"model": "vit_b_16", "image_size": 30}, "model=vit_b_16: does not take images of 30 pixels .*; give another"),
-        ({"model": "alexnet", "image_size": 8}, "model=alexnet: does not take images of 8 pixels .*; give another"),
+        ({"model": "vit_b_16", "image_size": 30}, "model=vit_b_16: does not accept 30x30 images .*; give another"),
+        ({"model": "alexnet", "image_size": 8}, "model=alexnet: does not accept 8x8 images .*; give another"),
     ],
 )
 def test_a_model_that_cannot_be_created_is_rejected(changes, expected):

@@ -232,7 +232,7 @@ def test_any_optimizer_trains_skips_and_resumes(runs):
     assert [event["step"] for event in runs.events("whole", "skipped_step")] == [3]
     before, bad = (torch.load(path, weights_only=True) for path in runs.checkpoints("whole")[1:3])
     assert all(torch.equal(before["model"][name], bad["model"][name]) for name in before["model"])
-    assert "Signed: one read from the device a step" in runs.log("whole")
+    assert "Signed: one device read per step" in runs.log("whole")
     first = runs.checkpoints("whole")[4]
     run_ranks(2, train_signed, runs.words("resumed", *flags, "--resume_from", first), 99)
     assert_same_state(runs.last("whole"), runs.last("resumed"))

@@ -37,7 +37,7 @@ def init(self, *args):
 Images.__init__ = init
 """
     said = (
-        r"the training set is not the one of the checkpoint \(other files, sizes or values\)\s+resume_from: these must"
+        r"the training set differs from the checkpoint's \(files, sizes or values\)\s+resume_from: these must"
         r" match"
     )
     with drill.unchanged(*LOOKED):

@@ -24,7 +24,7 @@ train.your_model.create_model = create_model
 # a second in place of ten minutes
 GIVES_UP = f"{LARGE}\nimport functools\ntrain.Saver = functools.partial(train.Saver, max_seconds_without=1.0)\n"
 SPACE = r"it needs 8\.0 MB, [\d,.]+ MB are free; make room or repair the storage"
-FOR_GOOD = r" \(no checkpoint could be written for 0 min: training ends here\)"
+FOR_GOOD = r" \(no checkpoint could be written for 0 min, so training ends\)"
 
 
 def not_written(step: int | str, why: str) -> str:

@@ -115,7 +115,7 @@ def test_what_must_match_is_rejected_in_one_error_that_lists_all(tmp_path):
         compare(payload(), TrainingConfig(**MUST_MATCH), "other", 64)
     *lines, data, remedy = str(error.value).splitlines()
     assert {line.split("=")[0] for line in lines} == set(MUST_MATCH) and "seed=1: the checkpoint has seed=42" in lines
-    assert "the training set is not the one of the checkpoint" in data
+    assert "the training set differs from the checkpoint's" in data
     assert "these must match; give them as they were" in remedy
 
 
