@@ -94,8 +94,8 @@ def leave_one_class(root):
 @pytest.mark.parametrize(
     ("spoil", "changes", "said"),
     [
-        (leave_one_class, {}, "one class only, cat; give"),
-        (lambda root: (root / "val/emu").mkdir(), {}, "val/emu: is a class that .* lacks; give both"),
+        (leave_one_class, {}, "only one class, cat; put"),
+        (lambda root: (root / "val/emu").mkdir(), {}, "val/emu: is a class that is not in .*; use the same"),
         (lambda root: truncate(root / "train/cat/000.png"), {}, "cat/000.png: cannot be read as an image .*; replace"),
         (
             lambda root: save_images(root / "train", {"cat": 1}, size=(8, 9)),

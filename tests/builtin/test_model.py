@@ -85,7 +85,7 @@ def test_init_from_takes_what_fits_and_logs_what_was_not_loaded(tmp_path, caplog
 
 def test_init_from_another_model_is_rejected(tmp_path):
     torch.save({"layer": torch.ones(3)}, tmp_path / "other.pt")
-    with pytest.raises(UserError, match="none of its 1 tensors fits the model; give"):
+    with pytest.raises(UserError, match="none of its 1 tensors fits the model; use"):
         take_weights(create_model(TrainingConfig(), CPU), tmp_path / "other.pt")
 
 
@@ -93,5 +93,5 @@ def test_wrap_ddp_is_importable_from_here_and_rejects_a_model_without_trained_pa
     from ddp_utils import DistributedContext
 
     model = MiniResNet().requires_grad_(False)
-    with pytest.raises(UserError, match="no parameter that is trained; leave some"):
+    with pytest.raises(UserError, match="no trainable parameter; leave some"):
         wrap_ddp(model, TrainingConfig(), DistributedContext(0, 0, 1, CPU))

@@ -23,7 +23,7 @@ CASES = [
     (None, "--best_metric f1", "best_metric=f1: is not reported by an evaluation; choose"),
     (None, "--init_from /nowhere", "init_from=/nowhere: cannot be read"),
     (None, "--data_dir /typo", "data_dir=/typo: .*; give the folder that holds train/"),
-    (no_images, "", "train/dog: holds no image"),
+    (no_images, "", "train/dog: has no images"),
 ]
 
 

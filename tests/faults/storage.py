@@ -121,7 +121,7 @@ def goes_away(drill: Drill, is_unmounted: bool) -> None:
     drill.let_go(is_slow=True)
     said = (
         not_written("30", "No such file or directory")
-        + r"it needs 8\.0 MB, its folder cannot be seen \(No such file or directory\)"
+        + r"it needs 8\.0 MB, its folder cannot be accessed \(No such file or directory\)"
     )
     drill.fails(job, said + ".*" + FOR_GOOD, has_status=False)
     assert list(disk.seen.rglob("*")) == []

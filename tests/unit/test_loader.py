@@ -111,10 +111,10 @@ def test_the_order_of_the_data_set():
 
 
 def test_an_order_with_other_indices_is_rejected_and_one_that_repeats_samples_has_to_declare_it():
-    with pytest.raises(UserError, match="epoch_order: gave 3 indices for 10 samples; return n indices"):
+    with pytest.raises(UserError, match="epoch_order: returned 3 indices for 10 samples; return n indices"):
         changed(epoch_order=lambda seed, epoch, n: [0, 1, 99]).order(0)
     twice = {"epoch_order": lambda seed, epoch, n: [k // 2 for k in range(n)]}
-    with pytest.raises(UserError, match="leaves out 5 of 10 samples .*; give each index once, or declare with_repl"):
+    with pytest.raises(UserError, match="leaves out 5 of 10 samples .*; give each index once, or set with_repl"):
         changed(**twice).order(0)
     assert changed(**twice, with_replacement=True).order(0).tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
 
