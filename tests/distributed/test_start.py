@@ -29,7 +29,7 @@ UNLIKE = [  # what differs; what all ranks raise; the rank that is named, of thr
     ),
     (
         "limit",
-        r"open files: the limit is 100, and about \d+ are needed; raise it \(ulimit -n \d+.*\(rank 1 on \S+\)$",
+        r"open files: the limit is 100, but about \d+ are needed; raise it \(ulimit -n \d+.*\(rank 1 on \S+\)$",
         1,
     ),
 ]
