@@ -1,6 +1,6 @@
-"""Every value the pipeline reads: one frozen dataclass, from which flags, `--help` and docs/configuration.md are made.
+"""All settings in one frozen dataclass, from which flags, `--help` and docs/configuration.md are generated.
 
-Standard library only, so that `--help` and a bad flag answer at once, before torch is imported.
+Standard library only, so that `--help` and flag errors appear at once, before torch is imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 DEFAULT_RUN_DIR = "runs/default"
-YOURS = "model and data"  # the group of the fields that a fork changes
+YOURS = "model and data"  # the group of fields that a fork changes
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "step")
 ALIASES = "learning_rate=lr wd=weight_decay num_train_epochs=epochs output_dir=run_dir save_dir=run_dir data=data_dir"
 OF_TORCHRUN = "nproc_per_node nnodes node_rank master_addr master_port max_restarts local_rank world_size gpus devices"
@@ -28,10 +28,9 @@ BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0
 
 
 class UserError(ValueError):
-    """The user asked for something that cannot be done. The message is a sentence that ends with the fix; exit code 2.
+    """A problem that the user can fix, such as a bad setting. The message ends with the fix; the exit code is 2.
 
-    Where all ranks raise it, `rank` and `host` name the rank that has the problem; `is_final`: another attempt of this
-    launch is of no use.
+    If all ranks raise it, `rank` and `host` name the rank that has the problem. is_final: a restart will not help.
     """
 
     def __init__(self, sentence: str, rank: int | None = None, host: str | None = None, is_final: bool = False) -> None:
@@ -40,14 +39,14 @@ class UserError(ValueError):
 
 
 class TrainingError(RuntimeError):
-    """Training cannot continue. The message is a sentence that ends with the fix; exit code 1."""
+    """Training cannot continue. The message ends with the fix; the exit code is 1."""
 
     def __init__(self, sentence: str, rank: int | None = None, host: str | None = None) -> None:
         super().__init__(sentence)
         self.rank, self.host = rank, host
 
 
-Check = Callable[[Any], str]  # value -> "what is wrong; what to do", or "" where nothing is
+Check = Callable[[Any], str]  # value -> "what is wrong; what to do", or "" if it is valid
 
 
 def at_least(low: float) -> Check:
@@ -75,7 +74,7 @@ class one_of:  # used like the functions around it
 
 
 def local_path(value: str) -> str:
-    return "is no path of a mounted file system; mount the storage and give its path" if "://" in value else ""
+    return "is not a path; mount the storage and give its path" if "://" in value else ""
 
 
 def run_path(value: str) -> str:
@@ -86,7 +85,7 @@ def command_line(value: str) -> str:
     try:
         shlex.split(value)
     except ValueError as error:
-        return f"cannot be split into words ({error}); close its quotes"
+        return f"is not a valid command ({error}); fix its quotes"
     return ""
 
 
@@ -97,11 +96,11 @@ def metric_name(value: str) -> str:
 
 def rendezvous_url(value: str) -> str:
     known = not value or value.startswith(("env://", "tcp://", "file://"))
-    return "" if known else "is no rendezvous address; give env://, tcp://HOST:PORT or file:///SHARED/PATH"
+    return "" if known else "is not a rendezvous address; give env://, tcp://HOST:PORT or file:///SHARED/PATH"
 
 
 def nearest(value: str, choices: Sequence[str]) -> str:
-    """`x (did you mean x?)` where one of the choices is near, else all of them."""
+    """The choices as text, with "(did you mean x?)" if one of them is similar to the value."""
     close = difflib.get_close_matches(str(value), choices, n=1)
     return f"{', '.join(choices)}" + (f" (did you mean {close[0]}?)" if close else "")
 
@@ -109,14 +108,14 @@ def nearest(value: str, choices: Sequence[str]) -> str:
 def setting(group: str, default: Any, text: str, check: Check | None = None, resume: str = "free") -> Any:
     """One field of the config. A field of type `int | str` may also be "auto".
 
-    resume: in a resumed run the value "must" be the same, "may" change and is logged, or is "free".
+    resume: when a run is resumed the value "must" be the same, "may" change (which is logged), or is "free".
     """
     meta = {"group": group, "help": text, "check": check, "resume": resume}
     return dataclasses.field(default=default, metadata=meta)
 
 
 def yours(default: Any, text: str, check: Check | None = None, resume: str = "free") -> Any:
-    """A field for model.py and dataset.py alone. "auto" is the training set's attribute of the same name."""
+    """A field that only model.py and dataset.py read. "auto" takes the training set's attribute of the same name."""
     return setting(YOURS, default, text, check, resume)
 
 
@@ -134,69 +133,69 @@ def type_of(field: dataclasses.Field) -> tuple[type, bool]:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """The configuration of one run. Raises UserError, with all problems listed, when a value cannot be used."""
+    """The configuration of one run. Raises UserError that lists all invalid values."""
 
     # fmt: off
-    run_dir: str = setting("run", DEFAULT_RUN_DIR, "run folder; may hold fields: runs/{model}-s{seed}", run_path)
+    run_dir: str = setting("run", DEFAULT_RUN_DIR, "run folder; may contain fields: runs/{model}-s{seed}", run_path)
     resume_from: str = setting("run", "", "auto: latest valid checkpoint; a path; empty: fresh start", local_path)
-    overwrite: bool = setting("run", False, "replace the run that run_dir holds")
+    overwrite: bool = setting("run", False, "replace the existing run in run_dir")
     init_from: str = setting("run", "", "start a new run with these weights: a checkpoint or a state dict", local_path)
     eval_only: bool = setting("run", False, "only evaluate resume_from (empty: the best checkpoint of run_dir)")
-    seed: int = setting("run", 42, "seed of weights, order, augmentation and dropout", between(0, 2**63), "must")
-    deterministic: bool = setting("run", False, "bit-exact on CUDA too, somewhat slower", resume="may")
+    seed: int = setting("run", 42, "seed for weights, data order, augmentation and dropout", between(0, 2**63), "must")
+    deterministic: bool = setting("run", False, "bit-exact results on CUDA too (slower)", resume="may")
 
     data_dir: str = setting("data", "data", "imagefolder reads <data_dir>/{train,val,test}/<class>/*", local_path)
     dataset_size: int = setting("data", 0, "train on a seeded subset of this size (0 = all)", at_least(0), "must")
-    cache: str = setting("data", "none", "decode images once: to memory or the device", one_of("none", "ram", "device"))
-    num_workers: int | str = setting("data", "auto", "loader processes per rank (0 for data in memory)", at_least(0))
+    cache: str = setting("data", "none", "keep decoded images in RAM or on the device", one_of("none", "ram", "device"))
+    num_workers: int | str = setting("data", "auto", "loader workers per rank (0 for in-memory data)", at_least(0))
     drop_last: bool = setting("data", False, "drop the last, incomplete global batch of each epoch", resume="must")
     record_samples: bool = setting("data", False, "write the sample indices of each optimizer step to run_dir/samples")
 
-    compile: str = setting("model", "off", "torch.compile and its mode", one_of("off", "default", "reduce-overhead"))
-    activation_checkpointing: bool = setting("model", False, "recompute activations: less memory, slower")
+    compile: str = setting("model", "off", "torch.compile mode", one_of("off", "default", "reduce-overhead"))
+    activation_checkpointing: bool = setting("model", False, "recompute activations to save memory (slower)")
 
     epochs: int = setting("training", 10, "passes over the training set", at_least(1), "may")
-    max_steps: int = setting("training", 0, "optimizer steps of the whole run (0: by epochs)", at_least(0), "may")
-    batch_size: int = setting("training", 64, "samples per micro-batch of one rank", at_least(1), "must")
+    max_steps: int = setting("training", 0, "total optimizer steps (0 = set by epochs)", at_least(0), "may")
+    batch_size: int = setting("training", 64, "samples per micro-batch on each rank", at_least(1), "must")
     grad_accum_steps: int = setting("training", 1, "micro-batches per rank and optimizer step", at_least(1))
     global_batch_size: int = setting("training", 0, "samples per step; sets grad_accum_steps (0 = off)", at_least(0))
     optimizer: str = setting("training", "sgd", "optimizer", one_of("sgd", "adamw"), "must")
-    lr: float = setting("training", 0.1, "peak learning rate, the same for any number of ranks", above(0), "may")
-    momentum: float = setting("training", 0.9, "momentum of SGD, beta1 of AdamW", between(0, 1), "may")
-    beta2: float = setting("training", 0.999, "beta2 of AdamW", between(0, 1), "may")
+    lr: float = setting("training", 0.1, "peak learning rate, not scaled by the number of ranks", above(0), "may")
+    momentum: float = setting("training", 0.9, "SGD momentum, AdamW beta1", between(0, 1), "may")
+    beta2: float = setting("training", 0.999, "AdamW beta2", between(0, 1), "may")
     nesterov: bool = setting("training", True, "Nesterov momentum for SGD", resume="may")
-    weight_decay: float = setting("training", 5e-4, "of weights, not of biases and normalization", at_least(0), "may")
-    schedule: str = setting("training", "cosine", "learning rate after the warm-up", one_of(*SCHEDULES), "may")
+    weight_decay: float = setting("training", 5e-4, "not applied to biases and normalization", at_least(0), "may")
+    schedule: str = setting("training", "cosine", "learning rate after warm-up", one_of(*SCHEDULES), "may")
     warmup_epochs: float = setting("training", 0.5, "epochs of linear warm-up", at_least(0), "may")
     clip_grad_norm: float = setting("training", 0.0, "max gradient norm (0 = off)", at_least(0), "may")
-    ema_decay: float = setting("training", 0.0, "weights' moving average, e.g. 0.999 (0 = off)", between(0, 1), "may")
-    max_skipped_steps: int = setting("training", 50, "non-finite steps in a row that end it (0 = off)", at_least(0))
-    patience: int = setting("training", 0, "end after this many evaluations without improvement (0 = off)", at_least(0))
+    ema_decay: float = setting("training", 0.0, "decay of the weight EMA, e.g. 0.999 (0 = off)", between(0, 1), "may")
+    max_skipped_steps: int = setting("training", 50, "non-finite steps in a row before abort (0 = off)", at_least(0))
+    patience: int = setting("training", 0, "evaluations without improvement before the end (0 = off)", at_least(0))
     max_time: float = setting("training", 0.0, "save and stop after this many minutes (0 = off)", at_least(0))
 
-    use_amp: bool = setting("precision", True, "mixed precision where the hardware is fast at it", resume="may")
-    amp_dtype: str = setting("precision", "auto", "type of mixed precision", one_of("auto", "bf16", "fp16"), "may")
+    use_amp: bool = setting("precision", True, "mixed precision on hardware where it is fast", resume="may")
+    amp_dtype: str = setting("precision", "auto", "mixed-precision dtype", one_of("auto", "bf16", "fp16"), "may")
 
     backend: str = setting("distributed", "auto", "nccl on CUDA, else gloo", one_of("auto", "nccl", "gloo", "mpi"))
     init_method: str = setting("distributed", "", "env:// (default), tcp://HOST:PORT or file:///PATH", rendezvous_url)
     timeout: float = setting("distributed", 600.0, "seconds a collective may take", above(0))
-    hang_timeout: float = setting("distributed", 300.0, "seconds without progress that end it (0 = off)", at_least(0))
+    hang_timeout: float = setting("distributed", 300.0, "seconds without progress before abort (0 = off)", at_least(0))
     bucket_cap_mb: float = setting("distributed", 0.0, "DDP bucket size in MB (0: by model size)", at_least(0), "may")
-    comm_hook: str = setting("distributed", "none", "compress gradients to", one_of("none", "fp16", "bf16"), "may")
+    comm_hook: str = setting("distributed", "none", "gradient compression", one_of("none", "fp16", "bf16"), "may")
 
     checkpoint_dir: str = setting("checkpoints", "", "checkpoint folder (empty: run_dir/checkpoints)", local_path)
     save_every: int = setting("checkpoints", 1, "epochs between checkpoints (0 = off)", at_least(0))
     save_every_steps: int = setting("checkpoints", 0, "optimizer steps between checkpoints (0 = off)", at_least(0))
     save_every_minutes: float = setting("checkpoints", 10.0, "minutes between checkpoints (0 = off)", at_least(0))
-    keep_last: int = setting("checkpoints", 3, "latest checkpoints to keep, beside the best", at_least(2))
-    on_checkpoint: str = setting("checkpoints", "", "command after each checkpoint; {} is its path", command_line)
+    keep_last: int = setting("checkpoints", 3, "latest checkpoints to keep, besides the best", at_least(2))
+    on_checkpoint: str = setting("checkpoints", "", "command run after each checkpoint; {} is its path", command_line)
     eval_every: int = setting("checkpoints", 1, "epochs between evaluations (0: only at the end)", at_least(0))
     best_metric: str = setting("checkpoints", "auto", "for best.pt: auto, NAME, min:NAME, max:NAME", metric_name, "may")
 
-    log_interval: int = setting("logging", 20, "optimizer steps between two log lines", at_least(1))
+    log_interval: int = setting("logging", 20, "optimizer steps between log lines", at_least(1))
     enable_profiling: bool = setting("logging", False, "profile a few steps of rank 0 into run_dir/traces")
 
-    # ---- yours: the fields of your own model and data; a fork changes these lines and no other in this file ----
+    # ---- yours: fields for your own model and data; a fork edits only these lines of this file ----
     dataset: str = yours("synthetic", "data set", one_of("synthetic", "cifar10", "imagefolder"), "must")
     augment: str = yours("auto", "crops and flips", one_of("auto", "none", "crop", "resized_crop"), "may")
     model: str = yours("mini_resnet", "mini_resnet or a torchvision classifier", resume="must")
@@ -205,7 +204,7 @@ class TrainingConfig:
     image_size: int | str = yours("auto", "resize to this size (auto: from the data)", at_least(4), "must")
     channels_last: bool = yours(True, "memory format of convolutions (faster on CPU and CUDA)", resume="may")
     label_smoothing: float = yours(0.0, "label smoothing of the training loss", between(0, 1), "may")
-    sync_bn: bool = yours(False, "BatchNorm over the micro-batches of all ranks (CUDA only)", resume="may")
+    sync_bn: bool = yours(False, "BatchNorm statistics across all ranks (CUDA only)", resume="may")
     # ---- end of yours ----
     # fmt: on
 
@@ -221,19 +220,19 @@ class TrainingConfig:
             raise UserError("\n".join(problems))
 
     def _conflicts(self) -> list[str]:
-        """Values that are fine alone and cannot be had together."""
+        """Problems with combinations of values."""
         problems = []
         total, size = self.global_batch_size, self.batch_size
         if total % size:
             fits = " or ".join(str(fit) for fit in (total - total % size, total - total % size + size) if fit)
-            problems.append(f"global_batch_size={total}: is no multiple of batch_size={size}; give {fits}")
-        either = "leave one of the two out"
+            problems.append(f"global_batch_size={total}: is not a multiple of batch_size={size}; give {fits}")
+        either = "give only one of the two"
         if total and self.grad_accum_steps != 1:
-            problems.append(f"grad_accum_steps={self.grad_accum_steps}: follows from global_batch_size; {either}")
+            problems.append(f"grad_accum_steps={self.grad_accum_steps}: is derived from global_batch_size; {either}")
         if self.overwrite and self.resume_from:
-            problems.append(f"overwrite=True: would delete what resume_from asks to continue; {either}")
+            problems.append(f"overwrite=True: would delete the run that resume_from continues; {either}")
         if self.init_from and self.resume_from and self.resume_from != "auto":
-            problems.append(f"init_from={self.init_from}: a resumed run has its weights from resume_from; {either}")
+            problems.append(f"init_from={self.init_from}: a resumed run takes its weights from resume_from; {either}")
         if self.amp_dtype != "auto" and not self.use_amp:
             problems.append(f"amp_dtype={self.amp_dtype}: needs mixed precision; leave out amp_dtype or no_use_amp")
         names = [field.name for field in dataclasses.fields(self)]
@@ -243,7 +242,7 @@ class TrainingConfig:
         except ValueError:
             wrong = [self.run_dir]
         if wrong:
-            problems.append(f"run_dir={self.run_dir}: {{{wrong[0]}}} is no field; use e.g. {{model}} or {{lr}}")
+            problems.append(f"run_dir={self.run_dir}: {{{wrong[0]}}} is not a field; use e.g. {{model}} or {{lr}}")
         return problems
 
     @property
@@ -256,13 +255,13 @@ class TrainingConfig:
         return Path(self.checkpoint_dir) if self.checkpoint_dir else self.run_folder / "checkpoints"
 
     def micro_batches_per_step(self, world_size: int) -> int:
-        """Micro-batches of all ranks in one optimizer step: M in the sampler's arithmetic."""
+        """Micro-batches of all ranks in one optimizer step."""
         if self.global_batch_size:
             return self.global_batch_size // self.batch_size
         return world_size * self.grad_accum_steps
 
     def asks_for_more_than(self, saved: dict[str, Any]) -> bool:
-        """Whether a run that was completed with these values has more to do under this config."""
+        """Whether this config extends a run that was completed with the saved values."""
         if not saved or self.epochs > saved["epochs"]:
             return bool(saved)
         return (self.max_steps or math.inf) > (saved["max_steps"] or math.inf)
@@ -280,14 +279,14 @@ class TrainingConfig:
     def from_args(cls, argv: Sequence[str] | None = None, saved: dict[str, Any] | None = None) -> TrainingConfig:
         """Defaults, then the file of --config, then flags. Exits 0 after --help or --print-config, 2 after an error.
 
-        saved: values in place of the defaults.
+        saved: values that replace the defaults.
         """
         flags, unknown = _parser(cls).parse_known_args(argv)
         given = vars(flags)
         file, print_config = given.pop("config", ""), given.pop("print_config", False)
         problems = [_unknown(word, cls) for word in unknown if word.startswith("-")]
         stray = [word for word in unknown[:1] if not word.startswith("-")]
-        problems += [f"{word}: belongs to no flag; write --flag value" for word in stray]
+        problems += [f"{word}: is not a flag; write --flag value" for word in stray]
         try:
             values = _read_file(file, cls) if file else {}
         except UserError as error:
@@ -311,7 +310,7 @@ def fields_of_yours() -> list[dataclasses.Field]:
 
 
 def _convert(field: dataclasses.Field, value: Any) -> tuple[Any, str]:
-    """The value in the field's type, and what is wrong with it ("" where nothing is). Text is what a flag gives."""
+    """The value converted to the field's type, and the problem with it ("" if none). Flags give text."""
     (kind, may_be_auto), check = type_of(field), field.metadata["check"]
     if may_be_auto and value == "auto":
         return value, ""
@@ -339,14 +338,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _unknown(word: str, cls: type) -> str:
-    """The sentence for a flag, or for a key of a file, that does not exist."""
+    """The error message for an unknown flag or config file key."""
     dashes, name = "--" * word.startswith("-"), word.split("=")[0].lstrip("-").replace("-", "_")
     if name in OF_TORCHRUN.split():
-        return f"{word}: is not known; torchrun starts the ranks: torchrun --standalone --nproc-per-node=N train.py"
+        return f"{word}: is not known; start the ranks with torchrun: torchrun --standalone --nproc-per-node=N train.py"
     names = [field.name for field in dataclasses.fields(cls)] + ["config", "print_config"] * bool(dashes)
     name = dict(pair.split("=") for pair in ALIASES.split()).get(name, name)
     close = difflib.get_close_matches(name, names, n=1)
-    return f"{word}: is not known; " + (f"did you mean {dashes}{close[0]}?" if close else "see --help for all that are")
+    return f"{word}: is not known; " + (f"did you mean {dashes}{close[0]}?" if close else "see --help for all flags")
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -366,7 +365,7 @@ def _parser(cls: type) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="train.py",
         usage="torchrun --standalone --nproc-per-node=N train.py [flags]   (or: python train.py [flags])",
-        description="Flags may be written with _ or -. Defaults, then the file of --config, then flags.",
+        description="Flags may be written with _ or -. Flags override the --config file, which overrides the defaults.",
         allow_abbrev=False,
         add_help=False,
         argument_default=argparse.SUPPRESS,
@@ -374,7 +373,7 @@ def _parser(cls: type) -> argparse.ArgumentParser:
     )
     general = parser.add_argument_group("general")
     general.add_argument("--help", "-h", action="help", help="show this text and exit")
-    general.add_argument("--config", metavar="FILE", help="values from a TOML file, or from the config.json of a run")
+    general.add_argument("--config", metavar="FILE", help="read values from a TOML file or a run's config.json")
     text = "print the resolved config as TOML and exit"
     general.add_argument("--print_config", "--print-config", action="store_true", help=text)
     names = dict.fromkeys(field.metadata["group"] for field in dataclasses.fields(cls))
@@ -393,7 +392,7 @@ def _parser(cls: type) -> argparse.ArgumentParser:
 
 
 def _read_file(file: str, cls: type) -> dict[str, Any]:
-    """The values of a TOML file or a run's config.json. A checkpoint_dir below run_dir is left to follow it."""
+    """The values of a TOML file or a run's config.json. A checkpoint_dir inside run_dir is left to follow it."""
     path, remedy = Path(file), "give a TOML file or the config.json of a run"
     try:
         text = path.read_text(encoding="utf-8")
@@ -401,13 +400,13 @@ def _read_file(file: str, cls: type) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"config={file}: cannot be read ({error}); {remedy}") from None
     if not isinstance(values, dict):
-        raise UserError(f"config={file}: holds no table of names and values; {remedy}")
+        raise UserError(f"config={file}: is not a table of names and values; {remedy}")
     names = [field.name for field in dataclasses.fields(cls)]
     values = {key.replace("-", "_"): value for key, value in values.items()}
     unknown = [f"{file}: {_unknown(key, cls)}" for key in values if key not in names]
     if unknown:
         raise UserError("\n".join(unknown))
-    if path.suffix == ".json":  # how that run was started does not apply to another
+    if path.suffix == ".json":  # how that run was started does not apply to a new one
         values = {key: value for key, value in values.items() if key not in ("resume_from", "overwrite", "eval_only")}
     if values.get("checkpoint_dir") == f"{values.get('run_dir')}/checkpoints":
         del values["checkpoint_dir"]

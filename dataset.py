@@ -1,20 +1,20 @@
-"""The data: yours to change. The training loop knows three functions, and these attributes of a data set.
+"""The data, yours to change. The training loop uses three functions, and these attributes of a data set.
 
-create_dataset(config, split)   the data set of "train", "val" or "test"; None where there is no such split
-is_prepared(config)             whether create_dataset finds its data
-prepare_data(config)            downloads or unpacks it where not; called on one rank per file system
+create_dataset(config, split)   the data set of "train", "val" or "test"; None if there is no such split
+is_prepared(config)             whether the data is ready for create_dataset
+prepare_data(config)            downloads or unpacks the data if needed; called on one rank per file system
 
 A data set is map-style (`__len__`, `__getitem__`, which raises UserError for a corrupt sample). The rest is optional:
     __getitems__(indices)                           fetches a whole micro-batch at once
     collate(samples)                                samples -> batch (default: torch's default_collate)
-    device_transform(batch, seed, epoch, indices)   the batch on the device -> what compute_loss takes; its random draws
-                                                    are functions of (seed, epoch, index): utils.rng.sample_draws
-    epoch_order(seed, epoch, n)                     an order of its own: n indices, each once
-    with_replacement                                True: epoch_order may repeat some and leave out others
+    device_transform(batch, seed, epoch, indices)   the batch on the device -> the input of compute_loss; random draws
+                                                    depend only on (seed, epoch, index): utils.rng.sample_draws
+    epoch_order(seed, epoch, n)                     a custom order: n indices, each once
+    with_replacement                                True: epoch_order may repeat and omit indices
     in_memory                                       True: no workers are needed
-    cacheable                                       True: a sample never changes and all have one shape, so --cache may
-                                                    keep them decoded
-    an attribute named as a field of the config     what `auto` stands for in that field: num_classes, image_size, ...
+    cacheable                                       True: samples never change and all have one shape, so --cache may
+                                                    store them decoded
+    an attribute named like a config field          the value of `auto` in that field: num_classes, image_size, ...
     split, classes, mean, std, fingerprint          for records, exports and the check on resume
 """
 
@@ -44,9 +44,9 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class ImageDataset(Dataset):
-    """What the image sets share: uint8 images, augmented and normalized on the device, a batch at a time."""
+    """The base of the image sets: uint8 images, augmented and normalized on the device, a batch at a time."""
 
-    cacheable = True  # what is random happens on the device
+    cacheable = True  # random transforms run on the device
     split = "train"
     augment = "none"  # none, crop or resized_crop
     image_size: int
@@ -107,13 +107,13 @@ class InMemoryImages(ImageDataset):
 
     @staticmethod
     def collate(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return batch  # __getitems__ has made it
+        return batch  # __getitems__ already returns a batch
 
 
 class SyntheticImageDataset(InMemoryImages):
-    """A smooth pattern for each class, under noise for each sample: a model learns it, and accuracy means something.
+    """A smooth pattern per class plus noise per sample, so that a model can learn and accuracy is meaningful.
 
-    Sets of one seed share the patterns; `split` seeds the samples.
+    Sets with the same seed share the patterns; `split` seeds the samples.
     """
 
     def __init__(
@@ -139,11 +139,11 @@ class SyntheticImageDataset(InMemoryImages):
 
 
 class ImageFolderDataset(ImageDataset):
-    """Images in <folder>/<class>/*, decoded when they are asked for.
+    """Images in <folder>/<class>/*, decoded on access.
 
     Args:
-        image_size: pixels of what the model gets.
-        load_size: pixels of the images as loaded, at least image_size.
+        image_size: height and width of the model input in pixels.
+        load_size: height and width of loaded images, at least image_size.
         is_resized: whether images of another size are resized to load_size (else they are an error).
     """
 
@@ -176,17 +176,17 @@ class ImageFolderDataset(ImageDataset):
 
 
 def is_prepared(config: TrainingConfig) -> bool:
-    """Whether the data is where create_dataset reads it; asked on every rank."""
+    """Whether the data is ready for create_dataset; called on every rank."""
     return config.dataset != "cifar10" or cifar10_folder(Path(config.data_dir)).exists()
 
 
 def prepare_data(config: TrainingConfig) -> None:
-    """Bring the data to config.data_dir, completely or not at all. Raises UserError."""
+    """Download the data to config.data_dir, completely or not at all. Raises UserError."""
     download_cifar10(Path(config.data_dir))
 
 
 def create_dataset(config: TrainingConfig, split: str) -> Dataset | None:
-    """The data set of a split; None where there is no such split. Raises UserError when the data cannot be used."""
+    """The data set of a split; None if there is no such split. Raises UserError if the data cannot be used."""
     build = {"synthetic": _synthetic, "cifar10": _cifar10, "imagefolder": _image_folder}[config.dataset]
     dataset = build(config, split)
     if dataset is not None and split == "train":
@@ -197,7 +197,7 @@ def create_dataset(config: TrainingConfig, split: str) -> Dataset | None:
 
 def _synthetic(config: TrainingConfig, split: str) -> SyntheticImageDataset | None:
     if split == "test":
-        return None  # one held-out part, "val"
+        return None  # the only held-out split is "val"
     auto = {"num_classes": 10, "in_channels": 3, "image_size": 32}
     sizes = {name: size if getattr(config, name) == "auto" else getattr(config, name) for name, size in auto.items()}
     samples = config.dataset_size or SYNTHETIC_SAMPLES
@@ -207,9 +207,9 @@ def _synthetic(config: TrainingConfig, split: str) -> SyntheticImageDataset | No
 
 def _cifar10(config: TrainingConfig, split: str) -> InMemoryImages | None:
     if split == "test":
-        return None  # one held-out part, "val"
+        return None  # the only held-out split is "val"
     if config.in_channels not in ("auto", 3) or config.image_size not in ("auto", 32):
-        raise UserError("dataset=cifar10: has 3 channels and 32 pixels; leave in_channels and image_size auto")
+        raise UserError("dataset=cifar10: has 3 channels and 32x32 pixels; leave in_channels and image_size at auto")
     return InMemoryImages(*read_cifar10(Path(config.data_dir), split == "train"), CIFAR_MEAN, CIFAR_STD, split)
 
 
@@ -226,7 +226,7 @@ def _image_folder(config: TrainingConfig, split: str) -> ImageFolderDataset | No
     classes = classes_of(root, split)
     channels = 3 if config.in_channels == "auto" else config.in_channels
     if channels not in (1, 3):
-        raise UserError(f"in_channels={channels}: images are read with 1 channel or 3; give one of these")
+        raise UserError(f"in_channels={channels}: images have 1 or 3 channels; give 1 or 3")
     first = images_in(root / "train" / classes[0])[0]
     height, width = read_image(first, channels).shape[1:]
     if config.image_size != "auto":

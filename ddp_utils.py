@@ -1,4 +1,4 @@
-"""The published names: set-up of the process groups, DDP, checkpoints."""
+"""The public functions: process group set-up, DDP, checkpoints."""
 
 from __future__ import annotations
 
@@ -45,29 +45,29 @@ __all__ = [
 ]
 
 GROUPS = itertools.count()
-CONTROL_TIMEOUT = timedelta(hours=24)  # votes, barriers and saves: a rank that is late is not lost
+CONTROL_TIMEOUT = timedelta(hours=24)  # for votes, barriers and saves: a slow rank is not a lost one
 
 
 def setup_distributed(config: TrainingConfig, must_be_alike: bool = True) -> DistributedContext:
-    """Make the process groups. Before that the ranks exchange over the store what they are and what is wrong.
+    """Create the process groups, after the ranks have exchanged their devices and problems through the store.
 
-    must_be_alike: in code, settings and versions.
+    must_be_alike: reject ranks that differ in code, settings or versions.
 
     Raises:
-        UserError: on every rank, when one of them cannot take part.
+        UserError: on every rank, if one of them cannot take part.
     """
     launch = read_launch()
     if launch.is_under_torchrun:
         die_with_parent()
         if is_orphan():  # the agent was killed while this process imported torch
-            raise TrainingError("torchrun is gone already; start it again")
+            raise TrainingError("torchrun has already exited; start it again")
     if config.deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(config.deterministic)  # it imports the compiler, which takes seconds
     if config.deterministic:
         make_cublas_deterministic()
-    if dist.is_initialized():  # left by an earlier run in this process that failed
+    if dist.is_initialized():  # left by a failed run in this process
         dist.destroy_process_group()
-    gc.collect()  # ends what is left of that run's groups: a worker that is forked later would hang on them
+    gc.collect()  # frees that run's groups: a worker forked later would hang on them
     card: dict[str, Any] = {"host": socket.gethostname(), "problem": ""}
     backend, device = "", torch.device("cpu")
     try:
@@ -87,7 +87,7 @@ def setup_distributed(config: TrainingConfig, must_be_alike: bool = True) -> Dis
 
     timeout = timedelta(seconds=config.timeout)
     store = _rendezvous(launch, config.init_method or "env://", timeout)
-    store = dist.PrefixStore(f"group {next(GROUPS)}", store)  # a second run in this process has keys of its own
+    store = dist.PrefixStore(f"group {next(GROUPS)}", store)  # a second run in this process gets its own keys
     cards = _introduce(store, launch, card, config)
     dist.init_process_group(
         backend,
@@ -121,14 +121,14 @@ def _rendezvous(launch: Launch, url: str, timeout: timedelta) -> dist.Store:
             raise UserError(
                 f"init_method={url}: needs RANK, LOCAL_RANK and WORLD_SIZE; start with torchrun, or set them"
             )
-        return dist.HashStore()  # a world of one: no port, no environment
+        return dist.HashStore()  # one rank needs no port and no environment
     if url == "env://" and ":" not in launch.master:
         if not launch.address:
             raise UserError(
                 "MASTER_ADDR, MASTER_PORT: not set, while RANK is; start with torchrun or give --init_method"
             )
         url = launch.address
-    waited_for = launch.world_size if url.startswith("file://") else 1  # a TCP store cannot list the missing ranks
+    waited_for = launch.world_size if url.startswith("file://") else 1  # with TCP, _introduce lists missing ranks
     try:
         meet = functools.partial(dist.rendezvous, url, launch.rank, waited_for, timeout=timeout)
         store, _, _ = within(timeout.total_seconds() + 5, lambda: next(meet()))
@@ -137,16 +137,16 @@ def _rendezvous(launch: Launch, url: str, timeout: timedelta) -> dist.Store:
         reason = str(error).splitlines()[0] if str(error) else "no answer"  # without the C++ stack
         remedy = f"start all {launch.world_size} ranks with this address"
         if launch.rank:
-            remedy = "check that rank 0 runs and its address is right"
+            remedy = "check that rank 0 is running and its address is correct"
         if "EADDRINUSE" in reason:
-            remedy = "another program uses the port (ss -ltnp names it); end it, or give all ranks another MASTER_PORT"
+            remedy = "another program uses the port (ss -ltnp shows it); end it, or give all ranks another MASTER_PORT"
         raise UserError(f"rank {launch.rank}: rendezvous at {where} failed ({reason}); {remedy}") from None
     store.set_timeout(timeout)
     return store
 
 
 def _introduce(store: dist.Store, launch: Launch, card: dict[str, Any], config: TrainingConfig) -> list[dict[str, Any]]:
-    """Exchange one card per rank; raise on every rank what is wrong with any of them."""
+    """Exchange one card per rank. If any rank has a problem, all ranks raise it."""
     keys = [f"card/{rank}" for rank in range(launch.world_size)]
     store.set(keys[launch.rank], json.dumps(card))
     try:
@@ -154,8 +154,8 @@ def _introduce(store: dist.Store, launch: Launch, card: dict[str, Any], config: 
     except dist.DistStoreError:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         names = f"rank {', '.join(map(str, missing))} of {launch.world_size}" if missing else "a rank"
-        remedy = "see its output where it was started, then start all ranks again (--timeout waits longer)"
-        speaker = missing[0] if missing and missing[0] > 0 else None  # rank 0 speaks for all, where it is there
+        remedy = "check its output, then start all ranks again (a larger --timeout waits longer)"
+        speaker = missing[0] if missing and missing[0] > 0 else None  # rank 0 reports for all if it is there
         text = f"{names}: did not start within {config.timeout:g} s; {remedy}"
         raise UserError(text, speaker, "" if speaker else None) from None
     for rank, each in enumerate(cards):
@@ -166,18 +166,18 @@ def _introduce(store: dist.Store, launch: Launch, card: dict[str, Any], config: 
     bare = [rank for rank, each in enumerate(cards) if each["device"] == "cpu"]
     if config.backend == "auto" and 0 < len(bare) < len(cards):
         hosts = ", ".join(sorted({cards[rank]["host"] for rank in bare}))
-        text = "shows no CUDA device while other ranks have one; repair it or leave it out, or give --backend gloo"
+        text = "has no CUDA device while other ranks have one; fix it, leave it out, or use --backend gloo"
         raise UserError(f"{hosts}: {text}", bare[0], cards[bare[0]]["host"])
     return cards
 
 
 def cleanup_distributed() -> None:
-    """End the process groups after a success, never on an error. The barrier: gloo aborts when a peer leaves early."""
+    """Destroy the process groups after success, not after an error. The barrier: gloo aborts if a peer leaves early."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
 
 
 def save_checkpoint(saver: Saver, must: bool = True) -> None:
-    """A checkpoint of this moment, on all ranks: rank 0 writes it while training continues. As `Saver.save_now`."""
+    """Save a checkpoint of the current state. Call it on all ranks; rank 0 writes while training continues."""
     saver.save_now(must)

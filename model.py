@@ -1,8 +1,8 @@
-"""The model: yours to change. Three functions are all that the training loop knows of it.
+"""The model, yours to change. The training loop only uses these three functions.
 
 create_model(config, device)    the network
 param_groups(model, config)     which parameters are trained, with which weight decay and learning rate
-compute_loss(model, batch)      the loss and what is to be reported, as sums over a micro-batch and what they count
+compute_loss(model, batch)      the loss and metrics, as sums over a micro-batch and their counts
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class MiniResNet(nn.Module):
 
 
 def create_model(config: TrainingConfig, device: torch.device) -> nn.Module:
-    """The network on its device.
+    """Create the network on its device.
 
     Raises:
         UserError: for an unknown model, or one that does not fit the config.
     """
-    auto = {"num_classes": 10, "in_channels": 3, "image_size": 32}  # of the synthetic set; a run has those of its data
+    auto = {"num_classes": 10, "in_channels": 3, "image_size": 32}  # of the synthetic set; a run uses those of its data
     sizes = {name: size if getattr(config, name) == "auto" else getattr(config, name) for name, size in auto.items()}
     if config.model == "mini_resnet":
         model = MiniResNet(sizes["in_channels"], sizes["num_classes"])
@@ -91,11 +91,10 @@ def create_model(config: TrainingConfig, device: torch.device) -> nn.Module:
 
 
 def param_groups(model: nn.Module, config: TrainingConfig) -> list[dict[str, Any]]:
-    """Groups for the optimizer: no weight decay on biases and normalisation layers. A group may bring an "lr" of its
-    own.
+    """Parameter groups: no weight decay for biases and normalization layers. A group may set its own "lr".
 
-    Parameters that are in no group are not trained; freeze them in create_model with requires_grad_(False), so that DDP
-    knows.
+    Parameters in no group are not trained; freeze them in create_model with requires_grad_(False), so that DDP skips
+    them.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     return [
@@ -105,11 +104,11 @@ def param_groups(model: nn.Module, config: TrainingConfig) -> list[dict[str, Any
 
 
 def compute_loss(model: nn.Module, batch: Any) -> Metrics:
-    """{"loss": (sum, count), ...}: the loss and every metric as a sum over the micro-batch, and what it counts.
+    """{"loss": (sum, count), ...}: the loss and each metric as a sum over the micro-batch and its count.
 
     Args:
-        model: maybe wrapped in DDP; in training or evaluation mode.
-        batch: what the data set's device_transform gave: images float [B, C, H, W] and labels int64 [B].
+        model: possibly wrapped in DDP; in training or evaluation mode.
+        batch: the output of the data set's device_transform: images float [B, C, H, W] and labels int64 [B].
     """
     images, labels = batch
     logits = model(images)
@@ -128,7 +127,7 @@ def _torchvision_model(name: str, in_channels: int, num_classes: int, image_size
         raise UserError(f"model={name}: needs torchvision ({error}); install it, or use --model mini_resnet") from None
     known = models.list_models(module=models)
     if name not in known:
-        raise UserError(f"model={name}: is not known; choose mini_resnet or one of torchvision: {nearest(name, known)}")
+        raise UserError(f"model={name}: is not known; use mini_resnet or a torchvision model: {nearest(name, known)}")
     if in_channels != 3:
         raise UserError(
             f"in_channels={in_channels}: torchvision's models take 3; use --model mini_resnet or 3 channels"
@@ -143,16 +142,16 @@ def _torchvision_model(name: str, in_channels: int, num_classes: int, image_size
     except (ValueError, AssertionError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
-        text = f"model={name}: does not take images of {image_size} pixels ({error})"
+        text = f"model={name}: does not accept {image_size}x{image_size} images ({error})"
         raise UserError(f"{text}; give another image_size or model") from None
     return model.train()
 
 
 def log_images(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     """Images with their predicted and true class, for TensorBoard at each evaluation: {name: uint8 [B, 3, H, W]}."""
-    from PIL import Image, ImageDraw  # comes with tensorboard
+    from PIL import Image, ImageDraw  # installed with tensorboard
 
-    predicted = model(batch[0]).argmax(1)[:16].tolist()  # of the whole batch, for which the model may be compiled
+    predicted = model(batch[0]).argmax(1)[:16].tolist()  # on the whole batch: the model may be compiled for its size
     images, labels = batch[0][:16].float(), batch[1][:16].tolist()
     low, high = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
     pixels = (

@@ -1,4 +1,4 @@
-"""Train a model on one process or on many, without losing, repeating or distorting a sample.
+"""Train a model on one or more processes without losing, repeating or misweighting a sample.
 
 python train.py                                                  one process
 torchrun --standalone --nproc-per-node=2 train.py --epochs 5     two processes on this machine
@@ -92,13 +92,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(config: TrainingConfig) -> dict[str, Any]:
-    """Train as the config says, on every rank. May be called again in the same process.
+    """Train according to the config. Call it on every rank; it may be called again in the same process.
 
     Returns:
-        What summary.json holds, or with `eval_only` the records of the evaluation.
+        The content of summary.json, or with `eval_only` the evaluation records.
 
     Raises:
-        UserError: when the config or the data cannot be used; the message ends with the fix.
+        UserError: if the config or the data cannot be used; the message ends with the fix.
     """
     began = began_at()
     ctx = setup_distributed(config)
@@ -115,8 +115,8 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     run = open_run(config, ctx)
     logger = setup_logger(ctx.rank, None if run.start.is_completed or run.is_replacing else run.log_file)
     if run.start.is_completed:
-        more = "to continue it, give more --epochs"
-        logger.info("%s: this run is completed, nothing is left to do; %s", run.folder, more)
+        more = "to train longer, increase --epochs"
+        logger.info("%s: this run is already completed; %s", run.folder, more)
         outcome = {"state": "completed"}
     else:
         clock = Clock(run.watch_folder / f"rank{ctx.rank}", ctx.device)
@@ -135,7 +135,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Training:
-    """Everything that one attempt of a run consists of."""
+    """The parts of one attempt of a run."""
 
     config: TrainingConfig  # `auto` fields resolved
     ctx: DistributedContext
@@ -155,7 +155,7 @@ class Training:
 
     @property
     def models(self) -> dict[str, nn.Module]:
-        """The models to evaluate, by kind of weights. The last one chooses the best checkpoint."""
+        """The models to evaluate, by kind of weights. The last one selects the best checkpoint."""
         average = self.state.average
         return {"model": self.state.model} | ({"ema": average.model} if average else {})
 
@@ -169,7 +169,7 @@ def assemble(
     goodput: Goodput,
     signals: StopSignals,
 ) -> Training:
-    """Build an attempt of a run, from its data to its checkpoints, and bring it to the step that it starts from."""
+    """Build everything that an attempt needs, from data to checkpoints, and restore the state it starts from."""
     started, seams = time.monotonic(), Seams.of(your_model)
     writer = Writer() if ctx.is_main else None  # forked while this process is small
     if not run.is_replacing:
@@ -185,7 +185,7 @@ def assemble(
     on_all_ranks(lambda: check_sync_batchnorm(state.model, sampler, ctx), ctx)
     model = wrap_ddp(state.model, config, ctx)
     first_batch = on_all_ranks(loader.sample_batch, ctx)
-    # before the state is loaded, which undoes what they change
+    # before the state is loaded, which undoes their changes
     names = first_passes(model, first_batch, state, loader, loaders, seams.compute_loss, config, ctx)
     best_metric, best_sign = on_all_ranks(lambda: choose_best(config.best_metric, names), ctx)
 
@@ -194,7 +194,7 @@ def assemble(
     origin |= describe(train_set) | {"global_batch_size": sampler.global_batch_size}
     differences, saved_goodput = resume_run(run, state, config, origin, sampler, ctx)
     if folder := ctx.launch.flight_recorder and Path(ctx.launch.flight_recorder).parent:
-        on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True), ctx)  # torch does not make it
+        on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True), ctx)  # torch does not create it
     state.plan(sampler, ctx.world_size)
     goodput.resume(saved_goodput, state.progress.step)
     reporter = Reporter(run, config, ctx, logger, state, loader, clock, goodput, origin, seams.log_images)
@@ -218,23 +218,23 @@ def assemble(
 
 
 def run_training(training: Training) -> dict[str, Any]:
-    """Train to the end of the run, or to the step at which the ranks agree to stop. Returns what summary.json holds."""
+    """Train until the run ends or the ranks agree to stop. Returns the content of summary.json."""
     config, state, saver, reporter = training.config, training.state, training.saver, training.reporter
     progress = state.progress
     if training.run.resume_path:
-        saver.save_now()  # in another folder than that of the checkpoint; otherwise it is there already
-    is_stopped = training.consensus.decide().stop > 0  # asked to stop before there was a step
+        saver.save_now()  # does nothing if the checkpoint is already in this run's folder
+    is_stopped = training.consensus.decide().stop > 0  # asked to stop before the first step
     while not (is_stopped or state.is_finished):
         is_stopped = train_one_epoch(training).stop > 0
         if is_stopped or state.is_at_end or is_every(config.save_every, progress.epoch):
-            # before the evaluation, so that a failure there costs no training; a resume then repeats the evaluation
+            # before the evaluation, so that a failure there loses no training; a resume repeats the evaluation
             saver.save_now(must=is_stopped or state.is_at_end)
         if "val" in training.held_out and state.is_evaluation_due and not is_stopped:
             is_stopped = validate(training)
         if not is_stopped:
             state.end_epoch()
             if state.is_patience_over:
-                training.logger.info("patience ends the run: no better value in %d evaluations", config.patience)
+                training.logger.info("patience: no improvement in %d evaluations, so the run ends", config.patience)
                 saver.save_now()
     saver.finish()
     test_records = []
@@ -249,7 +249,7 @@ def run_training(training: Training) -> dict[str, Any]:
 
 
 def train_one_epoch(training: Training) -> Decision:
-    """Train from where the state stands to the end of its epoch, or to a common stop. Returns the last decision."""
+    """Train to the end of the current epoch, or until the ranks agree to stop. Returns the last decision."""
     config, ctx, state, loader = training.config, training.ctx, training.state, training.loader
     model, clock, progress, compute_loss = training.model, training.clock, state.progress, training.seams.compute_loss
     consensus, saver, reporter = training.consensus, training.saver, training.reporter
@@ -260,7 +260,7 @@ def train_one_epoch(training: Training) -> Decision:
             break
         clock.begin_step(progress.step + 1)
         indices = []
-        for micro_batch in global_batch:  # an idle rank has one of gradient 0: DDP's all-reduce needs all ranks
+        for micro_batch in global_batch:  # padding with zero gradient on an idle rank: DDP needs every rank
             is_padding, is_last_micro_batch = micro_batch.is_padding, micro_batch.is_last
             with nullcontext() if is_last_micro_batch else model.no_sync():
                 seed_device(ctx.device, "step", config.seed, progress.step, micro_batch.number)
@@ -285,7 +285,7 @@ def train_one_epoch(training: Training) -> Decision:
             reporter.log(state, all_gather_json(reporter.rank_report(state), ctx))
         decision = consensus.step()
         if decision.save or decision.stop or is_every(config.save_every_steps, progress.step - 1):
-            decision = Decision(*map(max, decision, consensus.flush()))  # no vote from before a save may count after it
+            decision = Decision(*map(max, decision, consensus.flush()))  # an earlier vote must not count after a save
             if decision.stop:
                 return decision
             saver.save()
@@ -294,7 +294,7 @@ def train_one_epoch(training: Training) -> Decision:
 
 
 def validate(training: Training) -> bool:
-    """Evaluate the validation set, and keep the best checkpoint. Returns True if the ranks agreed to stop meanwhile."""
+    """Evaluate the validation set and keep the best checkpoint. Returns True if the ranks agreed to stop."""
     state, progress, saver = training.state, training.state.progress, training.saver
     began = time.perf_counter()
     records = evaluate_split(training, "val", training.models)
@@ -309,15 +309,15 @@ def validate(training: Training) -> bool:
     )
     if is_best:
         saver.save_best()
-    if not state.is_epoch_complete:  # max_steps ended the run in mid-epoch: a longer run does not evaluate again here
+    if not state.is_epoch_complete:  # max_steps ended the run mid-epoch: a longer run must not repeat this evaluation
         saver.save_now(is_again=True)
     return False
 
 
 def test_best(training: Training) -> list[dict[str, Any]]:
-    """Evaluate the best checkpoint (else the last weights) on the test set, in the models that were trained.
+    """Evaluate the best checkpoint (or else the last weights) on the test set.
 
-    Nothing may be saved afterwards. Returns an empty list if the ranks agreed to stop.
+    This overwrites the trained weights, so do not save afterwards. Returns an empty list if the ranks agreed to stop.
     """
     weights, model = list(training.models.items())[-1]
     best = training.run.checkpoints / BEST
@@ -332,7 +332,7 @@ def test_best(training: Training) -> list[dict[str, Any]]:
 
 
 def evaluate_split(training: Training, split: str, models: dict[str, nn.Module]) -> list[dict[str, Any]]:
-    """As `evaluate_all`, for one of the held-out sets."""
+    """`evaluate_all` for one of the held-out sets."""
     state = training.state
     common = (training.seams.compute_loss, state.progress, state.precision, training.ctx)
     common += (training.logger, training.consensus)
@@ -340,7 +340,7 @@ def evaluate_split(training: Training, split: str, models: dict[str, nn.Module])
 
 
 def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, Any]:
-    """Evaluate a checkpoint on the held-out sets, and write eval-<checkpoint>.json; nothing else is touched."""
+    """Evaluate a checkpoint on the held-out sets and write eval-<checkpoint>.json. No other file changes."""
     logger = setup_logger(ctx.rank)
     path, seams = Path(config.resume_from), Seams.of(your_model)
     if config.resume_from in ("", "auto"):
@@ -372,9 +372,9 @@ def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, 
 
 
 def create_state(seams: Seams, config: TrainingConfig, ctx: DistributedContext, is_resumed: bool = False) -> TrainState:
-    """The model with its optimizer and everything else that survives a restart, at step 0.
+    """Create the training state at step 0: the model, its optimizer and everything else that a checkpoint stores.
 
-    is_resumed: its weights will come from a checkpoint, not from `init_from`.
+    is_resumed: the weights will come from a checkpoint, not from `init_from`.
     """
     torch.manual_seed(config.seed)
     model = seams.create_model(config, ctx.device)
@@ -387,8 +387,8 @@ def create_state(seams: Seams, config: TrainingConfig, ctx: DistributedContext, 
 
 
 def run_as_script() -> None:
-    """Run the command line and end this process: 0 completed, 2 user error, 75 preempted and saved, else 1."""
-    faulthandler.enable()  # a crash of native code shows where
+    """Run the command line and exit: 0 completed, 2 user error, 75 preempted and saved, 1 any other error."""
+    faulthandler.enable()  # prints the stack if native code crashes
     try:
         sys.exit(main())
     except (Exception, KeyboardInterrupt) as error:

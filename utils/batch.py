@@ -1,4 +1,4 @@
-"""One walk over a nested batch: tuples, named tuples, lists and dicts of tensors and other values."""
+"""Map functions over nested batches: tuples, named tuples, lists and dicts of tensors and other values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which phase of which optimizer step this process is, where its time went, and a file in which others see it."""
+"""Tracks the phase, optimizer step and time per phase of this process, in a file that other processes can read."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ STEPS_KEPT = 512
 
 
 class Place(NamedTuple):
-    """Where a rank is, as its file says."""
+    """The position of a rank, as read from its file."""
 
-    beat: int  # of the watchdog's thread
-    counter: int  # of phases entered
-    step: int  # the optimizer step under way, from 1
+    beat: int  # of the watchdog thread
+    counter: int  # number of phases entered
+    step: int  # the current optimizer step, from 1
     phase: str
     pid: int
 
 
 def read_place(file: Path) -> Place | None:
-    """None where there is no such file."""
+    """The position in the file; None if there is none."""
     try:
         data = file.read_bytes()
         counter, step, phase, pid = PLACE.unpack_from(data, BEAT.size)
@@ -45,13 +45,13 @@ class Clock:
     """The phase and step of this rank's loop, and the seconds spent in each phase.
 
     Args:
-        file: shows them to other processes, at once: also where a stopped process is. None: no file.
-        device: on CUDA the forward passes are timed there too.
+        file: shows the position to other processes, even while this one is stopped. None: no file.
+        device: if it is CUDA, forward passes are timed on the device.
     """
 
     def __init__(self, file: Path | None = None, device: torch.device | None = None) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)  # of this attempt
-        self.seconds_again = dict.fromkeys(STEP_PHASES, 0.0)  # of these, in steps that an earlier attempt had made
+        self.seconds_again = dict.fromkeys(STEP_PHASES, 0.0)  # of these, in steps that an earlier attempt made
         self.counter = self.step = 0
         self.durations: deque[float] = deque(maxlen=STEPS_KEPT)  # seconds of the latest steps
         self._reached = 0  # the last step of earlier attempts
@@ -71,7 +71,7 @@ class Clock:
         return PHASES[self._phase]
 
     def enter(self, phase: str) -> None:
-        """The loop enters this phase. About 2 us."""
+        """Enter a phase."""
         now = time.perf_counter()
         self._account(now - self._mark, self.seconds, self.seconds_again)
         self._mark, self._phase = now, INDEX[phase]
@@ -87,25 +87,25 @@ class Clock:
                 pass
 
     def begin_step(self, step: int) -> None:
-        """Optimizer step `step`, from 1, begins with the wait for its data."""
+        """Begin optimizer step `step` (from 1), in the data phase."""
         now = time.perf_counter()
         if self._step_began:
             self.durations.append(now - self._step_began)
         self._step_began = now
-        self._account(now - self._mark, self.seconds, self.seconds_again)  # what came before belongs to the step before
+        self._account(now - self._mark, self.seconds, self.seconds_again)  # belongs to the previous step
         self._mark, self.step = now, step
         self._phase, self.counter = INDEX["data"], self.counter + 1
 
     def leave_steps(self) -> None:
-        """What follows is no step: an evaluation, the end of an epoch."""
+        """Leave the training steps, for an evaluation or the end of an epoch."""
         self._step_began = 0.0
 
     def mark_reached(self, step: int) -> None:
-        """Steps up to this one were made by an earlier attempt: making them again is accounted apart."""
+        """Set the last step of earlier attempts; time in steps up to it is counted as recomputed."""
         self._reached = step
 
     def spent(self) -> tuple[dict[str, float], dict[str, float]]:
-        """`seconds` and `seconds_again` up to now, the open phase included."""
+        """`seconds` and `seconds_again` up to now, including the current phase."""
         by_phase, again = dict(self.seconds), dict(self.seconds_again)
         self._account(max(0.0, time.perf_counter() - self._mark), by_phase, again)
         return by_phase, again
@@ -124,14 +124,14 @@ class Clock:
         return sum(begin.elapsed_time(end) for begin, end in pairs) / 1000
 
     def beat(self) -> None:
-        """The watchdog's thread of this process is alive."""
+        """Show that the watchdog thread of this process is alive."""
         self._beat += 1
         if self._file >= 0:
             with contextlib.suppress(OSError):
                 os.pwrite(self._file, BEAT.pack(self._beat), 0)
 
     def close(self) -> None:
-        """This rank is done, or has reported its failure."""
+        """Call when this rank has finished, or has reported its failure."""
         self.enter("end")
         self._events = None
         if self._file >= 0:
@@ -146,10 +146,10 @@ class Clock:
 
 
 def slowest(ranks: list[dict[str, float]]) -> tuple[int, float, str]:
-    """The slowest rank of an interval, its time as a multiple of the median, and what took it: data or compute.
+    """The slowest rank of an interval, its time as a multiple of the median, and the cause: data or compute.
 
     Args:
-        ranks: of each rank the seconds in "data" and in "compute"; none of them waits for another rank.
+        ranks: the seconds of each rank in "data" and "compute", without waits for other ranks.
     """
     totals = [each["data"] + each["compute"] for each in ranks]
     rank = max(range(len(totals)), key=totals.__getitem__)

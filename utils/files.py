@@ -1,4 +1,4 @@
-"""Files that appear under their final name only when they are whole, and files of JSON lines."""
+"""Atomic writes of files, and files of JSON lines."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 TEMPORARY = ".tmp"
-MAX_WAITING = 100_000  # lines for a disk that does not take them
+MAX_WAITING = 100_000  # lines kept while they cannot be written
 
 
 def replace_file(
     path: Path, write: Callable[[BinaryIO], None], may_appear: Callable[[], None] | None = None, is_flushed: bool = True
 ) -> None:
-    """Let `write` fill a temporary file beside `path`, flush it to the disk, rename it, flush the folder.
+    """Let `write` fill a temporary file next to `path`; fsync it, rename it and fsync the folder.
 
     Args:
-        may_appear: called directly before the rename; what it raises ends all.
-        is_flushed: False leaves it to the system when the file reaches the disk.
+        may_appear: called just before the rename; an exception aborts the write.
+        is_flushed: False skips fsync.
 
     Raises:
-        OSError: when any of that failed; `path` is then as it was, and the temporary file is gone.
+        OSError: if any of this fails; `path` is then unchanged and the temporary file deleted.
     """
     temporary = temporary_of(path, os.getpid())
     try:
@@ -39,24 +39,24 @@ def replace_file(
         if is_flushed:
             _flush_folder(path.parent)
     except BaseException:
-        with suppress(OSError):  # the folder may be what failed
+        with suppress(OSError):  # the folder itself may be inaccessible
             temporary.unlink(missing_ok=True)
         raise
 
 
 def temporary_of(path: Path, pid: int) -> Path:
-    """What this process fills before it gets its name; ranks that fail together may write the same file."""
+    """The temporary file of this process: ranks that fail together may write the same `path`."""
     return path.with_name(f"{path.name}.{pid}{TEMPORARY}")
 
 
 def replace_json(path: Path, value: Any, is_flushed: bool = True) -> None:
-    """As `replace_file`; numbers that are not finite become null."""
+    """`replace_file` with JSON; non-finite numbers become null."""
     data = json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n"
     replace_file(path, lambda file: file.write(data.encode()), is_flushed=is_flushed)
 
 
 def finite(value: Any) -> Any:
-    """The value with None in place of numbers that are not finite, which JSON has not."""
+    """The value with None in place of non-finite numbers, which JSON lacks."""
     if isinstance(value, dict):
         return {key: finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -65,7 +65,7 @@ def finite(value: Any) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The dict in a JSON file; an empty one where it cannot be read."""
+    """The dict in a JSON file; an empty one if it cannot be read."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else {}
@@ -82,16 +82,16 @@ def _flush_folder(folder: Path) -> None:
 
 
 class LinesFile:
-    """A file of lines that grows. What the disk does not take now is written with the next line that it takes."""
+    """An append-only file of lines. Lines that cannot be written are kept and written with a later one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._waiting: list[bytes] = []
-        # only once: where the file is gone, its file system may be, and nothing belongs below a mount point
+        # only once: a missing file may mean an unmounted file system, and nothing belongs below a mount point
         self._creates = os.O_CREAT
 
     def append(self, line: str) -> None:
-        """Append the line whole. Never raises because of the disk: training is worth more than a record of it."""
+        """Append a whole line. Never raises because of the disk: a lost record must not stop training."""
         self._waiting = [*self._waiting[-MAX_WAITING:], f"{line}\n".encode()]
         try:
             if self._creates:
@@ -113,7 +113,7 @@ class LinesFile:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a file, without a last one that a kill cut short."""
+    """The records of a file, without a last one that a kill truncated."""
     records = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
@@ -124,7 +124,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def keep_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite a file without the records that are not kept."""
+    """Rewrite a file with only the records for which `is_kept` is true."""
     if not path.exists():
         return
     temporary = path.with_name(path.name + TEMPORARY)

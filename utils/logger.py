@@ -1,4 +1,4 @@
-"""What people read while it runs: one line a log interval on rank 0's terminal, everything in each rank's own file."""
+"""Log output: one line per log interval on rank 0's terminal, and everything in each rank's own file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from utils.metrics import RESERVED
 
 NAME = "ddp"
 BAR_WIDTH = 24
-COLUMNS = 120  # of a line of an interval, at most
+COLUMNS = 120  # maximum width of a line
 
 
 class _FileFormatter(logging.Formatter):
@@ -35,14 +35,14 @@ class _FileFormatter(logging.Formatter):
 
 
 class _ConsoleHandler(logging.StreamHandler):
-    """Whole lines, and on a terminal a progress bar below them."""
+    """Whole lines, with a progress bar below them on a terminal."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.show_bar("")
         super().emit(record)
 
     def show_bar(self, bar: str) -> None:
-        """Replace the line of the bar."""
+        """Replace the progress bar."""
         try:
             if self.stream.isatty():
                 self.stream.write(f"\r\x1b[2K{bar}")
@@ -53,14 +53,14 @@ class _ConsoleHandler(logging.StreamHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
         if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO):  # `| head`; a closed terminal
-            # the run continues; what is left in the buffer would make the interpreter's exit code 120
+            # the run continues; data left in the buffer would make the exit code 120
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
         else:
             super().handleError(record)
 
 
 class _FileHandler(logging.Handler):
-    """Whole lines; what a full disk does not take comes later."""
+    """Whole lines; those that a full disk rejects are written later."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
@@ -71,9 +71,9 @@ class _FileHandler(logging.Handler):
 
 
 def setup_logger(rank: int, file: Path | None = None) -> logging.Logger:
-    """The logger of this rank. On the terminal rank 0 logs from INFO, the others only warnings, marked with their rank.
+    """The logger of this rank. On the terminal, rank 0 logs from INFO up, the others only warnings, with their rank.
 
-    file: takes everything; it is appended to. None: no file.
+    file: everything is appended to it. None: no file.
     """
     logger = logging.getLogger(NAME)
     logger.setLevel(logging.DEBUG)
@@ -108,9 +108,9 @@ def log_training_step(
     world_size: int,
     counts_per_s: float | None = None,
 ) -> None:
-    """One line for a train record, of at most 120 columns: metrics and details are shown as far as they fit.
+    """Log a train record in one line of at most 120 columns; metrics and details that do not fit are left out.
 
-    counts_per_s: of what the loss counts, shown where that is not samples.
+    counts_per_s: the rate of the loss count, shown if it differs from samples per second.
     """
     rate, step_s = record["samples_per_s"], record["step_s"]
     begin = [f"epoch {record['epoch'] + 1}", f"step {record['step']}/{total_steps}", f"loss {show(record['loss'])}"]
@@ -138,9 +138,9 @@ def log_training_step(
 def log_epoch_summary(
     logger: logging.Logger, records: list[dict[str, Any]], seconds: float, is_best: bool, title: str = ""
 ) -> None:
-    """One line for an evaluation: each split and kind of weights, with their metrics.
+    """Log an evaluation in one line: the metrics of each split and kind of weights.
 
-    title: what was evaluated, where that is not the model at the end of an epoch.
+    title: what was evaluated, unless it is the model at the end of an epoch.
     """
     parts = [title or f"epoch {records[0]['epoch'] + 1}"]
     for record in records:
@@ -155,12 +155,12 @@ def has_terminal(logger: logging.Logger) -> bool:
 
 
 def show_progress(logger: logging.Logger, step: int, total_steps: int, label: str, more: str = "") -> None:
-    """A progress bar, only where this logger writes to a terminal."""
+    """Show a progress bar, if this logger writes to a terminal."""
     filled = BAR_WIDTH * step // max(1, total_steps)
     bar = f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {label} {step}/{total_steps}{more}"
     for handler in logger.handlers:
         if isinstance(handler, _ConsoleHandler) and handler.level == logging.INFO:
-            handler.show_bar(bar[: shutil.get_terminal_size().columns - 1])  # a longer one could not be replaced
+            handler.show_bar(bar[: shutil.get_terminal_size().columns - 1])  # a wrapped one could not be replaced
 
 
 def count(things: Any, name: str) -> str:
@@ -174,7 +174,7 @@ def show(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: 0.5 s, 5 s, 1 min 05 s, 1 h 02 min."""
+    """Seconds as text: 0.5 s, 5 s, 1 min 05 s, 1 h 02 min."""
     if 0 < seconds < 0.95:
         return f"{max(seconds, 0.1):.1f} s"
     minutes, seconds = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""How an allocation failure is recognised, and how much memory is free."""
+"""Recognises allocation failures and reports how much memory is free."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ OUT_OF_MEMORY = re.compile(
     r"(CUDA|HIP) (out of memory|error: out of memory)|(CUDNN|CUBLAS)_STATUS_ALLOC_FAILED|Cuda failure.*out of memory"
     r"|DefaultCPUAllocator: (can't allocate|not enough) memory|bad_alloc|Cannot allocate memory"
 )
-ONE_DNN = re.compile(r"could not (create|execute) a primitive|could not create a memory object")  # names no reason
-LITTLE = 512 * 2**20  # bytes: with less free memory than this, it was the reason
+ONE_DNN = re.compile(r"could not (create|execute) a primitive|could not create a memory object")  # gives no reason
+LITTLE = 512 * 2**20  # bytes: if less memory than this is free, it was the reason
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -36,12 +36,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def let_go(error: BaseException) -> None:
-    """Free what the functions held which the error came through, so that there is memory to report it with."""
+    """Free the local variables in the error's traceback, so that there is memory to report it."""
     traceback.clear_frames(error.__traceback__)
 
 
 def free_memory() -> int | None:
-    """Bytes that this process may still take: of the machine, its cgroup (version 2) and ulimit. None where unknown."""
+    """Bytes that the machine, the cgroup (version 2) and ulimit let this process still allocate. None if unknown."""
     limits = []
     if "MemAvailable" in (machine := _table("/proc/meminfo")):
         limits.append(machine["MemAvailable"])
@@ -59,24 +59,24 @@ def free_memory() -> int | None:
 
 
 def own_memory(name: str) -> int:
-    """Bytes: a line of /proc/self/status (VmRSS, VmHWM, VmData, VmSize); 0 where there is none."""
+    """A value in /proc/self/status in bytes (VmRSS, VmHWM, VmData, VmSize); 0 if there is none."""
     return _table("/proc/self/status").get(name, 0)
 
 
 def peak_memory() -> int:
-    """Bytes: of the GPU's allocator, else of the process."""
+    """Peak bytes of the CUDA allocator, or of the process without CUDA."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def gigabytes(size: float) -> str:
-    """Bytes for people."""
+    """A size in MiB or GiB."""
     return f"{size / 2**20:,.0f} MiB" if size < 2**30 else f"{size / 2**30:,.2f} GiB"
 
 
 def _table(file: str) -> dict[str, int]:
-    """The lines of a file of /proc that are in kB, in bytes. Empty where there is none."""
+    """The kB lines of a /proc file, in bytes. Empty if there is no such file."""
     try:
         lines = [line.split() for line in Path(file).read_text().splitlines()]
     except OSError:

@@ -13,7 +13,7 @@ from torch import Tensor
 from config import UserError
 
 Metrics = dict[str, tuple]  # name -> (sum, count) or (sum, count, function of their quotient); numbers or tensors
-RESERVED = (  # what a record holds beside the metrics
+RESERVED = (  # keys of a record besides the metrics
     *("kind", "epoch", "step", "split", "weights", "count", "lr", "lr_of_groups", "grad_norm", "samples_per_s"),
     *("data_wait_s", "step_s", "peak_memory_bytes"),
 )
@@ -22,7 +22,7 @@ EXAMPLE = '{"loss": (loss_sum, len(labels)), "accuracy": (correct, len(labels))}
 
 
 def check_metrics(metrics: Any) -> Metrics:
-    """What compute_loss returned. Raises UserError where that is no dict of sums and counts to train on."""
+    """Check and return the output of compute_loss. Raises UserError if it is not a dict of sums and counts."""
 
     def is_value(value: Any) -> bool:
         return isinstance(value, Tensor) or (isinstance(value, int | float) and not isinstance(value, bool))
@@ -36,24 +36,24 @@ def check_metrics(metrics: Any) -> Metrics:
         for name, entry in metrics.items():
             is_entry = isinstance(entry, tuple | list) and len(entry) in (2, 3) and all(map(is_value, entry[:2]))
             if not isinstance(name, str) or name in RESERVED or "/" in name:
-                problem = f"returned a metric named {name!r}, which has a meaning of its own in the records"
+                problem = f"returned a metric named {name!r}, which is not allowed (reserved, or with a slash)"
             elif not is_entry or (len(entry) == 3 and not callable(entry[2])):
-                problem = f"returned for {name} no (sum, count) or (sum, count, function)"
+                problem = f"returned no (sum, count) or (sum, count, function) for {name}"
         if not problem:
             total, count = metrics["loss"][:2]
             if not isinstance(total, Tensor) or total.ndim or not total.is_floating_point():
-                problem = "returned a loss whose sum is no tensor of one number"
+                problem = "returned a loss whose sum is not a 0-dimensional float tensor"
             elif not math.isfinite(float(count)) or float(count) < 0:
-                problem = f"returned {float(count)} for what the loss counts"
+                problem = f"returned a loss with a count of {float(count)}"
     if problem:
-        raise UserError(f"model.compute_loss: {problem}; return sums and what they count, e.g. {EXAMPLE}")
+        raise UserError(f"model.compute_loss: {problem}; return sums and their counts, e.g. {EXAMPLE}")
     return metrics
 
 
 class MetricTracker:
-    """Adds up sums and counts by name in one float64 vector on the device. Only `means` reads from it, once.
+    """Accumulates sums and counts by name in one float64 vector on the device. Only `means` reads from it, once.
 
-    The first update decides the names and shapes. Counts are exact up to 2^53.
+    The first update fixes the names and shapes. Counts are exact up to 2^53.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -76,7 +76,7 @@ class MetricTracker:
         return {key: list(place.shape) for key, place in self.state().items()}
 
     def lay_out(self, metrics: Metrics, spare: int = 0) -> None:
-        """Make room for metrics of these names and shapes, and for `spare` numbers behind them. All are 0."""
+        """Allocate zeros for metrics of these names and shapes, followed by `spare` more numbers."""
         shapes = [
             value.shape if isinstance(value, Tensor) else torch.Size()
             for entry in metrics.values()
@@ -95,8 +95,8 @@ class MetricTracker:
     def update(self, metrics: Metrics) -> None:
         """Add one micro-batch's metrics: {name: (sum, count)}, numbers or tensors of any one shape.
 
-        A third entry is a function that the quotient goes through when it is read: (nll, tokens, math.exp) is a
-        perplexity. Raises UserError when names or shapes are not those of the first update.
+        A third entry is a function that is applied to the quotient when it is read: (nll, tokens, math.exp) gives the
+        perplexity. Raises UserError if names or shapes differ from the first update.
         """
         if not self._places:
             self.lay_out(metrics)
@@ -109,12 +109,12 @@ class MetricTracker:
         if not is_same:
             found = {name: [list(getattr(part, "shape", ())) for part in entry[:2]] for name, entry in metrics.items()}
             raise UserError(
-                f"model.compute_loss: returned metrics of names and shapes {found}, before that {self.layout}; return"
-                " the same for every batch, with a count of 0 where there is nothing to count"
+                f"model.compute_loss: returned metrics of names and shapes {found}, earlier {self.layout}; return"
+                " the same for every batch, with a count of 0 if there is nothing to count"
             )
 
     def count(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
-        """Add to one of the metrics. Raises KeyError for a tensor of another shape."""
+        """Add to one of the metrics. Raises KeyError for a tensor of a different shape."""
         for place, value in zip(self._places[name], (total, count), strict=True):
             if isinstance(value, Tensor):
                 if value.shape != place.shape:
@@ -123,12 +123,12 @@ class MetricTracker:
             place.add_(value)
 
     def add(self, other: MetricTracker) -> None:
-        """Add the sums of another one, whose metrics are the first ones of this."""
+        """Add the sums of another tracker, whose metrics are the first ones of this one."""
         size = sum(place.numel() for places in other._places.values() for place in places)
         self.values[:size].add_(other.values[:size])
 
     def means(self) -> dict[str, float]:
-        """The quotient of each sum and count, through its function where it has one; NaN where nothing was counted.
+        """Each sum divided by its count, passed through its function if it has one; NaN if the count is 0.
 
         A function may return a dict of numbers, which are reported as `name/key`. Reads from the device once.
         """
@@ -142,12 +142,12 @@ class MetricTracker:
         return means
 
     def state(self) -> dict[str, Tensor]:
-        """What `load_state` takes, keyed "<name>/sum" and "<name>/count": views, not copies."""
+        """The sums and counts for `load_state`, keyed "<name>/sum" and "<name>/count": views, not copies."""
         pairs = self._places.items()
         return {f"{name}/{part}": pair[k] for name, pair in pairs for k, part in enumerate(("sum", "count"))}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take over sums and counts; what has another name or shape here begins at 0."""
+        """Load sums and counts; metrics whose name or shape changed start at 0."""
         self.reset()
         for key, place in self.state().items():
             if key in state and state[key].shape == place.shape:
@@ -155,7 +155,7 @@ class MetricTracker:
 
 
 def _reported(name: str, quotient: Tensor, finish: Callable[[Any], Any] | None) -> dict[str, float]:
-    """What a record holds of one metric."""
+    """The entries of one metric in a record."""
     if quotient.ndim == 0 and (finish is None or quotient.isnan()):
         return {name: quotient.item()}
     if finish is None:
@@ -173,29 +173,29 @@ def _reported(name: str, quotient: Tensor, finish: Callable[[Any], Any] | None) 
 
 
 def choose_best(asked: str, names: list[str]) -> tuple[str, int]:
-    """The name that the best checkpoint is chosen by, and 1 where the highest value is best, -1 where the lowest is.
+    """The metric that selects the best checkpoint, and 1 if higher is better, -1 if lower is better.
 
     Args:
-        asked: `best_metric` of the config: auto, min:NAME or max:NAME; NAME alone where its direction is known.
-        names: what an evaluation reports.
+        asked: `best_metric` of the config: auto, min:NAME or max:NAME; NAME alone if its direction is known.
+        names: the metrics that an evaluation reports.
     """
     direction, _, name = asked.rpartition(":")
     if name == "auto":
         name = "top1" if "top1" in names else "loss"
     if name not in names:
-        raise UserError(f"best_metric={asked}: an evaluation reports {', '.join(names)}; choose one of these")
+        raise UserError(f"best_metric={asked}: is not reported by an evaluation; choose one of {', '.join(names)}")
     if not direction and name not in KNOWN_DIRECTIONS:
-        raise UserError(f"best_metric={asked}: say which value is best; give min:{name} or max:{name}")
+        raise UserError(f"best_metric={asked}: needs a direction; give min:{name} or max:{name}")
     return name, {"min": -1, "max": 1}.get(direction) or KNOWN_DIRECTIONS[name]
 
 
 def count_correct(logits: Tensor, targets: Tensor, k: int = 1) -> Tensor:
-    """How many samples have their target among the k largest logits: int64, 0-dimensional, on the logits' device.
+    """The number of samples whose target is among the k largest logits: int64, 0-dimensional, on the logits' device.
 
     Args:
         logits: [B, classes].
         targets: int64 [B].
-        k: above the number of classes it counts as that number.
+        k: capped at the number of classes.
     """
     if k == 1:
         return (logits.argmax(1) == targets).sum()
@@ -208,7 +208,7 @@ def compute_accuracy(logits: Tensor, targets: Tensor, k: int = 1) -> Tensor:
 
 
 def all_reduce_scalar(value: float, op: str = "mean", group: Any = None) -> float:
-    """A number reduced over the ranks: op is mean, sum, min or max. float64, on the CPU where the group is gloo."""
+    """Reduce a number over the ranks, in float64: op is mean, sum, min or max."""
     ops = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
     if op not in ops:
         raise ValueError(f"op={op}: is not known; choose {', '.join(ops)}")

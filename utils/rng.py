@@ -1,4 +1,4 @@
-"""Random numbers that are functions of what they are for: no generator's state has to be saved, and no rank matters.
+"""Random numbers as functions of a key: no generator state has to be saved, and they do not depend on the rank.
 
 The order of an epoch is keyed by (seed, epoch), a sample's draws by (seed, epoch, index), dropout by (seed, step,
 micro-batch).
@@ -58,5 +58,5 @@ def _signed(constant: int) -> int:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """A logical shift to the right: torch's own keeps the sign."""
+    """A logical right shift: torch's own keeps the sign."""
     return (x >> bits) & (2 ** (64 - bits) - 1)

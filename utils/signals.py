@@ -19,16 +19,16 @@ BORN = {PROCESS: time.time()}
 
 
 class StopSignals:
-    """Holds the name of the first stop signal that came; a second SIGINT interrupts at once. For use in `with`."""
+    """A context manager that keeps the name of the first stop signal; a second SIGINT interrupts at once."""
 
-    held: StopSignals | None = None  # what `hold` heard before there was a run
+    held: StopSignals | None = None  # the signals that `hold` caught before the run began
 
     def __init__(self) -> None:
         self.received = StopSignals.held.received if StopSignals.held else ""
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():  # Python handles signals nowhere else
+        if threading.current_thread() is threading.main_thread():  # Python handles signals only there
             for number in STOP_SIGNALS:
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                     self._before[number] = signal.signal(number, self._note)
@@ -45,7 +45,7 @@ class StopSignals:
 
 
 def hold() -> None:
-    """Catch stop signals from here on, while torch is imported; the run obeys them."""
+    """Catch stop signals from now on, while torch is imported; the run acts on them."""
     StopSignals.held = StopSignals().__enter__()
 
 
@@ -56,13 +56,13 @@ def release() -> None:
 
 
 def began_at() -> float:
-    """When this process began, in seconds since 1970; now, for a second run in it, and in a process that was forked."""
+    """When this process began, in seconds since 1970; the current time for a second run in it or a forked process."""
     return BORN.pop(os.getpid(), time.time())
 
 
 @contextlib.contextmanager
 def kept_back() -> Iterator[None]:
-    """Blocks stop signals: a process that is started meanwhile gets none before it ignores them."""
+    """Block stop signals, so that a process started meanwhile gets none before it ignores them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -74,7 +74,7 @@ def ignore_in_worker(_worker: int) -> None:
     """For DataLoader workers: torchrun signals the whole process group, and without its workers a rank cannot save."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # they were started with these kept back
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # `kept_back` blocked them at the start
     die_with_parent()
 
 
@@ -96,8 +96,8 @@ atexit.register(end_workers)  # runs before multiprocessing's own handler, which
 
 
 def let_threads_finish() -> None:
-    """Before a fork. After a collective gloo's threads create Python thread states for a moment; a process that CPython
-    3.11 forks in that moment hangs (python/cpython#112275): 10 of 4,000 did.
+    """Call before a fork. After a collective, gloo's threads briefly create Python thread states; a process that
+    CPython 3.11 forks at that moment hangs (python/cpython#112275): 10 of 4,000 did.
     """
     time.sleep(0.01)
 
@@ -107,12 +107,12 @@ if sys.version_info < (3, 12):
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Let the kernel (Linux) send this signal when the parent, torchrun's agent, is gone: no orphan keeps a GPU."""
+    """Let the Linux kernel send this signal when the parent (torchrun's agent) dies, so that no orphan keeps a GPU."""
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def is_orphan() -> bool:
-    """Whether the parent that started this process is gone already."""
+    """Whether the parent that started this process has already exited."""
     return PROCESS == os.getpid() and PARENT != os.getppid()

@@ -1,4 +1,4 @@
-"""Tables for people, as lines of text."""
+"""Tables as lines of text."""
 
 from collections.abc import Sequence
 

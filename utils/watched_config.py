@@ -1,4 +1,4 @@
-"""Which fields of the config model.py and dataset.py read: one that was set and is not read has no effect."""
+"""Tracks which config fields model.py and dataset.py read: a field that is set but not read has no effect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from config import TrainingConfig, UserError, fields_of_yours, type_of
 
 
 class WatchedConfig(TrainingConfig):
-    """A config for model.py and dataset.py, which notes the fields that they read."""
+    """A config for model.py and dataset.py that records which fields they read."""
 
     @classmethod
     def of(cls, config: TrainingConfig, read: set[str] | None = None) -> WatchedConfig:
@@ -24,17 +24,17 @@ class WatchedConfig(TrainingConfig):
         return object.__getattribute__(self, name)
 
     def plain(self) -> TrainingConfig:
-        """The config itself. Our own files use this one."""
+        """The config without tracking, for the template's own files."""
         return TrainingConfig(**{name: value for name, value in vars(self).items() if name != "_read"})
 
     def with_auto(self, dataset: Any) -> WatchedConfig:
-        """With the training set's attributes of the same names in place of "auto" in the fields of model and data."""
+        """Replace "auto" in fields of the model and data by the training set's attributes of the same names."""
         names = [field.name for field in fields_of_yours() if vars(self)[field.name] == "auto" and type_of(field)[1]]
         found = {name: getattr(dataset, name) for name in names if hasattr(dataset, name)}
         return WatchedConfig.of(dataclasses.replace(self.plain(), **found), self._read | found.keys())
 
     def require_read(self) -> None:
-        """Raises UserError when a field of the model or the data was set, and neither of the two has read it."""
+        """Raises UserError if a field of the model or data was set but neither model.py nor dataset.py read it."""
         for field in fields_of_yours():
             value = vars(self)[field.name]
             if value != field.default and field.name not in self._read:

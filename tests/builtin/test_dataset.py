@@ -94,15 +94,15 @@ def leave_one_class(root):
 @pytest.mark.parametrize(
     ("spoil", "changes", "said"),
     [
-        (leave_one_class, {}, "one class only, cat; give"),
-        (lambda root: (root / "val/emu").mkdir(), {}, "val/emu: is a class that .* lacks; give both"),
+        (leave_one_class, {}, "only one class, cat; put"),
+        (lambda root: (root / "val/emu").mkdir(), {}, "val/emu: is a class that is not in .*; use the same"),
         (lambda root: truncate(root / "train/cat/000.png"), {}, "cat/000.png: cannot be read as an image .*; replace"),
         (
             lambda root: save_images(root / "train", {"cat": 1}, size=(8, 9)),
             {},
             "is not square .9x8 pixels.; resize all",
         ),
-        (lambda root: None, {"in_channels": 4}, "in_channels=4: images are read with 1 channel or 3; give"),
+        (lambda root: None, {"in_channels": 4}, "in_channels=4: images have 1 or 3 channels; give"),
     ],
 )
 def test_image_folders_that_cannot_be_used_are_rejected(tmp_path, spoil, changes, said):

@@ -59,8 +59,8 @@ def test_torchvision_classifiers_by_name():
     ("changes", "expected"),
     [
         ({"model": "resnet18", "in_channels": 1}, "in_channels=1: torchvision's models take 3; use"),
-        ({"model": "vit_b_16", "image_size": 30}, "model=vit_b_16: does not take images of 30 pixels .*; give another"),
-        ({"model": "alexnet", "image_size": 8}, "model=alexnet: does not take images of 8 pixels .*; give another"),
+        ({"model": "vit_b_16", "image_size": 30}, "model=vit_b_16: does not accept 30x30 images .*; give another"),
+        ({"model": "alexnet", "image_size": 8}, "model=alexnet: does not accept 8x8 images .*; give another"),
     ],
 )
 def test_a_model_that_cannot_be_created_is_rejected(changes, expected):
@@ -85,7 +85,7 @@ def test_init_from_loads_weights_that_fit_and_logs_the_others(tmp_path, caplog):
 
 def test_init_from_another_model_is_rejected(tmp_path):
     torch.save({"layer": torch.ones(3)}, tmp_path / "other.pt")
-    with pytest.raises(UserError, match="none of its 1 tensors fits the model; give"):
+    with pytest.raises(UserError, match="none of its 1 tensors fits the model; use"):
         take_weights(create_model(TrainingConfig(), CPU), tmp_path / "other.pt")
 
 
@@ -93,5 +93,5 @@ def test_wrap_ddp_rejects_a_model_without_trainable_parameters():
     from ddp_utils import DistributedContext
 
     model = MiniResNet().requires_grad_(False)
-    with pytest.raises(UserError, match="no parameter that is trained; leave some"):
+    with pytest.raises(UserError, match="no trainable parameter; leave some"):
         wrap_ddp(model, TrainingConfig(), DistributedContext(0, 0, 1, CPU))

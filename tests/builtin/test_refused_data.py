@@ -20,10 +20,10 @@ CASES = [
     (None, "--num_classes 2", "num_classes=2: the data has 3 classes; give that number or leave it auto"),
     (None, "--model resnet81", "did you mean resnet18"),
     (None, "--sync_bn", "SyncBatchNorm: works on CUDA only; leave out"),
-    (None, "--best_metric f1", "best_metric=f1: an evaluation reports loss, top1, top5; choose"),
+    (None, "--best_metric f1", "best_metric=f1: is not reported by an evaluation; choose"),
     (None, "--init_from /nowhere", "init_from=/nowhere: cannot be read"),
     (None, "--data_dir /typo", "data_dir=/typo: .*; give the folder that holds train/"),
-    (no_images, "", "train/dog: holds no image"),
+    (no_images, "", "train/dog: has no images"),
 ]
 
 

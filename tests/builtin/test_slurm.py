@@ -98,7 +98,9 @@ def test_a_rejected_job_is_not_requeued(cluster, tmp_path):
     elsewhere = Job(cluster, tmp_path / "elsewhere", tmp_path, script=[ROOT / "scripts/slurm.sbatch"])
     assert job.wait() == elsewhere.wait() == ("FAILED", "2:0", 0)
     assert "epochs=0: " in job.said, job.said
-    assert f"slurm.sbatch: {tmp_path}: has no scripts/launch.sh; submit the job from the repository root" in elsewhere.said
+    assert (
+        f"slurm.sbatch: {tmp_path}: has no scripts/launch.sh; submit the job from the repository root" in elsewhere.said
+    )
 
 
 def test_a_failing_node_ends_the_others_and_the_job(cluster, slow_repository, tmp_path):

@@ -68,7 +68,7 @@ def test_no_variables_mean_one_process_and_a_full_set_means_a_rank(monkeypatch):
         ("auto", 0, ("gloo", torch.device("cpu"))),
         ("auto", 8, ("nccl", torch.device("cuda", 3))),
         ("gloo", 8, ("gloo", torch.device("cpu"))),
-        ("auto", 2, "LOCAL_RANK=3: this machine shows 2 GPUs, one for each rank; start with --nproc-per-node=2"),
+        ("auto", 2, "LOCAL_RANK=3: this machine has 2 visible GPUs, and each rank needs one; start with"),
         ("mpi", 0, "backend=mpi: this build of torch has no mpi; choose one of .*gloo"),
     ],
 )
@@ -97,7 +97,7 @@ def meet_nobody():
 def test_init_methods_are_passed_through(tmp_path):
     for url in (f"file://{tmp_path}/rendezvous", "tcp://{MASTER_ADDR}:{MASTER_PORT}"):
         assert run_ranks(2, backend_of_the_world, url) == [("gloo", 2, 2, True)] * 2
-    problem = "rank 1: rendezvous at tcp://127.0.0.1:1 failed .*; check that rank 0 runs and its address is right"
+    problem = "rank 1: rendezvous at tcp://127.0.0.1:1 failed .*; check that rank 0 is running and"
     with pytest.raises(AssertionError, match=problem):
         run_ranks(1, meet_nobody)
 
@@ -115,7 +115,7 @@ def without_cuda_on_one(rank):
 
 def test_the_only_rank_without_cuda_is_named():
     for text, rank in run_ranks(2, without_cuda_on_one, 1):
-        assert "shows no CUDA device while other ranks have one; repair it" in text and rank == 1
+        assert "has no CUDA device while other ranks have one; fix it" in text and rank == 1
 
 
 def precision_where_rank_0_alone_is_fast():
@@ -207,7 +207,7 @@ def test_nccl_without_cuda_is_reported_once_by_two_ranks(runs):
         pytest.skip("there is CUDA")
     ended = finish(WarmLaunch(2, runs.program(), runs.words("run", "--backend", "nccl")))
     assert ended.code == 1 and not runs.folder("run").exists()
-    assert ended.text.count("backend=nccl: this machine shows no CUDA device; use --backend gloo") == 1
+    assert ended.text.count("backend=nccl: this machine has no visible CUDA device; use --backend gloo") == 1
     assert "Traceback" not in ended.text
 
 

@@ -42,7 +42,7 @@ def test_patience_ends_a_run_as_completed_and_saves_it(runs):
     outcome = runs.train(2, "run", *"--dataset_size 16 --epochs 9 --lr 1e-9 --patience 2 --save_every 0".split())[0]
     assert runs.last("run")["progress"]["step"] == outcome["steps"] == 6  # saved, though no save was due
     assert (outcome["state"], outcome["epochs"]) == ("completed", 3)
-    assert "patience ends the run: no better value in 2 evaluations" in runs.log("run")
+    assert "patience: no improvement in 2 evaluations, so the run ends" in runs.log("run")
 
 
 def train_until_time_is_up(flags):

@@ -232,7 +232,7 @@ def test_any_optimizer_trains_skips_and_resumes(runs):
     assert [event["step"] for event in runs.events("whole", "skipped_step")] == [3]
     before, bad = (torch.load(path, weights_only=True) for path in runs.checkpoints("whole")[1:3])
     assert all(torch.equal(before["model"][name], bad["model"][name]) for name in before["model"])
-    assert "Signed: one read from the device a step" in runs.log("whole")
+    assert "Signed: one device read per step" in runs.log("whole")
     first = runs.checkpoints("whole")[4]
     run_ranks(2, train_signed, runs.words("resumed", *flags, "--resume_from", first), 99)
     assert_same_state(runs.last("whole"), runs.last("resumed"))
@@ -275,7 +275,7 @@ def of_split(wanted, replacement):
 PROBLEMS = {
     "a tensor": ({"compute_loss": lambda net, batch: net(batch[0]).sum()}, "model.compute_loss: returned a Tensor; "),
     "stream": ({"create_dataset": of_split("train", Stream())}, "create_dataset: Stream (train) has no __len__"),
-    "empty": ({"create_dataset": of_split("val", Empty())}, "create_dataset: Empty (val) holds no sample; return None"),
+    "empty": ({"create_dataset": of_split("val", Empty())}, "create_dataset: Empty (val) has no samples; return None"),
     "twice": ({"param_groups": lists_twice}, "param_groups: lists head.weight twice, which would be updated twice"),
     "closure": (
         {"create_optimizer": lambda groups, config: torch.optim.LBFGS(groups[0]["params"])},
@@ -307,7 +307,7 @@ def with_table(config, device):
 
 def test_sparse_gradients_are_rejected_by_name(runs):
     (text,) = run_ranks(1, train_sparse, runs.words("run", *FLAGS))
-    assert text == "model: table has sparse gradients, which are not summed here; give it sparse=False"
+    assert text == "model: table has sparse gradients, which are not supported; set sparse=False"
 
 
 SHOWN = {  # what log_images returns for a batch: the warning

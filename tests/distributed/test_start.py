@@ -21,15 +21,15 @@ UNLIKE = [  # what differs; what all three ranks raise; the rank that is named
     ("config", r"start again\n\s+rank 0 on \S+\s+rank 2 on \S+\nlr\s+0.1\s+0.7$", 2),
     ("versions", r"start again\n\s+rank 0 on \S+\s+rank 1 on \S+\ntorch\s+\S+\s+2.11.0$", 1),
     ("code", r"start again\n\s+rank 0 on \S+\s+rank 2 on \S+\ntrain.py\s+[0-9a-f]{8}\s+01234567$", 2),
-    ("folder", r"run_dir=run: \S+ does not see there what rank 0 on \S+ has written; put the run folder on storage", 1),
+    ("folder", r"run_dir=run: \S+ does not see what rank 0 on \S+ has written there; put the run folder on storage", 1),
     (
         "read-only",
-        r"run_dir=\S+: \S+ cannot write there \(Read-only file system\); mount it for all nodes .*\(rank 1 on",
+        r"run_dir=\S+: \S+ cannot write there \(Read-only file system\); make it writable on all nodes .*\(rank 1 on",
         1,
     ),
     (
         "limit",
-        r"open files: the limit is 100, and about \d+ are needed; raise it \(ulimit -n \d+.*\(rank 1 on \S+\)$",
+        r"open files: the limit is 100, but about \d+ are needed; raise it \(ulimit -n \d+.*\(rank 1 on \S+\)$",
         1,
     ),
 ]

@@ -52,8 +52,8 @@ def flip(path: Path) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-CUT = r"step_00000030\.pt: has no checksum at its end, it was truncated or is not a checkpoint"
-FLIPPED = r"step_00000020\.pt: is damaged, its bytes do not match the checksum at its end"
+CUT = r"step_00000030\.pt: has no checksum at its end: it is truncated or not a checkpoint"
+FLIPPED = r"step_00000020\.pt: is damaged: its bytes do not match the checksum at its end"
 
 
 def damage_two(drill: Drill, folder: Path) -> None:

@@ -37,7 +37,7 @@ def init(self, *args):
 Images.__init__ = init
 """
     said = (
-        r"the training set is not the one of the checkpoint \(other files, sizes or values\)\s+resume_from: these must"
+        r"the training set differs from the checkpoint's \(files, sizes or values\)\s+resume_from: these must"
         r" match"
     )
     with drill.unchanged(*LOOKED):
@@ -69,7 +69,7 @@ def small_shared_memory(drill: Drill) -> None:
     """1 MB, while two ranks may need 1.5 MB with two workers each, and 0.9 MB with one."""
     code = mounting("-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm")
     run = "--batch_size 768 --dataset_size 6144 --epochs 1".split()
-    said = r"/dev/shm: 1.0 MB are free, and 2 workers of each of 2 ranks may need 1.5 MB; .*, or use --num_workers 1"
+    said = r"/dev/shm: 1.0 MB are free, but 2 workers of each of 2 ranks may need 1.5 MB; .*, or use --num_workers 1"
     drill.fails(drill.start(2, *run, "--num_workers", 2, code=code), said)
     assert not (drill.folder / "run/metrics.jsonl").exists()
     drill.completes(2, *run, "--num_workers", 1, "--overwrite", code=code)

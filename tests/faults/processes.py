@@ -106,7 +106,7 @@ def writer_killed(drill: Drill) -> None:
     os.kill(second, signal.SIGKILL)
     drill.run_on()
     ended = drill.has_completed(job)
-    said = ".pt: the process that wrote it was killed; training continues"
+    said = ".pt: the writer process was killed; training continues"
     assert ended.text.count(said) == 2
     drill.no_partial_files()
     drill.is_whole(2, *RUN)

@@ -24,7 +24,7 @@ train.your_model.create_model = create_model
 # one second instead of ten minutes
 GIVES_UP = f"{LARGE}\nimport functools\ntrain.Saver = functools.partial(train.Saver, max_seconds_without=1.0)\n"
 SPACE = r"it needs 8\.0 MB, [\d,.]+ MB are free; make room or repair the storage"
-FOR_GOOD = r" \(no checkpoint could be written for 0 min: training ends here\)"
+FOR_GOOD = r" \(no checkpoint could be written for 0 min, so training ends\)"
 
 
 def not_written(step: int | str, why: str) -> str:
@@ -121,7 +121,7 @@ def goes_away(drill: Drill, is_unmounted: bool) -> None:
     drill.let_go(is_slow=True)
     said = (
         not_written("30", "No such file or directory")
-        + r"it needs 8\.0 MB, its folder cannot be seen \(No such file or directory\)"
+        + r"it needs 8\.0 MB, its folder cannot be accessed \(No such file or directory\)"
     )
     drill.fails(job, said + ".*" + FOR_GOOD, has_status=False)
     assert list(disk.seen.rglob("*")) == []

@@ -95,7 +95,7 @@ def test_weights_come_from_a_checkpoint_or_a_bare_state_dict(tmp_path):
     (tmp_path / "text.pt").write_text("hello")
     for name in ("list.pt", "text.pt"):
         with pytest.raises(
-            UserError, match=f"init_from=.*{name}: (holds no weights|does not hold tensors only.*); give"
+            UserError, match=f"init_from=.*{name}: (holds no weights|does not contain only tensors.*); give"
         ):
             checkpoint.load_weights(tmp_path / name)
     flip(tmp_path / "c.pt", 2000)
@@ -115,7 +115,7 @@ def test_all_fields_that_must_match_are_rejected_in_one_error(tmp_path):
         compare(payload(), TrainingConfig(**MUST_MATCH), "other", 64)
     *lines, data, remedy = str(error.value).splitlines()
     assert {line.split("=")[0] for line in lines} == set(MUST_MATCH) and "seed=1: the checkpoint has seed=42" in lines
-    assert "the training set is not the one of the checkpoint" in data
+    assert "the training set differs from the checkpoint's" in data
     assert "these must match; give them as they were" in remedy
 
 

@@ -111,10 +111,10 @@ def test_a_data_set_can_define_its_own_order():
 
 
 def test_an_order_with_wrong_indices_is_rejected_and_repeats_must_be_declared():
-    with pytest.raises(UserError, match="epoch_order: gave 3 indices for 10 samples; return n indices"):
+    with pytest.raises(UserError, match="epoch_order: returned 3 indices for 10 samples; return n indices"):
         changed(epoch_order=lambda seed, epoch, n: [0, 1, 99]).order(0)
     twice = {"epoch_order": lambda seed, epoch, n: [k // 2 for k in range(n)]}
-    with pytest.raises(UserError, match="leaves out 5 of 10 samples .*; give each index once, or declare with_repl"):
+    with pytest.raises(UserError, match="leaves out 5 of 10 samples .*; give each index once, or set with_repl"):
         changed(**twice).order(0)
     assert changed(**twice, with_replacement=True).order(0).tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
 

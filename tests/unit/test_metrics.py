@@ -81,16 +81,16 @@ LOSS = torch.tensor(1.0)
         (1.5, "returned a float"),
         ((LOSS, {"top1": (1, 2)}), "returned a tuple"),
         ({"top1": (1, 2)}, "returned no loss"),
-        ({"loss": LOSS}, "returned for loss no .sum, count."),
-        ({"loss": (LOSS, 2), "top1": 0.5}, "returned for top1 no .sum, count."),
-        ({"loss": (LOSS, 2), "top1": (1, 2, 3)}, "returned for top1 no .sum, count. or .sum, count, function."),
-        ({"loss": (LOSS, 2), "lr": (1, 2)}, "returned a metric named 'lr', which has a meaning of its own"),
-        ({"loss": (torch.ones(2), 2)}, "returned a loss whose sum is no tensor of one number"),
-        ({"loss": (LOSS, float("nan"))}, "returned nan for what the loss counts"),
+        ({"loss": LOSS}, "returned no .sum, count. or .sum, count, function. for loss"),
+        ({"loss": (LOSS, 2), "top1": 0.5}, "returned no .sum, count. or .sum, count, function. for top1"),
+        ({"loss": (LOSS, 2), "top1": (1, 2, 3)}, "returned no .sum, count. or .sum, count, function. for top1"),
+        ({"loss": (LOSS, 2), "lr": (1, 2)}, "returned a metric named 'lr', which is not allowed"),
+        ({"loss": (torch.ones(2), 2)}, "returned a loss whose sum is not a 0-dimensional float tensor"),
+        ({"loss": (LOSS, float("nan"))}, "returned a loss with a count of nan"),
     ],
 )
 def test_anything_but_a_dict_of_sums_and_counts_is_rejected(returned, problem):
-    with pytest.raises(UserError, match=f"model.compute_loss: {problem}.*; return sums and what they count, e.g. "):
+    with pytest.raises(UserError, match=f"model.compute_loss: {problem}.*; return sums and their counts, e.g. "):
         check_metrics(returned)
 
 
@@ -111,12 +111,12 @@ def test_the_metric_and_direction_that_select_the_best_checkpoint(asked, names, 
 
 
 def test_an_unknown_metric_is_rejected_with_the_known_ones():
-    with pytest.raises(UserError, match="best_metric=f1: an evaluation reports loss, top1; choose one of these"):
+    with pytest.raises(UserError, match="best_metric=f1: is not reported by an evaluation; choose one of loss, top1"):
         choose_best("f1", ["loss", "top1"])
 
 
 def test_a_metric_of_unknown_direction_needs_min_or_max():
-    with pytest.raises(UserError, match="best_metric=rmse: say which value is best; give min:rmse or max:rmse"):
+    with pytest.raises(UserError, match="best_metric=rmse: needs a direction; give min:rmse or max:rmse"):
         choose_best("rmse", ["loss", "rmse"])
 
 

@@ -60,7 +60,7 @@ def test_a_changed_file_or_version_is_named(verified, monkeypatch):
 
 def test_broken_invariants_are_named(verified):
     verified(passed=False, invariants={"order": {"passed": False}, "content": {"passed": True}})
-    assert provenance.verification(TASK) == (False, "scripts/verify.py found broken: order")
+    assert provenance.verification(TASK) == (False, "scripts/verify.py failed: order")
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"code": 3}'])

@@ -75,7 +75,7 @@ def names(folder):
 
 
 IS_HELD = "holds a run already; add --resume_from auto to continue it, --overwrite to replace it, or give another --run"
-HOLDS_MORE = "holds other things than one run; give a folder of its own"
+HOLDS_MORE = "contains more than one run's files; give a separate folder"
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_a_restart_of_a_launch_that_had_not_trained_starts_from_the_given_checkp
 def test_a_restart_that_looks_like_a_new_run_is_rejected(config):
     fill(open_run(TrainingConfig()))
     with pytest.raises(
-        UserError, match="holds a run, and a restart of it looks the same; give torchrun --rdzv-id NAME"
+        UserError, match="holds a run, and restarts look like new launches; give torchrun --rdzv-id NAME"
     ):
         open_run(TrainingConfig(), may_restart=True)
 

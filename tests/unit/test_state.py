@@ -184,10 +184,10 @@ def test_a_checkpoint_whose_optimizer_has_other_parameters_is_rejected():
     payload, frozen = make().state_dict(), make().model
     frozen[0].requires_grad_(False)
     other = make(model=frozen)
-    with pytest.raises(UserError, match="optimizer has other parameters; give"):
+    with pytest.raises(UserError, match="optimizer has different parameters; use"):
         other.load_state_dict(payload)
     payload["optimizer"]["state"][0]["momentum_buffer"] = torch.zeros(5)  # a fused kernel would write out of bounds
-    with pytest.raises(UserError, match="optimizer has other parameters; give"):
+    with pytest.raises(UserError, match="optimizer has different parameters; use"):
         make().load_state_dict(payload)
 
 

@@ -24,8 +24,8 @@ NO_ROOM = (
     [
         (DIED.format("Killed"), "worker 7 was killed, .*ran out of memory; use fewer --num_workers"),
         (DIED.format("Bus error"), "worker 7 died of a bus error because /dev/shm is full; .*--shm-size"),
-        (DIED.format("Segmentation fault"), "worker 7 crashed .*; --num_workers 0 shows where"),
-        ("DataLoader worker (pid 7) exited unexpectedly with exit code 3.", "worker 7 exited; --num_workers 0 shows"),
+        (DIED.format("Segmentation fault"), "worker 7 crashed .*; use --num_workers 0 to see where"),
+        ("DataLoader worker (pid 7) exited unexpectedly with exit code 3.", "worker 7 exited; use --num_workers 0"),
         ("DataLoader worker (pid(s) 7, 8) exited unexpectedly", "worker 7, 8 died, usually .* out of memory; use"),
         (NO_ROOM, "worker could not pass on its batch because /dev/shm is full; give it more room .*--shm-size"),
         ("DataLoader timed out after 10.8 seconds", r"hangs: no batch for 11 s \(samples 1, 2\); fix .*--hang_timeout"),
@@ -47,7 +47,7 @@ MEGABYTE = torch.zeros(2**20, dtype=torch.uint8)
 @pytest.mark.parametrize(
     ("batch", "count", "free_mb", "expected"),
     [
-        (MEGABYTE, 1, 17, "17.0 MB are free, and 4 workers .* 2 ranks may need 18.0 MB; .*, or use --num_workers 3$"),
+        (MEGABYTE, 1, 17, "17.0 MB are free, but 4 workers .* 2 ranks may need 18.0 MB; .*, or use --num_workers 3$"),
         ({"x": [MEGABYTE[: 2**19]]}, 2, 5, "may need 18.0 MB; .*, or use --num_workers 0$"),
         (MEGABYTE, 1, 18, None),
         (MEGABYTE, 1, 0, None),  # a tmpfs without a limit

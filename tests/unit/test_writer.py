@@ -85,7 +85,7 @@ def test_a_killed_writer_is_replaced_and_the_shared_memory_still_holds_the_state
     os.kill(writer.pid, signal.SIGKILL)
     writer.commit()
     outcome = writer.wait(60)
-    assert outcome.was_killed and outcome.problem.endswith("the process that wrote it was killed") and not path.exists()
+    assert outcome.was_killed and outcome.problem.endswith("the writer process was killed") and not path.exists()
     writer.again()
     writer.commit()
     assert not writer.wait(60).problem

@@ -1,7 +1,7 @@
-"""The checkpoint file: what torch.save writes, followed by a trailer with the step and a checksum of all before it.
+"""The checkpoint file: an archive by torch.save, followed by a trailer with the step and a checksum of the archive.
 
-`torch.load(path, weights_only=True)` opens such a file (an archive is found from its end) but ignores the trailer;
-`read` checks it.
+`torch.load(path, weights_only=True)` opens such a file (it searches for the archive from the end) but ignores it;
+`read` checks the trailer.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ STEP_NAME = re.compile(r"step_(\d{8,})\.pt")
 BEST = "best.pt"
 TRAILER = re.compile(rb"\nstep:(\d{10}) sha256:([0-9a-f]{64})\n")
 TRAILER_BYTES = 89
-DIGEST_BYTES = 72  # "sha256:...\n", of the trailer
-PLAIN = (type(None), bool, int, float, str)  # values that weights_only=True loads, beside tensors and containers
+DIGEST_BYTES = 72  # "sha256:...\n" in the trailer
+PLAIN = (type(None), bool, int, float, str)  # values that weights_only=True loads, besides tensors and containers
 
 
 class Trailer(NamedTuple):
     """What follows the archive."""
 
     step: int
-    digest: str  # SHA-256 of all before it
+    digest: str  # SHA-256 of everything before it
 
 
 def step_path(folder: Path, step: int) -> Path:
@@ -52,7 +52,7 @@ def step_checkpoints(folder: Path) -> list[Path]:
 
 
 def flatten(payload: dict[str, Any]) -> tuple[Any, list[Tensor]]:
-    """The payload with a number in place of each tensor, and the tensors. `unflatten` is the inverse.
+    """The payload with an index in place of each tensor, and the tensors. `unflatten` is the inverse.
 
     Raises:
         UserError: for a value that `torch.load(weights_only=True)` would reject or change, with its name.
@@ -83,7 +83,7 @@ def flatten(payload: dict[str, Any]) -> tuple[Any, list[Tensor]]:
 
 
 def unflatten(flat: Any, tensors: list[Tensor]) -> Any:
-    """The payload that was flattened, with these tensors."""
+    """The payload before `flatten`, with these tensors."""
     if type(flat) is _Tensor:
         return tensors[flat]
     if type(flat) is dict:
@@ -92,17 +92,17 @@ def unflatten(flat: Any, tensors: list[Tensor]) -> Any:
 
 
 class _Tensor(int):
-    """The number of a tensor."""
+    """The index of a tensor."""
 
 
 def write(path: Path, payload: dict[str, Any], may_appear: Callable[[], None] | None = None) -> None:
-    """Write a checkpoint, its tensors on the CPU, under its final name: whole or not at all.
+    """Write a checkpoint, with its tensors on the CPU, atomically under its final name.
 
     Args:
         may_appear: called when the file is on the disk, before it gets its name; an exception from it aborts the write.
 
     Raises:
-        OSError: when it cannot be written. What was there before is untouched, the partial file is gone.
+        OSError: if it cannot be written. An existing file is then unchanged and the partial file deleted.
     """
 
     def fill(file: BinaryIO) -> None:
@@ -118,13 +118,13 @@ def write(path: Path, payload: dict[str, Any], may_appear: Callable[[], None] | 
 
 
 def read(path: Path) -> tuple[dict[str, Any], str]:
-    """The checkpoint, its tensors on the CPU, and its checksum. Raises UserError when it is damaged or incomplete."""
+    """The checkpoint with its tensors on the CPU, and its checksum. Raises UserError if it is damaged or incomplete."""
     trailer = verify(path)
     payload = _load(path, f"{path}: is not a checkpoint")
     missing = [key for key in KEYS if not isinstance(payload, dict) or not isinstance(payload.get(key), dict)]
     if missing:
         raise UserError(
-            f"{path}: lacks {', '.join(missing)}; give another checkpoint, or take its weights by --init_from"
+            f"{path}: lacks {', '.join(missing)}; give another checkpoint, or load its weights with --init_from"
         )
     counts = {"step": None} | {
         k: v for k, v in payload["progress"].items() if k not in ("best_value", "interval", "user")
@@ -134,31 +134,31 @@ def read(path: Path) -> tuple[dict[str, Any], str]:
     if not (best is None or (type(best) in (int, float) and math.isfinite(best))):
         wrong.append("best_value")
     if wrong:
-        raise UserError(f"{path}: its progress has no number for {wrong[0]}; give another checkpoint")
+        raise UserError(f"{path}: its progress has no valid {wrong[0]}; give another checkpoint")
     if counts["step"] != trailer.step:
-        raise UserError(f"{path}: is of step {trailer.step} by its trailer, but of step {counts['step']}; give another")
+        raise UserError(f"{path}: has step {trailer.step} in its trailer but {counts['step']} inside; give another")
     return payload, trailer.digest
 
 
 def _load(path: Path, problem: str) -> Any:
-    """What torch.save wrote, of tensors and plain values. Raises UserError; never runs code of the file."""
+    """Load tensors and plain values from an archive. Raises UserError; never runs code from the file."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # bytes that are no archive raise whatever the unpickler met
+    except Exception as error:  # invalid bytes can raise any error in the unpickler
         if is_out_of_memory(error):
             raise
-        # torch's own text recommends switching the protection off
+        # torch's own message recommends switching the protection off
         raise UserError(f"{problem} ({type(error).__name__}); give another") from None
 
 
 def verify(path: Path) -> Trailer:
-    """The file's trailer. Raises UserError when the bytes do not fit it, or the file has the name of another step."""
+    """The file's trailer. Raises UserError if the checksum does not match, or the file is named after another step."""
     try:
         with _open(path) as file:
             trailer = _read_trailer(file)
             if trailer is None:
                 raise UserError(
-                    f"{path}: has no checksum at its end, it was truncated or is not a checkpoint; give another"
+                    f"{path}: has no checksum at its end: it is truncated or not a checkpoint; give another"
                 )
             size, digest = file.seek(0, os.SEEK_END) - DIGEST_BYTES, hashlib.sha256()
             file.seek(0)
@@ -168,7 +168,7 @@ def verify(path: Path) -> Trailer:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a checkpoint") from None
     if trailer.digest != digest.hexdigest():
-        raise UserError(f"{path}: is damaged, its bytes do not match the checksum at its end; give another")
+        raise UserError(f"{path}: is damaged: its bytes do not match the checksum at its end; give another")
     if (name := STEP_NAME.fullmatch(path.name)) and int(name[1]) != trailer.step:
         raise UserError(
             f"{path}: is the checkpoint of step {trailer.step} under another name; rename it or give another"
@@ -177,7 +177,7 @@ def verify(path: Path) -> Trailer:
 
 
 def _open(path: Path) -> BinaryIO:
-    """An ordinary file, maybe through a link. Raises OSError for anything else, and never waits (for a pipe)."""
+    """Open a regular file, possibly through a link. Raises OSError for anything else and never blocks (on a pipe)."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -192,14 +192,14 @@ def _read_trailer(file: BinaryIO) -> Trailer | None:
 
 
 def latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
-    """The latest valid checkpoint (None where the folder has none at all) and why later ones were skipped.
+    """The latest valid checkpoint (None if the folder has none at all) and why later ones were skipped.
 
     Raises:
-        UserError: when there are checkpoints and none is valid.
+        UserError: if there are checkpoints but none is valid.
     """
     skipped: list[str] = []
     found = [(int(STEP_NAME.fullmatch(path.name)[1]), path) for path in step_checkpoints(folder)]
-    best = folder / BEST  # a file of its own where no checkpoint was due at its step
+    best = folder / BEST  # a separate file if no checkpoint was due at its step
     if os.path.lexists(best):
         try:
             found.append((verify(best).step, best))
@@ -218,7 +218,7 @@ def latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def best_or_latest(folder: Path, prefers_best: bool) -> Path:
-    """best.pt where that is preferred and there, else the latest valid checkpoint. Raises UserError without any."""
+    """best.pt if it is preferred and exists, else the latest valid checkpoint. Raises UserError if there is none."""
     best = folder / BEST
     found = best if prefers_best and best.exists() else latest_valid(folder)[0]
     if found is None:
@@ -227,13 +227,13 @@ def best_or_latest(folder: Path, prefers_best: bool) -> Path:
 
 
 def prune(folder: Path, keep_last: int) -> None:
-    """Delete all but the latest `keep_last` step checkpoints; to be called when a new one has its name."""
+    """Delete all but the latest `keep_last` step checkpoints; call it once a new one has its final name."""
     for path in step_checkpoints(folder)[:-keep_last]:
         path.unlink(missing_ok=True)
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
-    """Weights only: from one of our checkpoints, which must be valid, or from a bare state dict. Raises UserError."""
+    """Load weights from a checkpoint of the template, which must be valid, or a plain state dict. Raises UserError."""
     try:
         with _open(path) as file:
             is_checkpoint = _read_trailer(file) is not None
@@ -243,9 +243,9 @@ def load_weights(path: Path) -> dict[str, Tensor]:
         ) from None
     if is_checkpoint:
         verify(path)
-    payload = _load(path, f"init_from={path}: does not hold tensors only")
+    payload = _load(path, f"init_from={path}: does not contain only tensors")
     if isinstance(payload, dict) and not is_checkpoint and payload.keys() >= {"model", "progress", "provenance"}:
-        raise UserError(f"init_from={path}: is a checkpoint that was truncated, its checksum is missing; give another")
+        raise UserError(f"init_from={path}: is a truncated checkpoint: its checksum is missing; give another")
     weights = payload.get("model", payload) if isinstance(payload, dict) else payload
     if not isinstance(weights, dict) or not weights or not all(isinstance(value, Tensor) for value in weights.values()):
         raise UserError(f"init_from={path}: holds no weights; give a checkpoint or a state dict")
@@ -253,11 +253,11 @@ def load_weights(path: Path) -> dict[str, Tensor]:
 
 
 def take_weights(model: nn.Module, path: Path) -> None:
-    """Load the weights that fit the model by name and shape, and log what did not (a head of another size)."""
+    """Load the weights that match the model by name and shape, and log the others (a head of another size)."""
     weights, own = load_weights(path), model.state_dict()
     fitting = {name: value for name, value in weights.items() if name in own and own[name].shape == value.shape}
     if not fitting:
-        raise UserError(f"init_from={path}: none of its {len(weights)} tensors fits the model; give the model it is of")
+        raise UserError(f"init_from={path}: none of its {len(weights)} tensors fits the model; use its own model")
     model.load_state_dict(fitting, strict=False)
     replaced = [name for name in own if name not in fitting]
     extra = [name for name in weights if name not in fitting]
@@ -267,7 +267,7 @@ def take_weights(model: nn.Module, path: Path) -> None:
 
 
 class _HashingWriter:
-    """A file that computes the checksum of what is written, and keeps the OSError that torch.save replaces."""
+    """A file that computes the checksum of the data written, and keeps the OSError that torch.save replaces."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

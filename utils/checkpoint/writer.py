@@ -1,9 +1,9 @@
-"""A process of its own writes checkpoints: the training loop only pays for a copy of the state in memory.
+"""A separate process writes checkpoints, so that training only waits for a copy of the state in memory.
 
-The copy lies in memory that both processes map (memfd: /dev/shm has 64 MB in a container). The process is forked early,
-before the model and the data are there, keeps no file of the training process open, and ignores its signals: it
-outlives a SIGTERM to the group, and ends when the training process is gone. Without memfd (macOS) `Writer` writes in
-this process.
+The copy is in memory that both processes map (memfd: /dev/shm has 64 MB in a container). The process is forked early,
+before the model and the data exist, keeps no file of the training process open, and ignores stop signals: it survives
+a SIGTERM to the group and exits when the training process is gone. Without memfd (macOS), `Writer` writes in the
+training process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from utils.signals import STOP_SIGNALS, die_with_parent, kept_back
 
 SECONDS_AS_AN_ORPHAN = 8  # to finish a file that was committed before the training process was killed
 ALIGNMENT = 64  # bytes
-NICENESS = 10  # where every core has a rank the training comes first
+NICENESS = 10  # training comes first if every core has a rank
 HAS_PROCESS = sys.platform == "linux"
 
 
@@ -45,11 +45,11 @@ class Job:
 
     number: int
     path: Path
-    flat: Any  # the payload, as checkpoint.flatten gives it
+    flat: Any  # the payload, as returned by checkpoint.flatten
     layout: list[tuple]  # of each tensor: dtype, size, stride, offset in the shared memory
     keep_last: int
     lock_file: Path
-    lock_number: int  # that it must hold when the checkpoint gets its name
+    lock_number: int  # in lock_file, which must be unchanged before the rename
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Outcome:
     step: int
     epoch: int
     seconds: float
-    problem: str = ""  # a sentence; empty: it is written
-    is_final: bool = False  # another try is of no use
-    was_killed: bool = False  # the process that wrote it was
+    problem: str = ""  # an error message; empty: success
+    is_final: bool = False  # another try will not help
+    was_killed: bool = False  # the writer process was killed
 
 
 class Writer:
@@ -76,13 +76,13 @@ class Writer:
         self._layout: list[tuple] = []
         self._pid, self._connection = -1, None
         self._job: Job | None = None
-        self._outcome: Outcome | None = None  # where there is no process
+        self._outcome: Outcome | None = None  # used if there is no process
         self._start()
 
     def _start(self) -> None:
         if HAS_PROCESS:
             ours, theirs = _pair()
-            with kept_back():  # a signal that comes before the new process ignores it would end it
+            with kept_back():  # the new process does not ignore signals yet
                 self._pid = os.fork()
                 if self._pid == 0:
                     _be_the_writer(theirs)
@@ -96,7 +96,7 @@ class Writer:
         return self._pid
 
     def fit(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Places in the shared memory for these tensors; the memory is kept as long as they have the same layout."""
+        """Views of shared memory for these tensors; the memory is reused as long as they have the same layout."""
         key = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
         if key != self._key:
             sizes = [-(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT for tensor in tensors]
@@ -113,7 +113,7 @@ class Writer:
                 stride = torch.empty_like(tensor, device="meta").stride()  # dense, in the tensor's own memory format
                 self._layout.append((tensor.dtype, tuple(tensor.shape), stride, offset))
             self._views = [_view(self._memory, place) for place in self._layout]
-            # pinned pages: the copy runs at the bus's speed, beside the computation
+            # pinned pages: the copy runs at full bus speed and overlaps the computation
             if any(tensor.is_cuda for tensor in tensors):
                 self._pinned = torch.frombuffer(self._memory, dtype=torch.uint8)
                 torch.cuda.cudart().cudaHostRegister(self._pinned.data_ptr(), size, 0)
@@ -122,7 +122,7 @@ class Writer:
         return self._views
 
     def _let_go(self) -> None:
-        """Give up the shared memory."""
+        """Release the shared memory."""
         if self._pinned is not None:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.data_ptr())
         if self._descriptor >= 0:
@@ -136,7 +136,7 @@ class Writer:
                 send_handle(self._connection, self._descriptor, self._pid)
 
     def send(self, path: Path, flat: Any, keep_last: int, lock_file: Path, lock_number: int) -> None:
-        """Let the file be written from what the shared memory holds. It gets its name after `commit`."""
+        """Let the process write the file from the shared memory. It gets its final name after `commit`."""
         number = self._job.number + 1 if self._job else 0
         self._job = Job(number, path, flat, self._layout, keep_last, lock_file, lock_number)
         self._tell(self._job)
@@ -147,7 +147,7 @@ class Writer:
         self._tell(self._job)
 
     def commit(self, is_right: bool = True) -> None:
-        """Let the file of the job that was sent appear, or drop it."""
+        """Let the file of the last job appear, or drop it."""
         self._tell((self._job.number, is_right))
         if not HAS_PROCESS:
             self._outcome = _write(self._job, self._memory, lambda: is_right)
@@ -158,7 +158,7 @@ class Writer:
                 self._connection.send(message)
 
     def wait(self, seconds: float) -> Outcome | None:
-        """The outcome of the job, after so many seconds at most. A dead process is an outcome, and is replaced."""
+        """The outcome of the job, after at most this many seconds. A dead process is an outcome and is replaced."""
         if not HAS_PROCESS:
             outcome, self._outcome = self._outcome, None
             return outcome
@@ -167,14 +167,14 @@ class Writer:
         except (EOFError, OSError):
             partial = temporary_of(self._job.path, self._pid)
             self.close()
-            with contextlib.suppress(OSError):  # a full disk needs the room
+            with contextlib.suppress(OSError):  # free the space on a full disk
                 partial.unlink()
             self._start()
-            killed = _outcome(self._job, 0.0, f"{self._job.path}: the process that wrote it was killed")
+            killed = _outcome(self._job, 0.0, f"{self._job.path}: the writer process was killed")
             return dataclasses.replace(killed, was_killed=True)
 
     def close(self) -> None:
-        """End the process, when it has written what was committed."""
+        """End the process after it has written what was committed."""
         if HAS_PROCESS and self._pid > 0:
             self._tell(None)
             self._connection.close()
@@ -183,7 +183,7 @@ class Writer:
             self._pid = -1
 
     def end(self) -> None:
-        """As `close`, and the memory is given up."""
+        """`close`, and release the memory."""
         self.close()
         self._let_go()
 
@@ -210,12 +210,12 @@ def _be_the_writer(connection: Connection) -> None:
         os.setsid()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the fork was made with these kept back
-        # sockets of the ranks, GPUs: what ends with the training process ends for all
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # `kept_back` blocked them for the fork
+        # sockets of the ranks, GPUs: they must close when the training process ends
         os.closerange(3, connection.fileno())
         os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
         signal.signal(signal.SIGUSR2, lambda number, frame: signal.alarm(SECONDS_AS_AN_ORPHAN))
-        die_with_parent(signal.SIGUSR2)  # the connection ends later, with the loader's workers, which hold copies of it
+        die_with_parent(signal.SIGUSR2)  # the connection ends later: the loader's workers hold copies of it
         torch.set_num_threads(1)
         os.nice(NICENESS)
         _serve(connection)
@@ -238,7 +238,7 @@ def _serve(connection: Connection) -> None:
 
 
 def _hear(connection: Connection, number: int) -> bool:
-    """Whether this job is to appear; an answer for an earlier job that failed is skipped. Raises EOFError."""
+    """Whether to let this job's file appear; answers for earlier, failed jobs are skipped. Raises EOFError."""
     while True:
         answer = connection.recv()
         if answer[0] == number:
@@ -246,7 +246,7 @@ def _hear(connection: Connection, number: int) -> bool:
 
 
 class _Dropped(Exception):
-    """The ranks do not agree that this is a checkpoint."""
+    """The ranks did not commit this checkpoint."""
 
 
 def _write(job: Job, memory: mmap.mmap, is_right: Callable[[], bool]) -> Outcome:
@@ -286,12 +286,12 @@ def _space(job: Job) -> str:
     try:
         free = f"{shutil.disk_usage(job.path.parent).free / 1e6:,.1f} MB are free"
     except OSError as error:
-        free = f"its folder cannot be seen ({error.strerror})"
+        free = f"its folder cannot be accessed ({error.strerror})"
     return f"it needs {need / 1e6:,.1f} MB, {free}; make room or repair the storage"
 
 
 def read_lock_number(file: Path) -> int:
-    """The number of the folder's owner. Raises OSError where there is none any more."""
+    """The number of the folder's owner. Raises OSError if the file is missing."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))["number"]
     except (ValueError, KeyError):

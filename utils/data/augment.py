@@ -1,4 +1,4 @@
-"""Augmentation and normalisation of a batch of uint8 images on its device, by draws that belong to each sample."""
+"""Augmentation and normalization of batches of uint8 images on the device, with random draws per sample."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from utils.rng import draw_integers, draw_uniform, sample_draws
 
 LARGEST_CROP_SIZE = 64  # pixels; above it "auto" means resized_crop
-RESIZE_MARGIN = 1.15  # images for resized_crop are loaded so much larger than they are used
+RESIZE_MARGIN = 1.15  # images for resized_crop are loaded this much larger
 
 
 def choose(augment: str, image_size: int) -> str:
@@ -30,7 +30,7 @@ def augment_images(images: Tensor, kind: str, size: int, seed: int, epoch: int, 
 
 
 def crop_and_flip(images: Tensor, draws: Tensor, padding: int) -> Tensor:
-    """Shift each image by up to `padding` pixels (what comes in is black) and mirror every other one, in one gather.
+    """Shift each image by up to `padding` pixels (filled with black) and mirror half of them, in one gather.
 
     He et al., "Deep residual learning for image recognition", section 4.2. The result is channels_last.
 
@@ -51,10 +51,10 @@ def crop_and_flip(images: Tensor, draws: Tensor, padding: int) -> Tensor:
 
 
 def resized_crop_and_flip(images: Tensor, draws: Tensor, size: int) -> Tensor:
-    """Cut out a box of 25 to 100 % of the area and a ratio of 3/4 to 4/3 (clipped to the image), scale it to size x
-    size, mirror.
+    """Crop a box of 25 to 100 % of the area and aspect ratio 3/4 to 4/3 (clipped to the image), resize it and mirror
+    half of the images.
 
-    Szegedy et al., "Going deeper with convolutions", section 6, with one draw for each box.
+    Szegedy et al., "Going deeper with convolutions", section 6, with one draw per box.
 
     Args:
         images: uint8 [B, C, H, W].
@@ -82,14 +82,14 @@ def resized_crop_and_flip(images: Tensor, draws: Tensor, size: int) -> Tensor:
 
 
 def center_crop(images: Tensor, size: int) -> Tensor:
-    """[B, C, H, W] -> [B, C, size, size]; images of that size as they are."""
+    """[B, C, H, W] -> [B, C, size, size]; images of that size are unchanged."""
     top, left = (images.shape[2] - size) // 2, (images.shape[3] - size) // 2
     return images[:, :, top : top + size, left : left + size]
 
 
 def normalize(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """(images / 255 - mean) / std in torch's default float type; mean and std have shape [C] and are in [0, 1]."""
-    # non_blocking: a blocking copy to the device would wait for all that is queued there
+    # non_blocking: a blocking copy to the device would wait for all work queued there
     scale = (1 / (255 * std)).to(images.device, non_blocking=True).view(-1, 1, 1)
     shift = (mean / std).to(images.device, non_blocking=True).view(-1, 1, 1)
     return images.to(torch.get_default_dtype()) * scale - shift

@@ -1,4 +1,4 @@
-"""`--cache`: the ranks of a node decode a data set once, into memory that they share, or each onto its device."""
+"""`--cache`: the ranks of a node decode a data set once, into shared memory, or each onto its device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from utils.memory import free_memory, gigabytes
 
 CHUNK = 32  # samples that a worker decodes at a time
 ALIGNMENT = 64  # bytes
-MAX_OF_MEMORY, MAX_OF_DEVICE = 0.9, 0.5  # of what is free; the rest is for training
+MAX_OF_MEMORY, MAX_OF_DEVICE = 0.9, 0.5  # fractions of the free memory; the rest is for training
 
 
 def cached(
@@ -38,7 +38,7 @@ def cached(
     ctx: DistributedContext,
     logger: logging.Logger,
 ) -> tuple[Dataset, dict[str, Dataset]]:
-    """The data sets as `config.cache` asks for them, on all ranks. Raises UserError where they do not fit."""
+    """The data sets, cached as `config.cache` says. Call it on all ranks. Raises UserError if they do not fit."""
     where = "ram" if config.cache == "device" and ctx.device.type == "cpu" else config.cache
     sets = {"train": train_set, **held_out}
     decoded = {split for split, dataset in sets.items() if not getattr(dataset, "in_memory", False)}
@@ -61,7 +61,7 @@ def cached(
 
 
 class Cached(Dataset):
-    """A data set whose decoded samples are held in `rows`, one batch of all samples; otherwise it is its source."""
+    """A data set whose decoded samples are held in `rows`, one batch of all samples. Other attributes: the source's."""
 
     in_memory = is_cached = True
 
@@ -90,11 +90,11 @@ class Cached(Dataset):
 
     @staticmethod
     def collate(batch: Any) -> Any:
-        return batch  # __getitems__ has made it
+        return batch  # __getitems__ already returns a batch
 
 
 def first_row(source: Dataset, config: TrainingConfig) -> Any:
-    """The batch of the first sample. Raises UserError where the set cannot be cached."""
+    """The batch of the first sample. Raises UserError if the set cannot be cached."""
     kind = f"cache={config.cache}: {type(source).__name__}"
     if not getattr(source, "cacheable", False):
         raise UserError(f"{kind} is not cacheable; set cacheable = True if its samples never change, or --cache none")
@@ -108,7 +108,7 @@ def first_row(source: Dataset, config: TrainingConfig) -> Any:
 
 
 def check_room(sizes: dict[str, int], where: str, config: TrainingConfig, ctx: DistributedContext) -> None:
-    """Raises UserError where the decoded sets do not fit into this node's or this device's memory.
+    """Raises UserError if the decoded sets do not fit into the memory of this node or device.
 
     Args:
         sizes: bytes of each split.
@@ -122,7 +122,7 @@ def check_room(sizes: dict[str, int], where: str, config: TrainingConfig, ctx: D
                 f"cache=device: the decoded data take {gigabytes(need)}, {ctx.device} on {ctx.host} has"
                 f" {gigabytes(free)} free, half of it kept for training; use --cache ram or a smaller --image_size"
             )
-        need = max(sizes.values())  # one set at a time goes through the node's memory
+        need = max(sizes.values())  # one set at a time passes through the node's memory
     free = free_memory()
     if free is not None and need > MAX_OF_MEMORY * free:
         raise UserError(
@@ -134,7 +134,7 @@ def check_room(sizes: dict[str, int], where: str, config: TrainingConfig, ctx: D
 def _decode(
     source: Dataset, row: Any, where: str, config: TrainingConfig, ctx: DistributedContext, logger: logging.Logger
 ) -> Cached:
-    """Each rank decodes its part of the samples of its node into the rows that all ranks of the node map."""
+    """Each rank decodes its part of the samples into rows that all ranks of the node map."""
     peers = [rank for rank, host in enumerate(ctx.hosts) if host == ctx.host]
     sampler = GlobalBatchSampler(
         source,
@@ -174,8 +174,8 @@ def _fill(rows: Any, indices: list[int], batch: Any) -> None:
 def _shared_rows(row: Any, count: int, ctx: DistributedContext) -> Iterator[Any]:
     """A batch of `count` samples in a file that all ranks of this node map.
 
-    The file lies in /dev/shm where that has the room, else in the temporary folder. Its name goes when the context
-    ends, its memory with the last process that maps it.
+    The file is in /dev/shm if that has the space, else in the temporary folder. It is unlinked when the context ends,
+    and freed with the last process that maps it.
     """
     sizes = [-(-count * tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors_in(row)]
     leader = ctx.hosts.index(ctx.host)
@@ -203,7 +203,7 @@ def _new_file(size: int) -> str:
     file, path = tempfile.mkstemp(prefix="cache-", dir=folder)
     try:
         os.posix_fallocate(file, 0, size) if hasattr(os, "posix_fallocate") else os.ftruncate(file, size)
-    except OSError:  # the disk is full: better now than as a bus error later
+    except OSError:  # the disk is full: fail now, not with a bus error later
         os.unlink(path)
         raise
     finally:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from config import UserError
 
-SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of the machine; the file may be fine
+SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of resources; the file may be fine
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
 
 
@@ -21,26 +21,26 @@ def images_in(folder: Path) -> list[Path]:
 
 
 def classes_of(root: Path, split: str) -> list[str]:
-    """The class folders of <root>/train, which those of <root>/<split> must be among. Raises UserError."""
+    """The class folders of <root>/train. Raises UserError if <root>/<split> has others."""
     train = root / "train"
     classes = sorted(path.name for path in train.iterdir() if path.is_dir()) if train.is_dir() else []
     if not classes:
         raise UserError(f"data_dir={root}: has no {train}/<class>/ folders; give the folder that holds train/ and val/")
     if len(classes) == 1:
-        raise UserError(f"data_dir={root}: has one class only, {classes[0]}; give a classifier two or more in {train}")
+        raise UserError(f"data_dir={root}: has only one class, {classes[0]}; put two or more into {train}")
     for name in classes:
         if not images_in(train / name):
-            raise UserError(f"{train / name}: holds no image ({', '.join(SUFFIXES)}); add some or delete the folder")
+            raise UserError(f"{train / name}: has no images ({', '.join(SUFFIXES)}); add some or delete the folder")
     unknown = sorted({path.name for path in (root / split).iterdir() if path.is_dir()} - set(classes))
     if unknown:
-        raise UserError(f"{root / split / unknown[0]}: is a class that {train} lacks; give both the same classes")
+        raise UserError(f"{root / split / unknown[0]}: is a class that is not in {train}; use the same classes in both")
     return classes
 
 
 def read_image(path: Path, channels: int, size: int = 0) -> Tensor:
     """uint8 [channels, H, W]; with a size, resized by its shorter side and center-cropped to [channels, size, size].
 
-    Raises UserError when the file, <class>/<name>, cannot be read as an image.
+    Raises UserError if the file, <class>/<name>, cannot be read as an image.
     """
     from PIL import Image
     from torchvision.transforms.v2 import functional as transforms
@@ -63,7 +63,7 @@ def read_image(path: Path, channels: int, size: int = 0) -> Tensor:
 
 
 def _decode_jpeg(path: Path, channels: int) -> Tensor | None:
-    """uint8 [channels, H, W] in a third of PIL's time. None where torchvision cannot, for a truncated file say."""
+    """uint8 [channels, H, W] in a third of PIL's time. None if torchvision cannot decode it, e.g. if truncated."""
     try:
         from torchvision.io import decode_jpeg  # may be missing in a version after 0.29
 
@@ -73,12 +73,12 @@ def _decode_jpeg(path: Path, channels: int) -> Tensor | None:
 
 
 def cifar10_folder(data_dir: Path) -> Path:
-    """Where torchvision's files are: in data_dir itself, if somebody put them there, else in a folder of their own."""
+    """The folder of torchvision's files: data_dir itself if they were put there, else data_dir/cifar10."""
     return data_dir if (data_dir / "cifar-10-batches-py").is_dir() else data_dir / "cifar10"
 
 
 def download_cifar10(data_dir: Path) -> None:
-    """Unpack CIFAR-10 into data_dir, completely or not at all; an archive that lies there already is used."""
+    """Unpack CIFAR-10 into data_dir, completely or not at all; an archive that is already there is used."""
     root = cifar10_folder(data_dir)
     partial = root.with_name("cifar10.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
@@ -98,7 +98,7 @@ def download_cifar10(data_dir: Path) -> None:
 
 
 def read_cifar10(data_dir: Path, is_train: bool) -> tuple[Tensor, Tensor, list[str]]:
-    """uint8 [N, 3, 32, 32], int64 [N] and the class names. Raises UserError when the files cannot be read."""
+    """uint8 [N, 3, 32, 32], int64 [N] and the class names. Raises UserError if the files cannot be read."""
     root = cifar10_folder(data_dir)
     try:
         from torchvision.datasets import CIFAR10

@@ -1,4 +1,4 @@
-"""Batches on the device: workers fetch this rank's micro-batches, which move to the device one ahead of the loop."""
+"""Batches on the device: workers fetch this rank's micro-batches, which are moved there one ahead of the loop."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ MAX_WORKERS = 8  # per rank, where num_workers is "auto"
 class GlobalBatchLoader:
     """Fetches the sampler's micro-batches in workers, moves them to the device and applies `device_transform`.
 
-    Training uses `global_batches(epoch, start)`. Iterating gives the batches alone, and each pass is the next epoch.
+    Training uses `global_batches(epoch, start)`. Iterating yields only the batches; each pass is the next epoch.
 
     Args:
-        clock: told when the loop waits for data and when it computes.
+        clock: records when the loop waits for data and when it computes.
         phases: the names of these two phases.
         is_transformed: False leaves out the data set's `device_transform`.
     """
@@ -62,10 +62,10 @@ class GlobalBatchLoader:
                 worker_init_fn=ignore_in_worker,
                 persistent_workers=True,
                 pin_memory=ctx.device.type == "cuda",
-                timeout=0.9 * config.hang_timeout,  # the watchdog allows the whole of it
-                generator=torch.Generator(),  # of the workers' base seed: the model's generator does not advance
+                timeout=0.9 * config.hang_timeout,  # before the watchdog ends the run
+                generator=torch.Generator(),  # for the workers' base seed: the global generator does not advance
             )
-            # where max_steps ends an epoch, training batches wait in shared memory while evaluation batches arrive
+            # if max_steps ends an epoch early, training batches wait in shared memory while evaluation batches arrive
             self._batches_ahead = self._loader.prefetch_factor * (2 if config.max_steps else 1)
 
     def global_batches(self, epoch: int, start: int = 0) -> Iterator[GlobalBatch]:
@@ -78,19 +78,19 @@ class GlobalBatchLoader:
     def sample_batch(self) -> Any:
         """The first micro-batch, fetched in this process, for the passes before the first step.
 
-        Raises UserError where /dev/shm cannot hold as many of it as the workers prefetch.
+        Raises UserError if /dev/shm cannot hold as many such batches as the workers prefetch.
         """
         _, collated, batch = self.fetch(list(range(min(self.sampler.batch_size, len(self.dataset)))))
         self.check_shared_memory(collated)
         return batch
 
     def check_shared_memory(self, collated: Any, count: int = 1) -> None:
-        """Raises UserError where /dev/shm cannot hold what the workers prefetch, of `count` times this batch each."""
+        """Raises UserError if /dev/shm cannot hold what the workers prefetch, in batches of `count` times this size."""
         if self.num_workers:
             check_shared_memory(collated, count, self.num_workers, self._batches_ahead, self._ranks)
 
     def fetch(self, indices: list[int], epoch: int = 0) -> tuple[Any, Any, Any]:
-        """Samples fetched in this process: as the data set gives them, collated, and as the loop gets them."""
+        """Fetch samples in this process. Returns them as the data set gives them, collated, and on the device."""
         fetched = self._fetcher.__getitems__(MicroBatch(epoch, 0, indices, is_padding=False, is_last=True))
         collated = self._collate(fetched)
         return fetched[1], collated[1], self._to_device(collated).batch
@@ -116,7 +116,7 @@ class GlobalBatchLoader:
             yield micro_batch
 
     def _staged(self) -> Iterator[tuple[MicroBatch, Any]]:
-        """Each micro-batch, its batch on the way to the device, and the event that tells when it is there."""
+        """Each micro-batch, with its batch in transfer to the device, and the event that marks its arrival."""
         number = 0
         try:
             batches = self._batches()
@@ -136,7 +136,7 @@ class GlobalBatchLoader:
             raise failure from None
 
     def _batches(self) -> Iterator[tuple[MicroBatch, Any]]:
-        """Each micro-batch with its collated samples: from the workers, else made here when it is asked for."""
+        """Each micro-batch with its collated samples: from the workers, or made here on demand."""
         if self._loader is not None:
             with kept_back():
                 return iter(self._loader)
@@ -145,12 +145,12 @@ class GlobalBatchLoader:
     def _make(self, micro_batch: MicroBatch) -> tuple[MicroBatch, Any]:
         if not self._side:
             return self._collate(self._fetcher.__getitems__(micro_batch))
-        with self._side.queued():  # a data set on the device is indexed there
+        with self._side.queued():  # a data set on the device is indexed on this stream
             micro_batch, batch = self._collate(self._fetcher.__getitems__(micro_batch))
         return micro_batch, pinned(batch)
 
     def _name_of(self, number: int) -> str:
-        """The samples of the number-th micro-batch from here on, for an error."""
+        """The samples of the number-th micro-batch from here on, for an error message."""
         micro_batch = next(itertools.islice(self.sampler.micro_batches(), number, None), None)
         indices = micro_batch.indices if micro_batch else []
         some = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
@@ -172,12 +172,12 @@ class GlobalBatchLoader:
 
 
 def fetches_batches(dataset: Dataset) -> bool:
-    """Whether a data set fetches a micro-batch at once. torch's Subset always has the method; its data set decides."""
+    """Whether a data set has `__getitems__`. torch's Subset always has it, so the data set inside decides."""
     return fetches_batches(dataset.dataset) if isinstance(dataset, Subset) else hasattr(dataset, "__getitems__")
 
 
 class _Plan:
-    """The DataLoader's batch sampler. It gives micro-batches, not lists, so that workers learn epoch and position."""
+    """The DataLoader's batch sampler. It yields micro-batches, not lists, so that workers know epoch and position."""
 
     def __init__(self, sampler: GlobalBatchSampler) -> None:
         self._sampler = sampler
@@ -211,7 +211,7 @@ def choose_workers(config: TrainingConfig, dataset: Dataset, local_world_size: i
 def create_distributed_dataloader(
     dataset: Dataset, config: TrainingConfig, ctx: DistributedContext, clock: Clock | None = None
 ) -> tuple[GlobalBatchLoader, GlobalBatchSampler]:
-    """The loader of the training set on this rank, and its sampler. Raises UserError when an epoch would be empty."""
+    """The loader of the training set on this rank, and its sampler. Raises UserError if an epoch would be empty."""
     sampler = GlobalBatchSampler(
         dataset,
         batch_size=config.batch_size,
@@ -230,7 +230,7 @@ def create_distributed_dataloader(
 def create_evaluation_dataloader(
     dataset: Dataset, config: TrainingConfig, ctx: DistributedContext, clock: Clock | None = None
 ) -> GlobalBatchLoader:
-    """The loader of an evaluation set: in order, micro-batch b on rank b % world_size, as many steps on every rank."""
+    """The loader of an evaluation set: in order, micro-batch b on rank b % world_size, equally many steps per rank."""
     sampler = GlobalBatchSampler(
         dataset,
         batch_size=config.batch_size,

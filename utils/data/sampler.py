@@ -1,8 +1,8 @@
 """The order of an epoch, cut into micro-batches and global batches.
 
 The order is cut into micro-batches of `batch_size` consecutive entries; `micro_batches_per_step` consecutive
-micro-batches are one global batch, one optimizer step. Micro-batch m of a global batch goes to rank m % world_size.
-Ranks decide only who computes a micro-batch, never what is in it.
+micro-batches form a global batch, that is one optimizer step. Micro-batch m of a global batch goes to rank
+m % world_size. The number of ranks decides only which rank computes a micro-batch, never what is in it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from utils.rng import derive_seed
 
 @dataclass(slots=True)
 class MicroBatch:
-    """`batch_size` consecutive entries of the order (the last of an epoch may be short), and where they stand."""
+    """`batch_size` consecutive entries of the order (the last of an epoch may be short), and their position."""
 
     epoch: int
     number: int  # within its global batch, over all ranks
     indices: list[int]
-    is_padding: bool  # gradient 0: an otherwise idle rank takes part in the all-reduce
-    is_last: bool  # of this rank in its global batch
+    is_padding: bool  # zero gradient, so that an idle rank takes part in the all-reduce
+    is_last: bool  # this rank's last one in the global batch
     batch: Any = None  # on the device, once the loader has fetched it
 
 
 @dataclass(slots=True)
 class GlobalBatch:
-    """One global batch as one rank sees it. Iterating gives this rank's micro-batches."""
+    """One global batch as seen by one rank. Iterating yields this rank's micro-batches."""
 
     samples: int  # of all ranks
     micro_batches: list[MicroBatch]
@@ -45,9 +45,9 @@ class GlobalBatch:
 
 
 class GlobalBatchSampler(DistributedSampler):
-    """A DistributedSampler that deals whole micro-batches, never repeats a sample, and starts anywhere in an epoch.
+    """A DistributedSampler that assigns whole micro-batches, never repeats a sample, and starts anywhere in an epoch.
 
-    As an iterable it gives this rank's indices of `epoch` from `start` on. A data set may have an order of its own,
+    Iterating yields this rank's indices of `epoch` from `start` on. A data set may define its own order,
     `epoch_order(seed, epoch, n)`: n indices, each once unless `with_replacement` is True.
     """
 
@@ -75,7 +75,7 @@ class GlobalBatchSampler(DistributedSampler):
 
     @property
     def samples_per_epoch(self) -> int:
-        """All samples, or with drop_last those that fill global batches."""
+        """All samples, or with drop_last those that fill whole global batches."""
         n = len(self.dataset)
         return n - n % self.global_batch_size if self.drop_last else n
 
@@ -84,7 +84,7 @@ class GlobalBatchSampler(DistributedSampler):
         return math.ceil(self.samples_per_epoch / self.global_batch_size)
 
     def steps_left(self, epoch: int, start: int, epochs: int) -> int:
-        """Optimizer steps from sample `start` of an epoch to the end of the last of so many epochs."""
+        """Optimizer steps from sample `start` of an epoch to the end of a run of so many epochs."""
         here = math.ceil((self.samples_per_epoch - start) / self.global_batch_size)
         return max(0, here) + max(0, epochs - epoch - 1) * self.steps_per_epoch if epoch < epochs else 0
 
@@ -99,12 +99,12 @@ class GlobalBatchSampler(DistributedSampler):
             if self.shuffle and hasattr(self.dataset, "epoch_order"):
                 order = torch.as_tensor(self.dataset.epoch_order(self.seed, epoch, n), dtype=torch.int64)
                 if len(order) != n or (n and not 0 <= order.min() <= order.max() < n):
-                    problem = f"epoch_order: gave {len(order)} indices for {n} samples"
+                    problem = f"epoch_order: returned {len(order)} indices for {n} samples"
                     raise UserError(f"{problem}; return n indices from 0 to n - 1")
                 if len(order.unique()) < n and not getattr(self.dataset, "with_replacement", False):
                     raise UserError(
                         f"epoch_order: leaves out {n - len(order.unique())} of {n} samples and repeats others; "
-                        "give each index once, or declare with_replacement = True in the data set"
+                        "give each index once, or set with_replacement = True in the data set"
                     )
             elif self.shuffle:
                 generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))
@@ -115,7 +115,7 @@ class GlobalBatchSampler(DistributedSampler):
         return self._order[1]
 
     def global_batches(self, epoch: int, start: int = 0) -> Iterator[GlobalBatch]:
-        """The global batches of the epoch from position `start` on, as this rank sees them."""
+        """The global batches of the epoch from position `start` on, as seen by this rank."""
         order, size = self.order(epoch), self.batch_size
         for first in range(start, len(order), self.global_batch_size):
             end = min(first + self.global_batch_size, len(order))
@@ -126,7 +126,7 @@ class GlobalBatchSampler(DistributedSampler):
             yield GlobalBatch(end - first, micro_batches or [MicroBatch(epoch, 0, parts[0], True, True)])
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """What this rank computes from here on, padding included."""
+        """The micro-batches of this rank from the current position on, including padding."""
         for global_batch in self.global_batches(self.epoch, self.start):
             yield from global_batch.micro_batches
 

@@ -56,21 +56,21 @@ def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext
 
 
 def check_dataset(dataset: Dataset | None, split: str) -> None:
-    """Raises UserError for what is no map-style data set with samples. None: there is no such split."""
+    """Raises UserError if this is not a map-style data set with samples. None: there is no such split."""
     if dataset is None:
         return
     kind = f"create_dataset: {type(dataset).__name__} ({split})"
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UserError(
-            f"{kind} has no __len__ and __getitem__, without which samples cannot be dealt to ranks exactly; give it"
-            " these (docs/recipes shows indexed tar files)"
+            f"{kind} has no __len__ and __getitem__, which are needed to assign samples to ranks; define them"
+            " (docs/recipes shows indexed tar files)"
         )
     if not len(dataset):
-        raise UserError(f"{kind} holds no sample; return None where there is no such split")
+        raise UserError(f"{kind} has no samples; return None if there is no such split")
 
 
 class ChosenSamples(Subset):
-    """Some samples of a data set, which keeps its attributes. device_transform gets the indices of the whole set."""
+    """A subset that keeps the attributes of its data set. device_transform gets indices into the whole set."""
 
     def __init__(self, dataset: Dataset, indices: list[int]) -> None:
         super().__init__(dataset, indices)
@@ -84,7 +84,7 @@ class ChosenSamples(Subset):
 
     @property
     def __getitems__(self) -> Any:
-        """Only where the data set has it: torch's Subset always does."""
+        """Exists only if the data set has it; torch's Subset always does."""
         if not hasattr(self.dataset, "__getitems__"):
             raise AttributeError("__getitems__")
         return super().__getitems__
@@ -99,7 +99,7 @@ class ChosenSamples(Subset):
 
 
 def choose_samples(dataset: Dataset, config: TrainingConfig) -> Dataset:
-    """The data set, or `dataset_size` of its samples, chosen by the seed. Raises UserError where it has fewer."""
+    """The data set, or `dataset_size` of its samples, chosen by the seed. Raises UserError if it has fewer."""
     size = config.dataset_size
     if size in (0, len(dataset)):
         return dataset
@@ -110,18 +110,18 @@ def choose_samples(dataset: Dataset, config: TrainingConfig) -> Dataset:
 
 
 def fingerprint(dataset: Dataset) -> str:
-    """What identifies a data set: its own fingerprint, else its type and size."""
+    """The data set's own fingerprint, or else its type and size."""
     return getattr(dataset, "fingerprint", f"{type(dataset).__name__} of {len(dataset)}")
 
 
 def kind_of(dataset: Dataset) -> str:
-    """The name of its class, without a cache or a subset around it."""
+    """The class name of the data set, without a cache or a subset around it."""
     inner = getattr(dataset, "source", dataset)
     return type(inner.dataset if isinstance(inner, Subset) else inner).__name__
 
 
 def describe(dataset: Dataset) -> dict[str, Any]:
-    """What an export or a resume needs to know of a training set."""
+    """The properties of a training set that an export or a resume needs."""
     as_list = {
         name: torch.as_tensor(getattr(dataset, name)).tolist() for name in ("mean", "std") if hasattr(dataset, name)
     }

@@ -1,4 +1,4 @@
-"""From host to device. On CUDA the next micro-batch is transferred and transformed while this one is computed."""
+"""Transfer to the device. On CUDA the next micro-batch is transferred and transformed while this one is computed."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ T = TypeVar("T")
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor in it on the device; pinned ones travel asynchronously."""
+    """The batch with every tensor in it on the device; pinned ones are copied asynchronously."""
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def pinned(batch: Any) -> Any:
-    """The batch in pinned memory, from which it travels asynchronously; what is on a device already stays there."""
+    """The batch in pinned memory, for asynchronous copies; tensors that are already on a device stay there."""
     return map_tensors(lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor, batch)
 
 
 def indices_on(indices: list[int], device: torch.device) -> Tensor:
-    """int64 [B] on the device. A copy from memory that is not pinned could wait for what is queued there."""
+    """int64 [B] on the device. A copy from memory that is not pinned could wait for work queued there."""
     return torch.tensor(indices, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 class SideStream:
-    """A CUDA stream beside the one that computes."""
+    """A CUDA stream next to the one that computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, None
 
     def begin(self) -> None:
-        """What follows on the side stream waits for what is queued here, such as the constants of a transform."""
+        """Let the side stream wait for work queued on the current stream, such as the constants of a transform."""
         self._stream = self._stream or torch.cuda.Stream(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def queued(self) -> contextlib.AbstractContextManager:
-        """What is queued in it is queued on the side."""
+        """A context in which work is queued on the side stream."""
         return torch.cuda.stream(self._stream)
 
     def run(self, action: Callable[[], T]) -> tuple[T, torch.cuda.Event]:
-        """The result of the action, queued on the side stream, and the event that tells when it is there."""
+        """The result of the action, queued on the side stream, and the event that marks its completion."""
         with self.queued():
             result, event = action(), torch.cuda.Event()
             event.record(self._stream)
         return result, event
 
     def hand_over(self, batch: Any, event: torch.cuda.Event) -> None:
-        """The current stream waits for the batch, and its memory is not reused before that stream has used it."""
+        """Let the current stream wait for the batch, and keep its memory until that stream has used it."""
         current = torch.cuda.current_stream(self._device)
         current.wait_event(event)
         for tensor in tensors_in(batch):

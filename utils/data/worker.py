@@ -1,4 +1,4 @@
-"""What runs in loader workers, and one sentence for each way in which a worker can fail."""
+"""The code of loader workers, and an error message for each way in which a worker can fail."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from utils.rng import derive_seed
 SHARED_MEMORY = "/dev/shm"  # workers pass batches to their rank through it (Linux)
 MORE_ROOM = "give it more room (docker run --shm-size; in Kubernetes an emptyDir of medium Memory)"
 OUT_OF_MEMORY = "usually because the machine ran out of memory; use fewer --num_workers or give the job more memory"
-FAILURES = {  # torch's DataLoader words them so
+FAILURES = {  # by the messages of torch's DataLoader
     r"DataLoader worker \(pid (\d+)\) is killed by signal: Killed": f"was killed, {OUT_OF_MEMORY}",
     r"DataLoader worker \(pid (\d+)\) is killed by signal: Bus error": (
         f"died of a bus error because {SHARED_MEMORY} is full; {MORE_ROOM}, or use fewer --num_workers"
     ),
     r"DataLoader worker \(pid (\d+)\) is killed by signal": (
-        "crashed in the data set's code; --num_workers 0 shows where"
+        "crashed in the data set's code; use --num_workers 0 to see where"
     ),
-    r"DataLoader worker \(pid (\d+)\) exited unexpectedly with exit code": "exited; --num_workers 0 shows where",
+    r"DataLoader worker \(pid (\d+)\) exited unexpectedly with exit code": "exited; use --num_workers 0 to see where",
     r"DataLoader worker \(pid\(s\) ([\d, ]+)\) exited unexpectedly": f"died, {OUT_OF_MEMORY}",
     r"unable to (?:allocate|resize|mmap|write to) .*(?:shm|shared memory|torch_\d+).*No space left on device()": (
         f"could not pass on its batch because {SHARED_MEMORY} is full; {MORE_ROOM}, or use fewer --num_workers"
@@ -36,7 +36,7 @@ FAILURES = {  # torch's DataLoader words them so
 
 
 class Fetcher(Dataset):
-    """Fetches the samples of a micro-batch, each with random streams of its own."""
+    """Fetches the samples of a micro-batch, each with its own random seed."""
 
     def __init__(self, dataset: Dataset, is_batched: bool, seed: int) -> None:
         self._dataset, self._is_batched, self._seed = dataset, is_batched, seed
@@ -46,7 +46,7 @@ class Fetcher(Dataset):
             if self._is_batched:
                 return micro_batch, self._dataset.__getitems__(micro_batch.indices)
             return micro_batch, [self._sample(micro_batch.epoch, index) for index in micro_batch.indices]
-        except UserError as error:  # DataLoader would wrap it; the main process raises it as it is
+        except UserError as error:  # DataLoader would wrap it; the main process raises it unchanged
             return micro_batch, error
 
     def _sample(self, epoch: int, index: int) -> Any:
@@ -61,7 +61,7 @@ class Fetcher(Dataset):
 class Collate:
     """Collates the samples of a micro-batch. In a worker the batch goes into shared memory.
 
-    DataLoader's queue would do that too, but in a thread whose failure (no space) nobody sees.
+    DataLoader's queue would do that too, but in a thread whose failure (no space) goes unnoticed.
     """
 
     def __init__(self, collate: Any) -> None:
@@ -83,9 +83,9 @@ class Collate:
 
 
 def explain(error: BaseException, rank: int, awaited: str = "") -> TrainingError | None:
-    """What happened to a loader worker of this rank; None where the error is not about one.
+    """The error for a failed loader worker of this rank; None if the error is not about one.
 
-    DataLoader's SIGCHLD handler raises wherever the main process is, so this is asked of any error that ends a run.
+    DataLoader's SIGCHLD handler raises anywhere in the main process, so this is called for any error that ends a run.
 
     Args:
         awaited: what the rank was waiting for.
@@ -105,12 +105,12 @@ def explain(error: BaseException, rank: int, awaited: str = "") -> TrainingError
 
 
 def check_shared_memory(batch: Any, count: int, workers: int, prefetched: int, ranks: int) -> None:
-    """Raises UserError where /dev/shm lacks the room for all batches that the workers of this machine may prefetch.
+    """Raises UserError if /dev/shm lacks the space for all batches that the workers of this machine may prefetch.
 
     Args:
         batch: collated; `count` times its size is the largest batch.
-        workers: of each rank.
-        prefetched: batches of each worker.
+        workers: per rank.
+        prefetched: batches per worker.
         ranks: on this machine.
     """
     try:
@@ -124,6 +124,6 @@ def check_shared_memory(batch: Any, count: int, workers: int, prefetched: int, r
         return
     fitting = max(0, (free // (ranks * size) - 1) // prefetched)
     raise UserError(
-        f"{SHARED_MEMORY}: {free / 2**20:.1f} MB are free, and {workers} workers of each of {ranks} ranks may need"
+        f"{SHARED_MEMORY}: {free / 2**20:.1f} MB are free, but {workers} workers of each of {ranks} ranks may need"
         f" {need / 2**20:.1f} MB; {MORE_ROOM}, or use --num_workers {fitting}"
     )

@@ -1,4 +1,4 @@
-"""Small messages between ranks on the control group: gather values, fail together, do something once for all."""
+"""Small messages between ranks on the control group: gather values, fail together, run an action once."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from config import TrainingError, UserError
 from utils.distributed.context import DistributedContext
 
 T = TypeVar("T")
-SHORT = 1016  # bytes of a message that goes in one collective
+SHORT = 1016  # bytes of a message that fits in one collective
 
 
 def all_gather_json(value: Any, ctx: DistributedContext) -> list[Any]:
-    """What every rank gave, in the order of ranks. The value is plain JSON."""
+    """The values of all ranks, in rank order. The value is plain JSON."""
     text = json.dumps(value)
     if ctx.world_size == 1:
         return [json.loads(text)]
@@ -43,12 +43,12 @@ def _gather(data: bytes, size: int, ctx: DistributedContext) -> list[bytes]:
 
 
 def on_rank_0(action: Callable[[], T], ctx: DistributedContext) -> T | None:
-    """Run `action` on rank 0 while the others wait for its outcome. Its result there, None elsewhere."""
+    """Run `action` on rank 0 while the others wait. Returns its result there, None elsewhere."""
     return on_all_ranks(lambda: action() if ctx.is_main else None, ctx, is_for_all=True)
 
 
 def on_all_ranks(action: Callable[[], T], ctx: DistributedContext, is_for_all: bool = False) -> T:
-    """Run `action` on every rank. When it fails on one, every rank raises that rank's sentence, so that nobody waits.
+    """Run `action` on every rank. If it fails on one, every rank raises that rank's error, so that none waits.
 
     Args:
         is_for_all: the message does not name the rank.
@@ -70,11 +70,11 @@ def on_all_ranks(action: Callable[[], T], ctx: DistributedContext, is_for_all: b
 
 
 def require_equal(value: Any, sentence: str, ctx: DistributedContext) -> None:
-    """Raise UserError on every rank when one of them gave another value than rank 0 did.
+    """Raise UserError on every rank if the value on one of them differs from rank 0's.
 
     Args:
         value: plain JSON.
-        sentence: in which {other} and {first} stand for the two ranks and their hosts.
+        sentence: the message; {other} and {first} become the two ranks and their hosts.
     """
     values = all_gather_json(value, ctx)
     if rank := next((rank for rank, each in enumerate(values) if each != values[0]), 0):
@@ -85,9 +85,9 @@ def require_equal(value: Any, sentence: str, ctx: DistributedContext) -> None:
 def once_per_file_system(
     folder: Path, is_done: Callable[[], bool], action: Callable[[], None], ctx: DistributedContext
 ) -> None:
-    """Where `is_done` is False, run `action` on the lowest of the ranks that see the same `folder`, for all of them.
+    """If `is_done` is False, run `action` once per file system: on the lowest rank of those that share `folder`.
 
-    Each of them leaves a file of its name in the folder; the lowest name that it finds there is its leader's.
+    Each of them creates a file with its rank in the folder; the lowest rank that it finds there is its leader.
     """
     is_needed = not on_all_ranks(is_done, ctx)
     if not any(all_gather_json(is_needed, ctx)):
@@ -101,14 +101,14 @@ def once_per_file_system(
 
     on_all_ranks(lambda: leave_token() if is_needed else None, ctx)
     is_leader = is_needed and next(rank for rank, token in enumerate(tokens) if token.exists()) == ctx.rank
-    all_gather_json(is_leader, ctx)  # all have looked
+    all_gather_json(is_leader, ctx)  # wait until all have looked
     if is_needed:
         tokens[ctx.rank].unlink()
     on_all_ranks(lambda: action() if is_leader else None, ctx)
 
 
 def within(seconds: float, action: Callable[[], T]) -> T:
-    """The result of the action, or TimeoutError: a store that reaches another program ignores its own timeout."""
+    """The result of the action, or TimeoutError: a store connected to some other program ignores its own timeout."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -122,7 +122,7 @@ def within(seconds: float, action: Callable[[], T]) -> T:
 
 
 def is_of_a_peer(error: BaseException) -> bool:
-    """Whether a collective failed because a peer was gone, as gloo and NCCL word it: another rank failed first."""
+    """Whether a collective failed because a peer is gone (by gloo's and NCCL's messages): another rank failed first."""
     if isinstance(error, TrainingError):
         return error.__cause__ is not None and is_of_a_peer(error.__cause__)
     is_named = isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "ncclRemoteError"))

@@ -1,4 +1,4 @@
-"""What all ranks decide together while they train: to stop, to save now. A vote is read some steps after it began."""
+"""Decisions that all ranks make together in training: to stop or to save. A vote is read a few steps after it began."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ MAX_STEPS_BETWEEN_VOTES = 32
 
 
 class Decision(NamedTuple):
-    """What a rank votes for, and what all decided: the largest of the votes."""
+    """The vote of a rank, or the decision of all ranks: the maximum of the votes."""
 
     stop: int = 0  # 1: a signal came, or the time is up
     save: int = 0  # 1: a checkpoint is due
 
 
 class Consensus:
-    """One small all-reduce on the control group, started at one step and read some steps later: ranks rarely wait.
+    """One small all-reduce on the control group, started at one step and read a few steps later: ranks rarely wait.
 
-    The number of steps is common to all ranks (the largest of theirs); about 0.25 s pass between two votes. `flush` and
+    The number of steps is the same on all ranks (the maximum of theirs); about 0.25 s pass between votes. `flush` and
     `decide` wait for the slowest rank.
 
     Args:
-        vote: gives this rank's vote; called again and again, until what it asks for has happened.
+        vote: returns this rank's vote; called repeatedly until its request is met.
         group: the control group, a gloo group.
     """
 
@@ -40,7 +40,7 @@ class Consensus:
         self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def step(self) -> Decision:
-        """Call once a step of training or evaluation, on all ranks; all get the same decision at the same step."""
+        """Call once per step of training or evaluation on all ranks; all get the same decision at the same step."""
         self._steps += 1
         if self._steps < self._every:
             return Decision()
@@ -52,7 +52,7 @@ class Consensus:
         return decision
 
     def flush(self) -> Decision:
-        """Read the vote that is under way, before something after which no old decision may come, such as a save."""
+        """Read the pending vote. Call this before anything that makes earlier votes obsolete, such as a save."""
         decision = self._read()
         self._reset()
         return decision
@@ -79,5 +79,5 @@ class Consensus:
 
 
 def is_every(interval: int, index: int) -> bool:
-    """Whether the index-th epoch or step (from 0) ends an interval of that length; never where the interval is 0."""
+    """Whether the index-th epoch or step (from 0) ends an interval of that length; never if the interval is 0."""
     return interval > 0 and (index + 1) % interval == 0

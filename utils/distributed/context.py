@@ -1,4 +1,4 @@
-"""This process among the others, and what its launcher says. Only this file reads the environment."""
+"""The ranks of this process and the values from its launcher. Only this file reads the environment."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import TYPE_CHECKING, Any
 
 from config import UserError
 
-if TYPE_CHECKING:  # torch takes seconds to import, and train.py asks for its rank before that
+if TYPE_CHECKING:  # importing torch takes seconds; train.py needs its rank before
     import torch
     import torch.distributed as dist
 
-MAX_STEPS = 0xFFFFFF00  # Slurm numbers its steps below; batch scripts and interactive shells have numbers above
+MAX_STEPS = 0xFFFFFF00  # Slurm's job steps have lower numbers; batch scripts and interactive shells have higher ones
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher says of this process. Without a launcher the world size is one."""
+    """The values from the launcher of this process. Without a launcher the world size is one."""
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    is_launched: bool = False  # RANK, LOCAL_RANK and WORLD_SIZE are set, or srun speaks for them
+    is_launched: bool = False  # RANK, LOCAL_RANK and WORLD_SIZE are set, or srun gives them
     is_under_torchrun: bool = False
     may_restart: bool = False  # torchrun --max-restarts
-    id: str = ""  # the same for all attempts of one launch; empty where unknown
+    id: str = ""  # the same for all attempts of one launch; empty if unknown
     git_commit: str = ""
-    error_file: str = ""  # what torchrun's summary shows of this rank
-    address: str = ""  # of the rendezvous, tcp://HOST:PORT, where srun starts the ranks
+    error_file: str = ""  # torchrun reads it for its summary
+    address: str = ""  # of the rendezvous, tcp://HOST:PORT, if srun starts the ranks
     master: str = ""  # MASTER_ADDR:MASTER_PORT
     compilers: dict[str, str] = field(default_factory=dict)  # CC and CXX
-    flight_recorder: str = ""  # where torch is to write collectives (launch.sh --debug)
+    flight_recorder: str = ""  # where torch writes its collectives (launch.sh --debug)
 
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """This process among the others. `hosts` and `device_names` have an entry per rank; `control` is a gloo group."""
+    """This process's ranks and device. `hosts` and `device_names` have one entry per rank; `control`: gloo."""
 
     rank: int
     local_rank: int
@@ -64,7 +64,7 @@ def is_main_process(rank: int) -> bool:
 
 
 def read_launch() -> Launch:
-    """What torchrun, srun or another launcher put into the environment. Raises UserError when only a part is there."""
+    """Read the environment set by torchrun, srun or another launcher. Raises UserError if it is incomplete."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     missing = [name for name in names if name not in os.environ]
     common = {
@@ -112,7 +112,7 @@ def make_cublas_deterministic() -> None:
 
 
 def _read_srun() -> dict[str, Any]:
-    """What srun says where this process is one of several tasks of a step; nothing in a batch script or a shell."""
+    """The values from srun if this process is one of several tasks of a step; empty in a batch script or a shell."""
     words = [
         os.environ.get(f"SLURM_{name}", "") for name in ("PROCID", "LOCALID", "STEP_NUM_TASKS", "JOB_ID", "STEP_ID")
     ]
@@ -122,8 +122,8 @@ def _read_srun() -> dict[str, Any]:
     if world_size < 2 or step > MAX_STEPS:
         return {}
     if "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ",") and os.environ.get("SLURM_GPUS_ON_NODE", "1") != "1":
-        local_rank = 0  # --gpus-per-task and the like: each task sees a GPU of its own, and no other
-    # of rack[1-2]n[07-12,15],other
+        local_rank = 0  # --gpus-per-task and the like: each task sees only its own GPU
+    # the first entry of rack[1-2]n[07-12,15],other
     first = re.match(r"(?:\[[^]]*]|[^,[])*", os.environ.get("SLURM_STEP_NODELIST", ""))[0]
     host = re.sub(r"\[(\d+)[^]]*]", r"\1", first)  # the node of rank 0: rack1n07
     return {
@@ -131,8 +131,8 @@ def _read_srun() -> dict[str, Any]:
         "local_rank": local_rank,
         "world_size": world_size,
         "is_launched": True,
-        # a requeue has the same
+        # the same after a requeue
         "id": (os.environ.get("LAUNCH_ID") or f"slurm-{os.environ.get('SLURM_CLUSTER_NAME', '')}-{job}.{step}"),
-        # below the ports that the kernel gives away
+        # below the ephemeral ports
         "address": f"tcp://{host}:{20000 + (job + 1009 * (step + 1)) % 10000}",
     }

@@ -1,4 +1,4 @@
-"""What a rank computes on, and how its kernels are chosen."""
+"""Chooses the device and the kernels of a rank."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from utils.logger import count
 
 
 def choose_device(backend: str, local_rank: int) -> tuple[str, torch.device]:
-    """The backend ("auto" resolved) and the device of this rank. Raises UserError where the machine lacks what was
-    asked for."""
+    """The backend ("auto" resolved) and the device of this rank. Raises UserError if the machine does not support
+    them."""
     gpus = torch.cuda.device_count()
     if backend == "auto":
         backend = "nccl" if gpus else "gloo"
@@ -23,22 +23,22 @@ def choose_device(backend: str, local_rank: int) -> tuple[str, torch.device]:
         return backend, torch.device("cpu")
     if not gpus:
         raise UserError(
-            "backend=nccl: this machine shows no CUDA device; use --backend gloo, or make its GPUs visible (nvidia-smi,"
-            " CUDA_VISIBLE_DEVICES)"
+            "backend=nccl: this machine has no visible CUDA device; use --backend gloo, or make its GPUs visible"
+            " (nvidia-smi, CUDA_VISIBLE_DEVICES)"
         )
     if local_rank >= gpus:
         raise UserError(
-            f"LOCAL_RANK={local_rank}: this machine shows {count(gpus, 'GPU')}, one for each rank; start with"
-            f" --nproc-per-node={gpus}"
+            f"LOCAL_RANK={local_rank}: this machine has {count(gpus, 'visible GPU')}, and each rank needs one; start"
+            f" with --nproc-per-node={gpus}"
         )
     return backend, torch.device("cuda", local_rank)
 
 
 def choose_kernels(device: torch.device, is_deterministic: bool) -> None:
-    """How CUDA multiplies what stays float32, and whether cuDNN looks for the fastest convolution.
+    """Set the precision of float32 matrix products on CUDA, and whether cuDNN looks for the fastest convolution.
 
     TF32 (10 bits of mantissa, sums in float32) is as deterministic as float32, so `deterministic` keeps it;
-    convolutions have it by torch's own default. On the CPU "high" would let oneDNN round too.
+    torch uses it for convolutions by default. On the CPU, "high" would let oneDNN round too.
     """
     torch.backends.cudnn.benchmark = not is_deterministic
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")

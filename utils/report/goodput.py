@@ -1,4 +1,4 @@
-"""Where the time of a run went, over all its attempts. Each second is in one account."""
+"""How a run spent its time, over all attempts. Each second is in one account."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ACCOUNTS = ("training", "data_wait", "evaluation", "checkpoints", "start_up", "r
 
 
 class Goodput:
-    """Rank 0 writes it to the run's folder, once a second, so that a killed attempt is accounted for too.
+    """The accounts of a run. Rank 0 writes them once a second, so that a killed attempt is included.
 
     Args:
-        began: when this attempt's process was started, in seconds since 1970.
+        began: when this attempt's process started, in seconds since 1970.
     """
 
     def __init__(self, run: Run, clock: Clock, began: float) -> None:
@@ -29,16 +29,16 @@ class Goodput:
         self._is_there = False
 
     def resume(self, saved: dict[str, Any] | None, step: int = 0) -> None:
-        """Continue what the last attempt left in the folder, else what the checkpoint holds (None: nothing).
+        """Continue from the file of the last attempt, else from the accounts in the checkpoint (None: there are none).
 
-        step: at which this attempt starts.
+        step: the step at which this attempt starts.
         """
         before = (_read(self._file) if self._run.start.attempt > 1 else None) or saved or {}
         began, now = self._began, time.time()
         fresh = dict.fromkeys(ACCOUNTS, 0.0) | {"started_at": began, "until": began, "step": 0, "attempts": []}
         before = fresh | before
         before["down"] += max(0.0, began - before["until"])
-        before["start_up"] += max(0.0, now - sum(self._clock.spent()[0].values()) - began)  # before there was a clock
+        before["start_up"] += max(0.0, now - sum(self._clock.spent()[0].values()) - began)  # before the clock started
         self._clock.mark_reached(before["step"])
         own = {"started_at": began, "training_from": now, "resumed_at_step": step}
         self._before = before | {"attempts": [*before["attempts"], own]}
@@ -62,8 +62,8 @@ class Goodput:
         return total | {"started_at": self._before["started_at"]} | reached
 
     def write(self) -> None:
-        """For the watchdog's thread. What the disk does not take now is written a second later."""
-        is_gone = self._is_there and not self._file.exists()  # below a mount point nothing is written
+        """Called by the watchdog thread. If a write fails, the next one follows a second later."""
+        is_gone = self._is_there and not self._file.exists()  # nothing is written below a mount point
         if self._run.is_main and self._before and not is_gone and self._run.is_ours():
             with suppress(OSError):
                 replace_json(self._file, self.now(), is_flushed=False)
@@ -77,6 +77,6 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def share_in_training(accounts: dict[str, Any]) -> float:
-    """The goodput: time in training over all time."""
+    """The goodput: the fraction of all time spent in training."""
     total = sum(accounts[name] for name in ACCOUNTS)
     return accounts["training"] / total if total > 0 else 0.0

@@ -39,7 +39,7 @@ class StepProfiler:
             finished.stop()
             if self._steps < WAIT + WARM_UP + ACTIVE:
                 needed = WAIT + WARM_UP + ACTIVE
-                self._logger.warning("profiling: the run ended after %d steps, %d are needed", self._steps, needed)
+                self._logger.warning("profiling: the run ended after %d steps, but %d are needed", self._steps, needed)
 
     def _report(self, finished: profile) -> None:
         path = self._folder / "rank0.json.gz"

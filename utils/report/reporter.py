@@ -1,4 +1,4 @@
-"""What a run reports: the banner, a record each interval, the summary; on the terminal, in files, on TensorBoard."""
+"""Reports a run on the terminal, in files and on TensorBoard: the banner, a record per interval, the summary."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from utils.run.provenance import zip_code
 from utils.training.parallel import bucket_megabytes
 from utils.training.state import Progress, TrainState
 
-READS = ": one read from the device a step, since it does not know found_inf (a fused optimizer of torch does)"
+READS = ": one device read per step, since it does not support found_inf (torch's fused optimizers do)"
 STRAGGLES = 1.5  # times the median
-LEAST_EXCESS = 0.25  # seconds over the median in an interval: below that it is noise
-MIN_SECONDS_FOR_GOODPUT = 60  # in a shorter run it is the time to start
-MAX_DATA_WAIT = 0.2  # of an interval, above which the loader's flags are worth a look
+LEAST_EXCESS = 0.25  # seconds over the median in an interval; less is noise
+MIN_SECONDS_FOR_GOODPUT = 60  # in a shorter run, start-up dominates
+MAX_DATA_WAIT = 0.2  # fraction of an interval above which a warning suggests flags
 
 
 class Reporter:
-    """Called on all ranks; the logger, the run and the board decide what rank 0 alone shows or writes.
+    """Called on all ranks; the logger, the run and the board decide what only rank 0 shows or writes.
 
     Args:
         loader: of the training set.
         origin: content of provenance.json.
-        log_images: that of model.py.
+        log_images: from model.py.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Reporter:
         self._latest: dict[str, Any] = {}  # train record, for the progress bar
 
     def start(self, decided: dict[str, str], differences: list[str], progress: Progress) -> None:
-        """Report what was decided and where the run comes from.
+        """Report the resolved settings and the provenance of the run.
 
         Args:
-            differences: what is not as it was in the checkpoint that is resumed from.
+            differences: what has changed since the checkpoint that the run resumes from.
         """
         step, run, origin = progress.step, self._run, self._origin
         run.write_json("config.json", self._config.to_dict())
@@ -90,18 +90,13 @@ class Reporter:
             run.warn("changed: %s", line)
         run.status("running", epoch=progress.epoch, step=step, samples_seen=progress.samples_seen)
         if run.resume_path:
-            run.event(
-                "resumed",
-                step,
-                checkpoint=str(run.resume_path),
-                world_size=self._ctx.world_size,
-                changed=differences,
-            )
+            where = {"checkpoint": str(run.resume_path), "world_size": self._ctx.world_size}
+            run.event("resumed", step, **where, changed=differences)
 
     # ---- training ----
 
     def step_done(self, samples: int, step: int) -> None:
-        """After each optimizer step. samples: of all ranks."""
+        """Call after each optimizer step. samples: of all ranks."""
         self._samples += samples
         self._steps += 1
         if self._has_terminal:
@@ -113,7 +108,7 @@ class Reporter:
         self._profiler.step()
 
     def record_samples(self, progress: Progress, indices: list[int]) -> None:
-        """Write which samples this rank computed in the step just taken."""
+        """Write which samples this rank computed in the last step."""
         self._run.record_samples(progress.epoch, progress.step, indices)
 
     def is_due(self, step: int) -> bool:
@@ -159,7 +154,7 @@ class Reporter:
         per_s = counted / seconds if seconds else 0.0
         log_training_step(self._logger, record, self._train_names[1:], self._total_steps, len(ranks), per_s)
         self._log_points += 1
-        if self._log_points == 2:  # in the first interval workers start
+        if self._log_points == 2:  # the first interval includes the start of the workers
             self._advise(waited / seconds if seconds else 0.0)
         self._board.scalars(record)
         self._run.progress(epoch=progress.epoch, step=progress.step, samples_seen=progress.samples_seen)
@@ -183,24 +178,24 @@ class Reporter:
     def _report_slowest(self, step: int, ranks: list[dict[str, float]]) -> None:
         rank, ratio, cause = slowest(ranks)
         host = self._ctx.hosts[rank]
-        self._logger.debug("slowest: rank %d on %s, %.2f times the median, by its %s", rank, host, ratio, cause)
+        self._logger.debug("slowest: rank %d on %s, %.2f times the median, because of its %s", rank, host, ratio, cause)
         own = ranks[rank]["data"] + ranks[rank]["compute"]
         if ratio >= STRAGGLES and own * (1 - 1 / ratio) > LEAST_EXCESS:
             self._run.event("straggler", step, rank=rank, host=host, times=round(ratio, 2), cause=cause)
-            text = "rank %d on %s is %.1f times slower than the median rank, by its %s"
+            text = "rank %d on %s is %.1f times slower than the median rank because of its %s"
             self._run.warn(text, rank, host, ratio, cause)
 
     # ---- evaluation and the end ----
 
     def show_images(self, group: str, model: nn.Module, loader: GlobalBatchLoader, step: int) -> None:
-        """On rank 0: what model.log_images makes of the first batch of a set, on TensorBoard."""
+        """On rank 0: show model.log_images of the first batch of a set on TensorBoard."""
         if self._log_images is None or not self._run.is_main:
             return
         was_training = model.training
         try:
             with torch.no_grad(), self._precision.autocast():
                 self._board.images(group, self._log_images(model.eval(), loader.sample_batch()), step)
-        except Exception as error:  # pictures are not worth a run
+        except Exception as error:  # images must not end a run
             self._log_images = None
             self._run.warn("log_images: %s: %s; no more images are shown in this attempt", type(error).__name__, error)
         model.train(was_training)
@@ -216,7 +211,7 @@ class Reporter:
     def finish(self, ending: str, state: TrainState, best_metric: str, test: list[dict[str, Any]]) -> dict[str, Any]:
         """Write summary.json and the last status, and show the next commands."""
         progress, accounts = state.progress, self._goodput.now()
-        trained = accounts["training"] + accounts["data_wait"]  # each step once
+        trained = accounts["training"] + accounts["data_wait"]  # counts each step once
         rate = progress.samples_seen / trained if trained else 0.0
         chosen = "ema" if self._config.ema_decay else "model"
         evaluations = [r for r in self._run.records("eval") if r["weights"] == chosen and r not in test]
@@ -266,7 +261,7 @@ def decisions(
     held_out: dict[str, Dataset],
     origin: dict[str, Any],
 ) -> dict[str, str]:
-    """What the banner shows: all that was decided at the start, in numbers. origin: of provenance.json."""
+    """The lines of the banner: everything decided at the start. origin: content of provenance.json."""
     sampler = loader.sampler
     decided = {
         "run": str(run.folder),
@@ -289,12 +284,12 @@ def decisions(
         where = f"step {progress.step}, epoch {progress.epoch + 1}, {samples} samples"
         decided["resumed"] = f"{run.resume_path}: {where}"
     if changed := origin["changed_template_files"]:
-        decided["changed"] = f"files of the template: {', '.join(changed)}"
+        decided["changed"] = f"template files: {', '.join(changed)}"
     return decided
 
 
 def _learning_rates(lr: float, groups: list[float]) -> dict[str, Any]:
-    """The schedule's value times --lr, and that of each parameter group where they differ."""
+    """The learning rate of the schedule, and those of the parameter groups if they differ."""
     return {"lr": lr} | ({"lr_of_groups": groups} if any(each != lr for each in groups) else {})
 
 
@@ -303,7 +298,7 @@ def _metrics_of(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_channels_last(model: nn.Module) -> bool:
-    """Whether it has a convolution in that memory format."""
+    """Whether a convolution of the model has that memory format."""
     weights = [p for p in model.parameters() if p.ndim == 4]
     return any(p.is_contiguous(memory_format=torch.channels_last) and not p.is_contiguous() for p in weights)
 
@@ -347,7 +342,7 @@ def _versions_line(versions: dict[str, str]) -> str:
 
 
 def _gradient_line(config: TrainingConfig, model: nn.Module) -> str:
-    """What an optimizer step sends."""
+    """The gradients that an optimizer step sends."""
     size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) / 2**20
     hook = "" if config.comm_hook == "none" else f", rounded to {config.comm_hook}"
     return f"{size:.2f} MB per step, in buckets of about {bucket_megabytes(model, config):.2f} MB{hook}"
@@ -388,7 +383,7 @@ def end_text(summary: dict[str, Any], run: Run, config: TrainingConfig, trained_
         return "\n".join([*lines, f"to continue: the same command {change}"])
     best = run.checkpoints / "best.pt"
     source = best if best.exists() else next(iter(sorted(run.checkpoints.glob("step_*.pt"), reverse=True)), best)
-    average = " --ema" if config.ema_decay else ""  # the weights that the best checkpoint was chosen by
+    average = " --ema" if config.ema_decay else ""  # the weights that selected the best checkpoint
     return "\n".join(
         [
             *lines,

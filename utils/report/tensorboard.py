@@ -17,9 +17,9 @@ WHERE = ("epoch", "step", "count")
 
 
 class Board:
-    """Writes to `folder`, or nowhere where it is None (on other ranks than 0).
+    """Writes to `folder`, or does nothing if it is None (on ranks other than 0).
 
-    A write that fails (a full disk) ends TensorBoard's thread: a new file is begun then, and the run continues.
+    A failed write (a full disk) ends TensorBoard's thread: the next write starts a new file.
     """
 
     def __init__(self, folder: Path | None, start_step: int) -> None:
@@ -74,7 +74,7 @@ class Board:
         self._step = record["step"]
 
     def layout(self, train_names: list[str], records: list[dict[str, Any]]) -> None:
-        """Put train and evaluation curves of one name into one chart: once, when the names are known."""
+        """Put train and evaluation curves of the same name into one chart. Done once, when the names are known."""
         if self._has_layout:
             return
         self._has_layout = True

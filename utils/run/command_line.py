@@ -1,4 +1,4 @@
-"""How train.py starts, before torch is imported, which takes seconds, and how a process of it ends."""
+"""How train.py starts before torch is imported, and how its processes exit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from utils.signals import end_workers
 
 
 def check_command_line() -> None:
-    """Answer --help or --print-config, or reject bad flags, and exit; else print the first line. Only rank 0 prints."""
+    """Handle --help, --print-config and bad flags, and exit; else print the first line. Only rank 0 prints."""
     launch, out, err = Launch(), io.StringIO(), io.StringIO()
     try:
         launch = read_launch()
@@ -31,7 +31,7 @@ def check_command_line() -> None:
         if ended.code:
             reject(err.getvalue().strip(), launch, is_final=True)
         raise
-    except UserError as error:  # half of the launcher's variables
+    except UserError as error:  # only some of the launcher's variables are set
         print(error, file=sys.stderr)
         sys.exit(2)
     if launch.rank == 0:
@@ -40,16 +40,16 @@ def check_command_line() -> None:
 
 
 def reject(sentence: str, launch: Launch, is_final: bool) -> NoReturn:
-    """End this process for an error of the user that every rank has, and that rank 0 has printed.
+    """End this process because of a user error that every rank has and rank 0 has printed.
 
-    torchrun reports each rank that fails. So that it reports the sentence once, one rank of each node fails.
+    torchrun reports each rank that fails; only one rank per node fails, so that the error appears once.
 
-    is_final: torchrun is to start no other attempt.
+    is_final: torchrun must not start another attempt.
     """
     if launch.is_under_torchrun and launch.local_rank > 0:
         end_now(0)
     report_to_torchrun(f"UserError: {sentence}", sentence, launch)
-    if launch.is_launched:  # the launcher ends all ranks when one fails: rank 0 first prints the error
+    if launch.is_launched:  # the launcher ends all ranks when one fails: let rank 0 print first
         time.sleep(1 if launch.rank == 0 else 3)
     if launch.may_restart and is_final:
         os.kill(os.getppid(), signal.SIGTERM)
@@ -57,7 +57,7 @@ def reject(sentence: str, launch: Launch, is_final: bool) -> NoReturn:
 
 
 def report_to_torchrun(message: str, shown: str, launch: Launch) -> None:
-    """Write what torchrun's summary shows of this rank, and launch.sh reads: `shown`, and the error in one line."""
+    """Write the file that torchrun's summary and launch.sh read: `shown`, and the error in one line."""
     if launch.error_file:
         extra = {"py_callstack": shown, "timestamp": str(int(time.time()))}
         with suppress(OSError), open(launch.error_file, "w", encoding="utf-8") as file:
@@ -65,7 +65,7 @@ def report_to_torchrun(message: str, shown: str, launch: Launch) -> None:
 
 
 def end_now(code: int) -> NoReturn:
-    """End this process, whatever its threads wait for."""
+    """End this process without waiting for its threads."""
     end_workers()
     logging.shutdown()
     sys.stdout.flush()

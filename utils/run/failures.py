@@ -1,4 +1,4 @@
-"""How a process ends when something failed: what the error was, who reports it, and that the process does end."""
+"""How a process ends after a failure: finds the cause, reports it and exits."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ SECONDS_FOR_BLAME = 2.0
 
 
 def wait_for_blame(error: BaseException) -> None:
-    """After a peer's failure: torchrun blames the rank whose report is earliest, so this one reports later."""
+    """Wait if a peer failed first: torchrun blames the rank with the earliest report."""
     if is_of_a_peer(error):
         time.sleep(SECONDS_FOR_BLAME)
 
 
 def cause_of(error: BaseException, run: Run, config: TrainingConfig, ctx: DistributedContext) -> BaseException:
-    """What ended the run: a loader worker of this rank, its memory, another rank; else the error itself."""
+    """The cause of the error: a loader worker of this rank, its memory, another rank, or else the error itself."""
     checkpoints = [] if run.is_replacing else step_checkpoints(run.checkpoints)
     known = explain(error, ctx.rank) or explain_memory(
         error, config, ctx, is_resumed=bool(checkpoints or run.resume_path)
@@ -45,9 +45,9 @@ def cause_of(error: BaseException, run: Run, config: TrainingConfig, ctx: Distri
 def explain_memory(
     error: BaseException, config: TrainingConfig, ctx: DistributedContext, is_resumed: bool = False
 ) -> TrainingError | None:
-    """The sentence for an allocation that failed, with the flags that help; None for another error.
+    """The error for a failed allocation, with flags that help; None for another error.
 
-    is_resumed: the run has a checkpoint, so its micro-batch cannot be changed any more.
+    is_resumed: the run has a checkpoint, so the size of its micro-batch is fixed.
     """
     if not is_out_of_memory(error):
         return None
@@ -66,7 +66,7 @@ def explain_memory(
 
 
 def halved(size: int, config: TrainingConfig, world_size: int) -> str:
-    """Flags for a micro-batch of at most half of `size` and the same global batch; empty below one sample."""
+    """Flags for a micro-batch of at most half of `size` with the same global batch; empty below one sample."""
     whole = config.batch_size * config.micro_batches_per_step(world_size)
     size = next((size for size in range(size // 2, 0, -1) if whole % size == 0), 0)
     return f"--batch_size {size} --global_batch_size {whole}" if size else ""
@@ -75,7 +75,7 @@ def halved(size: int, config: TrainingConfig, world_size: int) -> str:
 def fail(
     error: BaseException, run: Run, watchdog: Watchdog, config: TrainingConfig, ctx: DistributedContext
 ) -> NoReturn:
-    """Write what ended the run to status.json, and raise it."""
+    """Write the cause of the failure to status.json and raise it."""
     cause = cause_of(error, run, config, ctx)
     run.failed(cause)
     watchdog.close()
@@ -83,13 +83,13 @@ def fail(
 
 
 def leave_after(error: BaseException) -> NoReturn:
-    """Log the error and end this process at once: nothing waits for peers, and no thread changes the exit code."""
+    """Log the error and end this process at once, so that no peer is waited for and no thread changes the exit code."""
     logger, is_user_error = logging.getLogger(NAME), isinstance(error, UserError)
     try:
         launch = read_launch()
     except UserError:
         launch = Launch()
-    if is_user_error and error.rank is not None:  # every rank has it
+    if is_user_error and error.rank is not None:  # raised on every rank
         if launch.rank == 0:
             logger.error("%s", error)
         reject(str(error), launch, error.is_final)

@@ -1,4 +1,4 @@
-"""The run's folder: who owns it, whether a run in it is continued, and the records that people and programs read."""
+"""The run folder: who owns it, whether the run in it is continued, and its records."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from utils.training.state import SkippedStep
 OURS = ("config.json", "provenance.json", "code.zip", "status.json", "metrics.jsonl", "summary.json", "goodput.json")
 OURS += (LOCK, ".lock", "eval-*.json", "hang-*.txt", "superseded-*")
 OURS += ("checkpoints", "tensorboard", "logs", "traces", "samples")
-SECONDS_BETWEEN_STATUS = 1.0  # while it only tells how far training is
+SECONDS_BETWEEN_STATUS = 1.0  # while only the progress changes
 
 
 @dataclass(frozen=True)
 class Start:
-    """How an attempt starts, as rank 0 decided it. Plain values."""
+    """How an attempt starts, as decided by rank 0. Plain values."""
 
     resume_from: str = ""  # the checkpoint
     is_completed: bool = False  # nothing is left to do, and nothing may be written
@@ -41,29 +41,29 @@ class Start:
     attempt: int = 1
     lock_number: int = 0
     launch_id: str = ""
-    failures: list[dict[str, Any]] = field(default_factory=list)  # attempts in a row that ended at the same step
-    notes: list[str] = field(default_factory=list)  # what was decided, for the log
+    failures: list[dict[str, Any]] = field(default_factory=list)  # attempts in a row that failed at the same step
+    notes: list[str] = field(default_factory=list)  # decisions to log
 
 
 def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) -> tuple[RunLock, Start]:
-    """On rank 0: lock the folder, and decide whether the run in it is continued.
+    """On rank 0: lock the folder and decide whether to continue the run in it.
 
     Args:
-        launch_id: common to all attempts of one launch; empty where unknown.
+        launch_id: common to all attempts of one launch; empty if unknown.
         may_restart: whether the launcher starts further attempts.
 
     Raises:
-        UserError: when the folder holds another run, belongs to a running job, or cannot be written.
+        UserError: if the folder holds another run, belongs to a running job, or cannot be written.
     """
     folder, checkpoints = config.run_folder, config.checkpoint_folder
     if Path.cwd().is_relative_to(folder.resolve()) or any(folder.glob(f"*/{LOCK}")):
-        raise UserError(f"run_dir={folder}: holds other things than one run; give a folder of its own, e.g. runs/NAME")
+        raise UserError(f"run_dir={folder}: contains more than one run's files; give a separate folder, e.g. runs/NAME")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         checkpoints.mkdir(parents=True, exist_ok=True)
         lock = RunLock(folder, host)
     except OSError as error:
-        raise UserError(f"run_dir={folder}: cannot be written ({error.strerror}); give a folder that can") from None
+        raise UserError(f"run_dir={folder}: cannot be written ({error.strerror}); give a writable folder") from None
     owner, status = lock.before, read_json(folder / "status.json")
     holds_run = (folder / "metrics.jsonl").exists() or any(checkpoints.glob("*.pt"))
     is_same_launch = bool(launch_id) and owner.get("launch_id") == launch_id
@@ -75,13 +75,13 @@ def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) 
             return lock, Start(is_completed=True)
         failures = repeated_failures(owner, status, folder / "watch")
         path, notes = checkpoint.latest_valid(checkpoints)
-    if given and not path:  # else an earlier attempt of this launch has started from it
+    if given and not path:  # else an earlier attempt of this launch has already started from it
         checkpoint.verify(given)
         path = given
     if holds_run and not is_continued and not (given and given.resolve().parent == checkpoints.resolve()):
         if may_restart and not launch_id:
             raise UserError(
-                f"run_dir={folder}: holds a run, and a restart of it looks the same; give torchrun --rdzv-id NAME"
+                f"run_dir={folder}: holds a run, and restarts look like new launches; give torchrun --rdzv-id NAME"
             )
         if not config.overwrite and (config.run_dir != DEFAULT_RUN_DIR or config.checkpoint_dir):
             raise UserError(
@@ -89,11 +89,11 @@ def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) 
                 "add --resume_from auto to continue it, --overwrite to replace it, or give another --run_dir"
             )
         is_replacing = True
-    # an attempt that was killed before it had anything to keep counts too
+    # an attempt that was killed before its first record or checkpoint counts too
     is_again = holds_run or (config.resume_from == "auto" and owner.get("has_trained"))
     attempt = owner.get("attempt", 0) + 1 if is_again and not is_replacing else 1
     start = Start(str(path or ""), False, is_replacing, attempt, lock.number, launch_id, failures, notes)
-    # until `mark_training` a restart of this launch must not continue what is here
+    # until `mark_training` a restart of this launch must not continue this run
     inherited = launch_id if is_same_launch and not is_replacing else ""
     lock.write(launch_id=inherited, attempt=attempt, failures=failures)
     for left_over in [*folder.glob(f"*{TEMPORARY}"), *checkpoints.glob(f"*{TEMPORARY}"), *folder.glob("watch/*")]:
@@ -102,11 +102,11 @@ def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) 
 
 
 class Run:
-    """The folder of one run, as one rank sees it. Records that only rank 0 may write are ignored on other ranks.
+    """The folder of one run, as seen by one rank. Records that only rank 0 may write are ignored on other ranks.
 
     Args:
         hosts: of all ranks.
-        lock: rank 0's.
+        lock: on rank 0.
     """
 
     def __init__(
@@ -125,9 +125,9 @@ class Run:
         self._status_before: dict[str, Any] = {}  # of a continued run, until this attempt trains
 
     def mark_training(self, has_diagnosed: bool = False) -> None:
-        """On rank 0: from now on a restart of this launch continues what it finds in the folder.
+        """On rank 0: from now on a restart of this launch continues the run in the folder.
 
-        has_diagnosed: instead, the run was stopped because it fails at the same step again and again.
+        has_diagnosed: instead, the run was stopped because it always fails at the same step.
         """
         start = self.start
         values = {"attempt": start.attempt, "failures": start.failures, "has_diagnosed": has_diagnosed}
@@ -137,14 +137,14 @@ class Run:
         """On rank 0, once nothing more can be rejected: move the old run aside, and delete it with --overwrite."""
         numbered = (self.folder.with_name(f"{self.folder.name}.{number}") for number in range(1, 1_000_000))
         aside = next(path for path in numbered if not path.exists())
-        if config.checkpoint_dir:  # elsewhere; without its checkpoints nothing continues the old run
+        if config.checkpoint_dir:  # elsewhere; without its checkpoints the old run cannot continue
             for path in [*self.checkpoints.glob("step_*.pt"), *self.checkpoints.glob(checkpoint.BEST)]:
                 path.unlink()
         self.folder.rename(aside)
         self._lock.close()
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self.folder.mkdir(exist_ok=True)
-        with suppress(OSError):  # the ranks write into these files already
+        with suppress(OSError):  # the ranks already write into these files
             (aside / self.watch_folder.name).rename(self.watch_folder)
         self._lock = RunLock(self.folder, self.host, self.start.lock_number)
         self.notes.append(f"moved the earlier run to {aside}")
@@ -156,11 +156,11 @@ class Run:
             self.notes[-1] = f"replaced the run in {self.folder}" + (f"; other files are in {aside}" * aside.exists())
 
     def is_ours(self) -> bool:
-        """Whether no other job has taken over the folder, while this one was suspended or cut off."""
+        """Whether no other job has taken over the folder while this one was suspended or cut off."""
         return read_json(self.lock_file).get("number", self.start.lock_number) == self.start.lock_number
 
     def _check(self) -> None:
-        """Before anything is written that a later owner would take for its own."""
+        """Call before every write: a later owner would take it for its own."""
         if not self.is_ours():
             raise TrainingError(f"run_dir={self.folder}: another job has taken over this run; end this one")
 
@@ -172,7 +172,7 @@ class Run:
     # ---- records ----
 
     def record(self, kind: str, **values: Any) -> dict[str, Any]:
-        """Append a record to metrics.jsonl; a number that is not finite becomes null."""
+        """Append a record to metrics.jsonl; non-finite numbers become null."""
         values = finite({"kind": kind} | values)
         if self.is_main:
             self._append("metrics.jsonl", values)
@@ -182,7 +182,7 @@ class Run:
         self.record("event", event=event, step=step, **values, time=now())
 
     def record_skipped(self, skipped: list[SkippedStep], sampler: GlobalBatchSampler) -> None:
-        """Record optimizer steps that were skipped, with the samples of their global batches."""
+        """Record skipped optimizer steps, with the samples of their global batches."""
         for each in skipped:
             indices = sampler.order(each.epoch)[each.first : each.first + each.samples].tolist()
             self.event("skipped_step", each.step, epoch=each.epoch, indices=indices, reason=each.reason)
@@ -194,7 +194,7 @@ class Run:
         logging.getLogger(LOGGER).info(text, *values)
 
     def warn(self, text: str, *values: Any) -> None:
-        """Log what all ranks know: a warning on rank 0, and in the log files of the others."""
+        """Log what all ranks know: as a warning on rank 0, as information on the others."""
         logging.getLogger(LOGGER).log(logging.WARNING if self.is_main else logging.INFO, text, *values)
 
     def _append(self, name: str, values: dict[str, Any]) -> None:
@@ -204,7 +204,7 @@ class Run:
         self._files[name].append(json.dumps(values))
 
     def record_samples(self, epoch: int, step: int, indices: list[int]) -> None:
-        """Append what this rank computed in a committed step to its own file; written on every rank."""
+        """Append the samples that this rank computed in a committed step to its own file, on every rank."""
         self._append(f"samples/rank{self.rank}.jsonl", {"epoch": epoch, "step": step, "indices": indices})
 
     def begin(self) -> None:
@@ -217,7 +217,7 @@ class Run:
         self._status_before = before if self.is_main else {}
 
     def progress(self, **values: Any) -> None:
-        """As `status` of a running attempt, for what changes all the time: on the disk once a second at most."""
+        """`status` of a running attempt, for values that change all the time: written at most once a second."""
         if time.monotonic() - self._status_at < SECONDS_BETWEEN_STATUS:
             self._status |= values
         else:
@@ -231,12 +231,12 @@ class Run:
             self._status |= {"state": state} | values | {"time": now()}
             is_running = state == "running"
             if is_running and not self.lock_file.exists():
-                return  # the file system is gone, and nothing belongs below its mount point
+                return  # the file system is unmounted, and nothing belongs below its mount point
             with suppress(OSError) if is_running else nullcontext():  # a full disk: training continues
                 replace_json(self.folder / "status.json", self._status, is_flushed=not is_running)
 
     def lost_ranks(self) -> TrainingError | None:
-        """After a collective failed because a peer was gone: which rank ended without an error of its own."""
+        """After a collective failed because a peer is gone: the error for a rank that ended without reporting one."""
         places, standing, _ = look_twice(self.watch_folder, len(self.hosts))
         if not standing or not self.watch_folder.is_dir():
             return None
@@ -249,13 +249,13 @@ class Run:
         )
 
     def failed(self, error: BaseException) -> None:
-        """Write to status.json that the run failed; for the rank that notices first, whichever it is."""
+        """Write to status.json that the run failed. Called on each rank that fails; the first one counts."""
         if self.is_replacing or not self.is_ours():
-            return  # the status is that of another run, or of another job
+            return  # the status belongs to another run or another job
         if getattr(error, "rank", None) is not None and not self.is_main and not isinstance(error, TrainingError):
             return  # all ranks have this error: rank 0 writes it
         path = self.folder / "status.json"
-        if isinstance(error, UserError) and self._status_before:  # the run is what it was
+        if isinstance(error, UserError) and self._status_before:  # the run is unchanged
             with suppress(OSError):
                 replace_json(path, self._status_before)
             return
@@ -264,10 +264,10 @@ class Run:
         where = {"rank": self.rank, "host": self.host} if rank is None else {"rank": rank, "host": host}
         for is_second_look in (False, True):
             if is_second_look:
-                time.sleep(0.3)  # rank 0, which may have been writing its own status just then, waits for this rank now
+                time.sleep(0.3)  # rank 0 may have been writing its own status just then; it waits for this rank now
             status = read_json(path)
             if status.get("state") == "running":
-                with suppress(OSError):  # the error itself must come through
+                with suppress(OSError):  # the error itself must still be raised
                     replace_json(path, status | {"state": "failed", "error": text} | where | {"time": now()})
             if self.is_main:
                 break
@@ -283,7 +283,7 @@ class Run:
     # ---- checkpoints: on rank 0 ----
 
     def link_best(self, step: int) -> bool:
-        """Make best.pt the step's own checkpoint, where there is one; whether there is. Raises OSError."""
+        """Make best.pt the checkpoint of this step. Returns False if there is none. Raises OSError."""
         source = checkpoint.step_path(self.checkpoints, step)
         self._check()
         if source.exists():
@@ -291,9 +291,9 @@ class Run:
         return source.exists()
 
     def rewind(self, step: int, is_evaluated: bool = False) -> None:
-        """Before a resumed run writes: drop records that it will write again, and set aside checkpoints of later steps.
+        """Before a resumed run writes: drop records that it will write again and move checkpoints of later steps aside.
 
-        is_evaluated: the evaluation at this step was made, and is not repeated.
+        is_evaluated: the evaluation at this step is complete and will not be repeated.
         """
         this = checkpoint.step_path(self.checkpoints, step)
         beyond = [path for path in checkpoint.step_checkpoints(self.checkpoints) if path > this]
@@ -305,13 +305,13 @@ class Run:
                 self.notes.append(str(error))
                 is_beyond = True
             beyond += [best] * is_beyond
-        if beyond:  # before the records: after a kill in between nothing resumes from beyond the step
+        if beyond:  # before the records: after a kill in between nothing resumes from a later step
             aside = self.folder / f"superseded-{self.start.attempt}"
             aside.mkdir(exist_ok=True)
             for path in beyond:
                 shutil.move(path, aside / path.name)
             self.notes.append(
-                f"moved checkpoints of later steps than {step} to {aside}: {', '.join(each.name for each in beyond)}"
+                f"moved checkpoints of steps after {step} to {aside}: {', '.join(each.name for each in beyond)}"
             )
         is_test_apart = any(record["step"] == step and record["split"] == "val" for record in self.records("eval"))
 
@@ -325,9 +325,9 @@ class Run:
             keep_lines(path, lambda record: record["step"] <= step)
 
     def restore_best(self, step: int) -> bool:
-        """Make best.pt the checkpoint of this step again, from this folder or that of the resumed one. Whether it is.
+        """Make best.pt the checkpoint of this step again, from this folder or the resumed one's. Whether it succeeded.
 
-        step: of the best evaluation so far; below 0 where there was none.
+        step: of the best evaluation so far; below 0 if there was none.
         """
         if step < 0:
             return True
@@ -347,7 +347,7 @@ class Run:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Let `target` be the same file, or a copy of it where there are no links."""
+    """Make `target` a hard link to `source`, or a copy on a file system without links."""
     temporary = target.with_name(target.name + TEMPORARY)
     temporary.unlink(missing_ok=True)
     try:
@@ -355,4 +355,4 @@ def _link(source: Path, target: Path) -> None:
     except OSError:  # a file system without links
         shutil.copyfile(source, temporary)
     temporary.replace(target)
-    temporary.unlink(missing_ok=True)  # of two names of one file a rename leaves both
+    temporary.unlink(missing_ok=True)  # renaming one link to a file over another leaves both

@@ -1,7 +1,7 @@
-"""Who owns a run's folder: a file lock, and a number in lock.json that grows with each owner.
+"""The owner of a run folder: a file lock, and a number in lock.json that increases with each owner.
 
 The kernel releases the lock however its process ends. The number stops a former owner that was suspended and continues:
-it is read again before a record is written or a checkpoint gets its name.
+it is read again before a record is written or a checkpoint is renamed into place.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ SECONDS_TO_SEE_A_BEAT = 5.0  # of an owner on another host, where file locks may
 
 
 class RunLock:
-    """The lock of this process on a folder. Raises UserError when a living process holds it.
+    """The lock of this process on a folder. Raises UserError if a live process holds it.
 
-    `before` is what the owner before wrote; `number` counts owners, and is kept where it is given.
+    `before` is what the previous owner wrote. `number` counts owners; it is kept if given.
     """
 
     def __init__(self, folder: Path, host: str, number: int = 0) -> None:
@@ -47,7 +47,7 @@ class RunLock:
             )
 
     def write(self, **values: Any) -> None:
-        """Become the owner, with these values beside what makes one."""
+        """Become the owner: write its identity and these values."""
         replace_json(
             self._file, {"number": self.number, "host": self._host, "pid": os.getpid(), "time": now(), **values}
         )
@@ -83,15 +83,15 @@ def _beats(file: Path) -> bool:
 
 
 def repeated_failures(owner: dict[str, Any], status: dict[str, Any], watch: Path) -> list[dict[str, Any]]:
-    """The attempts in a row, up to the last one, that failed at the same step.
+    """The latest consecutive attempts that failed at the same step.
 
     Args:
         owner: what the last attempt wrote to lock.json.
         status: its status.json.
-        watch: the folder in which its ranks showed their steps.
+        watch: the folder in which its ranks published their steps.
     """
     was_asked = status.get("state") not in ("running", "failed")
-    if not owner.get("has_trained") or owner.get("has_diagnosed") or was_asked:  # diagnosed: a person has looked at it
+    if not owner.get("has_trained") or owner.get("has_diagnosed") or was_asked:  # diagnosed: the user was told
         return []
     steps = [place.step for file in watch.glob("rank*") if (place := read_place(file))]
     last = {"step": max(steps, default=status.get("step", 0)), "error": status.get("error") or "the process was killed"}

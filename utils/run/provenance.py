@@ -22,9 +22,9 @@ from config import TrainingConfig, fields_of_yours, type_of
 from utils.logger import count
 
 ROOT = Path(__file__).resolve().parents[2]
-VERIFIED = ROOT / "verified.json"  # what scripts/verify.py found
-OURS = ("train.py", "config.py", "ddp_utils.py", "utils", "scripts")  # files that a fork leaves as they are
-BLOCK = ("# ---- yours:", "# ---- end of yours")  # the lines of config.py between these are the forker's
+VERIFIED = ROOT / "verified.json"  # the result of scripts/verify.py
+OURS = ("train.py", "config.py", "ddp_utils.py", "utils", "scripts")  # files that a fork does not change
+BLOCK = ("# ---- yours:", "# ---- end of yours")  # the lines of config.py between these belong to the fork
 
 
 def now() -> str:
@@ -33,7 +33,7 @@ def now() -> str:
 
 
 def collect(hosts: tuple[str, ...], device_names: tuple[str, ...], git_commit: str, task: str) -> dict[str, Any]:
-    """Plain values for every checkpoint. `hosts` and `device_names` have an entry per rank; task: as `verification`."""
+    """Plain values for every checkpoint. `hosts` and `device_names` have an entry per rank; task: of `verification`."""
     commit, is_dirty = _commit()
     is_verified, text = verification(task)
     return {
@@ -52,7 +52,7 @@ def collect(hosts: tuple[str, ...], device_names: tuple[str, ...], git_commit: s
 
 
 def versions() -> dict[str, str]:
-    """Of Python and the packages; empty where one is missing."""
+    """The versions of Python and the packages; empty if one is missing."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for package in ("torchvision", "tensorboard", "numpy"):
         try:
@@ -65,7 +65,7 @@ def versions() -> dict[str, str]:
 
 
 def zip_code(path: Path) -> None:
-    """The *.py that ran, to look at after the tree has changed."""
+    """Archive the *.py files of the run."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for file in [
             file for pattern in ("*.py", "utils/**/*.py", "scripts/**/*.py") for file in sorted(ROOT.glob(pattern))
@@ -74,7 +74,7 @@ def zip_code(path: Path) -> None:
 
 
 def changed_files() -> list[str]:
-    """Files of ours that differ from the newest tag `template-*` of the repository; none where there is no such tag."""
+    """Template files that differ from the repository's latest tag `template-*`; none if there is no such tag."""
     try:
         tag = _git("describe", "--tags", "--abbrev=0", "--match", "template-*")
         names = _git("diff", "--name-only", tag, "--", *OURS).split()
@@ -99,9 +99,9 @@ def code_digests() -> dict[str, str]:
 
 
 def task_of(model: nn.Module, dataset: str, config: TrainingConfig) -> str:
-    """What scripts/verify.py verifies: the model, the data, and the fields of theirs that are not at their defaults.
+    """What scripts/verify.py verifies: the model, the data, and those of their fields that are not at the defaults.
 
-    dataset: the name of its class. A field that may be "auto" follows from the data.
+    dataset: its class name. Fields that may be "auto" are left out: they follow from the data.
     """
     fields = [field for field in fields_of_yours() if not type_of(field)[1]]
     given = [f"{field.name}={value}" for field in fields if (value := getattr(config, field.name)) != field.default]
@@ -124,7 +124,7 @@ def verification(task: str) -> tuple[bool, str]:
     if changed:
         return False, f"changed since scripts/verify.py was run: {', '.join(changed)}"
     if not is_passed:
-        return False, f"scripts/verify.py found broken: {', '.join(broken) or 'it did not come to its end'}"
+        return False, f"scripts/verify.py failed: {', '.join(broken) or 'it did not finish'}"
     if verified != task:
         return False, f"not verified for {task}; scripts/verify.py passed for {what}"
     return True, f"verified with this code: {what}"
@@ -135,19 +135,19 @@ def _sha256(path: Path) -> str:
 
 
 def _without_block(text: str) -> str:
-    """config.py without the lines that are the forker's."""
+    """config.py without the lines that belong to the fork."""
     before, _, rest = text.partition(BLOCK[0])
     return before + rest.partition(BLOCK[1])[2]
 
 
 def _git(*words: str) -> str:
-    """What git prints. Raises OSError or SubprocessError where there is no git, no repository or no answer."""
+    """The output of git. Raises OSError or SubprocessError if there is no git, no repository or no answer."""
     done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=10, check=True)
     return done.stdout.strip()
 
 
 def _commit() -> tuple[str, bool]:
-    """The commit of the tree ("" where git does not know) and whether the tree differs from it."""
+    """The commit of the tree ("" if unknown) and whether the tree differs from it."""
     try:
         return _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain"))
     except (OSError, subprocess.SubprocessError):

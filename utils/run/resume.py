@@ -18,11 +18,11 @@ from utils.run.folder import Run, Start, claim
 from utils.run.start_checks import check_shared
 from utils.training.state import Progress, TrainState
 
-MAX_FAILURES = 3  # in a row at the same step, before a person has to look
+MAX_FAILURES = 3  # in a row at the same step, before the run is stopped
 
 
 def open_run(config: TrainingConfig, ctx: DistributedContext) -> Run:
-    """The run's folder. Rank 0 locks it and decides whether a run in it is continued. Raises UserError."""
+    """Open the run folder. Rank 0 locks it and decides whether to continue the run in it. Raises UserError."""
     claimed = on_rank_0(lambda: claim(config, ctx.host, ctx.launch.id, ctx.launch.may_restart), ctx)
     lock, start = claimed or (None, None)
     start = Start(**all_gather_json(dataclasses.asdict(start) if start else None, ctx)[0])
@@ -40,13 +40,13 @@ def resume_run(
     sampler: GlobalBatchSampler,
     ctx: DistributedContext,
 ) -> tuple[list[str], dict[str, Any] | None]:
-    """Load the checkpoint that the run starts from, if any, and bring the folder to its step.
+    """Load the checkpoint that the run starts from, if any, and rewind the folder to its step.
 
     Returns:
-        What differs from the checkpoint's config and may, and the goodput that the checkpoint holds.
+        The allowed differences from the checkpoint's config, and the goodput in the checkpoint.
 
     Raises:
-        UserError: also when the last attempts all failed at the same step.
+        UserError: also if the last attempts all failed at the same step.
     """
     differences, goodput, progress = [], None, state.progress
     if run.resume_path:
@@ -62,7 +62,7 @@ def resume_run(
     if len(run.start.failures) >= MAX_FAILURES:
         on_rank_0(lambda: run.mark_training(has_diagnosed=True), ctx)
         raise UserError(diagnosis(run.start.failures, progress, sampler), 0, ctx.hosts[0], is_final=True)
-    if run.is_replacing:  # nothing is left that could be rejected
+    if run.is_replacing:  # nothing can be rejected any more
         on_rank_0(lambda: run.replace_old_run(config), ctx)
         setup_logger(ctx.rank, run.log_file)
         run.begin()
@@ -74,7 +74,7 @@ def resume_run(
 
 
 def load_checkpoint(path: Path, ctx: DistributedContext) -> dict[str, Any]:
-    """Every rank reads the file from shared storage; all of them read the same bytes, or all raise UserError."""
+    """Read the file on every rank. If not all of them read the same bytes, all raise UserError."""
     payload, digest = on_all_ranks(lambda: checkpoint.read(path), ctx)
     remedy = "put the run folder on storage that all nodes share"
     require_equal(digest, f"{path}: {{other}} and {{first}} see different files under this name; {remedy}", ctx)
@@ -82,7 +82,7 @@ def load_checkpoint(path: Path, ctx: DistributedContext) -> dict[str, Any]:
 
 
 def check_evaluation(payload: dict[str, Any], config: TrainingConfig) -> None:
-    """Raises UserError when the config names another model or kind of data than those of the checkpoint."""
+    """Raises UserError if the model or the kind of data differs from the checkpoint's."""
     saved = payload["config"]
     wrong = [
         f"{field.name}={getattr(config, field.name)}: the checkpoint has"
@@ -99,21 +99,21 @@ def check_evaluation(payload: dict[str, Any], config: TrainingConfig) -> None:
 
 
 def is_other_best(payload: dict[str, Any], config: TrainingConfig) -> bool:
-    """Whether the best checkpoint is chosen by another metric, or by other weights, than it was in the checkpoint."""
+    """Whether the best checkpoint is now selected by another metric or other weights than in the checkpoint."""
     return payload["config"].get("best_metric") != config.best_metric or bool(payload["ema"]) != bool(config.ema_decay)
 
 
 def compare(payload: dict[str, Any], config: TrainingConfig, fingerprint: str, global_batch_size: int) -> list[str]:
-    """What differs and may, a line each: from there on the run is not the same as an uninterrupted one.
+    """The allowed differences, one line each: with any of them the run is not the same as an uninterrupted one.
 
     Args:
         payload: the checkpoint.
-        config: resolved, of the run that continues.
+        config: resolved, of the resumed run.
         fingerprint: of its training set.
         global_batch_size: samples of one of its optimizer steps.
 
     Raises:
-        UserError: when something differs that must not, with all such fields.
+        UserError: if fields differ that must not, with all of them.
     """
     saved, provenance = payload["config"], payload["provenance"]
     wrong, may = [], []
@@ -124,7 +124,7 @@ def compare(payload: dict[str, Any], config: TrainingConfig, fingerprint: str, g
         line = f"{field.name}={here}: the checkpoint has {field.name}={before}"
         (wrong if field.metadata["resume"] == "must" else may).append(line)
     if provenance["fingerprint"] != fingerprint:
-        wrong.append("the training set is not the one of the checkpoint (other files, sizes or values)")
+        wrong.append("the training set differs from the checkpoint's (files, sizes or values)")
     before = provenance["global_batch_size"]
     if before != global_batch_size:
         line = f"global batch: {global_batch_size} samples per optimizer step, the checkpoint has {before}"
@@ -136,7 +136,7 @@ def compare(payload: dict[str, Any], config: TrainingConfig, fingerprint: str, g
 
 
 def lr_jump(payload: dict[str, Any], state: TrainState) -> list[str]:
-    """A line where the learning rate of the last step would be another under this run's settings."""
+    """A line if the learning rate of the last step would be different under this run's settings."""
     step = state.progress.step - 1
     if step < 0:
         return []
@@ -145,11 +145,11 @@ def lr_jump(payload: dict[str, Any], state: TrainState) -> list[str]:
     now = base * state.factor_at(step, copy.deepcopy(state.progress))
     if math.isclose(before, now, rel_tol=1e-3, abs_tol=1e-6 * base):
         return []
-    return [f"the learning rate of step {step + 1} was {before:.3g} and would be {now:.3g} here: it jumps there"]
+    return [f"the learning rate of step {step + 1} was {before:.3g} and would be {now:.3g} now: it jumps there"]
 
 
 def diagnosis(failures: list[dict[str, Any]], progress: Progress, sampler: GlobalBatchSampler) -> str:
-    """The error of a run that fails at the same step each time: which step, with which samples."""
+    """The error message for a run that always fails at the same step, with the samples of the step."""
     step, size = failures[-1]["step"], sampler.global_batch_size
     first = progress.samples_in_epoch + (step - progress.step - 1) * size
     indices = sampler.order(progress.epoch)[max(0, first) : first + size].tolist()[:32]

@@ -1,4 +1,4 @@
-"""When a checkpoint is begun, committed, retried and given up. All ranks call it; rank 0 has the writer."""
+"""Starts, commits and retries checkpoints. All ranks call it; rank 0 has the writer."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ SECONDS_OF_A_LOOK = 0.5
 
 
 class Saver:
-    """The saves of one attempt. The copy of the state begins at one step and is complete before the weights change.
+    """The saves of one attempt. The copy of the state starts after a step and is complete before the weights change.
 
     Args:
-        sampler: of the training set; tells which samples a skipped step had.
-        writer: rank 0's.
-        meta: gives what a checkpoint holds beside the state, plain values: its "config" and "provenance".
-        saved_step: of the checkpoint in this run's folder that is resumed from; -1: none.
-        max_seconds_without: of saves that fail, until training without a checkpoint ends.
+        sampler: of the training set; gives the samples of skipped steps.
+        writer: on rank 0.
+        meta: returns the rest of a checkpoint as plain values: its "config" and "provenance".
+        saved_step: of the checkpoint in this run's folder that the run resumes from; -1: none.
+        max_seconds_without: how long saves may fail before training ends.
     """
 
     def __init__(
@@ -58,31 +58,31 @@ class Saver:
         self._writer, self._meta, self._saved_step = writer, meta, saved_step
         self._max_seconds_without = max_seconds_without
         self._keep_last, self._minutes = config.keep_last, config.save_every_minutes
-        checkpoint.flatten(meta())  # rejects now what no checkpoint can hold; later only its values differ
+        checkpoint.flatten(meta())  # raises now if no checkpoint can hold it; later only its values change
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._weights = list(state.model.parameters())
         self._stream = torch.cuda.Stream() if ctx.device.type == "cuda" else None
         self._hook = Hook(config.on_checkpoint, run.warn)
-        self._copy: Future[int] | None = None  # under way; gives the digest of this rank's weights
-        # rank 0's
+        self._copy: Future[int] | None = None  # in progress; returns the digest of this rank's weights
+        # on rank 0
         self._is_busy = False  # the writer has a job
         self._is_owed = False  # a save was due while the writer was busy
-        self._begun_at = time.monotonic()  # of the last save
-        self._begun_s = 0.0  # for how long it blocked training
-        self._failing_since = 0.0  # when the first of the latest saves failed, none of which succeeded
+        self._begun_at = time.monotonic()  # start of the last save
+        self._begun_s = 0.0  # how long it blocked training
+        self._failing_since = 0.0  # when the first of a series of failed saves failed; 0: the last succeeded
 
     # ---- all ranks ----
 
     def save(self, must: bool = False, name: str = "") -> None:
-        """Begin a checkpoint of this moment: the ranks give what is theirs, rank 0 copies and has it written.
+        """Start a checkpoint of the current state. Called on all ranks; rank 0 copies the state and has it written.
 
         Args:
             must: wait for the previous one if it is still being written; otherwise this one is postponed.
-            name: of the file; by default the step's own.
+            name: of the file; by default that of the step.
 
         Raises:
-            UserError: when something in the state cannot be in a checkpoint.
-            TrainingError: on rank 0, when none could be written for long.
+            UserError: if a checkpoint cannot hold a value of the state.
+            TrainingError: on rank 0, if saves have failed for too long.
         """
         self._clock.enter("save")
         began, state = time.perf_counter(), self._state
@@ -97,13 +97,13 @@ class Saver:
         self._clock.enter("update")
 
     def save_now(self, must: bool = True, is_again: bool = False) -> None:
-        """A checkpoint of this moment, unless there is one, and its copy complete. is_again: even if there is one."""
+        """Save the current state unless it is saved, and complete the copy. is_again: save it in any case."""
         if is_again or self._saved_step != self._state.progress.step:
             self.save(must)
         self.finish_snapshot()
 
     def save_best(self) -> None:
-        """When this returns best.pt is this state, on the disk; or the next evaluation starts a new best."""
+        """Write this state to best.pt and wait for it. If that fails, the next evaluation starts a new best."""
         progress = self._state.progress
         if self._saved_step != progress.step:
             self.save(must=True, name=checkpoint.BEST)
@@ -117,10 +117,10 @@ class Saver:
             progress.forget_best()
 
     def finish_snapshot(self) -> None:
-        """Before the weights change: complete the copy, and compare the ranks' weights.
+        """Complete the copy and compare the ranks' weights. Call this before the weights change.
 
         Raises:
-            TrainingError: on all ranks when they differ; the checkpoint is then not committed.
+            TrainingError: on all ranks if they differ; the checkpoint is then not committed.
         """
         if self._copy is None:
             return
@@ -133,14 +133,14 @@ class Saver:
         if odd:
             whose = ", ".join(f"rank {rank} on {self._ctx.hosts[rank]}" for rank in odd)
             raise TrainingError(
-                f"{whose}: has other weights than the other ranks, so nothing was saved; look for faulty memory or code"
-                " that treats ranks differently (scripts/verify.py), then --resume_from auto",
+                f"{whose}: has different weights than the other ranks, so nothing was saved; look for faulty memory or"
+                " code that treats ranks differently (scripts/verify.py), then --resume_from auto",
                 odd[0],
                 self._ctx.hosts[odd[0]],
             )
 
     def _begin(self, state: dict[str, Any], name: str) -> None:
-        """Begin the copy of the state and the digest of the weights, both as they are now."""
+        """Start the copy of the state and the digest of the weights, both as they are now."""
         later, send = [], None
         if self._writer:
             flat, tensors = checkpoint.flatten(state)
@@ -162,7 +162,7 @@ class Saver:
             if event:
                 self._stream.wait_event(event)
             _copy_all(pairs)
-            digest = digest_of(self._weights)  # reads from the device: what was copied is there
+            digest = digest_of(self._weights)  # reads from the device, so the copies are complete
             if self._stream:
                 self._stream.synchronize()
         if send:
@@ -172,7 +172,7 @@ class Saver:
     # ---- rank 0 ----
 
     def is_due(self) -> bool:
-        """Whether a save by the clock, or a postponed or failed one, can begin now. Looks after the writer."""
+        """Whether a timed, postponed or failed save can start now. Also polls the writer."""
         if not self._writer:
             return False
         self._look(seconds=0.0)
@@ -188,10 +188,10 @@ class Saver:
         return not self._is_busy
 
     def _look(self, seconds: float) -> None:
-        """Take the outcome of the writer's job, waiting so many seconds at most."""
+        """Handle the outcome of the writer's job, waiting at most this many seconds."""
         self._hook.look()
         if seconds:
-            self._clock.enter("save")  # a long write is no hang
+            self._clock.enter("save")  # a long write is not a hang
         if self._is_busy and self._copy is None and (outcome := self._writer.wait(seconds)):
             self._is_busy = False
             self._take(outcome)
@@ -208,13 +208,13 @@ class Saver:
             raise TrainingError(outcome.problem)
         if minutes * 60 > self._max_seconds_without:
             raise TrainingError(
-                f"{outcome.problem} (no checkpoint could be written for {minutes:.0f} min: training ends here)"
+                f"{outcome.problem} (no checkpoint could be written for {minutes:.0f} min, so training ends)"
             )
         self._is_owed = outcome.was_killed
-        self._run.warn(f"{outcome.problem}; training continues, the next checkpoint is tried when it is due")
+        self._run.warn(f"{outcome.problem}; training continues, and the next checkpoint is tried when it is due")
 
     def _report(self, outcome: Outcome) -> None:
-        """A checkpoint is on the disk."""
+        """Report a checkpoint that is on the disk."""
         if outcome.path.name != checkpoint.BEST:
             times = {"seconds": round(outcome.seconds, 3), "blocked_s": round(self._begun_s, 5)}
             self._run.event("checkpoint", outcome.step, epoch=outcome.epoch, path=str(outcome.path), **times)
@@ -223,7 +223,7 @@ class Saver:
             self._run.log("saved %s in %.2f s; blocked training for %.1f ms", outcome.path, outcome.seconds, blocked)
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is on the disk. Raises TrainingError on rank 0 when it cannot be written."""
+        """Wait until the last checkpoint is on the disk. Raises TrainingError on rank 0 if it cannot be written."""
         self.finish_snapshot()
         for last in [] if not self._writer else [False] * (LAST_TRIES - 1) + [True]:
             while self._is_busy:
@@ -239,7 +239,7 @@ class Saver:
             self._is_busy = True
 
     def _link_best(self, step: int) -> bool:
-        """Make best.pt the checkpoint of this step, once that is on the disk. Whether it is."""
+        """Make best.pt the checkpoint of this step once that is on the disk. Returns whether that succeeded."""
         try:
             self.finish()
             return self._saved_step != step or self._run.link_best(step)  # else it was written as best.pt
@@ -248,9 +248,9 @@ class Saver:
             return False
 
     def close(self) -> None:
-        """Wait for the user's command, and end the writer and the thread."""
+        """Wait for the user's command, then end the writer and the thread."""
         while self._hook.is_running():
-            self._clock.enter("save")  # a long upload is no hang
+            self._clock.enter("save")  # a long upload is not a hang
             time.sleep(SECONDS_OF_A_LOOK)
         self._thread.shutdown()
         if self._writer:
@@ -258,7 +258,7 @@ class Saver:
 
 
 class Hook:
-    """`on_checkpoint`: the user's command after a commit; one at a time, and of those that wait only the latest."""
+    """`on_checkpoint`: the user's command after a commit; one at a time; of those waiting, only the latest."""
 
     def __init__(self, command: str, warn: Callable[[str], None]) -> None:
         self._words, self._warn = shlex.split(command), warn
@@ -266,13 +266,13 @@ class Hook:
         self._waiting: Path | None = None
 
     def run(self, path: Path) -> None:
-        """Start it for this checkpoint, or as soon as the previous one has ended."""
+        """Start it for this checkpoint, now or as soon as the previous one has ended."""
         if self._words:
             self._waiting = path
             self.look()
 
     def look(self) -> None:
-        """Whether it has ended; its failure is a warning."""
+        """Check whether it has ended, and start the one that waits. A failure is a warning."""
         if self._running and (code := self._running.poll()) is not None:
             self._running = None
             if code:
@@ -302,7 +302,7 @@ def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def digest_of(weights: list[Tensor]) -> int:
-    """63 bits that change with any bit of any weight: the sum of each tensor's bytes as whole numbers, hashed."""
+    """63 bits that change with any bit of any weight: the hash of the sums of each tensor's memory as integers."""
     sums = []
     for weight in weights:
         by_memory = sorted(range(weight.ndim), key=weight.stride, reverse=True)
@@ -314,6 +314,6 @@ def digest_of(weights: list[Tensor]) -> int:
 
 
 def diverged(digests: list[int]) -> list[int]:
-    """The ranks whose digest differs from that of most; of two that differ, the second."""
+    """The ranks whose digest differs from the most common one; of two ranks that differ, the second."""
     usual = max(digests, key=lambda each: (digests.count(each), -digests.index(each)))
     return [rank for rank, each in enumerate(digests) if each != usual]

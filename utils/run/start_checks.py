@@ -1,4 +1,4 @@
-"""Before training: all ranks have the same code, settings and versions, one run folder, and enough file descriptors."""
+"""Checks before training: all ranks have the same code, settings and versions, one run folder, enough open files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from utils.files import read_json
 from utils.run import provenance
 from utils.table import format_table
 
-MAY_DIFFER = ("data_dir",)  # mounted elsewhere on another machine; the data itself is compared when it is there
-SECONDS_TO_SEE = 5.0  # for a file of another machine on shared storage
-# descriptors: of a process, for each rank (sockets), for each worker (pipes)
+MAY_DIFFER = ("data_dir",)  # may be mounted elsewhere on another machine; the data itself is compared later
+SECONDS_TO_SEE = 5.0  # until a file of another machine is visible on shared storage
+# descriptors: per process, per rank (sockets), per worker (pipes)
 FILES, FILES_PER_RANK, FILES_PER_WORKER = 128, 4, 16
 
 
 def check_alike(config: TrainingConfig, ctx: DistributedContext) -> None:
-    """Raise UserError on every rank, with a table of what differs, when the ranks do not run the same thing."""
+    """Raise UserError on every rank, with a table of the differences, if code, settings or versions differ."""
     settings = {name: str(value) for name, value in config.to_dict().items() if name not in MAY_DIFFER}
     code = provenance.code_digests()
     versions = provenance.versions()
@@ -35,20 +35,20 @@ def check_alike(config: TrainingConfig, ctx: DistributedContext) -> None:
     rows = [[name, *(each.get(name, "none") for each in everyone)] for name in names]
     head = ["", *(f"rank {rank} on {host}" for rank, host in enumerate(ctx.hosts))]
     kinds = [tuple(each.get(name) for name in names) for each in everyone]
-    shown = [0, *(1 + rank for rank, kind in enumerate(kinds) if kind not in kinds[:rank])]  # the first of equal ranks
+    shown = [0, *(1 + rank for rank, kind in enumerate(kinds) if kind not in kinds[:rank])]  # one of equal ranks
     odd = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
-    text = "the ranks do not run the same thing; give all nodes the same code, flags and environment, then start again"
+    text = "the ranks differ in code, settings or versions; give all nodes the same ones, then start again"
     raise UserError(
         f"{text}\n{format_table([[row[column] for column in shown] for row in [head, *rows]])}", odd, ctx.hosts[odd]
     )
 
 
 def check_shared(folder: Path, file: Path, number: int, ctx: DistributedContext) -> None:
-    """Raises UserError on every rank when one does not see what rank 0 has just written to the run's folder, or cannot
+    """Raises UserError on every rank if one does not see what rank 0 has just written to the run folder, or cannot
     write there itself.
 
     Args:
-        file: in the folder; its JSON has this `number`.
+        file: in the folder; its JSON must have this `number`.
     """
 
     def look() -> None:
@@ -58,7 +58,7 @@ def check_shared(folder: Path, file: Path, number: int, ctx: DistributedContext)
                 here, first = ctx.hosts[ctx.rank], ctx.hosts[0]
                 remedy = "put the run folder on storage that all nodes share, at the same path"
                 raise UserError(
-                    f"run_dir={folder}: {here} does not see there what rank 0 on {first} has written; {remedy}"
+                    f"run_dir={folder}: {here} does not see what rank 0 on {first} has written there; {remedy}"
                 )
             time.sleep(0.1)
         mark = folder / f".rank{ctx.rank}"
@@ -68,24 +68,24 @@ def check_shared(folder: Path, file: Path, number: int, ctx: DistributedContext)
         except OSError as error:
             host = ctx.hosts[ctx.rank]
             raise UserError(
-                f"run_dir={folder}: {host} cannot write there ({error.strerror}); mount it for all nodes to write"
+                f"run_dir={folder}: {host} cannot write there ({error.strerror}); make it writable on all nodes"
             ) from None
 
     on_all_ranks(look, ctx)
 
 
 def raise_file_limit(world_size: int, workers: int) -> None:
-    """Let this process open as many files as the system allows it. Raises UserError where that is not enough."""
+    """Raise the limit on open files to the hard limit. Raises UserError if that is not enough."""
     try:
         import resource
     except ImportError:  # Windows
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with suppress(ValueError, OSError):  # macOS names a hard limit that it does not grant
+        with suppress(ValueError, OSError):  # macOS reports a hard limit that it does not grant
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
     need = FILES + FILES_PER_RANK * world_size + FILES_PER_WORKER * workers
     if soft != resource.RLIM_INFINITY and soft < need:
         how = f"ulimit -n {need}, LimitNOFILE, --ulimit"
-        raise UserError(f"open files: the limit is {soft}, and about {need} are needed; raise it ({how})")
+        raise UserError(f"open files: the limit is {soft}, but about {need} are needed; raise it ({how})")

@@ -1,9 +1,9 @@
-"""Finds ranks that stand still: each rank's thread reads the files in which all ranks show their phase and step.
+"""Finds ranks that hang: a thread of each rank reads the files in which all ranks publish their phase and step.
 
-A rank's loop writes a counter, its step and its phase; its thread writes a beat twice a second. The reader compares
-numbers, never clocks of other machines. A beat that stands is a rank that was stopped, killed or cut off; a counter
-that stands beside a moving beat is a rank that waits or hangs. The first of these holds up the others, else the rank
-that is least far. Under a debugger use --hang_timeout 0.
+A rank's loop writes a counter, its step and its phase; its thread writes a heartbeat twice a second. The reader
+compares numbers, never clocks of other machines. If the heartbeat stops, the rank was stopped, killed or cut off; if
+only the counter stops, the rank waits or hangs. Ranks without a heartbeat are reported as the cause, else the rank
+that is furthest behind. Under a debugger use --hang_timeout 0.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from pathlib import Path
 
 from utils.clock import PHASES, Clock, Place, read_place
 
-UNJUDGED = ("start", "end")  # phases in which a rank may work for long without entering another
+UNJUDGED = ("start", "end")  # phases that may take long
 SECONDS_BETWEEN_BEATS = 0.5
-SECONDS_OF_A_LOOK = 1.5  # in which a living rank's beat moves
-SECONDS_FOR_BLAME = 3.0  # by which the rank that reports a hang ends before the others: torchrun blames the first
+SECONDS_OF_A_LOOK = 1.5  # in which the beat of a live rank changes
+SECONDS_FOR_BLAME = 3.0  # the rank that reports a hang ends this much earlier: torchrun blames the first
 LEAST_LIMIT, FIRST_LIMIT = 5.0, 60.0  # seconds without progress before a report; FIRST: before steps were measured
 STEPS_TO_LEARN = 8
 
 
 class Watchdog:
-    """A thread that looks after all ranks. A rank that stands still writes its stacks to `stack<rank>`.
+    """A thread that watches all ranks. A rank without progress writes its stacks to `stack<rank>`.
 
     Args:
         clock: of this rank; its file is in `folder`.
-        folder: of all ranks' files; on storage that all nodes share.
+        folder: holds the files of all ranks; on storage that all nodes share.
         hosts: of each rank.
         hang_timeout: seconds without progress after which `end` is called; 0: never.
         every_second: called by the thread.
-        report: takes the sentence and the stacks, once per hang, on the lowest rank that is alive.
-        end: takes the sentence, the stacks and the rank that hangs (None: another rank reports it); does not return.
+        report: called with the message and the stacks, once per hang, on the lowest live rank.
+        end: called with the message, the stacks and the rank that hangs (None: another rank reports it); never returns.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """This rank is done, or has reported its failure: nobody is to look for it."""
+        """Stop watching: this rank has finished or has reported its failure."""
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -64,7 +64,7 @@ class Watchdog:
 
     @property
     def limit(self) -> float:
-        """Seconds without progress that call for a report: 5 times the slowest hundredth of the steps, at least 5."""
+        """Seconds without progress before a report: 5 times the 99th percentile of the step times, at least 5."""
         durations = sorted(self._clock.durations)
         if len(durations) < STEPS_TO_LEARN:
             return FIRST_LIMIT
@@ -93,12 +93,12 @@ class Watchdog:
                 moved_at = time.monotonic()
 
     def _dump_stacks(self) -> None:
-        """Only where the loop stands: to look at the stacks of running threads (gloo's) can crash the process."""
+        """Call only if the loop hangs: dumping the stacks of running threads (gloo's) can crash the process."""
         with contextlib.suppress(OSError), (self._folder / f"stack{self._rank}").open("w") as file:
             faulthandler.dump_traceback(file)
 
     def _look(self, standing: float, is_end: bool) -> bool:
-        """Report, or end. False: some rank still makes progress."""
+        """Report or end. Returns False if some rank still makes progress."""
         places, standing_ranks, is_moving = look_twice(self._folder, len(self._hosts), self._clock.beat)
         if is_moving:
             return False
@@ -128,7 +128,7 @@ class Watchdog:
 def look_twice(
     folder: Path, ranks: int, meanwhile: Callable[[], None] = lambda: None
 ) -> tuple[list[Place | None], set[int], bool]:
-    """The ranks' places, which ranks' beats stand, and whether any rank's counter moves: read twice, 1.5 s apart."""
+    """All ranks' places, the ranks whose beat has stopped, and whether any counter moves: read twice, 1.5 s apart."""
     before = [read_place(folder / f"rank{rank}") for rank in range(ranks)]
     ends = time.monotonic() + SECONDS_OF_A_LOOK
     while time.monotonic() < ends:
@@ -145,10 +145,10 @@ def look_twice(
 
 
 def verdict(places: list[Place | None], standing: set[int], hosts: tuple[str, ...], seconds: float) -> tuple[str, int]:
-    """One sentence on what holds up all ranks, and the first rank that does.
+    """One sentence on what blocks the ranks, and the first rank that does.
 
     Args:
-        standing: ranks whose beat stands.
+        standing: ranks whose beat has stopped.
     """
     known = [(place.step, PHASES.index(place.phase), rank) for rank, place in enumerate(places) if place]
     if standing:

@@ -13,7 +13,7 @@ from config import UserError
 
 
 def checkpoint_blocks(model: nn.Module, blocks: list[nn.Module]) -> None:
-    """Let these blocks recompute their activations. Names of parameters and keys of the state stay the same.
+    """Let these blocks recompute their activations. Parameter names and state dict keys stay the same.
 
     The second pass draws the same random numbers, and leaves in BatchNorm's buffers what the first one did, since their
     momentum is 1 (utils/training/batchnorm.py); it counts its batch twice, which `RunningStats.commit` corrects.
@@ -23,17 +23,17 @@ def checkpoint_blocks(model: nn.Module, blocks: list[nn.Module]) -> None:
     """
     if not blocks:
         raise UserError(
-            f"activation_checkpointing=True: {type(model).__name__} has no blocks (modules in an nn.Sequential or"
-            " nn.ModuleList that have modules of their own); leave it out, or let blocks(model) of model.py return some"
+            f"activation_checkpointing=True: {type(model).__name__} has no blocks (modules with children, in an"
+            " nn.Sequential or nn.ModuleList); leave it out, or let blocks(model) of model.py return some"
         )
     for block in blocks:
         block.__class__ = _checkpointed(type(block))
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules with children that stand in an nn.Sequential or nn.ModuleList: residual blocks, layers.
+    """The outermost modules with children in an nn.Sequential or nn.ModuleList: residual blocks, layers.
 
-    A plain Sequential or ModuleList that holds such modules, such as a stage, is no block, but its modules are.
+    A plain Sequential or ModuleList that holds such modules, such as a stage, is not a block, but its modules are.
     """
     found = []
     for child in module.children():

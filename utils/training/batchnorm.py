@@ -1,9 +1,9 @@
-"""BatchNorm's running statistics, moved once per optimizer step by the mean over the whole global batch.
+"""BatchNorm's running statistics, updated once per optimizer step with the mean over the whole global batch.
 
-nn.BatchNorm moves them with every micro-batch of its own rank, so that they depend on ranks x accumulation, and
+nn.BatchNorm updates them with every micro-batch of its own rank, so that they depend on ranks x accumulation and
 differ between ranks. Here each micro-batch only leaves its own statistics (momentum 1) in the layers' buffers, which
-are views of one flat tensor. They are added up, weighted by samples, over micro-batches and ranks (step_sums.py), and
-moved into the committed statistics when the step is taken. Between two steps every rank holds the same statistics.
+are views of one flat tensor. They are summed, weighted by samples, over micro-batches and ranks (step_sums.py), and
+merged into the committed statistics when the step is taken. Between two steps every rank holds the same statistics.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from utils.distributed.context import DistributedContext
 
 
 class RunningStats:
-    """The running statistics of all BatchNorm layers of a model, whose momentum is 1 from now on.
+    """The running statistics of all BatchNorm layers of a model. Sets the momentum of the layers to 1.
 
     Create it before the model is wrapped or copied.
 
@@ -30,7 +30,7 @@ class RunningStats:
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
-        self.size = 0  # numbers that a step sums
+        self.size = 0  # how many numbers a step sums
         if not self._layers:
             return
         if any(layer.momentum is None for layer in self._layers):
@@ -51,12 +51,12 @@ class RunningStats:
         return bool(self._layers)
 
     def sum_into(self, place: Tensor) -> None:
-        """Add up the statistics here: float64 [size], zeros; who owns it sums it over ranks, and zeroes it again."""
+        """Sum the statistics here: float64 [size], zeros; the owner reduces it over ranks and zeroes it again."""
         if self.exist:
             self._sum = place
 
     def begin_epoch(self) -> None:
-        """Note which layers are in training mode: the others (a frozen trunk) keep their statistics to the bit."""
+        """Record which layers are in training mode: the others (a frozen trunk) keep their statistics bit for bit."""
         if self.exist:
             sizes = [2 * layer.num_features for layer in self._layers]
             pairs = zip(self._layers, self._momenta, strict=True)
@@ -67,12 +67,12 @@ class RunningStats:
             self._trains = trains.to(self._latest_counts)
 
     def add(self, samples: int) -> None:
-        """After the forward pass of a micro-batch of so many samples."""
+        """Call after the forward pass of a micro-batch with this many samples."""
         if self.exist:
             self._sum.add_(self._latest, alpha=samples)
 
     def commit(self, samples: int, is_finite: Tensor) -> None:
-        """Move the statistics by the mean over the global batch's samples, or, on the device, leave them as they were.
+        """Update the statistics with the mean over the global batch, or leave them unchanged; decided on the device.
 
         Args:
             samples: of all ranks in the global batch.
@@ -86,7 +86,7 @@ class RunningStats:
             self.discard()
 
     def discard(self) -> None:
-        """Forget what the passes since the last step left in the layers' buffers."""
+        """Drop what the passes since the last step left in the layers' buffers."""
         if self.exist:
             self._latest.copy_(self._committed)
             self._latest_counts.copy_(self._committed_counts)
@@ -99,7 +99,7 @@ class RunningStats:
 
 
 def check_sync_batchnorm(model: nn.Module, sampler: GlobalBatchSampler, ctx: DistributedContext) -> None:
-    """Raises UserError where a SyncBatchNorm cannot work, or would wait for ranks that have no micro-batch."""
+    """Raises UserError if a SyncBatchNorm cannot work, or would wait for ranks that have no micro-batch."""
     if not any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         return
     if ctx.device.type != "cuda":

@@ -32,12 +32,12 @@ def evaluate(
     consensus: Consensus | None = None,
     show: Callable[[int, int], None] | None = None,
 ) -> dict[str, float] | None:
-    """The mean loss and metrics over a set, and its "count". None when the ranks agreed to stop meanwhile.
+    """The mean loss and metrics over a set, and its "count". None if the ranks agreed to stop.
 
-    Every rank makes the same number of steps; in one without a micro-batch of its own it computes padding.
+    Every rank makes the same number of steps; in a step without a micro-batch for it, a rank computes padding.
 
     Args:
-        show: called with the number of the step, from 1, and how many there are.
+        show: called with the step, from 1, and the number of steps.
     """
     model.eval()
     tracker, samples = MetricTracker(ctx.device), 0
@@ -59,8 +59,8 @@ def evaluate(
         return None
     count = sum(all_gather_json(samples, ctx))
     if count != len(loader.dataset):
-        raise RuntimeError(f"evaluation counted {count} samples of {len(loader.dataset)}; this is a bug of the loader")
-    sentence = "compute_loss: {other} and {first} report other metrics; report the same for every batch"
+        raise RuntimeError(f"evaluation counted {count} samples of {len(loader.dataset)}; this is a bug in the loader")
+    sentence = "compute_loss: {other} and {first} report different metrics; report the same for every batch"
     require_equal(tracker.layout, sentence, ctx)
     if ctx.world_size > 1:
         dist.all_reduce(tracker.values)
@@ -78,7 +78,7 @@ def evaluate_all(
     logger: logging.Logger,
     consensus: Consensus | None = None,
 ) -> list[dict[str, Any]]:
-    """An eval record for each kind of weights; none when the ranks agreed to stop meanwhile."""
+    """An eval record for each kind of weights; an empty list if the ranks agreed to stop."""
     records = []
     where = {"epoch": progress.epoch, "step": progress.step, "split": getattr(loader.dataset, "split", split)}
     for weights, model in models.items():

@@ -1,7 +1,7 @@
-"""The passes before the first step: DDP orders its buckets in them, and torch.compile compiles the model.
+"""The passes before the first step, in which DDP orders its buckets and torch.compile compiles the model.
 
-What is compiled depends on the batch size, so each size of an epoch or an evaluation is compiled on its own. The model
-is compiled in place: it stays the module it was, with the same keys.
+Compiled code depends on the batch size, so each size of an epoch or an evaluation is compiled separately. The model is
+compiled in place: it stays the same module, with the same keys in its state dict.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def first_passes(
     config: TrainingConfig,
     ctx: DistributedContext,
 ) -> list[str]:
-    """Two complete passes, so that a resumed run sums gradients in the order of a fresh one; then those of --compile.
+    """Two complete passes, so that a resumed run sums gradients in the order of a fresh one; then compile.
 
     Returns:
         The names that an evaluation will report.
 
     Raises:
-        UserError: when compute_loss gives something else than it should, or a parameter got no gradient.
+        UserError: if compute_loss returns something invalid, or a parameter got no gradient.
     """
     on_all_ranks(lambda: train_twice(model, batch, state, compute_loss), ctx)
     layout = state.sums.metrics.layout
-    require_equal(layout, "compute_loss: {other} and {first} report other metrics; report the same on all ranks", ctx)
+    require_equal(layout, "compute_loss: {other} and {first} report different metrics; report the same on all", ctx)
     names = on_all_ranks(lambda: evaluate_once(batch, state, compute_loss), ctx)
     if config.compile != "off":
         on_all_ranks(lambda: compile_all_sizes(model, state, loader, held_out, compute_loss, config, ctx.is_main), ctx)
@@ -56,7 +56,7 @@ def first_passes(
 
 
 def train_twice(model: DistributedDataParallel, batch: Any, state: TrainState, compute_loss: ComputeLoss) -> None:
-    """Two forward and backward passes that leave nothing behind."""
+    """Run two forward and backward passes, and undo their effects."""
     model.train()
     for _ in range(2):
         with state.precision.autocast():
@@ -70,7 +70,7 @@ def train_twice(model: DistributedDataParallel, batch: Any, state: TrainState, c
 
 @torch.no_grad()
 def evaluate_once(batch: Any, state: TrainState, compute_loss: ComputeLoss) -> list[str]:
-    """A pass in evaluation mode. Returns the names of what is reported."""
+    """Run a pass in evaluation mode. Returns the names of the metrics."""
     tracker = MetricTracker(state.sums.metrics.values.device)
     with state.precision.autocast():
         tracker.update(check_metrics(compute_loss(state.model.eval(), batch)))
@@ -86,10 +86,10 @@ def compile_all_sizes(
     config: TrainingConfig,
     is_main: bool,
 ) -> None:
-    """Compile the model in passes of every batch size of the run.
+    """Compile the model in passes with every batch size of the run.
 
-    Two passes each: CUDA graphs are recorded in the second. The passes before were not compiled, so the gradients lie
-    in memory of DDP's or their own, where `TrainState.drop_gradients` leaves them, and not in that of a graph.
+    Two passes each: CUDA graphs are recorded in the second. The passes before were not compiled, so the gradients are
+    in memory of DDP or their own, where `TrainState.drop_gradients` leaves them, and not in the memory of a graph.
     """
     compiling = Compiling(state.model, config, is_main)
     sizes = {"training": sizes_of(loader), "evaluation": []}
@@ -110,9 +110,9 @@ def sizes_of(loader: GlobalBatchLoader) -> list[int]:
 
 
 def check_compiler(mode: str, device: torch.device, named: str) -> None:
-    """Raises UserError where torch.compile could not build its kernels.
+    """Raises UserError if torch.compile could not build its kernels.
 
-    named: the compiler that the environment names (CC or CXX).
+    named: the compiler set in the environment (CC or CXX).
     """
     if mode == "off":
         return
@@ -130,13 +130,13 @@ def check_compiler(mode: str, device: torch.device, named: str) -> None:
 
 
 class Compiling:
-    """From its construction on the model is compiled at its next calls. On all ranks."""
+    """Makes the next calls of the model compile it. Create it on all ranks."""
 
     def __init__(self, model: nn.Module, config: TrainingConfig, is_main: bool) -> None:
         import torch._dynamo  # takes seconds
 
-        torch.compiler.reset()  # the code and listeners of an earlier run in this process
-        # graphs are cut at DDP's buckets, so that these overlap; torch cannot cut recomputed blocks or tiny buckets
+        torch.compiler.reset()  # drops the code and listeners of an earlier run in this process
+        # graphs are split at DDP's buckets, so that these overlap; torch cannot split recomputed blocks or tiny buckets
         torch._dynamo.config.optimize_ddp = not config.activation_checkpointing and not 0 < config.bucket_cap_mb < 1
         self._mode, self._seconds, self._began, self._warns = config.compile, 0.0, 0.0, False
         self._level = logging.WARNING if is_main else logging.INFO
@@ -145,11 +145,11 @@ class Compiling:
         model.compile(mode=config.compile, dynamic=False)
 
     def finish(self, sizes: dict[str, list[int]]) -> None:
-        """All sizes are compiled: from here on another compilation is a warning. Raises UserError if nothing was."""
+        """Call when all sizes are compiled: later compilations are warnings. Raises UserError if there was none."""
         if not self._seconds:
             raise UserError(
                 f"compile={self._mode}: torch {torch.__version__} found nothing to compile, as in a bare nn.Sequential;"
-                " give the model a class with a forward, or use --compile off"
+                " give the model a class with a forward method, or use --compile off"
             )
         shown = ", ".join(f"{' and '.join(map(str, each))} in {name}" for name, each in sizes.items() if each)
         text = "compiled (%s) in %.1f s, for batches of %s"

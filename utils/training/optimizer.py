@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from config import TrainingConfig, UserError
 
-SHAPES = {  # of the schedule after the warm-up: from the part that is done, 0 to 1, to the factor
+SHAPES = {  # schedules after the warm-up: fraction done (0 to 1) -> factor
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
     "linear": lambda done: 1 - done,
     "constant": lambda done: 1.0,
@@ -22,10 +22,10 @@ SHAPES = {  # of the schedule after the warm-up: from the part that is done, 0 t
 
 
 def create_optimizer(groups: list[dict[str, Any]], config: TrainingConfig) -> torch.optim.Optimizer:
-    """The optimizer that `--optimizer` names, fused: it takes `found_inf` on the device, and skips a step there.
+    """The fused optimizer for `--optimizer`: it reads `found_inf` on the device and skips a step there.
 
     Args:
-        groups: of model.param_groups: each has "params" and may have "lr" and "weight_decay" of its own.
+        groups: from model.param_groups: each has "params" and may have its own "lr" and "weight_decay".
     """
     common = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": True}
     if config.optimizer == "adamw":
@@ -35,7 +35,7 @@ def create_optimizer(groups: list[dict[str, Any]], config: TrainingConfig) -> to
 
 
 def checked_groups(groups: Any, names: dict[Tensor, str]) -> list[dict[str, Any]]:
-    """The groups with the parameters that are trained. Raises UserError where they cannot be trained.
+    """The groups with only the trainable parameters. Raises UserError if they cannot be trained.
 
     Args:
         names: of the model's parameters.
@@ -62,14 +62,14 @@ def checked_groups(groups: Any, names: dict[Tensor, str]) -> list[dict[str, Any]
     trained = [group | {"params": [p for p in group["params"] if p.requires_grad]} for group in groups]
     trained = [group for group in trained if group["params"]]
     if not trained:
-        raise UserError("param_groups: holds no parameter that is trained; return some with requires_grad=True")
+        raise UserError("param_groups: has no trainable parameter; return some with requires_grad=True")
     return trained
 
 
 def prepare(optimizer: torch.optim.Optimizer) -> bool:
-    """Make an optimizer ready for steps that may be skipped. Returns whether it skips them on the device (`found_inf`).
+    """Prepare an optimizer for steps that may be skipped. Returns whether it skips them on the device (`found_inf`).
 
-    Raises UserError for one whose `step` needs a closure.
+    Raises UserError if its `step` needs a closure.
     """
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -112,7 +112,7 @@ class WeightAverage:
     """An exponential moving average of the weights and the running statistics, in a copy of the model.
 
     The rule of torch.optim.swa_utils.get_ema_multi_avg_fn, whose first update copies. That function takes its decay
-    from the host; here a skipped step must leave the average as it was without a read by the host.
+    from the host; here a skipped step must leave the average unchanged without a read by the host.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -125,7 +125,7 @@ class WeightAverage:
         self._counters = [(mine, its) for mine, its in pairs if not mine.is_floating_point()]
 
     def has_begun(self, has_begun: bool) -> None:
-        """Whether a step was taken already; for a state that is loaded."""
+        """Set whether a step was already taken, after a state was loaded."""
         self._is_first.fill_(not has_begun)
 
     @torch.no_grad()

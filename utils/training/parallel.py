@@ -1,4 +1,4 @@
-"""How gradients are shared: every knob of DDP is set here."""
+"""How gradients are averaged: all options of DDP are set here."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from utils.distributed.context import DistributedContext
 
 
 class SingleProcess(DistributedDataParallel):
-    """DDP on one rank, without what DDP does in each pass: it would slow down a small model."""
+    """DDP on one rank, without DDP's work in each pass, which slows down a small model."""
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         return self.module(*inputs, **options)
 
 
 class Replicated(DistributedDataParallel):
-    """DDP that names the parameters which the last pass on this rank did not use."""
+    """DDP whose error names the parameters that the last pass on this rank did not use."""
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         try:
@@ -39,7 +39,7 @@ class Replicated(DistributedDataParallel):
 
 
 def unused_error(names: list[str]) -> TrainingError:
-    """The error for parameters of these names, which got no gradient in a step."""
+    """The error for parameters that got no gradient in a step."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return TrainingError(
         f"model: {', '.join(names[:3])}{more} got no gradient in this step, while other batches use it, and other ranks"
@@ -48,10 +48,10 @@ def unused_error(names: list[str]) -> TrainingError:
 
 
 def wrap_ddp(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) -> DistributedDataParallel:
-    """Wrap the model in DDP. Every knob of DDP is set here and only here."""
+    """Wrap the model in DDP, with all of its options."""
     if not any(p.requires_grad for p in model.parameters()):
-        raise UserError("model: has no parameter that is trained; leave some with requires_grad=True")
-    # running statistics have a rule of their own (utils/training/batchnorm.py); torch 2.15 renamed the argument
+        raise UserError("model: has no trainable parameter; leave some with requires_grad=True")
+    # running statistics are handled in utils/training/batchnorm.py; torch 2.15 renamed the argument
     is_new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     no_buffers = {"forward_sync_buffers" if is_new else "broadcast_buffers": False}
     wrapper = Replicated if ctx.world_size > 1 else SingleProcess
@@ -78,8 +78,8 @@ def _compress(model: DistributedDataParallel, name: str, device: torch.device) -
     hook = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[name]
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[name]
     try:
-        model.register_comm_hook(None, hook)  # it knows for which builds torch takes bfloat16
-        dist.all_reduce(torch.zeros(1, dtype=dtype, device=device))  # and the backend raises here if it does not
+        model.register_comm_hook(None, hook)  # raises if this build of torch has no bfloat16
+        dist.all_reduce(torch.zeros(1, dtype=dtype, device=device))  # raises if the backend has not
     except (TypeError, ValueError, RuntimeError) as error:
         if is_of_a_peer(error):
             raise

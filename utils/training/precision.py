@@ -1,4 +1,4 @@
-"""Which precision a run computes in: a default where the hardware is fast at it, the same on all ranks, and printed."""
+"""The precision of a run: mixed by default on hardware where it is fast, the same on all ranks, and printed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from config import TrainingConfig
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Whether this device multiplies bfloat16 in hardware. It needs no process group."""
+    """Whether this device multiplies bfloat16 in hardware. Needs no process group."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     probes = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
@@ -27,7 +27,7 @@ class Precision:
 
     @classmethod
     def choose(cls, config: TrainingConfig, device: torch.device, fast_bf16: bool) -> Precision:
-        """fast_bf16: of the weakest rank."""
+        """fast_bf16: whether all ranks have it."""
         named = {"bf16": torch.bfloat16, "fp16": torch.float16}
         if not config.use_amp:
             dtype = None
@@ -49,7 +49,7 @@ class Precision:
 
     @property
     def title(self) -> str:
-        """For people: the name, and how what stays float32 is multiplied."""
+        """For the banner: the name, and how float32 matrix products are computed."""
         if not (self.device_type == "cuda" and torch.cuda.is_tf32_supported()):
             return self.name
         return f"{self.name}, TF32 for the rest" if self.dtype else f"{self.name} as TF32"

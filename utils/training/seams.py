@@ -1,4 +1,4 @@
-"""What model.py gives to the training loop: three functions, and others that have a default here."""
+"""The functions of model.py that the training loop uses: three required ones, and others with a default here."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ REQUIRED = ("create_model", "param_groups", "compute_loss")
 
 
 def example_inputs(batch: Any) -> tuple[Tensor, ...]:
-    """The default: the batch itself, or its first entry, as what the model is called with. Raises UserError."""
+    """The default: the batch itself, or its first entry, as the only argument of the model. Raises UserError."""
     first = _first_tensor(batch)
     if first is None:
-        raise UserError("model.py: has no example_inputs(batch); add it: the arguments of the model for such a batch")
+        raise UserError("model.py: has no example_inputs(batch); add it, to return the model's arguments")
     return (first,)
 
 
 def predict(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-    """The default: what the model gives for the batch itself, or its first entry. Raises UserError."""
+    """The default: the output of the model for the batch itself, or its first entry. Raises UserError."""
     first = _first_tensor(batch)
     output = None if first is None else model(first)
     if not isinstance(output, Tensor):
@@ -56,7 +56,7 @@ class Seams:
 
     @classmethod
     def of(cls, module: ModuleType) -> Seams:
-        """Those of model.py, with defaults for what it lacks. Raises UserError where it lacks one that has none."""
+        """The functions of model.py, with defaults for missing ones. Raises UserError if a required one is missing."""
         found = {name: getattr(module, name) for name in cls.__dataclass_fields__ if hasattr(module, name)}
         missing = [name for name in REQUIRED if name not in found]
         if missing:

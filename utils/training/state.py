@@ -1,5 +1,5 @@
-"""All that survives a restart: model, averaged weights, optimizer, scaler and progress. The schedule and random streams
-do not, since both are functions of the optimizer step."""
+"""The state in a checkpoint: model, averaged weights, optimizer, scaler and progress. The schedule and random streams
+are not in it, since both are functions of the optimizer step."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from utils.training.step_sums import StepSums
 
 @dataclass
 class Progress:
-    """Where the run stands. `epoch` counts from 0; `samples_in_epoch` is the position in its order, of all ranks."""
+    """The progress of a run. `epoch` counts from 0; `samples_in_epoch` is the position in its order, over all ranks."""
 
     epoch: int = 0
     step: int = 0  # optimizer steps since the start of the run, skipped ones too
     samples_in_epoch: int = 0
     samples_seen: int = 0
     skipped_steps: int = 0  # whose loss or gradient was not finite
-    skipped_in_row: int = 0  # of these, up to now
-    overflow_steps: int = 0  # that float16 skipped in search of its scale
+    skipped_in_row: int = 0  # of these, the latest in a row
+    overflow_steps: int = 0  # skipped by float16 in the search for its scale
     best_value: float | None = None
     best_epoch: int = -1
     best_step: int = -1
@@ -43,7 +43,7 @@ class Progress:
     user: dict[str, Any] = field(default_factory=dict)  # a fork's own, plain JSON values, the same on all ranks
 
     def note_value(self, value: float, sign: int) -> bool:
-        """Count the evaluation that just ended. Whether its value is the best so far, by the sign of `choose_best`."""
+        """Record an evaluation. Returns whether its value is the best so far, by the sign of `choose_best`."""
         is_best = math.isfinite(value) and (self.best_value is None or sign * value > sign * self.best_value)
         if is_best:
             self.best_value, self.best_epoch, self.best_step = value, self.epoch, self.step
@@ -52,12 +52,12 @@ class Progress:
         return is_best
 
     def forget_best(self) -> None:
-        """Later values are not comparable with earlier ones."""
+        """Call if later values are not comparable with earlier ones."""
         self.best_value, self.best_epoch, self.best_step, self.evaluations_since_best = None, -1, -1, 0
 
 
 class SkippedStep(NamedTuple):
-    """An optimizer step that was not taken, and which entries of which epoch's order were its global batch."""
+    """A skipped optimizer step, and its global batch: entries of the epoch's order."""
 
     step: int
     epoch: int
@@ -67,7 +67,7 @@ class SkippedStep(NamedTuple):
 
 
 class TrainState:
-    """Raises UserError when the model or the parameter groups cannot be trained."""
+    """The training state. Raises UserError if the model or the parameter groups cannot be trained."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class TrainState:
         self.sums = StepSums(model)
         self.average = WeightAverage(model, config.ema_decay) if config.ema_decay else None
         if sparse := [name for name, module in model.named_modules() if getattr(module, "sparse", None) is True]:
-            raise UserError(f"model: {sparse[0]} has sparse gradients, which are not summed here; give it sparse=False")
+            raise UserError(f"model: {sparse[0]} has sparse gradients, which are not supported; set sparse=False")
         names = {p: name for name, p in model.named_parameters()}
         groups = checked_groups(seams.param_groups(model, config), names)
         self.optimizer = seams.create_optimizer(groups, config)
@@ -97,30 +97,30 @@ class TrainState:
         self._has_ended, self._samples_per_epoch = False, 0
         self._has_cuda_graphs = config.compile == "reduce-overhead"
         held = {p for group in self.optimizer.param_groups for p in group["params"]}
-        # in the model's order, which is the same in all processes: the norm is a sum, and groups may be made in any
+        # in the model's order, which is the same in all processes: the norm is a sum, and groups may come in any
         # order
         self._names = {p: name for p, name in names.items() if p in held}
         self._parameters = list(self._names)
-        # float32 of fused kernels holds a divisor; in float64 they would round it
+        # fused kernels take a float32 divisor, which is exact enough only for float32
         self._divides_in_step = self.skips_on_device and all(p.dtype is torch.float32 for p in self._parameters)
         self._with_gradients = [p for p in model.parameters() if p.requires_grad]  # in no group: not trained
-        # of each step's gradient, since the last read; not finite where it was skipped
+        # gradient norms since the last read, one per step; not finite if it was skipped
         self._norms: list[torch.Tensor] = []
-        self._divisors: list[torch.Tensor] = []  # of each of them: 0 where the loss counted nothing
-        self._losses: list[torch.Tensor] = []  # with float16: the summed loss of each of them
+        self._divisors: list[torch.Tensor] = []  # one per step: 0 if the loss counted nothing
+        self._losses: list[torch.Tensor] = []  # with float16: the summed loss of each step
         self._loss_scale, self._first_count = torch.ones((), device=device), 1.0
-        scalar = {"dtype": torch.float32, "device": device}  # as found_inf has to be, in float64 too
+        scalar = {"dtype": torch.float32, "device": device}  # as found_inf must be, even with float64
         self._zero, self._one = torch.zeros((), **scalar), torch.ones((), **scalar)
-        self._steps: list[SkippedStep] = []  # what each of them would be, were it skipped
+        self._steps: list[SkippedStep] = []  # a record of each step, used if it was skipped
 
     def lay_out(self, metrics: Metrics) -> None:
-        """Make room for what compute_loss reports, before the first step: here it gave this for a batch."""
+        """Allocate space for the metrics that compute_loss returned for a batch. Call before the first step."""
         self.sums.lay_out(metrics)
         self.interval.lay_out(metrics | {"grad_norm": (0.0, 0)})
         self._first_count = float(metrics["loss"][1])
 
     def plan(self, sampler: GlobalBatchSampler, world_size: int) -> None:
-        """Lay the schedule over the whole run, which continues where `progress` stands."""
+        """Plan the schedule of the whole run, which continues from `progress`."""
         progress, config = self.progress, self._config
         if progress.loss_shift < 0:
             count = max(1.0, self._first_count) * sampler.micro_batches_per_step
@@ -142,7 +142,7 @@ class TrainState:
             group["lr"] = group["base_lr"] * factor
 
     def check_gradients(self) -> None:
-        """After a backward pass. Raises UserError when a parameter got no gradient, for which DDP would wait."""
+        """Call after a backward pass. Raises UserError if a parameter got no gradient, for which DDP would wait."""
         unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
         if unused:
             more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
@@ -153,7 +153,7 @@ class TrainState:
 
     @property
     def lrs(self) -> list[float]:
-        """The learning rate of the last step taken, of each parameter group."""
+        """The learning rate of each parameter group in the last step taken."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def backward(self, loss: torch.Tensor, is_padding: bool) -> None:
@@ -164,18 +164,18 @@ class TrainState:
         self.scaler.scale(loss).backward(self._zero if is_padding else self._loss_scale)
 
     def drop_gradients(self) -> None:
-        """Before the next global batch. With CUDA graphs they are zeroed: the next replay would overwrite new ones."""
+        """Call before the next global batch. With CUDA graphs, gradients are zeroed: a replay overwrites new ones."""
         if self._has_cuda_graphs:
             self.optimizer.zero_grad(set_to_none=False)
             return
-        for parameter in self._with_gradients:  # the optimizer's own way takes 20 us more, for the profiler
+        for parameter in self._with_gradients:  # optimizer.zero_grad takes 20 us more, for the profiler
             parameter.grad = None
 
     def update_if_finite(self, global_batch: GlobalBatch) -> None:
-        """Divide, clip, step, average. When the gradient is not finite all of it is skipped, on the device.
+        """Divide, clip, step, average. If the gradient is not finite, all of this is skipped on the device.
 
-        After the all-reduces gradient and loss are the same on every rank, so all decide the same, without a message.
-        Only an optimizer that does not know `found_inf` takes a read.
+        After the all-reduces, gradient and loss are the same on every rank, so all ranks decide alike without
+        communication. Only an optimizer that does not support `found_inf` needs a read from the device.
         """
         self._set_lr()
         self.sums.wait()
@@ -186,7 +186,7 @@ class TrainState:
         divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift
         # get_total_norm, which sorts by device, takes five times as long; 0 / 0, of an empty global batch, is NaN
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) / divisor
-        norm = torch.add(norm, self.sums.loss, alpha=0)  # 0 times a loss that is not finite is NaN
+        norm = torch.add(norm, self.sums.loss, alpha=0)  # 0 times a non-finite loss is NaN
         self._norms.append(norm)
         self._divisors.append(divisor)
         if self.scaler.is_enabled():
@@ -247,11 +247,11 @@ class TrainState:
             self.progress.samples_in_epoch = 0
 
     def read_skips(self) -> list[SkippedStep]:
-        """The steps since the last call that were skipped, which are counted; the same on all ranks. Reads from the
+        """Count and return the steps that were skipped since the last call, the same on all ranks. Reads from the
         device, and adds the norms of the gradients to `interval`.
 
-        A step that float16 skipped though the loss was finite is its search for a scale, as long as there is one to
-        find: counted, and not in the list.
+        A step that float16 skipped although the loss was finite is part of its search for a scale, while the scale is
+        at least 1: it is counted in `overflow_steps` and not returned.
         """
         kept = (self._norms, self._divisors, self._losses)
         norms, divisors, losses = (torch.stack(each).tolist() if each else [] for each in kept)
@@ -274,7 +274,7 @@ class TrainState:
         return skipped
 
     def state_dict(self) -> dict[str, Any]:
-        """The part of a checkpoint that is the run's state. Tensors are not copied."""
+        """The training state for a checkpoint. Tensors are not copied."""
         return {
             "model": self.model.state_dict(),
             "ema": self.average.model.state_dict() if self.average else {},
@@ -284,10 +284,10 @@ class TrainState:
         }
 
     def load_state_dict(self, payload: dict[str, Any]) -> None:
-        """Take over the state of a checkpoint; learning rate, decay and the like stay those of the config.
+        """Load the state of a checkpoint; learning rate, decay and the like are those of the config.
 
         Raises:
-            UserError: when something does not fit, with its name. The state may be partially loaded by then.
+            UserError: if something does not fit, with its name. The state may be partially loaded by then.
         """
         try:
             self._load(payload)
@@ -328,22 +328,22 @@ class TrainState:
         return [self._names[p] for group in self.optimizer.param_groups for p in group["params"]]
 
     def _load_optimizer(self, saved: dict[str, Any]) -> None:
-        """Each parameter takes the state that was saved under its name, in whatever order the groups are made."""
+        """Give each parameter the state that was saved under its name, whatever the order of the groups."""
         names = self._optimizer_names()
         before = {name: saved["state"].get(number, {}) for number, name in enumerate(saved.get("names", []))}
         shapes = {self._names[p]: p.shape for p in self._parameters} if self.skips_on_device else {}
         kept = [(name, value) for name, state in before.items() for key, value in state.items() if key != "step"]
         is_other = any(
             name in shapes and value.shape != shapes[name] for name, value in kept
-        )  # fused kernels do not look
+        )  # fused kernels do not check
         if before.keys() != set(names) or is_other:
-            remedy = "give the model.py it was made with, or take its weights by --init_from"
-            raise UserError(f"the checkpoint's optimizer has other parameters; {remedy}")
+            remedy = "use the model.py it was made with, or load its weights with --init_from"
+            raise UserError(f"the checkpoint's optimizer has different parameters; {remedy}")
         state = {number: before[name] for number, name in enumerate(names) if before[name]}
         self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
         for parameter in self._parameters:
             state = self.optimizer.state.get(parameter, {})
-            for key, value in state.items():  # fused kernels walk through memory: the layout must be the parameter's
+            for key, value in state.items():  # fused kernels iterate over memory: the layout must be the parameter's
                 if key != "step" and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     state[key] = torch.empty_like(parameter).copy_(value)
-        fill_momenta(self.optimizer)  # where the checkpoint was made without
+        fill_momenta(self.optimizer)  # if the checkpoint was made without

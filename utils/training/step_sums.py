@@ -1,4 +1,4 @@
-"""What one optimizer step sums over its micro-batches and over the ranks, in one vector and one small all-reduce."""
+"""The sums of one optimizer step over its micro-batches and the ranks, in one vector and one small all-reduce."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from utils.training.batchnorm import RunningStats
 class StepSums:
     """Loss and metrics with their counts, and BatchNorm's statistics: float64, so that counts are exact up to 2^53.
 
-    The all-reduce runs beside the last backward pass. Create it before the model is wrapped or copied.
+    The all-reduce overlaps the last backward pass. Create it before the model is wrapped or copied.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -21,13 +21,13 @@ class StepSums:
         self._work: dist.Work | None = None
 
     def lay_out(self, metrics: Metrics) -> None:
-        """Make room for metrics of these names and shapes, the same on all ranks."""
+        """Allocate space for metrics of these names and shapes, the same on all ranks."""
         self.metrics.lay_out(metrics, spare=self.running_stats.size)
         self.running_stats.sum_into(self.metrics.values[len(self.metrics.values) - self.running_stats.size :])
 
     @property
     def loss_count(self) -> Tensor:
-        """What the loss counts in the global batch, once `wait` has returned: float64, 0-dimensional, on the device."""
+        """The count of the loss in the global batch, after `wait`: float64, 0-dimensional, on the device."""
         return self.metrics.count_of("loss")
 
     @property
@@ -36,23 +36,23 @@ class StepSums:
         return self.metrics.sum_of("loss")
 
     def add(self, metrics: Metrics, samples: int) -> None:
-        """After the forward pass of a micro-batch of so many samples."""
+        """Call after the forward pass of a micro-batch with this many samples."""
         self.metrics.update(metrics)
         self.running_stats.add(samples)
 
     def start_reduce(self) -> None:
-        """After the forward pass of this rank's last micro-batch: the all-reduce runs beside the backward pass."""
+        """Call after the forward pass of this rank's last micro-batch: the all-reduce overlaps the backward pass."""
         if dist.get_world_size() > 1:
             self._work = dist.all_reduce(self.metrics.values, async_op=True)
 
     def wait(self) -> None:
-        """The sums are those of all ranks, for what follows on the device."""
+        """Wait for the all-reduce; what follows on the device sees the sums of all ranks."""
         if self._work:
             self._work.wait()
             self._work = None
 
     def commit(self, samples: int, is_finite: Tensor, interval: MetricTracker) -> None:
-        """Move the running statistics and the interval's sums by this step's, and begin the next.
+        """Add this step to the running statistics and the interval's sums, and begin the next step.
 
         Args:
             samples: of all ranks in the global batch.
