@@ -365,7 +365,8 @@ def _parser(cls: type) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="train.py",
         usage="torchrun --standalone --nproc-per-node=N train.py [flags]   (or: python train.py [flags])",
-        description="Flags may be written with _ or -. Flags override the --config file, which overrides the defaults.",
+        description="Flags may be written with _ or -. Flags override the --config file, which overrides the defaults. "
+        "For several nodes, scripts/launch.sh takes these flags and more.",
         allow_abbrev=False,
         add_help=False,
         argument_default=argparse.SUPPRESS,

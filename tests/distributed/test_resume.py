@@ -102,8 +102,8 @@ def test_a_run_resumed_in_another_folder_starts_with_a_checkpoint_and_its_best_o
     best, moved = (checkpoint.read(runs.folder(name) / "checkpoints" / "best.pt")[0] for name in ("whole", "moved"))
     assert best["progress"]["step"] == moved["progress"]["step"] == 8
     assert difference(best["model"], moved["model"]) == []
-    events = [(record["event"], record["step"]) for record in runs.records("moved", "event")]
-    assert events[:2] == [("resumed", 16), ("checkpoint", 16)]
+    records = [record for record in runs.records("moved", "event") if record["event"] != "evaluation"]
+    assert [(record["event"], record["step"]) for record in records[:2]] == [("resumed", 16), ("checkpoint", 16)]
     assert difference(runs.last("whole")["model"], runs.last("moved")["model"]) == []
     for name in ("best_value", "best_epoch", "steps"):
         assert runs.json("moved", "summary.json")[name] == runs.json("whole", "summary.json")[name]
