@@ -3,6 +3,7 @@
 torchrun --standalone --nproc-per-node=N scripts/benchmark.py [flags of train.py]                training speed
 torchrun --standalone --nproc-per-node=N scripts/benchmark.py --checkpoint [flags of train.py]   cost of checkpoints
 python scripts/benchmark.py --input [flags of train.py]                                          the loader alone
+python scripts/benchmark.py --plain-run --run_dir FOLDER [flags of train.py]   train the plain loop, for its curve
 python scripts/benchmark.py --find-batch [--ranks N] [--memory GIB] [flags of train.py]          largest micro-batch
 
 Training speed compares four loops in one process (on each rank):
@@ -38,7 +39,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     mode = parser.add_mutually_exclusive_group()
-    for name in ("checkpoint", "input", "find-batch"):
+    for name in ("checkpoint", "input", "plain-run", "find-batch"):
         mode.add_argument(f"--{name}", action="store_const", const=name, dest="mode", default="speed")
     parser.add_argument("--rounds", type=int, default=7, help="rounds; results are medians over them [7]")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps per turn [20]")
@@ -50,7 +51,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options, flags = parser.parse_known_args(words)
     if min(options.rounds, options.steps, options.ranks) < 1 or options.memory < 0:
         parser.error("--rounds, --steps and --ranks must be 1 or more, --memory 0 or more; omit them for the defaults")
-    if options.mode in ("input", "find-batch") and "RANK" in os.environ:
+    if options.mode in ("input", "plain-run", "find-batch") and "RANK" in os.environ:
         parser.error(f"--{options.mode} measures one process; start it with python instead of torchrun")
     TrainingConfig.from_args(flags)
     return options, flags
@@ -70,12 +71,12 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ddp_utils import cleanup_distributed, setup_distributed
-from lib.benchmark import checkpoint, find_batch, input_pipeline, speed
+from lib.benchmark import checkpoint, find_batch, input_pipeline, plain_run, speed
 from utils.distributed.collectives import all_gather_json
 from utils.files import replace_json
 from utils.run.failures import leave_after
 
-MODES = {"speed": speed.measure, "checkpoint": checkpoint.measure, "input": input_pipeline.measure}
+MODES = {"speed": speed, "checkpoint": checkpoint, "input": input_pipeline, "plain-run": plain_run}
 
 
 @record
@@ -99,7 +100,7 @@ def main(words: list[str] | None = None) -> int:
     say(", ".join(f"{name} {value}" for name, value in facts.items()))
     folder = Path(all_gather_json(tempfile.mkdtemp(prefix="benchmark-") if ctx.is_main else "", ctx)[0])
     try:
-        found = MODES[options.mode](options, config, ctx, folder, say)
+        found = MODES[options.mode].measure(options, config, ctx, folder, say)
     finally:
         if ctx.is_main:
             shutil.rmtree(folder, ignore_errors=True)

@@ -12,7 +12,8 @@ from config import TrainingConfig
 from dataset import create_dataset
 from model import create_model
 from ranks import ROOT, WarmLaunch, finish, launch
-from training import Runs, difference
+from scripts.runs import RunInfo
+from training import TINY, Runs, difference
 from utils.checkpoint import format as checkpoint
 from utils.data.augment import normalize
 
@@ -45,6 +46,21 @@ def test_one_picture_has_the_curves_of_all_runs(two_runs, tmp_path, metric):
     lines = ET.parse(picture).getroot().findall("{http://www.w3.org/2000/svg}polyline")
     assert len(lines) == 4 and all(line.get("points") for line in lines)
     assert "fast" in picture.read_text() and "slow" in picture.read_text()
+
+
+def test_the_plain_run_has_the_curve_of_a_run(tmp_path):
+    runs, flags = Runs(tmp_path), "--dataset_size 40 --epochs 2 --lr 0.01 --no-use_amp --grad_accum_steps".split()
+    runs.train(2, "ours", *flags, 1, task="")
+    folder = tmp_path / "plain"
+    words = ["--plain-run", "--run_dir", folder, *TINY, *flags, 2]
+    ended = run_script("benchmark.py", *words)
+    assert ended.code == 0, ended.text
+    ours, plain = ([r for r in RunInfo(f).records if r["kind"] == "eval"] for f in (runs.folder("ours"), folder))
+    assert [(r["step"], r["epoch"], r["top1"]) for r in plain] == [(r["step"], r["epoch"], r["top1"]) for r in ours]
+    # a tolerance: float32 sums in another order on two ranks
+    assert [r["loss"] for r in plain] == pytest.approx([r["loss"] for r in ours], rel=1e-4)
+    ended = run_script("benchmark.py", *words)
+    assert ended.code == 2 and "exists; give a new folder" in ended.text
 
 
 def test_the_report_has_the_timeline_and_curves_of_all_runs(two_runs, tmp_path):

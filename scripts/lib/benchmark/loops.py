@@ -50,10 +50,15 @@ class RankSubset(Dataset):
         return to_device(collate(samples), self._device)
 
 
-def plain(config: TrainingConfig, ctx: DistributedContext, precision: Precision) -> Iterator[tuple[Tensor, float]]:
+def plain(
+    config: TrainingConfig, ctx: DistributedContext, precision: Precision, data: Dataset | None = None
+) -> Iterator[tuple[nn.Module, Tensor, float]]:
     """tests/plain_loop.py one step at a time: the run's precision, a fused optimizer, DDP on several ranks.
 
-    Yields the loss summed over this rank's samples of the step (float64, on the device) and its count.
+    Yields the model, the loss summed over this rank's samples of the step (float64, on the device) and its count.
+
+    Args:
+        data: the training set; by default the fork's.
     """
     spec = importlib.util.spec_from_file_location("plain_loop_for_benchmark", ORACLE)
     loop = importlib.util.module_from_spec(spec)  # a copy of the module, because its seams are replaced below
@@ -70,10 +75,10 @@ def plain(config: TrainingConfig, ctx: DistributedContext, precision: Precision)
         with precision.autocast():
             return compute(model, batch)
 
-    loop.create_dataset = lambda config, split: RankSubset(fork_dataset.create_dataset(config, split), ctx)
+    loop.create_dataset = lambda config, split: RankSubset(data or fork_dataset.create_dataset(config, split), ctx)
     loop.create_model, loop.compute_loss = create_model, compute_loss
-    for _, _, loss, count in loop.plain_loop(config, config.grad_accum_steps, ctx.device, fused=True):
-        yield loss, count
+    for model, _, loss, count in loop.plain_loop(config, config.grad_accum_steps, ctx.device, fused=True):
+        yield model, loss, count
 
 
 def minimal(config: TrainingConfig, ctx: DistributedContext, precision: Precision) -> Iterator[None]:

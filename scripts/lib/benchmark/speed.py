@@ -50,7 +50,7 @@ class Comparison:
         self._plain_losses: list[tuple[Tensor, float]] = []
         epoch_of: dict[str, Callable[[], object]] = {
             TEMPLATE: self.ours.epoch,
-            PLAIN: lambda: self._plain_losses.extend(next(plain) for _ in range(steps)),
+            PLAIN: lambda: self._plain_losses.extend(next(plain)[1:] for _ in range(steps)),
             MINIMAL: lambda: [next(minimal) for _ in range(steps)],
         }
         if with_tutorial:
