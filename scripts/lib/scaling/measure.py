@@ -18,7 +18,7 @@ from lib.benchmark.turns import synchronize
 from lib.preflight.links import all_reduce_times
 from lib.scaling.flags import variants
 from utils.distributed.collectives import all_gather_json
-from utils.training.batchnorm import RunningStats
+from utils.training.step_sums import StepSums
 
 
 def measure(
@@ -63,14 +63,14 @@ def warm(config: TrainingConfig, ctx: DistributedContext, folder: Path, steps: i
 def timed_epoch(ours: Ours, ctx: DistributedContext, is_alone: bool = False) -> tuple[float, float]:
     """Seconds of an epoch, and of its waits for data, of the slowest rank.
 
-    is_alone: without all-reduces of gradients and running statistics; the ranks then diverge.
+    is_alone: without all-reduces of gradients, sums and running statistics; the ranks then diverge.
     """
     all_gather_json(None, ctx)  # start together
     waited, began = ours.spent()["data"], time.perf_counter()
     with contextlib.ExitStack() as stack:
         if is_alone:
             stack.enter_context(ours.model.no_sync())
-            stack.enter_context(mock.patch.object(RunningStats, "start_reduce", lambda stats: None))
+            stack.enter_context(mock.patch.object(StepSums, "start_reduce", lambda stats: None))
         ours.epoch()
     synchronize(ctx.device)
     mine = [time.perf_counter() - began, ours.spent()["data"] - waited]
