@@ -58,7 +58,7 @@ class Clock:
         self._phase, self._mark, self._step_began = 0, time.perf_counter(), 0.0
         self._events: list[tuple[str, torch.cuda.Event]] | None = [] if device and device.type == "cuda" else None
         self._forward_seen = 0.0
-        self._beat, self._pid, self._file = 0, os.getpid(), -1
+        self._beat, self._pid, self._path, self._file = 0, os.getpid(), file, -1
         if file is not None:
             with contextlib.suppress(OSError):  # a full disk: the run continues without a watchdog
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -129,6 +129,12 @@ class Clock:
         if self._file >= 0:
             with contextlib.suppress(OSError):
                 os.pwrite(self._file, BEAT.pack(self._beat), 0)
+
+    def publish(self) -> None:
+        """Show the file to other hosts: NFS promises them what was written before a close. May wait for the storage."""
+        if self._file >= 0:
+            with contextlib.suppress(OSError):
+                os.close(os.open(self._path, os.O_WRONLY))
 
     def close(self) -> None:
         """Call when this rank has finished, or has reported its failure."""

@@ -8,6 +8,7 @@ import ctypes
 import multiprocessing.util
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -22,19 +23,27 @@ class StopSignals:
     """A context manager that keeps the name of the first stop signal; a second SIGINT interrupts at once."""
 
     held: StopSignals | None = None  # the signals that `hold` caught before the run began
+    arrived: socket.socket | None = None  # of the latest instance: the numbers of signals, see `has_arrived`
 
     def __init__(self) -> None:
         self.received = StopSignals.held.received if StopSignals.held else ""
         self._before: dict[int, object] = {}
+        self._wakeup, self._wakeup_before = None, -1
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():  # Python handles signals only there
             for number in STOP_SIGNALS:
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                     self._before[number] = signal.signal(number, self._note)
+            StopSignals.arrived, self._wakeup = socket.socketpair()
+            StopSignals.arrived.setblocking(False)
+            self._wakeup.setblocking(False)
+            self._wakeup_before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         return self
 
     def __exit__(self, *_) -> None:
+        if self._wakeup:
+            signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -42,6 +51,19 @@ class StopSignals:
         if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = self.received or signal.Signals(number).name
+
+
+def has_arrived() -> bool:
+    """Whether a stop signal came since the last call. Python's handlers do not run while the main thread is blocked in
+    C; before that, the interpreter writes the number of the signal into a socket.
+    """
+    with contextlib.suppress(BlockingIOError):
+        return StopSignals.arrived is not None and any(each in STOP_SIGNALS for each in StopSignals.arrived.recv(4096))
+    return False
+
+
+# a child must not write there, nor into a file that gets the same number
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 def hold() -> None:

@@ -32,6 +32,32 @@ HANG_TIMEOUT = ("--hang_timeout", 8)
 SENTENCE = rf"no progress for \d+ s: rank 1 on {HOST} hangs in forward of step 12 \(process \d+\)"
 ENDED = rf"{SENTENCE} \(hang_timeout=8\); fix what the stacks in (\S+) show"
 
+# as in a stream synchronisation under NCCL: no error, no signal handler of Python
+BLOCK = """
+import ctypes
+def block():
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+# an all-reduce of gradients whose peer has died
+BLOCKS_AFTER_DEATH = f"""{BLOCK}
+from utils.training.state import TrainState
+def blocking(plain):
+    def call(*args):
+        try:
+            return plain(*args)
+        except RuntimeError:
+            block()
+    return call
+TrainState.backward, TrainState.update_if_finite = map(blocking, (TrainState.backward, TrainState.update_if_finite))
+"""
+BLOCKS_AT_12 = f"""{BLOCK}
+def before_loss(net):
+    if STEP == 12:
+        block()
+"""
+
 
 def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -78,6 +104,27 @@ def rank_hangs(drill: Drill) -> None:
     stacks = Path(re.search(ENDED, error)[1]).read_text()
     line = 1 + (drill.folder / "program.py").read_text().splitlines().index("        time.sleep(3600)")
     says(stacks, rf'(?s)--- rank 1 on {HOST}\n.*program.py", line {line} in before_loss')
+
+
+@fault("rank killed under NCCL", is_default=True)
+def rank_killed_under_nccl(drill: Drill) -> None:
+    job = drill.held(3, 12, *RUN, code=BLOCKS_AFTER_DEATH)
+    job.signal(2, signal.SIGKILL)
+    drill.let_go()
+    began = time.monotonic()
+    drill.fails(job, rf"rank 2 on {HOST} was killed or cut off in forward of step 12; look for", rank=2)
+    assert time.monotonic() - began < 10
+    drill.resumes(3, *RUN)
+
+
+@fault("stop under NCCL")
+def stop_under_nccl(drill: Drill) -> None:
+    """The launcher would send SIGKILL after 30 s."""
+    job = drill.start(2, *RUN, code=BLOCKS_AT_12)
+    job.wait_for(lambda: [place and (place.step, place.phase) for place in job.places(2)] == [(12, "forward")] * 2)
+    job.signal_launcher(signal.SIGTERM)
+    drill.fails(job, r"no progress for \d+ s: all ranks wait in forward of step 12: .* \(after a stop signal\)")
+    drill.resumes(2, *RUN)
 
 
 @fault("rank hangs and is restarted")

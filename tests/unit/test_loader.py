@@ -55,6 +55,15 @@ def test_the_sampler_is_a_distributed_sampler_of_this_ranks_indices():
     assert list(ranks[0]) != indices[0]
 
 
+def test_no_rank_waits_for_more_than_one_micro_batch_of_another():
+    """Also with large accumulation and in short windows: a collective that takes one micro-batch meets `timeout`."""
+    for n in (1, 5, 20, 21, 399, 401, 403):
+        ranks = [sampler_of(n, rank, 3, per_step=48).global_batches(0) for rank in range(3)]
+        for global_batches in zip(*ranks, strict=True):
+            counts = [len(each.micro_batches) for each in global_batches]
+            assert max(counts) - min(counts) <= 1
+
+
 def test_the_order_is_a_function_of_seed_and_epoch_alone():
     orders = [tuple(sampler_of(40, seed=seed).order(epoch).tolist()) for seed in (0, 1) for epoch in (0, 1)]
     assert len(set(orders)) == 4

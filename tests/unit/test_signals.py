@@ -44,6 +44,17 @@ def test_a_signal_sets_a_flag_and_the_handlers_are_restored():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_forked_process_does_not_write_signals_into_the_files_of_its_parent():
+    before = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(before)
+    with StopSignals():
+        pid = os.fork()
+        if not pid:
+            os._exit(signal.set_wakeup_fd(-1) != -1)
+        assert os.waitpid(pid, 0)[1] == 0
+    assert signal.set_wakeup_fd(before) == before
+
+
 def test_a_signal_during_exit_does_not_change_the_exit_code():
     """srun --kill-on-bad-exit sends SIGTERM to tasks that exit slightly after the first one."""
     ended = subprocess.run(

@@ -1,21 +1,31 @@
 """The phase of each rank, the rank that holds up the others, and the account of time."""
 
+import ctypes
 import json
+import os
+import signal
+import socket
+import subprocess
+import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 
 import utils.clock
+import utils.run.watchdog
 from config import TrainingConfig
 from test_run_folder import open_run, with_
 from training import wait_until
-from utils.clock import Clock, Place, read_place, slowest
+from utils.clock import BEAT, INDEX, PLACE, Clock, Place, read_place, slowest
+from utils.distributed.collectives import is_of_a_peer
 from utils.report import goodput
 from utils.report.goodput import ACCOUNTS, Goodput, share_in_training
 from utils.run.watchdog import Watchdog, look_twice, verdict
+from utils.signals import StopSignals
 
 HOSTS = ("a", "a", "b", "b")
+HERE = socket.gethostname()
 
 
 def place(step, phase, counter=1, beat=1):
@@ -53,8 +63,16 @@ def clock(tmp_path):
     clock.close()
 
 
-def watch(clock, folder, hang_timeout=0.0, end=lambda *_: None):
-    return Watchdog(clock, folder, 0, ("a",), hang_timeout, lambda: None, lambda *_: None, end)
+def watch(clock, folder, hang_timeout=0.0, end=lambda *_: None, hosts=("a",), every_second=lambda: None, **calls):
+    return Watchdog(clock, folder, 0, hosts, hang_timeout, every_second, lambda *_: None, end, **calls)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """The watchdog waits a fifth of its usual times."""
+    for name in vars(utils.run.watchdog).copy():
+        if name.startswith("SECONDS_"):
+            monkeypatch.setattr(utils.run.watchdog, name, getattr(utils.run.watchdog, name) / 5)
 
 
 def test_the_limit_is_learned_from_the_steps_and_is_at_least_five_seconds(clock, tmp_path):
@@ -74,10 +92,10 @@ def test_other_ranks_see_the_phase_and_the_step_at_once_and_a_heartbeat(clock, t
     assert (first.step, first.phase) == (12, "data")
     clock.enter("backward")
     assert read_place(file).phase == "backward" and read_place(file).counter > first.counter
-    assert look_twice(tmp_path, 1)[1:] == ({0}, False)  # no heartbeat
-    assert look_twice(tmp_path, 1, lambda: clock.beat() or clock.enter("update"))[1:] == (set(), True)
+    assert look_twice(tmp_path, ("a",))[1:] == ({0}, False)  # no heartbeat
+    assert look_twice(tmp_path, ("a",), lambda: clock.beat() or clock.enter("update"))[1:] == (set(), True)
     clock.close()
-    assert look_twice(tmp_path, 1)[1] == set()  # the rank has ended
+    assert look_twice(tmp_path, ("a",))[1] == set()  # the rank has ended
     assert read_place(tmp_path / "rank1") is None
     file.write_bytes(b"short")
     assert read_place(file) is None
@@ -98,6 +116,120 @@ def test_stacks_are_read_only_when_a_rank_hangs_and_then_it_ends(clock, tmp_path
     watchdog.close()
     assert "in forward of step 0" in text and hanging == 0
     assert "--- rank 0 on a" in stacks and "wait_until" in stacks and "wait_until" in stack.read_text()
+
+
+def test_beats_and_phases_are_visible_to_other_hosts_within_seconds(tmp_path, monkeypatch):
+    """NFS promises other hosts only what was written before a close."""
+    unsent = []
+
+    def close(descriptor):
+        for data, offset in unsent:
+            os.pwrite(descriptor, data, offset)
+        unsent.clear()
+        os.close(descriptor)
+
+    nfs = SimpleNamespace(pwrite=lambda _, data, offset: unsent.append((data, offset)), close=close)
+    monkeypatch.setattr(utils.clock, "os", SimpleNamespace(**{**vars(os), **vars(nfs)}))
+    clock = Clock(tmp_path / "rank0")
+    watchdog = watch(clock, tmp_path)
+    clock.begin_step(3)
+    clock.enter("backward")
+    first = wait_until(lambda: (seen := read_place(tmp_path / "rank0")).phase == "backward" and seen, 5)
+    assert first.step == 3
+    wait_until(lambda: read_place(tmp_path / "rank0").beat > first.beat, 5)
+    watchdog.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "phase", "is_alive", "is_lost"),
+    [
+        (HERE, "backward", False, True),  # killed
+        (HERE, "backward", True, False),  # stopped: it may continue
+        (HERE, "end", True, True),
+        ("elsewhere", "backward", True, True),  # its process cannot be seen
+        ("elsewhere", "save", True, False),  # behind slow storage
+    ],
+)
+def test_a_rank_without_progress_ends_when_the_next_rank_is_gone(
+    clock, tmp_path, quick, host, phase, is_alive, is_lost
+):
+    pid = os.getpid()
+    if not is_alive:
+        pid = subprocess.Popen(["true"]).pid  # nobody waits for it
+    (tmp_path / "rank1").write_bytes(BEAT.pack(7) + PLACE.pack(9, 3, INDEX[phase], pid))
+    lost = []
+    watchdog = watch(clock, tmp_path, 60.0, hosts=(HERE, host), lose=lost.append)
+    time.sleep(0.5)
+    assert not lost  # at the start
+    clock.enter("backward")
+    if is_lost:
+        assert wait_until(lambda: lost, 3)[0] == 1
+    else:
+        time.sleep(2.5)
+        assert not lost
+    watchdog.close()
+
+
+def test_a_rank_without_progress_ends_when_another_one_has_reported_a_failure(clock, tmp_path, quick):
+    ended = []
+    failure, end = lambda: "rank 2 on b ran out of memory", lambda *said: ended.append(said)
+    watchdog = watch(clock, tmp_path, 60.0, end, ("a", "b"), failure=failure)
+    time.sleep(1)
+    assert not ended  # at the start
+    clock.enter("save")  # a read from the device, before the state is copied
+    assert wait_until(lambda: ended, 5)[0] == ("rank 2 on b ran out of memory", "", None)
+    watchdog.close()
+
+
+def test_slow_storage_ends_no_rank_and_does_not_stop_the_heartbeat(clock, tmp_path, quick, monkeypatch):
+    ended, go = [], threading.Event()
+    monkeypatch.setattr(clock, "publish", go.wait)
+    watchdog = watch(clock, tmp_path, 0.5, lambda *said: ended.append(said), (HERE, "elsewhere"))
+    clock.enter("forward")
+    beat = read_place(tmp_path / "rank0").beat
+    time.sleep(3)
+    assert not ended and read_place(tmp_path / "rank0").beat > beat + 10
+    go.set()
+    wait_until(lambda: ended, 5)
+    watchdog.close()
+
+
+def test_after_a_stop_signal_a_rank_that_is_blocked_in_c_ends(clock, tmp_path, quick):
+    """The handler of the signal runs in Python, and so only when the call in C returns."""
+    ended, mutex, libc = [], ctypes.create_string_buffer(64), ctypes.CDLL(None)
+
+    def end(*said):
+        ended.append((said, signals.received))
+        libc.pthread_mutex_unlock(mutex)
+
+    with StopSignals() as signals:
+        watchdog = watch(clock, tmp_path, 60.0, end)
+        clock.durations.append(0.1)
+        clock.enter("backward")
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        began = time.monotonic()
+        for _ in range(2):
+            libc.pthread_mutex_lock(mutex)
+        took = time.monotonic() - began
+        assert signals.received == "SIGTERM"
+        watchdog.close()
+    (text, *_), received = ended[0]
+    assert received == "" and text.endswith("(after a stop signal)") and 4 < took < 10
+
+
+@pytest.mark.parametrize(
+    ("text", "is_lost"),
+    [
+        ("[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:5814", True),
+        ("ncclRemoteError: A call failed possibly due to a network error or a remote process exiting", True),
+        ("NCCL communicator was aborted on rank 1.", True),
+        ("NCCL communicator was aborted after a previous error", True),
+        ("Watchdog caught collective operation timeout: NCCL operation timed out", True),
+        ("ncclUnhandledCudaError: Call to CUDA function failed.", False),  # of this rank's GPU
+    ],
+)
+def test_errors_of_a_collective_whose_peer_is_gone_do_not_blame_this_rank(text, is_lost):
+    assert is_of_a_peer(RuntimeError(text)) == is_lost
 
 
 def test_the_slowest_rank_and_the_cause():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,9 @@ from utils.distributed.context import DistributedContext
 
 T = TypeVar("T")
 SHORT = 1016  # bytes of a message that fits in one collective
+LOST_PEER = re.compile(
+    "gloo|ncclRemoteError|NCCL communicator was aborted|NCCL operation timed out|timed out in blocking wait"
+)
 
 
 def all_gather_json(value: Any, ctx: DistributedContext) -> list[Any]:
@@ -125,5 +129,5 @@ def is_of_a_peer(error: BaseException) -> bool:
     """Whether a collective failed because a peer is gone (by gloo's and NCCL's messages): another rank failed first."""
     if isinstance(error, TrainingError):
         return error.__cause__ is not None and is_of_a_peer(error.__cause__)
-    is_named = isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "ncclRemoteError"))
+    is_named = isinstance(error, RuntimeError) and LOST_PEER.search(str(error)) is not None
     return is_named or isinstance(error, dist.DistNetworkError)

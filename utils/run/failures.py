@@ -14,10 +14,11 @@ import torch
 
 from config import TrainingConfig, TrainingError, UserError
 from utils.checkpoint.format import step_checkpoints
-from utils.clock import Clock
+from utils.clock import Clock, read_place
 from utils.data.worker import explain
 from utils.distributed.collectives import is_of_a_peer
 from utils.distributed.context import DistributedContext, Launch, read_launch
+from utils.files import read_json
 from utils.logger import NAME
 from utils.memory import is_out_of_memory, let_go
 from utils.run.command_line import end_now, reject, report_to_torchrun
@@ -76,6 +77,7 @@ def fail(
     error: BaseException, run: Run, watchdog: Watchdog, config: TrainingConfig, ctx: DistributedContext
 ) -> NoReturn:
     """Write the cause of the failure to status.json and raise it."""
+    watchdog.stand_down()
     cause = cause_of(error, run, config, ctx)
     run.failed(cause)
     watchdog.close()
@@ -126,12 +128,28 @@ def start_watchdog(
 
     def end(text: str, stacks: str, hanging: int | None) -> None:
         if hanging is None:  # another rank reports it
+            logger.info("this rank ends: %s", text)
             end_now(1)
-        file = report(text, stacks)
-        remedy = f"fix what the stacks in {file} show, then --resume_from auto"
-        sentence = f"{text} (hang_timeout={config.hang_timeout:g}); {remedy}"
-        run.failed(TrainingError(sentence, hanging, ctx.hosts[hanging]))
-        report_to_torchrun(f"TrainingError: {sentence}", f"{stacks}\nTrainingError: {sentence}", ctx.launch)
+        remedy = f"fix what the stacks in {report(text, stacks)} show, then --resume_from auto"
+        end_with(TrainingError(f"{text}; {remedy}", hanging, ctx.hosts[hanging]), f"{stacks}\n")
+
+    def end_with(error: TrainingError, stacks: str = "") -> None:
+        run.failed(error)
+        report_to_torchrun(f"TrainingError: {error}", f"{stacks}TrainingError: {error}", ctx.launch)
         end_now(1)
 
-    return Watchdog(clock, run.watch_folder, ctx.rank, ctx.hosts, config.hang_timeout, every_second, report, end)
+    def failure() -> str:
+        status = read_json(run.folder / "status.json")
+        return f"{status.get('error')}" if status.get("state") == "failed" and not run.is_replacing else ""
+
+    def lose(peer: int) -> None:
+        place, host = read_place(run.watch_folder / f"rank{peer}"), ctx.hosts[peer]
+        error = run.lost_ranks(meanwhile=clock.beat)
+        if place and place.phase == "end":  # it could not report why
+            error = error or TrainingError(f"rank {peer} on {host} has ended; see its log", peer, host)
+        if error:
+            logger.error("%s", error)
+            end_with(error)
+
+    parts = (config.hang_timeout, every_second, report, end, failure, lose)
+    return Watchdog(clock, run.watch_folder, ctx.rank, ctx.hosts, *parts)

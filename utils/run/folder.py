@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -235,9 +236,9 @@ class Run:
             with suppress(OSError) if is_running else nullcontext():  # a full disk: training continues
                 replace_json(self.folder / "status.json", self._status, is_flushed=not is_running)
 
-    def lost_ranks(self) -> TrainingError | None:
+    def lost_ranks(self, meanwhile: Callable[[], None] = lambda: None) -> TrainingError | None:
         """After a collective failed because a peer is gone: the error for a rank that ended without reporting one."""
-        places, standing, _ = look_twice(self.watch_folder, len(self.hosts))
+        places, standing, _ = look_twice(self.watch_folder, self.hosts, meanwhile)
         if not standing or not self.watch_folder.is_dir():
             return None
         rank, place = min(standing), places[min(standing)]

@@ -225,6 +225,7 @@ class Saver:
     def finish(self) -> None:
         """Wait until the last checkpoint is on the disk. Raises TrainingError on rank 0 if it cannot be written."""
         self.finish_snapshot()
+        self._clock.enter("save")  # no longer a step: other ranks may end before this one
         for last in [] if not self._writer else [False] * (LAST_TRIES - 1) + [True]:
             while self._is_busy:
                 self._look(SECONDS_OF_A_LOOK)
@@ -248,10 +249,11 @@ class Saver:
             return False
 
     def close(self) -> None:
-        """Wait for the user's command, then end the writer and the thread."""
+        """Wait for the user's command, on all ranks, then end the writer and the thread."""
         while self._hook.is_running():
             self._clock.enter("save")  # a long upload is not a hang
             time.sleep(SECONDS_OF_A_LOOK)
+        all_gather_json(None, self._ctx)  # other ranks wait here, where `timeout` does not apply
         self._thread.shutdown()
         if self._writer:
             self._writer.end()

@@ -4,23 +4,37 @@ A rank's loop writes a counter, its step and its phase; its thread writes a hear
 compares numbers, never clocks of other machines. If the heartbeat stops, the rank was stopped, killed or cut off; if
 only the counter stops, the rank waits or hangs. Ranks without a heartbeat are reported as the cause, else the rank
 that is furthest behind. Under a debugger use --hang_timeout 0.
+
+Under NCCL a rank whose peer died waits for the GPU: no exception is raised, and no signal handler of Python runs. So a
+rank without progress looks once a second at the next rank and at status.json, and ends if that rank is gone or the run
+has failed. The number of these reads does not depend on the number of ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from utils.clock import PHASES, Clock, Place, read_place
+from utils.clock import PHASES, STEP_PHASES, Clock, Place, read_place
+from utils.signals import has_arrived
 
 UNJUDGED = ("start", "end")  # phases that may take long
 SECONDS_BETWEEN_BEATS = 0.5
-SECONDS_OF_A_LOOK = 1.5  # in which the beat of a live rank changes
-SECONDS_FOR_BLAME = 3.0  # the rank that reports a hang ends this much earlier: torchrun blames the first
+SECONDS_BETWEEN_PUBLISHED = 1.0
+SECONDS_OF_A_LOOK = 1.5  # in which the beat of a live rank on this host changes
+SECONDS_OF_A_LONG_LOOK = 4.0  # the same for another host, which sees it later
+SECONDS_OF_SILENCE = 6.0  # after which a rank on another host is lost, if the storage answers within SECONDS_TO_PUBLISH
+SECONDS_TO_PUBLISH = 2.5
+SECONDS_TO_SUSPECT = 1.0  # without progress, before this rank looks at the next one
+SECONDS_FOR_BLAME = 4.0  # the rank that reports a hang ends this much earlier: torchrun blames the first
+SECONDS_TO_STOP, STEPS_TO_STOP = 20.0, 3  # the longer one may pass after a stop signal: torchrun waits 30 s
 LEAST_LIMIT, FIRST_LIMIT = 5.0, 60.0  # seconds without progress before a report; FIRST: before steps were measured
 STEPS_TO_LEARN = 8
 
@@ -33,9 +47,11 @@ class Watchdog:
         folder: holds the files of all ranks; on storage that all nodes share.
         hosts: of each rank.
         hang_timeout: seconds without progress after which `end` is called; 0: never.
-        every_second: called by the thread.
+        every_second: called by a second thread, which may wait for the storage.
         report: called with the message and the stacks, once per hang, on the lowest live rank.
         end: called with the message, the stacks and the rank that hangs (None: another rank reports it); never returns.
+        failure: returns the error that another rank has reported, or an empty string.
+        lose: called when the next rank is gone; returns if it is not.
     """
 
     def __init__(
@@ -48,18 +64,30 @@ class Watchdog:
         every_second: Callable[[], None],
         report: Callable[[str, str], None],
         end: Callable[[str, str, int | None], None],
+        failure: Callable[[], str] = str,
+        lose: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._clock, self._folder, self._rank, self._hosts = clock, folder, rank, hosts
         self._hang_timeout, self._every_second, self._report, self._end = hang_timeout, every_second, report, end
+        self._failure, self._lose = failure, lose
+        self._next = (rank + 1) % len(hosts)
+        self._next_beat = -1
+        self._next_beat_at = self._published_at = self._looked_at = time.monotonic()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._watch, self._publish)]
+        for thread in self._threads:
+            thread.start()
+
+    def stand_down(self) -> None:
+        """End nothing from now on: this rank has failed and looks for the cause. The heartbeat continues."""
+        self._hang_timeout = 0.0
 
     def close(self) -> None:
         """Stop watching: this rank has finished or has reported its failure."""
         self._stop.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
         self._clock.close()
 
     @property
@@ -70,13 +98,18 @@ class Watchdog:
             return FIRST_LIMIT
         return max(LEAST_LIMIT, 5 * durations[int(0.99 * (len(durations) - 1))])
 
+    def _publish(self) -> None:
+        while not self._stop.wait(SECONDS_BETWEEN_PUBLISHED):
+            self._clock.publish()
+            self._published_at = time.monotonic()
+            self._every_second()
+
     def _watch(self) -> None:
-        counter, moved_at, dumped, reported, is_second = -1, time.monotonic(), -1, -1, False
+        counter, moved_at, dumped, reported, asked_at = -1, time.monotonic(), -1, -1, math.inf
         while not self._stop.wait(SECONDS_BETWEEN_BEATS):
             self._clock.beat()
-            is_second = not is_second
-            if is_second:
-                self._every_second()
+            if has_arrived():
+                asked_at = min(asked_at, time.monotonic())
             if self._clock.counter != counter:
                 counter, moved_at = self._clock.counter, time.monotonic()
                 continue
@@ -89,18 +122,54 @@ class Watchdog:
                 dumped = counter
             if standing > limit and reported != counter and self._look(standing, is_end=False):
                 reported = counter
-            if 0 < self._hang_timeout < standing and not self._look(standing, is_end=True):
+            if not self._hang_timeout:
+                continue
+            is_over, reason = standing > self._hang_timeout, f"hang_timeout={self._hang_timeout:g}"
+            if standing > SECONDS_TO_SUSPECT:
+                self._look_at_next()
+            if self._clock.phase in STEP_PHASES:
+                longest = max(self._clock.durations, default=FIRST_LIMIT / STEPS_TO_STOP)
+                if time.monotonic() - max(moved_at, asked_at) > max(SECONDS_TO_STOP, STEPS_TO_STOP * longest):
+                    is_over, reason = True, "after a stop signal"
+            if is_over and not self._look(standing, is_end=True, reason=reason):
                 moved_at = time.monotonic()
+
+    def _look_at_next(self) -> None:
+        """Once a second: end this process if the run has failed or the next rank is gone."""
+        now = time.monotonic()
+        if now - self._looked_at < SECONDS_BETWEEN_PUBLISHED or len(self._hosts) == 1:
+            return
+        was_looking, self._looked_at = now - self._looked_at < 2 * SECONDS_OF_A_LOOK, now
+        if text := self._failure():
+            if not self._stop.wait(SECONDS_FOR_BLAME / 2):
+                self._end(text, "", None)
+            return
+        place = read_place(self._folder / f"rank{self._next}")
+        beat = place.beat if place else -1
+        is_slow = now - self._published_at > SECONDS_TO_PUBLISH  # then a beat of the other host may be late, too
+        if beat != self._next_beat or is_slow or not was_looking:
+            self._next_beat, self._next_beat_at = beat, now
+            return
+        if place is None:
+            return
+        if place.phase == "end":
+            is_gone = self._clock.phase in STEP_PHASES  # otherwise this rank may only be the last to finish
+        elif self._hosts[self._next] == socket.gethostname():
+            is_gone = has_exited(place.pid)  # else it is stopped, and may continue
+        else:
+            is_gone = now - self._next_beat_at > SECONDS_OF_SILENCE and place.phase in STEP_PHASES
+        if is_gone:
+            self._lose(self._next)
 
     def _dump_stacks(self) -> None:
         """Call only if the loop hangs: dumping the stacks of running threads (gloo's) can crash the process."""
         with contextlib.suppress(OSError), (self._folder / f"stack{self._rank}").open("w") as file:
             faulthandler.dump_traceback(file)
 
-    def _look(self, standing: float, is_end: bool) -> bool:
-        """Report or end. Returns False if some rank still makes progress."""
-        places, standing_ranks, is_moving = look_twice(self._folder, len(self._hosts), self._clock.beat)
-        if is_moving:
+    def _look(self, standing: float, is_end: bool, reason: str = "") -> bool:
+        """Report or end. Returns False if some rank still makes progress, or may do so behind slow storage."""
+        places, standing_ranks, is_moving = look_twice(self._folder, self._hosts, self._clock.beat)
+        if is_moving or (is_end and time.monotonic() - self._published_at > SECONDS_TO_PUBLISH):
             return False
         alive = [rank for rank in range(len(places)) if rank not in standing_ranks]
         is_reporter = not alive or alive[0] == self._rank
@@ -109,7 +178,7 @@ class Watchdog:
             time.sleep(SECONDS_FOR_BLAME)
             self._end(text, "", None)
         elif is_end:
-            self._end(text, self._stacks(), hanging)
+            self._end(f"{text} ({reason})", self._stacks(), hanging)
         elif is_reporter:
             self._report(text, self._stacks())
         return True
@@ -125,16 +194,35 @@ class Watchdog:
         return "\n".join(found)
 
 
+def has_exited(pid: int) -> bool:
+    """Whether the process on this host is gone, or a zombie."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's process, or no /proc
+        return False
+
+
 def look_twice(
-    folder: Path, ranks: int, meanwhile: Callable[[], None] = lambda: None
+    folder: Path, hosts: tuple[str, ...], meanwhile: Callable[[], None] = lambda: None
 ) -> tuple[list[Place | None], set[int], bool]:
-    """All ranks' places, the ranks whose beat has stopped, and whether any counter moves: read twice, 1.5 s apart."""
-    before = [read_place(folder / f"rank{rank}") for rank in range(ranks)]
-    ends = time.monotonic() + SECONDS_OF_A_LOOK
-    while time.monotonic() < ends:
-        time.sleep(SECONDS_BETWEEN_BEATS / 2)
-        meanwhile()
-    after = [read_place(folder / f"rank{rank}") for rank in range(ranks)]
+    """All ranks' places, the ranks whose beat has stopped, and whether any counter moves.
+
+    All files are read twice, 1.5 s apart; those of ranks on other hosts without a new beat once more, after 4 s.
+    """
+    began = time.monotonic()
+    before = [read_place(folder / f"rank{rank}") for rank in range(len(hosts))]
+    after, unseen = list(before), range(len(hosts))
+    for seconds in (SECONDS_OF_A_LOOK, SECONDS_OF_A_LONG_LOOK):
+        while unseen and time.monotonic() - began < seconds:
+            time.sleep(SECONDS_BETWEEN_BEATS / 2)
+            meanwhile()
+        for rank in unseen:
+            after[rank] = read_place(folder / f"rank{rank}")
+        elsewhere = [rank for rank in unseen if hosts[rank] != socket.gethostname() and before[rank] and after[rank]]
+        unseen = [rank for rank in elsewhere if before[rank].beat == after[rank].beat and after[rank].phase != "end"]
     pairs = list(zip(before, after, strict=True))
     standing = {
         rank
