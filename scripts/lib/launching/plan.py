@@ -197,7 +197,7 @@ def make_plan(options: argparse.Namespace, flags: list[str], config: TrainingCon
     else:
         check_interfaces(env)
         own, is_host = own_address(nodes, patience or ROUTE_PATIENCE_S)
-        nodes = replace(nodes, is_host=is_host)
+        nodes = replace(nodes, is_host=is_host, secret=env.get("LAUNCH_SECRET", ""), run=config.run_folder.name)
         if interface := interface_of(own):
             settings |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
         words += [f"--nnodes={nodes.nnodes}", f"--local-addr={own}"]
