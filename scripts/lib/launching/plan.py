@@ -211,7 +211,10 @@ def make_plan(options: argparse.Namespace, flags: list[str], config: TrainingCon
             words += [f"--node-rank={nodes.rank}", f"--master-addr={nodes.address}", f"--master-port={nodes.port}"]
         else:
             words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes.address}:{nodes.port}"]
-            words += [f"--rdzv-conf=is_host={int(is_host)}", f"--rdzv-id={env.get('LAUNCH_ID') or 'launch'}"]
+            words += [f"--rdzv-conf=is_host={int(is_host)}"]
+        words += [
+            f"--rdzv-id={env.get('LAUNCH_ID') or nodes.run}"
+        ]  # otherwise launches that cross share torchrun's keys
     if int(options.max_restarts):
         words += [f"--max-restarts={options.max_restarts}"]
     if options.debug:

@@ -34,6 +34,7 @@ class Launch:
     def __init__(self, plan: Plan, env: dict[str, str]) -> None:
         self._plan, self._env = plan, env | plan.settings
         self._env["LAUNCH_ID"] = env.get("LAUNCH_ID") or f"{socket.gethostname()}-{os.getpid()}-{time.time():.0f}"
+        self._env.pop("LAUNCH_SECRET", None)  # the ranks do not need it
         self._child: subprocess.Popen | None = None
         self._signals, self._is_waiting = 0, True  # waiting for nodes or for the next attempt
         # under slurm.sbatch, which ignores USR1 here, the job is requeued; a new attempt in it would be cut off
