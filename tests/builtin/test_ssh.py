@@ -16,6 +16,7 @@ from training import wait_for_step, wait_until
 
 TINY = "--image_size 8 --batch_size 4 --num_workers 0 --backend gloo --timeout 10 --hang_timeout 20".split()
 LONG = ["--dataset_size", 4000, "--epochs", 1000, "--save_every", 0, "--save_every_minutes", 0]
+VALUE, SECRET = 'it\'s\n"here"', "not for ps"
 SSHD = """
 HostKey {folder}/key
 AuthorizedKeysFile {folder}/key.pub
@@ -57,7 +58,7 @@ class Cluster(Nodes):
         wait_until(lambda: b"listening on 0.0.0.0" in os.pread(self.daemon.files[1].fileno(), 999, 0))
 
     def launch(self, *flags: object, hosts: str = "node0,node1"):
-        env = {"PATH": f"{self.folder}:{PATH}", "NPROC_PER_NODE": "1", "A_VARIABLE": 'it\'s\n"here"'}
+        env = {"PATH": f"{self.folder}:{PATH}", "NPROC_PER_NODE": "1", "A_VARIABLE": VALUE, "LAUNCH_SECRET": SECRET}
         return self[0].start([ROOT / "scripts/launch.sh", "--hosts", hosts, *TINY, *flags], env=env)
 
 
@@ -71,8 +72,8 @@ def test_ctrl_c_saves_and_stops_the_launch_on_all_hosts(tmp_path):
     assert ended.code == 75 and ended.left == 0, ended.text
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "preempted"
     assert list((tmp_path / "run/checkpoints").glob("step_*.pt"))
-    secret = next(word for word in environ.split(b"\0") if word.startswith(b"LAUNCH_SECRET="))[14:].decode()
-    assert b'A_VARIABLE=it\'s\n"here"' in environ and secret not in ended.text + listed
+    assert f"A_VARIABLE={VALUE}".encode() in environ and SECRET.encode() not in environ
+    assert SECRET not in ended.text + listed
     for line in ("[node0] launch.sh: environment: ", "[node1] launch.sh: environment: "):
         assert line in ended.err, ended.err
     assert "[node0 0] " in ended.out and "[node0] [node0" not in ended.out

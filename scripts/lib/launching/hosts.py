@@ -90,10 +90,11 @@ class Hosts:
 
     def _run_once(self, k: int) -> int:
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        connection = start([*SSH, self._hosts[k], "exec bash -s"], bufsize=0, **pipes)
+        connection = start([*SSH, self._hosts[k], "exec bash -s"], **pipes)
         script = [f"cd {shlex.quote(os.getcwd())} || exit 2", *self._exports, f"exec {self.commands[k]}"]
         with suppress(OSError):  # it has ended
             connection.stdin.write("".join(f"{line}\n" for line in script).encode())  # not in arguments, which ps shows
+            connection.stdin.flush()
         self._connections[k] = connection
         streams = ((connection.stdout, sys.stdout), (connection.stderr, sys.stderr))
         copies = [threading.Thread(target=self._copy, args=(k, *each), daemon=True) for each in streams]
@@ -106,10 +107,9 @@ class Hosts:
 
     def _copy(self, k: int, source: BinaryIO, target: TextIO) -> None:
         label = f"[{self._hosts[k].rpartition('@')[2]}] "
-        with open(source.fileno(), "rb", closefd=False) as lines:
-            for line in lines:
-                target.write(("" if RANK_LINE.match(line) else label) + line.decode(errors="replace"))
-                target.flush()
+        for line in source:
+            target.write(("" if RANK_LINE.match(line) else label) + line.decode(errors="replace"))
+            target.flush()
 
 
 def forward_signals() -> None:
