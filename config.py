@@ -407,8 +407,9 @@ def _read_file(file: str, cls: type) -> dict[str, Any]:
     unknown = [f"{file}: {_unknown(key, cls)}" for key in values if key not in names]
     if unknown:
         raise UserError("\n".join(unknown))
-    if path.suffix == ".json":  # how that run was started does not apply to a new one
-        values = {key: value for key, value in values.items() if key not in ("resume_from", "overwrite", "eval_only")}
+    if path.suffix == ".json":  # how that run was started does not apply to a new one, and its command may not be yours
+        left_out = ("resume_from", "overwrite", "eval_only", "on_checkpoint")
+        values = {key: value for key, value in values.items() if key not in left_out}
     if values.get("checkpoint_dir") == f"{values.get('run_dir')}/checkpoints":
         del values["checkpoint_dir"]
     return values

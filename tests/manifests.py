@@ -76,9 +76,13 @@ def started(job, index):
     fields = {INDEX: str(index), "metadata.labels['batch.kubernetes.io/controller-uid']": "5fcf6d81"}
     env = {}
     for each in container["env"]:  # in order: a later variable cannot be expanded
-        env[each["name"]] = (
-            filled(each["value"], env) if "value" in each else fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
-        )
+        if "value" in each:
+            env[each["name"]] = filled(each["value"], env)
+        elif secret := each["valueFrom"].get("secretKeyRef"):
+            assert secret == {"name": "ddp", "key": "launch"}  # as in the command of docs/kubernetes.md
+            env[each["name"]] = "secret"
+        else:
+            env[each["name"]] = fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
     return [filled(word, env) for word in container["command"] + container["args"]], env
 
 

@@ -122,12 +122,13 @@ def test_the_output_of_print_config_can_be_read_back(tmp_path, capsys):
 
 
 def test_config_json_of_a_run_restores_its_settings_but_not_its_folders_or_start_flags(tmp_path):
-    started = TrainingConfig(run_dir="runs/a", overwrite=True, eval_only=True, seed=5).to_dict()
+    """Nor its command: a config.json may be from somebody else."""
+    started = TrainingConfig(run_dir="runs/a", overwrite=True, eval_only=True, seed=5, on_checkpoint="rm a").to_dict()
     file = tmp_path / "config.json"
     file.write_text(json.dumps(started | {"resume_from": "runs/a/step_00000001.pt"}))
     config = of(f"--config {file} --run_dir runs/b")
     assert (config.overwrite, config.eval_only, config.resume_from, config.seed) == (False, False, "", 5)
-    assert str(config.checkpoint_folder) == "runs/b/checkpoints"
+    assert (config.on_checkpoint, str(config.checkpoint_folder)) == ("", "runs/b/checkpoints")
 
 
 def test_help_shows_each_flag_once_with_its_default_in_100_lines_of_120_columns(capsys):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -53,7 +54,8 @@ def test_several_nodes_by_variables_and_by_flags(plan):
     flags = [word for name, value in variables.items() for word in (f"--{name.lower().replace('_', '-')}", value)]
     assert plan(*flags)[0] == words
     assert (settings["GLOO_SOCKET_IFNAME"], settings["NCCL_SOCKET_IFNAME"]) == ("eth7", "=eth7")
-    assert "--master-port=29500" in plan(NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1")[0]
+    words, _ = plan("--run_dir", "runs/x", NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1")
+    assert {"--master-port=29500", "--rdzv-id=x"} <= set(words)
 
 
 def test_no_flag_of_launch_sh_has_the_name_of_a_field_of_the_config():
@@ -96,6 +98,16 @@ def test_preflight_and_scaling_replace_training(plan):
     assert plan("--preflight", "--epochs", "3")[0][-3:] == ["scripts/preflight.py", "--epochs", "3"]
     words = "scripts/scaling.py --json s.json --plot s.svg --run_dir r".split()
     assert plan("--scaling", "s.json", "--run_dir", "r")[0][-7:] == words
+
+
+def test_hosts_starts_one_launch_per_host(capsys):
+    words = ["--hosts", "me@a,b", "--lr", "1", "--dry-run", "--detach"]
+    assert program.main(words, {}) == 0
+    for rank, line in enumerate(capsys.readouterr().out.splitlines()):
+        options, flags = planning.read_flags(shlex.split(line)[1:], {"NNODES": "7", "MASTER_ADDR": "c"})
+        assert (options.nnodes, options.node_rank, options.master_addr) == ("2", str(rank), "a")
+        assert (options.hosts, options.detach, flags) == ("", False, ["--lr", "1"])
+    assert rank == 1
 
 
 SECOND_OF_TWO = {"NNODES": "2", "NODE_RANK": "1"}

@@ -1,17 +1,24 @@
-"""lib/launching/rendezvous.py without nodes: races and errors (real nodes: builtin/test_misconfigurations.py)."""
+"""lib/launching/rendezvous.py without nodes: races, errors and what other machines send (real nodes:
+builtin/test_misconfigurations.py)."""
 
 import contextlib
 import json
+import random
+import re
 import socket
 import threading
+import time
 from dataclasses import replace
 
 import pytest
 
 from config import UserError
-from scripts.lib.launching.rendezvous import Host, Nodes, check_leads_here, join
+from scripts.lib.launching import rendezvous
+from scripts.lib.launching.rendezvous import Host, Nodes, NodesMissing, ask, check_leads_here, join
 
-NODES = Nodes(least=1, most=2, rank=1, address="127.0.0.1", port=0, backend="c10d")
+NODES = Nodes(least=1, most=2, rank=1, address="127.0.0.1", port=0, backend="c10d", secret="s", run="run")
+TWO = replace(NODES, least=2, backend="static")
+FORGED = "\nlaunch.sh: forged \x1b[2J"
 
 
 @contextlib.contextmanager
@@ -24,26 +31,29 @@ def hosting(nodes, launch_id="job-7"):
 
 
 @contextlib.contextmanager
-def greeting(other_port, times):
-    """A node 0 that sends `times` greetings and then none, as torchrun's store."""
-
-    def serve(server):
-        with contextlib.suppress(OSError):
-            for k in range(times + 1):
-                connection, _ = server.accept()
-                with connection:
-                    if k < times:
-                        message = {"host": "node0", "token": "x", "port": other_port}
-                        connection.sendall(json.dumps(message).encode() + b"\n")
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=serve, args=(server,), daemon=True).start()
-        yield replace(NODES, port=server.getsockname()[1])
-
-
-def closed_port():
+def closed_beside(nodes, times):
+    """A node 0 whose other port is closed, and that leaves after `times` polls; then the port is silent, as torchrun's
+    store."""
     with socket.create_server(("127.0.0.1", 0)) as gone:
-        return gone.getsockname()[1]
+        closed = gone.getsockname()[1]
+    host = Host(replace(nodes, rank=-1), "job-7")
+    host._other_port, answers, plain = closed, iter(range(times)), host._answer
+    host._answer = lambda connection: plain(connection) if next(answers, None) is not None else connection.close()
+    try:
+        yield replace(nodes, port=host.port)
+    finally:
+        host.close()
+
+
+def send(host, line):
+    """Send a line to the host, as another machine; returns its greeting and what follows it."""
+    with socket.create_connection(("127.0.0.1", host.port), 5) as connection, connection.makefile("rwb") as file:
+        greeting = file.readline()
+        with contextlib.suppress(OSError):
+            file.write(line + b"\n")
+            file.flush()
+            return greeting + file.read()
+    return greeting
 
 
 def test_two_nodes_with_rank_0_and_the_same_launch_id_are_distinguished():
@@ -56,17 +66,22 @@ def test_two_nodes_with_rank_0_and_the_same_launch_id_are_distinguished():
 
 def test_a_node_that_arrives_while_node_0_leaves_is_not_rejected():
     """Its probe finds a closed port because the others have started torchrun."""
-    with greeting(closed_port(), times=1) as nodes:
+    with closed_beside(NODES, times=1) as nodes:
         assert join(nodes, 60, 45, "mine") == "mine"
 
 
 def test_a_closed_port_is_an_error_while_node_0_listens():
-    with greeting(closed_port(), times=99) as nodes, pytest.raises(UserError, match="MASTER_PORT is open to .* is not"):
+    with closed_beside(NODES, 99) as nodes, pytest.raises(UserError, match="MASTER_PORT is open to .* is not"):
         join(nodes, 60, 45, "mine", error_seconds=0.5)
 
 
-def test_all_nodes_receive_the_id_of_node_0():
-    three, received = replace(NODES, least=3, most=3, backend="static"), {}
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+@pytest.mark.parametrize("secret", ["s", ""])
+def test_all_nodes_find_each_other_and_agree_on_an_id_that_is_not_sent(monkeypatch, secret, backend):
+    """Under static rendezvous, rank 0, which alone uses the id, is on node 0."""
+    sent, plain = [], rendezvous._send
+    monkeypatch.setattr(rendezvous, "_send", lambda *words: (sent.append(str(words)), plain(*words)))
+    three, received = replace(NODES, least=3, most=3, backend=backend, secret=secret), {}
     with hosting(replace(three, rank=0)) as host:
         nodes = [replace(three, rank=rank, port=host.port) for rank in (1, 2)]
         threads = [
@@ -78,4 +93,79 @@ def test_all_nodes_receive_the_id_of_node_0():
         host.wait(60)
         for thread in threads:
             thread.join(60)
-    assert received == {1: "job-7", 2: "job-7"}
+    assert received == dict.fromkeys((1, 2), host.launch_id if backend == "c10d" else "own")
+    assert len(sent) >= 8 and not any(word in "".join(sent) for word in ("job-7", host.launch_id, "s\nrun"))
+
+
+def test_what_a_port_scanner_sends_neither_prints_more_than_a_line_nor_refuses_a_node(capfd):
+    """Silence, bytes, JSON of other shapes, and messages of a launch with another secret."""
+
+    def forged(**message):
+        return rendezvous._mac(replace(TWO, secret=""), text := json.dumps(message), "").encode() + text.encode()
+
+    odd = [
+        b"",
+        b"GET / HTTP/1.1\r\n",
+        b"\xff" * 300_000,
+        b"[" * 100_000,
+        b"{}",
+        b"null",
+        random.Random(0).randbytes(999),
+    ]
+    odd += [forged(node=[], rank="1", host={}, nnodes=None), forged(node="x", rank=1, host=FORGED, nnodes="2")]
+    with hosting(replace(TWO, rank=0)) as host:
+        said = b"".join(send(host, line) for line in odd)
+        assert b"job-7" not in said and b'"go"' not in said and not host._present
+        threading.Thread(target=host.wait, args=[60], daemon=True).start()
+        assert join(replace(TWO, port=host.port), 20, 5, "own") == "own"
+    assert re.fullmatch(
+        r"launch.sh: ignored \S+ on MASTER_PORT: not a node of this launch .*\n", capfd.readouterr().err
+    )
+
+
+def test_silent_connections_hold_no_threads(monkeypatch):
+    """A flood closes the oldest; the others are closed after seconds, also if they send a byte now and then."""
+    monkeypatch.setattr(rendezvous, "ANSWER_S", 1.0)
+    before = threading.active_count()
+    with hosting(replace(TWO, rank=0)) as host, contextlib.ExitStack() as stack:
+        flood = [stack.enter_context(socket.create_connection(("127.0.0.1", host.port))) for _ in range(400)]
+        check_leads_here("127.0.0.1", host.port, host.token)  # after all of them, in the order of their arrival
+        peak, ends = 0, time.monotonic() + 30
+        while (count := threading.active_count()) > before + 1 and time.monotonic() < ends:
+            peak = max(peak, count)
+            with contextlib.suppress(OSError):
+                flood[-1].sendall(b"x")
+            time.sleep(0.02)
+        assert 10 < peak - before <= rendezvous.MAX_CONNECTIONS + 20 and count <= before + 1
+
+
+def test_without_a_secret_another_machine_cannot_take_the_place_of_a_node():
+    """It speaks the protocol and knows the name of the run. With a secret, the second of two such nodes is refused."""
+    open_, fake = replace(TWO, secret="", port=1), "f" * 16
+    for nodes, refused in ((open_, False), (replace(open_, secret="s"), True)):
+        with hosting(replace(nodes, rank=0, port=0)) as host:
+            mine = replace(nodes, port=host.port)
+            assert "missing" in ask(mine, fake, "")
+            with pytest.raises(UserError, match="NODE_RANK=1: is already used by .*; give"):
+                ask(mine, "a" * 16, "")
+            threading.Thread(target=host.wait, args=[60], daemon=True).start()
+            with pytest.raises(UserError) if refused else contextlib.nullcontext():
+                assert join(mine, 10, 5, "own", error_seconds=0) == "own"
+
+
+@pytest.mark.parametrize(("reply", "secret"), [("error", ""), ("missing", "")])
+def test_without_a_secret_an_answer_from_another_program_only_prints_a_line(monkeypatch, capfd, reply, secret):
+    monkeypatch.setattr(rendezvous, "LINE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(Host, "_reply", lambda *_: {reply: FORGED})
+    with hosting(replace(TWO, secret=secret, rank=0)) as host, pytest.raises(NodesMissing):
+        join(replace(TWO, secret=secret, port=host.port), 0.5, 5, "own", error_seconds=0)
+    lines = capfd.readouterr().err.splitlines()
+    assert lines and all(line.startswith("launch.sh: waiting for launch.sh: forged [2J (") for line in lines)
+
+
+def test_two_launches_that_cross_do_not_join_each_other(monkeypatch, capfd):
+    monkeypatch.setattr(rendezvous, "LINE_INTERVAL_S", 0.0)
+    with hosting(replace(TWO, secret="", rank=0)) as host, pytest.raises(NodesMissing):
+        join(replace(TWO, secret="", run="other", port=host.port), 0.5, 5, "own", error_seconds=0)
+    assert "is used there by another launch, with another run_dir or LAUNCH_SECRET" in capfd.readouterr().err
+    assert not host._present

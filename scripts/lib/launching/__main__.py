@@ -12,7 +12,8 @@ import time
 from collections.abc import Sequence
 
 from config import TrainingConfig, UserError
-from scripts.lib.launching.plan import Plan, make_parser, make_plan, read_flags, read_nodes
+from scripts.lib.launching.hosts import Hosts
+from scripts.lib.launching.plan import launch_folder, make_parser, make_plan, read_flags, read_nodes
 from scripts.lib.launching.rendezvous import say
 from scripts.lib.launching.supervise import Launch, read_json
 from scripts.lib.processes import start
@@ -34,6 +35,12 @@ def launch(argv: Sequence[str], env: dict[str, str]) -> int:
     """Raises UserError."""
     options, flags = read_flags([*argv], env)
     config = TrainingConfig.from_args(flags)  # --print-config exits here
+    if options.hosts:
+        hosts = Hosts(options, argv, env)
+        if options.dry_run:
+            print(*hosts.commands, sep="\n")
+            return 0
+        return detach(argv, config) if options.detach else hosts.run(reconnects=options.retries != "0")
     status, saved = (read_json(config.run_folder / name) for name in ("status.json", "config.json"))
     is_training = not (options.preflight or options.scaling)
     is_completed = status.get("state") == "completed" and not config.asks_for_more_than(saved)
@@ -41,10 +48,10 @@ def launch(argv: Sequence[str], env: dict[str, str]) -> int:
         say(f"{config.run_folder}: this run is completed; there is nothing left to do")  # the other nodes may be gone
         return 0
     plan = make_plan(options, flags, config, env)
-    if not options.dry_run:
-        create_log_folder(plan)
     if options.detach and not options.dry_run:
-        return detach(argv, plan)
+        return detach(argv, config)
+    if not options.dry_run:
+        create_log_folder(config)
     say(f"environment: {shlex.join(f'{name}={value}' for name, value in plan.settings.items())}")
     if options.dry_run:
         print(shlex.join(plan.command))
@@ -52,18 +59,19 @@ def launch(argv: Sequence[str], env: dict[str, str]) -> int:
     return Launch(plan, env).run()
 
 
-def create_log_folder(plan: Plan) -> None:
+def create_log_folder(config: TrainingConfig) -> None:
     host = socket.gethostname()
     try:
-        (plan.log_folder / host).mkdir(parents=True, exist_ok=True)
+        (launch_folder(config) / host).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        text = f"run_dir={plan.run_folder}: {host} cannot write beside it ({error.strerror})"
+        text = f"run_dir={config.run_folder}: {host} cannot write beside it ({error.strerror})"
         raise UserError(f"{text}; mount it there for writing, or give another") from None
 
 
-def detach(argv: Sequence[str], plan: Plan) -> int:
+def detach(argv: Sequence[str], config: TrainingConfig) -> int:
     """Start this program again without --detach, in the background."""
-    log = plan.log_folder / f"{socket.gethostname()}-{time.strftime('%Y%m%dT%H%M%S')}.log"
+    create_log_folder(config)
+    log = launch_folder(config) / f"{socket.gethostname()}-{time.strftime('%Y%m%dT%H%M%S')}.log"
     words = [sys.executable, "-m", "scripts.lib.launching", *(word for word in argv if word != "--detach")]
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited
     with log.open("w") as file:

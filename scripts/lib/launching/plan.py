@@ -20,9 +20,10 @@ from scripts.lib.network import check_interfaces, interface_of, is_loopback, own
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGHUP)
 DESCRIPTION = """\
-Start train.py on this node. Run it on each node of the job, with train.py's flags and the ones below. Variables such as
-NNODES can be set in the environment instead of by flag.
+Start train.py on this node. Run it on each node of the job, with train.py's flags and the ones below, or once with
+--hosts. Variables such as NNODES can be set in the environment instead of by flag.
 
+With LAUNCH_SECRET set to the same text on all nodes, they authenticate each other before torchrun starts.
 One node uses a private port. With several, NODE_RANK selects static rendezvous; MAX_RESTARTS or NNODES=MIN:MAX selects
 torchrun's c10d, which is unauthenticated: keep its port on a private network.
 SIGTERM, SIGINT and SIGUSR1 save and stop; a second SIGINT kills.
@@ -62,7 +63,6 @@ class Plan:
     settings: dict[str, str]  # environment variables that the user has not set
     nodes: Nodes
     run_folder: Path
-    log_folder: Path
     retries: int
     patience: int  # 0: the default
     is_training: bool  # if not, launch.sh exits with torchrun's exit code
@@ -83,6 +83,8 @@ def make_parser(env: dict[str, str]) -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", metavar=variable, default=env.get(variable) or default, help=text)
         if "-" in name:
             parser.add_argument(f"--{name.replace('-', '_')}", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    text = "run launch.sh on these hosts over ssh, in this directory and with these variables; the first is node 0"
+    parser.add_argument("--hosts", metavar="HOST,HOST", default="", help=text)
     parser.add_argument(
         "--scaling", metavar="FILE.json", default="", help="measure samples/s by number of ranks instead of training"
     )
@@ -169,6 +171,11 @@ def own_address(nodes: Nodes, patience: float) -> tuple[str, bool]:
     return own, nodes.rank == 0 if nodes.backend == "static" else own in found
 
 
+def launch_folder(config: TrainingConfig) -> Path:
+    """The folder of torchrun's output."""
+    return config.run_folder.with_name(f"{config.run_folder.name}.launch")
+
+
 def make_plan(options: argparse.Namespace, flags: list[str], config: TrainingConfig, env: dict[str, str]) -> Plan:
     """Raises UserError."""
     nodes, host = read_nodes(options), socket.gethostname()
@@ -190,14 +197,13 @@ def make_plan(options: argparse.Namespace, flags: list[str], config: TrainingCon
         "PET_SIGNALS_TO_HANDLE": ",".join(heard),  # PET_*: torchrun flags that older versions ignore
         "PET_SHUTDOWN_TIMEOUT": "300",  # for a large save
     }
-    log_folder = config.run_folder.with_name(f"{config.run_folder.name}.launch")
     words = ["torchrun", f"--nproc-per-node={processes}"]
     if nodes.most == 1:
         words += ["--standalone"]
     else:
         check_interfaces(env)
         own, is_host = own_address(nodes, patience or ROUTE_PATIENCE_S)
-        nodes = replace(nodes, is_host=is_host)
+        nodes = replace(nodes, is_host=is_host, secret=env.get("LAUNCH_SECRET", ""), run=config.run_folder.name)
         if interface := interface_of(own):
             settings |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
         words += [f"--nnodes={nodes.nnodes}", f"--local-addr={own}"]
@@ -205,12 +211,15 @@ def make_plan(options: argparse.Namespace, flags: list[str], config: TrainingCon
             words += [f"--node-rank={nodes.rank}", f"--master-addr={nodes.address}", f"--master-port={nodes.port}"]
         else:
             words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes.address}:{nodes.port}"]
-            words += [f"--rdzv-conf=is_host={int(is_host)}", f"--rdzv-id={env.get('LAUNCH_ID') or 'launch'}"]
+            words += [f"--rdzv-conf=is_host={int(is_host)}"]
+        words += [
+            f"--rdzv-id={env.get('LAUNCH_ID') or nodes.run}"
+        ]  # otherwise launches that cross share torchrun's keys
     if int(options.max_restarts):
         words += [f"--max-restarts={options.max_restarts}"]
     if options.debug:
         settings |= DEBUG | {"TORCH_FR_DUMP_TEMP_FILE": str(config.run_folder / "traces" / f"flight-{host}-")}
-    words += [f"--log-dir={log_folder / host}", "--tee=3"]
+    words += [f"--log-dir={launch_folder(config) / host}", "--tee=3"]
     if options.scaling:
         picture = f"{options.scaling.removesuffix('.json')}.svg"
         words += ["scripts/scaling.py", "--json", options.scaling, "--plot", picture]
@@ -221,7 +230,6 @@ def make_plan(options: argparse.Namespace, flags: list[str], config: TrainingCon
         settings={name: value for name, value in settings.items() if name not in env},
         nodes=nodes,
         run_folder=config.run_folder,
-        log_folder=log_folder,
         retries=retries,
         patience=patience,
         is_training=not (options.preflight or options.scaling),

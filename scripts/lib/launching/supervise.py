@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from scripts.lib.launching.hosts import forward_signals
 from scripts.lib.launching.plan import SIGNALS, Plan
 from scripts.lib.launching.rendezvous import NodesMissing, find_nodes, say
 from scripts.lib.processes import children_of, end, start
@@ -33,6 +34,7 @@ class Launch:
     def __init__(self, plan: Plan, env: dict[str, str]) -> None:
         self._plan, self._env = plan, env | plan.settings
         self._env["LAUNCH_ID"] = env.get("LAUNCH_ID") or f"{socket.gethostname()}-{os.getpid()}-{time.time():.0f}"
+        self._env.pop("LAUNCH_SECRET", None)  # the ranks do not need it
         self._child: subprocess.Popen | None = None
         self._signals, self._is_waiting = 0, True  # waiting for nodes or for the next attempt
         # under slurm.sbatch, which ignores USR1 here, the job is requeued; a new attempt in it would be cut off
@@ -58,6 +60,8 @@ class Launch:
             for number in SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                     signal.signal(number, self._on_signal)
+            if self._env.pop("LAUNCH_OVER_SSH", ""):
+                threading.Thread(target=forward_signals, daemon=True).start()
             self._env["TORCHELASTIC_ERROR_FILE"] = str(Path(folder, "error.json"))  # of the first rank that fails
             for attempt in range(1, attempts + 1):
                 code = self._attempt(attempt == 1)

@@ -1,0 +1,120 @@
+"""--hosts: run launch.sh on each host over ssh, print its output, and forward signals."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import BinaryIO, TextIO
+
+from scripts.lib.launching.plan import SIGNALS
+from scripts.lib.launching.rendezvous import PATIENCE_S, say
+from scripts.lib.processes import start
+
+SSH = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=10 -o ServerAliveCountMax=3 --".split()
+LOST = 255  # ssh's exit code if it has no connection, or no longer
+RECONNECT_S = 10.0
+GRACE_S = 30.0  # for the other hosts to end on their own
+OWN = re.compile(r"HOME|HOST|HOSTNAME|USER|LOGNAME|MAIL|SHELL|SHLVL|PWD|OLDPWD|TERM|_|(DBUS|DISPLAY|SSH|TMUX|XDG).*")
+RANK_LINE = re.compile(rb"\[\S+ \d+\] ")  # the ranks' output names the host
+
+
+class Hosts:
+    """One launch.sh per host, in this directory and with this environment. The first host is node 0."""
+
+    def __init__(self, options: argparse.Namespace, argv: Sequence[str], env: dict[str, str]) -> None:
+        self._hosts = hosts = options.hosts.split(",")
+        own = {"LAUNCH_SECRET": secrets.token_hex(16), "LAUNCH_ID": secrets.token_hex(8)}
+        env = {name: value for name, value in env.items() if name.isidentifier() and not OWN.fullmatch(name)}
+        env = own | env | {"LAUNCH_OVER_SSH": "1"}
+        words = [word for word in argv if word != "--detach"]
+        address = options.master_addr or hosts[0].rpartition("@")[2]
+        words += ["--hosts=", f"--nnodes={options.nnodes if ':' in options.nnodes else len(hosts)}"]
+        words += [f"--master-addr={address}"]
+        self._exports = [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
+        self.commands = [shlex.join(["scripts/launch.sh", *words, f"--node-rank={k}"]) for k in range(len(hosts))]
+        self._connections: dict[int, subprocess.Popen] = {}
+        self._codes: dict[int, int] = {}  # of hosts whose launch.sh has ended for good
+        self._signals: list[int] = []
+
+    def run(self, reconnects: bool) -> int:
+        """Returns the exit code of the job.
+
+        Args:
+            reconnects: whether to run launch.sh again on a host that was lost, such as one that reboots.
+        """
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda number, _: self._signals.append(number))
+        for k in range(len(self._hosts)):
+            threading.Thread(target=self._run, args=(k, reconnects), daemon=True).start()
+        sent: dict[subprocess.Popen, int] = {}
+        failed_at = 0.0
+        while len(self._codes) < len(self._hosts):
+            time.sleep(0.1)
+            for connection in [*self._connections.values()]:
+                for number in self._signals[sent.get(connection, 0) :]:
+                    with suppress(OSError):  # it has ended
+                        os.write(connection.stdin.fileno(), b"%d\n" % number)
+                sent[connection] = len(self._signals)
+            if any([*self._codes.values()]):
+                failed_at = failed_at or time.monotonic()
+            if failed_at and time.monotonic() - failed_at > GRACE_S and not self._signals:
+                say("stopping the other hosts")
+                self._signals.append(signal.SIGTERM)
+        codes = {*self._codes.values()}
+        return 2 if 2 in codes else 1 if codes - {0, 75} else max(codes)
+
+    def _run(self, k: int, reconnects: bool) -> None:
+        ends = 0.0
+        while True:
+            began = time.monotonic()
+            code = self._run_once(k)
+            if time.monotonic() - began > 2 * RECONNECT_S:  # it was connected
+                ends = time.monotonic() + PATIENCE_S
+            if code == LOST:
+                say(f"{self._hosts[k]}: no connection; check that `ssh {self._hosts[k]} true` works without a password")
+            if code != LOST or not reconnects or self._signals or time.monotonic() > ends:
+                break
+            time.sleep(RECONNECT_S)
+        self._codes[k] = code
+
+    def _run_once(self, k: int) -> int:
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        connection = start([*SSH, self._hosts[k], "exec bash -s"], **pipes)
+        script = [f"cd {shlex.quote(os.getcwd())} || exit 2", *self._exports, f"exec {self.commands[k]}"]
+        with suppress(OSError):  # it has ended
+            connection.stdin.write("".join(f"{line}\n" for line in script).encode())  # not in arguments, which ps shows
+            connection.stdin.flush()
+        self._connections[k] = connection
+        streams = ((connection.stdout, sys.stdout), (connection.stderr, sys.stderr))
+        copies = [threading.Thread(target=self._copy, args=(k, *each), daemon=True) for each in streams]
+        for copy in copies:
+            copy.start()
+        code = connection.wait()
+        for copy in copies:
+            copy.join(2.0)  # a shared connection (ControlPersist) may keep stderr open
+        return code
+
+    def _copy(self, k: int, source: BinaryIO, target: TextIO) -> None:
+        label = f"[{self._hosts[k].rpartition('@')[2]}] "
+        for line in source:
+            target.write(("" if RANK_LINE.match(line) else label) + line.decode(errors="replace"))
+            target.flush()
+
+
+def forward_signals() -> None:
+    """On a host: raise the signals that arrive on stdin, and SIGTERM if the connection is lost."""
+    while text := os.read(0, 64):
+        for number in text.split():
+            os.kill(os.getpid(), int(number))
+    os.kill(os.getpid(), signal.SIGTERM)
