@@ -52,6 +52,14 @@ def test_resized_crop_of_the_whole_image_is_the_image():
     assert resized_crop_and_flip(images, whole, 7).shape == (1, 3, 7, 7)
 
 
+def test_pixels_do_not_depend_on_the_default_dtype():
+    """verify computes in float64."""
+    images, indices = torch.randint(0, 256, (4, 3, 20, 20), dtype=torch.uint8), torch.arange(4)
+    expected = augment_images(images, "resized_crop", 16, 1, 2, indices)
+    torch.set_default_dtype(torch.float64)
+    assert torch.equal(augment_images(images, "resized_crop", 16, 1, 2, indices), expected)
+
+
 def test_a_resized_crop_has_no_matrix_product():
     """TF32 would round the coordinates: verify would pass, and a run shift pixels."""
     with FlopCounterMode(display=False) as counter:

@@ -72,7 +72,7 @@ def resized_crop_and_flip(images: Tensor, draws: Tensor, size: int) -> Tensor:
     box_height = torch.sqrt(area / ratio * width / height).clamp(max=1)
     center_x = (2 * x - 1) * (1 - box_width)
     center_y = (2 * y - 1) * (1 - box_height)
-    sign = torch.where(mirror < 0.5, -1.0, 1.0)
+    sign = 1 - 2 * (mirror < 0.5).float()
     # not F.affine_grid: that is a matrix product, and TF32 would shift pixels
     places = (2 * torch.arange(size, device=images.device, dtype=torch.float32) + 1) / size - 1
     columns = center_x[:, None] + (box_width * sign)[:, None] * places
