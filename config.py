@@ -142,7 +142,7 @@ class TrainingConfig:
     init_from: str = setting("run", "", "start a new run with these weights: a checkpoint or a state dict", local_path)
     eval_only: bool = setting("run", False, "only evaluate resume_from (empty: the best checkpoint of run_dir)")
     seed: int = setting("run", 42, "seed for weights, data order, augmentation and dropout", between(0, 2**63), "must")
-    deterministic: bool = setting("run", False, "bit-exact results on CUDA too (slower)", resume="may")
+    deterministic: bool = setting("run", False, "bit-exact on one CUDA topology too (slower)", resume="may")
 
     data_dir: str = setting("data", "data", "imagefolder reads <data_dir>/{train,val,test}/<class>/*", local_path)
     dataset_size: int = setting("data", 0, "train on a seeded subset of this size (0 = all)", at_least(0), "must")

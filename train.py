@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.nn.parallel import DistributedDataParallel
 
 import dataset as your_data
 import model as your_model
@@ -70,6 +69,7 @@ from utils.training.activation import checkpoint_blocks
 from utils.training.batchnorm import check_sync_batchnorm
 from utils.training.evaluation import evaluate_all
 from utils.training.first_passes import first_passes
+from utils.training.parallel import Wrapped
 from utils.training.precision import Precision
 from utils.training.seams import Seams
 from utils.training.state import TrainState
@@ -101,6 +101,8 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         UserError: if the config or the data cannot be used; the message ends with the fix.
     """
     began = began_at()
+    # forked before CUDA and the process group start threads
+    writer = Writer() if read_launch().rank == 0 and not config.eval_only else None
     ctx = setup_distributed(config)
     if config.eval_only:
         release()  # an evaluation has nothing to save: a signal ends it
@@ -118,13 +120,15 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         more = "to train longer, increase --epochs"
         logger.info("%s: this run is already completed; %s", run.folder, more)
         outcome = {"state": "completed"}
+        if writer:
+            writer.end()
     else:
         clock = Clock(run.watch_folder / f"rank{ctx.rank}", ctx.device)
         goodput = Goodput(run, clock, began)
         watchdog = start_watchdog(run, config, ctx, logger, clock, goodput.write)
         try:
             with StopSignals() as signals:
-                outcome = run_training(assemble(config, ctx, run, logger, clock, goodput, signals))
+                outcome = run_training(assemble(config, ctx, run, writer, logger, clock, goodput, signals))
         except BaseException as error:
             fail(error, run, watchdog, config, ctx)
         watchdog.close()
@@ -146,7 +150,7 @@ class Training:
     loader: GlobalBatchLoader
     held_out: dict[str, GlobalBatchLoader]  # by split
     state: TrainState
-    model: DistributedDataParallel
+    model: Wrapped
     consensus: Consensus
     reporter: Reporter
     saver: Saver
@@ -164,14 +168,17 @@ def assemble(
     config: TrainingConfig,
     ctx: DistributedContext,
     run: Run,
+    writer: Writer | None,
     logger: logging.Logger,
     clock: Clock,
     goodput: Goodput,
     signals: StopSignals,
 ) -> Training:
-    """Build everything that an attempt needs, from data to checkpoints, and restore the state it starts from."""
+    """Build everything that an attempt needs, from data to checkpoints, and restore the state it starts from.
+
+    writer: on rank 0.
+    """
     started, seams = time.monotonic(), Seams.of(your_model)
-    writer = Writer() if ctx.is_main else None  # forked while this process is small
     if not run.is_replacing:
         run.begin()
     sets = load_data(your_data, config, ctx)

@@ -124,7 +124,11 @@ def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None
     dtype = Precision.choose(config, ctx.device, ctx.fast_bf16).dtype or torch.float32
     if speeds := steps.take("speed", rates.device_speed, ctx.device, dtype):
         found += verdict.speed("speed", [each / 1e9 for each in speeds], "GFLOP/s", facts)
-    if sizes and (step_s := steps.take("step", rates.step_seconds, state, loader, seconds=MAX_SECONDS_OF_MODEL)):
+
+    def step(passes: int = 1) -> list[float] | None:
+        return steps.take("step", rates.step_seconds, state, loader, passes, seconds=MAX_SECONDS_OF_MODEL)
+
+    if sizes and (first := step()) and (step_s := step(rates.passes_for(first))):
         samples_per_s = [min(config.batch_size, len(loader.dataset)) / each for each in step_s]
         found += verdict.speed("step", samples_per_s, "samples/s", facts)
         if all_reduce:

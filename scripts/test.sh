@@ -1,16 +1,25 @@
 #!/usr/bin/env bash
-# Run the tests:  scripts/test.sh [--quick | --all | --fork | --mutations] [pytest arguments]
+# Run the tests:  scripts/test.sh [--quick | --all | --fork | --mutations | --cuda] [pytest arguments]
 #
 #   (default)      ruff, shellcheck and all tests that are not marked slow: about six minutes on two cores
 #   --quick        ruff, shellcheck and tests/unit, which need no ranks: at most 90 seconds
 #   --all          the slow tests too: every fault, every misconfiguration, Slurm, nodes, pods, recipes
 #   --fork         the tests that must pass for any model.py and dataset.py: all but tests/builtin
 #   --mutations    one-line faults in a copy of the code, one at a time: a default test must fail for each
+#   --cuda         what only a GPU can show, in at most nine minutes; installs nothing (--cuda --help)
 #
 # pytest arguments select tests: scripts/test.sh tests/faults -k SIGTERM
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/lib/env.sh
+
+if [ "${1:-}" = --cuda ]; then # on a bare machine: the first interpreter that has what it needs
+    for PYTHON in python python3 .venv/bin/python ""; do
+        [ -n "$PYTHON" ] || { echo "--cuda: no Python has torch, torchvision, pytest and tensorboard" >&2 && exit 1; }
+        ! "$PYTHON" -c 'import pytest, tensorboard, torch, torchvision' 2>/dev/null || break
+    done
+    exec "$PYTHON" scripts/lib/benchmark/gpu.py "${@:2}"
+fi
 
 mode=default
 case "${1:-}" in

@@ -25,6 +25,7 @@ if __name__ == "__main__":
         print(__doc__)
     check_command_line()  # before torch is imported, which takes seconds
 
+import functools
 import logging
 import os
 import signal
@@ -32,10 +33,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import dataset
+import ddp_utils
 import model
 from ddp_utils import cleanup_distributed, setup_distributed
 from lib.verify.data_checks import content, order
@@ -45,6 +46,7 @@ from lib.verify.run_checks import plain_load, resume, training, weights
 from lib.verify.values import first_three, one_line, plural
 from utils.data.sets import kind_of, load_data
 from utils.distributed.collectives import all_gather_json, is_of_a_peer
+from utils.distributed.device import choose_kernels
 from utils.files import replace_json
 from utils.run import provenance
 from utils.run.failures import leave_after
@@ -74,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def prepare(config: TrainingConfig) -> Fork:
     """Load the data on all ranks. Raises UserError."""
     config = replace(config, resume_from="", overwrite=False, eval_only=False, compile="off")
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    ddp_utils.choose_kernels = functools.partial(choose_kernels, has_tf32=False)  # for the short runs too
     ctx = setup_distributed(config)
     sets = load_data(dataset, config, ctx)
     token = all_gather_json(time.time_ns(), ctx)[0]

@@ -45,6 +45,6 @@ def test_find_batch_prints_the_flags_to_paste():
     ended = launch([sys.executable, "scripts/benchmark.py", *TINY, *words])
     assert (ended.code, ended.left) == (0, 0), ended.text
     assert "\n  20 samples: fits, " in ended.out
-    given = r"\nas given: 20 samples, .*per step, .* samples/s\n  this is the whole training set\n"
+    given = r"\nas given: 20 samples, .*per micro-batch, .* samples/s\n  this is the whole training set\n"
     assert re.search(given + r"  --batch_size 18 --global_batch_size 36 ", ended.out)
     assert re.search(r"\nwith --activation_checkpointing: ", ended.out)

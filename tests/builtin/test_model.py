@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from config import TrainingConfig, UserError
+from ddp_utils import DistributedContext, unwrap
 from model import MiniResNet, compute_loss, create_model, param_groups, wrap_ddp
 from utils.checkpoint.format import take_weights
 
@@ -89,8 +92,17 @@ def test_init_from_another_model_is_rejected(tmp_path):
         take_weights(create_model(TrainingConfig(), CPU), tmp_path / "other.pt")
 
 
+def test_one_rank_has_no_buckets_which_would_be_a_second_copy_of_the_gradients():
+    model = nn.Linear(3, 2)
+    wrapped = wrap_ddp(model, TrainingConfig(), DistributedContext(0, 0, 1, CPU))  # without a process group
+    assert not isinstance(wrapped, DistributedDataParallel) and unwrap(wrapped) is model
+    with wrapped.no_sync():
+        wrapped(torch.ones(1, 3)).sum().backward()
+    wrapped.eval()
+    assert model.weight.grad is not None and not model.training
+
+
 def test_wrap_ddp_rejects_a_model_without_trainable_parameters():
-    from ddp_utils import DistributedContext
 
     model = MiniResNet().requires_grad_(False)
     with pytest.raises(UserError, match="no trainable parameter; leave some"):

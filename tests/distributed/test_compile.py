@@ -173,6 +173,16 @@ def test_a_later_compilation_is_logged_once(compiling, caplog):
     assert messages[1].startswith("torch.compile recompiles in the middle of the run")
 
 
+def test_parts_without_cuda_graphs_are_reported(caplog):
+    caplog.set_level("INFO", logger="ddp")
+    compiled = Compiling(Doubles(), TrainingConfig(compile="reduce-overhead"), is_main=True)
+    compiled._seconds = 1.0
+    torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] += 2  # as torch counts them
+    compiled.finish({"training": [4]})
+    assert "reduce-overhead: 2 compiled parts run without CUDA graphs (TORCH_LOGS=cudagraphs" in caplog.text
+    torch.compiler.reset()
+
+
 @pytest.mark.slow
 def test_a_model_with_nothing_to_compile_is_rejected(compiling):
     with pytest.raises(UserError, match="found nothing to compile.*or use --compile off"):

@@ -1,15 +1,21 @@
-"""Needs a GPU: the same draws and pixels as on the CPU, and bitwise equal resumes with
---deterministic."""
+"""Needs a GPU: the same draws, pixels and batches as on the CPU, pinned snapshots, and bitwise equal resumes with
+--deterministic. scripts/test.sh --cuda runs it."""
 
 import pytest
 import torch
 
+from config import TrainingConfig
+from ddp_utils import DistributedContext
 from ranks import run_ranks
+from tasks import Images
 from test_compile import FLAGS as COMPILE_FLAGS
 from test_compile import SECONDS, assert_near, train_net
 from test_exact_resume import FLAGS
+from utils.checkpoint.writer import Writer, _has_succeeded
 from utils.data.augment import augment_images
+from utils.data.loader import create_distributed_dataloader
 from utils.rng import draw_integers, draw_uniform, sample_draws
+from utils.run.saver import _copy_all
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -33,8 +39,43 @@ def test_draws_and_pixels_equal_those_on_the_cpu(kind):
         torch.testing.assert_close(here, there, rtol=0, atol=0.05)
 
 
-@pytest.mark.parametrize("precision", ["--amp_dtype bf16", "--amp_dtype fp16", "--no-use_amp"])
-@pytest.mark.parametrize("task", ["images", "lines"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_equal_those_on_the_cpu(workers):
+    """Pinned, and transformed in the side stream; labels and pixels are bitwise equal."""
+    found = []
+    for device in ("cpu", "cuda"):
+        ctx = DistributedContext(0, 0, 1, torch.device(device, 0) if device == "cuda" else torch.device(device))
+        config = TrainingConfig(batch_size=16, num_workers=workers)
+        loader, _ = create_distributed_dataloader(Images(100, "train"), config, ctx)
+        micro_batches = [m for epoch in (0, 1) for each in loader.global_batches(epoch) for m in each]
+        assert all(tensor.device.type == device for m in micro_batches for tensor in m.batch)
+        found.append([tensor.cpu() for m in micro_batches for tensor in m.batch])
+        loader.close()
+    for here, there in zip(*found, strict=True):  # normalization may be fused to one rounding
+        torch.testing.assert_close(here, there, rtol=1e-6, atol=1e-6)
+
+
+def test_a_snapshot_is_pinned_and_holds_the_state():
+    tensors = [torch.randn(300, 70, device="cuda"), torch.arange(5, device="cuda"), torch.ones((), device="cuda")]
+    tensors.append(torch.randn(8, 3, 5, 5, device="cuda").contiguous(memory_format=torch.channels_last))
+    writer = Writer()
+    views = writer.fit(tensors)
+    assert writer._pinned is not None and all(view.is_pinned() for view in views)
+    _copy_all(list(zip(views, tensors, strict=True)))
+    torch.cuda.synchronize()
+    assert all(torch.equal(view, tensor.cpu()) for view, tensor in zip(views, tensors, strict=True))
+    writer.end()
+
+
+def test_a_failed_pinning_does_not_surface_in_the_next_kernel():
+    assert not _has_succeeded(torch.cuda.cudart().cudaHostRegister(0, 4096, 0))
+    assert torch.ones(3, device="cuda").sum().item() == 3
+
+
+@pytest.mark.parametrize(
+    ("task", "precision"),
+    [("images", "--amp_dtype bf16"), ("images", "--amp_dtype fp16"), ("lines", "--no-use_amp")],
+)
 def test_a_resume_with_deterministic_is_bitwise_equal(runs, task, precision):
     """One rank; three stops by a signal, two of them in one epoch."""
     flags = "--backend nccl --deterministic --grad_accum_steps 2 --dataset_size 61".split()

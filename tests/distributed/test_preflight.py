@@ -13,7 +13,7 @@ import pytest
 import preflight
 from drill import says
 from ranks import ROOT, WarmLaunch, finish, run_ranks
-from scripts.lib.preflight import facts
+from scripts.lib.preflight import facts, rates
 from tasks import using
 from training import TINY
 from utils.run import provenance
@@ -55,6 +55,26 @@ def test_healthy_ranks_pass_and_the_run_folder_is_left_unchanged(tmp_path):
     assert [each["name"] for each in found["findings"]] == CHECKS.split(",")
     file.unlink()
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def passes_of(flags):
+    """How often this rank ran the model. Rank 1 is slow, so that ranks which count alone would disagree."""
+    count, plain = [], rates.model.compute_loss
+
+    def compute_loss(*args):
+        count.append(args)
+        time.sleep(0.3 * (os.environ["RANK"] == "1"))
+        return plain(*args)
+
+    with mock.patch.object(rates.model, "compute_loss", compute_loss):
+        run_preflight(flags)
+    return len(count)
+
+
+def test_all_ranks_run_the_model_equally_often(tmp_path):
+    """SyncBatchNorm would wait for a pass that another rank does not make."""
+    counts = run_ranks(2, passes_of, [*QUICK, "--run_dir", str(tmp_path / "run")])
+    assert counts[0] == counts[1] < 10
 
 
 def test_one_process_needs_no_launcher(tmp_path):

@@ -1,6 +1,7 @@
 """Augmentation of a sample does not depend on its batch; the draws are the same on every device."""
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from utils.data.augment import augment_images, center_crop, crop_and_flip, normalize, resized_crop_and_flip
 from utils.rng import derive_seed, sample_draws
@@ -49,6 +50,21 @@ def test_resized_crop_of_the_whole_image_is_the_image():
     whole = torch.tensor([[2**32 - 1, 2**31, 2**31, 2**31, 2**32 - 1]])
     torch.testing.assert_close(resized_crop_and_flip(images, whole, 10), images.float(), atol=1e-3, rtol=0)
     assert resized_crop_and_flip(images, whole, 7).shape == (1, 3, 7, 7)
+
+
+def test_pixels_do_not_depend_on_the_default_dtype():
+    """verify computes in float64."""
+    images, indices = torch.randint(0, 256, (4, 3, 20, 20), dtype=torch.uint8), torch.arange(4)
+    expected = augment_images(images, "resized_crop", 16, 1, 2, indices)
+    torch.set_default_dtype(torch.float64)
+    assert torch.equal(augment_images(images, "resized_crop", 16, 1, 2, indices), expected)
+
+
+def test_a_resized_crop_has_no_matrix_product():
+    """TF32 would round the coordinates: verify would pass, and a run shift pixels."""
+    with FlopCounterMode(display=False) as counter:
+        augment_images(torch.zeros(4, 3, 20, 20, dtype=torch.uint8), "resized_crop", 16, 1, 2, torch.arange(4))
+    assert counter.get_total_flops() == 0
 
 
 def test_center_crop_and_normalize():

@@ -5,6 +5,10 @@ import warnings
 import pytest
 import torch
 
+import ddp_utils
+import verify
+from config import TrainingConfig
+from ranks import run_ranks
 from utils.distributed.device import choose_kernels
 from utils.training.precision import Precision
 
@@ -26,6 +30,17 @@ def test_tf32_is_used_on_cuda_and_cudnn_benchmark_unless_deterministic(kernels, 
         assert torch.get_float32_matmul_precision() == expected and torch.backends.cudnn.allow_tf32
         assert torch.backends.cuda.matmul.allow_tf32 == (device == "cuda")
         assert torch.backends.cudnn.benchmark != is_deterministic
+
+
+def kernels_of_verify(flags):
+    """Those of a run that verify.py starts."""
+    verify.prepare(TrainingConfig.from_args(flags))
+    ddp_utils.choose_kernels(torch.device("cuda", 0), True)  # as setup_distributed calls it
+    return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+
+
+def test_the_runs_of_verify_have_no_tf32():
+    assert run_ranks(1, kernels_of_verify, ["--dataset_size", "8", "--backend", "gloo"]) == [("highest", False)]
 
 
 def test_the_banner_names_tf32_if_the_hardware_has_it(monkeypatch):

@@ -3,6 +3,7 @@
 import contextlib
 import random
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy
 import pytest
@@ -21,7 +22,7 @@ from utils.data.loader import (
     fetches_batches,
 )
 from utils.data.sampler import GlobalBatchSampler
-from utils.data.transfer import one_ahead, to_device
+from utils.data.transfer import to_device
 
 CPU = torch.device("cpu")
 
@@ -215,7 +216,7 @@ def test_workers_respect_the_cpus_and_the_ranks_of_the_node(monkeypatch):
     assert choose_workers(TrainingConfig(num_workers=3), in_memory, 4) == 3
 
 
-# ---- one micro-batch ahead ----
+# ---- to the device ----
 
 
 def test_to_device_goes_through_containers():
@@ -224,22 +225,12 @@ def test_to_device_goes_through_containers():
     assert moved["x"].device.type == moved["rest"][0].device.type == "meta" and moved["rest"][1] == ("text", 3)
 
 
-def test_prefetching_keeps_the_order_and_raises_errors_at_their_position():
-    asked = []
-
-    def items(count, error=None):
-        for k in range(count):
-            asked.append(k)
-            yield k
-        if error:
-            raise error
-
-    assert [(item, asked[-1]) for item in one_ahead(items(4))] == [(0, 1), (1, 2), (2, 3), (3, 3)]
-    assert list(one_ahead(items(0))) == [] and list(one_ahead(items(1))) == [0]
-    found = one_ahead(items(2, UserError("no more; stop")))
-    assert [next(found), next(found)] == [0, 1]
-    with pytest.raises(UserError, match="^no more; stop$"):
-        next(found)
+@pytest.mark.parametrize(("device", "expected"), [("cuda", True), ("cpu", False)])
+def test_only_copies_to_a_gpu_are_asynchronous(device, expected):
+    """One from a GPU could be read before it is complete."""
+    tensor = mock.Mock(spec=torch.Tensor)
+    to_device(tensor, torch.device(device))
+    tensor.to.assert_called_once_with(torch.device(device), non_blocking=expected)
 
 
 class Stream:
@@ -274,7 +265,7 @@ class Lines(Dataset):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_next_micro_batch_is_staged_before_this_one_is_computed(monkeypatch, workers):
+def test_a_micro_batch_is_handed_out_without_waiting_for_the_next_one(monkeypatch, workers):
     """The times of waiting and computing are attributed to the right micro-batch."""
     monkeypatch.setattr(utils.data.loader, "pinned", lambda batch: batch)
     clock, phases = Clock(), []
@@ -290,10 +281,9 @@ def test_the_next_micro_batch_is_staged_before_this_one_is_computed(monkeypatch,
             seen.append(("computed", m.indices))
             assert phases[-1] == "forward" and m.batch["label"].tolist() == m.indices
             assert m.batch["drawn"].tolist() == [k + epoch for k in m.indices]
-        begin = ["begin", ("staged", a), ("staged", b), ("handed over", a), ("computed", a)]
-        rest = [("staged", c), ("handed over", b), ("computed", b), ("handed over", c), ("computed", c)]
-        assert seen == begin + rest
-    assert phases == ["data", "forward"] * 8  # the last "data" of each epoch finds the end
+        parts = [(word, indices) for indices in (a, b, c) for word in ("staged", "handed over", "computed")]
+        assert seen == ["begin", *parts]
+    assert phases == ["data", "forward"] * 6
 
 
 def test_an_epoch_that_is_left_early_does_not_affect_the_next_one():

@@ -270,3 +270,17 @@ def test_a_parameter_in_no_group_keeps_its_value_and_collects_no_gradient():
     for _ in range(2):
         step(state)
     assert model[1].weight.grad is None and torch.equal(model[1].weight, before)
+
+
+def test_the_mean_gradient_norm_does_not_depend_on_where_a_resume_divides_an_interval():
+    found = set()
+    for cut in range(12):
+        state = make(lr=0.01)
+        for number in range(12):
+            step(state)
+            state._norms[-1] = torch.tensor(0.1 * (number + 1), dtype=torch.float64)  # with bits to round
+            if number == cut:
+                state.read_skips()  # as a save does
+        state.read_skips()
+        found.add(state.interval.means()["grad_norm"])
+    assert len(found) == 1

@@ -4,13 +4,17 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from config import UserError
+import train
+from config import TrainingConfig, UserError
+from ranks import run_ranks
+from tasks import train_task
 from test_checkpoint import payload
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.writer import Writer
@@ -78,6 +82,45 @@ def test_stop_signals_do_not_end_the_writer_even_right_after_the_fork(lock, tmp_
     assert not writer.wait(60).problem and path.exists()
     writer.end()
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOP_SIGNALS)  # unblocked again in this process
+
+
+def test_a_failed_pinning_is_a_warning_and_its_error_is_cleared(writer, monkeypatch, caplog):
+    cleared = []
+    cudart = SimpleNamespace(cudaError=SimpleNamespace(success=0), cudaHostRegister=lambda *_: 2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: cleared.append(device))
+    writer._allocate(4096, is_pinned=True)
+    assert cleared == ["cuda"] and writer._pinned is None and len(writer._memory) == 4096
+    assert "cannot be pinned: checkpoints are copied more slowly" in caplog.text
+
+
+def allocations(flags):
+    """How often a run allocated the memory for its checkpoints, before the first step and in total."""
+    plain, plain_epoch, count, before = Writer._allocate, train.train_one_epoch, [], []
+
+    def epoch(training):
+        before.append(len(count))
+        return plain_epoch(training)
+
+    with (
+        mock.patch.object(Writer, "_allocate", lambda self, *args: (count.append(args), plain(self, *args))),
+        mock.patch.object(train, "train_one_epoch", epoch),
+    ):
+        train_task("images", flags)
+    return before[0], len(count)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_the_memory_for_checkpoints_is_allocated_once_before_the_first_step(runs, optimizer):
+    words = runs.words("run", *f"--dataset_size 16 --epochs 2 --save_every_steps 1 --optimizer {optimizer}".split())
+    assert run_ranks(1, allocations, words) == [(1, 1)]
+
+
+def test_the_writer_is_forked_before_the_process_group_starts(monkeypatch):
+    monkeypatch.setattr(train, "Writer", mock.Mock(side_effect=InterruptedError))
+    monkeypatch.setattr(train, "setup_distributed", mock.Mock(side_effect=AssertionError))
+    with pytest.raises(InterruptedError):
+        train.train(TrainingConfig())
 
 
 def test_a_killed_writer_is_replaced_and_the_shared_memory_still_holds_the_state(writer, lock, tmp_path):

@@ -1,16 +1,18 @@
 """A separate process writes checkpoints, so that training only waits for a copy of the state in memory.
 
 The copy is in memory that both processes map (memfd: /dev/shm has 64 MB in a container). The process is forked early,
-before the model and the data exist, keeps no file of the training process open, and ignores stop signals: it survives
-a SIGTERM to the group and exits when the training process is gone. Without memfd (macOS), `Writer` writes in the
-training process.
+before CUDA, the process group, the model and the data exist, keeps no file of the training process open, and ignores
+stop signals: it survives a SIGTERM to the group and exits when the training process is gone. Without memfd (macOS),
+`Writer` writes in the training process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
+import logging
 import mmap
 import os
 import shutil
@@ -31,6 +33,7 @@ from torch import Tensor
 from config import UserError
 from utils.checkpoint import format as checkpoint
 from utils.files import temporary_of
+from utils.logger import NAME
 from utils.signals import STOP_SIGNALS, die_with_parent, kept_back
 
 SECONDS_AS_AN_ORPHAN = 8  # to finish a file that was committed before the training process was killed
@@ -96,35 +99,41 @@ class Writer:
         return self._pid
 
     def fit(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Views of shared memory for these tensors; the memory is reused as long as they have the same layout."""
+        """Views of shared memory for these tensors; the memory is reused if it is large enough."""
         key = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
         if key != self._key:
             sizes = [-(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT for tensor in tensors]
             offsets = [sum(sizes[:number]) for number in range(len(sizes))]
-            size = max(sum(sizes), 1)
-            self._let_go()
-            if HAS_PROCESS:
-                self._descriptor = os.memfd_create("checkpoint")
-                os.ftruncate(self._descriptor, size)
-                self._memory = mmap.mmap(self._descriptor, size)
-            else:
-                self._memory = mmap.mmap(-1, size)
+            if self._memory is None or len(self._memory) < sum(sizes):
+                self._allocate(max(sum(sizes), 1), any(tensor.is_cuda for tensor in tensors))
+            self._layout = []
             for tensor, offset in zip(tensors, offsets, strict=True):
                 stride = torch.empty_like(tensor, device="meta").stride()  # dense, in the tensor's own memory format
                 self._layout.append((tensor.dtype, tuple(tensor.shape), stride, offset))
             self._views = [_view(self._memory, place) for place in self._layout]
-            # pinned pages: the copy runs at full bus speed and overlaps the computation
-            if any(tensor.is_cuda for tensor in tensors):
-                self._pinned = torch.frombuffer(self._memory, dtype=torch.uint8)
-                torch.cuda.cudart().cudaHostRegister(self._pinned.data_ptr(), size, 0)
             self._key = key
-            self._share()
         return self._views
+
+    def _allocate(self, size: int, is_pinned: bool) -> None:
+        self._let_go()
+        if HAS_PROCESS:
+            self._descriptor = os.memfd_create("checkpoint")
+            os.ftruncate(self._descriptor, size)
+            self._memory = mmap.mmap(self._descriptor, size)
+        else:
+            self._memory = mmap.mmap(-1, size)
+        if is_pinned:  # the copy runs at full bus speed and overlaps the computation
+            self._pinned = torch.frombuffer(self._memory, dtype=torch.uint8)
+            if not _has_succeeded(torch.cuda.cudart().cudaHostRegister(self._pinned.data_ptr(), size, 0)):
+                self._pinned = None
+                text = "%.1f GB of host memory cannot be pinned: checkpoints are copied more slowly"
+                logging.getLogger(NAME).warning(text, size / 1e9)
+        self._share()
 
     def _let_go(self) -> None:
         """Release the shared memory."""
         if self._pinned is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned.data_ptr())
+            _has_succeeded(torch.cuda.cudart().cudaHostUnregister(self._pinned.data_ptr()))
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._memory, self._descriptor, self._pinned, self._views, self._layout = None, -1, None, [], []
@@ -193,6 +202,15 @@ def _pair() -> tuple[Connection, Connection]:
     return tuple(Connection(each.detach()) for each in pair)
 
 
+def _has_succeeded(code: Any) -> bool:
+    """Whether a call of the CUDA runtime succeeded. If not, clears its error, which the next kernel would raise."""
+    if code == torch.cuda.cudart().cudaError.success:
+        return True
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")  # a kernel
+    return False
+
+
 def _view(memory: mmap.mmap, place: tuple) -> Tensor:
     dtype, size, stride, offset = place
     count = torch.Size(size).numel()
@@ -208,6 +226,7 @@ def _be_the_writer(connection: Connection) -> None:
     """Never returns."""
     with contextlib.suppress(BaseException):
         os.setsid()
+        gc.disable()  # a process group of the training process, collected here, would wait for its threads
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # `kept_back` blocked them for the fork

@@ -63,7 +63,7 @@ def resized_crop_and_flip(images: Tensor, draws: Tensor, size: int) -> Tensor:
     Returns:
         float32 [B, C, size, size] in [0, 255].
     """
-    batch, channels, height, width = images.shape
+    batch, _, height, width = images.shape
     area, ratio, x, y, mirror = draw_uniform(draws).unbind(1)
     area = 0.25 + 0.75 * area
     ratio = torch.exp((2 * ratio - 1) * math.log(4 / 3))
@@ -72,12 +72,13 @@ def resized_crop_and_flip(images: Tensor, draws: Tensor, size: int) -> Tensor:
     box_height = torch.sqrt(area / ratio * width / height).clamp(max=1)
     center_x = (2 * x - 1) * (1 - box_width)
     center_y = (2 * y - 1) * (1 - box_height)
-    sign = torch.where(mirror < 0.5, -1.0, 1.0)
-    zero = torch.zeros_like(x)
-    box = torch.stack(
-        [torch.stack([box_width * sign, zero, center_x], 1), torch.stack([zero, box_height, center_y], 1)], 1
-    )
-    grid = F.affine_grid(box, [batch, channels, size, size], align_corners=False)
+    sign = 1 - 2 * (mirror < 0.5).float()
+    # not F.affine_grid: that is a matrix product, and TF32 would shift pixels
+    places = (2 * torch.arange(size, device=images.device, dtype=torch.float32) + 1) / size - 1
+    columns = center_x[:, None] + (box_width * sign)[:, None] * places
+    rows = center_y[:, None] + box_height[:, None] * places
+    shape = (batch, size, size)
+    grid = torch.stack([columns[:, None, :].expand(shape), rows[:, :, None].expand(shape)], 3)
     return F.grid_sample(images.float(), grid, padding_mode="reflection", align_corners=False)
 
 

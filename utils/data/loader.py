@@ -1,4 +1,4 @@
-"""Batches on the device: workers fetch this rank's micro-batches, which are moved there one ahead of the loop."""
+"""Batches on the device: workers fetch this rank's micro-batches ahead of the loop, which moves them there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 from config import TrainingConfig, UserError
 from utils.clock import Clock
 from utils.data.sampler import GlobalBatch, GlobalBatchSampler, MicroBatch
-from utils.data.transfer import SideStream, indices_on, one_ahead, pinned, to_device
+from utils.data.transfer import SideStream, indices_on, pinned, to_device
 from utils.data.worker import Collate, Fetcher, check_shared_memory, explain
 from utils.distributed.context import DistributedContext
 from utils.signals import ignore_in_worker, kept_back
@@ -107,10 +107,14 @@ class GlobalBatchLoader:
         return sum(not micro_batch.is_padding for micro_batch in self.sampler.micro_batches())
 
     def _fetch(self) -> Iterator[MicroBatch]:
-        """This rank's micro-batches on the device. On CUDA the next one is transferred while this one is computed."""
+        """This rank's micro-batches on the device.
+
+        On CUDA the host is ahead of the device: while that computes a micro-batch, the loop has already asked for the
+        next one, which is transferred and transformed in the side stream. None waits for the one after it.
+        """
         if self._side:
             self._side.begin()
-        for micro_batch, event in one_ahead(self._staged()) if self._side else self._staged():
+        for micro_batch, event in self._staged():
             if event:
                 self._side.hand_over(micro_batch.batch, event)
             yield micro_batch

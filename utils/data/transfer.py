@@ -1,9 +1,9 @@
-"""Transfer to the device. On CUDA the next micro-batch is transferred and transformed while this one is computed."""
+"""Transfer to the device, on CUDA in a stream beside the one that computes."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -15,8 +15,12 @@ T = TypeVar("T")
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor in it on the device; pinned ones are copied asynchronously."""
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+    """The batch with every tensor in it on the device; pinned ones are copied to a GPU asynchronously.
+
+    A copy from a GPU is complete when this returns: an asynchronous one could be read before.
+    """
+    is_asynchronous = device.type == "cuda"
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=is_asynchronous), batch)
 
 
 def pinned(batch: Any) -> Any:
@@ -58,22 +62,3 @@ class SideStream:
         for tensor in tensors_in(batch):
             if tensor.is_cuda:
                 tensor.record_stream(current)
-
-
-def one_ahead(items: Iterable[T]) -> Iterator[T]:
-    """The same items, each yielded after the next one was requested. An error is raised in place of its item."""
-    items, end = iter(items), object()
-
-    def take() -> tuple[T | object, Exception | None]:
-        try:
-            return next(items, end), None
-        except Exception as error:
-            return end, error
-
-    ahead, error = take()
-    while ahead is not end:
-        current = ahead
-        ahead, error = take()
-        yield current
-    if error:
-        raise error

@@ -34,11 +34,12 @@ def choose_device(backend: str, local_rank: int) -> tuple[str, torch.device]:
     return backend, torch.device("cuda", local_rank)
 
 
-def choose_kernels(device: torch.device, is_deterministic: bool) -> None:
+def choose_kernels(device: torch.device, is_deterministic: bool, has_tf32: bool = True) -> None:
     """Set the precision of float32 matrix products on CUDA, and whether cuDNN looks for the fastest convolution.
 
     TF32 (10 bits of mantissa, sums in float32) is as deterministic as float32, so `deterministic` keeps it;
     torch uses it for convolutions by default. On the CPU, "high" would let oneDNN round too.
     """
     torch.backends.cudnn.benchmark = not is_deterministic
-    torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
+    torch.backends.cudnn.allow_tf32 = has_tf32
+    torch.set_float32_matmul_precision("high" if device.type == "cuda" and has_tf32 else "highest")

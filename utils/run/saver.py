@@ -61,6 +61,10 @@ class Saver:
         checkpoint.flatten(meta())  # raises now if no checkpoint can hold it; later only its values change
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._weights = list(state.model.parameters())
+        if writer:  # now: pinning gigabytes takes seconds. Missing are two tensors and a step per parameter, as Adam's
+            late = [p for p in self._weights if p.requires_grad and p not in state.optimizer.state]
+            _, tensors = checkpoint.flatten(state.state_dict())
+            writer.fit([*tensors, *late, *late, *(torch.empty(()) for _ in late)])
         self._stream = torch.cuda.Stream() if ctx.device.type == "cuda" else None
         self._hook = Hook(config.on_checkpoint, run.warn)
         self._copy: Future[int] | None = None  # in progress; returns the digest of this rank's weights

@@ -16,20 +16,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from config import TrainingConfig, UserError
 from utils.data.loader import GlobalBatchLoader
 from utils.distributed.collectives import on_all_ranks, require_equal
 from utils.distributed.context import DistributedContext
-from utils.logger import NAME
+from utils.logger import NAME, count
 from utils.metrics import MetricTracker, check_metrics
+from utils.training.parallel import Wrapped
 from utils.training.seams import ComputeLoss
 from utils.training.state import TrainState
 
 
 def first_passes(
-    model: DistributedDataParallel,
+    model: Wrapped,
     batch: Any,
     state: TrainState,
     loader: GlobalBatchLoader,
@@ -55,7 +55,7 @@ def first_passes(
     return names
 
 
-def train_twice(model: DistributedDataParallel, batch: Any, state: TrainState, compute_loss: ComputeLoss) -> None:
+def train_twice(model: Wrapped, batch: Any, state: TrainState, compute_loss: ComputeLoss) -> None:
     """Run two forward and backward passes, and undo their effects."""
     model.train()
     for _ in range(2):
@@ -78,7 +78,7 @@ def evaluate_once(batch: Any, state: TrainState, compute_loss: ComputeLoss) -> l
 
 
 def compile_all_sizes(
-    model: DistributedDataParallel,
+    model: Wrapped,
     state: TrainState,
     loader: GlobalBatchLoader,
     held_out: dict[str, GlobalBatchLoader],
@@ -139,6 +139,8 @@ class Compiling:
         # graphs are split at DDP's buckets, so that these overlap; torch cannot split recomputed blocks or tiny buckets
         torch._dynamo.config.optimize_ddp = not config.activation_checkpointing and not 0 < config.bucket_cap_mb < 1
         self._mode, self._seconds, self._began, self._warns = config.compile, 0.0, 0.0, False
+        self._counters = torch._dynamo.utils.counters["inductor"]
+        self._skipped_before = self._counters["cudagraph_skips"]
         self._level = logging.WARNING if is_main else logging.INFO
         torch._dynamo.on_compile_start(self._start)
         torch._dynamo.on_compile_end(self._end)
@@ -154,6 +156,10 @@ class Compiling:
         shown = ", ".join(f"{' and '.join(map(str, each))} in {name}" for name, each in sizes.items() if each)
         text = "compiled (%s) in %.1f s, for batches of %s"
         logging.getLogger(NAME).info(text, self._mode, self._seconds, shown)
+        skipped = self._counters["cudagraph_skips"] - self._skipped_before
+        if self._mode == "reduce-overhead" and skipped:
+            text = "reduce-overhead: %s run without CUDA graphs (TORCH_LOGS=cudagraphs shows why)"
+            logging.getLogger(NAME).log(self._level, text, count(skipped, "compiled part"))
         self._warns = True
 
     def _start(self, _: Any) -> None:

@@ -112,7 +112,8 @@ class WeightAverage:
     """An exponential moving average of the weights and the running statistics, in a copy of the model.
 
     The rule of torch.optim.swa_utils.get_ema_multi_avg_fn, whose first update copies. That function takes its decay
-    from the host; here a skipped step must leave the average unchanged without a read by the host.
+    from the host; here a skipped step must leave the average unchanged without a read by the host. So does
+    `_foreach_lerp_`, unless its weights are as large as the parameters.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,11 +18,21 @@ from utils.distributed.collectives import is_of_a_peer
 from utils.distributed.context import DistributedContext
 
 
-class SingleProcess(DistributedDataParallel):
-    """DDP on one rank, without DDP's work in each pass, which slows down a small model."""
+class SingleProcess(nn.Module):
+    """Stands for DDP on one rank: DDP's buckets would be a second copy of the gradients."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         return self.module(*inputs, **options)
+
+    def no_sync(self) -> AbstractContextManager:
+        return nullcontext()
+
+
+Wrapped = DistributedDataParallel | SingleProcess
 
 
 class Replicated(DistributedDataParallel):
@@ -47,22 +58,23 @@ def unused_error(names: list[str]) -> TrainingError:
     )
 
 
-def wrap_ddp(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) -> DistributedDataParallel:
-    """Wrap the model in DDP, with all of its options."""
+def wrap_ddp(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) -> Wrapped:
+    """Wrap the model in DDP, with all of its options; on one rank there is nothing to share."""
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError("model: has no trainable parameter; leave some with requires_grad=True")
+    if ctx.world_size == 1:
+        return SingleProcess(model)
     # running statistics are handled in utils/training/batchnorm.py; torch 2.15 renamed the argument
     is_new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     no_buffers = {"forward_sync_buffers" if is_new else "broadcast_buffers": False}
-    wrapper = Replicated if ctx.world_size > 1 else SingleProcess
-    wrapped = wrapper(
+    wrapped = Replicated(
         model,
         device_ids=[ctx.device.index] if ctx.device.type == "cuda" else None,
         **no_buffers,
         gradient_as_bucket_view=True,
         bucket_cap_mb=bucket_megabytes(model, config),
     )
-    if config.comm_hook != "none" and ctx.world_size > 1:
+    if config.comm_hook != "none":
         _compress(wrapped, config.comm_hook, ctx.device)
     return wrapped
 
@@ -90,4 +102,4 @@ def _compress(model: DistributedDataParallel, name: str, device: torch.device) -
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The model without DDP."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    return model.module if isinstance(model, Wrapped) else model

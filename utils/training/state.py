@@ -253,11 +253,15 @@ class TrainState:
         A step that float16 skipped although the loss was finite is part of its search for a scale, while the scale is
         at least 1: it is counted in `overflow_steps` and not returned.
         """
-        kept = (self._norms, self._divisors, self._losses)
-        norms, divisors, losses = (torch.stack(each).tolist() if each else [] for each in kept)
+        total = self.interval.sum_of("grad_norm")
+        kept = ([*self._norms, total], self._divisors, self._losses)
+        (*norms, norm_sum), divisors, losses = (torch.stack(each).tolist() if each else [] for each in kept)
         self._norms, self._divisors, self._losses = [], [], []
         finite = [norm for norm in norms if math.isfinite(norm)]
-        self.interval.count("grad_norm", sum(finite), len(finite))
+        for norm in finite:  # not sum(), so that the bits do not depend on where a resume divides the interval
+            norm_sum += norm
+        total.fill_(norm_sum)
+        self.interval.count("grad_norm", 0.0, len(finite))
         can_search = self.scaler.is_enabled() and self.scaler.get_scale() >= 1
         skipped = []
         losses = losses or [0.0] * len(norms)

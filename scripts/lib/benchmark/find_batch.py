@@ -1,7 +1,8 @@
 """benchmark.py --find-batch: the largest micro-batch that fits in memory, and flags that keep the global batch.
 
-A trial trains for one step on one micro-batch, in a process with limited memory, so that the machine does not swap. It
-uses the first samples of an epoch: if lengths vary, leave room for longer ones.
+A trial trains for two steps of two micro-batches each, in a process with limited memory, so that the machine does not
+swap: the second step has the optimizer's state, and each second micro-batch the gradients of the first one. It uses the
+first samples of an epoch: if lengths vary, leave room for longer ones.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ CHECKPOINTING = "--activation_checkpointing"
 FITS, TOO_LARGE, TOO_SLOW = "fits", "does not fit", f"takes longer than {TRIAL_TIMEOUT} s"
 # without evaluation, which needs less memory than training, and compilation and workers, which use other memory
 QUIET = {"num_workers": 0, "compile": "off", "hang_timeout": 0.0, "max_time": 0.0}
-QUIET |= {"max_steps": 1, "global_batch_size": 0, "grad_accum_steps": 1}
+QUIET |= {"epochs": 2, "max_steps": 2, "global_batch_size": 0, "grad_accum_steps": 2, "drop_last": False}
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The outcome of a micro-batch of `size` samples. needs: bytes; seconds: of one step; both 0 if it did not run."""
+    """The outcome of a micro-batch of `size` samples. needs: bytes; seconds: of one; both 0 if it did not run."""
 
     size: int
     outcome: str
@@ -58,20 +59,22 @@ class Trial:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        figures = f", {gigabytes(self.needs)}, {self.seconds:.3g} s per step" if self.needs else ""
+        figures = f", {gigabytes(self.needs)}, {self.seconds:.3g} s per micro-batch" if self.needs else ""
         return f"{self.size:,} sample{'s' * (self.size > 1)}: {self.outcome}{figures}"
 
 
 # ---- a trial, in a process of its own ----
 
 
-def one_step(config: TrainingConfig, ctx: DistributedContext, folder: Path, size: int) -> tuple[float, int]:
-    """Train on one micro-batch. Returns the seconds without the data wait, and the bytes of a checkpoint."""
+def two_steps(config: TrainingConfig, ctx: DistributedContext, folder: Path, size: int) -> tuple[float, int]:
+    """Train. Returns the seconds per micro-batch of `size` without the data wait, and the bytes of a checkpoint."""
     ours = Ours(dataclasses.replace(config, **QUIET, batch_size=size), ctx, folder, steps=0)
     waited, began = ours.spent()["data"], time.perf_counter()
-    ours.epoch()
+    while not ours.state.is_at_end:  # a small data set has one step per epoch
+        ours.epoch()
     synchronize(ctx.device)
     seconds = time.perf_counter() - began - (ours.spent()["data"] - waited)
+    seconds *= size / ours.state.progress.samples_seen
     checkpoint = sum(tensor.nbytes for tensor in tensors_in(ours.state.state_dict()))
     ours.close()
     return seconds, checkpoint
@@ -117,9 +120,9 @@ def run_trial(size: int, ranks: int, gib: float, folder: Path, flags: list[str])
         if not size:
             found = {"memory": memory, "samples": len(load_data(train.your_data, config, ctx).train)}
         else:
-            one_step(config, ctx, folder / "first", min(2, size))
+            two_steps(config, ctx, folder / "first", min(2, size))
             limit_memory(ctx.device, memory)
-            seconds, checkpoint = one_step(config, ctx, folder / "second", size)
+            seconds, checkpoint = two_steps(config, ctx, folder / "second", size)
             if ctx.device.type == "cuda":
                 needs = torch.cuda.max_memory_reserved(ctx.device)
             else:  # including the checkpoint's copy in shared memory and the writer's archive
@@ -182,7 +185,7 @@ def answer(name: str, trials: list[Trial], most: int, global_batch: int, ranks: 
         return [f"{name}: not one sample fits; give a smaller --model or --image_size, or a device with more memory"]
     best = max(fitting, key=lambda each: each.size)
     size = keeping(global_batch, best.size, ranks)
-    speed = f"{best.seconds:.3g} s per step, {best.size / best.seconds:,.1f} samples/s"
+    speed = f"{best.seconds:.3g} s per micro-batch, {best.size / best.seconds:,.1f} samples/s"
     lines = [f"{name}: {best.size:,} samples, {gigabytes(best.needs)}, {speed}"]
     if best.size == most:
         lines.append("  this is the whole training set")

@@ -52,8 +52,11 @@ def checkpoint_size(state: TrainState, config: TrainingConfig) -> int:
     return weights * (2 if config.ema_decay else 1) + copies * gradient_bytes(state)
 
 
-def step_seconds(state: TrainState, loader: GlobalBatchLoader) -> float:
-    """Seconds of a forward and backward pass of one micro-batch."""
+def step_seconds(state: TrainState, loader: GlobalBatchLoader, passes: int = 1) -> float:
+    """Seconds of a forward and backward pass of one micro-batch.
+
+    passes: the same on all ranks, since SyncBatchNorm communicates in each.
+    """
     state.model.train()
     batch = loader.sample_batch()
 
@@ -61,13 +64,16 @@ def step_seconds(state: TrainState, loader: GlobalBatchLoader) -> float:
         with state.precision.autocast():
             model.compute_loss(state.model, batch)["loss"][0].backward()
 
-    first = timed(step, 1, loader.device)  # selects kernels
+    timed(step, 1, loader.device)  # selects kernels
     state.check_gradients()
-    again = timed(step, 1, loader.device)
-    rounds = max(1, min(MAX_STEPS, int(SECONDS_OF_STEPS / min(first, again))))
-    seconds = timed(step, rounds, loader.device)
+    seconds = timed(step, passes, loader.device)
     state.optimizer.zero_grad()
     return seconds
+
+
+def passes_for(step_s: list[float]) -> int:
+    """How many passes take about SECONDS_OF_STEPS on the slowest rank. step_s: of each rank."""
+    return max(1, min(MAX_STEPS, int(SECONDS_OF_STEPS / max(step_s))))
 
 
 def loader_rate(loader: GlobalBatchLoader) -> dict[str, Any]:
