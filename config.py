@@ -182,6 +182,7 @@ class TrainingConfig:
     hang_timeout: float = setting("distributed", 300.0, "seconds without progress before abort (0 = off)", at_least(0))
     bucket_cap_mb: float = setting("distributed", 0.0, "DDP bucket size in MB (0: by model size)", at_least(0), "may")
     comm_hook: str = setting("distributed", "none", "gradient compression", one_of("none", "fp16", "bf16"), "may")
+    reduction: str = setting("distributed", "fast", "exact: same bits on any ranks", one_of("fast", "exact"), "may")
 
     checkpoint_dir: str = setting("checkpoints", "", "checkpoint folder (empty: run_dir/checkpoints)", local_path)
     save_every: int = setting("checkpoints", 1, "epochs between checkpoints (0 = off)", at_least(0))
@@ -235,6 +236,8 @@ class TrainingConfig:
             problems.append(f"init_from={self.init_from}: a resumed run takes its weights from resume_from; {either}")
         if self.amp_dtype != "auto" and not self.use_amp:
             problems.append(f"amp_dtype={self.amp_dtype}: needs mixed precision; leave out amp_dtype or no_use_amp")
+        if self.reduction == "exact" and self.comm_hook != "none":
+            problems.append(f"comm_hook={self.comm_hook}: rounds gradients before they are summed; {either}")
         names = [field.name for field in dataclasses.fields(self)]
         try:
             used = [name for _, name, _, _ in string.Formatter().parse(self.run_dir) if name is not None]

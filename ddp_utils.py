@@ -84,6 +84,8 @@ def setup_distributed(config: TrainingConfig, must_be_alike: bool = True) -> Dis
             raise
         card["problem"] = str(error)
     choose_kernels(device, config.deterministic)
+    if config.reduction == "exact" and not launch.threads:
+        torch.set_num_threads(1)  # as torchrun does: the bits of a sum may depend on it
 
     timeout = timedelta(seconds=config.timeout)
     store = _rendezvous(launch, config.init_method or "env://", timeout)

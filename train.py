@@ -23,7 +23,6 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,6 +198,7 @@ def assemble(
     task = task_of(state.model, kind_of(train_set), config)
     origin = collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit, task)
     origin |= describe(train_set) | {"global_batch_size": sampler.global_batch_size}
+    origin["cpu_threads"] = torch.get_num_threads()
     differences, saved_goodput = resume_run(run, state, config, origin, sampler, ctx)
     if folder := ctx.launch.flight_recorder and Path(ctx.launch.flight_recorder).parent:
         on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True), ctx)  # torch does not create it
@@ -269,15 +269,15 @@ def train_one_epoch(training: Training) -> Decision:
         indices = []
         for micro_batch in global_batch:  # padding with zero gradient on an idle rank: DDP needs every rank
             is_padding, is_last_micro_batch = micro_batch.is_padding, micro_batch.is_last
-            with nullcontext() if is_last_micro_batch else model.no_sync():
+            with model.accumulating(micro_batch):
                 seed_device(ctx.device, "step", config.seed, progress.step, micro_batch.number)
                 with state.precision.autocast():
                     metrics = compute_loss(model, micro_batch.batch)
                 if not is_padding:
-                    state.sums.add(metrics, len(micro_batch.indices))
+                    state.sums.add(metrics, micro_batch)
                     indices += micro_batch.indices
                 if is_last_micro_batch:
-                    state.sums.start_reduce()  # overlaps the backward pass
+                    state.sums.start_reduce(micro_batch)  # overlaps the backward pass
                 clock.enter("backward")
                 state.backward(metrics["loss"][0], is_padding)
         clock.enter("update")

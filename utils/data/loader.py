@@ -91,7 +91,7 @@ class GlobalBatchLoader:
 
     def fetch(self, indices: list[int], epoch: int = 0) -> tuple[Any, Any, Any]:
         """Fetch samples in this process. Returns them as the data set gives them, collated, and on the device."""
-        fetched = self._fetcher.__getitems__(MicroBatch(epoch, 0, indices, is_padding=False, is_last=True))
+        fetched = self._fetcher.__getitems__(MicroBatch(epoch, 0, indices, is_padding=False, is_last=True, count=1))
         collated = self._collate(fetched)
         return fetched[1], collated[1], self._to_device(collated).batch
 
@@ -224,6 +224,7 @@ def create_distributed_dataloader(
         world_size=ctx.world_size,
         seed=config.seed,
         drop_last=config.drop_last,
+        in_tree_order=config.reduction == "exact",
     )
     size = sampler.global_batch_size
     if not sampler.steps_per_epoch:
@@ -242,5 +243,6 @@ def create_evaluation_dataloader(
         rank=ctx.rank,
         world_size=ctx.world_size,
         shuffle=False,
+        in_tree_order=config.reduction == "exact",
     )
     return GlobalBatchLoader(dataset, sampler, config, ctx, clock, phases=("evaluation", "evaluation"))

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
 from config import UserError
+from utils.distributed.tree import in_tree_order
 from utils.rng import derive_seed
 
 
@@ -29,6 +30,7 @@ class MicroBatch:
     indices: list[int]
     is_padding: bool  # zero gradient, so that an idle rank takes part in the all-reduce
     is_last: bool  # this rank's last one in the global batch
+    count: int  # micro-batches in the global batch, over all ranks
     batch: Any = None  # on the device, once the loader has fetched it
 
 
@@ -49,6 +51,10 @@ class GlobalBatchSampler(DistributedSampler):
 
     Iterating yields this rank's indices of `epoch` from `start` on. A data set may define its own order,
     `epoch_order(seed, epoch, n)`: n indices, each once unless `with_replacement` is True.
+
+    Args:
+        in_tree_order: for exact sums (utils/distributed/tree.py): a rank computes the micro-batches of a global batch
+            in the order of the tree. An evaluation's sums span all global batches, which come in that order too.
     """
 
     def __init__(
@@ -62,10 +68,12 @@ class GlobalBatchSampler(DistributedSampler):
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
+        in_tree_order: bool = False,
     ) -> None:
         super().__init__(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
         self.batch_size = batch_size
         self.micro_batches_per_step = micro_batches_per_step
+        self.is_in_tree_order = in_tree_order
         self.start = 0
         self._order: tuple[int, Tensor] | None = None
 
@@ -117,13 +125,18 @@ class GlobalBatchSampler(DistributedSampler):
     def global_batches(self, epoch: int, start: int = 0) -> Iterator[GlobalBatch]:
         """The global batches of the epoch from position `start` on, as seen by this rank."""
         order, size = self.order(epoch), self.batch_size
-        for first in range(start, len(order), self.global_batch_size):
+        firsts = range(start, len(order), self.global_batch_size)
+        if self.is_in_tree_order and not self.shuffle:
+            firsts = [firsts[step] for step in in_tree_order(range(len(firsts)))]
+        for first in firsts:
             end = min(first + self.global_batch_size, len(order))
-            mine = range(self.rank, math.ceil((end - first) / size), self.num_replicas)
+            count = math.ceil((end - first) / size)
+            mine = range(self.rank, count, self.num_replicas)
+            mine = in_tree_order(mine) if self.is_in_tree_order else mine
             starts = {number: first + number * size for number in mine or [0]}
             parts = {number: order[start : min(start + size, end)].tolist() for number, start in starts.items()}
-            micro_batches = [MicroBatch(epoch, number, parts[number], False, number == mine[-1]) for number in mine]
-            yield GlobalBatch(end - first, micro_batches or [MicroBatch(epoch, 0, parts[0], True, True)])
+            micro_batches = [MicroBatch(epoch, each, parts[each], False, each == mine[-1], count) for each in mine]
+            yield GlobalBatch(end - first, micro_batches or [MicroBatch(epoch, 0, parts[0], True, True, count)])
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """The micro-batches of this rank from the current position on, including padding."""

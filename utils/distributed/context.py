@@ -32,6 +32,7 @@ class Launch:
     address: str = ""  # of the rendezvous, tcp://HOST:PORT, if srun starts the ranks
     master: str = ""  # MASTER_ADDR:MASTER_PORT
     compilers: dict[str, str] = field(default_factory=dict)  # CC and CXX
+    threads: str = ""  # OMP_NUM_THREADS
     flight_recorder: str = ""  # where torch writes its collectives (launch.sh --debug)
 
 
@@ -71,6 +72,7 @@ def read_launch() -> Launch:
         "git_commit": os.environ.get("GIT_COMMIT", ""),
         "master": ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ),
         "compilers": {name: os.environ.get(name, "") for name in ("CC", "CXX")},
+        "threads": os.environ.get("OMP_NUM_THREADS", ""),
         "flight_recorder": os.environ.get("TORCH_FR_DUMP_TEMP_FILE", ""),
     }
     if len(missing) == len(names):

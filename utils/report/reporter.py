@@ -345,6 +345,7 @@ def _gradient_line(config: TrainingConfig, model: nn.Module) -> str:
     """The gradients that an optimizer step sends."""
     size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) / 2**20
     hook = "" if config.comm_hook == "none" else f", rounded to {config.comm_hook}"
+    hook += ", summed in one order on any number of ranks" * (config.reduction == "exact")
     return f"{size:.2f} MB per step, in buckets of about {bucket_megabytes(model, config):.2f} MB{hook}"
 
 

@@ -51,8 +51,7 @@ def resume_run(
     differences, goodput, progress = [], None, state.progress
     if run.resume_path:
         payload = load_checkpoint(run.resume_path, ctx)
-        facts = origin["fingerprint"], origin["global_batch_size"]
-        differences = on_all_ranks(lambda: compare(payload, config, *facts), ctx)
+        differences = on_all_ranks(lambda: compare(payload, config, origin), ctx)
         on_all_ranks(lambda: state.load_state_dict(payload), ctx)
         state.plan(sampler, ctx.world_size)
         differences += lr_jump(payload, state)
@@ -103,14 +102,13 @@ def is_other_best(payload: dict[str, Any], config: TrainingConfig) -> bool:
     return payload["config"].get("best_metric") != config.best_metric or bool(payload["ema"]) != bool(config.ema_decay)
 
 
-def compare(payload: dict[str, Any], config: TrainingConfig, fingerprint: str, global_batch_size: int) -> list[str]:
+def compare(payload: dict[str, Any], config: TrainingConfig, origin: dict[str, Any]) -> list[str]:
     """The allowed differences, one line each: with any of them the run is not the same as an uninterrupted one.
 
     Args:
         payload: the checkpoint.
         config: resolved, of the resumed run.
-        fingerprint: of its training set.
-        global_batch_size: samples of one of its optimizer steps.
+        origin: its provenance.
 
     Raises:
         UserError: if fields differ that must not, with all of them.
@@ -123,12 +121,15 @@ def compare(payload: dict[str, Any], config: TrainingConfig, fingerprint: str, g
             continue
         line = f"{field.name}={here}: the checkpoint has {field.name}={before}"
         (wrong if field.metadata["resume"] == "must" else may).append(line)
-    if provenance["fingerprint"] != fingerprint:
+    if provenance["fingerprint"] != origin["fingerprint"]:
         wrong.append("the training set differs from the checkpoint's (files, sizes or values)")
-    before = provenance["global_batch_size"]
-    if before != global_batch_size:
-        line = f"global batch: {global_batch_size} samples per optimizer step, the checkpoint has {before}"
+    before, here = provenance["global_batch_size"], origin["global_batch_size"]
+    if before != here:
+        line = f"global batch: {here} samples per optimizer step, the checkpoint has {before}"
         (wrong if config.global_batch_size else may).append(line)
+    before, here = provenance.get("cpu_threads"), origin["cpu_threads"]
+    if before != here and config.reduction == saved.get("reduction") == "exact":
+        wrong.append(f"OMP_NUM_THREADS={here}: with reduction=exact it must be as in the checkpoint, {before}")
     if wrong:
         remedy = "resume_from: these must match; give them as they were, or start a new run with --init_from"
         raise UserError("\n".join([*wrong, remedy]))

@@ -8,6 +8,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from config import TrainingConfig, UserError
 from utils.distributed.collectives import all_gather_json, on_all_ranks
 from utils.distributed.context import DistributedContext
@@ -24,6 +26,8 @@ FILES, FILES_PER_RANK, FILES_PER_WORKER = 128, 4, 16
 def check_alike(config: TrainingConfig, ctx: DistributedContext) -> None:
     """Raise UserError on every rank, with a table of the differences, if code, settings or versions differ."""
     settings = {name: str(value) for name, value in config.to_dict().items() if name not in MAY_DIFFER}
+    if config.reduction == "exact":
+        settings["CPU threads"] = str(torch.get_num_threads())
     code = provenance.code_digests()
     versions = provenance.versions()
     parts = [hashlib.sha256(json.dumps(part).encode()).hexdigest()[:12] for part in (settings, code, versions)]

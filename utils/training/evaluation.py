@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from utils.data.loader import GlobalBatchLoader
 from utils.distributed.collectives import all_gather_json, require_equal
 from utils.distributed.consensus import Consensus
 from utils.distributed.context import DistributedContext
+from utils.distributed.tree import TreeAllReduce, TreeSum
 from utils.logger import show_progress
 from utils.metrics import MetricTracker, check_metrics
 from utils.training.precision import Precision
@@ -41,6 +43,7 @@ def evaluate(
     """
     model.eval()
     tracker, samples = MetricTracker(ctx.device), 0
+    tree = TreeSum() if loader.sampler.is_in_tree_order else None
     for step, global_batch in enumerate(loader.global_batches(epoch=0), start=1):
         for micro_batch in global_batch:
             with precision.autocast():
@@ -50,6 +53,9 @@ def evaluate(
             if not micro_batch.is_padding:
                 tracker.update(metrics)
                 samples += len(micro_batch.indices)
+                if tree:
+                    tree.add(micro_batch.indices[0] // loader.sampler.batch_size, [tracker.values.clone()])
+                    tracker.reset()
         if show:
             show(step, loader.sampler.steps_per_epoch)
         if consensus and consensus.step().stop:
@@ -62,7 +68,11 @@ def evaluate(
         raise RuntimeError(f"evaluation counted {count} samples of {len(loader.dataset)}; this is a bug in the loader")
     sentence = "compute_loss: {other} and {first} report different metrics; report the same for every batch"
     require_equal(tracker.layout, sentence, ctx)
-    if ctx.world_size > 1:
+    if tree:
+        if samples:
+            tracker.values.copy_(tree.total()[0])
+        TreeAllReduce(tracker.values, math.ceil(count / loader.sampler.batch_size)).wait()
+    elif ctx.world_size > 1:
         dist.all_reduce(tracker.values)
     return tracker.means() | {"count": count}
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import inspect
 import re
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from config import TrainingConfig, TrainingError, UserError
+from utils.data.sampler import MicroBatch
 from utils.distributed.collectives import is_of_a_peer
 from utils.distributed.context import DistributedContext
+from utils.distributed.tree import TreeAllReduce, TreeSum
 
 
 class SingleProcess(nn.Module):
@@ -28,7 +31,7 @@ class SingleProcess(nn.Module):
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         return self.module(*inputs, **options)
 
-    def no_sync(self) -> AbstractContextManager:
+    def accumulating(self, micro_batch: MicroBatch) -> AbstractContextManager:
         return nullcontext()
 
 
@@ -37,6 +40,10 @@ Wrapped = DistributedDataParallel | SingleProcess
 
 class Replicated(DistributedDataParallel):
     """DDP whose error names the parameters that the last pass on this rank did not use."""
+
+    def accumulating(self, micro_batch: MicroBatch) -> AbstractContextManager:
+        """For the passes of a micro-batch: gradients are exchanged in the last backward pass of a step."""
+        return nullcontext() if micro_batch.is_last else self.no_sync()
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         try:
@@ -47,6 +54,69 @@ class Replicated(DistributedDataParallel):
                 raise
             trained = [name for name, p in self.module.named_parameters() if p.requires_grad]
             raise unused_error([trained[int(index)] for index in found[1].split()]) from None
+
+
+class ExactlyReplicated(Replicated):
+    """DDP that sums gradients along the tree over micro-batches (utils/distributed/tree.py), one process included.
+
+    The gradients of each micro-batch but the rank's last are held apart from DDP's. In the last backward pass, DDP's
+    hook adds them bucket by bucket, and begins the sum over ranks. A collective that is started in the callback of a
+    future would run in another order on each rank, so the hook of a bucket continues the exchange of the one before.
+
+    Args:
+        is_static: gradients stay where they are, as with CUDA graphs; what is held is a copy.
+    """
+
+    def __init__(self, module: nn.Module, is_static: bool, **options: Any) -> None:
+        super().__init__(module, **options)
+        self._is_static, self._count = is_static, dist.get_world_size()
+        self._trained = [p for p in module.parameters() if p.requires_grad]
+        self._tree, self._held = TreeSum(), []
+        self._exchanges: list[tuple[TreeAllReduce, Tensor, torch.futures.Future]] = []
+        self.register_comm_hook(None, self._reduce_bucket)
+
+    @contextmanager
+    def accumulating(self, micro_batch: MicroBatch) -> Iterator[None]:
+        if not micro_batch.is_last:
+            with self.no_sync():
+                yield
+            self._tree.add(micro_batch.number, self._take_gradients())
+            return
+        self._count = micro_batch.count
+        held = self._tree.take(micro_batch.number)
+        self._held = [dict(zip(self._trained, gradients, strict=True)) for gradients in held]
+        yield
+        self._held = []
+
+    def _take_gradients(self) -> list[Tensor]:
+        gradients = [p.grad for p in self._trained]
+        if any(gradient is None for gradient in gradients):
+            names = {p: name for name, p in self.module.named_parameters()}
+            raise unused_error([names[p] for p in self._trained if p.grad is None])
+        if self._is_static:
+            gradients = [gradient.clone() for gradient in gradients]
+        self.zero_grad(set_to_none=not self._is_static)
+        return gradients
+
+    def _reduce_bucket(self, state, bucket):  # DDP rejects annotations that are strings
+        """DDP's hook: None and a dist.GradBucket -> torch.futures.Future of its summed buffer."""
+        flat, begin, views = bucket.buffer(), 0, []
+        for parameter in bucket.parameters():  # bucket.gradients() has the wrong strides for channels_last
+            views.append(flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + begin))
+            begin += parameter.numel()
+        for held in self._held:
+            torch._foreach_add_(views, [held[parameter] for parameter in bucket.parameters()])
+        future = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
+        self._exchanges.append((TreeAllReduce(flat, self._count), flat, future))
+        if len(self._exchanges) > 1:
+            self._exchanges[-2][0].gather()
+        if bucket.is_last():
+            self._exchanges[-1][0].gather()
+        while len(self._exchanges) > (0 if bucket.is_last() else 2):
+            exchange, result, done = self._exchanges.pop(0)
+            exchange.finish()
+            done.set_result(result)
+        return future
 
 
 def unused_error(names: list[str]) -> TrainingError:
@@ -62,21 +132,41 @@ def wrap_ddp(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) 
     """Wrap the model in DDP, with all of its options; on one rank there is nothing to share."""
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError("model: has no trainable parameter; leave some with requires_grad=True")
-    if ctx.world_size == 1:
+    is_exact = config.reduction == "exact"
+    if is_exact:
+        check_exact(model, config, ctx)
+    elif ctx.world_size == 1:
         return SingleProcess(model)
     # running statistics are handled in utils/training/batchnorm.py; torch 2.15 renamed the argument
     is_new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     no_buffers = {"forward_sync_buffers" if is_new else "broadcast_buffers": False}
-    wrapped = Replicated(
-        model,
-        device_ids=[ctx.device.index] if ctx.device.type == "cuda" else None,
-        **no_buffers,
-        gradient_as_bucket_view=True,
-        bucket_cap_mb=bucket_megabytes(model, config),
-    )
+    options = no_buffers | {
+        "device_ids": [ctx.device.index] if ctx.device.type == "cuda" else None,
+        "gradient_as_bucket_view": True,
+        "bucket_cap_mb": bucket_megabytes(model, config),
+    }
+    if is_exact:
+        return ExactlyReplicated(model, config.compile == "reduce-overhead", **options)
+    wrapped = Replicated(model, **options)
     if config.comm_hook != "none":
         _compress(wrapped, config.comm_hook, ctx.device)
     return wrapped
+
+
+def check_exact(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) -> None:
+    """Raises UserError if `--reduction exact` cannot hold with this model, or on so many ranks."""
+    ranks, micro_batches = ctx.world_size, config.micro_batches_per_step(ctx.world_size)
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        raise UserError("reduction=exact: SyncBatchNorm sums over the ranks by itself; leave out --sync_bn")
+    if ctx.device.type == "cuda" and not config.deterministic:
+        raise UserError("reduction=exact: on CUDA needs deterministic kernels; add --deterministic")
+    if ranks & (ranks - 1) or ranks > micro_batches:
+        fits = [2**k for k in range(ranks.bit_length() + 1) if 2**k <= micro_batches]
+        near = " or ".join(map(str, sorted(sorted(fits, key=lambda fit: abs(fit - ranks))[:2])))
+        raise UserError(
+            f"reduction=exact: {ranks} ranks for {micro_batches} micro-batches per step; use a power of two up to"
+            f" {micro_batches}, here {near} ranks"
+        )
 
 
 def bucket_megabytes(model: nn.Module, config: TrainingConfig) -> float:

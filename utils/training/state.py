@@ -78,7 +78,7 @@ class TrainState:
     ) -> None:
         self.model, self.precision = model, precision  # the model is not wrapped
         self.total_steps = self._warmup_steps = 0
-        self.sums = StepSums(model)
+        self.sums = StepSums(model, is_exact=config.reduction == "exact")
         self.average = WeightAverage(model, config.ema_decay) if config.ema_decay else None
         if sparse := [name for name, module in model.named_modules() if getattr(module, "sparse", None) is True]:
             raise UserError(f"model: {sparse[0]} has sparse gradients, which are not supported; set sparse=False")
@@ -125,8 +125,9 @@ class TrainState:
         if progress.loss_shift < 0:
             count = max(1.0, self._first_count) * sampler.micro_batches_per_step
             progress.loss_shift = round(math.log2(count))
-        # DDP averages gradients over ranks; a power of two changes no bit of them
-        self._loss_scale.fill_(world_size * 2.0**-progress.loss_shift)
+        # DDP averages gradients over ranks, and exact sums do not; a power of two changes no bit of them
+        divisor = 1 if config.reduction == "exact" else world_size
+        self._loss_scale.fill_(divisor * 2.0**-progress.loss_shift)
         total = progress.step + sampler.steps_left(progress.epoch, progress.samples_in_epoch, config.epochs)
         self.total_steps = min(total, config.max_steps) if config.max_steps else total
         self._warmup_steps = round(config.warmup_epochs * sampler.steps_per_epoch)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from utils.data.sampler import MicroBatch
+from utils.distributed.tree import TreeAllReduce, TreeSum
 from utils.metrics import Metrics, MetricTracker
 from utils.training.batchnorm import RunningStats
 
@@ -13,12 +15,16 @@ class StepSums:
     """Loss and metrics with their counts, and BatchNorm's statistics: float64, so that counts are exact up to 2^53.
 
     The all-reduce overlaps the last backward pass. Create it before the model is wrapped or copied.
+
+    Args:
+        is_exact: sum along the tree over micro-batches.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, is_exact: bool = False) -> None:
         self.running_stats = RunningStats(model)
         self.metrics = MetricTracker(next(model.parameters()).device)
-        self._work: dist.Work | None = None
+        self._work: dist.Work | TreeAllReduce | None = None
+        self._tree = TreeSum() if is_exact else None
 
     def lay_out(self, metrics: Metrics) -> None:
         """Allocate space for metrics of these names and shapes, the same on all ranks."""
@@ -35,14 +41,21 @@ class StepSums:
         """The summed loss of the global batch, as `loss_count`."""
         return self.metrics.sum_of("loss")
 
-    def add(self, metrics: Metrics, samples: int) -> None:
-        """Call after the forward pass of a micro-batch with this many samples."""
+    def add(self, metrics: Metrics, micro_batch: MicroBatch) -> None:
+        """Call after the forward pass of a micro-batch, unless it is padding."""
         self.metrics.update(metrics)
-        self.running_stats.add(samples)
+        self.running_stats.add(len(micro_batch.indices))
+        if self._tree and not micro_batch.is_last:
+            self._tree.add(micro_batch.number, [self.metrics.values.clone()])
+            self.metrics.reset()
 
-    def start_reduce(self) -> None:
+    def start_reduce(self, micro_batch: MicroBatch) -> None:
         """Call after the forward pass of this rank's last micro-batch: the all-reduce overlaps the backward pass."""
-        if dist.get_world_size() > 1:
+        if self._tree:
+            for [values] in self._tree.take(micro_batch.number):
+                self.metrics.values.add_(values)
+            self._work = TreeAllReduce(self.metrics.values, micro_batch.count)
+        elif dist.get_world_size() > 1:
             self._work = dist.all_reduce(self.metrics.values, async_op=True)
 
     def wait(self) -> None:
