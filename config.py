@@ -189,6 +189,7 @@ class TrainingConfig:
     save_every_steps: int = setting("checkpoints", 0, "optimizer steps between checkpoints (0 = off)", at_least(0))
     save_every_minutes: float = setting("checkpoints", 10.0, "minutes between checkpoints (0 = off)", at_least(0))
     keep_last: int = setting("checkpoints", 3, "latest checkpoints to keep, besides the best", at_least(2))
+    keep_every: int = setting("checkpoints", 0, "also keep one checkpoint of so many steps (0 = off)", at_least(0))
     on_checkpoint: str = setting("checkpoints", "", "command run after each checkpoint; {} is its path", command_line)
     eval_every: int = setting("checkpoints", 1, "epochs between evaluations (0: only at the end)", at_least(0))
     best_metric: str = setting("checkpoints", "auto", "for best.pt: auto, NAME, min:NAME, max:NAME", metric_name, "may")

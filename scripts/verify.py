@@ -42,7 +42,7 @@ from ddp_utils import cleanup_distributed, setup_distributed
 from lib.verify.data_checks import content, order
 from lib.verify.fork import Broken, Fork
 from lib.verify.model_checks import evaluation, gradient, loss, parameters, schedule
-from lib.verify.run_checks import plain_load, resume, training, weights
+from lib.verify.run_checks import plain_load, reduction, resume, training, weights
 from lib.verify.values import first_three, one_line, plural
 from utils.data.sets import kind_of, load_data
 from utils.distributed.collectives import all_gather_json, is_of_a_peer
@@ -62,9 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = TrainingConfig.from_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the folder of the short runs is deleted
     fork = prepare(config)
-    report = Report(fork, sys.argv[1:] if argv is None else list(argv))
+    checks = CHECKS + (reduction,) * (config.reduction == "exact")
+    report = Report(fork, sys.argv[1:] if argv is None else list(argv), len(checks))
     try:
-        for check in CHECKS:
+        for check in checks:
             report.run(check)
     finally:
         fork.clean_up()
@@ -90,8 +91,8 @@ def prepare(config: TrainingConfig) -> Fork:
 class Report:
     """Runs the checks on all ranks, prints the outcomes on rank 0, and writes them to verified.json."""
 
-    def __init__(self, fork: Fork, flags: list[str]) -> None:
-        self._fork, self._flags, self._prints = fork, flags, fork.ctx.is_main
+    def __init__(self, fork: Fork, flags: list[str], checks: int) -> None:
+        self._fork, self._flags, self._checks, self._prints = fork, flags, checks, fork.ctx.is_main
         self._outcomes: dict[str, dict[str, object]] = {}
         self._code = provenance.code_digests()  # of the code as imported
         ranks = plural(fork.ctx.world_size, "rank")
@@ -147,7 +148,7 @@ class Report:
             text = f"{first_three(edited)}: edited during the checks; run verify.py again"
             self._note("code", False, text, time.monotonic())
         broken = self.broken
-        is_passed = not broken and len(self._outcomes) == len(CHECKS)
+        is_passed = not broken and len(self._outcomes) == self._checks
         found = {
             "passed": is_passed,
             "time": provenance.now(),
@@ -163,7 +164,7 @@ class Report:
             replace_json(provenance.VERIFIED, found)
         which = f"; broken: {', '.join(broken)}" if broken else ""
         held = len(self._outcomes) - len(broken)
-        self._print(f"{held} of {len(CHECKS)} invariants hold{which}; wrote {os.path.relpath(provenance.VERIFIED)}")
+        self._print(f"{held} of {self._checks} invariants hold{which}; wrote {os.path.relpath(provenance.VERIFIED)}")
         return is_passed
 
 

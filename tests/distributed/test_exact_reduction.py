@@ -10,7 +10,11 @@ BF16 = "--amp_dtype bf16 --optimizer adamw".split()
 
 @pytest.mark.parametrize(
     "task, flags",
-    [("images", ["--no-use_amp"]), ("images", BF16), pytest.param("lines", BF16, marks=pytest.mark.slow)],
+    [
+        ("images", ["--no-use_amp"]),
+        ("images", BF16),
+        pytest.param("lines", ["--no-use_amp", "--optimizer", "adamw"], marks=pytest.mark.slow),
+    ],
 )
 def test_runs_on_1_2_4_and_8_ranks_have_the_same_bits(runs, task, flags):
     for ranks in (1, 2, 4, 8):

@@ -18,8 +18,12 @@ def payload(step=10, **changes):
         "model": {"weight": torch.randn(50, 20)},
         "progress": {"step": step},
         "config": TrainingConfig(**changes).to_dict(),
-        "provenance": {"fingerprint": "abc", "global_batch_size": 64},
+        "provenance": origin(),
     }
+
+
+def origin(fingerprint="abc", size=64, threads=1):
+    return {"fingerprint": fingerprint, "global_batch_size": size, "cpu_threads": threads}
 
 
 def test_a_checkpoint_comes_back_and_opens_with_plain_torch_load(tmp_path):
@@ -71,6 +75,14 @@ def test_the_latest_checkpoints_are_kept_by_step_not_by_name(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["best.pt", "step_100000000.pt", "step_99999999.pt"]
 
 
+def test_one_checkpoint_of_every_so_many_steps_is_kept(tmp_path):
+    for step in range(4, 64, 4):
+        checkpoint.step_path(tmp_path, step).touch()
+        checkpoint.prune(tmp_path, keep_last=2, keep_every=10)
+    kept = [int(path.stem[-8:]) for path in checkpoint.step_checkpoints(tmp_path)]
+    assert kept == [4, 12, 20, 32, 40, 52, 56, 60]
+
+
 def test_a_failed_write_leaves_the_old_file_and_no_partial_file(tmp_path):
     path = tmp_path / "file"
     replace_file(path, lambda file: file.write(b"old"))
@@ -112,7 +124,7 @@ FREE = {"run_dir": "elsewhere", "num_workers": 3, "log_interval": 1, "save_every
 
 def test_all_fields_that_must_match_are_rejected_in_one_error(tmp_path):
     with pytest.raises(UserError) as error:
-        compare(payload(), TrainingConfig(**MUST_MATCH), "other", 64)
+        compare(payload(), TrainingConfig(**MUST_MATCH), origin("other"))
     *lines, data, remedy = str(error.value).splitlines()
     assert {line.split("=")[0] for line in lines} == set(MUST_MATCH) and "seed=1: the checkpoint has seed=42" in lines
     assert "the training set differs from the checkpoint's" in data
@@ -120,15 +132,23 @@ def test_all_fields_that_must_match_are_rejected_in_one_error(tmp_path):
 
 
 def test_changes_of_may_fields_are_listed_and_of_free_fields_are_not():
-    assert compare(payload(), TrainingConfig(**FREE), "abc", 64) == []
-    changed = compare(payload(), TrainingConfig(lr=0.3, epochs=20), "abc", 128)
+    assert compare(payload(), TrainingConfig(**FREE), origin()) == []
+    changed = compare(payload(), TrainingConfig(lr=0.3, epochs=20), origin(size=128))
     assert [line.split(":")[0] for line in changed] == ["epochs=20", "lr=0.3", "global batch"]
 
 
 def test_a_requested_global_batch_must_match():
     with pytest.raises(UserError, match="global batch: 128 samples per optimizer step, the checkpoint has 64"):
-        compare(payload(), TrainingConfig(global_batch_size=128), "abc", 128)
-    assert compare(payload(), TrainingConfig(global_batch_size=64), "abc", 64) == []
+        compare(payload(), TrainingConfig(global_batch_size=128), origin(size=128))
+    assert compare(payload(), TrainingConfig(global_batch_size=64), origin()) == []
+
+
+def test_the_number_of_cpu_threads_must_match_for_exact_sums():
+    exact = {"reduction": "exact"}
+    assert compare(payload(), TrainingConfig(), origin(threads=2)) == []
+    assert compare(payload(**exact), TrainingConfig(**exact), origin()) == []
+    with pytest.raises(UserError, match="OMP_NUM_THREADS=2: with reduction=exact it must be as in the checkpoint, 1"):
+        compare(payload(**exact), TrainingConfig(**exact), origin(threads=2))
 
 
 def test_a_best_value_of_another_metric_or_of_other_weights_is_dropped():

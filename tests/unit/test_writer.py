@@ -47,7 +47,7 @@ def send(writer, lock, folder, step):
     for view, tensor in zip(writer.fit(tensors), tensors, strict=True):
         view.copy_(tensor)
     path = checkpoint.step_path(folder, step)
-    writer.send(path, flat, 2, folder / "lock.json", lock.number)
+    writer.send(path, flat, (2, 0), folder / "lock.json", lock.number)
     return path, written
 
 

@@ -226,10 +226,19 @@ def best_or_latest(folder: Path, prefers_best: bool) -> Path:
     return found
 
 
-def prune(folder: Path, keep_last: int) -> None:
-    """Delete all but the latest `keep_last` step checkpoints; call it once a new one has its final name."""
+def prune(folder: Path, keep_last: int, keep_every: int = 0) -> None:
+    """Delete step checkpoints; call it once a new one has its final name.
+
+    Args:
+        keep_last: keep so many, the latest.
+        keep_every: also keep the first one of every so many steps; 0: none of these.
+    """
+    kept = {-1}
     for path in step_checkpoints(folder)[:-keep_last]:
-        path.unlink(missing_ok=True)
+        period = int(STEP_NAME.fullmatch(path.name)[1]) // keep_every if keep_every else -1
+        if period in kept:
+            path.unlink(missing_ok=True)
+        kept.add(period)
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:

@@ -50,7 +50,7 @@ class Job:
     path: Path
     flat: Any  # the payload, as returned by checkpoint.flatten
     layout: list[tuple]  # of each tensor: dtype, size, stride, offset in the shared memory
-    keep_last: int
+    keep: tuple[int, int]  # keep_last and keep_every
     lock_file: Path
     lock_number: int  # in lock_file, which must be unchanged before the rename
 
@@ -144,10 +144,10 @@ class Writer:
                 self._connection.send(len(self._memory))
                 send_handle(self._connection, self._descriptor, self._pid)
 
-    def send(self, path: Path, flat: Any, keep_last: int, lock_file: Path, lock_number: int) -> None:
+    def send(self, path: Path, flat: Any, keep: tuple[int, int], lock_file: Path, lock_number: int) -> None:
         """Let the process write the file from the shared memory. It gets its final name after `commit`."""
         number = self._job.number + 1 if self._job else 0
-        self._job = Job(number, path, flat, self._layout, keep_last, lock_file, lock_number)
+        self._job = Job(number, path, flat, self._layout, keep, lock_file, lock_number)
         self._tell(self._job)
 
     def again(self) -> None:
@@ -285,7 +285,7 @@ def _write(job: Job, memory: mmap.mmap, is_right: Callable[[], bool]) -> Outcome
             raise OSError(28, "No space left on device")
         checkpoint.write(job.path, payload, may_appear)
         with contextlib.suppress(OSError):
-            checkpoint.prune(job.path.parent, job.keep_last)
+            checkpoint.prune(job.path.parent, *job.keep)
     except _Dropped:
         problem, is_final = "dropped", True
     except UserError as error:

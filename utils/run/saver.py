@@ -57,7 +57,7 @@ class Saver:
         self._run, self._state, self._ctx, self._sampler, self._clock = run, state, ctx, sampler, clock
         self._writer, self._meta, self._saved_step = writer, meta, saved_step
         self._max_seconds_without = max_seconds_without
-        self._keep_last, self._minutes = config.keep_last, config.save_every_minutes
+        self._keep, self._minutes = (config.keep_last, config.keep_every), config.save_every_minutes
         checkpoint.flatten(meta())  # raises now if no checkpoint can hold it; later only its values change
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._weights = list(state.model.parameters())
@@ -153,7 +153,7 @@ class Saver:
             pairs = list(zip(self._writer.fit(tensors), tensors, strict=True))
             _copy_all([pair for pair in pairs if pair[1].data_ptr() in buffers])
             later = [pair for pair in pairs if pair[1].data_ptr() not in buffers]
-            place = self._run.checkpoints / name, flat | self._meta(), self._keep_last
+            place = self._run.checkpoints / name, flat | self._meta(), self._keep
             send = functools.partial(self._writer.send, *place, self._run.lock_file, self._run.start.lock_number)
         event = torch.cuda.current_stream().record_event() if self._stream else None
         self._copy = self._thread.submit(self._copy_and_digest, later, send, event)

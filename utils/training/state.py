@@ -153,6 +153,11 @@ class TrainState:
             )
 
     @property
+    def norm(self) -> torch.Tensor:
+        """The gradient norm of the step just taken: 0-dimensional, on the device."""
+        return self._norms[-1]
+
+    @property
     def lrs(self) -> list[float]:
         """The learning rate of each parameter group in the last step taken."""
         return [group["lr"] for group in self.optimizer.param_groups]

@@ -30,11 +30,15 @@ class Ours:
     Args:
         folder: must not contain a run.
         steps: optimizer steps of an epoch; 0: the whole training set, or `max_steps`.
+        resume_from: a checkpoint to continue from.
     """
 
-    def __init__(self, config: TrainingConfig, ctx: DistributedContext, folder: Path, steps: int) -> None:
+    def __init__(
+        self, config: TrainingConfig, ctx: DistributedContext, folder: Path, steps: int, resume_from: str = ""
+    ) -> None:
         self.samples = steps * config.batch_size * config.micro_batches_per_step(ctx.world_size)  # of an epoch
-        config = dataclasses.replace(config, run_dir=str(folder), checkpoint_dir="", resume_from="", overwrite=False)
+        own = {"run_dir": str(folder), "checkpoint_dir": "", "resume_from": resume_from, "overwrite": False}
+        config = dataclasses.replace(config, **own)
         if steps:
             config = dataclasses.replace(config, dataset_size=self.samples, epochs=EPOCHS, max_steps=0, max_time=0.0)
         self._run = open_run(config, ctx)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -133,29 +133,36 @@ class Fork:
                 raise
             raise Broken(f"{error}, or in your own sampler; use create_evaluation_dataloader") from None
 
-    def short_run(self, name: str, **changes: Any) -> None:
-        """Train on the small set with train.train, and keep the training in `trainings`."""
+    def short_run(self, name: str, is_alone: bool = False, **changes: Any) -> None:
+        """Train on the small set with train.train, and keep the training in `trainings`.
+
+        is_alone: rank 0 trains in a single process.
+        """
         config = replace(self.small_config, run_dir=str(self.folder / name), **changes)
         held_out = None if self.held_out is None else self.held_out_subset(config.batch_size + 1)
         sets = {"train": self.small_train_set(), "val": held_out, "test": None}
         cleanup_distributed()
         scramble_global_rngs(100 * self.ctx.rank + len(self.trainings))
+        problem = outcome = None
         with (
+            mock.patch.dict(os.environ, single_environment(), clear=True) if is_alone else nullcontext(),
             mock.patch.object(train.your_data, "create_dataset", lambda _, split: sets[split]),
             mock.patch.object(WatchedConfig, "require_read", lambda config: None),  # the data already exists
             mock.patch.object(train, "run_training", wraps=train.run_training) as run_training,
         ):
             try:
-                outcome = train.train(config)
-            except (UserError, TrainingError) as problem:
-                if isinstance(problem, TrainingError) and (problem.rank is None or is_of_a_peer(problem)):
+                if self.ctx.is_main or not is_alone:
+                    outcome = train.train(config)
+            except (UserError, TrainingError) as error:
+                if isinstance(error, TrainingError) and (error.rank is None or is_of_a_peer(error)):
                     raise
-                self.ctx = setup_distributed(self.config)  # every rank raises this error
-                raise Broken(str(problem)) from None
-        if outcome["state"] == "preempted":
-            raise KeyboardInterrupt
-        self.trainings[name] = run_training.call_args.args[0]
+                problem = Broken(str(error))
         self.ctx = setup_distributed(self.config)
+        self.on_all(lambda: raise_if(problem))
+        if outcome and outcome["state"] == "preempted":
+            raise KeyboardInterrupt
+        if outcome:
+            self.trainings[name] = run_training.call_args.args[0]
 
     def on_all(self, action: Callable[[], Any]) -> Any:
         """Run `action` on every rank. If it fails on one rank, all raise UserError."""
@@ -224,13 +231,22 @@ def record_updates(updates: list[Update]) -> Iterator[None]:
             handle.remove()
 
 
+def raise_if(problem: Exception | None) -> None:
+    if problem:
+        raise problem
+
+
+def single_environment() -> dict[str, str]:
+    """The environment without the launcher's variables."""
+    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in os.environ.items() if name not in ranks and not name.startswith("SLURM_")}
+
+
 @contextmanager
 def as_single_process() -> Iterator[None]:
     """Hide the other ranks: code that asks for the rank or the world size sees a single process."""
-    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-    single = {name: value for name, value in os.environ.items() if name not in ranks}
     with (
-        mock.patch.dict(os.environ, single, clear=True),
+        mock.patch.dict(os.environ, single_environment(), clear=True),
         mock.patch.multiple(dist, is_initialized=lambda: False, get_rank=lambda *_: 0, get_world_size=lambda *_: 1),
     ):
         yield

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from config import TrainingConfig
-from lib.verify.fork import Broken, Fork, as_single_process
+from lib.verify.fork import ACCUMULATION, Broken, Fork, as_single_process
 from lib.verify.values import digest, first_three, leaves, plural
 from train import Training
 from utils.checkpoint import format as checkpoint
@@ -66,6 +66,25 @@ def resume(fork: Fork) -> str:
     return f"{first.stem}.pt resumed, {steps} steps in total: bitwise equal to the uninterrupted run"
 
 
+def reduction(fork: Fork) -> str:
+    """With --reduction exact a single process gives the bits of all ranks, after one step and after the run."""
+    whole, size = whole_run(fork), fork.small_config.batch_size * ACCUMULATION * fork.ctx.world_size
+    fork.short_run("alone", is_alone=True, save_every_steps=1, global_batch_size=size, grad_accum_steps=1)
+
+    def check() -> str:
+        steps = whole.state.progress.step
+        for number, place in ((0, "step 1"), (-1, f"step {steps}")):
+            if different := differences(fork, "whole", "alone", number):
+                raise Broken(
+                    f"{first_three(different)}: after {place} a single process has other bits than"
+                    f" {plural(fork.ctx.world_size, 'rank')}: something depends on the rank, on what a process computed"
+                    " before, or on its memory; remove it, or use --reduction fast"
+                )
+        return f"a single process gives the same bits as {plural(fork.ctx.world_size, 'rank')}, in {steps} steps"
+
+    return fork.on_rank_0(check)
+
+
 def plain_load(fork: Fork) -> str:
     """A checkpoint loads into a new model in a single process, and gives the same loss."""
     whole = whole_run(fork)
@@ -103,10 +122,10 @@ def comparable(payload: dict[str, Any]) -> dict[str, Any]:
     return {key: payload[key] for key in STATE} | {"optimizer": by_name}
 
 
-def differences(fork: Fork, a: str, b: str) -> list[str]:
-    """Where the last checkpoints of two runs differ, and the records of b that a lacks."""
+def differences(fork: Fork, a: str, b: str, number: int = -1) -> list[str]:
+    """Where checkpoints of two runs differ (by default the last ones), and the records of b that a lacks."""
     runs = [fork.trainings[name].run for name in (a, b)]
-    payloads = [checkpoint.read(checkpoint.step_checkpoints(each.checkpoints)[-1])[0] for each in runs]
+    payloads = [checkpoint.read(checkpoint.step_checkpoints(each.checkpoints)[number])[0] for each in runs]
     of_a, of_b = (leaves(comparable(payload)) for payload in payloads)
     wrong = [name for name in of_a.keys() | of_b if digest(of_a.get(name)) != digest(of_b.get(name))]
     for kind in ("train", "eval"):

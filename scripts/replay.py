@@ -1,0 +1,320 @@
+"""Repeat one optimizer step of a run in one process, whatever number of ranks it had, and look at it closely:
+
+    python scripts/replay.py RUN --step N [--dump FILE] [flags of train.py]
+
+Continues in a temporary folder from the latest checkpoint before step N (--keep_every keeps some for this), or from the
+start. Prints loss and gradient norm of the step, the samples with the largest losses, the parameters with the largest
+gradients, and where values that are not finite arise. It then goes on to the next record of the run, and compares all
+records from the checkpoint on, and the state if the run has a checkpoint of step N: with --reduction exact they are
+bitwise equal, otherwise up to rounding. The run is not changed. Exit code 1 if an exact run differs.
+
+--dump FILE writes all of it: torch.load(FILE, weights_only=True) gives a dict with the samples' indices, losses and
+batches, the weights before and after the step, and the gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import itertools
+import math
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import torch
+from torch import Tensor, nn
+
+import model as fork
+import train
+from config import TrainingConfig, UserError
+from ddp_utils import cleanup_distributed, setup_distributed
+from lib.benchmark.ours import Ours
+from lib.verify.run_checks import TIMES, comparable
+from lib.verify.values import digest, leaves
+from utils.batch import map_tensors, tensors_in
+from utils.checkpoint import format as checkpoint
+from utils.data.loader import GlobalBatchLoader
+from utils.data.sampler import GlobalBatch, MicroBatch
+from utils.files import read_json, read_lines, replace_file
+from utils.rng import seed_device
+from utils.run.failures import leave_after
+from utils.table import format_table
+from utils.training.seams import Seams
+from utils.training.step_sums import StepSums
+
+SHOWN = 8
+OFF = ("save_every", "save_every_steps", "save_every_minutes", "max_time", "max_skipped_steps", "hang_timeout")
+
+
+@dataclass
+class Step:
+    """What is found out about the step. Tensors are on the CPU."""
+
+    loss: float = math.nan
+    norm: float = math.nan
+    indices: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # of the samples one by one, in evaluation mode
+    batches: list[Any] = field(default_factory=list)  # the micro-batches as compute_loss gets them
+    places: dict[str, str] = field(default_factory=dict)  # where values that are not finite arise
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    before: dict[str, Tensor] = field(default_factory=dict)
+    after: dict[str, Tensor] = field(default_factory=dict)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("run", type=Path, help="a run folder")
+    parser.add_argument("--step", type=int, required=True, help="the optimizer step, from 1, as in metrics.jsonl")
+    parser.add_argument("--dump", type=Path, metavar="FILE", help="write everything to this file")
+    options, flags = parser.parse_known_args()
+    start, payload = latest_before(options.run, options.step)
+    config = choose_config(options.run, payload, flags)
+    if payload and payload["provenance"].get("cpu_threads"):
+        os.environ["OMP_NUM_THREADS"] = str(payload["provenance"]["cpu_threads"])
+        torch.set_num_threads(payload["provenance"]["cpu_threads"])
+    ctx = setup_distributed(config)
+    with tempfile.TemporaryDirectory(prefix="replay-") as folder:
+        ours = Ours(config, ctx, Path(folder) / "run", 0, str(start or ""))
+        try:
+            is_equal = replay(ours, options, start)
+        finally:
+            ours.close()
+    cleanup_distributed()
+    return 0 if is_equal or config.reduction != "exact" else 1
+
+
+def latest_before(run: Path, step: int) -> tuple[Path | None, dict[str, Any] | None]:
+    """The latest valid checkpoint before the step, and its content; None for a start from scratch. Raises UserError."""
+    status = read_json(run / "status.json")
+    if not status:
+        raise UserError(f"{run}: has no status.json; give a run folder")
+    if not 1 <= step <= status.get("step", 0):
+        raise UserError(f"step={step}: the run has steps 1 to {status.get('step', 0)}; give one of these")
+    folder = TrainingConfig(**read_json(run / "config.json")).checkpoint_folder
+    folder = folder if folder.is_dir() else run / "checkpoints"
+    for path in reversed(checkpoint.step_checkpoints(folder)):
+        if int(checkpoint.STEP_NAME.fullmatch(path.name)[1]) < step:
+            try:
+                return path, checkpoint.read(path)[0]
+            except UserError as error:
+                print(f"skipped: {error}")
+    return None, None
+
+
+def choose_config(run: Path, payload: dict[str, Any] | None, flags: list[str]) -> TrainingConfig:
+    """The run's settings, for one process and without its saves."""
+    saved = payload["config"] if payload else read_json(run / "config.json")
+    origin = payload["provenance"] if payload else read_json(run / "provenance.json")
+    plain = {"on_checkpoint": "", "enable_profiling": False, "record_samples": False, "init_method": ""}
+    sizes = {"global_batch_size": origin["global_batch_size"], "grad_accum_steps": 1}
+    return TrainingConfig.from_args(flags, saved | dict.fromkeys(OFF, 0) | plain | sizes)
+
+
+def replay(ours: Ours, options: argparse.Namespace, start: Path | None) -> bool:
+    """Train to the step, examine it, go on to the next record. Returns whether everything equals the run's."""
+    state, progress, first, target = ours.state, ours.state.progress, ours.state.progress.step, options.step
+    theirs = [r for r in read_lines(options.run / "metrics.jsonl") if r.get("kind") == "train" and r["step"] > first]
+    end = min((r["step"] for r in theirs if r["step"] >= target), default=target)
+    print(f"step {target} of {options.run}, replayed from {start.name if start else 'the start'}", flush=True)
+    go_on(ours, target - 1)
+    begin_epoch(ours)
+    step = Step(before=copies(state.model.state_dict()))
+    epoch = progress.epoch
+    global_batch = next(ours.loader.sampler.global_batches(epoch, progress.samples_in_epoch))
+    plain_commit = StepSums.commit
+
+    def commit(sums: StepSums, *rest: Any) -> None:
+        step.loss, step.norm = (sums.loss / sums.loss_count).item(), state.norm.item()
+        plain_commit(sums, *rest)
+
+    with mock.patch.object(StepSums, "commit", commit):
+        go_on(ours, target)
+    step.after = copies(state.model.state_dict())
+    examine(step, global_batch, epoch, target - 1, ours)
+    show(step, epoch, len(global_batch.micro_batches), state.lrs)
+    path, different = checkpoint.step_path(options.run / "checkpoints", target), None
+    if path.exists():
+        different = differing_state(path, state.state_dict())
+        text = (
+            f"{len(different)} tensors differ from it, e.g. {', '.join(different[:3])}"
+            if different
+            else "bitwise equal"
+        )
+        print(f"state after the step, compared with {path.name}: {text}")
+    go_on(ours, end)
+    mine = {r["step"]: r for r in ours.training.run.records("train")}
+    is_equal = show_records([(r, mine[r["step"]]) for r in theirs if r["step"] <= end])
+    if options.dump:
+        replace_file(options.dump, lambda file: torch.save(vars(step), file))
+        print(f"wrote {options.dump}")
+    return is_equal and not different
+
+
+class Limited:
+    """A loader that stops after some steps."""
+
+    def __init__(self, loader: GlobalBatchLoader, steps: int) -> None:
+        self._loader, self._steps = loader, steps
+
+    def global_batches(self, epoch: int, start: int = 0) -> Iterator[GlobalBatch]:
+        return itertools.islice(self._loader.global_batches(epoch, start), self._steps)
+
+
+def go_on(ours: Ours, step: int) -> None:
+    """Train until the run has made so many steps."""
+    state, training = ours.state, ours.training
+    while state.progress.step < step:
+        begin_epoch(ours)
+        train.train_one_epoch(replace(training, loader=Limited(ours.loader, step - state.progress.step)))
+
+
+def begin_epoch(ours: Ours) -> None:
+    """At the end of an epoch, begin the next one, as a run does."""
+    state, has_schedule = ours.state, Seams.of(fork).lr_factor is not Seams.lr_factor
+    if state.is_epoch_complete:
+        if has_schedule and state.is_evaluation_due and "val" in ours.training.held_out:
+            train.validate(ours.training)  # the fork's schedule may depend on it
+        state.end_epoch()
+
+
+def copies(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.detach().cpu().clone() for name, value in tensors.items() if isinstance(value, Tensor)}
+
+
+def examine(step: Step, global_batch: GlobalBatch, epoch: int, number: int, ours: Ours) -> None:
+    """Compute the micro-batches once more with the weights before the step, and then each sample by itself.
+
+    number: of the step, from 0.
+    """
+    seams, config, loader, device = Seams.of(fork), ours.config, ours.loader, ours.loader.device
+    model = seams.create_model(config, device)
+    model.load_state_dict(step.before)
+
+    def loss_of(batch: Any, micro_batch: MicroBatch) -> tuple[Tensor, Any]:
+        seed_device(device, "step", config.seed, number, micro_batch.number)
+        with ours.state.precision.autocast():
+            return seams.compute_loss(model, batch)["loss"][:2]
+
+    count, gradients_are_finite = 0.0, True
+    for micro_batch in sorted(global_batch.micro_batches, key=lambda each: each.number):
+        where, batch = f"micro-batch {micro_batch.number}", loader.fetch(micro_batch.indices, epoch)[2]
+        step.indices += micro_batch.indices
+        step.batches.append(map_tensors(lambda tensor: tensor.cpu(), batch))
+        model.train()
+        with watching(model, batch, step.places, where):
+            total, counted = loss_of(batch, micro_batch)
+        total.backward()
+        count += float(counted)
+        if not total.isfinite():
+            step.places.setdefault(where, "in compute_loss, after the model")
+        if gradients_are_finite and not is_finite([p.grad for p in model.parameters()]):
+            gradients_are_finite = False
+            step.places.setdefault(where, explain_backward(functools.partial(loss_of, batch, micro_batch)))
+    step.gradients = {name: p.grad.cpu() / count for name, p in model.named_parameters() if p.grad is not None}
+    model.load_state_dict(step.before)
+    model.eval()
+    for index in step.indices:
+        where, batch = f"sample {index}", loader.fetch([index], epoch)[2]
+        with torch.no_grad(), ours.state.precision.autocast(), watching(model, batch, step.places, where):
+            total, counted = seams.compute_loss(model, batch)["loss"][:2]
+        step.losses.append(total.item() / float(counted) if float(counted) else 0.0)
+        if not total.isfinite():
+            step.places.setdefault(where, "in compute_loss, after the model")
+
+
+def is_finite(value: Any) -> bool:
+    return all(each.isfinite().all() for each in tensors_in(value) if each.is_floating_point())
+
+
+@contextlib.contextmanager
+def watching(model: nn.Module, batch: Any, places: dict[str, str], where: str) -> Iterator[None]:
+    """Note the first module of the forward pass whose output is not finite."""
+    if not is_finite(batch):
+        places[where] = "in the batch itself, before the model"
+
+    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        if not is_finite(output):
+            place = "in" if is_finite(inputs) else "before"
+            places.setdefault(where, f"{place} {names[module] or 'the model'} ({type(module).__name__})")
+
+    names = {module: name for name, module in model.named_modules()}
+    hooks = [module.register_forward_hook(hook) for module in names]
+    try:
+        yield
+    finally:
+        for each in hooks:
+            each.remove()
+
+
+def explain_backward(loss: Callable[[], tuple[Tensor, Any]]) -> str:
+    """The operation whose backward pass gives NaN."""
+    try:
+        with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(True):
+            warnings.simplefilter("ignore")
+            loss()[0].backward()
+    except RuntimeError as error:
+        return f"in the backward pass: {str(error).splitlines()[0]}"
+    return "in the backward pass, by a sum that is too large"
+
+
+def show(step: Step, epoch: int, micro_batches: int, lrs: list[float]) -> None:
+    print(
+        f"epoch {epoch + 1}, {len(step.indices)} samples in {micro_batches} micro-batches, learning rate {lrs[0]:.6g}"
+    )
+    print(f"loss {step.loss:.9g}, gradient norm {step.norm:.9g}")
+    worst = sorted(zip(step.losses, step.indices, strict=True), key=lambda each: (math.isfinite(each[0]), -each[0]))
+    print("largest losses of samples, in evaluation mode with the weights before the step:")
+    print(format_table([["sample", "loss"], *([index, f"{loss:.6g}"] for loss, index in worst[:SHOWN])]))
+    norms = {name: gradient.double().norm().item() for name, gradient in step.gradients.items()}
+    largest = sorted(norms, key=lambda name: (math.isfinite(norms[name]), -norms[name]))[:SHOWN]
+    print("largest gradients:")
+    rows = [[name, f"{norms[name]:.6g}", f"{step.before[name].double().norm().item():.6g}"] for name in largest]
+    print(format_table([["parameter", "norm", "norm of the weights"], *rows]))
+    if step.places:
+        print("values that are not finite arise:")
+        print(format_table([["in", "where"], *([where, place] for where, place in step.places.items())]))
+
+
+def differing_state(path: Path, state: dict[str, Any]) -> list[str]:
+    """The names of the values that are not bitwise equal to those in a checkpoint."""
+    both = [comparable(payload) for payload in (checkpoint.read(path)[0], state)]
+    saved, mine = (leaves({key: value for key, value in each.items() if key != "progress"}) for each in both)
+    return [name for name in saved if digest(saved[name]) != digest(mine.get(name))]
+
+
+def show_records(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> bool:
+    """Compare records of the run with those of the replay. Returns whether they are equal."""
+    gaps: dict[str, float] = {}
+    for theirs, mine in pairs:
+        for name, value in theirs.items():
+            if name not in TIMES and value != mine.get(name):
+                is_number = isinstance(value, float) and isinstance(mine.get(name), float)
+                gap = abs(value - mine[name]) / max(abs(value), 1e-30) if is_number else math.inf
+                gaps[name] = max(gap, gaps.get(name, 0.0))
+    if not pairs:
+        print("the run has no record of this step or later ones to compare with")
+    else:
+        steps = ", ".join(str(theirs["step"]) for theirs, _ in pairs[-4:])
+        text = ", ".join(f"{name} by {gap:.1e}" for name, gap in gaps.items())
+        print(f"records of the run up to step {steps}: {'they differ: ' + text if gaps else 'bitwise equal'}")
+    return not gaps
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (Exception, KeyboardInterrupt) as error:
+        leave_after(error)
