@@ -2,6 +2,7 @@
 
 python scripts/chaos.py --ranks 4 --faults 3 --every 10 -- --run_dir runs/a --epochs 4
 python scripts/chaos.py --ranks 2 --minutes 15 --kinds all -- --run_dir runs/soak --epochs 1000
+python scripts/chaos.py --ranks 4,1,2 --faults 3 -- --run_dir runs/b --reduction exact --global_batch_size 256
 
 Each launch is `torchrun --standalone ... train.py --resume_from auto`. --seed determines the faults, their targets and
 their times. Exits 0 when the run is completed (with --minutes: when the time is up and the run can be resumed).
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from itertools import cycle
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,20 +35,22 @@ START_S, END_S = 300.0, 900.0  # deadlines of a launch
 
 
 class Chaos:
-    """Launches of one run, and the faults injected into them."""
+    """Launches of one run, and the faults injected into them. `ranks` is that of the current launch."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.random, self.began = options, random.Random(options.seed), time.monotonic()
         self.folder, self.faults = TrainingConfig.from_args(options.flags).run_folder, 0
+        self.ranks = options.ranks[0]
 
     def run(self) -> int:
         """Launch until the run is completed or the time is up. Returns the exit code."""
         options, log = self.options, self.options.log.open("a") if self.options.log else None
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
-        command += [ROOT / "train.py", *options.flags, "--resume_from", "auto"]
-        state = ""
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        train, state, ranks = [ROOT / "train.py", *options.flags, "--resume_from", "auto"], "", cycle(options.ranks)
         while state != "completed" and not self.is_over():
             before = [place.pid for place in self.places()]
+            self.ranks = next(ranks)
+            command = [*torchrun, f"--nproc-per-node={self.ranks}", *train]
             with running(command, stdout=log, stderr=log) as launch:
                 self.wait_until_training(launch, before)
                 while launch.poll() is None and not self.is_over() and self.faults < (options.faults or float("inf")):
@@ -64,7 +68,7 @@ class Chaos:
 
     def places(self) -> list[Place]:
         """The place of each rank that has started."""
-        found = (read_place(self.folder / "watch" / f"rank{rank}") for rank in range(self.options.ranks))
+        found = (read_place(self.folder / "watch" / f"rank{rank}") for rank in range(self.ranks))
         return [place for place in found if place]
 
     def step(self) -> int:
@@ -80,7 +84,7 @@ class Chaos:
         ends = time.monotonic() + START_S
         while launch.poll() is None and time.monotonic() < ends:
             started = [place for place in self.places() if place.phase != "start" and place.pid not in before]
-            if len(started) == self.options.ranks:
+            if len(started) == self.ranks:
                 return
             time.sleep(0.05)
 
@@ -133,11 +137,16 @@ def is_writer(pid: int) -> bool:
     return False
 
 
+def ranks_of(text: str) -> list[int]:
+    """The value of --ranks."""
+    return [int(number) for number in text.split(",")]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=ranks_of, default=[2], help="ranks, or those of each launch in turn: 4,1,2 [2]")
     parser.add_argument("--faults", type=int, default=0, help="number of faults (0: until the time is up)")
     parser.add_argument("--minutes", type=float, default=0.0, help="duration (0: until the run is completed)")
     parser.add_argument("--every", type=float, default=60.0, help="mean seconds of training between faults")

@@ -41,11 +41,11 @@ class Mutation:
 
 # fmt: off
 MUTATIONS = [
-    Mutation('train_one_epoch', 'with nullcontext() if is_last_micro_batch else model.no_sync():', 'with model.no_sync() if is_last_micro_batch else nullcontext():', 'gradient'),
-    Mutation('TrainState.plan', 'self._loss_scale.fill_(world_size * 2.0**-progress.loss_shift)', 'self._loss_scale.fill_(2.0**-progress.loss_shift)', 'gradient'),
+    Mutation('Replicated.accumulating', 'return nullcontext() if micro_batch.is_last else self.no_sync()', 'return self.no_sync() if micro_batch.is_last else nullcontext()', 'gradient'),
+    Mutation('TrainState.plan', 'self._loss_scale.fill_(divisor * 2.0**-progress.loss_shift)', 'self._loss_scale.fill_(2.0**-progress.loss_shift)', 'gradient'),
     Mutation('TrainState.update_if_finite', 'divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift', 'divisor = torch.full_like(self.sums.loss_count, float(global_batch.samples)) * 2.0**-self.progress.loss_shift', 'gradient'),
     Mutation('train_one_epoch', 'state.backward(metrics["loss"][0], is_padding)', 'state.backward(metrics["loss"][0], False)', 'gradient'),
-    Mutation('GlobalBatchSampler.global_batches', 'mine = range(self.rank, math.ceil((end - first) / size), self.num_replicas)', 'mine = range(self.rank, max(1, (end - first) // size), self.num_replicas)', 'order'),
+    Mutation('GlobalBatchSampler.global_batches', 'count = math.ceil((end - first) / size)', 'count = max(1, (end - first) // size)', 'order'),
     Mutation('TrainState.update_if_finite', 'divisor = divisor * ((norm + 1e-6) / self._clip).clamp(min=1)', 'divisor = divisor * ((2 * norm + 1e-6) / self._clip).clamp(min=1)', 'weights'),
     Mutation('lr_factor', 'return (step + 1) / warmup_steps', 'return step / warmup_steps', 'weights'),
     Mutation('WeightAverage.update', 'self._is_first.mul_(1 - taken)', 'self._is_first.zero_()', 'not-finite'),
@@ -56,6 +56,9 @@ MUTATIONS = [
     Mutation('GlobalBatchLoader._to_device', 'batch = self._transform(batch, self._seed, micro_batch.epoch, indices_on(micro_batch.indices, self.device))', 'batch = self._transform(batch, self._seed, 0, indices_on(micro_batch.indices, self.device))', 'samples'),
     Mutation('RunningStats.add', 'self._sum.add_(self._latest, alpha=samples)', 'self._sum.add_(self._latest)', 'batchnorm'),
     Mutation('StepSums.start_reduce', 'self._work = dist.all_reduce(self.metrics.values, async_op=True)', 'self._work = None', 'batchnorm'),
+    Mutation('place', 'return int(f"{number:0{BITS}b}"[::-1], 2)', 'return int(f"{number ^ (number in (0, 1)):0{BITS}b}"[::-1], 2)', 'exact-ranks'),
+    Mutation('TreeAllReduce.gather', 'for rank in in_tree_order(range(min(self._ranks, self._leaves))):', 'for rank in range(min(self._ranks, self._leaves)):', 'exact-ranks'),
+    Mutation('StepSums.start_reduce', 'self._work = TreeAllReduce(self.metrics.values, micro_batch.count)', 'self._work = dist.get_world_size() > 1 and dist.all_reduce(self.metrics.values, async_op=True)', 'exact-ranks'),
     Mutation('RunningStats.commit', 'torch.where(is_finite, self._moved, self._committed, out=self._committed)', 'self._committed.copy_(self._moved)', 'not-finite'),
     Mutation('train_twice', 'state.sums.running_stats.discard()', 'pass', 'weights'),
     Mutation('evaluate', 'if not micro_batch.is_padding:', 'if True:', 'evaluation-counts'),

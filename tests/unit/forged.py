@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from config import TrainingConfig
-from utils.data.sampler import GlobalBatch
+from utils.data.sampler import GlobalBatch, MicroBatch
 from utils.training.precision import Precision
 from utils.training.seams import Seams
 from utils.training.state import TrainState
 
 GLOBAL_BATCH = GlobalBatch(samples=4, micro_batches=[])
+MICRO_BATCH = MicroBatch(0, 0, [0, 1, 2, 3], is_padding=False, is_last=True, count=1)
 
 
 class Call:
@@ -41,7 +42,7 @@ def payload_of(state: TrainState, step: int) -> dict[str, Any]:
     """The content of a checkpoint after one more optimizer step, numbered `step`."""
     state.total_steps = 100
     loss = state.model(torch.randn(4, 300)).square().mean()
-    state.sums.add({"loss": (loss, 4)}, 4)
+    state.sums.add({"loss": (loss, 4)}, MICRO_BATCH)
     loss.backward()
     state.update_if_finite(GLOBAL_BATCH)
     state.progress.step = step

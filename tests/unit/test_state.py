@@ -9,6 +9,7 @@ from torch import nn
 
 from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed
+from forged import MICRO_BATCH
 from utils.data.sampler import GlobalBatch, GlobalBatchSampler
 from utils.training.first_passes import evaluate_once, train_twice
 from utils.training.optimizer import WeightAverage, lr_factor
@@ -47,8 +48,8 @@ def make(precision=FLOAT32, model=None, groups=None, **changes):
 def step(state, gradient=None):
     """An optimizer step with computed gradients, or with all of them set to one value."""
     loss = state.model(torch.randn(4, 3)).square().sum()
-    state.sums.add({"loss": (loss, 4)}, 4)
-    state.sums.start_reduce()
+    state.sums.add({"loss": (loss, 4)}, MICRO_BATCH)
+    state.sums.start_reduce(MICRO_BATCH)
     state.backward(loss, is_padding=False)
     if gradient is not None:
         for p in state.model.parameters():
@@ -241,7 +242,7 @@ def test_a_resumed_optimizer_takes_the_memory_format_of_the_parameters(optimizer
     def train(state):
         torch.manual_seed(state.progress.step)
         loss = state.model(torch.randn(2, 2, 5, 5)).square().sum()
-        state.sums.add({"loss": (loss, 4)}, 4)
+        state.sums.add({"loss": (loss, 4)}, MICRO_BATCH)
         state.backward(loss, is_padding=False)
         state.update_if_finite(BATCH)
         state.advance(BATCH)

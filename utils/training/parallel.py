@@ -31,6 +31,9 @@ class SingleProcess(nn.Module):
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         return self.module(*inputs, **options)
 
+    def no_sync(self) -> AbstractContextManager:
+        return nullcontext()
+
     def accumulating(self, micro_batch: MicroBatch) -> AbstractContextManager:
         return nullcontext()
 

@@ -70,7 +70,7 @@ def timed_epoch(ours: Ours, ctx: DistributedContext, is_alone: bool = False) -> 
     with contextlib.ExitStack() as stack:
         if is_alone:
             stack.enter_context(ours.model.no_sync())
-            stack.enter_context(mock.patch.object(StepSums, "start_reduce", lambda stats: None))
+            stack.enter_context(mock.patch.object(StepSums, "start_reduce", lambda sums, micro_batch: None))
         ours.epoch()
     synchronize(ctx.device)
     mine = [time.perf_counter() - began, ours.spent()["data"] - waited]
