@@ -52,6 +52,7 @@ from utils.run.failures import leave_after
 from utils.table import format_table
 from utils.training.seams import Seams
 from utils.training.step_sums import StepSums
+from utils.watched_config import WatchedConfig
 
 SHOWN = 8
 OFF = ("save_every", "save_every_steps", "save_every_minutes", "max_time", "max_skipped_steps", "hang_timeout")
@@ -86,7 +87,8 @@ def main() -> int:
         os.environ["OMP_NUM_THREADS"] = str(payload["provenance"]["cpu_threads"])
         torch.set_num_threads(payload["provenance"]["cpu_threads"])
     ctx = setup_distributed(config)
-    with tempfile.TemporaryDirectory(prefix="replay-") as folder:
+    accepted = mock.patch.object(WatchedConfig, "require_read", lambda config: None)  # by the run
+    with tempfile.TemporaryDirectory(prefix="replay-") as folder, accepted:
         ours = Ours(config, ctx, Path(folder) / "run", 0, str(start or ""))
         try:
             is_equal = replay(ours, options, start)
@@ -307,9 +309,9 @@ def show_records(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> bool:
     if not pairs:
         print("the run has no record of this step or later ones to compare with")
     else:
-        steps = ", ".join(str(theirs["step"]) for theirs, _ in pairs[-4:])
-        text = ", ".join(f"{name} by {gap:.1e}" for name, gap in gaps.items())
-        print(f"records of the run up to step {steps}: {'they differ: ' + text if gaps else 'bitwise equal'}")
+        steps = f"{pairs[0][0]['step']} to {pairs[-1][0]['step']}"
+        text = ", ".join(f"{name} by {gap:.1e} of its value" for name, gap in gaps.items())
+        print(f"records of the run from step {steps}: {text + ' different' if gaps else 'bitwise equal'}")
     return not gaps
 
 
