@@ -3,6 +3,7 @@
 torchrun --standalone --nproc-per-node=N scripts/benchmark.py [flags of train.py]                training speed
 torchrun --standalone --nproc-per-node=N scripts/benchmark.py --checkpoint [flags of train.py]   cost of checkpoints
 python scripts/benchmark.py --input [flags of train.py]                                          the loader alone
+torchrun --standalone --nproc-per-node=N scripts/benchmark.py --against "--reduction exact" [flags]   cost of flags
 python scripts/benchmark.py --plain-run --run_dir FOLDER [flags of train.py]   train the plain loop, for its curve
 python scripts/benchmark.py --find-batch [--ranks N] [--memory GIB] [flags of train.py]          largest micro-batch
 
@@ -41,6 +42,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     mode = parser.add_mutually_exclusive_group()
     for name in ("checkpoint", "input", "plain-run", "find-batch"):
         mode.add_argument(f"--{name}", action="store_const", const=name, dest="mode", default="speed")
+    parser.add_argument("--against", metavar="FLAGS", help="compare a run with these flags of train.py and without")
     parser.add_argument("--rounds", type=int, default=7, help="rounds; results are medians over them [7]")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps per turn [20]")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
@@ -49,6 +51,8 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--memory", type=float, default=0.0, metavar="GIB", help="with --find-batch: memory limit per rank"
     )
     options, flags = parser.parse_known_args(words)
+    if options.against:
+        options.mode = "against"
     if min(options.rounds, options.steps, options.ranks) < 1 or options.memory < 0:
         parser.error("--rounds, --steps and --ranks must be 1 or more, --memory 0 or more; omit them for the defaults")
     if options.mode in ("input", "plain-run", "find-batch") and "RANK" in os.environ:
@@ -71,12 +75,14 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ddp_utils import cleanup_distributed, setup_distributed
-from lib.benchmark import checkpoint, find_batch, input_pipeline, plain_run, speed
+from lib.benchmark import against, checkpoint, find_batch, input_pipeline, plain_run, speed
 from utils.distributed.collectives import all_gather_json
 from utils.files import replace_json
 from utils.run.failures import leave_after
 
-MODES = {"speed": speed, "checkpoint": checkpoint, "input": input_pipeline, "plain-run": plain_run}
+MODES = {"speed": speed, "checkpoint": checkpoint, "input": input_pipeline, "plain-run": plain_run} | {
+    "against": against
+}
 
 
 @record
