@@ -18,6 +18,7 @@ from lib.benchmark.turns import synchronize
 from lib.preflight.links import all_reduce_times
 from lib.scaling.flags import variants
 from utils.distributed.collectives import all_gather_json
+from utils.training.parallel import bucket_megabytes
 from utils.training.step_sums import StepSums
 
 
@@ -40,7 +41,7 @@ def measure(
         rows = [[*timed_epoch(ours, ctx), timed_epoch(ours, ctx, is_alone=True)[0]] for _ in range(rounds)]
         found[name] = {"samples": ours.samples // steps, "rounds": [[s / steps for s in row] for row in rows]}
         found["gradient"] = sum(p.nbytes for p in ours.model.parameters() if p.requires_grad)
-        found["bucket"] = ours.model.bucket_bytes_cap
+        found["bucket"] = int(2**20 * bucket_megabytes(ours.state.model, config))
         ours.close()
     if ctx.world_size >= max(2, most):
         changes = variants(config.comm_hook, found["gradient"], found["bucket"])
