@@ -80,9 +80,7 @@ from utils.distributed.collectives import all_gather_json
 from utils.files import replace_json
 from utils.run.failures import leave_after
 
-MODES = {"speed": speed, "checkpoint": checkpoint, "input": input_pipeline, "plain-run": plain_run} | {
-    "against": against
-}
+MODES = {"speed": speed, "against": against, "checkpoint": checkpoint, "input": input_pipeline, "plain-run": plain_run}
 
 
 @record

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ def measure(
     other = TrainingConfig.from_args(shlex.split(options.against), config.to_dict())
     runs = [Ours(each, ctx, folder / name, options.steps) for name, each in (("given", config), ("against", other))]
     names = ("as given", f"with {options.against}")
-    given, changed = candidates = [Candidate(name, run.epoch) for name, run in zip(names, runs, strict=True)]
+    given, _ = candidates = [Candidate(name, run.epoch) for name, run in zip(names, runs, strict=True)]
     for each in candidates:
         each.epoch()
     take_turns(candidates, options.rounds, ctx.device, say)
@@ -30,16 +29,13 @@ def measure(
         run.close()
     rows, found = [["", "step", "wall", "control", "CPU", "control", ""]], {}
     for each in candidates:
-        figures = {"step_s": each.seconds() / options.steps, "wall_ratio": each.ratio(given)}
-        figures |= {
-            "control_wall": each.control(),
-            "cpu_ratio": each.ratio(given, "cpu"),
-            "control_cpu": each.control("cpu"),
+        found[each.name] = {
+            "step_s": each.seconds() / options.steps,
+            **{"wall_ratio": each.ratio(given), "control_wall": each.control()},
+            **{"cpu_ratio": each.ratio(given, "cpu"), "control_cpu": each.control("cpu")},
         }
-        found[each.name] = figures
-        step, *ratios = figures.values()
-        rows.append(
-            [each.name, f"{1e3 * step:.2f} ms", *(f"{ratio:.3f}" for ratio in ratios), each.warning("wall", "cpu")]
-        )
+        step, *ratios = found[each.name].values()
+        shown = [f"{ratio:.3f}" for ratio in ratios]
+        rows.append([each.name, f"{1e3 * step:.2f} ms", *shown, each.warning("wall", "cpu")])
     say(format_table(rows, range(1, 6)))
     return found
