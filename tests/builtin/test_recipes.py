@@ -21,12 +21,13 @@ WORDS = "rank batch ring until gradients are summed on every node".split()
 
 
 class Fork:
-    """A copy of the repository with a recipe applied."""
+    """A copy of the repository with a recipe applied, or several in turn."""
 
-    def __init__(self, folder, name):
+    def __init__(self, folder, *names):
         self.folder = copy_repository(folder)
         subprocess.run(["git", "init", "-q"], cwd=folder, check=True)  # so that `git apply` works
-        blocks = re.findall(r"^```(\w+)\n(.*?)^```", (RECIPES / f"{name}.md").read_text(), re.DOTALL | re.MULTILINE)
+        text = "".join((RECIPES / f"{name}.md").read_text() for name in names)
+        blocks = re.findall(r"^```(\w+)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
         for language, text in blocks:
             if language == "diff":
                 subprocess.run(["git", "apply", "--recount"], cwd=folder, input=text, text=True, check=True)
