@@ -104,7 +104,6 @@ def test_a_resumed_split_model_equals_the_uninterrupted_one_bit_for_bit(tmp_path
     [
         f"{MODEL} --pipeline GPipe",
         f"{MODEL} --pipeline 1F1B",
-        f"{DATA_AND_MODEL} --pipeline LoopedBFS --stages_per_rank 2",
         f"{DATA_AND_MODEL} --pipeline Interleaved1F1B --stages_per_rank 2",
         f"{DATA_AND_MODEL} --pipeline InterleavedZeroBubble --stages_per_rank 2",
     ],
