@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import train
+from config import UserError
 from ranks import run_ranks
 from tasks import EagerConsensus, train_task
 from utils.report.reporter import Reporter
@@ -67,6 +68,32 @@ def test_a_run_that_is_killed_and_continues_on_other_ranks_has_the_bits_of_the_u
     assert len({record["world_size"] for record in runs.events("parts", "resumed")}) == 4
     runs.train(4, "whole", *flags)
     runs.assert_same("whole", "parts")
+
+
+def rejected(flags):
+    with pytest.raises(UserError) as error:
+        train_task("images", flags)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "expected"),
+    [
+        (
+            3,
+            ["--grad_accum_steps", 4],
+            "3 ranks for 12 micro-batches per step; use a power of two up to 12, here 2 or 4",
+        ),
+        (
+            4,
+            ["--global_batch_size", 8],
+            "4 ranks for 2 micro-batches per step; use a power of two up to 2, here 1 or 2",
+        ),
+    ],
+)
+def test_numbers_of_ranks_that_have_no_subtree_are_rejected(runs, ranks, flags, expected):
+    words = runs.words("run", "--reduction", "exact", "--dataset_size", 60, *flags)
+    assert run_ranks(ranks, rejected, words) == [f"reduction=exact: {expected} ranks"] * ranks
 
 
 def sent_bytes(flags):
