@@ -59,7 +59,7 @@ def test_flags_with_underscores_dashes_and_negations():
         ("--amp_dtype fp16 --no-use_amp", "amp_dtype=fp16: needs mixed precision; leave out"),
         (
             "--reduction exact --comm_hook bf16",
-            "comm_hook=bf16: rounds gradients before they are summed; give only one",
+            "comm_hook=bf16: rounds gradients before they are summed; give",
         ),
         ("--btach_size 3", "--btach_size: is not known; did you mean --batch_size?"),
         ("--nonsense", "--nonsense: is not known; see --help"),
