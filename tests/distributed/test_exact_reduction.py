@@ -47,7 +47,7 @@ def train_until(flags, number, step, victim):
 
     eager = mock.patch.object(train, "Consensus", EagerConsensus)
     with mock.patch.object(Reporter, "step_done", done), eager:
-        return train_task("images", flags)[0]
+        return train_task("images", flags, goes_on=False)[0]
 
 
 def test_a_run_that_is_killed_and_continues_on_other_ranks_has_the_bits_of_the_uninterrupted_one(runs):
