@@ -89,7 +89,8 @@ def setup_distributed(config: TrainingConfig, must_be_alike: bool = True) -> Dis
 
     timeout = timedelta(seconds=config.timeout)
     store = _rendezvous(launch, config.init_method or "env://", timeout)
-    store = dist.PrefixStore(f"group {next(GROUPS)}", store)  # a second run in this process gets its own keys
+    if launch.is_launched:  # a second run in this process gets its own keys
+        store = dist.PrefixStore(f"group {next(GROUPS)}", store)
     cards = _introduce(store, launch, card, config)
     dist.init_process_group(
         backend,
