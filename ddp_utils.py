@@ -19,6 +19,7 @@ from utils.distributed.collectives import within
 from utils.distributed.context import (
     DistributedContext,
     Launch,
+    connect_lazily,
     is_main_process,
     make_cublas_deterministic,
     read_launch,
@@ -45,6 +46,7 @@ __all__ = [
 ]
 
 GROUPS = itertools.count()
+RANKS_IN_A_MESH = 1024  # at most; gloo then connects all pairs
 SECONDS_TO_ANSWER = 10.0  # in which rank 0 lists the missing ranks
 CONTROL_TIMEOUT = timedelta(hours=24)  # for votes, barriers and saves: a slow rank is not a lost one
 
@@ -90,6 +92,8 @@ def setup_distributed(config: TrainingConfig, must_be_alike: bool = True) -> Dis
     store = _rendezvous(launch, config.init_method or "env://", timeout)
     store = dist.PrefixStore(f"group {next(GROUPS)}", store)  # a second run in this process gets its own keys
     cards = _introduce(store, launch, card, config)
+    if launch.world_size > RANKS_IN_A_MESH:
+        connect_lazily()
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("world", store),
