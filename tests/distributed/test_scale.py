@@ -206,6 +206,7 @@ def count_sockets(ranks_in_a_mesh):
     return found
 
 
+@pytest.mark.slow
 def test_in_a_large_world_ranks_connect_only_to_those_that_they_talk_to():
     lazy, mesh = (run_ranks(8, count_sockets, most) for most in (7, 8))
     assert max(lazy[1:]) < min(mesh)
