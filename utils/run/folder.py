@@ -29,6 +29,7 @@ from utils.training.state import SkippedStep
 OURS = ("config.json", "provenance.json", "code.zip", "status.json", "metrics.jsonl", "summary.json", "goodput.json")
 OURS += (LOCK, ".lock", "eval-*.json", "hang-*.txt", "superseded-*")
 OURS += ("checkpoints", "tensorboard", "logs", "traces", "samples")
+SECONDS_TO_LOOK = 10.0  # for lost ranks
 SECONDS_BETWEEN_STATUS = 1.0  # while only the progress changes
 
 
@@ -236,7 +237,22 @@ class Run:
             with suppress(OSError) if is_running else nullcontext():  # a full disk: training continues
                 replace_json(self.folder / "status.json", self._status, is_flushed=not is_running)
 
-    def lost_ranks(self, meanwhile: Callable[[], None] = lambda: None) -> TrainingError | None:
+    def lost_ranks(self) -> TrainingError | None:
+        """`look_for_lost_ranks` on the first rank that calls this; the others wait for its answer."""
+        file, ends = self.watch_folder / "lost", time.monotonic() + SECONDS_TO_LOOK
+        with suppress(OSError):
+            file.touch(exist_ok=False)
+            ends = 0.0  # this rank is the first
+        while not (found := read_json(file)) and time.monotonic() < ends:
+            time.sleep(0.25)
+        if not found:
+            error = self.look_for_lost_ranks()
+            found = {"lost": error and (str(error), error.rank, error.host)}
+            with suppress(OSError):
+                file.write_text(json.dumps(found))
+        return TrainingError(*found["lost"]) if found["lost"] else None
+
+    def look_for_lost_ranks(self, meanwhile: Callable[[], None] = lambda: None) -> TrainingError | None:
         """After a collective failed because a peer is gone: the error for a rank that ended without reporting one."""
         places, standing, _ = look_twice(self.watch_folder, self.hosts, meanwhile)
         if not standing or not self.watch_folder.is_dir():
