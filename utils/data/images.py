@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import errno
+import functools
+import hashlib
+import os
+import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -15,23 +20,54 @@ SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of resources; the file
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
 
 
-def images_in(folder: Path) -> list[Path]:
-    """The image files of a folder, by name."""
-    return sorted(path for path in folder.glob("*") if path.suffix.lower() in SUFFIXES)
+class Listing:
+    """A data set's files: images in <folder>/<class>/, by class and name. A subclass sets `folder` and `classes`."""
+
+    @functools.cached_property
+    def listing(self) -> bytes:
+        """<class>/<name> and the bytes of each file, between zeros. Raises UserError if a training class has none."""
+        is_train = self.folder.name == "train"
+        files = (path for name in self.classes for path in images_in(self.folder / name, must_exist=is_train))
+        return b"\0" + b"".join(os.fsencode(f"{p.parent.name}/{p.name} {p.stat().st_size}\0") for p in files)
+
+    def use_listing(self, listing: bytes) -> None:
+        self.listing = listing  # from `load_data`, which lists once per file system
+
+    @functools.cached_property
+    def _zeros(self) -> Tensor:
+        return (torch.frombuffer(bytearray(self.listing), dtype=torch.uint8) == 0).nonzero().flatten()
+
+    def path(self, index: int) -> Path:
+        start, end = self._zeros[index : index + 2].tolist()
+        return self.folder / os.fsdecode(self.listing[start + 1 : end].rpartition(b" ")[0])
+
+    @functools.cached_property
+    def targets(self) -> Tensor:
+        found = Counter(match[1] for match in re.finditer(rb"\0([^/]+)/", self.listing))
+        return torch.repeat_interleave(torch.tensor([found[os.fsencode(name)] for name in self.classes]))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self.listing[1:-1].replace(b"\0", b"\n")).hexdigest()
+
+
+def images_in(folder: Path, must_exist: bool = False) -> list[Path]:
+    """The image files of a folder, by name. Raises UserError if they must exist and there are none."""
+    found = sorted(path for path in folder.glob("*") if path.suffix.lower() in SUFFIXES)
+    if must_exist and not found:
+        raise UserError(f"{folder}: has no images ({', '.join(SUFFIXES)}); add some or delete the folder")
+    return found
 
 
 def classes_of(root: Path, split: str) -> list[str]:
     """The class folders of <root>/train. Raises UserError if <root>/<split> has others."""
     train = root / "train"
-    classes = sorted(path.name for path in train.iterdir() if path.is_dir()) if train.is_dir() else []
+    classes = sorted(entry.name for entry in os.scandir(train) if entry.is_dir()) if train.is_dir() else []
     if not classes:
         raise UserError(f"data_dir={root}: has no {train}/<class>/ folders; give the folder that holds train/ and val/")
     if len(classes) == 1:
         raise UserError(f"data_dir={root}: has only one class, {classes[0]}; put two or more into {train}")
-    for name in classes:
-        if not images_in(train / name):
-            raise UserError(f"{train / name}: has no images ({', '.join(SUFFIXES)}); add some or delete the folder")
-    unknown = sorted({path.name for path in (root / split).iterdir() if path.is_dir()} - set(classes))
+    unknown = sorted({entry.name for entry in os.scandir(root / split) if entry.is_dir()} - set(classes))
     if unknown:
         raise UserError(f"{root / split / unknown[0]}: is a class that is not in {train}; use the same classes in both")
     return classes

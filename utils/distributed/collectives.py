@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -103,26 +104,43 @@ def require_equal(value: Any, sentence: str, ctx: DistributedContext) -> None:
 def once_per_file_system(
     folder: Path, is_done: Callable[[], bool], action: Callable[[], None], ctx: DistributedContext
 ) -> None:
-    """If `is_done` is False, run `action` once per file system: on the lowest rank of those that share `folder`.
-
-    Each of them creates a file with its rank in the folder; the lowest rank that it finds there is its leader.
-    """
+    """If `is_done` is False, run `action` once per file system: on the rank that creates a file in `folder` first."""
     is_needed = not on_all_ranks(is_done, ctx)
     if not any(all_gather_json(is_needed, ctx)):
         return
     launch, *_ = all_gather_json(f"{os.getpid()}-{time.time_ns()}", ctx)
-    tokens = [folder / f".{launch}-rank{rank}" for rank in range(ctx.world_size)]
+    token = folder / f".{launch}"
 
-    def leave_token() -> None:
+    def is_first() -> bool:
         folder.mkdir(parents=True, exist_ok=True)
-        tokens[ctx.rank].touch()
+        try:
+            token.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
-    on_all_ranks(lambda: leave_token() if is_needed else None, ctx)
-    is_leader = is_needed and next(rank for rank, token in enumerate(tokens) if token.exists()) == ctx.rank
-    all_gather_json(is_leader, ctx)  # wait until all have looked
-    if is_needed:
-        tokens[ctx.rank].unlink()
+    is_leader = on_all_ranks(lambda: is_needed and is_first(), ctx)  # returns when all have looked
+    if is_leader:
+        token.unlink()
     on_all_ranks(lambda: action() if is_leader else None, ctx)
+
+
+def read_once(folder: Path, read: Callable[[], bytes], sentence: str, ctx: DistributedContext) -> bytes:
+    """What `read` returns on rank 0, for all ranks. Of those that share `folder`, which may be read-only, one calls it.
+
+    sentence: as for `require_equal`, if it returns something else on another file system.
+    """
+    status, number = on_all_ranks(lambda: (folder.stat(), os.statvfs(folder).f_fsid), ctx)
+    host = os.major(status.st_dev) and ctx.host  # a network file system has no device
+    places = all_gather_json([host, number, status.st_ino, status.st_ctime_ns], ctx)
+    reader = places.index(places[ctx.rank])
+    data = on_all_ranks(lambda: read() if reader == ctx.rank else b"", ctx)
+    found = all_gather_json([len(data), hashlib.sha256(data).hexdigest()], ctx)
+    require_equal(found[reader], sentence, ctx)
+    buffer = bytearray(data or found[0][0])
+    if ctx.world_size > 1 and buffer:
+        dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), 0, group=ctx.control)
+    return bytes(buffer)
 
 
 def within(seconds: float, action: Callable[[], T]) -> T:
