@@ -32,7 +32,7 @@ from torch import Tensor
 
 from config import UserError
 from utils.checkpoint import format as checkpoint
-from utils.files import temporary_of
+from utils.files import TEMPORARY
 from utils.logger import NAME
 from utils.signals import STOP_SIGNALS, die_with_parent, kept_back
 
@@ -174,10 +174,10 @@ class Writer:
         try:
             return self._connection.recv() if self._connection.poll(seconds) else None
         except (EOFError, OSError):
-            partial = temporary_of(self._job.path, self._pid)
             self.close()
             with contextlib.suppress(OSError):  # free the space on a full disk
-                partial.unlink()
+                for partial in self._job.path.parent.glob(f"{self._job.path.name}.*{TEMPORARY}"):
+                    partial.unlink()
             self._start()
             killed = _outcome(self._job, 0.0, f"{self._job.path}: the writer process was killed")
             return dataclasses.replace(killed, was_killed=True)
