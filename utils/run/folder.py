@@ -269,8 +269,13 @@ class Run:
                 time.sleep(0.3)  # rank 0 may have been writing its own status just then; it waits for this rank now
             status = read_json(path)
             if status.get("state") == "running":
-                with suppress(OSError):  # the error itself must still be raised
-                    replace_json(path, status | {"state": "failed", "error": text} | where | {"time": now()})
+                status |= {"state": "failed", "error": text} | where | {"time": now()}
+                try:
+                    replace_json(path, status)
+                except OSError:
+                    with suppress(OSError), path.open("r+") as file:  # needs no free block or inode
+                        file.write(json.dumps(status))
+                        file.truncate()
             if self.is_main:
                 break
 
