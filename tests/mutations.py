@@ -79,7 +79,7 @@ MUTATIONS = [
     Mutation('on_all_ranks', 'if (rank := lowest_rank(bool(problem), ctx)) is None:', 'if (rank := ctx.rank if problem else None) is None:', 'one-sentence'),
     Mutation('replace_file', 'os.fsync(file.fileno())', 'pass', 'whole-file'),
     Mutation('replace_file', '_flush_folder(path.parent)', 'pass', 'whole-file'),
-    Mutation('replace_file', 'temporary = temporary_of(path, os.getpid())', 'temporary = path', 'whole-file'),
+    Mutation('replace_file', 'temporary = temporary_of(path)', 'temporary = path', 'whole-file'),
     Mutation('verify', 'if not is_verified and trailer.digest != digest.hexdigest():', 'if False:', 'damaged'),
     Mutation('verify', 'if (name := STEP_NAME.fullmatch(path.name)) and int(name[1]) != trailer.step:', 'if False:', 'damaged'),
     Mutation('latest_valid', 'if skipped:', 'if False:', 'all-damaged'),

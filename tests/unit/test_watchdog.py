@@ -281,17 +281,20 @@ def test_the_slowest_rank_and_the_cause():
 
 
 def test_each_second_is_counted_once_over_restarts(tmp_path, monkeypatch):
-    """A second attempt: the gap counts as down time, a repeated step does not count as training."""
-    fake = SimpleNamespace(now=1000.0)
-    fake.time = fake.perf_counter = lambda: fake.now
+    """A second attempt: the gap counts as down time, a repeated step does not count as training. The system's clock
+    jumps by an hour during each attempt, and is right when one starts."""
+    fake = SimpleNamespace(now=1000.0, jump=0)
+    fake.time, fake.perf_counter = (lambda: fake.now + fake.jump), (lambda: fake.now - 900)
     monkeypatch.setattr(utils.clock, "time", fake)
     monkeypatch.setattr(goodput, "time", fake)
     config = TrainingConfig(run_dir=str(tmp_path))
 
     def attempt(resume_from, *steps, first=0):
         run, clock = open_run(with_(config, resume_from=resume_from)), Clock()
-        found = Goodput(run, clock, fake.now)
+        fake.jump = 0
+        found = Goodput(run, clock, fake.perf_counter())
         found.resume(None, first)
+        fake.jump = -3600 if first else 3600
         for step, phases in steps:
             for phase in phases.split():
                 clock.begin_step(step) if phase == "data" else clock.enter(phase)

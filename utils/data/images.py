@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from config import UserError
+from utils.files import temporary_of
 
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of resources; the file may be fine
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
@@ -116,21 +117,23 @@ def cifar10_folder(data_dir: Path) -> Path:
 def download_cifar10(data_dir: Path) -> None:
     """Unpack CIFAR-10 into data_dir, completely or not at all; an archive that is already there is used."""
     root = cifar10_folder(data_dir)
-    partial = root.with_name("cifar10.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+    partial = temporary_of(root)  # another job may do the same
     partial.mkdir(parents=True)
     archive = root.with_name("cifar-10-python.tar.gz")
-    if archive.exists():
-        shutil.copy(archive, partial)
     try:
+        if archive.exists():
+            shutil.copy(archive, partial)
         from torchvision.datasets import CIFAR10
 
         CIFAR10(str(partial), download=True)
+        if not root.exists():
+            partial.rename(root)
     except (ImportError, OSError, RuntimeError) as error:
         raise UserError(
             f"dataset=cifar10: cannot be downloaded ({error}); put {archive.name} into {data_dir}"
         ) from None
-    partial.rename(root)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def read_cifar10(data_dir: Path, is_train: bool) -> tuple[Tensor, Tensor, list[str]]:

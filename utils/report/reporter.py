@@ -222,7 +222,7 @@ class Reporter:
             "steps": progress.step,
             "skipped_steps": progress.skipped_steps,
             "samples_seen": progress.samples_seen,
-            "wall_s": max(1e-9, accounts["until"] - accounts["started_at"]),
+            "wall_s": max(1e-9, sum(accounts[name] for name in ACCOUNTS)),
             "samples_per_s": rate,
             "samples_per_s_per_rank": rate / self._ctx.world_size,
             "world_size": self._ctx.world_size,
