@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -26,7 +27,7 @@ def replace_file(
     Raises:
         OSError: if any of this fails; `path` is then unchanged and the temporary file deleted.
     """
-    temporary = temporary_of(path, os.getpid())
+    temporary = temporary_of(path)
     try:
         with temporary.open("wb") as file:
             write(file)
@@ -44,9 +45,9 @@ def replace_file(
         raise
 
 
-def temporary_of(path: Path, pid: int) -> Path:
-    """The temporary file of this process: ranks that fail together may write the same `path`."""
-    return path.with_name(f"{path.name}.{pid}{TEMPORARY}")
+def temporary_of(path: Path) -> Path:
+    """A new name for a temporary file. Several ranks may write `path`, in containers even with equal names and pids."""
+    return path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}{TEMPORARY}")
 
 
 def replace_json(path: Path, value: Any, is_flushed: bool = True) -> None:
@@ -125,10 +126,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def keep_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
     """Rewrite a file with only the records for which `is_kept` is true."""
-    if not path.exists():
-        return
-    temporary = path.with_name(path.name + TEMPORARY)
-    temporary.write_text(
-        "".join(json.dumps(record) + "\n" for record in read_lines(path) if is_kept(record)), encoding="utf-8"
-    )
-    temporary.replace(path)
+    if path.exists():
+        data = "".join(json.dumps(record) + "\n" for record in read_lines(path) if is_kept(record)).encode()
+        replace_file(path, lambda file: file.write(data))

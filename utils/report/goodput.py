@@ -19,11 +19,12 @@ class Goodput:
     """The accounts of a run. Rank 0 writes them once a second, so that a killed attempt is included.
 
     Args:
-        began: when this attempt's process started, in seconds since 1970.
+        began: when this attempt's process started, by time.perf_counter.
     """
 
     def __init__(self, run: Run, clock: Clock, began: float) -> None:
-        self._run, self._clock, self._began = run, clock, began
+        self._offset = time.time() - time.perf_counter()  # once: the system's clock may jump during the attempt
+        self._run, self._clock, self._began = run, clock, began + self._offset
         self._file = run.folder / NAME
         self._before: dict[str, Any] | None = None  # known once the attempt is about to train
         self._is_there = False
@@ -34,7 +35,7 @@ class Goodput:
         step: the step at which this attempt starts.
         """
         before = (_read(self._file) if self._run.start.attempt > 1 else None) or saved or {}
-        began, now = self._began, time.time()
+        began, now = self._began, time.perf_counter() + self._offset
         fresh = dict.fromkeys(ACCOUNTS, 0.0) | {"started_at": began, "until": began, "step": 0, "attempts": []}
         before = fresh | before
         before["down"] += max(0.0, began - before["until"])
@@ -45,7 +46,7 @@ class Goodput:
 
     def now(self) -> dict[str, Any]:
         """Seconds by account, `started_at` and `until` (seconds since 1970), the last `step` begun, the attempts."""
-        (spent, again), until = self._clock.spent(), time.time()
+        (spent, again), until = self._clock.spent(), time.perf_counter() + self._offset
         accounts = {
             "training": sum(spent[phase] - again[phase] for phase in ("forward", "backward", "update")),
             "data_wait": spent["data"] - again["data"],

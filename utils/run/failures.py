@@ -144,7 +144,7 @@ def start_watchdog(
 
     def lose(peer: int) -> None:
         place, host = read_place(run.watch_folder / f"rank{peer}"), ctx.hosts[peer]
-        error = run.lost_ranks(meanwhile=clock.beat)
+        error = run.look_for_lost_ranks(meanwhile=clock.beat)
         if place and place.phase == "end":  # it could not report why
             error = error or TrainingError(f"rank {peer} on {host} has ended; see its log", peer, host)
         if error:

@@ -73,11 +73,13 @@ def resume_run(
 
 
 def load_checkpoint(path: Path, ctx: DistributedContext) -> dict[str, Any]:
-    """Read the file on every rank. If not all of them read the same bytes, all raise UserError."""
-    payload, digest = on_all_ranks(lambda: checkpoint.read(path), ctx)
+    """Load the file on every rank. One per node verifies it; if it is damaged or differs, all ranks raise UserError."""
+    files = all_gather_json([ctx.host, *(path.stat()[1:3] if path.exists() else ())], ctx)  # inode and device
+    is_verified = files[ctx.rank] in files[: ctx.rank]  # by another rank
+    trailer = on_all_ranks(lambda: checkpoint.verify(path, is_verified), ctx)
     remedy = "put the run folder on storage that all nodes share"
-    require_equal(digest, f"{path}: {{other}} and {{first}} see different files under this name; {remedy}", ctx)
-    return payload
+    require_equal(trailer.digest, f"{path}: {{other}} and {{first}} see different files under this name; {remedy}", ctx)
+    return on_all_ranks(lambda: checkpoint.read(path, trailer)[0], ctx)
 
 
 def check_evaluation(payload: dict[str, Any], config: TrainingConfig) -> None:
