@@ -104,7 +104,7 @@ MUTATIONS = [
     Mutation('Writer._start', 'with kept_back():  # the new process does not ignore signals yet', 'with contextlib.nullcontext():', 'writer'),
     Mutation('_write', 'raise _Dropped', 'pass', 'divergence'),
     Mutation('_write', 'if HAS_PROCESS and (number := read_lock_number(job.lock_file)) != job.lock_number:', 'if HAS_PROCESS and (number := read_lock_number(job.lock_file)) > job.lock_number + 1:', 'one-owner'),
-    Mutation('RunLock.__init__', 'fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)', 'pass', 'one-owner'),
+    Mutation('RunLock._is_held', 'fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)', 'pass', 'one-owner'),
     Mutation('MetricTracker.add', 'self.values[:size].add_(other.values[:size])', 'self.values[:size].copy_(other.values[:size])', 'weights'),
     Mutation('TrainState.update_if_finite', 'self.optimizer.found_inf = skipped', 'self.optimizer.found_inf = self._zero', 'not-finite'),
     Mutation('compare', 'if provenance["fingerprint"] != fingerprint:', 'if False:', 'must-match'),
