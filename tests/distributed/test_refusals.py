@@ -52,7 +52,8 @@ def test_incomplete_torchrun_variables_are_rejected(monkeypatch, variables, prob
 
 
 def test_no_variables_mean_one_process_and_a_full_set_means_a_rank(monkeypatch):
-    assert read_launch() == Launch(compilers={"CC": os.environ.get("CC", ""), "CXX": os.environ.get("CXX", "")})
+    compilers = {name: os.environ.get(name, "") for name in ("CC", "CXX")}
+    assert read_launch() == Launch(compilers=compilers, threads=os.environ.get("OMP_NUM_THREADS", ""))
     variables = "RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=1 TORCHELASTIC_RUN_ID=none"
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))
