@@ -16,7 +16,10 @@ MAX_WAITING = 100_000  # lines kept while they cannot be written
 
 
 def replace_file(
-    path: Path, write: Callable[[BinaryIO], None], may_appear: Callable[[], None] | None = None, is_flushed: bool = True
+    path: Path,
+    write: Callable[[BinaryIO], None],
+    may_appear: Callable[[], object] | None = None,
+    is_flushed: bool = True,
 ) -> None:
     """Let `write` fill a temporary file next to `path`; fsync it, rename it and fsync the folder.
 
@@ -50,10 +53,12 @@ def temporary_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}{TEMPORARY}")
 
 
-def replace_json(path: Path, value: Any, is_flushed: bool = True) -> None:
+def replace_json(
+    path: Path, value: Any, is_flushed: bool = True, may_appear: Callable[[], object] | None = None
+) -> None:
     """`replace_file` with JSON; non-finite numbers become null."""
     data = json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n"
-    replace_file(path, lambda file: file.write(data.encode()), is_flushed=is_flushed)
+    replace_file(path, lambda file: file.write(data.encode()), may_appear, is_flushed)
 
 
 def finite(value: Any) -> Any:
@@ -88,15 +93,16 @@ class LinesFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._waiting: list[bytes] = []
-        # only once: a missing file may mean an unmounted file system, and nothing belongs below a mount point
+        # the folder now, the file once: if they are missing later, the file system may be unmounted, and nothing
+        # belongs below a mount point
         self._creates = os.O_CREAT
+        with suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
 
     def append(self, line: str) -> None:
         """Append a whole line. Never raises because of the disk: a lost record must not stop training."""
         self._waiting = [*self._waiting[-MAX_WAITING:], f"{line}\n".encode()]
         try:
-            if self._creates:
-                self._path.parent.mkdir(exist_ok=True)
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | self._creates, 0o666)
         except OSError:
             return

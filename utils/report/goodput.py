@@ -27,7 +27,6 @@ class Goodput:
         self._run, self._clock, self._began = run, clock, began + self._offset
         self._file = run.folder / NAME
         self._before: dict[str, Any] | None = None  # known once the attempt is about to train
-        self._is_there = False
 
     def resume(self, saved: dict[str, Any] | None, step: int = 0) -> None:
         """Continue from the file of the last attempt, else from the accounts in the checkpoint (None: there are none).
@@ -64,11 +63,11 @@ class Goodput:
 
     def write(self) -> None:
         """Called by the watchdog thread. If a write fails, the next one follows a second later."""
-        is_gone = self._is_there and not self._file.exists()  # nothing is written below a mount point
-        if self._run.is_main and self._before and not is_gone and self._run.is_ours():
+        if self._run.is_main and self._before and self._run.is_ours():
+            is_there = self._run.lock_file.stat  # raises if the file system is unmounted
             with suppress(OSError):
-                replace_json(self._file, self.now(), is_flushed=False)
-                self._is_there = True
+                is_there()
+                replace_json(self._file, self.now(), is_flushed=False, may_appear=is_there)
 
 
 def _read(file: Path) -> dict[str, Any] | None:

@@ -121,7 +121,8 @@ def start_watchdog(
     def report(text: str, stacks: str) -> Path:
         file = run.folder / f"hang-{time.strftime('%Y%m%dT%H%M%S')}.txt"
         with suppress(OSError):
-            file.write_text(f"{text}\n{stacks}\n", encoding="utf-8")
+            if run.lock_file.exists():  # else the file would be below a mount point
+                file.write_text(f"{text}\n{stacks}\n", encoding="utf-8")
         logger.error("%s; the stacks of all ranks: %s", text, file)
         logger.debug("%s", stacks)
         return file
