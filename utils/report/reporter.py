@@ -315,10 +315,8 @@ def _data_line(loader: GlobalBatchLoader, held_out: dict[str, Dataset]) -> str:
     if sampler.samples_per_epoch < len(dataset):
         line += f" ({len(dataset) - sampler.samples_per_epoch} dropped, different ones in each epoch)"
     splits = {getattr(dataset, "split", split): len(dataset) for split, dataset in held_out.items()}
-    line += "".join(f", {size:,} for evaluation ({split})" for split, size in splits.items())
-    if list(splits) == ["test"]:
-        line += "; the test set also selects the best checkpoint, so its best value is optimistic"
-    return line
+    more = ", which also selects the best checkpoint" if list(splits) == ["test"] else ""
+    return line + "".join(f", {size:,} for evaluation ({split}{more})" for split, size in splits.items())
 
 
 def _batch_line(config: TrainingConfig, micro_batches: int, ranks: int) -> str:
