@@ -11,7 +11,7 @@ from typing import Any
 from config import YOURS, TrainingConfig, UserError
 from utils.checkpoint import format as checkpoint
 from utils.data.sampler import GlobalBatchSampler
-from utils.distributed.collectives import all_gather_json, on_all_ranks, on_rank_0, require_equal
+from utils.distributed.collectives import all_gather_json, broadcast_json, on_all_ranks, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
 from utils.logger import setup_logger
 from utils.run.folder import Run, Start, claim
@@ -25,7 +25,7 @@ def open_run(config: TrainingConfig, ctx: DistributedContext) -> Run:
     """Open the run folder. Rank 0 locks it and decides whether to continue the run in it. Raises UserError."""
     claimed = on_rank_0(lambda: claim(config, ctx.host, ctx.launch.id, ctx.launch.may_restart), ctx)
     lock, start = claimed or (None, None)
-    start = Start(**all_gather_json(dataclasses.asdict(start) if start else None, ctx)[0])
+    start = Start(**broadcast_json(dataclasses.asdict(start) if start else None, ctx))
     run = Run(config.run_folder, config.checkpoint_folder, ctx.rank, ctx.hosts, start, lock)
     if not start.is_completed:
         check_shared(run.folder, run.lock_file, start.lock_number, ctx)
@@ -66,18 +66,20 @@ def resume_run(
         setup_logger(ctx.rank, run.log_file)
         run.begin()
     on_rank_0(lambda: run.rewind(progress.step, progress.evaluated_step == progress.step), ctx)
-    if not all_gather_json(on_rank_0(lambda: run.restore_best(progress.best_step), ctx), ctx)[0]:
+    if not broadcast_json(on_rank_0(lambda: run.restore_best(progress.best_step), ctx), ctx):
         progress.forget_best()
     on_rank_0(run.mark_training, ctx)
     return differences, goodput
 
 
 def load_checkpoint(path: Path, ctx: DistributedContext) -> dict[str, Any]:
-    """Read the file on every rank. If not all of them read the same bytes, all raise UserError."""
-    payload, digest = on_all_ranks(lambda: checkpoint.read(path), ctx)
+    """Load the file on every rank. One per node verifies it; if it is damaged or differs, all ranks raise UserError."""
+    files = all_gather_json([ctx.host, *(path.stat()[1:3] if path.exists() else ())], ctx)  # inode and device
+    is_verified = files[ctx.rank] in files[: ctx.rank]  # by another rank
+    trailer = on_all_ranks(lambda: checkpoint.verify(path, is_verified), ctx)
     remedy = "put the run folder on storage that all nodes share"
-    require_equal(digest, f"{path}: {{other}} and {{first}} see different files under this name; {remedy}", ctx)
-    return payload
+    require_equal(trailer.digest, f"{path}: {{other}} and {{first}} see different files under this name; {remedy}", ctx)
+    return on_all_ranks(lambda: checkpoint.read(path, trailer)[0], ctx)
 
 
 def check_evaluation(payload: dict[str, Any], config: TrainingConfig) -> None:
