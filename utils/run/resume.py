@@ -8,6 +8,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from config import YOURS, TrainingConfig, UserError
 from utils.checkpoint import format as checkpoint
 from utils.data.sampler import GlobalBatchSampler
@@ -50,7 +52,7 @@ def resume_run(
     """
     differences, goodput, progress = [], None, state.progress
     if run.resume_path:
-        payload = load_checkpoint(run.resume_path, ctx)
+        payload = load_checkpoint(run.resume_path, ctx, state.layouts())
         differences = on_all_ranks(lambda: compare(payload, config, origin), ctx)
         on_all_ranks(lambda: state.load_state_dict(payload), ctx)
         state.plan(sampler, ctx.world_size)
@@ -72,9 +74,12 @@ def resume_run(
     return differences, goodput
 
 
-def load_checkpoint(path: Path, ctx: DistributedContext) -> dict[str, Any]:
-    """Read the file on every rank. If not all of them read the same bytes, all raise UserError."""
-    payload, digest = on_all_ranks(lambda: checkpoint.read(path), ctx)
+def load_checkpoint(path: Path, ctx: DistributedContext, layouts: dict[str, Tensor] | None = None) -> dict[str, Any]:
+    """Read the checkpoint on every rank. If not all of them read the same bytes, all raise UserError.
+
+    layouts: of a sharded model (`TrainState.layouts`): only this rank's shards of these tensors are read.
+    """
+    payload, digest = on_all_ranks(lambda: checkpoint.read(path, layouts, (ctx.rank, ctx.world_size)), ctx)
     remedy = "put the run folder on storage that all nodes share"
     require_equal(digest, f"{path}: {{other}} and {{first}} see different files under this name; {remedy}", ctx)
     return payload
