@@ -214,6 +214,8 @@ class ShardWriter:
                 self._agree(lambda job=job, folder=folder, sums=sums: self._publish(job, folder, sums))
             except BaseException as error:
                 problem, is_final = _reason(error), isinstance(error, UserError)
+                if str(job.path.parent) not in problem:
+                    problem = f"{job.path}: cannot be written ({problem})"
                 if self._ctx.is_main:
                     shutil.rmtree(folder, ignore_errors=True)
             progress = job.flat["progress"]

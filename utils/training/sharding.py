@@ -59,9 +59,9 @@ def build_sharded(
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
     model = on_all_ranks(lambda: _build(build, ctx), ctx)
-    name, mesh = type(model).__name__, _create_mesh(config, ctx)
-    uses = _uses(model)
-    whole = [block for block in dict.fromkeys(blocks(model)) if _uses(block).items() <= uses.items()]  # no tied weights
+    kind, mesh = type(model).__name__, _create_mesh(config, ctx)
+    uses, parts = _uses(model), [block for block in dict.fromkeys(blocks(model)) if block is not model]
+    whole = [block for block in parts if _uses(block).items() <= uses.items()]  # shares no weight with other parts
     offload = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda") if config.cpu_offload else OffloadPolicy()
     marks = {name: vars(parameter) for name, parameter in model.named_parameters()}  # by which a fork forms groups
     for group in [*whole, model]:
@@ -81,7 +81,7 @@ def build_sharded(
                 group.reshard()
 
     model.register_forward_hook(reshard)
-    type(model).__name__ = name  # not that of FSDP's subclass
+    type(model).__name__ = kind  # not that of FSDP's subclass
     return model
 
 
