@@ -32,7 +32,7 @@ from torch.utils.data import Dataset
 
 from config import TrainingConfig, UserError
 from utils.data.augment import RESIZE_MARGIN, augment_images, choose, normalize
-from utils.data.images import cifar10_folder, classes_of, download_cifar10, images_in, read_cifar10, read_image
+from utils.data.images import Listing, cifar10_folder, classes_of, download_cifar10, images_in, read_cifar10, read_image
 from utils.data.loader import create_distributed_dataloader
 from utils.rng import derive_seed
 
@@ -51,7 +51,7 @@ class ImageDataset(Dataset):
     augment = "none"  # none, crop or resized_crop
     image_size: int
     classes: list[str]
-    targets: list[int]
+    targets: Tensor  # int64 [N]
     mean: Tensor  # [C], of images in [0, 1]
     std: Tensor
 
@@ -90,7 +90,7 @@ class InMemoryImages(ImageDataset):
         split: str,
     ) -> None:
         self.images, self.labels, self.classes, self.split = images, labels, classes, split
-        self.targets = labels.tolist()
+        self.targets = labels
         self.image_size = images.shape[-1]
         self.mean, self.std = torch.tensor(mean), torch.tensor(std)
 
@@ -99,7 +99,7 @@ class InMemoryImages(ImageDataset):
         return hashlib.sha256(self.images.numpy().tobytes() + self.labels.numpy().tobytes()).hexdigest()
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.images[index], self.targets[index]
+        return self.images[index], int(self.labels[index])
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         chosen = torch.tensor(indices)
@@ -138,8 +138,8 @@ class SyntheticImageDataset(InMemoryImages):
         super().__init__(images, labels, classes, (0.5,) * in_channels, (0.2,) * in_channels, split)
 
 
-class ImageFolderDataset(ImageDataset):
-    """Images in <folder>/<class>/*, decoded on access.
+class ImageFolderDataset(Listing, ImageDataset):
+    """Images in <folder>/<class>/*, decoded on access. `load_data` lists them once per file system.
 
     Args:
         image_size: height and width of the model input in pixels.
@@ -150,29 +150,21 @@ class ImageFolderDataset(ImageDataset):
     def __init__(
         self, folder: Path, classes: list[str], channels: int, image_size: int, load_size: int, is_resized: bool
     ) -> None:
-        self.classes, self.split = classes, folder.name
+        self.folder, self.classes, self.split = folder, classes, folder.name
         self.image_size, self._load_size, self._is_resized = image_size, load_size, is_resized
-        self.paths = [path for name in classes for path in images_in(folder / name)]
-        labels = {name: label for label, name in enumerate(classes)}
-        self.targets = [labels[path.parent.name] for path in self.paths]
         mean, std = (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ((0.5,) * channels, (0.25,) * channels)
         self.mean, self.std = torch.tensor(mean), torch.tensor(std)
 
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        names = "\n".join(f"{path.parent.name}/{path.name} {path.stat().st_size}" for path in self.paths)
-        return hashlib.sha256(names.encode()).hexdigest()
-
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """uint8 [C, load_size, load_size] and the label. Raises UserError for a corrupt file or one of another size."""
-        path, size = self.paths[index], self._load_size
+        path, size = self.path(index), self._load_size
         image = read_image(path, self.in_channels, size if self._is_resized else 0)
         height, width = image.shape[1:]
         if (height, width) != (size, size):
             raise UserError(
                 f"{path}: has {width}x{height} pixels, others {size}x{size}; resize all with --image_size N"
             )
-        return image, self.targets[index]
+        return image, int(self.targets[index])
 
 
 def is_prepared(config: TrainingConfig) -> bool:
@@ -227,7 +219,7 @@ def _image_folder(config: TrainingConfig, split: str) -> ImageFolderDataset | No
     channels = 3 if config.in_channels == "auto" else config.in_channels
     if channels not in (1, 3):
         raise UserError(f"in_channels={channels}: images have 1 or 3 channels; give 1 or 3")
-    first = images_in(root / "train" / classes[0])[0]
+    first = images_in(root / "train" / classes[0], must_exist=True)[0]
     height, width = read_image(first, channels).shape[1:]
     if config.image_size != "auto":
         size = config.image_size
@@ -246,9 +238,9 @@ def _check_labels(dataset: ImageDataset, config: TrainingConfig) -> None:
         raise UserError(
             f"num_classes={classes}: the data has {dataset.num_classes} classes; give that number or leave it auto"
         )
-    wrong = next((index for index, label in enumerate(dataset.targets) if not 0 <= label < classes), None)
-    if wrong is not None:
+    labels = getattr(dataset, "labels", torch.empty(0))  # in a folder, labels are classes
+    for sample in ((labels < 0) | (labels >= classes)).nonzero().flatten()[:1].tolist():
         raise UserError(
-            f"dataset: sample {wrong} has label {dataset.targets[wrong]}, outside the {classes} classes;"
+            f"dataset: sample {sample} has label {labels[sample]}, outside the {classes} classes;"
             " fix the label or give num_classes"
         )

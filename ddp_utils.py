@@ -19,6 +19,7 @@ from utils.distributed.collectives import within
 from utils.distributed.context import (
     DistributedContext,
     Launch,
+    connect_lazily,
     is_main_process,
     make_cublas_deterministic,
     read_launch,
@@ -45,6 +46,8 @@ __all__ = [
 ]
 
 GROUPS = itertools.count()
+RANKS_IN_A_MESH = 1024  # at most; gloo then connects all pairs
+SECONDS_TO_ANSWER = 10.0  # in which rank 0 lists the missing ranks
 CONTROL_TIMEOUT = timedelta(hours=24)  # for votes, barriers and saves: a slow rank is not a lost one
 
 
@@ -89,8 +92,11 @@ def setup_distributed(config: TrainingConfig, must_be_alike: bool = True) -> Dis
 
     timeout = timedelta(seconds=config.timeout)
     store = _rendezvous(launch, config.init_method or "env://", timeout)
-    store = dist.PrefixStore(f"group {next(GROUPS)}", store)  # a second run in this process gets its own keys
+    if launch.is_launched:  # a second run in this process gets its own keys
+        store = dist.PrefixStore(f"group {next(GROUPS)}", store)
     cards = _introduce(store, launch, card, config)
+    if launch.world_size > RANKS_IN_A_MESH:
+        connect_lazily()
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("world", store),
@@ -148,18 +154,29 @@ def _rendezvous(launch: Launch, url: str, timeout: timedelta) -> dist.Store:
 
 
 def _introduce(store: dist.Store, launch: Launch, card: dict[str, Any], config: TrainingConfig) -> list[dict[str, Any]]:
-    """Exchange one card per rank. If any rank has a problem, all ranks raise it."""
+    """Exchange one card per rank through rank 0. If any rank has a problem, all ranks raise it."""
     keys = [f"card/{rank}" for rank in range(launch.world_size)]
     store.set(keys[launch.rank], json.dumps(card))
+    if launch.rank == 0:
+        missing, groups = [], []
+        try:
+            groups = itertools.groupby(map(json.loads, store.multi_get(keys)))
+        except dist.DistStoreError:
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        store.set("cards", json.dumps([missing, [(each, len(list(ranks))) for each, ranks in groups]]))
     try:
-        cards = [json.loads(store.get(key)) for key in keys]
+        store.wait(keys[:1], timedelta(seconds=config.timeout))
+        store.wait(["cards"], timedelta(seconds=config.timeout + SECONDS_TO_ANSWER))
+        missing, groups = json.loads(store.get("cards"))
     except dist.DistStoreError:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        missing, groups = [0], []
+    if not groups:
         names = f"rank {', '.join(map(str, missing))} of {launch.world_size}" if missing else "a rank"
         remedy = "check its output, then start all ranks again (a larger --timeout waits longer)"
         speaker = missing[0] if missing and missing[0] > 0 else None  # rank 0 reports for all if it is there
         text = f"{names}: did not start within {config.timeout:g} s; {remedy}"
-        raise UserError(text, speaker, "" if speaker else None) from None
+        raise UserError(text, speaker, "" if speaker else None)
+    cards = [each for each, ranks in groups for _ in range(ranks)]
     for rank, each in enumerate(cards):
         if each["problem"]:
             is_common = len({card["problem"] for card in cards}) == 1

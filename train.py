@@ -52,7 +52,7 @@ from utils.data.loader import (
     create_evaluation_dataloader,
 )
 from utils.data.sets import describe, kind_of, load_data
-from utils.distributed.collectives import all_gather_json, on_all_ranks, on_rank_0
+from utils.distributed.collectives import broadcast_json, on_all_ranks, on_rank_0
 from utils.distributed.consensus import Consensus, Decision, is_every
 from utils.files import replace_json
 from utils.logger import log_epoch_summary, setup_logger
@@ -292,7 +292,7 @@ def train_one_epoch(training: Training) -> Decision:
         if config.record_samples:
             reporter.record_samples(progress, indices)
         if reporter.is_due(progress.step):
-            reporter.log(state, all_gather_json(reporter.rank_report(state), ctx))
+            reporter.log(state)
         decision = consensus.step()
         if decision.save or decision.stop or is_every(config.save_every_steps, progress.step - 1):
             decision = Decision(*map(max, decision, consensus.flush()))  # an earlier vote must not count after a save
@@ -332,7 +332,7 @@ def test_best(training: Training) -> list[dict[str, Any]]:
     kind = list(training.weights())[-1]
     best = training.run.checkpoints / BEST
     began = time.perf_counter()
-    if all_gather_json(best.exists(), training.ctx)[0]:
+    if broadcast_json(best.exists(), training.ctx):
         payload = load_checkpoint(best, training.ctx, training.state.layouts())
         training.state.load_model({"model": (kind == "ema" and payload["ema"]) or payload["model"]})
         context = nullcontext()

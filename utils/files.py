@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,10 @@ MAX_WAITING = 100_000  # lines kept while they cannot be written
 
 
 def replace_file(
-    path: Path, write: Callable[[BinaryIO], None], may_appear: Callable[[], None] | None = None, is_flushed: bool = True
+    path: Path,
+    write: Callable[[BinaryIO], None],
+    may_appear: Callable[[], object] | None = None,
+    is_flushed: bool = True,
 ) -> None:
     """Let `write` fill a temporary file next to `path`; fsync it, rename it and fsync the folder.
 
@@ -26,7 +30,7 @@ def replace_file(
     Raises:
         OSError: if any of this fails; `path` is then unchanged and the temporary file deleted.
     """
-    temporary = temporary_of(path, os.getpid())
+    temporary = temporary_of(path)
     try:
         with temporary.open("wb") as file:
             write(file)
@@ -44,15 +48,17 @@ def replace_file(
         raise
 
 
-def temporary_of(path: Path, pid: int) -> Path:
-    """The temporary file of this process: ranks that fail together may write the same `path`."""
-    return path.with_name(f"{path.name}.{pid}{TEMPORARY}")
+def temporary_of(path: Path) -> Path:
+    """A new name for a temporary file. Several ranks may write `path`, in containers even with equal names and pids."""
+    return path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}{TEMPORARY}")
 
 
-def replace_json(path: Path, value: Any, is_flushed: bool = True) -> None:
+def replace_json(
+    path: Path, value: Any, is_flushed: bool = True, may_appear: Callable[[], object] | None = None
+) -> None:
     """`replace_file` with JSON; non-finite numbers become null."""
     data = json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n"
-    replace_file(path, lambda file: file.write(data.encode()), is_flushed=is_flushed)
+    replace_file(path, lambda file: file.write(data.encode()), may_appear, is_flushed)
 
 
 def finite(value: Any) -> Any:
@@ -88,15 +94,16 @@ class LinesFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._waiting: list[bytes] = []
-        # only once: a missing file may mean an unmounted file system, and nothing belongs below a mount point
+        # the folder now, the file once: if they are missing later, the file system may be unmounted, and nothing
+        # belongs below a mount point
         self._creates = os.O_CREAT
+        with suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
 
     def append(self, line: str) -> None:
         """Append a whole line. Never raises because of the disk: a lost record must not stop training."""
         self._waiting = [*self._waiting[-MAX_WAITING:], f"{line}\n".encode()]
         try:
-            if self._creates:
-                self._path.parent.mkdir(exist_ok=True)
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | self._creates, 0o666)
         except OSError:
             return
@@ -126,10 +133,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def keep_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
     """Rewrite a file with only the records for which `is_kept` is true."""
-    if not path.exists():
-        return
-    temporary = path.with_name(path.name + TEMPORARY)
-    temporary.write_text(
-        "".join(json.dumps(record) + "\n" for record in read_lines(path) if is_kept(record)), encoding="utf-8"
-    )
-    temporary.replace(path)
+    if path.exists():
+        data = "".join(json.dumps(record) + "\n" for record in read_lines(path) if is_kept(record)).encode()
+        replace_file(path, lambda file: file.write(data))

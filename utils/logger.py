@@ -1,4 +1,4 @@
-"""Log output: one line per log interval on rank 0's terminal, and everything in each rank's own file."""
+"""Log output: one line per log interval on rank 0's terminal, everything in its file, warnings in the others'."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class _FileHandler(logging.Handler):
 def setup_logger(rank: int, file: Path | None = None) -> logging.Logger:
     """The logger of this rank. On the terminal, rank 0 logs from INFO up, the others only warnings, with their rank.
 
-    file: everything is appended to it. None: no file.
+    file: lines are appended to it: on rank 0 all of them, on the others warnings and tracebacks. None: no file.
     """
     logger = logging.getLogger(NAME)
     logger.setLevel(logging.DEBUG)
@@ -96,6 +96,7 @@ def setup_logger(rank: int, file: Path | None = None) -> logging.Logger:
         file.parent.mkdir(parents=True, exist_ok=True)
         handler = _FileHandler(file)
         handler.setFormatter(_FileFormatter(rank))
+        handler.addFilter(lambda record: rank == 0 or record.levelno >= logging.WARNING or record.exc_info)
         logger.addHandler(handler)
     return logger
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 PROCESS, PARENT = os.getpid(), os.getppid()
-BORN = {PROCESS: time.time()}
+BORN = {PROCESS: time.perf_counter()}
 
 
 class StopSignals:
@@ -78,8 +78,8 @@ def release() -> None:
 
 
 def began_at() -> float:
-    """When this process began, in seconds since 1970; the current time for a second run in it or a forked process."""
-    return BORN.pop(os.getpid(), time.time())
+    """When this process began, by time.perf_counter; the current time for a second run in it or a forked process."""
+    return BORN.pop(os.getpid(), time.perf_counter())
 
 
 @contextlib.contextmanager

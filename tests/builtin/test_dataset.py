@@ -1,6 +1,10 @@
 """The built-in data sets: their samples, and which files are rejected."""
 
+import hashlib
+import os
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,8 +12,10 @@ import torch
 import dataset
 from config import TrainingConfig, UserError
 from dataset import SyntheticImageDataset, create_dataset, is_prepared, prepare_data
+from ddp_utils import cleanup_distributed, setup_distributed
 from images import save_images
-from utils.data.sets import choose_samples
+from ranks import run_ranks
+from utils.data.sets import choose_samples, load_data
 from utils.watched_config import WatchedConfig
 
 
@@ -46,7 +52,7 @@ def test_image_folder_reads_splits_sizes_and_labels(tmp_path):
     config = folder_config(tmp_path)
     train, val = create_dataset(config, "train"), create_dataset(config, "val")
     assert (len(train), len(val), create_dataset(config, "test")) == (5, 3, None)
-    assert (train.classes, train.targets) == (["cat", "dog"], [0, 0, 0, 1, 1])
+    assert (train.classes, train.targets.tolist()) == (["cat", "dog"], [0, 0, 0, 1, 1])
     assert (train.image_size, train.augment) == (8, "crop")
     assert (val.split, val.augment) == ("test", "none")  # the only held-out split is used for validation
     image, label = train[4]
@@ -74,12 +80,59 @@ def test_dataset_size_takes_a_seeded_subset(tmp_path):
     whole = create_dataset(folder_config(tmp_path), "train")
     some = [choose_samples(whole, folder_config(tmp_path, dataset_size=5, seed=seed)) for seed in (1, 1, 2)]
     assert [len(each) for each in some] == [5] * 3 and some[0].indices == some[1].indices != some[2].indices
-    assert some[0].targets == [whole.targets[k] for k in some[0].indices] and some[0].classes == whole.classes
+    assert some[0].targets.tolist() == [whole[k][1] for k in some[0].indices] and some[0].classes == whole.classes
     assert (
         torch.equal(some[0][2][0], whole[some[0].indices[2]][0]) and choose_samples(whole, folder_config("x")) is whole
     )
     with pytest.raises(UserError, match="dataset_size=99: the set has 12 samples; give"):
         choose_samples(whole, folder_config(tmp_path, dataset_size=99))
+
+
+def test_data_sets_keep_their_samples_in_tensors_and_arrays(tmp_path):
+    """A list of Python's integers takes up to 36 bytes a sample, and forked workers copy it."""
+    save_images(tmp_path / "train", {"cat": 30, "dog": 30})
+    for whole in (create_dataset(folder_config(tmp_path), "train"), SyntheticImageDataset(60, image_size=8)):
+        for data in (whole, choose_samples(whole, folder_config(tmp_path, dataset_size=40))):
+            assert len(data.targets) == len(data)
+            assert not [name for name, value in vars(data).items() if isinstance(value, list) and len(value) > 10]
+
+
+def test_a_subset_transforms_a_batch_without_work_per_sample_of_the_set(monkeypatch):
+    whole = SyntheticImageDataset(400, image_size=8)
+    whole.augment = "crop"
+    some = choose_samples(whole, TrainingConfig(dataset_size=300))
+    expected = whole.device_transform(whole.__getitems__([some.indices[7]]), 1, 2, torch.tensor([some.indices[7]]))
+    batch, made = some.__getitems__([7]), []
+    monkeypatch.setattr(torch, "tensor", lambda values, **_: made.append(values))
+    assert torch.equal(some.device_transform(batch, 1, 2, torch.arange(7, 8))[0], expected[0]) and not made
+
+
+def listed_folders(flags):
+    """How many folders this rank listed to load the data, its number of samples, a path and the fingerprint."""
+    listed = []
+    sys.addaudithook(lambda event, args: listed.append(args[0]) if event in ("os.scandir", "os.listdir") else None)
+    config = TrainingConfig.from_args(flags)
+    ctx = setup_distributed(config)
+    listed.clear()
+    train_set = load_data(dataset, config, ctx).train
+    count = len([path for path in listed if isinstance(path, str | Path) and str(path).startswith(config.data_dir)])
+    cleanup_distributed()
+    return count, len(train_set), train_set.path(6), train_set.fingerprint
+
+
+def test_an_image_folder_is_listed_by_one_rank(tmp_path):
+    """Also with names that are not UTF-8 or contain a space or a line break. The fingerprint is that of older runs."""
+    names = [f"class{k:02d}" for k in range(12)]
+    for split in ("train", "val"):
+        save_images(tmp_path / split, dict.fromkeys(names, 2))
+    odd = os.fsencode(tmp_path / "train/class03/000") + b" \n\xff.png"
+    os.rename(tmp_path / "train/class03/000.png", odd)
+    found = run_ranks(3, listed_folders, ["--dataset", "imagefolder", "--data_dir", str(tmp_path), "--backend", "gloo"])
+    counts, *same = zip(*found, strict=True)
+    assert counts[0] >= 24 and counts[1] == counts[2] <= 10
+    paths = [path for name in names for path in sorted((tmp_path / "train" / name).iterdir())]
+    lines = [os.fsencode(f"{path.parent.name}/{path.name} {path.stat().st_size}") for path in paths]
+    assert same == [(24,) * 3, (paths[6],) * 3, (hashlib.sha256(b"\n".join(lines)).hexdigest(),) * 3]
 
 
 def truncate(path):
@@ -122,8 +175,6 @@ def test_image_folders_that_cannot_be_used_are_rejected(tmp_path, spoil, changes
 def test_cifar10_that_cannot_be_downloaded_is_rejected_and_leaves_no_folder(tmp_path, monkeypatch):
     datasets = pytest.importorskip("torchvision.datasets")
     config = TrainingConfig(dataset="cifar10", data_dir=str(tmp_path))
-    (tmp_path / "cifar10.partial").mkdir()
-    (tmp_path / "cifar10.partial" / "half").touch()
 
     class Offline:
         def __init__(self, root, train=True, download=False):
@@ -133,7 +184,7 @@ def test_cifar10_that_cannot_be_downloaded_is_rejected_and_leaves_no_folder(tmp_
     assert not is_prepared(config)
     with pytest.raises(UserError, match="cannot be downloaded .no route to host.; put cifar-10-python.tar.gz into"):
         prepare_data(config)
-    assert not is_prepared(config) and not (tmp_path / "cifar10.partial" / "half").exists()
+    assert not is_prepared(config) and not list(tmp_path.iterdir())
 
 
 def test_cifar10_is_read_from_torchvisions_files(tmp_path, monkeypatch):

@@ -43,7 +43,8 @@ def test_every_documented_command_has_valid_flags():
         if "launch.sh" in line:
             here = line.replace("MASTER_ADDR=node0", f"MASTER_ADDR={own_address()}")
             ended = launch(["bash", "-c", f"{here} --dry-run"], env={**ENV, "NPROC_PER_NODE": "8"})
-            assert ended.code == 0 and "torchrun --nproc-per-node=8 --nnodes=2" in ended.out, line
+            expected = "--node-rank=1" if "--hosts" in line else "torchrun --nproc-per-node=8 --nnodes=2"
+            assert ended.code == 0 and expected in ended.out, line
         elif "slurm.sbatch" in line:
             TrainingConfig.from_args(shlex.split(line.split("slurm.sbatch", 1)[1]))
         elif "kubectl" in line or "docker" in line:

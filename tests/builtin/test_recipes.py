@@ -14,6 +14,7 @@ import torch
 import forks
 from images import save_images
 from ranks import ROOT, copy_repository
+from training import Runs
 
 RECIPES = ROOT / "docs" / "recipes"
 FAST = "--log_interval 5 --num_workers 1 --backend gloo".split()
@@ -175,6 +176,27 @@ def test_verify_raises_no_false_alarm_on_a_recipe(tmp_path, name, ranks):
     fork = Fork(tmp_path, name)
     CASES[name][0](fork.folder / "FOLDER")
     fork.verify(ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("vision_transformer", "--epochs 15 --batch_size 10 --global_batch_size 80 --amp_dtype bf16"),
+        ("text", "--epochs 10 --batch_size 16 --global_batch_size 128 --no-use_amp"),
+    ],
+)
+def test_with_exact_sums_a_recipe_has_the_same_bits_on_1_2_4_and_8_ranks(tmp_path, name, flags):
+    """30 steps with AdamW, of which every second or third has a short global batch."""
+    fork, runs = Fork(tmp_path, name), Runs(tmp_path / "runs")
+    CASES[name][0](fork.folder / "FOLDER")
+    for ranks in (1, 2, 4, 8):
+        words = [*fork.words, *FAST, *flags.split(), "--reduction", "exact", "--run_dir", f"runs/on-{ranks}"]
+        ended = forks.run(fork.folder, ranks, "train.py", *words, deadline=300)
+        assert ended.code == 0, ended.text
+    for ranks in (2, 4, 8):
+        runs.assert_same("on-1", f"on-{ranks}")
+    assert runs.last("on-1")["progress"]["step"] == 30
 
 
 def test_a_metric_of_text_is_per_token_not_per_line(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from ranks import PATH, ROOT, copy_repository
 from slurm_cluster import Cluster
-from training import Runs, assert_same_state, wait_for_step
+from training import Runs, assert_same_state, wait_for_step, wait_until
 
 pytestmark = pytest.mark.slow
 TINY = "--image_size 8 --batch_size 4 --backend gloo --log_interval 1".split()
@@ -116,7 +116,7 @@ def test_a_failing_node_ends_the_others_and_the_job(cluster, slow_repository, tm
 def test_a_job_stopped_before_its_first_step_is_not_requeued_forever(cluster, tmp_path):
     """The signal arrives before there is a rank, and is not lost."""
     job = Job(cluster, tmp_path, ROOT, flags=[*TINY, "--epochs", "50"])
-    cluster.wait_for(job.number, "RUNNING", deadline=30)
+    wait_until(lambda: "attempt 1" in job.said)
     cluster.run("scancel", "--batch", "--signal=USR1", str(job.number))
     assert job.wait() == ("FAILED", "75:0", 0), job.said
     assert re.search(r"not requeued, since the signal came \d+ s after the start; submit it again", job.said)

@@ -61,7 +61,9 @@ def test_a_fault_in_a_fork_is_named_with_a_fix(tmp_path, patch):
     if patch.stem in LAUNCHED:
         ended = torchrun(2, *FLAGS, script="scripts/verify.py", cwd=fork, env={"PYTHONPATH": str(fork)})
     else:
-        ended = forks.run(fork, 0 if patch.stem in ALONE else 2, "scripts/verify.py", *FLAGS)
+        flags = re.findall(r"^flags: (.*)", text, re.MULTILINE)
+        words = [*FLAGS, *" ".join(flags).split()]
+        ended = forks.run(fork, 0 if patch.stem in ALONE else 2, "scripts/verify.py", *words)
     broken = [name for name, outcome in outcomes(ended.out).items() if outcome == "BROKEN"]
     expected = re.search(r"^breaks: (.*)", text, re.MULTILINE)[1].split(", ")
     assert ended.code == 1 and set(expected) <= set(broken), ended.text
@@ -70,6 +72,14 @@ def test_a_fault_in_a_fork_is_named_with_a_fix(tmp_path, patch):
         assert ": " in line and "; " in line  # what was seen: the cause; the fix
     found = json.loads((fork / "verified.json").read_text())
     assert not found["passed"] and [name for name, each in found["invariants"].items() if not each["passed"]] == broken
+
+
+@pytest.mark.slow
+def test_exact_sums_are_checked_on_one_and_on_all_ranks(tmp_path):
+    fork = copy_repository(tmp_path)
+    ended = forks.run(fork, 4, "scripts/verify.py", *FLAGS, "--reduction", "exact", "--num_workers", "0")
+    assert ended.code == 0 and outcomes(ended.out)["reduction"] == "ok", ended.text
+    assert "a single process gives the same bits as 4 ranks, in " in ended.out
 
 
 @pytest.mark.slow

@@ -98,7 +98,7 @@ def whole_run(folder):
         found["records"] = [record["step"] for record in ours._run.records("train")]
         found |= {
             "has_writer": ours.training.saver._writer.pid > 0,
-            "is_watched": ours._watchdog._thread.is_alive(),
+            "is_watched": all(thread.is_alive() for thread in ours._watchdog._threads),
         }
         ours.close()
     cleanup_distributed()

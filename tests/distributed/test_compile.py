@@ -116,6 +116,16 @@ def test_a_compiled_run_resumes_an_eager_checkpoint_and_vice_versa(runs):
     assert_same_state(compiled, resume("compiled again", "default", "compiled"))
 
 
+@pytest.mark.slow
+def test_a_compiled_run_with_exact_sums_has_the_same_bits_on_one_and_two_ranks(runs):
+    need_compiler()
+    for ranks in (1, 2):
+        flags = ["--compile", "default", "--reduction", "exact", "--grad_accum_steps", 4 // ranks]
+        words = runs.words(f"on-{ranks}", *FLAGS, *flags, "--bucket_cap_mb", 1)
+        run_ranks(ranks, train_net, 3000, words, deadline=SECONDS)
+    assert_same_state(runs.last("on-1"), runs.last("on-2"))
+
+
 def gradients_between_steps(flags):
     """Train with the rule for CUDA graphs, without the compiler; returns what each step leaves in the gradients."""
     left, plain = set(), TrainState.drop_gradients

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import train
+from config import UserError
 from ranks import run_ranks
 from tasks import EagerConsensus, train_task
 from utils.report.reporter import Reporter
@@ -25,6 +26,8 @@ CHAIN = zip((4, 1, 8, 2, 4), map(signal.Signals, (9, 15, 9, 9, 15)), strict=True
     [
         ("images", ["--no-use_amp"]),
         ("images", BF16),
+        pytest.param("images", ["--amp_dtype", "fp16"], marks=pytest.mark.slow),
+        pytest.param("images", ["--no-use_amp", "--activation_checkpointing"], marks=pytest.mark.slow),
         pytest.param("lines", ["--no-use_amp", "--optimizer", "adamw"], marks=pytest.mark.slow),
     ],
 )
@@ -46,7 +49,7 @@ def train_until(flags, number, step, victim):
 
     eager = mock.patch.object(train, "Consensus", EagerConsensus)
     with mock.patch.object(Reporter, "step_done", done), eager:
-        return train_task("images", flags)[0]
+        return train_task("images", flags, goes_on=False)[0]
 
 
 def test_a_run_that_is_killed_and_continues_on_other_ranks_has_the_bits_of_the_uninterrupted_one(runs):
@@ -67,6 +70,25 @@ def test_a_run_that_is_killed_and_continues_on_other_ranks_has_the_bits_of_the_u
     assert len({record["world_size"] for record in runs.events("parts", "resumed")}) == 4
     runs.train(4, "whole", *flags)
     runs.assert_same("whole", "parts")
+
+
+def rejected(flags):
+    with pytest.raises(UserError) as error:
+        train_task("images", flags)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "micro_batches", "fix"),
+    [
+        (3, ["--grad_accum_steps", 4], 12, "use a power of two up to 12, here 2 or 4 ranks"),
+        (4, ["--global_batch_size", 8], 2, "use a power of two up to 2, here 1 or 2 ranks"),
+    ],
+)
+def test_numbers_of_ranks_that_have_no_subtree_are_rejected(runs, ranks, flags, micro_batches, fix):
+    words = runs.words("run", "--reduction", "exact", "--dataset_size", 60, *flags)
+    expected = f"reduction=exact: {ranks} ranks for {micro_batches} micro-batches per step; {fix}"
+    assert run_ranks(ranks, rejected, words) == [expected] * ranks
 
 
 def sent_bytes(flags):

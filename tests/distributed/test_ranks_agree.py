@@ -95,6 +95,17 @@ def test_ranks_agree_that_a_non_finite_value_is_not_the_best(runs, loss, metric)
     assert runs.records("run", "eval")[0]["loss" if metric == "top1" else "perplexity"] is None
 
 
+def in_another_order_on_rank_1(model, batch):
+    metrics = image_loss(model, batch)
+    return dict(reversed(metrics.items())) if os.environ["RANK"] == "1" else metrics
+
+
+def test_metrics_in_another_order_on_a_rank_are_rejected(runs):
+    """They are summed over the ranks by position."""
+    with pytest.raises(AssertionError, match="report different metrics; report the same on all"):
+        run_ranks(2, train_with_loss, runs.words("run", *SMALL), in_another_order_on_rank_1)
+
+
 @pytest.mark.parametrize(
     ("error", "waits"),
     [

@@ -34,14 +34,14 @@ class Disk:
     The drill's folder "run" is a link to the run's folder on the disk, valid in both namespaces.
     """
 
-    def __init__(self, drill: Drill, megabytes: int = 64, is_run_folder: bool = False) -> None:
+    def __init__(self, drill: Drill, megabytes: int = 64, inodes: int = 9999, is_run_folder: bool = False) -> None:
         need("unshare")
         need("nsenter")
         self._drill, self.place = drill, drill.folder / "disk"
         self.place.mkdir()
         self._node = Place(["-m", "-n", "-u", *([] if IS_ROOT else ["--map-root-user"])])
         drill.ends.callback(self._node.close)
-        self._node.mount_tmpfs(self.place, f"{megabytes}m")
+        self._node.mount_tmpfs(self.place, f"{megabytes}m,nr_inodes={inodes}")
         self.run = self.place if is_run_folder else self.place / "run"
         self.seen = self._node.seen(self.place)
         (drill.folder / "run").symlink_to(self._node.seen(self.run))
@@ -65,8 +65,15 @@ class Disk:
             while not leave:
                 file.write(bytes(4096))
 
+    def take_inodes(self) -> None:
+        """Create empty files until the file system can hold no more."""
+        with contextlib.suppress(OSError):
+            for number in range(9999):
+                (self.seen / f"filler{number}").touch()
+
     def make_room(self) -> None:
-        (self.seen / "filler").unlink()
+        for filler in self.seen.glob("filler*"):
+            filler.unlink()
 
     def turn_read_only(self) -> None:
         """Open files stay writable, as on a server that fences off a client."""

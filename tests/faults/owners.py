@@ -7,11 +7,15 @@ from drill import HOST, Drill, fault, says, slow_writer
 from processes import RUN
 
 ELSEWHERE = "import socket\nsocket.gethostname = lambda: 'elsewhere'\n"
+REBOOTED = (
+    "import utils.run.lock\nutils.run.lock.BOOT = RUN.with_name('boot')\nutils.run.lock.BOOT.write_text('another')\n"
+)
 NO_LOCKS = "import fcntl\nfcntl.lockf = lambda *args: None\n"  # as on storage where locks do not work across hosts
 
 
 @fault("second job on the folder", "", is_default=True)
 @fault("second job from another host", ELSEWHERE + NO_LOCKS)
+@fault("second job from a host of the same name", REBOOTED + NO_LOCKS)
 def second_job(drill: Drill, code: str) -> None:
     job = drill.held(2, 20, *RUN)
     second = drill.start(2, *RUN, "--resume_from", "auto", code=code).end()
@@ -23,14 +27,15 @@ def second_job(drill: Drill, code: str) -> None:
     drill.is_whole(2, *RUN)
 
 
-@fault("owner on another host is dead")
-def dead_owner(drill: Drill) -> None:
+@fault("owner on another host is dead", ELSEWHERE, "host", "elsewhere")
+@fault("node of the owner has rebooted", REBOOTED, "boot", "another")
+def dead_owner(drill: Drill, code: str, name: str, value: str) -> None:
     job = drill.held(2, 20, *RUN)
     for pid in job.members():
         os.kill(pid, signal.SIGKILL)
     job.end()
-    drill.completes(2, *RUN, "--resume_from", "auto", code=ELSEWHERE)
-    assert drill.json("lock.json")["host"] == "elsewhere" and drill.json("lock.json")["number"] == 2
+    drill.completes(2, *RUN, "--resume_from", "auto", code=code)
+    assert drill.json("lock.json")[name] == value and drill.json("lock.json")["number"] == 2
     drill.is_whole(2, *RUN)
 
 

@@ -2,6 +2,7 @@
 a time limit."""
 
 import re
+import shutil
 import subprocess
 import time
 
@@ -24,6 +25,7 @@ train.your_model.create_model = create_model
 # one second instead of ten minutes
 GIVES_UP = f"{LARGE}\nimport functools\ntrain.Saver = functools.partial(train.Saver, max_seconds_without=1.0)\n"
 SPACE = r"it needs 8\.0 MB, [\d,.]+ MB are free; make room or repair the storage"
+NO_INODES = "no inodes are free, so the file system can hold no more files; delete some"
 FOR_GOOD = r" \(no checkpoint could be written for 0 min, so training ends\)"
 
 
@@ -61,20 +63,47 @@ def disk_full(drill: Drill) -> None:
     written_later(drill, job)
 
 
-@fault("disk full for good", True, is_default=True)
-@fault("run folder turns read-only", False)
-def not_writable(drill: Drill, is_full: bool) -> None:
+@fault("inode table full", is_default=True)
+def no_inodes(drill: Drill) -> None:
+    """Saves fail every few milliseconds; the time limit is the default one of ten minutes."""
+    flags = (*RUN, "--save_every_steps", 2)
+    disk = Disk(drill, inodes=500)
+    job = disk.held(2, 14, *flags, code=LARGE, checkpoint_of=12)
+    disk.take_inodes()
+    drill.let_go()
+    said = not_written(r"\d\d", "No space left on device") + NO_INODES + "; training continues"
+    job.wait_for(lambda: len(re.findall(said, job.text())) > 7)
+    disk.make_room()
+    drill.has_completed(job)
+    assert are_whole(job)[-1] == 50
+    drill.no_partial_files()
+    drill.is_whole(2, *flags, code=LARGE)
+
+
+@fault("checkpoints folder deleted")
+def checkpoints_deleted(drill: Drill) -> None:
+    job = drill.held(2, 14, *RUN, checkpoint_of=10)
+    shutil.rmtree(job.checkpoint(10).parent)
+    drill.let_go()
+    drill.has_completed(job)
+    assert are_whole(job) == [30, 40, 50]
+    drill.is_whole(2, *RUN)
+
+
+@fault("disk full for good", "full", is_default=True)
+@fault("inode table full for good", "inodes")
+@fault("run folder turns read-only", "read-only")
+def not_writable(drill: Drill, kind: str) -> None:
     disk, job = held_on_a_disk(drill, GIVES_UP)
-    spoil, repair = (
-        (lambda: disk.fill(leave=5), disk.make_room)
-        if is_full
-        else (disk.turn_read_only, lambda: disk.unmount(disk.run))
-    )
-    why = "No space left on device" if is_full else "Read-only file system"
+    spoil, repair, why, space = {
+        "full": (lambda: disk.fill(leave=5), disk.make_room, "No space left on device", SPACE),
+        "inodes": (disk.take_inodes, disk.make_room, "No space left on device", NO_INODES),
+        "read-only": (disk.turn_read_only, lambda: disk.unmount(disk.run), "Read-only file system", SPACE),
+    }[kind]
     spoil()
     drill.let_go(is_slow=True)
     job.wait_for_step(21)
-    drill.fails(job, not_written("30", why) + SPACE + FOR_GOOD, rank=0, has_status=is_full)
+    drill.fails(job, not_written("30", why) + space + FOR_GOOD, rank=0, has_status=kind != "read-only")
     assert are_whole(job) == [10]
     drill.no_partial_files()
     repair()
@@ -124,7 +153,8 @@ def goes_away(drill: Drill, is_unmounted: bool) -> None:
         + r"it needs 8\.0 MB, its folder cannot be accessed \(No such file or directory\)"
     )
     drill.fails(job, said + ".*" + FOR_GOOD, has_status=False)
-    assert list(disk.seen.rglob("*")) == []
+    left = list(disk.seen.rglob("*"))
+    assert left == [], left
 
 
 @fault("EIO at the fsync of a checkpoint", 3, [10], is_default=True)

@@ -58,6 +58,19 @@ def goes_on(drill: Drill, code: str, is_held: float, run: list[str] = RUN, flags
     drill.is_whole(2, *run)
 
 
+@fault("clock set forward", 3600)
+@fault("clock set back", -3600)
+def clock_jumps(drill: Drill, seconds: int) -> None:
+    """Python's system clock jumps in step 12 on both ranks."""
+    jump = f"plain_time = time.time\ntime.time = lambda: plain_time() + ({seconds} if STEP >= 12 else 0)\n"
+    drill.completes(2, *RUN, "--max_time", 30, code=jump)
+    assert [event["step"] for event in drill.events("checkpoint")] == [15, 30]  # none because of the time
+    summary, attempt = drill.json("summary.json"), drill.json("goodput.json")["attempts"][0]
+    assert 0.5 < summary["wall_s"] < 60 and 0.5 < attempt["until"] - attempt["started_at"] < 60
+    assert sum(summary["time"].values()) < 60 and list((drill.folder / "run").glob("hang-*")) == []
+    drill.is_whole(2, *RUN)
+
+
 @fault("long upload")
 def long_upload(drill: Drill) -> None:
     """The command of the last checkpoint takes longer than a hang or a collective may."""

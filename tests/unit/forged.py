@@ -27,11 +27,11 @@ class Call:
         return self.parts
 
 
-def small_state(width: int = 48, seed: int = 0) -> TrainState:
+def small_state(width: int = 48, seed: int = 0, optimizer: str = "sgd") -> TrainState:
     """Model, momenta and average of a run before its first step."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(300, width), nn.ReLU(), nn.Linear(width, 10))
-    config = TrainingConfig(warmup_epochs=0, ema_decay=0.9)
+    config = TrainingConfig(warmup_epochs=0, ema_decay=0.9, optimizer=optimizer)
     seams = Seams(None, lambda *_: [{"params": model.parameters()}], None)
     state = TrainState(model, seams, config, Precision("cpu", None))
     state.lay_out({"loss": (0.0, 4)})

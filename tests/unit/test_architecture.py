@@ -25,8 +25,8 @@ FLOORS = {
     "train": 9,
 }
 COLLECTIVES = set(
-    "all_reduce all_gather broadcast barrier all_gather_json on_all_ranks on_rank_0 require_equal once_per_file_system"
-    " save_checkpoint load_checkpoint".split()
+    "all_reduce all_gather broadcast gather barrier all_gather_json broadcast_json lowest_rank all_reduce_scalar"
+    " on_all_ranks on_rank_0 require_equal once_per_file_system save_checkpoint load_checkpoint".split()
 )
 SEAMS = {
     "model": {"create_model", "param_groups", "compute_loss"},

@@ -98,6 +98,13 @@ def test_a_failed_write_leaves_the_old_file_and_no_partial_file(tmp_path):
     assert path.read_text() == '{\n  "a": null\n}\n' and not list(tmp_path.glob(f"*{TEMPORARY}"))
 
 
+def test_writers_of_one_file_never_share_a_temporary_file(tmp_path):
+    """In containers on two hosts even their process ids are the same."""
+    path = tmp_path / "file"
+    replace_file(path, lambda file: (file.write(b"first"), replace_file(path, lambda other: other.write(b"second"))))
+    assert path.read_bytes() == b"first" and os.listdir(tmp_path) == ["file"]
+
+
 def test_weights_come_from_a_checkpoint_or_a_bare_state_dict(tmp_path):
     checkpoint.write(tmp_path / "c.pt", payload())
     torch.save({"weight": torch.ones(3)}, tmp_path / "bare.pt")

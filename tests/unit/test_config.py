@@ -57,6 +57,10 @@ def test_flags_with_underscores_dashes_and_negations():
         ("--global_batch_size 128 --grad_accum_steps 2", "grad_accum_steps=2: is derived from global_batch_size; give"),
         ("--overwrite --resume_from auto", "overwrite=True: would delete the run that resume_from"),
         ("--amp_dtype fp16 --no-use_amp", "amp_dtype=fp16: needs mixed precision; leave out"),
+        (
+            "--reduction exact --comm_hook bf16",
+            "comm_hook=bf16: rounds gradients before they are summed; give",
+        ),
         ("--btach_size 3", "--btach_size: is not known; did you mean --batch_size?"),
         ("--nonsense", "--nonsense: is not known; see --help"),
         ("--learning_rate 1", "--learning_rate: is not known; did you mean --lr?"),

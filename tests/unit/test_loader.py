@@ -23,6 +23,7 @@ from utils.data.loader import (
 )
 from utils.data.sampler import GlobalBatchSampler
 from utils.data.transfer import to_device
+from utils.rng import derive_seed
 
 CPU = torch.device("cpu")
 
@@ -70,6 +71,20 @@ def test_the_order_is_a_function_of_seed_and_epoch_alone():
     assert len(set(orders)) == 4
     assert all(sorted(order) == list(range(40)) for order in orders)
     assert orders[0] == tuple(sampler_of(40, rank=2, world_size=3, batch_size=2, seed=0).order(0).tolist())
+
+
+def test_one_order_of_four_bytes_a_sample_is_in_memory(monkeypatch):
+    each, plain, held = sampler_of(1000), torch.randperm, []
+
+    def randperm(n, **options):
+        held.append(each._order)
+        return plain(n, **options)
+
+    monkeypatch.setattr(torch, "randperm", randperm)
+    for epoch in (0, 1):
+        generator = torch.Generator().manual_seed(derive_seed("order", 0, epoch))
+        assert torch.equal(each.order(epoch), plain(1000, generator=generator).int())
+    assert held == [None, None] and sampler_of(1000, shuffle=False).order(0).dtype == torch.int32
 
 
 @pytest.mark.parametrize("n", [1, 3, 4, 5, 23, 24, 25, 48, 49])

@@ -1,6 +1,7 @@
 """The owner of a run's folder, and attempts that fail at the same step."""
 
 import os
+import threading
 
 import pytest
 
@@ -8,6 +9,7 @@ from config import TrainingConfig, TrainingError, UserError
 from ranks import CONTEXT
 from test_run_folder import open_run, with_
 from utils.clock import Clock
+from utils.run import lock
 from utils.run.lock import RunLock, repeated_failures
 from utils.run.watchdog import Watchdog
 
@@ -50,12 +52,37 @@ def test_a_folder_in_use_is_rejected_with_its_owner_and_a_dead_owner_does_not_bl
     assert RunLock(tmp_path, "here").number == 2
 
 
-def test_without_shared_file_locks_an_owner_on_another_host_is_seen_by_its_heartbeat(tmp_path):
-    """A second lock in the same process simulates this: file locks of one process do not conflict."""
-    RunLock(tmp_path, "there").write(attempt=1)
+def test_a_file_lock_that_outlives_its_machine_is_waited_for(tmp_path, monkeypatch):
+    """As on NFS, where the server keeps it for a while. The machine is this one before a reboot."""
+    ours, theirs = CONTEXT.Pipe()
+    owner = CONTEXT.Process(target=hold, args=(tmp_path, theirs))
+    owner.start()
+    try:
+        assert ours.recv() == 1
+        (tmp_path / "boot_id").write_text("another")
+        monkeypatch.setattr(lock, "BOOT", tmp_path / "boot_id")
+        monkeypatch.setattr(lock, "SECONDS_OF_A_LEASE", 0)
+        with pytest.raises(UserError, match="is in use by"):
+            RunLock(tmp_path, "here")
+        monkeypatch.setattr(lock, "SECONDS_OF_A_LEASE", 60)
+        threading.Timer(1, owner.kill).start()
+        assert RunLock(tmp_path, "here").number == 2
+    finally:
+        owner.kill()
+        owner.join()
+
+
+@pytest.mark.parametrize("boot", ["", "another"])
+def test_without_shared_file_locks_an_owner_on_another_machine_is_seen_by_its_heartbeat(tmp_path, monkeypatch, boot):
+    """Its host name differs, or only its boot id: a machine of the same name, or this one before it was restarted. A
+    second lock in the same process simulates this: file locks of one process do not conflict."""
+    RunLock(tmp_path, "here" if boot else "there").write(attempt=1)
+    if boot:
+        (tmp_path / "boot_id").write_text(boot)
+        monkeypatch.setattr(lock, "BOOT", tmp_path / "boot_id")
     clock = Clock(tmp_path / "watch" / "rank0")
     watchdog = Watchdog(clock, tmp_path / "watch", 0, ("there",), 0, *(lambda *_: None,) * 3)
-    with pytest.raises(UserError, match=rf"is in use by process {os.getpid()} on there since"):
+    with pytest.raises(UserError, match=rf"is in use by process {os.getpid()} on t?here since"):
         RunLock(tmp_path, "here")
     watchdog.close()
     assert RunLock(tmp_path, "here").number == 2

@@ -31,6 +31,19 @@ def test_rank_0_shows_information_and_other_ranks_only_warnings(capsys):
     assert (captured.out, captured.err) == ("", "[rank 3] trouble\n")
 
 
+def test_files_of_other_ranks_have_warnings_and_tracebacks(tmp_path):
+    """Thousands of ranks would otherwise write the same lines to the same storage."""
+    texts = []
+    for rank in (0, 3):
+        logger = setup_logger(rank, tmp_path / str(rank))
+        logger.info("hello")
+        logger.warning("trouble")
+        logger.debug("traceback", exc_info=ValueError("bad"))
+        texts.append((tmp_path / str(rank)).read_text())
+    assert all("WARNING trouble" in text and "ValueError: bad" in text for text in texts)
+    assert ["hello" in text for text in texts] == [True, False]
+
+
 def test_a_training_line_has_position_metrics_speed_and_time_left(capsys):
     def line(world_size=1, metrics=(), counts_per_s=2000.0, **changed):
         log_training_step(setup_logger(0), RECORD | changed, [*metrics], 640, world_size, counts_per_s)

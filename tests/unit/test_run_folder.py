@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
+from unittest import mock
 
 import pytest
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig, TrainingError, UserError
 from test_checkpoint import payload
 from utils.checkpoint import format as checkpoint
 from utils.files import read_json
@@ -151,6 +152,15 @@ def test_a_rejected_start_leaves_the_status_of_the_run(config):
     run.status("running", step=21)  # it trains
     run.failed(UserError("a.png: cannot be read", 0, "here"))
     assert read_json(file)["state"] == "failed"
+
+
+def test_the_cause_of_a_failure_is_written_where_no_file_can_be_created(config, monkeypatch):
+    run, nothing = open_run(config), mock.Mock(side_effect=OSError(28, "No space left on device"))
+    run.status("running", step=7, checkpoint="x" * 999)
+    monkeypatch.setattr(run_folder, "replace_json", nothing)
+    run.failed(TrainingError("no inodes are free"))
+    status = read_json(run.folder / "status.json")
+    assert nothing.called and (status["state"], status["error"], status["step"]) == ("failed", "no inodes are free", 7)
 
 
 def test_a_run_without_records_or_checkpoints_is_started_again_in_its_folder(config):

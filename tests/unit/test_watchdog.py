@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from utils.clock import BEAT, INDEX, PLACE, Clock, Place, read_place, slowest
 from utils.distributed.collectives import is_of_a_peer
 from utils.report import goodput
 from utils.report.goodput import ACCOUNTS, Goodput, share_in_training
+from utils.run.folder import Run
 from utils.run.watchdog import Watchdog, look_twice, verdict
 from utils.signals import StopSignals
 
@@ -181,6 +183,45 @@ def test_a_rank_without_progress_ends_when_another_one_has_reported_a_failure(cl
     watchdog.close()
 
 
+@pytest.mark.parametrize(
+    ("rank", "dead", "reads"), [(0, 0, 2 * 99), (98, 0, 2), (98, 8, 2 + 2 * 15), (8, 8, 2 + 2 * 7 + 2 * 99)]
+)
+def test_one_rank_of_99_reads_the_files_of_all(tmp_path, quick, monkeypatch, rank, dead, reads):
+    """Otherwise a stall of 1,024 ranks costs two million reads. The lowest rank may be dead."""
+    for each in range(99):
+        (tmp_path / f"rank{each}").write_bytes(BEAT.pack(7) + PLACE.pack(9, 3, INDEX["backward"], os.getpid()))
+    files, reports, plain = [], [], utils.run.watchdog.read_place
+    alive = Clock(tmp_path / f"rank{dead}")
+    alive.enter("backward")
+    monkeypatch.setattr(utils.run.watchdog, "read_place", lambda file: files.append(file) or plain(file))
+    beating = watch(alive, tmp_path)
+    clock = alive if rank == dead else Clock(tmp_path / f"rank{rank}")
+    calls = [lambda: None, lambda *said: reports.append(said), None]
+    watchdog = Watchdog(clock, tmp_path, rank, (HERE,) * 99, 0.0, *calls)
+    watchdog._look(6.0, is_end=False)
+    for each in (watchdog, beating):
+        each.close()
+    assert len(files) == reads and len(reports) == (rank == dead)
+
+
+def test_one_rank_looks_for_lost_ranks_and_the_others_read_its_answer(tmp_path, quick, monkeypatch):
+    first, files, plain = open_run(TrainingConfig(run_dir=str(tmp_path))), [], utils.run.watchdog.read_place
+    live = [Clock(tmp_path / "watch" / f"rank{rank}") for rank in range(3)]
+    monkeypatch.setattr(utils.run.watchdog, "read_place", lambda file: files.append(file) or plain(file))
+    watchdogs = [watch(clock, tmp_path) for clock in live]
+    runs = [Run(first.folder, first.checkpoints, rank, (HERE,) * 4, first.start, None) for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        errors = list(pool.map(Run.lost_ranks, runs))
+    for each in (*watchdogs, first):
+        each.close()
+    assert len(files) == 2 * 4
+    for error in errors:
+        assert str(error).startswith(f"rank 3 on {HERE} was killed or cut off") and (error.rank, error.host) == (
+            3,
+            HERE,
+        )
+
+
 def test_slow_storage_ends_no_rank_and_does_not_stop_the_heartbeat(clock, tmp_path, quick, monkeypatch):
     ended, go = [], threading.Event()
     monkeypatch.setattr(clock, "publish", go.wait)
@@ -240,17 +281,20 @@ def test_the_slowest_rank_and_the_cause():
 
 
 def test_each_second_is_counted_once_over_restarts(tmp_path, monkeypatch):
-    """A second attempt: the gap counts as down time, a repeated step does not count as training."""
-    fake = SimpleNamespace(now=1000.0)
-    fake.time = fake.perf_counter = lambda: fake.now
+    """A second attempt: the gap counts as down time, a repeated step does not count as training. The system's clock
+    jumps by an hour during each attempt, and is right when one starts."""
+    fake = SimpleNamespace(now=1000.0, jump=0)
+    fake.time, fake.perf_counter = (lambda: fake.now + fake.jump), (lambda: fake.now - 900)
     monkeypatch.setattr(utils.clock, "time", fake)
     monkeypatch.setattr(goodput, "time", fake)
     config = TrainingConfig(run_dir=str(tmp_path))
 
     def attempt(resume_from, *steps, first=0):
         run, clock = open_run(with_(config, resume_from=resume_from)), Clock()
-        found = Goodput(run, clock, fake.now)
+        fake.jump = 0
+        found = Goodput(run, clock, fake.perf_counter())
         found.resume(None, first)
+        fake.jump = -3600 if first else 3600
         for step, phases in steps:
             for phase in phases.split():
                 clock.begin_step(step) if phase == "data" else clock.enter(phase)

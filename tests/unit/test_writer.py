@@ -1,6 +1,7 @@
 """The process that writes checkpoints, the digest of weights, records on a full disk, the user's command."""
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -47,7 +48,7 @@ def send(writer, lock, folder, step):
     for view, tensor in zip(writer.fit(tensors), tensors, strict=True):
         view.copy_(tensor)
     path = checkpoint.step_path(folder, step)
-    writer.send(path, flat, (2, 0), folder / "lock.json", lock.number)
+    writer.send(path, flat, (2, 0), lock._file, lock.number)
     return path, written
 
 
@@ -136,7 +137,7 @@ def test_a_killed_writer_is_replaced_and_the_shared_memory_still_holds_the_state
 
 
 def test_a_commit_of_an_already_failed_job_does_not_commit_the_next_one(writer, lock, tmp_path):
-    send(writer, lock, tmp_path / "nowhere", 10)
+    send(writer, lock, tmp_path / "no" / "where", 10)
     problem = writer.wait(60).problem
     assert "00010.pt: cannot be written (No such file or directory); it needs 0.0 MB, its folder cannot be" in problem
     writer.commit()
@@ -144,6 +145,16 @@ def test_a_commit_of_an_already_failed_job_does_not_commit_the_next_one(writer, 
     assert writer.wait(0.5) is None and not path.exists()
     writer.commit()
     assert not writer.wait(60).problem and path.exists()
+
+
+def test_a_deleted_checkpoints_folder_is_created_again_unless_the_run_folder_is_gone_too(writer, lock, tmp_path):
+    path, _ = send(writer, lock, tmp_path / "checkpoints", 10)
+    writer.commit()
+    assert not writer.wait(60).problem and path.exists()
+    shutil.rmtree(path.parent)
+    (tmp_path / "lock.json").unlink()  # as on a mount point whose disk is gone
+    send(writer, lock, path.parent, 20)
+    assert "its folder cannot be accessed" in writer.wait(60).problem and not path.parent.exists()
 
 
 def test_nothing_is_committed_to_a_run_that_another_job_has_taken_over(writer, lock, tmp_path):

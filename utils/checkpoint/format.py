@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from config import UserError
 from utils.distributed.dtensor import is_sharded, local, wrap
-from utils.files import TEMPORARY, flush_folder, replace_file
+from utils.files import TEMPORARY, flush_folder, replace_file, temporary_of
 from utils.logger import NAME
 from utils.memory import is_out_of_memory
 
@@ -136,19 +136,20 @@ def write(path: Path, payload: dict[str, Any], may_appear: Callable[[], None] | 
 
 
 def read(
-    path: Path, layouts: dict[str, Tensor] | None = None, part: tuple[int, int] = (0, 1)
+    path: Path, trailer: Trailer | None = None, layouts: dict[str, Tensor] | None = None
 ) -> tuple[dict[str, Any], str]:
-    """The checkpoint with its tensors on the CPU, and its checksum. Raises UserError if it is damaged or incomplete.
+    """The checkpoint, its tensors mapped from the file, and its checksum. Raises UserError if damaged or incomplete.
 
     Args:
-        layouts, part: as for shards.py. With layouts a file is not read into memory but mapped.
+        trailer: as returned by `verify`, if that was called.
+        layouts: sharded parameters by name: from a folder, only this rank's shards of them are read.
     """
+    trailer = trailer or verify(path)
     if path.is_dir():
         from utils.checkpoint import shards
 
-        return shards.read(path, layouts or {}, part)
-    trailer = verify(path)
-    payload = _load(path, f"{path}: is not a checkpoint", is_mapped=bool(layouts))
+        return shards.read(path, trailer, layouts or {}), trailer.digest
+    payload = _load(path, f"{path}: is not a checkpoint", is_mapped=True)  # the processes of a node share its memory
     missing = [key for key in KEYS if not isinstance(payload, dict) or not isinstance(payload.get(key), dict)]
     if missing:
         raise UserError(
@@ -179,12 +180,16 @@ def _load(path: Path, problem: str, is_mapped: bool = False) -> Any:
         raise UserError(f"{problem} ({type(error).__name__}); give another") from None
 
 
-def verify(path: Path) -> Trailer:
-    """The file's trailer. Raises UserError if the checksum does not match, or the file is named after another step."""
+def verify(path: Path, part: tuple[int, int] = (0, 1)) -> Trailer:
+    """The step and the checksum. Raises UserError if the content does not match it, or the name is of another step.
+
+    part: (number, readers): of so many processes that verify this checkpoint, the number of this one, from 0.
+    """
     if path.is_dir():
         from utils.checkpoint import shards
 
-        return shards.verify(path)
+        return shards.verify(path, part)
+    is_verified = part[0] > 0  # by the first
     try:
         with _open(path) as file:
             trailer = _read_trailer(file)
@@ -194,12 +199,12 @@ def verify(path: Path) -> Trailer:
                 )
             size, digest = file.seek(0, os.SEEK_END) - DIGEST_BYTES, hashlib.sha256()
             file.seek(0)
-            while size > 0 and (block := file.read(min(size, 2**22))):
+            while not is_verified and size > 0 and (block := file.read(min(size, 2**22))):
                 digest.update(block)
                 size -= len(block)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a checkpoint") from None
-    if trailer.digest != digest.hexdigest():
+    if not is_verified and trailer.digest != digest.hexdigest():
         raise UserError(f"{path}: is damaged: its bytes do not match the checksum at its end; give another")
     if (name := STEP_NAME.fullmatch(path.name)) and int(name[1]) != trailer.step:
         raise UserError(
@@ -295,22 +300,23 @@ def replace_folder(new: Path, path: Path) -> None:
 
 def link(source: Path, target: Path) -> None:
     """Make `target` the checkpoint at `source`: a link to it, or a copy if there can be none. Raises OSError."""
-    temporary = target.with_name(target.name + TEMPORARY)
-    temporary.unlink(missing_ok=True)
-    if source.is_dir():
-        source = source.resolve()
-        if source.parent != target.parent.resolve():  # of another run, which may be deleted
-            copied = target.with_name(f"{source.name}.copy{TEMPORARY}")
-            shutil.copytree(source, copied, dirs_exist_ok=True)
-            replace_folder(copied, target.with_name(source.name))
-        temporary.symlink_to(source.name)
-    else:
-        try:
-            os.link(source, temporary)
-        except OSError:  # a file system without links
-            shutil.copyfile(source, temporary)
-    temporary.replace(target)
-    temporary.unlink(missing_ok=True)  # renaming one link to a file over another leaves both
+    temporary = temporary_of(target)
+    try:
+        if source.is_dir():
+            source = source.resolve()
+            if source.parent != target.parent.resolve():  # of another run, which may be deleted
+                copied = target.with_name(f"{source.name}.copy{TEMPORARY}")
+                shutil.copytree(source, copied, dirs_exist_ok=True)
+                replace_folder(copied, target.with_name(source.name))
+            temporary.symlink_to(source.name)
+        else:
+            try:
+                os.link(source, temporary)
+            except OSError:  # a file system without links
+                shutil.copyfile(source, temporary)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)  # renaming one link to a file over another leaves both
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:

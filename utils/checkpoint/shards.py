@@ -52,7 +52,7 @@ ALLOWED = {  # in the pickled .metadata
 def verify(folder: Path, part: tuple[int, int] = (0, 1)) -> checkpoint.Trailer:
     """The step and the checksum of the manifest. Raises UserError if a file is missing or does not match it.
 
-    part: (rank, ranks): compute only every so many-th checksum, as each rank does.
+    part: (number, readers): compute only every so many-th checksum, as each reader does.
     """
     try:
         text = (folder / MANIFEST).read_bytes()
@@ -80,12 +80,12 @@ def digest_of_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read(folder: Path, layouts: dict[str, Tensor], part: tuple[int, int] = (0, 1)) -> tuple[dict[str, Any], str]:
-    """The content of the checkpoint, and its checksum. Raises UserError if it is damaged or incomplete.
+def read(folder: Path, trailer: checkpoint.Trailer, layouts: dict[str, Tensor]) -> dict[str, Any]:
+    """The content of the checkpoint. Raises UserError if it is damaged or incomplete.
 
     layouts: sharded parameters by name: of these, and of their optimizer state, only this rank's shards are read.
     """
-    trailer, payload = verify(folder, part), checkpoint.read(folder / REST)[0]
+    payload = checkpoint.read(folder / REST)[0]
     if payload["progress"]["step"] != trailer.step:
         raise UserError(f"{folder}: {REST} and {MANIFEST} are of different steps; give another checkpoint")
     try:
@@ -94,7 +94,7 @@ def read(folder: Path, layouts: dict[str, Tensor], part: tuple[int, int] = (0, 1
         if isinstance(error, KeyboardInterrupt | UserError | MemoryError):
             raise
         raise UserError(f"{folder}: its tensors cannot be read ({_reason(error)}); give another checkpoint") from None
-    return payload, trailer.digest
+    return payload
 
 
 def _read_tensors(folder: Path, payload: dict[str, Any], layouts: dict[str, Tensor]) -> None:

@@ -15,7 +15,6 @@ import json
 import logging
 import mmap
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -32,7 +31,7 @@ from torch import Tensor
 
 from config import UserError
 from utils.checkpoint import format as checkpoint
-from utils.files import temporary_of
+from utils.files import TEMPORARY
 from utils.logger import NAME
 from utils.signals import STOP_SIGNALS, die_with_parent, kept_back
 
@@ -174,10 +173,10 @@ class Writer:
         try:
             return self._connection.recv() if self._connection.poll(seconds) else None
         except (EOFError, OSError):
-            partial = temporary_of(self._job.path, self._pid)
             self.close()
             with contextlib.suppress(OSError):  # free the space on a full disk
-                partial.unlink()
+                for partial in self._job.path.parent.glob(f"{self._job.path.name}.*{TEMPORARY}"):
+                    partial.unlink()
             self._start()
             killed = _outcome(self._job, 0.0, f"{self._job.path}: the writer process was killed")
             return dataclasses.replace(killed, was_killed=True)
@@ -280,12 +279,15 @@ def _write(job: Job, memory: mmap.mmap, is_right: Callable[[], bool]) -> Outcome
     try:
         payload = checkpoint.unflatten(job.flat, [_view(memory, place) for place in job.layout])
         need = sum(torch.Size(size).numel() * dtype.itemsize for dtype, size, *_ in job.layout)
-        free = shutil.disk_usage(job.path.parent).free
-        if free < need:
+        folder = job.path.parent
+        if folder.parent == job.lock_file.parent and job.lock_file.exists():  # else it may be on an unmounted disk
+            folder.mkdir(exist_ok=True)
+        room = os.statvfs(folder)
+        if room.f_bavail * room.f_frsize < need:
             raise OSError(28, "No space left on device")
         checkpoint.write(job.path, payload, may_appear)
         with contextlib.suppress(OSError):
-            checkpoint.prune(job.path.parent, *job.keep)
+            checkpoint.prune(folder, *job.keep)
     except _Dropped:
         problem, is_final = "dropped", True
     except UserError as error:
@@ -303,7 +305,10 @@ def _outcome(job: Job, seconds: float, problem: str = "", is_final: bool = False
 def _space(job: Job) -> str:
     need = sum(torch.Size(size).numel() * dtype.itemsize for dtype, size, *_ in job.layout)
     try:
-        free = f"{shutil.disk_usage(job.path.parent).free / 1e6:,.1f} MB are free"
+        room = os.statvfs(job.path.parent)
+        if room.f_files and not room.f_favail:
+            return "no inodes are free, so the file system can hold no more files; delete some"
+        free = f"{room.f_bavail * room.f_frsize / 1e6:,.1f} MB are free"
     except OSError as error:
         free = f"its folder cannot be accessed ({error.strerror})"
     return f"it needs {need / 1e6:,.1f} MB, {free}; make room or repair the storage"

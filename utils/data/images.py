@@ -3,35 +3,72 @@
 from __future__ import annotations
 
 import errno
+import functools
+import hashlib
+import os
+import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from config import UserError
+from utils.files import temporary_of
 
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of resources; the file may be fine
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
 
 
-def images_in(folder: Path) -> list[Path]:
-    """The image files of a folder, by name."""
-    return sorted(path for path in folder.glob("*") if path.suffix.lower() in SUFFIXES)
+class Listing:
+    """A data set's files: images in <folder>/<class>/, by class and name. A subclass sets `folder` and `classes`."""
+
+    @functools.cached_property
+    def listing(self) -> bytes:
+        """<class>/<name> and the bytes of each file, between zeros. Raises UserError if a training class has none."""
+        is_train = self.folder.name == "train"
+        files = (path for name in self.classes for path in images_in(self.folder / name, must_exist=is_train))
+        return b"\0" + b"".join(os.fsencode(f"{p.parent.name}/{p.name} {p.stat().st_size}\0") for p in files)
+
+    def use_listing(self, listing: bytes) -> None:
+        self.listing = listing  # from `load_data`, which lists once per file system
+
+    @functools.cached_property
+    def _zeros(self) -> Tensor:
+        return (torch.frombuffer(bytearray(self.listing), dtype=torch.uint8) == 0).nonzero().flatten()
+
+    def path(self, index: int) -> Path:
+        start, end = self._zeros[index : index + 2].tolist()
+        return self.folder / os.fsdecode(self.listing[start + 1 : end].rpartition(b" ")[0])
+
+    @functools.cached_property
+    def targets(self) -> Tensor:
+        found = Counter(match[1] for match in re.finditer(rb"\0([^/]+)/", self.listing))
+        return torch.repeat_interleave(torch.tensor([found[os.fsencode(name)] for name in self.classes]))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self.listing[1:-1].replace(b"\0", b"\n")).hexdigest()
+
+
+def images_in(folder: Path, must_exist: bool = False) -> list[Path]:
+    """The image files of a folder, by name. Raises UserError if they must exist and there are none."""
+    found = sorted(path for path in folder.glob("*") if path.suffix.lower() in SUFFIXES)
+    if must_exist and not found:
+        raise UserError(f"{folder}: has no images ({', '.join(SUFFIXES)}); add some or delete the folder")
+    return found
 
 
 def classes_of(root: Path, split: str) -> list[str]:
     """The class folders of <root>/train. Raises UserError if <root>/<split> has others."""
     train = root / "train"
-    classes = sorted(path.name for path in train.iterdir() if path.is_dir()) if train.is_dir() else []
+    classes = sorted(entry.name for entry in os.scandir(train) if entry.is_dir()) if train.is_dir() else []
     if not classes:
         raise UserError(f"data_dir={root}: has no {train}/<class>/ folders; give the folder that holds train/ and val/")
     if len(classes) == 1:
         raise UserError(f"data_dir={root}: has only one class, {classes[0]}; put two or more into {train}")
-    for name in classes:
-        if not images_in(train / name):
-            raise UserError(f"{train / name}: has no images ({', '.join(SUFFIXES)}); add some or delete the folder")
-    unknown = sorted({path.name for path in (root / split).iterdir() if path.is_dir()} - set(classes))
+    unknown = sorted({entry.name for entry in os.scandir(root / split) if entry.is_dir()} - set(classes))
     if unknown:
         raise UserError(f"{root / split / unknown[0]}: is a class that is not in {train}; use the same classes in both")
     return classes
@@ -80,21 +117,23 @@ def cifar10_folder(data_dir: Path) -> Path:
 def download_cifar10(data_dir: Path) -> None:
     """Unpack CIFAR-10 into data_dir, completely or not at all; an archive that is already there is used."""
     root = cifar10_folder(data_dir)
-    partial = root.with_name("cifar10.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+    partial = temporary_of(root)  # another job may do the same
     partial.mkdir(parents=True)
     archive = root.with_name("cifar-10-python.tar.gz")
-    if archive.exists():
-        shutil.copy(archive, partial)
     try:
+        if archive.exists():
+            shutil.copy(archive, partial)
         from torchvision.datasets import CIFAR10
 
         CIFAR10(str(partial), download=True)
+        if not root.exists():
+            partial.rename(root)
     except (ImportError, OSError, RuntimeError) as error:
         raise UserError(
             f"dataset=cifar10: cannot be downloaded ({error}); put {archive.name} into {data_dir}"
         ) from None
-    partial.rename(root)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def read_cifar10(data_dir: Path, is_train: bool) -> tuple[Tensor, Tensor, list[str]]:

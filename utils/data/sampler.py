@@ -104,25 +104,28 @@ class GlobalBatchSampler(DistributedSampler):
         self.start = start
 
     def order(self, epoch: int) -> Tensor:
-        """int64 [samples_per_epoch]: the samples of the epoch, a pure function of (seed, epoch). Raises UserError."""
+        """[samples_per_epoch]: the samples of the epoch, a pure function of (seed, epoch). Raises UserError."""
         if self._order is None or self._order[0] != epoch:
+            self._order = None  # one order in memory at a time
             n = len(self.dataset)
+            dtype = torch.int32 if n < 2**31 else torch.int64  # randperm draws the same in both
             if self.shuffle and hasattr(self.dataset, "epoch_order"):
                 order = torch.as_tensor(self.dataset.epoch_order(self.seed, epoch, n), dtype=torch.int64)
                 if len(order) != n or (n and not 0 <= order.min() <= order.max() < n):
                     problem = f"epoch_order: returned {len(order)} indices for {n} samples"
                     raise UserError(f"{problem}; return n indices from 0 to n - 1")
-                if len(order.unique()) < n and not getattr(self.dataset, "with_replacement", False):
+                left_out = n - int(torch.zeros(n, dtype=torch.bool).index_fill_(0, order, True).sum())
+                if left_out and not getattr(self.dataset, "with_replacement", False):
                     raise UserError(
-                        f"epoch_order: leaves out {n - len(order.unique())} of {n} samples and repeats others; "
+                        f"epoch_order: leaves out {left_out} of {n} samples and repeats others; "
                         "give each index once, or set with_replacement = True in the data set"
                     )
             elif self.shuffle:
                 generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))
-                order = torch.randperm(n, generator=generator)
+                order = torch.randperm(n, generator=generator, dtype=dtype)
             else:
-                order = torch.arange(n)
-            self._order = (epoch, order[: self.samples_per_epoch])
+                order = torch.arange(n, dtype=dtype)
+            self._order = (epoch, order[: self.samples_per_epoch].to(dtype))
         return self._order[1]
 
     def global_batches(self, epoch: int, start: int = 0) -> Iterator[GlobalBatch]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +14,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from config import TrainingConfig, UserError
-from utils.distributed.collectives import on_all_ranks, once_per_file_system, require_equal
+from utils.data.images import Listing
+from utils.distributed.collectives import on_all_ranks, once_per_file_system, read_once, require_equal
 from utils.distributed.context import DistributedContext
 from utils.rng import derive_seed
 from utils.watched_config import WatchedConfig
@@ -38,27 +41,33 @@ def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext
         Path(config.data_dir), lambda: seams.is_prepared(config), lambda: seams.prepare_data(config), ctx
     )
 
-    def create() -> dict[str, Dataset | None]:
+    def create() -> dict[str, Dataset]:
         sets = {split: seams.create_dataset(config, split) for split in ("train", "val", "test")}
         if sets["train"] is None:
             raise UserError(f"data_dir={config.data_dir}: create_dataset found no training set there; give its folder")
-        for split, dataset in sets.items():
-            check_dataset(dataset, split)
-        return sets | {"train": choose_samples(sets["train"], config)}
+        return {split: dataset for split, dataset in sets.items() if dataset is not None}
 
     sets = on_all_ranks(create, ctx)
-    train_set = sets.pop("train")
+    differ = f"data_dir={config.data_dir}: {{other}} and {{first}} hold different data; copy it again"
+    listed = [split for split, dataset in sets.items() if isinstance(dataset, Listing)]
+    require_equal(listed, differ, ctx)
+    for each in (sets[split] for split in listed):
+        each.use_listing(read_once(each.folder, functools.partial(getattr, each, "listing"), differ, ctx))
+
+    def check() -> Dataset:
+        for split, dataset in sets.items():
+            check_dataset(dataset, split)
+        return choose_samples(sets.pop("train"), config)
+
+    train_set = on_all_ranks(check, ctx)
     config = on_all_ranks(lambda: config.with_auto(train_set), ctx)
-    held_out = {split: dataset for split, dataset in sets.items() if dataset is not None}
-    seen = [[split, len(each), fingerprint(each)] for split, each in [("train", train_set), *held_out.items()]]
-    require_equal(seen, f"data_dir={config.data_dir}: {{other}} and {{first}} hold different data; copy it again", ctx)
-    return DataSets(train_set, held_out, config)
+    seen = [[split, len(each), fingerprint(each)] for split, each in [("train", train_set), *sets.items()]]
+    require_equal(seen, differ, ctx)
+    return DataSets(train_set, sets, config)
 
 
-def check_dataset(dataset: Dataset | None, split: str) -> None:
-    """Raises UserError if this is not a map-style data set with samples. None: there is no such split."""
-    if dataset is None:
-        return
+def check_dataset(dataset: Dataset, split: str) -> None:
+    """Raises UserError if this is not a map-style data set with samples."""
     kind = f"create_dataset: {type(dataset).__name__} ({split})"
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UserError(
@@ -72,8 +81,9 @@ def check_dataset(dataset: Dataset | None, split: str) -> None:
 class ChosenSamples(Subset):
     """A subset that keeps the attributes of its data set. device_transform gets indices into the whole set."""
 
-    def __init__(self, dataset: Dataset, indices: list[int]) -> None:
-        super().__init__(dataset, indices)
+    def __init__(self, dataset: Dataset, indices: Tensor) -> None:
+        self._chosen = indices.long()
+        super().__init__(dataset, array("q", self._chosen.numpy().tobytes()))  # 8 bytes each, read as Python's integers
         if hasattr(dataset, "device_transform"):
             self.device_transform = self._transform
 
@@ -90,12 +100,12 @@ class ChosenSamples(Subset):
         return super().__getitems__
 
     def _transform(self, batch: Any, seed: int, epoch: int, indices: Tensor) -> Any:
-        chosen = torch.tensor(self.indices, device=indices.device)
-        return self.dataset.device_transform(batch, seed, epoch, chosen[indices])
+        self._chosen = self._chosen.to(indices.device)  # once
+        return self.dataset.device_transform(batch, seed, epoch, self._chosen[indices])
 
     @property
-    def targets(self) -> list[int]:
-        return [self.dataset.targets[index] for index in self.indices]
+    def targets(self) -> Tensor:
+        return torch.as_tensor(self.dataset.targets)[self._chosen.cpu()]
 
 
 def choose_samples(dataset: Dataset, config: TrainingConfig) -> Dataset:
@@ -106,7 +116,7 @@ def choose_samples(dataset: Dataset, config: TrainingConfig) -> Dataset:
     if size > len(dataset):
         raise UserError(f"dataset_size={size}: the set has {len(dataset)} samples; give fewer, or 0 for all")
     generator = torch.Generator().manual_seed(derive_seed("subset", config.seed))
-    return ChosenSamples(dataset, torch.randperm(len(dataset), generator=generator)[:size].sort().values.tolist())
+    return ChosenSamples(dataset, torch.randperm(len(dataset), generator=generator)[:size].sort().values)
 
 
 def fingerprint(dataset: Dataset) -> str:
@@ -122,12 +132,5 @@ def kind_of(dataset: Dataset) -> str:
 
 def describe(dataset: Dataset) -> dict[str, Any]:
     """The properties of a training set that an export or a resume needs."""
-    as_list = {
-        name: torch.as_tensor(getattr(dataset, name)).tolist() for name in ("mean", "std") if hasattr(dataset, name)
-    }
-    return {
-        "fingerprint": fingerprint(dataset),
-        "classes": list(getattr(dataset, "classes", [])),
-        "mean": as_list.get("mean", []),
-        "std": as_list.get("std", []),
-    }
+    found = {name: torch.as_tensor(getattr(dataset, name, [])).tolist() for name in ("mean", "std")}
+    return {"fingerprint": fingerprint(dataset), "classes": list(getattr(dataset, "classes", []))} | found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -14,36 +15,51 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from config import TrainingError, UserError
 from utils.distributed.context import DistributedContext
+from utils.metrics import all_reduce_scalar
 
 T = TypeVar("T")
-SHORT = 1016  # bytes of a message that fits in one collective
 LOST_PEER = re.compile(
     "gloo|ncclRemoteError|NCCL communicator was aborted|NCCL operation timed out|timed out in blocking wait"
 )
 
 
 def all_gather_json(value: Any, ctx: DistributedContext) -> list[Any]:
-    """The values of all ranks, in rank order. The value is plain JSON."""
-    text = json.dumps(value)
+    """The values of all ranks, in rank order, on every rank: its bytes grow with the ranks. The value is plain JSON."""
+    data = json.dumps(value).encode()
+    size = int(all_reduce_scalar(len(data), "max", ctx.control))
+    rows = gather(torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8), ctx)
+    return broadcast_json([json.loads(bytes(row)) for row in rows], ctx)
+
+
+def broadcast_json(value: Any, ctx: DistributedContext, source: int = 0) -> Any:
+    """The value of the rank `source`, on every rank. The value is plain JSON."""
+    data = json.dumps(value).encode()
     if ctx.world_size == 1:
-        return [json.loads(text)]
-    data = text.encode()
-    heads = _gather(len(data).to_bytes(8, "big") + data[:SHORT], 8 + SHORT, ctx)
-    lengths = [int.from_bytes(head[:8], "big") for head in heads]
-    longest = max(lengths) - SHORT
-    rests = _gather(data[SHORT:], longest, ctx) if longest > 0 else [b""] * ctx.world_size
-    return [json.loads((head[8:] + rest)[:length]) for head, rest, length in zip(heads, rests, lengths, strict=True)]
+        return json.loads(data)
+    length = torch.tensor([len(data)])
+    dist.broadcast(length, source, group=ctx.control)
+    row = torch.frombuffer(bytearray(data if ctx.rank == source else length.item()), dtype=torch.uint8)
+    dist.broadcast(row, source, group=ctx.control)
+    return json.loads(bytes(row.tolist()))
 
 
-def _gather(data: bytes, size: int, ctx: DistributedContext) -> list[bytes]:
-    """`size` bytes of every rank, padded with zeros."""
-    row = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
-    rows = [torch.empty_like(row) for _ in range(ctx.world_size)]
-    dist.all_gather(rows, row, group=ctx.control)
-    return [bytes(each.tolist()) for each in rows]
+def gather(row: Tensor, ctx: DistributedContext) -> list[list[Any]]:
+    """On rank 0, the rows of all ranks, in rank order; elsewhere only this rank's own. Rows: [n], on the CPU."""
+    if ctx.world_size == 1:
+        return [row.tolist()]
+    rows = [torch.empty_like(row) for _ in range(ctx.world_size)] if ctx.rank == 0 else None
+    dist.gather(row, rows, group=ctx.control)
+    return [each.tolist() for each in rows or [row]]
+
+
+def lowest_rank(is_so: bool, ctx: DistributedContext) -> int | None:
+    """The lowest rank on which `is_so` is true; None if there is none."""
+    rank = int(all_reduce_scalar(ctx.rank if is_so else ctx.world_size, "min", ctx.control))
+    return rank if rank < ctx.world_size else None
 
 
 def on_rank_0(action: Callable[[], T], ctx: DistributedContext) -> T | None:
@@ -65,12 +81,11 @@ def on_all_ranks(action: Callable[[], T], ctx: DistributedContext, is_for_all: b
         result = action()
     except (UserError, OSError) as error:
         problem = str(error) if isinstance(error, UserError) else f"{error}; fix that and start again"
-    problems = all_gather_json(problem, ctx)
-    for rank, text in enumerate(problems):
-        if text:
-            is_for_all = is_for_all or len(set(problems)) == 1
-            raise UserError(text if is_for_all else f"{text} (rank {rank} on {ctx.hosts[rank]})", rank, ctx.hosts[rank])
-    return result
+    if (rank := lowest_rank(bool(problem), ctx)) is None:
+        return result
+    text = broadcast_json(problem, ctx, rank)
+    is_for_all = is_for_all or lowest_rank(problem != text, ctx) is None
+    raise UserError(text if is_for_all else f"{text} (rank {rank} on {ctx.hosts[rank]})", rank, ctx.hosts[rank])
 
 
 def require_equal(value: Any, sentence: str, ctx: DistributedContext) -> None:
@@ -80,8 +95,8 @@ def require_equal(value: Any, sentence: str, ctx: DistributedContext) -> None:
         value: plain JSON.
         sentence: the message; {other} and {first} become the two ranks and their hosts.
     """
-    values = all_gather_json(value, ctx)
-    if rank := next((rank for rank, each in enumerate(values) if each != values[0]), 0):
+    text = json.dumps(value)
+    if rank := lowest_rank(text != broadcast_json(text, ctx), ctx):
         other, first = (f"{ctx.hosts[each]} (rank {each})" for each in (rank, 0))
         raise UserError(sentence.format(other=other, first=first), rank, ctx.hosts[rank])
 
@@ -89,26 +104,43 @@ def require_equal(value: Any, sentence: str, ctx: DistributedContext) -> None:
 def once_per_file_system(
     folder: Path, is_done: Callable[[], bool], action: Callable[[], None], ctx: DistributedContext
 ) -> None:
-    """If `is_done` is False, run `action` once per file system: on the lowest rank of those that share `folder`.
-
-    Each of them creates a file with its rank in the folder; the lowest rank that it finds there is its leader.
-    """
+    """If `is_done` is False, run `action` once per file system: on the rank that creates a file in `folder` first."""
     is_needed = not on_all_ranks(is_done, ctx)
     if not any(all_gather_json(is_needed, ctx)):
         return
     launch, *_ = all_gather_json(f"{os.getpid()}-{time.time_ns()}", ctx)
-    tokens = [folder / f".{launch}-rank{rank}" for rank in range(ctx.world_size)]
+    token = folder / f".{launch}"
 
-    def leave_token() -> None:
+    def is_first() -> bool:
         folder.mkdir(parents=True, exist_ok=True)
-        tokens[ctx.rank].touch()
+        try:
+            token.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
-    on_all_ranks(lambda: leave_token() if is_needed else None, ctx)
-    is_leader = is_needed and next(rank for rank, token in enumerate(tokens) if token.exists()) == ctx.rank
-    all_gather_json(is_leader, ctx)  # wait until all have looked
-    if is_needed:
-        tokens[ctx.rank].unlink()
+    is_leader = on_all_ranks(lambda: is_needed and is_first(), ctx)  # returns when all have looked
+    if is_leader:
+        token.unlink()
     on_all_ranks(lambda: action() if is_leader else None, ctx)
+
+
+def read_once(folder: Path, read: Callable[[], bytes], sentence: str, ctx: DistributedContext) -> bytes:
+    """What `read` returns on rank 0, for all ranks. Of those that share `folder`, which may be read-only, one calls it.
+
+    sentence: as for `require_equal`, if it returns something else on another file system.
+    """
+    status, number = on_all_ranks(lambda: (folder.stat(), os.statvfs(folder).f_fsid), ctx)
+    host = os.major(status.st_dev) and ctx.host  # a network file system has no device
+    places = all_gather_json([host, number, status.st_ino, status.st_ctime_ns], ctx)
+    reader = places.index(places[ctx.rank])
+    data = on_all_ranks(lambda: read() if reader == ctx.rank else b"", ctx)
+    found = all_gather_json([len(data), hashlib.sha256(data).hexdigest()], ctx)
+    require_equal(found[reader], sentence, ctx)
+    buffer = bytearray(data or found[0][0])
+    if ctx.world_size > 1 and buffer:
+        dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), 0, group=ctx.control)
+    return bytes(buffer)
 
 
 def within(seconds: float, action: Callable[[], T]) -> T:

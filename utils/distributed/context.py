@@ -113,6 +113,11 @@ def make_cublas_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
+def connect_lazily() -> None:
+    """gloo connects ranks when they first talk, not all pairs, for which each rank reads 8 bytes per pair."""
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+
+
 def _read_srun() -> dict[str, Any]:
     """The values from srun if this process is one of several tasks of a step; empty in a batch script or a shell."""
     words = [

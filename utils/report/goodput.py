@@ -19,14 +19,14 @@ class Goodput:
     """The accounts of a run. Rank 0 writes them once a second, so that a killed attempt is included.
 
     Args:
-        began: when this attempt's process started, in seconds since 1970.
+        began: when this attempt's process started, by time.perf_counter.
     """
 
     def __init__(self, run: Run, clock: Clock, began: float) -> None:
-        self._run, self._clock, self._began = run, clock, began
+        self._offset = time.time() - time.perf_counter()  # once: the system's clock may jump during the attempt
+        self._run, self._clock, self._began = run, clock, began + self._offset
         self._file = run.folder / NAME
         self._before: dict[str, Any] | None = None  # known once the attempt is about to train
-        self._is_there = False
 
     def resume(self, saved: dict[str, Any] | None, step: int = 0) -> None:
         """Continue from the file of the last attempt, else from the accounts in the checkpoint (None: there are none).
@@ -34,7 +34,7 @@ class Goodput:
         step: the step at which this attempt starts.
         """
         before = (_read(self._file) if self._run.start.attempt > 1 else None) or saved or {}
-        began, now = self._began, time.time()
+        began, now = self._began, time.perf_counter() + self._offset
         fresh = dict.fromkeys(ACCOUNTS, 0.0) | {"started_at": began, "until": began, "step": 0, "attempts": []}
         before = fresh | before
         before["down"] += max(0.0, began - before["until"])
@@ -45,7 +45,7 @@ class Goodput:
 
     def now(self) -> dict[str, Any]:
         """Seconds by account, `started_at` and `until` (seconds since 1970), the last `step` begun, the attempts."""
-        (spent, again), until = self._clock.spent(), time.time()
+        (spent, again), until = self._clock.spent(), time.perf_counter() + self._offset
         accounts = {
             "training": sum(spent[phase] - again[phase] for phase in ("forward", "backward", "update")),
             "data_wait": spent["data"] - again["data"],
@@ -63,11 +63,11 @@ class Goodput:
 
     def write(self) -> None:
         """Called by the watchdog thread. If a write fails, the next one follows a second later."""
-        is_gone = self._is_there and not self._file.exists()  # nothing is written below a mount point
-        if self._run.is_main and self._before and not is_gone and self._run.is_ours():
+        if self._run.is_main and self._before and self._run.is_ours():
+            is_there = self._run.lock_file.stat  # raises if the file system is unmounted
             with suppress(OSError):
-                replace_json(self._file, self.now(), is_flushed=False)
-                self._is_there = True
+                is_there()
+                replace_json(self._file, self.now(), is_flushed=False, may_appear=is_there)
 
 
 def _read(file: Path) -> dict[str, Any] | None:

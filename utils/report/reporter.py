@@ -16,6 +16,7 @@ from utils.checkpoint.format import step_checkpoints
 from utils.clock import STEP_PHASES, Clock, slowest
 from utils.data.loader import GlobalBatchLoader, usable_cpus
 from utils.data.sets import kind_of
+from utils.distributed.collectives import gather
 from utils.distributed.context import DistributedContext
 from utils.logger import count, duration, has_terminal, log_epoch_summary, log_training_step, show, show_progress
 from utils.memory import peak_memory
@@ -117,25 +118,21 @@ class Reporter:
     def is_due(self, step: int) -> bool:
         return step % self._config.log_interval == 0 or step == self._total_steps
 
-    def rank_report(self, state: TrainState) -> dict[str, Any]:
-        """What this rank contributes to a log point."""
-        spent = self._clock.spent()[0]
-        seconds = {phase: spent[phase] - self._spent[phase] for phase in STEP_PHASES}
-        self._spent = spent
-        own = {"data": seconds["data"], "compute": self._clock.take_forward_seconds()}
-        return {"seconds": seconds, "own": own, "memory": peak_memory()}
-
-    def log(self, state: TrainState, ranks: list[dict[str, Any]]) -> None:
-        """Write the train record of the interval that ends here. ranks: the `rank_report` of each.
+    def log(self, state: TrainState) -> None:
+        """Write the train record of the interval that ends here; rank 0 receives the times of all ranks.
 
         Raises:
             TrainingError: when too many steps in a row were skipped.
         """
+        spent = self._clock.spent()[0]
+        in_data, *others = (spent[phase] - self._spent[phase] for phase in STEP_PHASES)
+        self._spent = spent
+        own = in_data + sum(others), in_data, self._clock.take_forward_seconds(), peak_memory()
+        ranks = gather(torch.tensor(own, dtype=torch.float64), self._ctx)
         skipped = state.read_skips()  # adds to the interval
         means, counted = state.interval.means(), state.interval.count_of("loss").item()
         grad_norm = means.pop("grad_norm")
-        seconds = sum(sum(each["seconds"].values()) for each in ranks) / len(ranks)
-        waited = sum(each["seconds"]["data"] for each in ranks) / len(ranks)
+        seconds, waited = (sum(each[k] for each in ranks) / len(ranks) for k in (0, 1))
         progress, steps = state.progress, max(1, self._steps)
         means = {"loss": means.pop("loss")} | means
         self._train_names = list(means)
@@ -149,13 +146,13 @@ class Reporter:
             samples_per_s=self._samples / seconds if seconds else 0.0,
             data_wait_s=waited / steps,
             step_s=seconds / steps,
-            peak_memory_bytes=max(each["memory"] for each in ranks),
+            peak_memory_bytes=int(max(memory for *_, memory in ranks)),
         )
         self._run.record_skipped(skipped, self._sampler)
         if len(ranks) > 1:
-            self._report_slowest(progress.step, [each["own"] for each in ranks])
+            self._report_slowest(progress.step, [{"data": data, "compute": own} for _, data, own, _ in ranks])
         per_s = counted / seconds if seconds else 0.0
-        log_training_step(self._logger, record, self._train_names[1:], self._total_steps, len(ranks), per_s)
+        log_training_step(self._logger, record, self._train_names[1:], self._total_steps, self._ctx.world_size, per_s)
         self._log_points += 1
         if self._log_points == 2:  # the first interval includes the start of the workers
             self._advise(waited / seconds if seconds else 0.0)
@@ -229,7 +226,7 @@ class Reporter:
             "steps": progress.step,
             "skipped_steps": progress.skipped_steps,
             "samples_seen": progress.samples_seen,
-            "wall_s": max(1e-9, accounts["until"] - accounts["started_at"]),
+            "wall_s": max(1e-9, sum(accounts[name] for name in ACCOUNTS)),
             "samples_per_s": rate,
             "samples_per_s_per_rank": rate / self._ctx.world_size,
             "world_size": self._ctx.world_size,
@@ -322,10 +319,8 @@ def _data_line(loader: GlobalBatchLoader, held_out: dict[str, Dataset]) -> str:
     if sampler.samples_per_epoch < len(dataset):
         line += f" ({len(dataset) - sampler.samples_per_epoch} dropped, different ones in each epoch)"
     splits = {getattr(dataset, "split", split): len(dataset) for split, dataset in held_out.items()}
-    line += "".join(f", {size:,} for evaluation ({split})" for split, size in splits.items())
-    if list(splits) == ["test"]:
-        line += "; the test set also selects the best checkpoint, so its best value is optimistic"
-    return line
+    more = ", which also selects the best checkpoint" if list(splits) == ["test"] else ""
+    return line + "".join(f", {size:,} for evaluation ({split}{more})" for split, size in splits.items())
 
 
 def _batch_line(config: TrainingConfig, micro_batches: int, ranks: int) -> str:

@@ -121,7 +121,8 @@ def start_watchdog(
     def report(text: str, stacks: str) -> Path:
         file = run.folder / f"hang-{time.strftime('%Y%m%dT%H%M%S')}.txt"
         with suppress(OSError):
-            file.write_text(f"{text}\n{stacks}\n", encoding="utf-8")
+            if run.lock_file.exists():  # else the file would be below a mount point
+                file.write_text(f"{text}\n{stacks}\n", encoding="utf-8")
         logger.error("%s; the stacks of all ranks: %s", text, file)
         logger.debug("%s", stacks)
         return file
@@ -144,7 +145,7 @@ def start_watchdog(
 
     def lose(peer: int) -> None:
         place, host = read_place(run.watch_folder / f"rank{peer}"), ctx.hosts[peer]
-        error = run.lost_ranks(meanwhile=clock.beat)
+        error = run.look_for_lost_ranks(meanwhile=clock.beat)
         if place and place.phase == "end":  # it could not report why
             error = error or TrainingError(f"rank {peer} on {host} has ended; see its log", peer, host)
         if error:

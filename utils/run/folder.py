@@ -28,6 +28,7 @@ from utils.training.state import SkippedStep
 OURS = ("config.json", "provenance.json", "code.zip", "status.json", "metrics.jsonl", "summary.json", "goodput.json")
 OURS += (LOCK, ".lock", "eval-*.json", "hang-*.txt", "superseded-*")
 OURS += ("checkpoints", "tensorboard", "logs", "traces", "samples")
+SECONDS_TO_LOOK = 10.0  # for lost ranks
 SECONDS_BETWEEN_STATUS = 1.0  # while only the progress changes
 
 
@@ -97,8 +98,9 @@ def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) 
     # until `mark_training` a restart of this launch must not continue this run
     inherited = launch_id if is_same_launch and not is_replacing else ""
     lock.write(launch_id=inherited, attempt=attempt, failures=failures)
-    for left_over in [*folder.glob(f"*{TEMPORARY}"), *checkpoints.glob(f"*{TEMPORARY}"), *folder.glob("watch/*")]:
-        shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
+    partial = [*folder.glob(f"*{TEMPORARY}"), *folder.glob(f"samples/*{TEMPORARY}"), *checkpoints.glob(f"*{TEMPORARY}")]
+    for left_over in [*partial, *folder.glob("watch/*")]:
+        shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink(missing_ok=True)
     return lock, start
 
 
@@ -236,7 +238,22 @@ class Run:
             with suppress(OSError) if is_running else nullcontext():  # a full disk: training continues
                 replace_json(self.folder / "status.json", self._status, is_flushed=not is_running)
 
-    def lost_ranks(self, meanwhile: Callable[[], None] = lambda: None) -> TrainingError | None:
+    def lost_ranks(self) -> TrainingError | None:
+        """`look_for_lost_ranks` on the first rank that calls this; the others wait for its answer."""
+        file, ends = self.watch_folder / "lost", time.monotonic() + SECONDS_TO_LOOK
+        with suppress(OSError):
+            file.touch(exist_ok=False)
+            ends = 0.0  # this rank is the first
+        while not (found := read_json(file)) and time.monotonic() < ends:
+            time.sleep(0.25)
+        if not found:
+            error = self.look_for_lost_ranks()
+            found = {"lost": error and (str(error), error.rank, error.host)}
+            with suppress(OSError):
+                file.write_text(json.dumps(found))
+        return TrainingError(*found["lost"]) if found["lost"] else None
+
+    def look_for_lost_ranks(self, meanwhile: Callable[[], None] = lambda: None) -> TrainingError | None:
         """After a collective failed because a peer is gone: the error for a rank that ended without reporting one."""
         places, standing, _ = look_twice(self.watch_folder, self.hosts, meanwhile)
         if not standing or not self.watch_folder.is_dir():
@@ -268,8 +285,13 @@ class Run:
                 time.sleep(0.3)  # rank 0 may have been writing its own status just then; it waits for this rank now
             status = read_json(path)
             if status.get("state") == "running":
-                with suppress(OSError):  # the error itself must still be raised
-                    replace_json(path, status | {"state": "failed", "error": text} | where | {"time": now()})
+                status |= {"state": "failed", "error": text} | where | {"time": now()}
+                try:
+                    replace_json(path, status)
+                except OSError:
+                    with suppress(OSError), path.open("r+") as file:  # needs no free block or inode
+                        file.write(json.dumps(status))
+                        file.truncate()
             if self.is_main:
                 break
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from utils.files import read_json, replace_json
 from utils.run.provenance import now
 
 NAME = "lock.json"
-SECONDS_TO_SEE_A_BEAT = 5.0  # of an owner on another host, where file locks may not reach
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # on Linux; differs between machines of the same name
+SECONDS_OF_A_LEASE = 120.0  # for which an NFS server may keep the file lock of a machine that is gone
+SECONDS_TO_SEE_A_BEAT = 5.0  # of an owner on another machine, where file locks may not reach
 
 
 class RunLock:
@@ -29,28 +32,36 @@ class RunLock:
     """
 
     def __init__(self, folder: Path, host: str, number: int = 0) -> None:
-        self._file, self._host = folder / NAME, host
-        self.before = read_json(self._file)
-        self.number = number or self.before.get("number", 0) + 1
+        self._file, self._own = folder / NAME, {"host": host, "boot": ""}
+        with suppress(OSError):
+            self._own["boot"] = BOOT.read_text().strip()
         self._descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_held = False
-        except (BlockingIOError, PermissionError):
-            is_held = True
-        except OSError:  # a file system without locks
-            is_held = False
-        if is_held or (self.before.get("host", host) != host and _beats(folder / "watch" / "rank0")):
+        ends = time.monotonic() + SECONDS_OF_A_LEASE
+        while True:
+            is_held, self.before = self._is_held(), read_json(self._file)
+            is_elsewhere = bool(self.before) and any(self.before.get(name) != own for name, own in self._own.items())
+            is_alive = is_elsewhere and _beats(folder / "watch" / "rank0")
+            if is_alive or not (is_held and is_elsewhere) or time.monotonic() > ends:
+                break
+            time.sleep(0.5)
+        self.number = number or self.before.get("number", 0) + 1
+        if is_held or is_alive:
             self.close()
             raise UserError(
                 f"run_dir={folder}: is in use by {_describe(self.before)}; end that job or give another --run_dir"
             )
 
+    def _is_held(self) -> bool:
+        """Whether another process has the file lock; otherwise this one takes it."""
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:  # others: a file system without locks
+            return isinstance(error, (BlockingIOError, PermissionError))
+        return False
+
     def write(self, **values: Any) -> None:
         """Become the owner: write its identity and these values."""
-        replace_json(
-            self._file, {"number": self.number, "host": self._host, "pid": os.getpid(), "time": now(), **values}
-        )
+        replace_json(self._file, {"number": self.number, **self._own, "pid": os.getpid(), "time": now(), **values})
 
     def close(self) -> None:
         """Release the folder."""
@@ -63,7 +74,7 @@ def _describe(owner: dict[str, Any]) -> str:
     since = owner.get("time", "?")
     try:
         minutes = (datetime.now(UTC) - datetime.fromisoformat(since)).total_seconds() / 60
-        since += f", for {minutes:.1f} min"
+        since += f", for {max(0.0, minutes):.1f} min"
     except ValueError:
         pass
     return f"process {owner.get('pid', '?')} on {owner.get('host', '?')} since {since}"

@@ -13,7 +13,7 @@ from torch import Tensor
 from config import YOURS, TrainingConfig, UserError
 from utils.checkpoint import format as checkpoint
 from utils.data.sampler import GlobalBatchSampler
-from utils.distributed.collectives import all_gather_json, on_all_ranks, on_rank_0, require_equal
+from utils.distributed.collectives import all_gather_json, broadcast_json, on_all_ranks, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
 from utils.logger import setup_logger
 from utils.run.folder import Run, Start, claim
@@ -27,7 +27,7 @@ def open_run(config: TrainingConfig, ctx: DistributedContext) -> Run:
     """Open the run folder. Rank 0 locks it and decides whether to continue the run in it. Raises UserError."""
     claimed = on_rank_0(lambda: claim(config, ctx.host, ctx.launch.id, ctx.launch.may_restart), ctx)
     lock, start = claimed or (None, None)
-    start = Start(**all_gather_json(dataclasses.asdict(start) if start else None, ctx)[0])
+    start = Start(**broadcast_json(dataclasses.asdict(start) if start else None, ctx))
     run = Run(config.run_folder, config.checkpoint_folder, ctx.rank, ctx.hosts, start, lock)
     if not start.is_completed:
         check_shared(run.folder, run.lock_file, start.lock_number, ctx)
@@ -68,21 +68,25 @@ def resume_run(
         setup_logger(ctx.rank, run.log_file)
         run.begin()
     on_rank_0(lambda: run.rewind(progress.step, progress.evaluated_step == progress.step), ctx)
-    if not all_gather_json(on_rank_0(lambda: run.restore_best(progress.best_step), ctx), ctx)[0]:
+    if not broadcast_json(on_rank_0(lambda: run.restore_best(progress.best_step), ctx), ctx):
         progress.forget_best()
     on_rank_0(run.mark_training, ctx)
     return differences, goodput
 
 
 def load_checkpoint(path: Path, ctx: DistributedContext, layouts: dict[str, Tensor] | None = None) -> dict[str, Any]:
-    """Read the checkpoint on every rank. If not all of them read the same bytes, all raise UserError.
+    """Load the checkpoint on every rank. The ranks of a node verify it together; if it is damaged or differs, all raise
+    UserError.
 
     layouts: of a sharded model (`TrainState.layouts`): only this rank's shards of these tensors are read.
     """
-    payload, digest = on_all_ranks(lambda: checkpoint.read(path, layouts, (ctx.rank, ctx.world_size)), ctx)
+    files = all_gather_json([ctx.host, *(path.stat()[1:3] if path.exists() else ())], ctx)  # inode and device
+    readers = [rank for rank, file in enumerate(files) if file == files[ctx.rank]]
+    part = readers.index(ctx.rank), len(readers)
+    trailer = on_all_ranks(lambda: checkpoint.verify(path, part), ctx)
     remedy = "put the run folder on storage that all nodes share"
-    require_equal(digest, f"{path}: {{other}} and {{first}} see different files under this name; {remedy}", ctx)
-    return payload
+    require_equal(trailer.digest, f"{path}: {{other}} and {{first}} see different files under this name; {remedy}", ctx)
+    return on_all_ranks(lambda: checkpoint.read(path, trailer, layouts)[0], ctx)
 
 
 def check_evaluation(payload: dict[str, Any], config: TrainingConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shlex
+import statistics
 import subprocess
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from utils.checkpoint.shards import ShardWriter
 from utils.checkpoint.writer import Outcome, Writer
 from utils.clock import Clock
 from utils.data.sampler import GlobalBatchSampler
-from utils.distributed.collectives import all_gather_json
+from utils.distributed.collectives import broadcast_json, gather, lowest_rank
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import local
 from utils.rng import derive_seed
@@ -97,7 +98,7 @@ class Saver:
         began, state = time.perf_counter(), self._state
         is_free = not self._writer or self._is_free(must)
         self._run.record_skipped(state.read_skips(), self._sampler)
-        if all(all_gather_json(is_free, self._ctx)):
+        if lowest_rank(not is_free, self._ctx) is None:
             if self._is_sharded or not name:  # the best one of a sharded run is a link
                 name = checkpoint.step_path(Path(), state.progress.step, self._is_sharded).name
             self._begin(state.state_dict(), name)
@@ -119,7 +120,7 @@ class Saver:
             self.save(must=True, name=checkpoint.BEST)
         self.finish_snapshot()
         self._clock.enter("save")
-        if all_gather_json(not self._writer or self._link_best(progress.step), self._ctx)[0]:
+        if broadcast_json(not self._writer or self._link_best(progress.step), self._ctx):
             self._run.event(
                 "best", progress.step, epoch=progress.epoch, path=str(self._run.checkpoints / checkpoint.BEST)
             )
@@ -136,8 +137,10 @@ class Saver:
             return
         began = time.perf_counter()
         digest, self._copy = self._copy.result(), None
-        digests = all_gather_json(digest, self._ctx)
-        odd = sorted(ranks[each] for ranks in self._replicas for each in diverged([digests[rank] for rank in ranks]))
+        digests = [row[0] for row in gather(torch.tensor([digest]), self._ctx)]  # of all ranks, on rank 0
+        groups = self._replicas if self._ctx.is_main else []
+        odd = [ranks[each] for ranks in groups for each in diverged([digests[rank] for rank in ranks])]
+        odd = broadcast_json(sorted(odd), self._ctx)
         if self._writer:
             self._writer.commit(not odd)
             self._begun_s += time.perf_counter() - began
@@ -266,7 +269,7 @@ class Saver:
         while self._hook.is_running():
             self._clock.enter("save")  # a long upload is not a hang
             time.sleep(SECONDS_OF_A_LOOK)
-        all_gather_json(None, self._ctx)  # other ranks wait here, where `timeout` does not apply
+        broadcast_json(None, self._ctx)  # other ranks wait here, where `timeout` does not apply
         self._thread.shutdown()
         if self._writer:
             self._writer.end()
@@ -330,5 +333,5 @@ def digest_of(weights: list[Tensor]) -> int:
 
 def diverged(digests: list[int]) -> list[int]:
     """The ranks whose digest differs from the most common one; of two ranks that differ, the second."""
-    usual = max(digests, key=lambda each: (digests.count(each), -digests.index(each)))
+    usual = statistics.mode(digests)  # of equally common ones the first
     return [rank for rank, each in enumerate(digests) if each != usual]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -11,13 +9,14 @@ from pathlib import Path
 import torch
 
 from config import TrainingConfig, UserError
-from utils.distributed.collectives import all_gather_json, on_all_ranks
+from utils.distributed.collectives import broadcast_json, lowest_rank, on_all_ranks
 from utils.distributed.context import DistributedContext
 from utils.files import read_json
 from utils.run import provenance
 from utils.table import format_table
 
 MAY_DIFFER = ("data_dir",)  # may be mounted elsewhere on another machine; the data itself is compared later
+MAX_KINDS = 6  # of ranks that differ, in a table
 SECONDS_TO_SEE = 5.0  # until a file of another machine is visible on shared storage
 # descriptors: per process, per rank (sockets), per worker (pipes)
 FILES, FILES_PER_RANK, FILES_PER_WORKER = 128, 4, 16
@@ -30,21 +29,18 @@ def check_alike(config: TrainingConfig, ctx: DistributedContext) -> None:
         settings["CPU threads"] = str(torch.get_num_threads())
     code = provenance.code_digests()
     versions = provenance.versions()
-    parts = [hashlib.sha256(json.dumps(part).encode()).hexdigest()[:12] for part in (settings, code, versions)]
-    if len({tuple(each) for each in all_gather_json(parts, ctx)}) == 1:
-        return
     facts = settings | {name: digest[:8] for name, digest in code.items()} | versions
-    everyone = all_gather_json(facts, ctx)
-    names = sorted({name for each in everyone for name in each if len({one.get(name, "none") for one in everyone}) > 1})
-    rows = [[name, *(each.get(name, "none") for each in everyone)] for name in names]
-    head = ["", *(f"rank {rank} on {host}" for rank, host in enumerate(ctx.hosts))]
-    kinds = [tuple(each.get(name) for name in names) for each in everyone]
-    shown = [0, *(1 + rank for rank, kind in enumerate(kinds) if kind not in kinds[:rank])]  # one of equal ranks
-    odd = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
+    ranks, kinds = [], []  # one of equal ranks, from rank 0
+    while (rank := lowest_rank(facts not in kinds, ctx)) is not None and len(ranks) < MAX_KINDS:
+        ranks.append(rank)
+        kinds.append(broadcast_json(facts, ctx, rank))
+    if len(ranks) == 1:
+        return
+    names = sorted({name for each in kinds for name in each if len({one.get(name, "none") for one in kinds}) > 1})
+    rows = [[name, *(each.get(name, "none") for each in kinds)] for name in names]
+    head = ["", *(f"rank {rank} on {ctx.hosts[rank]}" for rank in ranks)]
     text = "the ranks differ in code, settings or versions; give all nodes the same ones, then start again"
-    raise UserError(
-        f"{text}\n{format_table([[row[column] for column in shown] for row in [head, *rows]])}", odd, ctx.hosts[odd]
-    )
+    raise UserError(f"{text}\n{format_table([head, *rows])}", ranks[1], ctx.hosts[ranks[1]])
 
 
 def check_shared(folder: Path, file: Path, number: int, ctx: DistributedContext) -> None:

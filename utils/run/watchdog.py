@@ -1,9 +1,9 @@
-"""Finds ranks that hang: a thread of each rank reads the files in which all ranks publish their phase and step.
+"""Finds ranks that hang: a thread reads the files in which all ranks publish their phase and step.
 
 A rank's loop writes a counter, its step and its phase; its thread writes a heartbeat twice a second. The reader
 compares numbers, never clocks of other machines. If the heartbeat stops, the rank was stopped, killed or cut off; if
 only the counter stops, the rank waits or hangs. Ranks without a heartbeat are reported as the cause, else the rank
-that is furthest behind. Under a debugger use --hang_timeout 0.
+that is furthest behind. The lowest live rank reads the files of all ranks. Under a debugger use --hang_timeout 0.
 
 Under NCCL a rank whose peer died waits for the GPU: no exception is raised, and no signal handler of Python runs. So a
 rank without progress looks once a second at the next rank and at status.json, and ends if that rank is gone or the run
@@ -25,6 +25,7 @@ from pathlib import Path
 from utils.clock import PHASES, STEP_PHASES, Clock, Place, read_place
 from utils.signals import has_arrived
 
+STOPPED = "after a stop signal"
 UNJUDGED = ("start", "end")  # phases that may take long
 SECONDS_BETWEEN_BEATS = 0.5
 SECONDS_BETWEEN_PUBLISHED = 1.0
@@ -130,7 +131,7 @@ class Watchdog:
             if self._clock.phase in STEP_PHASES:
                 longest = max(self._clock.durations, default=FIRST_LIMIT / STEPS_TO_STOP)
                 if time.monotonic() - max(moved_at, asked_at) > max(SECONDS_TO_STOP, STEPS_TO_STOP * longest):
-                    is_over, reason = True, "after a stop signal"
+                    is_over, reason = True, STOPPED
             if is_over and not self._look(standing, is_end=True, reason=reason):
                 moved_at = time.monotonic()
 
@@ -167,21 +168,33 @@ class Watchdog:
             faulthandler.dump_traceback(file)
 
     def _look(self, standing: float, is_end: bool, reason: str = "") -> bool:
-        """Report or end. Returns False if some rank still makes progress, or may do so behind slow storage."""
+        """Report or end, or leave it to a lower rank. Returns False if some rank may still make progress."""
+        is_moving = self._lower_rank_moves()
+        if is_moving is not None:
+            if is_end and not is_moving and reason == STOPPED:  # no signal may have reached the lower rank
+                time.sleep(SECONDS_FOR_BLAME)
+                self._end(f"no progress for {standing:.0f} s ({reason})", "", None)
+            return not is_end
         places, standing_ranks, is_moving = look_twice(self._folder, self._hosts, self._clock.beat)
         if is_moving or (is_end and time.monotonic() - self._published_at > SECONDS_TO_PUBLISH):
             return False
-        alive = [rank for rank in range(len(places)) if rank not in standing_ranks]
-        is_reporter = not alive or alive[0] == self._rank
         text, hanging = verdict(places, standing_ranks, self._hosts, standing)
-        if is_end and not is_reporter:
-            time.sleep(SECONDS_FOR_BLAME)
-            self._end(text, "", None)
-        elif is_end:
+        if is_end:
             self._end(f"{text} ({reason})", self._stacks(), hanging)
-        elif is_reporter:
+        else:
             self._report(text, self._stacks())
         return True
+
+    def _lower_rank_moves(self) -> bool | None:
+        """Whether a lower live rank makes progress; None if there is none. Reads rank 0, then up to 15, 255, ..."""
+        first, end = 0, 1
+        while first < self._rank:
+            ranks = range(first, min(end, self._rank))
+            places, standing, is_moving = look_twice(self._folder, self._hosts, self._clock.beat, ranks)
+            if any(rank not in standing and places[rank].phase not in UNJUDGED for rank in ranks):
+                return is_moving
+            first, end = end, 16 * end
+        return None
 
     def _stacks(self) -> str:
         found = []
@@ -206,15 +219,15 @@ def has_exited(pid: int) -> bool:
 
 
 def look_twice(
-    folder: Path, hosts: tuple[str, ...], meanwhile: Callable[[], None] = lambda: None
+    folder: Path, hosts: tuple[str, ...], meanwhile: Callable[[], None] = lambda: None, ranks: range | None = None
 ) -> tuple[list[Place | None], set[int], bool]:
-    """All ranks' places, the ranks whose beat has stopped, and whether any counter moves.
+    """All ranks' places, the ranks whose beat has stopped, and whether any counter moves. `ranks`: of these only.
 
     All files are read twice, 1.5 s apart; those of ranks on other hosts without a new beat once more, after 4 s.
     """
-    began = time.monotonic()
-    before = [read_place(folder / f"rank{rank}") for rank in range(len(hosts))]
-    after, unseen = list(before), range(len(hosts))
+    began, unseen = time.monotonic(), ranks or range(len(hosts))
+    before = [read_place(folder / f"rank{rank}") if rank in unseen else None for rank in range(len(hosts))]
+    after = list(before)
     for seconds in (SECONDS_OF_A_LOOK, SECONDS_OF_A_LONG_LOOK):
         while unseen and time.monotonic() - began < seconds:
             time.sleep(SECONDS_BETWEEN_BEATS / 2)

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from utils.data.loader import GlobalBatchLoader
-from utils.distributed.collectives import all_gather_json, require_equal
+from utils.distributed.collectives import require_equal
 from utils.distributed.consensus import Consensus
 from utils.distributed.context import DistributedContext
 from utils.distributed.tree import TreeAllReduce, TreeSum
 from utils.logger import show_progress
-from utils.metrics import MetricTracker, check_metrics
+from utils.metrics import MetricTracker, all_reduce_scalar, check_metrics
 from utils.training.precision import Precision
 from utils.training.seams import ComputeLoss
 from utils.training.state import Progress
@@ -64,7 +64,7 @@ def evaluate(
             return None
     if consensus and consensus.flush().stop:
         return None
-    count = sum(all_gather_json(samples, ctx))
+    count = int(all_reduce_scalar(samples, "sum", ctx.control))
     if count != len(loader.dataset):
         raise RuntimeError(f"evaluation counted {count} samples of {len(loader.dataset)}; this is a bug in the loader")
     sentence = "compute_loss: {other} and {first} report different metrics; report the same for every batch"

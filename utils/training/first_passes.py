@@ -136,8 +136,10 @@ class Compiling:
         import torch._dynamo  # takes seconds
 
         torch.compiler.reset()  # drops the code and listeners of an earlier run in this process
-        # graphs are split at DDP's buckets, so that these overlap; torch cannot split recomputed blocks or tiny buckets
-        torch._dynamo.config.optimize_ddp = not config.activation_checkpointing and not 0 < config.bucket_cap_mb < 1
+        # graphs are split at DDP's buckets, so that these overlap; torch cannot split recomputed blocks, tiny buckets,
+        # or alike on any number of ranks
+        is_split = config.reduction == "fast" and not config.activation_checkpointing
+        torch._dynamo.config.optimize_ddp = is_split and not 0 < config.bucket_cap_mb < 1
         self._mode, self._seconds, self._began, self._warns = config.compile, 0.0, 0.0, False
         self._counters = torch._dynamo.utils.counters["inductor"]
         self._skipped_before = self._counters["cudagraph_skips"]

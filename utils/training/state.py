@@ -412,6 +412,8 @@ class TrainState:
             for key, value in state.items():  # fused kernels iterate over memory: the layout must be the parameter's
                 if key != "step" and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     state[key] = torch.empty_like(parameter).copy_(value)
+                elif isinstance(value, torch.Tensor):
+                    state[key] = value.clone()  # not the file's memory
         fill_momenta(self.optimizer)  # if the checkpoint was made without
 
 

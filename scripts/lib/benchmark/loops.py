@@ -123,7 +123,7 @@ class FloatImages(Dataset):
     def __init__(self, source: Any) -> None:
         images = torch.stack([source[k][0] for k in range(len(source))]).float() / 255
         self._images = (images - source.mean.view(-1, 1, 1)) / source.std.view(-1, 1, 1)
-        self._labels = list(source.targets)
+        self._labels = torch.as_tensor(source.targets).tolist()
 
     def __len__(self) -> int:
         return len(self._labels)

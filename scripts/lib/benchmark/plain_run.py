@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 import dataset as fork_dataset
 from config import TrainingConfig, UserError
 from ddp_utils import DistributedContext
 from lib.benchmark import loops
 from model import compute_loss
+from utils.data.loader import create_distributed_dataloader, create_evaluation_dataloader
 from utils.data.sets import load_data
 from utils.files import replace_json
-from utils.metrics import MetricTracker, check_metrics
+from utils.training.evaluation import evaluate
 from utils.training.precision import Precision
 
 
@@ -31,43 +30,28 @@ def measure(
     say: Callable[[str], object],
 ) -> dict[str, Any]:
     """Train in this process, evaluate after each epoch, write config.json, metrics.jsonl and status.json to run_dir."""
-    precision = Precision.choose(config, ctx.device, ctx.fast_bf16)
-    sets = load_data(fork_dataset, config, ctx)
-    config, held_out = sets.config.plain(), loops.RankSubset(next(iter(sets.held_out.values())), ctx)
-    steps_per_epoch = -(-len(sets.train) // (config.batch_size * config.grad_accum_steps))
-    run, records = Path(config.run_dir), []
+    run, records = config.run_folder, []
     if run.exists():
         raise UserError(f"run_dir={run}: exists; give a new folder")
+    sets, precision = load_data(fork_dataset, config, ctx), Precision.choose(config, ctx.device, ctx.fast_bf16)
+    if not sets.held_out:
+        raise UserError("dataset: has neither a val nor a test set, so there is no curve; create one in create_dataset")
+    accumulation = config.micro_batches_per_step(1)
+    config = dataclasses.replace(sets.config.plain(), grad_accum_steps=accumulation, global_batch_size=0)
+    steps_per_epoch = create_distributed_dataloader(sets.train, config, ctx)[1].steps_per_epoch
+    held_out = create_evaluation_dataloader(next(iter(sets.held_out.values())), config, ctx)
     run.mkdir(parents=True)
-    replace_json(run / "config.json", vars(config))
+    replace_json(run / "config.json", config.to_dict())
     began = time.monotonic()
     for step, (model, _, _) in enumerate(loops.plain(config, ctx, precision, sets.train), start=1):
-        if step % steps_per_epoch == 0:
-            record = {"kind": "eval", "step": step, "epoch": step // steps_per_epoch - 1}
-            record |= evaluate(model, held_out, config, precision) | {"wall_s": time.monotonic() - began}
-            records.append(record)
+        epoch, rest = divmod(step, steps_per_epoch)
+        if not rest:
+            means = evaluate(model, held_out, compute_loss, precision, ctx)
+            model.train()
+            records.append({"kind": "eval", "step": step, "epoch": epoch - 1, **means})
             (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
-            replace_json(run / "status.json", {"state": "running", "step": step, "epoch": step // steps_per_epoch})
-            say(" ".join(f"{name} {value}" for name, value in record.items()))
-    replace_json(run / "status.json", {"state": "completed", "step": step, "epoch": config.epochs})
+            say(f"epoch {epoch}, {time.monotonic() - began:.0f} s: {json.dumps(means)}")
+        replace_json(run / "status.json", {"state": "running", "step": step, "epoch": epoch}, is_flushed=False)
+    held_out.close()
+    replace_json(run / "status.json", {"state": "completed", "step": step, "epoch": epoch})
     return {"records": records}
-
-
-@torch.no_grad()
-def evaluate(
-    model: nn.Module, data: loops.RankSubset, config: TrainingConfig, precision: Precision
-) -> dict[str, float]:
-    """The means of loss and metrics over a set."""
-    fetch = getattr(data, "__getitems__", lambda chosen: [data[k] for k in chosen])
-    transform = getattr(data, "device_transform", lambda batch, *_: batch)
-    tracker = MetricTracker()
-    model.eval()
-    for chosen in torch.arange(len(data)).split(config.batch_size):
-        batch = transform(data.collate(fetch(chosen.tolist())), config.seed, 0, chosen)
-        with precision.autocast():
-            metrics = compute_loss(model, batch)
-        if not tracker.layout:
-            tracker.lay_out(check_metrics(metrics))
-        tracker.update(metrics)
-    model.train()
-    return tracker.means()

@@ -163,16 +163,13 @@ class Host:
         with self._lock:
             present = self._present.items() if nodes.rank >= 0 else ()
             used_by = [its_host for other, (its_rank, its_host, _) in present if its_rank == rank and other != node]
-            used = (
-                {"error": f"NODE_RANK={rank}: is already used by {used_by[0]}; give {host} another"} if used_by else {}
-            )
+            used = {}
+            if used_by:
+                used = {"error": f"NODE_RANK={rank}: is already used by {used_by[0]}; give {host} another"}
             if used and nodes.secret:
                 return used
-            self._present[node] = (
-                rank,
-                host,
-                time.monotonic(),
-            )  # without a secret, any of the two may be the right one
+            # without a secret, either of the two may be the right one
+            self._present[node] = (rank, host, time.monotonic())
             return {"go": self._seed} if self._is_complete else used or {"missing": self._missing()}
 
     def _missing(self) -> str:
@@ -263,13 +260,9 @@ def ask(nodes: Nodes, node: str, padding: str) -> dict[str, Any]:
             text = f"{given}: small packets pass to and from {host}, but large ones do not"
             return {"missing": text, "fix": "set the MTU of all nodes to one that the switch supports"}
     if not reply:
-        text = (
-            f"{given}: MASTER_PORT={nodes.port} is used there by another launch, with another run_dir or LAUNCH_SECRET"
-        )
-        return {
-            "missing": text,
-            "fix": "give each launch its own port, and all nodes of one the same run_dir and secret",
-        }
+        other = "another launch, with another run_dir or LAUNCH_SECRET"
+        fix = "give each launch its own port, and all nodes of one the same run_dir and secret"
+        return {"missing": f"{given}: MASTER_PORT={nodes.port} is used there by {other}", "fix": fix}
     if "port" in reply:
         try:
             socket.create_connection((nodes.address, reply["port"]), ANSWER_S).close()

@@ -87,10 +87,10 @@ class Fork:
         count = min(2 * size * ACCUMULATION * ranks + short, len(self.train_set))
         count -= count > 1 == count % size  # BatchNorm cannot train on one sample of one pixel
         sampler = self.loader(self.train_set, replace(self.config, drop_last=False), self.ctx).sampler
-        return Subset(self.train_set, sampler.order(0)[:count].tolist(), self.dtype)
+        return Subset(self.train_set, sampler.order(0)[:count], self.dtype)
 
     def held_out_subset(self, count: int) -> Subset:
-        return Subset(self.held_out, list(range(min(count, len(self.held_out)))), self.dtype)
+        return Subset(self.held_out, torch.arange(min(count, len(self.held_out))), self.dtype)
 
     # ---- calls into train.py ----
 
@@ -185,7 +185,7 @@ class Fork:
 class Subset(ChosenSamples):
     """Some samples in the template's order; the data set's own order has its own check. Floats are cast to `dtype`."""
 
-    def __init__(self, dataset: Dataset, indices: list[int], dtype: torch.dtype) -> None:
+    def __init__(self, dataset: Dataset, indices: Tensor, dtype: torch.dtype) -> None:
         super().__init__(dataset, indices)
         self._dtype = dtype
         self.device_transform = self._cast
