@@ -22,6 +22,7 @@ from typing import Any
 DEFAULT_RUN_DIR = "runs/default"
 YOURS = "model and data"  # the group of fields that a fork changes
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "step")
+SHARDINGS = ("none", "zero2", "zero3", "hybrid")
 ALIASES = "learning_rate=lr wd=weight_decay num_train_epochs=epochs output_dir=run_dir save_dir=run_dir data=data_dir"
 OF_TORCHRUN = "nproc_per_node nnodes node_rank master_addr master_port max_restarts local_rank world_size gpus devices"
 BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
@@ -183,6 +184,8 @@ class TrainingConfig:
     bucket_cap_mb: float = setting("distributed", 0.0, "DDP bucket size in MB (0: by model size)", at_least(0), "may")
     comm_hook: str = setting("distributed", "none", "gradient compression", one_of("none", "fp16", "bf16"), "may")
     reduction: str = setting("distributed", "fast", "exact: same bits on any ranks", one_of("fast", "exact"), "may")
+    sharding: str = setting("distributed", "none", "FSDP: shard the model over the ranks", one_of(*SHARDINGS), "may")
+    cpu_offload: bool = setting("distributed", False, "keep shards and optimizer in host memory (slower)", resume="may")
 
     checkpoint_dir: str = setting("checkpoints", "", "checkpoint folder (empty: run_dir/checkpoints)", local_path)
     save_every: int = setting("checkpoints", 1, "epochs between checkpoints (0 = off)", at_least(0))
@@ -239,6 +242,15 @@ class TrainingConfig:
             problems.append(f"amp_dtype={self.amp_dtype}: needs mixed precision; leave out amp_dtype or no_use_amp")
         if self.reduction == "exact" and self.comm_hook != "none":
             problems.append(f"comm_hook={self.comm_hook}: rounds gradients before they are summed; {either}")
+        if self.sharding != "none":
+            other = {"reduction": "fast", "comm_hook": "none", "compile": "off"}
+            problems += [
+                f"{name}={getattr(self, name)}: does not work with sharding={self.sharding}; {either}"
+                for name, value in other.items()
+                if getattr(self, name) != value
+            ]
+        elif self.cpu_offload:
+            problems.append("cpu_offload=True: needs sharding; add --sharding zero3, or leave out cpu_offload")
         names = [field.name for field in dataclasses.fields(self)]
         try:
             used = [name for _, name, _, _ in string.Formatter().parse(self.run_dir) if name is not None]

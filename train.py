@@ -15,7 +15,6 @@ if __name__ == "__main__":
     check_command_line()  # before torch is imported, which takes seconds
     hold()
 
-import copy
 import dataclasses
 import faulthandler
 import logging
@@ -23,6 +22,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from ddp_utils import (
     wrap_ddp,
 )
 from utils.checkpoint.format import BEST, best_or_latest, take_weights
+from utils.checkpoint.shards import ShardWriter
 from utils.checkpoint.writer import Writer
 from utils.clock import Clock
 from utils.data.cache import cached
@@ -71,6 +72,7 @@ from utils.training.first_passes import first_passes
 from utils.training.parallel import Wrapped
 from utils.training.precision import Precision
 from utils.training.seams import Seams
+from utils.training.sharding import build_sharded
 from utils.training.state import TrainState
 
 PREEMPTED = 75  # exit code
@@ -101,7 +103,8 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     """
     began = began_at()
     # forked before CUDA and the process group start threads
-    writer = Writer() if read_launch().rank == 0 and not config.eval_only else None
+    is_sharded = config.sharding != "none"
+    writer = Writer() if read_launch().rank == 0 and not (config.eval_only or is_sharded) else None
     ctx = setup_distributed(config)
     if config.eval_only:
         release()  # an evaluation has nothing to save: a signal ends it
@@ -122,6 +125,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         if writer:
             writer.end()
     else:
+        writer = ShardWriter(ctx) if is_sharded else writer
         clock = Clock(run.watch_folder / f"rank{ctx.rank}", ctx.device)
         goodput = Goodput(run, clock, began)
         watchdog = start_watchdog(run, config, ctx, logger, clock, goodput.write)
@@ -156,18 +160,17 @@ class Training:
     best_metric: str
     best_sign: int  # 1: the highest value is best, -1: the lowest
 
-    @property
-    def models(self) -> dict[str, nn.Module]:
-        """The models to evaluate, by kind of weights. The last one selects the best checkpoint."""
+    def weights(self) -> dict[str, AbstractContextManager]:
+        """The weights to evaluate, each with the context in which the model has them. The last selects the best."""
         average = self.state.average
-        return {"model": self.state.model} | ({"ema": average.model} if average else {})
+        return {"model": nullcontext()} | ({"ema": average.swapped()} if average else {})
 
 
 def assemble(
     config: TrainingConfig,
     ctx: DistributedContext,
     run: Run,
-    writer: Writer | None,
+    writer: Writer | ShardWriter | None,
     logger: logging.Logger,
     clock: Clock,
     goodput: Goodput,
@@ -175,7 +178,7 @@ def assemble(
 ) -> Training:
     """Build everything that an attempt needs, from data to checkpoints, and restore the state it starts from.
 
-    writer: on rank 0.
+    writer: on rank 0; of a sharded run on all ranks.
     """
     started, seams = time.monotonic(), Seams.of(your_model)
     if not run.is_replacing:
@@ -304,16 +307,16 @@ def validate(training: Training) -> bool:
     """Evaluate the validation set and keep the best checkpoint. Returns True if the ranks agreed to stop."""
     state, progress, saver = training.state, training.state.progress, training.saver
     began = time.perf_counter()
-    records = evaluate_split(training, "val", training.models)
+    saver.finish_snapshot()  # the weights are exchanged for their average
+    records = evaluate_split(training, "val", training.weights())
     if not records:
         saver.save_now()
         return True
     value = records[-1][training.best_metric] if math.isfinite(records[-1]["loss"]) else math.nan
     is_best = progress.note_value(value, training.best_sign)
     training.reporter.evaluated(records, time.perf_counter() - began, is_best)
-    training.reporter.show_images(
-        "val", training.models[records[-1]["weights"]], training.held_out["val"], progress.step
-    )
+    with training.weights()[records[-1]["weights"]]:
+        training.reporter.show_images("val", state.model, training.held_out["val"], progress.step)
     if is_best:
         saver.save_best()
     if not state.is_epoch_complete:  # max_steps ended the run mid-epoch: a longer run must not repeat this evaluation
@@ -326,24 +329,27 @@ def test_best(training: Training) -> list[dict[str, Any]]:
 
     This overwrites the trained weights, so do not save afterwards. Returns an empty list if the ranks agreed to stop.
     """
-    weights, model = list(training.models.items())[-1]
+    kind = list(training.weights())[-1]
     best = training.run.checkpoints / BEST
     began = time.perf_counter()
     if broadcast_json(best.exists(), training.ctx):
-        payload = load_checkpoint(best, training.ctx)
-        model.load_state_dict((weights == "ema" and payload["ema"]) or payload["model"])
-    records = evaluate_split(training, "test", {weights: model})
+        payload = load_checkpoint(best, training.ctx, training.state.layouts())
+        training.state.load_model({"model": (kind == "ema" and payload["ema"]) or payload["model"]})
+        context = nullcontext()
+    else:
+        context = training.weights()[kind]
+    records = evaluate_split(training, "test", {kind: context})
     if records:
         training.reporter.evaluated(records, time.perf_counter() - began, False, "best checkpoint")
     return records
 
 
-def evaluate_split(training: Training, split: str, models: dict[str, nn.Module]) -> list[dict[str, Any]]:
+def evaluate_split(training: Training, split: str, weights: dict[str, AbstractContextManager]) -> list[dict[str, Any]]:
     """`evaluate_all` for one of the held-out sets."""
     state = training.state
     common = (training.seams.compute_loss, state.progress, state.precision, training.ctx)
     common += (training.logger, training.consensus)
-    return evaluate_all(models, split, training.held_out[split], *common)
+    return evaluate_all(state.model, weights, split, training.held_out[split], *common)
 
 
 def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, Any]:
@@ -352,23 +358,21 @@ def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, 
     path, seams = Path(config.resume_from), Seams.of(your_model)
     if config.resume_from in ("", "auto"):
         path = on_all_ranks(lambda: best_or_latest(config.checkpoint_folder, not config.resume_from), ctx)
-    payload = load_checkpoint(path, ctx)
     sets = load_data(your_data, config, ctx)
     config = sets.config.plain()
-    on_all_ranks(lambda: check_evaluation(payload, config), ctx)
     state = on_all_ranks(lambda: create_state(seams, sets.config, ctx, is_resumed=True), ctx)
-    on_all_ranks(lambda: state.load_model(payload), ctx)
-    models = {"model": state.model}
-    if payload["ema"]:
-        models["ema"] = copy.deepcopy(state.model)
-        models["ema"].load_state_dict(payload["ema"])
+    payload = load_checkpoint(path, ctx, state.layouts())
+    on_all_ranks(lambda: check_evaluation(payload, config), ctx)
     where = {name: payload["progress"][name] for name in ("epoch", "step")}
     progress = dataclasses.replace(state.progress, **where)
     records = []
     for split, dataset in sets.held_out.items():
         began = time.perf_counter()
         loader = create_evaluation_dataloader(dataset, config, ctx)
-        found = evaluate_all(models, split, loader, seams.compute_loss, progress, state.precision, ctx, logger)
+        found, common = [], (split, loader, seams.compute_loss, progress, state.precision, ctx, logger)
+        for kind in ("model", "ema") if payload["ema"] else ("model",):
+            on_all_ranks(lambda weights=payload[kind]: state.load_model({"model": weights}), ctx)
+            found += evaluate_all(state.model, {kind: nullcontext()}, *common)
         log_epoch_summary(logger, found, time.perf_counter() - began, is_best=False)
         records += found
     outcome = {"checkpoint": str(path), "data_dir": config.data_dir, "records": records}
@@ -383,12 +387,17 @@ def create_state(seams: Seams, config: TrainingConfig, ctx: DistributedContext, 
 
     is_resumed: the weights will come from a checkpoint, not from `init_from`.
     """
-    torch.manual_seed(config.seed)
-    model = seams.create_model(config, ctx.device)
-    if config.init_from and not is_resumed:
-        take_weights(model, Path(config.init_from))
-    if config.activation_checkpointing:
-        checkpoint_blocks(model, seams.blocks(model))
+
+    def build(device: torch.device) -> nn.Module:
+        torch.manual_seed(config.seed)
+        model = seams.create_model(config, device)
+        if config.init_from and not is_resumed and device.type != "meta":
+            take_weights(model, Path(config.init_from))
+        if config.activation_checkpointing:
+            checkpoint_blocks(model, seams.blocks(model))
+        return model
+
+    model = build(ctx.device) if config.sharding == "none" else build_sharded(build, seams.blocks, config, ctx)
     precision = Precision.choose(config, ctx.device, ctx.fast_bf16)
     return TrainState(model, seams, config, precision)
 

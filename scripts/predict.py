@@ -57,12 +57,12 @@ def main() -> None:
     out = options.out or options.checkpoint.parent.parent / "predictions.pt"
     ctx = setup_distributed(config)
     logger = setup_logger(ctx.rank)
-    payload = load_checkpoint(options.checkpoint, ctx)
-    on_all_ranks(lambda: check(options, payload, out), ctx)
     sets = load_data(your_data, config, ctx)
     dataset = on_all_ranks(lambda: choose({"train": sets.train, **sets.held_out}, options.split), ctx)
     seams = Seams.of(fork)
     state = on_all_ranks(lambda: train.create_state(seams, sets.config, ctx, is_resumed=True), ctx)
+    payload = load_checkpoint(options.checkpoint, ctx, state.layouts())
+    on_all_ranks(lambda: check(options, payload, out), ctx)
     weights = {"model": payload["ema"] if options.ema else payload["model"]}
     on_all_ranks(lambda: state.load_model(weights), ctx)
     loader = create_evaluation_dataloader(dataset, sets.config.plain(), ctx)

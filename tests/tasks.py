@@ -3,6 +3,7 @@
 images  images in memory, augmented on the device; a small network with BatchNorm and dropout
 plain   the same images, GroupNorm, no dropout: nothing depends on the micro-batch
 lines   lines of unequal length, with a loss per predicted token, random transforms on the CPU, dropout
+blocks  the same lines, a network of blocks with tied weights, dropout
 """
 
 import contextlib
@@ -137,6 +138,36 @@ class TokenModel(nn.Module):
         return self.head(self.dropout(self.rnn(self.embed(ids))[0]))
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.first, self.second, self.dropout = (
+            nn.LayerNorm(12),
+            nn.Linear(12, 20),
+            nn.Linear(20, 12),
+            nn.Dropout(0.2),
+        )
+
+    def forward(self, x):
+        return x + self.second(self.dropout(torch.tanh(self.first(self.norm(x)))))
+
+
+class BlockModel(nn.Module):
+    """Four blocks, of which two share a weight; the head has the weight of the embedding; 13 does not divide evenly."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(16, 12), nn.Sequential(*(Block() for _ in range(4)))
+        self.middle, self.back = nn.Linear(12, 13), nn.Linear(13, 12)
+        self.head = nn.Linear(12, 16)
+        self.head.weight = self.embed.weight
+        self.blocks[2].first.weight = self.blocks[1].first.weight
+        self.register_buffer("scale", torch.full((12,), 0.5), persistent=False)
+
+    def forward(self, ids):
+        return self.head(self.back(torch.tanh(self.middle(self.blocks(self.embed(ids) * self.scale)))))
+
+
 def token_loss(net, lines):
     logits = net(lines[:, :-1].clamp(min=0)).flatten(0, 1)
     targets = lines[:, 1:].flatten()
@@ -163,6 +194,7 @@ TASKS = {
         "create_dataset": create_lines,
     },
 }
+TASKS["blocks"] = TASKS["lines"] | {"create_model": lambda config, device: BlockModel().to(device)}
 BUCKETS = ["--bucket_cap_mb", "0.002"]  # several buckets for these small models
 
 

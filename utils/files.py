@@ -41,7 +41,7 @@ def replace_file(
             may_appear()
         temporary.replace(path)
         if is_flushed:
-            _flush_folder(path.parent)
+            flush_folder(path.parent)
     except BaseException:
         with suppress(OSError):  # the folder itself may be inaccessible
             temporary.unlink(missing_ok=True)
@@ -79,7 +79,8 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _flush_folder(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
+    """fsync the folder, so that the names in it are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

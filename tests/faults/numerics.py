@@ -20,7 +20,7 @@ def create_state(*args, **options):
 def say(when):
     state = STATES[0]
     momenta = [value for each in state.optimizer.state.values() for value in each.values()]
-    tensors = [*state.model.state_dict().values(), *state.average.model.state_dict().values(), *momenta]
+    tensors = [*state.model.state_dict().values(), *state.average.state_dict().values(), *momenta]
     digest = hashlib.sha256(b''.join(tensor.contiguous().numpy().tobytes() for tensor in tensors)).hexdigest()
     with open(RUN / f'digests{RANK}.jsonl', 'a') as file:
         file.write(json.dumps([STEP, when, digest]) + '\\n')

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import re
+import shutil
 import stat
 from collections import OrderedDict
 from collections.abc import Callable
@@ -21,12 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from config import UserError
-from utils.files import replace_file
+from utils.distributed.dtensor import is_sharded, local, wrap
+from utils.files import TEMPORARY, flush_folder, replace_file, temporary_of
 from utils.logger import NAME
 from utils.memory import is_out_of_memory
 
 KEYS = ("model", "ema", "optimizer", "scaler", "progress", "config", "provenance")
-STEP_NAME = re.compile(r"step_(\d{8,})\.pt")
+STEP_NAME = re.compile(r"step_(\d{8,})(\.pt)?")  # without .pt: the folder of a sharded run (shards.py)
 BEST = "best.pt"
 TRAILER = re.compile(rb"\nstep:(\d{10}) sha256:([0-9a-f]{64})\n")
 TRAILER_BYTES = 89
@@ -41,14 +43,19 @@ class Trailer(NamedTuple):
     digest: str  # SHA-256 of everything before it
 
 
-def step_path(folder: Path, step: int) -> Path:
-    return folder / f"step_{step:08d}.pt"
+def step_path(folder: Path, step: int, is_sharded: bool = False) -> Path:
+    return folder / f"step_{step:08d}{'' if is_sharded else '.pt'}"
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a step checkpoint."""
+    return int(STEP_NAME.fullmatch(path.name)[1])
 
 
 def step_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
-    found = [(int(match[1]), path) for path in folder.glob("step_*.pt") if (match := STEP_NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    found = [path for path in folder.glob("step_*") if STEP_NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (step_of(path), path.name))
 
 
 def flatten(payload: dict[str, Any]) -> tuple[Any, list[Tensor]]:
@@ -64,6 +71,8 @@ def flatten(payload: dict[str, Any]) -> tuple[Any, list[Tensor]]:
         kind = type(value)
         if kind in PLAIN:
             return value
+        if is_sharded(value):
+            return _Shard(visit(local(value), name), value)
         if kind is Tensor or kind is nn.Parameter:
             key = (value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else (id(value),)
             if key not in known:  # tied weights stay one tensor
@@ -86,6 +95,8 @@ def unflatten(flat: Any, tensors: list[Tensor]) -> Any:
     """The payload before `flatten`, with these tensors."""
     if type(flat) is _Tensor:
         return tensors[flat]
+    if type(flat) is _Shard:
+        return wrap(tensors[flat.index], flat.like)
     if type(flat) is dict:
         return {key: unflatten(value, tensors) for key, value in flat.items()}
     return type(flat)(unflatten(value, tensors) for value in flat) if type(flat) in (list, tuple) else flat
@@ -93,6 +104,13 @@ def unflatten(flat: Any, tensors: list[Tensor]) -> Any:
 
 class _Tensor(int):
     """The index of a tensor."""
+
+
+class _Shard(NamedTuple):
+    """A sharded tensor."""
+
+    index: _Tensor  # of the local shard
+    like: Tensor
 
 
 def write(path: Path, payload: dict[str, Any], may_appear: Callable[[], None] | None = None) -> None:
@@ -117,9 +135,20 @@ def write(path: Path, payload: dict[str, Any], may_appear: Callable[[], None] | 
     replace_file(path, fill, may_appear)
 
 
-def read(path: Path, trailer: Trailer | None = None) -> tuple[dict[str, Any], str]:
-    """The checkpoint, its tensors mapped from the file, and its checksum. Raises UserError if damaged or incomplete."""
+def read(
+    path: Path, trailer: Trailer | None = None, layouts: dict[str, Tensor] | None = None
+) -> tuple[dict[str, Any], str]:
+    """The checkpoint, its tensors mapped from the file, and its checksum. Raises UserError if damaged or incomplete.
+
+    Args:
+        trailer: as returned by `verify`, if that was called.
+        layouts: sharded parameters by name: from a folder, only this rank's shards of them are read.
+    """
     trailer = trailer or verify(path)
+    if path.is_dir():
+        from utils.checkpoint import shards
+
+        return shards.read(path, trailer, layouts or {}), trailer.digest
     payload = _load(path, f"{path}: is not a checkpoint", is_mapped=True)  # the processes of a node share its memory
     missing = [key for key in KEYS if not isinstance(payload, dict) or not isinstance(payload.get(key), dict)]
     if missing:
@@ -151,8 +180,16 @@ def _load(path: Path, problem: str, is_mapped: bool = False) -> Any:
         raise UserError(f"{problem} ({type(error).__name__}); give another") from None
 
 
-def verify(path: Path, is_verified: bool = False) -> Trailer:
-    """The file's trailer. Raises UserError if its checksum does not match, or the file is named after another step."""
+def verify(path: Path, part: tuple[int, int] = (0, 1)) -> Trailer:
+    """The step and the checksum. Raises UserError if the content does not match it, or the name is of another step.
+
+    part: (number, readers): of so many processes that verify this checkpoint, the number of this one, from 0.
+    """
+    if path.is_dir():
+        from utils.checkpoint import shards
+
+        return shards.verify(path, part)
+    is_verified = part[0] > 0  # by the first
     try:
         with _open(path) as file:
             trailer = _read_trailer(file)
@@ -198,7 +235,7 @@ def latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
         UserError: if there are checkpoints but none is valid.
     """
     skipped: list[str] = []
-    found = [(int(STEP_NAME.fullmatch(path.name)[1]), path) for path in step_checkpoints(folder)]
+    found = [(step_of(path), path) for path in step_checkpoints(folder)]
     best = folder / BEST  # a separate file if no checkpoint was due at its step
     if os.path.lexists(best):
         try:
@@ -207,7 +244,7 @@ def latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
             skipped.append(str(error))
     for _, path in sorted(found, key=lambda each: (each[0], each[1].name), reverse=True):
         try:
-            read(path)
+            verify(path) if path.is_dir() else read(path)
             return path, skipped
         except UserError as error:
             skipped.append(str(error))
@@ -233,16 +270,59 @@ def prune(folder: Path, keep_last: int, keep_every: int = 0) -> None:
         keep_last: keep so many, the latest.
         keep_every: also keep the first one of every so many steps; 0: none of these.
     """
-    kept = {-1}
+    kept, best = {-1}, (folder / BEST).resolve()  # a link to a folder
     for path in step_checkpoints(folder)[:-keep_last]:
-        period = int(STEP_NAME.fullmatch(path.name)[1]) // keep_every if keep_every else -1
-        if period in kept:
-            path.unlink(missing_ok=True)
+        period = step_of(path) // keep_every if keep_every else -1
+        if period in kept and path.resolve() != best:
+            remove(path)
         kept.add(period)
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint. A folder loses its name first, so that it is whole or absent."""
+    if path.is_dir() and not path.is_symlink():
+        aside = path.with_name(f"{path.name}.old{TEMPORARY}")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def replace_folder(new: Path, path: Path) -> None:
+    """Give a folder that is on the disk its final name, in the place of an earlier one. Raises OSError."""
+    flush_folder(new)
+    if path.exists():  # a kill after this line leaves only the checkpoints before
+        remove(path)
+    new.rename(path)
+    flush_folder(path.parent)
+
+
+def link(source: Path, target: Path) -> None:
+    """Make `target` the checkpoint at `source`: a link to it, or a copy if there can be none. Raises OSError."""
+    temporary = temporary_of(target)
+    try:
+        if source.is_dir():
+            source = source.resolve()
+            if source.parent != target.parent.resolve():  # of another run, which may be deleted
+                copied = target.with_name(f"{source.name}.copy{TEMPORARY}")
+                shutil.copytree(source, copied, dirs_exist_ok=True)
+                replace_folder(copied, target.with_name(source.name))
+            temporary.symlink_to(source.name)
+        else:
+            try:
+                os.link(source, temporary)
+            except OSError:  # a file system without links
+                shutil.copyfile(source, temporary)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)  # renaming one link to a file over another leaves both
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
     """Load weights from a checkpoint of the template, which must be valid, or a plain state dict. Raises UserError."""
+    if path.is_dir():
+        return read(path)[0]["model"]
     try:
         with _open(path) as file:
             is_checkpoint = _read_trailer(file) is not None

@@ -225,6 +225,7 @@ def create_distributed_dataloader(
         seed=config.seed,
         drop_last=config.drop_last,
         in_tree_order=config.reduction == "exact",
+        is_padded=config.sharding != "none",
     )
     size = sampler.global_batch_size
     if not sampler.steps_per_epoch:

@@ -28,7 +28,7 @@ class MicroBatch:
     epoch: int
     number: int  # within its global batch, over all ranks
     indices: list[int]
-    is_padding: bool  # zero gradient, so that an idle rank takes part in the all-reduce
+    is_padding: bool  # zero gradient, so that an idle rank takes part in the collectives
     is_last: bool  # this rank's last one in the global batch
     count: int  # micro-batches in the global batch, over all ranks
     batch: Any = None  # on the device, once the loader has fetched it
@@ -55,6 +55,8 @@ class GlobalBatchSampler(DistributedSampler):
     Args:
         in_tree_order: for exact sums (utils/distributed/tree.py): a rank computes the micro-batches of a global batch
             in the order of the tree. An evaluation's sums span all global batches, which come in that order too.
+        is_padded: every rank computes equally many micro-batches, some of them padding: sharded parameters are gathered
+            from all ranks in each of them.
     """
 
     def __init__(
@@ -69,11 +71,12 @@ class GlobalBatchSampler(DistributedSampler):
         shuffle: bool = True,
         drop_last: bool = False,
         in_tree_order: bool = False,
+        is_padded: bool = False,
     ) -> None:
         super().__init__(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
         self.batch_size = batch_size
         self.micro_batches_per_step = micro_batches_per_step
-        self.is_in_tree_order = in_tree_order
+        self.is_in_tree_order, self._is_padded = in_tree_order, is_padded
         self.start = 0
         self._order: tuple[int, Tensor] | None = None
 
@@ -138,8 +141,13 @@ class GlobalBatchSampler(DistributedSampler):
             mine = in_tree_order(mine) if self.is_in_tree_order else mine
             starts = {number: first + number * size for number in mine or [0]}
             parts = {number: order[start : min(start + size, end)].tolist() for number, start in starts.items()}
-            micro_batches = [MicroBatch(epoch, each, parts[each], False, each == mine[-1], count) for each in mine]
-            yield GlobalBatch(end - first, micro_batches or [MicroBatch(epoch, 0, parts[0], True, True, count)])
+            lacks_one = len(mine) < (math.ceil(count / self.num_replicas) if self._is_padded else 1)
+            last = -1 if lacks_one else mine[-1]
+            micro_batches = [MicroBatch(epoch, each, parts[each], False, each == last, count) for each in mine]
+            if lacks_one:
+                number, indices = next(iter(parts.items()))
+                micro_batches.append(MicroBatch(epoch, number, indices, True, True, count))
+            yield GlobalBatch(end - first, micro_batches)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """The micro-batches of this rank from the current position on, including padding."""

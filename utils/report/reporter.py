@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from config import TrainingConfig, TrainingError
+from utils.checkpoint.format import step_checkpoints
 from utils.clock import STEP_PHASES, Clock, slowest
 from utils.data.loader import GlobalBatchLoader, usable_cpus
 from utils.data.sets import kind_of
@@ -26,6 +27,7 @@ from utils.report.tensorboard import Board
 from utils.run.folder import Run
 from utils.run.provenance import zip_code
 from utils.training.parallel import bucket_megabytes
+from utils.training.sharding import after_failure
 from utils.training.state import Progress, TrainState
 
 READS = ": one device read per step, since it does not support found_inf (torch's fused optimizers do)"
@@ -57,7 +59,8 @@ class Reporter:
         origin: dict[str, Any],
         log_images: Callable[[nn.Module, Any], dict[str, Tensor]] | None = None,
     ) -> None:
-        self._log_images, self._precision = log_images, state.precision
+        self._log_images = log_images if run.is_main or config.sharding != "none" else None
+        self._precision = state.precision
         self._run, self._config, self._ctx, self._logger = run, config, ctx, logger
         self._loader, self._sampler, self._clock, self._goodput = loader, loader.sampler, clock, goodput
         self._total_steps, self._origin = state.total_steps, origin
@@ -185,17 +188,18 @@ class Reporter:
     # ---- evaluation and the end ----
 
     def show_images(self, group: str, model: nn.Module, loader: GlobalBatchLoader, step: int) -> None:
-        """On rank 0: show model.log_images of the first batch of a set on TensorBoard."""
-        if self._log_images is None or not self._run.is_main:
+        """Show model.log_images of the first batch of a set on TensorBoard: on rank 0, which needs all if sharded."""
+        if self._log_images is None:
             return
-        was_training = model.training
         try:
             with torch.no_grad(), self._precision.autocast():
-                self._board.images(group, self._log_images(model.eval(), loader.sample_batch()), step)
+                images = self._log_images(model.eval(), loader.sample_batch())
+            if self._run.is_main:
+                self._board.images(group, images, step)
         except Exception as error:  # images must not end a run
+            after_failure(model)
             self._log_images = None
             self._run.warn("log_images: %s: %s; no more images are shown in this attempt", type(error).__name__, error)
-        model.train(was_training)
 
     def evaluated(self, records: list[dict[str, Any]], seconds: float, is_best: bool, title: str = "") -> None:
         for record in records:
@@ -371,14 +375,13 @@ def end_text(summary: dict[str, Any], run: Run, config: TrainingConfig, trained_
     ]
     if summary["best_value"] is not None:
         whose = " (averaged weights)" if config.ema_decay else ""
-        lines.append(
-            f"best: {summary['best_metric']} {summary['best_value']:.4f}{whose} in epoch {summary['best_epoch'] + 1}"
-        )
+        what = f"{summary['best_metric']} {summary['best_value']:.4f}{whose}"
+        lines.append(f"best: {what} in epoch {summary['best_epoch'] + 1}")
     if summary["state"] == "preempted":
         change = "with --resume_from auto" + (" instead of --overwrite" if config.overwrite else "")
         return "\n".join([*lines, f"to continue: the same command {change}"])
     best = run.checkpoints / "best.pt"
-    source = best if best.exists() else next(iter(sorted(run.checkpoints.glob("step_*.pt"), reverse=True)), best)
+    source = best if best.exists() else [best, *step_checkpoints(run.checkpoints)][-1]
     average = " --ema" if config.ema_decay else ""  # the weights that selected the best checkpoint
     return "\n".join(
         [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typing import Any
 from config import DEFAULT_RUN_DIR, TrainingConfig, TrainingError, UserError
 from utils.checkpoint import format as checkpoint
 from utils.data.sampler import GlobalBatchSampler
-from utils.files import TEMPORARY, LinesFile, finite, keep_lines, read_json, read_lines, replace_json, temporary_of
+from utils.files import TEMPORARY, LinesFile, finite, keep_lines, read_json, read_lines, replace_json
 from utils.logger import NAME as LOGGER
 from utils.logger import count
 from utils.run.lock import NAME as LOCK
@@ -67,7 +66,8 @@ def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) 
     except OSError as error:
         raise UserError(f"run_dir={folder}: cannot be written ({error.strerror}); give a writable folder") from None
     owner, status = lock.before, read_json(folder / "status.json")
-    holds_run = (folder / "metrics.jsonl").exists() or any(checkpoints.glob("*.pt"))
+    saved = [*checkpoint.step_checkpoints(checkpoints), *checkpoints.glob(checkpoint.BEST)]
+    holds_run = (folder / "metrics.jsonl").exists() or bool(saved)
     is_same_launch = bool(launch_id) and owner.get("launch_id") == launch_id
     given = Path(config.resume_from) if config.resume_from not in ("", "auto") else None
     is_continued = holds_run and (config.resume_from == "auto" or is_same_launch)
@@ -100,7 +100,7 @@ def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) 
     lock.write(launch_id=inherited, attempt=attempt, failures=failures)
     partial = [*folder.glob(f"*{TEMPORARY}"), *folder.glob(f"samples/*{TEMPORARY}"), *checkpoints.glob(f"*{TEMPORARY}")]
     for left_over in [*partial, *folder.glob("watch/*")]:
-        left_over.unlink(missing_ok=True)
+        shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink(missing_ok=True)
     return lock, start
 
 
@@ -141,8 +141,8 @@ class Run:
         numbered = (self.folder.with_name(f"{self.folder.name}.{number}") for number in range(1, 1_000_000))
         aside = next(path for path in numbered if not path.exists())
         if config.checkpoint_dir:  # elsewhere; without its checkpoints the old run cannot continue
-            for path in [*self.checkpoints.glob("step_*.pt"), *self.checkpoints.glob(checkpoint.BEST)]:
-                path.unlink()
+            for path in [*checkpoint.step_checkpoints(self.checkpoints), *self.checkpoints.glob(checkpoint.BEST)]:
+                checkpoint.remove(path)
         self.folder.rename(aside)
         self._lock.close()
         self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -307,19 +307,19 @@ class Run:
 
     def link_best(self, step: int) -> bool:
         """Make best.pt the checkpoint of this step. Returns False if there is none. Raises OSError."""
-        source = checkpoint.step_path(self.checkpoints, step)
+        paths = checkpoint.step_checkpoints(self.checkpoints)
+        source = next((path for path in paths if checkpoint.step_of(path) == step), None)
         self._check()
-        if source.exists():
-            _link(source, self.checkpoints / checkpoint.BEST)
-        return source.exists()
+        if source:
+            checkpoint.link(source, self.checkpoints / checkpoint.BEST)
+        return source is not None
 
     def rewind(self, step: int, is_evaluated: bool = False) -> None:
         """Before a resumed run writes: drop records that it will write again and move checkpoints of later steps aside.
 
         is_evaluated: the evaluation at this step is complete and will not be repeated.
         """
-        this = checkpoint.step_path(self.checkpoints, step)
-        beyond = [path for path in checkpoint.step_checkpoints(self.checkpoints) if path > this]
+        beyond = [path for path in checkpoint.step_checkpoints(self.checkpoints) if checkpoint.step_of(path) > step]
         best = self.checkpoints / checkpoint.BEST
         if best.exists():
             try:
@@ -356,27 +356,19 @@ class Run:
             return True
         best = self.checkpoints / checkpoint.BEST
         folders = dict.fromkeys([self.checkpoints, self.resume_path.parent] if self.resume_path else [self.checkpoints])
-        paths = [path for folder in folders for path in (folder / checkpoint.BEST, checkpoint.step_path(folder, step))]
+        paths = [
+            path
+            for folder in folders
+            for path in [folder / checkpoint.BEST, *checkpoint.step_checkpoints(folder)]
+            if path.name == checkpoint.BEST or checkpoint.step_of(path) == step
+        ]
         for path in paths:
             try:
                 if path.exists() and checkpoint.verify(path).step == step:
                     if path != best:
-                        _link(path, best)
+                        checkpoint.link(path, best)
                     return True
             except UserError as error:
                 self.notes.append(str(error))
         self.notes.append(f"the best checkpoint so far, of step {step}, is gone: the next evaluation starts a new best")
         return False
-
-
-def _link(source: Path, target: Path) -> None:
-    """Make `target` a hard link to `source`, or a copy on a file system without links."""
-    temporary = temporary_of(target)
-    try:
-        try:
-            os.link(source, temporary)
-        except OSError:  # a file system without links
-            shutil.copyfile(source, temporary)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)  # renaming one link to a file over another leaves both

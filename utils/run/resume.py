@@ -8,6 +8,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from config import YOURS, TrainingConfig, UserError
 from utils.checkpoint import format as checkpoint
 from utils.data.sampler import GlobalBatchSampler
@@ -50,7 +52,7 @@ def resume_run(
     """
     differences, goodput, progress = [], None, state.progress
     if run.resume_path:
-        payload = load_checkpoint(run.resume_path, ctx)
+        payload = load_checkpoint(run.resume_path, ctx, state.layouts())
         differences = on_all_ranks(lambda: compare(payload, config, origin), ctx)
         on_all_ranks(lambda: state.load_state_dict(payload), ctx)
         state.plan(sampler, ctx.world_size)
@@ -72,14 +74,19 @@ def resume_run(
     return differences, goodput
 
 
-def load_checkpoint(path: Path, ctx: DistributedContext) -> dict[str, Any]:
-    """Load the file on every rank. One per node verifies it; if it is damaged or differs, all ranks raise UserError."""
+def load_checkpoint(path: Path, ctx: DistributedContext, layouts: dict[str, Tensor] | None = None) -> dict[str, Any]:
+    """Load the checkpoint on every rank. The ranks of a node verify it together; if it is damaged or differs, all raise
+    UserError.
+
+    layouts: of a sharded model (`TrainState.layouts`): only this rank's shards of these tensors are read.
+    """
     files = all_gather_json([ctx.host, *(path.stat()[1:3] if path.exists() else ())], ctx)  # inode and device
-    is_verified = files[ctx.rank] in files[: ctx.rank]  # by another rank
-    trailer = on_all_ranks(lambda: checkpoint.verify(path, is_verified), ctx)
+    readers = [rank for rank, file in enumerate(files) if file == files[ctx.rank]]
+    part = readers.index(ctx.rank), len(readers)
+    trailer = on_all_ranks(lambda: checkpoint.verify(path, part), ctx)
     remedy = "put the run folder on storage that all nodes share"
     require_equal(trailer.digest, f"{path}: {{other}} and {{first}} see different files under this name; {remedy}", ctx)
-    return on_all_ranks(lambda: checkpoint.read(path, trailer)[0], ctx)
+    return on_all_ranks(lambda: checkpoint.read(path, trailer, layouts)[0], ctx)
 
 
 def check_evaluation(payload: dict[str, Any], config: TrainingConfig) -> None:

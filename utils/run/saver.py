@@ -18,11 +18,13 @@ from torch import Tensor
 
 from config import TrainingConfig, TrainingError
 from utils.checkpoint import format as checkpoint
+from utils.checkpoint.shards import ShardWriter
 from utils.checkpoint.writer import Outcome, Writer
 from utils.clock import Clock
 from utils.data.sampler import GlobalBatchSampler
-from utils.distributed.collectives import broadcast_json, gather
+from utils.distributed.collectives import broadcast_json, gather, lowest_rank
 from utils.distributed.context import DistributedContext
+from utils.distributed.dtensor import local
 from utils.rng import derive_seed
 from utils.run.folder import Run
 from utils.training.state import TrainState
@@ -36,7 +38,7 @@ class Saver:
 
     Args:
         sampler: of the training set; gives the samples of skipped steps.
-        writer: on rank 0.
+        writer: on rank 0; of a sharded run on all ranks.
         meta: returns the rest of a checkpoint as plain values: its "config" and "provenance".
         saved_step: of the checkpoint in this run's folder that the run resumes from; -1: none.
         max_seconds_without: how long saves may fail before training ends.
@@ -50,7 +52,7 @@ class Saver:
         ctx: DistributedContext,
         sampler: GlobalBatchSampler,
         clock: Clock,
-        writer: Writer | None,
+        writer: Writer | ShardWriter | None,
         meta: Callable[[], dict[str, Any]],
         saved_step: int = -1,
         max_seconds_without: float = 600.0,
@@ -61,13 +63,16 @@ class Saver:
         self._keep, self._minutes = (config.keep_last, config.keep_every), config.save_every_minutes
         checkpoint.flatten(meta())  # raises now if no checkpoint can hold it; later only its values change
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
-        self._weights = list(state.model.parameters())
+        self._is_sharded = isinstance(writer, ShardWriter)
+        shards = {"none": 1, "hybrid": ctx.local_world_size}.get(config.sharding, ctx.world_size)
+        self._replicas = [range(shard, ctx.world_size, shards) for shard in range(shards)]  # ranks with equal weights
+        self._weights = [local(p) for p in state.model.parameters()]
         if writer:  # now: pinning gigabytes takes seconds. Missing are two tensors and a step per parameter, as Adam's
-            late = [p for p in self._weights if p.requires_grad and p not in state.optimizer.state]
+            late = [p for p in state.tensors if p not in state.optimizer.state]
             _, tensors = checkpoint.flatten(state.state_dict())
             writer.fit([*tensors, *late, *late, *(torch.empty(()) for _ in late)])
         self._stream = torch.cuda.Stream() if ctx.device.type == "cuda" else None
-        self._hook = Hook(config.on_checkpoint, run.warn)
+        self._hook = Hook(config.on_checkpoint if ctx.is_main else "", run.warn)
         self._copy: Future[int] | None = None  # in progress; returns the digest of this rank's weights
         # on rank 0
         self._is_busy = False  # the writer has a job
@@ -93,8 +98,9 @@ class Saver:
         began, state = time.perf_counter(), self._state
         is_free = not self._writer or self._is_free(must)
         self._run.record_skipped(state.read_skips(), self._sampler)
-        if broadcast_json(is_free, self._ctx):
-            name = name or checkpoint.step_path(Path(), state.progress.step).name
+        if lowest_rank(not is_free, self._ctx) is None:
+            if self._is_sharded or not name:  # the best one of a sharded run is a link
+                name = checkpoint.step_path(Path(), state.progress.step, self._is_sharded).name
             self._begin(state.state_dict(), name)
             self._begun_s = time.perf_counter() - began
             if name != checkpoint.BEST:
@@ -131,7 +137,10 @@ class Saver:
             return
         began = time.perf_counter()
         digest, self._copy = self._copy.result(), None
-        odd = broadcast_json(diverged([row[0] for row in gather(torch.tensor([digest]), self._ctx)]), self._ctx)
+        digests = [row[0] for row in gather(torch.tensor([digest]), self._ctx)]  # of all ranks, on rank 0
+        groups = self._replicas if self._ctx.is_main else []
+        odd = [ranks[each] for ranks in groups for each in diverged([digests[rank] for rank in ranks])]
+        odd = broadcast_json(sorted(odd), self._ctx)
         if self._writer:
             self._writer.commit(not odd)
             self._begun_s += time.perf_counter() - began
@@ -174,7 +183,7 @@ class Saver:
             send()
         return digest
 
-    # ---- rank 0 ----
+    # ---- where there is a writer ----
 
     def is_due(self) -> bool:
         """Whether a timed, postponed or failed save can start now. Also polls the writer."""
@@ -248,6 +257,8 @@ class Saver:
         """Make best.pt the checkpoint of this step once that is on the disk. Returns whether that succeeded."""
         try:
             self.finish()
+            if not self._ctx.is_main:
+                return True
             return self._saved_step != step or self._run.link_best(step)  # else it was written as best.pt
         except (OSError, TrainingError) as error:
             self._run.warn(f"best.pt cannot be written ({error}); the next evaluation starts a new best")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -78,7 +79,8 @@ def evaluate(
 
 
 def evaluate_all(
-    models: dict[str, nn.Module],
+    model: nn.Module,
+    weights: dict[str, AbstractContextManager],
     split: str,
     loader: GlobalBatchLoader,
     compute_loss: ComputeLoss,
@@ -88,13 +90,17 @@ def evaluate_all(
     logger: logging.Logger,
     consensus: Consensus | None = None,
 ) -> list[dict[str, Any]]:
-    """An eval record for each kind of weights; an empty list if the ranks agreed to stop."""
+    """An eval record for each kind of weights; an empty list if the ranks agreed to stop.
+
+    weights: for each kind, the context in which the model has them.
+    """
     records = []
     where = {"epoch": progress.epoch, "step": progress.step, "split": getattr(loader.dataset, "split", split)}
-    for weights, model in models.items():
-        show = partial(show_progress, logger, label=where["split"] + " (ema)" * (weights == "ema"))
-        means = evaluate(model, loader, compute_loss, precision, ctx, consensus, show)
+    for kind, context in weights.items():
+        show = partial(show_progress, logger, label=where["split"] + " (ema)" * (kind == "ema"))
+        with context:
+            means = evaluate(model, loader, compute_loss, precision, ctx, consensus, show)
         if means is None:
             return []
-        records.append({"kind": "eval", **where, "weights": weights, **means})
+        records.append({"kind": "eval", **where, "weights": kind, **means})
     return records

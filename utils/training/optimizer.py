@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from config import TrainingConfig, UserError
+from utils.distributed.dtensor import local, shard_of, wrap
 
 SHAPES = {  # schedules after the warm-up: fraction done (0 to 1) -> factor
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
@@ -109,7 +111,7 @@ def lr_factor(config: TrainingConfig, step: int, total_steps: int, warmup_steps:
 
 
 class WeightAverage:
-    """An exponential moving average of the weights and the running statistics, in a copy of the model.
+    """An exponential moving average of the weights and the running statistics: a copy of each tensor of the state dict.
 
     The rule of torch.optim.swa_utils.get_ema_multi_avg_fn, whose first update copies. That function takes its decay
     from the host; here a skipped step must leave the average unchanged without a read by the host. So does
@@ -117,13 +119,15 @@ class WeightAverage:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self.model = copy.deepcopy(model).requires_grad_(False).eval()
-        self._averages = _floats(self.model)
-        self._sources = _floats(model)
-        self._rate = torch.full_like(self._sources[0].flatten()[0], 1.0 - decay)
+        self._model = model
+        self._weights = {name: value for name, value in model.state_dict(keep_vars=True).items() if _is_tensor(value)}
+        sources = {value: local(value.detach()) for value in self._weights.values()}  # a tied weight once
+        self._copies = {value: source.clone() for value, source in sources.items()}
+        self._pairs = [(self._copies[value], source) for value, source in sources.items()]
+        self._averages, self._sources = zip(*[pair for pair in self._pairs if pair[1].is_floating_point()], strict=True)
+        self._rate = torch.full((), 1.0 - decay, dtype=self._sources[0].dtype, device=self._sources[0].device)
         self._is_first = torch.ones_like(self._rate)  # 1 until the first step is taken
-        pairs = zip(self.model.buffers(), model.buffers(), strict=True)
-        self._counters = [(mine, its) for mine, its in pairs if not mine.is_floating_point()]
+        self._counters = [pair for pair in self._pairs if not pair[1].is_floating_point()]
 
     def has_begun(self, has_begun: bool) -> None:
         """Set whether a step was already taken, after a state was loaded."""
@@ -139,7 +143,32 @@ class WeightAverage:
         for mine, its in self._counters:
             mine.copy_(its)
 
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Let the model have the average, and the average the model's weights, until the end of the context."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
 
-def _floats(model: nn.Module) -> list[Tensor]:
-    tensors = [*model.parameters(), *model.buffers()]
-    return [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
+    def state_dict(self) -> dict[str, Any]:
+        """The model's state dict with the average in it."""
+        averages = {name: wrap(self._copies[value], value) for name, value in self._weights.items()}
+        return self._model.state_dict() | averages
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in self._weights.items():
+            self._copies[value].copy_(local(shard_of(state[name], value)))
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for mine, its in self._pairs:
+            before = mine.clone()
+            mine.copy_(its)
+            its.copy_(before)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)

@@ -19,6 +19,7 @@ from utils.data.sampler import MicroBatch
 from utils.distributed.collectives import is_of_a_peer
 from utils.distributed.context import DistributedContext
 from utils.distributed.tree import TreeAllReduce, TreeSum
+from utils.training.sharding import Sharded
 
 
 class SingleProcess(nn.Module):
@@ -38,7 +39,7 @@ class SingleProcess(nn.Module):
         return nullcontext()
 
 
-Wrapped = DistributedDataParallel | SingleProcess
+Wrapped = DistributedDataParallel | SingleProcess | Sharded
 
 
 class Replicated(DistributedDataParallel):
@@ -135,6 +136,8 @@ def wrap_ddp(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) 
     """Wrap the model in DDP, with all of its options; on one rank there is nothing to share."""
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError("model: has no trainable parameter; leave some with requires_grad=True")
+    if config.sharding != "none":  # the model already is
+        return Sharded(model, config)
     is_exact = config.reduction == "exact"
     if is_exact:
         check_exact(model, config, ctx)

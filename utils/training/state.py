@@ -14,12 +14,14 @@ from torch import nn
 from config import TrainingConfig, UserError
 from utils.data.sampler import GlobalBatch, GlobalBatchSampler
 from utils.distributed.consensus import is_every
+from utils.distributed.dtensor import device_of, group_of, is_sharded, local, norm_over, shard_of, wrap
 from utils.memory import is_out_of_memory
 from utils.metrics import Metrics, MetricTracker
 from utils.training.optimizer import WeightAverage, checked_groups, fill_momenta, prepare
 from utils.training.parallel import unused_error
 from utils.training.precision import Precision
 from utils.training.seams import Seams
+from utils.training.sharding import check_elementwise, unscale_alike
 from utils.training.step_sums import StepSums
 
 
@@ -76,7 +78,7 @@ class TrainState:
         config: TrainingConfig,
         precision: Precision,
     ) -> None:
-        self.model, self.precision = model, precision  # the model is not wrapped
+        self.model, self.precision = model, precision  # the model is not wrapped in DDP
         self.total_steps = self._warmup_steps = 0
         self.sums = StepSums(model, is_exact=config.reduction == "exact")
         self.average = WeightAverage(model, config.ema_decay) if config.ema_decay else None
@@ -84,11 +86,19 @@ class TrainState:
             raise UserError(f"model: {sparse[0]} has sparse gradients, which are not supported; set sparse=False")
         names = {p: name for name, p in model.named_parameters()}
         groups = checked_groups(seams.param_groups(model, config), names)
+        self._shard_group = group_of(list(names))
+        if self._shard_group:
+            tensors = {p: nn.Parameter(local(p.detach()), p.requires_grad) for p in names}  # the same memory
+            groups = [group | {"params": [tensors[p] for p in group["params"]]} for group in groups]
+        else:
+            tensors = {p: p for p in names}
         self.optimizer = seams.create_optimizer(groups, config)
+        if self._shard_group:
+            check_elementwise(self.optimizer)
         self.skips_on_device = prepare(self.optimizer)
         self._lr_factor, self._config = seams.lr_factor, config
         self.factor = 0.0  # of the schedule, at the last step taken
-        device = next(model.parameters()).device
+        device = device_of(model)
         self.scaler = torch.amp.GradScaler(precision.device_type, enabled=precision.is_scaled)
         self.interval = MetricTracker(device)  # sums since the last log point
         self.progress = Progress()
@@ -99,8 +109,9 @@ class TrainState:
         held = {p for group in self.optimizer.param_groups for p in group["params"]}
         # in the model's order, which is the same in all processes: the norm is a sum, and groups may come in any
         # order
-        self._names = {p: name for p, name in names.items() if p in held}
+        self._names = {tensors[p]: name for p, name in names.items() if tensors[p] in held}
         self._parameters = list(self._names)
+        self._owners = {tensors[p]: p for p in names}  # of a shard: the parameter, which gets the gradient
         # fused kernels take a float32 divisor, which is exact enough only for float32
         self._divides_in_step = self.skips_on_device and all(p.dtype is torch.float32 for p in self._parameters)
         self._with_gradients = [p for p in model.parameters() if p.requires_grad]  # in no group: not trained
@@ -110,6 +121,7 @@ class TrainState:
         self._losses: list[torch.Tensor] = []  # with float16: the summed loss of each step
         self._loss_scale, self._first_count = torch.ones((), device=device), 1.0
         scalar = {"dtype": torch.float32, "device": device}  # as found_inf must be, even with float64
+        self._is_offloaded = self._parameters[0].device != device  # the optimizer's tensors
         self._zero, self._one = torch.zeros((), **scalar), torch.ones((), **scalar)
         self._steps: list[SkippedStep] = []  # a record of each step, used if it was skipped
 
@@ -125,8 +137,8 @@ class TrainState:
         if progress.loss_shift < 0:
             count = max(1.0, self._first_count) * sampler.micro_batches_per_step
             progress.loss_shift = round(math.log2(count))
-        # DDP averages gradients over ranks, and exact sums do not; a power of two changes no bit of them
-        divisor = 1 if config.reduction == "exact" else world_size
+        # DDP averages gradients over ranks, exact sums and FSDP do not; a power of two changes no bit of them
+        divisor = 1 if config.reduction == "exact" or self._shard_group else world_size
         self._loss_scale.fill_(divisor * 2.0**-progress.loss_shift)
         total = progress.step + sampler.steps_left(progress.epoch, progress.samples_in_epoch, config.epochs)
         self.total_steps = min(total, config.max_steps) if config.max_steps else total
@@ -153,6 +165,11 @@ class TrainState:
             )
 
     @property
+    def tensors(self) -> list[nn.Parameter]:
+        """What the optimizer changes: the trained parameters, or their local shards."""
+        return self._parameters
+
+    @property
     def norm(self) -> torch.Tensor:
         """The gradient norm of the step just taken: 0-dimensional, on the device."""
         return self._norms[-1]
@@ -176,6 +193,8 @@ class TrainState:
             return
         for parameter in self._with_gradients:  # optimizer.zero_grad takes 20 us more, for the profiler
             parameter.grad = None
+        for shard in self._parameters if self._shard_group else ():
+            shard.grad = None
 
     def update_if_finite(self, global_batch: GlobalBatch) -> None:
         """Divide, clip, step, average. If the gradient is not finite, all of this is skipped on the device.
@@ -185,13 +204,22 @@ class TrainState:
         """
         self._set_lr()
         self.sums.wait()
-        self.scaler.unscale_(self.optimizer)
+        if self._shard_group:
+            for shard in self._parameters:
+                gradient = self._owners[shard].grad
+                shard.grad = None if gradient is None else local(gradient)
+            unscale_alike(self.scaler, self.optimizer, self._shard_group)
+        else:
+            self.scaler.unscale_(self.optimizer)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if len(gradients) < len(self._parameters):
             raise unused_error([name for p, name in self._names.items() if p.grad is None])
         divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift
         # get_total_norm, which sorts by device, takes five times as long; 0 / 0, of an empty global batch, is NaN
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) / divisor
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        if self._shard_group:
+            norm = norm_over(self._shard_group, norm)
+        norm = norm / divisor
         norm = torch.add(norm, self.sums.loss, alpha=0)  # 0 times a non-finite loss is NaN
         self._norms.append(norm)
         self._divisors.append(divisor)
@@ -201,6 +229,8 @@ class TrainState:
             divisor = divisor * ((norm + 1e-6) / self._clip).clamp(min=1)
         is_finite = norm < math.inf  # NaN is not
         skipped = torch.where(is_finite, self._zero, self._one)  # exactly 0 or 1
+        if self._is_offloaded:
+            divisor, skipped = divisor.cpu(), skipped.cpu()
         if self._divides_in_step:
             self.optimizer.grad_scale = divisor.float()
         else:
@@ -213,7 +243,7 @@ class TrainState:
         self.drop_gradients()
         self.sums.commit(global_batch.samples, is_finite, self.interval)
         if self.average:
-            self.average.update(self._one - skipped)
+            self.average.update(1 - skipped)
 
     def advance(self, global_batch: GlobalBatch) -> None:
         self.progress.step += 1
@@ -287,8 +317,8 @@ class TrainState:
         """The training state for a checkpoint. Tensors are not copied."""
         return {
             "model": self.model.state_dict(),
-            "ema": self.average.model.state_dict() if self.average else {},
-            "optimizer": self.optimizer.state_dict() | {"names": self._optimizer_names()},
+            "ema": self.average.state_dict() if self.average else {},
+            "optimizer": self._optimizer_state(),
             "scaler": self.scaler.state_dict(),
             "progress": dataclasses.asdict(self.progress) | {"interval": self.interval.state()},
         }
@@ -316,7 +346,7 @@ class TrainState:
         self.load_model(payload)
         self._load_optimizer(payload["optimizer"])
         if self.average:
-            self.average.model.load_state_dict(payload["ema"] or payload["model"])
+            self.average.load_state_dict(payload["ema"] or payload["model"])
         if self.scaler.is_enabled() and payload["scaler"]:
             self.scaler.load_state_dict(payload["scaler"])
         progress = dict(payload["progress"])
@@ -328,10 +358,30 @@ class TrainState:
 
     def load_model(self, payload: dict[str, Any]) -> None:
         try:
-            self.model.load_state_dict(payload["model"])
+            likes = self.layouts()
+            self.model.load_state_dict(
+                {name: shard_of(each, likes.get(name)) for name, each in payload["model"].items()}
+            )
         except RuntimeError as error:
             raise UserError(f"the checkpoint's model does not fit ({error}); give the model it was made with") from None
         self.sums.running_stats.reload()
+
+    def layouts(self) -> dict[str, torch.Tensor]:
+        """The sharded parameters by name."""
+        return {name: p for name, p in self.model.state_dict(keep_vars=True).items() if is_sharded(p)}
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        saved, names = self.optimizer.state_dict(), self._optimizer_names()
+        if self._shard_group:
+            held = [p for group in self.optimizer.param_groups for p in group["params"]]
+            saved["state"] = {
+                number: {
+                    key: wrap(value, self._owners[held[number]]) if _has_shape(value, held[number]) else value
+                    for key, value in state.items()
+                }
+                for number, state in saved["state"].items()
+            }
+        return saved | {"names": names}
 
     def _optimizer_names(self) -> list[str]:
         """The names of the parameters in the order in which the optimizer numbers them."""
@@ -341,6 +391,12 @@ class TrainState:
         """Give each parameter the state that was saved under its name, whatever the order of the groups."""
         names = self._optimizer_names()
         before = {name: saved["state"].get(number, {}) for number, name in enumerate(saved.get("names", []))}
+        if self._shard_group:
+            owners = self.layouts()
+            before = {
+                name: {key: local(shard_of(value, owners.get(name))) for key, value in state.items()}
+                for name, state in before.items()
+            }
         shapes = {self._names[p]: p.shape for p in self._parameters} if self.skips_on_device else {}
         kept = [(name, value) for name, state in before.items() for key, value in state.items() if key != "step"]
         is_other = any(
@@ -359,3 +415,7 @@ class TrainState:
                 elif isinstance(value, torch.Tensor):
                     state[key] = value.clone()  # not the file's memory
         fill_momenta(self.optimizer)  # if the checkpoint was made without
+
+
+def _has_shape(value: Any, of: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == of.shape

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from utils.data.sampler import MicroBatch
+from utils.distributed.dtensor import device_of
 from utils.distributed.tree import TreeAllReduce, TreeSum
 from utils.metrics import Metrics, MetricTracker
 from utils.training.batchnorm import RunningStats
@@ -22,7 +23,7 @@ class StepSums:
 
     def __init__(self, model: nn.Module, is_exact: bool = False) -> None:
         self.running_stats = RunningStats(model)
-        self.metrics = MetricTracker(next(model.parameters()).device)
+        self.metrics = MetricTracker(device_of(model))
         self._work: dist.Work | TreeAllReduce | None = None
         self._tree = TreeSum() if is_exact else None
 

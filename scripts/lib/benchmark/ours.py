@@ -11,6 +11,7 @@ from pathlib import Path
 import train
 from config import TrainingConfig
 from ddp_utils import DistributedContext
+from utils.checkpoint.shards import ShardWriter
 from utils.checkpoint.writer import Writer
 from utils.clock import Clock
 from utils.logger import setup_logger
@@ -48,7 +49,8 @@ class Ours:
             if isinstance(handler, logging.StreamHandler):
                 handler.setStream(self._nowhere)
         clock = Clock(self._run.watch_folder / f"rank{ctx.rank}", ctx.device)
-        goodput, writer = Goodput(self._run, clock, time.perf_counter()), Writer() if ctx.is_main else None
+        goodput, is_sharded = Goodput(self._run, clock, time.perf_counter()), config.sharding != "none"
+        writer = ShardWriter(ctx) if is_sharded else Writer() if ctx.is_main else None
         self._watchdog = start_watchdog(self._run, config, ctx, logger, clock, goodput.write)
         self.training = train.assemble(config, ctx, self._run, writer, logger, clock, goodput, StopSignals())
         self.config, self.state = self.training.config, self.training.state

@@ -1,0 +1,216 @@
+"""--sharding: weights as the plain loop's, bit for bit after a resume, on any number of ranks, and from or to DDP."""
+
+import os
+import socket
+from unittest import mock
+
+import pytest
+import torch
+
+import export
+import plain_loop
+import predict
+import train
+from config import TrainingConfig, UserError
+from ranks import run_ranks
+from tasks import TASKS, config_of, using
+from test_exact_ranks import FLAGS as OF_CHAIN
+from test_exact_resume import FLAGS as OF_RESUME
+from test_oracle import check_against_the_oracle
+from test_predict_and_export import run_main
+from test_skipping import FLAGS as OF_SKIPPING
+from test_skipping import train_with_nan
+from training import relative, train_flags
+from utils.checkpoint import format as checkpoint
+from utils.distributed.dtensor import is_sharded
+from utils.training.state import Progress
+
+SGD, ADAMW = "--optimizer sgd --lr 0.05", "--optimizer adamw --lr 0.001"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "accumulation", "task", "optimizer", "flags"),
+    [
+        (4, 1, "blocks", SGD, "zero3"),
+        (2, 2, "blocks", ADAMW, "zero2 --activation_checkpointing"),
+        (1, 4, "blocks", SGD, "zero3 --cpu_offload"),
+        (3, 2, "images", SGD, "zero3"),
+    ],
+)
+def test_twenty_float64_steps_equal_the_plain_loop(runs, ranks, accumulation, task, optimizer, flags):
+    """Short last global batches, padding on some ranks, clipping, the average, weights that are tied between blocks."""
+    flags = (*optimizer.split(), "--max_steps", 20, "--sharding", *flags.split())
+    check_against_the_oracle(runs, ranks, accumulation, torch.float64, [*map(str, flags)], 1e-12, task)
+    assert runs.checkpoints("ours")[-1].is_dir()
+
+
+def train_on_two_nodes(words, task):
+    host = f"node{int(os.environ['RANK']) // 2}"
+    with mock.patch.object(socket, "gethostname", lambda: host):
+        return train_flags(words, torch.float64, task)
+
+
+def test_hybrid_is_sharded_on_a_node_and_replicated_on_two(runs):
+    flags = [*"--no-use_amp --dataset_size 42 --epochs 2 --clip_grad_norm 1 --grad_accum_steps 2".split(), *SGD.split()]
+    run_ranks(4, train_on_two_nodes, runs.words("run", *flags, "--sharding", "hybrid"), "blocks")
+    with using("blocks"):
+        *_, (model, *_) = plain_loop.plain_loop(config_of(runs.words("run", *flags), torch.float64), 8)
+    assert relative(runs.last("run")["model"], model.state_dict()) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("ranks", "task", "flags"),
+    [
+        (2, "images", f"{ADAMW} --sharding zero3 --amp_dtype bf16 --grad_accum_steps 2"),
+        (4, "blocks", f"{SGD} --sharding zero2 --no-use_amp"),
+    ],
+)
+def test_stops_and_resumes_within_an_epoch_change_nothing(runs, ranks, task, flags):
+    flags = [*OF_RESUME, "--dataset_size", 30 * ranks, *flags.split()]
+    runs.train(ranks, "whole", *flags, task=task)
+    runs.train_with_stops(ranks, "parts", *flags, task=task, stops=(1, 3, 6))
+    assert [record["step"] for record in runs.events("parts", "resumed")] == [2, 4, 7]
+    runs.assert_same("whole", "parts")
+    assert (runs.folder("parts") / "checkpoints" / "best.pt").is_symlink()
+
+
+CHAIN = ((4, 3, "zero3"), (2, 8, "none"), (2, 11, "zero2"), (1, 14, "zero3"), (4, 0, "zero3"))  # as in test_exact_ranks
+
+
+def test_other_numbers_of_ranks_and_ddp_in_one_epoch_equal_the_plain_loop(runs):
+    for ranks, stop, sharding in CHAIN:
+        flags = (*OF_CHAIN, "--sharding", sharding, "--resume_from", "auto")
+        runs.train_with_stops(ranks, "run", *flags, stops=(stop,), dtype=torch.float64, task="blocks", goes_on=False)
+    with using("blocks"):
+        *_, (net, average, *_) = plain_loop.plain_loop(config_of(runs.words("run", *OF_CHAIN), torch.float64), 5)
+    saved, events = runs.last("run"), runs.events("run", "resumed")
+    assert [(record["step"], record["world_size"]) for record in events] == [(4, 2), (9, 2), (12, 1), (15, 4)]
+    assert events[0]["changed"] == ["sharding=none: the checkpoint has sharding=zero3"]
+    assert relative(saved["model"], net.state_dict()) < 1e-12 and saved["progress"]["step"] == 24
+    assert relative(saved["ema"], average.state_dict()) < 1e-12
+    order = torch.randperm(462, generator=torch.Generator().manual_seed(plain_loop.number("order", 42, 0)))
+    expected = {step: sorted(global_batch.tolist()) for step, global_batch in enumerate(order.split(20), start=1)}
+    assert runs.samples("run") == expected
+
+
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(runs):
+    for name, flags in {"ddp": [], "run": ["--sharding", "zero3"]}.items():
+        run_ranks(2, train_with_nan, runs.words(name, *OF_SKIPPING, "--ema_decay", 0.9, *flags), 3)
+        assert [record["step"] for record in runs.events(name, "skipped_step")] == [3]
+    before, after = (checkpoint.read(path)[0] for path in runs.checkpoints("run")[1:3])
+    for key in ("model", "ema"):
+        assert all(torch.equal(value, after[key][name]) for name, value in before[key].items())
+    assert relative(runs.last("run")["model"], runs.last("ddp")["model"]) < 1e-5
+
+
+def test_float16_finds_its_scale_on_all_ranks_together(runs):
+    """The first steps overflow in some shards only."""
+    flags = "--dataset_size 64 --epochs 1 --amp_dtype fp16 --lr 0.0001 --sharding zero3".split()
+    runs.train(2, "run", *flags)
+    runs.train(2, "ddp", *flags[:-2])
+    scalers = [runs.last(name)["scaler"] for name in ("run", "ddp")]
+    assert scalers[0] == scalers[1] and runs.last("run")["progress"] | {"interval": 0} == runs.last("ddp")[
+        "progress"
+    ] | {"interval": 0}
+
+
+def watch_the_memory(words):
+    """The devices on which create_model was called, and the elements that this rank holds of each parameter."""
+    devices, found, plain_model, plain_state = [], {}, TASKS["blocks"]["create_model"], train.create_state
+
+    def create_model(config, device):
+        devices.append(device.type)
+        return plain_model(config, device)
+
+    def create_state(*args, **options):
+        state = plain_state(*args, **options)
+        found.update({name: (p.to_local().numel(), p.numel()) for name, p in state.layouts().items()})
+        return state
+
+    watched = mock.patch.dict(TASKS["blocks"], {"create_model": create_model})
+    with watched, mock.patch.object(train, "create_state", create_state):
+        train_flags(words, task="blocks")
+    return devices, found
+
+
+def test_only_rank_0_builds_the_model_and_each_rank_holds_its_part(runs):
+    flags = "--dataset_size 16 --epochs 1 --max_steps 1 --sharding zero3".split()
+    (devices, held), (others, rest) = run_ranks(2, watch_the_memory, runs.words("run", *flags))
+    assert devices == ["cpu"] and others == ["meta"]
+    assert all(mine + rest[name][0] == whole for name, (mine, whole) in held.items())
+    assert sum(mine for mine, _ in held.values()) < 0.56 * sum(whole for _, whole in held.values())  # 13 rows: 7 + 6
+
+
+class NormedSgd(torch.optim.SGD):
+    """Divides by the norm of each whole gradient, which no shard has."""
+
+
+def test_an_optimizer_that_needs_whole_tensors_is_refused(runs):
+    def create_optimizer(groups, config):
+        return NormedSgd(groups, lr=0.1)
+
+    flags = runs.words("run", "--dataset_size", 16, "--sharding", "zero3")
+    said = pytest.raises(
+        UserError, match="NormedSgd gets shards of the parameters; if it updates each element by itself"
+    )
+    with said, mock.patch.object(train.your_model, "create_optimizer", create_optimizer, create=True):
+        train_flags(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            {"sharding": "zero3", "reduction": "exact"},
+            "reduction=exact: does not work with sharding=zero3; give only one",
+        ),
+        (
+            {"sharding": "zero2", "comm_hook": "bf16"},
+            "comm_hook=bf16: does not work with sharding=zero2; give only one",
+        ),
+        (
+            {"sharding": "hybrid", "compile": "default"},
+            "compile=default: does not work with sharding=hybrid; give only one",
+        ),
+        ({"cpu_offload": True}, "cpu_offload=True: needs sharding; add --sharding zero3, or leave out cpu_offload"),
+    ],
+)
+def test_flags_that_exclude_each_other_are_refused(flags, said):
+    with pytest.raises(UserError, match=said):
+        TrainingConfig(**flags)
+
+
+def train_with_the_first_as_best(words):
+    plain = Progress.note_value
+    with mock.patch.object(Progress, "note_value", lambda self, value, sign: plain(self, -self.step, 1)):
+        train_flags(words, task="images")
+
+
+def logits(net, batch):
+    return {"logits": net(batch[0])}
+
+
+def predict_images(words):
+    run_main(predict, "images", logits, words)
+
+
+def test_the_best_checkpoint_is_kept_evaluated_used_and_exported(runs):
+    """It is a link to a folder that keep_last would delete."""
+    flags = "--dataset_size 40 --epochs 4 --ema_decay 0.5 --keep_last 2 --no-use_amp".split()
+    run_ranks(2, train_with_the_first_as_best, runs.words("run", *flags, "--sharding", "zero3"))
+    best, steps = runs.folder("run") / "checkpoints/best.pt", [path.name for path in runs.checkpoints("run")]
+    assert best.resolve().name == "step_00000005" and steps == ["step_00000005", "step_00000015", "step_00000020"]
+    records = [{**record, "step": 5} for record in runs.records("run", "eval") if record["step"] == 5]
+    for ranks, sharding in ((2, "zero3"), (1, "none")):
+        runs.train(ranks, "run", *flags, "--sharding", sharding, "--eval_only")
+        evaluated = runs.json("run", "eval-best.json")["records"]
+        assert [each["loss"] for each in evaluated] == pytest.approx([each["loss"] for each in records], rel=1e-5)
+    outputs = []
+    for ranks, sharding in ((2, "zero3"), (1, "none")):
+        run_ranks(ranks, predict_images, [best, "--out", runs.root / "out.pt", "--sharding", sharding, "--ema"])
+        outputs.append(torch.load(runs.root / "out.pt", weights_only=True)["logits"])
+    torch.testing.assert_close(*outputs)
+    saved = export.read(best, use_ema=True)["model"]
+    assert relative(saved, checkpoint.read(best)[0]["ema"]) == 0 and not any(map(is_sharded, saved.values()))
+    runs.train(2, "next", *flags, "--max_steps", 1, "--init_from", best, "--sharding", "zero2")
+    assert "init_from: loaded 16 of 16 tensors" in runs.log("next")

@@ -1,0 +1,147 @@
+"""Checkpoints of sharded runs: files that are missing or damaged, and ranks that are killed or cannot write."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from checkpoints import cut
+from drill import FLAGS, HOST, Drill, fault, says
+from forged import Call
+from ranks import run_ranks
+from storage import RUN
+from tasks import train_task
+from utils.checkpoint import format as checkpoint
+from utils.checkpoint.shards import digest_of_file
+
+ZERO3 = [*RUN, "--sharding", "zero3"]
+KILLED = """
+import signal
+from utils.checkpoint import shards
+def kill_at(name, place, rank):
+    plain = getattr(shards.ShardWriter, name)
+    def method(self, job, *rest):
+        is_it = job.path.name == 'step_00000020' and RANK == rank
+        if is_it and place == 'before':
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = plain(self, job, *rest)
+        if is_it:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    setattr(shards.ShardWriter, name, method)
+"""
+NO_ROOM = """
+import shutil
+from utils.checkpoint import shards
+plain_room = shards.ShardWriter._check_room
+def check_room(self, job):
+    plain = shutil.disk_usage
+    shutil.disk_usage = lambda path: plain(path)._replace(free=10**9 * (RANK != 1 or job.path.name != 'step_00000020'))
+    try:
+        plain_room(self, job)
+    finally:
+        shutil.disk_usage = plain
+shards.ShardWriter._check_room = check_room
+"""
+
+
+def stopped_at_30(drill: Drill) -> Path:
+    """A run stopped at step 30; returns its folder with the checkpoints of steps 10, 20 and 30."""
+    words = [*FLAGS, "--run_dir", drill.folder / "run", *ZERO3]
+    run_ranks(2, train_task, "images", words, torch.float32, [29], False, False)
+    folder = drill.folder / "run/checkpoints"
+    assert [path.name for path in checkpoint.step_checkpoints(folder)] == [
+        f"step_000000{step}" for step in (10, 20, 30)
+    ]
+    return folder
+
+
+def without_a_shard(last: Path) -> None:
+    (last / "__1_0.distcp").unlink()
+
+
+def with_a_short_shard(last: Path) -> None:
+    cut(last / "__0_0.distcp")
+
+
+def with_a_shard_of_another_step(last: Path) -> None:
+    shutil.copy(last.with_name("step_00000020") / "__1_0.distcp", last)
+
+
+def without_a_manifest(last: Path) -> None:
+    (last / "manifest.json").unlink()
+
+
+def under_another_name(last: Path) -> None:
+    shutil.copytree(last.with_name("step_00000020"), last.with_name("step_00000040"))
+    shutil.rmtree(last)
+
+
+def with_malicious_metadata(last: Path) -> None:
+    """With correct checksums; it touches a file when it is unpickled."""
+    import pickle
+
+    (last / ".metadata").write_bytes(pickle.dumps(Call(os.system, f"touch {last.parent}/marker")))
+    manifest = json.loads((last / "manifest.json").read_text())
+    manifest["files"][".metadata"] = digest_of_file(last / ".metadata")
+    (last / "manifest.json").write_text(json.dumps(manifest))
+
+
+DAMAGES = (
+    (without_a_shard, r"step_00000030: lacks __1_0\.distcp"),
+    (with_a_short_shard, r"step_00000030: is damaged: __0_0\.distcp does not match manifest\.json"),
+    (with_a_shard_of_another_step, r"step_00000030: is damaged: __1_0\.distcp does not match manifest\.json"),
+    (without_a_manifest, r"step_00000030: cannot be read \(No such file or directory\)"),
+    (under_another_name, r"step_00000040: is the checkpoint of step 20 under another name"),
+)
+
+
+@fault("newest checkpoint damaged", DAMAGES[:1], is_default=True)
+@fault("newest checkpoint damaged in other ways", DAMAGES[1:])
+def damaged(drill: Drill, damages: tuple[tuple[Callable[[Path], None], str], ...]) -> None:
+    whole = stopped_at_30(drill)
+    shutil.copytree(drill.folder / "run", drill.folder / "before")
+    for damage, said in damages:
+        shutil.rmtree(drill.folder / "run")
+        shutil.copytree(drill.folder / "before", drill.folder / "run")
+        damage(whole / "step_00000030")
+        drill.resumes(2, *ZERO3)
+        assert drill.events("resumed")[-1]["step"] == 20
+        says(drill.runs.log("run"), said)
+
+
+@fault("malicious metadata")
+def malicious(drill: Drill) -> None:
+    folder = stopped_at_30(drill)
+    with_malicious_metadata(folder / "step_00000030")
+    job = drill.start(2, *ZERO3, "--resume_from", folder / "step_00000030")
+    ended = job.end()
+    assert ended.code == 1 and not (folder / "marker").exists()
+    says(ended.text, r"\.metadata holds a (posix|nt)\.system, which no checkpoint needs")
+
+
+@fault("rank killed before its shards are on the disk", "_write", "before", 1, 10, is_default=True)
+@fault("rank 0 killed while shards are written", "_write", "before", 0, 10)
+@fault("rank killed after its shards are on the disk", "_write", "after", 1, 10)
+@fault("rank 0 killed before the folder gets its name", "_publish", "before", 0, 10, is_default=True)
+@fault("rank 0 killed after the folder has its name", "_publish", "after", 0, 20)
+def killed(drill: Drill, method: str, place: str, rank: int, step: int) -> None:
+    job = drill.start(2, *ZERO3, code=f"{KILLED}\nkill_at({method!r}, {place!r}, {rank})")
+    drill.fails(job, rf"rank {rank} on {HOST} was killed or cut off", rank=rank)
+    names = [path.name for path in checkpoint.step_checkpoints(job.folder / "checkpoints")]
+    assert names[-1] == f"step_000000{step}"
+    drill.resumes(2, *ZERO3)
+
+
+@fault("disk of one node full at a save", is_default=True)
+def no_room(drill: Drill) -> None:
+    job = drill.start(2, *ZERO3, code=NO_ROOM)
+    drill.has_completed(job)
+    said = rf"step_00000020: cannot be written \(No space left on device\).* \(rank 1 on {HOST}\); training continues"
+    says(drill.runs.log("run"), said)
+    assert [event["step"] for event in drill.events("checkpoint")] == [10, 30, 40, 50]
+    drill.no_partial_files()
+    drill.is_whole(2, *ZERO3)

@@ -1,0 +1,281 @@
+"""The checkpoint of a sharded run: a folder to which each rank writes its shards while training goes on.
+
+.metadata, __<rank>_0.distcp   the sharded tensors, by torch.distributed.checkpoint
+rest.pt                        everything else, as in a checkpoint file (format.py)
+manifest.json                  the step, and the SHA-256 of every other file
+
+Rank 0 writes the manifest and gives the folder its name when the files of all ranks are on the disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import pickle
+import queue
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from config import UserError
+from utils.checkpoint import format as checkpoint
+from utils.checkpoint.writer import Job, Outcome, read_lock_number
+from utils.distributed.collectives import all_gather_json
+from utils.distributed.context import DistributedContext
+from utils.distributed.dtensor import is_sharded, local, wrap
+from utils.files import TEMPORARY, replace_json
+
+MANIFEST, REST = "manifest.json", "rest.pt"
+ALLOWED = {  # in the pickled .metadata
+    "torch": ("Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        *("TensorStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    ),
+    "pathlib": ("PosixPath", "PurePosixPath"),
+    "pathlib._local": ("PosixPath", "PurePosixPath"),
+}
+
+
+def verify(folder: Path, part: tuple[int, int] = (0, 1)) -> checkpoint.Trailer:
+    """The step and the checksum of the manifest. Raises UserError if a file is missing or does not match it.
+
+    part: (number, readers): compute only every so many-th checksum, as each reader does.
+    """
+    try:
+        text = (folder / MANIFEST).read_bytes()
+        manifest = json.loads(text)
+        step, files = int(manifest["step"]), dict(manifest["files"])
+        missing = sorted(name for name in files if not (folder / name).is_file())
+        if missing or REST not in files:
+            raise UserError(f"{folder}: lacks {(missing or [REST])[0]}; give another checkpoint")
+        for name in sorted(files)[part[0] :: part[1]]:
+            if digest_of_file(folder / name) != files[name]:
+                raise UserError(f"{folder}: is damaged: {name} does not match {MANIFEST}; give another checkpoint")
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be read ({error.strerror}); give the path of a checkpoint") from None
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{folder}: its {MANIFEST} is damaged; give another checkpoint") from None
+    if (name := checkpoint.STEP_NAME.fullmatch(folder.resolve().name)) and int(name[1]) != step:
+        raise UserError(f"{folder}: is the checkpoint of step {step} under another name; rename it or give another")
+    return checkpoint.Trailer(step, hashlib.sha256(text).hexdigest())
+
+
+def digest_of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read(folder: Path, trailer: checkpoint.Trailer, layouts: dict[str, Tensor]) -> dict[str, Any]:
+    """The content of the checkpoint. Raises UserError if it is damaged or incomplete.
+
+    layouts: sharded parameters by name: of these, and of their optimizer state, only this rank's shards are read.
+    """
+    payload = checkpoint.read(folder / REST)[0]
+    if payload["progress"]["step"] != trailer.step:
+        raise UserError(f"{folder}: {REST} and {MANIFEST} are of different steps; give another checkpoint")
+    try:
+        _read_tensors(folder, payload, layouts)
+    except BaseException as error:  # torch's own CheckpointException is no Exception
+        if isinstance(error, KeyboardInterrupt | UserError | MemoryError):
+            raise
+        raise UserError(f"{folder}: its tensors cannot be read ({_reason(error)}); give another checkpoint") from None
+    return payload
+
+
+def _read_tensors(folder: Path, payload: dict[str, Any], layouts: dict[str, Tensor]) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    class Reader(dcp.FileSystemReader):
+        def read_metadata(self, *_: Any, **__: Any) -> Any:
+            with (folder / ".metadata").open("rb") as file:
+                return _Unpickler(file).load()
+
+    tensors, reader, names = {}, Reader(folder), payload["optimizer"]["names"]
+    for key, each in reader.read_metadata().state_dict_metadata.items():
+        section, name = key.split("/", 1)
+        like = layouts.get(names[int(name.split("/")[0])] if section == "optimizer" else name)
+        is_part = like is not None and like.shape == each.size
+        empty = torch.empty(local(like).shape if is_part else each.size, dtype=each.properties.dtype)
+        tensors[key] = wrap(empty, like) if is_part else empty
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    for key, tensor in tensors.items():
+        section, name = key.split("/", 1)
+        if section == "optimizer":
+            number, name = name.split("/", 1)
+            payload[section]["state"].setdefault(int(number), {})[name] = tensor
+        else:
+            payload[section][name] = tensor
+
+
+class _Unpickler(pickle.Unpickler):
+    """Never runs code from the file."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in ALLOWED.get(module, ()):
+            raise UserError(f".metadata holds a {module}.{name}, which no checkpoint needs; give another checkpoint")
+        return super().find_class(module, name)
+
+
+def split(payload: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The payload without its sharded tensors, and these with a name for each."""
+    tensors = {}
+
+    def without(values: dict[Any, Any], place: str) -> dict[Any, Any]:
+        tensors.update({f"{place}/{name}": value for name, value in values.items() if is_sharded(value)})
+        return {name: value for name, value in values.items() if not is_sharded(value)}
+
+    optimizer = payload["optimizer"]
+    states = {number: without(state, f"optimizer/{number}") for number, state in optimizer["state"].items()}
+    rest = {section: without(payload[section], section) for section in ("model", "ema")}
+    return payload | rest | {"optimizer": optimizer | {"state": states}}, tensors
+
+
+class ShardWriter:
+    """Has the methods of `Writer`, and is used on all ranks: its thread writes this rank's shards.
+
+    The threads of the ranks speak to each other in a group of their own. All of them have the same outcome.
+    """
+
+    def __init__(self, ctx: DistributedContext) -> None:
+        self._ctx = dataclasses.replace(ctx, control=dist.new_group(backend="gloo", timeout=timedelta(hours=24)))
+        self._views: list[Tensor] = []
+        self._key: Any = None
+        self._job: Job | None = None
+        self._jobs, self._verdicts, self._outcomes = queue.Queue(), queue.Queue(), queue.Queue()
+        self._thread = threading.Thread(target=self._serve, name="shards", daemon=True)
+        self._thread.start()
+
+    def fit(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Memory of the host for a copy of these tensors; it is reused."""
+        key = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
+        if key != self._key:
+            self._views = []
+            is_pinned = any(tensor.is_cuda for tensor in tensors)
+            self._views = [torch.empty_like(tensor, device="cpu", pin_memory=is_pinned) for tensor in tensors]
+            self._key = key
+        return self._views
+
+    def send(self, path: Path, flat: Any, keep: tuple[int, int], lock_file: Path, lock_number: int) -> None:
+        """Let the thread write this rank's part. The folder gets its name after `commit`."""
+        number = self._job.number + 1 if self._job else 0
+        self._job = Job(number, path, flat, [], keep, lock_file, lock_number)
+        self._jobs.put(self._job)
+
+    def again(self) -> None:
+        """Send the same job once more; the memory still holds it."""
+        self._job = dataclasses.replace(self._job, number=self._job.number + 1)
+        self._jobs.put(self._job)
+
+    def commit(self, is_right: bool = True) -> None:
+        """Let the folder of the last job appear, or drop it."""
+        self._verdicts.put((self._job.number, is_right))
+
+    def wait(self, seconds: float) -> Outcome | None:
+        """The outcome of the job, after at most this many seconds."""
+        try:
+            return self._outcomes.get(timeout=seconds) if seconds else self._outcomes.get_nowait()
+        except queue.Empty:
+            return None
+
+    def end(self) -> None:
+        """End the thread after it has written what was committed."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    # ---- the thread ----
+
+    def _serve(self) -> None:
+        while job := self._jobs.get():
+            begin, problem, is_final = time.monotonic(), "", False
+            folder = job.path.with_name(f"{job.path.name}.{job.lock_number}-{job.number}{TEMPORARY}")
+            try:
+                self._agree(lambda job=job: self._check_room(job))
+                digests = self._agree(lambda job=job, folder=folder: self._write(job, folder))
+                if not self._hear(job.number):
+                    raise UserError("dropped")
+                sums = {name: digest for each in digests for name, digest in each.items()}
+                self._agree(lambda job=job, folder=folder, sums=sums: self._publish(job, folder, sums))
+            except BaseException as error:
+                problem, is_final = _reason(error), isinstance(error, UserError)
+                if str(job.path.parent) not in problem:
+                    problem = f"{job.path}: cannot be written ({problem})"
+                if self._ctx.is_main:
+                    shutil.rmtree(folder, ignore_errors=True)
+            progress = job.flat["progress"]
+            seconds = time.monotonic() - begin
+            self._outcomes.put(Outcome(job.path, progress["step"], progress["epoch"], seconds, problem, is_final))
+
+    def _hear(self, number: int) -> bool:
+        """Whether to let this job's folder appear; answers for earlier, failed jobs are skipped."""
+        while True:
+            answer = self._verdicts.get()
+            if answer[0] == number:
+                return answer[1]
+
+    def _agree(self, action: Callable[[], Any]) -> list[Any]:
+        """The results of all ranks. If the action fails on one of them, all raise its error."""
+        result, problem, is_final = None, "", False
+        try:
+            result = action()
+        except BaseException as error:
+            problem, is_final = _reason(error), isinstance(error, UserError)
+        found = all_gather_json([result, problem, is_final], self._ctx)
+        for rank, (_, text, is_final) in enumerate(found):
+            if text:
+                raise UserError(text) if is_final else OSError(f"{text} (rank {rank} on {self._ctx.hosts[rank]})")
+        return [result for result, *_ in found]
+
+    def _check_room(self, job: Job) -> None:
+        need = sum(view.numel() * view.element_size() for view in self._views)
+        free = shutil.disk_usage(job.path.parent).free
+        if free < need:
+            raise OSError(
+                f"{job.path}: cannot be written (No space left on device); it needs {need / 1e6:,.1f} MB for this rank,"
+                f" {free / 1e6:,.1f} MB are free; make room or repair the storage"
+            )
+
+    def _write(self, job: Job, folder: Path) -> dict[str, str]:
+        """Write this rank's files. Returns their checksums."""
+        import torch.distributed.checkpoint as dcp
+
+        rest, tensors = split(checkpoint.unflatten(job.flat, self._views))
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=self._ctx.control)
+        names = [path.name for path in folder.glob(f"__{self._ctx.rank}_*")]
+        if self._ctx.is_main:
+            checkpoint.write(folder / REST, rest)
+            names += [".metadata", REST]
+        return {name: digest_of_file(folder / name) for name in names}
+
+    def _publish(self, job: Job, folder: Path, digests: dict[str, str]) -> None:
+        """On rank 0: give the folder its name."""
+        if not self._ctx.is_main:
+            return
+        if (number := read_lock_number(job.lock_file)) != job.lock_number:
+            raise UserError(f"{job.path.parent}: another job has taken over this run (owner {number}); end this one")
+        replace_json(folder / MANIFEST, {"step": job.flat["progress"]["step"], "files": digests})
+        checkpoint.replace_folder(folder, job.path)
+        checkpoint.prune(job.path.parent, *job.keep)
+
+
+def _reason(error: BaseException) -> str:
+    """A line for an error, also for one that another rank raised in torch.distributed.checkpoint."""
+    for failed, _ in getattr(error, "failures", {}).values():
+        return _reason(failed)
+    return getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)

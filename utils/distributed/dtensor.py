@@ -1,0 +1,57 @@
+"""Sharded tensors: a DTensor is one tensor over the ranks, of which this rank holds a plain tensor, the local shard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def is_sharded(value: Any) -> bool:
+    return hasattr(value, "device_mesh")  # a DTensor; its class takes a second to import
+
+
+def local(value: Any) -> Any:
+    """The local shard, in the same memory; the value itself if it is not a sharded tensor."""
+    with torch.no_grad():
+        return value.to_local() if is_sharded(value) else value
+
+
+def wrap(shard: Tensor, like: Tensor) -> Tensor:
+    """A DTensor with this local shard, sharded as `like`; the shard itself if `like` is not sharded."""
+    # not from_local, which would move it to the mesh's device
+    return type(like)(shard, like._spec, requires_grad=False) if is_sharded(like) else shard
+
+
+def shard_of(value: Any, like: Tensor | None) -> Any:
+    """The part of a full tensor that this rank holds, sharded as `like`. Anything else is returned unchanged."""
+    if like is None or not is_sharded(like) or not isinstance(value, Tensor) or value.shape != like.shape:
+        return value
+    if is_sharded(value):
+        return value
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    return wrap(value[offset[0] : offset[0] + shape[0]], like)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device that computes; shards may be in host memory."""
+    parameter = next(model.parameters())
+    if is_sharded(parameter) and parameter.device_mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return parameter.device
+
+
+def group_of(parameters: list[Tensor]) -> dist.ProcessGroup | None:
+    """The ranks that hold the shards of a parameter; None if nothing is sharded."""
+    return next((p.device_mesh.get_group("shards") for p in parameters if is_sharded(p)), None)
+
+
+def norm_over(group: dist.ProcessGroup, norm: Tensor) -> Tensor:
+    """The norm over all shards, with the same bits on all ranks."""
+    norms = norm.new_empty(group.size())
+    dist.all_gather_into_tensor(norms, norm.reshape(1), group=group)
+    return torch.linalg.vector_norm(norms)

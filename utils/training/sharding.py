@@ -1,0 +1,172 @@
+"""Sharding by torch's FSDP2: a rank keeps a part of each parameter, of its gradient and of its optimizer state.
+
+Each block of the model is a group: its parameters are gathered for its passes, and its gradients are reduce-scattered
+after every micro-batch. All other parameters are one more group. A sharded parameter is a DTensor. The optimizer and
+the average work on the plain tensors inside, the local shards.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from config import TrainingConfig, UserError
+from utils.data.sampler import MicroBatch
+from utils.distributed.collectives import on_all_ranks
+from utils.distributed.context import DistributedContext
+from utils.distributed.dtensor import is_sharded
+
+# each element is updated by itself, so that a shard can be
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
+
+
+class Sharded(nn.Module):
+    """Stands for DDP if the parameters are sharded."""
+
+    def __init__(self, module: nn.Module, config: TrainingConfig) -> None:
+        super().__init__()
+        self.module, self._is_hybrid = module, config.sharding == "hybrid"
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        return self.module(*inputs, **options)
+
+    def accumulating(self, micro_batch: MicroBatch) -> AbstractContextManager:
+        """For the passes of a micro-batch: between replicas gradients are exchanged in the last one of a step."""
+        if self._is_hybrid:
+            self.module.set_requires_all_reduce(micro_batch.is_last)
+        return nullcontext()
+
+
+def build_sharded(
+    build: Callable[[torch.device], nn.Module],
+    blocks: Callable[[nn.Module], list[nn.Module]],
+    config: TrainingConfig,
+    ctx: DistributedContext,
+) -> nn.Module:
+    """Build the model on the CPU of rank 0, with the weights it has without sharding, and shard it block by block.
+
+    The other ranks build it without memory, on the meta device. No device holds more than its shards and one group.
+
+    Raises:
+        UserError: on all ranks, if the model cannot be built or sharded.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+
+    model = on_all_ranks(lambda: _build(build, ctx), ctx)
+    kind, mesh = type(model).__name__, _create_mesh(config, ctx)
+    uses, parts = _uses(model), [block for block in dict.fromkeys(blocks(model)) if block is not model]
+    whole = [block for block in parts if _uses(block).items() <= uses.items()]  # shares no weight with other parts
+    offload = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda") if config.cpu_offload else OffloadPolicy()
+    marks = {name: vars(parameter) for name, parameter in model.named_parameters()}  # by which a fork forms groups
+    for group in [*whole, model]:
+        _broadcast(group, ctx.device)
+        keeps = False if config.sharding == "zero2" else None  # None: only the outermost group
+        fully_shard(group, mesh=mesh, reshard_after_forward=keeps, offload_policy=offload)
+    for name, parameter in model.named_parameters():
+        vars(parameter).update(marks[name])
+    groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for group in groups:  # gradients are summed
+        group.set_gradient_divide_factor(1.0)
+        group.set_force_sum_reduction_for_comms(True)
+
+    def reshard(*_: Any) -> None:
+        if not torch.is_grad_enabled():  # else the backward pass does; weights may change after an evaluation
+            for group in groups:
+                group.reshard()
+
+    model.register_forward_hook(reshard)
+    type(model).__name__ = kind  # not that of FSDP's subclass
+    return model
+
+
+def _build(build: Callable[[torch.device], nn.Module], ctx: DistributedContext) -> nn.Module:
+    if ctx.is_main:
+        model = build(torch.device("cpu"))
+    else:
+        try:
+            with torch.device("meta"):
+                model = build(torch.device("meta"))
+        except UserError:
+            raise
+        except Exception:  # it reads values while it is built
+            model = build(torch.device("cpu"))
+    for name, parameter in model.named_parameters():
+        if not parameter.ndim:
+            raise UserError(f"sharding: {name} is a scalar, which FSDP cannot shard; give it the shape (1,)")
+    for module_name, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                whose = f"{module_name}.{name}".lstrip(".")
+                raise UserError(
+                    f"sharding: {whose} is a tensor that other ranks cannot get; use register_buffer for it"
+                )
+    return model
+
+
+def _uses(module: nn.Module) -> Counter[Tensor]:
+    """How often the module uses each of its parameters."""
+    return Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
+
+
+def _create_mesh(config: TrainingConfig, ctx: DistributedContext) -> Any:
+    """All ranks; for hybrid, a row of ranks for each node. Raises UserError if the nodes differ."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    size = ctx.local_world_size if config.sharding == "hybrid" else ctx.world_size
+    rows = [ctx.hosts[first : first + size] for first in range(0, ctx.world_size, size)]
+    if config.sharding == "hybrid" and any(len(row) < size or len(set(row)) > 1 for row in rows):
+        raise UserError(
+            "sharding=hybrid: needs the same number of ranks on every node; use zero3, or change the launch"
+        )
+    shape, names = (
+        ((len(rows), size), ("replicas", "shards")) if config.sharding == "hybrid" else ((size,), ("shards",))
+    )
+    return init_device_mesh(ctx.device.type, shape, mesh_dim_names=names)
+
+
+def _broadcast(group: nn.Module, device: torch.device) -> None:
+    """Move what is not sharded yet to the device, contiguous, and give it rank 0's values."""
+    new: dict[Tensor, Tensor] = {}  # a tied weight once
+    for module in group.modules():
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is None or is_sharded(tensor):
+                continue
+            if tensor not in new:
+                value = tensor.detach()
+                value = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
+                value = value.contiguous()
+                dist.broadcast(value, 0)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                new[tensor] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+            setattr(module, name, new[tensor])
+
+
+def unscale_alike(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
+    """`unscale_`, with an overflow in any shard found on all ranks."""
+    scaler.unscale_(optimizer)
+    if scaler.is_enabled():
+        for found in scaler._found_inf_per_device(optimizer).values():
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+
+
+def after_failure(model: nn.Module) -> None:
+    """Let a sharded model work again after its forward pass has raised an error."""
+    if hasattr(model, "reset_iter_state"):  # torch 2.15
+        model.reset_iter_state()
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Raises UserError for an optimizer that may need whole tensors, such as their norms."""
+    kind = type(optimizer)
+    known = kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE
+    if not known and not getattr(optimizer, "is_elementwise", False):
+        raise UserError(
+            f"create_optimizer: {kind.__name__} gets shards of the parameters; if it updates each element by itself,"
+            " set is_elementwise = True in its class, else use --sharding none"
+        )
