@@ -27,7 +27,6 @@ CHAIN = zip((4, 1, 8, 2, 4), map(signal.Signals, (9, 15, 9, 9, 15)), strict=True
         ("images", ["--no-use_amp"]),
         ("images", BF16),
         pytest.param("images", ["--amp_dtype", "fp16"], marks=pytest.mark.slow),
-        pytest.param("images", ["--no-use_amp", "--activation_checkpointing"], marks=pytest.mark.slow),
         pytest.param("lines", ["--no-use_amp", "--optimizer", "adamw"], marks=pytest.mark.slow),
     ],
 )
