@@ -12,6 +12,7 @@ import pytest
 
 from config import TrainingConfig, UserError
 from scripts.lib.launching import __main__ as program
+from scripts.lib.launching import hosts
 from scripts.lib.launching import plan as planning
 from scripts.lib.launching.supervise import exit_code
 
@@ -108,6 +109,19 @@ def test_hosts_starts_one_launch_per_host(capsys):
         assert (options.nnodes, options.node_rank, options.master_addr) == ("2", str(rank), "a")
         assert (options.hosts, options.detach, flags) == ("", False, ["--lr", "1"])
     assert rank == 1
+
+
+@pytest.mark.parametrize(("says", "code", "calls"), [("echo", 0, 2), ("", 255, 1)])
+def test_a_host_is_connected_again_only_if_it_was_connected_before(tmp_path, monkeypatch, says, code, calls):
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f"#!/bin/sh\n{says}\necho >> {tmp_path}/calls\n[ `wc -l < {tmp_path}/calls` = 2 ] || exit 255\n")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(hosts, "SIGNALS", ())
+    monkeypatch.setattr(hosts, "RECONNECT_S", 0.1)
+    options, words = planning.read_flags(["--hosts", "a"], {})
+    assert hosts.Hosts(options, words, {}).run(reconnects=True) == (code and 1)
+    assert (tmp_path / "calls").read_text() == "\n" * calls
 
 
 SECOND_OF_TWO = {"NNODES": "2", "NODE_RANK": "1"}
