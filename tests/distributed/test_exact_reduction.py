@@ -11,7 +11,7 @@ import torch.distributed as dist
 import train
 from config import UserError
 from ranks import run_ranks
-from tasks import EagerConsensus, train_task
+from tasks import TASKS, EagerConsensus, SmallNet, train_task
 from utils.report.reporter import Reporter
 
 # 10 micro-batches per step, of which the last step of an epoch has 6, the last of them short; ranks hold 1 to 10
@@ -112,8 +112,9 @@ def sent_bytes(flags):
 
     steps = []
     counted = {"all_to_all_single": all_to_all, "all_gather_into_tensor": all_gather, "all_reduce": all_reduce}
-    with mock.patch.multiple(dist, **counted), mock.patch.object(Reporter, "step_done", done):
-        train_task("", flags)
+    large = mock.patch.dict(TASKS["images"], create_model=lambda config, device: SmallNet(True, 5000).to(device))
+    with mock.patch.multiple(dist, **counted), mock.patch.object(Reporter, "step_done", done), large:
+        train_task("images", flags)
     return steps[-1]
 
 
