@@ -12,8 +12,9 @@ import pytest
 
 from config import TrainingConfig, UserError
 from scripts.lib.launching import __main__ as program
-from scripts.lib.launching import hosts
+from scripts.lib.launching import hosts, supervise
 from scripts.lib.launching import plan as planning
+from scripts.lib.launching.rendezvous import Nodes
 from scripts.lib.launching.supervise import exit_code
 
 
@@ -124,6 +125,18 @@ def test_a_host_is_connected_again_only_if_it_was_connected_before(tmp_path, mon
     assert (tmp_path / "calls").read_text() == "\n" * calls
 
 
+@pytest.mark.parametrize(("is_host", "given"), [(True, ["own", "own"]), (False, ["own", "of node 0"])])
+def test_all_attempts_have_the_id_that_follows_from_node_0s(tmp_path, monkeypatch, is_host, given):
+    """Otherwise the second attempt takes the run in the folder for another launch's."""
+    found = []
+    monkeypatch.setattr(supervise, "find_nodes", lambda *args: found.append(args[2]) or "of node 0")
+    nodes = Nodes(1, 2, -1, "a", 29500, "c10d", is_host)
+    plan = planning.Plan(["true"], {}, nodes, tmp_path, retries=0, patience=0, is_training=False)
+    env = {"LAUNCH_ID": "own", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error"), "PATH": os.environ["PATH"]}
+    launch = supervise.Launch(plan, env)
+    assert [launch._attempt(is_first) for is_first in (True, False)] == [0, 0] and found == given
+
+
 SECOND_OF_TWO = {"NNODES": "2", "NODE_RANK": "1"}
 
 
@@ -173,6 +186,7 @@ OLD, SAVED, FAILED = (
     [
         (0, '{"state": "completed"}', "", 0, ""),
         (1, OLD, "UserError: lr=x: is not a number", 2, ""),
+        (1, OLD, "StartError: rank 1 of 2: did not start within 5 s", 1, ""),
         (1, SAVED, "", 75, ""),
         (0, SAVED, "", 75, ""),
         (1, OLD, "", 1, ""),  # the file of the previous attempt
