@@ -94,7 +94,7 @@ MUTATIONS = [
     Mutation('setup_distributed', 'die_with_parent()', 'pass', 'launcher-killed'),
     Mutation('resume_run', 'if len(run.start.failures) >= MAX_FAILURES:', 'if False:', 'same-step'),
     Mutation('setup_distributed', 'check_alike(config, ctx)', 'pass', 'alike'),
-    Mutation('reject', 'end_now(2)', 'end_now(1)', 'exit-codes'),
+    Mutation('reject', 'end_now(error.exit_code)', 'end_now(1)', 'exit-codes'),
     Mutation('main', 'return PREEMPTED if outcome.get("state") == "preempted" and not read_launch().is_under_torchrun else 0', 'return 0', 'exit-codes'),
     Mutation('train_one_epoch', 'reporter.step_done(global_batch.samples, progress.step)', 'reporter.step_done(global_batch.samples, progress.step + 0 * int(loss_sum.item()))', 'no-reads'),
     Mutation('wrap_ddp', '"gradient_as_bucket_view": True,', '"gradient_as_bucket_view": False,', 'buckets'),
