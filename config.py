@@ -34,9 +34,17 @@ class UserError(ValueError):
     If all ranks raise it, `rank` and `host` name the rank that has the problem. is_final: a restart will not help.
     """
 
+    exit_code = 2
+
     def __init__(self, sentence: str, rank: int | None = None, host: str | None = None, is_final: bool = False) -> None:
         super().__init__(sentence)
         self.rank, self.host, self.is_final = rank, host, is_final
+
+
+class StartError(UserError):
+    """The ranks did not start in time or cannot connect. The exit code is 1: another attempt may succeed."""
+
+    exit_code = 1
 
 
 class TrainingError(RuntimeError):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from config import TrainingConfig, TrainingError, UserError
+from config import StartError, TrainingConfig, TrainingError, UserError
 from utils.distributed.collectives import within
 from utils.distributed.context import (
     DistributedContext,
@@ -58,6 +58,7 @@ def setup_distributed(config: TrainingConfig, must_be_alike: bool = True) -> Dis
 
     Raises:
         UserError: on every rank, if one of them cannot take part.
+        StartError: if ranks do not start in time or cannot connect.
     """
     launch = read_launch()
     if launch.is_under_torchrun:
@@ -148,7 +149,7 @@ def _rendezvous(launch: Launch, url: str, timeout: timedelta) -> dist.Store:
             remedy = "check that rank 0 is running and its address is correct"
         if "EADDRINUSE" in reason:
             remedy = "another program uses the port (ss -ltnp shows it); end it, or give all ranks another MASTER_PORT"
-        raise UserError(f"rank {launch.rank}: rendezvous at {where} failed ({reason}); {remedy}") from None
+        raise StartError(f"rank {launch.rank}: rendezvous at {where} failed ({reason}); {remedy}") from None
     store.set_timeout(timeout)
     return store
 
@@ -175,7 +176,7 @@ def _introduce(store: dist.Store, launch: Launch, card: dict[str, Any], config: 
         remedy = "check its output, then start all ranks again (a larger --timeout waits longer)"
         speaker = missing[0] if missing and missing[0] > 0 else None  # rank 0 reports for all if it is there
         text = f"{names}: did not start within {config.timeout:g} s; {remedy}"
-        raise UserError(text, speaker, "" if speaker else None)
+        raise StartError(text, speaker, "" if speaker else None)
     cards = [each for each, ranks in groups for _ in range(ranks)]
     for rank, each in enumerate(cards):
         if each["problem"]:

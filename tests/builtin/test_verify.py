@@ -83,6 +83,15 @@ def test_exact_sums_are_checked_on_one_and_on_all_ranks(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("flags", ["zero2", "zero3 --ema_decay 0.9 --optimizer adamw", "hybrid", "zero3 --cpu_offload"])
+def test_a_sharded_run_is_checked_like_any_other(tmp_path, flags):
+    words = [*FLAGS, "--sharding", *flags.split()]
+    ended = forks.run(copy_repository(tmp_path), 4, "scripts/verify.py", *words)
+    assert ended.code == 0 and outcomes(ended.out) == dict.fromkeys(INVARIANTS, "ok"), ended.text
+    assert re.search(r"weights +\d+ tensors identical on 4 ranks, \d+ shards, after", ended.out), ended.text
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [

@@ -34,17 +34,17 @@ def kill_at(name, place, rank):
     setattr(shards.ShardWriter, name, method)
 """
 NO_ROOM = """
-import shutil
+import types
 from utils.checkpoint import shards
-plain_room = shards.ShardWriter._check_room
-def check_room(self, job):
-    plain = shutil.disk_usage
-    shutil.disk_usage = lambda path: plain(path)._replace(free=10**9 * (RANK != 1 or job.path.name != 'step_00000020'))
+plain_room, plain_statvfs = shards.check_room, os.statvfs
+def check_room(job):
+    if RANK == 1 and job.path.name == 'step_00000020':
+        os.statvfs = lambda path: types.SimpleNamespace(f_bavail=0, f_frsize=4096, f_files=0)
     try:
-        plain_room(self, job)
+        plain_room(job)
     finally:
-        shutil.disk_usage = plain
-shards.ShardWriter._check_room = check_room
+        os.statvfs = plain_statvfs
+shards.check_room = check_room
 """
 
 
@@ -91,8 +91,8 @@ def with_malicious_metadata(last: Path) -> None:
 
 
 DAMAGES = (
-    (without_a_shard, r"step_00000030: lacks __1_0\.distcp"),
     (with_a_short_shard, r"step_00000030: is damaged: __0_0\.distcp does not match manifest\.json"),
+    (without_a_shard, r"step_00000030: lacks __1_0\.distcp"),
     (with_a_shard_of_another_step, r"step_00000030: is damaged: __1_0\.distcp does not match manifest\.json"),
     (without_a_manifest, r"step_00000030: cannot be read \(No such file or directory\)"),
     (under_another_name, r"step_00000040: is the checkpoint of step 20 under another name"),

@@ -9,6 +9,7 @@ import ddp_utils
 import verify
 from config import TrainingConfig
 from ranks import run_ranks
+from tasks import using
 from utils.distributed.device import choose_kernels
 from utils.training.precision import Precision
 
@@ -34,7 +35,8 @@ def test_tf32_is_used_on_cuda_and_cudnn_benchmark_unless_deterministic(kernels, 
 
 def kernels_of_verify(flags):
     """Those of a run that verify.py starts."""
-    verify.prepare(TrainingConfig.from_args(flags))
+    with using("images"):
+        verify.prepare(TrainingConfig.from_args(flags))
     ddp_utils.choose_kernels(torch.device("cuda", 0), True)  # as setup_distributed calls it
     return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
 

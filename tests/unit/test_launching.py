@@ -12,7 +12,9 @@ import pytest
 
 from config import TrainingConfig, UserError
 from scripts.lib.launching import __main__ as program
+from scripts.lib.launching import hosts, supervise
 from scripts.lib.launching import plan as planning
+from scripts.lib.launching.rendezvous import Nodes
 from scripts.lib.launching.supervise import exit_code
 
 
@@ -110,6 +112,31 @@ def test_hosts_starts_one_launch_per_host(capsys):
     assert rank == 1
 
 
+@pytest.mark.parametrize(("says", "code", "calls"), [("echo", 0, 2), ("", 255, 1)])
+def test_a_host_is_connected_again_only_if_it_was_connected_before(tmp_path, monkeypatch, says, code, calls):
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f"#!/bin/sh\n{says}\necho >> {tmp_path}/calls\n[ `wc -l < {tmp_path}/calls` = 2 ] || exit 255\n")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(hosts, "SIGNALS", ())
+    monkeypatch.setattr(hosts, "RECONNECT_S", 0.1)
+    options, words = planning.read_flags(["--hosts", "a"], {})
+    assert hosts.Hosts(options, words, {}).run(reconnects=True) == (code and 1)
+    assert (tmp_path / "calls").read_text() == "\n" * calls
+
+
+@pytest.mark.parametrize(("is_host", "given"), [(True, ["own", "own"]), (False, ["own", "of node 0"])])
+def test_all_attempts_have_the_id_that_follows_from_node_0s(tmp_path, monkeypatch, is_host, given):
+    """Otherwise the second attempt takes the run in the folder for another launch's."""
+    found = []
+    monkeypatch.setattr(supervise, "find_nodes", lambda *args: found.append(args[2]) or "of node 0")
+    nodes = Nodes(1, 2, -1, "a", 29500, "c10d", is_host)
+    plan = planning.Plan(["true"], {}, nodes, tmp_path, retries=0, patience=0, is_training=False)
+    env = {"LAUNCH_ID": "own", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error"), "PATH": os.environ["PATH"]}
+    launch = supervise.Launch(plan, env)
+    assert [launch._attempt(is_first) for is_first in (True, False)] == [0, 0] and found == given
+
+
 SECOND_OF_TWO = {"NNODES": "2", "NODE_RANK": "1"}
 
 
@@ -159,6 +186,7 @@ OLD, SAVED, FAILED = (
     [
         (0, '{"state": "completed"}', "", 0, ""),
         (1, OLD, "UserError: lr=x: is not a number", 2, ""),
+        (1, OLD, "StartError: rank 1 of 2: did not start within 5 s", 1, ""),
         (1, SAVED, "", 75, ""),
         (0, SAVED, "", 75, ""),
         (1, OLD, "", 1, ""),  # the file of the previous attempt

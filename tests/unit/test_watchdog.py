@@ -77,6 +77,12 @@ def quick(monkeypatch):
             monkeypatch.setattr(utils.run.watchdog, name, getattr(utils.run.watchdog, name) / 5)
 
 
+def test_a_run_shorter_than_a_second_is_recorded_too(clock, tmp_path):
+    calls = []
+    watch(clock, tmp_path, every_second=lambda: calls.append(clock.step)).close()
+    assert len(calls) == 1
+
+
 def test_the_limit_is_learned_from_the_steps_and_is_at_least_five_seconds(clock, tmp_path):
     watchdog, limits = watch(clock, tmp_path), []
     for durations in ([], [0.1] * 200, [3.0] * 4, [60.0]):  # one slow step in hundreds does not raise the limit

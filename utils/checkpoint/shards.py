@@ -9,6 +9,7 @@ Rank 0 writes the manifest and gives the folder its name when the files of all r
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from config import UserError
 from utils.checkpoint import format as checkpoint
-from utils.checkpoint.writer import Job, Outcome, read_lock_number
+from utils.checkpoint.writer import Job, Outcome, check_owner, check_room, outcome_of, problem_of
 from utils.distributed.collectives import all_gather_json
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import is_sharded, local, wrap
@@ -93,7 +94,9 @@ def read(folder: Path, trailer: checkpoint.Trailer, layouts: dict[str, Tensor]) 
     except BaseException as error:  # torch's own CheckpointException is no Exception
         if isinstance(error, KeyboardInterrupt | UserError | MemoryError):
             raise
-        raise UserError(f"{folder}: its tensors cannot be read ({_reason(error)}); give another checkpoint") from None
+        raise UserError(
+            f"{folder}: its tensors cannot be read ({type(_cause(error)[1]).__name__}); give another checkpoint"
+        ) from None
     return payload
 
 
@@ -158,7 +161,7 @@ class ShardWriter:
         self._views: list[Tensor] = []
         self._key: Any = None
         self._job: Job | None = None
-        self._jobs, self._verdicts, self._outcomes = queue.Queue(), queue.Queue(), queue.Queue()
+        self._jobs, self._outcomes = queue.Queue(), queue.Queue()
         self._thread = threading.Thread(target=self._serve, name="shards", daemon=True)
         self._thread.start()
 
@@ -173,19 +176,21 @@ class ShardWriter:
         return self._views
 
     def send(self, path: Path, flat: Any, keep: tuple[int, int], lock_file: Path, lock_number: int) -> None:
-        """Let the thread write this rank's part. The folder gets its name after `commit`."""
+        """Give the thread a job; it writes this rank's part after `commit`."""
         number = self._job.number + 1 if self._job else 0
-        self._job = Job(number, path, flat, [], keep, lock_file, lock_number)
-        self._jobs.put(self._job)
+        layout = [(view.dtype, tuple(view.shape)) for view in self._views]
+        self._job = Job(number, path, flat, layout, keep, lock_file, lock_number)
 
     def again(self) -> None:
-        """Send the same job once more; the memory still holds it."""
+        """Give it the same job once more; the memory still holds it."""
         self._job = dataclasses.replace(self._job, number=self._job.number + 1)
-        self._jobs.put(self._job)
 
     def commit(self, is_right: bool = True) -> None:
-        """Let the folder of the last job appear, or drop it."""
-        self._verdicts.put((self._job.number, is_right))
+        """Let it write the last job, or drop that."""
+        if is_right:
+            self._jobs.put(self._job)
+        else:
+            self._outcomes.put(outcome_of(self._job, 0.0, "dropped", is_final=True))
 
     def wait(self, seconds: float) -> Outcome | None:
         """The outcome of the job, after at most this many seconds."""
@@ -206,57 +211,48 @@ class ShardWriter:
             begin, problem, is_final = time.monotonic(), "", False
             folder = job.path.with_name(f"{job.path.name}.{job.lock_number}-{job.number}{TEMPORARY}")
             try:
-                self._agree(lambda job=job: self._check_room(job))
-                digests = self._agree(lambda job=job, folder=folder: self._write(job, folder))
-                if not self._hear(job.number):
-                    raise UserError("dropped")
-                sums = {name: digest for each in digests for name, digest in each.items()}
-                self._agree(lambda job=job, folder=folder, sums=sums: self._publish(job, folder, sums))
-            except BaseException as error:
-                problem, is_final = _reason(error), isinstance(error, UserError)
-                if str(job.path.parent) not in problem:
-                    problem = f"{job.path}: cannot be written ({problem})"
+                self._save(job, folder)
+            except Exception as error:
+                is_final = isinstance(error, UserError)
+                problem = str(error) if is_final or isinstance(error, OSError) else problem_of(job, error)
                 if self._ctx.is_main:
                     shutil.rmtree(folder, ignore_errors=True)
-            progress = job.flat["progress"]
-            seconds = time.monotonic() - begin
-            self._outcomes.put(Outcome(job.path, progress["step"], progress["epoch"], seconds, problem, is_final))
+            self._outcomes.put(outcome_of(job, time.monotonic() - begin, problem, is_final))
 
-    def _hear(self, number: int) -> bool:
-        """Whether to let this job's folder appear; answers for earlier, failed jobs are skipped."""
-        while True:
-            answer = self._verdicts.get()
-            if answer[0] == number:
-                return answer[1]
+    def _save(self, job: Job, folder: Path) -> None:
+        parts: list[Any] = []
+        self._agree(job, lambda: parts.extend(self._prepare(job, folder)))
+        digests = self._agree(job, lambda: self._write(job, folder, *parts))
+        sums = {name: digest for each in digests for name, digest in each.items()}
+        self._agree(job, lambda: self._publish(job, folder, sums) if self._ctx.is_main else None)
 
-    def _agree(self, action: Callable[[], Any]) -> list[Any]:
+    def _agree(self, job: Job, action: Callable[[], Any]) -> list[Any]:
         """The results of all ranks. If the action fails on one of them, all raise its error."""
         result, problem, is_final = None, "", False
         try:
             result = action()
-        except BaseException as error:
-            problem, is_final = _reason(error), isinstance(error, UserError)
+        except BaseException as error:  # torch's own CheckpointException is no Exception
+            rank, cause = _cause(error, self._ctx.rank)
+            is_final = isinstance(cause, UserError)
+            problem = str(cause) if is_final else f"{problem_of(job, cause)} (rank {rank} on {self._ctx.hosts[rank]})"
         found = all_gather_json([result, problem, is_final], self._ctx)
-        for rank, (_, text, is_final) in enumerate(found):
+        for _, text, is_final in found:
             if text:
-                raise UserError(text) if is_final else OSError(f"{text} (rank {rank} on {self._ctx.hosts[rank]})")
+                raise UserError(text) if is_final else OSError(text)
         return [result for result, *_ in found]
 
-    def _check_room(self, job: Job) -> None:
-        need = sum(view.numel() * view.element_size() for view in self._views)
-        free = shutil.disk_usage(job.path.parent).free
-        if free < need:
-            raise OSError(
-                f"{job.path}: cannot be written (No space left on device); it needs {need / 1e6:,.1f} MB for this rank,"
-                f" {free / 1e6:,.1f} MB are free; make room or repair the storage"
-            )
+    def _prepare(self, job: Job, folder: Path) -> tuple[Any, ...]:
+        """What may fail before the ranks begin to write together, where a missing one would hold up the others."""
+        import torch.distributed.checkpoint as dcp
 
-    def _write(self, job: Job, folder: Path) -> dict[str, str]:
+        check_room(job)
+        return *split(checkpoint.unflatten(job.flat, self._views)), dcp.FileSystemWriter(folder)
+
+    def _write(self, job: Job, folder: Path, rest: dict[str, Any], tensors: dict[str, Tensor], storage: Any) -> dict:
         """Write this rank's files. Returns their checksums."""
         import torch.distributed.checkpoint as dcp
 
-        rest, tensors = split(checkpoint.unflatten(job.flat, self._views))
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=self._ctx.control)
+        dcp.save(tensors, storage_writer=storage, process_group=self._ctx.control)
         names = [path.name for path in folder.glob(f"__{self._ctx.rank}_*")]
         if self._ctx.is_main:
             checkpoint.write(folder / REST, rest)
@@ -265,17 +261,15 @@ class ShardWriter:
 
     def _publish(self, job: Job, folder: Path, digests: dict[str, str]) -> None:
         """On rank 0: give the folder its name."""
-        if not self._ctx.is_main:
-            return
-        if (number := read_lock_number(job.lock_file)) != job.lock_number:
-            raise UserError(f"{job.path.parent}: another job has taken over this run (owner {number}); end this one")
+        check_owner(job)
         replace_json(folder / MANIFEST, {"step": job.flat["progress"]["step"], "files": digests})
         checkpoint.replace_folder(folder, job.path)
-        checkpoint.prune(job.path.parent, *job.keep)
+        with contextlib.suppress(OSError):
+            checkpoint.prune(job.path.parent, *job.keep)
 
 
-def _reason(error: BaseException) -> str:
-    """A line for an error, also for one that another rank raised in torch.distributed.checkpoint."""
-    for failed, _ in getattr(error, "failures", {}).values():
-        return _reason(failed)
-    return getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
+def _cause(error: BaseException, rank: int = 0) -> tuple[int, BaseException]:
+    """The error of a rank in the exception that torch.distributed.checkpoint raises on all ranks, and that rank."""
+    for failed, (cause, _) in getattr(error, "failures", {}).items():
+        return failed, cause
+    return rank, error

@@ -178,7 +178,7 @@ class Writer:
                 for partial in self._job.path.parent.glob(f"{self._job.path.name}.*{TEMPORARY}"):
                     partial.unlink()
             self._start()
-            killed = _outcome(self._job, 0.0, f"{self._job.path}: the writer process was killed")
+            killed = outcome_of(self._job, 0.0, f"{self._job.path}: the writer process was killed")
             return dataclasses.replace(killed, was_killed=True)
 
     def close(self) -> None:
@@ -273,45 +273,62 @@ def _write(job: Job, memory: mmap.mmap, is_right: Callable[[], bool]) -> Outcome
     def may_appear() -> None:
         if not is_right():
             raise _Dropped
-        if HAS_PROCESS and (number := read_lock_number(job.lock_file)) != job.lock_number:
-            raise UserError(f"{job.path.parent}: another job has taken over this run (owner {number}); end this one")
+        if HAS_PROCESS:
+            check_owner(job)
 
     try:
+        check_room(job)
         payload = checkpoint.unflatten(job.flat, [_view(memory, place) for place in job.layout])
-        need = sum(torch.Size(size).numel() * dtype.itemsize for dtype, size, *_ in job.layout)
-        folder = job.path.parent
-        if folder.parent == job.lock_file.parent and job.lock_file.exists():  # else it may be on an unmounted disk
-            folder.mkdir(exist_ok=True)
-        room = os.statvfs(folder)
-        if room.f_bavail * room.f_frsize < need:
-            raise OSError(28, "No space left on device")
         checkpoint.write(job.path, payload, may_appear)
         with contextlib.suppress(OSError):
-            checkpoint.prune(folder, *job.keep)
+            checkpoint.prune(job.path.parent, *job.keep)
     except _Dropped:
         problem, is_final = "dropped", True
     except UserError as error:
         problem, is_final = str(error), True
     except (OSError, RuntimeError) as error:
-        problem = f"{job.path}: cannot be written ({getattr(error, 'strerror', None) or error}); {_space(job)}"
-    return _outcome(job, time.monotonic() - begin, problem, is_final)
+        problem = problem_of(job, error)
+    return outcome_of(job, time.monotonic() - begin, problem, is_final)
 
 
-def _outcome(job: Job, seconds: float, problem: str = "", is_final: bool = False) -> Outcome:
+def outcome_of(job: Job, seconds: float, problem: str = "", is_final: bool = False) -> Outcome:
     progress = job.flat["progress"]
     return Outcome(job.path, progress["step"], progress["epoch"], seconds, problem, is_final)
 
 
-def _space(job: Job) -> str:
-    need = sum(torch.Size(size).numel() * dtype.itemsize for dtype, size, *_ in job.layout)
+def check_room(job: Job) -> None:
+    """Raises OSError if the checkpoint does not fit on the disk. Creates a missing folder of checkpoints."""
+    folder = job.path.parent
+    if folder.parent == job.lock_file.parent and job.lock_file.exists():  # else it may be on an unmounted disk
+        folder.mkdir(exist_ok=True)
+    room = os.statvfs(folder)
+    if room.f_bavail * room.f_frsize < _size(job):
+        raise OSError(28, "No space left on device")
+
+
+def check_owner(job: Job) -> None:
+    """Raises UserError if another job owns the run folder now, OSError if that cannot be read."""
+    if (number := read_lock_number(job.lock_file)) != job.lock_number:
+        raise UserError(f"{job.path.parent}: another job has taken over this run (owner {number}); end this one")
+
+
+def _size(job: Job) -> int:
+    return sum(torch.Size(size).numel() * dtype.itemsize for dtype, size, *_ in job.layout)
+
+
+def problem_of(job: Job, error: BaseException) -> str:
+    """The message for a checkpoint that cannot be written, with the free space."""
+    reason = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
     try:
         room = os.statvfs(job.path.parent)
-        if room.f_files and not room.f_favail:
-            return "no inodes are free, so the file system can hold no more files; delete some"
         free = f"{room.f_bavail * room.f_frsize / 1e6:,.1f} MB are free"
-    except OSError as error:
-        free = f"its folder cannot be accessed ({error.strerror})"
-    return f"it needs {need / 1e6:,.1f} MB, {free}; make room or repair the storage"
+        is_out_of_inodes = room.f_files and not room.f_favail
+    except OSError as missing:
+        free, is_out_of_inodes = f"its folder cannot be accessed ({missing.strerror})", False
+    space = f"it needs {_size(job) / 1e6:,.1f} MB, {free}; make room or repair the storage"
+    if is_out_of_inodes:
+        space = "no inodes are free, so the file system can hold no more files; delete some"
+    return f"{job.path}: cannot be written ({reason}); {space}"
 
 
 def read_lock_number(file: Path) -> int:

@@ -50,8 +50,15 @@ def group_of(parameters: list[Tensor]) -> dist.ProcessGroup | None:
     return next((p.device_mesh.get_group("shards") for p in parameters if is_sharded(p)), None)
 
 
-def norm_over(group: dist.ProcessGroup, norm: Tensor) -> Tensor:
-    """The norm over all shards, with the same bits on all ranks."""
+def full(value: Tensor) -> Tensor:
+    """The whole tensor, gathered from all ranks; the value itself if it is not sharded."""
+    return value.full_tensor() if is_sharded(value) else value
+
+
+def norm_over(group: dist.ProcessGroup | None, norm: Tensor) -> Tensor:
+    """The norm over all shards in the group, if there is one, with the same bits on all ranks."""
+    if group is None:
+        return norm
     norms = norm.new_empty(group.size())
     dist.all_gather_into_tensor(norms, norm.reshape(1), group=group)
     return torch.linalg.vector_norm(norms)

@@ -29,7 +29,7 @@ def check_command_line() -> None:
             print(out.getvalue(), end="", flush=True)
             print(err.getvalue(), end="", file=sys.stderr, flush=True)
         if ended.code:
-            reject(err.getvalue().strip(), launch, is_final=True)
+            reject(UserError(err.getvalue().strip(), is_final=True), launch)
         raise
     except UserError as error:  # only some of the launcher's variables are set
         print(error, file=sys.stderr)
@@ -39,21 +39,19 @@ def check_command_line() -> None:
         print(f"starting on {ranks}; importing torch takes a few seconds", flush=True)
 
 
-def reject(sentence: str, launch: Launch, is_final: bool) -> NoReturn:
+def reject(error: UserError, launch: Launch) -> NoReturn:
     """End this process because of a user error that every rank has and rank 0 has printed.
 
     torchrun reports each rank that fails; only one rank per node fails, so that the error appears once.
-
-    is_final: torchrun must not start another attempt.
     """
     if launch.is_under_torchrun and launch.local_rank > 0:
         end_now(0)
-    report_to_torchrun(f"UserError: {sentence}", sentence, launch)
+    report_to_torchrun(f"{type(error).__name__}: {error}", str(error), launch)
     if launch.is_launched:  # the launcher ends all ranks when one fails: let rank 0 print first
         time.sleep(1 if launch.rank == 0 else 3)
-    if launch.may_restart and is_final:
+    if launch.may_restart and error.is_final:  # torchrun must not start another attempt
         os.kill(os.getppid(), signal.SIGTERM)
-    end_now(2)
+    end_now(error.exit_code)
 
 
 def report_to_torchrun(message: str, shown: str, launch: Launch) -> None:

@@ -94,7 +94,7 @@ def leave_after(error: BaseException) -> NoReturn:
     if is_user_error and error.rank is not None:  # raised on every rank
         if launch.rank == 0:
             logger.error("%s", error)
-        reject(str(error), launch, error.is_final)
+        reject(error, launch)
     elif is_user_error or isinstance(error, TrainingError):
         logger.error("%s", error)
         logger.debug("traceback", exc_info=error)
@@ -105,7 +105,7 @@ def leave_after(error: BaseException) -> NoReturn:
     else:
         logger.error("this rank failed", exc_info=error)
         logger.error("failed: rank %d on %s: %s: %s", launch.rank, socket.gethostname(), type(error).__name__, error)
-    end_now(2 if is_user_error else 1)
+    end_now(error.exit_code if is_user_error else 1)
 
 
 def start_watchdog(

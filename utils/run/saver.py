@@ -68,7 +68,7 @@ class Saver:
         self._replicas = [range(shard, ctx.world_size, shards) for shard in range(shards)]  # ranks with equal weights
         self._weights = [local(p) for p in state.model.parameters()]
         if writer:  # now: pinning gigabytes takes seconds. Missing are two tensors and a step per parameter, as Adam's
-            late = [p for p in state.tensors if p not in state.optimizer.state]
+            late = [p for p in state.owners if p.requires_grad and p not in state.optimizer.state]
             _, tensors = checkpoint.flatten(state.state_dict())
             writer.fit([*tensors, *late, *late, *(torch.empty(()) for _ in late)])
         self._stream = torch.cuda.Stream() if ctx.device.type == "cuda" else None

@@ -48,7 +48,7 @@ class Watchdog:
         folder: holds the files of all ranks; on storage that all nodes share.
         hosts: of each rank.
         hang_timeout: seconds without progress after which `end` is called; 0: never.
-        every_second: called by a second thread, which may wait for the storage.
+        every_second: called by a second thread, which may wait for the storage; once more at the end.
         report: called with the message and the stacks, once per hang, on the lowest live rank.
         end: called with the message, the stacks and the rank that hangs (None: another rank reports it); never returns.
         failure: returns the error that another rank has reported, or an empty string.
@@ -104,6 +104,7 @@ class Watchdog:
             self._clock.publish()
             self._published_at = time.monotonic()
             self._every_second()
+        self._every_second()  # the last values, also of a run that is shorter than a second
 
     def _watch(self) -> None:
         counter, moved_at, dumped, reported, asked_at = -1, time.monotonic(), -1, -1, math.inf

@@ -82,7 +82,7 @@ def prepare(optimizer: torch.optim.Optimizer) -> bool:
     fill_momenta(optimizer)
     for group in optimizer.param_groups:
         group["base_lr"] = group["lr"]
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    return skips_on_device(optimizer)
 
 
 def fill_momenta(optimizer: torch.optim.Optimizer) -> None:
@@ -91,6 +91,67 @@ def fill_momenta(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"] if isinstance(optimizer, torch.optim.SGD) and group["momentum"] else ():
             if optimizer.state[parameter].get("momentum_buffer") is None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, names: dict[Tensor, str], owners: dict[Tensor, nn.Parameter]
+) -> dict[str, Any]:
+    """Its state dict, with the names of its parameters in its order.
+
+    names, owners: of each of its tensors: the name, and the parameter, which is the tensor itself or sharded.
+    """
+    held, saved = _held(optimizer), optimizer.state_dict()
+    states = {}
+    for number, state in saved["state"].items():
+        p = held[number]
+        states[number] = {
+            key: wrap(value, owners[p]) if _is_tensor(value) and value.shape == p.shape else value
+            for key, value in state.items()
+        }
+    return saved | {"state": states, "names": [names[p] for p in held]}
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    saved: dict[str, Any],
+    names: dict[Tensor, str],
+    owners: dict[Tensor, nn.Parameter],
+) -> None:
+    """Give each parameter the state saved under its name, whole or sharded, whatever the order of the groups.
+
+    saved, names, owners: as for `optimizer_state`. Raises UserError if it is of other parameters.
+    """
+    held = _held(optimizer)
+    before = {name: saved["state"].get(number, {}) for number, name in enumerate(saved.get("names", []))}
+    is_other = before.keys() != {names[p] for p in held}
+    state = {}
+    for number, p in enumerate([] if is_other else held):
+        mine = {key: local(shard_of(value, owners[p])) for key, value in before[names[p]].items()}
+        if skips_on_device(optimizer):  # fused kernels do not check
+            is_other |= any(value.shape != p.shape for key, value in mine.items() if key != "step")
+        state |= {number: mine} if mine else {}
+    if is_other:
+        remedy = "use the model.py it was made with, or load its weights with --init_from"
+        raise UserError(f"the checkpoint's optimizer has different parameters; {remedy}")
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    for p in held:
+        state = optimizer.state.get(p, {})
+        for key, value in state.items():  # fused kernels iterate over memory: the layout must be the parameter's
+            if key != "step" and _is_tensor(value) and value.shape == p.shape:
+                state[key] = torch.empty_like(p).copy_(value)
+            elif _is_tensor(value):
+                state[key] = value.clone()  # not the file's memory
+    fill_momenta(optimizer)  # if the checkpoint was made without
+
+
+def _held(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The tensors that it updates, in the order in which it numbers them."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it skips a step itself where `found_inf` is 1."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def lr_factor(config: TrainingConfig, step: int, total_steps: int, warmup_steps: int, progress: Any) -> float:

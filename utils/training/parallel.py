@@ -19,7 +19,6 @@ from utils.data.sampler import MicroBatch
 from utils.distributed.collectives import is_of_a_peer
 from utils.distributed.context import DistributedContext
 from utils.distributed.tree import TreeAllReduce, TreeSum
-from utils.training.sharding import Sharded
 
 
 class SingleProcess(nn.Module):
@@ -39,7 +38,15 @@ class SingleProcess(nn.Module):
         return nullcontext()
 
 
-Wrapped = DistributedDataParallel | SingleProcess | Sharded
+class Sharded(SingleProcess):
+    """Stands for DDP if FSDP shards the parameters: it reduces the gradients of each micro-batch."""
+
+    def accumulating(self, micro_batch: MicroBatch) -> AbstractContextManager:
+        self.module.set_requires_all_reduce(micro_batch.is_last)  # between replicas, once per step
+        return nullcontext()
+
+
+Wrapped = DistributedDataParallel | SingleProcess
 
 
 class Replicated(DistributedDataParallel):
@@ -137,7 +144,7 @@ def wrap_ddp(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) 
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError("model: has no trainable parameter; leave some with requires_grad=True")
     if config.sharding != "none":  # the model already is
-        return Sharded(model, config)
+        return Sharded(model)
     is_exact = config.reduction == "exact"
     if is_exact:
         check_exact(model, config, ctx)

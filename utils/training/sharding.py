@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,30 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config import TrainingConfig, UserError
-from utils.data.sampler import MicroBatch
 from utils.distributed.collectives import on_all_ranks
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import is_sharded
 
 # each element is updated by itself, so that a shard can be
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
-
-
-class Sharded(nn.Module):
-    """Stands for DDP if the parameters are sharded."""
-
-    def __init__(self, module: nn.Module, config: TrainingConfig) -> None:
-        super().__init__()
-        self.module, self._is_hybrid = module, config.sharding == "hybrid"
-
-    def __call__(self, *inputs: Any, **options: Any) -> Any:
-        return self.module(*inputs, **options)
-
-    def accumulating(self, micro_batch: MicroBatch) -> AbstractContextManager:
-        """For the passes of a micro-batch: between replicas gradients are exchanged in the last one of a step."""
-        if self._is_hybrid:
-            self.module.set_requires_all_reduce(micro_batch.is_last)
-        return nullcontext()
 
 
 def build_sharded(
@@ -118,16 +99,15 @@ def _create_mesh(config: TrainingConfig, ctx: DistributedContext) -> Any:
     """All ranks; for hybrid, a row of ranks for each node. Raises UserError if the nodes differ."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    size = ctx.local_world_size if config.sharding == "hybrid" else ctx.world_size
+    kind, size = ctx.device.type, ctx.local_world_size
+    if config.sharding != "hybrid":
+        return init_device_mesh(kind, (ctx.world_size,), mesh_dim_names=("shards",))
     rows = [ctx.hosts[first : first + size] for first in range(0, ctx.world_size, size)]
-    if config.sharding == "hybrid" and any(len(row) < size or len(set(row)) > 1 for row in rows):
+    if any(len(row) < size or len(set(row)) > 1 for row in rows):
         raise UserError(
             "sharding=hybrid: needs the same number of ranks on every node; use zero3, or change the launch"
         )
-    shape, names = (
-        ((len(rows), size), ("replicas", "shards")) if config.sharding == "hybrid" else ((size,), ("shards",))
-    )
-    return init_device_mesh(ctx.device.type, shape, mesh_dim_names=names)
+    return init_device_mesh(kind, (len(rows), size), mesh_dim_names=("replicas", "shards"))
 
 
 def _broadcast(group: nn.Module, device: torch.device) -> None:
@@ -147,10 +127,10 @@ def _broadcast(group: nn.Module, device: torch.device) -> None:
             setattr(module, name, new[tensor])
 
 
-def unscale_alike(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
-    """`unscale_`, with an overflow in any shard found on all ranks."""
+def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> None:
+    """`unscale_`, with an overflow in any shard found on all ranks of the group."""
     scaler.unscale_(optimizer)
-    if scaler.is_enabled():
+    if group and scaler.is_enabled():
         for found in scaler._found_inf_per_device(optimizer).values():
             dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
 

@@ -14,14 +14,14 @@ from torch import nn
 from config import TrainingConfig, UserError
 from utils.data.sampler import GlobalBatch, GlobalBatchSampler
 from utils.distributed.consensus import is_every
-from utils.distributed.dtensor import device_of, group_of, is_sharded, local, norm_over, shard_of, wrap
+from utils.distributed.dtensor import device_of, group_of, is_sharded, local, norm_over, shard_of
 from utils.memory import is_out_of_memory
 from utils.metrics import Metrics, MetricTracker
-from utils.training.optimizer import WeightAverage, checked_groups, fill_momenta, prepare
+from utils.training.optimizer import WeightAverage, checked_groups, load_optimizer, optimizer_state, prepare
 from utils.training.parallel import unused_error
 from utils.training.precision import Precision
 from utils.training.seams import Seams
-from utils.training.sharding import check_elementwise, unscale_alike
+from utils.training.sharding import check_elementwise, unscale
 from utils.training.step_sums import StepSums
 
 
@@ -87,11 +87,11 @@ class TrainState:
         names = {p: name for name, p in model.named_parameters()}
         groups = checked_groups(seams.param_groups(model, config), names)
         self._shard_group = group_of(list(names))
-        if self._shard_group:
-            tensors = {p: nn.Parameter(local(p.detach()), p.requires_grad) for p in names}  # the same memory
+        tensors = {p: p for p in names}
+        if self._shard_group:  # the optimizer gets the local shards, in the same memory
+            tensors = {p: nn.Parameter(local(p.detach()), p.requires_grad) for p in names}
             groups = [group | {"params": [tensors[p] for p in group["params"]]} for group in groups]
-        else:
-            tensors = {p: p for p in names}
+        self.owners = {tensor: p for p, tensor in tensors.items()}  # of a tensor of the optimizer: the parameter
         self.optimizer = seams.create_optimizer(groups, config)
         if self._shard_group:
             check_elementwise(self.optimizer)
@@ -111,10 +111,10 @@ class TrainState:
         # order
         self._names = {tensors[p]: name for p, name in names.items() if tensors[p] in held}
         self._parameters = list(self._names)
-        self._owners = {tensors[p]: p for p in names}  # of a shard: the parameter, which gets the gradient
         # fused kernels take a float32 divisor, which is exact enough only for float32
         self._divides_in_step = self.skips_on_device and all(p.dtype is torch.float32 for p in self._parameters)
-        self._with_gradients = [p for p in model.parameters() if p.requires_grad]  # in no group: not trained
+        trainable = [p for p in names if p.requires_grad]  # those in no group are not trained
+        self._with_gradients = [*dict.fromkeys([*trainable, *self._parameters])]
         # gradient norms since the last read, one per step; not finite if it was skipped
         self._norms: list[torch.Tensor] = []
         self._divisors: list[torch.Tensor] = []  # one per step: 0 if the loss counted nothing
@@ -165,11 +165,6 @@ class TrainState:
             )
 
     @property
-    def tensors(self) -> list[nn.Parameter]:
-        """What the optimizer changes: the trained parameters, or their local shards."""
-        return self._parameters
-
-    @property
     def norm(self) -> torch.Tensor:
         """The gradient norm of the step just taken: 0-dimensional, on the device."""
         return self._norms[-1]
@@ -193,8 +188,6 @@ class TrainState:
             return
         for parameter in self._with_gradients:  # optimizer.zero_grad takes 20 us more, for the profiler
             parameter.grad = None
-        for shard in self._parameters if self._shard_group else ():
-            shard.grad = None
 
     def update_if_finite(self, global_batch: GlobalBatch) -> None:
         """Divide, clip, step, average. If the gradient is not finite, all of this is skipped on the device.
@@ -204,22 +197,16 @@ class TrainState:
         """
         self._set_lr()
         self.sums.wait()
-        if self._shard_group:
-            for shard in self._parameters:
-                gradient = self._owners[shard].grad
-                shard.grad = None if gradient is None else local(gradient)
-            unscale_alike(self.scaler, self.optimizer, self._shard_group)
-        else:
-            self.scaler.unscale_(self.optimizer)
+        for shard in self._parameters if self._shard_group else ():
+            shard.grad = local(self.owners[shard].grad)
+        unscale(self.scaler, self.optimizer, self._shard_group)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if len(gradients) < len(self._parameters):
             raise unused_error([name for p, name in self._names.items() if p.grad is None])
         divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift
         # get_total_norm, which sorts by device, takes five times as long; 0 / 0, of an empty global batch, is NaN
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        if self._shard_group:
-            norm = norm_over(self._shard_group, norm)
-        norm = norm / divisor
+        norm = norm_over(self._shard_group, norm) / divisor
         norm = torch.add(norm, self.sums.loss, alpha=0)  # 0 times a non-finite loss is NaN
         self._norms.append(norm)
         self._divisors.append(divisor)
@@ -318,7 +305,7 @@ class TrainState:
         return {
             "model": self.model.state_dict(),
             "ema": self.average.state_dict() if self.average else {},
-            "optimizer": self._optimizer_state(),
+            "optimizer": optimizer_state(self.optimizer, self._names, self.owners),
             "scaler": self.scaler.state_dict(),
             "progress": dataclasses.asdict(self.progress) | {"interval": self.interval.state()},
         }
@@ -344,7 +331,7 @@ class TrainState:
         if missing:
             raise UserError(f"the checkpoint's progress lacks {', '.join(missing)}; give another checkpoint")
         self.load_model(payload)
-        self._load_optimizer(payload["optimizer"])
+        load_optimizer(self.optimizer, payload["optimizer"], self._names, self.owners)
         if self.average:
             self.average.load_state_dict(payload["ema"] or payload["model"])
         if self.scaler.is_enabled() and payload["scaler"]:
@@ -369,53 +356,3 @@ class TrainState:
     def layouts(self) -> dict[str, torch.Tensor]:
         """The sharded parameters by name."""
         return {name: p for name, p in self.model.state_dict(keep_vars=True).items() if is_sharded(p)}
-
-    def _optimizer_state(self) -> dict[str, Any]:
-        saved, names = self.optimizer.state_dict(), self._optimizer_names()
-        if self._shard_group:
-            held = [p for group in self.optimizer.param_groups for p in group["params"]]
-            saved["state"] = {
-                number: {
-                    key: wrap(value, self._owners[held[number]]) if _has_shape(value, held[number]) else value
-                    for key, value in state.items()
-                }
-                for number, state in saved["state"].items()
-            }
-        return saved | {"names": names}
-
-    def _optimizer_names(self) -> list[str]:
-        """The names of the parameters in the order in which the optimizer numbers them."""
-        return [self._names[p] for group in self.optimizer.param_groups for p in group["params"]]
-
-    def _load_optimizer(self, saved: dict[str, Any]) -> None:
-        """Give each parameter the state that was saved under its name, whatever the order of the groups."""
-        names = self._optimizer_names()
-        before = {name: saved["state"].get(number, {}) for number, name in enumerate(saved.get("names", []))}
-        if self._shard_group:
-            owners = self.layouts()
-            before = {
-                name: {key: local(shard_of(value, owners.get(name))) for key, value in state.items()}
-                for name, state in before.items()
-            }
-        shapes = {self._names[p]: p.shape for p in self._parameters} if self.skips_on_device else {}
-        kept = [(name, value) for name, state in before.items() for key, value in state.items() if key != "step"]
-        is_other = any(
-            name in shapes and value.shape != shapes[name] for name, value in kept
-        )  # fused kernels do not check
-        if before.keys() != set(names) or is_other:
-            remedy = "use the model.py it was made with, or load its weights with --init_from"
-            raise UserError(f"the checkpoint's optimizer has different parameters; {remedy}")
-        state = {number: before[name] for number, name in enumerate(names) if before[name]}
-        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
-        for parameter in self._parameters:
-            state = self.optimizer.state.get(parameter, {})
-            for key, value in state.items():  # fused kernels iterate over memory: the layout must be the parameter's
-                if key != "step" and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                    state[key] = torch.empty_like(parameter).copy_(value)
-                elif isinstance(value, torch.Tensor):
-                    state[key] = value.clone()  # not the file's memory
-        fill_momenta(self.optimizer)  # if the checkpoint was made without
-
-
-def _has_shape(value: Any, of: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == of.shape

@@ -77,9 +77,8 @@ class Hosts:
     def _run(self, k: int, reconnects: bool) -> None:
         ends = 0.0
         while True:
-            began = time.monotonic()
-            code = self._run_once(k)
-            if time.monotonic() - began > 2 * RECONNECT_S:  # it was connected
+            code, was_connected = self._run_once(k)
+            if was_connected:
                 ends = time.monotonic() + PATIENCE_S
             if code == LOST:
                 say(f"{self._hosts[k]}: no connection; check that `ssh {self._hosts[k]} true` works without a password")
@@ -88,22 +87,24 @@ class Hosts:
             time.sleep(RECONNECT_S)
         self._codes[k] = code
 
-    def _run_once(self, k: int) -> int:
+    def _run_once(self, k: int) -> tuple[int, bool]:
+        """Returns the exit code, and whether there was a connection."""
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         connection = start([*SSH, self._hosts[k], "exec bash -s"], **pipes)
-        script = [f"cd {shlex.quote(os.getcwd())} || exit 2", *self._exports, f"exec {self.commands[k]}"]
+        script = ["echo", f"cd {shlex.quote(os.getcwd())} || exit 2", *self._exports, f"exec {self.commands[k]}"]
         with suppress(OSError):  # it has ended
             connection.stdin.write("".join(f"{line}\n" for line in script).encode())  # not in arguments, which ps shows
             connection.stdin.flush()
         self._connections[k] = connection
-        streams = ((connection.stdout, sys.stdout), (connection.stderr, sys.stderr))
+        streams = ((connection.stderr, sys.stderr), (connection.stdout, sys.stdout))
         copies = [threading.Thread(target=self._copy, args=(k, *each), daemon=True) for each in streams]
-        for copy in copies:
-            copy.start()
+        copies[0].start()
+        was_connected = bool(connection.stdout.readline())  # of `echo`
+        copies[1].start()
         code = connection.wait()
         for copy in copies:
             copy.join(2.0)  # a shared connection (ControlPersist) may keep stderr open
-        return code
+        return code, was_connected
 
     def _copy(self, k: int, source: BinaryIO, target: TextIO) -> None:
         label = f"[{self._hosts[k].rpartition('@')[2]}] "

@@ -24,9 +24,12 @@ from lib.verify.values import one_line, scramble_global_rngs
 from utils.batch import map_tensors
 from utils.data.loader import GlobalBatchLoader
 from utils.data.sets import ChosenSamples
+from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json, is_of_a_peer, on_all_ranks
+from utils.distributed.dtensor import full, wrap
 from utils.training.evaluation import evaluate
 from utils.training.seams import Seams
+from utils.training.state import TrainState
 from utils.watched_config import WatchedConfig
 
 ACCUMULATION = 2  # micro-batches of a rank in an optimizer step
@@ -43,6 +46,10 @@ class Update:
     gradients: dict[nn.Parameter, Tensor]
     settings: list[tuple[float, float]]  # learning rate and weight decay of each group
 
+    def gather(self, state: TrainState) -> None:
+        """Let the gradients be those of whole parameters, not of their shards. Call on all ranks."""
+        self.gradients = {state.owners[p]: full(wrap(each, state.owners[p])) for p, each in self.gradients.items()}
+
 
 @dataclass
 class Fork:
@@ -56,6 +63,7 @@ class Fork:
     seams: Seams
     dtype: torch.dtype = torch.float32  # of the computations
     trainings: dict[str, train.Training] = field(default_factory=dict)  # of the short runs that completed
+    sharded_loss: float = 0.0  # with sharding: of `sample_loss` after the run "whole"
 
     def clean_up(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -133,22 +141,38 @@ class Fork:
                 raise
             raise Broken(f"{error}, or in your own sampler; use create_evaluation_dataloader") from None
 
-    def short_run(self, name: str, is_alone: bool = False, **changes: Any) -> None:
+    def sample_loss(self, model: nn.Module, device: torch.device) -> float:
+        """The summed loss of the first batch of the small set, in evaluation mode."""
+        batch = to_device(self.loader(self.small_train_set()).sample_batch(), device)
+        with torch.no_grad():
+            return self.seams.compute_loss(model.eval(), batch)["loss"][0].item()
+
+    def short_run(
+        self, name: str, is_alone: bool = False, at_end: Callable[[train.Training], Any] = id, **changes: Any
+    ) -> None:
         """Train on the small set with train.train, and keep the training in `trainings`.
 
-        is_alone: rank 0 trains in a single process.
+        Args:
+            is_alone: rank 0 trains in a single process.
+            at_end: called on all ranks with the training, while shards can still be gathered.
         """
         config = replace(self.small_config, run_dir=str(self.folder / name), **changes)
         held_out = None if self.held_out is None else self.held_out_subset(config.batch_size + 1)
         sets = {"train": self.small_train_set(), "val": held_out, "test": None}
         cleanup_distributed()
         scramble_global_rngs(100 * self.ctx.rank + len(self.trainings))
-        problem = outcome = None
+        problem, outcome, plain_training = None, None, train.run_training
+
+        def run_to_end(training: train.Training) -> dict[str, Any]:
+            found = plain_training(training)
+            at_end(training)
+            return found
+
         with (
             mock.patch.dict(os.environ, single_environment(), clear=True) if is_alone else nullcontext(),
             mock.patch.object(train.your_data, "create_dataset", lambda _, split: sets[split]),
             mock.patch.object(WatchedConfig, "require_read", lambda config: None),  # the data already exists
-            mock.patch.object(train, "run_training", wraps=train.run_training) as run_training,
+            mock.patch.object(train, "run_training", wraps=run_to_end) as run_training,
         ):
             try:
                 if self.ctx.is_main or not is_alone:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import plain_loop
 from lib.verify.fork import ACCUMULATION, Broken, Fork, Subset, Update, as_single_process, record_updates
 from lib.verify.values import digest, first_three, leaves, scramble_global_rngs
+from train import Training
 from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json
 from utils.metrics import MetricTracker, check_metrics
@@ -215,8 +216,13 @@ def plain_evaluation(fork: Fork, subset: Subset, net: nn.Module, noise: int = 0)
 def gradient(fork: Fork) -> str:
     """The gradients of three global batches, the last one short, equal those of the plain loop on the same weights."""
     plain_settings = {"epochs": 1, "use_amp": False, "amp_dtype": "auto", "ema_decay": 0.0, "comm_hook": "none"}
+
+    def gather(training: Training) -> None:
+        for update in ours:
+            update.gather(training.state)
+
     with record_updates(ours := []):
-        fork.short_run("gradient", eval_every=0, **plain_settings)
+        fork.short_run("gradient", at_end=gather, eval_every=0, **plain_settings)
     our_model = fork.trainings["gradient"].state.model
 
     def plain_loop_of(noise: int) -> tuple[list[Update], nn.Module]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import torch
 
 from config import TrainingConfig
 from lib.verify.fork import ACCUMULATION, Broken, Fork, as_single_process
+from lib.verify.model_checks import ROUNDING
 from lib.verify.values import digest, first_three, leaves, plural
 from train import Training
 from utils.checkpoint import format as checkpoint
-from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json
+from utils.distributed.dtensor import is_sharded, local
 
 STATE = ("model", "ema", "optimizer", "scaler", "progress")
 TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes")
@@ -21,7 +23,12 @@ TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes")
 
 def training(fork: Fork) -> str:
     """Two epochs of training visit each sample once per epoch, according to the indices in the batches."""
-    fork.short_run("whole", save_every_steps=1)
+
+    def note_loss(training: Training) -> None:
+        if fork.config.sharding != "none":
+            fork.sharded_loss = fork.sample_loss(training.state.model, fork.ctx.device)
+
+    fork.short_run("whole", save_every_steps=1, at_end=note_loss)
     count, progress = len(fork.small_train_set()), fork.trainings["whole"].state.progress
     seen: dict[int, list[int]] = {0: [], 1: []}
     for file in fork.trainings["whole"].run.folder.glob("samples/rank*.jsonl"):
@@ -35,17 +42,24 @@ def training(fork: Fork) -> str:
 
 
 def weights(fork: Fork) -> str:
-    """After training, weights, statistics, averages and optimizer state are bitwise equal on all ranks."""
-    state = whole_run(fork).state
-    mine = leaves(comparable(state.state_dict()))
-    each = all_gather_json({name: digest(leaf) for name, leaf in mine.items()}, fork.ctx)
+    """After training, weights, statistics, averages and optimizer state are bitwise equal on all their ranks."""
+    state, mine = whole_run(fork).state, {}
+    for name, leaf in leaves(comparable(state.state_dict())).items():
+        shard = f" (shard {leaf.device_mesh.get_local_rank('shards')})" if is_sharded(leaf) else ""
+        mine[name + shard] = digest(local(leaf))
+    each, holders = all_gather_json(mine, fork.ctx), {}
     for rank, found in enumerate(each):
-        if wrong := [name for name, value in found.items() if each[0].get(name) != value]:
+        for name, value in found.items():
+            holders.setdefault(name, []).append((rank, value))
+        if wrong := [name for name, value in found.items() if holders[name][0][1] != value]:
             raise Broken(
-                f"{first_three(wrong)}: rank {rank} differs from rank 0: changed outside the optimizer, or by rank;"
-                " change parameters only through gradients, and all-reduce other state"
+                f"{first_three(wrong)}: rank {rank} differs from rank {holders[wrong[0]][0][0]}: changed outside the"
+                " optimizer, or by rank; change parameters only through gradients, and all-reduce other state"
             )
-    return f"{len(each[0])} tensors identical on {plural(len(each), 'rank')} after {state.progress.step} steps"
+    shared = sum(len(ranks) > 1 for ranks in holders.values())
+    in_shards = f", {len(holders) - shared} shards" if len(holders) > shared > 0 else ""
+    found = len(holders) if len(each) == 1 else shared
+    return f"{found} tensors identical on {plural(len(each), 'rank')}{in_shards}, after {state.progress.step} steps"
 
 
 def resume(fork: Fork) -> str:
@@ -63,7 +77,7 @@ def resume(fork: Fork) -> str:
             cause = "state outside the checkpoint; keep it in a parameter, a persistent buffer or the optimizer's state"
         raise Broken(f"{first_three(different)}: resumed and uninterrupted runs differ: {cause}")
     steps = whole.state.progress.step
-    return f"{first.stem}.pt resumed, {steps} steps in total: bitwise equal to the uninterrupted run"
+    return f"{first.name} resumed, {steps} steps in total: bitwise equal to the uninterrupted run"
 
 
 def reduction(fork: Fork) -> str:
@@ -91,19 +105,21 @@ def plain_load(fork: Fork) -> str:
     path = checkpoint.step_checkpoints(whole.run.checkpoints)[-1]
 
     def check() -> str:
-        cpu, trained = torch.device("cpu"), whole.state.model.cpu().eval()
-        batch = to_device(fork.loader(fork.small_train_set()).sample_batch(), cpu)
-        with torch.no_grad(), as_single_process():
-            expected = fork.seams.compute_loss(trained, batch)["loss"][0].item()
-            saved = torch.load(path, map_location=cpu, weights_only=True)
-            loaded = fork.seams.create_model(TrainingConfig(**saved["config"]), cpu)
+        has_shards = path.is_dir()  # its kernels ran on the device, in another memory format
+        device = fork.ctx.device if has_shards else torch.device("cpu")
+        with as_single_process():
+            expected = fork.sharded_loss if has_shards else fork.sample_loss(whole.state.model.cpu(), device)
+            saved = checkpoint.read(path)[0] if has_shards else torch.load(path, map_location="cpu", weights_only=True)
+            loaded = fork.seams.create_model(TrainingConfig(**saved["config"]), device)
             loaded.load_state_dict(saved["model"])
-            found = fork.seams.compute_loss(loaded.eval(), batch)["loss"][0].item()
-        if found != expected:
+            found = fork.sample_loss(loaded, device)
+        if not math.isclose(found, expected, rel_tol=ROUNDING[fork.dtype] if has_shards else 0):
             raise Broken(
                 f"the loaded model's loss is {found:.6g} instead of {expected:.6g}: learned state is missing from"
                 " state_dict(); keep it in a parameter or persistent buffer"
             )
+        if has_shards:
+            return "the shards are read in one process, with the same loss up to rounding"
         return "opens with weights_only=True in one process, with a bitwise equal loss"
 
     return fork.on_rank_0(check)

@@ -1,0 +1,139 @@
+"""--sharding: bytes that each rank holds of a GPT with 25 M parameters, and what building and saving it take."""
+
+import ctypes
+import functools
+import os
+import re
+import resource
+import socket
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import train
+from ranks import ROOT, run_ranks
+from tasks import TASKS
+from training import train_flags
+from utils.distributed.dtensor import local
+from utils.memory import own_memory
+from utils.run.saver import Saver
+
+FLAGS = "--dataset_size 16 --epochs 1 --max_steps 1 --eval_every 0 --no-use_amp --optimizer adamw".split()
+MB = 2**20
+
+
+def gpt(config, device, depth=8):
+    """The model of docs/recipes/gpt.md, for the lines of tasks.py: 25 M parameters with the default depth."""
+    text = (ROOT / "docs/recipes/gpt.md").read_text()
+    code = re.search(r"^```python\n(# model\.py.*?)^```", text, re.DOTALL | re.MULTILINE)[1]
+    exec(code, recipe := {})
+    return recipe["GPT"](vocabulary=16, context=9, width=512, depth=depth, dropout=0.0).to(device)
+
+
+def return_freed_memory():
+    """Let each freed tensor leave this process's memory at once, so that the figures are those of living tensors."""
+    ctypes.CDLL(None).mallopt(-3, 2**17)  # M_MMAP_THRESHOLD; by default it grows up to 32 MB
+
+
+class Phase:
+    """The growth of this process's resident memory in a phase: at its peak, over what there was at the start."""
+
+    before = None
+
+    def begin(self):
+        if self.before is None:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
+            self.before = own_memory("VmRSS")
+
+    def end(self):
+        self.grown = own_memory("VmHWM") - self.before
+
+
+def size_of(tensors):
+    return sum(each.numel() * each.element_size() for each in tensors)
+
+
+def counted(words, nodes):
+    """Bytes of parameters, gradients and optimizer state of this rank, and the peaks of building and saving."""
+    return_freed_memory()
+    found, building, saving = {}, Phase(), Phase()
+    plain_state, plain_save, plain_finish = train.create_state, Saver.save, Saver.finish
+
+    def create_state(*args, **options):
+        building.begin()
+        found["state"] = plain_state(*args, **options)
+        building.end()
+        return found["state"]
+
+    def note_gradients(optimizer, *_):
+        found["gradients"] = size_of(p.grad for group in optimizer.param_groups for p in group["params"])
+
+    def save(saver, *args, **options):
+        saving.begin()
+        plain_save(saver, *args, **options)
+
+    def finish(saver):
+        plain_finish(saver)
+        saving.end()
+
+    handle = register_optimizer_step_pre_hook(note_gradients)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    with (
+        mock.patch.dict(TASKS["blocks"], {"create_model": gpt}),
+        mock.patch.object(socket, "gethostname", lambda: f"node{rank * nodes // ranks}"),
+        mock.patch.object(train, "create_state", create_state),
+        mock.patch.multiple(Saver, save=save, finish=finish),
+    ):
+        train_flags(words, task="blocks")
+    handle.remove()
+    state = found["state"]
+    parameters = size_of(local(p) for p in state.model.parameters())
+    moments = size_of(each for values in state.optimizer.state.values() for each in values.values())
+    return parameters, found["gradients"], moments, building.grown, saving.grown
+
+
+@pytest.mark.slow
+def test_a_rank_holds_its_part_of_parameters_gradients_and_optimizer_state(runs):
+    """Prints the table of docs/sharding.md."""
+    whole = run_ranks(1, counted, runs.words("one", *FLAGS), 1)[0][:3]
+    assert 25e6 < whole[0] / 4 < 26e6
+    print("\n| ranks | sharding | parameters | gradients | optimizer | sum | 1/W of DDP | building | saving |")
+    for ranks in (2, 4):
+        for sharding in ("none", "zero2", "zero3", "hybrid"):
+            nodes = 2 if sharding == "hybrid" and ranks == 4 else 1
+            words = runs.words(f"{sharding}-{ranks}", *FLAGS, "--sharding", sharding)
+            each = run_ranks(ranks, counted, words, nodes, deadline=240)
+            most = [max(values) for values in zip(*each, strict=True)]
+            figures = [*most[:3], sum(most[:3]), sum(whole) / ranks]
+            peaks = [f"{values[0] / MB:.0f}, {max(values[1:]) / MB:.0f}" for values in [*zip(*each, strict=True)][3:]]
+            shown = " | ".join([*(f"{value / MB:.1f}" for value in figures), *peaks])
+            print(f"| {ranks} | {sharding} | {shown} |", flush=True)
+            shards = 1 if sharding == "none" else ranks // nodes
+            assert all(value <= 1.02 * total / shards for value, total in zip(most[:3], whole, strict=True))
+            assert sum(parameters for parameters, *_ in each) == whole[0] * ranks // shards
+            if sharding != "none":
+                for rank, (parameters, _, moments, building, saving) in enumerate(each):
+                    assert saving < 2 * (parameters + moments)
+                    assert building < (0 if rank else whole[0]) + parameters + 0.4 * whole[0]
+
+
+def train_within(words, limit):
+    """Train with a limit on private writable memory above what the process has before."""
+    return_freed_memory()
+    resource.setrlimit(resource.RLIMIT_DATA, (own_memory("VmData") + limit, resource.RLIM_INFINITY))
+    with mock.patch.dict(TASKS["blocks"], {"create_model": functools.partial(gpt, depth=16)}):
+        return train_flags(words, task="blocks")["state"]
+
+
+@pytest.mark.slow
+def test_a_model_that_does_not_fit_under_ddp_trains_under_zero3(runs):
+    """Under DDP parameters, gradients and optimizer state take 768 MB, under zero3 on 4 ranks 192 MB.
+
+    The limit is RLIMIT_DATA: the address space of torch's libraries alone is many gigabytes.
+    """
+    limit = 700 * MB
+    with pytest.raises(AssertionError, match="(?i)memory"):
+        run_ranks(4, train_within, runs.words("ddp", *FLAGS), limit)
+    assert run_ranks(4, train_within, runs.words("zero3", *FLAGS, "--sharding", "zero3"), limit) == ["completed"] * 4
