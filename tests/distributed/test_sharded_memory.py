@@ -1,5 +1,6 @@
 """--sharding: bytes that each rank holds of a GPT with 25 M parameters, and what building and saving it take."""
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -37,18 +38,13 @@ def return_freed_memory():
     ctypes.CDLL(None).mallopt(-3, 2**17)  # M_MMAP_THRESHOLD; by default it grows up to 32 MB
 
 
-class Phase:
-    """The growth of this process's resident memory in a phase: at its peak, over what there was at the start."""
-
-    before = None
-
-    def begin(self):
-        if self.before is None:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
-            self.before = own_memory("VmRSS")
-
-    def end(self):
-        self.grown = own_memory("VmHWM") - self.before
+@contextlib.contextmanager
+def measured(found, name):
+    """Note the growth of this process's resident memory: at its peak, over what there was at the start; once."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
+    before = own_memory("VmRSS")
+    yield
+    found.setdefault(name, own_memory("VmHWM") - before)
 
 
 def size_of(tensors):
@@ -58,25 +54,20 @@ def size_of(tensors):
 def counted(words, nodes):
     """Bytes of parameters, gradients and optimizer state of this rank, and the peaks of building and saving."""
     return_freed_memory()
-    found, building, saving = {}, Phase(), Phase()
-    plain_state, plain_save, plain_finish = train.create_state, Saver.save, Saver.finish
+    found, plain_state, plain_save = {}, train.create_state, Saver.save
 
     def create_state(*args, **options):
-        building.begin()
-        found["state"] = plain_state(*args, **options)
-        building.end()
+        with measured(found, "building"):
+            found["state"] = plain_state(*args, **options)
         return found["state"]
 
     def note_gradients(optimizer, *_):
         found["gradients"] = size_of(p.grad for group in optimizer.param_groups for p in group["params"])
 
     def save(saver, *args, **options):
-        saving.begin()
-        plain_save(saver, *args, **options)
-
-    def finish(saver):
-        plain_finish(saver)
-        saving.end()
+        with measured(found, "saving"):
+            plain_save(saver, *args, **options)
+            saver.finish()  # before the evaluation gathers parameters
 
     handle = register_optimizer_step_pre_hook(note_gradients)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -84,14 +75,14 @@ def counted(words, nodes):
         mock.patch.dict(TASKS["blocks"], {"create_model": gpt}),
         mock.patch.object(socket, "gethostname", lambda: f"node{rank * nodes // ranks}"),
         mock.patch.object(train, "create_state", create_state),
-        mock.patch.multiple(Saver, save=save, finish=finish),
+        mock.patch.object(Saver, "save", save),
     ):
         train_flags(words, task="blocks")
     handle.remove()
     state = found["state"]
     parameters = size_of(local(p) for p in state.model.parameters())
     moments = size_of(each for values in state.optimizer.state.values() for each in values.values())
-    return parameters, found["gradients"], moments, building.grown, saving.grown
+    return parameters, found["gradients"], moments, found["building"], found["saving"]
 
 
 @pytest.mark.slow
