@@ -40,7 +40,16 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.now, self.most, self._device, self._known = 0, 0, device, WeakIdKeyDictionary()
+        self.now = self.most = 0
+        self.gradients = self.most_without = 0  # gradients of parameters that are alive; at most without these
+        self._device, self._known = device, WeakIdKeyDictionary()
+
+    def restart(self) -> None:
+        """Begin another maximum, without gradients."""
+        self.gradients, self.most, self.most_without = 0, self.now, self.now
+
+    def note_gradient(self, parameter: Tensor) -> None:
+        self.gradients += parameter.grad.nbytes
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         for tensor in tensors_in((args, kwargs or {})):
@@ -57,6 +66,7 @@ class LiveBytes(TorchDispatchMode):
     def _add(self, size: int) -> None:
         self.now += size
         self.most = max(self.most, self.now)
+        self.most_without = max(self.most_without, self.now - self.gradients)
 
 
 @dataclass
@@ -67,7 +77,8 @@ class Part:
     kept: int = 0  # from the forward to the backward pass
     cast: int = 0  # until the end of the forward pass of the model: weights in 16 bits
     forward: int = 0  # at most in the forward pass, beside the above
-    backward: int = 0  # at most in the backward pass, beside what is kept; without gradients of parameters
+    backward: int = 0  # at most in the backward pass, beside what is kept, with gradients of its parameters
+    backward_without: int = 0  # the same without these gradients
 
     def size(self, ranks: int = 1, is_trained: bool = False) -> int:
         """Bytes of a shard of its parameters: FSDP divides the first dimension, rounded up."""
@@ -106,9 +117,9 @@ def measure(config: TrainingConfig, ctx: DistributedContext) -> Measured:
     for module in model.modules():
         if module not in modules:
             module._apply(lambda tensor: tensor.to(ctx.device), recurse=False)
-    for parameter in uses:  # frees each gradient, as sharding does
+    for parameter in uses:
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+            parameter.register_post_accumulate_grad_hook(live.note_gradient)
     precision = Precision.choose(config, ctx.device, ctx.fast_bf16)
     model.train()
     with live:
@@ -117,9 +128,9 @@ def measure(config: TrainingConfig, ctx: DistributedContext) -> Measured:
             held = live.now
         rest.kept = live.now
         rest.cast, rest.forward = held - rest.kept, live.most - held
-        live.most = live.now
+        live.restart()
         loss.backward()
-    rest.backward = live.most - rest.kept
+    rest.backward, rest.backward_without = live.most - rest.kept, live.most_without - rest.kept
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     states = _optimizer_states(seams, model, config, ctx.device)
     return Measured([*parts.values()], rest, states, config.ema_decay > 0, buffers)
@@ -141,17 +152,21 @@ def _measured(block: nn.Module, part: Part, live: LiveBytes, device: torch.devic
         output = plain(*inputs, **options)
         cast = live.now
         torch.clear_autocast_cache()
-        live.most = kept = live.now
+        live.restart()
+        kept = live.now
         part.cast, part.kept = part.cast + cast - kept, part.kept + kept - before
         ends = [tensor for tensor in tensors_in((output,)) if tensor.requires_grad]
         if ends:
             with torch.autocast(device.type, enabled=False):
                 torch.autograd.backward(ends, [torch.zeros_like(tensor) for tensor in ends])
+        torch.clear_autocast_cache()  # of what activation checkpointing computed again
         part.backward = max(part.backward, live.most - kept)
+        part.backward_without = max(part.backward_without, live.most_without - kept)
+        block.zero_grad()
         output = map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), output)
         del ends
         block.to("cpu")
-        live.most = live.now
+        live.restart()
         return output
 
     return forward
@@ -207,22 +222,25 @@ def _phases(
     ready = [part.size(shards, is_trained=True) for part in (*blocks, rest)]
     own = is_sharded * shards * rest.size(shards)  # gathered from forward to backward
     own_grads = is_sharded * rest.size(is_trained=True)
-    begin = sum(ready) if accumulates or (ranks > 1 and not is_sharded) else 0
+    has_buckets = ranks > 1 and not is_sharded  # DDP copies what has accumulated into them in the last micro-batch
+    begin = sum(ready) * (accumulates + has_buckets)
     kept = sum(block.kept for block in blocks)
     last = whole[-1] if whole else own  # the buffer of the last all-gather is freed after the next one
     gathered = own + (sum(whole) if sharding == "zero2" else 0)
     cast = rest.cast + sum(block.cast for block in blocks)
     yield begin, gathered + last * (shards > 1), kept + rest.kept + cast + rest.forward
-    yield begin, gathered + own_grads, kept + rest.kept + rest.backward
+    has_gradients = begin and not is_sharded  # which those of a micro-batch are added to, one by one
+    yield begin, gathered, kept + rest.kept + (rest.backward_without if has_gradients else rest.backward)
     for k in reversed(range(len(blocks))):
-        # its gradients, and the buffer in which those of the block after it are reduced
-        gathered = own + own_grads + sum(grads[k : k + 2])
+        gathered = own + own_grads
         if sharding == "zero2":
             gathered += sum(whole[: k + 1])
         else:  # its parameters, and the buffer of the all-gather for the block before it
             gathered += sum(whole[max(0, k - 1) : k + 1])
-        activations = sum(block.kept for block in blocks[: k + 1]) + blocks[k].backward
-        yield begin or sum(ready[k:]), gathered, activations
+        kept, before = sum(block.kept for block in blocks[: k + 1]), begin or sum(ready[k + 1 :])
+        most = blocks[k].backward_without if has_gradients else blocks[k].backward
+        yield before, gathered + sum(grads[k + 1 : k + 2]), kept + most  # gradients of the block after it are reduced
+        yield begin or sum(ready[k:]), gathered + 2 * grads[k], kept - blocks[k].kept
     yield sum(ready), own + 2 * own_grads, 0
 
 
