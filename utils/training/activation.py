@@ -53,7 +53,10 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
 
     def forward(self: nn.Module, *inputs: Any, **options: Any) -> Any:
         if self.training and torch.is_grad_enabled():
-            return checkpoint(functools.partial(kind.forward, self), *inputs, use_reentrant=False, **options)
+            output = checkpoint(functools.partial(kind.forward, self), *inputs, use_reentrant=False, **options)
+            if not torch.compiler.is_compiling():
+                torch.clear_autocast_cache()  # else its 16-bit weights stay until the end of the model's forward pass
+            return output
         return kind.forward(self, *inputs, **options)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "__doc__": kind.__doc__})
