@@ -99,7 +99,7 @@ def setup_distributed(config: TrainingConfig, must_be_alike: bool = True) -> Dis
     if launch.world_size > RANKS_IN_A_MESH:
         connect_lazily()
     dist.init_process_group(
-        backend,
+        "cpu:gloo,cuda:nccl" if config.cpu_offload and backend == "nccl" else backend,  # norms of shards on the CPU
         store=dist.PrefixStore("world", store),
         rank=launch.rank,
         world_size=launch.world_size,

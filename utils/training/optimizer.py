@@ -186,7 +186,8 @@ class WeightAverage:
         self._copies = {value: source.clone() for value, source in sources.items()}
         self._pairs = [(self._copies[value], source) for value, source in sources.items()]
         self._averages, self._sources = zip(*[pair for pair in self._pairs if pair[1].is_floating_point()], strict=True)
-        self._rate = torch.full((), 1.0 - decay, dtype=self._sources[0].dtype, device=self._sources[0].device)
+        device = local(next(model.parameters())).device
+        self._rate = torch.full((), 1.0 - decay, dtype=self._sources[0].dtype, device=device)
         self._is_first = torch.ones_like(self._rate)  # 1 until the first step is taken
         self._counters = [pair for pair in self._pairs if not pair[1].is_floating_point()]
 
