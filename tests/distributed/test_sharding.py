@@ -13,7 +13,7 @@ import predict
 import train
 from config import TrainingConfig, UserError
 from ranks import run_ranks
-from tasks import TASKS, config_of, using
+from tasks import TASKS, BlockModel, config_of, using
 from test_exact_ranks import FLAGS as OF_CHAIN
 from test_exact_resume import FLAGS as OF_RESUME
 from test_oracle import check_against_the_oracle
@@ -139,6 +139,9 @@ def test_only_rank_0_builds_the_model_and_each_rank_holds_its_part(runs):
     assert devices == ["cpu"] and others == ["meta"]
     assert all(mine + rest[name][0] == whole for name, (mine, whole) in held.items())
     assert sum(mine for mine, _ in held.values()) < 0.56 * sum(whole for _, whole in held.values())  # 13 rows: 7 + 6
+    parameters = sum(p.numel() for p in BlockModel().parameters())  # tied weights once
+    assert f"BlockModel, {parameters:,} parameters\n" in runs.log("run")
+    assert "zero3, 0.00 of 0.01 MB of parameters on rank 0\n" in runs.log("run")
 
 
 class NormedSgd(torch.optim.SGD):
