@@ -263,7 +263,7 @@ def decisions(
     origin: dict[str, Any],
 ) -> dict[str, str]:
     """The lines of the banner: everything decided at the start. origin: content of provenance.json."""
-    sampler, is_sharded = loader.sampler, config.sharding != "none"
+    sampler, has_ddp = loader.sampler, ctx.world_size > 1 and config.sharding == "none"
     decided = {
         "run": str(run.folder),
         "ranks": f"{ctx.world_size} on {count(set(ctx.hosts), 'node')}: {', '.join(sorted(set(ctx.device_names)))}",
@@ -274,8 +274,7 @@ def decisions(
         "steps": f"{state.total_steps:,}, {sampler.steps_per_epoch:,} per epoch",
         "precision": state.precision.title + ", channels_last" * is_channels_last(state.model),
         "optimizer": type(state.optimizer).__name__ + ("" if state.skips_on_device else READS),
-        **({"sharding": _sharding_line(config, state)} if is_sharded else {}),
-        **({"gradients": _gradient_line(config, state.model)} if ctx.world_size > 1 and not is_sharded else {}),
+        **({"gradients": _gradient_line(config, state.model)} if has_ddp else {}),
         "checkpoints": _checkpoint_line(config),
         "verify": origin["verification"],
         "versions": _versions_line(origin["versions"]),
@@ -310,6 +309,8 @@ def _model_line(config: TrainingConfig, state: TrainState) -> str:
     trained = sum(state.owners[p].numel() for group in state.optimizer.param_groups for p in group["params"])
     line = f"{type(state.model).__name__}, {parameters:,} parameters"
     line += f", {trained:,} of them trained" if trained < parameters else ""
+    kind = config.sharding + ", in host memory" * config.cpu_offload
+    line += f", sharded ({kind})" if config.sharding != "none" else ""
     line += ", activation checkpointing" if config.activation_checkpointing else ""
     return line + (f", compiled ({config.compile})" if config.compile != "off" else "")
 
@@ -347,12 +348,6 @@ def _gradient_line(config: TrainingConfig, model: nn.Module) -> str:
     hook = "" if config.comm_hook == "none" else f", rounded to {config.comm_hook}"
     hook += ", summed in one order on any number of ranks" * (config.reduction == "exact")
     return f"{size:.2f} MB per step, in buckets of about {bucket_megabytes(model, config):.2f} MB{hook}"
-
-
-def _sharding_line(config: TrainingConfig, state: TrainState) -> str:
-    held, whole = (sum(p.numel() * p.element_size() for p in part) for part in (state.owners, state.owners.values()))
-    where = ", in host memory" * config.cpu_offload
-    return f"{config.sharding}, {held / 2**20:.2f} of {whole / 2**20:.2f} MB of parameters on rank 0{where}"
 
 
 def _checkpoint_line(config: TrainingConfig) -> str:
