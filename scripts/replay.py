@@ -30,7 +30,7 @@ from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +108,7 @@ def latest_before(run: Path, step: int) -> tuple[Path | None, dict[str, Any] | N
     folder = TrainingConfig(**read_json(run / "config.json")).checkpoint_folder
     folder = folder if folder.is_dir() else run / "checkpoints"
     for path in reversed(checkpoint.step_checkpoints(folder)):
-        if int(checkpoint.STEP_NAME.fullmatch(path.name)[1]) < step:
+        if checkpoint.step_of(path) < step:
             try:
                 return path, checkpoint.read(path)[0]
             except UserError as error:
@@ -121,6 +121,7 @@ def choose_config(run: Path, payload: dict[str, Any] | None, flags: list[str]) -
     saved = payload["config"] if payload else read_json(run / "config.json")
     origin = payload["provenance"] if payload else read_json(run / "provenance.json")
     plain = {"on_checkpoint": "", "enable_profiling": False, "record_samples": False, "init_method": ""}
+    plain |= {"sharding": "none", "cpu_offload": False}
     sizes = {"global_batch_size": origin["global_batch_size"], "grad_accum_steps": 1}
     return TrainingConfig.from_args(flags, saved | dict.fromkeys(OFF, 0) | plain | sizes)
 
@@ -147,8 +148,10 @@ def replay(ours: Ours, options: argparse.Namespace, start: Path | None) -> bool:
     step.after = copies(state.model.state_dict())
     examine(step, global_batch, epoch, target - 1, ours)
     show(step, epoch, len(global_batch.micro_batches), state.lrs)
-    path, different = checkpoint.step_path(options.run / "checkpoints", target), None
-    if path.exists():
+    different = None
+    for path in checkpoint.step_checkpoints(options.run / "checkpoints"):
+        if checkpoint.step_of(path) != target:
+            continue
         different = differing_state(path, state.state_dict())
         text = (
             f"{len(different)} tensors differ from it, e.g. {', '.join(different[:3])}"

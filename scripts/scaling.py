@@ -134,6 +134,7 @@ def show_memory(options: argparse.Namespace, flags: list[str], config: TrainingC
     """Print the memory of a rank for each strategy."""
     ctx, ranks, (_, per_node) = setup_distributed(config), options.ranks or [1, 2, 4, 8], cores_and_ranks(config)
     room = facts.memory(ctx.device)["memory"] // (1 if ctx.device.type == "cuda" else min(per_node, ranks[-1]))
+    print("measuring a micro-batch in this process", flush=True)
     found = memory.measure(config, ctx)
     print(memory.text(config, found, ctx.device_names[0], ranks, per_node, room), flush=True)
     cleanup_distributed()

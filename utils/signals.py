@@ -28,16 +28,17 @@ class StopSignals:
     def __init__(self) -> None:
         self.received = StopSignals.held.received if StopSignals.held else ""
         self._before: dict[int, object] = {}
-        self._wakeup, self._wakeup_before = None, -1
+        self._reader, self._wakeup, self._wakeup_before = None, None, -1
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():  # Python handles signals only there
             for number in STOP_SIGNALS:
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                     self._before[number] = signal.signal(number, self._note)
-            StopSignals.arrived, self._wakeup = socket.socketpair()
-            StopSignals.arrived.setblocking(False)
+            self._reader, self._wakeup = socket.socketpair()
+            self._reader.setblocking(False)
             self._wakeup.setblocking(False)
+            StopSignals.arrived = self._reader  # both are kept: this instance may be used again after a later one
             self._wakeup_before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         return self
 

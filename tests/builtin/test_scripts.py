@@ -1,5 +1,6 @@
-"""scripts/runs.py, scripts/export.py and scripts/predict.py on real runs."""
+"""scripts/runs.py, export.py, predict.py and replay.py on real runs."""
 
+import os
 import re
 import shutil
 import sys
@@ -10,6 +11,7 @@ import torch
 
 from config import TrainingConfig
 from dataset import create_dataset
+from lib import processes
 from model import create_model
 from ranks import ROOT, WarmLaunch, finish, launch
 from scripts.runs import RunInfo
@@ -28,6 +30,15 @@ def two_runs(tmp_path_factory):
 
 def run_script(name, *words, ranks=0):
     return finish(WarmLaunch(ranks, ROOT / "scripts" / name, words))
+
+
+def test_a_step_of_a_sharded_run_is_replayed_by_the_script_in_a_single_process(tmp_path):
+    """As a user starts it: without the paths of the tests."""
+    runs = Runs(tmp_path)
+    runs.train(2, "run", *"--dataset_size 64 --epochs 1 --save_every_steps 4 --sharding zero3".split(), task="")
+    command = [sys.executable, ROOT / "scripts/replay.py", runs.folder("run"), "--step", "8"]
+    ended = processes.run(command, 100, env={"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}, cwd=tmp_path)
+    assert ended.returncode == 0 and "replayed from step_00000004\n" in ended.stdout, ended.stdout + ended.stderr
 
 
 def test_a_table_of_runs_has_only_the_settings_that_differ(two_runs):

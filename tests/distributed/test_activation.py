@@ -119,6 +119,12 @@ def test_the_model_keeps_its_names_and_a_copy_computes_with_its_own_weights():
     assert torch.equal(other(images), plain(images)) and not torch.equal(model(images), plain(images))
 
 
+@pytest.mark.parametrize("wrong", ["layer1", nn.ModuleList([nn.Linear(2, 2)])])
+def test_blocks_that_cannot_be_called_are_rejected(wrong):
+    with pytest.raises(UserError, match=f"returned {type(wrong).__name__} .*; return modules with a forward"):
+        checkpoint_blocks(nn.Linear(2, 2), [wrong])
+
+
 def test_a_model_without_blocks_is_rejected():
     with pytest.raises(UserError, match="activation_checkpointing=True: Linear has no blocks .*; leave it out, or"):
         checkpoint_blocks(nn.Linear(2, 2), [])

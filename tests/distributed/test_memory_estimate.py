@@ -131,4 +131,4 @@ def test_the_table_has_a_row_for_each_strategy_and_the_first_flag_that_fits():
     assert (
         lines[-1] == "flags: --sharding none   (the first whose peak fits into 90% of 1,000.0 GB per rank, on 8 ranks)"
     )
-    assert "flags: --sharding zero3 " in table(34 * 10**6) and table(10**6).splitlines()[-1].startswith("flags: none")
+    assert "flags: --sharding zero3 " in table(34 * 10**6) and "does not fit into 90% of" in table(10**6)

@@ -212,6 +212,8 @@ def test_the_best_checkpoint_is_kept_evaluated_used_and_exported(runs):
         run_ranks(ranks, predict_images, [best, "--out", runs.root / "out.pt", "--sharding", sharding, "--ema"])
         outputs.append(torch.load(runs.root / "out.pt", weights_only=True)["logits"])
     torch.testing.assert_close(*outputs)
+    with pytest.raises(UserError, match="rest.pt: is a part of a checkpoint; give its folder"):
+        export.read(best / "rest.pt", use_ema=False)
     saved = export.read(best, use_ema=True)["model"]
     assert relative(saved, checkpoint.read(best)[0]["ema"]) == 0 and not any(map(is_sharded, saved.values()))
     runs.train(2, "next", *flags, "--max_steps", 1, "--init_from", best, "--sharding", "zero2")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from unittest import mock
 
 import pytest
@@ -176,6 +177,27 @@ def test_a_run_without_records_or_checkpoints_is_started_again_in_its_folder(con
     assert run.resume_path is None
     run.rewind(0)
     assert run.records("train") == []
+
+
+def test_a_run_whose_checkpoints_are_gone_is_not_started_over(config):
+    """Their disk may not be mounted."""
+    config = with_(config, resume_from="auto")
+    run = open_run(config)
+    fill(run)
+    path = checkpoint.step_checkpoints(config.checkpoint_folder)[-1]
+    run = open_run(config)
+    run.status("running", checkpoint=str(path))
+    run.close()
+    shutil.move(config.checkpoint_folder, config.run_folder / "elsewhere")
+    before = contents(config.run_folder)
+    with pytest.raises(UserError, match=f"has no checkpoint, but the run has written {path}; put it back"):
+        open_run(config)
+    assert before.items() <= contents(config.run_folder).items()
+    config.checkpoint_folder.rmdir()
+    shutil.move(config.run_folder / "elsewhere", config.checkpoint_folder)
+    run = open_run(config)
+    assert run.resume_path == path
+    run.close()
 
 
 def test_resuming_from_another_run_starts_a_new_run_but_not_in_a_folder_that_holds_one(config):

@@ -1,9 +1,11 @@
 """Signals set a flag for the loop, and do not change the exit code at exit (workers: test_refusals.py)."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -42,6 +44,18 @@ def test_a_signal_sets_a_flag_and_the_handlers_are_restored():
         with pytest.raises(KeyboardInterrupt):  # once: save and stop; twice: now
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_after_a_run_finds_the_socket_of_the_instance_before(monkeypatch):
+    found = []
+    monkeypatch.setattr(sys, "unraisablehook", found.append)
+    with StopSignals() as outer:
+        with StopSignals():
+            pass
+        gc.collect()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.01)
+        assert outer.received == "SIGUSR1" and not found
 
 
 def test_a_forked_process_does_not_write_signals_into_the_files_of_its_parent():

@@ -29,7 +29,7 @@ from utils.memory import is_out_of_memory
 
 KEYS = ("model", "ema", "optimizer", "scaler", "progress", "config", "provenance")
 STEP_NAME = re.compile(r"step_(\d{8,})(\.pt)?")  # without .pt: the folder of a sharded run (shards.py)
-BEST = "best.pt"
+BEST, MANIFEST = "best.pt", "manifest.json"  # the manifest of such a folder
 TRAILER = re.compile(rb"\nstep:(\d{10}) sha256:([0-9a-f]{64})\n")
 TRAILER_BYTES = 89
 DIGEST_BYTES = 72  # "sha256:...\n" in the trailer
@@ -189,6 +189,8 @@ def verify(path: Path, part: tuple[int, int] = (0, 1)) -> Trailer:
         from utils.checkpoint import shards
 
         return shards.verify(path, part)
+    if (path.parent / MANIFEST).exists():
+        raise UserError(f"{path}: is a part of a checkpoint; give its folder, {path.parent}")
     is_verified = part[0] > 0  # by the first
     try:
         with _open(path) as file:

@@ -36,7 +36,7 @@ from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import is_sharded, local, wrap
 from utils.files import TEMPORARY, replace_json
 
-MANIFEST, REST = "manifest.json", "rest.pt"
+MANIFEST, REST = checkpoint.MANIFEST, "rest.pt"
 ALLOWED = {  # in the pickled .metadata
     "torch": ("Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))),
     "torch.serialization": ("_get_layout",),
@@ -56,6 +56,8 @@ def verify(folder: Path, part: tuple[int, int] = (0, 1)) -> checkpoint.Trailer:
     part: (number, readers): compute only every so many-th checksum, as each reader does.
     """
     try:
+        if not (folder / MANIFEST).exists():
+            raise UserError(f"{folder}: lacks {MANIFEST}; give another checkpoint")
         text = (folder / MANIFEST).read_bytes()
         manifest = json.loads(text)
         step, files = int(manifest["step"]), dict(manifest["files"])
@@ -86,9 +88,7 @@ def read(folder: Path, trailer: checkpoint.Trailer, layouts: dict[str, Tensor]) 
 
     layouts: sharded parameters by name: of these, and of their optimizer state, only this rank's shards are read.
     """
-    payload = checkpoint.read(folder / REST)[0]
-    if payload["progress"]["step"] != trailer.step:
-        raise UserError(f"{folder}: {REST} and {MANIFEST} are of different steps; give another checkpoint")
+    payload = checkpoint.read(folder / REST, trailer)[0]
     try:
         _read_tensors(folder, payload, layouts)
     except BaseException as error:  # torch's own CheckpointException is no Exception

@@ -319,6 +319,7 @@ def _size(job: Job) -> int:
 def problem_of(job: Job, error: BaseException) -> str:
     """The message for a checkpoint that cannot be written, with the free space."""
     reason = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
+    reason = "a write was cut short" if "unexpected pos" in reason else reason  # of torch.save on a full disk
     try:
         room = os.statvfs(job.path.parent)
         free = f"{room.f_bavail * room.f_frsize / 1e6:,.1f} MB are free"

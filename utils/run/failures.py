@@ -59,6 +59,8 @@ def explain_memory(
     ways = [] if config.activation_checkpointing else ["--activation_checkpointing"]
     if not is_of_device:
         ways += ["fewer --num_workers", "more memory for the job"]
+    elif ctx.world_size > 1 and config.sharding == "none":
+        ways.append("--sharding zero3")
     flags = halved(config.batch_size, config, ctx.world_size)
     if flags and not is_resumed:
         ways.insert(0, f"{flags} (the same global batch; scripts/benchmark.py --find-batch shows what fits)")

@@ -77,6 +77,11 @@ def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) 
             return lock, Start(is_completed=True)
         failures = repeated_failures(owner, status, folder / "watch")
         path, notes = checkpoint.latest_valid(checkpoints)
+        if status.get("checkpoint") and not (path or given):
+            raise UserError(
+                f"{checkpoints}: has no checkpoint, but the run has written {status['checkpoint']}; put it back (is the"
+                " disk mounted?), or start over with --overwrite instead of --resume_from auto"
+            )
     if given and not path:  # else an earlier attempt of this launch has already started from it
         checkpoint.verify(given)
         path = given

@@ -26,8 +26,19 @@ def checkpoint_blocks(model: nn.Module, blocks: list[nn.Module]) -> None:
             f"activation_checkpointing=True: {type(model).__name__} has no blocks (modules with children, in an"
             " nn.Sequential or nn.ModuleList); leave it out, or let blocks(model) of model.py return some"
         )
+    check_blocks(blocks)
     for block in blocks:
         block.__class__ = _checkpointed(type(block))
+
+
+def check_blocks(blocks: list[nn.Module]) -> None:
+    """Raises UserError if one of them is not a module that can be called."""
+    for block in blocks:
+        if not isinstance(block, nn.Module) or type(block).forward is nn.Module.forward:
+            raise UserError(
+                f"blocks(model) of model.py: returned {type(block).__name__} {str(block)[:40]!r}; return modules with a"
+                " forward, e.g. list(model.blocks)"
+            )
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:

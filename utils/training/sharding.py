@@ -19,6 +19,7 @@ from config import TrainingConfig, UserError
 from utils.distributed.collectives import on_all_ranks
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import is_sharded
+from utils.training.activation import check_blocks
 
 # each element is updated by itself, so that a shard can be
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
@@ -41,7 +42,9 @@ def build_sharded(
 
     model = on_all_ranks(lambda: _build(build, ctx), ctx)
     kind, mesh = type(model).__name__, _create_mesh(config, ctx)
-    uses, parts = _uses(model), [block for block in dict.fromkeys(blocks(model)) if block is not model]
+    parts = blocks(model)
+    check_blocks(parts)
+    uses, parts = _uses(model), [block for block in dict.fromkeys(parts) if block is not model]
     whole = [block for block in parts if _uses(block).items() <= uses.items()]  # shares no weight with other parts
     offload = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda") if config.cpu_offload else OffloadPolicy()
     marks = {name: vars(parameter) for name, parameter in model.named_parameters()}  # by which a fork forms groups

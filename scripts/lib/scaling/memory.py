@@ -261,5 +261,8 @@ def text(config: TrainingConfig, found: Measured, device: str, ranks: list[int],
                 chosen = sharding
     head = f"MB per rank in a step with micro-batches of {config.batch_size} on {device}, {per_node} ranks per node"
     limit = f"{USABLE:.0%} of {room / 1e9:,.1f} GB per rank, on {ranks[-1]} rank{'s' * (ranks[-1] > 1)}"
-    flags = f"--sharding {chosen}   (the first whose peak fits into {limit})" if chosen else f"none fits into {limit}"
-    return "\n".join([head, format_table(rows, range(1, len(rows[0]))), f"flags: {flags}"])
+    more = "use more ranks, a smaller --batch_size"
+    more += "" if config.activation_checkpointing else ", or --activation_checkpointing"
+    last = f"flags: --sharding {chosen}   (the first whose peak fits into {limit})"
+    last = last if chosen else f"the model does not fit into {limit}; {more}"
+    return "\n".join([head, format_table(rows, range(1, len(rows[0]))), last])
