@@ -1,10 +1,13 @@
 """A rank that cannot write its part of a checkpoint: all ranks have the same outcome, and the next try succeeds."""
 
 import contextlib
+import io
+import pickle
 import resource
 import time
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
@@ -80,6 +83,26 @@ def save_with_failures(folder, places):
     writer.end()
     cleanup_distributed()
     return found
+
+
+class Attribute:
+    def __init__(self, owner, name):
+        self.found = owner, name
+
+    def __reduce__(self):
+        return getattr, self.found
+
+
+def test_the_metadata_names_members_of_enums_and_no_other_attributes():
+    """Python 3.11.0 to 3.11.3 pickles them so."""
+    kind = dcp.metadata._MEM_FORMAT_ENCODING
+    for owner, name in ((kind, kind.TORCH_CONTIGUOUS_FORMAT.name), (dcp.metadata.Metadata, "__init__")):
+        unpickler = shards._Unpickler(io.BytesIO(pickle.dumps(Attribute(owner, name))))
+        if owner is kind:
+            assert unpickler.load() is kind.TORCH_CONTIGUOUS_FORMAT
+        else:
+            with pytest.raises(AttributeError, match="__members__"):
+                unpickler.load()
 
 
 def test_a_rank_that_cannot_write_holds_up_no_other(tmp_path):
