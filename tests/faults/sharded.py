@@ -94,7 +94,7 @@ DAMAGES = (
     (with_a_short_shard, r"step_00000030: is damaged: __0_0\.distcp does not match manifest\.json"),
     (without_a_shard, r"step_00000030: lacks __1_0\.distcp"),
     (with_a_shard_of_another_step, r"step_00000030: is damaged: __1_0\.distcp does not match manifest\.json"),
-    (without_a_manifest, r"step_00000030: cannot be read \(No such file or directory\)"),
+    (without_a_manifest, r"step_00000030: lacks manifest.json"),
     (under_another_name, r"step_00000040: is the checkpoint of step 20 under another name"),
 )
 

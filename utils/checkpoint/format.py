@@ -15,6 +15,7 @@ import shutil
 import stat
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -272,10 +273,12 @@ def prune(folder: Path, keep_last: int, keep_every: int = 0) -> None:
         keep_last: keep so many, the latest.
         keep_every: also keep the first one of every so many steps; 0: none of these.
     """
-    kept, best = {-1}, (folder / BEST).resolve()  # a link to a folder
+    kept, best = {-1}, ""
+    with suppress(OSError):
+        best = os.readlink(folder / BEST)  # of a sharded run: the name of a folder
     for path in step_checkpoints(folder)[:-keep_last]:
         period = step_of(path) // keep_every if keep_every else -1
-        if period in kept and path.resolve() != best:
+        if period in kept and path.name != best:
             remove(path)
         kept.add(period)
 
