@@ -23,6 +23,7 @@ from tasks import BUCKETS
 from training import Runs, assert_same_state
 from utils.checkpoint.format import step_path
 from utils.clock import Place, read_place
+from utils.files import replace_file
 
 FLAGS = "--image_size 8 --batch_size 4 --log_interval 5 --backend gloo --no-use_amp --record_samples".split() + BUCKETS
 HOST = re.escape(socket.gethostname())
@@ -186,8 +187,8 @@ class Drill:
         for name in ("go", "slow"):
             (self.folder / name).unlink(missing_ok=True)
         path, values = self.folder / "program.py", f"HELD_AT, FOLDER = {held_at}, {str(self.folder)!r}"
-        path.write_text(f"{values}\n{PROGRAM}\n{code}\ntrain.run_as_script()\n")
-        return path
+        replace_file(path, lambda file: file.write(f"{values}\n{PROGRAM}\n{code}\ntrain.run_as_script()\n".encode()))
+        return path  # replaced, since another rank may be reading it
 
     def start(
         self,
