@@ -39,7 +39,13 @@ ReturnToService=2
 JobCompType=jobcomp/filetxt
 JobCompLoc={folder}/ended.txt
 NodeName=node[0-1] CPUs=4
-PartitionName=all Nodes=ALL Default=YES MaxTime=60
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes=ALL Default=YES MaxTime=60 PreemptMode=OFF
+PartitionName=urgent Nodes=ALL MaxTime=60 PriorityTier=9 PreemptMode=OFF
+PartitionName=requeue Nodes=ALL MaxTime=60
+PartitionName=grace Nodes=ALL MaxTime=60 PreemptMode=CANCEL GraceTime=60
+PartitionName=cancel Nodes=ALL MaxTime=60 PreemptMode=CANCEL
 """
 DAEMONS = """
 set -e
@@ -113,11 +119,11 @@ class Cluster:
         assert ended.code == 0, ended.text
         return int(ended.out)
 
-    def job(self, number: int) -> dict[str, str]:
-        """Slurm's record of a job: JobState, Restarts, ExitCode, RunTime and so on."""
+    def job(self, number: int | str) -> dict[str, str]:
+        """Slurm's record of a job, or of a task of an array ("7_1"): JobState, Restarts, ExitCode, RunTime, ..."""
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", "--oneliner", str(number)).out))
 
-    def wait_for(self, number: int, *states: str, deadline: float) -> dict[str, str]:
+    def wait_for(self, number: int | str, *states: str, deadline: float) -> dict[str, str]:
         ends = time.monotonic() + deadline
         while (job := self.job(number)).get("JobState") not in states:
             assert time.monotonic() < ends, f"job {number} is {job} after {deadline} s\n{self.story()}"

@@ -46,7 +46,8 @@ def test_every_documented_command_has_valid_flags():
             expected = "--node-rank=1" if "--hosts" in line else "torchrun --nproc-per-node=8 --nnodes=2"
             assert ended.code == 0 and expected in ended.out, line
         elif "slurm.sbatch" in line:
-            TrainingConfig.from_args(shlex.split(line.split("slurm.sbatch", 1)[1]))
+            flags = line.split("slurm.sbatch", 1)[1].removesuffix("'").replace("$SLURM_ARRAY_TASK_ID", "0")
+            TrainingConfig.from_args(shlex.split(flags))
         elif "kubectl" in line or "docker" in line:
             for file in re.findall(r"-f (\S+)", line):
                 assert (ROOT / file).exists(), line

@@ -92,6 +92,54 @@ def test_scancel_saves_and_ends_a_job_for_good(cluster, slow_repository, tmp_pat
     assert job.wait()[::2] == ("CANCELLED", 0) and job.said.count("attempt") == 1
 
 
+@pytest.mark.parametrize("partition", ["cancel", "grace", "requeue"])
+def test_a_preempted_job_is_requeued_and_resumes(cluster, slow_repository, tmp_path, partition):
+    """Slurm requeues one that has no grace time only under PreemptMode=REQUEUE. Then scancel ends it for good."""
+    job = Job(cluster, tmp_path, slow_repository, [f"--partition={partition}"])
+    job.wait_for_steps()
+    cluster.submit("--nodes=2", "--exclusive", "--partition=urgent", "--output=/dev/null", "--wrap=sleep 5")
+    cluster.wait_for(job.number, "PENDING", *ENDED, deadline=60)
+    cluster.wait_for(job.number, "RUNNING", *ENDED, deadline=90)
+    runs = Runs(tmp_path)
+    wait_until(lambda: runs.events("run", "resumed"), 60)
+    cluster.run("scancel", str(job.number))
+    assert job.wait()[::2] == ("CANCELLED", 1), job.said
+    assert runs.events("run", "resumed")[0]["step"] > 0 and job.said.count("job is preempted") == (
+        partition == "cancel"
+    )
+    cluster.wait_until_idle()
+
+
+def test_one_task_of_an_array_is_requeued(cluster, slow_repository, tmp_path):
+    """The job id of the last task is that of the array, so `scontrol requeue` of it would end the others too."""
+    flags = " ".join([*LONG, "--epochs", "100", "--run_dir", f"{tmp_path}/run-$SLURM_ARRAY_TASK_ID"])
+    options = "--nodes=1 --array=0-1 --ntasks-per-node=1 --requeue --open-mode=append".split()
+    job = Job(
+        cluster,
+        tmp_path,
+        slow_repository,
+        [*options, f"--output={tmp_path}/job-%a.out", f"--wrap=exec bash scripts/slurm.sbatch {flags}"],
+        script=(),
+    )
+    tasks = [f"{job.number}_{k}" for k in (0, 1)]
+    (last,) = (task for task in tasks if cluster.wait_for(task, "RUNNING", deadline=60)["JobId"] == str(job.number))
+    (other,) = {*tasks} - {last}
+    for k in (0, 1):
+        wait_for_step(tmp_path / f"run-{k}", 0, 3)
+    wait_until(
+        lambda: int(cluster.job(last)["RunTime"][-2:]) >= 16
+    )  # an earlier signal means that the limit is too short
+    cluster.run("scancel", "--batch", "--signal=USR1", last)
+    cluster.wait_for(last, "PENDING", *ENDED, deadline=60)
+    time.sleep(3)  # the other task would end
+    assert [(each["JobState"], each["Restarts"]) for each in map(cluster.job, (last, other))] == [
+        ("PENDING", "1"),
+        ("RUNNING", "0"),
+    ]
+    cluster.run("scancel", str(job.number))
+    cluster.wait_until_idle()
+
+
 def test_a_rejected_job_is_not_requeued(cluster, tmp_path):
     """A bad config, and a job that was not submitted in the repository."""
     job = Job(cluster, tmp_path / "config", ROOT, flags=[*TINY, "--epochs", "0"])
