@@ -60,6 +60,11 @@ def check_interfaces(env: dict[str, str]) -> None:
     existing = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         given = env.get(variable, "")
+        if variable.startswith("GLOO") and given.startswith(("^", "=")):
+            raise UserError(
+                f"{variable}={given}: gloo takes names of interfaces, without NCCL's ^ and =; give one of"
+                f" {', '.join(existing)}, or unset it to use the route to node 0"
+            )
         if not given or given.startswith("^"):
             continue
         is_exact = variable.startswith("GLOO") or given.startswith("=")  # NCCL matches prefixes

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from config import TrainingConfig, UserError
+from ranks import ROOT, launch
 from scripts.lib.launching import __main__ as program
 from scripts.lib.launching import hosts, supervise
 from scripts.lib.launching import plan as planning
@@ -42,6 +44,29 @@ def test_one_node(plan):
     assert "--tee=3" in words and ("SIGHUP" in settings["PET_SIGNALS_TO_HANDLE"]) == is_heard
 
 
+def test_gpus_without_nvidia_smi_are_counted_by_torch(plan, monkeypatch, tmp_path):
+    """AMD's, and NVIDIA's in a container that lacks the tool."""
+    (tmp_path / "torch.py").write_text("class cuda:\n    device_count = staticmethod(lambda: 3)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(planning.shutil, "which", lambda name: None if name == "nvidia-smi" else f"/bin/{name}")
+    monkeypatch.setattr(planning, "GPU_DRIVERS", (tmp_path / "kfd",))
+    assert planning.count_gpus({}) == 0
+    (tmp_path / "kfd").touch()
+    assert planning.count_gpus({}) == 3 and planning.count_gpus({"CUDA_VISIBLE_DEVICES": "1,2"}) == 2
+    assert plan()[0][1] == "--nproc-per-node=3"
+
+
+@pytest.mark.parametrize("arguments", ["train.py", "-m scripts.lib.launching"])
+def test_windows_is_rejected_in_one_sentence(arguments):
+    """It lacks SIGUSR1."""
+    how = f"runpy.run_path('{arguments}', run_name='__main__')"
+    if arguments.startswith("-m "):
+        how = f"runpy.run_module('{arguments[3:]}', run_name='__main__')"
+    ended = launch([sys.executable, "-c", f"import signal, runpy; del signal.SIGUSR1; {how}"], cwd=ROOT)
+    assert (ended.code, ended.out) == (2, "")
+    assert re.fullmatch(r"Windows: has no SIGUSR1, .*; start it under WSL 2\n", ended.err), ended.err
+
+
 def test_several_nodes_by_variables_and_by_flags(plan):
     variables = {
         "NNODES": "3",
@@ -68,9 +93,9 @@ def test_no_flag_of_launch_sh_has_the_name_of_a_field_of_the_config():
 
 
 def test_variables_set_by_the_user_are_kept(plan):
-    own = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "lo", "TORCH_GLOO_LAZY_INIT": "0"}
+    own = {"OMP_NUM_THREADS": "7", "NCCL_SOCKET_IFNAME": "^lo,docker", "TORCH_GLOO_LAZY_INIT": "0"}
     _, settings = plan(NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1", **own)
-    assert "NCCL_SOCKET_IFNAME" in settings and not own.keys() & settings.keys()
+    assert "GLOO_SOCKET_IFNAME" in settings and not own.keys() & settings.keys()
 
 
 @pytest.mark.parametrize("variables", [{"NNODES": "2", "MAX_RESTARTS": "3"}, {"NNODES": "1:3"}])
@@ -85,6 +110,16 @@ def test_a_node_that_returns_to_a_completed_run_does_not_wait_for_the_others(tmp
     nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
     assert program.main(["--resume_from", "auto", "--run_dir", str(tmp_path)], nodes) == 0
     assert "this run is completed; there is nothing left to do" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"], ["--preflight"]])
+def test_each_node_creates_the_run_folder_before_its_ranks_look_for_it(plan, monkeypatch, tmp_path, more):
+    """An NFS client remembers for up to 30 s that rank 0's folder does not exist."""
+    found, run = [], tmp_path / "run"
+    monkeypatch.setattr(program.Launch, "run", lambda self: found.append(run.is_dir()) or 0)
+    variables = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "NPROC_PER_NODE": "1"}
+    assert program.main(["--run_dir", str(run), *more], variables) == 0
+    assert found == {"": [True], "--dry-run": [], "--preflight": [False]}["".join(more)] and run.is_dir() == (not more)
 
 
 def test_debug_records_collectives_into_the_runs_folder(plan):
@@ -160,6 +195,9 @@ SECOND_OF_TWO = {"NNODES": "2", "NODE_RANK": "1"}
             SECOND_OF_TWO | {"MASTER_ADDR": "10.0.0.9", "GLOO_SOCKET_IFNAME": "eth77"},
             "GLOO_SOCKET_IFNAME=eth77: .* no interface",
         ),
+        ({"GLOO_SOCKET_IFNAME": "^lo"}, r"GLOO_SOCKET_IFNAME=\^lo: gloo takes names of interfaces, .* one of .*lo"),
+        ({"GLOO_SOCKET_IFNAME": "=lo"}, "GLOO_SOCKET_IFNAME==lo: gloo takes"),
+        ({"NCCL_SOCKET_IFNAME": "=eth77"}, "NCCL_SOCKET_IFNAME==eth77: .* no interface eth77"),
         ({"LAUNCH_RETRIES": "x"}, "LAUNCH_RETRIES=x: is not an integer"),
         ({"NNODES": "two"}, "NNODES=two: is not an integer of at least 1; give"),
         ({"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"}, "NODE_RANK=2: is outside NNODES=2; give 0 to 1"),

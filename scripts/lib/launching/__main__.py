@@ -51,7 +51,7 @@ def launch(argv: Sequence[str], env: dict[str, str]) -> int:
     if options.detach and not options.dry_run:
         return detach(argv, config)
     if not options.dry_run:
-        create_log_folder(config)
+        create_folders(config, has_run=is_training and plan.nodes.most > 1)
     say(f"environment: {shlex.join(f'{name}={value}' for name, value in plan.settings.items())}")
     if options.dry_run:
         print(shlex.join(plan.command))
@@ -59,10 +59,13 @@ def launch(argv: Sequence[str], env: dict[str, str]) -> int:
     return Launch(plan, env).run()
 
 
-def create_log_folder(config: TrainingConfig) -> None:
+def create_folders(config: TrainingConfig, has_run: bool = False) -> None:
+    """The folder of torchrun's output, and that of the run: an NFS client that has looked for it before another node
+    creates it does not see it for up to 30 s. Raises UserError."""
     host = socket.gethostname()
     try:
-        (launch_folder(config) / host).mkdir(parents=True, exist_ok=True)
+        for folder in [launch_folder(config) / host, *([config.run_folder] if has_run else [])]:
+            folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         text = f"run_dir={config.run_folder}: {host} cannot write beside it ({error.strerror})"
         raise UserError(f"{text}; mount it there for writing, or give another") from None
@@ -70,7 +73,7 @@ def create_log_folder(config: TrainingConfig) -> None:
 
 def detach(argv: Sequence[str], config: TrainingConfig) -> int:
     """Start this program again without --detach, in the background."""
-    create_log_folder(config)
+    create_folders(config)
     log = launch_folder(config) / f"{socket.gethostname()}-{time.strftime('%Y%m%dT%H%M%S')}.log"
     words = [sys.executable, "-m", "scripts.lib.launching", *(word for word in argv if word != "--detach")]
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,8 +18,10 @@ from pathlib import Path
 from config import TrainingConfig, UserError
 from scripts.lib.launching.rendezvous import ROUTE_PATIENCE_S, Nodes, Wait
 from scripts.lib.network import check_interfaces, interface_of, is_loopback, own_address_to, resolve, why
+from utils.signals import STOP_SIGNALS
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGHUP)
+SIGNALS = (*STOP_SIGNALS, signal.SIGQUIT)
+GPU_DRIVERS = (Path("/dev/kfd"), Path("/dev/nvidiactl"))  # AMD, which has no nvidia-smi; NVIDIA in a small container
 DESCRIPTION = """\
 Start train.py on this node. Run it on each node of the job, with train.py's flags and the ones below, or once with
 --hosts. Variables such as NNODES can be set in the environment instead of by flag.
@@ -135,12 +138,15 @@ def read_nodes(options: argparse.Namespace) -> Nodes:
 
 
 def count_gpus(env: dict[str, str]) -> int:
-    """The number of GPUs that a process started here would see, without initializing CUDA."""
+    """The number of GPUs that a process started here would see, without initializing CUDA here."""
     if "CUDA_VISIBLE_DEVICES" in env:
         listed = [word.strip() for word in env["CUDA_VISIBLE_DEVICES"].split(",") if word.strip()]
         return listed.index("-1") if "-1" in listed else len(listed)
+    command = ["nvidia-smi", "-L"]
+    if not shutil.which(command[0]) and any(path.exists() for path in GPU_DRIVERS):  # importing torch takes seconds
+        command = [sys.executable, "-c", "import torch; print('GPU \\n' * torch.cuda.device_count())"]
     with suppress(OSError, subprocess.TimeoutExpired):
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
     return 0
 
@@ -197,11 +203,11 @@ def make_plan(options: argparse.Namespace, flags: list[str], config: TrainingCon
         "PET_SIGNALS_TO_HANDLE": ",".join(heard),  # PET_*: torchrun flags that older versions ignore
         "PET_SHUTDOWN_TIMEOUT": "300",  # for a large save
     }
+    check_interfaces(env)
     words = ["torchrun", f"--nproc-per-node={processes}"]
     if nodes.most == 1:
         words += ["--standalone"]
     else:
-        check_interfaces(env)
         own, is_host = own_address(nodes, patience or ROUTE_PATIENCE_S)
         nodes = replace(nodes, is_host=is_host, secret=env.get("LAUNCH_SECRET", ""), run=config.run_folder.name)
         if interface := interface_of(own):

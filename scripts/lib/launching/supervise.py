@@ -92,10 +92,15 @@ class Launch:
         self._child = start(plan.command, env=self._env)
         if self._signals:  # one arrived while torchrun was being started
             self._child.terminate()
+        ranks: set[int] = set()
         if plan.nodes.most > 1:
             seconds = ORPHANED_AFTER_S[plan.nodes.backend]
-            threading.Thread(target=end_orphan, args=(self._child, seconds), daemon=True).start()
+            threading.Thread(target=end_orphan, args=(self._child, seconds, ranks), daemon=True).start()
         code = self._child.wait()
+        if code and ranks:  # the ranks of other nodes may wait for them without an error
+            with suppress(OSError):
+                file = plan.run_folder / "watch" / f"ended-{socket.gethostname()}"
+                file.write_text(" ".join(map(str, ranks)))
         self._child = None
         if self._signals and code == -signal.SIGTERM:  # torchrun was still starting
             raise Stopped
@@ -104,11 +109,15 @@ class Launch:
         return code if code >= 0 else 128 - code
 
 
-def end_orphan(torchrun: subprocess.Popen, seconds: float) -> None:
-    """End a torchrun that keeps running after its ranks have exited: the other nodes and the store are gone."""
+def end_orphan(torchrun: subprocess.Popen, seconds: float, ranks: set[int]) -> None:
+    """End a torchrun that keeps running after its ranks have exited: the other nodes and the store are gone.
+
+    ranks: gets the process ids of all ranks.
+    """
     seen, had_ranks = time.monotonic(), False
     while torchrun.poll() is None:
-        if children_of(torchrun.pid):
+        if found := children_of(torchrun.pid):
+            ranks.update(found)
             seen, had_ranks = time.monotonic(), True
         if had_ranks and time.monotonic() - seen > seconds:
             say(f"ending torchrun: its ranks exited {seconds} s ago, and the other nodes are gone")
