@@ -13,7 +13,7 @@ writes its part beside it (FILE.rank0, ...); parts left by a killed process are 
 from __future__ import annotations
 
 import argparse
-import glob
+import re
 import sys
 from pathlib import Path
 
@@ -33,9 +33,9 @@ from utils.data.loader import GlobalBatchLoader, create_evaluation_dataloader
 from utils.data.sets import load_data
 from utils.distributed.collectives import on_all_ranks, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
-from utils.files import replace_file
+from utils.files import TEMPORARY, replace_file
 from utils.logger import setup_logger, show_progress
-from utils.run.failures import leave_after
+from utils.run.failures import leave_after, watched
 from utils.training.seams import Seams
 from utils.training.state import TrainState
 
@@ -56,6 +56,13 @@ def main() -> None:
     config = TrainingConfig.from_args(flags, saved | {"resume_from": "", "overwrite": False})
     out = options.out or options.checkpoint.parent.parent / "predictions.pt"
     ctx = setup_distributed(config)
+    with watched(out.parent, config, ctx):
+        run(options, config, out, ctx)
+    cleanup_distributed()
+
+
+def run(options: argparse.Namespace, config: TrainingConfig, out: Path, ctx: DistributedContext) -> None:
+    """Compute and write the outputs. Raises UserError."""
     logger = setup_logger(ctx.rank)
     sets = load_data(your_data, config, ctx)
     dataset = on_all_ranks(lambda: choose({"train": sets.train, **sets.held_out}, options.split), ctx)
@@ -80,7 +87,6 @@ def main() -> None:
         part.unlink(missing_ok=True)
     logger.info("wrote %s: %s of %d samples", out, ", ".join(outputs), len(loader.dataset))
     loader.close()
-    cleanup_distributed()
 
 
 def check(options: argparse.Namespace, payload: dict, out: Path) -> None:
@@ -151,8 +157,10 @@ def merge(out: Path, samples: int, ctx: DistributedContext) -> None:
             rows = [row for batch in batches for row in batch]
             merged[name] = [rows[k] for k in order.tolist()]
     write(out, merged)
-    for left in out.parent.glob(f"{glob.escape(out.name)}.rank*"):  # also those of a killed process with more ranks
-        left.unlink(missing_ok=True)
+    part = re.compile(rf"{re.escape(out.name)}\.rank\d+(\..+{re.escape(TEMPORARY)})?")
+    for left in out.parent.iterdir():  # also those of a killed process with more ranks
+        if part.fullmatch(left.name):
+            left.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -40,9 +42,14 @@ class RunInfo:
         self.records = [r for r in records if isinstance(r, dict) and "kind" in r and isinstance(r.get("step"), int)]
 
     def size(self) -> int:
-        """The size in bytes; hard links count once."""
-        files = {path.stat().st_ino: path.stat().st_size for path in self.folder.rglob("*") if path.is_file()}
-        return sum(files.values())
+        """The size in bytes; hard links count once. A live run replaces its files meanwhile."""
+        sizes = {}
+        for folder, _, names in os.walk(self.folder):  # skips folders that disappear, which rglob does not
+            for name in names:
+                with suppress(FileNotFoundError):
+                    status = os.stat(os.path.join(folder, name))
+                    sizes[status.st_ino] = status.st_size
+        return sum(sizes.values())
 
     def curve(self, kind: str, name: str) -> list[tuple[int, float]]:
         records = (r for r in self.records if r["kind"] == kind and r.get("weights") != "ema")

@@ -82,9 +82,13 @@ def test_a_kill_leaves_no_partial_output_and_the_next_prediction_cleans_up(runs)
     with pytest.raises(AssertionError, match="exit codes"):
         run_ranks(3, predict_and_die, words)
     assert out.read_text() == "earlier" and out.with_name("predictions.pt.rank0").exists()
-    out.with_name("predictions.pt.rank3").touch()  # as a launch of more ranks would leave
+    # as a launch of more ranks would leave, and files of the user
+    for suffix in ("rank3", "rank3.node-1-0a.tmp", "ranking.csv", "rank0.txt"):
+        out.with_name(f"predictions.pt.{suffix}").touch()
     run_ranks(1, predict_lines, words)
-    assert len(torch.load(out, weights_only=True)["first"]) == 9 and not [*out.parent.glob("predictions.pt.rank*")]
+    assert len(torch.load(out, weights_only=True)["first"]) == 9
+    left = {path.name for path in out.parent.glob("predictions.pt.rank*")}
+    assert left == {"predictions.pt.ranking.csv", "predictions.pt.rank0.txt"}
 
 
 WRONG = {  # case: (predict, start of the error message)

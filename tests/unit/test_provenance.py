@@ -2,8 +2,10 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
+import zipfile
 
 import pytest
 
@@ -93,3 +95,12 @@ def test_template_files_that_differ_from_the_tag_are_listed(tmp_path, monkeypatc
     (tmp_path / "config.py").write_text(block.format("").replace("a = 1", "a = 2"))
     (tmp_path / "utils" / "x.py").write_text("2\n")
     assert provenance.changed_files() == ["config.py", "utils/x.py"]
+
+
+def test_the_code_is_archived_with_any_date_and_without_secrets(tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    for name in ("model.py", "secrets.py"):
+        (tmp_path / name).write_text("x = 1\n")
+        os.utime(tmp_path / name, (0, 0))  # 1970, as SOURCE_DATE_EPOCH=0 sets it
+    provenance.zip_code(tmp_path / "code.zip")
+    assert zipfile.ZipFile(tmp_path / "code.zip").namelist() == ["model.py"]

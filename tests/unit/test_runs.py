@@ -79,3 +79,17 @@ def test_fifteen_runs_have_fifteen_colors(tmp_path, show):
     solid, dashed = ([line for line in lines if ("stroke-dasharray" in line.attrib) == has] for has in (False, True))
     assert [line.get("stroke") for line in solid] == [line.get("stroke") for line in dashed]
     assert len({line.get("stroke") for line in solid}) == 15 and len(dashed) == 15
+
+
+def test_a_file_that_a_live_run_replaces_while_sizes_are_read_is_left_out(tmp_path, monkeypatch):
+    forge(tmp_path / "a", {}, values=[1.0])
+    before, stat = script.RunInfo(tmp_path / "a").size(), script.os.stat
+    (tmp_path / "a" / ".status.json.tmp").write_text("{}")
+
+    def disappears(path, *args, **kwargs):
+        if str(path).endswith(".tmp"):
+            raise FileNotFoundError(path)
+        return stat(path, *args, **kwargs)
+
+    monkeypatch.setattr(script.os, "stat", disappears)
+    assert before == script.RunInfo(tmp_path / "a").size() > 0

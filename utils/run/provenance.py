@@ -20,6 +20,7 @@ from torch import nn
 
 from config import TrainingConfig, fields_of_yours, type_of
 from utils.logger import count
+from utils.rng import derive_seed
 
 ROOT = Path(__file__).resolve().parents[2]
 VERIFIED = ROOT / "verified.json"  # the result of scripts/verify.py
@@ -44,6 +45,7 @@ def collect(hosts: tuple[str, ...], device_names: tuple[str, ...], git_commit: s
         "verified": is_verified,
         "verification": text,
         "versions": versions(),
+        "code": derive_seed(*code_digests().items()),
         "hosts": sorted(set(hosts)),
         "ranks": [{"rank": rank, "host": host, "device": device_names[rank]} for rank, host in enumerate(hosts)],
         "world_size": len(hosts),
@@ -65,12 +67,13 @@ def versions() -> dict[str, str]:
 
 
 def zip_code(path: Path) -> None:
-    """Archive the *.py files of the run."""
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+    """Archive the *.py files of the run, without a secrets.py. ZIP has no years before 1980: such dates are raised."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
         for file in [
             file for pattern in ("*.py", "utils/**/*.py", "scripts/**/*.py") for file in sorted(ROOT.glob(pattern))
         ]:
-            archive.write(file, file.relative_to(ROOT))
+            if file != ROOT / "secrets.py":
+                archive.write(file, file.relative_to(ROOT))
 
 
 def changed_files() -> list[str]:
