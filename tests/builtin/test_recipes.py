@@ -6,7 +6,9 @@ import json
 import random
 import re
 import subprocess
+import sys
 import tarfile
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,11 @@ from training import Runs
 RECIPES = ROOT / "docs" / "recipes"
 FAST = "--log_interval 5 --num_workers 1 --backend gloo".split()
 WORDS = "rank batch ring until gradients are summed on every node".split()
+
+
+def blocks_of(name, language):
+    text = (RECIPES / f"{name}.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 class Fork:
@@ -210,6 +217,48 @@ def test_a_metric_of_text_is_per_token_not_per_line(tmp_path):
     assert evaluated["perplexity"] == pytest.approx(2.718281828459045 ** evaluated["loss"])
     ended = forks.run(fork.folder, 2, "scripts/predict.py", "runs/fork/checkpoints/best.pt")
     assert ended.code == 0 and "nll of 40 samples" in ended.out, ended.text
+
+
+@pytest.mark.parametrize(("name", "make_data"), [("tar_shards", tar_shards), ("segmentation", shapes_with_masks)])
+def test_the_fingerprint_of_many_files_is_short_and_follows_their_listing(tmp_path, name, make_data):
+    """It is in each checkpoint."""
+    make_data(tmp_path)
+    code = next(text for text in blocks_of(name, "python") if text.startswith("# dataset.py"))
+    exec(compile(code, name, "exec"), fork := {})
+    config = mock.Mock(data_dir=str(tmp_path), num_classes=4, crop_size=8)
+    found = []
+    for change in (
+        lambda: None,
+        lambda: None,
+        lambda: max((tmp_path / "train").glob("*.tar"), default=tmp_path / "train/images/000.png").unlink(),
+    ):
+        change()
+        fork.get("prepare_data", lambda config: None)(config)
+        found.append(fork["create_dataset"](config, "train").fingerprint)
+    assert found[0] == found[1] != found[2] and {*map(len, found)} == {64}
+
+
+WANDB = (
+    "import json, sys\ndef init(**options): json.dump(options, open(sys.argv[1] + '/init.json', 'w'))\nlog = print\n"
+)
+
+
+def test_a_resumed_run_keeps_its_id_in_weights_and_biases_and_a_new_one_in_its_folder_gets_another(tmp_path):
+    (tmp_path / "follow.py").write_text(blocks_of("trackers", "python")[0])
+    (tmp_path / "wandb.py").write_text(WANDB)
+    run, found = tmp_path / "default", []
+    run.mkdir()
+    for started_at, attempts in ((1.5, 1), (1.5, 2), (2.5, 1)):
+        for name, value in {
+            "config.json": {},
+            "status.json": {"state": "completed"},
+            "goodput.json": {"started_at": started_at, "attempts": attempts * [{}]},
+        }.items():
+            (run / name).write_text(json.dumps(value))
+        subprocess.run([sys.executable, "follow.py", run, "wandb"], cwd=tmp_path, check=True)
+        found.append(json.loads((run / "init.json").read_text()))
+    first, resumed, other = (each["id"] for each in found)
+    assert first == resumed != other and found[0]["name"] == "default" and found[0]["resume"] == "allow"
 
 
 @pytest.mark.slow
