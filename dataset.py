@@ -5,7 +5,7 @@ is_prepared(config)             whether the data is ready for create_dataset
 prepare_data(config)            downloads or unpacks the data if needed; called on one rank per file system
 
 A data set is map-style (`__len__`, `__getitem__`, which raises UserError for a corrupt sample). The rest is optional:
-    __getitems__(indices)                           fetches a whole micro-batch at once
+    __getitems__(indices)                           fetches a whole micro-batch at once, with one random seed
     collate(samples)                                samples -> batch (default: torch's default_collate)
     device_transform(batch, seed, epoch, indices)   the batch on the device -> the input of compute_loss; random draws
                                                     depend only on (seed, epoch, index): utils.rng.sample_draws

@@ -21,17 +21,18 @@ def number(*key):
 
 
 def samples(data, indices, *key):
-    for index in indices:
-        seed = number("sample", *key, index)
-        random.seed(seed), torch.manual_seed(seed), numpy.random.seed(seed % 2**32)
-        yield data[index]
+    if len(indices) > 1 and not hasattr(data, "__getitems__"):
+        return [samples(data, [index], *key)[0] for index in indices]
+    seed = number("sample", *key, *indices)
+    random.seed(seed), torch.manual_seed(seed), numpy.random.seed(seed % 2**32)
+    return data.__getitems__(indices) if hasattr(data, "__getitems__") else [data[index] for index in indices]
 
 
 def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
     """Yields model, average, summed loss and its count for each step. micro_batches_per_step: ranks x accumulation."""
     seams = vars(sys.modules["model"])
     data = create_dataset(config, "train")
-    fetch, collate = getattr(data, "__getitems__", None), getattr(data, "collate", default_collate)
+    collate = getattr(data, "collate", default_collate)
     transform = getattr(data, "device_transform", lambda batch, *_: batch)
     torch.manual_seed(config.seed)
     device = torch.device(device)
@@ -41,7 +42,7 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
     optimizer = torch.optim.SGD(groups, config.lr, config.momentum, nesterov=config.nesterov, **rest)
     if config.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, config.lr, (config.momentum, config.beta2), **rest)
-    rule = get_ema_multi_avg_fn(config.ema_decay)
+    rule = lambda *weights: get_ema_multi_avg_fn(min(config.ema_decay, step / (9 + step)))(*weights)  # noqa: E731
     if "create_optimizer" in seams:
         optimizer = seams["create_optimizer"](groups, config)
     average = AveragedModel(model, multi_avg_fn=rule, use_buffers=True) if config.ema_decay else None
@@ -61,7 +62,7 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
             step, count, loss_of_step = step + 1, 0.0, 0.0
             before, means = [s.clone() for s in statistics], [torch.zeros_like(s) for s in statistics]
             for m, chosen in enumerate(window.split(config.batch_size)):
-                each = fetch(chosen.tolist()) if fetch else list(samples(data, chosen.tolist(), config.seed, epoch))
+                each = samples(data, chosen.tolist(), config.seed, epoch)
                 batch = transform(collate(each), config.seed, epoch, chosen)
                 generator.manual_seed(number("step", config.seed, step, m))
                 loss_sum, counted = compute_loss(model, batch)["loss"][:2]

@@ -1,12 +1,15 @@
 """Random numbers as functions of a key: no generator state has to be saved, and they do not depend on the rank.
 
-The order of an epoch is keyed by (seed, epoch), a sample's draws by (seed, epoch, index), dropout by (seed, step,
-micro-batch).
+The order of an epoch is keyed by (seed, epoch), a sample's draws by (seed, epoch, index), or by all indices of its
+micro-batch if `__getitems__` fetches that at once, dropout by (seed, step, micro-batch).
 """
 
 from __future__ import annotations
 
 import hashlib
+import random
+import statistics
+import sys
 
 import torch
 from torch import Tensor
@@ -16,6 +19,27 @@ def derive_seed(*key: object) -> int:
     """A seed below 2^63 from the SHA-256 of the key's parts."""
     digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+def digest_of(tensors: list[Tensor]) -> int:
+    """63 bits that change with any bit of any tensor. Reads from the device."""
+    sums = []
+    for tensor in tensors:
+        by_memory = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+        flat = tensor.detach().permute(by_memory).reshape(-1).contiguous()
+        places = (flat.numel() * flat.element_size(), flat.storage_offset() * flat.element_size())
+        kind = torch.int64 if flat.element_size() <= 8 and not any(place % 8 for place in places) else torch.uint8
+        sums.append(flat.view(kind).sum(dtype=torch.int64))
+    return derive_seed(*torch.stack([each.to(sums[0].device) for each in sums]).tolist()) if sums else 0
+
+
+def seed_host(*key: object) -> None:
+    """Seed the global generators of Python, torch (on the CPU) and numpy (if it is imported)."""
+    seed = derive_seed(*key)
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
 
 
 def seed_device(device: torch.device, *key: object) -> None:
@@ -60,3 +84,9 @@ def _signed(constant: int) -> int:
 def _shift(x: Tensor, bits: int) -> Tensor:
     """A logical right shift: torch's own keeps the sign."""
     return (x >> bits) & (2 ** (64 - bits) - 1)
+
+
+def diverged(digests: list[int]) -> list[int]:
+    """The ranks whose digest differs from the most common one; of two ranks that differ, the second."""
+    usual = statistics.mode(digests)  # of equally common ones the first
+    return [rank for rank, each in enumerate(digests) if each != usual]

@@ -100,7 +100,11 @@ def times(run: Any) -> dict[str, str]:
 
 
 def provenance(run: Any) -> dict[str, Any]:
-    found = {name: value for name, value in run.provenance.items() if name not in ("ranks", "fingerprint", "classes")}
+    found = {
+        name: value
+        for name, value in run.provenance.items()
+        if name not in ("ranks", "fingerprint", "sketches", "classes")
+    }
     devices = sorted({str(each.get("device")) for each in run.provenance.get("ranks") or []})
     command = found.pop("command", None)
     first = {"folder": str(run.folder), "command": " ".join(map(str, command)) if command else None, "devices": devices}

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 from unittest import mock
 
@@ -29,6 +30,39 @@ def other_data_on_rank_1(words):
 def test_ranks_that_see_different_data_are_rejected(runs):
     with pytest.raises(AssertionError, match=r"\S+ \(rank 1\) and \S+ \(rank 0\) hold different data; copy it again"):
         run_ranks(2, other_data_on_rank_1, runs.words("run", *SMALL))
+
+
+def train_on_lines(words, changed_ranks):
+    """Train on lines, a set without a fingerprint; on these ranks half of the lines differ. Returns the error."""
+    plain = TASKS["lines"]["create_dataset"]
+
+    def create(config, split):
+        data = plain(config, split)
+        if data and split == "train" and int(os.environ["RANK"]) in changed_ranks:
+            data.lines[::2] = [(line + 1) % 16 for line in data.lines[::2]]
+        return data
+
+    with mock.patch.dict(TASKS["lines"], {"create_dataset": create}):
+        try:
+            return train_flags(words, task="lines")["state"]
+        except UserError as error:
+            return str(error)
+
+
+def test_data_without_a_fingerprint_are_compared_by_decoded_samples(runs):
+    """Over the ranks, and with the checkpoint of a resumed run."""
+    words = runs.words("run", *SMALL, "--epochs", 2, "--max_steps", 1, "--data_dir", "d")
+    for text in run_ranks(2, train_on_lines, words, [1]):
+        assert re.search(r"data_dir=d: \S+ \(rank 1\) and \S+ \(rank 0\) hold different data; copy it again", text), (
+            text
+        )
+    assert run_ranks(2, train_on_lines, words, []) == ["completed"] * 2
+    again = [*runs.words("run", *SMALL, "--epochs", 2, "--data_dir", "d"), "--resume_from", "auto"]
+    for text in run_ranks(2, train_on_lines, again, [0, 1]):
+        assert text.startswith("some decoded samples of the training set differ from the checkpoint's\nresume_from"), (
+            text
+        )
+    assert run_ranks(1, train_on_lines, [*again, "--global_batch_size", "8"], []) == ["completed"]
 
 
 def errors_of(words, changes):

@@ -2,6 +2,10 @@
 
 import dataclasses
 import logging
+import multiprocessing
+import os
+import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,6 +66,34 @@ def test_a_cached_set_returns_its_samples_and_keeps_its_attributes(ctx):
 def test_a_set_that_cannot_be_cached_is_rejected(ctx, changes, expected):
     with pytest.raises(UserError, match=expected):
         cache(ctx, **changes)
+
+
+class Killed(Lines):
+    """Writes down the cache that its process maps and is killed, in the middle of the decoding."""
+
+    def __init__(self, note):
+        self.note = note
+
+    def __getitem__(self, index):
+        if index == 40:
+            self.note.write_text("".join(line for line in open("/proc/self/maps") if "/cache-" in line))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def cache_in_this_process(data):
+    cached(data, {}, CONFIG, setup_distributed(CONFIG), logging.getLogger("ddp"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc")
+def test_a_rank_that_is_killed_while_it_decodes_leaves_no_file(tmp_path):
+    """A file in /dev/shm would hold its memory until the machine restarts."""
+    process = multiprocessing.get_context("fork").Process(target=cache_in_this_process, args=[Killed(tmp_path / "map")])
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    (line,) = (tmp_path / "map").read_text().splitlines()
+    assert line.endswith(" (deleted)") and not Path(line.split()[5]).exists(), line
 
 
 def test_a_set_that_does_not_fit_is_rejected(ctx, monkeypatch):

@@ -157,6 +157,13 @@ class Noisy(Dataset):
         return torch.tensor([index, random.random(), torch.rand(()).item(), numpy.random.rand()], dtype=torch.float64)
 
 
+class NoisyTogether(Noisy):
+    """Samples that are fetched together, as by a Hugging Face `Dataset` with `set_transform`."""
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
 def context(rank=0, world_size=1, device=CPU):
     return DistributedContext(rank, rank, world_size, device)
 
@@ -173,15 +180,17 @@ def epochs_of(dataset, world_size, workers):
     return found
 
 
+@pytest.mark.parametrize("data", [Noisy(), NoisyTogether()], ids=["alone", "together"])
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_a_samples_content_does_not_depend_on_ranks_or_workers(method):
-    """The random transforms of a data set draw from streams of (seed, epoch, index)."""
-    reference = epochs_of(Noisy(), 1, 0)
-    assert reference[0][5] != reference[1][5]
+def test_a_samples_content_does_not_depend_on_ranks_or_workers(method, data):
+    """The random transforms of a data set draw from streams of (seed, epoch, index), or of all indices of a call."""
+    reference = epochs_of(data, 1, 0)
+    assert reference[0][5] != reference[1][5] and len({row[1:] for row in reference[0].values()}) == len(data)
     before = torch.multiprocessing.get_start_method(allow_none=True)
     torch.multiprocessing.set_start_method(method, force=True)
     try:
-        assert epochs_of(Noisy(), 2, 2) == reference
+        assert epochs_of(data, 2, 2) == reference
+        assert epochs_of(data, 4, 0) == reference
     finally:
         torch.multiprocessing.set_start_method(before, force=True)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import mmap
 import os
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -145,18 +144,18 @@ def _decode(
         shuffle=False,
     )
     loader = GlobalBatchLoader(source, sampler, config, replace(ctx, device=torch.device("cpu")), is_transformed=False)
-    with _shared_rows(row, len(source), ctx) as rows:
+    rows = _shared_rows(row, len(source), ctx)
 
-        def run() -> None:
-            loader.check_shared_memory(row, CHUNK)
-            for done, global_batch in enumerate(loader.global_batches(epoch=0), 1):
-                for micro_batch in global_batch:
-                    if not micro_batch.is_padding:
-                        _fill(rows, micro_batch.indices, micro_batch.batch)
-                show_progress(logger, done, sampler.steps_per_epoch, "decoding")
+    def run() -> None:
+        loader.check_shared_memory(row, CHUNK)
+        for done, global_batch in enumerate(loader.global_batches(epoch=0), 1):
+            for micro_batch in global_batch:
+                if not micro_batch.is_padding:
+                    _fill(rows, micro_batch.indices, micro_batch.batch)
+            show_progress(logger, done, sampler.steps_per_epoch, "decoding")
 
-        on_all_ranks(run, ctx)
-        loader.close()
+    on_all_ranks(run, ctx)
+    loader.close()
     return Cached(source, map_tensors(lambda tensor: tensor.to(ctx.device), rows) if where == "device" else rows)
 
 
@@ -170,50 +169,56 @@ def _fill(rows: Any, indices: list[int], batch: Any) -> None:
         target[indices[0] : indices[-1] + 1] = some
 
 
-@contextlib.contextmanager
-def _shared_rows(row: Any, count: int, ctx: DistributedContext) -> Iterator[Any]:
-    """A batch of `count` samples in a file that all ranks of this node map.
+def _shared_rows(row: Any, count: int, ctx: DistributedContext) -> Any:
+    """A batch of `count` samples in a file that all ranks of this node map, freed with the last process that maps it.
 
-    The file is in /dev/shm if that has the space, else in the temporary folder. It is unlinked when the context ends,
-    and freed with the last process that maps it.
+    The file is in /dev/shm if that has the space, else in the temporary folder. It is unlinked before it has a size, so
+    that a kill leaves nothing there.
     """
     sizes = [-(-count * tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors_in(row)]
     leader = ctx.hosts.index(ctx.host)
     path = on_all_ranks(lambda: _new_file(sum(sizes)) if ctx.rank == leader else "", ctx)
-    shared = all_gather_json(path, ctx)[leader]
     try:
-        memory = on_all_ranks(lambda: _mapped(shared, sum(sizes), ctx), ctx)
-        parts = iter(memory.split(sizes))
-
-        def rows_of(tensor: Tensor) -> Tensor:
-            return next(parts)[: count * tensor.nbytes].view(tensor.dtype).view(count, *tensor.shape[1:])
-
-        yield map_tensors(rows_of, row)
+        shared = all_gather_json(path, ctx)[leader]
+        file = on_all_ranks(lambda: _opened(shared, ctx), ctx)
     finally:
         if path:
             os.unlink(path)
+    on_all_ranks(lambda: _allocate(file, sum(sizes)) if ctx.rank == leader else None, ctx)
+    with file:
+        memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes)), dtype=torch.uint8)
+    parts = iter(memory.split(sizes))
+
+    def rows_of(tensor: Tensor) -> Tensor:
+        return next(parts)[: count * tensor.nbytes].view(tensor.dtype).view(count, *tensor.shape[1:])
+
+    return map_tensors(rows_of, row)
 
 
 def _new_file(size: int) -> str:
+    """An empty file where there is room for this size."""
     try:
         room = os.statvfs("/dev/shm")
         folder = "/dev/shm" if room.f_bavail * room.f_frsize > size or not room.f_blocks else None  # 0: no limit
     except (AttributeError, OSError):  # not Linux
         folder = None
     file, path = tempfile.mkstemp(prefix="cache-", dir=folder)
-    try:
-        os.posix_fallocate(file, 0, size) if hasattr(os, "posix_fallocate") else os.ftruncate(file, size)
-    except OSError:  # the disk is full: fail now, not with a bus error later
-        os.unlink(path)
-        raise
-    finally:
-        os.close(file)
+    os.close(file)
     return path
 
 
-def _mapped(path: str, size: int, ctx: DistributedContext) -> Tensor:
-    if not os.path.exists(path):  # torch.from_file would create it
+def _opened(path: str, ctx: DistributedContext) -> IO[bytes]:
+    try:
+        return open(path, "r+b")
+    except FileNotFoundError:
         raise UserError(
             f"cache: the ranks on {ctx.host} do not share {path}; give them one /dev/shm, or use --cache none"
-        )
-    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        ) from None
+
+
+def _allocate(file: IO[bytes], size: int) -> None:
+    """Now, so that a full disk is an error and not a bus error later."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+    else:
+        os.ftruncate(file.fileno(), size)

@@ -15,7 +15,7 @@ from config import TrainingConfig, UserError
 from utils.clock import Clock
 from utils.data.sampler import GlobalBatch, GlobalBatchSampler, MicroBatch
 from utils.data.transfer import SideStream, indices_on, pinned, to_device
-from utils.data.worker import Collate, Fetcher, check_shared_memory, explain
+from utils.data.worker import TIMEOUTS, Collate, Fetcher, check_shared_memory, explain, is_late
 from utils.distributed.context import DistributedContext
 from utils.signals import ignore_in_worker, kept_back
 
@@ -62,7 +62,7 @@ class GlobalBatchLoader:
                 worker_init_fn=ignore_in_worker,
                 persistent_workers=True,
                 pin_memory=ctx.device.type == "cuda",
-                timeout=0.9 * config.hang_timeout,  # before the watchdog ends the run
+                timeout=0.9 * config.hang_timeout / TIMEOUTS,  # before the watchdog ends the run
                 generator=torch.Generator(),  # for the workers' base seed: the global generator does not advance
             )
             # if max_steps ends an epoch early, training batches wait in shared memory while evaluation batches arrive
@@ -126,7 +126,7 @@ class GlobalBatchLoader:
             batches = self._batches()
             while True:
                 self._clock.enter(self._phases[0])
-                item = next(batches, None)
+                item = _next_of(batches)
                 self._clock.enter(self._phases[1])
                 if item is None:
                     return
@@ -173,6 +173,17 @@ class GlobalBatchLoader:
         if self._transform:
             batch = self._transform(batch, self._seed, micro_batch.epoch, indices_on(micro_batch.indices, self.device))
         return dataclasses.replace(micro_batch, batch=batch)
+
+
+def _next_of(batches: Iterator) -> tuple[MicroBatch, Any] | None:
+    """The next batch, or None. A wait times out if this job was suspended in it, so it is repeated."""
+    for is_last in [False] * (TIMEOUTS - 1) + [True]:
+        try:
+            return next(batches, None)
+        except RuntimeError as error:
+            if is_last or not is_late(error):
+                raise
+    return None
 
 
 def fetches_batches(dataset: Dataset) -> bool:

@@ -15,7 +15,8 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from config import TrainingConfig, UserError
 from utils.data.images import Listing
-from utils.distributed.collectives import on_all_ranks, once_per_file_system, read_once, require_equal
+from utils.data.sketches import Sketch, are_alike, sketches
+from utils.distributed.collectives import broadcast_json, on_all_ranks, once_per_file_system, read_once, require_equal
 from utils.distributed.context import DistributedContext
 from utils.rng import derive_seed
 from utils.watched_config import WatchedConfig
@@ -28,6 +29,7 @@ class DataSets:
     train: Dataset
     held_out: dict[str, Dataset]
     config: WatchedConfig
+    sketches: list[Sketch | None]  # of the training set
 
 
 def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext) -> DataSets:
@@ -63,7 +65,10 @@ def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext
     config = on_all_ranks(lambda: config.with_auto(train_set), ctx)
     seen = [[split, len(each), fingerprint(each)] for split, each in [("train", train_set), *sets.items()]]
     require_equal(seen, differ, ctx)
-    return DataSets(train_set, sets, config)
+    mine = on_all_ranks(lambda: [sketches(each, config.seed) for each in (train_set, *sets.values())], ctx)
+    first = broadcast_json(mine, ctx)
+    require_equal(first if all(map(are_alike, mine, first)) else mine, differ, ctx)
+    return DataSets(train_set, sets, config, mine[0])
 
 
 def check_dataset(dataset: Dataset, split: str) -> None:

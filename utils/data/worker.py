@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
 import re
-import sys
 from typing import Any
 
 import torch
@@ -14,8 +12,9 @@ from torch.utils.data import Dataset, get_worker_info
 from config import TrainingError, UserError
 from utils.batch import tensors_in
 from utils.data.sampler import MicroBatch
-from utils.rng import derive_seed
+from utils.rng import seed_host
 
+TIMEOUTS = 3  # in a row, before a worker hangs
 SHARED_MEMORY = "/dev/shm"  # workers pass batches to their rank through it (Linux)
 MORE_ROOM = "give it more room (docker run --shm-size; in Kubernetes an emptyDir of medium Memory)"
 OUT_OF_MEMORY = "usually because the machine ran out of memory; use fewer --num_workers or give the job more memory"
@@ -36,25 +35,23 @@ FAILURES = {  # by the messages of torch's DataLoader
 
 
 class Fetcher(Dataset):
-    """Fetches the samples of a micro-batch, each with its own random seed."""
+    """Fetches the samples of a micro-batch, each with its own random seed, or at once with a seed of all indices."""
 
     def __init__(self, dataset: Dataset, is_batched: bool, seed: int) -> None:
         self._dataset, self._is_batched, self._seed = dataset, is_batched, seed
 
     def __getitems__(self, micro_batch: MicroBatch) -> tuple[MicroBatch, Any]:
+        epoch, indices = micro_batch.epoch, micro_batch.indices
         try:
             if self._is_batched:
-                return micro_batch, self._dataset.__getitems__(micro_batch.indices)
-            return micro_batch, [self._sample(micro_batch.epoch, index) for index in micro_batch.indices]
+                seed_host("sample", self._seed, epoch, *indices)
+                return micro_batch, self._dataset.__getitems__(indices)
+            return micro_batch, [self._sample(epoch, index) for index in indices]
         except UserError as error:  # DataLoader would wrap it; the main process raises it unchanged
             return micro_batch, error
 
     def _sample(self, epoch: int, index: int) -> Any:
-        seed = derive_seed("sample", self._seed, epoch, index)
-        random.seed(seed)
-        torch.default_generator.manual_seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
+        seed_host("sample", self._seed, epoch, index)
         return self._dataset[index]
 
 
@@ -82,6 +79,11 @@ class Collate:
         return micro_batch, batch
 
 
+def is_late(error: BaseException) -> re.Match | None:
+    """The seconds in DataLoader's message that a batch has not come in time; None for another error."""
+    return re.search(r"DataLoader timed out after ([\d.]+) seconds", str(error))
+
+
 def explain(error: BaseException, rank: int, awaited: str = "") -> TrainingError | None:
     """The error for a failed loader worker of this rank; None if the error is not about one.
 
@@ -93,9 +95,9 @@ def explain(error: BaseException, rank: int, awaited: str = "") -> TrainingError
     text = str(error)
     if not isinstance(error, RuntimeError):
         return None
-    if late := re.search(r"DataLoader timed out after ([\d.]+) seconds", text):
+    if late := is_late(error):
         return TrainingError(
-            f"rank {rank}: a loader worker hangs: no batch for {float(late[1]):.0f} s ({awaited}); "
+            f"rank {rank}: a loader worker hangs: no batch for {TIMEOUTS * float(late[1]):.0f} s ({awaited}); "
             "fix the storage or the data set's code, or raise --hang_timeout"
         )
     for pattern, what in FAILURES.items():

@@ -139,6 +139,6 @@ def check_rows(subset: Subset, plan: list[list[int]], collated: Rows, alone: Row
                 common = tuple(slice(min(sizes)) for sizes in zip(one[0].shape, many[row].shape, strict=True))
                 if digest(one[0][common]) != digest(many[row][common]):
                     raise Broken(
-                        f"dataset[{subset.indices[index]}] differs between a batch and alone: __getitems__ reorders, or"
-                        " collate draws, replaces or mixes samples; return a row per sample, in the requested order"
+                        f"dataset[{subset.indices[index]}] differs between a batch and alone: __getitems__ reorders or"
+                        " draws, or collate draws, replaces or mixes samples; return one row per sample, in order"
                     )

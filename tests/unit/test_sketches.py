@@ -1,0 +1,75 @@
+"""Sketches of samples: other content is noticed, and nothing else."""
+
+import itertools
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from utils.data import sketches as module
+from utils.data.sketches import are_alike, sketch_of, sketches
+
+
+class Samples(Dataset):
+    """Samples of a label, floats with noise, and a text."""
+
+    def __init__(self, get=None, size=200):
+        self.get, self.size = get or self.sample, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return self.get(index)
+
+    def sample(self, index):
+        noise = torch.rand(3, 9, generator=torch.Generator().manual_seed(index)) + 0.1 * torch.rand(3, 9)
+        return {"x": noise, "label": index % 10, "name": f"sample {index}", "other": object()}
+
+
+def changed(**others):
+    def get(index):
+        sample = Samples().sample(index)
+        return sample | {name: change(index, sample) for name, change in others.items()}
+
+    return Samples(get)
+
+
+def test_other_content_is_noticed():
+    found = sketches(Samples(), 0)
+    assert len(found) == 64 and None not in found and found == sketches(Samples(), 0)
+    for other in (
+        changed(label=lambda index, _: (index + 1) % 10),
+        changed(name=lambda index, _: f"sample {index + 1}"),
+        changed(x=lambda _, sample: sample["x"].flip(0)),
+        changed(x=lambda _, sample: sample["x"].double()),
+        changed(x=lambda _, sample: sample["x"] * 1.01),
+        changed(more=lambda *_: 1),
+    ):
+        assert not are_alike(found, sketches(other, 0))
+
+
+def test_what_equal_data_sets_may_differ_in_is_ignored(tmp_path, monkeypatch):
+    found, counter = sketches(Samples(), 0), itertools.count()
+    (tmp_path / "sample 5").touch()
+    assert sketch_of(str(tmp_path / "sample 5")) == sketch_of("sample 5")  # mounted elsewhere
+    assert are_alike(found, sketches(changed(x=lambda _, sample: sample["x"] * (1 + 1e-6)), 0))
+    unsteady = sketches(changed(label=lambda *_: next(counter)), 0)
+    assert unsteady == [None] * 64 and are_alike(found, unsteady)
+    assert sketches(changed(x=lambda *_: 1 / 0), 0) == [None] * 64
+    monkeypatch.setattr(module, "SECONDS", 0)  # one rank has time for one sample
+    assert sketches(Samples(), 0) == found[:1] and are_alike(found, found[:1])
+
+
+def test_a_set_with_a_fingerprint_is_not_read():
+    data = Samples(lambda index: pytest.fail("read"))
+    data.fingerprint = "mine"
+    assert sketches(data, 0) == []
+
+
+def test_arrays_of_numpy_and_lists_are_compared():
+    one, two = numpy.arange(6, dtype=numpy.uint8), numpy.arange(6, dtype=numpy.uint8)[::-1]
+    assert are_alike([sketch_of([one])], [sketch_of([one.copy()])])
+    assert not are_alike([sketch_of([one])], [sketch_of([two])])
+    assert not are_alike([sketch_of(([1.0], "a"))], [sketch_of(([2.0], "a"))])

@@ -1,0 +1,105 @@
+"""Sketches of decoded samples: whether a data set without a fingerprint is the same on all machines and after a resume.
+
+They err on the side of being alike: nothing that may differ between equal data sets may end a run.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from config import UserError
+from utils.data.loader import fetches_batches
+from utils.data.sampler import MicroBatch
+from utils.data.worker import Fetcher
+from utils.rng import derive_seed, draw_uniform, sample_draws
+
+SAMPLES, SECONDS = 64, 2.0  # of each data set: how many are compared, and for how long they are fetched
+ARRAYS, VALUES = 16, 4096  # of a sample; of an array, to twice as many
+TOLERANCE = 1e-3  # of sums over floats and pixels, relative to their norm: libraries round differently on other CPUs
+Sketch = list[int | float]
+
+
+def sketches(dataset: Dataset, seed: int) -> list[Sketch | None]:
+    """Sketches of samples that are spread over the data set; none if it has a fingerprint.
+
+    None for a sample that cannot be fetched, or that is not the same when it is fetched again with the same seed.
+    """
+    if hasattr(dataset, "fingerprint"):
+        return []
+    size, count = len(dataset), min(SAMPLES, len(dataset))
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
+    fetcher, found, ends = Fetcher(dataset, fetches_batches(dataset), seed), [], time.monotonic() + SECONDS
+    for place in order:
+        if found and time.monotonic() > ends:
+            break
+        batch = MicroBatch(0, 0, [place * size // count], is_padding=False, is_last=True, count=1)
+        try:
+            once, again = (sketch_of(fetcher.__getitems__(batch)[1]) for _ in range(2))
+        except Exception:  # the run meets it when it needs this sample
+            once = again = None
+        found.append(once if once == again else None)
+    return found
+
+
+def sketch_of(sample: Any) -> Sketch:
+    """A digest of the texts and integers in a sample, then the norm and a random projection of each array of floats,
+    pixels or audio. Objects of other kinds are left out."""
+    exact: list[Any] = []
+    sums: list[float] = []
+
+    def add(value: Any) -> None:
+        if isinstance(value, UserError):  # returned by Fetcher
+            raise value
+        if isinstance(value, dict):
+            add([[str(key), value[key]] for key in sorted(value, key=str)])
+        elif isinstance(value, list | tuple):
+            exact.append(len(value))
+            for each in value:
+                add(each)
+        elif isinstance(value, str):  # the data may be mounted elsewhere on another machine
+            exact.append(os.path.basename(value) if os.path.exists(value) else value)
+        elif isinstance(value, int | bytes | None):
+            exact.append(value)
+        elif isinstance(value, float | Tensor):
+            add_array(torch.as_tensor(value).detach().cpu())
+        elif hasattr(value, "__array_interface__"):  # numpy's and Pillow's
+            add_array(torch.as_tensor(sys.modules["numpy"].array(value)))
+
+    def add_array(array: Tensor) -> None:
+        array = torch.view_as_real(array) if array.is_complex() else array
+        flat = array.reshape(-1)[:: max(1, array.numel() // VALUES)]
+        exact.append((str(array.dtype), *array.shape))
+        if flat.dtype in (torch.int64, torch.int32, torch.bool):
+            exact.append(flat.tolist())
+        elif len(sums) < 2 * ARRAYS:
+            flat = flat.double().nan_to_num(0, 0, 0)
+            sums.extend([flat.norm().item(), flat.dot(_pattern()[: len(flat)]).item()])
+
+    add(sample)
+    return [derive_seed(exact), *sums]
+
+
+@functools.cache
+def _pattern() -> Tensor:
+    return draw_uniform(sample_draws(0, 0, torch.zeros(1, dtype=torch.int64), 2 * VALUES)[0]).double() - 0.5
+
+
+def are_alike(some: list[Sketch | None], others: list[Sketch | None]) -> bool:
+    """Whether the samples of which both lists have a sketch, in the same places, are equal up to rounding."""
+    return all(None in pair or _is_alike(*pair) for pair in zip(some, others, strict=False))
+
+
+def _is_alike(one: Sketch, other: Sketch) -> bool:
+    if (one[0], len(one)) != (other[0], len(other)):
+        return False
+    pairs = list(zip(one[1:], other[1:], strict=True))
+    norms = [max(pair) for pair in pairs[::2] for _ in range(2)]
+    return all(abs(a - b) <= TOLERANCE * norm for (a, b), norm in zip(pairs, norms, strict=True))
