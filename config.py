@@ -177,7 +177,13 @@ class TrainingConfig:
     schedule: str = setting("training", "cosine", "learning rate after warm-up", one_of(*SCHEDULES), "may")
     warmup_epochs: float = setting("training", 0.5, "epochs of linear warm-up", at_least(0), "may")
     clip_grad_norm: float = setting("training", 0.0, "max gradient norm (0 = off)", at_least(0), "may")
-    ema_decay: float = setting("training", 0.0, "decay of the weight EMA, e.g. 0.999 (0 = off)", between(0, 1), "may")
+    ema_decay: float = setting(
+        "training",
+        0.0,
+        "decay of the weight EMA, e.g. 0.999 (0 = off); after n updates at most n / (9 + n), so that it warms up",
+        between(0, 1),
+        "may",
+    )
     max_skipped_steps: int = setting("training", 50, "non-finite steps in a row before abort (0 = off)", at_least(0))
     patience: int = setting("training", 0, "evaluations without improvement before the end (0 = off)", at_least(0))
     max_time: float = setting("training", 0.0, "save and stop after this many minutes (0 = off)", at_least(0))

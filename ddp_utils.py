@@ -21,7 +21,7 @@ from utils.distributed.context import (
     Launch,
     connect_lazily,
     is_main_process,
-    make_cublas_deterministic,
+    make_libraries_deterministic,
     read_launch,
 )
 from utils.distributed.device import choose_device, choose_kernels
@@ -68,7 +68,7 @@ def setup_distributed(config: TrainingConfig, must_be_alike: bool = True) -> Dis
     if config.deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(config.deterministic)  # it imports the compiler, which takes seconds
     if config.deterministic:
-        make_cublas_deterministic()
+        make_libraries_deterministic()
     if dist.is_initialized():  # left by a failed run in this process
         dist.destroy_process_group()
     gc.collect()  # frees that run's groups: a worker forked later would hang on them

@@ -60,7 +60,7 @@ from utils.metrics import choose_best
 from utils.report.goodput import Goodput
 from utils.report.reporter import Reporter, decisions
 from utils.rng import seed_device
-from utils.run.failures import explain_memory, fail, leave_after, start_watchdog, wait_for_blame
+from utils.run.failures import PREEMPTED, fail, leave_after, start_watchdog, wait_for_blame, watched
 from utils.run.folder import Run
 from utils.run.provenance import collect, task_of
 from utils.run.resume import check_evaluation, open_run, resume_run
@@ -74,8 +74,6 @@ from utils.training.precision import Precision
 from utils.training.seams import Seams
 from utils.training.sharding import build_sharded
 from utils.training.state import TrainState
-
-PREEMPTED = 75  # exit code
 
 
 @record
@@ -108,12 +106,8 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     ctx = setup_distributed(config)
     if config.eval_only:
         release()  # an evaluation has nothing to save: a signal ends it
-        try:
+        with watched(config.run_folder, config, ctx):
             outcome = evaluate_only(config, ctx)
-        except Exception as error:
-            if explained := explain_memory(error, config, ctx):
-                raise explained from None
-            raise
         cleanup_distributed()
         return outcome
     run = open_run(config, ctx)
@@ -200,7 +194,7 @@ def assemble(
 
     task = task_of(state.model, kind_of(train_set), config)
     origin = collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit, task)
-    origin |= describe(train_set) | {"global_batch_size": sampler.global_batch_size}
+    origin |= describe(train_set) | {"global_batch_size": sampler.global_batch_size, "sketches": sets.sketches}
     origin["cpu_threads"] = torch.get_num_threads()
     differences, saved_goodput = resume_run(run, state, config, origin, sampler, ctx)
     if folder := ctx.launch.flight_recorder and Path(ctx.launch.flight_recorder).parent:

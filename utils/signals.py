@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import math
 import multiprocessing.util
 import os
 import signal
@@ -13,6 +14,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+
+if not hasattr(signal, "SIGUSR1"):
+    print("Windows: has no SIGUSR1, fork or file locks, which training needs; start it under WSL 2", file=sys.stderr)
+    sys.exit(2)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 PROCESS, PARENT = os.getpid(), os.getppid()
@@ -23,6 +28,7 @@ class StopSignals:
     """A context manager that keeps the name of the first stop signal; a second SIGINT interrupts at once."""
 
     held: StopSignals | None = None  # the signals that `hold` caught before the run began
+    came_at = math.inf  # when the first stop signal came, by time.monotonic
     arrived: socket.socket | None = None  # of the latest instance: the numbers of signals, see `has_arrived`
 
     def __init__(self) -> None:
@@ -39,6 +45,8 @@ class StopSignals:
             self._reader.setblocking(False)
             self._wakeup.setblocking(False)
             StopSignals.arrived = self._reader  # both are kept: this instance may be used again after a later one
+            if self.received:  # while `hold` was in effect
+                self._wakeup.send(bytes([signal.SIGTERM]))
             self._wakeup_before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         return self
 
@@ -52,6 +60,7 @@ class StopSignals:
         if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = self.received or signal.Signals(number).name
+        StopSignals.came_at = min(StopSignals.came_at, time.monotonic())
 
 
 def has_arrived() -> bool:

@@ -204,6 +204,22 @@ def test_an_unused_parameter_is_named(runs, ranks):
         assert text.endswith("freeze it in create_model with requires_grad_(False)")
 
 
+def train_without_ddp(flags):
+    """Train with a loss that calls the unwrapped model; returns the error."""
+    plain = TASKS["images"]["compute_loss"]
+    without = {"compute_loss": lambda net, batch: plain(getattr(net, "module", net), batch)}
+    with mock.patch.dict(TASKS["images"], without), pytest.raises(UserError) as error:
+        train_flags(flags)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("flags", ["", "--reduction exact", "--comm_hook bf16"])
+def test_a_forward_pass_that_bypasses_ddp_is_an_error_before_the_first_step(runs, flags):
+    said = r"compute_loss: \S+ \(rank 1\) and \S+ \(rank 0\) have different gradients .*; call the model that compute"
+    for text in run_ranks(2, train_without_ddp, runs.words("run", "--dataset_size", 16, *flags.split())):
+        assert re.match(said, text), text
+
+
 def test_nccl_without_cuda_is_reported_once_by_two_ranks(runs):
     if torch.cuda.is_available():
         pytest.skip("there is CUDA")

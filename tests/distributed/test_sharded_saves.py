@@ -5,6 +5,7 @@ import io
 import pickle
 import resource
 import time
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -49,6 +50,18 @@ def failing(rank, where):
         yield
 
 
+def send(writer, folder, step, weight):
+    """What Saver does, without its thread. Returns the path of the checkpoint."""
+    written = payload(step=step) | {"model": {"weight": weight}}
+    written["progress"]["epoch"], written["optimizer"] = 0, {"state": {}, "names": []}
+    flat, tensors = checkpoint.flatten(written)
+    for view, tensor in zip(writer.fit(tensors), tensors, strict=True):
+        view.copy_(tensor)
+    path = checkpoint.step_path(folder / "checkpoints", step, is_sharded=True)
+    writer.send(path, flat, (99, 0), folder / "lock.json", 1)
+    return path
+
+
 def save_with_failures(folder, places):
     """For each place, the outcome of a save that fails there, and that of the next try."""
     ctx = setup_distributed(TrainingConfig(run_dir=str(folder)))
@@ -61,14 +74,8 @@ def save_with_failures(folder, places):
     torch.distributed.barrier()
     writer, found = shards.ShardWriter(ctx), []
     for number, where in enumerate(places):
-        written = payload(step=number) | {"model": {"weight": distribute_tensor(full + number, mesh, [Shard(0)])}}
-        written["progress"]["epoch"], written["optimizer"] = 0, {"state": {}, "names": []}
-        flat, tensors = checkpoint.flatten(written)
-        for view, tensor in zip(writer.fit(tensors), tensors, strict=True):
-            view.copy_(tensor)
-        path = checkpoint.step_path(folder / "checkpoints", number, is_sharded=True)
+        path = send(writer, folder, number, distribute_tensor(full + number, mesh, [Shard(0)]))
         with failing(ctx.rank, where):
-            writer.send(path, flat, (99, 0), folder / "lock.json", 1)
             writer.commit()
             outcomes = [writer.wait(30)]
             torch.distributed.barrier()
@@ -103,6 +110,39 @@ def test_the_metadata_names_members_of_enums_and_no_other_attributes():
         else:
             with pytest.raises(AttributeError, match="__members__"):
                 unpickler.load()
+
+
+class OnGPU(torch.Tensor):
+    is_cuda = True
+
+
+def save_beside_a_gpu(folder):
+    """The bytes that were pinned at each call, and the problem of a save where the GPU may not be touched."""
+    ctx, sizes = setup_distributed(TrainingConfig(run_dir=str(folder))), []
+    RunLock(folder, "here").write()
+    success = SimpleNamespace(success=0)
+    register = SimpleNamespace(cudaError=success, cudaHostRegister=lambda _, size, __: sizes.append(size) or 0)
+    writer = shards.ShardWriter(ctx)
+    with mock.patch.object(torch.cuda, "cudart", lambda: register):
+        writer.fit([torch.empty(each).as_subclass(OnGPU) for each in (33, 1000, 70_000)])
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shards",))
+        path = send(writer, folder, 1, distribute_tensor(torch.arange(70_000.0), mesh, [Shard(0)]))
+    touched = mock.Mock(side_effect=OSError("the GPU was touched"))
+    with (
+        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(dcp.filesystem, "_OverlappingCpuLoader", touched),
+    ):
+        writer.commit()
+        problem = writer.wait(30).problem
+    writer._pinned = None
+    writer.end()
+    is_whole = not problem and torch.equal(checkpoint.read(path)[0]["model"]["weight"], torch.arange(70_000.0))
+    cleanup_distributed()
+    return sizes, problem, is_whole
+
+
+def test_a_rank_pins_its_memory_once_without_rounding_and_writes_without_the_gpu(tmp_path):
+    assert run_ranks(1, save_beside_a_gpu, tmp_path) == [([192 + 4032 + 280_000], "", True)]
 
 
 def test_a_rank_that_cannot_write_holds_up_no_other(tmp_path):

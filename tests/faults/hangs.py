@@ -7,8 +7,9 @@ import socket
 import time
 from pathlib import Path
 
-from drill import HOST, NO_SHARED_STORE, Drill, fault, says
-from utils.run.watchdog import LEAST_LIMIT
+from drill import HOST, LOOKED, NO_SHARED_STORE, Drill, Job, fault, says
+from ranks import ROOT
+from utils.run.watchdog import LEAST_LIMIT, state_of
 
 STOPS = """
 import signal
@@ -59,10 +60,6 @@ def before_loss(net):
 """
 
 
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
 def rank_stopped(drill: Drill, phase: str, rank: int) -> None:
     """Stop the rank after enough steps to learn their duration. No workers: the stopped rank reads data itself."""
     flags = "--dataset_size 160 --epochs 3 --save_every 0 --num_workers 0".split()  # 60 steps
@@ -104,6 +101,67 @@ def rank_hangs(drill: Drill) -> None:
     stacks = Path(re.search(ENDED, error)[1]).read_text()
     line = 1 + (drill.folder / "program.py").read_text().splitlines().index("        time.sleep(3600)")
     says(stacks, rf'(?s)--- rank 1 on {HOST}\n.*program.py", line {line} in before_loss')
+
+
+STOPS_AT_THE_START = """
+import signal
+plain_init = Images.__init__
+def stopping(self, *args, **options):
+    plain_init(self, *args, **options)
+    if RANK == 1 and not (RUN / 'stopped').exists():
+        (RUN / 'stopped').touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+Images.__init__ = stopping
+"""
+STOPPED_AT_THE_START = rf"rank 1 on {HOST} was stopped, killed or cut off in start of step 0 \(process \d+\)"
+
+
+def stopped_at_the_start(drill: Drill, *flags: object) -> Job:
+    job = drill.start(2, *RUN, *flags, code=STOPS_AT_THE_START)
+    job.wait_for(lambda: job.place(1) and state_of(job.place(1).pid) == "T")
+    return job
+
+
+@fault("rank stopped at the start", is_default=True)
+def rank_stopped_at_the_start(drill: Drill) -> None:
+    """Rank 0 waits in a collective that has no time limit."""
+    job = stopped_at_the_start(drill, "--hang_timeout", 4, "--timeout", 6)
+    began = time.monotonic()
+    job.wait_for(lambda: drill.json("status.json")["state"] == "failed")
+    assert time.monotonic() - began < 20  # 6 s on a quiet machine
+    job.signal(1, signal.SIGKILL)  # the launcher would wait for 30 s
+    drill.fails(job, rf"no progress for \d+ s: {STOPPED_AT_THE_START} \(hang_timeout=4\)", rank=1)
+    drill.resumes(2, *RUN)
+
+
+@fault("stop while a rank is stopped at the start")
+def stop_while_a_rank_is_stopped_at_the_start(drill: Drill) -> None:
+    job = stopped_at_the_start(drill)
+    job.signal_launcher(signal.SIGTERM)
+    drill.has_stopped(job)
+    drill.resumes(2, *RUN)
+
+
+PREDICTS = f"""
+import runpy
+sys.argv[:] = ['predict.py', str(RUN / 'checkpoints/best.pt'), '--out', str(RUN / 'out.pt'), '--hang_timeout', '4']
+runpy.run_path({str(ROOT / "scripts/predict.py")!r}, run_name='__main__')
+"""
+
+
+@fault("rank stopped in --eval_only", "", is_default=True)
+@fault("rank stopped in predict.py", PREDICTS)
+def rank_stopped_without_a_run(drill: Drill, program: str) -> None:
+    drill.fork(2, *RUN)
+    with drill.unchanged(*LOOKED):
+        job = drill.start(2, *RUN, "--eval_only", "--hang_timeout", 4, code=STOPS_AT_THE_START + program)
+        pid = job.wait_for(lambda: next((pid for pid in job.members() if state_of(pid) == "T"), 0))
+        job.wait_for(lambda: "hang_timeout=4" in job.text())
+        os.kill(pid, signal.SIGKILL)  # the launcher would wait for 30 s
+        said = rf"no progress for \d+ s: {STOPPED_AT_THE_START} \(hang_timeout=4\)"
+        text = drill.fails(job, said, has_status=False)
+        assert Path(re.search(r"the stacks of all ranks: (\S+)", text)[1]).exists()
+        (drill.folder / "run/stopped").unlink()
 
 
 @fault("rank killed under NCCL", is_default=True)

@@ -12,7 +12,7 @@ from checkpoints import cut
 from drill import FLAGS, HOST, Drill, fault, says
 from forged import Call
 from ranks import run_ranks
-from storage import RUN
+from storage import ENDS_AT_A_STOP, ENDS_IN_SECONDS, RUN, ends_without
 from tasks import train_task
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.shards import digest_of_file
@@ -45,6 +45,19 @@ def check_room(job):
     finally:
         os.statvfs = plain_statvfs
 shards.check_room = check_room
+"""
+
+
+STALLED = """
+from torch.distributed.checkpoint import FileSystemWriter
+plain_write = FileSystemWriter.write_data
+def write_data(self, *args):
+    for number in range(WRITES if RANK == 1 and 'step_00000020' in str(self.path) else 0):
+        if number < 24:
+            Path(f'{FOLDER}/slow').write_text(str(number))
+        time.sleep(0.5)
+    return plain_write(self, *args)
+FileSystemWriter.write_data = write_data
 """
 
 
@@ -144,4 +157,21 @@ def no_room(drill: Drill) -> None:
     says(drill.runs.log("run"), said)
     assert [event["step"] for event in drill.events("checkpoint")] == [10, 30, 40, 50]
     drill.no_partial_files()
+    drill.is_whole(2, *ZERO3)
+
+
+@fault("storage of one rank hangs", False, is_default=True)
+@fault("SIGTERM while the storage of one rank hangs", True)
+def stalled(drill: Drill, is_asked: bool) -> None:
+    job = drill.start(2, *ZERO3, code=f"WRITES = 9999\n{ENDS_AT_A_STOP if is_asked else ENDS_IN_SECONDS}{STALLED}")
+    ends_without(drill, job, is_asked, rank=1)
+    drill.resumes(2, *ZERO3)
+
+
+@fault("storage of one rank is slow")
+def slow(drill: Drill) -> None:
+    """It takes three times as long as a write without progress may."""
+    job = drill.start(2, *ZERO3, code=f"WRITES = 24\n{ENDS_IN_SECONDS}{STALLED}")
+    drill.has_completed(job)
+    assert [event["step"] for event in drill.events("checkpoint")] == [10, 20, 30, 40, 50]
     drill.is_whole(2, *ZERO3)

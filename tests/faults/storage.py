@@ -1,15 +1,17 @@
 """Storage that fills up, fails or disappears: the previous checkpoint stays valid, training continues, and ends after
 a time limit."""
 
+import os
 import re
 import shutil
+import signal
 import subprocess
 import time
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from disks import Disk, are_whole, tracing
-from drill import Drill, Job, fault
+from drill import HOST, Drill, Job, fault, slow_writer
 from utils.report.goodput import ACCOUNTS
 
 # 50 steps of two ranks
@@ -22,8 +24,8 @@ def create_model(config, device):
     return net
 train.your_model.create_model = create_model
 """  # checkpoints of 8 MB, so that all other files can still fit
-# one second instead of ten minutes
-GIVES_UP = f"{LARGE}\nimport functools\ntrain.Saver = functools.partial(train.Saver, max_seconds_without=1.0)\n"
+# 1.5 s instead of ten minutes
+GIVES_UP = f"{LARGE}\nimport functools\ntrain.Saver = functools.partial(train.Saver, max_seconds_without=1.5)\n"
 SPACE = r"it needs 8\.0 MB, [\d,.]+ MB are free; make room or repair the storage"
 NO_INODES = "no inodes are free, so the file system can hold no more files; delete some"
 FOR_GOOD = r" \(no checkpoint could be written for 0 min, so training ends\)"
@@ -168,6 +170,60 @@ def flush_fails(drill: Drill, number: int, whole: list[int]) -> None:
     job.wait_for(lambda: re.search(not_written(20, "Input/output error") + SPACE, job.text()))
     assert are_whole(job)[: len(whole)] == whole
     written_later(drill, job)
+
+
+# a write without progress: seconds instead of a minute and of 20 s
+STALLS = """
+from utils.run import saver
+saver.SECONDS_TO_WARN, saver.SECONDS_AFTER_STOP = 2.0, 3.0
+import functools
+train.Saver = functools.partial(train.Saver, max_seconds_without={})
+"""
+ENDS_IN_SECONDS, ENDS_AT_A_STOP = STALLS.format(4.0), STALLS.format(600.0)
+NO_PROGRESS = r"/checkpoints/step_00000020\S*: its write has made no progress for \d+ s"
+
+
+def stalled_write(drill: Drill, code: str, *flags: object) -> tuple[Job, int]:
+    """A run whose writer was stopped in the middle of the file of step 20, as by a hanging system call."""
+    job = drill.held(2, 14, *RUN, *flags, code=slow_writer(1.0) + code, checkpoint_of=10)
+    drill.let_go(is_slow=True)
+    job.wait_for_partial_file()
+    writer = job.writer()
+    os.kill(writer, signal.SIGSTOP)
+    return job, writer
+
+
+@fault("write hangs and then continues")
+def write_stalls(drill: Drill) -> None:
+    """Only the limit for the warning is shortened."""
+    code = "from utils.run import saver\nsaver.SECONDS_TO_WARN, train.Saver = 2.0, saver.Saver\n"  # saves need not wait
+    job, writer = stalled_write(drill, code, "--epochs", 4)
+    job.wait_for(lambda: re.search(NO_PROGRESS + "; check the storage", job.text()))
+    job.wait_for_step(40)  # training continues
+    os.kill(writer, signal.SIGCONT)
+    drill.run_on()
+    drill.has_completed(job)
+    assert 20 in [event["step"] for event in drill.events("checkpoint")]
+    drill.is_whole(2, *RUN, "--epochs", 4)
+
+
+@fault("write hangs for good", False, is_default=True)
+@fault("SIGTERM while a write hangs", True)
+def write_hangs(drill: Drill, is_asked: bool) -> None:
+    job, _ = stalled_write(drill, ENDS_AT_A_STOP if is_asked else ENDS_IN_SECONDS)
+    ends_without(drill, job, is_asked, rank=0)
+    assert are_whole(job) == [10]
+    drill.resumes(2, *RUN)
+
+
+def ends_without(drill: Drill, job: Job, is_asked: bool, rank: int) -> None:
+    """The run warns of the write, then ends with the cause and the latest checkpoint."""
+    job.wait_for(lambda: re.search(NO_PROGRESS + "; check the storage", job.text()))
+    if is_asked:
+        job.signal_launcher(signal.SIGTERM)
+    latest = r"the latest checkpoint is \S+/checkpoints/step_00000010\S*; repair the storage, then --resume_from auto"
+    said = rf"{NO_PROGRESS} \(rank {rank} on {HOST}\), so training ends; {latest}"
+    drill.fails(job, said, rank=rank)
 
 
 @fault("final save, disk full", True)

@@ -1,6 +1,9 @@
 """Slow operations that must not end a run, stragglers that are reported, and the time limit."""
 
 import json
+import os
+import signal
+import time
 
 from drill import HOST, Drill, fault, says
 
@@ -43,12 +46,21 @@ def before_loss(net):
     if STEP == 20 and net.training:
         hold_up(15)
 """
+PREPARES = """
+plain_init = Images.__init__
+def preparing(self, *args, **options):
+    plain_init(self, *args, **options)
+    if RANK == 1 and self.split == 'train' and not (RUN / 'ended').exists():
+        hold_up(15)
+Images.__init__ = preparing
+"""
 
 
 @fault("long evaluation", SLOW_EVALUATION, 14.9, LONG_EVALUATION, HANG_TIMEOUT)
 @fault("read stall", STALL, 29.9)
 @fault("slow save", SLOW_SAVE, 19.9, RUN, HANG_TIMEOUT)
 @fault("recompile", RECOMPILE, 14.9)
+@fault("long preparation", PREPARES, 14.9, RUN, ("--hang_timeout", 5, "--timeout", 8))
 def goes_on(drill: Drill, code: str, is_held: float, run: list[str] = RUN, flags: list[str] = ()) -> None:
     """The code blocks the run for at least `is_held` seconds. A report is allowed."""
     drill.completes(2, *run, *flags, code=HELD_UP + code, seconds=150)
@@ -56,6 +68,32 @@ def goes_on(drill: Drill, code: str, is_held: float, run: list[str] = RUN, flags
     assert took > is_held
     assert drill.json("summary.json")["restarts"] == 0
     drill.is_whole(2, *run)
+
+
+READS_SLOWLY = """
+from torch.utils.data import get_worker_info
+plain_fetch = Images.__getitems__
+def waiting(self, indices):
+    while RANK == 1 and get_worker_info() and self.split == 'train' and not os.path.exists(f'{FOLDER}/go'):
+        time.sleep(0.01)
+    return plain_fetch(self, indices)
+Images.__getitems__ = waiting
+"""
+
+
+@fault("job suspended", 12, "forward", is_default=True)
+@fault("job suspended while it reads", 1, "data", READS_SLOWLY)
+def job_suspended(drill: Drill, step: int, phase: str, code: str = "") -> None:
+    """As by `scontrol suspend` or a laptop's lid: all processes of the launch, for longer than --hang_timeout."""
+    job = drill.start(2, *RUN, "--hang_timeout", 5, held_at=step, code=code)
+    job.wait_for(lambda: (place := job.place(1)) and (place.step, place.phase) == (step, phase))
+    for number, seconds in ((signal.SIGSTOP, 7), (signal.SIGCONT, 2)):
+        for pid in job.members():
+            os.kill(pid, number)
+        time.sleep(seconds)
+    drill.let_go()
+    drill.has_completed(job)
+    drill.is_whole(2, *RUN)
 
 
 @fault("clock set forward", 3600)

@@ -1,5 +1,6 @@
 """Settings by device: TF32 on CUDA only, cuDNN's benchmark mode unless --deterministic."""
 
+import os
 import warnings
 
 import pytest
@@ -10,7 +11,10 @@ import verify
 from config import TrainingConfig
 from ranks import run_ranks
 from tasks import using
-from utils.distributed.device import choose_kernels
+from utils.distributed.context import DistributedContext, Launch
+from utils.distributed.device import choose_kernels, unused_accelerator
+from utils.training import sharding
+from utils.training.optimizer import create_optimizer
 from utils.training.precision import Precision
 
 
@@ -33,6 +37,17 @@ def test_tf32_is_used_on_cuda_and_cudnn_benchmark_unless_deterministic(kernels, 
         assert torch.backends.cudnn.benchmark != is_deterministic
 
 
+def settings_of_libraries(flags):
+    torch.use_deterministic_algorithms = lambda mode: None  # it imports the compiler, which takes seconds
+    ddp_utils.setup_distributed(TrainingConfig.from_args(flags))
+    names = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_NVLS_ENABLE")
+    return *[os.environ.get(name) for name in names], torch.utils.deterministic.fill_uninitialized_memory
+
+
+def test_deterministic_sets_up_cublas_and_nccl_and_does_not_fill_new_tensors():
+    assert run_ranks(1, settings_of_libraries, ["--backend", "gloo", "--deterministic"]) == [(":4096:8", "0", False)]
+
+
 def kernels_of_verify(flags):
     """Those of a run that verify.py starts."""
     with using("images"):
@@ -52,3 +67,48 @@ def test_the_banner_names_tf32_if_the_hardware_has_it(monkeypatch):
     assert [Precision(*kind).title for kind in kinds] == titles
     monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: False)
     assert Precision("cuda", torch.float16).title == "float16"
+
+
+def test_an_accelerator_that_stays_idle_is_named_unless_the_cpu_was_chosen(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert not unused_accelerator("auto")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    assert unused_accelerator("auto").startswith("XPU: training runs on the CPU; use") and not unused_accelerator(
+        "gloo"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "threads", "flags", "expected"),
+    [
+        ("cuda", "1", ["--cpu_offload"], [8]),  # as torchrun sets it
+        ("cuda", "", ["--cpu_offload"], [8]),
+        ("cuda", "3", ["--cpu_offload"], []),
+        ("cuda", "1", [], []),
+        ("cpu", "1", ["--cpu_offload"], []),
+    ],
+)
+def test_an_offloaded_optimizer_uses_the_nodes_cores(monkeypatch, kind, threads, flags, expected):
+    found = []
+    monkeypatch.setattr(sharding, "usable_cpus", lambda: 32)
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    ctx = DistributedContext(0, 0, 4, torch.device(kind), local_world_size=4, launch=Launch(threads=threads))
+    sharding.use_cores(TrainingConfig.from_args(["--sharding", "zero2", *flags]), ctx)
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_the_bits_of_an_optimizer_step_do_not_depend_on_the_number_of_threads(name):
+    found, values = [], torch.randn(2, 300_001, generator=torch.Generator().manual_seed(0))
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        parameter = torch.nn.Parameter(values[0].clone())
+        optimizer = create_optimizer([{"params": [parameter]}], TrainingConfig(optimizer=name, lr=0.1))
+        for _ in range(2):
+            parameter.grad = values[1].clone()
+            optimizer.step()
+        found.append(parameter.detach())
+    torch.set_num_threads(1)  # as in conftest.py
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])

@@ -12,7 +12,7 @@ from ddp_utils import cleanup_distributed, setup_distributed
 from forged import MICRO_BATCH
 from utils.data.sampler import GlobalBatch, GlobalBatchSampler
 from utils.training.first_passes import evaluate_once, train_twice
-from utils.training.optimizer import WeightAverage, lr_factor
+from utils.training.optimizer import lr_factor
 from utils.training.precision import Precision, has_fast_bf16
 from utils.training.seams import Seams
 from utils.training.state import TrainState
@@ -110,6 +110,16 @@ def test_a_non_finite_gradient_changes_nothing(optimizer, bad, steps_before):
     assert [each.step for each in skipped] == bad_steps and state.progress.skipped_steps == len(bad_steps)
     assert state.progress.step == bad_steps[-1] + 1 and state.progress.skipped_in_row == 0
     assert state.read_skips() == []
+
+
+def test_a_parameter_that_is_trainable_only_later_is_an_error_at_that_step():
+    model = nn.Sequential(nn.Linear(3, 4).requires_grad_(False), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    state = make(model=model)
+    step(state)
+    model[0].weight.requires_grad_(True)
+    expected = r"0.weight was frozen at the start and got requires_grad_\(True\) before step 2, .*or train it in a"
+    with pytest.raises(UserError, match=expected):
+        step(state)
 
 
 def test_clipping_bounds_the_norm_and_the_unclipped_norm_is_recorded():
@@ -224,15 +234,22 @@ def test_the_precision_follows_the_hardware_unless_given(changes, fast, device, 
     assert isinstance(has_fast_bf16(CPU), bool)
 
 
-def test_the_average_starts_at_the_first_step_that_is_not_skipped():
-    model = nn.Linear(3, 2)
-    average = WeightAverage(model, 0.9)
-    for taken in (0.0, 1.0):
-        with torch.no_grad():
-            model.weight += 1
-        average.update(torch.tensor(taken))
-    # average + (weight - average) is rounded
-    torch.testing.assert_close(average.state_dict()["weight"], model.weight.detach(), rtol=1e-6, atol=1e-6)
+def test_the_average_warms_up_and_counts_only_steps_that_are_taken():
+    """The first update copies; a short run's average does not hold its first weights, nor does a resumed one's."""
+    state = make(ema_decay=0.9)
+    expected, taken = None, 0
+    for number in range(120):
+        step(state, gradient=math.nan if number in (0, 3, 40) else None)
+        weight = state.model[0].weight.detach().double()
+        if number not in (0, 3, 40):
+            decay = min(0.9, taken / (9 + taken))
+            expected = torch.lerp(weight, expected, decay) if taken else weight
+            taken += 1
+            torch.testing.assert_close(state.average.state_dict()["0.weight"].double(), expected, rtol=1e-5, atol=1e-6)
+        if number in (2, 60):
+            state.read_skips()
+            before, state = state, make(ema_decay=0.9)
+            load(state, before)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

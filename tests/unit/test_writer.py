@@ -17,11 +17,15 @@ from config import TrainingConfig, UserError
 from ranks import run_ranks
 from tasks import train_task
 from test_checkpoint import payload
+from training import wait_until
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.writer import Writer
 from utils.files import LinesFile, read_lines
+from utils.rng import digest_of, diverged
+from utils.run import saver
 from utils.run.lock import RunLock
-from utils.run.saver import Hook, digest_of, diverged
+from utils.run.saver import Hook
+from utils.run.watchdog import GONE, state_of
 from utils.signals import STOP_SIGNALS
 
 
@@ -83,6 +87,18 @@ def test_stop_signals_do_not_end_the_writer_even_right_after_the_fork(lock, tmp_
     assert not writer.wait(60).problem and path.exists()
     writer.end()
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOP_SIGNALS)  # unblocked again in this process
+
+
+def test_the_writer_keeps_only_its_own_files_open_and_tries_no_others(monkeypatch):
+    """Where Python was built without close_range, os.closerange calls close up to a limit that may be 1e9."""
+    monkeypatch.setattr(os, "closerange", mock.Mock(side_effect=AssertionError))
+    reader, end = os.pipe()
+    writer = Writer()
+    os.close(end)
+    assert os.read(reader, 1) == b""  # returns once the writer has closed its copy, too
+    wait_until(lambda: len(os.listdir(f"/proc/{writer.pid}/fd")) == 4)  # and the connection
+    writer.end()
+    os.close(reader)
 
 
 def test_a_failed_pinning_is_a_warning_and_its_error_is_cleared(writer, monkeypatch, caplog):
@@ -242,3 +258,47 @@ def test_the_users_command_gets_the_latest_path_and_its_failure_is_a_warning(tmp
             time.sleep(0.05)
     assert warnings == [f"on_checkpoint: {command} {problem}" for command, problem in commands.items() if problem]
     assert out.read_text() == "new"
+
+
+def test_a_command_that_hangs_is_reported_and_ended_with_its_children_when_the_run_is_over(tmp_path, monkeypatch):
+    warnings, out = [], tmp_path / "out"
+    command = tmp_path / "command"
+    command.write_text(f"#!/bin/sh\ntrap '' TERM\nsleep 600 &\necho $1 $! >> {out}\nwait\nwait\n")
+    command.chmod(0o755)
+    monkeypatch.setattr(saver, "SECONDS_OF_A_COMMAND", 0.1)
+    monkeypatch.setattr(saver, "SECONDS_TO_TERMINATE", 0.1)
+    hook = Hook(str(command), warnings.append)
+    for step in (1, 2):
+        hook.run(Path(f"step_{step}.pt"))
+    wait_until(lambda: hook.is_running() and warnings)
+    assert warnings == ["on_checkpoint: the command has been running for 0 min; later checkpoints wait for it"]
+    hook.end_after(600.0)
+    assert hook.is_running() and len(warnings) == 1
+    for step in (1, 2):  # that of the latest checkpoint gets its time, too
+        wait_until(out.exists)
+        wait_until(lambda: out.read_text().endswith("\n"))
+        name, child = out.read_text().split()
+        out.unlink()
+        hook.end_after(0.0)
+        said = f"was ended after 0 min, since the run is over; run it again for step_{step}.pt"
+        assert warnings[-1] == f"on_checkpoint: the command {said}"
+        wait_until(lambda pid=int(child): state_of(pid) in GONE)
+        assert name == f"step_{step}.pt" and hook.is_running() == (step == 1)
+
+
+def test_a_writer_that_hangs_holds_up_nobody(writer, lock, tmp_path, monkeypatch):
+    send(writer, lock, tmp_path, 10)
+    os.kill(writer.pid, signal.SIGSTOP)
+    writer.commit()
+    pid, seconds = writer.pid, 0.0
+    monkeypatch.setattr("utils.checkpoint.writer.SECONDS_COUNTED", 0.5)
+    while seconds < 1.2:
+        assert writer.wait(0.1) is None
+        before, (path, seconds, flush) = seconds, writer.stalled()
+        assert path.name == "step_00000010.pt" and 0 <= seconds - before <= 0.5 and 0 < flush < 0.1
+    time.sleep(0.7)  # as if this process had been suspended, too
+    assert writer.stalled()[1] < seconds + 0.51
+    began = time.monotonic()
+    writer.end(seconds=0.2)
+    assert time.monotonic() - began < 10
+    wait_until(lambda: state_of(pid) in GONE)

@@ -19,7 +19,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from config import UserError
 from utils.checkpoint import format as checkpoint
-from utils.checkpoint.writer import Job, Outcome, check_owner, check_room, outcome_of, problem_of
+from utils.checkpoint.writer import Background, Job, Outcome, check_owner, check_room, outcome_of, problem_of
 from utils.distributed.collectives import all_gather_json
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import is_sharded, local, wrap
@@ -152,40 +152,19 @@ def split(payload: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return payload | rest | {"optimizer": optimizer | {"state": states}}, tensors
 
 
-class ShardWriter:
+class ShardWriter(Background):
     """Has the methods of `Writer`, and is used on all ranks: its thread writes this rank's shards.
 
     The threads of the ranks speak to each other in a group of their own. All of them have the same outcome.
     """
 
     def __init__(self, ctx: DistributedContext) -> None:
+        super().__init__()
         self._ctx = dataclasses.replace(ctx, control=dist.new_group(backend="gloo", timeout=timedelta(hours=24)))
-        self._views: list[Tensor] = []
-        self._key: Any = None
-        self._job: Job | None = None
         self._jobs, self._outcomes = queue.Queue(), queue.Queue()
         self._thread = threading.Thread(target=self._serve, name="shards", daemon=True)
         self._thread.start()
-
-    def fit(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Memory of the host for a copy of these tensors; it is reused."""
-        key = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
-        if key != self._key:
-            self._views = []
-            is_pinned = any(tensor.is_cuda for tensor in tensors)
-            self._views = [torch.empty_like(tensor, device="cpu", pin_memory=is_pinned) for tensor in tensors]
-            self._key = key
-        return self._views
-
-    def send(self, path: Path, flat: Any, keep: tuple[int, int], lock_file: Path, lock_number: int) -> None:
-        """Give the thread a job; it writes this rank's part after `commit`."""
-        number = self._job.number + 1 if self._job else 0
-        layout = [(view.dtype, tuple(view.shape)) for view in self._views]
-        self._job = Job(number, path, flat, layout, keep, lock_file, lock_number)
-
-    def again(self) -> None:
-        """Give it the same job once more; the memory still holds it."""
-        self._job = dataclasses.replace(self._job, number=self._job.number + 1)
+        self._task = Path(f"/proc/self/task/{self._thread.native_id}")
 
     def commit(self, is_right: bool = True) -> None:
         """Let it write the last job, or drop that."""
@@ -201,10 +180,10 @@ class ShardWriter:
         except queue.Empty:
             return None
 
-    def end(self) -> None:
-        """End the thread after it has written what was committed."""
+    def close(self, seconds: float) -> None:
+        """End the thread after it has written what was committed. It is waited for at most so long."""
         self._jobs.put(None)
-        self._thread.join()
+        self._thread.join(seconds)
 
     # ---- the thread ----
 
@@ -228,6 +207,15 @@ class ShardWriter:
         sums = {name: digest for each in digests for name, digest in each.items()}
         self._agree(job, lambda: self._publish(job, folder, sums) if self._ctx.is_main else None)
 
+    @contextlib.contextmanager
+    def _waiting(self, is_waiting: bool = True) -> Iterator[None]:
+        """Whether a rank without progress waits for another one now, which then looks at its own progress."""
+        before, self._is_waiting = self._is_waiting, is_waiting
+        try:
+            yield
+        finally:
+            self._is_waiting = before
+
     def _agree(self, job: Job, action: Callable[[], Any]) -> list[Any]:
         """The results of all ranks. If the action fails on one of them, all raise its error."""
         result, problem, is_final = None, "", False
@@ -237,7 +225,8 @@ class ShardWriter:
             rank, cause = _cause(error, self._ctx.rank)
             is_final = isinstance(cause, UserError)
             problem = str(cause) if is_final else f"{problem_of(job, cause)} (rank {rank} on {self._ctx.hosts[rank]})"
-        found = all_gather_json([result, problem, is_final], self._ctx)
+        with self._waiting():
+            found = all_gather_json([result, problem, is_final], self._ctx)
         for _, text, is_final in found:
             if text:
                 raise UserError(text) if is_final else OSError(text)
@@ -248,13 +237,17 @@ class ShardWriter:
         import torch.distributed.checkpoint as dcp
 
         check_room(job)
-        return *split(checkpoint.unflatten(job.flat, self._views)), dcp.FileSystemWriter(folder)
+        storage = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)  # no stream, which would be one of GPU 0
+        storage.write_data = self._waiting(False)(storage.write_data)
+        storage.finish = self._waiting(False)(storage.finish)
+        return *split(checkpoint.unflatten(job.flat, self._views)), storage
 
     def _write(self, job: Job, folder: Path, rest: dict[str, Any], tensors: dict[str, Tensor], storage: Any) -> dict:
         """Write this rank's files. Returns their checksums."""
         import torch.distributed.checkpoint as dcp
 
-        dcp.save(tensors, storage_writer=storage, process_group=self._ctx.control)
+        with self._waiting():
+            dcp.save(tensors, storage_writer=storage, process_group=self._ctx.control)
         names = [path.name for path in folder.glob(f"__{self._ctx.rank}_*")]
         if self._ctx.is_main:
             checkpoint.write(folder / REST, rest)

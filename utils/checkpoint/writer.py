@@ -37,6 +37,9 @@ from utils.signals import STOP_SIGNALS, die_with_parent, kept_back
 
 SECONDS_AS_AN_ORPHAN = 8  # to finish a file that was committed before the training process was killed
 ALIGNMENT = 64  # bytes
+SECONDS_TO_END = 10.0  # for the process; one that waits for the storage cannot even be killed, and is left behind
+SECONDS_COUNTED = 10.0  # at most, between two looks: a suspended job does not write
+FLUSHED_PER_SECOND = 50e6  # bytes, at least; a flush shows no progress
 NICENESS = 10  # training comes first if every core has a rank
 HAS_PROCESS = sys.platform == "linux"
 
@@ -67,8 +70,11 @@ class Outcome:
     was_killed: bool = False  # the writer process was killed
 
 
-class Writer:
-    """The training process's side. One checkpoint at a time: `fit`, `send`, `commit`, then an outcome from `wait`."""
+class Background:
+    """What both kinds of writers have: memory for copies of tensors, one job at a time, and its progress.
+
+    The memory is one buffer, pinned if tensors are on a GPU: torch would round each tensor up to a power of two.
+    """
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
@@ -76,29 +82,12 @@ class Writer:
         self._views: list[Tensor] = []
         self._key: Any = None
         self._layout: list[tuple] = []
-        self._pid, self._connection = -1, None
         self._job: Job | None = None
-        self._outcome: Outcome | None = None  # used if there is no process
-        self._start()
-
-    def _start(self) -> None:
-        if HAS_PROCESS:
-            ours, theirs = _pair()
-            with kept_back():  # the new process does not ignore signals yet
-                self._pid = os.fork()
-                if self._pid == 0:
-                    _be_the_writer(theirs)
-            theirs.close()
-            self._connection = ours
-            if self._memory is not None:
-                self._share()
-
-    @property
-    def pid(self) -> int:
-        return self._pid
+        self._task, self._is_waiting = Path(), False  # of what writes: its folder in /proc; whether for other ranks
+        self._seen, self._stalled, self._looked_at = None, 0.0, 0.0
 
     def fit(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Views of shared memory for these tensors; the memory is reused if it is large enough."""
+        """Views of the memory for these tensors; it is reused if it is large enough."""
         key = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
         if key != self._key:
             sizes = [-(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT for tensor in tensors]
@@ -118,9 +107,7 @@ class Writer:
         if HAS_PROCESS:
             self._descriptor = os.memfd_create("checkpoint")
             os.ftruncate(self._descriptor, size)
-            self._memory = mmap.mmap(self._descriptor, size)
-        else:
-            self._memory = mmap.mmap(-1, size)
+        self._memory = mmap.mmap(self._descriptor, size)
         if is_pinned:  # the copy runs at full bus speed and overlaps the computation
             self._pinned = torch.frombuffer(self._memory, dtype=torch.uint8)
             if not _has_succeeded(torch.cuda.cudart().cudaHostRegister(self._pinned.data_ptr(), size, 0)):
@@ -130,7 +117,7 @@ class Writer:
         self._share()
 
     def _let_go(self) -> None:
-        """Release the shared memory."""
+        """Release the memory."""
         if self._pinned is not None:
             _has_succeeded(torch.cuda.cudart().cudaHostUnregister(self._pinned.data_ptr()))
         if self._descriptor >= 0:
@@ -138,13 +125,10 @@ class Writer:
         self._memory, self._descriptor, self._pinned, self._views, self._layout = None, -1, None, [], []
 
     def _share(self) -> None:
-        if HAS_PROCESS:
-            with contextlib.suppress(OSError):  # a dead process is noticed by `wait`
-                self._connection.send(len(self._memory))
-                send_handle(self._connection, self._descriptor, self._pid)
+        """The memory is new."""
 
     def send(self, path: Path, flat: Any, keep: tuple[int, int], lock_file: Path, lock_number: int) -> None:
-        """Let the process write the file from the shared memory. It gets its final name after `commit`."""
+        """Have it written from the memory. It gets its final name after `commit`."""
         number = self._job.number + 1 if self._job else 0
         self._job = Job(number, path, flat, self._layout, keep, lock_file, lock_number)
         self._tell(self._job)
@@ -153,6 +137,56 @@ class Writer:
         """Send the same job once more; the memory still holds it."""
         self._job = dataclasses.replace(self._job, number=self._job.number + 1)
         self._tell(self._job)
+
+    def _tell(self, message: Any) -> None:
+        """Send a job."""
+
+    def stalled(self) -> tuple[Path, float, float]:
+        """The path, for how many seconds nothing was read or written for it, and how many of them a flush may take.
+
+        This asks the kernel, not the storage, which may hang.
+        """
+        now, seen = time.monotonic(), None
+        with contextlib.suppress(OSError):
+            is_running = (self._task / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+            seen = self._job.number, (self._task / "io").read_text(), is_running and now
+        is_stalled = seen == self._seen and not self._is_waiting
+        self._stalled = is_stalled * (self._stalled + min(now - self._looked_at, SECONDS_COUNTED))
+        self._seen, self._looked_at = seen, now
+        return self._job.path, self._stalled, _size(self._job) / FLUSHED_PER_SECOND
+
+    def end(self, seconds: float = SECONDS_TO_END) -> None:
+        """`close`, and release the memory."""
+        self.close(seconds)
+        self._let_go()
+
+
+class Writer(Background):
+    """The training process's side. One checkpoint at a time: `fit`, `send`, `commit`, then an outcome from `wait`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pid, self._connection = -1, None
+        self._outcome: Outcome | None = None  # used if there is no process
+        self._start()
+
+    def _start(self) -> None:
+        if HAS_PROCESS:
+            ours, theirs = _pair()
+            with kept_back():  # the new process does not ignore signals yet
+                self.pid = os.fork()
+                if self.pid == 0:
+                    _be_the_writer(theirs)
+            theirs.close()
+            self._connection, self._task = ours, Path(f"/proc/{self.pid}")
+            if self._memory is not None:
+                self._share()
+
+    def _share(self) -> None:
+        if HAS_PROCESS:
+            with contextlib.suppress(OSError):  # a dead process is noticed by `wait`
+                self._connection.send(len(self._memory))
+                send_handle(self._connection, self._descriptor, self.pid)
 
     def commit(self, is_right: bool = True) -> None:
         """Let the file of the last job appear, or drop it."""
@@ -181,19 +215,20 @@ class Writer:
             killed = outcome_of(self._job, 0.0, f"{self._job.path}: the writer process was killed")
             return dataclasses.replace(killed, was_killed=True)
 
-    def close(self) -> None:
-        """End the process after it has written what was committed."""
-        if HAS_PROCESS and self._pid > 0:
-            self._tell(None)
+    def close(self, seconds: float = SECONDS_TO_END) -> None:
+        """End the process after it has written what was committed. After these seconds it is killed; 0: at once."""
+        if self.pid > 0:
+            if seconds:
+                self._tell(None)
             self._connection.close()
+            ends = time.monotonic() + seconds
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(self._pid, 0)
-            self._pid = -1
-
-    def end(self) -> None:
-        """`close`, and release the memory."""
-        self.close()
-        self._let_go()
+                while os.waitpid(self.pid, os.WNOHANG)[0] == 0:
+                    if time.monotonic() > ends:
+                        os.kill(self.pid, signal.SIGKILL)
+                        break
+                    time.sleep(0.01)
+            self.pid = -1
 
 
 def _pair() -> tuple[Connection, Connection]:
@@ -230,8 +265,10 @@ def _be_the_writer(connection: Connection) -> None:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # `kept_back` blocked them for the fork
         # sockets of the ranks, GPUs: they must close when the training process ends
-        os.closerange(3, connection.fileno())
-        os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+        for name in os.listdir("/proc/self/fd"):  # os.closerange up to a limit of 1e9 takes minutes before glibc 2.34
+            if int(name) > 2 and int(name) != connection.fileno():
+                with contextlib.suppress(OSError):  # the one that listed the folder
+                    os.close(int(name))
         signal.signal(signal.SIGUSR2, lambda number, frame: signal.alarm(SECONDS_AS_AN_ORPHAN))
         die_with_parent(signal.SIGUSR2)  # the connection ends later: the loader's workers hold copies of it
         torch.set_num_threads(1)

@@ -108,9 +108,13 @@ def read_launch() -> Launch:
     )
 
 
-def make_cublas_deterministic() -> None:
-    """cuBLAS reads the variable when it starts."""
+def make_libraries_deterministic() -> None:
+    """cuBLAS and NCCL read these variables when they start. Buffers of one size are what cuDNN's RNNs need, too.
+
+    Sums in NVLink switches (NVLS) differ from call to call; torch leaves out NCCL's algorithm NVLS, but not NVLSTree.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 
 def connect_lazily() -> None:

@@ -18,6 +18,7 @@ from utils.data.loader import GlobalBatchLoader, usable_cpus
 from utils.data.sets import kind_of
 from utils.distributed.collectives import gather
 from utils.distributed.context import DistributedContext
+from utils.distributed.device import unused_accelerator
 from utils.logger import count, duration, has_terminal, log_epoch_summary, log_training_step, show, show_progress
 from utils.memory import peak_memory
 from utils.metrics import RESERVED
@@ -280,6 +281,8 @@ def decisions(
         "versions": _versions_line(origin["versions"]),
         "commit": origin["git_commit"][:12] + ", with uncommitted changes" * origin["git_dirty"] or "unknown",
     }
+    if unused := unused_accelerator(config.backend):
+        decided["unused"] = unused
     if run.resume_path:
         progress, samples = state.progress, f"{state.progress.samples_in_epoch:,} of {sampler.samples_per_epoch:,}"
         where = f"step {progress.step}, epoch {progress.epoch + 1}, {samples} samples"

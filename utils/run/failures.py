@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+import signal
 import socket
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,16 +19,17 @@ from config import TrainingConfig, TrainingError, UserError
 from utils.checkpoint.format import step_checkpoints
 from utils.clock import Clock, read_place
 from utils.data.worker import explain
-from utils.distributed.collectives import is_of_a_peer
+from utils.distributed.collectives import broadcast_json, is_of_a_peer
 from utils.distributed.context import DistributedContext, Launch, read_launch
-from utils.files import read_json
+from utils.files import read_json, replace_json
 from utils.logger import NAME
 from utils.memory import is_out_of_memory, let_go
 from utils.run.command_line import end_now, reject, report_to_torchrun
-from utils.run.folder import Run
+from utils.run.folder import Run, Start
 from utils.run.watchdog import Watchdog
 
 SECONDS_FOR_BLAME = 2.0
+PREEMPTED = 75  # exit code
 
 
 def wait_for_blame(error: BaseException) -> None:
@@ -86,6 +90,33 @@ def fail(
     raise cause from (error if cause is not error else error.__cause__)
 
 
+@contextmanager
+def watched(folder: Path, config: TrainingConfig, ctx: DistributedContext) -> Iterator[None]:
+    """Watch over lost ranks in a program without a run: an evaluation, a prediction. `folder`: that all ranks share.
+
+    Its files are in `folder`/watch, which the next start of a run clears; they remain if ranks are lost.
+    """
+    place = folder / "watch" / broadcast_json(f"{os.getpid()}-{time.time_ns()}", ctx)
+    run = Run(place, place, ctx.rank, ctx.hosts, Start(), None)
+    if ctx.is_main:
+        with suppress(OSError):
+            place.mkdir(parents=True, exist_ok=True)
+            replace_json(run.lock_file, {})
+            run.begin()
+    clock = Clock(run.watch_folder / f"rank{ctx.rank}" if ctx.world_size > 1 else None)
+    watchdog = start_watchdog(run, config, ctx, logging.getLogger(NAME), clock, lambda: None)
+    try:
+        yield
+    except BaseException as error:
+        fail(error, run, watchdog, config, ctx)
+    finally:
+        watchdog.close()
+        if ctx.is_main:
+            shutil.rmtree(place, ignore_errors=True)
+            with suppress(OSError):
+                place.parent.rmdir()
+
+
 def leave_after(error: BaseException) -> NoReturn:
     """Log the error and end this process at once, so that no peer is waited for and no thread changes the exit code."""
     logger, is_user_error = logging.getLogger(NAME), isinstance(error, UserError)
@@ -141,9 +172,12 @@ def start_watchdog(
         report_to_torchrun(f"TrainingError: {error}", f"{stacks}TrainingError: {error}", ctx.launch)
         end_now(1)
 
+    before = read_json(run.folder / "status.json")  # of the last attempt, until rank 0 begins
+
     def failure() -> str:
         status = read_json(run.folder / "status.json")
-        return f"{status.get('error')}" if status.get("state") == "failed" and not run.is_replacing else ""
+        has_failed = status.get("state") == "failed" and status != before and not run.is_replacing
+        return f"{status.get('error')}" if has_failed else ""
 
     def lose(peer: int) -> None:
         place, host = read_place(run.watch_folder / f"rank{peer}"), ctx.hosts[peer]
@@ -154,5 +188,14 @@ def start_watchdog(
             logger.error("%s", error)
             end_with(error)
 
-    parts = (config.hang_timeout, every_second, report, end, failure, lose)
+    def preempt() -> None:
+        logger.info("no progress after a stop signal; this rank ends before the first step, so nothing is lost")
+        with suppress(OSError, TrainingError):
+            if not run.is_replacing:
+                run.status("preempted")
+        if ctx.launch.is_under_torchrun:
+            os.kill(os.getppid(), signal.SIGTERM)  # else it would wait for ranks that do not end, or restart them
+        end_now(0 if ctx.launch.is_under_torchrun else PREEMPTED)
+
+    parts = (config.hang_timeout, every_second, report, end, failure, lose, preempt)
     return Watchdog(clock, run.watch_folder, ctx.rank, ctx.hosts, *parts)

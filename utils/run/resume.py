@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from config import YOURS, TrainingConfig, UserError
+from config import YOURS, TrainingConfig, UserError, fields_of_yours
 from utils.checkpoint import format as checkpoint
 from utils.data.sampler import GlobalBatchSampler
+from utils.data.sketches import are_alike
 from utils.distributed.collectives import all_gather_json, broadcast_json, on_all_ranks, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
 from utils.logger import setup_logger
@@ -132,6 +133,12 @@ def compare(payload: dict[str, Any], config: TrainingConfig, origin: dict[str, A
         (wrong if field.metadata["resume"] == "must" else may).append(line)
     if provenance["fingerprint"] != origin["fingerprint"]:
         wrong.append("the training set differs from the checkpoint's (files, sizes or values)")
+    elif not are_alike(provenance.get("sketches", []), origin.get("sketches", [])):
+        yours = [(saved.get(field.name, field.default), getattr(config, field.name)) for field in fields_of_yours()]
+        yours += [(provenance.get(name), origin.get(name)) for name in ("code", "versions")]
+        is_same_code = all(before == here for before, here in yours)  # else the transforms may have changed
+        line = "some decoded samples of the training set differ from the checkpoint's"
+        (wrong if is_same_code else may).append(line)
     before, here = provenance["global_batch_size"], origin["global_batch_size"]
     if before != here:
         line = f"global batch: {here} samples per optimizer step, the checkpoint has {before}"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import logging
+import math
+import os
 import shlex
-import statistics
+import signal
 import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +28,18 @@ from utils.data.sampler import GlobalBatchSampler
 from utils.distributed.collectives import broadcast_json, gather, lowest_rank
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import local
-from utils.rng import derive_seed
+from utils.logger import NAME
+from utils.rng import digest_of, diverged
 from utils.run.folder import Run
+from utils.signals import StopSignals
 from utils.training.state import TrainState
 
 LAST_TRIES = 3  # at the end of a run, a second apart
 SECONDS_OF_A_LOOK = 0.5
+SECONDS_TO_WARN, SECONDS_AFTER_STOP = 60.0, 20.0  # of a write without progress; torchrun waits 30 s after a stop signal
+SECONDS_OF_A_COMMAND = 300.0  # of `on_checkpoint`, before a warning
+SECONDS_TO_FINISH, SECONDS_TO_FINISH_AFTER_STOP = 3600.0, 600.0  # for it, at the end of a run
+SECONDS_TO_TERMINATE = 5.0  # for it, before SIGKILL
 
 
 class Saver:
@@ -41,7 +50,7 @@ class Saver:
         writer: on rank 0; of a sharded run on all ranks.
         meta: returns the rest of a checkpoint as plain values: its "config" and "provenance".
         saved_step: of the checkpoint in this run's folder that the run resumes from; -1: none.
-        max_seconds_without: how long saves may fail before training ends.
+        max_seconds_without: how long saves may fail, or one may make no progress, before training ends.
     """
 
     def __init__(
@@ -68,7 +77,7 @@ class Saver:
         self._replicas = [range(shard, ctx.world_size, shards) for shard in range(shards)]  # ranks with equal weights
         self._weights = [local(p) for p in state.model.parameters()]
         if writer:  # now: pinning gigabytes takes seconds. Missing are two tensors and a step per parameter, as Adam's
-            late = [p for p in state.owners if p.requires_grad and p not in state.optimizer.state]
+            late = [local(p) for p in state.owners if p.requires_grad and p not in state.optimizer.state]
             _, tensors = checkpoint.flatten(state.state_dict())
             writer.fit([*tensors, *late, *late, *(torch.empty(()) for _ in late)])
         self._stream = torch.cuda.Stream() if ctx.device.type == "cuda" else None
@@ -80,6 +89,8 @@ class Saver:
         self._begun_at = time.monotonic()  # start of the last save
         self._begun_s = 0.0  # how long it blocked training
         self._failing_since = 0.0  # when the first of a series of failed saves failed; 0: the last succeeded
+        self._latest = run.resume_path  # the latest checkpoint
+        self._warned_of: Path | None = None  # the checkpoint whose write made no progress
 
     # ---- all ranks ----
 
@@ -206,9 +217,26 @@ class Saver:
         self._hook.look()
         if seconds:
             self._clock.enter("save")  # a long write is not a hang
-        if self._is_busy and self._copy is None and (outcome := self._writer.wait(seconds)):
-            self._is_busy = False
-            self._take(outcome)
+        if self._is_busy and self._copy is None:
+            if outcome := self._writer.wait(seconds):
+                self._is_busy = False
+                self._take(outcome)
+            else:
+                self._check_progress()
+
+    def _check_progress(self) -> None:
+        """Warn of a write that makes no progress, then end the run: after minutes, or soon after a stop signal."""
+        path, seconds, flush = self._writer.stalled()
+        text = f"{path}: its write has made no progress for {seconds:.0f} s"
+        if seconds > SECONDS_TO_WARN and path != self._warned_of:
+            self._warned_of = path
+            logging.getLogger(NAME).warning("%s; check the storage", text)  # perhaps only of this rank
+        since_stop = min(seconds, time.monotonic() - StopSignals.came_at)
+        if max(seconds - self._max_seconds_without, since_stop - SECONDS_AFTER_STOP) > flush:
+            self._writer.end(seconds=0.0)
+            rank, host = self._ctx.rank, self._ctx.host
+            text += f" (rank {rank} on {host}), so training ends; the latest checkpoint is {self._latest or 'missing'}"
+            raise TrainingError(f"{text}; repair the storage, then --resume_from auto", rank, host)
 
     def _take(self, outcome: Outcome) -> None:
         if not outcome.problem:
@@ -231,6 +259,7 @@ class Saver:
         """Report a checkpoint that is on the disk."""
         if outcome.path.name != checkpoint.BEST:
             times = {"seconds": round(outcome.seconds, 3), "blocked_s": round(self._begun_s, 5)}
+            self._latest = outcome.path
             self._run.event("checkpoint", outcome.step, epoch=outcome.epoch, path=str(outcome.path), **times)
             self._run.status("running", checkpoint=str(outcome.path))
             blocked = 1000 * self._begun_s
@@ -261,13 +290,16 @@ class Saver:
                 return True
             return self._saved_step != step or self._run.link_best(step)  # else it was written as best.pt
         except (OSError, TrainingError) as error:
+            if self._is_busy:  # the write makes no progress
+                raise
             self._run.warn(f"best.pt cannot be written ({error}); the next evaluation starts a new best")
             return False
 
     def close(self) -> None:
-        """Wait for the user's command, on all ranks, then end the writer and the thread."""
+        """Wait for the user's command, on all ranks, for a limited time, then end the writer and the thread."""
         while self._hook.is_running():
             self._clock.enter("save")  # a long upload is not a hang
+            self._hook.end_after(SECONDS_TO_FINISH if StopSignals.came_at == math.inf else SECONDS_TO_FINISH_AFTER_STOP)
             time.sleep(SECONDS_OF_A_LOOK)
         broadcast_json(None, self._ctx)  # other ranks wait here, where `timeout` does not apply
         self._thread.shutdown()
@@ -281,6 +313,7 @@ class Hook:
     def __init__(self, command: str, warn: Callable[[str], None]) -> None:
         self._words, self._warn = shlex.split(command), warn
         self._running: subprocess.Popen | None = None
+        self._began_at, self._is_late, self._path = 0.0, False, Path()
         self._waiting: Path | None = None
 
     def run(self, path: Path) -> None:
@@ -290,15 +323,21 @@ class Hook:
             self.look()
 
     def look(self) -> None:
-        """Check whether it has ended, and start the one that waits. A failure is a warning."""
+        """Check whether it has ended, and start the one that waits. A failure or a long duration is a warning."""
         if self._running and (code := self._running.poll()) is not None:
             self._running = None
             if code:
                 self._warn(
                     f"on_checkpoint: {shlex.join(self._words)} ended with exit code {code}; the checkpoint is valid"
                 )
+        if self._running and not self._is_late and self._age() > SECONDS_OF_A_COMMAND:
+            self._is_late = True
+            minutes = f"{self._age() / 60:.0f} min"
+            self._warn(f"on_checkpoint: the command has been running for {minutes}; later checkpoints wait for it")
         if self._waiting and not self._running:
-            path, self._waiting = self._waiting, None
+            self._began_at, self._is_late = time.monotonic(), False
+            path = self._path = self._waiting
+            self._waiting = None
             words = [word.replace("{}", str(path)) for word in self._words]
             words += [] if "{}" in " ".join(self._words) else [str(path)]
             try:
@@ -306,6 +345,21 @@ class Hook:
             except OSError as error:
                 command = shlex.join(self._words)
                 self._warn(f"on_checkpoint: {command} cannot be run ({error.strerror}); the checkpoint is valid")
+
+    def _age(self) -> float:
+        return time.monotonic() - self._began_at
+
+    def end_after(self, seconds: float) -> None:
+        """End the command's process group if it has been running for longer."""
+        if self._running and self._age() > seconds:
+            what = f"was ended after {self._age() / 60:.0f} min, since the run is over; run it again for {self._path}"
+            self._warn(f"on_checkpoint: the command {what}")
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with suppress(ProcessLookupError):
+                    os.killpg(self._running.pid, number)
+                with suppress(subprocess.TimeoutExpired):
+                    self._running.wait(SECONDS_TO_TERMINATE)
+            self._running = None
 
     def is_running(self) -> bool:
         """Whether one is running or waiting."""
@@ -317,21 +371,3 @@ def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
     with torch.no_grad():
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [tensor for _, tensor in pairs], non_blocking=True)
-
-
-def digest_of(weights: list[Tensor]) -> int:
-    """63 bits that change with any bit of any weight: the hash of the sums of each tensor's memory as integers."""
-    sums = []
-    for weight in weights:
-        by_memory = sorted(range(weight.ndim), key=weight.stride, reverse=True)
-        flat = weight.detach().permute(by_memory).reshape(-1).contiguous()
-        places = (flat.numel() * flat.element_size(), flat.storage_offset() * flat.element_size())
-        kind = torch.int64 if flat.element_size() <= 8 and not any(place % 8 for place in places) else torch.uint8
-        sums.append(flat.view(kind).sum(dtype=torch.int64))
-    return derive_seed(*torch.stack(sums).tolist())
-
-
-def diverged(digests: list[int]) -> list[int]:
-    """The ranks whose digest differs from the most common one; of two ranks that differ, the second."""
-    usual = statistics.mode(digests)  # of equally common ones the first
-    return [rank for rank, each in enumerate(digests) if each != usual]

@@ -5,9 +5,13 @@ compares numbers, never clocks of other machines. If the heartbeat stops, the ra
 only the counter stops, the rank waits or hangs. Ranks without a heartbeat are reported as the cause, else the rank
 that is furthest behind. The lowest live rank reads the files of all ranks. Under a debugger use --hang_timeout 0.
 
-Under NCCL a rank whose peer died waits for the GPU: no exception is raised, and no signal handler of Python runs. So a
-rank without progress looks once a second at the next rank and at status.json, and ends if that rank is gone or the run
-has failed. The number of these reads does not depend on the number of ranks.
+A rank whose peer died may wait in C, for the GPU or in a collective: no exception is raised, and no signal handler of
+Python runs. So a rank without progress looks once a second, in every phase, at the next rank, at the next one on its
+own host and at status.json. It ends if the run has failed or such a rank is gone: its process has ended, is stopped
+for `hang_timeout`, or its launcher has reported its end. The beats of another host only prove life: a stalled storage
+hides them, so they may be absent for two minutes. The number of these reads does not depend on the number of ranks.
+
+Seconds are counted in ticks of this process's own loop: time in which it was suspended does not count.
 """
 
 from __future__ import annotations
@@ -26,18 +30,20 @@ from utils.clock import PHASES, STEP_PHASES, Clock, Place, read_place
 from utils.signals import has_arrived
 
 STOPPED = "after a stop signal"
-UNJUDGED = ("start", "end")  # phases that may take long
+UNJUDGED = ("start", "end")  # phases that may take long: a rank that beats is not ended
 SECONDS_BETWEEN_BEATS = 0.5
 SECONDS_BETWEEN_PUBLISHED = 1.0
+SECONDS_OF_A_TICK = 1.0  # at most: after a longer one this process was suspended, or its storage was stalled
 SECONDS_OF_A_LOOK = 1.5  # in which the beat of a live rank on this host changes
 SECONDS_OF_A_LONG_LOOK = 4.0  # the same for another host, which sees it later
-SECONDS_OF_SILENCE = 6.0  # after which a rank on another host is lost, if the storage answers within SECONDS_TO_PUBLISH
+SECONDS_OF_SILENCE = 120.0  # of another host, until its ranks are lost: an NFS client repeats a request after 60 s
 SECONDS_TO_PUBLISH = 2.5
 SECONDS_TO_SUSPECT = 1.0  # without progress, before this rank looks at the next one
 SECONDS_FOR_BLAME = 4.0  # the rank that reports a hang ends this much earlier: torchrun blames the first
 SECONDS_TO_STOP, STEPS_TO_STOP = 20.0, 3  # the longer one may pass after a stop signal: torchrun waits 30 s
 LEAST_LIMIT, FIRST_LIMIT = 5.0, 60.0  # seconds without progress before a report; FIRST: before steps were measured
 STEPS_TO_LEARN = 8
+GONE, SUSPENDED = ("Z", "X"), ("T", "t")  # states of a process
 
 
 class Watchdog:
@@ -53,6 +59,7 @@ class Watchdog:
         end: called with the message, the stacks and the rank that hangs (None: another rank reports it); never returns.
         failure: returns the error that another rank has reported, or an empty string.
         lose: called when the next rank is gone; returns if it is not.
+        preempt: called if this rank does not end after a stop signal before the first step.
     """
 
     def __init__(
@@ -67,13 +74,17 @@ class Watchdog:
         end: Callable[[str, str, int | None], None],
         failure: Callable[[], str] = str,
         lose: Callable[[int], None] = lambda _: None,
+        preempt: Callable[[], None] = lambda: None,
     ) -> None:
         self._clock, self._folder, self._rank, self._hosts = clock, folder, rank, hosts
         self._hang_timeout, self._every_second, self._report, self._end = hang_timeout, every_second, report, end
-        self._failure, self._lose = failure, lose
-        self._next = (rank + 1) % len(hosts)
-        self._next_beat = -1
-        self._next_beat_at = self._published_at = self._looked_at = time.monotonic()
+        self._failure, self._lose, self._preempt = failure, lose, preempt
+        here = [each for each, host in enumerate(hosts) if host == hosts[rank]]
+        # each live rank is seen by the one before it, also if a whole host is gone
+        self._next = {(rank + 1) % len(hosts), here[(here.index(rank) + 1) % len(here)]} - {rank}
+        self._beats: dict[int, tuple[int, float]] = {}  # of these ranks: the latest beat, and since when it stands
+        self._time, self._ticked_at = 0.0, time.monotonic()  # seconds in which this process ran
+        self._published_at, self._looked_at, self._asked_at = 0.0, 0.0, math.inf
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._watch, self._publish)]
         for thread in self._threads:
@@ -94,74 +105,112 @@ class Watchdog:
     @property
     def limit(self) -> float:
         """Seconds without progress before a report: 5 times the 99th percentile of the step times, at least 5."""
-        durations = sorted(self._clock.durations)
+        durations = sorted(self._durations)
         if len(durations) < STEPS_TO_LEARN:
             return FIRST_LIMIT
         return max(LEAST_LIMIT, 5 * durations[int(0.99 * (len(durations) - 1))])
 
+    @property
+    def _durations(self) -> list[float]:
+        """Of the latest steps; one that took longer than hang_timeout was suspended."""
+        return [min(each, self._hang_timeout or each) for each in self._clock.durations]
+
+    def _beat(self) -> None:
+        """Count the time since the last call, and show that this process runs."""
+        now = time.monotonic()
+        self._time += min(SECONDS_OF_A_TICK, now - self._ticked_at)
+        self._ticked_at = now
+        self._clock.beat()
+
     def _publish(self) -> None:
         while not self._stop.wait(SECONDS_BETWEEN_PUBLISHED):
             self._clock.publish()
-            self._published_at = time.monotonic()
+            self._published_at = self._time
             self._every_second()
         self._every_second()  # the last values, also of a run that is shorter than a second
 
     def _watch(self) -> None:
-        counter, moved_at, dumped, reported, asked_at = -1, time.monotonic(), -1, -1, math.inf
+        counter, moved_at, dumped, reported = -1, 0.0, -1, -1
         while not self._stop.wait(SECONDS_BETWEEN_BEATS):
-            self._clock.beat()
+            self._beat()
             if has_arrived():
-                asked_at = min(asked_at, time.monotonic())
+                self._asked_at = min(self._asked_at, self._time)
             if self._clock.counter != counter:
-                counter, moved_at = self._clock.counter, time.monotonic()
+                counter, moved_at = self._clock.counter, self._time
                 continue
+            standing, limit = self._time - moved_at, self.limit
+            # the last save counts, however long it takes
+            is_over = self._clock.phase != "save" and self._time - max(moved_at, self._asked_at) > self._seconds_to_stop
+            if self._hang_timeout and is_over:
+                if self._clock.step == 0:
+                    self._preempt()
+                elif not self._look(standing, is_end=True, reason=STOPPED):
+                    moved_at = self._time
+            if self._hang_timeout and standing > SECONDS_TO_SUSPECT:
+                self._look_at_peers()
             if self._clock.phase in UNJUDGED:
                 continue
-            standing, limit = time.monotonic() - moved_at, self.limit
             shortest = min(limit, self._hang_timeout or limit)
             if standing > shortest / 2 and dumped != counter:
                 self._dump_stacks()
                 dumped = counter
             if standing > limit and reported != counter and self._look(standing, is_end=False):
                 reported = counter
-            if not self._hang_timeout:
-                continue
-            is_over, reason = standing > self._hang_timeout, f"hang_timeout={self._hang_timeout:g}"
-            if standing > SECONDS_TO_SUSPECT:
-                self._look_at_next()
-            if self._clock.phase in STEP_PHASES:
-                longest = max(self._clock.durations, default=FIRST_LIMIT / STEPS_TO_STOP)
-                if time.monotonic() - max(moved_at, asked_at) > max(SECONDS_TO_STOP, STEPS_TO_STOP * longest):
-                    is_over, reason = True, STOPPED
-            if is_over and not self._look(standing, is_end=True, reason=reason):
-                moved_at = time.monotonic()
+            is_over = 0 < self._hang_timeout < standing
+            if is_over and not self._look(standing, is_end=True, reason=f"hang_timeout={self._hang_timeout:g}"):
+                moved_at = self._time
 
-    def _look_at_next(self) -> None:
-        """Once a second: end this process if the run has failed or the next rank is gone."""
-        now = time.monotonic()
-        if now - self._looked_at < SECONDS_BETWEEN_PUBLISHED or len(self._hosts) == 1:
+    @property
+    def _seconds_to_stop(self) -> float:
+        """How long a rank may stand after a stop signal; before the first step there is nothing to save."""
+        longest = max(self._durations, default=FIRST_LIMIT / STEPS_TO_STOP) if self._clock.step else 0.0
+        return max(SECONDS_TO_STOP, STEPS_TO_STOP * longest)
+
+    def _look_at_peers(self) -> None:
+        """Once a second: end this process if the run has failed or one of the next ranks is gone."""
+        now = self._time
+        if now - self._looked_at < SECONDS_BETWEEN_PUBLISHED or not self._next:
             return
-        was_looking, self._looked_at = now - self._looked_at < 2 * SECONDS_OF_A_LOOK, now
+        if now - self._looked_at > 2 * SECONDS_OF_A_LOOK or now - self._published_at > SECONDS_TO_PUBLISH:
+            self._beats.clear()  # this rank did not look, or its storage is slow and may hide what the others wrote
+        self._looked_at = now
         if text := self._failure():
             if not self._stop.wait(SECONDS_FOR_BLAME / 2):
                 self._end(text, "", None)
             return
-        place = read_place(self._folder / f"rank{self._next}")
+        for peer in sorted(self._next):
+            self._look_at(peer)
+
+    def _look_at(self, peer: int) -> None:
+        place, now = read_place(self._folder / f"rank{peer}"), self._time
         beat = place.beat if place else -1
-        is_slow = now - self._published_at > SECONDS_TO_PUBLISH  # then a beat of the other host may be late, too
-        if beat != self._next_beat or is_slow or not was_looking:
-            self._next_beat, self._next_beat_at = beat, now
+        if peer not in self._beats or beat != self._beats[peer][0]:
+            self._beats[peer] = beat, now
             return
+        silent, is_here = now - self._beats[peer][1], self._hosts[peer] == socket.gethostname()
         if place is None:
-            return
-        if place.phase == "end":
+            is_gone = silent > SECONDS_OF_SILENCE and (self._folder / f"rank{self._rank}").exists()
+        elif place.phase == "end":
             is_gone = self._clock.phase in STEP_PHASES  # otherwise this rank may only be the last to finish
-        elif self._hosts[self._next] == socket.gethostname():
-            is_gone = has_exited(place.pid)  # else it is stopped, and may continue
+        elif is_here:
+            state = state_of(place.pid)
+            is_gone = state in GONE
+            is_asked = now - self._asked_at > SECONDS_TO_STOP
+            if state in SUSPENDED and (is_asked or silent > self._hang_timeout):
+                self._end_for_stopped(silent, STOPPED if is_asked else f"hang_timeout={self._hang_timeout:g}")
         else:
-            is_gone = now - self._next_beat_at > SECONDS_OF_SILENCE and place.phase in STEP_PHASES
+            # a rank that loads its data with the GIL held does not beat
+            longest = max(SECONDS_OF_SILENCE, self._hang_timeout * (place.phase == "start"))
+            is_gone = silent > longest or has_reported(self._folder / f"ended-{self._hosts[peer]}", place.pid)
         if is_gone:
-            self._lose(self._next)
+            self._lose(peer)
+
+    def _end_for_stopped(self, silent: float, reason: str) -> None:
+        """End the run if ranks are stopped, also in a phase in which they may take any time."""
+        places, standing, _ = look_twice(self._folder, self._hosts, self._beat)
+        if standing:
+            text, hanging = verdict(places, standing, self._hosts, silent)
+            self._end(f"{text} ({reason})", self._stacks(), hanging)
 
     def _dump_stacks(self) -> None:
         """Call only if the loop hangs: dumping the stacks of running threads (gloo's) can crash the process."""
@@ -176,8 +225,8 @@ class Watchdog:
                 time.sleep(SECONDS_FOR_BLAME)
                 self._end(f"no progress for {standing:.0f} s ({reason})", "", None)
             return not is_end
-        places, standing_ranks, is_moving = look_twice(self._folder, self._hosts, self._clock.beat)
-        if is_moving or (is_end and time.monotonic() - self._published_at > SECONDS_TO_PUBLISH):
+        places, standing_ranks, is_moving = look_twice(self._folder, self._hosts, self._beat)
+        if is_moving or (is_end and self._time - self._published_at > SECONDS_TO_PUBLISH):
             return False
         text, hanging = verdict(places, standing_ranks, self._hosts, standing)
         if is_end:
@@ -191,7 +240,7 @@ class Watchdog:
         first, end = 0, 1
         while first < self._rank:
             ranks = range(first, min(end, self._rank))
-            places, standing, is_moving = look_twice(self._folder, self._hosts, self._clock.beat, ranks)
+            places, standing, is_moving = look_twice(self._folder, self._hosts, self._beat, ranks)
             if any(rank not in standing and places[rank].phase not in UNJUDGED for rank in ranks):
                 return is_moving
             first, end = end, 16 * end
@@ -208,15 +257,22 @@ class Watchdog:
         return "\n".join(found)
 
 
-def has_exited(pid: int) -> bool:
-    """Whether the process on this host is gone, or a zombie."""
+def has_reported(file: Path, pid: int) -> bool:
+    """Whether the launcher of another host has written to the file that this process of it has ended."""
+    with contextlib.suppress(OSError):
+        return str(pid) in file.read_text().split()
+    return False
+
+
+def state_of(pid: int) -> str:
+    """The state of a process on this host, as in /proc: Z and X are gone, T and t stopped. Empty if it is unknown."""
     try:
         os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except ProcessLookupError:
-        return True
+        return "X"
     except OSError:  # another user's process, or no /proc
-        return False
+        return ""
 
 
 def look_twice(
@@ -226,12 +282,13 @@ def look_twice(
 
     All files are read twice, 1.5 s apart; those of ranks on other hosts without a new beat once more, after 4 s.
     """
-    began, unseen = time.monotonic(), ranks or range(len(hosts))
+    unseen, seen_s = ranks or range(len(hosts)), 0.0
     before = [read_place(folder / f"rank{rank}") if rank in unseen else None for rank in range(len(hosts))]
     after = list(before)
     for seconds in (SECONDS_OF_A_LOOK, SECONDS_OF_A_LONG_LOOK):
-        while unseen and time.monotonic() - began < seconds:
+        while unseen and seen_s < seconds:  # counted, since this process may be suspended
             time.sleep(SECONDS_BETWEEN_BEATS / 2)
+            seen_s += SECONDS_BETWEEN_BEATS / 2
             meanwhile()
         for rank in unseen:
             after[rank] = read_place(folder / f"rank{rank}")

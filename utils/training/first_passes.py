@@ -21,11 +21,18 @@ from config import TrainingConfig, UserError
 from utils.data.loader import GlobalBatchLoader
 from utils.distributed.collectives import on_all_ranks, require_equal
 from utils.distributed.context import DistributedContext
+from utils.distributed.dtensor import local
 from utils.logger import NAME, count
 from utils.metrics import MetricTracker, check_metrics
+from utils.rng import digest_of
 from utils.training.parallel import Wrapped
 from utils.training.seams import ComputeLoss
 from utils.training.state import TrainState
+
+NOT_AVERAGED = (
+    "compute_loss: {other} and {first} have different gradients after a backward pass that should average them; call"
+    " the model that compute_loss is given, not model.module or the model from elsewhere"
+)
 
 
 def first_passes(
@@ -46,7 +53,10 @@ def first_passes(
     Raises:
         UserError: if compute_loss returns something invalid, or a parameter got no gradient.
     """
-    on_all_ranks(lambda: train_twice(model, batch, state, compute_loss), ctx)
+    # the loss is doubled on every other rank: gradients differ unless they are averaged
+    digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss, 1.0 + ctx.rank % 2), ctx)
+    if config.sharding == "none":
+        require_equal(digest, NOT_AVERAGED, ctx)
     layout = state.sums.metrics.layout
     require_equal(layout, "compute_loss: {other} and {first} report different metrics; report the same on all", ctx)
     names = on_all_ranks(lambda: evaluate_once(batch, state, compute_loss), ctx)
@@ -55,17 +65,22 @@ def first_passes(
     return names
 
 
-def train_twice(model: Wrapped, batch: Any, state: TrainState, compute_loss: ComputeLoss) -> None:
-    """Run two forward and backward passes, and undo their effects."""
+def train_twice(model: Wrapped, batch: Any, state: TrainState, compute_loss: ComputeLoss, weight: float = 1.0) -> int:
+    """Run two forward and backward passes, and undo their effects. Returns a digest of the gradients.
+
+    weight: the loss is multiplied by it.
+    """
     model.train()
     for _ in range(2):
         with state.precision.autocast():
             metrics = check_metrics(compute_loss(model, batch))
-        metrics["loss"][0].backward()
+        (metrics["loss"][0] * weight).backward()
         state.check_gradients()
+    digest = digest_of([local(p.grad) for p in state.model.parameters() if p.grad is not None])
     state.drop_gradients()
     state.sums.running_stats.discard()
     state.lay_out(metrics)
+    return digest
 
 
 @torch.no_grad()

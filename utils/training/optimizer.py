@@ -174,9 +174,10 @@ def lr_factor(config: TrainingConfig, step: int, total_steps: int, warmup_steps:
 class WeightAverage:
     """An exponential moving average of the weights and the running statistics: a copy of each tensor of the state dict.
 
-    The rule of torch.optim.swa_utils.get_ema_multi_avg_fn, whose first update copies. That function takes its decay
-    from the host; here a skipped step must leave the average unchanged without a read by the host. So does
-    `_foreach_lerp_`, unless its weights are as large as the parameters.
+    After n updates its decay is min(decay, n / (9 + n)): the first update copies, then follows the warm-up of
+    TensorFlow's ExponentialMovingAverage, so that the average of a short run does not hold its first weights. A skipped
+    step is no update, and leaves the average unchanged without a read by the host. torch.optim.swa_utils takes its
+    decay from the host, and the weights of `_foreach_lerp_` must be as large as the parameters.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -187,21 +188,22 @@ class WeightAverage:
         self._pairs = [(self._copies[value], source) for value, source in sources.items()]
         self._averages, self._sources = zip(*[pair for pair in self._pairs if pair[1].is_floating_point()], strict=True)
         device = local(next(model.parameters())).device
-        self._rate = torch.full((), 1.0 - decay, dtype=self._sources[0].dtype, device=device)
-        self._is_first = torch.ones_like(self._rate)  # 1 until the first step is taken
+        self._least_rate = 1.0 - decay
+        self._taken = torch.zeros((), dtype=torch.float64, device=device)  # the updates so far
         self._counters = [pair for pair in self._pairs if not pair[1].is_floating_point()]
 
-    def has_begun(self, has_begun: bool) -> None:
-        """Set whether a step was already taken, after a state was loaded."""
-        self._is_first.fill_(not has_begun)
+    def continue_from(self, taken: int) -> None:
+        """Set how many steps were taken, after a state was loaded."""
+        self._taken.fill_(taken)
 
     @torch.no_grad()
     def update(self, taken: Tensor) -> None:
         """taken: float, 0-dimensional, on the device, 1 where the step was taken and 0 where it was skipped."""
         gaps = torch._foreach_sub(self._sources, self._averages)
-        torch._foreach_mul_(gaps, taken * torch.maximum(self._is_first, self._rate))
+        rate = (9 / (9 + self._taken)).clamp(min=self._least_rate) * taken  # 1 minus the decay
+        torch._foreach_mul_(gaps, rate.to(gaps[0].dtype))
         torch._foreach_add_(self._averages, gaps)
-        self._is_first.mul_(1 - taken)
+        self._taken.add_(taken)
         for mine, its in self._counters:
             mine.copy_(its)
 

@@ -139,6 +139,16 @@ def unused_error(names: list[str]) -> TrainingError:
     )
 
 
+def thawed_error(names: list[str], step: int) -> UserError:
+    """The error for parameters that are trainable at this step, and were not when the training was assembled."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return UserError(
+        f"model: {', '.join(names[:3])}{more} was frozen at the start and got requires_grad_(True) before step {step},"
+        " so neither DDP nor the optimizer knows it; let create_model leave it trainable, in a parameter group whose"
+        " learning rate is 0 until then, or train it in a second run that starts with --init_from"
+    )
+
+
 def wrap_ddp(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) -> Wrapped:
     """Wrap the model in DDP, with all of its options; on one rank there is nothing to share."""
     if not any(p.requires_grad for p in model.parameters()):

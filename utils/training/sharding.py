@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config import TrainingConfig, UserError
+from utils.data.loader import usable_cpus
 from utils.distributed.collectives import on_all_ranks
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import is_sharded
@@ -46,6 +47,7 @@ def build_sharded(
     check_blocks(parts)
     uses, parts = _uses(model), [block for block in dict.fromkeys(parts) if block is not model]
     whole = [block for block in parts if _uses(block).items() <= uses.items()]  # shares no weight with other parts
+    use_cores(config, ctx)
     offload = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda") if config.cpu_offload else OffloadPolicy()
     marks = {name: vars(parameter) for name, parameter in model.named_parameters()}  # by which a fork forms groups
     for group in [*whole, model]:
@@ -67,6 +69,15 @@ def build_sharded(
     model.register_forward_hook(reshard)
     type(model).__name__ = kind  # not that of FSDP's subclass
     return model
+
+
+def use_cores(config: TrainingConfig, ctx: DistributedContext) -> None:
+    """Let the optimizer of `--cpu_offload` use this rank's part of the node's cores; torchrun sets one thread per rank.
+
+    Its bits do not depend on the number of threads. On a CPU those of the model's passes do, so they keep theirs.
+    """
+    if config.cpu_offload and ctx.device.type == "cuda" and ctx.launch.threads in ("", "1"):
+        torch.set_num_threads(max(1, usable_cpus() // ctx.local_world_size))
 
 
 def _build(build: Callable[[torch.device], nn.Module], ctx: DistributedContext) -> nn.Module:

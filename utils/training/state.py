@@ -18,7 +18,7 @@ from utils.distributed.dtensor import device_of, group_of, is_sharded, local, no
 from utils.memory import is_out_of_memory
 from utils.metrics import Metrics, MetricTracker
 from utils.training.optimizer import WeightAverage, checked_groups, load_optimizer, optimizer_state, prepare
-from utils.training.parallel import unused_error
+from utils.training.parallel import thawed_error, unused_error
 from utils.training.precision import Precision
 from utils.training.seams import Seams
 from utils.training.sharding import check_elementwise, unscale
@@ -114,6 +114,7 @@ class TrainState:
         # fused kernels take a float32 divisor, which is exact enough only for float32
         self._divides_in_step = self.skips_on_device and all(p.dtype is torch.float32 for p in self._parameters)
         trainable = [p for p in names if p.requires_grad]  # those in no group are not trained
+        self._frozen = {p: name for p, name in names.items() if not p.requires_grad}
         self._with_gradients = [*dict.fromkeys([*trainable, *self._parameters])]
         # gradient norms since the last read, one per step; not finite if it was skipped
         self._norms: list[torch.Tensor] = []
@@ -195,6 +196,8 @@ class TrainState:
         After the all-reduces, gradient and loss are the same on every rank, so all ranks decide alike without
         communication. Only an optimizer that does not support `found_inf` needs a read from the device.
         """
+        if any(p.requires_grad for p in self._frozen):
+            raise thawed_error([name for p, name in self._frozen.items() if p.requires_grad], self.progress.step + 1)
         self._set_lr()
         self.sums.wait()
         for shard in self._parameters if self._shard_group else ():
@@ -341,7 +344,8 @@ class TrainState:
         for name, value in progress.items():
             setattr(self.progress, name, value)
         if self.average:
-            self.average.has_begun(self.progress.step > self.progress.skipped_steps + self.progress.overflow_steps)
+            skipped = self.progress.skipped_steps + self.progress.overflow_steps
+            self.average.continue_from(self.progress.step - skipped)
 
     def load_model(self, payload: dict[str, Any]) -> None:
         try:

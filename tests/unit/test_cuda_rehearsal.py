@@ -1,0 +1,125 @@
+"""A rehearsal of CUDA without a GPU: under torch's FakeTensorMode tensors have a device and a shape, but no values.
+
+A value that the host reads raises an error; `Crossings` lists operators that mix devices. Not rehearsed: results of
+kernels, the backward pass, streams and events. distributed/test_cuda.py checks these on a GPU.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from config import TrainingConfig
+from forged import GLOBAL_BATCH, MICRO_BATCH
+from utils.data.augment import augment_images
+from utils.data.sampler import GlobalBatchSampler
+from utils.training import state as training_state
+from utils.training import step_sums
+from utils.training.optimizer import WeightAverage
+from utils.training.precision import Precision
+from utils.training.seams import Seams
+
+CUDA = torch.device("cuda", 0)
+
+
+class Crossings(TorchDispatchMode):
+    """The operators whose tensors are on several devices, but for a number in host memory as an argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, kwargs = func.name().removeprefix("aten::"), kwargs or {}
+        result = None if name == "_fused_sgd_" else func(*args, **kwargs)  # has no kernel without values
+        rows = [(args, kwargs, result)]
+        if name.startswith("_foreach"):  # a row of each list at a time
+            rows = zip(*[each for each in (*args, result) if isinstance(each, list | tuple)], strict=True)
+        for row in rows:
+            tensors = [each for each in tree_leaves(row) if isinstance(each, torch.Tensor)]
+            if not name.startswith("_fused"):
+                tensors = [each for each in tensors if each.ndim or each.is_cuda or each is result]
+            if len({each.device for each in tensors}) > 1:
+                self.found.append(name)
+        return result
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_ranks():
+    """Whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def crossings(monkeypatch):
+    monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+    for module in (training_state, step_sums):  # with --cpu_offload parameters are not there
+        monkeypatch.setattr(module, "device_of", lambda model: CUDA)
+    with FakeTensorMode(), Crossings() as found:
+        yield found
+
+
+def prepared(device="cuda", dtype=None, **changes):
+    """The state before the first step, with gradients."""
+    with torch.device(device):
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2))
+    for name, buffer in model[1].named_buffers():
+        setattr(model[1], name, buffer.to(CUDA))
+    for p in model.parameters():
+        p.grad = torch.empty_like(p)
+    config = TrainingConfig(warmup_epochs=0, ema_decay=0.9, clip_grad_norm=1.0, **changes)
+    seams = Seams(create_model=None, param_groups=lambda *_: [{"params": model.parameters()}], compute_loss=None)
+    state = training_state.TrainState(model, seams, config, Precision("cuda", dtype))
+    state.lay_out({"loss": (0.0, 4)})
+    state.plan(GlobalBatchSampler(range(40), batch_size=4, micro_batches_per_step=2, rank=0, world_size=2), 2)
+    return state
+
+
+def step(state):
+    loss = torch.ones((), device="cuda")
+    state.scaler.scale(loss)
+    state.sums.add({"loss": (loss, 4)}, MICRO_BATCH)
+    state.sums.start_reduce(MICRO_BATCH)
+    state.update_if_finite(GLOBAL_BATCH)
+    state.advance(GLOBAL_BATCH)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("device", "dtype", "copies"),
+    [("cuda", None, 0), ("cuda", torch.float16, 0), ("cpu", None, 2), ("cpu", torch.float16, 4)],
+)
+def test_a_step_reads_nothing_from_the_device(crossings, optimizer, device, dtype, copies):
+    """With --cpu_offload (gradients on the CPU) it copies the divisor and whether to skip; with float16 also the scale,
+    and whether there was an overflow."""
+    state = prepared(device, dtype, optimizer=optimizer, reduction="exact" if optimizer == "adamw" else "fast")
+    crossings.found.clear()
+    step(state)
+    assert crossings.found == ["_to_copy"] * copies
+    if dtype is None:  # torch's scaler reads its scale
+        payload = state.state_dict()
+        assert all({each.device.type for each in payload[key].values()} == {"cuda", device} for key in ("model", "ema"))
+
+
+@pytest.mark.parametrize("kind", ["crop", "resized_crop"])
+def test_images_are_augmented_without_a_copy(crossings, kind):
+    images = torch.empty(4, 3, 32, 32, dtype=torch.uint8, device="cuda")
+    out = augment_images(images, kind, 32, 3, 5, torch.empty(4, dtype=torch.int64, device="cuda"))
+    assert (out.device, out.shape, crossings.found) == (CUDA, (4, 3, 32, 32), [])
+
+
+def test_the_rehearsal_notices_a_read_and_a_mix_of_devices(crossings, monkeypatch):
+    state, update = prepared(), WeightAverage.update
+    state.optimizer.state[state.model[3].weight]["momentum_buffer"] = torch.zeros(2, 16)
+    monkeypatch.setattr(WeightAverage, "update", lambda self, taken: update(self, taken.cpu()))
+    step(state)
+    assert crossings.found[-2:] == ["_fused_sgd_", "_to_copy"]
+    monkeypatch.setattr(WeightAverage, "update", lambda self, taken: update(self, taken.item()))
+    with pytest.raises(DataDependentOutputException):
+        step(prepared())
