@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import json
 import math
+import re
 import shlex
 import string
 import sys
@@ -22,9 +23,11 @@ from typing import Any
 DEFAULT_RUN_DIR = "runs/default"
 YOURS = "model and data"  # the group of fields that a fork changes
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "step")
+DEFAULTS = {"sgd": {"lr": 0.1, "weight_decay": 5e-4}, "adamw": {"lr": 1e-3, "weight_decay": 0.01}}
 SHARDINGS = ("none", "zero2", "zero3", "hybrid")
-ALIASES = "learning_rate=lr wd=weight_decay num_train_epochs=epochs output_dir=run_dir save_dir=run_dir data=data_dir"
-OF_TORCHRUN = "nproc_per_node nnodes node_rank master_addr master_port max_restarts local_rank world_size gpus devices"
+ELSEWHERE = Path(__file__).parent / "docs" / "coming-from.md"  # names of flags in other trainers
+OF_TORCHRUN = """nproc_per_node nnodes node_rank master_addr master_port max_restarts local_rank world_size gpus devices
+num_nodes dist_url"""
 BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
@@ -137,7 +140,8 @@ def help_of(field: dataclasses.Field) -> str:
 def type_of(field: dataclasses.Field) -> tuple[type, bool]:
     """The type of a field, and whether it may be "auto"."""
     name, _, rest = field.type.partition(" | ")
-    return {"int": int, "float": float, "bool": bool, "str": str}[name], rest == "str"
+    kind = {"int": int, "float": float, "bool": bool, "str": str}[name]
+    return kind, rest == "str" or (kind is not str and field.default == "auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,19 +167,24 @@ class TrainingConfig:
     compile: str = setting("model", "off", "torch.compile mode", one_of("off", "default", "reduce-overhead"))
     activation_checkpointing: bool = setting("model", False, "recompute activations to save memory (slower)")
 
-    epochs: int = setting("training", 10, "passes over the training set", at_least(1), "may")
+    epochs: int | str = setting("training", "auto", "passes over the data (auto: 10, or max_steps)", at_least(1), "may")
     max_steps: int = setting("training", 0, "total optimizer steps (0 = set by epochs)", at_least(0), "may")
     batch_size: int = setting("training", 64, "samples per micro-batch on each rank", at_least(1), "must")
     grad_accum_steps: int = setting("training", 1, "micro-batches per rank and optimizer step", at_least(1))
     global_batch_size: int = setting("training", 0, "samples per step; sets grad_accum_steps (0 = off)", at_least(0))
     optimizer: str = setting("training", "sgd", "optimizer", one_of("sgd", "adamw"), "must")
-    lr: float = setting("training", 0.1, "peak learning rate, not scaled by the number of ranks", above(0), "may")
+    lr: float = setting("training", "auto", "peak, not scaled by ranks (auto: 0.1, adamw 0.001)", above(0), "may")
     momentum: float = setting("training", 0.9, "SGD momentum, AdamW beta1", between(0, 1), "may")
     beta2: float = setting("training", 0.999, "AdamW beta2", between(0, 1), "may")
     nesterov: bool = setting("training", True, "Nesterov momentum for SGD", resume="may")
-    weight_decay: float = setting("training", 5e-4, "not applied to biases and normalization", at_least(0), "may")
+    weight_decay: float = setting(
+        "training", "auto", "not applied to biases and normalization (auto: 0.0005, adamw 0.01)", at_least(0), "may"
+    )
     schedule: str = setting("training", "cosine", "learning rate after warm-up", one_of(*SCHEDULES), "may")
+    schedule_steps: int = setting("training", 0, "length of the schedule (0 = that of the run)", at_least(0), "may")
+    min_lr: float = setting("training", 0.0, "learning rate at the end of the schedule", at_least(0), "may")
     warmup_epochs: float = setting("training", 0.5, "epochs of linear warm-up", at_least(0), "may")
+    warmup_steps: int | str = setting("training", "auto", "steps of it (auto: by warmup_epochs)", at_least(0), "may")
     clip_grad_norm: float = setting("training", 0.0, "max gradient norm (0 = off)", at_least(0), "may")
     ema_decay: float = setting(
         "training",
@@ -234,6 +243,10 @@ class TrainingConfig:
             object.__setattr__(self, field.name, value)
             if problem:
                 problems.append(f"{field.name}={getattr(self, field.name)}: {problem}")
+        by_default = DEFAULTS.get(self.optimizer, {}) | ({} if self.max_steps else {"epochs": 10})
+        for name, value in by_default.items():
+            if getattr(self, name) == "auto":
+                object.__setattr__(self, name, value)
         problems = problems or self._conflicts()
         if problems:
             raise UserError("\n".join(problems))
@@ -265,6 +278,10 @@ class TrainingConfig:
             ]
         elif self.cpu_offload:
             problems.append("cpu_offload=True: needs sharding; add --sharding zero3, or leave out cpu_offload")
+        if self.min_lr >= self.lr:
+            problems.append(f"min_lr={self.min_lr}: is not below lr={self.lr}; give a smaller one")
+        if self.warmup_steps != "auto" and self.warmup_epochs != type(self).warmup_epochs:
+            problems.append(f"warmup_steps={self.warmup_steps}: there is warmup_epochs={self.warmup_epochs}; {either}")
         names = [field.name for field in dataclasses.fields(self)]
         try:
             used = [name for _, name, _, _ in string.Formatter().parse(self.run_dir) if name is not None]
@@ -292,9 +309,13 @@ class TrainingConfig:
 
     def asks_for_more_than(self, saved: dict[str, Any]) -> bool:
         """Whether this config extends a run that was completed with the saved values."""
-        if not saved or self.epochs > saved["epochs"]:
-            return bool(saved)
-        return (self.max_steps or math.inf) > (saved["max_steps"] or math.inf)
+        limits = zip(self.limits, limits_of(saved), strict=True) if saved else ()
+        return any(here > before for here, before in limits)
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The epochs and optimizer steps after which the run ends; infinite if that limit is not set."""
+        return limits_of(dataclasses.asdict(self))
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, with run_dir and checkpoint_dir as paths; `from_args(["--config", ...])` reads it back."""
@@ -332,6 +353,12 @@ class TrainingConfig:
             print(config.to_toml(), end="")
             raise SystemExit(0)
         return config
+
+
+def limits_of(saved: dict[str, Any]) -> tuple[float, float]:
+    """`TrainingConfig.limits` of the values in a config.json."""
+    epochs, steps = saved["epochs"], saved["max_steps"]
+    return math.inf if epochs == "auto" else epochs, steps or math.inf
 
 
 def fields_of_yours() -> list[dataclasses.Field]:
@@ -373,9 +400,25 @@ def _unknown(word: str, cls: type) -> str:
     if name in OF_TORCHRUN.split():
         return f"{word}: is not known; start the ranks with torchrun: torchrun --standalone --nproc-per-node=N train.py"
     names = [field.name for field in dataclasses.fields(cls)] + ["config", "print_config"] * bool(dashes)
-    name = dict(pair.split("=") for pair in ALIASES.split()).get(name, name)
-    close = difflib.get_close_matches(name, names, n=1)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+    if here := _of_another_trainer(name):
+        meant = re.match(r"`--(\w+)", here)
+        if not meant or meant[1] not in names:
+            return f"{word}: is not a flag here; {here.replace('`', '')}"
+        close = [meant[1]]
     return f"{word}: is not known; " + (f"did you mean {dashes}{close[0]}?" if close else "see --help for all flags")
+
+
+def _of_another_trainer(name: str) -> str:
+    """What docs/coming-from.md says about a flag of another trainer: the flag here, or what to do; "" if nothing."""
+    try:
+        rows = [line.strip("|").split("|") for line in ELSEWHERE.read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return ""
+    for there, here in (row for row in rows if len(row) == 2):
+        if name in re.findall(r"`_+(\w+)`", there.replace("-", "_")):
+            return here.strip()
+    return ""
 
 
 class _HelpFormatter(argparse.HelpFormatter):

@@ -57,8 +57,9 @@ from utils.distributed.consensus import Consensus, Decision, is_every
 from utils.files import replace_json
 from utils.logger import log_epoch_summary, setup_logger
 from utils.metrics import choose_best
+from utils.report.banner import decisions
 from utils.report.goodput import Goodput
-from utils.report.reporter import Reporter, decisions
+from utils.report.reporter import Reporter
 from utils.rng import seed_device
 from utils.run.failures import PREEMPTED, fail, leave_after, start_watchdog, wait_for_blame, watched
 from utils.run.folder import Run

@@ -138,6 +138,17 @@ def anchors(text):
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+COMING = {"--train_size", "--resize_size", "--interpolation", "--crop_scale", "--crop_ratio", "--auto_augment"}
+COMING |= {"--random_erase", "--mixup_alpha", "--cutmix_alpha", "--augment_repeats", "--eval_every_steps"}
+COMING |= {"--eval_batch_size", "--find_unused_parameters"}
+
+
+def test_flags_of_other_trainers_are_answered_with_flags_that_exist():
+    page = (ROOT / "docs/coming-from.md").read_text()
+    here = {match for line in page.splitlines() for match in re.findall(r"^\| .* \| `(--\w+)", line)}
+    assert len(here) > 50 and here - COMING <= FIELDS
+
+
 def test_every_link_leads_to_a_file_or_a_heading_and_every_page_is_linked():
     linked = {ROOT / "README.md"}
     for path, text in PROSE.items():

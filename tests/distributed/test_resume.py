@@ -38,6 +38,18 @@ def test_max_steps_ends_a_run_as_completed_and_more_steps_continue_it(runs):
     assert runs.json("steps", "summary.json")["best_value"] == max(r["top1"] for r in runs.records("steps", "eval"))
 
 
+def test_max_steps_alone_sets_the_length_and_of_two_limits_the_banner_names_the_shorter(runs):
+    flags = (
+        "--dataset_size 16 --batch_size 8 --eval_every 0 --log_interval 1 --max_steps 13".split()
+    )  # a step per epoch
+    outcome = runs.train(2, "alone", *flags, "--schedule_steps", 8, "--min_lr", 0.05, "--warmup_steps", 2)[0]
+    assert (outcome["state"], outcome["steps"], outcome["epochs"]) == ("completed", 13, 13)
+    lrs = [record["lr"] for record in runs.records("alone", "train")]
+    assert lrs[:3] == [0.05, 0.1, 0.1] and lrs[3:9] == sorted(lrs[3:9], reverse=True) and {*lrs[8:]} == {0.05}
+    assert runs.train(2, "both", *flags, "--epochs", 3)[0]["steps"] == 3
+    assert "3, 1 per epoch (epochs=3 ends the run before max_steps=13)" in runs.log("both")
+
+
 def test_patience_ends_a_run_as_completed_and_saves_it(runs):
     outcome = runs.train(2, "run", *"--dataset_size 16 --epochs 9 --lr 1e-9 --patience 2 --save_every 0".split())[0]
     assert runs.last("run")["progress"]["step"] == outcome["steps"] == 6  # saved, though no save was due

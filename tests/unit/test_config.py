@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import tomllib
 
@@ -43,7 +44,7 @@ def test_flags_with_underscores_dashes_and_negations():
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--epochs x", "epochs=x: is not a whole number; give a whole number"),
+        ("--epochs x", "epochs=x: is not a whole number or auto; give a whole number"),
         ("--num_classes many", "num_classes=many: is not a whole number or auto; give"),
         ("--batch_size 0", "batch_size=0: is below 1; give 1 or more"),
         ("--momentum 1", "momentum=1.0: is outside [0, 1); give"),
@@ -64,6 +65,14 @@ def test_flags_with_underscores_dashes_and_negations():
         ("--btach_size 3", "--btach_size: is not known; did you mean --batch_size?"),
         ("--nonsense", "--nonsense: is not known; see --help"),
         ("--learning_rate 1", "--learning_rate: is not known; did you mean --lr?"),
+        ("--data-path 1", "--data-path: is not known; did you mean --data_dir?"),
+        ("-b 1", "-b: is not known; did you mean --batch_size?"),
+        ("--beta1 1", "--beta1: is not known; did you mean --momentum?"),
+        ("--model-ema", "--model-ema: is not known; did you mean --ema_decay?"),
+        ("--resume_from_checkpoint x", "--resume_from_checkpoint: is not known; did you mean --resume_from?"),
+        ("--device cpu", "--device: is not a flag here; GPUs are used if there are any; set CUDA_VISIBLE_DEVICES= for"),
+        ("--warmup_steps 5 --warmup_epochs 1", "warmup_steps=5: there is warmup_epochs=1.0; give only one of the two"),
+        ("--min_lr 0.1", "min_lr=0.1: is not below lr=0.1; give a smaller one"),
         ("--print-confg", "--print-confg: is not known; did you mean --print_config?"),
         ("--nproc-per-node 2", "--nproc-per-node: is not known; start the ranks with torchrun: torchrun --standalone"),
         ("--overwrite maybe", "overwrite=maybe: is not true or false; give true or false"),
@@ -144,3 +153,29 @@ def test_help_shows_each_flag_once_with_its_default_in_100_lines_of_120_columns(
     assert [entry.split()[0] for entry in entries] == ["help", "config", "print_config", *(f.name for f in fields)]
     for entry, field in zip(entries[3:], fields, strict=True):
         assert field.default == "" or f"[{field.default}]" in entry
+
+
+@pytest.mark.parametrize(
+    ("flags", "lr", "weight_decay", "epochs", "limits"),
+    [
+        ("", 0.1, 5e-4, 10, (10, math.inf)),
+        ("--optimizer adamw", 1e-3, 0.01, 10, (10, math.inf)),
+        ("--optimizer adamw --lr 0.1 --weight_decay 0", 0.1, 0.0, 10, (10, math.inf)),
+        ("--max_steps 7", 0.1, 5e-4, "auto", (math.inf, 7)),
+        ("--max_steps 7 --epochs 2", 0.1, 5e-4, 2, (2, 7)),
+    ],
+)
+def test_defaults_follow_the_optimizer_and_max_steps(flags, lr, weight_decay, epochs, limits):
+    config = of(flags)
+    assert (config.lr, config.weight_decay, config.epochs, config.limits) == (lr, weight_decay, epochs, limits)
+    again = TrainingConfig(**json.loads(json.dumps(config.to_dict())))
+    assert dataclasses.replace(again, checkpoint_dir="") == config
+
+
+def test_a_completed_run_continues_if_it_is_asked_for_more():
+    done = of("--max_steps 7").to_dict()
+    assert [of(flags).asks_for_more_than(done) for flags in ("--max_steps 7", "--max_steps 8", "--epochs 1")] == [
+        False,
+        True,
+        True,
+    ]

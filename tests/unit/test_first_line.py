@@ -15,7 +15,7 @@ sys.modules['torch'] = None  # an import of it fails
 sys.argv[0] = 'train.py'
 runpy.run_path('train.py', run_name='__main__')
 """
-REJECTED = "epochs=x: is not a whole number; give a whole number\n"
+REJECTED = "lr=x: is not a number or auto; give a number or auto\n"
 NO_TORCH = "import of torch halted"
 
 
@@ -29,7 +29,7 @@ def start(flags, **env):
     ("flags", "code", "out", "err"),
     [
         ("--help", 0, "--batch_size INT", ""),
-        ("--epochs x", 2, "", REJECTED),
+        ("--lr x", 2, "", REJECTED),
         ("", 1, "starting on 1 rank; importing torch takes a few seconds\n", NO_TORCH),
     ],
 )
@@ -42,7 +42,7 @@ def test_one_process(flags, code, out, err):
     ("flags", "codes", "out", "err"),
     [
         ("--help", (0, 0), "--batch_size INT", ""),
-        ("--epochs x", (2, 0), "", REJECTED),  # torchrun reports each rank that fails
+        ("--lr x", (2, 0), "", REJECTED),  # torchrun reports each rank that fails
         ("", (1, 1), "starting on 2 ranks;", ""),
     ],
 )

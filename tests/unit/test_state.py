@@ -136,6 +136,9 @@ def test_the_learning_rate_is_a_function_of_the_step_and_skipped_steps_count():
     factors = [lr_factor(TrainingConfig(), step, 10, 4, None) for step in range(11)]
     assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0] and factors[4:] == sorted(factors[4:], reverse=True)
     assert factors[7] == pytest.approx(0.5) and factors[10] == 0
+    config = TrainingConfig(lr=0.4, min_lr=0.1)  # nanoGPT's schedule
+    ends = [lr_factor(config, step, 10, 0, None) for step in (0, 5, 10, 99)]
+    assert ends == [1.0, pytest.approx(0.25 + 0.75 * 0.5), 0.25, 0.25]
     state = make(lr=0.2)
     for gradient in (None, float("nan"), None):
         step(state, gradient)

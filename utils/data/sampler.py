@@ -94,7 +94,7 @@ class GlobalBatchSampler(DistributedSampler):
     def steps_per_epoch(self) -> int:
         return math.ceil(self.samples_per_epoch / self.global_batch_size)
 
-    def steps_left(self, epoch: int, start: int, epochs: int) -> int:
+    def steps_left(self, epoch: int, start: int, epochs: float) -> float:
         """Optimizer steps from sample `start` of an epoch to the end of a run of so many epochs."""
         here = math.ceil((self.samples_per_epoch - start) / self.global_batch_size)
         return max(0, here) + max(0, epochs - epoch - 1) * self.steps_per_epoch if epoch < epochs else 0

@@ -1,24 +1,20 @@
-"""Reports a run on the terminal, in files and on TensorBoard: the banner, a record per interval, the summary."""
+"""Reports a run on the terminal, in files and on TensorBoard: a record per interval, evaluations, the summary."""
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from config import TrainingConfig, TrainingError
 from utils.checkpoint.format import step_checkpoints
 from utils.clock import STEP_PHASES, Clock, slowest
 from utils.data.loader import GlobalBatchLoader, usable_cpus
-from utils.data.sets import kind_of
 from utils.distributed.collectives import gather
 from utils.distributed.context import DistributedContext
-from utils.distributed.device import unused_accelerator
 from utils.logger import count, duration, has_terminal, log_epoch_summary, log_training_step, show, show_progress
 from utils.memory import peak_memory
 from utils.metrics import RESERVED
@@ -27,11 +23,9 @@ from utils.report.profiler import StepProfiler
 from utils.report.tensorboard import Board
 from utils.run.folder import Run
 from utils.run.provenance import zip_code
-from utils.training.parallel import bucket_megabytes
 from utils.training.sharding import after_failure
 from utils.training.state import Progress, TrainState
 
-READS = ": one device read per step, since it does not support found_inf (torch's fused optimizers do)"
 STRAGGLES = 1.5  # times the median
 LEAST_EXCESS = 0.25  # seconds over the median in an interval; less is noise
 MIN_SECONDS_FOR_GOODPUT = 60  # in a shorter run, start-up dominates
@@ -254,44 +248,6 @@ class Reporter:
         return summary
 
 
-def decisions(
-    config: TrainingConfig,
-    ctx: DistributedContext,
-    run: Run,
-    state: TrainState,
-    loader: GlobalBatchLoader,
-    held_out: dict[str, Dataset],
-    origin: dict[str, Any],
-) -> dict[str, str]:
-    """The lines of the banner: everything decided at the start. origin: content of provenance.json."""
-    sampler, has_ddp = loader.sampler, ctx.world_size > 1 and config.sharding == "none"
-    decided = {
-        "run": str(run.folder),
-        "ranks": f"{ctx.world_size} on {count(set(ctx.hosts), 'node')}: {', '.join(sorted(set(ctx.device_names)))}",
-        "model": _model_line(config, state),
-        "data": _data_line(loader, held_out),
-        "workers": f"{loader.num_workers} per rank",
-        "batch": _batch_line(config, sampler.micro_batches_per_step, ctx.world_size),
-        "steps": f"{state.total_steps:,}, {sampler.steps_per_epoch:,} per epoch",
-        "precision": state.precision.title + ", channels_last" * is_channels_last(state.model),
-        "optimizer": type(state.optimizer).__name__ + ("" if state.skips_on_device else READS),
-        **({"gradients": _gradient_line(config, state.model)} if has_ddp else {}),
-        "checkpoints": _checkpoint_line(config),
-        "verify": origin["verification"],
-        "versions": _versions_line(origin["versions"]),
-        "commit": origin["git_commit"][:12] + ", with uncommitted changes" * origin["git_dirty"] or "unknown",
-    }
-    if unused := unused_accelerator(config.backend):
-        decided["unused"] = unused
-    if run.resume_path:
-        progress, samples = state.progress, f"{state.progress.samples_in_epoch:,} of {sampler.samples_per_epoch:,}"
-        where = f"step {progress.step}, epoch {progress.epoch + 1}, {samples} samples"
-        decided["resumed"] = f"{run.resume_path}: {where}"
-    if changed := origin["changed_template_files"]:
-        decided["changed"] = f"template files: {', '.join(changed)}"
-    return decided
-
-
 def _learning_rates(lr: float, groups: list[float]) -> dict[str, Any]:
     """The learning rate of the schedule, and those of the parameter groups if they differ."""
     return {"lr": lr} | ({"lr_of_groups": groups} if any(each != lr for each in groups) else {})
@@ -299,67 +255,6 @@ def _learning_rates(lr: float, groups: list[float]) -> dict[str, Any]:
 
 def _metrics_of(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name not in RESERVED}
-
-
-def is_channels_last(model: nn.Module) -> bool:
-    """Whether a convolution of the model has that memory format."""
-    weights = [p for p in model.parameters() if p.ndim == 4]
-    return any(p.is_contiguous(memory_format=torch.channels_last) and not p.is_contiguous() for p in weights)
-
-
-def _model_line(config: TrainingConfig, state: TrainState) -> str:
-    parameters = sum(p.numel() for p in state.model.parameters())
-    trained = sum(state.owners[p].numel() for group in state.optimizer.param_groups for p in group["params"])
-    line = f"{type(state.model).__name__}, {parameters:,} parameters"
-    line += f", {trained:,} of them trained" if trained < parameters else ""
-    kind = config.sharding + ", in host memory" * config.cpu_offload
-    line += f", sharded ({kind})" if config.sharding != "none" else ""
-    line += ", activation checkpointing" if config.activation_checkpointing else ""
-    return line + (f", compiled ({config.compile})" if config.compile != "off" else "")
-
-
-def _data_line(loader: GlobalBatchLoader, held_out: dict[str, Dataset]) -> str:
-    dataset, sampler = loader.dataset, loader.sampler
-    line = f"{kind_of(dataset)}, {len(dataset):,} training samples"
-    if sampler.samples_per_epoch < len(dataset):
-        line += f" ({len(dataset) - sampler.samples_per_epoch} dropped, different ones in each epoch)"
-    splits = {getattr(dataset, "split", split): len(dataset) for split, dataset in held_out.items()}
-    more = ", which also selects the best checkpoint" if list(splits) == ["test"] else ""
-    return line + "".join(f", {size:,} for evaluation ({split}{more})" for split, size in splits.items())
-
-
-def _batch_line(config: TrainingConfig, micro_batches: int, ranks: int) -> str:
-    """64 per rank x 2 accumulation x 4 ranks = 512 global."""
-    total, size = micro_batches * config.batch_size, config.batch_size
-    if micro_batches % ranks == 0:
-        return f"{size} per rank x {micro_batches // ranks} accumulation x {count(ranks, 'rank')} = {total} global"
-    idle = 1 - micro_batches / (math.ceil(micro_batches / ranks) * ranks)
-    return (
-        f"{micro_batches} x {size} on {count(ranks, 'rank')} = {total} global ({idle:.0%} of the ranks' time is idle)"
-    )
-
-
-def _versions_line(versions: dict[str, str]) -> str:
-    """torch 2.15.0, CUDA 13.0, NCCL 2.28.3, Python 3.11.2."""
-    titles = {"torch": "torch", "cuda": "CUDA", "nccl": "NCCL", "python": "Python"}
-    return ", ".join(f"{title} {versions[name]}" for name, title in titles.items() if name in versions)
-
-
-def _gradient_line(config: TrainingConfig, model: nn.Module) -> str:
-    """The gradients that an optimizer step sends."""
-    size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) / 2**20
-    hook = "" if config.comm_hook == "none" else f", rounded to {config.comm_hook}"
-    hook += ", summed in one order on any number of ranks" * (config.reduction == "exact")
-    return f"{size:.2f} MB per step, in buckets of about {bucket_megabytes(model, config):.2f} MB{hook}"
-
-
-def _checkpoint_line(config: TrainingConfig) -> str:
-    minutes, steps, epochs = config.save_every_minutes, config.save_every_steps, config.save_every
-    parts = [f"{minutes:g} min"] * (minutes > 0) + [count(steps, "step")] * (steps > 0)
-    parts += [count(epochs, "epoch")] * (epochs > 0)
-    if not parts:
-        return "only at the end"
-    return f"every {' or '.join(parts)}{', whichever comes first' * (len(parts) > 1)}, and when asked to stop"
 
 
 def end_text(summary: dict[str, Any], run: Run, config: TrainingConfig, trained_s: float) -> str:

@@ -159,16 +159,18 @@ def lr_factor(config: TrainingConfig, step: int, total_steps: int, warmup_steps:
 
     cosine: to zero (Loshchilov and Hutter, "SGDR", 2017, equation 5 with one cycle); linear: to zero; constant;
     wsd (warm-up, stable, decay): constant, and linear to zero over the last 20 % (Hu et al., "MiniCPM", 2024);
-    step: divided by 10 after 50 % and after 75 %. The warm-up is that of Goyal et al., 2017, arXiv:1706.02677, section
-    2.2.
+    step: divided by 10 after 50 % and after 75 %. With `--min_lr` the factors of 1 to 0 become those of lr to min_lr.
+    The warm-up is that of Goyal et al., 2017, arXiv:1706.02677, section 2.2.
 
     Args:
+        total_steps: at which the schedule ends: those of the run, or `--schedule_steps`.
         progress: of the run; a schedule of your own may read it, and keep its state in `progress.user`.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    return SHAPES[config.schedule](done)
+    least = config.min_lr / config.lr
+    return least + (1 - least) * SHAPES[config.schedule](done)
 
 
 class WeightAverage:

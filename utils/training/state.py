@@ -103,7 +103,7 @@ class TrainState:
         self.interval = MetricTracker(device)  # sums since the last log point
         self.progress = Progress()
         self._clip = config.clip_grad_norm
-        self._epochs, self._eval_every, self._patience = config.epochs, config.eval_every, config.patience
+        self._epochs, self._eval_every, self._patience = config.limits[0], config.eval_every, config.patience
         self._has_ended, self._samples_per_epoch = False, 0
         self._has_cuda_graphs = config.compile == "reduce-overhead"
         held = {p for group in self.optimizer.param_groups for p in group["params"]}
@@ -141,14 +141,17 @@ class TrainState:
         # DDP averages gradients over ranks, exact sums and FSDP do not; a power of two changes no bit of them
         divisor = 1 if config.reduction == "exact" or self._shard_group else world_size
         self._loss_scale.fill_(divisor * 2.0**-progress.loss_shift)
-        total = progress.step + sampler.steps_left(progress.epoch, progress.samples_in_epoch, config.epochs)
-        self.total_steps = min(total, config.max_steps) if config.max_steps else total
-        self._warmup_steps = round(config.warmup_epochs * sampler.steps_per_epoch)
+        epochs, steps = config.limits
+        total = progress.step + sampler.steps_left(progress.epoch, progress.samples_in_epoch, epochs)
+        self.total_steps = int(min(total, steps))
+        by_epochs = round(config.warmup_epochs * sampler.steps_per_epoch)
+        self._warmup_steps = by_epochs if config.warmup_steps == "auto" else config.warmup_steps
         self._samples_per_epoch = sampler.samples_per_epoch
 
     def factor_at(self, step: int, progress: Progress) -> float:
         """The schedule's factor on the learning rate at this step, from 0."""
-        return self._lr_factor(self._config, step, self.total_steps, self._warmup_steps, progress)
+        length = self._config.schedule_steps or self.total_steps
+        return self._lr_factor(self._config, step, length, self._warmup_steps, progress)
 
     def _set_lr(self) -> None:
         self.factor = factor = self.factor_at(self.progress.step, self.progress)
