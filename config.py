@@ -126,7 +126,7 @@ def setting(group: str, default: Any, text: str, check: Check | None = None, res
     return dataclasses.field(default=default, metadata=meta)
 
 
-def yours(default: Any, text: str, check: Check | None = None, resume: str = "free") -> Any:
+def yours(default: Any, text: str, check: Check | None = None, resume: str = "must") -> Any:
     """A field that only model.py and dataset.py read. "auto" takes the training set's attribute of the same name."""
     return setting(YOURS, default, text, check, resume)
 

@@ -15,7 +15,7 @@ A data set is map-style (`__len__`, `__getitem__`, which raises UserError for a 
     cacheable                                       True: samples never change and all have one shape, so --cache may
                                                     store them decoded
     an attribute named like a config field          the value of `auto` in that field: num_classes, image_size, ...
-    split, classes, mean, std, fingerprint          for records, exports and the check on resume
+    split (str), classes, mean, std, fingerprint    for records, exports and the check on resume
 """
 
 from __future__ import annotations

@@ -107,12 +107,13 @@ def compute_loss(model: nn.Module, batch: Any) -> Metrics:
     """{"loss": (sum, count), ...}: the loss and each metric as a sum over the micro-batch and its count.
 
     Args:
-        model: possibly wrapped in DDP; in training or evaluation mode.
+        model: possibly wrapped in DDP; in training or evaluation mode. Ask torch.is_grad_enabled() in which one: a
+            model whose `train` keeps parts of it in evaluation mode answers differently when DDP wraps it.
         batch: the output of the data set's device_transform: images float [B, C, H, W] and labels int64 [B].
     """
     images, labels = batch
     logits = model(images)
-    if model.training:
+    if torch.is_grad_enabled():  # training
         loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=unwrap(model).label_smoothing)
         return {"loss": (loss, len(labels)), "top1": (count_correct(logits, labels), len(labels))}
     loss = F.cross_entropy(logits, labels, reduction="sum")

@@ -1,8 +1,10 @@
-"""Map functions over nested batches: tuples, named tuples, lists and dicts of tensors and other values."""
+"""Map functions over nested batches: tuples, lists, mappings and dataclasses of tensors and other values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -10,8 +12,16 @@ from torch import Tensor
 
 def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
     """The batch with function(value) in place of every value that is not a container."""
-    if isinstance(batch, dict):
-        return {key: map_leaves(function, value) for key, value in batch.items()}
+    if isinstance(batch, Mapping):
+        mapped = {key: map_leaves(function, value) for key, value in batch.items()}
+        if not hasattr(batch, "update"):
+            return mapped
+        result = copy.copy(batch)  # keeps its class: transformers' BatchEncoding is a UserDict
+        result.update(mapped)
+        return result
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        names = [field.name for field in dataclasses.fields(batch) if field.init]
+        return dataclasses.replace(batch, **{name: map_leaves(function, getattr(batch, name)) for name in names})
     if isinstance(batch, tuple | list):
         mapped = [map_leaves(function, value) for value in batch]
         return type(batch)(*mapped) if hasattr(batch, "_fields") else type(batch)(mapped)

@@ -177,8 +177,10 @@ def choose_best(asked: str, names: list[str]) -> tuple[str, int]:
 
     Args:
         asked: `best_metric` of the config: auto, min:NAME or max:NAME; NAME alone if its direction is known.
-        names: the metrics that an evaluation reports.
+        names: the metrics that an evaluation reports; none if there is no held-out set.
     """
+    if not names:
+        return "loss", KNOWN_DIRECTIONS["loss"]
     direction, _, name = asked.rpartition(":")
     if name == "auto":
         name = "top1" if "top1" in names else "loss"
@@ -194,9 +196,19 @@ def count_correct(logits: Tensor, targets: Tensor, k: int = 1) -> Tensor:
 
     Args:
         logits: [B, classes].
-        targets: int64 [B].
+        targets: int64 [B]; or the share of each class, float [B, classes], of which the largest counts.
         k: capped at the number of classes.
+
+    Raises:
+        UserError: for targets of two dimensions that are not such shares.
     """
+    if logits.ndim == targets.ndim == 2:
+        if targets.shape != logits.shape or not targets.is_floating_point():
+            raise UserError(
+                f"count_correct: got targets {targets.dtype} {list(targets.shape)} for logits {list(logits.shape)};"
+                " give classes, int64 [B], or the share of each class, float [B, classes]"
+            )
+        targets = targets.argmax(1)
     if k == 1:
         return (logits.argmax(1) == targets).sum()
     return (logits.topk(min(k, logits.shape[1])).indices == targets[:, None]).sum()

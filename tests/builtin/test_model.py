@@ -37,9 +37,10 @@ def test_the_loss_is_a_sum_and_metrics_are_sums_and_counts():
     model = create_model(TrainingConfig(label_smoothing=0.1), CPU)
     images, labels = torch.randn(6, 3, 8, 8), torch.arange(6)
     model.eval()
-    metrics = compute_loss(model, (images, labels))
+    with torch.no_grad():
+        metrics = compute_loss(model, (images, labels))
+        each = [compute_loss(model, (images[k : k + 1], labels[k : k + 1]))["loss"][0] for k in range(6)]
     loss, count = metrics.pop("loss")
-    each = [compute_loss(model, (images[k : k + 1], labels[k : k + 1]))["loss"][0] for k in range(6)]
     torch.testing.assert_close(loss, torch.stack(each).sum())
     assert set(metrics) == {"top1", "top5"} and metrics["top1"][1] == 6
     torch.testing.assert_close(loss, F.cross_entropy(model(images), labels, reduction="sum"))  # not smoothed
@@ -107,3 +108,14 @@ def test_wrap_ddp_rejects_a_model_without_trainable_parameters():
     model = MiniResNet().requires_grad_(False)
     with pytest.raises(UserError, match="no trainable parameter; leave some"):
         wrap_ddp(model, TrainingConfig(), DistributedContext(0, 0, 1, CPU))
+
+
+def test_the_loss_asks_whether_gradients_are_computed_and_not_for_the_mode_of_the_model():
+    """A model whose `train` keeps its BatchNorm in evaluation mode has another `training` under DDP."""
+    model, batch = MiniResNet(), (torch.randn(2, 3, 8, 8), torch.tensor([0, 1]))
+    model.label_smoothing = 0.5
+    smoothed = compute_loss(model.eval(), batch)
+    with torch.no_grad():
+        plain = compute_loss(model, batch)
+    assert smoothed.keys() == {"loss", "top1"} and plain.keys() == {"loss", "top1", "top5"}
+    assert smoothed["loss"][0].item() != plain["loss"][0].item()

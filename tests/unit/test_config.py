@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig, UserError, yours
 
 PUBLISHED = (
     "num_classes in_channels image_size batch_size num_workers epochs lr momentum weight_decay backend use_amp"
@@ -179,3 +179,7 @@ def test_a_completed_run_continues_if_it_is_asked_for_more():
         True,
         True,
     ]
+
+
+def test_a_field_of_a_fork_must_match_on_resume_unless_it_says_otherwise():
+    assert yours(1, "fold").metadata["resume"] == "must"

@@ -12,6 +12,15 @@ LOGITS = torch.tensor([[3.0, 1, 2], [1, 2, 3], [3, 2, 1], [1, 3, 2]])
 LABELS = torch.tensor([0, 1, 0, 0])
 
 
+def test_mixed_labels_count_by_their_largest_share_and_other_tensors_of_two_dimensions_are_rejected():
+    shares = torch.eye(3)[LABELS] * 0.7 + 0.1
+    assert count_correct(LOGITS, shares).item() == count_correct(LOGITS, LABELS).item() == 2
+    assert count_correct(LOGITS, shares, k=5).item() == 4
+    for wrong in (shares[:, :2], shares.long(), torch.ones(4, 4)):
+        with pytest.raises(UserError, match=r"count_correct: got targets .* for logits .*; give classes, int64 \[B\]"):
+            count_correct(LOGITS, wrong)
+
+
 def test_accuracy_is_a_fraction_and_count_correct_a_count():
     assert compute_accuracy(LOGITS, LABELS).item() == 0.5
     assert compute_accuracy(LOGITS, LABELS, k=2).item() == 0.75

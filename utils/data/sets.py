@@ -19,7 +19,7 @@ from utils.data.images import Listing
 from utils.data.sketches import Sketch, are_alike, sketches
 from utils.distributed.collectives import broadcast_json, on_all_ranks, once_per_file_system, read_once, require_equal
 from utils.distributed.context import DistributedContext
-from utils.rng import derive_seed
+from utils.rng import derive_seed, seed_host
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,12 @@ def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext
         Path(config.data_dir), lambda: seams.is_prepared(config), lambda: seams.prepare_data(config), ctx
     )
 
+    def created(split: str) -> Dataset | None:
+        seed_host("create_dataset", config.seed)  # a random split is the same in each call on each rank
+        return seams.create_dataset(config, split)
+
     def create() -> dict[str, Dataset]:
-        sets = {split: seams.create_dataset(config, split) for split in ("train", "val", "test")}
+        sets = {split: created(split) for split in ("train", "val", "test")}
         if sets["train"] is None:
             raise UserError(f"data_dir={config.data_dir}: create_dataset found no training set there; give its folder")
         return {split: dataset for split, dataset in sets.items() if dataset is not None}
@@ -132,6 +136,13 @@ def choose_samples(dataset: Dataset, config: TrainingConfig) -> Dataset:
 def fingerprint(dataset: Dataset) -> str:
     """The data set's own fingerprint, or else its type and size."""
     return getattr(dataset, "fingerprint", f"{type(dataset).__name__} of {len(dataset)}")
+
+
+def split_of(dataset: Dataset, split: str) -> str:
+    """The name of its split for records: its own, as of an only held-out folder "test". Other libraries use the
+    attribute for objects of their own (datasets.NamedSplit), which do not count."""
+    own = getattr(dataset, "split", split)
+    return own if type(own) is str else split
 
 
 def kind_of(dataset: Dataset) -> str:

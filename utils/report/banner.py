@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from config import TrainingConfig
 from utils.data.loader import GlobalBatchLoader
-from utils.data.sets import kind_of
+from utils.data.sets import kind_of, split_of
 from utils.distributed.context import DistributedContext
 from utils.distributed.device import unused_accelerator
 from utils.logger import count
@@ -91,7 +91,7 @@ def _data_line(loader: GlobalBatchLoader, held_out: dict[str, Dataset]) -> str:
     line = f"{kind_of(dataset)}, {len(dataset):,} training samples"
     if sampler.samples_per_epoch < len(dataset):
         line += f" ({len(dataset) - sampler.samples_per_epoch} dropped, different ones in each epoch)"
-    splits = {getattr(dataset, "split", split): len(dataset) for split, dataset in held_out.items()}
+    splits = {split_of(dataset, split): len(dataset) for split, dataset in held_out.items()}
     more = ", which also selects the best checkpoint" if list(splits) == ["test"] else ""
     return line + "".join(f", {size:,} for evaluation ({split}{more})" for split, size in splits.items())
 

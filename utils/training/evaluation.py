@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from utils.data.loader import GlobalBatchLoader
+from utils.data.sets import split_of
 from utils.distributed.collectives import require_equal
 from utils.distributed.consensus import Consensus
 from utils.distributed.context import DistributedContext
@@ -95,7 +96,7 @@ def evaluate_all(
     weights: for each kind, the context in which the model has them.
     """
     records = []
-    where = {"epoch": progress.epoch, "step": progress.step, "split": getattr(loader.dataset, "split", split)}
+    where = {"epoch": progress.epoch, "step": progress.step, "split": split_of(loader.dataset, split)}
     for kind, context in weights.items():
         show = partial(show_progress, logger, label=where["split"] + " (ema)" * (kind == "ema"))
         with context:

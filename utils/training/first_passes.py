@@ -48,7 +48,7 @@ def first_passes(
     """Two complete passes, so that a resumed run sums gradients in the order of a fresh one; then compile.
 
     Returns:
-        The names that an evaluation will report.
+        The names that an evaluation will report; none if there is no held-out set.
 
     Raises:
         UserError: if compute_loss returns something invalid, or a parameter got no gradient.
@@ -59,10 +59,12 @@ def first_passes(
         require_equal(digest, NOT_AVERAGED, ctx)
     layout = state.sums.metrics.layout
     require_equal(layout, "compute_loss: {other} and {first} report different metrics; report the same on all", ctx)
-    names = on_all_ranks(lambda: evaluate_once(batch, state, compute_loss), ctx)
+    names = on_all_ranks(
+        lambda: [evaluate_once(each.sample_batch(), state, compute_loss) for each in held_out.values()], ctx
+    )
     if config.compile != "off":
         on_all_ranks(lambda: compile_all_sizes(model, state, loader, held_out, compute_loss, config, ctx.is_main), ctx)
-    return names
+    return names[0] if names else []
 
 
 def train_twice(model: Wrapped, batch: Any, state: TrainState, compute_loss: ComputeLoss, weight: float = 1.0) -> int:
