@@ -1,0 +1,81 @@
+"""Data sets of a fork, on real ranks: other labels in training, splits of other libraries, random splits."""
+
+import os
+import random
+
+import numpy
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import random_split
+
+from ranks import run_ranks
+from tasks import Images, image_loss
+from test_seams import FLAGS, PIXELS, Pixels, train_with
+
+
+class Mixing(Images):
+    """Gives shares of classes in training, and classes otherwise."""
+
+    def device_transform(self, batch, seed, epoch, indices):
+        images, labels = super().device_transform(batch, seed, epoch, indices)
+        return images, F.one_hot(labels, 10).float() * 0.8 + 0.02 if self.split == "train" else labels
+
+
+def mixed_loss(net, batch):
+    assert batch[1].ndim == 1 + torch.is_grad_enabled()
+    return image_loss(net, batch)
+
+
+def train_mixed(flags, held_out):
+    sizes = {"train": 46, **held_out}
+    created = lambda config, split: Mixing(sizes[split], split) if split in sizes else None  # noqa: E731
+    return train_with(flags, create_dataset=created, compute_loss=mixed_loss)
+
+
+@pytest.mark.parametrize("held_out", [{}, {"val": 9}, {"val": 9, "test": 5}])
+def test_a_batch_is_evaluated_as_it_is_only_if_it_is_held_out(runs, held_out):
+    assert run_ranks(2, train_mixed, runs.words("run", *FLAGS), held_out) == ["completed"] * 2
+    assert {record["split"] for record in runs.records("run", "eval")} == {*held_out}
+
+
+class Foreign(Images):
+    """Like a datasets.Dataset, whose split is None or an object of its own, without a setter."""
+
+    split = property(lambda self: None, lambda self, value: None)
+
+    def __init__(self, size, split):
+        super().__init__(size, split, augment="none")
+
+
+def create_foreign(config, split):
+    return None if split == "test" else Foreign(9, split)
+
+
+def train_foreign(flags):
+    return train_with(flags, create_dataset=create_foreign)
+
+
+def test_the_split_of_a_data_set_of_another_library_is_that_it_was_created_for(runs):
+    assert run_ranks(2, train_foreign, runs.words("run", "--num_workers", 1, "--epochs", 1)) == ["completed"] * 2
+    assert {record["split"] for record in runs.records("run", "eval")} == {"val"}
+
+
+def train_split(flags, found):
+    """A random split without a generator, as in a LightningDataModule; this rank's generators have another state."""
+    torch.manual_seed(int(os.environ["RANK"])), random.seed(torch.initial_seed()), numpy.random.seed(1)
+
+    def create(config, split):
+        order = random.sample(range(46), 46), torch.randperm(46).tolist(), numpy.random.permutation(46).tolist()
+        found.setdefault(split, order)
+        parts = dict(zip(("train", "val"), random_split(Pixels(46), [36, 10]), strict=True))
+        found[f"{split} rows"] = sorted(parts[split].indices) if split in parts else []
+        return parts.get(split)
+
+    return train_with([*flags, "float64"], **PIXELS | {"create_dataset": create}), found
+
+
+def test_a_random_split_is_the_same_for_each_split_and_on_each_rank(runs):
+    (state, first), (_, second) = run_ranks(2, train_split, runs.words("run", "--epochs", 1), {})
+    assert state == "completed" and first == second and first["train"] == first["val"] == first["test"]
+    assert sorted(first["train rows"] + first["val rows"]) == list(range(46))
