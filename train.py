@@ -15,7 +15,6 @@ if __name__ == "__main__":
     check_command_line()  # before torch is imported, which takes seconds
     hold()
 
-import dataclasses
 import faulthandler
 import logging
 import math
@@ -74,7 +73,7 @@ from utils.training.parallel import Wrapped
 from utils.training.precision import Precision
 from utils.training.seams import Seams
 from utils.training.sharding import build_sharded
-from utils.training.state import TrainState
+from utils.training.state import Progress, TrainState
 
 
 @record
@@ -302,7 +301,7 @@ def validate(training: Training) -> bool:
     state, progress, saver = training.state, training.state.progress, training.saver
     began = time.perf_counter()
     saver.finish_snapshot()  # the weights are exchanged for their average
-    records = evaluate_split(training, "val", training.weights())
+    records = evaluate_split(training, "val", training.weights(), progress)
     if not records:
         saver.save_now()
         return True
@@ -324,24 +323,31 @@ def test_best(training: Training) -> list[dict[str, Any]]:
     This overwrites the trained weights, so do not save afterwards. Returns an empty list if the ranks agreed to stop.
     """
     kind = list(training.weights())[-1]
-    best = training.run.checkpoints / BEST
+    best, progress = training.run.checkpoints / BEST, training.state.progress
     began = time.perf_counter()
     if broadcast_json(best.exists(), training.ctx):
         payload = load_checkpoint(best, training.ctx, training.state.layouts())
         training.state.load_model({"model": (kind == "ema" and payload["ema"]) or payload["model"]})
-        context = nullcontext()
+        context, progress = nullcontext(), progress_of(payload)
     else:
         context = training.weights()[kind]
-    records = evaluate_split(training, "test", {kind: context})
+    records = evaluate_split(training, "test", {kind: context}, progress)
     if records:
         training.reporter.evaluated(records, time.perf_counter() - began, False, "best checkpoint")
     return records
 
 
-def evaluate_split(training: Training, split: str, weights: dict[str, AbstractContextManager]) -> list[dict[str, Any]]:
-    """`evaluate_all` for one of the held-out sets."""
+def progress_of(payload: dict[str, Any]) -> Progress:
+    """Where a checkpoint was saved, for the records of its evaluation."""
+    return Progress(**{name: payload["progress"][name] for name in ("epoch", "step", "samples_in_epoch")})
+
+
+def evaluate_split(
+    training: Training, split: str, weights: dict[str, AbstractContextManager], progress: Progress
+) -> list[dict[str, Any]]:
+    """`evaluate_all` for one of the held-out sets. progress: where the weights were made."""
     state = training.state
-    common = (training.seams.compute_loss, state.progress, state.precision, training.ctx)
+    common = (training.seams.compute_loss, progress, state.precision, training.ctx)
     common += (training.logger, training.consensus)
     return evaluate_all(state.model, weights, split, training.held_out[split], *common)
 
@@ -357,9 +363,7 @@ def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, 
     state = on_all_ranks(lambda: create_state(seams, sets.config, ctx, is_resumed=True), ctx)
     payload = load_checkpoint(path, ctx, state.layouts())
     on_all_ranks(lambda: check_evaluation(payload, config), ctx)
-    where = {name: payload["progress"][name] for name in ("epoch", "step")}
-    progress = dataclasses.replace(state.progress, **where)
-    records = []
+    progress, records = progress_of(payload), []
     for split, dataset in sets.held_out.items():
         began = time.perf_counter()
         loader = create_evaluation_dataloader(dataset, config, ctx)

@@ -109,7 +109,9 @@ def main() -> int:
         if out.exists() and out.samefile(source):
             raise UserError(f"{out}: is the checkpoint itself; give another name for the export")
         out.parent.mkdir(parents=True, exist_ok=True)
-        is_image_model, shapes = bool(saved["mean"] and saved["classes"]), ""
+        channels, shapes = len(saved["mean"]), ""
+        has_filters = any(each.ndim == 4 and each.shape[1] == channels for each in saved["model"].values())
+        is_image_model = bool(saved["mean"] and saved["classes"] and has_filters)
         config = TrainingConfig(**saved["config"] | {"backend": "gloo", "compile": "off"})  # on the CPU
         if options.format != "weights" or not is_image_model:
             try:

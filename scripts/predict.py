@@ -3,11 +3,14 @@
     python scripts/predict.py CKPT [--split val] [--out FILE] [--ema] [flags of train.py]
     torchrun --standalone --nproc-per-node=4 scripts/predict.py CKPT ...      # FILE on storage shared by all ranks
 
-The config is read from the checkpoint; flags override it (--data_dir, --batch_size, ...). The training set keeps its
-augmentation; for images, --augment none turns it off. FILE, by default predictions.pt beside the checkpoint's folder,
-is read with torch.load(FILE, weights_only=True): {name: tensor [N, ...]}, with the names that predict(model, batch) in
-model.py returns, or a list of N tensors if shapes differ between batches. It is written atomically. Each rank first
-writes its part beside it (FILE.rank0, ...); parts left by a killed process are removed by the next completed run.
+The config is read from the checkpoint; flags override it (--data_dir, --batch_size, ...). Outputs are computed in
+float32; --use_amp asks for the mixed precision of training. The training set keeps its augmentation; for images,
+--augment none turns it off. A set without labels is what create_dataset(config, "predict") returns, with any labels:
+training and evaluation never ask for that split. FILE, by default predictions.pt beside the checkpoint's folder, is
+read with torch.load(FILE, weights_only=True): {name: tensor [N, ...]}, with the names that predict(model, batch) in
+model.py returns, or a list of N tensors if shapes differ between batches. It is written atomically, and FILE.json
+describes it: checkpoint, weights, split, samples, precision. Each rank first writes its part beside it (FILE.rank0,
+...); parts left by a killed process are removed by the next completed run.
 """
 
 from __future__ import annotations
@@ -33,12 +36,13 @@ from utils.data.loader import GlobalBatchLoader, create_evaluation_dataloader
 from utils.data.sets import load_data
 from utils.distributed.collectives import on_all_ranks, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
-from utils.files import TEMPORARY, replace_file
+from utils.files import TEMPORARY, replace_file, replace_json
 from utils.logger import setup_logger, show_progress
 from utils.run.failures import leave_after, watched
 from utils.training.seams import Seams
 from utils.training.state import TrainState
 
+FLOAT32 = {"use_amp": False, "amp_dtype": "auto"}
 Outputs = dict[str, list[Tensor]]
 OTHER_NAMES = "model.predict: returned different names for different batches; return the same names for every batch"
 
@@ -48,12 +52,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--split", default="val", help="train, val or test [val]")
+    parser.add_argument("--split", default="val", help="train, val, test or predict [val]")
     parser.add_argument("--out", type=Path, metavar="FILE")
     parser.add_argument("--ema", action="store_true", help="use the averaged weights")
     options, flags = parser.parse_known_args()
     saved = checkpoint.read(options.checkpoint)[0]["config"]
-    config = TrainingConfig.from_args(flags, saved | {"resume_from": "", "overwrite": False})
+    config = TrainingConfig.from_args(flags, saved | {"resume_from": "", "overwrite": False} | FLOAT32)
     out = options.out or options.checkpoint.parent.parent / "predictions.pt"
     ctx = setup_distributed(config)
     with watched(out.parent, config, ctx):
@@ -65,7 +69,10 @@ def run(options: argparse.Namespace, config: TrainingConfig, out: Path, ctx: Dis
     """Compute and write the outputs. Raises UserError."""
     logger = setup_logger(ctx.rank)
     sets = load_data(your_data, config, ctx)
-    dataset = on_all_ranks(lambda: choose({"train": sets.train, **sets.held_out}, options.split), ctx)
+    data = {"train": sets.train, **sets.held_out}
+    if options.split == "predict":
+        data["predict"] = on_all_ranks(lambda: your_data.create_dataset(sets.config, "predict"), ctx)
+    dataset = on_all_ranks(lambda: choose(data, options.split), ctx)
     seams = Seams.of(fork)
     state = on_all_ranks(lambda: train.create_state(seams, sets.config, ctx, is_resumed=True), ctx)
     payload = load_checkpoint(options.checkpoint, ctx, state.layouts())
@@ -83,6 +90,14 @@ def run(options: argparse.Namespace, config: TrainingConfig, out: Path, ctx: Dis
     try:
         on_all_ranks(lambda: write(part, {"indices": indices, "outputs": outputs}), ctx)
         on_rank_0(lambda: merge(out, len(loader.dataset), ctx), ctx)
+        described = {
+            "checkpoint": str(options.checkpoint),
+            "weights": "ema" if options.ema else "model",
+            "split": options.split,
+            "samples": len(loader.dataset),
+            "precision": state.precision.title,
+        }
+        on_rank_0(lambda: replace_json(out.with_name(f"{out.name}.json"), described), ctx)
     finally:
         part.unlink(missing_ok=True)
     logger.info("wrote %s: %s of %d samples", out, ", ".join(outputs), len(loader.dataset))
@@ -93,14 +108,17 @@ def check(options: argparse.Namespace, payload: dict, out: Path) -> None:
     """Raises UserError."""
     if options.ema and not payload["ema"]:
         raise UserError(f"{options.checkpoint}: has no averaged weights; leave out --ema")
+    if out.suffix not in (".pt", ".pth"):
+        raise UserError(f"out={out}: predictions are written as a torch file; give a name that ends in .pt")
     if out.exists() and out.samefile(options.checkpoint):
         raise UserError(f"{out}: is the checkpoint itself; give another --out")
 
 
 def choose(data: dict[str, Dataset], split: str) -> Dataset:
     """Raises UserError."""
-    if split not in data:
-        raise UserError(f"split={split}: the data has {', '.join(data)}; choose one of these")
+    if data.get(split) is None:
+        known = [name for name, each in data.items() if each is not None]
+        raise UserError(f"split={split}: the data has {', '.join(known)}; choose one of these")
     return data[split]
 
 

@@ -114,7 +114,7 @@ def log_training_step(
     counts_per_s: the rate of the loss count, shown if it differs from samples per second.
     """
     rate, step_s = record["samples_per_s"], record["step_s"]
-    begin = [f"epoch {record['epoch'] + 1}", f"step {record['step']}/{total_steps}", f"loss {show(record['loss'])}"]
+    begin = [f"epoch {record['epoch']}", f"step {record['step']}/{total_steps}", f"loss {show(record['loss'])}"]
     end = [f"lr {record['lr']:.3g}", f"{rate:,.0f} samples/s"]
     if left := total_steps - record["step"]:
         end.append(f"{duration(step_s * left)} left")
@@ -143,7 +143,7 @@ def log_epoch_summary(
 
     title: what was evaluated, unless it is the model at the end of an epoch.
     """
-    parts = [title or f"epoch {records[0]['epoch'] + 1}"]
+    parts = [title or f"epoch {records[0]['epoch']}"]
     for record in records:
         values = ", ".join(f"{name} {show(value)}" for name, value in record.items() if name not in RESERVED)
         parts.append(f"{record['split']}{' (ema)' * (record['weights'] == 'ema')}: {values}")

@@ -64,12 +64,14 @@ def headline(run: Any, line: timeline.Timeline) -> dict[str, str]:
     metric, final = summary.get("best_metric"), summary.get("final") or {}
     rate = summary.get("samples_per_s") or last.get("samples_per_s")
     wall = summary.get("wall_s") or line.until - line.began
+    tested = [each for record in summary.get("test") or [] for each in record.items()]
     values = {
         "state": status.get("state", "unknown"),
         "epochs": status.get("epoch"),
         "optimizer steps": status.get("step"),
         f"best {metric}": summary.get("best_value") if metric else None,
         "final evaluation loss": final.get("loss"),
+        **{f"test {name}": value for name, value in tested if name not in RESERVED},
         "training loss": last.get("loss"),
         "wall time": duration(wall) if wall else None,
         "goodput": f"{share_in_training(found):.0%}" if waited else None,

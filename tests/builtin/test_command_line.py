@@ -9,6 +9,7 @@ from config import UserError
 from images import save_images
 from ranks import ROOT, WarmLaunch, finish, launch, run_ranks, torchrun
 from training import train_flags
+from utils.checkpoint import format as checkpoint
 
 TRAIN = ROOT / "train.py"
 SMALL = "--image_size 8 --batch_size 8 --log_interval 2 --backend gloo".split()
@@ -75,7 +76,10 @@ def test_a_separate_test_set_is_evaluated_once_with_the_best_weights(runs):
     runs.train(2, "run", *folder, "--epochs", 2, "--lr", 0.01, task="")
     evaluations = runs.records("run", "eval")
     assert [(record["split"], record["count"]) for record in evaluations] == [("val", 5), ("val", 5), ("test", 7)]
-    summary = runs.json("run", "summary.json")
+    summary, saved = runs.json("run", "summary.json"), checkpoint.read(runs.folder("run") / "checkpoints/best.pt")[0]
+    assert evaluations[-1]["step"] == saved["progress"]["step"] and summary["best_epoch"] == evaluations[-1]["epoch"]
+    assert [record["epoch"] for record in evaluations[:2]] == [1, 2]
+    assert f"in epoch {summary['best_epoch']}\n" in runs.log("run")
     assert summary["test"] == evaluations[-1:] and summary["final"]["top1"] == evaluations[1]["top1"]
     runs.train(2, "run", *folder, "--eval_only", task="")
     again = runs.json("run", "eval-best.json")["records"]

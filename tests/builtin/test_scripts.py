@@ -1,5 +1,6 @@
 """scripts/runs.py, export.py, predict.py and replay.py on real runs."""
 
+import json
 import os
 import re
 import shutil
@@ -166,7 +167,7 @@ def test_a_traced_model_gives_the_outputs_in_an_empty_folder(two_runs, tmp_path)
 def test_predictions_have_each_sample_once_in_order_on_any_number_of_ranks(two_runs, tmp_path):
     """37 samples in micro-batches of 4, the last one short; with 4 ranks two of them are idle in the last step."""
     source, found = two_runs.checkpoints("fast")[-1], []
-    flags = "--split train --dataset_size 37 --augment none --no-use_amp".split()
+    flags = "--split train --dataset_size 37 --augment none".split()
     for ranks in (0, 2, 4):
         out = tmp_path / "new" / f"{ranks}.pt"
         ended = run_script("predict.py", source, *flags, "--out", out, ranks=ranks)
@@ -177,11 +178,15 @@ def test_predictions_have_each_sample_once_in_order_on_any_number_of_ranks(two_r
     with torch.no_grad():
         expected = net_of(payload)(images_of(payload, "train", dataset_size=37))
     torch.testing.assert_close(found[0]["output"], expected)
-    assert len(list(out.parent.iterdir())) == 3  # no rank's part is left
+    described = json.loads((tmp_path / "new" / "2.pt.json").read_text())
+    assert described == {"checkpoint": str(source), "weights": "model", "split": "train", "samples": 37} | {
+        "precision": "float32"
+    }
+    assert len(list(out.parent.iterdir())) == 6  # no rank's part is left
 
 
 def test_predictions_of_the_averaged_weights_are_saved_in_the_run_folder_by_default(two_runs):
-    ended = run_script("predict.py", two_runs.checkpoints("fast")[-1], "--ema", "--no-use_amp")
+    ended = run_script("predict.py", two_runs.checkpoints("fast")[-1], "--ema")
     assert ended.code == 0, ended.text
     payload = two_runs.last("fast")
     with torch.no_grad():
@@ -193,6 +198,7 @@ REFUSED = [  # ranks, arguments of predict.py, message
     (0, "nowhere.pt", "nowhere.pt: cannot be read (No such file or directory); give the path of a checkpoint"),
     (0, "PLAIN --split valid", "split=valid: the data has train, val; choose one of these"),
     (2, "PLAIN --ema", "has no averaged weights; leave out --ema"),
+    (0, "PLAIN --out out.csv", "out.csv: predictions are written as a torch file; give a name that ends in .pt"),
     (2, "PLAIN --out PLAIN", "is the checkpoint itself; give another --out"),
 ]
 

@@ -67,7 +67,7 @@ def test_records_have_the_documented_keys_once_per_step(whole):
     train, evaluations, events = (whole.records("run", kind) for kind in ("train", "eval", "event"))
     assert [record["step"] for record in train] == STEPS
     assert all(sorted(record) == sorted(TRAIN_KEYS) for record in train)
-    places = [(epoch, 5 * epoch + 5, weights) for epoch in range(3) for weights in ("model", "ema")]
+    places = [(epoch, 5 * epoch, weights) for epoch in (1, 2, 3) for weights in ("model", "ema")]
     assert [(record["epoch"], record["step"], record["weights"]) for record in evaluations] == places
     for record in evaluations:
         assert sorted(record) == sorted(EVAL_KEYS) and (record["count"], record["split"]) == (16, "val")

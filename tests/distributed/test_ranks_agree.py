@@ -7,13 +7,14 @@ import signal
 from unittest import mock
 
 import pytest
+import torch
 
 import ddp_utils
 import tasks
 import train
 from config import UserError
 from ranks import run_ranks
-from tasks import TASKS, Images, image_loss
+from tasks import TASKS, Images, create_images, image_loss
 from test_run_folder import contents
 from training import assert_same_state, train_flags
 from utils.run import failures
@@ -162,10 +163,10 @@ def with_a_test_set(config, split):
 def train_with_a_test_set(words, is_stopped):
     plain = train.evaluate_split
 
-    def evaluate_split(training, split, models):
+    def evaluate_split(training, split, *rest):
         if split == "test" and is_stopped:
             os.kill(os.getpid(), signal.SIGTERM)
-        return plain(training, split, models)
+        return plain(training, split, *rest)
 
     with (
         mock.patch.dict(TASKS["images"], {"create_dataset": with_a_test_set}),
@@ -179,3 +180,24 @@ def test_a_stop_in_the_last_evaluation_is_a_preemption_and_a_resume_repeats_it(r
     assert run_ranks(2, train_with_a_test_set, words, True) == ["preempted"] * 2
     assert run_ranks(2, train_with_a_test_set, [*words, "--resume_from", "auto"], False) == ["completed"] * 2
     assert runs.json("run", "summary.json")["test"][0]["count"] == 40
+
+
+def train_without_labels(words):
+    def create(config, split):
+        data = create_images(config, split)
+        if split == "val":
+            data.labels = torch.full((len(data),), -100)  # cross_entropy ignores them: 0 / 0
+        return data
+
+    def loss(net, batch):
+        found = image_loss(net, batch)
+        return found | {"loss": (found["loss"][0], (batch[1] >= 0).sum())}
+
+    with mock.patch.dict(TASKS["images"], {"create_dataset": create, "compute_loss": loss}):
+        return train_flags(words)["state"]
+
+
+def test_an_evaluation_without_labels_is_a_warning_and_an_event(runs):
+    assert run_ranks(2, train_without_labels, runs.words("run", *SMALL, "--epochs", 1)) == ["completed"] * 2
+    (event,) = runs.events("run", "non_finite_evaluation")
+    assert event["split"] == "val" and "evaluation of val: the loss is nan; if it has no labels" in runs.log("run")

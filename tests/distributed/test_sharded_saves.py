@@ -53,7 +53,8 @@ def failing(rank, where):
 def send(writer, folder, step, weight):
     """What Saver does, without its thread. Returns the path of the checkpoint."""
     written = payload(step=step) | {"model": {"weight": weight}}
-    written["progress"]["epoch"], written["optimizer"] = 0, {"state": {}, "names": []}
+    written["progress"] |= {"epoch": 0, "samples_in_epoch": 0}
+    written["optimizer"] = {"state": {}, "names": []}
     flat, tensors = checkpoint.flatten(written)
     for view, tensor in zip(writer.fit(tensors), tensors, strict=True):
         view.copy_(tensor)

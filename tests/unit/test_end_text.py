@@ -19,7 +19,7 @@ SUMMARY = {
     "peak_memory_bytes": 2**30,
     "best_metric": "top1",
     "best_value": 0.5,
-    "best_epoch": 0,
+    "best_epoch": 1,
     "final": {"top1": 0.5},
     "restarts": 0,
     "time": {f"{name}_s": 0.0 for name in ACCOUNTS},

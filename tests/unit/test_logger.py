@@ -10,7 +10,7 @@ import pytest
 from utils.logger import duration, log_epoch_summary, log_training_step, setup_logger, show_progress
 
 RECORD = {
-    "epoch": 1,
+    "epoch": 2,
     "step": 40,
     "loss": 1.25,
     "top1": 0.5,
@@ -61,7 +61,7 @@ def test_a_training_line_has_position_metrics_speed_and_time_left(capsys):
 
 
 def test_an_epoch_line_has_each_split_and_kind_of_weights(capsys):
-    record = {"kind": "eval", "epoch": 2, "step": 9, "split": "val", "weights": "model", "loss": 0.5, "top1": 0.9}
+    record = {"kind": "eval", "epoch": 3, "step": 9, "split": "val", "weights": "model", "loss": 0.5, "top1": 0.9}
     record["count"] = 1000
     log_epoch_summary(setup_logger(0), [record, record | {"weights": "ema", "top1": 0.95}], 3.0, is_best=True)
     line = capsys.readouterr().out

@@ -65,6 +65,7 @@ def forge(folder, attempts=((0, 0, 8),), values=(0.5, 0.75), state="completed", 
             "best_metric": metric,
             "best_value": values[-1],
             "final": {"loss": 0.25},
+            "test": [{"kind": "eval", "epoch": 2, "step": 8, "split": "test", "count": 8, "auc": 0.8375}],
             "world_size": 2,
             "restarts": 0,
         }

@@ -304,9 +304,17 @@ def test_records_of_an_evaluation_that_will_be_repeated_are_dropped(config):
         run.record("eval", epoch=0, step=30, split=split, loss=1.0)
     run.rewind(30, is_evaluated=True)  # the test set is evaluated again after the validation set
     assert [record["split"] for record in run.records("eval")] == ["val", "val"]
-    run.record("eval", epoch=0, step=40, split="test", loss=1.0)  # the only held-out set, selects the best
+    run.record("eval", epoch=0, step=20, split="test", loss=1.0)  # of the best weights, in a run that is now longer
     run.rewind(40, is_evaluated=True)
-    assert [record["split"] for record in run.records("eval")] == ["val", "val", "test"]
+    assert [record["split"] for record in run.records("eval")] == ["val", "val"]
+
+
+def test_records_of_an_only_test_set_are_those_of_a_validation_set(config):
+    run = open_run(config)
+    for step in (10, 20):
+        run.record("eval", epoch=1, step=step, split="test", loss=1.0)  # it selects the best
+    run.rewind(10, is_evaluated=True)
+    assert [record["step"] for record in run.records("eval")] == [10]
 
 
 def test_a_kill_during_a_rewind_leaves_no_later_checkpoint(config, monkeypatch):

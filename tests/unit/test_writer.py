@@ -46,7 +46,7 @@ def lock(tmp_path):
 def send(writer, lock, folder, step):
     """What Saver does, without its thread."""
     written = payload(step) | {"ema": {"counter": torch.tensor(step), "nothing": torch.empty(0, 3)}}
-    written["progress"]["epoch"] = 0
+    written["progress"] |= {"epoch": 0, "samples_in_epoch": 0}
     written["model"]["conv"] = torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)
     flat, tensors = checkpoint.flatten(written)
     for view, tensor in zip(writer.fit(tensors), tensors, strict=True):

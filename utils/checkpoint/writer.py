@@ -330,7 +330,8 @@ def _write(job: Job, memory: mmap.mmap, is_right: Callable[[], bool]) -> Outcome
 
 def outcome_of(job: Job, seconds: float, problem: str = "", is_final: bool = False) -> Outcome:
     progress = job.flat["progress"]
-    return Outcome(job.path, progress["step"], progress["epoch"], seconds, problem, is_final)
+    epoch = progress["epoch"] + (progress["samples_in_epoch"] > 0)  # as in records
+    return Outcome(job.path, progress["step"], epoch, seconds, problem, is_final)
 
 
 def check_room(job: Job) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -87,7 +88,7 @@ class Reporter:
         self._logger.info("%s", "\n".join(f"  {name:<{width}}  {value}" for name, value in decided.items()))
         for line in differences:
             run.warn("changed: %s", line)
-        run.status("running", epoch=progress.epoch, step=step, samples_seen=progress.samples_seen)
+        run.status("running", epoch=progress.epoch_number, step=step, samples_seen=progress.samples_seen)
         if run.resume_path:
             where = {"checkpoint": str(run.resume_path), "world_size": self._ctx.world_size}
             run.event("resumed", step, **where, changed=differences)
@@ -108,7 +109,7 @@ class Reporter:
 
     def record_samples(self, progress: Progress, indices: list[int]) -> None:
         """Write which samples this rank computed in the last step."""
-        self._run.record_samples(progress.epoch, progress.step, indices)
+        self._run.record_samples(progress.epoch_number, progress.step, indices)
 
     def is_due(self, step: int) -> bool:
         return step % self._config.log_interval == 0 or step == self._total_steps
@@ -133,7 +134,7 @@ class Reporter:
         self._train_names = list(means)
         record = self._latest = self._run.record(
             "train",
-            epoch=progress.epoch,
+            epoch=progress.epoch_number,
             step=progress.step,
             **means,
             **_learning_rates(self._config.lr * state.factor, state.lrs),
@@ -152,7 +153,7 @@ class Reporter:
         if self._log_points == 2:  # the first interval includes the start of the workers
             self._advise(waited / seconds if seconds else 0.0)
         self._board.scalars(record)
-        self._run.progress(epoch=progress.epoch, step=progress.step, samples_seen=progress.samples_seen)
+        self._run.progress(epoch=progress.epoch_number, step=progress.step, samples_seen=progress.samples_seen)
         self._samples, self._steps = 0, 0
         state.interval.reset()
         if 0 < self._config.max_skipped_steps <= progress.skipped_in_row:
@@ -203,6 +204,10 @@ class Reporter:
         self._run.event("evaluation", records[0]["step"], split=records[0]["split"], seconds=round(seconds, 3))
         self._board.layout(self._train_names, records)
         log_epoch_summary(self._logger, records, seconds, is_best, title)
+        if odd := [record for record in records if not math.isfinite(record["loss"])]:
+            text = "evaluation of %s: the loss is %s; if it has no labels, use --split predict of scripts/predict.py"
+            self._run.warn(text, odd[0]["split"], odd[0]["loss"])
+            self._run.event("non_finite_evaluation", odd[0]["step"], split=odd[0]["split"])
 
     def finish(self, ending: str, state: TrainState, best_metric: str, test: list[dict[str, Any]]) -> dict[str, Any]:
         """Write summary.json and the last status, and show the next commands."""
@@ -241,7 +246,7 @@ class Reporter:
         if test:
             summary["test"] = test
         self._run.write_json("summary.json", summary)
-        self._run.status(ending, epoch=progress.epoch, step=progress.step, samples_seen=progress.samples_seen)
+        self._run.status(ending, epoch=progress.epoch_number, step=progress.step, samples_seen=progress.samples_seen)
         self._profiler.close()
         self._board.close()
         self._logger.info("%s", end_text(summary, self._run, self._config, trained))
@@ -276,7 +281,7 @@ def end_text(summary: dict[str, Any], run: Run, config: TrainingConfig, trained_
     if summary["best_value"] is not None:
         whose = " (averaged weights)" if config.ema_decay else ""
         what = f"{summary['best_metric']} {summary['best_value']:.4f}{whose}"
-        lines.append(f"best: {what} in epoch {summary['best_epoch'] + 1}")
+        lines.append(f"best: {what} in epoch {summary['best_epoch']}")
     if summary["state"] == "preempted":
         change = "with --resume_from auto" + (" instead of --overwrite" if config.overwrite else "")
         return "\n".join([*lines, f"to continue: the same command {change}"])

@@ -193,7 +193,7 @@ class Run:
         """Record skipped optimizer steps, with the samples of their global batches."""
         for each in skipped:
             indices = sampler.order(each.epoch)[each.first : each.first + each.samples].tolist()
-            self.event("skipped_step", each.step, epoch=each.epoch, indices=indices, reason=each.reason)
+            self.event("skipped_step", each.step, epoch=each.epoch + 1, indices=indices, reason=each.reason)
         if skipped:
             steps = ", ".join(str(each.step) for each in skipped[:5]) + (", ..." if len(skipped) > 5 else "")
             self.warn("skipped %s with a non-finite loss or gradient: %s", count(skipped, "optimizer step"), steps)
@@ -341,12 +341,13 @@ class Run:
             self.notes.append(
                 f"moved checkpoints of steps after {step} to {aside}: {', '.join(each.name for each in beyond)}"
             )
-        is_test_apart = any(record["step"] == step and record["split"] == "val" for record in self.records("eval"))
+        has_val = any(record["split"] == "val" for record in self.records("eval"))
 
         def is_kept(record: dict[str, Any]) -> bool:
+            if has_val and record.get("split") == "test":  # made at the end of a shorter run, with an earlier step
+                return False
             is_of_evaluation = record["kind"] == "eval" or record.get("event") in ("best", "evaluation")
-            is_repeated = not is_evaluated or (is_test_apart and record.get("split") == "test")
-            return record["step"] < step or (record["step"] == step and not (is_of_evaluation and is_repeated))
+            return record["step"] < step or (record["step"] == step and (is_evaluated or not is_of_evaluation))
 
         keep_lines(self.folder / "metrics.jsonl", is_kept)
         for path in self.folder.glob("samples/rank*.jsonl"):

@@ -133,7 +133,7 @@ class Saver:
         self._clock.enter("save")
         if broadcast_json(not self._writer or self._link_best(progress.step), self._ctx):
             self._run.event(
-                "best", progress.step, epoch=progress.epoch, path=str(self._run.checkpoints / checkpoint.BEST)
+                "best", progress.step, epoch=progress.epoch_number, path=str(self._run.checkpoints / checkpoint.BEST)
             )
         else:
             progress.forget_best()

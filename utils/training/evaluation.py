@@ -96,7 +96,7 @@ def evaluate_all(
     weights: for each kind, the context in which the model has them.
     """
     records = []
-    where = {"epoch": progress.epoch, "step": progress.step, "split": split_of(loader.dataset, split)}
+    where = {"epoch": progress.epoch_number, "step": progress.step, "split": split_of(loader.dataset, split)}
     for kind, context in weights.items():
         show = partial(show_progress, logger, label=where["split"] + " (ema)" * (kind == "ema"))
         with context:

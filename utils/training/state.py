@@ -27,9 +27,9 @@ from utils.training.step_sums import StepSums
 
 @dataclass
 class Progress:
-    """The progress of a run. `epoch` counts from 0; `samples_in_epoch` is the position in its order, over all ranks."""
+    """The progress of a run. `samples_in_epoch` is the position in the order of the epoch, over all ranks."""
 
-    epoch: int = 0
+    epoch: int = 0  # from 0: completed ones
     step: int = 0  # optimizer steps since the start of the run, skipped ones too
     samples_in_epoch: int = 0
     samples_seen: int = 0
@@ -37,18 +37,23 @@ class Progress:
     skipped_in_row: int = 0  # of these, the latest in a row
     overflow_steps: int = 0  # skipped by float16 in the search for its scale
     best_value: float | None = None
-    best_epoch: int = -1
+    best_epoch: int = -1  # from 1
     best_step: int = -1
     evaluations_since_best: int = 0
     evaluated_step: int = -1  # of the last evaluation
     loss_shift: int = -1  # gradients are those of the summed loss / 2^loss_shift until the step; -1: not chosen yet
     user: dict[str, Any] = field(default_factory=dict)  # a fork's own, plain JSON values, the same on all ranks
 
+    @property
+    def epoch_number(self) -> int:
+        """The epoch of the latest sample as records count it: from 1; 0 before the first sample."""
+        return self.epoch + (self.samples_in_epoch > 0)
+
     def note_value(self, value: float, sign: int) -> bool:
         """Record an evaluation. Returns whether its value is the best so far, by the sign of `choose_best`."""
         is_best = math.isfinite(value) and (self.best_value is None or sign * value > sign * self.best_value)
         if is_best:
-            self.best_value, self.best_epoch, self.best_step = value, self.epoch, self.step
+            self.best_value, self.best_epoch, self.best_step = value, self.epoch_number, self.step
         self.evaluated_step = self.step
         self.evaluations_since_best = 0 if is_best else self.evaluations_since_best + 1
         return is_best

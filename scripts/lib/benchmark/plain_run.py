@@ -48,7 +48,7 @@ def measure(
         if not rest:
             means = evaluate(model, held_out, compute_loss, precision, ctx)
             model.train()
-            records.append({"kind": "eval", "step": step, "epoch": epoch - 1, **means})
+            records.append({"kind": "eval", "step": step, "epoch": epoch, **means})
             (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
             say(f"epoch {epoch}, {time.monotonic() - began:.0f} s: {json.dumps(means)}")
         replace_json(run / "status.json", {"state": "running", "step": step, "epoch": epoch}, is_flushed=False)
