@@ -30,14 +30,14 @@ def training(fork: Fork) -> str:
 
     fork.short_run("whole", save_every_steps=1, at_end=note_loss)
     count, progress = len(fork.small_train_set()), fork.trainings["whole"].state.progress
-    seen: dict[int, list[int]] = {0: [], 1: []}
+    seen: dict[int, list[int]] = {1: [], 2: []}
     for file in fork.trainings["whole"].run.folder.glob("samples/rank*.jsonl"):
         for record in map(json.loads, file.read_text().splitlines()):
             seen[record["epoch"]] += record["indices"]
     for epoch, indices in seen.items():
         if sorted(indices) != list(range(count)):
             found = f"{len(set(indices))} of {count} samples in {len(indices)} visits"
-            raise Broken(f"epoch {epoch + 1} trained on {found}: a custom training loop or loader; see train_one_epoch")
+            raise Broken(f"epoch {epoch} trained on {found}: a custom training loop or loader; see train_one_epoch")
     return f"2 epochs of {plural(count, 'sample')} in {progress.step} steps: each sample once per epoch"
 
 
