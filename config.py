@@ -153,7 +153,7 @@ class TrainingConfig:
     seed: int = setting("run", 42, "seed for weights, data order, augmentation and dropout", between(0, 2**63), "must")
     deterministic: bool = setting("run", False, "bit-exact on one CUDA topology too (slower)", resume="may")
 
-    data_dir: str = setting("data", "data", "imagefolder reads <data_dir>/{train,val,test}/<class>/*", local_path)
+    data_dir: str = setting("data", "data", "imagefolder reads <data_dir>/{train,val,test}/<class>/**", local_path)
     dataset_size: int = setting("data", 0, "train on a seeded subset of this size (0 = all)", at_least(0), "must")
     cache: str = setting("data", "none", "keep decoded images in RAM or on the device", one_of("none", "ram", "device"))
     num_workers: int | str = setting("data", "auto", "loader workers per rank (0 for in-memory data)", at_least(0))

@@ -139,7 +139,7 @@ class SyntheticImageDataset(InMemoryImages):
 
 
 class ImageFolderDataset(Listing, ImageDataset):
-    """Images in <folder>/<class>/*, decoded on access. `load_data` lists them once per file system.
+    """Images below <folder>/<class>/, decoded on access. `load_data` lists them once per file system.
 
     Args:
         image_size: height and width of the model input in pixels.
@@ -157,14 +157,14 @@ class ImageFolderDataset(Listing, ImageDataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """uint8 [C, load_size, load_size] and the label. Raises UserError for a corrupt file or one of another size."""
-        path, size = self.path(index), self._load_size
-        image = read_image(path, self.in_channels, size if self._is_resized else 0)
+        path, size, label = self.path(index), self._load_size, int(self.targets[index])
+        image = read_image(path, self.in_channels, size if self._is_resized else 0, self.classes[label])
         height, width = image.shape[1:]
         if (height, width) != (size, size):
             raise UserError(
                 f"{path}: has {width}x{height} pixels, others {size}x{size}; resize all with --image_size N"
             )
-        return image, int(self.targets[index])
+        return image, label
 
 
 def is_prepared(config: TrainingConfig) -> bool:
@@ -219,7 +219,7 @@ def _image_folder(config: TrainingConfig, split: str) -> ImageFolderDataset | No
     channels = 3 if config.in_channels == "auto" else config.in_channels
     if channels not in (1, 3):
         raise UserError(f"in_channels={channels}: images have 1 or 3 channels; give 1 or 3")
-    first = images_in(root / "train" / classes[0], must_exist=True)[0]
+    first = Path(images_in(root / "train" / classes[0], must_exist=True)[0])
     height, width = read_image(first, channels).shape[1:]
     if config.image_size != "auto":
         size = config.image_size

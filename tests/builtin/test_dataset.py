@@ -6,8 +6,10 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
+from PIL import Image
 
 import dataset
 from config import TrainingConfig, UserError
@@ -73,6 +75,75 @@ def test_image_folder_resizes_where_a_size_is_given(tmp_path):
     images = torch.stack([data[k][0] for k in range(4)])
     assert data.device_transform((images, None), 0, 0, torch.arange(4))[0].shape == (4, 3, 16, 16)
     assert create_dataset(folder_config(tmp_path, image_size=16, in_channels=1), "train")[0][0].shape == (1, 16, 16)
+
+
+def a_folder_of_every_kind(root):
+    """train/ with every suffix that ImageFolder reads, sub-folders, links, and files that it does not read."""
+    suffixes = ".jpg .jpeg .png .ppm .bmp .pgm .tif .tiff .webp".split()
+    for name in ("cat", "dog"):
+        for k, suffix in enumerate(suffixes * 2):
+            below = ("", "b", "b/c", "b/c/d", "b-2", "B")[k % 6]
+            (root / "train" / name / below).mkdir(parents=True, exist_ok=True)
+            color = (k * 12, len(name) * 9, ord(name[0]))
+            image = Image.new("RGB", (8, 8), color)
+            ending = suffix.upper() if k >= len(suffixes) else suffix
+            image.save(root / "train" / name / below / f"{k}{ending}", format=None if ending != ".PGM" else "PPM")
+    save_images(root / "elsewhere", {"x": 2, "y": 1})
+    (root / "train/cat/linked").symlink_to(root / "elsewhere")
+    (root / "train/dog/b/linked.png").symlink_to(root / "elsewhere/y/000.png")
+    (root / "train/dog/.png").symlink_to(root / "elsewhere/y/000.png")
+    save_images(root / "val", {"cat": 1})
+    for name in ("train/cat/notes.txt", "train/cat/b/more.TXT", "train/dog/b/c/0.gif", "val/cat/README"):
+        (root / name).write_text("no image")
+
+
+def test_an_image_folder_has_the_files_of_torchvisions_image_folder_in_its_order(tmp_path):
+    folder = pytest.importorskip("torchvision.datasets").ImageFolder
+    a_folder_of_every_kind(tmp_path)
+    theirs = folder(str(tmp_path / "train"))
+    ours = create_dataset(folder_config(tmp_path), "train")
+    assert len(ours) == 2 * 18 + 3 + 2
+    assert [(str(ours.path(k)), int(ours.targets[k])) for k in range(len(ours))] == theirs.samples
+    assert ours.classes == theirs.classes
+    for k, (image, label) in enumerate(theirs):
+        pixels = torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
+        assert torch.equal(ours[k][0], pixels) and ours[k][1] == label, ours.path(k)
+
+
+def test_files_that_are_left_out_are_logged_in_one_line_by_rank_0(runs):
+    a_folder_of_every_kind(runs.root / "data")
+    runs.train(2, "run", *"--dataset imagefolder --num_workers 1 --epochs 1".split(), task="")
+    logs = "".join(path.read_text() for path in (runs.folder("run") / "logs").iterdir())
+    lines = [line for line in logs.splitlines() if "left out" in line]
+    text = "data: left out 4 files of other types than images: 2 .txt, 1 .gif, 1 without a suffix, e.g. "
+    assert len(lines) == 1 and text + str(runs.root / "data/train/cat/notes.txt") in lines[0], lines
+
+
+def test_a_link_to_a_folder_around_it_is_rejected(tmp_path):
+    """ImageFolder would list each file 41 times."""
+    save_images(tmp_path / "train", {"cat": 1, "dog": 1})
+    (tmp_path / "train/dog/deep").mkdir()
+    (tmp_path / "train/dog/deep/again").symlink_to(tmp_path / "train/dog")
+    with pytest.raises(UserError, match="dog/deep/again: is a link to a folder that contains it; remove the link"):
+        len(create_dataset(folder_config(tmp_path), "train"))
+
+
+def test_listing_reads_each_folder_once_and_stats_no_file_by_its_path(tmp_path, monkeypatch):
+    """A file's size comes from its directory entry."""
+    a_folder_of_every_kind(tmp_path)
+    data, calls = create_dataset(folder_config(tmp_path), "train"), []
+    folders = [root for root, *_ in os.walk(tmp_path / "train", followlinks=True)][1:]  # without train/ itself
+
+    def counted(name):
+        plain = getattr(os, name)
+        return lambda path, *args, **options: (calls.append((name, os.fspath(path))), plain(path, *args, **options))[1]
+
+    for name in ("scandir", "listdir", "stat", "lstat"):
+        monkeypatch.setattr(os, name, counted(name))
+    assert len(data) == 41
+    monkeypatch.undo()
+    assert sorted(path for name, path in calls if name == "scandir") == sorted(folders)
+    assert not [call for call in calls if call[0] == "listdir" or os.path.isfile(call[1])]
 
 
 def test_dataset_size_takes_a_seeded_subset(tmp_path):
@@ -189,7 +260,6 @@ def test_cifar10_that_cannot_be_downloaded_is_rejected_and_leaves_no_folder(tmp_
 
 def test_cifar10_is_read_from_torchvisions_files(tmp_path, monkeypatch):
     datasets = pytest.importorskip("torchvision.datasets")
-    import numpy
 
     class Fetched:
         classes = [f"class {k}" for k in range(10)]
