@@ -179,8 +179,7 @@ def assemble(
         run.begin()
     sets = load_data(your_data, config, ctx)
     state = on_all_ranks(lambda: create_state(seams, sets.config, ctx, is_resumed=bool(run.resume_path)), ctx)
-    on_all_ranks(sets.config.require_read, ctx)
-    config = sets.config.plain()
+    config = sets.config
     train_set, held_out = cached(sets.train, sets.held_out, config, ctx, logger)
     loader, sampler = on_all_ranks(lambda: create_distributed_dataloader(train_set, config, ctx, clock), ctx)
     loaders = {split: create_evaluation_dataloader(dataset, config, ctx, clock) for split, dataset in held_out.items()}
@@ -353,7 +352,7 @@ def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, 
     if config.resume_from in ("", "auto"):
         path = on_all_ranks(lambda: best_or_latest(config.checkpoint_folder, not config.resume_from), ctx)
     sets = load_data(your_data, config, ctx)
-    config = sets.config.plain()
+    config = sets.config
     state = on_all_ranks(lambda: create_state(seams, sets.config, ctx, is_resumed=True), ctx)
     payload = load_checkpoint(path, ctx, state.layouts())
     on_all_ranks(lambda: check_evaluation(payload, config), ctx)

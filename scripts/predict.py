@@ -72,7 +72,7 @@ def run(options: argparse.Namespace, config: TrainingConfig, out: Path, ctx: Dis
     on_all_ranks(lambda: check(options, payload, out), ctx)
     weights = {"model": payload["ema"] if options.ema else payload["model"]}
     on_all_ranks(lambda: state.load_model(weights), ctx)
-    loader = create_evaluation_dataloader(dataset, sets.config.plain(), ctx)
+    loader = create_evaluation_dataloader(dataset, sets.config, ctx)
 
     def progress(step: int) -> None:
         show_progress(logger, step, loader.sampler.steps_per_epoch, "predicting")

@@ -86,19 +86,19 @@ def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None
     facts, found = steps.take("facts", gather, ctx), steps.findings
     nodes = verdict.nodes_of(facts)
     leaders = [ranks[0] for ranks in nodes]
-    loader = state = sizes = watched = None
+    loader = state = sizes = None
 
     def load() -> int:
-        nonlocal config, loader, watched
+        nonlocal config, loader
         sets = load_data(dataset, config, ctx)
-        watched, config, train_set = sets.config, sets.config.plain(), sets.train
+        config, train_set = sets.config, sets.train
         patient = dataclasses.replace(config, hang_timeout=min(config.hang_timeout or 20.0, 20.0))  # for each batch
         loader, _ = create_distributed_dataloader(train_set, patient, ctx)
         return len(train_set)
 
     def create() -> dict[str, int]:
         nonlocal state
-        state = train.create_state(Seams.of(train.your_model), watched, ctx)
+        state = train.create_state(Seams.of(train.your_model), config, ctx)
         return {"checkpoint": rates.checkpoint_size(state, config), "gradient": rates.gradient_bytes(state)}
 
     if steps.take("same code", check_alike, config, ctx):

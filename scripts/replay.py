@@ -52,7 +52,6 @@ from utils.run.failures import leave_after
 from utils.table import format_table
 from utils.training.seams import Seams
 from utils.training.step_sums import StepSums
-from utils.watched_config import WatchedConfig
 
 SHOWN = 8
 OFF = ("save_every", "save_every_steps", "save_every_minutes", "max_time", "max_skipped_steps", "hang_timeout")
@@ -87,8 +86,7 @@ def main() -> int:
         os.environ["OMP_NUM_THREADS"] = str(payload["provenance"]["cpu_threads"])
         torch.set_num_threads(payload["provenance"]["cpu_threads"])
     ctx = setup_distributed(config)
-    accepted = mock.patch.object(WatchedConfig, "require_read", lambda config: None)  # by the run
-    with tempfile.TemporaryDirectory(prefix="replay-") as folder, accepted:
+    with tempfile.TemporaryDirectory(prefix="replay-") as folder:
         ours = Ours(config, ctx, Path(folder) / "run", 0, str(start or ""))
         try:
             is_equal = replay(ours, options, start)

@@ -83,7 +83,7 @@ def prepare(config: TrainingConfig) -> Fork:
     token = all_gather_json(time.time_ns(), ctx)[0]
     folder = config.run_folder.parent / f".verify-{token:x}"
     held_out = next(iter(sets.held_out.values()), None)
-    fork = Fork(sets.config.plain(), sets.train, held_out, ctx, folder, Seams.of(model))
+    fork = Fork(sets.config, sets.train, held_out, ctx, folder, Seams.of(model))
     fork.choose_precision()
     return fork
 

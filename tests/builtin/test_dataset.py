@@ -17,8 +17,7 @@ from dataset import SyntheticImageDataset, create_dataset, is_prepared, prepare_
 from ddp_utils import cleanup_distributed, setup_distributed
 from images import save_images
 from ranks import run_ranks
-from utils.data.sets import choose_samples, load_data
-from utils.watched_config import WatchedConfig
+from utils.data.sets import choose_samples, load_data, with_auto
 
 
 def folder_config(path, **changes):
@@ -59,7 +58,7 @@ def test_image_folder_reads_splits_sizes_and_labels(tmp_path):
     assert (val.split, val.augment) == ("test", "none")  # the only held-out split is used for validation
     image, label = train[4]
     assert image.shape == (3, 8, 8) and image.dtype == torch.uint8 and label == 1
-    config = WatchedConfig.of(config).with_auto(train)
+    config = with_auto(config, train)
     assert (config.num_classes, config.in_channels, config.image_size) == (2, 3, 8)
     save_images(tmp_path / "val", {"cat": 1})
     assert create_dataset(config, "val").split == "val" and create_dataset(config, "test").split == "test"

@@ -365,16 +365,14 @@ def test_a_parameter_that_only_some_batches_use_is_named(runs, ranks):
     assert "parameter indices" not in ended.text.lower()
 
 
-def train_unread(flags):
-    return train_with(flags)
+def train_smoothed(flags):
+    return train_with(flags, lr_factor=lambda config, *_: config.label_smoothing)
 
 
-def test_a_field_that_neither_model_nor_data_reads_is_rejected(runs):
-    words = runs.words("run", *FLAGS, "--label_smoothing", 0.1)
-    for text in run_ranks(2, train_unread, words):
-        assert text.startswith(
-            "label_smoothing=0.1: neither model.py nor dataset.py reads it, so it would have no effect"
-        )
+def test_a_field_may_be_read_by_the_schedule_alone(runs):
+    words = runs.words("run", *FLAGS, "--label_smoothing", 0.1, "--lr", 2.0, "--log_interval", 1)
+    assert run_ranks(2, train_smoothed, words) == ["completed"] * 2
+    assert {record["lr"] for record in runs.records("run", "train")} == {0.2}
 
 
 def test_init_from_and_dataset_size_work_for_any_fork(runs):

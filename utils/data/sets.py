@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from array import array
 from dataclasses import dataclass
@@ -13,13 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig, UserError, fields_of_yours, type_of
 from utils.data.images import Listing, log_left_out
 from utils.data.sketches import Sketch, are_alike, sketches
 from utils.distributed.collectives import broadcast_json, on_all_ranks, once_per_file_system, read_once, require_equal
 from utils.distributed.context import DistributedContext
 from utils.rng import derive_seed
-from utils.watched_config import WatchedConfig
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class DataSets:
 
     train: Dataset
     held_out: dict[str, Dataset]
-    config: WatchedConfig
+    config: TrainingConfig
     sketches: list[Sketch | None]  # of the training set
 
 
@@ -38,7 +38,6 @@ def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext
     Args:
         seams: the module dataset.py.
     """
-    config = WatchedConfig.of(config)
     once_per_file_system(
         Path(config.data_dir), lambda: seams.is_prepared(config), lambda: seams.prepare_data(config), ctx
     )
@@ -63,13 +62,19 @@ def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext
         return choose_samples(sets.pop("train"), config)
 
     train_set = on_all_ranks(check, ctx)
-    config = on_all_ranks(lambda: config.with_auto(train_set), ctx)
+    config = on_all_ranks(lambda: with_auto(config, train_set), ctx)
     seen = [[split, len(each), fingerprint(each)] for split, each in [("train", train_set), *sets.items()]]
     require_equal(seen, differ, ctx)
     mine = on_all_ranks(lambda: [sketches(each, config.seed) for each in (train_set, *sets.values())], ctx)
     first = broadcast_json(mine, ctx)
     require_equal(first if all(map(are_alike, mine, first)) else mine, differ, ctx)
     return DataSets(train_set, sets, config, mine[0])
+
+
+def with_auto(config: TrainingConfig, dataset: Dataset) -> TrainingConfig:
+    """Replace "auto" in fields of the model and data by the training set's attributes of the same names."""
+    names = [field.name for field in fields_of_yours() if getattr(config, field.name) == "auto" and type_of(field)[1]]
+    return dataclasses.replace(config, **{name: getattr(dataset, name) for name in names if hasattr(dataset, name)})
 
 
 def check_dataset(dataset: Dataset, split: str) -> None:

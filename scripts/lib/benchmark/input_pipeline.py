@@ -32,7 +32,7 @@ def measure(
     """In memory: the loader against plain tensor indexing. From files: 0, 1, 2 workers against --cache ram."""
     flat = {"cache": "none", "grad_accum_steps": 1, "global_batch_size": 0, "drop_last": True}
     sets = load_data(fork_dataset, dataclasses.replace(config, **flat), ctx)
-    data, config = sets.train, sets.config.plain()
+    data, config = sets.train, sets.config
     in_memory, found = getattr(data, "in_memory", False), {}
     samples = min(len(data), MAX_SAMPLES[in_memory]) // config.batch_size * config.batch_size
     if in_memory:

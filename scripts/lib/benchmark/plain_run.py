@@ -37,7 +37,7 @@ def measure(
     if not sets.held_out:
         raise UserError("dataset: has neither a val nor a test set, so there is no curve; create one in create_dataset")
     accumulation = config.micro_batches_per_step(1)
-    config = dataclasses.replace(sets.config.plain(), grad_accum_steps=accumulation, global_batch_size=0)
+    config = dataclasses.replace(sets.config, grad_accum_steps=accumulation, global_batch_size=0)
     steps_per_epoch = create_distributed_dataloader(sets.train, config, ctx)[1].steps_per_epoch
     held_out = create_evaluation_dataloader(next(iter(sets.held_out.values())), config, ctx)
     run.mkdir(parents=True)

@@ -103,7 +103,7 @@ def measure(config: TrainingConfig, ctx: DistributedContext) -> Measured:
     blocks = seams.blocks(model)
     if config.activation_checkpointing:
         checkpoint_blocks(model, blocks)
-    config = sets.config.plain()
+    config = sets.config
     batch = create_distributed_dataloader(sets.train, config, ctx)[0].sample_batch()
     uses = _uses(model)
     whole = [block for block in blocks if block is not model and _uses(block).items() <= uses.items()]

@@ -30,7 +30,6 @@ from utils.distributed.dtensor import full, wrap
 from utils.training.evaluation import evaluate
 from utils.training.seams import Seams
 from utils.training.state import TrainState
-from utils.watched_config import WatchedConfig
 
 ACCUMULATION = 2  # micro-batches of a rank in an optimizer step
 
@@ -171,7 +170,6 @@ class Fork:
         with (
             mock.patch.dict(os.environ, single_environment(), clear=True) if is_alone else nullcontext(),
             mock.patch.object(train.your_data, "create_dataset", lambda _, split: sets[split]),
-            mock.patch.object(WatchedConfig, "require_read", lambda config: None),  # the data already exists
             mock.patch.object(train, "run_training", wraps=run_to_end) as run_training,
         ):
             try:
