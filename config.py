@@ -16,6 +16,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,23 @@ def metric_name(value: str) -> str:
 def rendezvous_url(value: str) -> str:
     known = not value or value.startswith(("env://", "tcp://", "file://"))
     return "" if known else "is not a rendezvous address; give env://, tcp://HOST:PORT or file:///SHARED/PATH"
+
+
+def range_of(value: str) -> tuple[float, float]:
+    """The two numbers of "0.08,1" or "3/4,4/3"."""
+    low, high = (float(Fraction(number)) for number in value.split(","))
+    return low, high
+
+
+def range_up_to(most: float) -> Check:
+    def check(value: str) -> str:
+        try:
+            low, high = range_of(value)
+        except (ValueError, ArithmeticError):
+            low = high = 0.0
+        return "" if 0 < low <= high <= most else f"is not a range above 0 and up to {most}; give e.g. 1/2,1"
+
+    return check
 
 
 def nearest(value: str, choices: Sequence[str]) -> str:
@@ -217,6 +235,8 @@ class TrainingConfig:
     # ---- yours: fields for your own model and data; a fork edits only these lines of this file ----
     dataset: str = yours("synthetic", "data set", one_of("synthetic", "cifar10", "imagefolder"), "must")
     augment: str = yours("auto", "crops and flips", one_of("auto", "none", "crop", "resized_crop"), "may")
+    crop_scale: str = yours("0.08,1", "area of a resized_crop, as a part of the image's", range_up_to(1), "may")
+    crop_ratio: str = yours("3/4,4/3", "width / height of a resized_crop", range_up_to(100), "may")
     model: str = yours("mini_resnet", "mini_resnet or a torchvision classifier", resume="must")
     num_classes: int | str = yours("auto", "classes (auto: from the data)", at_least(2), "must")
     in_channels: int | str = yours("auto", "image channels (auto: from the data)", at_least(1), "must")

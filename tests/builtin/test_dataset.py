@@ -17,7 +17,11 @@ from dataset import SyntheticImageDataset, create_dataset, is_prepared, prepare_
 from ddp_utils import cleanup_distributed, setup_distributed
 from images import save_images
 from ranks import run_ranks
+from utils.data.augment import normalize
+from utils.data.sampler import MicroBatch
 from utils.data.sets import choose_samples, load_data, with_auto
+from utils.data.worker import Fetcher
+from utils.rng import seed_host
 
 
 def folder_config(path, **changes):
@@ -68,11 +72,12 @@ def test_image_folder_resizes_where_a_size_is_given(tmp_path):
     save_images(tmp_path / "train", {"cat": 2}, size=(20, 30))
     save_images(tmp_path / "train", {"dog": 2}, size=12)
     data = create_dataset(folder_config(tmp_path, image_size=16), "train")
-    assert {data[k][0].shape for k in range(4)} == {(3, 16, 16)}
+    assert {data[k][0].shape for k in range(4)} == {(3, 16, 16)} and data.augment == "crop" and data.cacheable
     data = create_dataset(folder_config(tmp_path, image_size=16, augment="resized_crop"), "train")
-    assert {data[k][0].shape for k in range(4)} == {(3, 18, 18)}
+    assert {data[k][0].shape for k in range(4)} == {(3, 16, 16)} and data.augment == "none" and not data.cacheable
     images = torch.stack([data[k][0] for k in range(4)])
-    assert data.device_transform((images, None), 0, 0, torch.arange(4))[0].shape == (4, 3, 16, 16)
+    expected = normalize(images, data.mean, data.std)
+    assert torch.equal(data.device_transform((images, None), 0, 0, torch.arange(4))[0], expected)
     assert create_dataset(folder_config(tmp_path, image_size=16, in_channels=1), "train")[0][0].shape == (1, 16, 16)
 
 
@@ -143,6 +148,44 @@ def test_listing_reads_each_folder_once_and_stats_no_file_by_its_path(tmp_path, 
     monkeypatch.undo()
     assert sorted(path for name, path in calls if name == "scandir") == sorted(folders)
     assert not [call for call in calls if call[0] == "listdir" or os.path.isfile(call[1])]
+
+
+def sample(data, index, epoch=0, seed=5):
+    """Pixels of a sample, as a loader's worker fetches it."""
+    micro_batch = MicroBatch(epoch, 0, [index], is_padding=False, is_last=True, count=1)
+    return Fetcher(data, False, seed).__getitems__(micro_batch)[1][0][0]
+
+
+def decoded(path):
+    return torch.from_numpy(numpy.array(Image.open(path))).permute(2, 0, 1)
+
+
+def test_resized_crops_are_torchvisions(tmp_path):
+    """Of the whole image, from 8 % of its area; half of them are mirrored. Evaluation is that of its presets."""
+    v2 = pytest.importorskip("torchvision.transforms.v2")
+    for split in ("train", "val"):
+        save_images(tmp_path / split, {"cat": 1, "dog": 1}, size=(40, 60))
+    flags = {"image_size": 28, "augment": "resized_crop"}
+    cases = (({}, ((0.08, 1), (3 / 4, 4 / 3))), ({"crop_scale": "0.3,.6", "crop_ratio": "1,2"}, ((0.3, 0.6), (1, 2))))
+    for changes, crop in cases:
+        data = create_dataset(folder_config(tmp_path, **flags, **changes), "train")
+        transform = v2.Compose([v2.RandomResizedCrop(28, *crop), v2.RandomHorizontalFlip()])
+        for epoch in range(4):
+            ours = sample(data, 1, epoch)
+            seed_host("sample", 5, epoch, 1)
+            assert torch.equal(ours, transform(decoded(data.path(1))))
+    assert not torch.equal(sample(data, 1, 0), sample(data, 1, 1))
+    val = create_dataset(folder_config(tmp_path, **flags), "val")
+    transform = v2.Compose([v2.Resize(32), v2.CenterCrop(28)])  # as 256 for 224
+    assert torch.equal(sample(val, 1), transform(decoded(val.path(1)))) and val.cacheable
+
+
+@pytest.mark.parametrize("name", ["synthetic", "cifar10"])
+def test_resized_crops_of_data_in_memory_are_rejected(monkeypatch, name):
+    monkeypatch.setattr(dataset, "_cifar10", dataset._synthetic)
+    with pytest.raises(UserError, match="augment=resized_crop: cuts from image files, .*; use --augment crop"):
+        create_dataset(TrainingConfig(dataset=name, augment="resized_crop"), "train")
+    assert create_dataset(TrainingConfig(image_size=80, dataset_size=10), "train").augment == "crop"  # auto
 
 
 def test_dataset_size_takes_a_seeded_subset(tmp_path):

@@ -1,4 +1,4 @@
-"""Image files: finding, decoding and resizing them, and preparing CIFAR-10."""
+"""Image files: finding and decoding them, and preparing CIFAR-10."""
 
 from __future__ import annotations
 
@@ -112,11 +112,8 @@ def classes_of(root: Path, split: str) -> list[str]:
     return classes
 
 
-def read_image(path: Path, channels: int, size: int = 0, class_name: str = "") -> Tensor:
-    """uint8 [channels, H, W]; with a size, resized by its shorter side and center-cropped to [channels, size, size].
-
-    Raises UserError, which names the class (by default the folder), if the file cannot be read as an image.
-    """
+def read_image(path: Path, channels: int, class_name: str = "") -> Tensor:
+    """uint8 [channels, H, W]. Raises UserError, which names the class (by default the folder), if it cannot be read."""
     from PIL import Image
     from torchvision.transforms.v2 import functional as transforms
 
@@ -133,8 +130,6 @@ def read_image(path: Path, channels: int, size: int = 0, class_name: str = "") -
             f"{path}: cannot be read as an image (class {class_name or path.parent.name}; {error});"
             " replace or delete it"
         ) from None
-    if size and image.shape[1:] != (size, size):
-        image = transforms.center_crop(transforms.resize(image, [size]), [size])
     return image
 
 
