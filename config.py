@@ -23,6 +23,7 @@ from typing import Any
 DEFAULT_RUN_DIR = "runs/default"
 YOURS = "model and data"  # the group of fields that a fork changes
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "step")
+AUTO_AUGMENTS = ("none", "ra", "ta_wide", "augmix", "autoaugment")
 SHARDINGS = ("none", "zero2", "zero3", "hybrid")
 ALIASES = "learning_rate=lr wd=weight_decay num_train_epochs=epochs output_dir=run_dir save_dir=run_dir data=data_dir"
 OF_TORCHRUN = "nproc_per_node nnodes node_rank master_addr master_port max_restarts local_rank world_size gpus devices"
@@ -71,6 +72,10 @@ def between(low: float, high: float) -> Check:
     """low <= value < high."""
     wrong = f"is outside [{low}, {high}); give a number from {low} to below {high}"
     return lambda value: "" if low <= value < high else wrong
+
+
+def probability(value: float) -> str:
+    return "" if 0 <= value <= 1 else "is not a probability; give a number from 0 to 1"
 
 
 class one_of:  # used like the functions around it
@@ -237,10 +242,15 @@ class TrainingConfig:
     augment: str = yours("auto", "crops and flips", one_of("auto", "none", "crop", "resized_crop"), "may")
     crop_scale: str = yours("0.08,1", "area of a resized_crop, as a part of the image's", range_up_to(1), "may")
     crop_ratio: str = yours("3/4,4/3", "width / height of a resized_crop", range_up_to(100), "may")
+    auto_augment: str = yours("none", "torchvision's policy for image files", one_of(*AUTO_AUGMENTS), "may")
+    random_erase: float = yours(0.0, "probability of erasing a box of an image file", probability, "may")
     model: str = yours("mini_resnet", "mini_resnet or a torchvision classifier", resume="must")
     num_classes: int | str = yours("auto", "classes (auto: from the data)", at_least(2), "must")
     in_channels: int | str = yours("auto", "image channels (auto: from the data)", at_least(1), "must")
     image_size: int | str = yours("auto", "resize to this size (auto: from the data)", at_least(4), "must")
+    train_size: int | str = yours("auto", "size of training images in files (auto: image_size)", at_least(4), "may")
+    resize_size: int | str = yours("auto", "shorter side before evaluation's center crop", at_least(4), "may")
+    interpolation: str = yours("bilinear", "resizing", one_of("bilinear", "bicubic", "nearest"), "may")
     channels_last: bool = yours(True, "memory format of convolutions (faster on CPU and CUDA)", resume="may")
     label_smoothing: float = yours(0.0, "label smoothing of the training loss", between(0, 1), "may")
     sync_bn: bool = yours(False, "BatchNorm statistics across all ranks (CUDA only)", resume="may")

@@ -42,6 +42,7 @@ __all__ = ["SyntheticImageDataset", "create_dataset", "create_distributed_datalo
 SYNTHETIC_SAMPLES = 5_000
 CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 STATISTICS = {1: ((0.5,), (0.25,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}  # by channels; 3: ImageNet's
+OF_FILES = "crop_scale crop_ratio auto_augment random_erase train_size resize_size interpolation".split()
 
 
 class ImageDataset(Dataset):
@@ -192,6 +193,8 @@ def create_dataset(config: TrainingConfig, split: str) -> Dataset | None:
     dataset = build(config, split)
     if dataset is not None and split == "train":
         _check_labels(dataset, config)
+        if dataset.in_memory:
+            _check_unused(config)
         kind = choose(config.augment, dataset.image_size, dataset.in_memory)
         dataset.augment = "none" if kind == "resized_crop" else kind  # resized crops are made by the workers
     return dataset
@@ -232,13 +235,25 @@ def _image_folder(config: TrainingConfig, split: str) -> ImageFolderDataset | No
     size = config.image_size
     if size == "auto":
         size = _size_of(Path(images_in(root / "train" / classes[0], must_exist=True)[0]), channels)
-    is_cropped = choose(config.augment, size) == "resized_crop"
-    if is_random := is_cropped and split == "train":
-        transform = file_transform(size, size, (range_of(config.crop_scale), range_of(config.crop_ratio)))
-    else:
-        transform = file_transform(size, round(size * 256 / 224) if is_cropped else size)
+    transform, is_random = _transform(config, size, channels, split == "train")
     is_resized = config.image_size != "auto"
     return ImageFolderDataset(root / split, classes, channels, size, transform, is_random, is_resized)
+
+
+def _transform(
+    config: TrainingConfig, size: int, channels: int, is_train: bool
+) -> tuple[Callable[[Tensor], Tensor], bool]:
+    """The transform of decoded images, and whether it draws random numbers."""
+    is_cropped = choose(config.augment, size) == "resized_crop"
+    if not is_train:
+        usual = round(size * 256 / 224) if is_cropped else size  # torchvision resizes to 256 for 224
+        resize_size = usual if config.resize_size == "auto" else config.resize_size
+        return file_transform(size, resize_size, config.interpolation), False
+    train_size = size if config.train_size == "auto" else config.train_size
+    crop = (range_of(config.crop_scale), range_of(config.crop_ratio)) if is_cropped else None
+    extra = (config.auto_augment, config.random_erase, STATISTICS[channels][0])
+    is_random = is_cropped or config.auto_augment != "none" or config.random_erase > 0
+    return file_transform(train_size, train_size, config.interpolation, crop, *extra), is_random
 
 
 def _size_of(first: Path, channels: int) -> int:
@@ -247,6 +262,13 @@ def _size_of(first: Path, channels: int) -> int:
     if height != width:
         raise UserError(f"{first}: is not square ({width}x{height} pixels); resize all to N x N with --image_size N")
     return height
+
+
+def _check_unused(config: TrainingConfig) -> None:
+    """Data in memory are not transformed by the workers."""
+    for name in OF_FILES:
+        if (value := getattr(config, name)) != getattr(TrainingConfig, name):
+            raise UserError(f"{name}={value}: is for image files; leave it out, or use --dataset imagefolder")
 
 
 def _check_labels(dataset: ImageDataset, config: TrainingConfig) -> None:

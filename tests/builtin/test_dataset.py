@@ -180,6 +180,59 @@ def test_resized_crops_are_torchvisions(tmp_path):
     assert torch.equal(sample(val, 1), transform(decoded(val.path(1)))) and val.cacheable
 
 
+POLICIES = {"ra": "RandAugment", "ta_wide": "TrivialAugmentWide", "augmix": "AugMix", "autoaugment": "AutoAugment"}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("augment", ["resized_crop", "none"])
+def test_augmentation_of_files_is_torchvisions_in_the_order_of_its_reference(tmp_path, policy, augment):
+    """ClassificationPresetTrain and ClassificationPresetEval, composed by hand, with the same seed."""
+    v2 = pytest.importorskip("torchvision.transforms.v2")
+    for split in ("train", "val"):
+        save_images(tmp_path / split, {"cat": 1, "dog": 1}, size=(40, 60))
+    sizes = {"image_size": 28, "train_size": 20, "resize_size": 36, "interpolation": "bicubic"}
+    config = folder_config(tmp_path, **sizes, augment=augment, auto_augment=policy, random_erase=1)
+    data, val, mode = create_dataset(config, "train"), create_dataset(config, "val"), v2.InterpolationMode.BICUBIC
+    if augment == "resized_crop":
+        first = [v2.RandomResizedCrop(20, interpolation=mode, antialias=True), v2.RandomHorizontalFlip(0.5)]
+    else:
+        first = [v2.Resize(20, mode), v2.CenterCrop(20)]
+    before = v2.Compose([*first, getattr(v2, POLICIES[policy])(interpolation=v2.InterpolationMode.BILINEAR)])
+    mean, std = data.mean.tolist(), data.std.tolist()
+    after = v2.Compose([v2.ToDtype(torch.float, scale=True), v2.Normalize(mean, std), v2.RandomErasing(1)])
+    assert not data.cacheable and data.image_size == 28
+    for epoch in range(6):
+        ours = data.device_transform((sample(data, 1, epoch)[None], None), 5, epoch, torch.tensor([1]))[0][0]
+        seed_host("sample", 5, epoch, 1)
+        theirs = after(before(decoded(data.path(1))))
+        is_erased = (theirs == 0).all(0)
+        assert 0.01 < is_erased.float().mean() < 0.5
+        torch.testing.assert_close(ours[:, ~is_erased], theirs[:, ~is_erased], rtol=0, atol=1e-5)
+        assert ours[:, is_erased].abs().max() < 0.51 / 255 / min(std)  # of a grey level: files stay uint8
+    transform = v2.Compose([v2.Resize(36, mode), v2.CenterCrop(28)])
+    assert torch.equal(sample(val, 1), transform(decoded(val.path(1)))) and val.cacheable
+
+
+def test_sizes_of_files_are_checked_before_they_are_transformed(tmp_path):
+    """With image_size auto all files have one size; training images may still get another one."""
+    for split in ("train", "val"):
+        save_images(tmp_path / split, {"cat": 1, "dog": 1}, size=12)
+    save_images(tmp_path / "val", {"dog": 1}, size=(12, 13))
+    config = folder_config(tmp_path, augment="resized_crop", train_size=8)
+    data, val = create_dataset(config, "train"), create_dataset(config, "val")
+    assert data[1][0].shape == (3, 8, 8) and val[0][0].shape == (3, 12, 12) and with_auto(config, data).image_size == 12
+    with pytest.raises(UserError, match="dog/000.png: has 13x12 pixels, others 12x12; resize all with --image_size N"):
+        val[1]
+
+
+@pytest.mark.parametrize("name", dataset.OF_FILES)
+def test_settings_of_image_files_are_rejected_for_data_in_memory(name):
+    values = {"crop_scale": ".1,1", "crop_ratio": "1,1", "auto_augment": "ra", "random_erase": 0.1}
+    config = TrainingConfig(**{name: values.get(name, "nearest" if name == "interpolation" else 16)})
+    with pytest.raises(UserError, match=f"{name}={getattr(config, name)}: is for image files; leave it out, or use"):
+        create_dataset(config, "train")
+
+
 @pytest.mark.parametrize("name", ["synthetic", "cifar10"])
 def test_resized_crops_of_data_in_memory_are_rejected(monkeypatch, name):
     monkeypatch.setattr(dataset, "_cifar10", dataset._synthetic)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,20 +24,39 @@ def choose(augment: str, image_size: int, in_memory: bool = False) -> str:
     return augment
 
 
-def file_transform(size: int, resize_size: int, crop: tuple[Range, Range] | None = None) -> Callable[[Tensor], Tensor]:
-    """torchvision's transforms from a decoded image, uint8 [C, H, W], to uint8 [C, size, size], run in the workers.
+def file_transform(
+    size: int,
+    resize_size: int,
+    interpolation: str,
+    crop: tuple[Range, Range] | None = None,
+    auto_augment: str = "none",
+    random_erase: float = 0.0,
+    mean: Sequence[float] = (0.0,),
+) -> Callable[[Tensor], Tensor]:
+    """torchvision's reference transforms, in its order: decoded uint8 [C, H, W] -> uint8 [C, size, size], in workers.
 
     Their draws are functions of (seed, epoch, sample), since a worker seeds torch's generator for each sample.
 
     Args:
         resize_size: of the shorter side, before the center crop.
         crop: scale and ratio of RandomResizedCrop, which with a random flip takes the place of resize and center crop.
+        auto_augment: none, ra, ta_wide, augmix or autoaugment.
+        random_erase: probability of a box of the color `mean`, in [0, 1], which is 0 after the device has normalized.
     """
     from torchvision.transforms import v2
 
+    mode = v2.InterpolationMode(interpolation)
     if crop:
-        return v2.Compose([v2.RandomResizedCrop(size, *crop), v2.RandomHorizontalFlip()])
-    return v2.Compose([v2.Resize(resize_size), v2.CenterCrop(size)])
+        steps = [v2.RandomResizedCrop(size, *crop, interpolation=mode), v2.RandomHorizontalFlip()]
+    else:
+        steps = [v2.Resize(resize_size, mode), v2.CenterCrop(size)]
+    if auto_augment != "none":
+        policies = {"ra": v2.RandAugment, "ta_wide": v2.TrivialAugmentWide, "augmix": v2.AugMix}
+        turned = v2.InterpolationMode("nearest" if interpolation == "nearest" else "bilinear")  # no bicubic of tensors
+        steps.append(policies.get(auto_augment, v2.AutoAugment)(interpolation=turned))
+    if random_erase:
+        steps.append(v2.RandomErasing(random_erase, value=[round(255 * part) for part in mean]))
+    return v2.Compose(steps)
 
 
 def augment_images(images: Tensor, kind: str, size: int, seed: int, epoch: int, indices: Tensor) -> Tensor:
