@@ -17,6 +17,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ DEFAULT_RUN_DIR = "runs/default"
 YOURS = "model and data"  # the group of fields that a fork changes
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "step")
 DEFAULTS = {"sgd": {"lr": 0.1, "weight_decay": 5e-4}, "adamw": {"lr": 1e-3, "weight_decay": 0.01}}
+AUTO_AUGMENTS = ("none", "ra", "ta_wide", "augmix", "autoaugment")
 SHARDINGS = ("none", "zero2", "zero3", "hybrid")
 ELSEWHERE = Path(__file__).parent / "docs" / "coming-from.md"  # names of flags in other trainers
 OF_TORCHRUN = """nproc_per_node nnodes node_rank master_addr master_port max_restarts local_rank world_size gpus devices
@@ -75,6 +77,10 @@ def between(low: float, high: float) -> Check:
     return lambda value: "" if low <= value < high else wrong
 
 
+def probability(value: float) -> str:
+    return "" if 0 <= value <= 1 else "is not a probability; give a number from 0 to 1"
+
+
 class one_of:  # used like the functions around it
     """A check whose choices are shown in --help."""
 
@@ -109,6 +115,23 @@ def metric_name(value: str) -> str:
 def rendezvous_url(value: str) -> str:
     known = not value or value.startswith(("env://", "tcp://", "file://"))
     return "" if known else "is not a rendezvous address; give env://, tcp://HOST:PORT or file:///SHARED/PATH"
+
+
+def range_of(value: str) -> tuple[float, float]:
+    """The two numbers of "0.08,1" or "3/4,4/3"."""
+    low, high = (float(Fraction(number)) for number in value.split(","))
+    return low, high
+
+
+def range_up_to(most: float) -> Check:
+    def check(value: str) -> str:
+        try:
+            low, high = range_of(value)
+        except (ValueError, ArithmeticError):
+            low = high = 0.0
+        return "" if 0 < low <= high <= most else f"is not a range above 0 and up to {most}; give e.g. 1/2,1"
+
+    return check
 
 
 def nearest(value: str, choices: Sequence[str]) -> str:
@@ -157,7 +180,7 @@ class TrainingConfig:
     seed: int = setting("run", 42, "seed for weights, data order, augmentation and dropout", between(0, 2**63), "must")
     deterministic: bool = setting("run", False, "bit-exact on one CUDA topology too (slower)", resume="may")
 
-    data_dir: str = setting("data", "data", "imagefolder reads <data_dir>/{train,val,test}/<class>/*", local_path)
+    data_dir: str = setting("data", "data", "imagefolder reads <data_dir>/{train,val,test}/<class>/**", local_path)
     dataset_size: int = setting("data", 0, "train on a seeded subset of this size (0 = all)", at_least(0), "must")
     cache: str = setting("data", "none", "keep decoded images in RAM or on the device", one_of("none", "ram", "device"))
     num_workers: int | str = setting("data", "auto", "loader workers per rank (0 for in-memory data)", at_least(0))
@@ -226,10 +249,17 @@ class TrainingConfig:
     # ---- yours: fields for your own model and data; a fork edits only these lines of this file ----
     dataset: str = yours("synthetic", "data set", one_of("synthetic", "cifar10", "imagefolder"), "must")
     augment: str = yours("auto", "crops and flips", one_of("auto", "none", "crop", "resized_crop"), "may")
+    crop_scale: str = yours("0.08,1", "area of a resized_crop, as a part of the image's", range_up_to(1), "may")
+    crop_ratio: str = yours("3/4,4/3", "width / height of a resized_crop", range_up_to(100), "may")
+    auto_augment: str = yours("none", "torchvision's policy for image files", one_of(*AUTO_AUGMENTS), "may")
+    random_erase: float = yours(0.0, "probability of erasing a box of an image file", probability, "may")
     model: str = yours("mini_resnet", "mini_resnet or a torchvision classifier", resume="must")
     num_classes: int | str = yours("auto", "classes (auto: from the data)", at_least(2), "must")
     in_channels: int | str = yours("auto", "image channels (auto: from the data)", at_least(1), "must")
     image_size: int | str = yours("auto", "resize to this size (auto: from the data)", at_least(4), "must")
+    train_size: int | str = yours("auto", "size of training images in files (auto: image_size)", at_least(4), "may")
+    resize_size: int | str = yours("auto", "shorter side before evaluation's center crop", at_least(4), "may")
+    interpolation: str = yours("bilinear", "resizing", one_of("bilinear", "bicubic", "nearest"), "may")
     channels_last: bool = yours(True, "memory format of convolutions (faster on CPU and CUDA)", resume="may")
     label_smoothing: float = yours(0.0, "label smoothing of the training loss", between(0, 1), "may")
     sync_bn: bool = yours(False, "BatchNorm statistics across all ranks (CUDA only)", resume="may")

@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -30,8 +31,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from config import TrainingConfig, UserError
-from utils.data.augment import RESIZE_MARGIN, augment_images, choose, normalize
+from config import TrainingConfig, UserError, range_of
+from utils.data.augment import augment_images, choose, file_transform, normalize
 from utils.data.images import Listing, cifar10_folder, classes_of, download_cifar10, images_in, read_cifar10, read_image
 from utils.data.loader import create_distributed_dataloader
 from utils.rng import derive_seed
@@ -40,15 +41,17 @@ __all__ = ["SyntheticImageDataset", "create_dataset", "create_distributed_datalo
 
 SYNTHETIC_SAMPLES = 5_000
 CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+STATISTICS = {1: ((0.5,), (0.25,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}  # by channels; 3: ImageNet's
+OF_FILES = "crop_scale crop_ratio auto_augment random_erase train_size resize_size interpolation".split()
 
 
 class ImageDataset(Dataset):
     """The base of the image sets: uint8 images, augmented and normalized on the device, a batch at a time."""
 
     cacheable = True  # random transforms run on the device
+    in_memory = False
     split = "train"
-    augment = "none"  # none, crop or resized_crop
+    augment = "none"  # on the device: none or crop
     image_size: int
     classes: list[str]
     targets: Tensor  # int64 [N]
@@ -139,32 +142,39 @@ class SyntheticImageDataset(InMemoryImages):
 
 
 class ImageFolderDataset(Listing, ImageDataset):
-    """Images in <folder>/<class>/*, decoded on access. `load_data` lists them once per file system.
+    """Images below <folder>/<class>/, decoded on access. `load_data` lists them once per file system.
 
     Args:
         image_size: height and width of the model input in pixels.
-        load_size: height and width of loaded images, at least image_size.
-        is_resized: whether images of another size are resized to load_size (else they are an error).
+        transform: of a decoded image, uint8 [C, H, W]; the results have one size.
+        is_random: whether the transform draws random numbers.
+        is_resized: whether the files may have any size (else another one than image_size is an error).
     """
 
     def __init__(
-        self, folder: Path, classes: list[str], channels: int, image_size: int, load_size: int, is_resized: bool
+        self,
+        folder: Path,
+        classes: list[str],
+        channels: int,
+        image_size: int,
+        transform: Callable[[Tensor], Tensor],
+        is_random: bool,
+        is_resized: bool,
     ) -> None:
-        self.folder, self.classes, self.split = folder, classes, folder.name
-        self.image_size, self._load_size, self._is_resized = image_size, load_size, is_resized
-        mean, std = (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ((0.5,) * channels, (0.25,) * channels)
-        self.mean, self.std = torch.tensor(mean), torch.tensor(std)
+        self.folder, self.classes, self.split, self.image_size = folder, classes, folder.name, image_size
+        self._transform, self.cacheable, self._is_resized = transform, not is_random, is_resized
+        self.mean, self.std = map(torch.tensor, STATISTICS[channels])
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """uint8 [C, load_size, load_size] and the label. Raises UserError for a corrupt file or one of another size."""
-        path, size = self.path(index), self._load_size
-        image = read_image(path, self.in_channels, size if self._is_resized else 0)
+        """uint8 [C, size, size] and the label. Raises UserError for a corrupt file or one of a wrong size."""
+        path, size, label = self.path(index), self.image_size, int(self.targets[index])
+        image = read_image(path, self.in_channels, self.classes[label])
         height, width = image.shape[1:]
-        if (height, width) != (size, size):
+        if not self._is_resized and (height, width) != (size, size):
             raise UserError(
                 f"{path}: has {width}x{height} pixels, others {size}x{size}; resize all with --image_size N"
             )
-        return image, int(self.targets[index])
+        return self._transform(image), label
 
 
 def is_prepared(config: TrainingConfig) -> bool:
@@ -183,7 +193,10 @@ def create_dataset(config: TrainingConfig, split: str) -> Dataset | None:
     dataset = build(config, split)
     if dataset is not None and split == "train":
         _check_labels(dataset, config)
-        dataset.augment = choose(config.augment, dataset.image_size)
+        if dataset.in_memory:
+            _check_unused(config)
+        kind = choose(config.augment, dataset.image_size, dataset.in_memory)
+        dataset.augment = "none" if kind == "resized_crop" else kind  # resized crops are made by the workers
     return dataset
 
 
@@ -217,19 +230,45 @@ def _image_folder(config: TrainingConfig, split: str) -> ImageFolderDataset | No
         return None
     classes = classes_of(root, split)
     channels = 3 if config.in_channels == "auto" else config.in_channels
-    if channels not in (1, 3):
+    if channels not in STATISTICS:
         raise UserError(f"in_channels={channels}: images have 1 or 3 channels; give 1 or 3")
-    first = images_in(root / "train" / classes[0], must_exist=True)[0]
+    size = config.image_size
+    if size == "auto":
+        size = _size_of(Path(images_in(root / "train" / classes[0], must_exist=True)[0]), channels)
+    transform, is_random = _transform(config, size, channels, split == "train")
+    is_resized = config.image_size != "auto"
+    return ImageFolderDataset(root / split, classes, channels, size, transform, is_random, is_resized)
+
+
+def _transform(
+    config: TrainingConfig, size: int, channels: int, is_train: bool
+) -> tuple[Callable[[Tensor], Tensor], bool]:
+    """The transform of decoded images, and whether it draws random numbers."""
+    is_cropped = choose(config.augment, size) == "resized_crop"
+    if not is_train:
+        usual = round(size * 256 / 224) if is_cropped else size  # torchvision resizes to 256 for 224
+        resize_size = usual if config.resize_size == "auto" else config.resize_size
+        return file_transform(size, resize_size, config.interpolation), False
+    train_size = size if config.train_size == "auto" else config.train_size
+    crop = (range_of(config.crop_scale), range_of(config.crop_ratio)) if is_cropped else None
+    extra = (config.auto_augment, config.random_erase, STATISTICS[channels][0])
+    is_random = is_cropped or config.auto_augment != "none" or config.random_erase > 0
+    return file_transform(train_size, train_size, config.interpolation, crop, *extra), is_random
+
+
+def _size_of(first: Path, channels: int) -> int:
+    """The size of all images if none is given: that of the first one, which must be square."""
     height, width = read_image(first, channels).shape[1:]
-    if config.image_size != "auto":
-        size = config.image_size
-        is_cropped = choose(config.augment, size) == "resized_crop" and (height, width) != (size, size)
-        load_size = round(RESIZE_MARGIN * size) if is_cropped else size
-    elif height != width:
+    if height != width:
         raise UserError(f"{first}: is not square ({width}x{height} pixels); resize all to N x N with --image_size N")
-    else:
-        size = load_size = height
-    return ImageFolderDataset(root / split, classes, channels, size, load_size, is_resized=config.image_size != "auto")
+    return height
+
+
+def _check_unused(config: TrainingConfig) -> None:
+    """Data in memory are not transformed by the workers."""
+    for name in OF_FILES:
+        if (value := getattr(config, name)) != getattr(TrainingConfig, name):
+            raise UserError(f"{name}={value}: is for image files; leave it out, or use --dataset imagefolder")
 
 
 def _check_labels(dataset: ImageDataset, config: TrainingConfig) -> None:

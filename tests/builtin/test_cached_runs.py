@@ -17,7 +17,7 @@ from utils.data.cache import cached
 from utils.data.loader import create_distributed_dataloader, create_evaluation_dataloader
 from utils.data.sets import load_data
 
-FLAGS = [*TINY, *"--image_size 8 --dataset imagefolder --global_batch_size 16 --augment resized_crop".split()]
+FLAGS = [*TINY, *"--image_size 8 --dataset imagefolder --global_batch_size 16 --augment crop".split()]
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_the_ranks_of_a_node_share_one_mapped_file_per_data_set(flags):
     ranks = run_ranks(2, shared_files, [*flags, "--num_workers", 1, "--cache", "ram"])
     assert ranks[0] == ranks[1]
     value, files, are_gone = ranks[0]
-    bytes_of = [count * (3 * 9 * 9 + 8) for count in (79, 11)]  # uint8 images of 9 x 9 pixels and int64 labels
+    bytes_of = [count * (3 * 8 * 8 + 8) for count in (79, 11)]  # uint8 images of 8 x 8 pixels and int64 labels
     assert value == [77] and are_gone and len(files) == 2
     for size, least in zip(sorted(files.values(), reverse=True), bytes_of, strict=True):
         assert least <= size <= least + 4096 + 128, files

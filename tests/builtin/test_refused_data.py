@@ -77,11 +77,12 @@ def test_overwrite_replaces_a_run_after_its_weights_were_read(runs):
 
 
 def test_a_corrupt_image_ends_the_run_with_its_path_class_and_rank(runs):
-    """Image 7 of 12 is in the second micro-batch of the evaluation, which rank 1 reads and rank 0 does not."""
+    """Image 5 of 12 is in the second micro-batch of the evaluation, which rank 1 reads and rank 0 does not."""
     words = folder_of_images(runs.root / "images")
-    path = runs.root / "images/val/dog/001.png"
+    (runs.root / "images/val/cat/below").mkdir()
+    path = (runs.root / "images/val/cat/001.png").rename(runs.root / "images/val/cat/below/001.png")
     path.write_bytes(path.read_bytes()[:60])
-    expected = rf"rank 1: {path}: cannot be read as an image \(class dog; .*\); "
+    expected = rf"rank 1: {path}: cannot be read as an image \(class cat; .*\); "
     with pytest.raises(AssertionError, match=expected + "replace or delete it"):
         runs.train(2, "run", *words, "--epochs", 1, task="")
     status = runs.json("run", "status.json")

@@ -29,9 +29,10 @@ def test_dropout_of_a_torchvision_model_depends_on_step_and_micro_batch_not_on_r
     "worlds", [((1, 0, ()), (2, 1, (1,))), pytest.param(((2, 2, ()), (4, 1, (1,))), marks=pytest.mark.slow)]
 )
 def test_images_decoded_and_randomly_cropped_are_the_same_on_any_number_of_ranks(runs, worlds):
-    """An image folder with resized_crop, persistent workers over two epochs, with and without a restart."""
+    """An image folder with torchvision's augmentation, persistent workers over two epochs, also after a restart."""
     save_images(runs.root / "data" / "train", {"cat": 9, "dog": 10}, size=12)
     flags = "--dataset imagefolder --augment resized_crop --epochs 2 --global_batch_size 8 --no-use_amp --save_every 0"
+    flags += " --auto_augment ra --random_erase 0.5 --train_size 10 --interpolation bicubic"
     flags = [*TINY, *flags.split(), "--data_dir", runs.root / "data"]
     each = [
         observed(ranks, "", [*flags, "--run_dir", runs.folder(str(ranks)), "--num_workers", workers], stops)

@@ -1,9 +1,10 @@
 """Augmentation of a sample does not depend on its batch; the draws are the same on every device."""
 
+import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from utils.data.augment import augment_images, center_crop, crop_and_flip, normalize, resized_crop_and_flip
+from config import UserError
+from utils.data.augment import augment_images, choose, crop_and_flip, normalize
 from utils.rng import derive_seed, sample_draws
 
 
@@ -37,39 +38,29 @@ def test_crop_and_flip_moves_each_image_by_its_own_draws():
 def test_augmentation_of_a_sample_does_not_depend_on_its_batch():
     images = torch.randint(0, 256, (12, 3, 16, 16), dtype=torch.uint8)
     indices = torch.arange(100, 112)
-    for kind, rtol in (("crop", 0), ("resized_crop", 1e-5)):
-        whole = augment_images(images, kind, 16, 1, 2, indices)
-        parts = torch.cat([augment_images(images[k : k + 5], kind, 16, 1, 2, indices[k : k + 5]) for k in (0, 5, 10)])
-        torch.testing.assert_close(whole, parts, rtol=rtol, atol=0)
-        assert not torch.equal(whole, augment_images(images, kind, 16, 1, 3, indices))
+    whole = augment_images(images, "crop", 16, 1, 2, indices)
+    parts = torch.cat([augment_images(images[k : k + 5], "crop", 16, 1, 2, indices[k : k + 5]) for k in (0, 5, 10)])
+    assert torch.equal(whole, parts)
+    assert not torch.equal(whole, augment_images(images, "crop", 16, 1, 3, indices))
 
 
-def test_resized_crop_of_the_whole_image_is_the_image():
-    images = torch.randint(0, 256, (1, 3, 10, 10), dtype=torch.uint8)
-    # whole area, ratio 1, centred, not mirrored
-    whole = torch.tensor([[2**32 - 1, 2**31, 2**31, 2**31, 2**32 - 1]])
-    torch.testing.assert_close(resized_crop_and_flip(images, whole, 10), images.float(), atol=1e-3, rtol=0)
-    assert resized_crop_and_flip(images, whole, 7).shape == (1, 3, 7, 7)
+def test_kinds_of_augmentation():
+    images = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
+    assert augment_images(images, "none", 8, 1, 2, torch.zeros(1)) is images
+    with pytest.raises(ValueError, match="kind 'resized_crop' is not none or crop; use file_transform"):
+        augment_images(images, "resized_crop", 8, 1, 2, torch.zeros(1))
+    assert [choose("auto", 64), choose("auto", 65), choose("auto", 224, in_memory=True)] == [
+        "crop",
+        "resized_crop",
+        "crop",
+    ]
+    assert choose("none", 224) == "none"
+    with pytest.raises(UserError, match="augment=resized_crop: cuts from image files, .*; use --augment crop"):
+        choose("resized_crop", 32, in_memory=True)
 
 
-def test_pixels_do_not_depend_on_the_default_dtype():
-    """verify computes in float64."""
-    images, indices = torch.randint(0, 256, (4, 3, 20, 20), dtype=torch.uint8), torch.arange(4)
-    expected = augment_images(images, "resized_crop", 16, 1, 2, indices)
-    torch.set_default_dtype(torch.float64)
-    assert torch.equal(augment_images(images, "resized_crop", 16, 1, 2, indices), expected)
-
-
-def test_a_resized_crop_has_no_matrix_product():
-    """TF32 would round the coordinates: verify would pass, and a run shift pixels."""
-    with FlopCounterMode(display=False) as counter:
-        augment_images(torch.zeros(4, 3, 20, 20, dtype=torch.uint8), "resized_crop", 16, 1, 2, torch.arange(4))
-    assert counter.get_total_flops() == 0
-
-
-def test_center_crop_and_normalize():
+def test_normalize():
     images = torch.arange(2 * 25, dtype=torch.uint8).view(1, 2, 5, 5)
-    assert torch.equal(center_crop(images, 3), images[:, :, 1:4, 1:4])
     mean, std = torch.tensor([0.1, 0.2]), torch.tensor([0.5, 0.25])
     expected = (images / 255 - mean.view(2, 1, 1)) / std.view(2, 1, 1)
     torch.testing.assert_close(normalize(images, mean, std), expected)

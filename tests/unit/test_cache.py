@@ -55,7 +55,10 @@ def test_a_cached_set_returns_its_samples_and_keeps_its_attributes(ctx):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"cacheable": False}, "cache=ram: Lines is not cacheable; set cacheable = True if .*, or --cache none"),
+        (
+            {"cacheable": False},
+            "cache=ram: Lines is not cacheable, .*; use --augment crop or --cache none, or set cacheable",
+        ),
         ({"kind": "text"}, "cache=ram: Lines has batches that are not tensors with one row per sample; leave out"),
         (
             {"kind": "ragged"},

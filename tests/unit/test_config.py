@@ -45,6 +45,12 @@ def test_flags_with_underscores_dashes_and_negations():
     ("flags", "expected"),
     [
         ("--epochs x", "epochs=x: is not a whole number or auto; give a whole number"),
+        ("--crop_scale 0.5,1.5", "crop_scale=0.5,1.5: is not a range above 0 and up to 1; give e.g. 1/2,1"),
+        ("--crop_scale 0,1", "crop_scale=0,1: is not a range above 0"),
+        ("--crop_ratio 4/3,3/4", "crop_ratio=4/3,3/4: is not a range above 0"),
+        ("--crop_ratio 1/0,1", "crop_ratio=1/0,1: is not a range above 0"),
+        ("--crop_ratio 1", "crop_ratio=1: is not a range above 0"),
+        ("--random_erase 1.1", "random_erase=1.1: is not a probability; give a number from 0 to 1"),
         ("--num_classes many", "num_classes=many: is not a whole number or auto; give"),
         ("--batch_size 0", "batch_size=0: is below 1; give 1 or more"),
         ("--momentum 1", "momentum=1.0: is outside [0, 1); give"),

@@ -107,10 +107,9 @@ def test_a_step_reads_nothing_from_the_device(crossings, optimizer, device, dtyp
         assert all({each.device.type for each in payload[key].values()} == {"cuda", device} for key in ("model", "ema"))
 
 
-@pytest.mark.parametrize("kind", ["crop", "resized_crop"])
-def test_images_are_augmented_without_a_copy(crossings, kind):
+def test_images_are_augmented_without_a_copy(crossings):
     images = torch.empty(4, 3, 32, 32, dtype=torch.uint8, device="cuda")
-    out = augment_images(images, kind, 32, 3, 5, torch.empty(4, dtype=torch.int64, device="cuda"))
+    out = augment_images(images, "crop", 32, 3, 5, torch.empty(4, dtype=torch.int64, device="cuda"))
     assert (out.device, out.shape, crossings.found) == (CUDA, (4, 3, 32, 32), [])
 
 

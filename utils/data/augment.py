@@ -1,32 +1,71 @@
-"""Augmentation and normalization of batches of uint8 images on the device, with random draws per sample."""
+"""Augmentation: of image files by torchvision's transforms in the workers, of batches of uint8 images on the device."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from utils.rng import draw_integers, draw_uniform, sample_draws
+from config import UserError
+from utils.rng import draw_integers, sample_draws
 
-LARGEST_CROP_SIZE = 64  # pixels; above it "auto" means resized_crop
-RESIZE_MARGIN = 1.15  # images for resized_crop are loaded this much larger
+LARGEST_CROP_SIZE = 64  # pixels; above it "auto" means resized_crop for image files
+Range = tuple[float, float]
 
 
-def choose(augment: str, image_size: int) -> str:
-    """What `--augment auto` means for images of this size."""
-    return ("crop" if image_size <= LARGEST_CROP_SIZE else "resized_crop") if augment == "auto" else augment
+def choose(augment: str, image_size: int, in_memory: bool = False) -> str:
+    """What `--augment` means for images of this size: none, crop or resized_crop. Raises UserError."""
+    if in_memory and augment == "resized_crop":
+        raise UserError("augment=resized_crop: cuts from image files, not from data in memory; use --augment crop")
+    if augment == "auto":
+        return "crop" if in_memory or image_size <= LARGEST_CROP_SIZE else "resized_crop"
+    return augment
+
+
+def file_transform(
+    size: int,
+    resize_size: int,
+    interpolation: str,
+    crop: tuple[Range, Range] | None = None,
+    auto_augment: str = "none",
+    random_erase: float = 0.0,
+    mean: Sequence[float] = (0.0,),
+) -> Callable[[Tensor], Tensor]:
+    """torchvision's reference transforms, in its order: decoded uint8 [C, H, W] -> uint8 [C, size, size], in workers.
+
+    Their draws are functions of (seed, epoch, sample), since a worker seeds torch's generator for each sample.
+
+    Args:
+        resize_size: of the shorter side, before the center crop.
+        crop: scale and ratio of RandomResizedCrop, which with a random flip takes the place of resize and center crop.
+        auto_augment: none, ra, ta_wide, augmix or autoaugment.
+        random_erase: probability of a box of the color `mean`, in [0, 1], which is 0 after the device has normalized.
+    """
+    from torchvision.transforms import v2
+
+    mode = v2.InterpolationMode(interpolation)
+    if crop:
+        steps = [v2.RandomResizedCrop(size, *crop, interpolation=mode), v2.RandomHorizontalFlip()]
+    else:
+        steps = [v2.Resize(resize_size, mode), v2.CenterCrop(size)]
+    if auto_augment != "none":
+        policies = {"ra": v2.RandAugment, "ta_wide": v2.TrivialAugmentWide, "augmix": v2.AugMix}
+        turned = v2.InterpolationMode("nearest" if interpolation == "nearest" else "bilinear")  # no bicubic of tensors
+        steps.append(policies.get(auto_augment, v2.AutoAugment)(interpolation=turned))
+    if random_erase:
+        steps.append(v2.RandomErasing(random_erase, value=[round(255 * part) for part in mean]))
+    return v2.Compose(steps)
 
 
 def augment_images(images: Tensor, kind: str, size: int, seed: int, epoch: int, indices: Tensor) -> Tensor:
-    """uint8 [B, C, H, W] -> uint8 or float32 [B, C, size, size], in [0, 255]. kind: none, crop or resized_crop."""
+    """uint8 [B, C, size, size], also returned. kind: none, or crop, which fills a border of size / 8 with black."""
     if kind == "none":
-        return center_crop(images, size)
-    draws = sample_draws(seed, epoch, indices, 5)
-    if kind == "crop":
-        return crop_and_flip(images, draws, padding=max(1, size // 8))
-    return resized_crop_and_flip(images, draws, size)
+        return images
+    if kind != "crop":
+        raise ValueError(f"augment_images: kind {kind!r} is not none or crop; use file_transform for others")
+    return crop_and_flip(images, sample_draws(seed, epoch, indices, 3), padding=max(1, size // 8))
 
 
 def crop_and_flip(images: Tensor, draws: Tensor, padding: int) -> Tensor:
@@ -48,44 +87,6 @@ def crop_and_flip(images: Tensor, draws: Tensor, padding: int) -> Tensor:
     padded = F.pad(images, (padding,) * 4)
     sample = torch.arange(batch, device=device)[:, None, None]
     return padded.permute(0, 2, 3, 1)[sample, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
-
-
-def resized_crop_and_flip(images: Tensor, draws: Tensor, size: int) -> Tensor:
-    """Crop a box of 25 to 100 % of the area and aspect ratio 3/4 to 4/3 (clipped to the image), resize it and mirror
-    half of the images.
-
-    Szegedy et al., "Going deeper with convolutions", section 6, with one draw per box.
-
-    Args:
-        images: uint8 [B, C, H, W].
-        draws: int64 [B, 5], 32-bit numbers.
-
-    Returns:
-        float32 [B, C, size, size] in [0, 255].
-    """
-    batch, _, height, width = images.shape
-    area, ratio, x, y, mirror = draw_uniform(draws).unbind(1)
-    area = 0.25 + 0.75 * area
-    ratio = torch.exp((2 * ratio - 1) * math.log(4 / 3))
-    # the box in units of the image, whose corners are at -1 and 1
-    box_width = torch.sqrt(area * ratio * height / width).clamp(max=1)
-    box_height = torch.sqrt(area / ratio * width / height).clamp(max=1)
-    center_x = (2 * x - 1) * (1 - box_width)
-    center_y = (2 * y - 1) * (1 - box_height)
-    sign = 1 - 2 * (mirror < 0.5).float()
-    # not F.affine_grid: that is a matrix product, and TF32 would shift pixels
-    places = (2 * torch.arange(size, device=images.device, dtype=torch.float32) + 1) / size - 1
-    columns = center_x[:, None] + (box_width * sign)[:, None] * places
-    rows = center_y[:, None] + box_height[:, None] * places
-    shape = (batch, size, size)
-    grid = torch.stack([columns[:, None, :].expand(shape), rows[:, :, None].expand(shape)], 3)
-    return F.grid_sample(images.float(), grid, padding_mode="reflection", align_corners=False)
-
-
-def center_crop(images: Tensor, size: int) -> Tensor:
-    """[B, C, H, W] -> [B, C, size, size]; images of that size are unchanged."""
-    top, left = (images.shape[2] - size) // 2, (images.shape[3] - size) // 2
-    return images[:, :, top : top + size, left : left + size]
 
 
 def normalize(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:

@@ -96,7 +96,10 @@ def first_row(source: Dataset, config: TrainingConfig) -> Any:
     """The batch of the first sample. Raises UserError if the set cannot be cached."""
     kind = f"cache={config.cache}: {type(source).__name__}"
     if not getattr(source, "cacheable", False):
-        raise UserError(f"{kind} is not cacheable; set cacheable = True if its samples never change, or --cache none")
+        raise UserError(
+            f"{kind} is not cacheable, for example because its workers draw resized crops; use --augment crop or"
+            " --cache none, or set cacheable = True if its samples never change"
+        )
     samples = source.__getitems__([0]) if fetches_batches(source) else [source[0]]
     row = getattr(source, "collate", default_collate)(samples)
     is_row: list[bool] = []

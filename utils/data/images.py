@@ -1,14 +1,16 @@
-"""Image files: finding, decoding and resizing them, and preparing CIFAR-10."""
+"""Image files: finding and decoding them, and preparing CIFAR-10."""
 
 from __future__ import annotations
 
 import errno
 import functools
 import hashlib
+import logging
 import os
 import re
 import shutil
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -16,20 +18,29 @@ from torch import Tensor
 
 from config import UserError
 from utils.files import temporary_of
+from utils.logger import NAME, count
 
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of resources; the file may be fine
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
+# what torchvision's ImageFolder reads
+SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
 class Listing:
-    """A data set's files: images in <folder>/<class>/, by class and name. A subclass sets `folder` and `classes`."""
+    """A data set's files: images below <folder>/<class>/, by class and path. A subclass sets `folder` and `classes`."""
+
+    left_out: Counter[str] = Counter()  # suffixes of other files, on the rank that has listed them
+    example = ""
 
     @functools.cached_property
     def listing(self) -> bytes:
-        """<class>/<name> and the bytes of each file, between zeros. Raises UserError if a training class has none."""
-        is_train = self.folder.name == "train"
-        files = (path for name in self.classes for path in images_in(self.folder / name, must_exist=is_train))
-        return b"\0" + b"".join(os.fsencode(f"{p.parent.name}/{p.name} {p.stat().st_size}\0") for p in files)
+        """<class>/<path below it> and the bytes of each file, between zeros. Raises UserError for an empty class."""
+        rows, others, start = [], [], len(os.path.join(self.folder, ""))
+        for name in self.classes:
+            images = images_in(self.folder / name, must_exist=self.folder.name == "train", others=others)
+            rows += [os.fsencode(f"{each.path[start:]} {each.stat().st_size}") for each in images]
+        self.left_out = Counter(os.path.splitext(each.name)[1].lower() for each in others)
+        self.example = others[0].path if others else ""
+        return b"\0".join([b"", *rows, b""])
 
     def use_listing(self, listing: bytes) -> None:
         self.listing = listing  # from `load_data`, which lists once per file system
@@ -52,12 +63,39 @@ class Listing:
         return hashlib.sha256(self.listing[1:-1].replace(b"\0", b"\n")).hexdigest()
 
 
-def images_in(folder: Path, must_exist: bool = False) -> list[Path]:
-    """The image files of a folder, by name. Raises UserError if they must exist and there are none."""
-    found = sorted(path for path in folder.glob("*") if path.suffix.lower() in SUFFIXES)
+def images_in(folder: Path, must_exist: bool = False, others: list[os.DirEntry] | None = None) -> list[os.DirEntry]:
+    """The images below a folder, those that torchvision's ImageFolder finds, in its order; `others` gets the rest.
+
+    Raises UserError if they must exist and there are none.
+    """
+    found, rest = [], [] if others is None else others
+    for _, files in sorted(_folders(os.fspath(folder)), key=lambda each: each[0]) if folder.is_dir() else ():
+        for file in files:
+            (found if file.name.lower().endswith(SUFFIXES) else rest).append(file)
     if must_exist and not found:
         raise UserError(f"{folder}: has no images ({', '.join(SUFFIXES)}); add some or delete the folder")
     return found
+
+
+def _folders(folder: str) -> Iterator[tuple[str, list[os.DirEntry]]]:
+    """The folder and all below it, links followed, each with its files by name."""
+    with os.scandir(folder) as entries:
+        by_name = sorted(entries, key=lambda entry: entry.name)
+    yield folder, [entry for entry in by_name if not entry.is_dir()]
+    for entry in filter(os.DirEntry.is_dir, by_name):
+        if entry.is_symlink() and Path(folder).resolve().is_relative_to(Path(entry).resolve()):
+            raise UserError(f"{entry.path}: is a link to a folder that contains it; remove the link")
+        yield from _folders(entry.path)
+
+
+def log_left_out(sets: Sequence[Listing]) -> None:
+    """Log how many files of all these sets are left out, if any."""
+    suffixes = sum((each.left_out for each in sets), Counter())
+    if suffixes:
+        kinds = ", ".join(f"{number:,} {suffix or 'without a suffix'}" for suffix, number in suffixes.most_common(5))
+        example = next(each.example for each in sets if each.example)
+        text = "data: left out %s of other types than images: %s, e.g. %s"
+        logging.getLogger(NAME).info(text, count(suffixes.total(), "file"), kinds, example)
 
 
 def classes_of(root: Path, split: str) -> list[str]:
@@ -74,11 +112,8 @@ def classes_of(root: Path, split: str) -> list[str]:
     return classes
 
 
-def read_image(path: Path, channels: int, size: int = 0) -> Tensor:
-    """uint8 [channels, H, W]; with a size, resized by its shorter side and center-cropped to [channels, size, size].
-
-    Raises UserError if the file, <class>/<name>, cannot be read as an image.
-    """
+def read_image(path: Path, channels: int, class_name: str = "") -> Tensor:
+    """uint8 [channels, H, W]. Raises UserError, which names the class (by default the folder), if it cannot be read."""
     from PIL import Image
     from torchvision.transforms.v2 import functional as transforms
 
@@ -92,10 +127,9 @@ def read_image(path: Path, channels: int, size: int = 0) -> Tensor:
         if isinstance(error, MemoryError) or getattr(error, "errno", None) in SHORTAGES:
             raise
         raise UserError(
-            f"{path}: cannot be read as an image (class {path.parent.name}; {error}); replace or delete it"
+            f"{path}: cannot be read as an image (class {class_name or path.parent.name}; {error});"
+            " replace or delete it"
         ) from None
-    if size and image.shape[1:] != (size, size):
-        image = transforms.center_crop(transforms.resize(image, [size]), [size])
     return image
 
 

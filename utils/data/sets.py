@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from config import TrainingConfig, UserError, fields_of_yours, type_of
-from utils.data.images import Listing
+from utils.data.images import Listing, log_left_out
 from utils.data.sketches import Sketch, are_alike, sketches
 from utils.distributed.collectives import broadcast_json, on_all_ranks, once_per_file_system, read_once, require_equal
 from utils.distributed.context import DistributedContext
@@ -58,6 +58,7 @@ def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext
     require_equal(listed, differ, ctx)
     for each in (sets[split] for split in listed):
         each.use_listing(read_once(each.folder, functools.partial(getattr, each, "listing"), differ, ctx))
+    log_left_out([sets[split] for split in listed])
 
     def check() -> Dataset:
         for split, dataset in sets.items():
