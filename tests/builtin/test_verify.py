@@ -13,6 +13,7 @@ from ranks import ROOT, WarmLaunch, copy_repository, finish, need, stop, torchru
 from training import wait_until
 
 FLAGS = "--image_size 8 --dataset_size 60 --backend gloo".split()
+GIVEN = "--ema_decay 0.9 --schedule linear --warmup_epochs 0.1".split()
 FAULTS = sorted((ROOT / "tests" / "faults").glob("*.patch"))
 DEFAULT = ("rank_dependent_parameter", "momentum_left_out")  # a fault of the model, and one of the machinery
 ALONE = ("unseeded_noise", "forgotten_set_epoch", "momentum_left_out")  # one process detects them too
@@ -28,13 +29,13 @@ def outcomes(text):
 
 def test_the_template_passes_and_runs_report_it_until_a_file_changes(tmp_path):
     fork = copy_repository(tmp_path)
-    ended = forks.run(fork, 2, "scripts/verify.py", *FLAGS, "--ema_decay", "0.9")
+    ended = forks.run(fork, 2, "scripts/verify.py", *FLAGS, *GIVEN)
     assert ended.code == 0, ended.text
     assert outcomes(ended.out) == dict.fromkeys(INVARIANTS, "ok") and list(outcomes(ended.out)) == INVARIANTS
     found = json.loads((fork / "verified.json").read_text())
     assert found["passed"] and found["ranks"] == 2 and list(found["invariants"]) == INVARIANTS
     assert {"train.py", "model.py", "dataset.py", "config.py", "utils/data/loader.py"} <= found["code"].keys()
-    assert found["flags"] == [*FLAGS, "--ema_decay", "0.9"] and found["versions"]["torch"]
+    assert found["flags"] == [*FLAGS, *GIVEN] and found["versions"]["torch"]
     assert not list((fork / "runs").iterdir())  # the short runs were deleted
 
     def train():

@@ -243,7 +243,7 @@ def record_updates(updates: list[Update]) -> Iterator[None]:
         divisor = getattr(optimizer, "grad_scale", None)  # fused kernels divide within the step
         divisor = 1.0 if divisor is None else divisor
         gradients = {p: p.grad / divisor for group in groups for p in group["params"] if p.grad is not None}
-        updates.append(Update(gradients, [(round(group["lr"], 12), group["weight_decay"]) for group in groups]))
+        updates.append(Update(gradients, [(float(group["lr"]), group["weight_decay"]) for group in groups]))
         for group in optimizer.param_groups:
             group["lr"] = 0.0
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -273,7 +274,8 @@ def compare_updates(
         )
     worst = 0.0
     for step, (mine, plain) in enumerate(zip(ours, theirs, strict=True)):
-        if mine.settings != plain.settings:
+        pairs = zip(chain(*mine.settings), chain(*plain.settings), strict=False)
+        if len(mine.settings) != len(plain.settings) or not all(math.isclose(*pair, rel_tol=1e-9) for pair in pairs):
             raise Broken(
                 f"step {step}: learning rate and weight decay are {mine.settings}, in the plain loop {plain.settings}:"
                 " param_groups or the schedule depends on the ranks; make them functions of config and step"
