@@ -1,5 +1,4 @@
-"""The reference: the same training in one process, without DDP, checkpoints or workers. It shares only model, data and
-config with the tested code. It is also the plain loop of scripts/benchmark.py."""
+"""The reference: the same training in one process, without DDP, checkpoints or workers; also for benchmark.py."""
 
 import hashlib
 import math
@@ -39,7 +38,8 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
     model = create_model(config, device).train()
     generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
     groups, rest = param_groups(model, config), {"weight_decay": config.weight_decay, "fused": fused}
-    optimizer = torch.optim.SGD(groups, config.lr, config.momentum, nesterov=config.nesterov, **rest)
+    nesterov = config.nesterov and config.momentum > 0
+    optimizer = torch.optim.SGD(groups, config.lr, config.momentum, nesterov=nesterov, **rest)
     if config.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, config.lr, (config.momentum, config.beta2), **rest)
     rule = lambda *weights: get_ema_multi_avg_fn(min(config.ema_decay, step / (9 + step)))(*weights)  # noqa: E731
@@ -72,11 +72,12 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
                     mean += latest * (len(chosen) / len(window))
             for s, rate, old, mean in zip(statistics, rates, before, means, strict=True):
                 s.copy_((1 - rate) * old + rate * mean)
-            for parameter in (p for p in model.parameters() if p.grad is not None):
-                parameter.grad /= count
+            torch._foreach_div_([p.grad for p in model.parameters() if p.grad is not None], count)
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm or math.inf)
-            cosine = 0.5 + 0.5 * math.cos(math.pi * (step - warm_up) / max(1, total - warm_up))
-            factor = (step + 1) / warm_up if step < warm_up else cosine
+            done = (step - warm_up) / max(1, total - warm_up)
+            shapes = {"cosine": 0.5 + 0.5 * math.cos(math.pi * done), "linear": 1 - done, "constant": 1}
+            shapes |= {"wsd": min(1, 5 * (1 - done)), "step": 1 if done < 0.5 else 0.1 if done < 0.75 else 0.01}
+            factor = (step + 1) / warm_up if step < warm_up else shapes[config.schedule]
             if "lr_factor" in seams:
                 factor = seams["lr_factor"](config, step, total, warm_up, Progress(step=step, epoch=epoch, user=user))
             for group in optimizer.param_groups:

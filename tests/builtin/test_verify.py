@@ -13,6 +13,7 @@ from ranks import ROOT, WarmLaunch, copy_repository, finish, need, stop, torchru
 from training import wait_until
 
 FLAGS = "--image_size 8 --dataset_size 60 --backend gloo".split()
+GIVEN = "--ema_decay 0.9 --schedule linear --warmup_epochs 0.1".split()
 FAULTS = sorted((ROOT / "tests" / "faults").glob("*.patch"))
 DEFAULT = ("rank_dependent_parameter", "momentum_left_out")  # a fault of the model, and one of the machinery
 ALONE = ("unseeded_noise", "forgotten_set_epoch", "momentum_left_out")  # one process detects them too
@@ -28,13 +29,13 @@ def outcomes(text):
 
 def test_the_template_passes_and_runs_report_it_until_a_file_changes(tmp_path):
     fork = copy_repository(tmp_path)
-    ended = forks.run(fork, 2, "scripts/verify.py", *FLAGS, "--ema_decay", "0.9")
+    ended = forks.run(fork, 2, "scripts/verify.py", *FLAGS, *GIVEN)
     assert ended.code == 0, ended.text
     assert outcomes(ended.out) == dict.fromkeys(INVARIANTS, "ok") and list(outcomes(ended.out)) == INVARIANTS
     found = json.loads((fork / "verified.json").read_text())
     assert found["passed"] and found["ranks"] == 2 and list(found["invariants"]) == INVARIANTS
     assert {"train.py", "model.py", "dataset.py", "config.py", "utils/data/loader.py"} <= found["code"].keys()
-    assert found["flags"] == [*FLAGS, "--ema_decay", "0.9"] and found["versions"]["torch"]
+    assert found["flags"] == [*FLAGS, *GIVEN] and found["versions"]["torch"]
     assert not list((fork / "runs").iterdir())  # the short runs were deleted
 
     def train():
@@ -122,6 +123,18 @@ def test_unused_parameters_are_named_before_ddp_waits_for_them(tmp_path):
     assert "freeze it in create_model with requires_grad_(False)" in ended.out
     assert "skipped: parameters is broken; fix that first" in ended.out
     assert "Expected to have finished reduction" not in ended.text
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_summed_in_float32_on_purpose_is_no_fault(tmp_path):
+    """As transformers' causal language models do: in float64 its sums are rounded to float32."""
+    fork = copy_repository(tmp_path)
+    path = fork / "model.py"
+    path.write_text(path.read_text().replace("logits = model(images)\n", "logits = model(images).float()\n"))
+    ended = forks.run(fork, 2, "scripts/verify.py", *FLAGS)
+    assert ended.code == 0 and outcomes(ended.out) == dict.fromkeys(INVARIANTS, "ok"), ended.text
+    (line,) = re.findall("^ok +loss .*", ended.out, re.MULTILINE)
+    assert "in float64" in ended.out and "; the loss is summed in float32, which is allowed for)" in line
 
 
 @pytest.mark.slow

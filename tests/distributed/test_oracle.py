@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from plain_loop import plain_loop
+from ranks import slow
 from tasks import config_of, using
 from training import relative
 
@@ -37,15 +38,23 @@ def check_against_the_oracle(runs, ranks, accumulation, dtype, flags, tolerance,
 
 
 @pytest.mark.parametrize(
-    ("ranks", "accumulation", "optimizer", "task"), [(2, 2, SGD, "images"), (4, 1, ADAMW, "plain")]
+    ("ranks", "accumulation", "optimizer", "task", "schedule"),
+    [
+        (2, 2, SGD, "images", "cosine"),
+        (4, 1, ADAMW, "plain", "wsd"),
+        slow(2, 1, SGD, "plain", "linear"),
+        slow(2, 1, SGD, "plain", "constant"),
+        slow(2, 1, SGD, "plain", "step"),
+    ],
 )
-def test_twenty_float64_steps_equal_the_plain_loop(runs, ranks, accumulation, optimizer, task):
+def test_twenty_float64_steps_equal_the_plain_loop(runs, ranks, accumulation, optimizer, task, schedule):
     """Between numbers of ranks only the order of sums differs: 1e-12 allows a few hundred roundings.
 
     AdamW would amplify the rounding of zero gradients, those of biases before a BatchNorm, which "plain" does
     not have.
     """
-    check_against_the_oracle(runs, ranks, accumulation, torch.float64, (*optimizer, "--max_steps", "20"), 1e-12, task)
+    flags = (*optimizer, "--max_steps", "20", "--schedule", schedule)
+    check_against_the_oracle(runs, ranks, accumulation, torch.float64, flags, 1e-12, task)
 
 
 @pytest.mark.parametrize(

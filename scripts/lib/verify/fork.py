@@ -61,6 +61,7 @@ class Fork:
     folder: Path  # of the short runs; deleted at the end
     seams: Seams
     dtype: torch.dtype = torch.float32  # of the computations
+    loss_dtype: torch.dtype = torch.float32  # of the summed loss: float32 in a fork that uses logits.float()
     trainings: dict[str, train.Training] = field(default_factory=dict)  # of the short runs that completed
     sharded_loss: float = 0.0  # with sharding: of `sample_loss` after the run "whole"
 
@@ -120,14 +121,16 @@ class Fork:
             self.dtype = torch.float64
             try:
                 _, _, batch = self.loader(self.small_train_set()).fetch([0, min(1, len(self.train_set) - 1)])
-                self.seams.compute_loss(self.new_model().train(), batch)["loss"][0].backward()
+                loss = self.seams.compute_loss(self.new_model().train(), batch)["loss"][0]
+                loss.backward()
+                self.loss_dtype = loss.dtype
             except Exception:  # a custom kernel or a hard-coded dtype; the checks report other errors
                 return False
             return True
 
         if not all(all_gather_json(self.on_all(is_possible), self.ctx)):
             torch.set_default_dtype(torch.float32)
-            self.dtype = torch.float32
+            self.dtype = self.loss_dtype = torch.float32
 
     def evaluate(self, model: nn.Module, dataset: Dataset) -> dict[str, float]:
         """Loss, metrics and "count" over all ranks."""
@@ -241,7 +244,7 @@ def record_updates(updates: list[Update]) -> Iterator[None]:
         divisor = getattr(optimizer, "grad_scale", None)  # fused kernels divide within the step
         divisor = 1.0 if divisor is None else divisor
         gradients = {p: p.grad / divisor for group in groups for p in group["params"] if p.grad is not None}
-        updates.append(Update(gradients, [(round(group["lr"], 12), group["weight_decay"]) for group in groups]))
+        updates.append(Update(gradients, [(float(group["lr"]), group["weight_decay"]) for group in groups]))
         for group in optimizer.param_groups:
             group["lr"] = 0.0
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -24,13 +25,12 @@ from utils.training.optimizer import checked_groups
 from utils.training.state import Progress
 
 # relative: sums in another order; losses of a batch and its halves, for which layers may choose other kernels
-ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-11}
-ADDING = {torch.float32: 1e-4, torch.float64: 1e-11}
+ROUNDING = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-11}
+ADDING = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-4, torch.float64: 1e-11}
 
 
 def loss(fork: Fork) -> str:
     """compute_loss returns sums and counts: those of a batch equal the totals over its parts, for several weights."""
-    tolerance = ADDING[fork.dtype]
 
     def check() -> str:
         subset = fork.small_train_set()
@@ -54,17 +54,20 @@ def loss(fork: Fork) -> str:
                 with torch.set_grad_enabled(is_training):
                     first, second, whole, again = (sums(fork, net, each) for each in (*batches, batches[2]))
                 for name, value in whole.items():
-                    parts = first[name] + second[name]
+                    tolerance = ADDING.get(value.dtype, ADDING[fork.dtype])  # a fork may sum in float32 on purpose
+                    value, parts = value.double(), first[name].double() + second[name].double()
                     error = relative_error(parts, value) if parts.any() or value.any() else 0.0
                     is_mean = name.endswith("sum") and value.any() and relative_error(parts, 2 * value) <= 0.05
-                    if is_mean or (error > tolerance and is_comparable and torch.equal(value, again[name])):
+                    if is_mean or (error > tolerance and is_comparable and torch.equal(value, again[name].double())):
                         kind = "a mean instead of a sum" if is_mean else "it does not add up over samples"
                         raise Broken(
                             f"{name} is {shown(value)} for {2 * size} samples, {shown(parts)} for their halves"
                             f" together: {kind}; let compute_loss return sums over the micro-batch, and their counts"
                         )
                     worst = max(worst, error if is_comparable else 0.0)
-        return f"sums and counts add up over samples, in training and evaluation (within {worst:.0e}); "
+        dtype = str(fork.loss_dtype).removeprefix("torch.")
+        summed = "" if fork.loss_dtype is fork.dtype else f"; the loss is summed in {dtype}, which is allowed for"
+        return f"sums and counts add up over samples, in training and evaluation (within {worst:.0e}{summed}); "
 
     return fork.on_all(check) + fork.on_all(lambda: for_a_look(fork))
 
@@ -187,7 +190,8 @@ def evaluation(fork: Fork) -> str:
         subset, net = fork.held_out_subset(count), fork.new_model().eval()
         expected, found = plain_evaluation(fork, subset, net), fork.evaluate(net, subset)
         for name, value in expected.items():
-            is_close = math.isclose(found[name], value, rel_tol=ROUNDING[fork.dtype], abs_tol=1e-8)  # summation order
+            rounding = ROUNDING[fork.loss_dtype]  # sums in another order
+            is_close = math.isclose(found[name], value, rel_tol=rounding, abs_tol=1e-8)
             if not is_close and not (math.isnan(value) and math.isnan(found[name])):  # nan: counted nothing
                 seen = f"{name} of {len(subset)} held-out samples is {found[name]:.6g}, in one process {value:.6g}"
                 if plain_evaluation(fork, subset, net, noise=1)[name] != value:
@@ -247,7 +251,7 @@ def gradient(fork: Fork) -> str:
             pairs = zip(theirs, again, strict=True)
             return all(torch.equal(flat_gradient(a, net), flat_gradient(b, other)) for a, b in pairs)
 
-        rounding = ROUNDING[fork.dtype]
+        rounding = ROUNDING[fork.loss_dtype]
         found = compare_updates(ours, our_model, theirs, net, rounding, repeats)
         return found + compare_buffers(our_model, net, rounding)
 
@@ -273,7 +277,8 @@ def compare_updates(
         )
     worst = 0.0
     for step, (mine, plain) in enumerate(zip(ours, theirs, strict=True)):
-        if mine.settings != plain.settings:
+        pairs = zip(chain(*mine.settings), chain(*plain.settings), strict=False)
+        if len(mine.settings) != len(plain.settings) or not all(math.isclose(*pair, rel_tol=1e-9) for pair in pairs):
             raise Broken(
                 f"step {step}: learning rate and weight decay are {mine.settings}, in the plain loop {plain.settings}:"
                 " param_groups or the schedule depends on the ranks; make them functions of config and step"
@@ -325,10 +330,10 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def sums(fork: Fork, net: nn.Module, batch: Any) -> dict[str, Tensor]:
-    """All sums and counts of a micro-batch: float64, flat, on the CPU."""
+    """All sums and counts of a micro-batch: in their dtypes, flat, on the CPU."""
     metrics = check_metrics(fork.seams.compute_loss(net, batch))
     parts = {f"{name}'s {part}": entry[k] for name, entry in metrics.items() for k, part in enumerate(("sum", "count"))}
-    return {name: torch.as_tensor(value).detach().double().cpu().flatten() for name, value in parts.items()}
+    return {name: torch.as_tensor(value).detach().cpu().flatten() for name, value in parts.items()}
 
 
 def shown(value: Tensor) -> str:

@@ -113,7 +113,7 @@ def plain_load(fork: Fork) -> str:
             loaded = fork.seams.create_model(TrainingConfig(**saved["config"]), device)
             loaded.load_state_dict(saved["model"])
             found = fork.sample_loss(loaded, device)
-        if not math.isclose(found, expected, rel_tol=ROUNDING[fork.dtype] if has_shards else 0):
+        if not math.isclose(found, expected, rel_tol=ROUNDING[fork.loss_dtype] if has_shards else 0):
             raise Broken(
                 f"the loaded model's loss is {found:.6g} instead of {expected:.6g}: learned state is missing from"
                 " state_dict(); keep it in a parameter or persistent buffer"

@@ -1,0 +1,77 @@
+"""scripts/verify.py finds nothing on the template as shipped, with any flag that changes the result (with --all)."""
+
+import dataclasses
+import re
+import time
+
+import pytest
+
+import forks
+from config import TrainingConfig
+from ranks import copy_repository
+from test_verify import FLAGS, outcomes
+
+ROWS = """
+--schedule cosine --warmup_epochs 0
+--schedule linear --warmup_epochs 0.1
+--schedule constant --warmup_epochs 1
+--schedule wsd
+--schedule step
+--optimizer sgd --lr 3 --warmup_epochs 0
+--optimizer adamw --lr 0.001
+--optimizer adamw --lr 1e-6 --momentum 0.8 --beta2 0.99
+--optimizer adamw --weight_decay 0.1 --schedule linear
+--no-nesterov
+--momentum 0
+--momentum 0.5 --no-nesterov
+--weight_decay 0
+--weight_decay 0.1
+--ema_decay 0.9
+--clip_grad_norm 0.1
+--label_smoothing 0.1
+--sharding zero2
+--sharding zero3 --cpu_offload
+--reduction exact
+--grad_accum_steps 2
+--global_batch_size 256
+--batch_size 3
+--drop_last --batch_size 8
+--activation_checkpointing
+--max_steps 1
+--epochs 1
+--seed 0
+--deterministic
+--comm_hook bf16
+--bucket_cap_mb 1
+--no-use_amp
+--amp_dtype bf16
+--augment none
+--augment resized_crop
+--channels_last false
+--in_channels 1 --num_classes 3
+--model resnet18 --image_size 32
+--best_metric top5
+--cache ram
+--patience 1
+--save_every_steps 1 --eval_every 0
+""".strip().splitlines()
+ELSEWHERE = {  # flags without a row
+    "dataset": "test_recipes.py",
+    "dataset_size": "FLAGS",
+    "sync_bn": "CUDA only",
+}
+
+
+def test_each_flag_that_changes_the_result_has_a_row():
+    fields = [field.name for field in dataclasses.fields(TrainingConfig) if field.metadata["resume"] != "free"]
+    given = {name.replace("no-", "") for row in [*ROWS, *FLAGS] for name in re.findall(r"--(\S+)", row)}
+    assert not set(fields) - given - ELSEWHERE.keys() and not ELSEWHERE.keys() - {*fields}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS)
+def test_verify_finds_nothing_on_the_template_with(tmp_path, row):
+    began, fork = time.monotonic(), copy_repository(tmp_path)
+    ended = forks.run(fork, 2, "scripts/verify.py", *FLAGS, *row.split())
+    print(f"{time.monotonic() - began:5.1f} s  {row}")  # shown with -rP or -s
+    assert ended.code == 0 and set(outcomes(ended.out).values()) == {"ok"}, ended.text
