@@ -19,17 +19,28 @@ def number(*key):
     return int.from_bytes(hashlib.sha256("/".join(str(part) for part in key).encode()).digest()[:8], "big") // 2
 
 
+def seed(*key):
+    random.seed(number(*key)), torch.manual_seed(number(*key)), numpy.random.seed(number(*key) % 2**32)
+
+
 def samples(data, indices, *key):
     if len(indices) > 1 and not hasattr(data, "__getitems__"):
         return [samples(data, [index], *key)[0] for index in indices]
-    seed = number("sample", *key, *indices)
-    random.seed(seed), torch.manual_seed(seed), numpy.random.seed(seed % 2**32)
+    seed("sample", *key, *indices)
     return data.__getitems__(indices) if hasattr(data, "__getitems__") else [data[index] for index in indices]
+
+
+def schedule(config, step, total, warm_up, progress):
+    done, least = min(1, (step - warm_up) / max(1, total - warm_up)), config.min_lr / config.lr
+    shapes = {"cosine": 0.5 + 0.5 * math.cos(math.pi * done), "linear": 1 - done, "constant": 1}
+    shapes |= {"wsd": min(1, 5 * (1 - done)), "step": 1 if done < 0.5 else 0.1 if done < 0.75 else 0.01}
+    return (step + 1) / warm_up if step < warm_up else least + (1 - least) * shapes[config.schedule]
 
 
 def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
     """Yields model, average, summed loss and its count for each step. micro_batches_per_step: ranks x accumulation."""
     seams = vars(sys.modules["model"])
+    seed("create_dataset", config.seed)
     data = create_dataset(config, "train")
     collate = getattr(data, "collate", default_collate)
     transform = getattr(data, "device_transform", lambda batch, *_: batch)
@@ -53,10 +64,11 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
         norm.momentum = 1.0  # a forward pass then stores the statistics of its micro-batch
     size = config.batch_size * micro_batches_per_step
     used = len(data) - config.drop_last * (len(data) % size)
-    total = min(config.epochs * math.ceil(used / size), config.max_steps or 10**9)
-    warm_up = round(config.warmup_epochs * math.ceil(used / size))
-    step, user = -1, {}
-    for epoch in range(config.epochs):
+    per_epoch, (most_epochs, most_steps) = math.ceil(used / size), config.limits
+    total = int(min(most_epochs * per_epoch, most_steps))
+    warm_up = round(config.warmup_epochs * per_epoch) if config.warmup_steps == "auto" else config.warmup_steps
+    factor_at, step, user = seams.get("lr_factor", schedule), -1, {}
+    for epoch in range(math.ceil(total / per_epoch)):
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(number("order", config.seed, epoch)))
         for window in order[:used].split(size)[: total - step - 1]:
             step, count, loss_of_step = step + 1, 0.0, 0.0
@@ -74,12 +86,8 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
                 s.copy_((1 - rate) * old + rate * mean)
             torch._foreach_div_([p.grad for p in model.parameters() if p.grad is not None], count)
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm or math.inf)
-            done = (step - warm_up) / max(1, total - warm_up)
-            shapes = {"cosine": 0.5 + 0.5 * math.cos(math.pi * done), "linear": 1 - done, "constant": 1}
-            shapes |= {"wsd": min(1, 5 * (1 - done)), "step": 1 if done < 0.5 else 0.1 if done < 0.75 else 0.01}
-            factor = (step + 1) / warm_up if step < warm_up else shapes[config.schedule]
-            if "lr_factor" in seams:
-                factor = seams["lr_factor"](config, step, total, warm_up, Progress(step=step, epoch=epoch, user=user))
+            where = Progress(step=step, epoch=epoch, user=user)
+            factor = factor_at(config, step, config.schedule_steps or total, warm_up, where)
             for group in optimizer.param_groups:
                 group["lr"] = group.setdefault("peak", group["lr"]) * factor
             optimizer.step()

@@ -40,7 +40,7 @@ def check_against_the_oracle(runs, ranks, accumulation, dtype, flags, tolerance,
 @pytest.mark.parametrize(
     ("ranks", "accumulation", "optimizer", "task", "schedule"),
     [
-        (2, 2, SGD, "images", "cosine"),
+        (2, 2, SGD, "images", "cosine --min_lr 0.01 --schedule_steps 15 --warmup_steps 3"),
         (4, 1, ADAMW, "plain", "wsd"),
         slow(2, 1, SGD, "plain", "linear"),
         slow(2, 1, SGD, "plain", "constant"),
@@ -53,7 +53,7 @@ def test_twenty_float64_steps_equal_the_plain_loop(runs, ranks, accumulation, op
     AdamW would amplify the rounding of zero gradients, those of biases before a BatchNorm, which "plain" does
     not have.
     """
-    flags = (*optimizer, "--max_steps", "20", "--schedule", schedule)
+    flags = (*optimizer, "--max_steps", "20", "--schedule", *schedule.split())
     check_against_the_oracle(runs, ranks, accumulation, torch.float64, flags, 1e-12, task)
 
 

@@ -13,7 +13,7 @@ import predict
 import train
 from config import TrainingConfig, UserError
 from ranks import run_ranks
-from tasks import TASKS, BlockModel, config_of, using
+from tasks import TASKS, BlockModel, config_of, image_loss, using
 from test_exact_ranks import FLAGS as OF_CHAIN
 from test_exact_resume import FLAGS as OF_RESUME
 from test_oracle import check_against_the_oracle
@@ -103,15 +103,26 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(runs):
     assert relative(runs.last("run")["model"], runs.last("ddp")["model"]) < 1e-5
 
 
+def train_steeply(flags):
+    """Gradients are so large that float16 overflows at its first scales, in some shards only."""
+
+    def loss(net, batch):
+        found = image_loss(net, batch)
+        return found | {"loss": (1000 * found["loss"][0], found["loss"][1])}
+
+    with mock.patch.dict(TASKS["images"], {"compute_loss": loss}):
+        train_flags(flags)
+
+
 def test_float16_finds_its_scale_on_all_ranks_together(runs):
-    """The first steps overflow in some shards only."""
-    flags = "--dataset_size 64 --epochs 1 --amp_dtype fp16 --lr 0.0001 --sharding zero3".split()
-    runs.train(2, "run", *flags)
-    runs.train(2, "ddp", *flags[:-2])
-    scalers = [runs.last(name)["scaler"] for name in ("run", "ddp")]
-    assert scalers[0] == scalers[1] and runs.last("run")["progress"] | {"interval": 0} == runs.last("ddp")[
-        "progress"
-    ] | {"interval": 0}
+    """DDP's ranks scale their gradients by the number of ranks, for its average, so its scale is half as large."""
+    flags = "--dataset_size 128 --epochs 1 --amp_dtype fp16 --lr 0.0000001".split()
+    for name, sharding in (("run", "zero3"), ("ddp", "none")):
+        run_ranks(2, train_steeply, runs.words(name, *flags, "--sharding", sharding))
+    (sharded, its), (ddp, other) = ((runs.last(name)["scaler"], runs.last(name)["progress"]) for name in ("run", "ddp"))
+    assert its["overflow_steps"] > 2 and its["skipped_steps"] == 0 and its["step"] == 16
+    assert sharded["scale"] == 2.0 ** (16 - its["overflow_steps"]) == 2 * ddp["scale"]
+    assert other["overflow_steps"] == its["overflow_steps"] + 1
 
 
 def watch_the_memory(words):
