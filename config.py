@@ -176,7 +176,7 @@ class TrainingConfig:
     resume_from: str = setting("run", "", "auto: latest valid checkpoint; a path; empty: fresh start", local_path)
     overwrite: bool = setting("run", False, "replace the existing run in run_dir")
     init_from: str = setting("run", "", "start a new run with these weights: a checkpoint or a state dict", local_path)
-    eval_only: bool = setting("run", False, "only evaluate resume_from (empty: the best checkpoint of run_dir)")
+    eval_only: bool = setting("run", False, "only evaluate resume_from (empty: the best of run_dir) or init_from")
     seed: int = setting("run", 42, "seed for weights, data order, augmentation and dropout", between(0, 2**63), "must")
     deterministic: bool = setting("run", False, "bit-exact on one CUDA topology too (slower)", resume="may")
 
@@ -372,6 +372,8 @@ class TrainingConfig:
             values = _read_file(file, cls) if file else {}
         except UserError as error:
             problems, values = [*problems, str(error)], {}
+        if given.get("eval_only"):
+            values.pop("init_from", None)  # the weights that the run of a config.json started from
         try:
             config = cls(**((saved or {}) | values | given))
         except UserError as error:

@@ -1,6 +1,7 @@
 """The data, yours to change. The training loop uses three functions, and these attributes of a data set.
 
-create_dataset(config, split)   the data set of "train", "val" or "test"; None if there is no such split
+create_dataset(config, split)   the data set of "train", "val" or "test"; None if there is no such split. predict.py may
+                                ask for "predict": a set whose labels do not count
 is_prepared(config)             whether the data is ready for create_dataset
 prepare_data(config)            downloads or unpacks the data if needed; called on one rank per file system
 
@@ -201,8 +202,8 @@ def create_dataset(config: TrainingConfig, split: str) -> Dataset | None:
 
 
 def _synthetic(config: TrainingConfig, split: str) -> SyntheticImageDataset | None:
-    if split == "test":
-        return None  # the only held-out split is "val"
+    if split not in ("train", "val"):
+        return None
     auto = {"num_classes": 10, "in_channels": 3, "image_size": 32}
     sizes = {name: size if getattr(config, name) == "auto" else getattr(config, name) for name, size in auto.items()}
     samples = config.dataset_size or SYNTHETIC_SAMPLES
@@ -211,8 +212,8 @@ def _synthetic(config: TrainingConfig, split: str) -> SyntheticImageDataset | No
 
 
 def _cifar10(config: TrainingConfig, split: str) -> InMemoryImages | None:
-    if split == "test":
-        return None  # the only held-out split is "val"
+    if split not in ("train", "val"):
+        return None
     if config.in_channels not in ("auto", 3) or config.image_size not in ("auto", 32):
         raise UserError("dataset=cifar10: has 3 channels and 32x32 pixels; leave in_channels and image_size at auto")
     return InMemoryImages(*read_cifar10(Path(config.data_dir), split == "train"), CIFAR_MEAN, CIFAR_STD, split)

@@ -353,23 +353,26 @@ def evaluate_split(
 
 
 def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, Any]:
-    """Evaluate a checkpoint on the held-out sets and write eval-<checkpoint>.json. No other file changes."""
-    logger = setup_logger(ctx.rank)
-    path, seams = Path(config.resume_from), Seams.of(your_model)
-    if config.resume_from in ("", "auto"):
+    """Evaluate a checkpoint, or the weights of init_from, on the held-out sets, and write only eval-<name>.json."""
+    logger, is_published = setup_logger(ctx.rank), bool(config.init_from)
+    path, seams = Path(config.init_from or config.resume_from), Seams.of(your_model)
+    if not is_published and config.resume_from in ("", "auto"):
         path = on_all_ranks(lambda: best_or_latest(config.checkpoint_folder, not config.resume_from), ctx)
     sets = load_data(your_data, config, ctx)
     config = sets.config
-    state = on_all_ranks(lambda: create_state(seams, sets.config, ctx, is_resumed=True), ctx)
-    payload = load_checkpoint(path, ctx, state.layouts())
-    on_all_ranks(lambda: check_evaluation(payload, config), ctx)
-    progress, records = progress_of(payload), []
+    state = on_all_ranks(lambda: create_state(seams, config, ctx, is_resumed=not is_published), ctx)
+    progress, weights, records = Progress(), {"model": {}}, []
+    if not is_published:
+        payload = load_checkpoint(path, ctx, state.layouts())
+        on_all_ranks(lambda: check_evaluation(payload, config), ctx)
+        progress, weights = progress_of(payload), {kind: payload[kind] for kind in ("model", "ema") if payload[kind]}
     for split, dataset in sets.held_out.items():
         began = time.perf_counter()
         loader = create_evaluation_dataloader(dataset, config, ctx)
         found, common = [], (split, loader, seams.compute_loss, progress, state.precision, ctx, logger)
-        for kind in ("model", "ema") if payload["ema"] else ("model",):
-            on_all_ranks(lambda weights=payload[kind]: state.load_model({"model": weights}), ctx)
+        for kind, values in weights.items():
+            if values:
+                on_all_ranks(lambda values=values: state.load_model({"model": values}), ctx)
             found += evaluate_all(state.model, {kind: nullcontext()}, *common)
         log_epoch_summary(logger, found, time.perf_counter() - began, is_best=False)
         records += found
@@ -390,7 +393,7 @@ def create_state(seams: Seams, config: TrainingConfig, ctx: DistributedContext, 
         torch.manual_seed(config.seed)
         model = seams.create_model(config, device)
         if config.init_from and not is_resumed and device.type != "meta":
-            take_weights(model, Path(config.init_from))
+            take_weights(model, Path(config.init_from), must_be_whole=config.eval_only)
         if config.activation_checkpointing:
             checkpoint_blocks(model, seams.blocks(model))
         return model

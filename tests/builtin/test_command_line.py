@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+import torch
 
 from config import UserError
 from images import save_images
@@ -84,6 +85,16 @@ def test_a_separate_test_set_is_evaluated_once_with_the_best_weights(runs):
     runs.train(2, "run", *folder, "--eval_only", task="")
     again = runs.json("run", "eval-best.json")["records"]
     assert [record["loss"] for record in again if record["split"] == "test"] == [evaluations[-1]["loss"]]
+    weights = runs.root / "published.pth"
+    torch.save(saved["model"], weights)
+    before = contents(runs.folder("run"))
+    runs.train(2, "run", *folder, "--eval_only", "--init_from", weights, task="")
+    again = runs.json("run", "eval-published.json")["records"]
+    assert [record["loss"] for record in again if record["split"] == "test"] == [evaluations[-1]["loss"]]
+    after = contents(runs.folder("run"))
+    assert [path.name for path in after if after[path] != before.get(path)] == ["eval-published.json"]
+    with pytest.raises(AssertionError, match="or --init_from if it holds published weights"):
+        runs.train(2, "run", *folder, "--eval_only", "--resume_from", weights, task="")
     other_data = r"(?s)dataset=synthetic: the checkpoint has dataset=imagefolder\n.*/run/config.json"
     with pytest.raises(AssertionError, match=other_data):
         runs.train(2, "run", "--eval_only", task="")

@@ -87,6 +87,20 @@ def test_init_from_loads_weights_that_fit_and_logs_the_others(tmp_path, caplog):
         assert "newly initialised: head.weight, head.bias" in caplog.text
 
 
+def test_published_weights_are_stripped_of_prefixes_and_must_be_whole_to_be_evaluated(tmp_path, caplog):
+    source, file = MiniResNet(3, 10).state_dict(), tmp_path / "weights.pt"
+    model = create_model(TrainingConfig(channels_last=False), CPU)
+    for prefix in ("module.", "_orig_mod.", "module._orig_mod."):
+        torch.save({prefix + name: value for name, value in source.items() if "num_batches" not in name}, file)
+        with caplog.at_level("INFO", logger="ddp"):
+            take_weights(model, file, must_be_whole=True)
+        assert torch.equal(model.head.weight, source["head.weight"])
+        assert f"removed '{prefix.partition('.')[0]}.' from the names" in caplog.text
+    torch.save({name: value for name, value in source.items() if "head" not in name}, file)
+    with pytest.raises(UserError, match="has no head.weight, head.bias of this model's shape; give weights of"):
+        take_weights(model, file, must_be_whole=True)
+
+
 def test_init_from_another_model_is_rejected(tmp_path):
     torch.save({"layer": torch.ones(3)}, tmp_path / "other.pt")
     with pytest.raises(UserError, match="none of its 1 tensors fits the model; use"):

@@ -198,7 +198,8 @@ def verify(path: Path, part: tuple[int, int] = (0, 1)) -> Trailer:
             trailer = _read_trailer(file)
             if trailer is None:
                 raise UserError(
-                    f"{path}: has no checksum at its end: it is truncated or not a checkpoint; give another"
+                    f"{path}: has no checksum at its end: it is truncated or not a checkpoint; give another, or"
+                    " --init_from if it holds published weights"
                 )
             size, digest = file.seek(0, os.SEEK_END) - DIGEST_BYTES, hashlib.sha256()
             file.seek(0)
@@ -346,14 +347,25 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     return weights
 
 
-def take_weights(model: nn.Module, path: Path) -> None:
-    """Load the weights that match the model by name and shape, and log the others (a head of another size)."""
+def take_weights(model: nn.Module, path: Path, must_be_whole: bool = False) -> None:
+    """Load the weights that match the model by name and shape, and log the others (a head of another size).
+
+    Raises:
+        UserError: if none matches, or `must_be_whole` and one is missing.
+    """
     weights, own = load_weights(path), model.state_dict()
+    for prefix in ("module.", "_orig_mod.", "module."):  # of DDP and torch.compile
+        if all(name.startswith(prefix) for name in weights):
+            logging.getLogger(NAME).info("init_from: removed %r from the names in %s", prefix, path)
+            weights = {name.removeprefix(prefix): value for name, value in weights.items()}
     fitting = {name: value for name, value in weights.items() if name in own and own[name].shape == value.shape}
     if not fitting:
         raise UserError(f"init_from={path}: none of its {len(weights)} tensors fits the model; use its own model")
     model.load_state_dict(fitting, strict=False)
     replaced = [name for name in own if name not in fitting]
+    if must_be_whole and (random := [name for name in replaced if own[name].is_floating_point()]):
+        listed = ", ".join(random[:5]) + f" and {len(random) - 5} more" * (len(random) > 5)
+        raise UserError(f"init_from={path}: has no {listed} of this model's shape; give weights of the whole model")
     extra = [name for name in weights if name not in fitting]
     text = "init_from: loaded %d of %d tensors from %s; newly initialised: %s; not used: %s"
     names = (", ".join(replaced) or "none", ", ".join(extra) or "none")
