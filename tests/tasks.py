@@ -93,10 +93,8 @@ def image_loss(net, batch):
 
 
 def create_images(config, split):
-    assert config.image_size in ("auto", 8)
     sizes = {"train": config.dataset_size or 100, "val": math.ceil((config.dataset_size or 100) / 5), "test": 0}
-    augment = "none" if config.augment == "none" else "crop"
-    return Images(sizes[split], split, augment) if sizes[split] else None
+    return Images(sizes[split], split) if sizes.get(split) else None
 
 
 def groups_of(net, config):
@@ -177,9 +175,8 @@ def token_loss(net, lines):
 
 
 def create_lines(config, split):
-    assert config.image_size in ("auto", 8)  # the size in the flags of all tasks
     sizes = {"train": config.dataset_size, "val": 7, "test": 0}
-    return Lines(sizes[split], split) if sizes[split] else None
+    return Lines(sizes[split], split) if sizes.get(split) else None
 
 
 SEAMS = {"param_groups": groups_of, "is_prepared": lambda config: True, "prepare_data": lambda config: None}

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from ranks import launch
+import forks
+from ranks import copy_repository, launch
 from test_recipes import Fork
 
 # the normalisation differs; the network keeps its name, so that the rest of the file need not change
@@ -26,6 +27,64 @@ def fork_without_batch_norm(folder):
     return fork
 
 
+MODEL = """
+from layers import Scaled
+from torch import nn
+from torch.nn import functional as F
+
+def create_model(config, device):
+    return nn.Sequential(nn.Linear(4, config.width), nn.Tanh(), Scaled(config.width)).to(device)
+
+def param_groups(model, config):
+    return [{"params": list(model.parameters())}]
+
+def compute_loss(model, batch):
+    return {"loss": (F.mse_loss(model(batch[0])[:, 0], batch[1], reduction="sum"), len(batch[1]))}
+"""
+LAYERS = """
+import torch
+from torch import nn
+
+class Scaled(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return x * self.scale
+"""
+DATA = """
+import torch
+from torch.utils.data import TensorDataset
+
+from utils.data.loader import create_distributed_dataloader
+
+def is_prepared(config):
+    return True
+
+def prepare_data(config):
+    pass
+
+def create_dataset(config, split):
+    numbers = torch.randn(40, 4)
+    return TensorDataset(numbers, numbers.sum(1)) if split in ("train", "val") else None
+"""
+
+
+def fork_with_other_fields(folder):
+    """Its own marked block, and a file of its own in the root."""
+    copy_repository(folder)
+    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
+    before, _, rest = (folder / "config.py").read_text().partition("    # ---- yours")
+    mark, _, rest = rest.partition("\n")
+    field = '    width: int = yours(8, "width", at_least(1))\n'
+    text = f"{before}    # ---- yours{mark}\n{field}    # ---- end of yours{rest.partition('# ---- end of yours')[2]}"
+    (folder / "config.py").write_text(text)
+    for name, content in {"model": MODEL, "layers": LAYERS, "dataset": DATA}.items():
+        (folder / f"{name}.py").write_text(content.lstrip())
+    return folder
+
+
 def test_the_fork_suite_is_collected_in_a_fork(tmp_path):
     """Nothing outside tests/builtin imports names that only the shipped model.py and dataset.py have."""
     fork = text_fork(tmp_path)
@@ -37,9 +96,21 @@ def test_the_fork_suite_is_collected_in_a_fork(tmp_path):
     assert int(re.search(r"(\d+)(?:/\d+)? tests collected", ended.stdout)[1]) > 500
 
 
+def test_rules_and_settings_hold_in_a_fork_with_fields_and_files_of_its_own(tmp_path):
+    fork = fork_with_other_fields(tmp_path)
+    words = "-m pytest -q -p no:cacheprovider -p no:xdist tests/unit/test_architecture.py tests/unit/test_config.py"
+    words += " tests/unit/test_first_line.py tests/unit/test_provenance.py"
+    ended = launch([sys.executable, *words.split()], cwd=fork, deadline=200)
+    assert ended.code == 0, ended.text
+    ended = forks.run(
+        fork, 2, "train.py", *"--batch_size 4 --epochs 2 --width 16 --backend gloo --num_workers 1".split()
+    )
+    assert ended.code == 0, ended.text
+
+
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.parametrize("make", [text_fork, fork_without_batch_norm])
+@pytest.mark.parametrize("make", [text_fork, fork_without_batch_norm, fork_with_other_fields])
 def test_the_fork_suite_passes_in_a_fork(tmp_path, make):
     fork = make(tmp_path)
     subprocess.run(["git", "add", "-A"], cwd=fork, check=True)  # as in a clone

@@ -18,7 +18,7 @@ from ranks import run_ranks
 from tasks import config_of, using
 from utils.training.state import TrainState
 
-SMALL = "--image_size 8 --batch_size 4 --log_interval 4 --num_workers 0 --backend gloo".split()
+SMALL = "--batch_size 4 --log_interval 4 --num_workers 0 --backend gloo".split()
 
 
 def measured(file, *mode):

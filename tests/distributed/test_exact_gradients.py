@@ -24,7 +24,7 @@ from utils.training.seams import Seams
 from utils.training.state import Progress
 
 BATCH = 2
-FLAGS = f"--batch_size {BATCH} --image_size 8 --backend gloo --num_workers 0 --warmup_epochs 0 --epochs 1".split()
+FLAGS = f"--batch_size {BATCH} --backend gloo --num_workers 0 --warmup_epochs 0 --epochs 1".split()
 OF_TASK = {
     "images": ["--clip_grad_norm", "0.5"],
     "plain": [],

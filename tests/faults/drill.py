@@ -25,7 +25,7 @@ from utils.checkpoint.format import step_path
 from utils.clock import Place, read_place
 from utils.files import replace_file
 
-FLAGS = "--image_size 8 --batch_size 4 --log_interval 5 --backend gloo --no-use_amp --record_samples".split() + BUCKETS
+FLAGS = "--batch_size 4 --log_interval 5 --backend gloo --no-use_amp --record_samples".split() + BUCKETS
 HOST = re.escape(socket.gethostname())
 # otherwise a restart by torchrun finds the keys of the previous attempt
 NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
