@@ -220,7 +220,7 @@ class TrainingConfig:
     patience: int = setting("training", 0, "evaluations without improvement before the end (0 = off)", at_least(0))
     max_time: float = setting("training", 0.0, "save and stop after this many minutes (0 = off)", at_least(0))
 
-    use_amp: bool = setting("precision", True, "mixed precision on hardware where it is fast", resume="may")
+    use_amp: bool = setting("precision", True, "mixed precision (on CPUs only with amp_dtype)", resume="may")
     amp_dtype: str = setting("precision", "auto", "mixed-precision dtype", one_of("auto", "bf16", "fp16"), "may")
 
     backend: str = setting("distributed", "auto", "nccl on CUDA, else gloo", one_of("auto", "nccl", "gloo", "mpi"))

@@ -194,7 +194,7 @@ def assemble(
     task = task_of(state.model, kind_of(train_set), config)
     origin = collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit, task)
     origin |= describe(train_set) | {"global_batch_size": sampler.global_batch_size, "sketches": sets.sketches}
-    origin["cpu_threads"] = torch.get_num_threads()
+    origin |= {"cpu_threads": torch.get_num_threads(), "precision": state.precision.name}
     differences, saved_goodput = resume_run(run, state, config, origin, sampler, ctx)
     if folder := ctx.launch.flight_recorder and Path(ctx.launch.flight_recorder).parent:
         on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True), ctx)  # torch does not create it

@@ -223,8 +223,8 @@ def test_a_resume_takes_learning_rate_and_decay_from_the_config():
 @pytest.mark.parametrize(
     ("changes", "fast", "device", "expected"),
     [
-        ({}, True, "cpu", torch.bfloat16),
-        ({}, False, "cpu", None),
+        ({}, True, "cpu", None),
+        ({}, True, "cuda", torch.bfloat16),
         ({}, False, "cuda", torch.float16),
         ({"use_amp": False}, True, "cuda", None),
         ({"amp_dtype": "fp16"}, True, "cpu", torch.float16),
@@ -234,7 +234,7 @@ def test_a_resume_takes_learning_rate_and_decay_from_the_config():
 def test_the_precision_follows_the_hardware_unless_given(changes, fast, device, expected):
     precision = Precision.choose(TrainingConfig(**changes), torch.device(device), fast)
     assert precision.dtype is expected and precision.is_scaled is (expected is torch.float16)
-    assert isinstance(has_fast_bf16(CPU), bool)
+    assert has_fast_bf16(CPU) is False
 
 
 def test_the_average_warms_up_and_counts_only_steps_that_are_taken():

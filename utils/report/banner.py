@@ -79,7 +79,7 @@ def _model_line(config: TrainingConfig, state: TrainState) -> str:
     parameters = sum(p.numel() for p in state.model.parameters())
     trained = sum(state.owners[p].numel() for group in state.optimizer.param_groups for p in group["params"])
     line = f"{type(state.model).__name__}, {parameters:,} parameters"
-    line += f", {trained:,} of them trained" if trained < parameters else ""
+    line += f", {trained:,} of them trained" if trained < parameters else ", all trained"
     kind = config.sharding + ", in host memory" * config.cpu_offload
     line += f", sharded ({kind})" if config.sharding != "none" else ""
     line += ", activation checkpointing" if config.activation_checkpointing else ""

@@ -143,6 +143,9 @@ def compare(payload: dict[str, Any], config: TrainingConfig, origin: dict[str, A
     if before != here:
         line = f"global batch: {here} samples per optimizer step, the checkpoint has {before}"
         (wrong if config.global_batch_size else may).append(line)
+    before, here = provenance.get("precision"), origin.get("precision")
+    if before != here:
+        may.append(f"precision: {here}, the checkpoint was made in {before}")
     before, here = provenance.get("cpu_threads"), origin["cpu_threads"]
     if before != here and config.reduction == saved.get("reduction") == "exact":
         wrong.append(f"OMP_NUM_THREADS={here}: with reduction=exact it must be as in the checkpoint, {before}")

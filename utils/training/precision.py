@@ -1,4 +1,4 @@
-"""The precision of a run: mixed by default on hardware where it is fast, the same on all ranks, and printed."""
+"""The precision of a run: mixed by default on GPUs, the same on all ranks, and printed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from config import TrainingConfig
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Whether this device multiplies bfloat16 in hardware. Needs no process group."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    probes = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
-    return any(probe() for probe in probes if probe)
+    """Whether this device is a GPU that multiplies bfloat16 in hardware. Needs no process group."""
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 @dataclass(frozen=True)
@@ -27,17 +24,10 @@ class Precision:
 
     @classmethod
     def choose(cls, config: TrainingConfig, device: torch.device, fast_bf16: bool) -> Precision:
-        """fast_bf16: whether all ranks have it."""
-        named = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        if not config.use_amp:
-            dtype = None
-        elif config.amp_dtype in named:
-            dtype = named[config.amp_dtype]
-        elif fast_bf16:
-            dtype = torch.bfloat16
-        else:
-            dtype = torch.float16 if device.type == "cuda" else None
-        return cls(device.type, dtype)
+        """fast_bf16: whether all ranks have it. A CPU computes in float32 unless asked: bf16 can be slower."""
+        auto = None if device.type != "cuda" else torch.bfloat16 if fast_bf16 else torch.float16
+        dtype = {"auto": auto, "bf16": torch.bfloat16, "fp16": torch.float16}[config.amp_dtype]
+        return cls(device.type, dtype if config.use_amp else None)
 
     @property
     def is_scaled(self) -> bool:
