@@ -71,8 +71,7 @@ def test_broken_invariants_are_named(verified):
 @pytest.mark.parametrize("is_passed", [True, False])
 def test_flags_that_differ_from_the_verified_ones_are_named_whether_it_passed_or_failed(verified, is_passed):
     verified(passed=is_passed, invariants={"order": {"passed": is_passed}}, settings={"lr": 0.5, "x": 1, "seed": 42})
-    result = "passed" if is_passed else "failed"
-    text = f"not verified with these flags: lr 0.5 -> 0.1, x 1 -> unset since scripts/verify.py {result}"
+    text = f"scripts/verify.py {'passed' if is_passed else 'failed'} with other flags: lr 0.5 -> 0.1, x 1 -> unset"
     assert provenance.verification(TASK, TrainingConfig(epochs=3)) == (False, text)
 
 

@@ -125,8 +125,7 @@ def verification(task: str, config: TrainingConfig) -> tuple[bool, str]:
     if changed:
         return False, f"changed since scripts/verify.py was run: {', '.join(changed)}"
     if other:
-        since = f"since scripts/verify.py {'passed' if is_passed else 'failed'}"
-        return False, f"not verified with these flags: {', '.join(other)} {since}"
+        return False, f"scripts/verify.py {'passed' if is_passed else 'failed'} with other flags: {', '.join(other)}"
     if not is_passed:
         return False, f"scripts/verify.py failed: {', '.join(broken) or 'it did not finish'}"
     if verified != task:
