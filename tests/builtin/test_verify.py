@@ -46,7 +46,7 @@ def test_the_template_passes_and_runs_report_it_until_a_file_changes(tmp_path):
 
     said, is_verified = train(*GIVEN)
     assert is_verified and said.startswith("verified with this code: MiniResNet on SyntheticImageDataset, 2 rank")
-    other = "not verified with these flags: schedule linear -> step since scripts/verify.py passed"
+    other = "scripts/verify.py passed with other flags: schedule linear -> step"
     assert train(*GIVEN, "--schedule", "step") == (other, False)
     with (fork / "utils/training/optimizer.py").open("a") as file:
         file.write("# mine\n")

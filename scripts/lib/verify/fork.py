@@ -265,6 +265,16 @@ def record_updates(updates: list[Update]) -> Iterator[None]:
             handle.remove()
 
 
+def perturbed(net: nn.Module, number: int) -> nn.Module:
+    """Add noise of a tenth of its mean size to each parameter; number 0: no noise."""
+    generator = torch.Generator().manual_seed(number)
+    with torch.no_grad():
+        for p in net.parameters() if number else ():
+            noise = torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device)
+            p += 0.1 * (p.abs().mean() + 0.01) * noise
+    return net
+
+
 def raise_if(problem: Exception | None) -> None:
     if problem:
         raise problem
