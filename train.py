@@ -62,7 +62,7 @@ from utils.report.reporter import Reporter
 from utils.rng import seed_device
 from utils.run.failures import PREEMPTED, fail, leave_after, start_watchdog, wait_for_blame, watched
 from utils.run.folder import Run
-from utils.run.provenance import collect, task_of
+from utils.run.provenance import collect, task_of, verification
 from utils.run.resume import check_evaluation, open_run, resume_run
 from utils.run.saver import Saver
 from utils.training.activation import checkpoint_blocks
@@ -191,8 +191,8 @@ def assemble(
     names = first_passes(model, first_batch, state, loader, loaders, seams.compute_loss, config, ctx)
     best_metric, best_sign = on_all_ranks(lambda: choose_best(config.best_metric, names), ctx)
 
-    task = task_of(state.model, kind_of(train_set), config)
-    origin = collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit, task)
+    verified = verification(task_of(state.model, kind_of(train_set)), config)
+    origin = collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit, verified)
     origin |= describe(train_set) | {"global_batch_size": sampler.global_batch_size, "sketches": sets.sketches}
     origin |= {"cpu_threads": torch.get_num_threads(), "precision": state.precision.name}
     differences, saved_goodput = resume_run(run, state, config, origin, sampler, ctx)

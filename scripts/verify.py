@@ -96,7 +96,7 @@ class Report:
         self._outcomes: dict[str, dict[str, object]] = {}
         self._code = provenance.code_digests()  # of the code as imported
         ranks = plural(fork.ctx.world_size, "rank")
-        self._task = provenance.task_of(fork.new_model(), kind_of(fork.train_set), fork.config)
+        self._task = provenance.task_of(fork.new_model(), kind_of(fork.train_set))
         precision = str(fork.dtype).removeprefix("torch.")
         self._print(f"verifying {self._task}, {plural(len(fork.train_set), 'sample')}, on {ranks}, in {precision}")
         if fork.ctx.world_size < 4:
@@ -155,6 +155,7 @@ class Report:
             "ranks": ctx.world_size,
             "task": self._task,
             "flags": self._flags,
+            "settings": self._fork.settings,
             "devices": sorted(set(ctx.device_names)),
             "versions": provenance.versions(),
             "code": now | self._code,

@@ -38,13 +38,16 @@ def test_the_template_passes_and_runs_report_it_until_a_file_changes(tmp_path):
     assert found["flags"] == [*FLAGS, *GIVEN] and found["versions"]["torch"]
     assert not list((fork / "runs").iterdir())  # the short runs were deleted
 
-    def train():
-        ended = forks.run(fork, 0, "train.py", *FLAGS, "--max_steps", 1, "--run_dir", "runs/one", "--overwrite")
+    def train(*flags):
+        words = [*FLAGS, *flags, "--max_steps", 1, "--run_dir", "runs/one", "--overwrite"]
+        ended = forks.run(fork, 0, "train.py", *words)
         origin = json.loads((fork / "runs" / "one" / "provenance.json").read_text())
         return re.search(r"^  verify +(.*)", ended.out, re.MULTILINE)[1], origin["verified"]
 
-    said, is_verified = train()
+    said, is_verified = train(*GIVEN)
     assert is_verified and said.startswith("verified with this code: MiniResNet on SyntheticImageDataset, 2 rank")
+    other = "scripts/verify.py passed with other flags: schedule linear -> step"
+    assert train(*GIVEN, "--schedule", "step") == (other, False)
     with (fork / "utils/training/optimizer.py").open("a") as file:
         file.write("# mine\n")
     assert train() == ("changed since scripts/verify.py was run: utils/training/optimizer.py", False)

@@ -75,3 +75,4 @@ def test_verify_finds_nothing_on_the_template_with(tmp_path, row):
     ended = forks.run(fork, 2, "scripts/verify.py", *FLAGS, *row.split())
     print(f"{time.monotonic() - began:5.1f} s  {row}")  # shown with -rP or -s
     assert ended.code == 0 and set(outcomes(ended.out).values()) == {"ok"}, ended.text
+    assert "please check, or use" not in ended.out

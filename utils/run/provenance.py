@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from config import TrainingConfig, fields_of_yours, type_of
+from config import TrainingConfig
 from utils.logger import count
 from utils.rng import derive_seed
 
@@ -33,17 +33,18 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def collect(hosts: tuple[str, ...], device_names: tuple[str, ...], git_commit: str, task: str) -> dict[str, Any]:
-    """Plain values for every checkpoint. `hosts` and `device_names` have an entry per rank; task: of `verification`."""
+def collect(
+    hosts: tuple[str, ...], device_names: tuple[str, ...], git_commit: str, verified: tuple[bool, str]
+) -> dict[str, Any]:
+    """Plain values for every checkpoint. hosts, device_names: an entry per rank; verified: of `verification`."""
     commit, is_dirty = _commit()
-    is_verified, text = verification(task)
     return {
         "command": [sys.executable, *sys.argv],
         "git_commit": commit or git_commit,
         "git_dirty": is_dirty,
         "changed_template_files": changed_files(),
-        "verified": is_verified,
-        "verification": text,
+        "verified": verified[0],
+        "verification": verified[1],
         "versions": versions(),
         "code": derive_seed(*code_digests().items()),
         "hosts": sorted(set(hosts)),
@@ -101,18 +102,13 @@ def code_digests() -> dict[str, str]:
     return {str(name): _sha256(ROOT / name) for name in sorted(names)}
 
 
-def task_of(model: nn.Module, dataset: str, config: TrainingConfig) -> str:
-    """What scripts/verify.py verifies: the model, the data, and those of their fields that are not at the defaults.
-
-    dataset: its class name. Fields that may be "auto" are left out: they follow from the data.
-    """
-    fields = [field for field in fields_of_yours() if not type_of(field)[1]]
-    given = [f"{field.name}={value}" for field in fields if (value := getattr(config, field.name)) != field.default]
-    return f"{type(model).__name__} on {dataset}" + (f" ({', '.join(given)})" if given else "")
+def task_of(model: nn.Module, dataset: str) -> str:
+    """What scripts/verify.py verifies, besides its flags. dataset: its class name."""
+    return f"{type(model).__name__} on {dataset}"
 
 
-def verification(task: str) -> tuple[bool, str]:
-    """Whether scripts/verify.py passed with this code and task ("MODEL on DATASET"), and a line for the banner."""
+def verification(task: str, config: TrainingConfig) -> tuple[bool, str]:
+    """Whether scripts/verify.py passed with this code, task (of `task_of`) and flags, and a line for the banner."""
     try:
         found = json.loads(VERIFIED.read_text(encoding="utf-8"))
         changed = [name for name, digest in found["code"].items() if _sha256(ROOT / name) != digest]
@@ -121,11 +117,15 @@ def verification(task: str) -> tuple[bool, str]:
         changed += [f"{name} {before[name]} -> {here.get(name)}" for name in before if before[name] != here.get(name)]
         broken = [name for name, outcome in found["invariants"].items() if not outcome["passed"]]
         verified, is_passed = found["task"], found["passed"]
+        pairs = [(name, value, getattr(config, name, "unset")) for name, value in found["settings"].items()]
+        other = [f"{name} {before} -> {here}" for name, before, here in pairs if before != here]
         what = f"{verified}, {count(found['ranks'], 'rank')}, {found['time'][:10]}"
     except (OSError, ValueError, LookupError, AttributeError, TypeError):
         return False, "not verified; scripts/verify.py checks your model and data in a minute"
     if changed:
         return False, f"changed since scripts/verify.py was run: {', '.join(changed)}"
+    if other:
+        return False, f"scripts/verify.py {'passed' if is_passed else 'failed'} with other flags: {', '.join(other)}"
     if not is_passed:
         return False, f"scripts/verify.py failed: {', '.join(broken) or 'it did not finish'}"
     if verified != task:

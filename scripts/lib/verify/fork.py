@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import Dataset
 
 import train
-from config import TrainingConfig, TrainingError, UserError
+from config import TrainingConfig, TrainingError, UserError, fields_of_yours
 from ddp_utils import DistributedContext, cleanup_distributed, setup_distributed
 from lib.verify.values import one_line, scramble_global_rngs
 from utils.batch import map_tensors
@@ -72,6 +72,13 @@ class Fork:
     def single_process(self) -> DistributedContext:
         """The context of a single process."""
         return replace(self.ctx, rank=0, world_size=1, local_world_size=1)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """The flags for which the result holds: those that change a run, without those that `small_config` replaces."""
+        names = {*("data_dir", "cache", "activation_checkpointing"), *(field.name for field in fields_of_yours())}
+        names |= {field.name for field in fields(self.config) if field.metadata["resume"] != "free"}
+        return {name: getattr(self.config, name) for name in sorted(names - {"epochs", "max_steps", "batch_size"})}
 
     @property
     def small_config(self) -> TrainingConfig:
@@ -254,6 +261,16 @@ def record_updates(updates: list[Update]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def perturbed(net: nn.Module, number: int) -> nn.Module:
+    """Add noise of a tenth of its mean size to each parameter; number 0: no noise."""
+    generator = torch.Generator().manual_seed(number)
+    with torch.no_grad():
+        for p in net.parameters() if number else ():
+            noise = torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device)
+            p += 0.1 * (p.abs().mean() + 0.01) * noise
+    return net
 
 
 def raise_if(problem: Exception | None) -> None:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import plain_loop
-from lib.verify.fork import ACCUMULATION, Broken, Fork, Subset, Update, as_single_process, record_updates
+from lib.verify.fork import ACCUMULATION, Broken, Fork, Subset, Update, as_single_process, perturbed, record_updates
+from lib.verify.precision_checks import rounding
 from lib.verify.values import digest, first_three, leaves, scramble_global_rngs
 from train import Training
 from utils.data.transfer import to_device
@@ -69,7 +70,7 @@ def loss(fork: Fork) -> str:
         summed = "" if fork.loss_dtype is fork.dtype else f"; the loss is summed in {dtype}, which is allowed for"
         return f"sums and counts add up over samples, in training and evaluation (within {worst:.0e}{summed}); "
 
-    return fork.on_all(check) + fork.on_all(lambda: for_a_look(fork))
+    return fork.on_all(check) + fork.on_all(lambda: for_a_look(fork)) + fork.on_rank_0(lambda: rounding(fork))
 
 
 def for_a_look(fork: Fork) -> str:
@@ -85,16 +86,6 @@ def for_a_look(fork: Fork) -> str:
         mean = torch.as_tensor(metrics["loss"][0]).item() / float(metrics["loss"][1])
         parts.append(f"{kind} loss {mean:.6g}, counts per sample: {', '.join(counts)}")
     return "please check: with the same weights and batch, " + "; ".join(parts)
-
-
-def perturbed(net: nn.Module, number: int) -> nn.Module:
-    """Add noise of a tenth of its mean size to each parameter; number 0: no noise."""
-    generator = torch.Generator().manual_seed(number)
-    with torch.no_grad():
-        for p in net.parameters() if number else ():
-            noise = torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device)
-            p += 0.1 * (p.abs().mean() + 0.01) * noise
-    return net
 
 
 def schedule(fork: Fork) -> str:

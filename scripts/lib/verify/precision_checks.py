@@ -1,0 +1,122 @@
+"""What the run's own precision does to the outputs of the model and to the loss; the other checks are in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lib.verify.fork import Broken, Fork, perturbed
+from lib.verify.values import leaves, one_line
+from utils.batch import map_tensors, tensors_in
+from utils.training.precision import Precision
+
+SIZE, BATCHES = 4, 8  # samples in a micro-batch
+LARGE = 0.25  # rounding relative to the spread; docs/verify.md has measurements
+TOO_LARGE = 0.1  # what rounding costs perfect outputs, relative to the loss of outputs that are the mean
+
+
+def rounding(fork: Fork) -> str:
+    """Compare a few micro-batches in the run's precision with float64, at the same weights."""
+    precision, subset = Precision.choose(fork.config, fork.ctx.device, fork.ctx.fast_bf16), fork.small_train_set()
+    size, loader, mine, theirs = min(SIZE, len(subset)), fork.loader(subset), [], []
+    starts = range(0, min(BATCHES * size, len(subset) - size + 1), size)
+    batches = [loader.fetch([*range(start, start + size)])[2] for start in starts]
+    try:
+        torch.set_default_dtype(torch.float32)
+        net = perturbed(fork.new_model(), 1)
+        torch.set_default_dtype(fork.dtype)
+        exact = fork.new_model()
+        exact.load_state_dict(net.state_dict())
+        for module in (*net.modules(), *exact.modules()):  # as in training, without dropout
+            module.training = module in (net, exact) or isinstance(module, nn.modules.batchnorm._BatchNorm)
+        for batch in batches:
+            theirs.append(forward(fork, exact, batch))
+            with precision.autocast():
+                mine.append(forward(fork, net, map_tensors(lambda t: t.float() if t.is_floating_point() else t, batch)))
+        each = {name: lost(name, mine, theirs, precision) for name in mine[0].keys() & theirs[0]}
+    except Exception as error:
+        return f"; not compared in {precision.name}: {one_line(error)}"
+    finally:
+        torch.set_default_dtype(fork.dtype)
+    for name in each.keys() - {"loss"}:
+        check_targets(fork, exact, batches, name, dtype_of([found[name] for found in mine], precision))
+    name = max(each, key=each.get)
+    advice = f": please check, or use --no-use_amp or a float32 {name}" if each[name] > LARGE else ""
+    return f"; {precision.name} rounds {name} by {each[name]:.1%} of its spread{advice}"
+
+
+def forward(
+    fork: Fork, net: nn.Module, batch: Any, change: Callable[[Any], Any] = lambda output: output
+) -> dict[str, Tensor]:
+    """The outputs of the model by name, and the summed "loss". change: is applied to the output of the model."""
+    found: dict[str, Tensor] = {}
+
+    def note(_: nn.Module, __: Any, output: Any) -> Any:
+        named = {f"output {name}".strip(): leaf for name, leaf in leaves(output).items() if isinstance(leaf, Tensor)}
+        found.update({name: leaf for name, leaf in named.items() if leaf.ndim and leaf.is_floating_point()})
+        return change(output)
+
+    handle = net.register_forward_hook(note)
+    try:
+        with torch.no_grad():
+            return found | {"loss": fork.seams.compute_loss(net, batch)["loss"][0].reshape(1)}
+    finally:
+        handle.remove()
+
+
+def lost(name: str, mine: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]], precision: Precision) -> float:
+    """The part of an output's spread over samples, or of the loss's over micro-batches, that its rounding is.
+
+    Errors from within the model are left out: random weights amplify them.
+    """
+    pairs = [(a[name].double(), b[name].double()) for a, b in zip(mine, theirs, strict=True)]
+    if name == "loss":
+        pairs = [tuple(torch.cat(each) for each in zip(*pairs, strict=True))]
+    dtype = dtype_of([each[name] for each in mine], precision)
+    found = sum((a - b).square().sum().item() for a, b in pairs)
+    rounded = sum((b.to(dtype).double() - b).square().sum().item() for _, b in pairs)
+    spread = sum((b - b.mean(0)).square().sum().item() for _, b in pairs)
+    return (min(found, rounded) / spread) ** 0.5 if spread else 0.0
+
+
+def dtype_of(values: list[Tensor], precision: Precision) -> torch.dtype:
+    """The dtype that the values are rounded to: those of `head(x).float()` are still bfloat16."""
+    flat = torch.cat([value.flatten() for value in values])
+    dtypes = (precision.dtype or torch.float32, torch.float32, torch.float64)
+    return next(dtype for dtype in dtypes if torch.equal(flat.to(dtype).to(flat.dtype), flat))
+
+
+def check_targets(fork: Fork, net: nn.Module, batches: list[Any], name: str, dtype: torch.dtype) -> None:
+    """Raises Broken if outputs in `dtype` cannot come near their targets: tensors of the batch, of the output's size,
+    that give a lower loss than their mean does."""
+
+    def loss_of(place: int, function: Callable[[Tensor], Tensor]) -> float:
+        """The loss of outputs that are a function of a tensor of the batch."""
+        total = 0.0
+        for batch in batches:
+            target = function(tensors_in(batch)[place])
+
+            def change(output: Any, target: Tensor = target) -> Any:
+                mine = leaves(output)[name.removeprefix("output").strip()]
+                return map_tensors(lambda leaf: target.reshape(mine.shape) if leaf is mine else leaf, output)
+
+            total += forward(fork, net, batch, change)["loss"].item()
+        return total
+
+    for place, target in enumerate(tensors_in(batches[0])):
+        perfect = rounded = constant = 0.0
+        with suppress(Exception):  # it is of another size
+            perfect, constant = loss_of(place, lambda t: t), loss_of(place, lambda t: t.mean(0, True).expand_as(t))
+            rounded = loss_of(place, lambda t: t.to(dtype).to(t.dtype))
+        gain = constant - perfect
+        if gain > 0.1 * max(abs(constant), abs(perfect)) and not rounded - perfect <= TOO_LARGE * gain:
+            raise Broken(
+                f"{name} is {str(dtype).removeprefix('torch.')}, too coarse for its targets (near"
+                f" {target.double().mean():.6g}, spread {target.double().std():.3g}): rounding perfect outputs costs"
+                f" {(rounded - perfect) / gain:.0%} of the loss of predicting the mean; subtract the mean from the"
+                " targets, scale the output in float32, or use --no-use_amp"
+            )
