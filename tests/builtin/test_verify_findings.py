@@ -93,3 +93,56 @@ def test_an_output_far_from_zero_that_is_no_prediction_is_a_note(tmp_path):
     (fork / "model.py").write_text(model)
     ended = forks.run(fork, 0, "scripts/verify.py", *FLAGS)
     assert ended.code == 0 and re.search(r"bfloat16 rounds \w+ by \d+\.\d% of its spread: please check", ended.out)
+
+
+DATA = "GENERATOR, SHARED = torch.Generator(), Rows(500, 1)\n\ndef create_dataset"  # one generator for all calls
+SPLIT = (
+    REGRESSION.replace("20000 + 20 *", "0.0 +").replace("def create_dataset", DATA).rpartition("    return Rows(")[0]
+)
+SPLIT += """
+    if split == "test":
+        return None
+    SPLITTING
+"""
+UNSEEDED = """full = Rows(500, 1)
+    train, val = torch.utils.data.random_split(full, [400, 100], GENERATOR)
+    return train if split == "train" else val"""
+SEEDED = UNSEEDED.replace("GENERATOR", "torch.Generator().manual_seed(1)")
+OWN = """order = torch.randperm(500, generator=GENERATOR).tolist()
+    full = Rows(500, 1)
+    kept = Rows(400 if split == "train" else 100, 2)
+    chosen = order[:400] if split == "train" else order[400:]
+    kept.x, kept.y = full.x[chosen], full.y[chosen]
+    return kept"""
+FEW = """rows = Rows(500 if split == "train" else 100, len(split))
+    first = Rows(2, 1)
+    rows.x[5:7], rows.y[5:7] = first.x, first.y
+    return rows"""
+DISCRETE = """rows = Rows(500 if split == "train" else 100, len(split))
+    rows.x = (rows.x[:, :1] > 0).float().expand(-1, 8).clone()
+    rows.y = rows.x[:, :1] * 2
+    return rows"""
+
+
+@pytest.mark.parametrize(
+    ("splitting", "outcome", "text"),
+    [
+        (UNSEEDED, "BROKEN", "of 100 compared) are trained on: create_dataset draws another split at each call"),
+        (SEEDED, "ok", "; none of 100 held-out rows is trained on"),
+        slow(OWN, "BROKEN", "of 100 compared) are trained on: create_dataset draws another split at each call"),
+        slow(UNSEEDED.replace("Rows(500, 1)", "SHARED"), "BROKEN", "are trained on"),
+        slow("return Rows(500, 1)", "BROKEN", "held-out rows 0, 1, 2 and 497 more (500 of 500 compared)"),
+        slow(FEW, "ok", "; please check: 2 of 100 held-out samples equal one of 500 training samples: 5, 6"),
+        slow(DISCRETE, "ok", "; please check: 100 of 100 held-out samples equal"),
+        slow("return Rows(500, len(split))", "ok", "; 0 of 500 held-out samples equal one of 500 training samples"),
+    ],
+)
+def test_validation_rows_that_are_trained_on_are_found(tmp_path, splitting, outcome, text):
+    """As a LightningDataModule splits, but once per split; the other cases are sound, or a few equal rows."""
+    fork = copy_repository(tmp_path)
+    (fork / "dataset.py").write_text(SPLIT.replace("SPLITTING", splitting))
+    (fork / "model.py").write_text(LINEAR.replace("OUTPUT", "self.net(x)").replace("PREDICTED", "model(x)"))
+    ended = forks.run(fork, 0, "scripts/verify.py", *FLAGS)
+    found = outcomes(ended.out)
+    assert found.pop("content") == outcome and set(found.values()) == {"ok"}, ended.text
+    assert text in re.search("^.* +content .*", ended.out, re.MULTILINE)[0], ended.text

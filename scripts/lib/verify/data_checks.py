@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import Dataset
+from torch.utils.data import Subset as PlainSubset
 
 from ddp_utils import DistributedContext
 from lib.verify.fork import Broken, Fork, Subset
-from lib.verify.values import digest, leaves, plural, scramble_global_rngs
+from lib.verify.values import digest, first_three, leaves, plural, scramble_global_rngs
 from utils.distributed.collectives import all_gather_json
 
 Rows = dict[int, list[Tensor]]  # the tensors of some batches
+MOST, SECONDS = 2000, 1.5  # samples of a set that are compared with those of another
+MANY = 1 / 3  # of the held-out samples: more is a finding, less a note
 
 
 def order(fork: Fork) -> str:
@@ -116,7 +122,9 @@ def content(fork: Fork) -> str:
                     " __getitem__ draw from the global generators (seeded for each sample), elsewhere with"
                     " utils.rng.sample_draws"
                 )
-    return f"{len(subset)} samples identical on {plural(ctx.world_size, 'rank')}, with 0, 1 and 2 workers, in any order"
+    common = fork.on_rank_0(lambda: overlap(fork))
+    ranks = plural(ctx.world_size, "rank")
+    return f"{len(subset)} samples identical on {ranks}, with 0, 1 and 2 workers, in any order{common}"
 
 
 def tensors(batch: object) -> list[Tensor]:
@@ -142,3 +150,54 @@ def check_rows(subset: Subset, plan: list[list[int]], collated: Rows, alone: Row
                         f"dataset[{subset.indices[index]}] differs between a batch and alone: __getitems__ reorders or"
                         " draws, or collate draws, replaces or mixes samples; return one row per sample, in order"
                     )
+
+
+def overlap(fork: Fork) -> str:
+    """Rows that a held-out set shares with the training set if both choose from one data set, else equal samples."""
+    if fork.held_out is None:
+        return ""
+    sets = fork.train_set, fork.held_out
+    (source, trained), (other, held_out) = map(rows_of, sets)
+    if type(source) is type(other) and len(source) == len(other):
+        mine, its = (digests(each, torch.linspace(0, len(each) - 1, 8).long()) for each in (source, other))
+        if source is other or (mine == its and len({*mine.values()}) > 1):
+            if common := held_out[torch.isin(held_out, trained)].tolist():
+                raise trained_on(common, len(held_out))
+            return f"; none of {plural(len(held_out), 'held-out row')} is trained on"
+    rows = (torch.randperm(len(each), generator=torch.Generator().manual_seed(0))[:MOST] for each in sets)
+    ours, theirs = map(digests, sets, rows)
+    counts = Counter(ours.values())
+    common = [row for row, found in theirs.items() if found in counts]
+    share = len(common) / len(theirs)
+    repeated = sum(count for count in counts.values() if count > 1) / len(ours)  # by nature, as in short texts
+    if len(common) > 2 and share > 2 * repeated and share * len(sets[0]) / len(ours) > MANY:
+        raise trained_on(common, len(theirs))
+    found = f"{len(common)} of {plural(len(theirs), 'held-out sample')} equal one of {len(ours):,} training samples"
+    return f"; please check: {found}: {first_three([*map(str, common)])}" if common else f"; {found}"
+
+
+def trained_on(rows: list[int], compared: int) -> Broken:
+    return Broken(
+        f"held-out rows {first_three([*map(str, rows)])} ({len(rows):,} of {compared:,} compared) are trained on:"
+        " create_dataset draws another split at each call, or returns the training data; split alike in all calls, with"
+        " random_split(..., generator=torch.Generator().manual_seed(config.seed))"
+    )
+
+
+def rows_of(dataset: Dataset) -> tuple[Dataset, Tensor]:
+    """The data set from which (nested) subsets choose, and the rows that they choose."""
+    rows = torch.arange(len(dataset))
+    while isinstance(dataset, PlainSubset):
+        dataset, rows = dataset.dataset, torch.as_tensor([*dataset.indices])[rows]
+    return dataset, rows
+
+
+def digests(dataset: Dataset, rows: Tensor) -> dict[int, str]:
+    """Of the samples in these rows, all drawn with one seed: as many as it reads in SECONDS."""
+    found, end = {}, time.monotonic() + SECONDS
+    for row in rows.tolist():
+        scramble_global_rngs(0)
+        found[row] = digest(dataset[row])
+        if time.monotonic() > end:
+            break
+    return found
