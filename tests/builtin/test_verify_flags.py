@@ -15,7 +15,8 @@ ROWS = """
 --schedule cosine --warmup_epochs 0
 --schedule linear --warmup_epochs 0.1
 --schedule constant --warmup_epochs 1
---schedule wsd
+--schedule wsd --min_lr 0.001
+--schedule cosine --min_lr 0.001 --schedule_steps 5 --warmup_steps 1
 --schedule step
 --optimizer sgd --lr 3 --warmup_epochs 0
 --optimizer adamw --lr 0.001
@@ -46,7 +47,6 @@ ROWS = """
 --no-use_amp
 --amp_dtype bf16
 --augment none
---augment resized_crop
 --channels_last false
 --in_channels 1 --num_classes 3
 --model resnet18 --image_size 32
@@ -58,6 +58,8 @@ ROWS = """
 ELSEWHERE = {  # flags without a row
     "dataset": "test_recipes.py",
     "dataset_size": "FLAGS",
+    **dict.fromkeys("crop_scale crop_ratio auto_augment random_erase".split(), "test_dataset.py"),  # of image files
+    **dict.fromkeys("train_size resize_size interpolation".split(), "test_dataset.py"),
     "sync_bn": "CUDA only",
 }
 
