@@ -151,7 +151,7 @@ def test_only_rank_0_builds_the_model_and_each_rank_holds_its_part(runs):
     assert all(mine + rest[name][0] == whole for name, (mine, whole) in held.items())
     assert sum(mine for mine, _ in held.values()) < 0.56 * sum(whole for _, whole in held.values())  # 13 rows: 7 + 6
     parameters = sum(p.numel() for p in BlockModel().parameters())  # tied weights once
-    assert f"BlockModel, {parameters:,} parameters, sharded (zero3)\n" in runs.log("run")
+    assert f"BlockModel, {parameters:,} parameters, all trained, sharded (zero3)\n" in runs.log("run")
 
 
 class NormedSgd(torch.optim.SGD):
