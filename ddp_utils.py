@@ -25,8 +25,8 @@ from utils.distributed.context import (
     read_launch,
 )
 from utils.distributed.device import choose_device, choose_kernels
+from utils.run.checkpoints import Checkpoints
 from utils.run.resume import load_checkpoint
-from utils.run.saver import Saver
 from utils.run.start_checks import check_alike, raise_file_limit
 from utils.signals import die_with_parent, is_orphan
 from utils.training.first_passes import check_compiler
@@ -198,6 +198,7 @@ def cleanup_distributed() -> None:
         dist.destroy_process_group()
 
 
-def save_checkpoint(saver: Saver, must: bool = True) -> None:
-    """Save a checkpoint of the current state. Call it on all ranks; rank 0 writes while training continues."""
-    saver.save_now(must)
+def save_checkpoint(checkpoints: Checkpoints, must: bool = True) -> None:
+    """Save a checkpoint of the current state. Call it on all ranks; it is written while training continues."""
+    checkpoints.save(must)
+    checkpoints.wait()

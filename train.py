@@ -41,8 +41,6 @@ from ddp_utils import (
     wrap_ddp,
 )
 from utils.checkpoint.format import BEST, best_or_latest, take_weights
-from utils.checkpoint.shards import ShardWriter
-from utils.checkpoint.writer import Writer
 from utils.clock import Clock
 from utils.data.cache import cached
 from utils.data.loader import (
@@ -60,11 +58,11 @@ from utils.report.banner import decisions
 from utils.report.goodput import Goodput
 from utils.report.reporter import Reporter
 from utils.rng import seed_device
+from utils.run.checkpoints import Checkpoints
 from utils.run.failures import PREEMPTED, fail, leave_after, start_watchdog, wait_for_blame, watched
 from utils.run.folder import Run
 from utils.run.provenance import collect, task_of, verification
 from utils.run.resume import check_evaluation, open_run, resume_run
-from utils.run.saver import Saver
 from utils.training.activation import checkpoint_blocks
 from utils.training.batchnorm import check_sync_batchnorm
 from utils.training.evaluation import evaluate_all
@@ -100,9 +98,6 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         UserError: if the config or the data cannot be used; the message ends with the fix.
     """
     began = began_at()
-    # forked before CUDA and the process group start threads
-    is_sharded = config.sharding != "none"
-    writer = Writer() if read_launch().rank == 0 and not (config.eval_only or is_sharded) else None
     ctx = setup_distributed(config)
     if config.eval_only:
         release()  # an evaluation has nothing to save: a signal ends it
@@ -116,16 +111,13 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         more = "to train longer, increase --epochs"
         logger.info("%s: this run is already completed; %s", run.folder, more)
         outcome = {"state": "completed"}
-        if writer:
-            writer.end()
     else:
-        writer = ShardWriter(ctx) if is_sharded else writer
         clock = Clock(run.watch_folder / f"rank{ctx.rank}", ctx.device)
         goodput = Goodput(run, clock, began)
         watchdog = start_watchdog(run, config, ctx, logger, clock, goodput.write)
         try:
             with StopSignals() as signals:
-                outcome = run_training(assemble(config, ctx, run, writer, logger, clock, goodput, signals))
+                outcome = run_training(assemble(config, ctx, run, logger, clock, goodput, signals))
         except BaseException as error:
             fail(error, run, watchdog, config, ctx)
         watchdog.close()
@@ -150,7 +142,7 @@ class Training:
     model: Wrapped
     consensus: Consensus
     reporter: Reporter
-    saver: Saver
+    checkpoints: Checkpoints
     best_metric: str
     best_sign: int  # 1: the highest value is best, -1: the lowest
 
@@ -164,16 +156,12 @@ def assemble(
     config: TrainingConfig,
     ctx: DistributedContext,
     run: Run,
-    writer: Writer | ShardWriter | None,
     logger: logging.Logger,
     clock: Clock,
     goodput: Goodput,
     signals: StopSignals,
 ) -> Training:
-    """Build everything that an attempt needs, from data to checkpoints, and restore the state it starts from.
-
-    writer: on rank 0; of a sharded run on all ranks.
-    """
+    """Build everything that an attempt needs, from data to checkpoints, and restore the state it starts from."""
     started, seams = time.monotonic(), Seams.of(your_model)
     if not run.is_replacing:
         run.begin()
@@ -208,44 +196,45 @@ def assemble(
     def meta() -> dict[str, Any]:
         return {"config": settings, "provenance": origin | {"goodput": goodput.now()}}
 
-    is_own = run.resume_path and run.resume_path.resolve().parent == run.checkpoints.resolve()
-    saver = Saver(run, state, config, ctx, sampler, clock, writer, meta, state.progress.step if is_own else -1)
+    checkpoints = Checkpoints(run, state, config, ctx, sampler, clock, meta)
 
     def vote() -> Decision:
         is_time_up = 0 < config.max_time < (time.monotonic() - started) / 60
-        return Decision(stop=int(bool(signals.received) or is_time_up), save=int(saver.is_due()))
+        return Decision(stop=int(bool(signals.received) or is_time_up), save=int(checkpoints.is_due()))
 
     consensus = Consensus(vote, ctx.control)
-    parts = (loader, loaders, state, model, consensus, reporter, saver, best_metric, best_sign)
+    parts = (loader, loaders, state, model, consensus, reporter, checkpoints, best_metric, best_sign)
     return Training(config, ctx, run, logger, clock, seams, *parts)
 
 
 def run_training(training: Training) -> dict[str, Any]:
     """Train until the run ends or the ranks agree to stop. Returns the content of summary.json."""
-    config, state, saver, reporter = training.config, training.state, training.saver, training.reporter
+    config, state, checkpoints, reporter = training.config, training.state, training.checkpoints, training.reporter
     progress = state.progress
     if training.run.resume_path:
-        saver.save_now()  # does nothing if the checkpoint is already in this run's folder
+        checkpoints.save(must=True)  # does nothing if the checkpoint is already in this run's folder
+        checkpoints.wait()
     is_stopped = training.consensus.decide().stop > 0  # asked to stop before the first step
     while not (is_stopped or state.is_finished):
         is_stopped = train_one_epoch(training).stop > 0
         if is_stopped or state.is_at_end or is_every(config.save_every, progress.epoch):
             # before the evaluation, so that a failure there loses no training; a resume repeats the evaluation
-            saver.save_now(must=is_stopped or state.is_at_end)
+            checkpoints.save(must=is_stopped or state.is_at_end)
+            checkpoints.wait()
         if "val" in training.held_out and state.is_evaluation_due and not is_stopped:
             is_stopped = validate(training)
         if not is_stopped:
             state.end_epoch()
             if state.is_patience_over:
                 training.logger.info("patience: no improvement in %d evaluations, so the run ends", config.patience)
-                saver.save_now()
-    saver.finish()
+                checkpoints.save(must=True)
+    checkpoints.finish()
     test_records = []
     if "test" in training.held_out and not is_stopped:
         test_records = test_best(training)
         is_stopped = not test_records
     outcome = reporter.finish("preempted" if is_stopped else "completed", state, training.best_metric, test_records)
-    saver.close()
+    checkpoints.close()
     for loader in (training.loader, *training.held_out.values()):
         loader.close()
     return outcome
@@ -255,7 +244,7 @@ def train_one_epoch(training: Training) -> Decision:
     """Train to the end of the current epoch, or until the ranks agree to stop. Returns the last decision."""
     config, ctx, state, loader = training.config, training.ctx, training.state, training.loader
     model, clock, progress, compute_loss = training.model, training.clock, state.progress, training.seams.compute_loss
-    consensus, saver, reporter = training.consensus, training.saver, training.reporter
+    consensus, checkpoints, reporter = training.consensus, training.checkpoints, training.reporter
     model.train()
     state.sums.running_stats.begin_epoch()
     for global_batch in loader.global_batches(progress.epoch, progress.samples_in_epoch):
@@ -277,7 +266,7 @@ def train_one_epoch(training: Training) -> Decision:
                 clock.enter("backward")
                 state.backward(metrics["loss"][0], is_padding)
         clock.enter("update")
-        saver.finish_snapshot()  # before the weights change
+        checkpoints.wait()  # for the copy, before the weights change
         state.update_if_finite(global_batch)
         state.advance(global_batch)
         reporter.step_done(global_batch.samples, progress.step)
@@ -291,19 +280,19 @@ def train_one_epoch(training: Training) -> Decision:
             decision = Decision(*map(max, decision, consensus.flush()))  # an earlier vote must not count after a save
             if decision.stop:
                 return decision
-            saver.save()
+            checkpoints.save()
     clock.leave_steps()
     return consensus.flush()
 
 
 def validate(training: Training) -> bool:
     """Evaluate the validation set and keep the best checkpoint. Returns True if the ranks agreed to stop."""
-    state, progress, saver = training.state, training.state.progress, training.saver
+    state, progress, checkpoints = training.state, training.state.progress, training.checkpoints
     began = time.perf_counter()
-    saver.finish_snapshot()  # the weights are exchanged for their average
+    checkpoints.wait()  # for the copy: the weights are exchanged for their average
     records = evaluate_split(training, "val", training.weights(), progress)
     if not records:
-        saver.save_now()
+        checkpoints.save(must=True)
         return True
     value = records[-1][training.best_metric] if math.isfinite(records[-1]["loss"]) else math.nan
     is_best = progress.note_value(value, training.best_sign)
@@ -311,9 +300,10 @@ def validate(training: Training) -> bool:
     with training.weights()[records[-1]["weights"]]:
         training.reporter.show_images("val", state.model, training.held_out["val"], progress.step)
     if is_best:
-        saver.save_best()
+        checkpoints.save_best()
     if not state.is_epoch_complete:  # max_steps ended the run mid-epoch: a longer run must not repeat this evaluation
-        saver.save_now(is_again=True)
+        checkpoints.save(must=True, is_again=True)
+        checkpoints.wait()
     return False
 
 

@@ -30,7 +30,7 @@ from scripts.lib.processes import children_of, running
 from utils.clock import Place, read_place
 
 KILLS = ("kill a rank",)
-ALL = (*KILLS, "kill rank 0", "kill torchrun", "terminate torchrun", "kill the writer", "stop a rank", "kill a worker")
+ALL = (*KILLS, "kill rank 0", "kill torchrun", "terminate torchrun", "stop a rank", "kill a worker")
 START_S, END_S = 300.0, 900.0  # deadlines of a launch
 
 
@@ -105,21 +105,17 @@ class Chaos:
         number = {"terminate": signal.SIGTERM, "stop": signal.SIGSTOP}.get(kind.split()[0], signal.SIGKILL)
         if kind.endswith("torchrun"):
             pid = launch.pid
-        elif kind == "kill the writer":
-            pid = next((child for child in children_of(pids[0]) if is_writer(child)), 0)
         else:
             rank = 0 if kind == "kill rank 0" else self.random.randrange(len(pids))
-            workers = [child for child in children_of(pids[rank]) if not is_writer(child)]
-            pid = pids[rank] if "rank" in kind else next(iter(workers), 0)
+            pid = pids[rank] if "rank" in kind else next(iter(children_of(pids[rank])), 0)
         if not pid:
             return
         with suppress(ProcessLookupError):
             os.kill(pid, number)
         self.faults += 1
-        whose = "" if kind.endswith(("torchrun", "writer")) else f" (rank {rank})"
+        whose = "" if kind.endswith("torchrun") else f" (rank {rank})"
         self.say(f"fault {self.faults}: {kind}{whose}, step {step}")
-        if kind != "kill the writer":  # the writer is replaced while training continues
-            launch.wait(END_S)
+        launch.wait(END_S)
 
     def report(self) -> int:
         summary = json.loads((self.folder / "summary.json").read_text())
@@ -128,13 +124,6 @@ class Chaos:
         print(f"{counts}, state: {summary['state']}, goodput: {summary['goodput']:.1%}")
         print(f"time: {summary['wall_s']:.0f} s ({times})")
         return 0 if summary["state"] in ("completed", "preempted") else 1
-
-
-def is_writer(pid: int) -> bool:
-    """Whether a child of rank 0 is the checkpoint writer: it leads a session."""
-    with suppress(OSError):
-        return os.getsid(pid) == pid
-    return False
 
 
 def ranks_of(text: str) -> list[int]:

@@ -13,17 +13,17 @@ from ranks import ROOT, run_ranks
 from tasks import BUCKETS, train_task, using
 from utils.checkpoint import format as checkpoint
 from utils.clock import Place, read_place
-from utils.run.saver import Saver
+from utils.run.checkpoints import Checkpoints
 
 
-class PatientSaver(Saver):
-    """Waits for the writer, so that the saved steps do not depend on the clock."""
+class PatientCheckpoints(Checkpoints):
+    """Waits for the write before, so that the saved steps do not depend on the clock."""
 
-    def save(self, must: bool = False, name: str = "") -> None:
-        super().save(True, name)
+    def save(self, must: bool = False, is_again: bool = False) -> None:
+        super().save(True, is_again)
 
 
-train.Saver = PatientSaver
+train.Checkpoints = PatientCheckpoints
 STATE = ("model", "ema", "optimizer", "scaler", "progress")  # the entries of a checkpoint that define a run
 ENDS = "epochs steps skipped_steps samples_seen best_value best_epoch best final".split()  # entries of a summary
 TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes", "time", "seconds")  # differ between equal runs

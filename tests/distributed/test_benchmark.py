@@ -97,7 +97,7 @@ def whole_run(folder):
         found = {"steps": ours.state.progress.step, "files": {path.name for path in folder.iterdir()}}
         found["records"] = [record["step"] for record in ours._run.records("train")]
         found |= {
-            "has_writer": ours.training.saver._writer.pid > 0,
+            "has_writer": ours.training.checkpoints._writes,
             "is_watched": all(thread.is_alive() for thread in ours._watchdog._threads),
         }
         ours.close()
@@ -106,7 +106,7 @@ def whole_run(folder):
 
 
 def test_the_measured_run_is_complete(tmp_path):
-    """It has records, logs, status, watchdog and checkpoint writer."""
+    """It has records, logs, status, watchdog and checkpoints."""
     (found,) = run_ranks(1, whole_run, tmp_path / "run")
     assert found["steps"] == 4 and found["files"] >= {"metrics.jsonl", "status.json", "config.json", "logs", "watch"}
     assert found["records"] == [4] and found["has_writer"] and found["is_watched"]

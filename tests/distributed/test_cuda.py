@@ -11,11 +11,11 @@ from tasks import Images
 from test_compile import FLAGS as COMPILE_FLAGS
 from test_compile import SECONDS, assert_near, train_net
 from test_exact_resume import FLAGS
-from utils.checkpoint.writer import Writer, _has_succeeded
+from utils.checkpoint.snapshot import HostMemory, _has_succeeded
 from utils.data.augment import augment_images
 from utils.data.loader import create_distributed_dataloader
 from utils.rng import draw_integers, draw_uniform, sample_draws
-from utils.run.saver import _copy_all
+from utils.run.checkpoints import _copy_all
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -53,13 +53,13 @@ def test_batches_equal_those_on_the_cpu(workers):
 def test_a_snapshot_is_pinned_and_holds_the_state():
     tensors = [torch.randn(300, 70, device="cuda"), torch.arange(5, device="cuda"), torch.ones((), device="cuda")]
     tensors.append(torch.randn(8, 3, 5, 5, device="cuda").contiguous(memory_format=torch.channels_last))
-    writer = Writer()
-    views = writer.fit(tensors)
-    assert writer._pinned is not None and all(view.is_pinned() for view in views)
-    _copy_all(list(zip(views, tensors, strict=True)))
+    memory = HostMemory()
+    copied, pairs = memory.copy_of({"tensors": tensors})
+    assert all(view.is_pinned() for view, _ in pairs)
+    _copy_all(pairs)
     torch.cuda.synchronize()
-    assert all(torch.equal(view, tensor.cpu()) for view, tensor in zip(views, tensors, strict=True))
-    writer.end()
+    assert all(torch.equal(view, tensor.cpu()) for view, tensor in zip(copied["tensors"], tensors, strict=True))
+    memory.release()
 
 
 def test_a_failed_pinning_does_not_surface_in_the_next_kernel():

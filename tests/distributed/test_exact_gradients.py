@@ -57,7 +57,7 @@ def gradients_into(found):
 
 def gradients(task, accumulations, tails, precision, dtype):
     """{(accumulation, length): gradients} of one global batch of each length, for each accumulation."""
-    found, silent = {}, mock.Mock(**{"is_due.return_value": False})  # replaces the reporter and the saver
+    found, silent = {}, mock.Mock(**{"is_due.return_value": False})  # replaces the reporter and the checkpoints
     with using(task), mock.patch.object(Precision, "choose", lambda *_: precision):
         for accumulation in accumulations:
             flags = [*FLAGS, *OF_TASK[task], "--grad_accum_steps", str(accumulation), "--dataset_size"]

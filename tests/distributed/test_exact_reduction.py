@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ import train
 from config import UserError
 from ranks import run_ranks
 from tasks import TASKS, EagerConsensus, SmallNet, train_task
+from training import wait_until
 from utils.report.reporter import Reporter
 
 # 10 micro-batches per step, of which the last step of an epoch has 6, the last of them short; ranks hold 1 to 10
@@ -44,6 +46,8 @@ def train_until(flags, number, step, victim):
     def done(self, samples, at):
         plain_done(self, samples, at)
         if at == step and int(os.environ["RANK"]) == victim:
+            saved = Path(flags[flags.index("--run_dir") + 1], "checkpoints", f"step_{(at - 1) // 2 * 2:08d}.pt")
+            wait_until(lambda: number != signal.SIGKILL or saved.exists())  # a save in progress would be lost
             os.kill(os.getpid(), number)
 
     eager = mock.patch.object(train, "Consensus", EagerConsensus)

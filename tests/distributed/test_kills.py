@@ -7,20 +7,19 @@ import random
 import signal
 import threading
 import time
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
-from ranks import CONTEXT, DEADLINE, run_ranks
+from ranks import run_ranks
 from tasks import train_task
-from training import assert_same_state, relative, wait_until
-from utils.checkpoint.writer import Writer
+from training import assert_same_state, relative
 from utils.clock import Clock
 from utils.run import folder
+from utils.run.checkpoints import Checkpoints
 
-PHASES = ("data", "forward", "backward", "update", "save", "written", "evaluation")  # written: the writer has a job
+PHASES = ("data", "forward", "backward", "update", "save", "written", "evaluation")  # written: by the thread
 FLAGS = "--dataset_size 66 --global_batch_size 16 --lr 0.02 --ema_decay 0.9 --no-use_amp --record_samples".split()
 FLAGS += "--num_workers 1 --save_every_steps 3 --timeout 30".split()
 
@@ -28,7 +27,7 @@ FLAGS += "--num_workers 1 --save_every_steps 3 --timeout 30".split()
 @contextlib.contextmanager
 def killed_in(phase, steps, delay):
     """Kill this process `delay` seconds after it first enters the phase in or after step `steps` of this attempt."""
-    plain_step, plain_enter, plain_send, begun = Clock.begin_step, Clock.enter, Writer.send, []
+    plain_step, plain_enter, plain_start, begun = Clock.begin_step, Clock.enter, Checkpoints._start_writing, []
 
     def kill():
         time.sleep(delay)
@@ -43,12 +42,13 @@ def killed_in(phase, steps, delay):
         if name == phase and len(begun) >= steps:
             threading.Thread(target=kill).start() if delay else kill()
 
-    def send(self, *job):
-        plain_send(self, *job)
+    def start(self):
+        plain_start(self)
         if phase == "written" and len(begun) >= steps:
             kill()
 
-    with mock.patch.multiple(Clock, begin_step=begin_step, enter=enter), mock.patch.object(Writer, "send", send):
+    starting = mock.patch.object(Checkpoints, "_start_writing", start)
+    with mock.patch.multiple(Clock, begin_step=begin_step, enter=enter), starting:
         yield
 
 
@@ -97,27 +97,3 @@ def test_twenty_one_kills_at_random_moments(runs, choices):
         assert_same_state(runs.last("killed"), runs.last("whole"))
     else:
         assert relative(runs.last("killed")["model"], runs.last("whole")["model"]) < 1e-10
-
-
-def make_a_writer_and_die(file):
-    writer = Writer()
-    if not (holder := os.fork()):  # like a loader worker it holds a copy of the connection, which stays open
-        time.sleep(DEADLINE)
-        os._exit(0)
-    file.write_text(f"{writer.pid} {holder}")
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def is_there(stat):
-    """Whether a process still runs, and is not a zombie."""
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-def test_the_writer_ends_after_its_training_process_was_killed_even_if_a_worker_lives(tmp_path):
-    process = CONTEXT.Process(target=make_a_writer_and_die, args=(tmp_path / "pids",))
-    process.start()
-    process.join(DEADLINE)
-    writer, holder = (int(pid) for pid in (tmp_path / "pids").read_text().split())
-    wait_until(lambda: not is_there(Path(f"/proc/{writer}/stat")))
-    assert is_there(Path(f"/proc/{holder}/stat"))
-    os.kill(holder, signal.SIGKILL)

@@ -9,6 +9,7 @@ from forged import payload_of, small_state
 from ranks import lack, run_ranks
 from test_refusals import group
 from training import difference
+from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.distributed.collectives import read_once
 from utils.run.resume import load_checkpoint
@@ -65,7 +66,7 @@ def test_a_checkpoint_is_verified_once_per_node_and_damage_on_one_node_is_notice
     for node in ("node0", "node1"):
         (tmp_path / node).mkdir()
     path = checkpoint.step_path(tmp_path / "node0", 10)
-    checkpoint.write(path, payload_of(state, 10))
+    archive.write(path, payload_of(state, 10))
     copy = Path(shutil.copy(path, tmp_path / "node1"))
     total, size = sum(tensor.double().sum().item() for tensor in state.model.state_dict().values()), path.stat().st_size
     ranks = run_ranks(4, load_on_nodes, tmp_path, 2)
@@ -86,7 +87,7 @@ def test_a_loaded_state_uses_no_memory_of_the_file(tmp_path):
     if not maps.exists():
         lack("/proc/self/maps does not exist")
     written, state = (small_state(seed=seed, optimizer="adamw") for seed in (1, 2))
-    checkpoint.write(path, payload_of(written, 10))
+    archive.write(path, payload_of(written, 10))
     payload = checkpoint.read(path)[0]
     assert path.name in maps.read_text()
     state.load_state_dict(payload)

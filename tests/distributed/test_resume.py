@@ -15,7 +15,7 @@ from test_run_folder import contents
 from training import difference, train_flags
 from utils.checkpoint import format as checkpoint
 from utils.report.reporter import Reporter
-from utils.run.saver import Saver
+from utils.run.checkpoints import Checkpoints
 
 # the loss falls, so with max:loss the first epoch is the best
 FLAGS = "--dataset_size 60 --epochs 4 --global_batch_size 8 --no-use_amp --lr 0.02 --best_metric max:loss".split()
@@ -88,8 +88,8 @@ def test_a_stop_request_takes_effect_one_step_later_but_within_the_epoch(runs, a
 
 def train_with_a_quick_disk(flags):
     """Train; each save is on disk before the next one is requested."""
-    plain = Saver.is_due
-    with mock.patch.object(Saver, "is_due", lambda self: (self._writer and self._look(60.0), plain(self))[1]):
+    plain = Checkpoints.is_due
+    with mock.patch.object(Checkpoints, "is_due", lambda self: (self._look(60.0), plain(self))[1]):
         return train_flags(flags)
 
 

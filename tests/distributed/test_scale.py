@@ -59,7 +59,7 @@ def part_of_run():
         frame = frame.f_back
     if names & {"assemble", "setup_distributed", "open_run"}:
         return "start"
-    if "saver.py" in files:
+    if "checkpoints.py" in files:
         return "save"
     if "train_one_epoch" in names:
         return "step" if files & {"consensus.py", "step_sums.py"} else "log point"

@@ -19,7 +19,7 @@ from tasks import TASKS
 from training import train_flags
 from utils.distributed.dtensor import local
 from utils.memory import own_memory
-from utils.run.saver import Saver
+from utils.run.checkpoints import Checkpoints
 
 FLAGS = "--dataset_size 16 --epochs 1 --max_steps 1 --eval_every 0 --no-use_amp --optimizer adamw".split()
 MB = 2**20
@@ -54,7 +54,7 @@ def size_of(tensors):
 def counted(words, nodes):
     """Bytes of parameters, gradients and optimizer state of this rank, and the peaks of building and saving."""
     return_freed_memory()
-    found, plain_state, plain_save = {}, train.create_state, Saver.save
+    found, plain_state, plain_save = {}, train.create_state, Checkpoints.save
 
     def create_state(*args, **options):
         with measured(found, "building"):
@@ -64,10 +64,10 @@ def counted(words, nodes):
     def note_gradients(optimizer, *_):
         found["gradients"] = size_of(p.grad for group in optimizer.param_groups for p in group["params"])
 
-    def save(saver, *args, **options):
+    def save(checkpoints, *args, **options):
         with measured(found, "saving"):
-            plain_save(saver, *args, **options)
-            saver.finish()  # before the evaluation gathers parameters
+            plain_save(checkpoints, *args, **options)
+            checkpoints.finish()  # before the evaluation gathers parameters
 
     handle = register_optimizer_step_pre_hook(note_gradients)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -75,7 +75,7 @@ def counted(words, nodes):
         mock.patch.dict(TASKS["blocks"], {"create_model": gpt}),
         mock.patch.object(socket, "gethostname", lambda: f"node{rank * nodes // ranks}"),
         mock.patch.object(train, "create_state", create_state),
-        mock.patch.object(Saver, "save", save),
+        mock.patch.object(Checkpoints, "save", save),
     ):
         train_flags(words, task="blocks")
     handle.remove()

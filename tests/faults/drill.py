@@ -141,7 +141,7 @@ class Job:
         os.kill(self.program.pid, number)
 
     def children(self, pid: int) -> list[int]:
-        """The children of a process: DataLoader workers, the writer."""
+        """The children of a process: DataLoader workers."""
         found = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
@@ -150,14 +150,13 @@ class Job:
         return found
 
     def writer(self) -> int:
-        """The process that writes checkpoints: the child of rank 0 that is a session leader."""
+        """The thread of rank 0 that writes checkpoints, from the first one on: it alone has a niceness."""
 
-        def leads(child: int) -> bool:
-            with contextlib.suppress(ProcessLookupError):
-                return os.getsid(child) == child
-            return False
+        def is_nice(stat: Path) -> bool:
+            return int(stat.read_text().rpartition(")")[2].split()[16]) > 0
 
-        return self.wait_for(lambda: next(filter(leads, self.children(self.pid(0))), None))
+        tasks = Path(f"/proc/{self.pid(0)}/task")
+        return int(self.wait_for(lambda: next(filter(is_nice, tasks.glob("*/stat")), None)).parent.name)
 
     def members(self) -> list[int]:
         """All live processes of the launch, in any session."""
@@ -340,10 +339,10 @@ class Drill:
 def slow_writer(seconds: float | str) -> str:
     """Lines that keep each checkpoint a partial file for so long."""
     return (
-        "from utils.checkpoint import format as checkpoint\nplain_replace = checkpoint.replace_file\n"
+        "from utils.checkpoint import archive\nplain_replace = archive.replace_file\n"
         "def slow_replace(path, write, *rest, **options):\n"
         f"    plain_replace(path, lambda file: (write(file), file.flush(), time.sleep({seconds})), *rest, **options)\n"
-        "checkpoint.replace_file = slow_replace\n"
+        "archive.replace_file = slow_replace\n"
     )
 
 

@@ -72,44 +72,24 @@ def rank_killed_under_torchrun(drill: Drill) -> None:
 
 @fault("rank 0 killed in a save")
 def rank_0_killed_in_a_save(drill: Drill) -> None:
-    """Rank 0 normally writes status.json. Its writer finishes a started checkpoint without it."""
-    job = drill.start(2, *RUN, code=slow_writer(2.0))
+    """Rank 0 normally writes status.json. The checkpoint is lost, not the one before."""
+    job = drill.start(2, *RUN, code=slow_writer("60 * (path.name == 'step_00000010.pt')"))
+    job.wait_for(lambda: len(drill.runs.checkpoints("run")) == 1)
     job.wait_for_partial_file()
-    job.wait_for_step(job.place(0).step + 2)  # the ranks have committed the checkpoint
-    assert not drill.runs.checkpoints("run")
     job.signal(0, signal.SIGKILL)
-    wait_until(lambda: drill.runs.checkpoints("run"))
     drill.fails(job, KILLED.format(0, r"\d+"), rank=0)
     drill.resumes(2, *RUN)
 
 
 @fault("launcher killed", is_default=True)
 def launcher_killed(drill: Drill) -> None:
-    """The writer is the last process to end by itself, after 8 s."""
     job = drill.held(2, 8, *RUN, code=slow_writer(60.0))
     job.wait_for_partial_file()
-    assert len(job.members()) >= 6  # launcher, two ranks, their loaders' workers, the writer
+    assert len(job.members()) >= 5  # launcher, two ranks, their loaders' workers
     job.signal_launcher(signal.SIGKILL)
     job.program.wait()
     wait_until(lambda: not job.members(), 20)
     drill.resumes(2, *RUN)
-
-
-@fault("writer killed")
-def writer_killed(drill: Drill) -> None:
-    job = drill.held(2, 8, *RUN, checkpoint_of=5, code=slow_writer(0.5))
-    first = job.writer()
-    os.kill(first, signal.SIGKILL)
-    drill.let_go(is_slow=True)
-    second = job.wait_for(lambda: (pid := job.writer()) != first and pid)
-    job.wait_for_partial_file()
-    os.kill(second, signal.SIGKILL)
-    drill.run_on()
-    ended = drill.has_completed(job)
-    said = ".pt: the writer process was killed; training continues"
-    assert ended.text.count(said) == 2
-    drill.no_partial_files()
-    drill.is_whole(2, *RUN)
 
 
 @fault("rank killed under torchrun's restarts")

@@ -14,50 +14,52 @@ from forged import Call
 from ranks import run_ranks
 from storage import ENDS_AT_A_STOP, ENDS_IN_SECONDS, RUN, ends_without
 from tasks import train_task
+from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
-from utils.checkpoint.shards import digest_of_file
+from utils.checkpoint.shards import part_name
 
 ZERO3 = [*RUN, "--sharding", "zero3"]
 KILLED = """
 import signal
-from utils.checkpoint import shards
+from utils.checkpoint import archive, layouts
 def kill_at(name, place, rank):
-    plain = getattr(shards.ShardWriter, name)
-    def method(self, job, *rest):
-        is_it = job.path.name == 'step_00000020' and RANK == rank
+    owner = {'write': archive, 'replace_folder': layouts}[name]
+    plain = getattr(owner, name)
+    def replaced(path, *rest, **options):
+        is_it = 'step_00000020' in str(path) and RANK == rank
         if is_it and place == 'before':
             os.kill(os.getpid(), signal.SIGKILL)
-        result = plain(self, job, *rest)
+        result = plain(path, *rest, **options)
         if is_it:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
-    setattr(shards.ShardWriter, name, method)
+    setattr(owner, name, replaced)
 """
 NO_ROOM = """
 import types
-from utils.checkpoint import shards
-plain_room, plain_statvfs = shards.check_room, os.statvfs
-def check_room(job):
-    if RANK == 1 and job.path.name == 'step_00000020':
+from utils.checkpoint import layouts
+plain_room, plain_statvfs = layouts.check_room, os.statvfs
+def check_room(path, payload):
+    if RANK == 1 and path.name == 'step_00000020':
         os.statvfs = lambda path: types.SimpleNamespace(f_bavail=0, f_frsize=4096, f_files=0)
     try:
-        plain_room(job)
+        plain_room(path, payload)
     finally:
         os.statvfs = plain_statvfs
-shards.check_room = check_room
+layouts.check_room = check_room
 """
 
 
 STALLED = """
-from torch.distributed.checkpoint import FileSystemWriter
-plain_write = FileSystemWriter.write_data
-def write_data(self, *args):
-    for number in range(WRITES if RANK == 1 and 'step_00000020' in str(self.path) else 0):
+from utils.checkpoint import archive
+plain_write = archive.write
+def write(path, payload, before_rename=None, tick=lambda: None):
+    for number in range(WRITES if RANK == 1 and 'step_00000020' in str(path) else 0):
         if number < 24:
-            Path(f'{FOLDER}/slow').write_text(str(number))
+            tick()
         time.sleep(0.5)
-    return plain_write(self, *args)
-FileSystemWriter.write_data = write_data
+    return plain_write(path, payload, before_rename, tick)
+archive.write = write
 """
 
 
@@ -73,15 +75,22 @@ def stopped_at_30(drill: Drill) -> Path:
 
 
 def without_a_shard(last: Path) -> None:
-    (last / "__1_0.distcp").unlink()
+    (last / part_name(1)).unlink()
 
 
 def with_a_short_shard(last: Path) -> None:
-    cut(last / "__0_0.distcp")
+    cut(last / part_name(0))
 
 
 def with_a_shard_of_another_step(last: Path) -> None:
-    shutil.copy(last.with_name("step_00000020") / "__1_0.distcp", last)
+    shutil.copy(last.with_name("step_00000020") / part_name(1), last)
+
+
+def with_another_shard(last: Path) -> None:
+    """Of the same step and with a valid checksum, but not of this run's seed."""
+    payload = archive.load(last / part_name(1), "")
+    payload["config"]["seed"] += 1
+    archive.write(last / part_name(1), payload)
 
 
 def without_a_manifest(last: Path) -> None:
@@ -93,20 +102,20 @@ def under_another_name(last: Path) -> None:
     shutil.rmtree(last)
 
 
-def with_malicious_metadata(last: Path) -> None:
+def with_a_malicious_part(last: Path) -> None:
     """With correct checksums; it touches a file when it is unpickled."""
-    import pickle
-
-    (last / ".metadata").write_bytes(pickle.dumps(Call(os.system, f"touch {last.parent}/marker")))
+    payload = archive.load(last / part_name(1), "")
+    payload["model"] = Call(os.system, f"touch {last.parent}/marker")
     manifest = json.loads((last / "manifest.json").read_text())
-    manifest["files"][".metadata"] = digest_of_file(last / ".metadata")
+    manifest["files"][part_name(1)] = archive.write(last / part_name(1), payload)
     (last / "manifest.json").write_text(json.dumps(manifest))
 
 
 DAMAGES = (
-    (with_a_short_shard, r"step_00000030: is damaged: __0_0\.distcp does not match manifest\.json"),
-    (without_a_shard, r"step_00000030: lacks __1_0\.distcp"),
-    (with_a_shard_of_another_step, r"step_00000030: is damaged: __1_0\.distcp does not match manifest\.json"),
+    (with_a_short_shard, r"step_00000030/part_00000\.pt: has no checksum at its end: it is truncated"),
+    (without_a_shard, r"step_00000030: lacks part_00001\.pt"),
+    (with_a_shard_of_another_step, r"step_00000030: is damaged: part_00001\.pt does not match manifest\.json"),
+    (with_another_shard, r"step_00000030: is damaged: part_00001\.pt does not match manifest\.json"),
     (without_a_manifest, r"step_00000030: lacks manifest.json"),
     (under_another_name, r"step_00000040: is the checkpoint of step 20 under another name"),
 )
@@ -126,23 +135,23 @@ def damaged(drill: Drill, damages: tuple[tuple[Callable[[Path], None], str], ...
         says(drill.runs.log("run"), said)
 
 
-@fault("malicious metadata")
+@fault("malicious part")
 def malicious(drill: Drill) -> None:
     folder = stopped_at_30(drill)
-    with_malicious_metadata(folder / "step_00000030")
+    with_a_malicious_part(folder / "step_00000030")
     job = drill.start(2, *ZERO3, "--resume_from", folder / "step_00000030")
     ended = job.end()
     assert ended.code == 1 and not (folder / "marker").exists()
-    says(ended.text, r"\.metadata holds a (posix|nt)\.system, which no checkpoint needs")
+    says(ended.text, r"part_00001\.pt: is not a checkpoint \(UnpicklingError\)")
 
 
-@fault("rank killed before its shards are on the disk", "_write", "before", 1, 10, is_default=True)
-@fault("rank 0 killed while shards are written", "_write", "before", 0, 10)
-@fault("rank killed after its shards are on the disk", "_write", "after", 1, 10)
-@fault("rank 0 killed before the folder gets its name", "_publish", "before", 0, 10, is_default=True)
-@fault("rank 0 killed after the folder has its name", "_publish", "after", 0, 20)
-def killed(drill: Drill, method: str, place: str, rank: int, step: int) -> None:
-    job = drill.start(2, *ZERO3, code=f"{KILLED}\nkill_at({method!r}, {place!r}, {rank})")
+@fault("rank killed before its shards are on the disk", "write", "before", 1, 10, is_default=True)
+@fault("rank 0 killed while shards are written", "write", "before", 0, 10)
+@fault("rank killed after its shards are on the disk", "write", "after", 1, 10)
+@fault("rank 0 killed before the folder gets its name", "replace_folder", "before", 0, 10, is_default=True)
+@fault("rank 0 killed after the folder has its name", "replace_folder", "after", 0, 20)
+def killed(drill: Drill, function: str, place: str, rank: int, step: int) -> None:
+    job = drill.start(2, *ZERO3, code=f"{KILLED}\nkill_at({function!r}, {place!r}, {rank})")
     drill.fails(job, rf"rank {rank} on {HOST} was killed or cut off", rank=rank)
     names = [path.name for path in checkpoint.step_checkpoints(job.folder / "checkpoints")]
     assert names[-1] == f"step_000000{step}"

@@ -11,7 +11,7 @@ import time
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from disks import Disk, are_whole, tracing
-from drill import HOST, Drill, Job, fault, slow_writer
+from drill import HOST, Drill, Job, fault
 from utils.report.goodput import ACCOUNTS
 
 # 50 steps of two ranks
@@ -25,7 +25,7 @@ def create_model(config, device):
 train.your_model.create_model = create_model
 """  # checkpoints of 8 MB, so that all other files can still fit
 # 1.5 s instead of ten minutes
-GIVES_UP = f"{LARGE}\nimport functools\ntrain.Saver = functools.partial(train.Saver, max_seconds_without=1.5)\n"
+GIVES_UP = f"{LARGE}\nfrom utils.run import checkpoints\ncheckpoints.SECONDS_WITHOUT = 1.5\n"
 SPACE = r"it needs 8\.0 MB, [\d,.]+ MB are free; make room or repair the storage"
 NO_INODES = "no inodes are free, so the file system can hold no more files; delete some"
 FOR_GOOD = r" \(no checkpoint could be written for 0 min, so training ends\)"
@@ -159,12 +159,12 @@ def goes_away(drill: Drill, is_unmounted: bool) -> None:
     assert left == [], left
 
 
-@fault("EIO at the fsync of a checkpoint", 3, [10], is_default=True)
-@fault("EIO at the fsync of the folder", 4, [10, 20])
+@fault("EIO at the fsync of a checkpoint", 1, [10], is_default=True)
+@fault("EIO at the fsync of the folder", 2, [10, 20])
 def flush_fails(drill: Drill, number: int, whole: list[int]) -> None:
-    """One failure, in the second save. number: which fsync of the writer fails. whole: the checkpoints that exist until
+    """One failure, in the second save. number: which fsync of the save fails. whole: the checkpoints that exist until
     the retry."""
-    job = drill.held(2, 5, *RUN, code=LARGE)
+    job = drill.held(2, 14, *RUN, code=LARGE, checkpoint_of=10)
     tracing(drill, job.writer(), "-e", "trace=fsync", "-e", f"inject=fsync:error=EIO:when={number}")
     drill.let_go(is_slow=True)
     job.wait_for(lambda: re.search(not_written(20, "Input/output error") + SPACE, job.text()))
@@ -174,33 +174,40 @@ def flush_fails(drill: Drill, number: int, whole: list[int]) -> None:
 
 # a write without progress: seconds instead of a minute and of 20 s
 STALLS = """
-from utils.run import saver
-saver.SECONDS_TO_WARN, saver.SECONDS_AFTER_STOP = 2.0, 3.0
-import functools
-train.Saver = functools.partial(train.Saver, max_seconds_without={})
+from utils.run import checkpoints
+checkpoints.SECONDS_TO_WARN, checkpoints.SECONDS_AFTER_STOP, checkpoints.SECONDS_WITHOUT = 2.0, 3.0, {}
+"""
+# the thread waits in a system call, in the middle of the file of step 20
+HANGS = """
+from utils.checkpoint import archive
+plain_fsync = os.fsync
+def fsync(descriptor):
+    if 'step_00000020' in os.readlink(f'/proc/self/fd/{descriptor}'):
+        os.close(os.open(f'{FOLDER}/answer', os.O_RDONLY))  # waits until it is opened for writing, too
+    plain_fsync(descriptor)
+os.fsync = fsync
 """
 ENDS_IN_SECONDS, ENDS_AT_A_STOP = STALLS.format(4.0), STALLS.format(600.0)
 NO_PROGRESS = r"/checkpoints/step_00000020\S*: its write has made no progress for \d+ s"
 
 
-def stalled_write(drill: Drill, code: str, *flags: object) -> tuple[Job, int]:
-    """A run whose writer was stopped in the middle of the file of step 20, as by a hanging system call."""
-    job = drill.held(2, 14, *RUN, *flags, code=slow_writer(1.0) + code, checkpoint_of=10)
+def stalled_write(drill: Drill, code: str, *flags: object) -> Job:
+    """A run whose file of step 20 is not flushed."""
+    os.mkfifo(drill.folder / "answer")
+    job = drill.held(2, 14, *RUN, *flags, code=HANGS + code, checkpoint_of=10)
     drill.let_go(is_slow=True)
     job.wait_for_partial_file()
-    writer = job.writer()
-    os.kill(writer, signal.SIGSTOP)
-    return job, writer
+    return job
 
 
 @fault("write hangs and then continues")
 def write_stalls(drill: Drill) -> None:
     """Only the limit for the warning is shortened."""
-    code = "from utils.run import saver\nsaver.SECONDS_TO_WARN, train.Saver = 2.0, saver.Saver\n"  # saves need not wait
-    job, writer = stalled_write(drill, code, "--epochs", 4)
+    code = STALLS.format(600.0) + "train.Checkpoints = checkpoints.Checkpoints\n"  # saves need not wait
+    job = stalled_write(drill, code, "--epochs", 4)
     job.wait_for(lambda: re.search(NO_PROGRESS + "; check the storage", job.text()))
     job.wait_for_step(40)  # training continues
-    os.kill(writer, signal.SIGCONT)
+    (drill.folder / "answer").write_text("")
     drill.run_on()
     drill.has_completed(job)
     assert 20 in [event["step"] for event in drill.events("checkpoint")]
@@ -210,7 +217,7 @@ def write_stalls(drill: Drill) -> None:
 @fault("write hangs for good", False, is_default=True)
 @fault("SIGTERM while a write hangs", True)
 def write_hangs(drill: Drill, is_asked: bool) -> None:
-    job, _ = stalled_write(drill, ENDS_AT_A_STOP if is_asked else ENDS_IN_SECONDS)
+    job = stalled_write(drill, ENDS_AT_A_STOP if is_asked else ENDS_IN_SECONDS)
     ends_without(drill, job, is_asked, rank=0)
     assert are_whole(job) == [10]
     drill.resumes(2, *RUN)

@@ -33,13 +33,13 @@ def stalling(self, indices):
 Images.__getitems__ = stalling
 """
 SLOW_SAVE = """
-from utils.checkpoint import format as checkpoint
-plain_write = checkpoint.write
+from utils.checkpoint import archive
+plain_write = archive.write
 def slow_write(*args, **options):
     if not (RUN / 'began').exists():
         hold_up(20)
     return plain_write(*args, **options)
-checkpoint.write = slow_write
+archive.write = slow_write
 """
 RECOMPILE = """
 def before_loss(net):

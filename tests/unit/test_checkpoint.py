@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from config import TrainingConfig, UserError
+from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.files import TEMPORARY, replace_file, replace_json
 from utils.run.resume import compare, is_other_best
 
 
 def payload(step=10, **changes):
-    empty = {key: {} for key in checkpoint.KEYS}
+    empty = {key: {} for key in archive.KEYS}
     return empty | {
         "model": {"weight": torch.randn(50, 20)},
         "progress": {"step": step},
@@ -29,7 +30,7 @@ def origin(fingerprint="abc", size=64, threads=1):
 def test_a_checkpoint_comes_back_and_opens_with_plain_torch_load(tmp_path):
     path = checkpoint.step_path(tmp_path, 10)
     written = payload()
-    checkpoint.write(path, written)
+    archive.write(path, written)
     read, digest = checkpoint.read(path)
     for found in (read, torch.load(path, weights_only=True)):
         assert torch.equal(found["model"]["weight"], written["model"]["weight"])
@@ -46,25 +47,12 @@ def flip(path: Path, position: int) -> None:
 
 def test_a_folder_of_invalid_checkpoints_is_an_error_and_an_empty_folder_is_not(tmp_path):
     assert checkpoint.latest_valid(tmp_path) == (None, [])
-    checkpoint.write(checkpoint.step_path(tmp_path, 1), payload(1))
+    archive.write(checkpoint.step_path(tmp_path, 1), payload(1))
     flip(checkpoint.step_path(tmp_path, 1), 500)
     with pytest.raises(
         UserError, match="has no valid checkpoint; give one with --resume_from, or start over with --ov"
     ):
         checkpoint.latest_valid(tmp_path)
-
-
-def test_the_latest_checkpoint_may_be_best_pt(tmp_path):
-    """It is a separate file if no checkpoint was due at its step."""
-    checkpoint.write(tmp_path / "best.pt", payload(15))
-    for step, latest in ((10, "best.pt"), (20, "step_00000020.pt")):
-        checkpoint.write(checkpoint.step_path(tmp_path, step), payload(step))
-        assert checkpoint.latest_valid(tmp_path) == (tmp_path / latest, [])
-    for name in ("best.pt", "step_00000020.pt"):
-        flip(tmp_path / name, 2000)
-    path, reasons = checkpoint.latest_valid(tmp_path)
-    assert path.name == "step_00000010.pt"
-    assert "best.pt: is damaged" in reasons[0] and "00020.pt: is damaged" in reasons[1]
 
 
 def test_the_latest_checkpoints_are_kept_by_step_not_by_name(tmp_path):
@@ -106,7 +94,7 @@ def test_writers_of_one_file_never_share_a_temporary_file(tmp_path):
 
 
 def test_weights_come_from_a_checkpoint_or_a_bare_state_dict(tmp_path):
-    checkpoint.write(tmp_path / "c.pt", payload())
+    archive.write(tmp_path / "c.pt", payload())
     torch.save({"weight": torch.ones(3)}, tmp_path / "bare.pt")
     assert checkpoint.load_weights(tmp_path / "c.pt")["weight"].shape == (50, 20)
     assert checkpoint.load_weights(tmp_path / "bare.pt")["weight"].shape == (3,)

@@ -13,9 +13,10 @@ import torch
 from config import UserError
 from ddp_utils import DistributedContext, load_checkpoint
 from forged import Call, payload_of, small_state
+from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 
-PAGE, TRAILER = 4096, checkpoint.TRAILER_BYTES
+PAGE, TRAILER = 4096, archive.TRAILER_BYTES
 CTX = DistributedContext(0, 0, 1, torch.device("cpu"))
 
 
@@ -24,7 +25,7 @@ def files(tmp_path_factory):
     """Valid checkpoints of one run, by step, and one of a model with other shapes."""
     path, state, found = tmp_path_factory.mktemp("valid") / "c.pt", small_state(), {}
     for name, each, step in ((10, state, 10), (20, state, 20), (30, state, 30), ("other", small_state(8, seed=1), 7)):
-        checkpoint.write(path, payload_of(each, step))
+        archive.write(path, payload_of(each, step))
         found[name] = path.read_bytes()
     return found
 
@@ -125,19 +126,19 @@ def test_no_corrupt_checkpoint_is_loaded_and_the_previous_one_is_found(kind, cou
 
 def test_a_valid_checkpoint_of_another_model_does_not_fit(tmp_path):
     path = checkpoint.step_path(tmp_path, 20)
-    checkpoint.write(path, payload_of(small_state(width=8, seed=1), 20))
+    archive.write(path, payload_of(small_state(width=8, seed=1), 20))
     with pytest.raises(UserError, match="does not fit"):
         small_state().load_state_dict(load_checkpoint(path, CTX))
 
 
-def archive(payload, is_new=True):
+def zipped(payload, is_new=True):
     file = io.BytesIO()
     torch.save(payload, file, _use_new_zipfile_serialization=is_new)
     return file.getvalue()
 
 
 @pytest.mark.parametrize(
-    "write", [lambda payload: pickle.dumps(payload, 2), archive, lambda payload: archive(payload, is_new=False)]
+    "write", [lambda payload: pickle.dumps(payload, 2), zipped, lambda payload: zipped(payload, is_new=False)]
 )
 def test_no_malicious_file_runs_code_or_is_loaded(write, tmp_path):
     """Its checksum is correct."""
@@ -149,7 +150,7 @@ def test_no_malicious_file_runs_code_or_is_loaded(write, tmp_path):
         data = write(honest | {"model": bomb})
         weights.write_bytes(data)
         with mock.patch("torch.save", lambda payload, file, data=data: file.write(data)):
-            checkpoint.write(path, honest)
+            archive.write(path, honest)
         ways = [checkpoint.read, lambda path: load_checkpoint(path, CTX), checkpoint.load_weights]
         assert all(is_rejected(way, path) for way in ways) and is_rejected(checkpoint.load_weights, weights)
         assert not marker.exists()
@@ -161,6 +162,6 @@ def test_no_malicious_file_runs_code_or_is_loaded(write, tmp_path):
 )
 def test_a_value_of_the_wrong_type_is_rejected(tmp_path, key, value):
     payload, path = payload_of(small_state(), 10), checkpoint.step_path(tmp_path, 10)
-    checkpoint.write(path, payload | {key: payload[key] | value if isinstance(value, dict) else value})
+    archive.write(path, payload | {key: payload[key] | value if isinstance(value, dict) else value})
     with pytest.raises(UserError, match="; give "):
         small_state().load_state_dict(load_checkpoint(path, CTX))

@@ -8,6 +8,7 @@ import torch
 from config import TrainingConfig
 from ddp_utils import DistributedContext
 from test_checkpoint import payload
+from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.memory import is_out_of_memory
 from utils.run.failures import explain_memory, halved
@@ -65,7 +66,7 @@ def test_out_of_memory_during_a_load_is_not_reported_as_a_bad_checkpoint(monkeyp
         raise torch.OutOfMemoryError(CUDA)
 
     path = checkpoint.step_path(tmp_path, 10)
-    checkpoint.write(path, payload(10))
+    archive.write(path, payload(10))
     monkeypatch.setattr(torch, "load", fail)
     monkeypatch.setattr(TrainState, "_load", fail)
     for load in (lambda: checkpoint.read(path), lambda: object.__new__(TrainState).load_state_dict({})):

@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from config import TrainingConfig, TrainingError, UserError
 from test_checkpoint import payload
+from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.files import read_json
 from utils.run import folder as run_folder
@@ -25,16 +27,14 @@ def open_run(config, launch_id="", may_restart=False, replaces=True, host="here"
 
 def commit(run, step, keep_last=9):
     path = checkpoint.step_path(run.checkpoints, step)
-    checkpoint.write(path, payload(step))
+    archive.write(path, payload(step))
     checkpoint.prune(run.checkpoints, keep_last)
     return path
 
 
 def commit_best(run, step):
-    best = run.checkpoints / checkpoint.BEST
-    if not run.link_best(step):
-        checkpoint.write(best, payload(step))
-    return best
+    run.link_best(step)
+    return run.checkpoints / checkpoint.BEST
 
 
 def fill(run, steps=(10, 20), state="running"):
@@ -276,12 +276,13 @@ def test_rewinding_drops_later_samples_and_an_incomplete_last_line(config):
 
 def test_resuming_from_an_earlier_checkpoint_of_the_run_sets_later_ones_aside(config):
     run = open_run(config)
-    commit_best(run, 20)
     fill(run, steps=(10, 20, 30))
+    commit_best(run, 20)
     run = open_run(from_step_10(config))
     assert run.resume_path.name == "step_00000010.pt" and run.start.attempt == 2
     run.rewind(10)
-    assert names(run.folder / "superseded-2") == ["best.pt", "step_00000020.pt", "step_00000030.pt"]
+    assert not run.restore_best(20) and run.restore_best(-1)
+    assert names(run.folder / "superseded-2") == ["step_00000020.pt", "step_00000030.pt"]
     assert names(run.checkpoints) == ["step_00000010.pt"]
     records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [(record["kind"], record["step"]) for record in records] == [("train", 10), ("event", 10)]
@@ -327,19 +328,50 @@ def test_a_kill_during_a_rewind_leaves_no_later_checkpoint(config, monkeypatch):
     assert open_run(with_(config, resume_from="auto")).resume_path.name == "step_00000010.pt"
 
 
-def test_best_pt_is_a_link_or_a_separate_file_and_is_set_aside_when_damaged(config):
+def test_a_checkpoint_appears_only_in_a_folder_that_is_still_owned(config):
+    run = open_run(config)
+    run.mark_training()
+    run.check_owner()
+    run.lock_file.write_text(json.dumps({"number": run.start.lock_number + 1}))
+    with pytest.raises(TrainingError, match=r"another job has taken over this run \(owner \d+\); end this one"):
+        run.check_owner()
+    for text in ("", "[]"):
+        run.lock_file.write_text(text)
+        with pytest.raises(OSError, match="cannot be read"):
+            run.check_owner()
+    run.lock_file.unlink()
+    with pytest.raises(OSError):
+        run.check_owner()
+
+
+def test_best_pt_is_a_link_to_a_checkpoint_that_is_kept(config):
     run = open_run(config)
     path = commit(run, 10, keep_last=2)
     best = commit_best(run, 10)
-    assert best.samefile(path)
-    assert commit_best(run, 10).samefile(path) and not list(run.folder.rglob("*.tmp"))  # resumed at this step
-    for step in (20, 30):
+    assert best.readlink() == Path(path.name)
+    for step in (20, 30, 40):
         commit(run, step, keep_last=2)
-    assert not path.exists() and checkpoint.verify(best).step == 10
-    commit_best(run, 25)
-    assert checkpoint.verify(best).step == 25
+    assert names(run.checkpoints) == ["best.pt", *(f"step_000000{step}.pt" for step in (10, 30, 40))]
+    commit_best(run, 40)
+    commit(run, 50, keep_last=2)
+    assert checkpoint.verify(best).step == 40 and not path.exists() and not list(run.folder.rglob("*.tmp"))
+    with pytest.raises(OSError, match="there is no checkpoint of step 45"):
+        commit_best(run, 45)
+
+
+def test_on_storage_without_links_best_pt_is_a_copy_which_is_said_once(config, monkeypatch, caplog):
+    monkeypatch.setattr(Path, "symlink_to", mock.Mock(side_effect=OSError(95, "Operation not supported")))
+    run = open_run(config)
+    for step in (10, 20):
+        commit(run, step)
+        with caplog.at_level("INFO", logger="ddp"):
+            best = commit_best(run, step)
+        assert not best.is_symlink() and checkpoint.verify(best).step == step
+    assert caplog.text.count("best.pt is a copy of step_00000010.pt: the storage has no links") == 1
+    assert caplog.text.count("is a copy of") == 1
+    assert run.restore_best(20)
     best.write_bytes(b"broken")
-    run.rewind(30)
+    assert not run.restore_best(15)
     assert not best.exists() and list(run.folder.glob("superseded-*/best.pt"))
     assert "best.pt: has no checksum" in "\n".join(run.notes)
 
@@ -354,6 +386,8 @@ def test_the_best_checkpoint_is_restored_from_its_step_or_the_folder_resumed_fro
     run.close()
     other = open_run(with_(from_step_10(config), run_dir="runs/other"))
     path.unlink()
-    assert other.restore_best(10) and checkpoint.verify(other.checkpoints / "best.pt").step == 10
+    commit(run, 10)
+    commit_best(run, 10)
+    assert other.restore_best(10) and (other.checkpoints / "best.pt").readlink() == Path(path.name)  # a copy of it
     assert other.restore_best(-1) and not other.restore_best(15)
     assert other.notes == ["the best checkpoint so far, of step 15, is gone: the next evaluation starts a new best"]

@@ -31,10 +31,24 @@ def shard_of(value: Any, like: Tensor | None) -> Any:
         return value
     if is_sharded(value):
         return value
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    first, count = own_rows(like)
+    return wrap(value[first : first + count], like)
 
-    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    return wrap(value[offset[0] : offset[0] + shape[0]], like)
+
+def own_rows(value: Tensor) -> tuple[int, int]:
+    """The first row of a sharded tensor that this rank has, and how many it has."""
+    mesh, rows = value.device_mesh, value.shape[0]
+    most = -(-rows // mesh.get_group("shards").size())  # per rank, as in torch.chunk
+    first = min(rows, most * mesh.get_local_rank("shards"))
+    return first, min(most, rows - first)
+
+
+def rows_of(value: Tensor, shard: Tensor) -> Any:
+    """What a checkpoint has of a sharded tensor: `shard`, its local one or a copy of that, and the place of its rows.
+
+    `shard` itself if the tensor is not sharded.
+    """
+    return {"rows": shard, "first": own_rows(value)[0], "size": list(value.shape)} if is_sharded(value) else shard
 
 
 def device_of(model: nn.Module) -> torch.device:

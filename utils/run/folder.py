@@ -128,6 +128,7 @@ class Run:
         self.log_file = folder / "logs" / f"rank{rank}.log"
         self._lock = lock
         self._files: dict[str, LinesFile] = {}
+        self._has_copied = False  # best.pt, on storage without links
         self._status: dict[str, Any] = {}
         self._status_at = -math.inf  # when it was written
         self._status_before: dict[str, Any] = {}  # of a continued run, until this attempt trains
@@ -171,6 +172,16 @@ class Run:
         """Call before every write: a later owner would take it for its own."""
         if not self.is_ours():
             raise TrainingError(f"run_dir={self.folder}: another job has taken over this run; end this one")
+
+    def check_owner(self) -> None:
+        """Call before a checkpoint gets its name. Raises TrainingError if another job owns the folder, or OSError."""
+        try:
+            number = json.loads(self.lock_file.read_text(encoding="utf-8"))["number"]
+        except (ValueError, KeyError, TypeError):
+            raise OSError(5, f"{self.lock_file} cannot be read") from None
+        if number != self.start.lock_number:
+            text = f"{self.checkpoints}: another job has taken over this run (owner {number}); end this one"
+            raise TrainingError(text)
 
     def close(self) -> None:
         """Release the folder."""
@@ -310,14 +321,16 @@ class Run:
 
     # ---- checkpoints: on rank 0 ----
 
-    def link_best(self, step: int) -> bool:
-        """Make best.pt the checkpoint of this step. Returns False if there is none. Raises OSError."""
+    def link_best(self, step: int) -> None:
+        """Make best.pt a link to the checkpoint of this step. Raises OSError, also if there is none."""
+        self._check()
         paths = checkpoint.step_checkpoints(self.checkpoints)
         source = next((path for path in paths if checkpoint.step_of(path) == step), None)
-        self._check()
-        if source:
-            checkpoint.link(source, self.checkpoints / checkpoint.BEST)
-        return source is not None
+        if source is None:
+            raise OSError(2, f"there is no checkpoint of step {step}")
+        if not checkpoint.link_best(source) and not self._has_copied:
+            self._has_copied = True
+            self.log("%s is a copy of %s: the storage has no links", checkpoint.BEST, source.name)
 
     def rewind(self, step: int, is_evaluated: bool = False) -> None:
         """Before a resumed run writes: drop records that it will write again and move checkpoints of later steps aside.
@@ -325,17 +338,8 @@ class Run:
         is_evaluated: the evaluation at this step is complete and will not be repeated.
         """
         beyond = [path for path in checkpoint.step_checkpoints(self.checkpoints) if checkpoint.step_of(path) > step]
-        best = self.checkpoints / checkpoint.BEST
-        if best.exists():
-            try:
-                is_beyond = checkpoint.verify(best).step > step
-            except UserError as error:
-                self.notes.append(str(error))
-                is_beyond = True
-            beyond += [best] * is_beyond
         if beyond:  # before the records: after a kill in between nothing resumes from a later step
-            aside = self.folder / f"superseded-{self.start.attempt}"
-            aside.mkdir(exist_ok=True)
+            aside = self._aside()
             for path in beyond:
                 shutil.move(path, aside / path.name)
             self.notes.append(
@@ -358,23 +362,30 @@ class Run:
 
         step: of the best evaluation so far; below 0 if there was none.
         """
-        if step < 0:
-            return True
         best = self.checkpoints / checkpoint.BEST
-        folders = dict.fromkeys([self.checkpoints, self.resume_path.parent] if self.resume_path else [self.checkpoints])
-        paths = [
-            path
-            for folder in folders
-            for path in [folder / checkpoint.BEST, *checkpoint.step_checkpoints(folder)]
-            if path.name == checkpoint.BEST or checkpoint.step_of(path) == step
-        ]
-        for path in paths:
+        folders = dict.fromkeys([self.checkpoints, *([self.resume_path.parent] if self.resume_path else [])])
+        paths = [path for each in folders for path in [each / checkpoint.BEST, *checkpoint.step_checkpoints(each)]]
+        for path in [path for path in paths if path.name == checkpoint.BEST or checkpoint.step_of(path) == step]:
             try:
                 if path.exists() and checkpoint.verify(path).step == step:
-                    if path != best:
-                        checkpoint.link(path, best)
+                    is_here = path.parent == self.checkpoints
+                    path = path if is_here else checkpoint.copy_here(path, self.checkpoints)
+                    if path.name != checkpoint.BEST:
+                        self.link_best(step)
                     return True
             except UserError as error:
                 self.notes.append(str(error))
-        self.notes.append(f"the best checkpoint so far, of step {step}, is gone: the next evaluation starts a new best")
-        return False
+        if best.is_symlink():
+            best.unlink()
+        elif best.exists():  # of a later step: a copy, or of an earlier version
+            shutil.move(best, self._aside() / best.name)
+        if step >= 0:
+            text = "the best checkpoint so far, of step %d, is gone: the next evaluation starts a new best"
+            self.notes.append(text % step)
+        return step < 0
+
+    def _aside(self) -> Path:
+        """The folder for checkpoints of steps after the one that this attempt resumes from."""
+        aside = self.folder / f"superseded-{self.start.attempt}"
+        aside.mkdir(exist_ok=True)
+        return aside

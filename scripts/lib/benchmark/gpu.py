@@ -161,13 +161,13 @@ def checkpoint_step(folder: Path, data_dir: str, note: Callable[[dict[str, Any]]
     config = TrainingConfig.from_args([*COMMON[:2], *flags])
     ctx, steps = setup_distributed(config), 3 if IS_TINY else 10
     ours = Ours(config, ctx, folder / "run", steps)
-    saver = ours.training.saver
+    checkpoints = ours.training.checkpoints
     plain_s = min(timed(ours.epoch, ctx.device) for _ in range(3)) / steps
     expected = [tensor.to("cpu", copy=True) for tensor in state_of(ours.state.state_dict())]
     step, began = ours.state.progress.step, time.perf_counter()
-    saver.save(must=True)
+    checkpoints.save(must=True)
     during_s = timed(ours.epoch, ctx.device) / steps
-    saver.finish()
+    checkpoints.finish()
     written_s, blocked_s = time.perf_counter() - began, ours.blocked()[-1]
     path = checkpoint.step_path(ours.training.run.checkpoints, step)
     began = time.perf_counter()

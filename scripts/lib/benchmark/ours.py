@@ -11,8 +11,6 @@ from pathlib import Path
 import train
 from config import TrainingConfig
 from ddp_utils import DistributedContext
-from utils.checkpoint.shards import ShardWriter
-from utils.checkpoint.writer import Writer
 from utils.clock import Clock
 from utils.logger import setup_logger
 from utils.report.goodput import Goodput
@@ -24,7 +22,7 @@ EPOCHS = 1000  # of the schedule; fewer are measured
 
 
 class Ours:
-    """Consensus, watchdog, records, TensorBoard and checkpoint writer as in a run, but without terminal output.
+    """Consensus, watchdog, records, TensorBoard and checkpoints as in a run, but without terminal output.
 
     Create it on all ranks, after `setup_distributed`.
 
@@ -49,10 +47,9 @@ class Ours:
             if isinstance(handler, logging.StreamHandler):
                 handler.setStream(self._nowhere)
         clock = Clock(self._run.watch_folder / f"rank{ctx.rank}", ctx.device)
-        goodput, is_sharded = Goodput(self._run, clock, time.perf_counter()), config.sharding != "none"
-        writer = ShardWriter(ctx) if is_sharded else Writer() if ctx.is_main else None
+        goodput = Goodput(self._run, clock, time.perf_counter())
         self._watchdog = start_watchdog(self._run, config, ctx, logger, clock, goodput.write)
-        self.training = train.assemble(config, ctx, self._run, writer, logger, clock, goodput, StopSignals())
+        self.training = train.assemble(config, ctx, self._run, logger, clock, goodput, StopSignals())
         self.config, self.state = self.training.config, self.training.state
         self.model, self.loader = self.training.model, self.training.loader
 
@@ -75,8 +72,8 @@ class Ours:
         return [record["blocked_s"] for record in events if record["event"] == "checkpoint"]
 
     def close(self) -> None:
-        self.training.saver.finish()
-        self.training.saver.close()
+        self.training.checkpoints.finish()
+        self.training.checkpoints.close()
         self.loader.close()
         self._watchdog.close()
         self._run.close()

@@ -1,0 +1,241 @@
+"""Copies of the state, files and who writes them, the digest of weights, records on a full disk, the user's command."""
+
+import mmap
+import os
+import shutil
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import train
+from config import TrainingError, UserError
+from ranks import run_ranks
+from tasks import train_task
+from test_checkpoint import payload
+from training import wait_until
+from utils.checkpoint import archive, layouts
+from utils.checkpoint import format as checkpoint
+from utils.checkpoint.layouts import FileLayout
+from utils.checkpoint.snapshot import HostMemory
+from utils.files import LinesFile, read_lines
+from utils.rng import digest_of, diverged
+from utils.run import hook as hook_module
+from utils.run.hook import Hook
+from utils.run.watchdog import GONE, state_of
+
+
+def state(step):
+    written = payload(step) | {"ema": {"counter": torch.tensor(step), "nothing": torch.empty(0, 3)}}
+    written["model"]["conv"] = torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+    return written
+
+
+def write(path, written, before_rename=lambda: None):
+    FileLayout().write(path, written, before_rename, lambda: None)
+
+
+def test_a_copy_is_in_memory_that_is_used_again_and_its_file_holds_the_state(tmp_path):
+    memory, places = HostMemory(), set()
+    for step in (10, 20, 30):
+        written, path = state(step), checkpoint.step_path(tmp_path, step)
+        copied, pairs = memory.copy_of(written)
+        for place, tensor in pairs:
+            place.copy_(tensor)
+        places.add(pairs[0][0].data_ptr())
+        before = {name: tensor.clone() for name, tensor in written["model"].items()}
+        for _, tensor in pairs:
+            tensor.zero_()
+        write(path, copied)
+        found = checkpoint.read(path)[0]
+        assert all(torch.equal(found["model"][name], tensor) for name, tensor in before.items())
+        assert found["model"]["conv"].stride() == before["conv"].stride() and found["ema"]["counter"] == step
+        assert found["ema"]["nothing"].shape == (0, 3) and found["config"] == written["config"]
+    assert len(places) == 1
+
+
+def test_tied_weights_stay_one_tensor():
+    tied = nn.Linear(3, 3).weight
+    copied, pairs = HostMemory().copy_of({"a": tied, "b": {"c": tied}, "d": tied.detach().clone()})
+    assert len(pairs) == 2 and copied["a"] is copied["b"]["c"] is not copied["d"]
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ({"a": [1, {"b": Path("x")}]}, r"model.a\[1\].b: a checkpoint cannot hold this pathlib.PosixPath; use tensors"),
+        ({"v": torch.__version__}, "model.v: .* this torch.torch_version.TorchVersion"),
+        ({"x": (1.0, {3})}, r"model.x\[1\]: .* this builtins.set"),
+        ({(1, 2): 3}, "model: .* dicts whose keys are numbers or text"),
+    ],
+)
+def test_values_that_torch_load_would_reject_are_rejected_by_name_when_saved(value, problem):
+    with pytest.raises(UserError, match=problem):
+        HostMemory().copy_of({"model": value})
+
+
+class OnGPU(torch.Tensor):
+    is_cuda = True
+
+
+@pytest.mark.parametrize("is_possible", [True, False])
+def test_memory_for_a_gpu_is_pinned_once_without_rounding_and_a_failure_is_a_warning(is_possible, monkeypatch, caplog):
+    """Its error is cleared: the next kernel would raise it."""
+    cleared, sizes = [], []
+    cudart = SimpleNamespace(
+        cudaError=SimpleNamespace(success=is_possible - 1),
+        cudaHostRegister=lambda _, size, __: sizes.append(size) or 0,
+        cudaHostUnregister=lambda _: 0,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: cleared.append(device))
+    memory = HostMemory()
+    for _ in range(2):
+        memory.reserve([torch.empty(each).as_subclass(OnGPU) for each in (33, 1000, 70_000)])
+    assert sizes == [192 + 4032 + 280_000] and cleared == ["cuda"] * (not is_possible)
+    assert ("cannot be pinned: checkpoints are copied more slowly" in caplog.text) is not is_possible
+    memory.release()
+
+
+def allocations(flags):
+    """How often a run allocated the memory for its checkpoints, before the first step and in total."""
+    plain_epoch, plain_map, count, before = train.train_one_epoch, mmap.mmap, [], []
+
+    def epoch(training):
+        before.append(len(count))
+        return plain_epoch(training)
+
+    def note(descriptor, size, *args):
+        count.append(size) if size > 1 else None
+        return plain_map(descriptor, size, *args)
+
+    with mock.patch.object(mmap, "mmap", note), mock.patch.object(train, "train_one_epoch", epoch):
+        train_task("images", flags)
+    return before[0], len(count)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_the_memory_for_checkpoints_is_allocated_before_the_first_step(runs, optimizer):
+    words = runs.words("run", *f"--dataset_size 16 --epochs 2 --save_every_steps 1 --optimizer {optimizer}".split())
+    ((before, count),) = run_ranks(1, allocations, words)
+    assert before == count > 0
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error_with_the_free_space(tmp_path):
+    path, written = checkpoint.step_path(tmp_path / "checkpoints", 10), state(10)
+    with pytest.raises(OSError, match=r"00010.pt: cannot be written \(No such file .*\); it needs 0.0 MB, its folder"):
+        write(path, written)
+    (tmp_path / "lock.json").touch()  # the run's folder is there: the folder of checkpoints was deleted
+    write(path, written)
+    shutil.rmtree(path.parent)
+    (tmp_path / "lock.json").unlink()  # as on a mount point whose disk is gone
+    with pytest.raises(OSError, match="its folder cannot be accessed"):
+        write(path, written)
+    assert not path.parent.exists()
+    full = mock.patch.object(layouts.os, "statvfs", lambda path: os.statvfs_result((4096,) * 4 + (0,) * 6))
+    with full, pytest.raises(OSError, match="No space left"):
+        write(tmp_path / "step_00000010.pt", written)
+
+
+def test_nothing_appears_in_a_run_that_another_job_has_taken_over(tmp_path):
+    def taken():
+        raise TrainingError("another job")
+
+    with pytest.raises(TrainingError, match="another job"):
+        write(checkpoint.step_path(tmp_path, 10), state(10), taken)
+    assert not list(tmp_path.iterdir())
+
+
+def test_blocks_of_a_write_are_counted_and_hashed(tmp_path):
+    ticks, big = [], payload(10) | {"model": {"weight": torch.randn(5_000_000)}}
+    digest = archive.write(tmp_path / "a.pt", big, tick=lambda: ticks.append(1))
+    assert len(ticks) > 5 and checkpoint.verify(tmp_path / "a.pt") == (10, digest)
+
+
+def test_the_digest_changes_with_any_bit_of_any_weight():
+    torch.manual_seed(0)
+    image = torch.randn(5, 3, 3, 3).contiguous(memory_format=torch.channels_last)
+    weights = [image, torch.randn(7), torch.randn(2, 2).bfloat16()]
+    before = digest_of(weights)
+    assert digest_of([weight.clone() for weight in weights]) == before
+    for weight in weights:
+        bits = weight.view(torch.int16 if weight.dtype is torch.bfloat16 else torch.int32)
+        for bit in (0, 14):
+            bits[(0,) * bits.ndim] ^= 1 << bit
+            assert digest_of(weights) != before
+            bits[(0,) * bits.ndim] ^= 1 << bit
+
+
+@pytest.mark.parametrize(
+    ("digests", "ranks"), [([5, 5, 5, 5], []), ([5, 5, 6, 5], [2]), ([5, 6], [1]), ([6, 5, 5, 5], [0])]
+)
+def test_ranks_whose_weights_differ_from_the_majority_are_named(digests, ranks):
+    assert diverged(digests) == ranks
+
+
+def test_records_that_do_not_fit_on_a_full_disk_are_written_later_complete_and_once(tmp_path):
+    path, plain_write = tmp_path / "records.jsonl", os.write
+    file = LinesFile(path)
+    file.append('{"n": 0}')
+    with mock.patch("os.write", lambda descriptor, data: plain_write(descriptor, data[:3])):
+        file.append('{"n": 1}')
+    with mock.patch("os.write", side_effect=OSError(28, "No space left on device")):
+        file.append('{"n": 2}')
+    assert read_lines(path) == [{"n": 0}]
+    file.append('{"n": 3}')
+    assert path.read_text() == "".join(f'{{"n": {n}}}\n' for n in range(4))
+
+
+def test_the_users_command_gets_the_latest_path_and_its_failure_is_a_warning(tmp_path):
+    warnings, out, may_end = [], tmp_path / "out", tmp_path / "may_end"
+    hook = Hook(f"sh -c 'while ! [ -e {may_end} ]; do sleep 0.02; done; echo $0 >> {out}'", warnings.append)
+    for step in (1, 2, 3):
+        hook.run(Path(f"step_{step}.pt"))
+    may_end.touch()
+    while hook.is_running():
+        time.sleep(0.05)
+    assert out.read_text() == "step_1.pt\nstep_3.pt\n"  # 2 and 3 arrived while the first command ran; 3 is later
+    (tmp_path / "a b.pt").write_text("new")
+    commands = {
+        "false": "ended with exit code 1; the checkpoint is valid",
+        "no-such-program": "cannot be run (No such file or directory); the checkpoint is valid",
+        f"cp {{}} {out}": None,  # no shell: the space is part of the name
+    }
+    for command in commands:
+        hook = Hook(command, warnings.append)
+        hook.run(tmp_path / "a b.pt")
+        while hook.is_running():
+            time.sleep(0.05)
+    assert warnings == [f"on_checkpoint: {command} {problem}" for command, problem in commands.items() if problem]
+    assert out.read_text() == "new"
+
+
+def test_a_command_that_hangs_is_reported_and_ended_with_its_children_when_the_run_is_over(tmp_path, monkeypatch):
+    warnings, out = [], tmp_path / "out"
+    command = tmp_path / "command"
+    command.write_text(f"#!/bin/sh\ntrap '' TERM\nsleep 600 &\necho $1 $! >> {out}\nwait\nwait\n")
+    command.chmod(0o755)
+    monkeypatch.setattr(hook_module, "SECONDS_OF_A_COMMAND", 0.1)
+    monkeypatch.setattr(hook_module, "SECONDS_TO_TERMINATE", 0.1)
+    hook = Hook(str(command), warnings.append)
+    for step in (1, 2):
+        hook.run(Path(f"step_{step}.pt"))
+    wait_until(lambda: hook.is_running() and warnings)
+    assert warnings == ["on_checkpoint: the command has been running for 0 min; later checkpoints wait for it"]
+    hook.end_if_late(has_stopped=True)
+    assert hook.is_running() and len(warnings) == 1
+    for step in (1, 2):  # that of the latest checkpoint gets its time, too
+        wait_until(out.exists)
+        wait_until(lambda: out.read_text().endswith("\n"))
+        name, child = out.read_text().split()
+        out.unlink()
+        monkeypatch.setattr(hook_module, "SECONDS_TO_FINISH", 0.0)
+        hook.end_if_late(has_stopped=False)
+        said = f"was ended after 0 min, since the run is over; run it again for step_{step}.pt"
+        assert warnings[-1] == f"on_checkpoint: the command {said}"
+        wait_until(lambda pid=int(child): state_of(pid) in GONE)
+        assert name == f"step_{step}.pt" and hook.is_running() == (step == 1)

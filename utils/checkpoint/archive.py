@@ -1,0 +1,195 @@
+"""A checkpoint file: an archive by torch.save, followed by a trailer with the step and a checksum of the archive.
+
+`torch.load(path, weights_only=True)` opens such a file (it searches for the archive from the end) but ignores the
+trailer; `read` checks it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+import stat
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from config import UserError
+from utils.distributed.dtensor import is_sharded
+from utils.files import replace_file
+from utils.memory import is_out_of_memory
+
+KEYS = ("model", "ema", "optimizer", "scaler", "progress", "config", "provenance")
+STEP_NAME = re.compile(r"step_(\d{8,})(\.pt)?")  # without .pt: the folder of a sharded run (shards.py)
+TRAILER = re.compile(rb"\nstep:(\d{10}) sha256:([0-9a-f]{64})\n")
+TRAILER_BYTES = 89
+DIGEST_BYTES = 72  # "sha256:...\n" in the trailer
+BLOCK_BYTES = 2**22
+PLAIN = (type(None), bool, int, float, str)  # values that weights_only=True loads, besides tensors and containers
+
+
+class Trailer(NamedTuple):
+    """What follows the archive."""
+
+    step: int
+    digest: str  # SHA-256 of everything before it
+
+
+def mapped(value: Any, function: Callable[[Tensor], Any], name: str = "") -> Any:
+    """The content of a checkpoint with function(tensor) in place of each tensor.
+
+    Raises:
+        UserError: for a value that `torch.load(weights_only=True)` would reject or change, with its name.
+    """
+    kind = type(value)
+    if kind in PLAIN:
+        return value
+    if kind is Tensor or kind is nn.Parameter or is_sharded(value):
+        return function(value)
+    if kind in (dict, OrderedDict) and all(type(key) in PLAIN for key in value):
+        return {key: mapped(each, function, f"{name}.{key}" if name else str(key)) for key, each in value.items()}
+    if kind in (list, tuple):
+        return kind([mapped(each, function, f"{name}[{number}]") for number, each in enumerate(value)])
+    raise UserError(
+        f"{name}: a checkpoint cannot hold this {kind.__module__}.{kind.__qualname__}; "
+        "use tensors, numbers and text, in lists and in dicts whose keys are numbers or text"
+    )
+
+
+def write(
+    path: Path,
+    payload: dict[str, Any],
+    before_rename: Callable[[], object] | None = None,
+    tick: Callable[[], object] = lambda: None,
+) -> str:
+    """Write a checkpoint, with its tensors on the CPU, atomically under its final name. Returns the checksum.
+
+    Args:
+        before_rename: called when the file is on the disk, before it gets its name; an exception aborts the write.
+        tick: called after each block that was written.
+
+    Raises:
+        OSError: if it cannot be written. An existing file is then unchanged and the partial file deleted.
+    """
+    digest = ""
+
+    def fill(file: BinaryIO) -> None:
+        nonlocal digest
+        hashing = _HashingWriter(file, tick)
+        try:
+            torch.save(payload, hashing)
+        except RuntimeError as error:  # torch.save turns a full disk into an "unexpected pos"
+            raise hashing.error or error from None
+        hashing.write(f"\nstep:{payload['progress']['step']:010d} ".encode())
+        digest = hashing.digest.hexdigest()
+        file.write(f"sha256:{digest}\n".encode())
+
+    replace_file(path, fill, before_rename)
+    return digest
+
+
+def read(path: Path, trailer: Trailer) -> dict[str, Any]:
+    """The content of a file that was verified, its tensors mapped from it. Raises UserError if it is no checkpoint."""
+    payload = load(path, f"{path}: is not a checkpoint", is_mapped=True)  # the processes of a node share its memory
+    missing = [key for key in KEYS if not isinstance(payload, dict) or not isinstance(payload.get(key), dict)]
+    if missing:
+        raise UserError(
+            f"{path}: lacks {', '.join(missing)}; give another checkpoint, or load its weights with --init_from"
+        )
+    counts = {"step": None} | {
+        k: v for k, v in payload["progress"].items() if k not in ("best_value", "interval", "user")
+    }
+    wrong = [name for name, value in counts.items() if type(value) is not int or not -1 <= value < 2**53]
+    best = payload["progress"].get("best_value")
+    if not (best is None or (type(best) in (int, float) and math.isfinite(best))):
+        wrong.append("best_value")
+    if wrong:
+        raise UserError(f"{path}: its progress has no valid {wrong[0]}; give another checkpoint")
+    if counts["step"] != trailer.step:
+        raise UserError(f"{path}: has step {trailer.step} in its trailer but {counts['step']} inside; give another")
+    return payload
+
+
+def load(path: Path, problem: str, is_mapped: bool = False) -> Any:
+    """Load tensors and plain values from an archive. Raises UserError; never runs code from the file."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
+    except Exception as error:  # invalid bytes can raise any error in the unpickler
+        if is_out_of_memory(error):
+            raise
+        # torch's own message recommends switching the protection off
+        raise UserError(f"{problem} ({type(error).__name__}); give another") from None
+
+
+def verify(path: Path, is_hashed: bool = True) -> Trailer:
+    """The step and the checksum. Raises UserError if the content does not match it, or the name is of another step."""
+    try:
+        with open_file(path) as file:
+            trailer = read_trailer(file)
+            if trailer is None:
+                raise UserError(
+                    f"{path}: has no checksum at its end: it is truncated or not a checkpoint; give another, or"
+                    " --init_from if it holds published weights"
+                )
+            size, digest = file.seek(0, os.SEEK_END) - DIGEST_BYTES, hashlib.sha256()
+            file.seek(0)
+            while is_hashed and size > 0 and (block := file.read(min(size, BLOCK_BYTES))):
+                digest.update(block)
+                size -= len(block)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a checkpoint") from None
+    if is_hashed and trailer.digest != digest.hexdigest():
+        raise UserError(f"{path}: is damaged: its bytes do not match the checksum at its end; give another")
+    check_name(path, trailer.step)
+    return trailer
+
+
+def check_name(path: Path, step: int) -> None:
+    """Raises UserError if the name is that of another step."""
+    if (name := STEP_NAME.fullmatch(path.name)) and int(name[1]) != step:
+        raise UserError(f"{path}: is the checkpoint of step {step} under another name; rename it or give another")
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file, possibly through a link. Raises OSError for anything else and never blocks (on a pipe)."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(0, "is not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_trailer(file: BinaryIO) -> Trailer | None:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - TRAILER_BYTES))
+    written = TRAILER.fullmatch(file.read())
+    return Trailer(int(written[1]), written[2].decode()) if written else None
+
+
+class _HashingWriter:
+    """A file that computes the checksum of the data written, and keeps the OSError that torch.save replaces."""
+
+    def __init__(self, file: BinaryIO, tick: Callable[[], object]) -> None:
+        self._file, self._tick = file, tick
+        self.digest = hashlib.sha256()
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        view = memoryview(data)
+        try:
+            for start in range(0, len(view), BLOCK_BYTES):  # blocks, so that a slow write shows progress
+                block = view[start : start + BLOCK_BYTES]
+                self.digest.update(block)
+                self._file.write(block)
+                self._tick()
+        except OSError as error:
+            self.error = error
+            raise
+        return len(view)
+
+    def flush(self) -> None:
+        self._file.flush()

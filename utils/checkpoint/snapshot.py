@@ -1,0 +1,97 @@
+"""Memory of the host for a copy of the state: training only waits for the copy, and a thread writes it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from utils.checkpoint.archive import mapped
+from utils.distributed.dtensor import local, rows_of
+from utils.logger import NAME
+
+ALIGNMENT = 64  # bytes
+
+
+class HostMemory:
+    """One buffer, used for one checkpoint after the other.
+
+    For tensors on a GPU it is page-locked, so that copies run at full bus speed and overlap the computation. torch's
+    own pinned memory would round each tensor up to a power of two.
+    """
+
+    def __init__(self) -> None:
+        self._buffer, self._is_locked = mmap.mmap(-1, 1), False
+
+    def reserve(self, tensors: Iterable[Tensor]) -> None:
+        """Allocate space for copies of these tensors at the same time, unless there is enough."""
+        tensors = list(tensors)
+        size = sum(map(_padded_bytes, tensors))
+        if size <= len(self._buffer):
+            return
+        self.release()
+        self._buffer = mmap.mmap(-1, size)
+        if any(tensor.is_cuda for tensor in tensors):
+            code = torch.cuda.cudart().cudaHostRegister(_address(self._buffer), size, 0)
+            self._is_locked = _has_succeeded(code)
+            if not self._is_locked:
+                text = "%.1f GB of host memory cannot be pinned: checkpoints are copied more slowly"
+                logging.getLogger(NAME).warning(text, size / 1e9)
+
+    def copy_of(self, payload: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
+        """The payload with its tensors in this memory, and a pair for each: the memory and the tensor to copy into it.
+
+        Tied tensors stay one. Of a sharded tensor it holds this rank's rows, as they are saved (`dtensor.rows_of`).
+
+        Raises:
+            UserError: for a value that a checkpoint cannot hold, with its name.
+        """
+        tensors: dict[tuple, Tensor] = {}
+        mapped(payload, lambda value: tensors.setdefault(_key(local(value)), local(value).detach()))
+        self.reserve(tensors.values())
+        places = dict(zip(tensors, self._places(tensors.values()), strict=True))
+        copied = mapped(payload, lambda value: rows_of(value, places[_key(local(value))]))
+        return copied, [(places[key], tensor) for key, tensor in tensors.items()]
+
+    def _places(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+        start = 0
+        for tensor in tensors:
+            place = torch.empty(tensor.shape, dtype=tensor.dtype)
+            if tensor.numel():  # a storage of its own, as torch.save wants; dense, in the tensor's own memory format
+                stride = torch.empty_like(tensor, device="meta").stride()
+                flat = torch.frombuffer(self._buffer, dtype=tensor.dtype, count=tensor.numel(), offset=start)
+                place = flat.as_strided(tensor.shape, stride)
+            yield place
+            start += _padded_bytes(tensor)
+
+    def release(self) -> None:
+        if self._is_locked:
+            _has_succeeded(torch.cuda.cudart().cudaHostUnregister(_address(self._buffer)))
+        self.__init__()
+
+
+def _address(buffer: mmap.mmap) -> int:
+    return torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+
+
+def _padded_bytes(tensor: Tensor) -> int:
+    return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+
+
+def _key(tensor: Tensor) -> tuple:
+    place = tensor.data_ptr() if tensor.numel() else 0
+    return place, tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _has_succeeded(code: Any) -> bool:
+    """Whether a call of the CUDA runtime succeeded. If not, clears its error, which the next kernel would raise."""
+    if code == torch.cuda.cudart().cudaError.success:
+        return True
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")  # a kernel
+    return False

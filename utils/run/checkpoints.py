@@ -1,0 +1,313 @@
+"""The checkpoints of a run: a copy of the state after a step, which a thread writes while training continues."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from config import TrainingConfig, TrainingError
+from utils.checkpoint import format as checkpoint
+from utils.checkpoint.archive import mapped
+from utils.checkpoint.layouts import FileLayout, FolderLayout, size_of
+from utils.checkpoint.snapshot import HostMemory
+from utils.clock import Clock
+from utils.data.sampler import GlobalBatchSampler
+from utils.distributed.collectives import broadcast_json, gather, lowest_rank
+from utils.distributed.context import DistributedContext
+from utils.distributed.dtensor import local
+from utils.logger import NAME
+from utils.rng import digest_of, diverged
+from utils.run.folder import Run
+from utils.run.hook import SECONDS_OF_A_LOOK, Hook
+from utils.signals import StopSignals
+from utils.training.state import TrainState
+
+NICENESS = 10  # of the thread that writes: training comes first if every core has a rank
+LAST_TRIES = 3  # at the end of a run, a second apart
+SECONDS_WITHOUT = 600.0  # for which saves may fail, or one may make no progress, before training ends
+SECONDS_TO_WARN, SECONDS_AFTER_STOP = 60.0, 20.0  # of a write without progress; torchrun waits 30 s after a stop signal
+SECONDS_COUNTED = 10.0  # at most, between two looks: a suspended job does not write
+FLUSHED_PER_SECOND = 50e6  # bytes, at least; a flush shows no progress
+
+
+class Checkpoints:
+    """Saves the state. All ranks call its methods; a file is written by rank 0, and a sharded state by all.
+
+    The copy of the state starts after a step and is complete before the weights change (`wait`).
+
+    Args:
+        sampler: of the training set; gives the samples of skipped steps.
+        meta: returns the rest of a checkpoint as plain values: its "config" and "provenance".
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        state: TrainState,
+        config: TrainingConfig,
+        ctx: DistributedContext,
+        sampler: GlobalBatchSampler,
+        clock: Clock,
+        meta: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._run, self._state, self._ctx, self._sampler, self._clock = run, state, ctx, sampler, clock
+        self._meta, self._keep, self._minutes = meta, (config.keep_last, config.keep_every), config.save_every_minutes
+        mapped(meta(), lambda tensor: tensor)  # raises now if no checkpoint can hold it; later only its values change
+        self._is_sharded = config.sharding != "none"
+        shards = {"none": 1, "hybrid": ctx.local_world_size}.get(config.sharding, ctx.world_size)
+        self._replicas = [range(shard, ctx.world_size, shards) for shard in range(shards)]  # ranks with equal weights
+        self._weights = [local(p) for p in state.model.parameters()]
+        self._layout = FolderLayout(ctx, shards) if self._is_sharded else FileLayout()
+        self._writes, self._memory = self._is_sharded or ctx.is_main, HostMemory()
+        if self._writes:  # now: pinning gigabytes takes seconds. Adam's two tensors and a step per parameter come later
+            late = [local(p) for p in state.owners if p.requires_grad and p not in state.optimizer.state]
+            _, pairs = self._memory.copy_of(state.state_dict())
+            self._memory.reserve([*(tensor for _, tensor in pairs), *late, *late, *(torch.empty(()) for _ in late)])
+        self._stream = torch.cuda.Stream() if ctx.device.type == "cuda" else None
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_be_nice)
+        self._hook = Hook(config.on_checkpoint if ctx.is_main else "", run.warn)
+        resumed = run.resume_path
+        is_own = resumed and resumed.resolve().parent == run.checkpoints.resolve()
+        self._saved_step = state.progress.step if is_own else -1
+        self._copy: Future[int] | None = None  # in progress; returns the digest of this rank's weights
+        # where this rank writes
+        self._path, self._payload, self._latest = Path(), {}, resumed
+        self._writing: Future[float] | None = None  # in progress; returns its seconds
+        self._is_owed = False  # a save was due while another one was written
+        self._begun_at = time.monotonic()  # start of the last save
+        self._blocked_s = 0.0  # how long it blocked training
+        self._failing_since = 0.0  # when the first of a series of failed saves failed; 0: the last succeeded
+        self._moves = self._moves_seen = 0  # of the write in progress: blocks
+        self._stalled_s, self._looked_at, self._warned_of = 0.0, 0.0, Path()
+
+    # ---- all ranks ----
+
+    def save(self, must: bool = False, is_again: bool = False) -> None:
+        """Start a checkpoint of the current state, unless that is saved.
+
+        Args:
+            must: wait for the previous one if it is still being written; otherwise this one is postponed.
+            is_again: save the state of this step again: an evaluation has changed it.
+
+        Raises:
+            UserError: if a checkpoint cannot hold a value of the state.
+            TrainingError: where a rank writes, if saves have failed for too long.
+        """
+        step = self._state.progress.step
+        if self._saved_step == step and not is_again:
+            return
+        self._clock.enter("save")
+        began = time.perf_counter()
+        is_free = not self._writes or self._is_free(must)
+        self._run.record_skipped(self._state.read_skips(), self._sampler)
+        if lowest_rank(not is_free, self._ctx) is None:
+            self._begin()
+            self._blocked_s, self._saved_step = time.perf_counter() - began, step
+        self._clock.enter("update")
+
+    def wait(self) -> None:
+        """Complete the copy and compare the ranks' weights, then have it written. Call this before the weights change.
+
+        Raises:
+            TrainingError: on all ranks if they differ; nothing is written then.
+        """
+        if self._copy is None:
+            return
+        began = time.perf_counter()
+        digest, self._copy = self._copy.result(), None
+        digests = [row[0] for row in gather(torch.tensor([digest]), self._ctx)]  # of all ranks, on rank 0
+        groups = self._replicas if self._ctx.is_main else []
+        odd = [ranks[each] for ranks in groups for each in diverged([digests[rank] for rank in ranks])]
+        odd = broadcast_json(sorted(odd), self._ctx)
+        if odd:
+            whose = ", ".join(f"rank {rank} on {self._ctx.hosts[rank]}" for rank in odd)
+            raise TrainingError(
+                f"{whose}: has different weights than the other ranks, so nothing was saved; look for faulty memory or"
+                " code that treats ranks differently (scripts/verify.py), then --resume_from auto",
+                odd[0],
+                self._ctx.hosts[odd[0]],
+            )
+        if self._writes:
+            self._start_writing()
+            self._blocked_s += time.perf_counter() - began
+
+    def save_best(self) -> None:
+        """Make best.pt a link to the checkpoint of this step once that is on the disk. If that fails, the next
+        evaluation starts a new best."""
+        progress = self._state.progress
+        self.save(must=True)
+        is_linked = True
+        try:
+            self.finish()
+            if self._ctx.is_main:
+                self._run.link_best(progress.step)
+        except (OSError, TrainingError) as error:
+            if self._writing:  # it makes no progress
+                raise
+            self._run.warn(f"best.pt cannot be written ({error}); the next evaluation starts a new best")
+            is_linked = False
+        if broadcast_json(is_linked, self._ctx):
+            path = str(self._run.checkpoints / checkpoint.BEST)
+            self._run.event("best", progress.step, epoch=progress.epoch_number, path=path)
+        else:
+            progress.forget_best()
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is on the disk. Raises TrainingError where a rank cannot write it."""
+        self.wait()
+        self._clock.enter("save")  # no longer a step: other ranks may end before this one
+        for last in [False] * (LAST_TRIES - 1) + [True] if self._writes else []:
+            while self._writing:
+                self._look(SECONDS_OF_A_LOOK)
+            if not self._failing_since:
+                return
+            if last:
+                problem = "the last checkpoint cannot be written; make room, then --resume_from auto"
+                raise TrainingError(f"{self._run.checkpoints}: {problem}")
+            time.sleep(1.0)
+            self._start_writing()
+
+    def close(self) -> None:
+        """Wait for the user's command, on all ranks, for a limited time, then end the threads."""
+        while self._hook.is_running():
+            self._clock.enter("save")  # a long upload is not a hang
+            self._hook.end_if_late(has_stopped=StopSignals.came_at < math.inf)
+            time.sleep(SECONDS_OF_A_LOOK)
+        broadcast_json(None, self._ctx)  # other ranks wait here, where `timeout` does not apply
+        self._copier.shutdown()
+        self._writer.shutdown()
+        self._memory.release()
+
+    def _begin(self) -> None:
+        """Start the copy of the state and the digest of the weights, both as they are now."""
+        later, state = [], self._state.state_dict()
+        if self._writes:
+            self._payload, pairs = self._memory.copy_of(state | self._meta())
+            self._path = checkpoint.step_path(self._run.checkpoints, self._state.progress.step, self._is_sharded)
+            # buffers at once: the next forward pass changes them
+            buffers = {buffer.data_ptr() for buffer in self._state.model.buffers()}
+            _copy_all([pair for pair in pairs if pair[1].data_ptr() in buffers])
+            later = [pair for pair in pairs if pair[1].data_ptr() not in buffers]
+        event = torch.cuda.current_stream().record_event() if self._stream else None
+        self._copy = self._copier.submit(self._copy_and_digest, later, event)
+        self._is_owed, self._begun_at = False, time.monotonic()
+
+    def _copy_and_digest(self, pairs: list[tuple[Tensor, Tensor]], event: Any) -> int:
+        if self._stream:
+            torch.cuda.set_device(self._ctx.device)
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            if event:
+                self._stream.wait_event(event)
+            _copy_all(pairs)
+            digest = digest_of(self._weights)  # reads from the device, so the copies are complete
+            if self._stream:
+                self._stream.synchronize()
+        return digest
+
+    # ---- where a rank writes ----
+
+    def is_due(self) -> bool:
+        """Whether a timed, postponed or failed save can start now. Also looks at the write in progress."""
+        if not self._writes:
+            return False
+        self._look()
+        is_time = 0 < self._minutes < (time.monotonic() - self._begun_at) / 60
+        return not (self._copy or self._writing) and (is_time or self._is_owed)
+
+    def _is_free(self, must: bool) -> bool:
+        """Whether nothing is being written; with `must`, wait until that is so."""
+        self._look()
+        while must and self._writing:
+            self._look(SECONDS_OF_A_LOOK)
+        self._is_owed = bool(self._writing)
+        return not self._writing
+
+    def _start_writing(self) -> None:
+        self._stalled_s, self._looked_at = 0.0, time.monotonic()
+        self._writing = self._writer.submit(self._write)
+
+    def _write(self) -> float:
+        """In the thread: write the checkpoint. Returns the seconds."""
+        began = time.monotonic()
+        self._layout.write(self._path, self._payload, self._run.check_owner, self._tick)
+        if self._ctx.is_main:
+            with suppress(OSError):
+                checkpoint.prune(self._run.checkpoints, *self._keep)
+        return time.monotonic() - began
+
+    def _tick(self) -> None:
+        self._moves += 1
+
+    def _look(self, seconds: float = 0.0) -> None:
+        """Handle the end of the write in progress, waiting at most this many seconds."""
+        self._hook.look()
+        if seconds:
+            self._clock.enter("save")  # a long write is not a hang
+        if self._writing is None:
+            return
+        if wait([self._writing], seconds).done:
+            self._written()
+        else:
+            self._check_progress()
+
+    def _check_progress(self) -> None:
+        """Warn of a write that makes no progress, then end the run: after minutes, or soon after a stop signal."""
+        now, has_moved = time.monotonic(), self._moves != self._moves_seen or self._layout.is_waiting
+        self._stalled_s = 0.0 if has_moved else self._stalled_s + min(now - self._looked_at, SECONDS_COUNTED)
+        self._moves_seen, self._looked_at = self._moves, now
+        text = f"{self._path}: its write has made no progress for {self._stalled_s:.0f} s"
+        if self._stalled_s > SECONDS_TO_WARN and self._path != self._warned_of:
+            self._warned_of = self._path
+            logging.getLogger(NAME).warning("%s; check the storage", text)  # perhaps only of this rank
+        since_stop = min(self._stalled_s, now - StopSignals.came_at)
+        too_long = max(self._stalled_s - SECONDS_WITHOUT, since_stop - SECONDS_AFTER_STOP)
+        if too_long > size_of(self._payload) / FLUSHED_PER_SECOND:
+            rank, host = self._ctx.rank, self._ctx.host
+            text += f" (rank {rank} on {host}), so training ends; the latest checkpoint is {self._latest or 'missing'}"
+            raise TrainingError(f"{text}; repair the storage, then --resume_from auto", rank, host)
+
+    def _written(self) -> None:
+        future, self._writing = self._writing, None
+        try:
+            seconds = future.result()
+        except OSError as error:
+            self._failing_since = self._failing_since or time.monotonic()
+            failing_s = time.monotonic() - self._failing_since
+            if failing_s > SECONDS_WITHOUT:
+                text = f"(no checkpoint could be written for {failing_s / 60:.0f} min, so training ends)"
+                raise TrainingError(f"{error} {text}") from None
+            self._run.warn(f"{error}; training continues, and the next checkpoint is tried when it is due")
+            return
+        self._failing_since, self._latest = 0.0, self._path
+        progress, blocked = self._payload["progress"], self._blocked_s
+        epoch = progress["epoch"] + (progress["samples_in_epoch"] > 0)  # as in records
+        times = {"seconds": round(seconds, 3), "blocked_s": round(blocked, 5)}
+        self._run.event("checkpoint", progress["step"], epoch=epoch, path=str(self._path), **times)
+        self._run.status("running", checkpoint=str(self._path))
+        self._run.log("saved %s in %.2f s; blocked training for %.1f ms", self._path, seconds, 1000 * blocked)
+        self._hook.run(self._path)
+
+
+def _be_nice() -> None:
+    """Linux has a niceness of each thread."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        if pairs:
+            torch._foreach_copy_([view for view, _ in pairs], [tensor for _, tensor in pairs], non_blocking=True)
