@@ -21,11 +21,13 @@ A data set is map-style (`__len__`, `__getitem__`, which raises UserError for a 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +38,7 @@ from config import TrainingConfig, UserError, range_of
 from utils.data.augment import augment_images, choose, file_transform, normalize
 from utils.data.images import Listing, cifar10_folder, classes_of, download_cifar10, images_in, read_cifar10, read_image
 from utils.data.loader import create_distributed_dataloader
+from utils.data.pretrained import download_weights, published, weights_file
 from utils.rng import derive_seed
 
 __all__ = ["SyntheticImageDataset", "create_dataset", "create_distributed_dataloader", "is_prepared", "prepare_data"]
@@ -179,19 +182,32 @@ class ImageFolderDataset(Listing, ImageDataset):
 
 
 def is_prepared(config: TrainingConfig) -> bool:
-    """Whether the data is ready for create_dataset; called on every rank."""
-    return config.dataset != "cifar10" or cifar10_folder(Path(config.data_dir)).exists()
+    """Whether the data, and the weights of `--init_from torchvision`, are there; called on every rank."""
+    return not (_lacks_cifar10(config) or _lacks_weights(config))
 
 
 def prepare_data(config: TrainingConfig) -> None:
-    """Download the data to config.data_dir, completely or not at all. Raises UserError."""
-    download_cifar10(Path(config.data_dir))
+    """Download what is missing to config.data_dir, completely or not at all. Raises UserError."""
+    if _lacks_cifar10(config):
+        download_cifar10(Path(config.data_dir))
+    if _lacks_weights(config):
+        download_weights(config)
+
+
+def _lacks_cifar10(config: TrainingConfig) -> bool:
+    return config.dataset == "cifar10" and not cifar10_folder(Path(config.data_dir)).exists()
+
+
+def _lacks_weights(config: TrainingConfig) -> bool:
+    return config.init_from == "torchvision" and not weights_file(config).exists()
 
 
 def create_dataset(config: TrainingConfig, split: str) -> Dataset | None:
     """The data set of a split; None if there is no such split. Raises UserError if the data cannot be used."""
     build = {"synthetic": _synthetic, "cifar10": _cifar10, "imagefolder": _image_folder}[config.dataset]
     dataset = build(config, split)
+    if dataset is not None and (expected := _expected(config)):
+        dataset.mean, dataset.std = torch.tensor(expected.mean), torch.tensor(expected.std)
     if dataset is not None and split == "train":
         _check_labels(dataset, config)
         if dataset.in_memory:
@@ -233,12 +249,33 @@ def _image_folder(config: TrainingConfig, split: str) -> ImageFolderDataset | No
     channels = 3 if config.in_channels == "auto" else config.in_channels
     if channels not in STATISTICS:
         raise UserError(f"in_channels={channels}: images have 1 or 3 channels; give 1 or 3")
+    sizes = _sizes(config)
+    config = dataclasses.replace(config, **sizes)
     size = config.image_size
     if size == "auto":
         size = _size_of(Path(images_in(root / "train" / classes[0], must_exist=True)[0]), channels)
     transform, is_random = _transform(config, size, channels, split == "train")
     is_resized = config.image_size != "auto"
-    return ImageFolderDataset(root / split, classes, channels, size, transform, is_random, is_resized)
+    dataset = ImageFolderDataset(root / split, classes, channels, size, transform, is_random, is_resized)
+    vars(dataset).update(sizes)
+    return dataset
+
+
+def _expected(config: TrainingConfig) -> Any | None:
+    """The transforms of torchvision's weights of the model; None for other models. Their mean and std follow the model,
+    so that a run that starts with another's weights has the same."""
+    weights = published(config.model) if config.in_channels in ("auto", 3) else None
+    return weights and weights.transforms()
+
+
+def _sizes(config: TrainingConfig) -> dict[str, int | str]:
+    """Values for fields at "auto" of image files: what torchvision's weights expect, if the run starts with them."""
+    values = {"interpolation": "bilinear"}
+    if config.init_from == "torchvision" and (expected := _expected(config)):
+        values["interpolation"] = expected.interpolation.value
+        if config.image_size in ("auto", *expected.crop_size):  # another one is resized in proportion
+            values |= {"image_size": expected.crop_size[0], "resize_size": expected.resize_size[0]}
+    return {name: value for name, value in values.items() if getattr(config, name) == "auto"}
 
 
 def _transform(
@@ -252,7 +289,8 @@ def _transform(
         return file_transform(size, resize_size, config.interpolation), False
     train_size = size if config.train_size == "auto" else config.train_size
     crop = (range_of(config.crop_scale), range_of(config.crop_ratio)) if is_cropped else None
-    extra = (config.auto_augment, config.random_erase, STATISTICS[channels][0])
+    expected = _expected(config)
+    extra = (config.auto_augment, config.random_erase, expected.mean if expected else STATISTICS[channels][0])
     is_random = is_cropped or config.auto_augment != "none" or config.random_erase > 0
     return file_transform(train_size, train_size, config.interpolation, crop, *extra), is_random
 
