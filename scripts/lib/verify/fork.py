@@ -83,6 +83,7 @@ class Fork:
             **dict.fromkeys(off, 0),
             **{"epochs": 2, "eval_every": 1, "log_interval": 2, "keep_last": 99, "save_every_minutes": 0.0},
             **{"drop_last": False, "enable_profiling": False, "record_samples": True, "checkpoint_dir": ""},
+            init_from="",  # the plain loop has the initial weights of create_model
             batch_size=max(1, min(4, self.config.batch_size, largest)),
             grad_accum_steps=ACCUMULATION,
             deterministic=self.config.deterministic or self.ctx.device.type == "cuda",
