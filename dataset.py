@@ -36,7 +36,17 @@ from torch.utils.data import Dataset
 
 from config import TrainingConfig, UserError, range_of
 from utils.data.augment import augment_images, choose, file_transform, normalize
-from utils.data.images import Listing, cifar10_folder, classes_of, download_cifar10, images_in, read_cifar10, read_image
+from utils.data.images import (
+    CsvListing,
+    Listing,
+    cifar10_folder,
+    classes_of,
+    download_cifar10,
+    images_in,
+    read_cifar10,
+    read_image,
+    rows_of,
+)
 from utils.data.loader import create_distributed_dataloader
 from utils.data.pretrained import download_weights, published, weights_file
 from utils.rng import derive_seed
@@ -172,13 +182,22 @@ class ImageFolderDataset(Listing, ImageDataset):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """uint8 [C, size, size] and the label. Raises UserError for a corrupt file or one of a wrong size."""
         path, size, label = self.path(index), self.image_size, int(self.targets[index])
-        image = read_image(path, self.in_channels, self.classes[label])
+        image = read_image(path, self.in_channels, self.class_of(index))
         height, width = image.shape[1:]
         if not self._is_resized and (height, width) != (size, size):
             raise UserError(
                 f"{path}: has {width}x{height} pixels, others {size}x{size}; resize all with --image_size N"
             )
         return self._transform(image), label
+
+
+class CsvDataset(CsvListing, ImageFolderDataset):
+    """Images that a CSV file names, each with its label: <data_dir>/<split>.csv. Read once per file system, too."""
+
+    def __init__(self, file: Path, limit: int | str, *rest: Any) -> None:
+        super().__init__(file.parent, [], *rest)
+        del self.classes  # they are in the listing
+        self.file, self.limit, self.split = file, limit, file.stem
 
 
 def is_prepared(config: TrainingConfig) -> bool:
@@ -204,12 +223,12 @@ def _lacks_weights(config: TrainingConfig) -> bool:
 
 def create_dataset(config: TrainingConfig, split: str) -> Dataset | None:
     """The data set of a split; None if there is no such split. Raises UserError if the data cannot be used."""
-    build = {"synthetic": _synthetic, "cifar10": _cifar10, "imagefolder": _image_folder}[config.dataset]
-    dataset = build(config, split)
+    dataset = {"synthetic": _synthetic, "cifar10": _cifar10}.get(config.dataset, _image_files)(config, split)
     if dataset is not None and (expected := _expected(config)):
         dataset.mean, dataset.std = torch.tensor(expected.mean), torch.tensor(expected.std)
     if dataset is not None and split == "train":
-        _check_labels(dataset, config)
+        if not isinstance(dataset, CsvDataset):  # which checks them when it is read
+            _check_labels(dataset, config)
         if dataset.in_memory:
             _check_unused(config)
         kind = choose(config.augment, dataset.image_size, dataset.in_memory)
@@ -235,17 +254,18 @@ def _cifar10(config: TrainingConfig, split: str) -> InMemoryImages | None:
     return InMemoryImages(*read_cifar10(Path(config.data_dir), split == "train"), CIFAR_MEAN, CIFAR_STD, split)
 
 
-def _image_folder(config: TrainingConfig, split: str) -> ImageFolderDataset | None:
-    """<data_dir>/train, val and test. If only one of val and test exists, it is used as "val"."""
-    root = Path(config.data_dir)
-    held_out = [name for name in ("val", "test") if (root / name).is_dir()]
+def _image_files(config: TrainingConfig, split: str) -> ImageFolderDataset | None:
+    """<data_dir>/train, val and test, or <data_dir>/train.csv, ... If only one of val and test exists, it is "val"."""
+    root, suffix = Path(config.data_dir), ".csv" if config.dataset == "csv" else ""
+    held_out = [name for name in ("val", "test") if (root / f"{name}{suffix}").exists()]
     if split == "val" and held_out:
         split = held_out[0]
     elif split == "test" and len(held_out) < 2:
         return None
-    if not (root / split).is_dir() and split != "train":
+    source = root / f"{split}{suffix}"
+    if not source.exists() and split != "train":
         return None
-    classes = classes_of(root, split)
+    classes = [] if suffix else classes_of(root, split)
     channels = 3 if config.in_channels == "auto" else config.in_channels
     if channels not in STATISTICS:
         raise UserError(f"in_channels={channels}: images have 1 or 3 channels; give 1 or 3")
@@ -253,10 +273,11 @@ def _image_folder(config: TrainingConfig, split: str) -> ImageFolderDataset | No
     config = dataclasses.replace(config, **sizes)
     size = config.image_size
     if size == "auto":
-        size = _size_of(Path(images_in(root / "train" / classes[0], must_exist=True)[0]), channels)
-    transform, is_random = _transform(config, size, channels, split == "train")
-    is_resized = config.image_size != "auto"
-    dataset = ImageFolderDataset(root / split, classes, channels, size, transform, is_random, is_resized)
+        by_class = root / "train" / "".join(classes[:1])
+        first = root / next(rows_of(root / "train.csv"))[0] if suffix else Path(images_in(by_class, must_exist=True)[0])
+        size = _size_of(first, channels)
+    rest = (channels, size, *_transform(config, size, channels, split == "train"), config.image_size != "auto")
+    dataset = CsvDataset(source, config.num_classes, *rest) if suffix else ImageFolderDataset(source, classes, *rest)
     vars(dataset).update(sizes)
     return dataset
 
