@@ -254,6 +254,9 @@ class TrainingConfig:
     crop_ratio: str = yours("3/4,4/3", "width / height of a resized_crop", range_up_to(100), "may")
     auto_augment: str = yours("none", "torchvision's policy for image files", one_of(*AUTO_AUGMENTS), "may")
     random_erase: float = yours(0.0, "probability of erasing a box of an image file", probability, "may")
+    augment_repeats: int = yours(1, "copies of an image in so many epochs, each with other random draws", at_least(1))
+    mixup_alpha: float = yours(0.0, "mixup of training batches: alpha (0 = off)", at_least(0), "may")
+    cutmix_alpha: float = yours(0.0, "CutMix of training batches: alpha (0 = off)", at_least(0), "may")
     model: str = yours("mini_resnet", "mini_resnet or a torchvision classifier", resume="must")
     freeze: str = yours("none", "backbone: train only the last layer", one_of("none", "backbone"), "must")
     num_classes: int | str = yours("auto", "classes (auto: from the data)", at_least(2), "must")
@@ -264,6 +267,7 @@ class TrainingConfig:
     interpolation: str = yours("auto", "resizing", one_of("bilinear", "bicubic", "nearest"), "may")
     channels_last: bool = yours(True, "memory format of convolutions (faster on CPU and CUDA)", resume="may")
     label_smoothing: float = yours(0.0, "label smoothing of the training loss", between(0, 1), "may")
+    norm_weight_decay: float = yours("auto", "weight decay of normalization (auto: 0)", at_least(0), "may")
     sync_bn: bool = yours(False, "BatchNorm statistics across all ranks (CUDA only)", resume="may")
     # ---- end of yours ----
     # fmt: on

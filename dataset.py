@@ -12,6 +12,8 @@ A data set is map-style (`__len__`, `__getitem__`, which raises UserError for a 
                                                     depend only on (seed, epoch, index): utils.rng.sample_draws
     epoch_order(seed, epoch, n)                     a custom order: n indices, each once
     with_replacement                                True: epoch_order may repeat and omit indices
+    copies                                          epoch_order may give index + k * n for each k below copies: the same
+                                                    sample with other random draws
     in_memory                                       True: no workers are needed
     cacheable                                       True: samples never change and all have one shape, so --cache may
                                                     store them decoded
@@ -32,10 +34,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from config import TrainingConfig, UserError, range_of
-from utils.data.augment import augment_images, choose, file_transform, normalize
+from utils.data.augment import augment_images, choose, file_transform, mix, normalize, repeated_order
 from utils.data.images import (
     CsvListing,
     Listing,
@@ -66,6 +68,7 @@ class ImageDataset(Dataset):
     in_memory = False
     split = "train"
     augment = "none"  # on the device: none or crop
+    mixing: tuple[float, float, int | str] | None = None  # alpha of mixup and CutMix, and classes
     image_size: int
     classes: list[str]
     targets: Tensor  # int64 [N]
@@ -83,13 +86,21 @@ class ImageDataset(Dataset):
     def __len__(self) -> int:
         return len(self.targets)
 
-    def device_transform(
-        self, batch: tuple[Tensor, Tensor], seed: int, epoch: int, indices: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """uint8 [B, C, H, W] and labels -> float [B, C, image_size, image_size] and labels int64 [B]."""
-        images, labels = batch
+    def collate(self, samples: Any) -> tuple[Any, ...]:
+        """Images, labels and, if batches are mixed, a seed for that: a function of the samples and the epoch."""
+        batch = samples if self.in_memory else default_collate(samples)  # __getitems__ already returns a batch
+        return (*batch, int(torch.randint(2**62, ()))) if self.mixing else tuple(batch)
+
+    def device_transform(self, batch: tuple[Any, ...], seed: int, epoch: int, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """uint8 [B, C, H, W] and labels -> float [B, C, image_size, image_size] and labels int64 [B], or if batches are
+        mixed float [B, num_classes]."""
+        images, labels, *mix_seed = batch
         images = augment_images(images, self.augment, self.image_size, seed, epoch, indices)
-        return normalize(images, self.mean, self.std), labels
+        images = normalize(images, self.mean, self.std)
+        if not self.mixing:
+            return images, labels
+        mixup, cutmix, classes = self.mixing
+        return mix(images, labels, mixup, cutmix, self.num_classes if classes == "auto" else classes, *mix_seed)
 
 
 class InMemoryImages(ImageDataset):
@@ -121,10 +132,6 @@ class InMemoryImages(ImageDataset):
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         chosen = torch.tensor(indices)
         return self.images.index_select(0, chosen), self.labels.index_select(0, chosen)  # faster than images[chosen]
-
-    @staticmethod
-    def collate(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return batch  # __getitems__ already returns a batch
 
 
 class SyntheticImageDataset(InMemoryImages):
@@ -233,6 +240,11 @@ def create_dataset(config: TrainingConfig, split: str) -> Dataset | None:
             _check_unused(config)
         kind = choose(config.augment, dataset.image_size, dataset.in_memory)
         dataset.augment = "none" if kind == "resized_crop" else kind  # resized crops are made by the workers
+        if config.mixup_alpha or config.cutmix_alpha:
+            dataset.mixing = (config.mixup_alpha, config.cutmix_alpha, config.num_classes)
+        if config.augment_repeats > 1:
+            dataset.copies, dataset.with_replacement = config.augment_repeats, True
+            dataset.epoch_order = functools.partial(repeated_order, dataset.copies, config.batch_size)
     return dataset
 
 

@@ -122,15 +122,22 @@ def initial_weights(config: TrainingConfig) -> dict[str, Tensor]:
 
 
 def param_groups(model: nn.Module, config: TrainingConfig) -> list[dict[str, Any]]:
-    """Parameter groups: no weight decay for biases and normalization layers. A group may set its own "lr".
+    """Parameter groups: no weight decay for biases, and for normalization layers only if it is given. A group may set
+    its own "lr".
 
     Parameters in no group are not trained; freeze them in create_model with requires_grad_(False), so that DDP skips
     them.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained, groups = [p for p in model.parameters() if p.requires_grad], []
+    if config.norm_weight_decay != "auto":
+        kinds = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+        norms = {p for m in model.modules() if isinstance(m, kinds) for p in m.parameters(recurse=False)}
+        groups = [{"params": [p for p in trained if p in norms], "weight_decay": config.norm_weight_decay}]
+        trained = [p for p in trained if p not in norms]
     return [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+        *groups,
     ]
 
 
@@ -140,7 +147,8 @@ def compute_loss(model: nn.Module, batch: Any) -> Metrics:
     Args:
         model: possibly wrapped in DDP; in training or evaluation mode. Ask torch.is_grad_enabled() in which one: a
             model whose `train` keeps parts of it in evaluation mode answers differently when DDP wraps it.
-        batch: the output of the data set's device_transform: images float [B, C, H, W] and labels int64 [B].
+        batch: the output of the data set's device_transform: images float [B, C, H, W] and labels int64 [B], or the
+            share of each class, float [B, num_classes].
     """
     images, labels = batch
     logits = model(images)

@@ -143,7 +143,6 @@ CASES = {
     "gpt": (lines_of_words, ["config.py", "dataset.py", "model.py"], "perplexity", 7, "--epochs 8"),
     "recommender": (ratings, ["dataset.py", "model.py"], "rmse", 0.9, ""),
     "tar_shards": (tar_shards, ["dataset.py"], "top1", 0.9, ""),
-    "mixup": (lambda folder: None, ["dataset.py", "model.py"], "top1", 0.8, ""),
     "hugging_face": (hub_images, ["dataset.py"], "top1", 0.9, ""),
     "timm": (timm_images, ["model.py"], "top1", 0.8, ""),
 }

@@ -96,7 +96,7 @@ class Fork:
         count = min(2 * size * ACCUMULATION * ranks + short, len(self.train_set))
         count -= count > 1 == count % size  # BatchNorm cannot train on one sample of one pixel
         sampler = self.loader(self.train_set, replace(self.config, drop_last=False), self.ctx).sampler
-        return Subset(self.train_set, sampler.order(0)[:count], self.dtype)
+        return Subset(self.train_set, sampler.order(0)[:count] % len(self.train_set), self.dtype)
 
     def held_out_subset(self, count: int) -> Subset:
         return Subset(self.held_out, torch.arange(min(count, len(self.held_out))), self.dtype)
