@@ -141,7 +141,7 @@ def nearest(value: str, choices: Sequence[str]) -> str:
 
 
 def setting(group: str, default: Any, text: str, check: Check | None = None, resume: str = "free") -> Any:
-    """One field of the config. A field of type `int | str` may also be "auto".
+    """One field of the config. A field of type `int | str`, or one whose default is "auto", may also be "auto".
 
     resume: when a run is resumed the value "must" be the same, "may" change (which is logged), or is "free".
     """
@@ -161,10 +161,11 @@ def help_of(field: dataclasses.Field) -> str:
 
 
 def type_of(field: dataclasses.Field) -> tuple[type, bool]:
-    """The type of a field, and whether it may be "auto"."""
+    """The type of a field, and whether it may be "auto", which is not one of its values."""
     name, _, rest = field.type.partition(" | ")
     kind = {"int": int, "float": float, "bool": bool, "str": str}[name]
-    return kind, rest == "str" or (kind is not str and field.default == "auto")
+    is_choice = kind is str and "auto" in getattr(field.metadata["check"], "choices", ["auto"])
+    return kind, rest == "str" or (field.default == "auto" and not is_choice)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +176,7 @@ class TrainingConfig:
     run_dir: str = setting("run", DEFAULT_RUN_DIR, "run folder; may contain fields: runs/{model}-s{seed}", run_path)
     resume_from: str = setting("run", "", "auto: latest valid checkpoint; a path; empty: fresh start", local_path)
     overwrite: bool = setting("run", False, "replace the existing run in run_dir")
-    init_from: str = setting("run", "", "start a new run with these weights: a checkpoint or a state dict", local_path)
+    init_from: str = setting("run", "", "start with these weights: a checkpoint, a state dict, torchvision", local_path)
     eval_only: bool = setting("run", False, "only evaluate resume_from (empty: the best of run_dir) or init_from")
     seed: int = setting("run", 42, "seed for weights, data order, augmentation and dropout", between(0, 2**63), "must")
     deterministic: bool = setting("run", False, "bit-exact on one CUDA topology too (slower)", resume="may")
@@ -247,21 +248,26 @@ class TrainingConfig:
     enable_profiling: bool = setting("logging", False, "profile a few steps of rank 0 into run_dir/traces")
 
     # ---- yours: fields for your own model and data; a fork edits only these lines of this file ----
-    dataset: str = yours("synthetic", "data set", one_of("synthetic", "cifar10", "imagefolder"), "must")
+    dataset: str = yours("synthetic", "data set", one_of("synthetic", "cifar10", "imagefolder", "csv"), "must")
     augment: str = yours("auto", "crops and flips", one_of("auto", "none", "crop", "resized_crop"), "may")
     crop_scale: str = yours("0.08,1", "area of a resized_crop, as a part of the image's", range_up_to(1), "may")
     crop_ratio: str = yours("3/4,4/3", "width / height of a resized_crop", range_up_to(100), "may")
     auto_augment: str = yours("none", "torchvision's policy for image files", one_of(*AUTO_AUGMENTS), "may")
     random_erase: float = yours(0.0, "probability of erasing a box of an image file", probability, "may")
+    augment_repeats: int = yours(1, "copies of an image in so many epochs, each with other random draws", at_least(1))
+    mixup_alpha: float = yours(0.0, "mixup of training batches: alpha (0 = off)", at_least(0), "may")
+    cutmix_alpha: float = yours(0.0, "CutMix of training batches: alpha (0 = off)", at_least(0), "may")
     model: str = yours("mini_resnet", "mini_resnet or a torchvision classifier", resume="must")
+    freeze: str = yours("none", "backbone: train only the last layer", one_of("none", "backbone"), "must")
     num_classes: int | str = yours("auto", "classes (auto: from the data)", at_least(2), "must")
     in_channels: int | str = yours("auto", "image channels (auto: from the data)", at_least(1), "must")
-    image_size: int | str = yours("auto", "resize to this size (auto: from the data)", at_least(4), "must")
+    image_size: int | str = yours("auto", "resize to it (auto: from weights or data)", at_least(4), "must")
     train_size: int | str = yours("auto", "size of training images in files (auto: image_size)", at_least(4), "may")
     resize_size: int | str = yours("auto", "shorter side before evaluation's center crop", at_least(4), "may")
-    interpolation: str = yours("bilinear", "resizing", one_of("bilinear", "bicubic", "nearest"), "may")
+    interpolation: str = yours("auto", "resizing", one_of("bilinear", "bicubic", "nearest"), "may")
     channels_last: bool = yours(True, "memory format of convolutions (faster on CPU and CUDA)", resume="may")
     label_smoothing: float = yours(0.0, "label smoothing of the training loss", between(0, 1), "may")
+    norm_weight_decay: float = yours("auto", "weight decay of normalization (auto: 0)", at_least(0), "may")
     sync_bn: bool = yours(False, "BatchNorm statistics across all ranks (CUDA only)", resume="may")
     # ---- end of yours ----
     # fmt: on

@@ -12,6 +12,8 @@ A data set is map-style (`__len__`, `__getitem__`, which raises UserError for a 
                                                     depend only on (seed, epoch, index): utils.rng.sample_draws
     epoch_order(seed, epoch, n)                     a custom order: n indices, each once
     with_replacement                                True: epoch_order may repeat and omit indices
+    copies                                          epoch_order may give index + k * n for each k below copies: the same
+                                                    sample with other random draws
     in_memory                                       True: no workers are needed
     cacheable                                       True: samples never change and all have one shape, so --cache may
                                                     store them decoded
@@ -21,21 +23,34 @@ A data set is map-style (`__len__`, `__getitem__`, which raises UserError for a 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from config import TrainingConfig, UserError, range_of
-from utils.data.augment import augment_images, choose, file_transform, normalize
-from utils.data.images import Listing, cifar10_folder, classes_of, download_cifar10, images_in, read_cifar10, read_image
+from utils.data.augment import augment_images, choose, file_transform, mix, normalize, repeated_order
+from utils.data.images import (
+    CsvListing,
+    Listing,
+    cifar10_folder,
+    classes_of,
+    download_cifar10,
+    images_in,
+    read_cifar10,
+    read_image,
+    rows_of,
+)
 from utils.data.loader import create_distributed_dataloader
+from utils.data.pretrained import download_weights, published, weights_file
 from utils.rng import derive_seed
 
 __all__ = ["SyntheticImageDataset", "create_dataset", "create_distributed_dataloader", "is_prepared", "prepare_data"]
@@ -53,6 +68,7 @@ class ImageDataset(Dataset):
     in_memory = False
     split = "train"
     augment = "none"  # on the device: none or crop
+    mixing: tuple[float, float, int | str] | None = None  # alpha of mixup and CutMix, and classes
     image_size: int
     classes: list[str]
     targets: Tensor  # int64 [N]
@@ -70,13 +86,21 @@ class ImageDataset(Dataset):
     def __len__(self) -> int:
         return len(self.targets)
 
-    def device_transform(
-        self, batch: tuple[Tensor, Tensor], seed: int, epoch: int, indices: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """uint8 [B, C, H, W] and labels -> float [B, C, image_size, image_size] and labels int64 [B]."""
-        images, labels = batch
+    def collate(self, samples: Any) -> tuple[Any, ...]:
+        """Images, labels and, if batches are mixed, a seed for that: a function of the samples and the epoch."""
+        batch = samples if self.in_memory else default_collate(samples)  # __getitems__ already returns a batch
+        return (*batch, int(torch.randint(2**62, ()))) if self.mixing else tuple(batch)
+
+    def device_transform(self, batch: tuple[Any, ...], seed: int, epoch: int, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """uint8 [B, C, H, W] and labels -> float [B, C, image_size, image_size] and labels int64 [B], or if batches are
+        mixed float [B, num_classes]."""
+        images, labels, *mix_seed = batch
         images = augment_images(images, self.augment, self.image_size, seed, epoch, indices)
-        return normalize(images, self.mean, self.std), labels
+        images = normalize(images, self.mean, self.std)
+        if not self.mixing:
+            return images, labels
+        mixup, cutmix, classes = self.mixing
+        return mix(images, labels, mixup, cutmix, self.num_classes if classes == "auto" else classes, *mix_seed)
 
 
 class InMemoryImages(ImageDataset):
@@ -108,10 +132,6 @@ class InMemoryImages(ImageDataset):
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         chosen = torch.tensor(indices)
         return self.images.index_select(0, chosen), self.labels.index_select(0, chosen)  # faster than images[chosen]
-
-    @staticmethod
-    def collate(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return batch  # __getitems__ already returns a batch
 
 
 class SyntheticImageDataset(InMemoryImages):
@@ -169,7 +189,7 @@ class ImageFolderDataset(Listing, ImageDataset):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """uint8 [C, size, size] and the label. Raises UserError for a corrupt file or one of a wrong size."""
         path, size, label = self.path(index), self.image_size, int(self.targets[index])
-        image = read_image(path, self.in_channels, self.classes[label])
+        image = read_image(path, self.in_channels, self.class_of(index))
         height, width = image.shape[1:]
         if not self._is_resized and (height, width) != (size, size):
             raise UserError(
@@ -178,26 +198,53 @@ class ImageFolderDataset(Listing, ImageDataset):
         return self._transform(image), label
 
 
+class CsvDataset(CsvListing, ImageFolderDataset):
+    """Images that a CSV file names, each with its label: <data_dir>/<split>.csv. Read once per file system, too."""
+
+    def __init__(self, file: Path, limit: int | str, *rest: Any) -> None:
+        super().__init__(file.parent, [], *rest)
+        del self.classes  # they are in the listing
+        self.file, self.limit, self.split = file, limit, file.stem
+
+
 def is_prepared(config: TrainingConfig) -> bool:
-    """Whether the data is ready for create_dataset; called on every rank."""
-    return config.dataset != "cifar10" or cifar10_folder(Path(config.data_dir)).exists()
+    """Whether the data, and the weights of `--init_from torchvision`, are there; called on every rank."""
+    return not (_lacks_cifar10(config) or _lacks_weights(config))
 
 
 def prepare_data(config: TrainingConfig) -> None:
-    """Download the data to config.data_dir, completely or not at all. Raises UserError."""
-    download_cifar10(Path(config.data_dir))
+    """Download what is missing to config.data_dir, completely or not at all. Raises UserError."""
+    if _lacks_cifar10(config):
+        download_cifar10(Path(config.data_dir))
+    if _lacks_weights(config):
+        download_weights(config)
+
+
+def _lacks_cifar10(config: TrainingConfig) -> bool:
+    return config.dataset == "cifar10" and not cifar10_folder(Path(config.data_dir)).exists()
+
+
+def _lacks_weights(config: TrainingConfig) -> bool:
+    return config.init_from == "torchvision" and not weights_file(config).exists()
 
 
 def create_dataset(config: TrainingConfig, split: str) -> Dataset | None:
     """The data set of a split; None if there is no such split. Raises UserError if the data cannot be used."""
-    build = {"synthetic": _synthetic, "cifar10": _cifar10, "imagefolder": _image_folder}[config.dataset]
-    dataset = build(config, split)
+    dataset = {"synthetic": _synthetic, "cifar10": _cifar10}.get(config.dataset, _image_files)(config, split)
+    if dataset is not None and (expected := _expected(config)):
+        dataset.mean, dataset.std = torch.tensor(expected.mean), torch.tensor(expected.std)
     if dataset is not None and split == "train":
-        _check_labels(dataset, config)
+        if not isinstance(dataset, CsvDataset):  # which checks them when it is read
+            _check_labels(dataset, config)
         if dataset.in_memory:
             _check_unused(config)
         kind = choose(config.augment, dataset.image_size, dataset.in_memory)
         dataset.augment = "none" if kind == "resized_crop" else kind  # resized crops are made by the workers
+        if config.mixup_alpha or config.cutmix_alpha:
+            dataset.mixing = (config.mixup_alpha, config.cutmix_alpha, config.num_classes)
+        if config.augment_repeats > 1:
+            dataset.copies, dataset.with_replacement = config.augment_repeats, True
+            dataset.epoch_order = functools.partial(repeated_order, dataset.copies, config.batch_size)
     return dataset
 
 
@@ -219,26 +266,49 @@ def _cifar10(config: TrainingConfig, split: str) -> InMemoryImages | None:
     return InMemoryImages(*read_cifar10(Path(config.data_dir), split == "train"), CIFAR_MEAN, CIFAR_STD, split)
 
 
-def _image_folder(config: TrainingConfig, split: str) -> ImageFolderDataset | None:
-    """<data_dir>/train, val and test. If only one of val and test exists, it is used as "val"."""
-    root = Path(config.data_dir)
-    held_out = [name for name in ("val", "test") if (root / name).is_dir()]
+def _image_files(config: TrainingConfig, split: str) -> ImageFolderDataset | None:
+    """<data_dir>/train, val and test, or <data_dir>/train.csv, ... If only one of val and test exists, it is "val"."""
+    root, suffix = Path(config.data_dir), ".csv" if config.dataset == "csv" else ""
+    held_out = [name for name in ("val", "test") if (root / f"{name}{suffix}").exists()]
     if split == "val" and held_out:
         split = held_out[0]
     elif split == "test" and len(held_out) < 2:
         return None
-    if not (root / split).is_dir() and split != "train":
+    source = root / f"{split}{suffix}"
+    if not source.exists() and split != "train":
         return None
-    classes = classes_of(root, split)
+    classes = [] if suffix else classes_of(root, split)
     channels = 3 if config.in_channels == "auto" else config.in_channels
     if channels not in STATISTICS:
         raise UserError(f"in_channels={channels}: images have 1 or 3 channels; give 1 or 3")
+    sizes = _sizes(config)
+    config = dataclasses.replace(config, **sizes)
     size = config.image_size
     if size == "auto":
-        size = _size_of(Path(images_in(root / "train" / classes[0], must_exist=True)[0]), channels)
-    transform, is_random = _transform(config, size, channels, split == "train")
-    is_resized = config.image_size != "auto"
-    return ImageFolderDataset(root / split, classes, channels, size, transform, is_random, is_resized)
+        by_class = root / "train" / "".join(classes[:1])
+        first = root / next(rows_of(root / "train.csv"))[0] if suffix else Path(images_in(by_class, must_exist=True)[0])
+        size = _size_of(first, channels)
+    rest = (channels, size, *_transform(config, size, channels, split == "train"), config.image_size != "auto")
+    dataset = CsvDataset(source, config.num_classes, *rest) if suffix else ImageFolderDataset(source, classes, *rest)
+    vars(dataset).update(sizes)
+    return dataset
+
+
+def _expected(config: TrainingConfig) -> Any | None:
+    """The transforms of torchvision's weights of the model; None for other models. Their mean and std follow the model,
+    so that a run that starts with another's weights has the same."""
+    weights = published(config.model) if config.in_channels in ("auto", 3) else None
+    return weights and weights.transforms()
+
+
+def _sizes(config: TrainingConfig) -> dict[str, int | str]:
+    """Values for fields at "auto" of image files: what torchvision's weights expect, if the run starts with them."""
+    values = {"interpolation": "bilinear"}
+    if config.init_from == "torchvision" and (expected := _expected(config)):
+        values["interpolation"] = expected.interpolation.value
+        if config.image_size in ("auto", *expected.crop_size):  # another one is resized in proportion
+            values |= {"image_size": expected.crop_size[0], "resize_size": expected.resize_size[0]}
+    return {name: value for name, value in values.items() if getattr(config, name) == "auto"}
 
 
 def _transform(
@@ -252,7 +322,8 @@ def _transform(
         return file_transform(size, resize_size, config.interpolation), False
     train_size = size if config.train_size == "auto" else config.train_size
     crop = (range_of(config.crop_scale), range_of(config.crop_ratio)) if is_cropped else None
-    extra = (config.auto_augment, config.random_erase, STATISTICS[channels][0])
+    expected = _expected(config)
+    extra = (config.auto_augment, config.random_erase, expected.mean if expected else STATISTICS[channels][0])
     is_random = is_cropped or config.auto_augment != "none" or config.random_erase > 0
     return file_transform(train_size, train_size, config.interpolation, crop, *extra), is_random
 

@@ -3,18 +3,26 @@
 create_model(config, device)    the network
 param_groups(model, config)     which parameters are trained, with which weight decay and learning rate
 compute_loss(model, batch)      the loss and metrics, as sums over a micro-batch and their counts
+
+docs/architecture.md lists optional ones, such as initial_weights and log_images below.
 """
 
 from __future__ import annotations
 
+import re
+import types
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from config import TrainingConfig, UserError, nearest
 from ddp_utils import unwrap, wrap_ddp
+from utils.checkpoint.format import load_weights
+from utils.data.pretrained import weights_file
 from utils.memory import is_out_of_memory
 from utils.metrics import Metrics, count_correct
 
@@ -86,20 +94,50 @@ def create_model(config: TrainingConfig, device: torch.device) -> nn.Module:
     if config.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model.label_smoothing = config.label_smoothing
+    if config.freeze == "backbone":
+        _freeze_backbone(model)
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
     return model.to(device, memory_format=layout)
 
 
+def _freeze_backbone(model: nn.Module) -> None:
+    """Train only the last layer. BatchNorm stays in evaluation mode: its statistics are those of the weights."""
+
+    def stay_in_evaluation(norm: nn.Module, mode: bool = True) -> nn.Module:
+        return type(norm).train(norm, False)
+
+    model.requires_grad_(False)
+    [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)][-1].requires_grad_(True)
+    for norm in (m for m in model.modules() if isinstance(m, _BatchNorm)):
+        norm.train = types.MethodType(stay_in_evaluation, norm)
+
+
+def initial_weights(config: TrainingConfig) -> dict[str, Tensor]:
+    """The weights of --init_from, by name: those of a file, or of torchvision. Raises UserError."""
+    if config.init_from != "torchvision":
+        return load_weights(Path(config.init_from))
+    # DenseNet's were published under the names of an older torchvision
+    older = re.compile(r"(denselayer\d+\.(?:norm|conv))\.")
+    return {older.sub(r"\1", name): value for name, value in load_weights(weights_file(config)).items()}
+
+
 def param_groups(model: nn.Module, config: TrainingConfig) -> list[dict[str, Any]]:
-    """Parameter groups: no weight decay for biases and normalization layers. A group may set its own "lr".
+    """Parameter groups: no weight decay for biases, and for normalization layers only if it is given. A group may set
+    its own "lr".
 
     Parameters in no group are not trained; freeze them in create_model with requires_grad_(False), so that DDP skips
     them.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained, groups = [p for p in model.parameters() if p.requires_grad], []
+    if config.norm_weight_decay != "auto":
+        kinds = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+        norms = {p for m in model.modules() if isinstance(m, kinds) for p in m.parameters(recurse=False)}
+        groups = [{"params": [p for p in trained if p in norms], "weight_decay": config.norm_weight_decay}]
+        trained = [p for p in trained if p not in norms]
     return [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+        *groups,
     ]
 
 
@@ -109,7 +147,8 @@ def compute_loss(model: nn.Module, batch: Any) -> Metrics:
     Args:
         model: possibly wrapped in DDP; in training or evaluation mode. Ask torch.is_grad_enabled() in which one: a
             model whose `train` keeps parts of it in evaluation mode answers differently when DDP wraps it.
-        batch: the output of the data set's device_transform: images float [B, C, H, W] and labels int64 [B].
+        batch: the output of the data set's device_transform: images float [B, C, H, W] and labels int64 [B], or the
+            share of each class, float [B, num_classes].
     """
     images, labels = batch
     logits = model(images)
@@ -133,7 +172,7 @@ def _torchvision_model(name: str, in_channels: int, num_classes: int, image_size
         raise UserError(
             f"in_channels={in_channels}: torchvision's models take 3; use --model mini_resnet or 3 channels"
         )
-    special = {"inception_v3": {"aux_logits": False}, "googlenet": {"aux_logits": False}}.get(name, {})
+    special = {"aux_logits": False, "transform_input": True} if name in ("inception_v3", "googlenet") else {}
     if name.startswith("vit_"):
         special = {"image_size": image_size}
     try:

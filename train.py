@@ -40,7 +40,7 @@ from ddp_utils import (
     setup_distributed,
     wrap_ddp,
 )
-from utils.checkpoint.format import BEST, best_or_latest, take_weights
+from utils.checkpoint.format import BEST, best_or_latest, load_weights, take_weights
 from utils.clock import Clock
 from utils.data.cache import cached
 from utils.data.loader import (
@@ -383,7 +383,9 @@ def create_state(seams: Seams, config: TrainingConfig, ctx: DistributedContext, 
         torch.manual_seed(config.seed)
         model = seams.create_model(config, device)
         if config.init_from and not is_resumed and device.type != "meta":
-            take_weights(model, Path(config.init_from), must_be_whole=config.eval_only)
+            own = seams.initial_weights
+            weights = own(config) if own else load_weights(Path(config.init_from))
+            take_weights(model, weights, config.init_from, must_be_whole=config.eval_only)
         if config.activation_checkpointing:
             checkpoint_blocks(model, seams.blocks(model))
         return model

@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--ema", action="store_true", help="use the averaged weights")
     options, flags = parser.parse_known_args()
     saved = checkpoint.read(options.checkpoint)[0]["config"]
-    config = TrainingConfig.from_args(flags, saved | {"resume_from": "", "overwrite": False} | FLOAT32)
+    config = TrainingConfig.from_args(flags, saved | {"init_from": "", "resume_from": "", "overwrite": False} | FLOAT32)
     out = options.out or options.checkpoint.parent.parent / "predictions.pt"
     ctx = setup_distributed(config)
     with watched(out.parent, config, ctx):

@@ -119,7 +119,7 @@ def choose_config(run: Path, payload: dict[str, Any] | None, flags: list[str]) -
     saved = payload["config"] if payload else read_json(run / "config.json")
     origin = payload["provenance"] if payload else read_json(run / "provenance.json")
     plain = {"on_checkpoint": "", "enable_profiling": False, "record_samples": False, "init_method": ""}
-    plain |= {"sharding": "none", "cpu_offload": False}
+    plain |= {"sharding": "none", "cpu_offload": False} | ({"init_from": ""} if payload else {})
     sizes = {"global_batch_size": origin["global_batch_size"], "grad_accum_steps": 1}
     return TrainingConfig.from_args(flags, saved | dict.fromkeys(OFF, 0) | plain | sizes)
 

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from config import TrainingConfig, UserError
 from ddp_utils import DistributedContext, unwrap
 from model import MiniResNet, compute_loss, create_model, param_groups, wrap_ddp
-from utils.checkpoint.format import take_weights
+from utils.checkpoint.format import load_weights, take_weights
 
 CPU = torch.device("cpu")
 
@@ -81,7 +81,7 @@ def test_init_from_loads_weights_that_fit_and_logs_the_others(tmp_path, caplog):
         with caplog.at_level("INFO", logger="ddp"):
             torch.manual_seed(1)
             model = create_model(TrainingConfig(num_classes=4, channels_last=False), CPU)
-            take_weights(model, file)
+            take_weights(model, load_weights(file), str(file))
         assert torch.equal(model.stages[2].conv1.weight, source.stages[2].conv1.weight)
         assert model.head.weight.shape == (4, 256)
         assert "newly initialised: head.weight, head.bias" in caplog.text
@@ -93,18 +93,18 @@ def test_published_weights_are_stripped_of_prefixes_and_must_be_whole_to_be_eval
     for prefix in ("module.", "_orig_mod.", "module._orig_mod."):
         torch.save({prefix + name: value for name, value in source.items() if "num_batches" not in name}, file)
         with caplog.at_level("INFO", logger="ddp"):
-            take_weights(model, file, must_be_whole=True)
+            take_weights(model, load_weights(file), str(file), must_be_whole=True)
         assert torch.equal(model.head.weight, source["head.weight"])
         assert f"removed '{prefix.partition('.')[0]}.' from the names" in caplog.text
     torch.save({name: value for name, value in source.items() if "head" not in name}, file)
     with pytest.raises(UserError, match="has no head.weight, head.bias of this model's shape; give weights of"):
-        take_weights(model, file, must_be_whole=True)
+        take_weights(model, load_weights(file), str(file), must_be_whole=True)
 
 
 def test_init_from_another_model_is_rejected(tmp_path):
     torch.save({"layer": torch.ones(3)}, tmp_path / "other.pt")
     with pytest.raises(UserError, match="none of its 1 tensors fits the model; use"):
-        take_weights(create_model(TrainingConfig(), CPU), tmp_path / "other.pt")
+        take_weights(create_model(TrainingConfig(), CPU), load_weights(tmp_path / "other.pt"), "other.pt")
 
 
 def test_one_rank_has_no_buckets_which_would_be_a_second_copy_of_the_gradients():

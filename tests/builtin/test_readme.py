@@ -138,9 +138,7 @@ def anchors(text):
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-COMING = {"--train_size", "--resize_size", "--interpolation", "--crop_scale", "--crop_ratio", "--auto_augment"}
-COMING |= {"--random_erase", "--mixup_alpha", "--cutmix_alpha", "--augment_repeats", "--eval_every_steps"}
-COMING |= {"--eval_batch_size", "--find_unused_parameters"}
+COMING = {"--eval_every_steps", "--eval_batch_size", "--find_unused_parameters"}
 
 
 def test_flags_of_other_trainers_are_answered_with_flags_that_exist():

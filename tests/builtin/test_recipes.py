@@ -131,14 +131,6 @@ def hub_images(folder):
         found.save_to_disk(str(folder / split))
 
 
-def pretrained(folder):
-    from torchvision.models import resnet18
-
-    image_folder(folder)
-    (folder / "weights").mkdir()
-    torch.save(resnet18(num_classes=1000).state_dict(), folder / "weights" / "resnet18.pth")
-
-
 def timm_images(folder):
     pytest.importorskip("timm")
     image_folder(folder, size=32)
@@ -152,10 +144,8 @@ CASES = {
     "gpt": (lines_of_words, ["config.py", "dataset.py", "model.py"], "perplexity", 7, "--epochs 8"),
     "recommender": (ratings, ["dataset.py", "model.py"], "rmse", 0.9, ""),
     "tar_shards": (tar_shards, ["dataset.py"], "top1", 0.9, ""),
-    "mixup": (lambda folder: None, ["dataset.py", "model.py"], "top1", 0.8, ""),
     "hugging_face": (hub_images, ["dataset.py"], "top1", 0.9, ""),
     "timm": (timm_images, ["model.py"], "top1", 0.8, ""),
-    "pretrained": (pretrained, ["dataset.py", "model.py"], "top1", 0.5, ""),
 }
 DEFAULT = ("text", "segmentation")
 
@@ -260,23 +250,6 @@ def test_a_resumed_run_keeps_its_id_in_weights_and_biases_and_a_new_one_in_its_f
         found.append(json.loads((run / "init.json").read_text()))
     first, resumed, other = (each["id"] for each in found)
     assert first == resumed != other and found[0]["name"] == "default" and found[0]["resume"] == "allow"
-
-
-@pytest.mark.slow
-def test_fine_tuning_trains_a_new_head_and_leaves_the_frozen_trunk_unchanged(tmp_path, runs):
-    runs.train(2, "first", *"--dataset_size 64 --batch_size 64 --epochs 1".split(), task="")
-    fork = Fork(tmp_path / "fork", "fine_tuning")
-    image_folder(fork.folder / "FOLDER", size=8)
-    source = runs.folder("first") / "checkpoints" / "best.pt"
-    (fork.folder / "CHECKPOINT").write_bytes(source.read_bytes())
-    out, summary = fork.train("--epochs", "3", "--batch_size", "10")
-    assert "newly initialised: head.weight, head.bias" in out and fork.changed == ["model.py"]
-    assert "771 of them trained" in out  # 3 x 256 weights and 3 biases
-    before = torch.load(source, weights_only=True)["model"]
-    after = torch.load(max((fork.folder / "runs/fork/checkpoints").glob("step_*.pt")), weights_only=True)["model"]
-    # also the statistics
-    assert all(torch.equal(before[name], after[name]) for name in before if not name.startswith("head"))
-    assert summary["best"]["top1"] > 0.8
 
 
 @pytest.mark.slow

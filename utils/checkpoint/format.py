@@ -186,26 +186,31 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     return weights
 
 
-def take_weights(model: nn.Module, path: Path, must_be_whole: bool = False) -> None:
+def take_weights(model: nn.Module, weights: dict[str, Tensor], source: str, must_be_whole: bool = False) -> None:
     """Load the weights that match the model by name and shape, and log the others (a head of another size).
 
+    source: their name for messages.
+
     Raises:
-        UserError: if none matches, or `must_be_whole` and one is missing.
+        UserError: if none matches, or one is missing that `must_be_whole` or frozen.
     """
-    weights, own = load_weights(path), model.state_dict()
+    own = model.state_dict()
     for prefix in ("module.", "_orig_mod.", "module."):  # of DDP and torch.compile
         if all(name.startswith(prefix) for name in weights):
-            logging.getLogger(NAME).info("init_from: removed %r from the names in %s", prefix, path)
+            logging.getLogger(NAME).info("init_from: removed %r from the names in %s", prefix, source)
             weights = {name.removeprefix(prefix): value for name, value in weights.items()}
     fitting = {name: value for name, value in weights.items() if name in own and own[name].shape == value.shape}
     if not fitting:
-        raise UserError(f"init_from={path}: none of its {len(weights)} tensors fits the model; use its own model")
-    model.load_state_dict(fitting, strict=False)
+        raise UserError(f"init_from={source}: none of its {len(weights)} tensors fits the model; use its own model")
     replaced = [name for name in own if name not in fitting]
-    if must_be_whole and (random := [name for name in replaced if own[name].is_floating_point()]):
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    needed = [name for name in own if own[name].is_floating_point()] if must_be_whole else frozen
+    if random := [name for name in replaced if name in needed]:
         listed = ", ".join(random[:5]) + f" and {len(random) - 5} more" * (len(random) > 5)
-        raise UserError(f"init_from={path}: has no {listed} of this model's shape; give weights of the whole model")
+        raise UserError(f"init_from={source}: has no {listed} of this model's shape; give weights of the whole model")
+    own.update(fitting)  # which has the versions of its modules (MNASNet asks for its own)
+    model.load_state_dict(own)
     extra = [name for name in weights if name not in fitting]
     text = "init_from: loaded %d of %d tensors from %s; newly initialised: %s; not used: %s"
     names = (", ".join(replaced) or "none", ", ".join(extra) or "none")
-    logging.getLogger(NAME).info(text, len(fitting), len(own), path, *names)
+    logging.getLogger(NAME).info(text, len(fitting), len(own), source, *names)

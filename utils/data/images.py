@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import functools
 import hashlib
+import json
 import logging
 import os
 import re
 import shutil
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -58,9 +61,73 @@ class Listing:
         found = Counter(match[1] for match in re.finditer(rb"\0([^/]+)/", self.listing))
         return torch.repeat_interleave(torch.tensor([found[os.fsencode(name)] for name in self.classes]))
 
+    def class_of(self, index: int) -> str:
+        """The class of a sample, for messages."""
+        return self.classes[int(self.targets[index])]
+
     @functools.cached_property
     def fingerprint(self) -> str:
         return hashlib.sha256(self.listing[1:-1].replace(b"\0", b"\n")).hexdigest()
+
+
+class CsvListing(Listing):
+    """Images listed in a CSV file, with paths relative to `folder`. A subclass sets `folder`, `file` and `limit`."""
+
+    file: Path
+    limit: int | str  # the most classes; auto: any number
+
+    @functools.cached_property
+    def listing(self) -> bytes:
+        """<path> and the number of the class, between zeros, then the names of the classes of train.csv as JSON."""
+        train = self.file.with_name("train.csv")
+        classes = _in_order({label for _, label in rows_of(train)})
+        if len(classes) == 1:
+            raise UserError(f"{train}: has only one class, {classes[0]}; put two or more into it")
+        if self.limit != "auto" and len(classes) > self.limit:
+            raise UserError(f"num_classes={self.limit}: {train} has {len(classes)}; give that number or leave it auto")
+        numbers, listing = {name: number for number, name in enumerate(classes)}, bytearray()
+        for line, (path, label) in enumerate(rows_of(self.file), 2):
+            if label not in numbers:
+                raise UserError(f"{self.file}, line {line}: has the label {label!r}, which {train} has not; fix it")
+            listing += b"\0%b %d" % (os.fsencode(path), numbers[label])
+        return bytes(listing + b"\0") + json.dumps(classes).encode()
+
+    @functools.cached_property
+    def classes(self) -> list[str]:
+        return json.loads(self.listing.rpartition(b"\0")[2])
+
+    @functools.cached_property
+    def targets(self) -> Tensor:
+        return torch.frombuffer(array("q", map(int, re.findall(rb" (\d+)\0", self.listing))), dtype=torch.int64)
+
+    def class_of(self, index: int) -> str:
+        return f"{super().class_of(index)}, {self.file}, line {index + 2}"
+
+
+def rows_of(file: Path) -> Iterator[tuple[str, str]]:
+    """The path and the label in each line of a CSV file after its header `path,label`. Raises UserError."""
+    line = 1
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as opened:
+            reader = csv.reader(opened, skipinitialspace=True, strict=True)
+            if (header := next(reader, [])) != ["path", "label"]:
+                raise UserError(f"{file}, line 1: has the header {','.join(header)!r}; write path,label there")
+            for line, row in enumerate(reader, 2):
+                if len(row) != 2 or not all(row) or reader.line_num != line or "\0" in row[0]:
+                    raise UserError(f"{file}, line {line}: is not a path, a comma and a label; fix or delete the line")
+                yield row[0], row[1]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{file}: cannot be read after line {line} ({error}); fix the file") from None
+    if line == 1:
+        raise UserError(f"{file}: has no lines after its header; add some, or delete it")
+
+
+def _in_order(labels: set[str]) -> list[str]:
+    """Sorted as numbers if all are, else as text."""
+    try:
+        return sorted(sorted(labels), key=float)  # of equal numbers the text decides
+    except ValueError:
+        return sorted(labels)
 
 
 def images_in(folder: Path, must_exist: bool = False, others: list[os.DirEntry] | None = None) -> list[os.DirEntry]:

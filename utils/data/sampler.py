@@ -50,7 +50,8 @@ class GlobalBatchSampler(DistributedSampler):
     """A DistributedSampler that assigns whole micro-batches, never repeats a sample, and starts anywhere in an epoch.
 
     Iterating yields this rank's indices of `epoch` from `start` on. A data set may define its own order,
-    `epoch_order(seed, epoch, n)`: n indices, each once unless `with_replacement` is True.
+    `epoch_order(seed, epoch, n)`: n indices, each once unless `with_replacement` is True. With `copies`, index + k * n
+    is the k-th copy of a sample, whose random draws are others.
 
     Args:
         in_tree_order: for exact sums (utils/distributed/tree.py): a rank computes the micro-batches of a global batch
@@ -107,14 +108,14 @@ class GlobalBatchSampler(DistributedSampler):
         """[samples_per_epoch]: the samples of the epoch, a pure function of (seed, epoch). Raises UserError."""
         if self._order is None or self._order[0] != epoch:
             self._order = None  # one order in memory at a time
-            n = len(self.dataset)
-            dtype = torch.int32 if n < 2**31 else torch.int64  # randperm draws the same in both
+            n, copies = len(self.dataset), getattr(self.dataset, "copies", 1)
+            dtype = torch.int32 if n * copies < 2**31 else torch.int64  # randperm draws the same in both
             if self.shuffle and hasattr(self.dataset, "epoch_order"):
                 order = torch.as_tensor(self.dataset.epoch_order(self.seed, epoch, n), dtype=torch.int64)
-                if len(order) != n or (n and not 0 <= order.min() <= order.max() < n):
+                if len(order) != n or (n and not 0 <= order.min() <= order.max() < n * copies):
                     problem = f"epoch_order: returned {len(order)} indices for {n} samples"
                     raise UserError(f"{problem}; return n indices from 0 to n - 1")
-                left_out = n - int(torch.zeros(n, dtype=torch.bool).index_fill_(0, order, True).sum())
+                left_out = n - int(torch.zeros(n, dtype=torch.bool).index_fill_(0, order % n, True).sum())
                 if left_out and not getattr(self.dataset, "with_replacement", False):
                     raise UserError(
                         f"epoch_order: leaves out {left_out} of {n} samples and repeats others; "

@@ -97,7 +97,8 @@ class ChosenSamples(Subset):
     """A subset that keeps the attributes of its data set. device_transform gets indices into the whole set."""
 
     def __init__(self, dataset: Dataset, indices: Tensor) -> None:
-        self._chosen = indices.long()
+        self._chosen, copies = indices.long(), getattr(dataset, "copies", 1)
+        self._of_copies = torch.cat([self._chosen + k * len(dataset) for k in range(copies)])
         super().__init__(dataset, array("q", self._chosen.numpy().tobytes()))  # 8 bytes each, read as Python's integers
         if hasattr(dataset, "device_transform"):
             self.device_transform = self._transform
@@ -115,12 +116,12 @@ class ChosenSamples(Subset):
         return super().__getitems__
 
     def _transform(self, batch: Any, seed: int, epoch: int, indices: Tensor) -> Any:
-        self._chosen = self._chosen.to(indices.device)  # once
-        return self.dataset.device_transform(batch, seed, epoch, self._chosen[indices])
+        self._of_copies = self._of_copies.to(indices.device)  # once
+        return self.dataset.device_transform(batch, seed, epoch, self._of_copies[indices])
 
     @property
     def targets(self) -> Tensor:
-        return torch.as_tensor(self.dataset.targets)[self._chosen.cpu()]
+        return torch.as_tensor(self.dataset.targets)[self._chosen]
 
 
 def choose_samples(dataset: Dataset, config: TrainingConfig) -> Dataset:

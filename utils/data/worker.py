@@ -45,14 +45,14 @@ class Fetcher(Dataset):
         try:
             if self._is_batched:
                 seed_host("sample", self._seed, epoch, *indices)
-                return micro_batch, self._dataset.__getitems__(indices)
+                return micro_batch, self._dataset.__getitems__([index % len(self._dataset) for index in indices])
             return micro_batch, [self._sample(epoch, index) for index in indices]
         except UserError as error:  # DataLoader would wrap it; the main process raises it unchanged
             return micro_batch, error
 
     def _sample(self, epoch: int, index: int) -> Any:
         seed_host("sample", self._seed, epoch, index)
-        return self._dataset[index]
+        return self._dataset[index % len(self._dataset)]  # it may be that of a copy
 
 
 class Collate:

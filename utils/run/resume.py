@@ -139,6 +139,8 @@ def compare(payload: dict[str, Any], config: TrainingConfig, origin: dict[str, A
         is_same_code = all(before == here for before, here in yours)  # else the transforms may have changed
         line = "some decoded samples of the training set differ from the checkpoint's"
         (wrong if is_same_code else may).append(line)
+    changed = [name for name in ("mean", "std") if provenance.get(name) != origin.get(name)]
+    wrong += [f"{name}={origin.get(name)}: the checkpoint has {name}={provenance.get(name)}" for name in changed]
     before, here = provenance["global_batch_size"], origin["global_batch_size"]
     if before != here:
         line = f"global batch: {here} samples per optimizer step, the checkpoint has {before}"

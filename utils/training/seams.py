@@ -49,6 +49,7 @@ class Seams:
     compute_loss: ComputeLoss
     lr_factor: Callable[..., float] = lr_factor  # (config, step, total_steps, warmup_steps, progress)
     create_optimizer: Callable[..., Any] = create_optimizer  # (groups, config)
+    initial_weights: Callable[..., dict[str, Tensor]] | None = None  # (config), of --init_from; default: of a file
     blocks: Callable[[nn.Module], list[nn.Module]] = find_blocks
     log_images: Callable[[nn.Module, Any], dict[str, Tensor]] | None = None
     predict: Callable[[nn.Module, Any], dict[str, Tensor]] = predict

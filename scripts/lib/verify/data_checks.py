@@ -34,7 +34,7 @@ def order(fork: Fork) -> str:
         visits = []
         for epoch in (0, 1):
             sampler.set_epoch(epoch)
-            visits.append(torch.bincount(torch.tensor([*sampler], dtype=torch.int64), minlength=n))
+            visits.append(torch.bincount(torch.tensor([*sampler], dtype=torch.int64) % n, minlength=n))
         whole = replace(fork.config, drop_last=False, global_batch_size=0, grad_accum_steps=1)
         single = fork.loader(fork.train_set, whole).sampler
         orders = [digest(single.order(epoch)) for epoch in (0, 1, 0)]

@@ -90,6 +90,7 @@ class Fork:
             **dict.fromkeys(off, 0),
             **{"epochs": 2, "eval_every": 1, "log_interval": 2, "keep_last": 99, "save_every_minutes": 0.0},
             **{"drop_last": False, "enable_profiling": False, "record_samples": True, "checkpoint_dir": ""},
+            init_from="",  # the plain loop has the initial weights of create_model
             batch_size=max(1, min(4, self.config.batch_size, largest)),
             grad_accum_steps=ACCUMULATION,
             deterministic=self.config.deterministic or self.ctx.device.type == "cuda",
@@ -102,7 +103,7 @@ class Fork:
         count = min(2 * size * ACCUMULATION * ranks + short, len(self.train_set))
         count -= count > 1 == count % size  # BatchNorm cannot train on one sample of one pixel
         sampler = self.loader(self.train_set, replace(self.config, drop_last=False), self.ctx).sampler
-        return Subset(self.train_set, sampler.order(0)[:count], self.dtype)
+        return Subset(self.train_set, sampler.order(0)[:count] % len(self.train_set), self.dtype)
 
     def held_out_subset(self, count: int) -> Subset:
         return Subset(self.held_out, torch.arange(min(count, len(self.held_out))), self.dtype)

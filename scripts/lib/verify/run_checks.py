@@ -66,7 +66,7 @@ def resume(fork: Fork) -> str:
     """A run resumed from a checkpoint in its first epoch ends bitwise equal to the uninterrupted run."""
     whole = whole_run(fork)
     first = checkpoint.step_checkpoints(whole.run.checkpoints)[0]
-    fork.short_run("resumed", init_from="", resume_from=str(first), num_workers=1)
+    fork.short_run("resumed", resume_from=str(first), num_workers=1)
     if different := differences(fork, "whole", "resumed"):
         fork.short_run("again", save_every_steps=1)
         if differences(fork, "whole", "again"):

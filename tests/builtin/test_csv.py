@@ -1,0 +1,130 @@
+"""--dataset csv: the same run as of the folder that the files lie in, which lists are rejected, and their memory."""
+
+import csv
+import re
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import torch
+
+from config import TrainingConfig, UserError
+from dataset import create_dataset
+from images import save_images
+from utils.data.sets import with_auto
+
+TRAIN = {"train": {"cat": 9, "dog": 10}, "val": {"cat": 3, "dog": 4}}
+
+
+def csv_config(root, **changes):
+    return TrainingConfig(dataset="csv", data_dir=str(root), **changes)
+
+
+def list_images(root, **names):
+    """Write <split>.csv for the image folders below root. names: of the classes, instead of those of the folders."""
+    for folder in (folder for folder in sorted(root.iterdir()) if folder.is_dir()):
+        with root.joinpath(f"{folder.name}.csv").open("w", newline="") as file:
+            rows = [(path.relative_to(root), path.parent.name) for path in sorted(folder.glob("*/*"))]
+            csv.writer(file).writerows([("path", "label"), *((path, names.get(name, name)) for path, name in rows)])
+
+
+def write(root, text, split="train"):
+    root.mkdir(exist_ok=True)
+    (root / f"{split}.csv").write_text(text)
+
+
+def test_a_csv_trains_exactly_as_the_image_folder_that_it_lists_on_two_ranks(runs):
+    data = runs.root / "data"
+    for split, counts in TRAIN.items():
+        save_images(data / split, counts)
+    list_images(data)
+    flags = "--augment resized_crop --image_size 8 --auto_augment ra --epochs 2 --num_workers 1 --record_samples"
+    for name in ("imagefolder", "csv"):
+        runs.train(2, name, *flags.split(), "--dataset", name, task="")
+    runs.assert_same("imagefolder", "csv")
+    origin = runs.json("csv", "provenance.json")
+    assert origin["classes"] == ["cat", "dog"] and len(origin["fingerprint"]) == 64
+
+
+def test_paths_labels_and_classes_are_those_of_the_list(tmp_path):
+    """Quoted and spaced, with the marks that spreadsheets write; numbers are sorted as numbers."""
+    save_images(tmp_path / "images", {"a, b": 1, "c": 2})
+    rows = '"images/a, b/000.png",10\r\nimages/c/000.png, 9\r\nimages/c/001.png,10\r\n'
+    write(tmp_path, f"\ufeffpath,label\r\n{rows}")
+    write(tmp_path, "path,label\nimages/c/001.png,9\n", "test")
+    config = csv_config(tmp_path)
+    train, val = (create_dataset(config, split) for split in ("train", "val"))
+    assert train.classes == ["9", "10"] and train.targets.tolist() == [1, 0, 1] and len(train) == 3
+    assert train.path(0) == tmp_path / "images/a, b/000.png" and train[0][0].shape == (3, 8, 8)
+    assert (val.split, val.targets.tolist(), create_dataset(config, "test")) == ("test", [0], None)
+    found = with_auto(config, train)
+    assert (found.num_classes, found.image_size) == (2, 8)
+    texts = {"b": 0, "10": 1, "9": 2}
+    write(tmp_path, "path,label\n" + "".join(f"images/c/000.png,{text}\n" for text in texts))
+    assert create_dataset(config, "train").classes == ["10", "9", "b"]
+
+
+def test_the_fingerprint_is_that_of_the_list(tmp_path):
+    save_images(tmp_path / "images", {"a": 2, "b": 1})
+    rows = ["images/a/000.png,a\n", "images/b/000.png,b\n"]
+    found = []
+    for text in (rows, rows, rows[::-1], [rows[0].replace(",a", ",b"), rows[1].replace(",b", ",a")]):
+        write(tmp_path, "path,label\n" + "".join(text))
+        found.append(create_dataset(csv_config(tmp_path), "train").fingerprint)
+    assert found[0] == found[1] and len({*found}) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "split", "expected"),
+    [
+        ("file,label\nx,1\n", "train", "train.csv, line 1: has the header 'file,label'; write path,label there"),
+        ("", "train", "train.csv, line 1: has the header ''; write path,label there"),
+        ("path,label\n", "train", "train.csv: has no lines after its header; add some, or delete it"),
+        ("path,label\nx,1\n\ny,2\n", "train", "train.csv, line 3: is not a path, a comma and a label; fix or delete"),
+        ("path,label\nx,1\ny\n", "train", "train.csv, line 3: is not a path, a comma and a label"),
+        ("path,label\nx,\n", "train", "train.csv, line 2: is not a path, a comma and a label"),
+        ('path,label\n"x\ny",1\n', "train", "train.csv, line 2: is not a path, a comma and a label"),
+        ('path,label\nx,1\n"y,1\n', "train", "train.csv: cannot be read after line 2 .*; fix the file"),
+        ("path,label\nx,1\ny,1\n", "train", "train.csv: has only one class, 1; put two or more into it"),
+        ("path,label\nx,1\ny,2\nz,3\n", "train", "num_classes=2: .*train.csv has 3; give that number or leave it auto"),
+        ("path,label\nx,a\nx,c\n", "val", "val.csv, line 3: has the label 'c', which .*/train.csv has not; fix it"),
+    ],
+)
+def test_a_wrong_list_is_an_error_that_names_file_and_line(tmp_path, text, split, expected):
+    write(tmp_path, "path,label\nx,a\ny,b\n")
+    write(tmp_path, text, split)
+    with pytest.raises(UserError, match=expected) as raised:
+        len(create_dataset(csv_config(tmp_path, image_size=8, num_classes=2), split))
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_a_missing_list_is_an_error(tmp_path):
+    with pytest.raises(UserError, match=r"train.csv: cannot be read after line 1 .*; fix the file"):
+        len(create_dataset(csv_config(tmp_path, image_size=8), "train"))
+
+
+def test_a_missing_file_ends_the_run_with_the_line_that_names_it(runs):
+    data = runs.root / "data"
+    save_images(data / "train", {"cat": 4, "dog": 4})
+    list_images(data)
+    lost = data / "train/dog/001.png"
+    lost.unlink()
+    with pytest.raises(AssertionError) as raised:
+        runs.train(2, "run", *"--dataset csv --image_size 8 --num_workers 1".split(), task="")
+    expected = rf"{lost}: cannot be read as an image \(class dog, {data}/train.csv, line 7; .*\); replace or delete it"
+    assert re.search(expected, str(raised.value))
+
+
+def test_a_long_list_takes_few_bytes_per_row_on_the_rank_that_reads_it_and_fewer_on_the_others(tmp_path):
+    rows = 100_000
+    write(tmp_path, "path,label\n" + "".join(f"images/{k % 1000:04d}/{k:08d}.jpeg,{k % 1000}\n" for k in range(rows)))
+    reader, other = (create_dataset(csv_config(tmp_path, image_size=8), "train") for _ in range(2))
+    peaks = []
+    for use in (lambda: reader.listing, lambda: other.use_listing(reader.listing) or other.targets):
+        tracemalloc.start()
+        use()
+        peaks.append(tracemalloc.get_traced_memory()[1] / rows)
+        tracemalloc.stop()
+    assert len(reader.listing) < 40 * rows and peaks[0] < 200 and peaks[1] < 150, peaks
+    assert other.path(rows - 1) == Path(tmp_path, f"images/0999/{rows - 1:08d}.jpeg")
+    assert torch.equal(other.targets, torch.arange(rows) % 1000)

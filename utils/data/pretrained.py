@@ -1,0 +1,44 @@
+"""torchvision's published weights of its classifiers: where their file is, and what images they expect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from config import TrainingConfig, UserError
+
+
+def published(model: str) -> Any | None:
+    """torchvision's default weights of a model: `url` and `transforms()`. None if it is not one of torchvision's."""
+    if model == "mini_resnet":
+        return None  # torchvision may be missing
+    try:
+        from torchvision import models
+    except ImportError:
+        return None
+    return models.get_model_weights(model).DEFAULT if model in models.list_models(module=models) else None
+
+
+def weights_file(config: TrainingConfig) -> Path:
+    """Where the weights are: torch.hub's folder if they are there, else <data_dir>/weights. Raises UserError."""
+    weights = published(config.model)
+    if weights is None:
+        raise UserError(
+            f"init_from=torchvision: has no weights of {config.model}; give one of its models, such as --model resnet50"
+        )
+    name = weights.url.rpartition("/")[2]
+    in_hub = Path(torch.hub.get_dir(), "checkpoints", name)
+    return in_hub if in_hub.exists() else Path(config.data_dir) / "weights" / name
+
+
+def download_weights(config: TrainingConfig) -> None:
+    """Download the weights, completely or not at all. Raises UserError."""
+    file, url = weights_file(config), published(config.model).url
+    digest = file.stem.rpartition("-")[2]  # the name ends with the beginning of the file's SHA-256
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.hub.download_url_to_file(url, str(file), digest, progress=False)
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"init_from=torchvision: cannot be downloaded ({error}); put {url} there as {file}") from None
