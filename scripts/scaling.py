@@ -1,8 +1,7 @@
-"""Measure weak and strong scaling by number of ranks, and find the communication flags that help; estimate memory.
+"""Measure weak and strong scaling by number of ranks, and find the communication flags that help.
 
 python scripts/scaling.py [--ranks 1,2,4] [--rounds N] [--json FILE] [--plot FILE.svg] [flags of train.py]
 scripts/launch.sh --scaling FILE.json [flags of train.py]     on each node; FILE on storage that all nodes share
-python scripts/scaling.py --memory [--ranks 1,2,4,8] [flags of train.py]
 
 The first command runs 1, 2, 4, ... ranks on this machine, up to its number of GPUs (or cores). It times train.py's loop
 alternately with and without communication, predicts the next doublings of weak scaling, and tries communication flags
@@ -11,9 +10,6 @@ at the largest number of ranks. The last line lists the flags to use.
 The second command measures the ranks of the launch, and first a single rank unless FILE has it. FILE collects all
 measurements: start with the first command's --json FILE, then launch on 2, 4, ... nodes with the same flags to get one
 table and one plot.
-
-The third command prints the memory that a rank needs with each --sharding, and the first flag that fits. It starts no
-ranks: it measures the activations of one block at a time in one process.
 """
 
 from __future__ import annotations
@@ -50,12 +46,9 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps per round [20]")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures; an existing file is extended")
     parser.add_argument("--plot", type=svg_file, metavar="FILE.svg")
-    parser.add_argument("--memory", action="store_true", help="estimate the memory of a rank for each --sharding")
     options, flags = parser.parse_known_args(words)
     if min(options.rounds, options.steps, *options.ranks) < 1:
         parser.error("--ranks, --rounds and --steps must be 1 or more; omit them for the defaults")
-    if "RANK" in os.environ and options.memory:
-        parser.error("--memory needs one process; start it without torchrun")
     if "RANK" in os.environ and not options.json:
         parser.error("--json FILE is missing; give a file on storage shared by all nodes to collect the measurements")
     TrainingConfig.from_args(flags)
@@ -74,8 +67,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ddp_utils import cleanup_distributed, setup_distributed
 from lib import processes
-from lib.preflight import facts
-from lib.scaling import memory
 from lib.scaling import report as reporting
 from lib.scaling.measure import measure
 from utils.distributed.collectives import all_gather_json
@@ -130,16 +121,6 @@ def cores_and_ranks(config: TrainingConfig) -> tuple[int, int]:
     return cores, (torch.cuda.device_count() if config.backend in ("auto", "nccl") else 0) or cores
 
 
-def show_memory(options: argparse.Namespace, flags: list[str], config: TrainingConfig) -> None:
-    """Print the memory of a rank for each strategy."""
-    ctx, ranks, (_, per_node) = setup_distributed(config), options.ranks or [1, 2, 4, 8], cores_and_ranks(config)
-    room = facts.memory(ctx.device)["memory"] // (1 if ctx.device.type == "cuda" else min(per_node, ranks[-1]))
-    print("measuring a micro-batch in this process", flush=True)
-    found = memory.measure(config, ctx)
-    print(memory.text(config, found, ctx.device_names[0], ranks, per_node, room), flush=True)
-    cleanup_distributed()
-
-
 def measure_here(options: argparse.Namespace, flags: list[str], config: TrainingConfig) -> None:
     """Measure each number of ranks in turn on this machine."""
     cores, room = cores_and_ranks(config)
@@ -178,7 +159,7 @@ def measure_launch(options: argparse.Namespace, flags: list[str], config: Traini
 @record
 def main() -> None:
     options, flags = parse(sys.argv[1:])
-    measure_all = show_memory if options.memory else measure_launch if "RANK" in os.environ else measure_here
+    measure_all = measure_launch if "RANK" in os.environ else measure_here
     measure_all(options, flags, TrainingConfig.from_args(flags))
 
 
