@@ -133,8 +133,8 @@ def test_debug_records_collectives_into_the_runs_folder(plan):
 
 def test_preflight_and_scaling_replace_training(plan):
     assert plan("--preflight", "--epochs", "3")[0][-3:] == ["scripts/preflight.py", "--epochs", "3"]
-    words = "scripts/scaling.py --json s.json --plot s.svg --run_dir r".split()
-    assert plan("--scaling", "s.json", "--run_dir", "r")[0][-7:] == words
+    words = "scripts/benchmark.py --json s.json --run_dir r".split()
+    assert plan("--scaling", "s.json", "--run_dir", "r")[0][-5:] == words
 
 
 def test_hosts_starts_one_launch_per_host(capsys):

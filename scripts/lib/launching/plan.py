@@ -88,7 +88,7 @@ def make_parser(env: dict[str, str]) -> argparse.ArgumentParser:
     text = "run launch.sh on these hosts over ssh, in this directory and with these variables; the first is node 0"
     parser.add_argument("--hosts", metavar="HOST,HOST", default="", help=text)
     parser.add_argument(
-        "--scaling", metavar="FILE.json", default="", help="measure samples/s by number of ranks instead of training"
+        "--scaling", metavar="FILE.json", default="", help="measure instead of training (scripts/benchmark.py --json)"
     )
     for name, text in SWITCHES.items():
         parser.add_argument(f"--{name}", action="store_true", help=text)
@@ -226,8 +226,7 @@ def make_plan(options: argparse.Namespace, flags: list[str], config: TrainingCon
         settings |= DEBUG | {"TORCH_FR_DUMP_TEMP_FILE": str(config.run_folder / "traces" / f"flight-{host}-")}
     words += [f"--log-dir={launch_folder(config) / host}", "--tee=3"]
     if options.scaling:
-        picture = f"{options.scaling.removesuffix('.json')}.svg"
-        words += ["scripts/scaling.py", "--json", options.scaling, "--plot", picture]
+        words += ["scripts/benchmark.py", "--json", options.scaling]
     else:
         words += ["scripts/preflight.py" if options.preflight else "train.py"]
     return Plan(
