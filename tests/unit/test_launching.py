@@ -133,8 +133,8 @@ def test_debug_records_collectives_into_the_runs_folder(plan):
 
 def test_preflight_and_scaling_replace_training(plan):
     assert plan("--preflight", "--epochs", "3")[0][-3:] == ["scripts/preflight.py", "--epochs", "3"]
-    words = "scripts/scaling.py --json s.json --plot s.svg --run_dir r".split()
-    assert plan("--scaling", "s.json", "--run_dir", "r")[0][-7:] == words
+    words = "scripts/benchmark.py --json s.json --run_dir r".split()
+    assert plan("--scaling", "s.json", "--run_dir", "r")[0][-5:] == words
 
 
 def test_hosts_starts_one_launch_per_host(capsys):
@@ -160,16 +160,15 @@ def test_a_host_is_connected_again_only_if_it_was_connected_before(tmp_path, mon
     assert (tmp_path / "calls").read_text() == "\n" * calls
 
 
-@pytest.mark.parametrize(("is_host", "given"), [(True, ["own", "own"]), (False, ["own", "of node 0"])])
-def test_all_attempts_have_the_id_that_follows_from_node_0s(tmp_path, monkeypatch, is_host, given):
-    """Otherwise the second attempt takes the run in the folder for another launch's."""
+def test_all_attempts_have_node_0s_id(tmp_path, monkeypatch):
+    """Otherwise the second attempt takes the run in the folder for another launch's. Node 0 itself gets its own."""
     found = []
     monkeypatch.setattr(supervise, "find_nodes", lambda *args: found.append(args[2]) or "of node 0")
-    nodes = Nodes(1, 2, -1, "a", 29500, "c10d", is_host)
+    nodes = Nodes(1, 2, -1, "a", 29500, "c10d")
     plan = planning.Plan(["true"], {}, nodes, tmp_path, retries=0, patience=0, is_training=False)
     env = {"LAUNCH_ID": "own", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error"), "PATH": os.environ["PATH"]}
     launch = supervise.Launch(plan, env)
-    assert [launch._attempt(is_first) for is_first in (True, False)] == [0, 0] and found == given
+    assert [launch._attempt(is_first) for is_first in (True, False)] == [0, 0] and found == ["own", "of node 0"]
 
 
 SECOND_OF_TWO = {"NNODES": "2", "NODE_RANK": "1"}

@@ -1,10 +1,9 @@
-"""lib/launching/rendezvous.py without nodes: races, errors and what other machines send (real nodes:
+"""lib/launching/rendezvous.py without nodes: races, errors and what other programs send (real nodes:
 builtin/test_misconfigurations.py)."""
 
 import contextlib
-import json
+import itertools
 import random
-import re
 import socket
 import threading
 import time
@@ -14,20 +13,22 @@ import pytest
 
 from config import UserError
 from scripts.lib.launching import rendezvous
-from scripts.lib.launching.rendezvous import Host, Nodes, NodesMissing, ask, check_leads_here, join
+from scripts.lib.launching.rendezvous import Host, Nodes, NodesMissing, Poll, find_nodes, join
 
-NODES = Nodes(least=1, most=2, rank=1, address="127.0.0.1", port=0, backend="c10d", secret="s", run="run")
+NODES = Nodes(least=1, most=2, rank=1, address="127.0.0.1", port=0, backend="c10d", run="run")
 TWO = replace(NODES, least=2, backend="static")
 FORGED = "\nlaunch.sh: forged \x1b[2J"
 
 
 @contextlib.contextmanager
 def hosting(nodes, launch_id="job-7"):
-    host = Host(nodes, launch_id)
-    try:
-        yield host
-    finally:
-        host.close()
+    """Node 0, whose own polls are left to the test."""
+    with Host(nodes, "zero", launch_id) as host:
+        threading.Thread(target=host.serve_forever, args=[0.01], daemon=True).start()
+        try:
+            yield host
+        finally:
+            host.shutdown()
 
 
 @contextlib.contextmanager
@@ -36,73 +37,109 @@ def closed_beside(nodes, times):
     store."""
     with socket.create_server(("127.0.0.1", 0)) as gone:
         closed = gone.getsockname()[1]
-    host = Host(replace(nodes, rank=-1), "job-7")
-    host._other_port, answers, plain = closed, iter(range(times)), host._answer
-    host._answer = lambda connection: plain(connection) if next(answers, None) is not None else connection.close()
-    try:
-        yield replace(nodes, port=host.port)
-    finally:
-        host.close()
+    answers = iter(range(times))
+
+    class Leaving(Poll):
+        def handle(self):
+            if next(answers, None) is not None:
+                super().handle()
+
+    with hosting(nodes) as host:
+        host.greeting["port"], host.RequestHandlerClass = closed, Leaving
+        yield replace(nodes, port=host.socket.getsockname()[1])
+
+
+def port_of(host):
+    return host.socket.getsockname()[1]
 
 
 def send(host, line):
-    """Send a line to the host, as another machine; returns its greeting and what follows it."""
-    with socket.create_connection(("127.0.0.1", host.port), 5) as connection, connection.makefile("rwb") as file:
+    """Send a line to the host, as another program; returns its greeting and what follows it."""
+    with socket.create_connection(("127.0.0.1", port_of(host)), 5) as connection, connection.makefile("rwb") as file:
         greeting = file.readline()
         with contextlib.suppress(OSError):
             file.write(line + b"\n")
             file.flush()
+            connection.shutdown(socket.SHUT_WR)
             return greeting + file.read()
     return greeting
 
 
-def test_two_nodes_with_rank_0_and_the_same_launch_id_are_distinguished():
+def test_two_nodes_with_rank_0_and_the_same_launch_id_are_distinguished(monkeypatch):
     """Slurm's script and the Kubernetes manifests give all nodes the same id."""
-    with hosting(replace(NODES, least=2, rank=0)) as other:
-        check_leads_here("127.0.0.1", other.port, other.token)
-        with pytest.raises(UserError, match="127.0.0.1: does not lead to .*, which is NODE_RANK=0 .*; set"):
-            check_leads_here("127.0.0.1", other.port, "the token of another host")
+    monkeypatch.setattr(rendezvous, "ERROR_PATIENCE_S", 0.0)
+    with hosting(replace(TWO, rank=0)) as host:
+        zero = replace(TWO, rank=0, is_host=True, port=port_of(host))
+        with pytest.raises(NodesMissing, match="waited 0 s for node 1 of 2; check launch.sh there"):
+            join(zero, "zero", "job-7", 0, 5)
+        with pytest.raises(UserError, match=r"127.0.0.1: does not lead to .*, which is NODE_RANK=0 \(but to .*; set"):
+            join(zero, "another process", "job-7", 60, 5)
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_master_addr_without_this_node_0_is_an_error(monkeypatch, is_open):
+    """Another program answers there, or nothing does."""
+    monkeypatch.setattr(rendezvous, "ERROR_PATIENCE_S", 0.0)
+    monkeypatch.setattr(rendezvous, "ANSWER_S", 0.2)
+    said = "but to another program" if is_open else "connection refused"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        zero = replace(TWO, rank=0, is_host=True, port=silent.getsockname()[1])
+        with contextlib.nullcontext() if is_open else silent, pytest.raises(UserError, match=f"does not lead.*{said}"):
+            if not is_open:
+                silent.close()
+            join(zero, "zero", "job-7", 60, 5)
 
 
 def test_a_node_that_arrives_while_node_0_leaves_is_not_rejected():
     """Its probe finds a closed port because the others have started torchrun."""
     with closed_beside(NODES, times=1) as nodes:
-        assert join(nodes, 60, 45, "mine") == "mine"
+        assert join(nodes, "mine", "own", 60, 45) == "own"
 
 
-def test_a_closed_port_is_an_error_while_node_0_listens():
+def test_a_closed_port_is_an_error_while_node_0_listens(monkeypatch):
+    monkeypatch.setattr(rendezvous, "ERROR_PATIENCE_S", 0.5)
     with closed_beside(NODES, 99) as nodes, pytest.raises(UserError, match="MASTER_PORT is open to .* is not"):
-        join(nodes, 60, 45, "mine", error_seconds=0.5)
+        join(nodes, "mine", "own", 60, 45)
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
-@pytest.mark.parametrize("secret", ["s", ""])
-def test_all_nodes_find_each_other_and_agree_on_an_id_that_is_not_sent(monkeypatch, secret, backend):
-    """Under static rendezvous, rank 0, which alone uses the id, is on node 0."""
-    sent, plain = [], rendezvous._send
-    monkeypatch.setattr(rendezvous, "_send", lambda *words: (sent.append(str(words)), plain(*words)))
-    three, received = replace(NODES, least=3, most=3, backend=backend, secret=secret), {}
-    with hosting(replace(three, rank=0)) as host:
-        nodes = [replace(three, rank=rank, port=host.port) for rank in (1, 2)]
-        threads = [
-            threading.Thread(target=lambda each=each: received.update({each.rank: join(each, 60, 45, "own")}))
-            for each in nodes
-        ]
-        for thread in threads:
-            thread.start()
-        host.wait(60)
-        for thread in threads:
-            thread.join(60)
-    assert received == dict.fromkeys((1, 2), host.launch_id if backend == "c10d" else "own")
-    assert len(sent) >= 8 and not any(word in "".join(sent) for word in ("job-7", host.launch_id, "s\nrun"))
+def test_all_nodes_find_each_other_and_return_node_0s_id(backend):
+    """And node 0 leaves when all have received it; its port is free at once."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    rank = itertools.count() if backend == "static" else itertools.repeat(-1)
+    three = [
+        replace(NODES, least=3, most=3, rank=next(rank), backend=backend, port=port, is_host=k == 0) for k in range(3)
+    ]
+    received = {}
+
+    def start(k):
+        thread = threading.Thread(target=lambda: received.update({k: find_nodes(three[k], 60, f"id-{k}", True)}))
+        thread.start()
+        return thread
+
+    for thread in [start(k) for k in (1, 0, 2)]:
+        thread.join(60)
+    assert received == dict.fromkeys(range(3), "id-0")
+    socket.create_server(("", port)).close()
 
 
-def test_what_a_port_scanner_sends_neither_prints_more_than_a_line_nor_refuses_a_node(capfd):
-    """Silence, bytes, JSON of other shapes, and messages of a launch with another secret."""
+def test_a_wrong_number_is_an_error_that_names_the_host(monkeypatch):
+    monkeypatch.setattr(rendezvous, "ERROR_PATIENCE_S", 0.0)
+    with hosting(replace(TWO, least=3, most=3, rank=0)) as host:
+        mine = replace(TWO, least=3, most=3, port=port_of(host))
+        with pytest.raises(NodesMissing, match="for nodes 0, 2 of 3;"):
+            join(mine, "first", "own", 0, 5)
+        with pytest.raises(UserError, match="NODE_RANK=1: is already used by .*; give .* another"):
+            join(mine, "second", "own", 60, 5)
+        with pytest.raises(UserError, match="NNODES=2: node 0 on .* was started with NNODES=3; give all nodes"):
+            join(replace(mine, least=2, most=2), "third", "own", 60, 5)
+        with pytest.raises(UserError, match="NODE_RANK=-1: is outside NNODES=3"):  # c10d there, static here
+            join(replace(mine, rank=-1), "fourth", "own", 60, 5)
 
-    def forged(**message):
-        return rendezvous._mac(replace(TWO, secret=""), text := json.dumps(message), "").encode() + text.encode()
 
+def test_what_a_port_scanner_sends_neither_prints_nor_refuses_a_node(capfd):
+    """Silence, bytes, and JSON of other shapes."""
     odd = [
         b"",
         b"GET / HTTP/1.1\r\n",
@@ -110,62 +147,62 @@ def test_what_a_port_scanner_sends_neither_prints_more_than_a_line_nor_refuses_a
         b"[" * 100_000,
         b"{}",
         b"null",
+        b'{"node": [], "rank": "x", "host": {}, "padding": 0}',
         random.Random(0).randbytes(999),
     ]
-    odd += [forged(node=[], rank="1", host={}, nnodes=None), forged(node="x", rank=1, host=FORGED, nnodes="2")]
     with hosting(replace(TWO, rank=0)) as host:
         said = b"".join(send(host, line) for line in odd)
         assert b"job-7" not in said and b'"go"' not in said and not host._present
-        threading.Thread(target=host.wait, args=[60], daemon=True).start()
-        assert join(replace(TWO, port=host.port), 20, 5, "own") == "own"
-    assert re.fullmatch(
-        r"launch.sh: ignored \S+ on MASTER_PORT: not a node of this launch .*\n", capfd.readouterr().err
-    )
+        host.answer("zero", 0, "node0")
+        assert join(replace(TWO, port=port_of(host)), "one", "own", 20, 5) == "job-7"
+    assert capfd.readouterr().err == ""
 
 
-def test_silent_connections_hold_no_threads(monkeypatch):
-    """A flood closes the oldest; the others are closed after seconds, also if they send a byte now and then."""
-    monkeypatch.setattr(rendezvous, "ANSWER_S", 1.0)
+def test_silent_connections_are_closed_after_seconds(monkeypatch):
+    monkeypatch.setattr(Poll, "timeout", 1.0)
     before = threading.active_count()
     with hosting(replace(TWO, rank=0)) as host, contextlib.ExitStack() as stack:
-        flood = [stack.enter_context(socket.create_connection(("127.0.0.1", host.port))) for _ in range(400)]
-        check_leads_here("127.0.0.1", host.port, host.token)  # after all of them, in the order of their arrival
-        peak, ends = 0, time.monotonic() + 30
+        for _ in range(100):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port_of(host))))
+        ends = time.monotonic() + 30
+        while threading.active_count() <= before + 50 and time.monotonic() < ends:
+            time.sleep(0.01)
+        host.answer("zero", 0, "node0")
+        assert join(replace(TWO, port=port_of(host)), "one", "own", 20, 5) == "job-7"
         while (count := threading.active_count()) > before + 1 and time.monotonic() < ends:
-            peak = max(peak, count)
-            with contextlib.suppress(OSError):
-                flood[-1].sendall(b"x")
             time.sleep(0.02)
-        assert 10 < peak - before <= rendezvous.MAX_CONNECTIONS + 20 and count <= before + 1
+    assert count <= before + 1
 
 
-def test_without_a_secret_another_machine_cannot_take_the_place_of_a_node():
-    """It speaks the protocol and knows the name of the run. With a secret, the second of two such nodes is refused."""
-    open_, fake = replace(TWO, secret="", port=1), "f" * 16
-    for nodes, refused in ((open_, False), (replace(open_, secret="s"), True)):
-        with hosting(replace(nodes, rank=0, port=0)) as host:
-            mine = replace(nodes, port=host.port)
-            assert "missing" in ask(mine, fake, "")
-            with pytest.raises(UserError, match="NODE_RANK=1: is already used by .*; give"):
-                ask(mine, "a" * 16, "")
-            threading.Thread(target=host.wait, args=[60], daemon=True).start()
-            with pytest.raises(UserError) if refused else contextlib.nullcontext():
-                assert join(mine, 10, 5, "own", error_seconds=0) == "own"
+def test_a_node_sees_that_large_packets_are_lost_although_node_0_waits_longer(monkeypatch, capfd):
+    """Node 0 greets and then receives nothing, as when a switch drops the frames."""
 
+    class Deaf(Poll):
+        def handle(self):
+            rendezvous._send(self.connection, self.server.greeting)
+            time.sleep(1)
 
-@pytest.mark.parametrize(("reply", "secret"), [("error", ""), ("missing", "")])
-def test_without_a_secret_an_answer_from_another_program_only_prints_a_line(monkeypatch, capfd, reply, secret):
+    assert Poll.timeout >= 2 * rendezvous.ANSWER_S  # otherwise the node sees that node 0 has left
     monkeypatch.setattr(rendezvous, "LINE_INTERVAL_S", 0.0)
-    monkeypatch.setattr(Host, "_reply", lambda *_: {reply: FORGED})
-    with hosting(replace(TWO, secret=secret, rank=0)) as host, pytest.raises(NodesMissing):
-        join(replace(TWO, secret=secret, port=host.port), 0.5, 5, "own", error_seconds=0)
+    monkeypatch.setattr(rendezvous, "ANSWER_S", 0.2)
+    with hosting(replace(TWO, rank=0)) as host, pytest.raises(NodesMissing):
+        host.RequestHandlerClass = Deaf
+        join(replace(TWO, port=port_of(host)), "one", "own", 0.5, 5)
+    assert "small packets pass to and from" in capfd.readouterr().err
+
+
+def test_text_from_another_program_cannot_begin_a_line(monkeypatch, capfd):
+    monkeypatch.setattr(rendezvous, "LINE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(Host, "answer", lambda *_: {"missing": FORGED})
+    with hosting(replace(TWO, rank=0)) as host, pytest.raises(NodesMissing):
+        join(replace(TWO, port=port_of(host)), "one", "own", 0.5, 5)
     lines = capfd.readouterr().err.splitlines()
     assert lines and all(line.startswith("launch.sh: waiting for launch.sh: forged [2J (") for line in lines)
 
 
 def test_two_launches_that_cross_do_not_join_each_other(monkeypatch, capfd):
     monkeypatch.setattr(rendezvous, "LINE_INTERVAL_S", 0.0)
-    with hosting(replace(TWO, secret="", rank=0)) as host, pytest.raises(NodesMissing):
-        join(replace(TWO, secret="", run="other", port=host.port), 0.5, 5, "own", error_seconds=0)
-    assert "is used there by another launch, with another run_dir or LAUNCH_SECRET" in capfd.readouterr().err
+    with hosting(replace(TWO, rank=0)) as host, pytest.raises(NodesMissing):
+        join(replace(TWO, run="other", port=port_of(host)), "one", "own", 0.5, 5)
+    assert "is used there by another launch, with another run_dir" in capfd.readouterr().err
     assert not host._present

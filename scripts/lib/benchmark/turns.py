@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+
+from config import TrainingConfig
+from ddp_utils import DistributedContext
 
 MAX_CONTROL_ERROR = 0.03  # a larger one is shown beside the figures
 
@@ -69,3 +75,10 @@ def take_turns(
         for candidate in [*candidates, *reversed(candidates)]:
             candidate.turn(device)
         report(f"  round {done} of {rounds}, {time.monotonic() - began:.0f} s")
+
+
+def facts(ctx: DistributedContext, config: TrainingConfig) -> dict[str, Any]:
+    """What a figure depends on beside the flags."""
+    machine = {"device": ctx.device_names[0], "ranks": ctx.world_size, "threads": torch.get_num_threads()}
+    versions = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
+    return machine | versions | {"date": time.strftime("%Y-%m-%d"), "batch_size": config.batch_size}

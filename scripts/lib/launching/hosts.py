@@ -33,9 +33,8 @@ class Hosts:
 
     def __init__(self, options: argparse.Namespace, argv: Sequence[str], env: dict[str, str]) -> None:
         self._hosts = hosts = options.hosts.split(",")
-        own = {"LAUNCH_SECRET": secrets.token_hex(16), "LAUNCH_ID": secrets.token_hex(8)}
         env = {name: value for name, value in env.items() if name.isidentifier() and not OWN.fullmatch(name)}
-        env = own | env | {"LAUNCH_OVER_SSH": "1"}
+        env = {"LAUNCH_ID": secrets.token_hex(8)} | env | {"LAUNCH_OVER_SSH": "1"}
         words = [word for word in argv if word != "--detach"]
         address = options.master_addr or hosts[0].rpartition("@")[2]
         words += ["--hosts=", f"--nnodes={options.nnodes if ':' in options.nnodes else len(hosts)}"]

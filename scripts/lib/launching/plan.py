@@ -26,9 +26,8 @@ DESCRIPTION = """\
 Start train.py on this node. Run it on each node of the job, with train.py's flags and the ones below, or once with
 --hosts. Variables such as NNODES can be set in the environment instead of by flag.
 
-With LAUNCH_SECRET set to the same text on all nodes, they authenticate each other before torchrun starts.
 One node uses a private port. With several, NODE_RANK selects static rendezvous; MAX_RESTARTS or NNODES=MIN:MAX selects
-torchrun's c10d, which is unauthenticated: keep its port on a private network.
+torchrun's c10d. All ports are unauthenticated: keep them on a private network.
 SIGTERM, SIGINT and SIGUSR1 save and stop; a second SIGINT kills.
 Exit codes: 0 completed, 1 failed, 2 rejected, 75 preempted and saved (start it again)."""
 FLAGS = {  # name: (default, help); the variable is the flag's name in upper case, or listed in VARIABLES
@@ -89,7 +88,7 @@ def make_parser(env: dict[str, str]) -> argparse.ArgumentParser:
     text = "run launch.sh on these hosts over ssh, in this directory and with these variables; the first is node 0"
     parser.add_argument("--hosts", metavar="HOST,HOST", default="", help=text)
     parser.add_argument(
-        "--scaling", metavar="FILE.json", default="", help="measure samples/s by number of ranks instead of training"
+        "--scaling", metavar="FILE.json", default="", help="measure instead of training (scripts/benchmark.py --json)"
     )
     for name, text in SWITCHES.items():
         parser.add_argument(f"--{name}", action="store_true", help=text)
@@ -209,7 +208,7 @@ def make_plan(options: argparse.Namespace, flags: list[str], config: TrainingCon
         words += ["--standalone"]
     else:
         own, is_host = own_address(nodes, patience or ROUTE_PATIENCE_S)
-        nodes = replace(nodes, is_host=is_host, secret=env.get("LAUNCH_SECRET", ""), run=config.run_folder.name)
+        nodes = replace(nodes, is_host=is_host, run=config.run_folder.name)
         if interface := interface_of(own):
             settings |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
         words += [f"--nnodes={nodes.nnodes}", f"--local-addr={own}"]
@@ -227,8 +226,7 @@ def make_plan(options: argparse.Namespace, flags: list[str], config: TrainingCon
         settings |= DEBUG | {"TORCH_FR_DUMP_TEMP_FILE": str(config.run_folder / "traces" / f"flight-{host}-")}
     words += [f"--log-dir={launch_folder(config) / host}", "--tee=3"]
     if options.scaling:
-        picture = f"{options.scaling.removesuffix('.json')}.svg"
-        words += ["scripts/scaling.py", "--json", options.scaling, "--plot", picture]
+        words += ["scripts/benchmark.py", "--json", options.scaling]
     else:
         words += ["scripts/preflight.py" if options.preflight else "train.py"]
     return Plan(

@@ -33,9 +33,7 @@ class Launch:
 
     def __init__(self, plan: Plan, env: dict[str, str]) -> None:
         self._plan, self._env = plan, env | plan.settings
-        self._own_id = env.get("LAUNCH_ID") or f"{socket.gethostname()}-{os.getpid()}-{time.time():.0f}"
-        self._env["LAUNCH_ID"] = self._own_id
-        self._env.pop("LAUNCH_SECRET", None)  # the ranks do not need it
+        self._env["LAUNCH_ID"] = env.get("LAUNCH_ID") or f"{socket.gethostname()}-{os.getpid()}-{time.time():.0f}"
         self._child: subprocess.Popen | None = None
         self._signals, self._is_waiting = 0, True  # waiting for nodes or for the next attempt
         # under slurm.sbatch, which ignores USR1 here, the job is requeued; a new attempt in it would be cut off
@@ -81,9 +79,7 @@ class Launch:
         error_file.unlink(missing_ok=True)
         if plan.nodes.most > 1:
             try:
-                # what node 0 derives from its own id must be the same in each attempt
-                launch_id = self._own_id if plan.nodes.is_host else self._env["LAUNCH_ID"]
-                self._env["LAUNCH_ID"] = find_nodes(plan.nodes, plan.patience, launch_id, is_first)
+                self._env["LAUNCH_ID"] = find_nodes(plan.nodes, plan.patience, self._env["LAUNCH_ID"], is_first)
             except NodesMissing as missing:
                 say(str(missing))
                 return 1

@@ -21,7 +21,7 @@ from utils.data.transfer import SideStream, pinned, to_device
 from utils.metrics import Metrics
 from utils.training.precision import Precision
 
-ORACLE = Path(__file__).resolve().parents[3] / "tests" / "plain_loop.py"
+ORACLE = Path(__file__).resolve().parents[1] / "plain_loop.py"
 
 
 class RankSubset(Dataset):
@@ -71,7 +71,7 @@ def plain(
     Args:
         data: the training set; by default the fork's.
     """
-    spec = importlib.util.spec_from_file_location("plain_loop_for_benchmark", ORACLE)
+    spec = importlib.util.spec_from_file_location("plain_loop_for_comparison", ORACLE)
     loop = importlib.util.module_from_spec(spec)  # a copy of the module, because its seams are replaced below
     spec.loader.exec_module(loop)
     create, compute = loop.create_model, loop.compute_loss

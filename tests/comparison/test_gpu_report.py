@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from lib.benchmark import gpu
+from comparison import gpu
 
 ROW = {
     "step_s": 0.01,

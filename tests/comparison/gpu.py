@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 
 import argparse
@@ -34,10 +34,10 @@ from typing import Any
 
 import torch
 
+from comparison import speed
 from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed
 from lib import processes
-from lib.benchmark import speed
 from lib.benchmark.ours import Ours
 from lib.benchmark.turns import synchronize
 from utils.batch import tensors_in

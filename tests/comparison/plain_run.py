@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import dataset as fork_dataset
+from comparison import loops
 from config import TrainingConfig, UserError
 from ddp_utils import DistributedContext
-from lib.benchmark import loops
 from model import compute_loss
 from utils.data.loader import create_distributed_dataloader, create_evaluation_dataloader
 from utils.data.sets import load_data

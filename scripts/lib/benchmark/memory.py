@@ -1,0 +1,153 @@
+"""benchmark.py --sharding-memory: the memory of a rank with each --sharding, by number of ranks.
+
+This process is rank 0 of N: torch's "fake" backend ends each collective at once, so that FSDP2 and DDP allocate what
+they would on N ranks. Counted are all tensors on the device in two steps of train.py's loop, not what kernels, CUDA and
+the allocator use for themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import Dataset
+
+import train
+from config import TrainingConfig, UserError
+from ddp_utils import DistributedContext, wrap_ddp
+from lib.benchmark.find_batch import available_memory, limit_memory
+from lib.preflight.facts import memory
+from utils.data.loader import create_distributed_dataloader, usable_cpus
+from utils.data.sets import load_data
+from utils.distributed.consensus import Decision
+from utils.distributed.dtensor import device_of, local
+from utils.memory import free_memory, is_out_of_memory, let_go
+from utils.table import format_table
+from utils.training.first_passes import train_twice
+from utils.training.seams import Seams
+from utils.training.state import TrainState
+
+SHARDINGS = ("none", "zero2", "hybrid", "zero3")  # the later ones gather more often
+USABLE = 0.9  # of a device's memory; the rest is for kernels and the allocator
+COLUMNS = ("parameters", "optimizer", "peak")
+TWO_STEPS = {"epochs": 2, "max_steps": 2, "max_time": 0.0, "save_every_steps": 0}
+TWO_STEPS |= {"num_workers": 0, "compile": "off", "record_samples": False, "comm_hook": "none"}
+
+
+class Tracker(MemTracker):
+    """Counts all tensors, and none by module: those hooks allow one pass only."""
+
+    def _ignore(self, *_: object) -> None:
+        pass
+
+    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _ignore
+
+
+def count(state: TrainState, action: Callable[[], object]) -> dict[str, int]:
+    """Bytes of parameters, of optimizer state with average, and of all tensors on the device at the peak of `action`.
+
+    Gradients must not exist yet.
+    """
+    tracker, copies = Tracker(), [*state.average._copies.values()] if state.average else []
+    tracker.track_external(state.model, state.optimizer, *copies)
+    for parameter in state.model.parameters():  # DDP's buckets are counted when they are used
+        parameter.grad = None
+    with tracker:
+        action()
+    parameters = [local(parameter.detach()) for parameter in state.model.parameters()]
+    values = [value for each in state.optimizer.state.values() for value in each.values() if torch.is_tensor(value)]
+    sizes = [sum(t.nbytes for t in tensors) for tensors in (parameters, [*(v for v in values if v.ndim), *copies])]
+    peak = tracker.get_tracker_snapshot("peak")[device_of(state.model)]["Total"]
+    return dict(zip(COLUMNS, [*sizes, peak], strict=True))
+
+
+def at_once(state, bucket):  # DDP rejects annotations that are strings
+    """DDP's hook; its own all-reduce needs a result that the fake backend does not give."""
+    future = torch.futures.Future(devices=[bucket.buffer().device] if bucket.buffer().is_cuda else [])
+    future.set_result(bucket.buffer())
+    return future
+
+
+def measure(
+    config: TrainingConfig, ctx: DistributedContext, data: Dataset, sharding: str, ranks: int, per_node: int
+) -> dict[str, int]:
+    """Train two steps as rank 0 of `ranks`. Raises UserError.
+
+    ctx: of this process alone; its process group no longer exists.
+    """
+    config, seams = dataclasses.replace(config, **TWO_STEPS, sharding=sharding), Seams.of(train.your_model)
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    hosts = tuple(f"node{rank // per_node}" for rank in range(ranks))
+    size = {"world_size": ranks, "local_world_size": min(ranks, per_node), "hosts": hosts}
+    ctx = dataclasses.replace(ctx, **size, device_names=ctx.device_names * ranks, control=dist.group.WORLD)
+    try:
+        state = train.create_state(seams, config, ctx)
+        loader, sampler = create_distributed_dataloader(data, config, ctx)
+        model = wrap_ddp(state.model, config, ctx)
+        if isinstance(model, DistributedDataParallel) and config.reduction != "exact":  # which has a hook of its own
+            model.register_comm_hook(None, at_once)
+        train_twice(model, loader.sample_batch(), state, seams.compute_loss)
+        state.plan(sampler, ranks)
+        parts = {"config": config, "ctx": ctx, "seams": seams, "state": state, "loader": loader, "model": model}
+        training = mock.MagicMock(**parts)  # no votes, records and checkpoints
+        training.reporter.is_due.return_value = False
+        training.consensus.step.return_value = training.consensus.flush.return_value = Decision(0, 0)
+
+        def two_steps() -> None:
+            while not state.is_at_end:
+                train.train_one_epoch(training)
+                state.end_epoch()
+
+        return count(state, two_steps)
+    finally:
+        dist.destroy_process_group()
+
+
+def measure_or_say(*args: object) -> tuple[dict[str, int], str]:
+    """The bytes, or none and why."""
+    try:
+        return measure(*args), ""
+    except UserError as error:
+        return {}, str(error)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        let_go(error)
+        return {}, "does not fit into the memory of this process"
+
+
+def show(config: TrainingConfig, ctx: DistributedContext, ranks: list[int], say: Callable[[str], object]) -> None:
+    """Print the bytes for each strategy, and the first flag that fits on the most ranks. Raises UserError."""
+    sets = load_data(train.your_data, config, ctx)
+    config, on_cuda = sets.config, ctx.device.type == "cuda"
+    dist.destroy_process_group()
+    per_node = torch.cuda.device_count() if on_cuda else usable_cpus()
+    room = memory(ctx.device)["memory"] // (1 if on_cuda else min(per_node, ranks[-1]))
+    if not on_cuda and free_memory() is not None:
+        limit_memory(ctx.device, available_memory(ctx.device, 1, 0.0))  # it would swap
+    rows, chosen = [("flags", "ranks", *COLUMNS, "")], ""
+    for number in ranks:
+        for sharding in SHARDINGS if number > 1 else SHARDINGS[:1]:
+            if sharding == "hybrid" and (number <= per_node or number % per_node):
+                continue
+            found, note = measure_or_say(config, ctx, sets.train, sharding, number, per_node)
+            gc.collect()
+            shown = [f"{found[name] / 1e6:,.1f}" if found else "-" for name in COLUMNS]
+            rows.append((f"--sharding {sharding}", str(number), *shown, note))
+            if number == ranks[-1] and not chosen and found and found["peak"] <= USABLE * room:
+                chosen = sharding
+    say(f"MB on a rank in a step with micro-batches of {config.batch_size} on {ctx.device_names[0]}, {per_node} a node")
+    say(format_table(rows, range(1, 5)))
+    limit = f"{USABLE:.0%} of {room / 1e9:,.1f} GB per rank, on {ranks[-1]} rank{'s' * (ranks[-1] > 1)}"
+    more = "" if config.activation_checkpointing else ", or --activation_checkpointing"
+    if chosen:
+        say(f"flags: --sharding {chosen}   (the first whose peak fits into {limit})")
+    else:
+        say(f"the model does not fit into {limit}; use more ranks, a smaller --batch_size{more}")

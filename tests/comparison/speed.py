@@ -1,0 +1,248 @@
+"""Training speed: this template against three other loops, its distance from the hardware's limit, its host cost."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import Dataset
+from torch.utils.flop_counter import FlopCounterMode
+
+import dataset as fork_dataset
+import model as fork_model
+from comparison import loops
+from config import TrainingConfig
+from ddp_utils import DistributedContext
+from lib.benchmark.ours import Ours
+from lib.benchmark.turns import Candidate, synchronize, take_turns
+from utils.clock import STEP_PHASES
+from utils.memory import peak_memory
+from utils.metrics import Metrics, count_correct
+from utils.table import format_table
+from utils.training.precision import Precision
+from utils.training.seams import Seams
+
+TEMPLATE, PLAIN, MINIMAL, TUTORIAL = NAMES = ("this template", "plain loop", "minimal loop", "DDP tutorial")
+HOST_STEPS, HOST_ROUNDS = 5, 6  # multiples of --steps and --rounds for the costless model: many short turns
+
+
+class Comparison:
+    """The loops on one task, and their figures."""
+
+    def __init__(
+        self, config: TrainingConfig, ctx: DistributedContext, steps: int, folder: Path, with_tutorial: bool = False
+    ) -> None:
+        self.steps, self._ctx = steps, ctx
+        self.ours = Ours(config, ctx, folder, steps)
+        accumulation = config.micro_batches_per_step(ctx.world_size) // ctx.world_size
+        self.config = dataclasses.replace(self.ours.config, grad_accum_steps=accumulation, global_batch_size=0)
+        precision = Precision.choose(config, ctx.device, ctx.fast_bf16)
+        plain, minimal = (loop(self.config, ctx, precision) for loop in (loops.plain, loops.minimal))
+        self._plain_losses: list[tuple[Tensor, float]] = []
+        epoch_of: dict[str, Callable[[], object]] = {
+            TEMPLATE: self.ours.epoch,
+            PLAIN: lambda: self._plain_losses.extend(next(plain)[1:] for _ in range(steps)),
+            MINIMAL: lambda: [next(minimal) for _ in range(steps)],
+        }
+        if with_tutorial:
+            epoch_of[TUTORIAL] = loops.Tutorial(self.config, ctx).epoch
+        self.candidates = {name: Candidate(name, epoch) for name, epoch in epoch_of.items()}
+
+    def run(self, rounds: int, report: Callable[[str], object] = lambda text: None) -> dict[str, dict[str, Any]]:
+        """Take all turns, and end the run. Returns the figures of each loop by name."""
+        candidates, device = list(self.candidates.values()), self._ctx.device
+        for each in candidates:
+            each.epoch()
+        counted = {each.name: count(each.epoch, device) for each in candidates}
+        before = self.ours.spent()
+        take_turns(candidates, rounds, device, report)
+        spent = {phase: seconds - before[phase] for phase, seconds in self.ours.spent().items() if phase in STEP_PHASES}
+        self.ours.close()
+        plain, rows = self.candidates[PLAIN], {}
+        for each in candidates:
+            rows[each.name] = {
+                "step_s": each.seconds() / self.steps,
+                "cpu_s": each.seconds("cpu") / self.steps,
+                "wall_over_plain": each.ratio(plain),
+                "cpu_over_plain": each.ratio(plain, "cpu"),
+                "control_wall": each.control(),
+                "control_cpu": each.control("cpu"),
+                "warning": each.warning("wall", "cpu"),
+                "samples_per_s": self.ours.samples / each.seconds(),
+                "collectives_per_step": counted[each.name]["collectives"] / self.steps,
+                "peak_memory_bytes": counted[each.name]["peak_memory"],
+                "turns_wall_s": each.wall,
+                "turns_cpu_s": each.cpu,
+            }
+        rows[TEMPLATE]["data_wait"] = spent["data"] / sum(spent.values())
+        return rows
+
+    def equality(self) -> dict[str, int]:
+        """The number of log intervals, and of those with exactly the plain loop's loss. Zero on several ranks."""
+        if self._ctx.world_size > 1:
+            return {"intervals": 0, "equal": 0}
+        every, found = self.config.log_interval, self.ours.losses()
+        pieces = [self._plain_losses[k : k + every] for k in range(0, len(found) * every, every)]
+        plain = [sum(loss.item() for loss, _ in piece) / sum(weight for _, weight in piece) for piece in pieces]
+        return {"intervals": len(found), "equal": sum(a == b for a, b in zip(found, plain, strict=True))}
+
+
+def measure(
+    options: Any, config: TrainingConfig, ctx: DistributedContext, folder: Path, say: Callable[[str], object]
+) -> dict[str, Any]:
+    """Compare all loops on the task of `config`, and print the figures."""
+    say("measuring the host cost")  # first, before the process holds many objects
+    cost = host_cost(config, ctx, options.steps, options.rounds, folder / "tiny")
+    comparison = Comparison(config, ctx, options.steps, folder / "run", with_tutorial=True)
+    precision, workers = comparison.ours.state.precision, comparison.ours.loader.num_workers
+    flops = flops_per_sample(comparison.ours)
+    peak = peak_flops(ctx.device, precision.dtype or torch.float32) * ctx.world_size
+    say(f"precision {precision.name}, {workers} loader workers per rank")
+    say(f"{flops / 1e9:.2f} GFLOP per sample, forward and backward; measured peak: {peak / 1e9:,.0f} GFLOP/s")
+    rows = comparison.run(options.rounds, say)
+    equality = comparison.equality()
+    say(table(rows, flops, peak))
+    say(f"speed of this template over the DDP tutorial: {rows[TUTORIAL]['step_s'] / rows[TEMPLATE]['step_s']:.2f}")
+    if equality["intervals"]:
+        words = "losses of template and plain loop: {equal} of {intervals} log intervals are bit-identical"
+        say(words.format(**equality))
+    controls = ", ".join(f"{value:.3f}" for value in cost["controls"].values())
+    say(f"host: {cost['template_us']:.0f} us CPU time per step with a model that costs nothing (controls {controls})")
+    for name in ("plain", "minimal"):
+        say(f"  {cost[f'over_{name}_us']:+.0f} us over the {name} loop")
+    facts = {"precision": precision.name, "workers": workers, "flops_per_sample": flops, "peak_flops": peak}
+    return facts | {"rows": rows, "equality": equality, "host": cost}
+
+
+def host_cost(config: TrainingConfig, ctx: DistributedContext, steps: int, rounds: int, folder: Path) -> dict[str, Any]:
+    """Microseconds of CPU time per step, and over the other loops, with a model that costs nothing."""
+    tiny = TrainingConfig(batch_size=4, backend=config.backend)
+    with costless_task():
+        comparison = Comparison(tiny, ctx, HOST_STEPS * steps, folder)
+        rows = comparison.run(HOST_ROUNDS * rounds)
+    template, plain, minimal = (each.rounds("cpu") for each in comparison.candidates.values())
+    per_step = 1e6 / (2 * comparison.steps)  # a round is two turns
+    return {
+        "template_us": 1e6 * rows[TEMPLATE]["cpu_s"],
+        "over_plain_us": per_step * statistics.median(a - b for a, b in zip(template, plain, strict=True)),
+        "over_minimal_us": per_step * statistics.median(a - b for a, b in zip(template, minimal, strict=True)),
+        "controls": {name: row["control_cpu"] for name, row in rows.items()},
+    }
+
+
+def table(rows: dict[str, dict[str, Any]], flops: float, peak: float) -> str:
+    """The loops as lines of text. flops: per sample, forward and backward; peak: measured, per second."""
+    columns = "step,CPU/step,wall/plain,CPU/plain,control,samples/s,GFLOP/s,of peak,data wait,collectives,memory,"
+    lines = [["", *columns.split(",")]]
+    for name, row in rows.items():
+        rate = row["samples_per_s"] * flops
+        line = [name, f"{1000 * row['step_s']:.2f} ms", f"{1000 * row['cpu_s']:.2f} ms"]
+        line += [f"{row[key]:.3f}" for key in ("wall_over_plain", "cpu_over_plain", "control_wall")]
+        line += [f"{row['samples_per_s']:,.0f}", f"{rate / 1e9:,.0f}", f"{rate / peak:.0%}"]
+        line += [f"{row['data_wait']:.1%}" if "data_wait" in row else "-", f"{row['collectives_per_step']:.2f}"]
+        lines.append([*line, f"{row['peak_memory_bytes'] / 2**20:,.0f} MiB", row["warning"]])
+    return format_table(lines, range(1, len(lines[0]) - 1))
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
+    """Floating-point operations per second of this rank's fastest matrix product."""
+    best = 0.0
+    for size in (4096, 8192) if device.type == "cuda" else (512, 1024):
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        ends = time.perf_counter() + seconds
+        while time.perf_counter() < ends:
+            synchronize(device)
+            began = time.perf_counter()
+            a @ b
+            synchronize(device)
+            best = max(best, 2 * size**3 / (time.perf_counter() - began))
+    return best
+
+
+def flops_per_sample(ours: Ours) -> float:
+    """Matrix products and convolutions of a forward and backward pass, as torch's FlopCounterMode counts them."""
+    batch = ours.loader.sample_batch()
+    with FlopCounterMode(display=False) as counter, ours.state.precision.autocast():
+        ours.training.seams.compute_loss(ours.state.model, batch)["loss"][0].backward()
+    ours.state.optimizer.zero_grad()
+    ours.state.sums.running_stats.discard()
+    return counter.get_total_flops() / min(ours.config.batch_size, len(ours.loader.dataset))
+
+
+def count(epoch: Callable[[], object], device: torch.device) -> dict[str, float]:
+    """Run an epoch. Returns its collectives in all groups, and peak memory in bytes (without a GPU: the process's)."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+        epoch()
+    collectives = sum(event.count for event in profiler.key_averages() if event.key.startswith("c10d::"))
+    return {"collectives": collectives, "peak_memory": peak_memory()}
+
+
+class Costless(nn.Module):
+    """float [B, 3] -> logits [B, 10]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 10)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.head(rows)
+
+
+class Rows(Dataset):
+    """Three numbers and a label each, in memory."""
+
+    in_memory = True
+
+    def __init__(self, size: int) -> None:
+        self.rows, self.labels = torch.zeros(size, 3), torch.arange(size) % 10
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.rows[index], self.labels[index]
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        return self.rows[indices], self.labels[indices]
+
+    @staticmethod
+    def collate(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return batch
+
+
+def costless_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Metrics:
+    logits, labels = model(batch[0]), batch[1]
+    loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
+    return {"loss": (loss, len(labels)), "top1": (count_correct(logits, labels), len(labels))}
+
+
+@contextlib.contextmanager
+def costless_task() -> Iterator[None]:
+    """Replace model and data for all loops."""
+
+    def create_dataset(config: TrainingConfig, split: str) -> Rows | None:
+        return Rows(config.dataset_size) if split == "train" else None
+
+    seams = {
+        "create_model": lambda config, device: Costless().to(device),
+        "param_groups": lambda model, config: [{"params": list(model.parameters())}],
+        "compute_loss": costless_loss,
+    }
+    ours = {name: value for name, value in vars(Seams).items() if name in Seams.__dataclass_fields__}  # the defaults
+    with (
+        mock.patch.object(Seams, "of", lambda module: Seams(**seams, **ours)),
+        mock.patch.multiple(fork_model, **seams),
+        mock.patch.object(fork_dataset, "create_dataset", create_dataset),
+    ):
+        yield

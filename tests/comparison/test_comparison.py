@@ -1,0 +1,96 @@
+"""The comparison with other loops compares equal work: bitwise equal losses, the same batches."""
+
+import contextlib
+import io
+import json
+from unittest import mock
+
+import pytest
+
+from comparison import run, speed
+from ddp_utils import cleanup_distributed, setup_distributed
+from ranks import ROOT, WarmLaunch, finish, run_ranks
+from scripts.runs import RunInfo
+from tasks import config_of, using
+from training import TINY, Runs
+from utils.training.state import TrainState
+
+SMALL = "--batch_size 4 --log_interval 4 --num_workers 0 --backend gloo".split()
+
+
+def measured(file):
+    """Run the command; returns its exit code and its output."""
+    words = [*"--bucket_cap_mb 0.002 --rounds 1 --steps 4 --json".split(), str(file), *SMALL]
+    printed = io.StringIO()
+    with using("images"), contextlib.redirect_stdout(printed):
+        return run.main(words), printed.getvalue()
+
+
+def test_one_rank_ends_with_equal_losses_and_a_json(tmp_path):
+    ((code, out),) = run_ranks(1, measured, tmp_path / "b.json")
+    found = json.loads((tmp_path / "b.json").read_text())
+    assert code == 0 and list(found["rows"]) == list(speed.NAMES), out
+    assert found["equality"] == {"intervals": 4, "equal": 4}  # 16 steps, 4 per interval
+    assert [found["rows"][name]["collectives_per_step"] for name in speed.NAMES[:2]] == [0, 0]
+    assert all(
+        row["step_s"] > 0 and row["samples_per_s"] > 0 and len(row["turns_cpu_s"]) == 2
+        for row in found["rows"].values()
+    )
+    assert found["flops_per_sample"] > 1e4 and found["peak_flops"] > 1e9
+    assert "losses of template and plain loop: 4 of 4 log intervals are bit-identical" in out
+    assert "us over the plain loop" in out
+
+
+def test_two_ranks_count_the_same_collectives_for_template_and_plain_loop(tmp_path):
+    assert [code for code, _ in run_ranks(2, measured, tmp_path / "b.json")] == [0, 0]
+    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+    template, plain, minimal, _ = (rows[name]["collectives_per_step"] for name in speed.NAMES)
+    assert plain >= 2 and minimal == plain
+    assert template >= plain + 1  # one for BatchNorm, more for consensus and log points
+
+
+def equality_of(folder, flags, factor=1.0):
+    """The equality of four epochs of four steps on one rank. factor: scales the template's learning rate."""
+    plain = TrainState._set_lr
+
+    def set_lr(self):
+        plain(self)
+        for group in self.optimizer.param_groups:
+            group["lr"] *= factor
+
+    with using("images"), mock.patch.object(TrainState, "_set_lr", set_lr):
+        config = config_of([*SMALL, *flags])
+        comparison = speed.Comparison(config, setup_distributed(config), steps=4, folder=folder)
+        comparison.run(rounds=1)
+    cleanup_distributed()
+    return comparison.equality()
+
+
+@pytest.mark.parametrize(
+    ("flags", "factor", "equal"),
+    [
+        ("--no-use_amp --grad_accum_steps 3", 1.0, 4),
+        ("--optimizer adamw --lr 1e-3 --amp_dtype bf16", 1.0, 4),
+        ("", 1.001, 0),
+    ],
+    ids=["accumulated-fp32", "adamw-bf16", "another-rate"],
+)
+def test_losses_equal_the_plain_loops_bitwise_and_a_difference_is_detected(tmp_path, flags, factor, equal):
+    assert run_ranks(1, equality_of, tmp_path / "run", flags.split(), factor) == [{"intervals": 4, "equal": equal}]
+
+
+def test_the_plain_run_has_the_curve_of_a_run(tmp_path):
+    """With a short last global batch, and a step after the last epoch that is not evaluated."""
+    flags = "--dataset_size 42 --epochs 3 --max_steps 13 --lr 0.01 --no-use_amp --global_batch_size 8".split()
+    runs, folder = Runs(tmp_path), tmp_path / "plain"
+    runs.train(2, "ours", *flags, task="")
+    words = ["--plain-run", "--run_dir", folder, *TINY, *flags]
+    ended = finish(WarmLaunch(0, ROOT / "tests/comparison/run.py", words))
+    assert ended.code == 0, ended.text
+    ours, plain = ([r for r in RunInfo(f).records if r["kind"] == "eval"] for f in (runs.folder("ours"), folder))
+    assert [r["step"] for r in plain] == [6, 12] and [r["step"] for r in ours] == [6, 12, 13]
+    for mine, its in zip(ours, plain, strict=False):
+        assert (its["epoch"], its["count"], its["top1"]) == (mine["epoch"], mine["count"], mine["top1"])
+        assert its["loss"] == pytest.approx(mine["loss"], rel=1e-4)  # float32 sums in another order on two ranks
+    ended = finish(WarmLaunch(0, ROOT / "tests/comparison/run.py", words))
+    assert ended.code == 2 and "exists; give a new folder" in ended.text
