@@ -47,7 +47,7 @@ class UserError(ValueError):
 
 
 class StartError(UserError):
-    """The ranks did not start in time or cannot connect. The exit code is 1: another attempt may succeed."""
+    """Another attempt may succeed: ranks came late, a connection or the storage failed. The exit code is 1."""
 
     exit_code = 1
 

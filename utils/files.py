@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import socket
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
+
+T = TypeVar("T")
 
 TEMPORARY = ".tmp"
+WRONG_FILE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
+WRONG_FILE += (errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.ENXIO)  # the last two: of wrong content, of sockets
+SECONDS_BETWEEN_TRIES = 1.0
 MAX_WAITING = 100_000  # lines kept while they cannot be written
+
+
+def may_pass(error: OSError) -> bool:
+    """Whether another attempt may succeed: the storage failed or something was short, and the file is not wrong."""
+    return bool(error.errno) and error.errno not in WRONG_FILE
+
+
+def retried(action: Callable[[], T]) -> T:
+    """The result of the action, which is tried three times, a second apart, while its errors may pass."""
+    for is_last in (False, False, True):
+        try:
+            return action()
+        except OSError as error:
+            if is_last or not may_pass(error):
+                raise
+            time.sleep(SECONDS_BETWEEN_TRIES)
+    raise AssertionError
 
 
 def replace_file(

@@ -2,6 +2,7 @@
 builtin/test_refused_data.py."""
 
 import contextlib
+import errno
 import os
 import re
 import sys
@@ -130,6 +131,21 @@ def test_bf16_needs_fast_hardware_on_every_rank():
 
 
 # ---- one rank's error reaches all ----
+
+
+def storage_fails_on(rank, code):
+    def action():
+        if ctx.rank == rank:
+            raise OSError(code, os.strerror(code), "lock.json")
+
+    with group() as ctx, pytest.raises(UserError) as error:
+        on_all_ranks(action, ctx)
+    return error.value.exit_code
+
+
+@pytest.mark.parametrize(("code", "expected"), [(errno.ESTALE, 1), (errno.EIO, 1), (errno.EACCES, 2)])
+def test_after_an_error_of_the_storage_another_attempt_may_succeed(code, expected):
+    assert run_ranks(2, storage_fails_on, 1, code) == [expected] * 2
 
 
 def fail_on(rank):

@@ -1,13 +1,15 @@
 """The checkpoint file, what may differ when a run resumes from it, and files that are replaced atomically."""
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from config import TrainingConfig, UserError
-from utils.checkpoint import archive
+import utils.files
+from config import StartError, TrainingConfig, UserError
+from utils.checkpoint import archive, shards
 from utils.checkpoint import format as checkpoint
 from utils.files import TEMPORARY, replace_file, replace_json
 from utils.run.resume import compare, is_other_best
@@ -52,6 +54,24 @@ def test_a_folder_of_invalid_checkpoints_is_an_error_and_an_empty_folder_is_not(
     with pytest.raises(
         UserError, match="has no valid checkpoint; give one with --resume_from, or start over with --ov"
     ):
+        checkpoint.latest_valid(tmp_path)
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_checkpoint_that_storage_fails_to_read_is_not_taken_for_damaged(tmp_path, monkeypatch, is_folder):
+    def fail(*args):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    path = checkpoint.step_path(tmp_path, 1)
+    if is_folder:
+        (path.with_suffix("")).mkdir()
+        (path.with_suffix("") / shards.MANIFEST).touch()
+        monkeypatch.setattr(Path, "read_bytes", fail)
+    else:
+        archive.write(path, payload(1))
+        monkeypatch.setattr(archive, "read_trailer", fail)
+    monkeypatch.setattr(utils.files, "SECONDS_BETWEEN_TRIES", 0)
+    with pytest.raises(StartError, match=r"cannot be read in three tries .*; repair the storage and start again, or"):
         checkpoint.latest_valid(tmp_path)
 
 

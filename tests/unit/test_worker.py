@@ -1,16 +1,20 @@
 """Loader workers that die or run out of shared memory: the error message."""
 
 import contextlib
+import errno
 import os
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 import utils.data.worker
-from config import UserError
-from utils.data.worker import check_shared_memory, explain
+import utils.files
+from config import StartError, UserError
+from utils.data.sampler import MicroBatch
+from utils.data.worker import Fetcher, check_shared_memory, explain
 
 DIED = "DataLoader worker (pid 7) is killed by signal: {}. "
 NO_ROOM = (
@@ -65,3 +69,40 @@ def test_shared_memory_that_cannot_hold_what_is_prefetched_is_rejected(monkeypat
 def test_a_machine_without_dev_shm_is_not_checked(monkeypatch):
     monkeypatch.delattr(utils.data.worker.os, "statvfs")
     check_shared_memory(MEGABYTE, 10**9, workers=4, prefetched=2, ranks=2)
+
+
+class Unreadable(Dataset):
+    """A data set whose reads fail a number of times."""
+
+    def __init__(self, failures, code):
+        self.failures, self.code, self.reads = failures, code, 0
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        self.reads += 1
+        if self.reads <= self.failures:
+            raise OSError(self.code, os.strerror(self.code))
+        return torch.rand(1)
+
+
+class UnreadableBatches(Unreadable):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("kind", [Unreadable, UnreadableBatches])
+def test_a_sample_that_storage_fails_to_read_is_read_again_and_then_another_attempt_may_succeed(monkeypatch, kind):
+    monkeypatch.setattr(utils.files, "SECONDS_BETWEEN_TRIES", 0)
+    one = MicroBatch(0, 0, [1], False, True, 1)
+
+    def fetched(failures, code=errno.EIO):
+        is_batched = kind is UnreadableBatches
+        return Fetcher(kind(failures, code), is_batched, 5).__getitems__(one)[1]
+
+    assert fetched(2) == fetched(0)  # the same random numbers
+    error = fetched(3)
+    assert isinstance(error, StartError) and re.search(r"in three tries .*Input/output error.*repair", str(error))
+    with pytest.raises(FileNotFoundError):
+        fetched(1, errno.ENOENT)

@@ -19,9 +19,9 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from config import UserError
+from config import StartError, UserError
 from utils.distributed.dtensor import is_sharded
-from utils.files import replace_file
+from utils.files import may_pass, replace_file, retried
 from utils.memory import is_out_of_memory
 
 KEYS = ("model", "ema", "optimizer", "scaler", "progress", "config", "provenance")
@@ -118,10 +118,12 @@ def read(path: Path, trailer: Trailer) -> dict[str, Any]:
 def load(path: Path, problem: str, is_mapped: bool = False) -> Any:
     """Load tensors and plain values from an archive. Raises UserError; never runs code from the file."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
+        return retried(lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped))
     except Exception as error:  # invalid bytes can raise any error in the unpickler
         if is_out_of_memory(error):
             raise
+        if isinstance(error, OSError) and may_pass(error):
+            raise unreadable(path, error) from None
         # torch's own message recommends switching the protection off
         raise UserError(f"{problem} ({type(error).__name__}); give another") from None
 
@@ -129,24 +131,39 @@ def load(path: Path, problem: str, is_mapped: bool = False) -> Any:
 def verify(path: Path, is_hashed: bool = True) -> Trailer:
     """The step and the checksum. Raises UserError if the content does not match it, or the name is of another step."""
     try:
-        with open_file(path) as file:
-            trailer = read_trailer(file)
-            if trailer is None:
-                raise UserError(
-                    f"{path}: has no checksum at its end: it is truncated or not a checkpoint; give another, or"
-                    " --init_from if it holds published weights"
-                )
-            size, digest = file.seek(0, os.SEEK_END) - DIGEST_BYTES, hashlib.sha256()
-            file.seek(0)
-            while is_hashed and size > 0 and (block := file.read(min(size, BLOCK_BYTES))):
-                digest.update(block)
-                size -= len(block)
+        trailer, digest = retried(lambda: _read_digests(path, is_hashed))
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a checkpoint") from None
-    if is_hashed and trailer.digest != digest.hexdigest():
+        raise unreadable(path, error) from None
+    if trailer is None:
+        raise UserError(
+            f"{path}: has no checksum at its end: it is truncated or not a checkpoint; give another, or --init_from if"
+            " it holds published weights"
+        )
+    if is_hashed and trailer.digest != digest:
         raise UserError(f"{path}: is damaged: its bytes do not match the checksum at its end; give another")
     check_name(path, trailer.step)
     return trailer
+
+
+def _read_digests(path: Path, is_hashed: bool) -> tuple[Trailer | None, str]:
+    """The trailer, and the checksum of what is before it, if that is wanted."""
+    digest = hashlib.sha256()
+    with open_file(path) as file:
+        trailer = read_trailer(file)
+        size = file.seek(0, os.SEEK_END) - DIGEST_BYTES
+        file.seek(0)
+        while is_hashed and trailer and size > 0 and (block := file.read(min(size, BLOCK_BYTES))):
+            digest.update(block)
+            size -= len(block)
+    return trailer, digest.hexdigest()
+
+
+def unreadable(path: Path, error: OSError) -> UserError:
+    """The error for a checkpoint that cannot be read; if that may pass, it is not taken for damage (StartError)."""
+    if may_pass(error):
+        remedy = "repair the storage and start again, or delete it to resume from an earlier one"
+        return StartError(f"{path}: cannot be read in three tries ({error.strerror}); {remedy}")
+    return UserError(f"{path}: cannot be read ({error.strerror}); give the path of a checkpoint")
 
 
 def check_name(path: Path, step: int) -> None:

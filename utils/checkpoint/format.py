@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from config import UserError
+from config import StartError, UserError
 from utils.checkpoint import archive, shards
 from utils.checkpoint.archive import STEP_NAME, Trailer
 from utils.files import TEMPORARY, flush_folder, temporary_of
@@ -75,6 +75,8 @@ def latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
         try:
             verify(path) if path.is_dir() else read(path)  # a sharded one may be larger than this machine's memory
             return path, skipped
+        except StartError:  # no damage: another attempt may read it
+            raise
         except UserError as error:
             skipped.append(str(error))
     if skipped:

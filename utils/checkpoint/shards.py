@@ -19,6 +19,7 @@ from torch import Tensor
 from config import UserError
 from utils.checkpoint import archive
 from utils.distributed.dtensor import own_rows, wrap
+from utils.files import retried
 
 MANIFEST = "manifest.json"
 
@@ -35,11 +36,11 @@ def verify(folder: Path, part: tuple[int, int] = (0, 1)) -> archive.Trailer:
     try:
         if not (folder / MANIFEST).exists():
             raise UserError(f"{folder}: lacks {MANIFEST}; give another checkpoint")
-        text = (folder / MANIFEST).read_bytes()
+        text = retried((folder / MANIFEST).read_bytes)
         manifest = json.loads(text)
         step, files = int(manifest["step"]), {str(name): str(digest) for name, digest in manifest["files"].items()}
     except OSError as error:
-        raise UserError(f"{folder}: cannot be read ({error.strerror}); give the path of a checkpoint") from None
+        raise archive.unreadable(folder, error) from None
     except (AttributeError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, UserError):
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import errno
 import functools
 import hashlib
 import json
@@ -20,10 +19,9 @@ import torch
 from torch import Tensor
 
 from config import UserError
-from utils.files import temporary_of
+from utils.files import may_pass, temporary_of
 from utils.logger import NAME, count
 
-SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of resources; the file may be fine
 # what torchvision's ImageFolder reads
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
@@ -191,7 +189,7 @@ def read_image(path: Path, channels: int, class_name: str = "") -> Tensor:
             if image is None:
                 image = transforms.pil_to_tensor(file.convert("L" if channels == 1 else "RGB"))
     except Exception as error:  # for a broken file PIL raises OSError, SyntaxError, ValueError, struct.error, ...
-        if isinstance(error, MemoryError) or getattr(error, "errno", None) in SHORTAGES:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and may_pass(error)):
             raise
         raise UserError(
             f"{path}: cannot be read as an image (class {class_name or path.parent.name}; {error});"

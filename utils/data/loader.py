@@ -162,7 +162,7 @@ class GlobalBatchLoader:
 
     def _stage(self, item: tuple[MicroBatch, Any]) -> tuple[MicroBatch, Any]:
         if isinstance(item[1], UserError):
-            raise UserError(f"rank {self.sampler.rank}: {item[1]}")
+            raise type(item[1])(f"rank {self.sampler.rank}: {item[1]}")
         return self._side.run(lambda: self._to_device(item)) if self._side else (self._to_device(item), None)
 
     def _to_device(self, item: tuple[MicroBatch, Any]) -> MicroBatch:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from config import TrainingError, UserError
+from config import StartError, TrainingError, UserError
 from utils.batch import tensors_in
 from utils.data.sampler import MicroBatch
+from utils.files import may_pass, retried
 from utils.rng import seed_host
 
 TIMEOUTS = 3  # in a row, before a worker hangs
@@ -44,11 +45,19 @@ class Fetcher(Dataset):
         epoch, indices = micro_batch.epoch, micro_batch.indices
         try:
             if self._is_batched:
-                seed_host("sample", self._seed, epoch, *indices)
-                return micro_batch, self._dataset.__getitems__([index % len(self._dataset) for index in indices])
-            return micro_batch, [self._sample(epoch, index) for index in indices]
+                return micro_batch, retried(lambda: self._batch(epoch, indices))
+            return micro_batch, [retried(lambda index=index: self._sample(epoch, index)) for index in indices]
         except UserError as error:  # DataLoader would wrap it; the main process raises it unchanged
             return micro_batch, error
+        except OSError as error:
+            if not may_pass(error):
+                raise
+            text = f"a sample cannot be read in three tries ({error}); repair the storage, then --resume_from auto"
+            return micro_batch, StartError(text)
+
+    def _batch(self, epoch: int, indices: list[int]) -> Any:
+        seed_host("sample", self._seed, epoch, *indices)
+        return self._dataset.__getitems__([index % len(self._dataset) for index in indices])
 
     def _sample(self, epoch: int, index: int) -> Any:
         seed_host("sample", self._seed, epoch, index)

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from config import TrainingError, UserError
+from config import StartError, TrainingError, UserError
 from utils.distributed.context import DistributedContext
+from utils.files import may_pass
 from utils.metrics import all_reduce_scalar
 
 T = TypeVar("T")
@@ -74,18 +75,21 @@ def on_all_ranks(action: Callable[[], T], ctx: DistributedContext, is_for_all: b
         is_for_all: the message does not name the rank.
 
     Raises:
-        UserError: when the action raised UserError or OSError on any rank.
+        UserError: when the action raised UserError or OSError on any rank; StartError if another attempt may succeed.
     """
-    problem, result = "", None
+    problem, result = ("", False), None
     try:
         result = action()
-    except (UserError, OSError) as error:
-        problem = str(error) if isinstance(error, UserError) else f"{error}; fix that and start again"
-    if (rank := lowest_rank(bool(problem), ctx)) is None:
+    except UserError as error:
+        problem = str(error), isinstance(error, StartError)
+    except OSError as error:
+        problem = f"{error}; fix that and start again", may_pass(error)
+    if (rank := lowest_rank(bool(problem[0]), ctx)) is None:
         return result
-    text = broadcast_json(problem, ctx, rank)
-    is_for_all = is_for_all or lowest_rank(problem != text, ctx) is None
-    raise UserError(text if is_for_all else f"{text} (rank {rank} on {ctx.hosts[rank]})", rank, ctx.hosts[rank])
+    text, is_passing = broadcast_json(problem, ctx, rank)
+    is_for_all = is_for_all or lowest_rank(problem[0] != text, ctx) is None
+    text = text if is_for_all else f"{text} (rank {rank} on {ctx.hosts[rank]})"
+    raise (StartError if is_passing else UserError)(text, rank, ctx.hosts[rank])
 
 
 def require_equal(value: Any, sentence: str, ctx: DistributedContext) -> None:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from config import DEFAULT_RUN_DIR, TrainingConfig, TrainingError, UserError
+from config import DEFAULT_RUN_DIR, StartError, TrainingConfig, TrainingError, UserError
 from utils.checkpoint import format as checkpoint
 from utils.data.sampler import GlobalBatchSampler
-from utils.files import TEMPORARY, LinesFile, finite, keep_lines, read_json, read_lines, replace_json
+from utils.files import TEMPORARY, LinesFile, finite, keep_lines, may_pass, read_json, read_lines, replace_json
 from utils.logger import NAME as LOGGER
 from utils.logger import count
 from utils.run.lock import NAME as LOCK
@@ -64,7 +64,8 @@ def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) 
         checkpoints.mkdir(parents=True, exist_ok=True)
         lock = RunLock(folder, host)
     except OSError as error:
-        raise UserError(f"run_dir={folder}: cannot be written ({error.strerror}); give a writable folder") from None
+        kind = StartError if may_pass(error) else UserError
+        raise kind(f"run_dir={folder}: cannot be written ({error.strerror}); give a writable folder") from None
     owner, status = lock.before, read_json(folder / "status.json")
     saved = [*checkpoint.step_checkpoints(checkpoints), *checkpoints.glob(checkpoint.BEST)]
     holds_run = (folder / "metrics.jsonl").exists() or bool(saved)
@@ -105,7 +106,8 @@ def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) 
     lock.write(launch_id=inherited, attempt=attempt, failures=failures)
     partial = [*folder.glob(f"*{TEMPORARY}"), *folder.glob(f"samples/*{TEMPORARY}"), *checkpoints.glob(f"*{TEMPORARY}")]
     for left_over in [*partial, *folder.glob("watch/*")]:
-        shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink(missing_ok=True)
+        with suppress(OSError):  # NFS keeps the files that a process has open as .nfs*
+            shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
     return lock, start
 
 
@@ -373,6 +375,8 @@ class Run:
                     if path.name != checkpoint.BEST:
                         self.link_best(step)
                     return True
+            except StartError:
+                raise
             except UserError as error:
                 self.notes.append(str(error))
         if best.is_symlink():

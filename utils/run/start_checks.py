@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from config import TrainingConfig, UserError
+from config import StartError, TrainingConfig, UserError
 from utils.distributed.collectives import broadcast_json, lowest_rank, on_all_ranks
 from utils.distributed.context import DistributedContext
-from utils.files import read_json
+from utils.files import may_pass, read_json
 from utils.run import provenance
 from utils.table import format_table
 
@@ -67,7 +67,7 @@ def check_shared(folder: Path, file: Path, number: int, ctx: DistributedContext)
             mark.unlink()
         except OSError as error:
             host = ctx.hosts[ctx.rank]
-            raise UserError(
+            raise (StartError if may_pass(error) else UserError)(
                 f"run_dir={folder}: {host} cannot write there ({error.strerror}); make it writable on all nodes"
             ) from None
 
