@@ -58,6 +58,8 @@ MUTATIONS = [
     Mutation('sample_draws', 'x = (indices.unsqueeze(1) * count + number) * _signed(0x9E3779B97F4A7C15) + derive_seed("sample", seed, epoch)', 'x = (torch.arange(len(indices), device=indices.device).unsqueeze(1) * count + number) * _signed(0x9E3779B97F4A7C15) + derive_seed("sample", seed, epoch)', 'samples'),
     Mutation('GlobalBatchLoader._to_device', 'batch = self._transform(batch, self._seed, micro_batch.epoch, indices_on(micro_batch.indices, self.device))', 'batch = self._transform(batch, self._seed, 0, indices_on(micro_batch.indices, self.device))', 'samples'),
     Mutation('Fetcher._batch', 'seed_host("sample", self._seed, epoch, *indices)', 'pass', 'samples'),
+    Mutation('repeated_order', 'return images[first + within % size] + n * (within // size)', 'return images[first + within % size]', 'order'),
+    Mutation('mix', 'torch.default_generator.manual_seed(seed)', 'pass', 'samples'),
     Mutation('first_passes', 'digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss, 1.0 + ctx.rank % 2), ctx)', 'digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss), ctx)', 'unwrapped'),
     Mutation('TrainState.update_if_finite', 'if any(p.requires_grad for p in self._frozen):', 'if False:', 'thawed'),
     Mutation('load_data', 'require_equal(first if all(map(are_alike, mine, first)) else mine, differ, ctx)', 'pass', 'other-samples'),
