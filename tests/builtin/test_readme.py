@@ -9,8 +9,8 @@ import pytest
 
 import forks
 from config import TrainingConfig
+from config_table import BEGIN, END, table
 from ranks import PATH, ROOT, copy_repository, launch
-from scripts.lib.config_table import BEGIN, END, table
 from scripts.lib.network import addresses
 
 PAGES = {path: path.read_text() for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]}
@@ -122,7 +122,7 @@ def test_the_quickstart_fails_below_90_percent(tmp_path):
 
 def test_the_table_of_docs_configuration_matches_the_dataclass():
     page = PAGES[ROOT / "docs" / "configuration.md"]
-    assert page.split(BEGIN)[1].split(END)[0].strip() == table(), "run python scripts/lib/config_table.py"
+    assert page.split(BEGIN)[1].split(END)[0].strip() == table(), "run python tests/builtin/config_table.py"
 
 
 def test_the_readme_has_at_most_200_lines_and_no_page_is_wider_than_120_columns():
