@@ -9,16 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from scripts.lib.benchmark.turns import synchronize
 from utils.distributed.context import DistributedContext
 
 ROUND_TRIPS = 10  # of a small message; the fastest is reported
 PAIR_SIZE = 2**22  # bytes of a large message
 MAX_ROUNDS = 24  # of pairs: with more nodes, each is measured with this many others
-
-
-def sync(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def pair_rounds(nodes: int) -> list[list[tuple[int, int]]]:
@@ -47,9 +43,9 @@ def measure_pairs(leaders: list[int], ctx: DistributedContext) -> list[list[Any]
 def _round_trip(size: int, peer: int, ctx: DistributedContext) -> float:
     """Seconds; the lower rank sends first."""
     data, is_first = torch.zeros(size // 4, device=ctx.device), ctx.rank < peer
-    sync(ctx.device)
+    synchronize(ctx.device)
     began = time.perf_counter()
     for is_sent in (is_first, not is_first):
         (dist.send if is_sent else dist.recv)(data, peer)
-    sync(ctx.device)
+    synchronize(ctx.device)
     return time.perf_counter() - began
