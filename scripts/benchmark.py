@@ -84,7 +84,7 @@ import tempfile
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ddp_utils import cleanup_distributed, setup_distributed
-from lib.benchmark import find_batch, memory, speed
+from lib.benchmark import find_batch, speed
 from lib.benchmark.turns import facts
 from utils.distributed.collectives import broadcast_json, on_rank_0
 from utils.files import replace_json
@@ -100,6 +100,8 @@ def main(words: list[str] | None = None) -> int:
     config = TrainingConfig.from_args(flags)
     ctx = setup_distributed(config)
     if options.mode == "sharding-memory":
+        from lib.benchmark import memory  # private parts of torch, which other versions may lack
+
         memory.show(config, ctx, options.ranks, print)
         return 0
 

@@ -3,9 +3,10 @@
     scripts/launch.sh --preflight [flags of train.py]      # on each node, like the run itself
     torchrun --standalone --nproc-per-node=4 scripts/preflight.py [flags of train.py] [--json FILE]
 
-It prints a table of the nodes, the all-reduce by message size, and a line for each check: OK, warning or FAILURE. It
-creates the same process groups as the run and leaves the run folder unchanged. --json writes all measurements and
-findings. Exit code 1 if a check failed, else 0; 2 if the ranks cannot connect or a flag is invalid.
+Are the nodes alike, connected, and is the storage fit? It prints a table of the nodes and a line for each check: OK,
+warning or FAILURE. It creates the same process groups as the run and leaves the run folder unchanged. --json writes all
+measurements and findings. Exit code 1 if a check failed, else 0; 2 if the ranks cannot connect or a flag is invalid.
+How fast your model trains is measured by scripts/launch.sh --scaling FILE.
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import dataset
@@ -55,6 +55,7 @@ from utils.data.loader import create_distributed_dataloader
 from utils.data.sets import load_data
 from utils.distributed.collectives import all_gather_json
 from utils.files import replace_json
+from utils.logger import count
 from utils.run import provenance
 from utils.run.failures import leave_after
 from utils.run.start_checks import check_alike
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check(config, ctx, steps)
     is_failed = any(each.level == verdict.FAILURE for each in steps.findings)
     if ctx.is_main:
-        print("", *tables(steps.measured), *steps.findings, conclusion(steps, time.monotonic() - began), sep="\n")
+        print("", table(steps.measured), "", *steps.findings, conclusion(steps, time.monotonic() - began), sep="\n")
         if json_file:
             found = [dataclasses.asdict(each) for each in steps.findings]
             replace_json(Path(json_file), {"measured": steps.measured, "findings": found})
@@ -86,7 +87,7 @@ def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None
     facts, found = steps.take("facts", gather, ctx), steps.findings
     nodes = verdict.nodes_of(facts)
     leaders = [ranks[0] for ranks in nodes]
-    loader = state = sizes = None
+    loader = sizes = None
 
     def load() -> int:
         nonlocal config, loader
@@ -97,15 +98,28 @@ def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None
         return len(train_set)
 
     def create() -> dict[str, int]:
-        nonlocal state
         state = train.create_state(Seams.of(train.your_model), config, ctx)
-        return {"checkpoint": rates.checkpoint_size(state, config), "gradient": rates.gradient_bytes(state)}
+        gradient = sum(p.nbytes for group in state.optimizer.param_groups for p in group["params"])
+        weights = sum(value.nbytes for value in state.model.state_dict().values()) * (2 if config.ema_decay else 1)
+        copies = 2 if config.optimizer == "adamw" else int(config.momentum > 0)
+        return {"checkpoint": weights + copies * gradient, "gradient": gradient}
+
+    def read_batches() -> int:  # long enough for the workers to fill /dev/shm as in a run
+        ends = time.monotonic() + 2.0
+        for global_batch in loader.global_batches(0):
+            for _ in global_batch:
+                pass
+            if time.monotonic() > ends:
+                break
+        return loader.num_workers
 
     if steps.take("same code", check_alike, config, ctx):
         versions = ", ".join(f"{name} {version}" for name, version in provenance.versions().items() if version)
         found += verdict.findings("same code", f"the same code, settings and versions on all ranks ({versions})")
         if samples := steps.take("data", load, seconds=config.timeout):
             found += verdict.findings("data", f"the same {samples[0]:,} samples on all ranks")
+            if workers := steps.take("loader", read_batches, seconds=MAX_SECONDS_OF_MODEL):
+                found += verdict.findings("loader", f"reads batches with {count(workers[0], 'worker')} per rank")
             sizes = steps.take("model", create, seconds=MAX_SECONDS_OF_MODEL)
     found += verdict.host_names(facts) + verdict.network(facts) + verdict.devices(facts) + verdict.shared_memory(facts)
     run, checkpoints = config.run_folder.absolute(), config.checkpoint_folder.absolute()
@@ -119,23 +133,15 @@ def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None
         found += verdict.clocks({rank: times[rank] - times[0] for rank in leaders}, facts)
         pairs = steps.take("links", links.measure_pairs, leaders, ctx)
         found += verdict.links([pair for each in pairs for pair in each], facts)
-    all_reduce = measure_all_reduce(nodes, ctx, steps) if ctx.world_size > 1 else {}
+    if ctx.world_size > 1:
+        number = min(rates.MESSAGE, sizes[0]["gradient"] if sizes else rates.MESSAGE)
+        if seconds := steps.take("all-reduce", rates.all_reduce_seconds, number, ctx.device):
+            text = f"{verdict.size(number)} over {ctx.world_size} ranks in {1e3 * max(seconds):.2f} ms"
+            found += verdict.findings("all-reduce", text)
 
     dtype = Precision.choose(config, ctx.device, ctx.fast_bf16).dtype or torch.float32
     if speeds := steps.take("speed", rates.device_speed, ctx.device, dtype):
         found += verdict.speed("speed", [each / 1e9 for each in speeds], "GFLOP/s", facts)
-
-    def step(passes: int = 1) -> list[float] | None:
-        return steps.take("step", rates.step_seconds, state, loader, passes, seconds=MAX_SECONDS_OF_MODEL)
-
-    if sizes and (first := step()) and (step_s := step(rates.passes_for(first))):
-        samples_per_s = [min(config.batch_size, len(loader.dataset)) / each for each in step_s]
-        found += verdict.speed("step", samples_per_s, "samples/s", facts)
-        if all_reduce:
-            accumulation = config.micro_batches_per_step(ctx.world_size) / ctx.world_size
-            found += verdict.communication(step_s, sizes[0]["gradient"], all_reduce["all ranks"], accumulation)
-        if read := steps.take("loader", rates.loader_rate, loader, seconds=MAX_SECONDS_OF_MODEL):
-            found += verdict.loader(read, samples_per_s, facts)
 
 
 def check_folder(
@@ -158,47 +164,26 @@ def check_folder(
             shutil.rmtree(probe, ignore_errors=True)
 
 
-def measure_all_reduce(nodes: list[list[int]], ctx: DistributedContext, steps: Steps) -> dict[str, list]:
-    """[bytes, seconds] over all ranks; with several nodes of several ranks also within and between nodes."""
-    groups = {"all ranks": lambda: None}
-    if 1 < len(nodes) < ctx.world_size:
-        groups["within a node"] = lambda: dist.new_subgroups_by_enumeration(nodes)[0]
-        groups["between nodes"] = lambda: dist.new_group([ranks[0] for ranks in nodes])
-    found = {}
-    for name, create in groups.items():
-        times = steps.take(f"all-reduce, {name}", lambda create=create: links.all_reduce_times(create(), ctx.device))
-        found[name] = max(filter(None, times), key=lambda table: table[-1][1] / table[-1][0])
-    steps.measured["all-reduce"] = found
-    return found
-
-
-def tables(measured: dict[str, Any]) -> list[str]:
-    """A row for each node, and a column for each message size."""
+def table(measured: dict[str, Any]) -> str:
+    """A row for each node."""
     facts, size = measured["facts"], verdict.size
-    nodes, zeros = verdict.nodes_of(facts), [0.0] * len(facts)
+    zeros = [0.0] * len(facts)
     times, speeds = measured.get("clocks", zeros), measured.get("speed", zeros)
     rows = [["node", "ranks", "address", "devices", "memory", "GFLOP/s", "clock", "/dev/shm"]]
-    for first, ranks in ((ranks[0], ranks) for ranks in nodes):
-        node, slowest = facts[first], min(speeds[rank] for rank in ranks) / 1e9
-        address, clock = f"{node['address'] or '?'} ({node['interface'] or '?'})", f"{times[first] - times[0]:+.2f} s"
+    for ranks in verdict.nodes_of(facts):
+        node, slowest = facts[ranks[0]], min(speeds[rank] for rank in ranks) / 1e9
+        address = f"{node['address'] or '?'} ({node['interface'] or '?'})"
         row = [node["host"], verdict.rank_range(ranks), address, f"{len(ranks)} x {node['device']}"]
+        clock = f"{times[ranks[0]] - times[0]:+.2f} s"
         rows.append([*row, size(node["memory"]), f"{slowest:,.0f}", clock, size(node["shm"])])
-    if "all-reduce" not in measured:
-        return [format_table(rows), ""]
-    counts = {"all ranks": len(facts), "within a node": max(map(len, nodes)), "between nodes": len(nodes)}
-    columns = [["all-reduce", *map(size, links.SIZES)]]
-    for name, table in measured["all-reduce"].items():
-        rates_of = [(seconds, verdict.bus_bandwidth(number, seconds, counts[name])) for number, seconds in table]
-        cells = [f"{seconds * 1e6:,.0f} us, {size(rate)}/s" for seconds, rate in rates_of]
-        columns.append([name, *cells, *[""] * (len(links.SIZES) - len(cells))])
-    return [format_table(rows), "", format_table(columns), ""]
+    return format_table(rows)
 
 
 def conclusion(steps: Steps, seconds: float) -> str:
     ok, warnings, failures = (
         sum(each.level == level for each in steps.findings) for level in (verdict.OK, verdict.WARNING, verdict.FAILURE)
     )
-    left = [name for name in ("data", "model", "step", "loader") if name not in steps.measured]
+    left = [name for name in ("data", "loader", "model") if name not in steps.measured]
     counts = f"{ok} OK, {warnings} warning{'s' * (warnings != 1)}, {failures} failure{'s' * (failures != 1)}"
     text = f"preflight: {'do not start yet' if failures else 'go'}: {counts} in {seconds:.0f} s"
     return text + (f"; not measured until that is fixed: {', '.join(left)}" if left else "")

@@ -9,8 +9,8 @@ import pytest
 
 import forks
 from config import TrainingConfig
+from config_table import BEGIN, END, table
 from ranks import PATH, ROOT, copy_repository, launch
-from scripts.lib.config_table import BEGIN, END, table
 from scripts.lib.network import addresses
 
 PAGES = {path: path.read_text() for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]}
@@ -39,7 +39,7 @@ def own_address() -> str:
 def test_every_documented_command_has_valid_flags():
     """Flags of train.py are parsed by the config, those of launch.sh by its dry run; others must be in the script."""
     seen = 0
-    for line in (line for line in LINES if "train.py" in line or "scripts/" in line):
+    for line in (line for line in LINES if re.search("train.py|scripts/|tests/comparison/", line)):
         if "launch.sh" in line:
             here = line.replace("MASTER_ADDR=node0", f"MASTER_ADDR={own_address()}")
             ended = launch(["bash", "-c", f"{here} --dry-run"], env={**ENV, "NPROC_PER_NODE": "8"})
@@ -56,7 +56,7 @@ def test_every_documented_command_has_valid_flags():
             if not {"--config", "--print-config"} & {*words}:
                 TrainingConfig.from_args(words)
         else:
-            script, *words = shlex.split(line[line.index("scripts/") :])
+            script, *words = shlex.split(line[re.search("scripts/|tests/", line).start() :])
             text = (ROOT / script).read_text()
             for nested in (word for word in words if word.startswith("--") and " " in word):  # --against FLAGS
                 TrainingConfig.from_args(shlex.split(nested))
@@ -122,7 +122,7 @@ def test_the_quickstart_fails_below_90_percent(tmp_path):
 
 def test_the_table_of_docs_configuration_matches_the_dataclass():
     page = PAGES[ROOT / "docs" / "configuration.md"]
-    assert page.split(BEGIN)[1].split(END)[0].strip() == table(), "run python scripts/lib/config_table.py"
+    assert page.split(BEGIN)[1].split(END)[0].strip() == table(), "run python tests/builtin/config_table.py"
 
 
 def test_the_readme_has_at_most_200_lines_and_no_page_is_wider_than_120_columns():

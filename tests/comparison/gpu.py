@@ -168,7 +168,10 @@ def checkpoint_step(folder: Path, data_dir: str, note: Callable[[dict[str, Any]]
     checkpoints.save(must=True)
     during_s = timed(ours.epoch, ctx.device) / steps
     checkpoints.finish()
-    written_s, blocked_s = time.perf_counter() - began, ours.blocked()[-1]
+    written_s, blocked_s = (
+        time.perf_counter() - began,
+        [event["blocked_s"] for event in ours.training.run.records("event") if event["event"] == "checkpoint"][-1],
+    )
     path = checkpoint.step_path(ours.training.run.checkpoints, step)
     began = time.perf_counter()
     saved = state_of(checkpoint.read(path)[0])

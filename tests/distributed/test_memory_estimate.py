@@ -99,7 +99,7 @@ def test_one_process_finds_the_bytes_of_real_ranks(runs, flags, cases):
         here = run_ranks(ranks, counted, runs.words(f"{sharding}-{ranks}", *words, "--sharding", sharding))
         most = [max(column) for column in zip(*here, strict=True)]
         print(flags, ranks, sharding, estimate, most)
-        assert estimate == pytest.approx(most, rel=0.01), (ranks, sharding)
+        assert estimate == pytest.approx(most, abs=400), (ranks, sharding)
 
 
 def shown(words):

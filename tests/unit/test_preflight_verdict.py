@@ -17,7 +17,7 @@ def facts_of(ranks=(), nodes=2, **changes):
     for rank in range(2 * nodes):
         node = rank // 2
         fact = {"host": f"node{node}", "machine": f"m{node}", "address": f"10.0.0.{node + 1}/24", "interface": "eth0"}
-        fact |= {"device": "H200", "driver": "550", "threads": 1, "memory": 100 * GB, "used": GB, "cpus": 8, "shm": GB}
+        fact |= {"device": "H200", "driver": "550", "threads": 1, "memory": 100 * GB, "used": GB, "shm": GB}
         found.append(fact | (changes if rank in ranks else {}))
     return found
 
@@ -129,37 +129,6 @@ def test_with_many_nodes_each_is_measured_in_few_rounds():
     rounds = links.pair_rounds(100)
     assert len(rounds) <= links.MAX_ROUNDS
     assert {node for pairs in rounds for pair in pairs for node in pair} == set(range(100))
-
-
-def test_communication_that_the_backward_pass_hides_and_that_it_does_not():
-    table = [(8, 1e-5), (10**6, 1e-3), (10**7, 1e-2)]
-    assert verdict.all_reduce_seconds(table, 8) == pytest.approx(1e-5)
-    assert verdict.all_reduce_seconds(table, 55 * 10**5) == pytest.approx(5.5e-3)
-    assert verdict.all_reduce_seconds(table, 2 * 10**7) == pytest.approx(2e-2)
-    assert verdict.bus_bandwidth(10**6, 1e-3, 4) == pytest.approx(1.5e9)
-
-    def judge(step_s, accumulation=1.0):  # the all-reduce takes 1 s
-        return verdict.communication([step_s / 2, step_s], 10**9, table, accumulation)
-
-    is_ok(
-        judge(1.5), "0% of a step is spent waiting", "the all-reduce reaches 1.0 GB/s, and 1.0 GB/s would hide 1.0 GB"
-    )
-    warns(judge(0.75), "40% of a step is spent waiting", "; fix the network, or give --grad_accum_steps 6 or a larger")
-    warns(judge(0.01), "99% of a step", "behind the backward pass; fix the network")
-    is_ok(judge(0.75, accumulation=6.0), "10% of a step")
-
-
-def test_the_loader_keeps_up_or_needs_more_workers():
-    def judge(rate, workers, cpus=8):
-        read = [{"rate": 2000.0, "workers": workers}] * 3 + [{"rate": rate, "workers": workers}]
-        return verdict.loader(read, [1000.0] * 4, facts_of(range(4), cpus=cpus))
-
-    is_ok(judge(1100.0, 2), "node0 (rank 0): 2,000 samples/s with 2 workers, the step computes 1,000")
-    is_ok(judge(950.0, 1), "node1 (rank 3): 950 samples/s with 1 worker, the step computes 1,000")
-    few_cpus = "50% of the time is spent waiting for data; give --num_workers 5 (but the node has 8 CPUs for 2 ranks"
-    warns(judge(500.0, 2), few_cpus)
-    warns(judge(500.0, 2, cpus=16), "give --num_workers 5")
-    warns(judge(500.0, 0), "67% of the time", "give --num_workers 3")
 
 
 def test_a_failed_step_names_the_ranks_unless_all_failed_alike():

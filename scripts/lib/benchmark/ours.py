@@ -58,18 +58,9 @@ class Ours:
         train.train_one_epoch(self.training)
         self.state.end_epoch()
 
-    def losses(self) -> list[float]:
-        """The training loss of each log interval so far, on rank 0."""
-        return [record["loss"] for record in self._run.records("train")]
-
     def spent(self) -> dict[str, float]:
         """Seconds so far in each phase of the loop."""
         return self.training.clock.spent()[0]
-
-    def blocked(self) -> list[float]:
-        """Seconds for which each checkpoint so far blocked training, on rank 0."""
-        events = self._run.records("event")
-        return [record["blocked_s"] for record in events if record["event"] == "checkpoint"]
 
     def close(self) -> None:
         self.training.checkpoints.finish()

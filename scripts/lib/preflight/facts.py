@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import collect_env
 
 from scripts.lib.network import addresses, interface_of, own_address_to
-from utils.data.loader import usable_cpus
 from utils.distributed.context import DistributedContext
 
 
@@ -24,7 +23,6 @@ def gather(ctx: DistributedContext) -> dict[str, Any]:
         "device": ctx.device_names[ctx.rank],
         "driver": driver(),
         "threads": torch.get_num_threads(),
-        "cpus": usable_cpus(),
         **memory(ctx.device),
         **route(ctx.device),
         "shm": shared.f_bavail * shared.f_frsize if shared else 0,
@@ -40,10 +38,7 @@ def machine(host: str) -> str:
 
 def driver() -> str:
     """The version of the NVIDIA driver; empty if there is none."""
-    with suppress(OSError):
-        if found := re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", Path("/proc/driver/nvidia/version").read_text()):
-            return found[1]
-    return ""
+    return collect_env.get_nvidia_driver_version(collect_env.run) or ""
 
 
 def memory(device: torch.device) -> dict[str, int]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import itertools
-import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,8 +13,6 @@ CLOCK_WARNING, CLOCK_FAILURE = 0.5, 5.0  # seconds between two clocks
 SLOW_RANK = 1.3  # times slower than the median
 SLOW_LINK = 3.0  # times slower than the links of other nodes
 LATENCY_NOISE = 0.0005  # seconds
-MAX_WAIT = 0.1  # fraction of a step that may be spent waiting for gradients or data
-MAX_ACCUMULATION = 64  # larger values are not recommended
 SLOW_SAVE = 20.0  # seconds; torchrun allows 30 s after SIGTERM
 MEMORY_OF_OTHERS = 0.1  # fraction of a GPU's memory
 MEMORY_OF_CUDA = 2 * 10**9  # bytes that CUDA and NCCL use themselves
@@ -203,56 +199,3 @@ def links(measured: list[list], facts: list[dict]) -> list[Finding]:
 
 def describe(trip: float, rate: float) -> str:
     return f"{size(rate)}/s and {trip * 1e6:.0f} us round trip"
-
-
-def all_reduce_seconds(table: list[tuple[int, float]], number: int) -> float:
-    """Seconds for this number of bytes, interpolated between the measured sizes and extrapolated beyond them."""
-    for (small, fast), (large, slow) in itertools.pairwise(table):
-        if number <= large:
-            return fast + (slow - fast) * max(0, number - small) / (large - small)
-    return table[-1][1] * max(1.0, number / table[-1][0])
-
-
-def bus_bandwidth(number: int, seconds: float, ranks: int) -> float:
-    """Bytes per second of the busiest link in a ring, 2 (n - 1) / n of the message (nccl-tests, PERFORMANCE.md)."""
-    return 2 * (ranks - 1) / ranks * number / seconds
-
-
-def communication(step_s: list[float], gradient: int, table: list, accumulation: float) -> list[Finding]:
-    """Whether the gradient all-reduce fits into the backward pass, about two thirds of a pass.
-
-    Args:
-        step_s: seconds of a forward and backward pass, of each rank.
-        gradient: bytes.
-        table: [bytes, seconds] of the all-reduce over all ranks.
-        accumulation: micro-batches per rank and optimizer step.
-    """
-    compute, reduce = max(step_s), all_reduce_seconds(table, gradient)
-    wait = max(0.0, reduce - compute * 2 / 3)
-    fraction = wait / (compute * accumulation + wait)
-    actual, needed = (size(bus_bandwidth(gradient, each, len(step_s))) for each in (reduce, compute * 2 / 3))
-    text = f"{fraction:.0%} of a step is spent waiting for gradients: the all-reduce reaches {actual}/s, and {needed}/s"
-    text += f" would hide {size(gradient)} behind the backward pass"
-    enough = math.ceil(wait / compute * (1 - MAX_WAIT) / MAX_WAIT)
-    fix = f", or give --grad_accum_steps {enough} or a larger --batch_size" if enough <= MAX_ACCUMULATION else ""
-    return findings("communication", text, [f"{text}; fix the network{fix}"] if fraction > MAX_WAIT else [])
-
-
-def loader(read: list[dict], step_rates: list[float], facts: list[dict]) -> list[Finding]:
-    """Whether each rank's loader, {"rate", "workers"}, reads as many samples per second as the rank computes."""
-    waits = [
-        1 - min(1.0, each["rate"] / rate) if each["workers"] else rate / (rate + each["rate"])
-        for each, rate in zip(read, step_rates, strict=True)
-    ]
-    rank = waits.index(max(waits))
-    rate, workers, wanted = read[rank]["rate"], read[rank]["workers"], step_rates[rank]
-    text = f"{named([rank], hosts_of(facts))}: {rate:,.0f} samples/s with {workers} worker{'s' * (workers != 1)}"
-    text += f", the step computes {wanted:,.0f}"
-    if waits[rank] <= MAX_WAIT:
-        return findings("loader", text)
-    enough = math.ceil(1.1 * max(1, workers) * wanted / rate)
-    ranks = next(len(ranks) for ranks in nodes_of(facts) if rank in ranks)
-    text += f": {waits[rank]:.0%} of the time is spent waiting for data; give --num_workers {enough}"
-    if enough * ranks > facts[rank]["cpus"]:
-        text += f" (but the node has {facts[rank]['cpus']} CPUs for {ranks} ranks: use smaller files, or --cache ram)"
-    return findings("loader", text, [text])

@@ -1,4 +1,4 @@
-"""Write the table of all config fields into docs/configuration.md: python scripts/lib/config_table.py"""
+"""Write the table of all config fields into docs/configuration.md: python tests/builtin/config_table.py"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT))
 from config import TrainingConfig, help_of
 
 PAGE = ROOT / "docs" / "configuration.md"
-BEGIN, END = "<!-- config table: made by scripts/lib/config_table.py -->", "<!-- end of config table -->"
+BEGIN, END = "<!-- config table: made by tests/builtin/config_table.py -->", "<!-- end of config table -->"
 
 
 def table() -> str:
