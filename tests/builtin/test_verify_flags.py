@@ -48,6 +48,10 @@ ROWS = """
 --amp_dtype bf16
 --augment none
 --channels_last false
+--mixup_alpha 0.2 --cutmix_alpha 1
+--augment_repeats 2
+--norm_weight_decay 0 --weight_decay 0.1
+--freeze backbone
 --in_channels 1 --num_classes 3
 --model resnet18 --image_size 32
 --best_metric top5
