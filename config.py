@@ -175,7 +175,7 @@ class TrainingConfig:
     # fmt: off
     run_dir: str = setting("run", DEFAULT_RUN_DIR, "run folder; may contain fields: runs/{model}-s{seed}", run_path)
     resume_from: str = setting("run", "", "auto: latest valid checkpoint; a path; empty: fresh start", local_path)
-    overwrite: bool = setting("run", False, "replace the existing run in run_dir")
+    overwrite: bool = setting("run", False, "move an existing run in run_dir aside, to NAME.1")
     init_from: str = setting("run", "", "start with these weights: a checkpoint, a state dict, torchvision", local_path)
     eval_only: bool = setting("run", False, "only evaluate resume_from (empty: the best of run_dir) or init_from")
     seed: int = setting("run", 42, "seed for weights, data order, augmentation and dropout", between(0, 2**63), "must")
@@ -298,7 +298,7 @@ class TrainingConfig:
         if total and self.grad_accum_steps != 1:
             problems.append(f"grad_accum_steps={self.grad_accum_steps}: is derived from global_batch_size; {either}")
         if self.overwrite and self.resume_from:
-            problems.append(f"overwrite=True: would delete the run that resume_from continues; {either}")
+            problems.append(f"overwrite=True: would move aside the run that resume_from continues; {either}")
         if self.init_from and self.resume_from and self.resume_from != "auto":
             problems.append(f"init_from={self.init_from}: a resumed run takes its weights from resume_from; {either}")
         if self.amp_dtype != "auto" and not self.use_amp:

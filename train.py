@@ -106,7 +106,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         cleanup_distributed()
         return outcome
     run = open_run(config, ctx)
-    logger = setup_logger(ctx.rank, None if run.start.is_completed or run.is_replacing else run.log_file)
+    logger = setup_logger(ctx.rank, None if run.start.is_completed else run.log_file)
     if run.start.is_completed:
         more = "to train longer, increase --epochs"
         logger.info("%s: this run is already completed; %s", run.folder, more)
@@ -163,8 +163,7 @@ def assemble(
 ) -> Training:
     """Build everything that an attempt needs, from data to checkpoints, and restore the state it starts from."""
     started, seams = time.monotonic(), Seams.of(your_model)
-    if not run.is_replacing:
-        run.begin()
+    run.begin()
     sets = load_data(your_data, config, ctx)
     state = on_all_ranks(lambda: create_state(seams, sets.config, ctx, is_resumed=bool(run.resume_path)), ctx)
     config = sets.config

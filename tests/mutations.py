@@ -115,7 +115,7 @@ MUTATIONS = [
     Mutation('wrap_ddp', 'options = no_buffers | {', 'options = {', 'collectives'),
     Mutation('setup_distributed', 'fast_bf16=all(each["bf16"] for each in cards),', 'fast_bf16=any(each["bf16"] for each in cards),', 'precision'),
     Mutation('verdict', 'step, phase, _ = min(known)', 'step, phase, _ = max(known)', 'hang'),
-    Mutation('Run.check_owner', 'if number != self.start.lock_number:', 'if False:', 'one-owner'),
+    Mutation('Run.check_owner', 'if token != self.start.token:', 'if False:', 'one-owner'),
     Mutation('RunLock._is_held', 'fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)', 'pass', 'one-owner'),
     Mutation('MetricTracker.add', 'self.values[:size].add_(other.values[:size])', 'self.values[:size].copy_(other.values[:size])', 'weights'),
     Mutation('TrainState.update_if_finite', 'self.optimizer.found_inf = skipped', 'self.optimizer.found_inf = self._zero', 'not-finite'),

@@ -70,6 +70,11 @@ class Clock:
     def phase(self) -> str:
         return PHASES[self._phase]
 
+    @property
+    def completed(self) -> int:
+        """The last optimizer step that is complete; that of this phase may be."""
+        return self.step - (self.phase in STEP_PHASES)
+
     def enter(self, phase: str) -> None:
         """Enter a phase."""
         now = time.perf_counter()

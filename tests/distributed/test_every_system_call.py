@@ -13,7 +13,7 @@ from ranks import need, run_ranks
 from tasks import train_task
 from training import Runs, assert_same_state, wait_until
 from utils.checkpoint import format as checkpoint
-from utils.run import folder
+from utils.run import claim
 from utils.run.checkpoints import Checkpoints
 
 FLAGS = "--dataset_size 20 --no-use_amp --ema_decay 0.9 --record_samples --num_workers 0 --save_every 0".split()
@@ -55,7 +55,7 @@ def train_and_cut(flags, calls, log):
         plain_start(self)
 
     with (
-        mock.patch.object(folder, "repeated_failures", return_value=[]),
+        mock.patch.object(claim, "repeated_failures", return_value=[]),
         mock.patch.object(Checkpoints, "_start_writing", start),
     ):
         return train_task("images", flags)[0]

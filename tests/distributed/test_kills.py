@@ -16,7 +16,7 @@ from ranks import run_ranks
 from tasks import train_task
 from training import assert_same_state, relative
 from utils.clock import Clock
-from utils.run import folder
+from utils.run import claim
 from utils.run.checkpoints import Checkpoints
 
 PHASES = ("data", "forward", "backward", "update", "save", "written", "evaluation")  # written: by the thread
@@ -55,7 +55,7 @@ def killed_in(phase, steps, delay):
 def train_and_be_killed(flags, dtype, victim, *when):
     with (
         # kills may hit the same step three times in a row
-        mock.patch.object(folder, "repeated_failures", return_value=[]),
+        mock.patch.object(claim, "repeated_failures", return_value=[]),
         killed_in(*when) if int(os.environ["RANK"]) == victim else contextlib.nullcontext(),
     ):
         return train_task("lines", flags, dtype)[0]

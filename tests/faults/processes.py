@@ -22,8 +22,8 @@ def injected_at(step: int, what: str) -> str:
 def is_diagnosed(drill: Drill, text: str, step: int, epoch: int, cause: str, *flags: object) -> None:
     """The message names the step and its samples, which are those of a run without a fault."""
     said = (
-        rf"the last 3 attempts all failed at step {step} \(epoch {epoch + 1}, samples \[(.*)\]\) without a new"
-        rf" checkpoint, the last one with: {cause}"
+        rf"the last 3 attempts did not complete step {step} \(epoch {epoch + 1}, samples \[(.*)\]\), the last one"
+        rf" failed with: {cause}"
     )
     says(text, said)
     indices = re.search(said, text)[1].split(", ")
@@ -120,7 +120,7 @@ def relaunches_in_vain(drill: Drill) -> None:
     )
     code = injected_at(22, "raise KeyError('a bug of the fork')")
     texts = [drill.fails(drill.start(2, *flags, code=code)) for _ in range(4)]
-    assert all("KeyError: 'a bug of the fork'" in text and "attempts all failed" not in text for text in texts[:3])
+    assert all("KeyError: 'a bug of the fork'" in text and "attempts did not" not in text for text in texts[:3])
     is_diagnosed(drill, texts[3], 22, 0, "'a bug of the fork'", *flags)
     (drill.folder / "fixed").touch()
     drill.completes(2, *flags, code=code)

@@ -56,7 +56,7 @@ def test_flags_with_underscores_dashes_and_negations():
         ("--best_metric largest:top1", "write min:NAME or max:NAME"),
         ("--global_batch_size 100 --batch_size 64", "global_batch_size=100: is not a multiple of batch_size=64; give"),
         ("--global_batch_size 128 --grad_accum_steps 2", "grad_accum_steps=2: is derived from global_batch_size; give"),
-        ("--overwrite --resume_from auto", "overwrite=True: would delete the run that resume_from"),
+        ("--overwrite --resume_from auto", "overwrite=True: would move aside the run that resume_from"),
         ("--amp_dtype fp16 --no-use_amp", "amp_dtype=fp16: needs mixed precision; leave out"),
         (
             "--reduction exact --comm_hook bf16",

@@ -1,17 +1,26 @@
-"""The owner of a run's folder, and attempts that fail at the same step."""
+"""The owner of a run's folder, and attempts that get no further."""
 
+import errno
+import json
 import os
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from config import TrainingConfig, TrainingError, UserError
 from ranks import CONTEXT
 from test_run_folder import open_run, with_
-from utils.clock import Clock
-from utils.run import lock
+from utils.run import claim, lock
 from utils.run.lock import RunLock, repeated_failures
-from utils.run.watchdog import Watchdog
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """A fraction of the seconds."""
+    for name in ("SECONDS_BETWEEN_BEATS", "SECONDS_TO_SEE_A_BEAT", "SECONDS_TO_READ_BACK"):
+        monkeypatch.setattr(lock, name, getattr(lock, name) / (10 if name == "SECONDS_TO_READ_BACK" else 20))
 
 
 def test_a_former_owner_writes_nothing_after_another_job_has_taken_over(tmp_path):
@@ -31,7 +40,7 @@ def test_a_former_owner_writes_nothing_after_another_job_has_taken_over(tmp_path
 def hold(folder, connection):
     lock = RunLock(folder, "here")
     lock.write()
-    connection.send(lock.number)
+    connection.send(lock.token)
     connection.recv()
 
 
@@ -40,7 +49,7 @@ def test_a_folder_in_use_is_rejected_with_its_owner_and_a_dead_owner_does_not_bl
     owner = CONTEXT.Process(target=hold, args=(tmp_path, theirs))
     owner.start()
     try:
-        assert ours.recv() == 1
+        token = ours.recv()
         problem = (
             rf"in use by process {owner.pid} on here since \S+, for 0\.\d min; end that job or give another --run_dir"
         )
@@ -49,16 +58,16 @@ def test_a_folder_in_use_is_rejected_with_its_owner_and_a_dead_owner_does_not_bl
     finally:
         owner.kill()
         owner.join()
-    assert RunLock(tmp_path, "here").number == 2
+    assert RunLock(tmp_path, "here").before["token"] == token
 
 
-def test_a_file_lock_that_outlives_its_machine_is_waited_for(tmp_path, monkeypatch):
+def test_a_file_lock_that_outlives_its_machine_is_waited_for(tmp_path, monkeypatch, quick):
     """As on NFS, where the server keeps it for a while. The machine is this one before a reboot."""
     ours, theirs = CONTEXT.Pipe()
     owner = CONTEXT.Process(target=hold, args=(tmp_path, theirs))
     owner.start()
     try:
-        assert ours.recv() == 1
+        token = ours.recv()
         (tmp_path / "boot_id").write_text("another")
         monkeypatch.setattr(lock, "BOOT", tmp_path / "boot_id")
         monkeypatch.setattr(lock, "SECONDS_OF_A_LEASE", 0)
@@ -66,42 +75,87 @@ def test_a_file_lock_that_outlives_its_machine_is_waited_for(tmp_path, monkeypat
             RunLock(tmp_path, "here")
         monkeypatch.setattr(lock, "SECONDS_OF_A_LEASE", 60)
         threading.Timer(1, owner.kill).start()
-        assert RunLock(tmp_path, "here").number == 2
+        assert RunLock(tmp_path, "here").before["token"] == token
     finally:
         owner.kill()
         owner.join()
 
 
 @pytest.mark.parametrize("boot", ["", "another"])
-def test_without_shared_file_locks_an_owner_on_another_machine_is_seen_by_its_heartbeat(tmp_path, monkeypatch, boot):
+def test_without_shared_file_locks_an_owner_on_another_machine_is_seen_by_its_heartbeat(
+    tmp_path, monkeypatch, quick, boot
+):
     """Its host name differs, or only its boot id: a machine of the same name, or this one before it was restarted. A
     second lock in the same process simulates this: file locks of one process do not conflict."""
-    RunLock(tmp_path, "here" if boot else "there").write(attempt=1)
+    owner = RunLock(tmp_path, "here" if boot else "there")
     if boot:
         (tmp_path / "boot_id").write_text(boot)
         monkeypatch.setattr(lock, "BOOT", tmp_path / "boot_id")
-    clock = Clock(tmp_path / "watch" / "rank0")
-    watchdog = Watchdog(clock, tmp_path / "watch", 0, ("there",), 0, *(lambda *_: None,) * 3)
     with pytest.raises(UserError, match=rf"is in use by process {os.getpid()} on t?here since"):
         RunLock(tmp_path, "here")
-    watchdog.close()
-    assert RunLock(tmp_path, "here").number == 2
+    owner.close()
+    began = time.monotonic()
+    assert RunLock(tmp_path, "here").before["token"] == owner.token
+    assert time.monotonic() - began > lock.SECONDS_TO_SEE_A_BEAT
 
 
-def test_consecutive_failures_at_the_same_step_are_counted(tmp_path):
-    owner, status = {"has_trained": True}, {"state": "failed", "error": "boom"}
-    clocks = [Clock(tmp_path / f"rank{rank}") for rank in (0, 1)]
+def test_an_owner_on_another_machine_that_has_reported_its_end_is_not_waited_for(tmp_path):
+    RunLock(tmp_path, "there").close()
+    (tmp_path / "status.json").write_text('{"state": "preempted"}')
+    began = time.monotonic()
+    RunLock(tmp_path, "here")
+    assert time.monotonic() - began < 10
 
-    def failures_at(step):
-        for clock in clocks:
-            clock.begin_step(step - clocks.index(clock))
-            clock.enter("forward")
-        return repeated_failures(owner, status, tmp_path)
 
-    for count in (1, 2, 3):
-        owner["failures"] = failures_at(7)
-        assert owner["failures"] == [{"step": 7, "error": "boom"}] * count
-    assert len(failures_at(8)) == 1  # a later step than before
-    assert repeated_failures(owner, {"state": "preempted"}, tmp_path) == []
+@pytest.mark.parametrize("before", ["nothing", "a dead owner"])
+def test_of_two_starts_at_the_same_time_without_file_locks_one_owns_the_run(tmp_path, monkeypatch, quick, before):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(lock.fcntl, "lockf", no_locks)
+    if before != "nothing":
+        RunLock(tmp_path, "dead").close()
+    owners, rejected = [], []
+
+    def start(host):
+        try:
+            owners.append(RunLock(tmp_path, host))
+        except UserError as error:
+            rejected.append(str(error))
+
+    for _ in range(3):
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(start, ("a", "b", "c", "d")))
+        assert len(owners) == 1 and len(rejected) == 3, rejected
+        assert json.loads((tmp_path / "lock.json").read_text())["token"] == owners.pop().token
+        rejected.clear()
+        (tmp_path / "status.json").write_text('{"state": "failed"}')
+
+
+def test_the_token_is_written_before_the_newest_checkpoint_is_verified(tmp_path, monkeypatch):
+    """Verifying takes seconds, in which another launch may start."""
+    config, seen = TrainingConfig(run_dir=str(tmp_path)), []
+    first = open_run(config)
+    first.record("train", step=1)
+    first.close()
+    token = lambda: json.loads((tmp_path / "lock.json").read_text())["token"]  # noqa: E731
+    monkeypatch.setattr(claim.checkpoint, "latest_valid", lambda _: (seen.append(token()), (None, []))[1])
+    run = open_run(with_(config, resume_from="auto"))
+    assert seen == [run.start.token] != [first.start.token]
+
+
+def test_attempts_that_get_no_further_are_counted():
+    def failures_at(*steps):
+        owner = {"has_trained": True}
+        for step in steps:
+            owner["failures"] = repeated_failures(owner, {"state": "failed", "step": step, "error": "boom"})
+        return [each["step"] for each in owner["failures"]]
+
+    assert failures_at(7) == [7] and failures_at(7, 7, 7) == [7, 7, 7]
+    assert failures_at(150, 120, 150) == [150, 120, 150]
+    assert failures_at(7, 7, 8) == [8] and failures_at(7, 8, 7) == [8, 7]
+    owner = {"has_trained": True, "failures": [{"step": 7, "error": "boom"}]}
+    assert repeated_failures(owner, {"state": "running", "step": 7})[-1] == {"step": 7, "error": lock.KILLED}
+    assert repeated_failures(owner, {"state": "preempted", "step": 7}) == []
     for changes in ({"has_trained": False}, {"has_diagnosed": True}):
-        assert repeated_failures(owner | changes, status, tmp_path) == []
+        assert repeated_failures(owner | changes, {"state": "failed", "step": 7}) == []

@@ -1,28 +1,24 @@
-"""The run's folder: when a run in it is continued, moved aside, replaced or rejected, and its records."""
+"""The run folder: records and checkpoints of a continued run."""
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from config import TrainingConfig, TrainingError, UserError
+from config import TrainingError
 from test_checkpoint import payload
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
-from utils.files import read_json
 from utils.run import folder as run_folder
-from utils.run.folder import Run, claim
+from utils.run.claim import claim
+from utils.run.folder import Run
 
 
-def open_run(config, launch_id="", may_restart=False, replaces=True, host="here"):
+def open_run(config, launch_id="", may_restart=False, host="here"):
     lock, start = claim(config, host, launch_id, may_restart)
-    run = Run(config.run_folder, config.checkpoint_folder, 0, (host,), start, lock)
-    if run.is_replacing and replaces:
-        run.replace_old_run(config)
-    return run
+    return Run(config.run_folder, config.checkpoint_folder, 0, (host,), start, lock)
 
 
 def commit(run, step, keep_last=9):
@@ -49,12 +45,6 @@ def fill(run, steps=(10, 20), state="running"):
     run.close()
 
 
-@pytest.fixture
-def config(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return TrainingConfig(run_dir="runs/mine")
-
-
 def with_(config, **changes):
     return dataclasses.replace(config, **changes)
 
@@ -71,191 +61,6 @@ def contents(folder):
 
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
-
-
-# ---- which run a start continues or replaces ----
-
-
-IS_HELD = "holds a run already; add --resume_from auto to continue it, --overwrite to replace it, or give another --run"
-HOLDS_MORE = "contains more than one run's files; give a separate folder"
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({}, IS_HELD),
-        ({"run_dir": "runs/new", "checkpoint_dir": "runs/mine/checkpoints"}, IS_HELD),  # two runs in one folder
-        *[({"run_dir": folder, "overwrite": True}, HOLDS_MORE) for folder in (".", "..", "/", "runs")],
-        ({"run_dir": "runs/new", "resume_from": "nowhere.pt"}, "nowhere.pt: cannot be read .*; give"),
-        ({"run_dir": "runs/mine/metrics.jsonl/x"}, "cannot be written .Not a directory.; give"),
-        ({"run_dir": "runs/new", "checkpoint_dir": "runs/mine/metrics.jsonl/x"}, "cannot be written .Not a directory"),
-    ],
-)
-def test_a_start_in_an_unusable_folder_is_rejected_and_changes_nothing(config, changes, problem):
-    fill(open_run(config))
-    before = contents(config.run_folder)
-    with pytest.raises(UserError, match=problem):
-        open_run(with_(config, **changes))
-    assert contents(config.run_folder) == before
-
-
-def test_an_earlier_run_in_the_default_folder_is_moved_aside(config):
-    for number in (1, 2):
-        fill(open_run(TrainingConfig()))
-        run = open_run(TrainingConfig())
-        assert not checkpoint.step_checkpoints(run.checkpoints) and run.start.attempt == 1
-        run.close()
-        aside = run.folder.with_name(f"default.{number}")
-        assert names(aside / "checkpoints") == ["step_00000010.pt", "step_00000020.pt"]
-        assert run.notes == [f"moved the earlier run to {aside}"]
-
-
-def test_overwrite_replaces_what_a_run_wrote_and_keeps_other_files(config):
-    fill(open_run(config))
-    (config.run_folder / "notes.txt").write_text("mine")
-    run = open_run(with_(config, overwrite=True))
-    assert run.start.attempt == 1 and not contents(run.folder)
-    aside = config.run_folder.with_name("mine.1")
-    assert names(aside) == ["notes.txt"] and run.notes == [
-        f"replaced the run in {run.folder}; other files are in {aside}"
-    ]
-
-
-@pytest.mark.parametrize("changes", [{"overwrite": True}, {"run_dir": "runs/default"}])
-def test_a_run_is_replaced_only_after_the_new_start_was_validated(config, changes):
-    config = with_(config, **changes)
-    fill(open_run(config))  # it was killed
-    before = contents(config.run_folder)
-    run = open_run(config, "job-7", replaces=False)
-    assert run.is_replacing
-    run.failed(UserError("data_dir=typo: has no train/<class>/ folders; give the folder that holds train/", 0, "here"))
-    run.close()
-    assert contents(config.run_folder) == before
-    run = open_run(config, "job-7", replaces=False)  # a restart of this launch, which does not own the old run
-    assert run.is_replacing and run.resume_path is None
-    run.watch_folder.mkdir()
-    with (run.watch_folder / "rank0").open("w") as file:  # the ranks open it before the old run is moved
-        run.replace_old_run(config)
-        file.write("here")
-    assert (run.watch_folder / "rank0").read_text() == "here"
-
-
-def test_a_rejected_start_leaves_the_status_of_the_run(config):
-    fill(open_run(config), state="preempted")
-    run = open_run(with_(config, resume_from="auto"))
-    file = run.folder / "status.json"
-    before = read_json(file)
-    run.begin()
-    assert (read_json(file)["state"], read_json(file)["step"]) == ("running", 20)
-    run.failed(UserError("seed=1: the checkpoint has seed=2", 0, "here"))
-    assert read_json(file) == before
-    run.begin()
-    run.status("running", step=21)  # it trains
-    run.failed(UserError("a.png: cannot be read", 0, "here"))
-    assert read_json(file)["state"] == "failed"
-
-
-def test_the_cause_of_a_failure_is_written_where_no_file_can_be_created(config, monkeypatch):
-    run, nothing = open_run(config), mock.Mock(side_effect=OSError(28, "No space left on device"))
-    run.status("running", step=7, checkpoint="x" * 999)
-    monkeypatch.setattr(run_folder, "replace_json", nothing)
-    run.failed(TrainingError("no inodes are free"))
-    status = read_json(run.folder / "status.json")
-    assert nothing.called and (status["state"], status["error"], status["step"]) == ("failed", "no inodes are free", 7)
-
-
-def test_a_run_without_records_or_checkpoints_is_started_again_in_its_folder(config):
-    run = open_run(config)
-    run.status("running")
-    run.failed(UserError("bad data; fix it"))
-    run.close()
-    run = open_run(config)
-    assert run.start.attempt == 1
-    run.record("train", step=3, loss=1.0)
-    run.close()
-    run = open_run(with_(config, resume_from="auto"))
-    assert run.resume_path is None
-    run.rewind(0)
-    assert run.records("train") == []
-
-
-def test_a_run_whose_checkpoints_are_gone_is_not_started_over(config):
-    """Their disk may not be mounted."""
-    config = with_(config, resume_from="auto")
-    run = open_run(config)
-    fill(run)
-    path = checkpoint.step_checkpoints(config.checkpoint_folder)[-1]
-    run = open_run(config)
-    run.status("running", checkpoint=str(path))
-    run.close()
-    shutil.move(config.checkpoint_folder, config.run_folder / "elsewhere")
-    before = contents(config.run_folder)
-    with pytest.raises(UserError, match=f"has no checkpoint, but the run has written {path}; put it back"):
-        open_run(config)
-    assert before.items() <= contents(config.run_folder).items()
-    config.checkpoint_folder.rmdir()
-    shutil.move(config.run_folder / "elsewhere", config.checkpoint_folder)
-    run = open_run(config)
-    assert run.resume_path == path
-    run.close()
-
-
-def test_resuming_from_another_run_starts_a_new_run_but_not_in_a_folder_that_holds_one(config):
-    fill(open_run(config))
-    other = with_(from_step_10(config), run_dir="runs/other")
-    run = open_run(other)
-    assert run.resume_path.name == "step_00000010.pt" and run.start.attempt == 1
-    fill(run)
-    with pytest.raises(UserError, match=IS_HELD):
-        open_run(other)
-
-
-def test_a_restart_of_the_same_launch_continues_even_with_overwrite(config):
-    first = with_(config, overwrite=True)
-    fill(open_run(first, launch_id="job-7"))
-    run = open_run(first, launch_id="job-7")
-    assert run.resume_path.name == "step_00000020.pt" and run.start.attempt == 2
-    run.close()
-    with pytest.raises(UserError, match=IS_HELD):
-        open_run(config, launch_id="job-8")
-
-
-def test_a_restart_before_the_first_checkpoint_starts_from_the_path_again(config):
-    fill(open_run(with_(config, run_dir="runs/other")))
-    given = with_(config, resume_from="runs/other/checkpoints/step_00000010.pt")
-    for attempt in (1, 2):
-        run = open_run(given, launch_id="job-7")
-        assert str(run.resume_path) == given.resume_from and run.start.attempt == attempt
-        run.mark_training()
-        run.record("train", epoch=0, step=11, loss=1.0)
-        run.close()
-    run = open_run(given, launch_id="job-7")
-    commit(run, 12)
-    run.close()
-    assert open_run(given, launch_id="job-7").resume_path.name == "step_00000012.pt"
-
-
-def test_a_restart_of_a_launch_that_had_not_trained_starts_from_the_given_checkpoint(config):
-    """Its first attempt failed before training; the folder holds the completed run of another launch."""
-    fill(open_run(config, launch_id="job-6"), state="completed")
-    for attempt in (2, 3):
-        run = open_run(from_step_10(config), launch_id="job-7")
-        assert run.resume_path.name == "step_00000010.pt"
-        assert not run.start.is_completed and run.start.attempt == attempt
-        run.close()
-    with pytest.raises(UserError, match=IS_HELD):
-        open_run(config, launch_id="job-7")
-
-
-def test_a_restart_that_looks_like_a_new_run_is_rejected(config):
-    fill(open_run(TrainingConfig()))
-    with pytest.raises(
-        UserError, match="holds a run, and restarts look like new launches; give torchrun --rdzv-id NAME"
-    ):
-        open_run(TrainingConfig(), may_restart=True)
-
-
-# ---- records and checkpoints of a continued run ----
 
 
 def test_a_non_finite_number_becomes_null(config):
@@ -332,8 +137,8 @@ def test_a_checkpoint_appears_only_in_a_folder_that_is_still_owned(config):
     run = open_run(config)
     run.mark_training()
     run.check_owner()
-    run.lock_file.write_text(json.dumps({"number": run.start.lock_number + 1}))
-    with pytest.raises(TrainingError, match=r"another job has taken over this run \(owner \d+\); end this one"):
+    run.lock_file.write_text(json.dumps({"token": "another"}))
+    with pytest.raises(TrainingError, match="another job has taken over this run; end this one"):
         run.check_owner()
     for text in ("", "[]"):
         run.lock_file.write_text(text)

@@ -24,8 +24,9 @@ from utils.distributed.context import DistributedContext, Launch, read_launch
 from utils.files import read_json, replace_json
 from utils.logger import NAME
 from utils.memory import is_out_of_memory, let_go
+from utils.run.claim import Start
 from utils.run.command_line import end_now, reject, report_to_torchrun
-from utils.run.folder import Run, Start
+from utils.run.folder import Run
 from utils.run.watchdog import Watchdog
 
 SECONDS_FOR_BLAME = 2.0
@@ -40,7 +41,7 @@ def wait_for_blame(error: BaseException) -> None:
 
 def cause_of(error: BaseException, run: Run, config: TrainingConfig, ctx: DistributedContext) -> BaseException:
     """The cause of the error: a loader worker of this rank, its memory, another rank, or else the error itself."""
-    checkpoints = [] if run.is_replacing else step_checkpoints(run.checkpoints)
+    checkpoints = step_checkpoints(run.checkpoints)
     known = explain(error, ctx.rank) or explain_memory(
         error, config, ctx, is_resumed=bool(checkpoints or run.resume_path)
     )
@@ -85,7 +86,7 @@ def fail(
     """Write the cause of the failure to status.json and raise it."""
     watchdog.stand_down()
     cause = cause_of(error, run, config, ctx)
-    run.failed(cause)
+    run.failed(cause, watchdog.completed)
     watchdog.close()
     raise cause from (error if cause is not error else error.__cause__)
 
@@ -168,7 +169,7 @@ def start_watchdog(
         end_with(TrainingError(f"{text}; {remedy}", hanging, ctx.hosts[hanging]), f"{stacks}\n")
 
     def end_with(error: TrainingError, stacks: str = "") -> None:
-        run.failed(error)
+        run.failed(error, clock.completed)
         report_to_torchrun(f"TrainingError: {error}", f"{stacks}TrainingError: {error}", ctx.launch)
         end_now(1)
 
@@ -176,7 +177,7 @@ def start_watchdog(
 
     def failure() -> str:
         status = read_json(run.folder / "status.json")
-        has_failed = status.get("state") == "failed" and status != before and not run.is_replacing
+        has_failed = status.get("state") == "failed" and status != before
         return f"{status.get('error')}" if has_failed else ""
 
     def lose(peer: int) -> None:
@@ -191,8 +192,7 @@ def start_watchdog(
     def preempt() -> None:
         logger.info("no progress after a stop signal; this rank ends before the first step, so nothing is lost")
         with suppress(OSError, TrainingError):
-            if not run.is_replacing:
-                run.status("preempted")
+            run.status("preempted")
         if ctx.launch.is_under_torchrun:
             os.kill(os.getppid(), signal.SIGTERM)  # else it would wait for ranks that do not end, or restart them
         end_now(0 if ctx.launch.is_under_torchrun else PREEMPTED)

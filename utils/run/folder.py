@@ -1,4 +1,4 @@
-"""The run folder: who owns it, whether the run in it is continued, and its records."""
+"""The run folder: its records, its status and its checkpoints. They are written only while this run owns it."""
 
 from __future__ import annotations
 
@@ -9,106 +9,24 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from config import DEFAULT_RUN_DIR, StartError, TrainingConfig, TrainingError, UserError
+from config import StartError, TrainingError, UserError
 from utils.checkpoint import format as checkpoint
 from utils.data.sampler import GlobalBatchSampler
-from utils.files import TEMPORARY, LinesFile, finite, keep_lines, may_pass, read_json, read_lines, replace_json
+from utils.files import LinesFile, finite, keep_lines, read_json, read_lines, replace_json
 from utils.logger import NAME as LOGGER
 from utils.logger import count
+from utils.run.claim import Start, move_back
 from utils.run.lock import NAME as LOCK
-from utils.run.lock import RunLock, repeated_failures
+from utils.run.lock import RunLock
 from utils.run.provenance import now
 from utils.run.watchdog import look_twice
 from utils.training.state import SkippedStep
 
-OURS = ("config.json", "provenance.json", "code.zip", "status.json", "metrics.jsonl", "summary.json", "goodput.json")
-OURS += (LOCK, ".lock", "eval-*.json", "hang-*.txt", "superseded-*")
-OURS += ("checkpoints", "tensorboard", "logs", "traces", "samples")
 SECONDS_TO_LOOK = 10.0  # for lost ranks
 SECONDS_BETWEEN_STATUS = 1.0  # while only the progress changes
-
-
-@dataclass(frozen=True)
-class Start:
-    """How an attempt starts, as decided by rank 0. Plain values."""
-
-    resume_from: str = ""  # the checkpoint
-    is_completed: bool = False  # nothing is left to do, and nothing may be written
-    is_replacing: bool = False  # the folder holds another run, until `replace_old_run`
-    attempt: int = 1
-    lock_number: int = 0
-    launch_id: str = ""
-    failures: list[dict[str, Any]] = field(default_factory=list)  # attempts in a row that failed at the same step
-    notes: list[str] = field(default_factory=list)  # decisions to log
-
-
-def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) -> tuple[RunLock, Start]:
-    """On rank 0: lock the folder and decide whether to continue the run in it.
-
-    Args:
-        launch_id: common to all attempts of one launch; empty if unknown.
-        may_restart: whether the launcher starts further attempts.
-
-    Raises:
-        UserError: if the folder holds another run, belongs to a running job, or cannot be written.
-    """
-    folder, checkpoints = config.run_folder, config.checkpoint_folder
-    if Path.cwd().is_relative_to(folder.resolve()) or any(folder.glob(f"*/{LOCK}")):
-        raise UserError(f"run_dir={folder}: contains more than one run's files; give a separate folder, e.g. runs/NAME")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        checkpoints.mkdir(parents=True, exist_ok=True)
-        lock = RunLock(folder, host)
-    except OSError as error:
-        kind = StartError if may_pass(error) else UserError
-        raise kind(f"run_dir={folder}: cannot be written ({error.strerror}); give a writable folder") from None
-    owner, status = lock.before, read_json(folder / "status.json")
-    saved = [*checkpoint.step_checkpoints(checkpoints), *checkpoints.glob(checkpoint.BEST)]
-    holds_run = (folder / "metrics.jsonl").exists() or bool(saved)
-    is_same_launch = bool(launch_id) and owner.get("launch_id") == launch_id
-    given = Path(config.resume_from) if config.resume_from not in ("", "auto") else None
-    is_continued = holds_run and (config.resume_from == "auto" or is_same_launch)
-    is_replacing, path, failures, notes = False, None, [], []
-    if is_continued:
-        if status.get("state") == "completed" and not config.asks_for_more_than(read_json(folder / "config.json")):
-            return lock, Start(is_completed=True)
-        failures = repeated_failures(owner, status, folder / "watch")
-        path, notes = checkpoint.latest_valid(checkpoints)
-        if status.get("checkpoint") and not (path or given):
-            raise UserError(
-                f"{checkpoints}: has no checkpoint, but the run has written {status['checkpoint']}; put it back (is the"
-                " disk mounted?), or start over with --overwrite instead of --resume_from auto"
-            )
-    if given and not path:  # else an earlier attempt of this launch has already started from it
-        checkpoint.verify(given)
-        path = given
-    if holds_run and not is_continued and not (given and given.resolve().parent == checkpoints.resolve()):
-        if may_restart and not launch_id:
-            raise UserError(
-                f"run_dir={folder}: holds a run, and restarts look like new launches; give torchrun --rdzv-id NAME"
-            )
-        if not config.overwrite and (config.run_dir != DEFAULT_RUN_DIR or config.checkpoint_dir):
-            raise UserError(
-                f"run_dir={folder}: holds a run already; "
-                "add --resume_from auto to continue it, --overwrite to replace it, or give another --run_dir"
-            )
-        is_replacing = True
-    # an attempt that was killed before its first record or checkpoint counts too
-    is_again = holds_run or (config.resume_from == "auto" and owner.get("has_trained"))
-    attempt = owner.get("attempt", 0) + 1 if is_again and not is_replacing else 1
-    start = Start(str(path or ""), False, is_replacing, attempt, lock.number, launch_id, failures, notes)
-    # until `mark_training` a restart of this launch must not continue this run
-    inherited = launch_id if is_same_launch and not is_replacing else ""
-    lock.write(launch_id=inherited, attempt=attempt, failures=failures)
-    partial = [*folder.glob(f"*{TEMPORARY}"), *folder.glob(f"samples/*{TEMPORARY}"), *checkpoints.glob(f"*{TEMPORARY}")]
-    for left_over in [*partial, *folder.glob("watch/*")]:
-        with suppress(OSError):  # NFS keeps the files that a process has open as .nfs*
-            shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
-    return lock, start
 
 
 class Run:
@@ -123,7 +41,7 @@ class Run:
         self, folder: Path, checkpoints: Path, rank: int, hosts: tuple[str, ...], start: Start, lock: RunLock | None
     ) -> None:
         self.folder, self.checkpoints, self.rank, self.hosts, self.start = folder, checkpoints, rank, hosts, start
-        self.is_replacing, self.notes = start.is_replacing, list(start.notes)
+        self.notes, self._moved = list(start.notes), start.moved
         self.resume_path = Path(start.resume_from) if start.resume_from else None
         self.is_main, self.host = rank == 0, hosts[rank]
         self.watch_folder, self.lock_file = folder / "watch", folder / LOCK
@@ -138,37 +56,16 @@ class Run:
     def mark_training(self, has_diagnosed: bool = False) -> None:
         """On rank 0: from now on a restart of this launch continues the run in the folder.
 
-        has_diagnosed: instead, the run was stopped because it always fails at the same step.
+        has_diagnosed: instead, the run was stopped because its attempts get no further.
         """
         start = self.start
         values = {"attempt": start.attempt, "failures": start.failures, "has_diagnosed": has_diagnosed}
         self._lock.write(launch_id=start.launch_id, has_trained=True, **values)
-
-    def replace_old_run(self, config: TrainingConfig) -> None:
-        """On rank 0, once nothing more can be rejected: move the old run aside, and delete it with --overwrite."""
-        numbered = (self.folder.with_name(f"{self.folder.name}.{number}") for number in range(1, 1_000_000))
-        aside = next(path for path in numbered if not path.exists())
-        if config.checkpoint_dir:  # elsewhere; without its checkpoints the old run cannot continue
-            for path in [*checkpoint.step_checkpoints(self.checkpoints), *self.checkpoints.glob(checkpoint.BEST)]:
-                checkpoint.remove(path)
-        self.folder.rename(aside)
-        self._lock.close()
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
-        self.folder.mkdir(exist_ok=True)
-        with suppress(OSError):  # the ranks already write into these files
-            (aside / self.watch_folder.name).rename(self.watch_folder)
-        self._lock = RunLock(self.folder, self.host, self.start.lock_number)
-        self.notes.append(f"moved the earlier run to {aside}")
-        if config.overwrite:
-            for path in [path for pattern in OURS for path in aside.glob(pattern)]:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-            with suppress(OSError):  # files that are not ours stay there
-                aside.rmdir()
-            self.notes[-1] = f"replaced the run in {self.folder}" + (f"; other files are in {aside}" * aside.exists())
+        self._moved = []
 
     def is_ours(self) -> bool:
         """Whether no other job has taken over the folder while this one was suspended or cut off."""
-        return read_json(self.lock_file).get("number", self.start.lock_number) == self.start.lock_number
+        return read_json(self.lock_file).get("token", self.start.token) == self.start.token
 
     def _check(self) -> None:
         """Call before every write: a later owner would take it for its own."""
@@ -178,12 +75,11 @@ class Run:
     def check_owner(self) -> None:
         """Call before a checkpoint gets its name. Raises TrainingError if another job owns the folder, or OSError."""
         try:
-            number = json.loads(self.lock_file.read_text(encoding="utf-8"))["number"]
+            token = json.loads(self.lock_file.read_text(encoding="utf-8"))["token"]
         except (ValueError, KeyError, TypeError):
             raise OSError(5, f"{self.lock_file} cannot be read") from None
-        if number != self.start.lock_number:
-            text = f"{self.checkpoints}: another job has taken over this run (owner {number}); end this one"
-            raise TrainingError(text)
+        if token != self.start.token:
+            raise TrainingError(f"{self.checkpoints}: another job has taken over this run; end this one")
 
     def close(self) -> None:
         """Release the folder."""
@@ -230,7 +126,6 @@ class Run:
 
     def begin(self) -> None:
         """Write to status.json that an attempt is running."""
-        self.is_replacing = False
         before = read_json(self.folder / "status.json") if self.start.attempt > 1 else {}
         where = {"epoch": 0, "step": 0, "samples_seen": 0, "checkpoint": None} | before
         kept = {name: where[name] for name in ("epoch", "step", "samples_seen", "checkpoint")}
@@ -284,13 +179,19 @@ class Run:
             f"rank {rank} on {self.hosts[rank]} was killed or cut off{where}{more}; {remedy}", rank, self.hosts[rank]
         )
 
-    def failed(self, error: BaseException) -> None:
-        """Write to status.json that the run failed. Called on each rank that fails; the first one counts."""
-        if self.is_replacing or not self.is_ours():
-            return  # the status belongs to another run or another job
+    def failed(self, error: BaseException, step: int = 0) -> None:
+        """Write to status.json that the run failed. Called on each rank that fails; the first one counts.
+
+        step: the last one that this rank has completed.
+        """
+        if not self.is_ours():
+            return  # the status belongs to another job
         if getattr(error, "rank", None) is not None and not self.is_main and not isinstance(error, TrainingError):
             return  # all ranks have this error: rank 0 writes it
         path = self.folder / "status.json"
+        if isinstance(error, UserError) and self._moved:
+            move_back(self._moved)
+            return
         if isinstance(error, UserError) and self._status_before:  # the run is unchanged
             with suppress(OSError):
                 replace_json(path, self._status_before)
@@ -303,7 +204,8 @@ class Run:
                 time.sleep(0.3)  # rank 0 may have been writing its own status just then; it waits for this rank now
             status = read_json(path)
             if status.get("state") == "running":
-                status |= {"state": "failed", "error": text} | where | {"time": now()}
+                reached = {"step": max(step, status.get("step", 0))}
+                status |= {"state": "failed", "error": text} | reached | where | {"time": now()}
                 try:
                     replace_json(path, status)
                 except OSError:

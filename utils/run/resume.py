@@ -16,12 +16,13 @@ from utils.data.sampler import GlobalBatchSampler
 from utils.data.sketches import are_alike
 from utils.distributed.collectives import all_gather_json, broadcast_json, on_all_ranks, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
-from utils.logger import setup_logger
-from utils.run.folder import Run, Start, claim
+from utils.run.claim import Start, claim
+from utils.run.folder import Run
+from utils.run.lock import KILLED
 from utils.run.start_checks import check_shared
 from utils.training.state import Progress, TrainState
 
-MAX_FAILURES = 3  # in a row at the same step, before the run is stopped
+MAX_FAILURES = 3  # attempts in a row that get no further, before the run is stopped
 
 
 def open_run(config: TrainingConfig, ctx: DistributedContext) -> Run:
@@ -31,7 +32,7 @@ def open_run(config: TrainingConfig, ctx: DistributedContext) -> Run:
     start = Start(**broadcast_json(dataclasses.asdict(start) if start else None, ctx))
     run = Run(config.run_folder, config.checkpoint_folder, ctx.rank, ctx.hosts, start, lock)
     if not start.is_completed:
-        check_shared(run.folder, run.lock_file, start.lock_number, ctx)
+        check_shared(run.folder, run.lock_file, start.token, ctx)
     return run
 
 
@@ -49,7 +50,7 @@ def resume_run(
         The allowed differences from the checkpoint's config, and the goodput in the checkpoint.
 
     Raises:
-        UserError: also if the last attempts all failed at the same step.
+        UserError: also if the last attempts got no further than those before.
     """
     differences, goodput, progress = [], None, state.progress
     if run.resume_path:
@@ -64,10 +65,6 @@ def resume_run(
     if len(run.start.failures) >= MAX_FAILURES:
         on_rank_0(lambda: run.mark_training(has_diagnosed=True), ctx)
         raise UserError(diagnosis(run.start.failures, progress, sampler), 0, ctx.hosts[0], is_final=True)
-    if run.is_replacing:  # nothing can be rejected any more
-        on_rank_0(lambda: run.replace_old_run(config), ctx)
-        setup_logger(ctx.rank, run.log_file)
-        run.begin()
     on_rank_0(lambda: run.rewind(progress.step, progress.evaluated_step == progress.step), ctx)
     if not broadcast_json(on_rank_0(lambda: run.restore_best(progress.best_step), ctx), ctx):
         progress.forget_best()
@@ -171,12 +168,14 @@ def lr_jump(payload: dict[str, Any], state: TrainState) -> list[str]:
 
 
 def diagnosis(failures: list[dict[str, Any]], progress: Progress, sampler: GlobalBatchSampler) -> str:
-    """The error message for a run that always fails at the same step, with the samples of the step."""
-    step, size = failures[-1]["step"], sampler.global_batch_size
+    """The error message for a run that gets no further, with the samples of the step that fails."""
+    step, size = max(each["step"] for each in failures) + 1, sampler.global_batch_size
     first = progress.samples_in_epoch + (step - progress.step - 1) * size
     indices = sampler.order(progress.epoch)[max(0, first) : first + size].tolist()[:32]
+    if KILLED in failures[-1]["error"]:
+        indices = []
     which = f" (epoch {progress.epoch + 1}, samples {indices})" if indices else ""
     return (
-        f"the last {len(failures)} attempts all failed at step {step}{which} without a new checkpoint, the last one"
-        f" with: {failures[-1]['error']}; fix that and start again: there are {MAX_FAILURES} more attempts"
+        f"the last {len(failures)} attempts did not complete step {step}{which}, the last one failed with:"
+        f" {failures[-1]['error']}; fix that and start again: there are {MAX_FAILURES} more attempts"
     )

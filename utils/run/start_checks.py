@@ -43,17 +43,17 @@ def check_alike(config: TrainingConfig, ctx: DistributedContext) -> None:
     raise UserError(f"{text}\n{format_table([head, *rows])}", ranks[1], ctx.hosts[ranks[1]])
 
 
-def check_shared(folder: Path, file: Path, number: int, ctx: DistributedContext) -> None:
+def check_shared(folder: Path, file: Path, token: str, ctx: DistributedContext) -> None:
     """Raises UserError on every rank if one does not see what rank 0 has just written to the run folder, or cannot
     write there itself.
 
     Args:
-        file: in the folder; its JSON must have this `number`.
+        file: in the folder; its JSON must have this `token`.
     """
 
     def look() -> None:
         ends = time.monotonic() + SECONDS_TO_SEE
-        while read_json(file).get("number") != number:
+        while read_json(file).get("token") != token:
             if time.monotonic() > ends:
                 here, first = ctx.hosts[ctx.rank], ctx.hosts[0]
                 remedy = "put the run folder on storage that all nodes share, at the same path"

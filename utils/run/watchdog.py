@@ -103,6 +103,10 @@ class Watchdog:
         self._clock.close()
 
     @property
+    def completed(self) -> int:
+        return self._clock.completed
+
+    @property
     def limit(self) -> float:
         """Seconds without progress before a report: 5 times the 99th percentile of the step times, at least 5."""
         durations = sorted(self._durations)

@@ -1,0 +1,236 @@
+"""Which run a start continues, moves aside or rejects."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from config import TrainingConfig, TrainingError, UserError
+from test_checkpoint import payload
+from test_run_folder import commit, contents, fill, from_step_10, names, open_run, with_
+from utils.checkpoint import archive
+from utils.checkpoint import format as checkpoint
+from utils.files import read_json
+from utils.run import folder as run_folder
+
+IS_HELD = "holds a run already; add --resume_from auto to continue it, --overwrite to replace it, or give another --run"
+HOLDS_MORE = "contains more than one run's files; give a separate folder"
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, IS_HELD),
+        ({"run_dir": "runs/new", "checkpoint_dir": "runs/mine/checkpoints"}, IS_HELD),  # two runs in one folder
+        *[({"run_dir": folder, "overwrite": True}, HOLDS_MORE) for folder in (".", "..", "/", "runs")],
+        ({"run_dir": "runs/new", "resume_from": "nowhere.pt"}, "nowhere.pt: cannot be read .*; give"),
+        ({"run_dir": "runs/mine/metrics.jsonl/x"}, "cannot be written .Not a directory.; give"),
+        ({"run_dir": "runs/new", "checkpoint_dir": "runs/mine/metrics.jsonl/x"}, "cannot be written .Not a directory"),
+    ],
+)
+def test_a_start_in_an_unusable_folder_is_rejected_and_changes_nothing(config, changes, problem):
+    fill(open_run(config))
+    before = contents(config.run_folder)
+    with pytest.raises(UserError, match=problem):
+        open_run(with_(config, **changes))
+    assert contents(config.run_folder) == before
+
+
+REPLACING = [{"run_dir": "runs/default"}, {"overwrite": True}, {"overwrite": True, "checkpoint_dir": "ckpt"}]
+
+
+@pytest.mark.parametrize("changes", REPLACING)
+def test_an_earlier_run_is_moved_aside_with_its_checkpoints(config, changes):
+    config = with_(config, **changes)
+    for number in (1, 2):
+        fill(open_run(config))
+        (config.run_folder / "notes.txt").write_text("mine")
+        run = open_run(config)
+        assert not contents(run.folder) and not names(run.checkpoints) and run.start.attempt == 1
+        run.close()
+        asides = [f"{config.checkpoint_folder}.{number}"] * bool(config.checkpoint_dir) + [f"{run.folder}.{number}"]
+        kept = Path(asides[0]) if config.checkpoint_dir else Path(asides[0], "checkpoints")
+        assert names(kept) == ["step_00000010.pt", "step_00000020.pt"] and Path(asides[-1], "notes.txt").exists()
+        where = " and ".join(asides)
+        assert run.notes == [f"moved the earlier run to {where} (0.0 GB); to delete it: rm -r {' '.join(asides)}"]
+
+
+@pytest.mark.parametrize("changes", REPLACING)
+def test_a_start_that_is_rejected_later_moves_the_earlier_run_back(config, changes):
+    config = with_(config, **changes)
+    fill(open_run(config))
+    before = contents(config.run_folder), contents(config.checkpoint_folder)
+    run = open_run(config, "job-7")
+    run.status("running", step=0)
+    run.log_file.parent.mkdir()
+    with run.log_file.open("w"):
+        run.failed(UserError("data_dir=typo: has no train/<class>/ folders; give the folder that holds it", 0, "here"))
+    run.close()
+    assert (contents(config.run_folder), contents(config.checkpoint_folder)) == before
+    assert not list(Path("runs").glob("*.1")) and not list(Path("runs").glob("*.tmp"))
+    with pytest.raises(TrainingError, match="another job has taken over"):
+        run.status("running", step=1)
+    assert open_run(with_(config, overwrite=False, resume_from="auto")).resume_path.name == "step_00000020.pt"
+
+
+def test_an_earlier_run_is_named_if_the_start_that_moved_it_was_killed(config):
+    replacing = with_(config, overwrite=True)
+    fill(open_run(replacing))
+    open_run(replacing, "job-7").close()
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"its run was moved to runs/mine\.1 .*; move it back, or start over"):
+            open_run(with_(config, resume_from="auto"))
+    run = open_run(replacing, "job-7")  # a restart of the same launch
+    assert run.resume_path is None and run.start.attempt == 1
+    fill(run)
+    run = open_run(with_(config, resume_from="auto"))
+    assert run.resume_path.name == "step_00000020.pt" and run.start.attempt == 2
+
+
+@pytest.mark.parametrize("given", ["init_from", "resume_from"])
+def test_a_run_is_not_moved_aside_if_the_new_one_starts_from_it(config, given):
+    config = with_(config, run_dir="runs/default")
+    fill(open_run(config))
+    before = contents(config.run_folder)
+    path = config.run_folder / ("checkpoints/step_00000010.pt" if given == "init_from" else "superseded-1/old.pt")
+    path.parent.mkdir(exist_ok=True)
+    archive.write(path, payload(10))
+    before = contents(config.run_folder)
+    with pytest.raises(UserError, match=f"{given}=.*: is in the run that would be moved aside; give another --run_dir"):
+        open_run(with_(config, **{given: str(path)}))
+    assert contents(config.run_folder) == before
+
+
+def test_a_folder_that_cannot_be_moved_aside_is_left_as_it_is(config, monkeypatch):
+    """As the mount point of a disk."""
+    config = with_(config, overwrite=True, checkpoint_dir="ckpt")
+    fill(open_run(config))
+    before = contents(config.run_folder), contents(config.checkpoint_folder)
+
+    def rename(place, aside, plain=os.rename):
+        if Path(place).name == "mine":
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        plain(place, aside)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(UserError, match="mine: cannot be moved aside .Device or resource busy.; give another --run"):
+        open_run(config)
+    assert (contents(config.run_folder), contents(config.checkpoint_folder)) == before
+
+
+def test_a_rejected_start_leaves_the_status_of_the_run(config):
+    fill(open_run(config), state="preempted")
+    run = open_run(with_(config, resume_from="auto"))
+    file = run.folder / "status.json"
+    before = read_json(file)
+    run.begin()
+    assert (read_json(file)["state"], read_json(file)["step"]) == ("running", 20)
+    run.failed(UserError("seed=1: the checkpoint has seed=2", 0, "here"))
+    assert read_json(file) == before
+    run.begin()
+    run.status("running", step=21)  # it trains
+    run.failed(UserError("a.png: cannot be read", 0, "here"))
+    assert read_json(file)["state"] == "failed"
+
+
+def test_the_cause_of_a_failure_is_written_where_no_file_can_be_created(config, monkeypatch):
+    run, nothing = open_run(config), mock.Mock(side_effect=OSError(28, "No space left on device"))
+    run.status("running", step=7, checkpoint="x" * 999)
+    monkeypatch.setattr(run_folder, "replace_json", nothing)
+    run.failed(TrainingError("no inodes are free"))
+    status = read_json(run.folder / "status.json")
+    assert nothing.called and (status["state"], status["error"], status["step"]) == ("failed", "no inodes are free", 7)
+
+
+def test_a_run_without_records_or_checkpoints_is_started_again_in_its_folder(config):
+    run = open_run(config)
+    run.status("running")
+    run.failed(UserError("bad data; fix it"))
+    run.close()
+    run = open_run(config)
+    assert run.start.attempt == 1
+    run.record("train", step=3, loss=1.0)
+    run.close()
+    run = open_run(with_(config, resume_from="auto"))
+    assert run.resume_path is None
+    run.rewind(0)
+    assert run.records("train") == []
+
+
+def test_a_run_whose_checkpoints_are_gone_is_not_started_over(config):
+    """Their disk may not be mounted."""
+    config = with_(config, resume_from="auto")
+    run = open_run(config)
+    fill(run)
+    path = checkpoint.step_checkpoints(config.checkpoint_folder)[-1]
+    run = open_run(config)
+    run.status("running", checkpoint=str(path))
+    run.close()
+    shutil.move(config.checkpoint_folder, config.run_folder / "elsewhere")
+    before = contents(config.run_folder)
+    with pytest.raises(UserError, match=f"has no checkpoint, but the run has written {path}; put it back"):
+        open_run(config)
+    assert before.items() <= contents(config.run_folder).items()
+    config.checkpoint_folder.rmdir()
+    shutil.move(config.run_folder / "elsewhere", config.checkpoint_folder)
+    run = open_run(config)
+    assert run.resume_path == path
+    run.close()
+
+
+def test_resuming_from_another_run_starts_a_new_run_but_not_in_a_folder_that_holds_one(config):
+    fill(open_run(config))
+    other = with_(from_step_10(config), run_dir="runs/other")
+    run = open_run(other)
+    assert run.resume_path.name == "step_00000010.pt" and run.start.attempt == 1
+    fill(run)
+    with pytest.raises(UserError, match=IS_HELD):
+        open_run(other)
+
+
+def test_a_restart_of_the_same_launch_continues_even_with_overwrite(config):
+    first = with_(config, overwrite=True)
+    fill(open_run(first, launch_id="job-7"))
+    run = open_run(first, launch_id="job-7")
+    assert run.resume_path.name == "step_00000020.pt" and run.start.attempt == 2
+    run.close()
+    with pytest.raises(UserError, match=IS_HELD):
+        open_run(config, launch_id="job-8")
+
+
+def test_a_restart_before_the_first_checkpoint_starts_from_the_path_again(config):
+    fill(open_run(with_(config, run_dir="runs/other")))
+    given = with_(config, resume_from="runs/other/checkpoints/step_00000010.pt")
+    for attempt in (1, 2):
+        run = open_run(given, launch_id="job-7")
+        assert str(run.resume_path) == given.resume_from and run.start.attempt == attempt
+        run.mark_training()
+        run.record("train", epoch=0, step=11, loss=1.0)
+        run.close()
+    run = open_run(given, launch_id="job-7")
+    commit(run, 12)
+    run.close()
+    assert open_run(given, launch_id="job-7").resume_path.name == "step_00000012.pt"
+
+
+def test_a_restart_of_a_launch_that_had_not_trained_starts_from_the_given_checkpoint(config):
+    """Its first attempt failed before training; the folder holds the completed run of another launch."""
+    fill(open_run(config, launch_id="job-6"), state="completed")
+    for attempt in (2, 3):
+        run = open_run(from_step_10(config), launch_id="job-7")
+        assert run.resume_path.name == "step_00000010.pt"
+        assert not run.start.is_completed and run.start.attempt == attempt
+        run.close()
+    with pytest.raises(UserError, match=IS_HELD):
+        open_run(config, launch_id="job-7")
+
+
+def test_a_restart_that_looks_like_a_new_run_is_rejected(config):
+    fill(open_run(TrainingConfig()))
+    with pytest.raises(
+        UserError, match="holds a run, and restarts look like new launches; give torchrun --rdzv-id NAME"
+    ):
+        open_run(TrainingConfig(), may_restart=True)
