@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train two DDP ranks on the synthetic data set: about two minutes on a laptop without a GPU. Fails below 90 % top-1.
+# Train two DDP ranks on the synthetic data set, on a laptop without a GPU. Fails below 90 % top-1.
 # --kill: train once on four ranks without interruption, and once SIGKILLed three times and continued on one, two and
 # four ranks; compare the results and plot both curves. Fails if the weights are not bitwise equal.
 set -euo pipefail
