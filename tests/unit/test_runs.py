@@ -71,6 +71,18 @@ def test_runs_that_were_killed_or_have_no_record_yet_are_shown(tmp_path, show):
     assert (code, names) == (0, ["killed", "new"]) and "None" not in text, text
 
 
+def test_a_plot_has_its_title_and_names_the_ranks_of_each_resume(tmp_path, show):
+    forge(tmp_path / "a", {}, "top1", values=[0.5, 0.75])
+    with (tmp_path / "a/metrics.jsonl").open("a") as file:
+        for step, ranks in ((4, 1), (8, 2)):
+            record = {"kind": "event", "event": "resumed", "step": step, "world_size": ranks}
+            print("\n" + json.dumps(record), file=file)
+    assert show("--plot", tmp_path / "a.svg", "--title", "killed twice")[0] == 0
+    texts = [text.text for text in ET.parse(tmp_path / "a.svg").getroot().iter("{http://www.w3.org/2000/svg}text")]
+    for words in ("killed twice", "resumed on 1 rank", "resumed on 2 ranks", "optimizer step", "top-1 accuracy"):
+        assert words in texts
+
+
 def test_fifteen_runs_have_fifteen_colors(tmp_path, show):
     for k in range(15):
         forge(tmp_path / f"run{k:02d}", {"lr": k}, values=[1.0 / (k + 1), 2.0 / (k + 1)])
