@@ -17,7 +17,9 @@ from images import save_images
 from ranks import PATH, ROOT, copy_repository, lack, launch
 from scripts.lib.network import addresses
 
-PAGES = {path: path.read_text() for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]}
+PAGES = {
+    path: path.read_text() for name in ("README.md", "CONTRIBUTING.md", "docs/**/*.md") for path in ROOT.glob(name)
+}
 README = PAGES[ROOT / "README.md"]
 PROSE = {path: re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE) for path, text in PAGES.items()}
 BLOCKS = {
@@ -75,14 +77,13 @@ def test_every_documented_command_has_valid_flags():
 QUICK = {
     "quickstart.sh --kill": "--image_size 8",
     "quickstart.sh": TASK,
-    "test.sh": "tests/unit/test_tree.py",
     "launch.sh": "--dry-run",
     "--eval_only": "--backend gloo",
     "verify.py --data_dir": "--backend gloo --num_workers 0",
     "train.py --data_dir": "--backend gloo --num_workers 0",
     "train.py": TINY,
 }
-SLOW = ("--kill", "cifar10", "scripts/verify.py", "scripts/test.sh")  # left out by default
+SLOW = ("--kill", "cifar10", "scripts/verify.py")  # left out by default
 
 
 def write_fork(folder):
@@ -224,7 +225,9 @@ def test_every_link_leads_to_a_file_or_a_heading_and_every_page_is_linked():
     linked = {ROOT / "README.md"}
     for path, text in PROSE.items():
         for link in re.findall(r"\]\(([^)\s]+)\)", text):
-            if link.startswith("https://") or link.startswith("../../actions/"):  # the latter are pages of GitHub
+            if form := re.match(r"\.\./\.\./issues/new\?template=(\S+)", link):
+                assert (ROOT / ".github/ISSUE_TEMPLATE" / form[1]).is_file()
+            if link.startswith(("https://", "../../actions/", "../../issues/")):  # the latter are pages of GitHub
                 continue
             name, _, anchor = link.partition("#")
             target = (path.parent / name).resolve() if name else path
