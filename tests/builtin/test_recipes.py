@@ -107,6 +107,18 @@ def ratings(folder):
                 csv.writer(file).writerow([user, item, round(rating, 3), rng.choice([0.5, 1.0, 2.0])])
 
 
+def table(folder):
+    """One row in eight is positive; the label depends on all columns."""
+    pytest.importorskip("pandas")
+    rng = random.Random(0)
+    with (folder / "table.csv").open("w") as file:
+        print("city,product,age,income,label", file=file)
+        for _ in range(1500):
+            city, product, age, income = rng.randrange(6), rng.randrange(9), rng.uniform(18, 80), rng.gauss(3, 1)
+            score = city - product / 2 + age / 20 + income + rng.gauss(0, 1)
+            print(f"c{city},p{product},{age:.2f},{income:.4f},{int(score > 9)}", file=file)
+
+
 def tar_shards(folder):
     image_folder(folder / "images")
     for split in ("train", "val"):
@@ -142,12 +154,13 @@ CASES = {
     "text": (lines_of_words, ["dataset.py", "model.py"], "perplexity", 8, "--epochs 4"),
     "segmentation": (shapes_with_masks, ["config.py", "dataset.py", "model.py"], "miou", 0.6, ""),
     "gpt": (lines_of_words, ["config.py", "dataset.py", "model.py"], "perplexity", 7, "--epochs 8"),
+    "tabular": (table, ["config.py", "dataset.py", "model.py"], "auc", 0.9, ""),
     "recommender": (ratings, ["dataset.py", "model.py"], "rmse", 0.9, ""),
     "tar_shards": (tar_shards, ["dataset.py"], "top1", 0.9, ""),
     "hugging_face": (hub_images, ["dataset.py"], "top1", 0.9, ""),
     "timm": (timm_images, ["model.py"], "top1", 0.8, ""),
 }
-DEFAULT = ("text", "segmentation")
+DEFAULT = ("text", "segmentation")  # tabular has a default test of its own
 
 
 def case(name):
@@ -227,6 +240,36 @@ def test_the_fingerprint_of_many_files_is_short_and_follows_their_listing(tmp_pa
         fork.get("prepare_data", lambda config: None)(config)
         found.append(fork["create_dataset"](config, "train").fingerprint)
     assert found[0] == found[1] != found[2] and {*map(len, found)} == {64}
+
+
+def test_auc_and_f1_of_the_tabular_recipe_are_those_of_scikit_learns_formulas(tmp_path):
+    """On two ranks, with the page's schedule on a plateau. The AUC is that of the scores in bins of 1/1000."""
+    fork = Fork(tmp_path, "tabular")
+    table(fork.folder / "FOLDER")
+    schedule = next(code for code in fork.code if "def lr_factor" in code)
+    with (fork.folder / "model.py").open("a") as file:
+        file.write(f"\n\n{schedule}")
+    fork.train("--epochs", "12")
+    records = [json.loads(line) for line in (fork.folder / "runs/fork/metrics.jsonl").read_text().splitlines()]
+    rates = [record["lr"] for record in records if record["kind"] == "train"]
+    assert rates[0] == 0.01 and rates[-1] <= 0.0011
+    evaluated = max((record for record in records if record["kind"] == "eval"), key=lambda record: record["auc"])
+    ended = forks.run(fork.folder, 2, "scripts/predict.py", "runs/fork/checkpoints/best.pt")
+    assert ended.code == 0, ended.text
+    scores = torch.load(next((fork.folder / "runs/fork").glob("**/pred*.pt")), weights_only=True)["score"].double()
+    with (fork.folder / "FOLDER/table.csv").open() as file:
+        labels = torch.tensor([int(row["label"]) for row in csv.DictReader(file)][::5])
+
+    def auc(scores):
+        """sklearn.metrics.roc_auc_score: the part of pairs in order; ties count half."""
+        pairs = scores[labels == 1][:, None] - scores[labels == 0][None, :]
+        return ((pairs > 0).double() + (pairs == 0) / 2).mean().item()
+
+    found = scores >= 0.5
+    hits = (found & (labels == 1)).sum().item()
+    assert evaluated["f1"] == 2 * hits / (found.sum().item() + labels.sum().item())  # sklearn.metrics.f1_score
+    assert evaluated["auc"] == pytest.approx(auc((scores * 1000).floor()), abs=1e-4)  # a score may be at a bin's edge
+    assert evaluated["auc"] == pytest.approx(auc(scores), abs=2e-3) and evaluated["auc"] > 0.9
 
 
 WANDB = (
