@@ -148,6 +148,40 @@ def timm_images(folder):
     image_folder(folder, size=32)
 
 
+def save_language_model(folder, kind):
+    """A small random model of transformers and a tokenizer that knows WORDS. kind: Bert or Llama."""
+    transformers = pytest.importorskip("transformers")
+    import tokenizers
+
+    vocabulary = {word: number for number, word in enumerate(["[PAD]", "[UNK]", *WORDS])}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    settings = getattr(transformers, f"{kind}Config")(vocab_size=len(vocabulary), pad_token_id=0, **sizes)
+    torch.manual_seed(0)
+    names = {"Bert": "BertForSequenceClassification", "Llama": "LlamaForCausalLM"}
+    getattr(transformers, names[kind])(settings).save_pretrained(folder)
+
+
+def labelled_texts(folder):
+    save_language_model(folder / "model", "Bert")
+    rng = random.Random(0)
+    for split, count in (("train", 300), ("val", 60)):
+        with (folder / f"{split}.csv").open("w") as file:
+            print("text,label", file=file)
+            for _ in range(count):
+                text = rng.choices(WORDS, k=rng.randint(2, 12))
+                print(f"{' '.join(text)},{'yes' if 'gradients' in text else 'no'}", file=file)
+
+
+def running_text(folder):
+    save_language_model(folder / "model", "Llama")
+    for split, count in (("train", 400), ("val", 40)):
+        (folder / f"{split}.txt").write_text(" ".join(WORDS * count))
+
+
 # recipe: its data, the files that it changes, the metric, the bound of its value (lower; upper for a loss)
 CASES = {
     "vision_transformer": (image_folder, ["model.py"], "top1", 0.9, "--epochs 6 --batch_size 10"),
@@ -158,6 +192,8 @@ CASES = {
     "recommender": (ratings, ["dataset.py", "model.py"], "rmse", 0.9, ""),
     "tar_shards": (tar_shards, ["dataset.py"], "top1", 0.9, ""),
     "hugging_face": (hub_images, ["dataset.py"], "top1", 0.9, ""),
+    "text_classification": (labelled_texts, ["dataset.py", "model.py"], "f1", 0.9, "--lr 3e-3 --epochs 6"),
+    "causal_lm": (running_text, ["config.py", "dataset.py", "model.py"], "perplexity", 2, "--lr 3e-3 --context 16"),
     "timm": (timm_images, ["model.py"], "top1", 0.8, ""),
 }
 DEFAULT = ("text", "segmentation")  # tabular has a default test of its own
@@ -209,6 +245,18 @@ def test_with_exact_sums_a_recipe_has_the_same_bits_on_1_2_4_and_8_ranks(tmp_pat
     for ranks in (2, 4, 8):
         runs.assert_same("on-1", f"on-{ranks}")
     assert runs.last("on-1")["progress"]["step"] == 30
+
+
+@pytest.mark.slow
+def test_a_sharded_language_model_of_transformers_trains_as_under_ddp(tmp_path):
+    """from_pretrained on rank 0, from_config on the meta device on rank 1; blocks are recomputed and sharded."""
+    fork = Fork(tmp_path, "causal_lm")
+    running_text(fork.folder / "FOLDER")
+    flags = "--lr 3e-3 --context 16 --max_steps 20 --no-use_amp".split()
+    losses = []
+    for sharding in ([], ["--sharding", "zero3", "--activation_checkpointing"]):
+        losses.append(fork.train(*flags, *sharding, "--overwrite")[1]["final"]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_a_metric_of_text_is_per_token_not_per_line(tmp_path):
