@@ -9,10 +9,8 @@ is_prepared(config)             whether the data is ready for create_dataset
 prepare_data(config)            downloads or unpacks the data if needed; called on one rank per file system
 
 A data set is map-style (`__len__`, `__getitem__`, which raises UserError for a corrupt sample). The rest is optional:
-    __getitems__(indices)                           fetches a whole micro-batch at once; the global generators are
-                                                    seeded once, by all its indices and the epoch
-    collate(samples)                                samples -> batch (default: torch's default_collate); may draw from
-                                                    the global generators, which go on from the last sample
+    __getitems__(indices)                           fetches a whole micro-batch at once, seeded once by all its indices
+    collate(samples)                                samples -> batch (default: torch's default_collate); may draw, too
     device_transform(batch, seed, epoch, indices)   the batch on the device -> the input of compute_loss; must not use
                                                     the global generators: utils.rng.sample_draws(seed, epoch, ...)
     epoch_order(seed, epoch, n)                     a custom order: n indices, each once
