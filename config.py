@@ -30,6 +30,10 @@ SHARDINGS = ("none", "zero2", "zero3", "hybrid")
 ELSEWHERE = Path(__file__).parent / "docs" / "coming-from.md"  # names of flags in other trainers
 OF_TORCHRUN = """nproc_per_node nnodes node_rank master_addr master_port max_restarts local_rank world_size gpus devices
 num_nodes dist_url"""
+EXAMPLES = """examples:
+  torchrun --standalone --nproc-per-node=2 train.py --epochs 5
+  torchrun --standalone --nproc-per-node=8 train.py --dataset imagefolder --data_dir FOLDER --model resnet50
+  python train.py --config runs/default/config.json --eval_only"""
 BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
@@ -157,7 +161,7 @@ def yours(default: Any, text: str, check: Check | None = None, resume: str = "mu
 def help_of(field: dataclasses.Field) -> str:
     """The help of a field, with its choices."""
     check = field.metadata["check"]
-    return field.metadata["help"] + (f": {', '.join(check.choices)}" if isinstance(check, one_of) else "")
+    return field.metadata["help"] + (f": {{{','.join(check.choices)}}}" if isinstance(check, one_of) else "")
 
 
 def type_of(field: dataclasses.Field) -> tuple[type, bool]:
@@ -459,7 +463,7 @@ def _of_another_trainer(name: str) -> str:
     return ""
 
 
-class _HelpFormatter(argparse.HelpFormatter):
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """One line per flag, in one spelling."""
 
     def __init__(self, prog: str) -> None:
@@ -476,8 +480,9 @@ def _parser(cls: type) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="train.py",
         usage="torchrun --standalone --nproc-per-node=N train.py [flags]   (or: python train.py [flags])",
-        description="Flags may be written with _ or -. Flags override the --config file, which overrides the defaults. "
-        "For several nodes, scripts/launch.sh takes these flags and more.",
+        description="Flags may be written with _ or -. Flags override the --config file, which overrides the "
+        "defaults.\nFor several nodes, scripts/launch.sh takes these flags and more.",
+        epilog=EXAMPLES,
         allow_abbrev=False,
         add_help=False,
         argument_default=argparse.SUPPRESS,

@@ -1,15 +1,18 @@
 """The data, yours to change. The training loop uses three functions, and these attributes of a data set.
 
+`__getitem__` is seeded per sample and epoch: any torchvision transform is reproducible as it is, on any ranks and
+workers. Seeded are the global generators of torch, Python's `random` and numpy; a generator of your own is not.
+
 create_dataset(config, split)   the data set of "train", "val" or "test"; None if there is no such split. predict.py may
                                 ask for "predict": a set whose labels do not count
 is_prepared(config)             whether the data is ready for create_dataset
 prepare_data(config)            downloads or unpacks the data if needed; called on one rank per file system
 
 A data set is map-style (`__len__`, `__getitem__`, which raises UserError for a corrupt sample). The rest is optional:
-    __getitems__(indices)                           fetches a whole micro-batch at once, with one random seed
-    collate(samples)                                samples -> batch (default: torch's default_collate)
-    device_transform(batch, seed, epoch, indices)   the batch on the device -> the input of compute_loss; random draws
-                                                    depend only on (seed, epoch, index): utils.rng.sample_draws
+    __getitems__(indices)                           fetches a whole micro-batch at once, seeded once by all its indices
+    collate(samples)                                samples -> batch (default: torch's default_collate); may draw, too
+    device_transform(batch, seed, epoch, indices)   the batch on the device -> the input of compute_loss; must not use
+                                                    the global generators: utils.rng.sample_draws(seed, epoch, ...)
     epoch_order(seed, epoch, n)                     a custom order: n indices, each once
     with_replacement                                True: epoch_order may repeat and omit indices
     copies                                          epoch_order may give index + k * n for each k below copies: the same

@@ -4,7 +4,14 @@ create_model(config, device)    the network
 param_groups(model, config)     which parameters are trained, with which weight decay and learning rate
 compute_loss(model, batch)      the loss and metrics, as sums over a micro-batch and their counts
 
-docs/architecture.md lists optional ones, such as initial_weights and log_images below.
+More are optional; docs/architecture.md has their defaults:
+    initial_weights(config)         the weights of --init_from, by name
+    lr_factor(config, step, total_steps, warmup_steps, progress)    the learning rate of a step, as a factor of --lr
+    create_optimizer(groups, config)                                any torch optimizer that needs no closure
+    blocks(model)                   modules to recompute (--activation_checkpointing) or to shard (--sharding)
+    predict(model, batch)           {name: tensor [B, ...]}, for scripts/predict.py
+    example_inputs(batch)           the arguments of the model as a tuple, for scripts/export.py
+    log_images(model, batch)        {name: uint8 [N, 3, H, W]}, for TensorBoard at each evaluation
 """
 
 from __future__ import annotations

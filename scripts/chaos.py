@@ -90,10 +90,11 @@ class Chaos:
 
     def wait_for_next_fault(self, launch: subprocess.Popen) -> bool:
         """Wait for a random number of seconds or steps of training. Returns whether the launch is still running."""
-        draw, first, began = self.random.uniform(0.5, 1.5), self.step(), time.monotonic()
+        draw, first, began = self.random.uniform(0.5, 1.5), 0, time.monotonic()
         steps, seconds = self.options.every_steps * draw, self.options.every * draw
         while launch.poll() is None and not self.is_over():
-            if self.step() >= first + steps if steps else time.monotonic() >= began + seconds:
+            first = first or self.step()  # 0 until a resumed run has loaded its state
+            if self.step() >= max(first, 1) + steps if steps else time.monotonic() >= began + seconds:
                 return True
             time.sleep(0.05)
         return False

@@ -2,7 +2,7 @@
 
 python scripts/runs.py [FOLDER ...]                       the runs in runs/, or in the folders given
 python scripts/runs.py runs --plot curves.svg             also plot their curves (training dashed, evaluation solid)
-python scripts/runs.py runs/a runs/b --plot ab.svg --metric loss
+python scripts/runs.py runs/a runs/b --plot ab.svg --metric loss --title "learning rates"
 python scripts/runs.py runs/a runs/b --html report.html   an HTML report: figures, curves, timeline and settings
 python scripts/runs.py --compare runs/a runs/b            compare the final weights bitwise; exit code 1 if they differ
 """
@@ -25,6 +25,7 @@ from utils.files import read_json, read_lines
 from utils.table import format_table
 
 NOT_SETTINGS = ("run_dir", "checkpoint_dir", "resume_from", "overwrite", "init_method")
+AXES = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}
 NO_RECORDS = "metric={}: no run has recorded it; give a metric of the eval records"
 
 
@@ -108,7 +109,7 @@ def table(runs: list[RunInfo], metric: str) -> str:
     return format_table(rows)
 
 
-def plot(runs: list[RunInfo], metric: str) -> str:
+def plot(runs: list[RunInfo], metric: str, title: str = "") -> str:
     """An SVG with the evaluation curves (solid) and the training curves (dashed) of all runs. Raises UserError."""
     series, marks = [], []
     for k, (label, run) in enumerate(zip(labels(runs), runs, strict=True)):
@@ -119,11 +120,15 @@ def plot(runs: list[RunInfo], metric: str) -> str:
         series.append(Series(label + (" (dashed: training)" if dashed else ""), solid, **look))
         series.append(Series("", dashed, is_dashed=True, has_markers=False, **look))
         resumed = (record for record in run.records if record.get("event") == "resumed")
-        marks += [(event["step"], "resumed", look["color"]) for event in resumed]
+        for event in resumed:
+            ranks = event.get("world_size")
+            words = f"resumed on {ranks} rank{'s' * (ranks != 1)}" if ranks else "resumed"
+            marks.append((event["step"], words, look["color"]))
     if not any(each.points for each in series):
         raise UserError(NO_RECORDS.format(metric))
     y_range = (0.0, 1.0) if metric in ("top1", "top5", "accuracy") else None
-    return line_plot(series, x_label="optimizer step", y_label=metric, y_range=y_range, marks=marks)
+    axes = {"x_label": "optimizer step", "y_label": AXES.get(metric, metric)}
+    return line_plot(series, **axes, title=title, y_range=y_range, marks=marks)
 
 
 def weights_digest(folder: Path) -> str:
@@ -157,6 +162,7 @@ def main() -> int:
     )
     parser.add_argument("folders", nargs="*", type=Path, default=[Path("runs")])
     parser.add_argument("--plot", type=svg_file, metavar="FILE.svg", help="plot the curves here")
+    parser.add_argument("--title", default="", help="title of the plot")
     parser.add_argument(
         "--metric", default="", help="metric to show: loss, top1, ... [the one that selects the best checkpoint]"
     )
@@ -174,7 +180,7 @@ def main() -> int:
             raise UserError(NO_RECORDS.format(metric))
         print(table(runs, metric))
         if options.plot:
-            options.plot.write_text(plot(runs, metric))
+            options.plot.write_text(plot(runs, metric, options.title))
             print(f"wrote {options.plot}")
         if options.html:
             from scripts.lib import report  # imports torch

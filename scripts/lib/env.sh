@@ -25,7 +25,8 @@ find_python() {
     local base
     for base in python3 python3.14 python3.13 python3.12 python3.11; do
         "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue
-        echo "environment: installing requirements.txt into .venv (about 5 GB with CUDA, a minute or two) ..."
+        echo "environment: no Python here has what requirements.txt lists. Installing torch, torchvision, tensorboard and"
+        echo "pytest, with what they need, into $PWD/.venv: about 5.5 GB with CUDA on Linux. Ctrl-C stops it."
         rm -rf .venv
         "$base" -m venv .venv
         PYTHON=$PWD/.venv/bin/python

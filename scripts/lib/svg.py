@@ -82,11 +82,14 @@ def line_plot(
         parts += [_line(LEFT, y, WIDTH - RIGHT, y, 'stroke="#ddd"'), _text(LEFT - 8, y + 4, _short(value), "end")]
     for value, words in ticks(last):
         parts.append(_text(across(value), bottom + 18, words))
-    for x, words, color in marks:
-        x = across(x)
+    ends = -math.inf
+    for x, words, color in sorted(marks):
+        x, half = across(x), 3.3 * len(words)  # about half of its width
+        is_raised = x - half < ends  # it would overlap the one before
+        ends = ends if is_raised else x + half
         parts += [
             _line(x, top, x, bottom, f'stroke="{color}" stroke-dasharray="1 3"'),
-            _text(x, top - 4, words, "middle", f'style="fill:{color}"'),
+            _text(x, top - 4 - 13 * is_raised, words, "middle", f'style="fill:{color}"'),
         ]
     for each in series:
         look = f'stroke="{each.color}" stroke-width="{each.width}" opacity="{each.opacity:g}" fill="none"'

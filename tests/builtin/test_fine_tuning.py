@@ -60,7 +60,8 @@ def changed(before, after):
     return {name for name in before if before[name].shape != after[name].shape or not before[name].equal(after[name])}
 
 
-def test_the_two_commands_train_the_head_and_then_all_on_two_ranks(runs, monkeypatch):
+@pytest.mark.parametrize("first", [0, 2], ids=["imagefolder", "csv"])
+def test_the_two_commands_train_the_head_and_then_all_on_two_ranks(runs, monkeypatch, first):
     """Neither the weights of the frozen trunk nor its BatchNorm statistics move."""
     data = runs.root / "data"
     folders(data)
@@ -70,7 +71,10 @@ def test_the_two_commands_train_the_head_and_then_all_on_two_ranks(runs, monkeyp
     where |= {
         f"runs/head{rest}": f"{runs.folder('head')}{rest}" for rest in ("", "/config.json", "/checkpoints/best.pt")
     }
-    for words in COMMANDS:
+    for split in ("train", "val"):
+        rows = [f"{path.relative_to(data)},{path.parent.name}" for path in sorted(data.glob(f"{split}/*/*"))]
+        (data / f"{split}.csv").write_text("\n".join(["path,label", *rows]))
+    for words in (COMMANDS[first], COMMANDS[1]):
         run_ranks(2, train_flags, [*(str(where.get(word, word)) for word in words), *more], torch.float32, "")
     head, both = runs.last("head")["model"], runs.last("all")["model"]
     assert changed(published_weights, head) == {"fc.weight", "fc.bias"}

@@ -107,6 +107,18 @@ def ratings(folder):
                 csv.writer(file).writerow([user, item, round(rating, 3), rng.choice([0.5, 1.0, 2.0])])
 
 
+def table(folder):
+    """One row in eight is positive; the label depends on all columns."""
+    pytest.importorskip("pandas")
+    rng = random.Random(0)
+    with (folder / "table.csv").open("w") as file:
+        print("city,product,age,income,label", file=file)
+        for _ in range(1500):
+            city, product, age, income = rng.randrange(6), rng.randrange(9), rng.uniform(18, 80), rng.gauss(3, 1)
+            score = city - product / 2 + age / 20 + income + rng.gauss(0, 1)
+            print(f"c{city},p{product},{age:.2f},{income:.4f},{int(score > 9)}", file=file)
+
+
 def tar_shards(folder):
     image_folder(folder / "images")
     for split in ("train", "val"):
@@ -136,18 +148,55 @@ def timm_images(folder):
     image_folder(folder, size=32)
 
 
+def save_language_model(folder, kind):
+    """A small random model of transformers and a tokenizer that knows WORDS. kind: Bert or Llama."""
+    transformers = pytest.importorskip("transformers")
+    import tokenizers
+
+    vocabulary = {word: number for number, word in enumerate(["[PAD]", "[UNK]", *WORDS])}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    settings = getattr(transformers, f"{kind}Config")(vocab_size=len(vocabulary), pad_token_id=0, **sizes)
+    torch.manual_seed(0)
+    names = {"Bert": "BertForSequenceClassification", "Llama": "LlamaForCausalLM"}
+    getattr(transformers, names[kind])(settings).save_pretrained(folder)
+
+
+def labelled_texts(folder):
+    save_language_model(folder / "model", "Bert")
+    rng = random.Random(0)
+    for split, count in (("train", 300), ("val", 60)):
+        with (folder / f"{split}.csv").open("w") as file:
+            print("text,label", file=file)
+            for _ in range(count):
+                text = rng.choices(WORDS, k=rng.randint(2, 12))
+                print(f"{' '.join(text)},{'yes' if 'gradients' in text else 'no'}", file=file)
+
+
+def running_text(folder):
+    save_language_model(folder / "model", "Llama")
+    for split, count in (("train", 400), ("val", 40)):
+        (folder / f"{split}.txt").write_text(" ".join(WORDS * count))
+
+
 # recipe: its data, the files that it changes, the metric, the bound of its value (lower; upper for a loss)
 CASES = {
     "vision_transformer": (image_folder, ["model.py"], "top1", 0.9, "--epochs 6 --batch_size 10"),
     "text": (lines_of_words, ["dataset.py", "model.py"], "perplexity", 8, "--epochs 4"),
     "segmentation": (shapes_with_masks, ["config.py", "dataset.py", "model.py"], "miou", 0.6, ""),
     "gpt": (lines_of_words, ["config.py", "dataset.py", "model.py"], "perplexity", 7, "--epochs 8"),
+    "tabular": (table, ["config.py", "dataset.py", "model.py"], "auc", 0.9, ""),
     "recommender": (ratings, ["dataset.py", "model.py"], "rmse", 0.9, ""),
     "tar_shards": (tar_shards, ["dataset.py"], "top1", 0.9, ""),
     "hugging_face": (hub_images, ["dataset.py"], "top1", 0.9, ""),
+    "text_classification": (labelled_texts, ["dataset.py", "model.py"], "f1", 0.9, "--lr 3e-3 --epochs 6"),
+    "causal_lm": (running_text, ["config.py", "dataset.py", "model.py"], "perplexity", 2, "--lr 3e-3 --context 16"),
     "timm": (timm_images, ["model.py"], "top1", 0.8, ""),
 }
-DEFAULT = ("text", "segmentation")
+DEFAULT = ("text", "segmentation")  # tabular has a default test of its own
 
 
 def case(name):
@@ -198,6 +247,18 @@ def test_with_exact_sums_a_recipe_has_the_same_bits_on_1_2_4_and_8_ranks(tmp_pat
     assert runs.last("on-1")["progress"]["step"] == 30
 
 
+@pytest.mark.slow
+def test_a_sharded_language_model_of_transformers_trains_as_under_ddp(tmp_path):
+    """from_pretrained on rank 0, from_config on the meta device on rank 1; blocks are recomputed and sharded."""
+    fork = Fork(tmp_path, "causal_lm")
+    running_text(fork.folder / "FOLDER")
+    flags = "--lr 3e-3 --context 16 --max_steps 20 --no-use_amp".split()
+    losses = []
+    for sharding in ([], ["--sharding", "zero3", "--activation_checkpointing"]):
+        losses.append(fork.train(*flags, *sharding, "--overwrite")[1]["final"]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
 def test_a_metric_of_text_is_per_token_not_per_line(tmp_path):
     fork = Fork(tmp_path, "text")
     lines_of_words(fork.folder / "FOLDER")
@@ -227,6 +288,36 @@ def test_the_fingerprint_of_many_files_is_short_and_follows_their_listing(tmp_pa
         fork.get("prepare_data", lambda config: None)(config)
         found.append(fork["create_dataset"](config, "train").fingerprint)
     assert found[0] == found[1] != found[2] and {*map(len, found)} == {64}
+
+
+def test_auc_and_f1_of_the_tabular_recipe_are_those_of_scikit_learns_formulas(tmp_path):
+    """On two ranks, with the page's schedule on a plateau. The AUC is that of the scores in bins of 1/1000."""
+    fork = Fork(tmp_path, "tabular")
+    table(fork.folder / "FOLDER")
+    schedule = next(code for code in fork.code if "def lr_factor" in code)
+    with (fork.folder / "model.py").open("a") as file:
+        file.write(f"\n\n{schedule}")
+    fork.train("--epochs", "12")
+    records = [json.loads(line) for line in (fork.folder / "runs/fork/metrics.jsonl").read_text().splitlines()]
+    rates = [record["lr"] for record in records if record["kind"] == "train"]
+    assert rates[0] == 0.01 and rates[-1] <= 0.0011
+    evaluated = max((record for record in records if record["kind"] == "eval"), key=lambda record: record["auc"])
+    ended = forks.run(fork.folder, 2, "scripts/predict.py", "runs/fork/checkpoints/best.pt")
+    assert ended.code == 0, ended.text
+    scores = torch.load(next((fork.folder / "runs/fork").glob("**/pred*.pt")), weights_only=True)["score"].double()
+    with (fork.folder / "FOLDER/table.csv").open() as file:
+        labels = torch.tensor([int(row["label"]) for row in csv.DictReader(file)][::5])
+
+    def auc(scores):
+        """sklearn.metrics.roc_auc_score: the part of pairs in order; ties count half."""
+        pairs = scores[labels == 1][:, None] - scores[labels == 0][None, :]
+        return ((pairs > 0).double() + (pairs == 0) / 2).mean().item()
+
+    found = scores >= 0.5
+    hits = (found & (labels == 1)).sum().item()
+    assert evaluated["f1"] == 2 * hits / (found.sum().item() + labels.sum().item())  # sklearn.metrics.f1_score
+    assert evaluated["auc"] == pytest.approx(auc((scores * 1000).floor()), abs=1e-4)  # a score may be at a bin's edge
+    assert evaluated["auc"] == pytest.approx(auc(scores), abs=2e-3) and evaluated["auc"] > 0.9
 
 
 WANDB = (

@@ -16,7 +16,7 @@ from nodes import Nodes
 from ranks import PATH, ROOT, finish
 from training import Runs, difference, wait_for_step, wait_until
 
-README = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "docs/multi-node.md").read_text()
 TINY = "--image_size 8 --batch_size 4 --dataset_size 160 --num_workers 1 --save_every_steps 5 --log_interval 1".split()
 TINY += "--global_batch_size 8 --deterministic".split()
 LATE = "waiting for node 0 at node0:29500: connection refused, nothing is listening there"
@@ -34,10 +34,10 @@ def launch(node, number, *flags, nodes=2, **variables):
     return node.start([ROOT / "scripts" / "launch.sh", *TINY, *flags], env=env)
 
 
-def as_in_the_readme(node, number, *flags):
-    """Run the README's command for this node with other flags."""
+def as_documented(node, number, *flags):
+    """Run the command of docs/multi-node.md for this node with other flags."""
     line = re.search(
-        rf"^(NNODES=2 NODE_RANK={number} .*launch.sh --retries 10) .*# on {node.name}$", README, re.MULTILINE
+        rf"^(NNODES=2 NODE_RANK={number} .*launch.sh --retries 10) .*# on {node.name}$", PAGE, re.MULTILINE
     )[1]
     words = shlex.join(map(str, [*TINY, *flags]))
     return node.start(["bash", "-c", f"cd {shlex.quote(str(ROOT))} && {line} {words}"], env={"PATH": PATH})
@@ -54,9 +54,9 @@ def test_two_nodes_train_the_same_as_one(tmp_path):
     """Node 0 starts late and node 1 reports that it waits; no other message of the table is printed."""
     with Nodes(2) as nodes:
         flags = ["--epochs", 1, "--run_dir", tmp_path / "run"]
-        second = as_in_the_readme(nodes[1], 1, *flags)
+        second = as_documented(nodes[1], 1, *flags)
         wait_until(lambda: LATE.encode() in os.pread(second.files[1].fileno(), 2**16, 0))
-        first = as_in_the_readme(nodes[0], 0, *flags)
+        first = as_documented(nodes[0], 0, *flags)
         ended = [finish(program, 240) for program in (first, second)]
     assert [each.code for each in ended] == [0, 0], ended[0].text + ended[1].text
     assert "[node0 0] " in ended[0].out and "GLOO_SOCKET_IFNAME=eth0" in ended[0].err

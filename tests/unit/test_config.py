@@ -153,6 +153,11 @@ def test_help_shows_each_flag_once_with_its_default_in_lines_of_120_columns(caps
     assert [entry.split()[0] for entry in entries] == ["help", "config", "print_config", *(f.name for f in fields)]
     for entry, field in zip(entries[3:], fields, strict=True):
         assert field.default == "" or f"[{field.default}]" in entry
+    assert "{sgd,adamw} [sgd]" in text
+    examples = re.findall(r"train.py (--.*)", text.split("examples:")[1])
+    assert len(examples) == 3
+    for words in examples[:2]:  # the third reads the config of a run
+        TrainingConfig.from_args(words.split())
 
 
 @pytest.mark.parametrize(

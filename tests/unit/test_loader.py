@@ -164,6 +164,13 @@ class NoisyTogether(Noisy):
         return [self[index] for index in indices]
 
 
+class NoisyCollate(Noisy):
+    """Draws in collate too, as mixing does; those draws follow the ones of the last sample."""
+
+    def collate(self, samples):
+        return torch.stack(samples) + torch.rand(()).item() + random.random() + numpy.random.rand()
+
+
 def context(rank=0, world_size=1, device=CPU):
     return DistributedContext(rank, rank, world_size, device)
 
@@ -180,7 +187,7 @@ def epochs_of(dataset, world_size, workers):
     return found
 
 
-@pytest.mark.parametrize("data", [Noisy(), NoisyTogether()], ids=["alone", "together"])
+@pytest.mark.parametrize("data", [Noisy(), NoisyTogether(), NoisyCollate()], ids=["alone", "together", "collate"])
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_samples_content_does_not_depend_on_ranks_or_workers(method, data):
     """The random transforms of a data set draw from streams of (seed, epoch, index), or of all indices of a call."""

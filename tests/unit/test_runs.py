@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from scripts import runs as script
+from scripts.lib.terminal import COLUMNS, terminal
 
 
 @pytest.fixture
@@ -69,6 +70,26 @@ def test_runs_that_were_killed_or_have_no_record_yet_are_shown(tmp_path, show):
         (tmp_path / "new" / name).unlink()
     code, names, text = show("--metric", "rmse", "--plot", tmp_path / "a.svg")
     assert (code, names) == (0, ["killed", "new"]) and "None" not in text, text
+
+
+def test_a_plot_has_its_title_and_names_the_ranks_of_each_resume(tmp_path, show):
+    forge(tmp_path / "a", {}, "top1", values=[0.5, 0.75])
+    with (tmp_path / "a/metrics.jsonl").open("a") as file:
+        for step, ranks in ((4, 1), (8, 2)):
+            record = {"kind": "event", "event": "resumed", "step": step, "world_size": ranks}
+            print("\n" + json.dumps(record), file=file)
+    assert show("--plot", tmp_path / "a.svg", "--title", "killed twice")[0] == 0
+    texts = [text.text for text in ET.parse(tmp_path / "a.svg").getroot().iter("{http://www.w3.org/2000/svg}text")]
+    for words in ("killed twice", "resumed on 1 rank", "resumed on 2 ranks", "optimizer step", "top-1 accuracy"):
+        assert words in texts
+
+
+def test_a_terminal_picture_has_the_command_and_the_first_20_lines():
+    lines = [f"line {k} <{'x' * 200 if k == 3 else ''}>" for k in range(30)]
+    root = ET.fromstring(terminal("train.py --epochs 1", lines))
+    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts[:2] == ["$ train.py --epochs 1", "line 0 <>"] and texts[-1] == "line 19 <>"
+    assert len(texts) == 21 and max(map(len, texts)) == COLUMNS and texts[4].endswith("…")
 
 
 def test_fifteen_runs_have_fifteen_colors(tmp_path, show):

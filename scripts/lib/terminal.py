@@ -1,0 +1,38 @@
+"""Draw the first 20 lines of a command's output as a terminal window, in SVG:
+
+COMMAND | python scripts/lib/terminal.py "COMMAND" > FILE.svg
+"""
+
+import itertools
+import sys
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.lib.svg import COLORS
+
+ROWS, COLUMNS, LINE, LETTER, EDGE = 20, 112, 18, 7.3, 16  # LETTER: the width of one
+
+
+def terminal(command: str, output: Iterable[str]) -> str:
+    """An SVG of a window with a prompt and the first lines; longer ones are cut."""
+    lines = [f"$ {command}", *(line.rstrip() for line in itertools.islice(output, ROWS))]
+    width, height = int(COLUMNS * LETTER) + 2 * EDGE, (len(lines) + 2) * LINE + EDGE
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"',
+        ' font-family="monospace" font-size="12">',
+        f'<rect width="{width}" height="{height}" rx="8" fill="#1e1e1e"/>',
+        *(f'<circle cx="{EDGE + 18 * k}" cy="16" r="5" fill="{COLORS[c]}"/>' for k, c in enumerate((1, 4, 2))),
+    ]
+    for number, line in enumerate(lines):
+        text = line if len(line) <= COLUMNS else f"{line[: COLUMNS - 1]}…"
+        place = f'x="{EDGE}" y="{(number + 2) * LINE + EDGE / 2:g}" textLength="{len(text) * LETTER:.1f}"'
+        color = "#ddd" if number else COLORS[5]
+        parts.append(f'<text {place} fill="{color}" xml:space="preserve">{escape(text)}</text>' if text else "")
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+if __name__ == "__main__":
+    print(terminal(sys.argv[1], sys.stdin), end="")
