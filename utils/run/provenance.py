@@ -70,10 +70,8 @@ def versions() -> dict[str, str]:
 def zip_code(path: Path) -> None:
     """Archive the *.py files of the run, without a secrets.py. ZIP has no years before 1980: such dates are raised."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
-        for file in [
-            file for pattern in ("*.py", "utils/**/*.py", "scripts/**/*.py") for file in sorted(ROOT.glob(pattern))
-        ]:
-            if file != ROOT / "secrets.py":
+        for pattern in ("*.py", "utils/**/*.py", "scripts/**/*.py"):
+            for file in sorted({*ROOT.glob(pattern)} - {ROOT / "secrets.py"}):
                 archive.write(file, file.relative_to(ROOT))
 
 

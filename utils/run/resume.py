@@ -41,9 +41,10 @@ def resume_run(
     config: TrainingConfig,
     origin: dict[str, Any],
     sampler: GlobalBatchSampler,
+    has_test: bool,
     ctx: DistributedContext,
 ) -> tuple[list[str], dict[str, Any] | None]:
-    """Load the checkpoint that the run starts from, if any, and rewind the folder to its step.
+    """Load the checkpoint that the run starts from, if any, and rewind the folder to its step (`Run.rewind`).
 
     Returns:
         The allowed differences from the checkpoint's config, and the goodput in the checkpoint.
@@ -68,7 +69,7 @@ def resume_run(
         on_rank_0(lambda: run.replace_old_run(config), ctx)
         setup_logger(ctx.rank, run.log_file)
         run.begin()
-    on_rank_0(lambda: run.rewind(progress.step, progress.evaluated_step == progress.step), ctx)
+    on_rank_0(lambda: run.rewind(progress.step, progress.evaluated_step == progress.step, has_test), ctx)
     if not broadcast_json(on_rank_0(lambda: run.restore_best(progress.best_step), ctx), ctx):
         progress.forget_best()
     on_rank_0(run.mark_training, ctx)
