@@ -54,6 +54,7 @@ from utils.distributed.consensus import Consensus, Decision, is_every
 from utils.files import replace_json
 from utils.logger import log_epoch_summary, setup_logger
 from utils.metrics import choose_best
+from utils.redact import stored
 from utils.report.banner import decisions
 from utils.report.goodput import Goodput
 from utils.report.reporter import Reporter
@@ -191,7 +192,7 @@ def assemble(
     reporter = Reporter(run, config, ctx, logger, state, loader, clock, goodput, origin, seams.log_images)
     decided = decisions(config, ctx, run, state, loader, held_out, origin)
     reporter.start(decided, differences, state.progress)
-    settings = config.to_dict()
+    settings = stored(config)
 
     def meta() -> dict[str, Any]:
         return {"config": settings, "provenance": origin | {"goodput": goodput.now()}}

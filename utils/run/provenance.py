@@ -20,6 +20,7 @@ from torch import nn
 
 from config import TrainingConfig
 from utils.logger import count
+from utils.redact import redacted
 from utils.rng import derive_seed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +40,7 @@ def collect(
     """Plain values for every checkpoint. hosts, device_names: an entry per rank; verified: of `verification`."""
     commit, is_dirty = _commit()
     return {
-        "command": [sys.executable, *sys.argv],
+        "command": redacted("\n".join([sys.executable, *sys.argv])).split("\n"),
         "git_commit": commit or git_commit,
         "git_dirty": is_dirty,
         "changed_template_files": changed_files(),
