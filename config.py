@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 DEFAULT_RUN_DIR = "runs/default"
+REDACTED = "[redacted]"  # in a stored command
 YOURS = "model and data"  # the group of fields that a fork changes
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "step")
 DEFAULTS = {"sgd": {"lr": 0.1, "weight_decay": 5e-4}, "adamw": {"lr": 1e-3, "weight_decay": 0.01}}
@@ -244,7 +245,9 @@ class TrainingConfig:
     save_every_minutes: float = setting("checkpoints", 10.0, "minutes between checkpoints (0 = off)", at_least(0))
     keep_last: int = setting("checkpoints", 3, "latest checkpoints to keep, besides the best", at_least(2))
     keep_every: int = setting("checkpoints", 0, "also keep one checkpoint of so many steps (0 = off)", at_least(0))
-    on_checkpoint: str = setting("checkpoints", "", "command run after each checkpoint; {} is its path", command_line)
+    on_checkpoint: str = setting(
+        "checkpoints", "", "command after each checkpoint; {} is its path; put secrets into a script", command_line
+    )
     eval_every: int = setting("checkpoints", 1, "epochs between evaluations (0: only at the end)", at_least(0))
     best_metric: str = setting("checkpoints", "auto", "for best.pt: auto, NAME, min:NAME, max:NAME", metric_name, "may")
 
@@ -384,6 +387,9 @@ class TrainingConfig:
             problems, values = [*problems, str(error)], {}
         if given.get("eval_only"):
             values.pop("init_from", None)  # the weights that the run of a config.json started from
+        if REDACTED in str((values | given).get("on_checkpoint")):
+            remedy = "give the command again, or better a script that holds the secret"
+            problems.append(f"on_checkpoint: {REDACTED} stands for a secret that a run did not store; {remedy}")
         try:
             config = cls(**((saved or {}) | values | given))
         except UserError as error:

@@ -54,6 +54,7 @@ from utils.distributed.consensus import Consensus, Decision, is_every
 from utils.files import replace_json
 from utils.logger import log_epoch_summary, setup_logger
 from utils.metrics import choose_best
+from utils.redact import stored
 from utils.report.banner import decisions
 from utils.report.goodput import Goodput
 from utils.report.reporter import Reporter
@@ -182,7 +183,7 @@ def assemble(
     origin = collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit, verified)
     origin |= describe(train_set) | {"global_batch_size": sampler.global_batch_size, "sketches": sets.sketches}
     origin |= {"cpu_threads": torch.get_num_threads(), "precision": state.precision.name}
-    differences, saved_goodput = resume_run(run, state, config, origin, sampler, ctx)
+    differences, saved_goodput = resume_run(run, state, config, origin, sampler, "test" in held_out, ctx)
     if folder := ctx.launch.flight_recorder and Path(ctx.launch.flight_recorder).parent:
         on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True), ctx)  # torch does not create it
     state.plan(sampler, ctx.world_size)
@@ -190,7 +191,7 @@ def assemble(
     reporter = Reporter(run, config, ctx, logger, state, loader, clock, goodput, origin, seams.log_images)
     decided = decisions(config, ctx, run, state, loader, held_out, origin)
     reporter.start(decided, differences, state.progress)
-    settings = config.to_dict()
+    settings = stored(config)
 
     def meta() -> dict[str, Any]:
         return {"config": settings, "provenance": origin | {"goodput": goodput.now()}}

@@ -47,15 +47,25 @@ outputs = session.run(None, {{each.name: x for each, x in zip(session.get_inputs
 """
 
 
-def read(source: Path, use_ema: bool) -> dict[str, Any]:
-    """The contents of an export. Raises UserError if `use_ema` is set and the checkpoint has no averaged weights."""
+# fields of the config that an export does not have: the commands and places of one machine
+PLACES = ("run_dir", "resume_from", "init_from", "data_dir", "init_method", "checkpoint_dir", "on_checkpoint")
+
+
+def read(source: Path, use_ema: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The contents of an export, and the values of the config that it does not have.
+
+    Raises:
+        UserError: if `use_ema` is set and the checkpoint has no averaged weights.
+    """
     payload, _ = checkpoint.read(source)
     if use_ema and not payload["ema"]:
         raise UserError(f"{source}: has no averaged weights; leave out --ema, or train with --ema_decay 0.999")
     saved = {"model": payload["ema" if use_ema else "model"]}
-    # drop the names of files, which may not exist where the export is used
-    saved["config"] = payload["config"] | {"init_from": "", "resume_from": ""}
-    return saved | {name: payload["provenance"][name] for name in ("classes", "mean", "std")}
+    is_place = {name: name in PLACES or str(value)[:1] in ("/", "~") for name, value in payload["config"].items()}
+    saved["config"] = {name: value for name, value in payload["config"].items() if not is_place[name]}
+    saved |= {name: payload["provenance"][name] for name in ("classes", "mean", "std")}
+    places = {name: value for name, value in payload["config"].items() if is_place[name]}
+    return saved, places | {"init_from": "", "resume_from": ""}
 
 
 def example(config: TrainingConfig) -> tuple:
@@ -75,6 +85,9 @@ def export_program(saved: dict[str, Any], config: TrainingConfig, inputs: tuple,
     batch = torch.export.Dim("batch")
     shapes = tree_map(lambda each: {0: batch} if isinstance(each, Tensor) and each.ndim else None, inputs)
     program = torch.export.export(net, inputs, dynamic_shapes=shapes)
+    for module in program.graph_module.modules():
+        for node in getattr(getattr(module, "graph", None), "nodes", ()):
+            node.meta.pop("stack_trace", None)  # has the paths of this machine
     if kind == "torch.export":
         replace_file(target, lambda file: torch.export.save(program, file))
         return
@@ -105,14 +118,14 @@ def main() -> int:
     options = parser.parse_args()
     source, out = options.checkpoint, options.out
     try:
-        saved = read(source, options.ema)
+        saved, places = read(source, options.ema)
         if out.exists() and out.samefile(source):
             raise UserError(f"{out}: is the checkpoint itself; give another name for the export")
         out.parent.mkdir(parents=True, exist_ok=True)
         channels, shapes = len(saved["mean"]), ""
         has_filters = any(each.ndim == 4 and each.shape[1] == channels for each in saved["model"].values())
         is_image_model = bool(saved["mean"] and saved["classes"] and has_filters)
-        config = TrainingConfig(**saved["config"] | {"backend": "gloo", "compile": "off"})  # on the CPU
+        config = TrainingConfig(**saved["config"] | places | {"backend": "gloo", "compile": "off"})  # on the CPU
         if options.format != "weights" or not is_image_model:
             try:
                 inputs = example(config)

@@ -127,7 +127,8 @@ def choose_config(run: Path, payload: dict[str, Any] | None, flags: list[str]) -
 def replay(ours: Ours, options: argparse.Namespace, start: Path | None) -> bool:
     """Train to the step, examine it, go on to the next record. Returns whether everything equals the run's."""
     state, progress, first, target = ours.state, ours.state.progress, ours.state.progress.step, options.step
-    theirs = [r for r in read_lines(options.run / "metrics.jsonl") if r.get("kind") == "train" and r["step"] > first]
+    records = read_lines(options.run / "metrics.jsonl")
+    theirs = [r for *_, r in records if r.get("kind") == "train" and r["step"] > first]
     end = min((r["step"] for r in theirs if r["step"] >= target), default=target)
     print(f"step {target} of {options.run}, replayed from {start.name if start else 'the start'}", flush=True)
     go_on(ours, target - 1)

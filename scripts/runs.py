@@ -40,7 +40,9 @@ class RunInfo:
         self.goodput = read_json(folder / "goodput.json")
         self.provenance = read_json(folder / "provenance.json")
         records = read_lines(folder / "metrics.jsonl")
-        self.records = [r for r in records if isinstance(r, dict) and "kind" in r and isinstance(r.get("step"), int)]
+        self.records = [
+            r for *_, r in records if isinstance(r, dict) and "kind" in r and isinstance(r.get("step"), int)
+        ]
 
     def size(self) -> int:
         """The size in bytes; hard links count once. A live run replaces its files meanwhile."""

@@ -79,7 +79,7 @@ MUTATIONS = [
     Mutation('TrainState._load', 'if self.scaler.is_enabled() and payload["scaler"]:', 'if False:', 'resume'),
     Mutation('TrainState._load', 'self.average.load_state_dict(payload["ema"] or payload["model"])', 'self.average.load_state_dict(payload["model"])', 'resume'),
     Mutation('load_optimizer', 'optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})', 'optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})', 'resume'),
-    Mutation('resume_run', 'on_rank_0(lambda: run.rewind(progress.step, progress.evaluated_step == progress.step), ctx)', 'pass', 'records-once'),
+    Mutation('resume_run', 'on_rank_0(lambda: run.rewind(progress.step, progress.evaluated_step == progress.step, has_test), ctx)', 'pass', 'records-once'),
     Mutation('compare', '(wrong if field.metadata["resume"] == "must" else may).append(line)', 'may.append(line)', 'must-match'),
     Mutation('TrainState.update_if_finite', 'norm = torch.add(norm, self.sums.loss, alpha=0)  # 0 times a non-finite loss is NaN', 'pass', 'not-finite'),
     Mutation('TrainState.update_if_finite', 'is_finite = norm < math.inf  # NaN is not', 'is_finite = norm <= math.inf', 'not-finite'),

@@ -6,10 +6,12 @@ import errno
 import json
 import math
 import os
+import shutil
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -20,6 +22,7 @@ WRONG_FILE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDI
 WRONG_FILE += (errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.ENXIO)  # the last two: of wrong content, of sockets
 SECONDS_BETWEEN_TRIES = 1.0
 MAX_WAITING = 100_000  # lines kept while they cannot be written
+BLOCK = 1 << 18  # bytes of a step back from the end of a file
 
 
 def may_pass(error: OSError) -> bool:
@@ -144,19 +147,34 @@ class LinesFile:
             os.close(descriptor)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a file, without a last one that a kill truncated."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            continue
-    return records
+def read_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+    """The offset, the line and the record of each line that begins at `start` or later and that no kill truncated."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        offset = file.seek(start - 1) + len(file.readline()) if start else 0
+        for line in file:
+            with suppress(ValueError):
+                yield offset, line, json.loads(line if line.endswith(b"\n") else "")
+            offset += len(line)
 
 
-def keep_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite a file with only the records for which `is_kept` is true."""
-    if path.exists():
-        data = "".join(json.dumps(record) + "\n" for record in read_lines(path) if is_kept(record)).encode()
-        replace_file(path, lambda file: file.write(data))
+def cut_lines(path: Path, is_kept: Callable[[dict], bool], is_settled: Callable[[dict], bool]) -> None:
+    """Drop records. All up to the last one for which `is_settled` is true are kept, and the search begins there."""
+    end, kept, size = 0, [], path.stat().st_size if path.exists() else 0
+    for place in range(size - BLOCK, -BLOCK, -BLOCK):
+        end = end or next((at for at, _, each in islice(read_lines(path, max(0, place)), 20) if is_settled(each)), 0)
+    for offset, line, record in read_lines(path, end):
+        if is_kept(record) and offset == end:
+            end += len(line)
+        elif is_kept(record):  # after a dropped one
+            kept.append(line)
+
+    def write(copy: BinaryIO) -> None:
+        with path.open("rb") as file:
+            shutil.copyfileobj(file, copy)
+        copy.truncate(copy.seek(end))
+        copy.writelines(kept)
+
+    if kept:
+        replace_file(path, write)  # a kill leaves the old file or the new one
+    elif end < size:
+        os.truncate(path, end)

@@ -116,9 +116,7 @@ def end_workers() -> None:
         # Python removes its handlers now, and another signal (srun --kill-on-bad-exit) would change the exit code
         for number in STOP_SIGNALS if StopSignals.held else ():
             signal.signal(number, signal.SIG_IGN)
-        signal.signal(
-            signal.SIGCHLD, signal.SIG_DFL
-        )  # DataLoader's handler would raise for workers that are killed here
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise for workers killed here
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()

@@ -225,7 +225,7 @@ def test_the_best_checkpoint_is_kept_evaluated_used_and_exported(runs):
     torch.testing.assert_close(*outputs)
     with pytest.raises(UserError, match="rest.pt: is a part of a checkpoint; give its folder"):
         export.read(best / "rest.pt", use_ema=False)
-    saved = export.read(best, use_ema=True)["model"]
+    saved = export.read(best, use_ema=True)[0]["model"]
     assert relative(saved, checkpoint.read(best)[0]["ema"]) == 0 and not any(map(is_sharded, saved.values()))
     runs.train(2, "next", *flags, "--max_steps", 1, "--init_from", best, "--sharding", "zero2")
     assert "init_from: loaded 16 of 16 tensors" in runs.log("next")

@@ -108,10 +108,10 @@ def test_records_of_an_evaluation_that_will_be_repeated_are_dropped(config):
     assert of_step_20() == ["checkpoint"]
     for split in ("val", "test"):
         run.record("eval", epoch=0, step=30, split=split, loss=1.0)
-    run.rewind(30, is_evaluated=True)  # the test set is evaluated again after the validation set
+    run.rewind(30, is_evaluated=True, has_test=True)  # the test set is evaluated again after the validation set
     assert [record["split"] for record in run.records("eval")] == ["val", "val"]
     run.record("eval", epoch=0, step=20, split="test", loss=1.0)  # of the best weights, in a run that is now longer
-    run.rewind(40, is_evaluated=True)
+    run.rewind(40, is_evaluated=True, has_test=True)
     assert [record["split"] for record in run.records("eval")] == ["val", "val"]
 
 
@@ -126,7 +126,7 @@ def test_records_of_an_only_test_set_are_those_of_a_validation_set(config):
 def test_a_kill_during_a_rewind_leaves_no_later_checkpoint(config, monkeypatch):
     fill(open_run(config), steps=(10, 20, 30))
     run = open_run(from_step_10(config))
-    monkeypatch.delattr(run_folder, "keep_lines")
+    monkeypatch.delattr(run_folder, "cut_lines")
     with pytest.raises(NameError):
         run.rewind(10)
     run.close()

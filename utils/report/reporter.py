@@ -19,6 +19,7 @@ from utils.distributed.context import DistributedContext
 from utils.logger import count, duration, has_terminal, log_epoch_summary, log_training_step, show, show_progress
 from utils.memory import peak_memory
 from utils.metrics import RESERVED
+from utils.redact import stored
 from utils.report.goodput import ACCOUNTS, Goodput, share_in_training
 from utils.report.profiler import StepProfiler
 from utils.report.tensorboard import Board
@@ -77,11 +78,11 @@ class Reporter:
             differences: what has changed since the checkpoint that the run resumes from.
         """
         step, run, origin = progress.step, self._run, self._origin
-        run.write_json("config.json", self._config.to_dict())
+        run.write_json("config.json", stored(self._config))
         run.write_json("provenance.json", origin)
         if run.is_main:
             zip_code(run.folder / "code.zip")
-        self._board.texts(config=self._config.to_dict(), environment=origin)
+        self._board.texts(config=stored(self._config), environment=origin)
         for line in run.notes:
             self._logger.warning("%s", line)
         width = max(map(len, decided))

@@ -15,7 +15,7 @@ from typing import Any
 from config import StartError, TrainingError, UserError
 from utils.checkpoint import format as checkpoint
 from utils.data.sampler import GlobalBatchSampler
-from utils.files import LinesFile, finite, keep_lines, read_json, read_lines, replace_json
+from utils.files import LinesFile, cut_lines, finite, read_json, read_lines, replace_json
 from utils.logger import NAME as LOGGER
 from utils.logger import count
 from utils.run.claim import Start, move_back
@@ -216,7 +216,7 @@ class Run:
                 break
 
     def records(self, kind: str) -> list[dict[str, Any]]:
-        return [record for record in read_lines(self.folder / "metrics.jsonl") if record["kind"] == kind]
+        return [record for *_, record in read_lines(self.folder / "metrics.jsonl") if record["kind"] == kind]
 
     def write_json(self, name: str, value: Any) -> None:
         if self.is_main:
@@ -236,10 +236,10 @@ class Run:
             self._has_copied = True
             self.log("%s is a copy of %s: the storage has no links", checkpoint.BEST, source.name)
 
-    def rewind(self, step: int, is_evaluated: bool = False) -> None:
+    def rewind(self, step: int, is_evaluated: bool = False, has_test: bool = False) -> None:
         """Before a resumed run writes: drop records that it will write again and move checkpoints of later steps aside.
 
-        is_evaluated: the evaluation at this step is complete and will not be repeated.
+        is_evaluated: the evaluation at this step will not be repeated. has_test: a test set is evaluated at the end.
         """
         beyond = [path for path in checkpoint.step_checkpoints(self.checkpoints) if checkpoint.step_of(path) > step]
         if beyond:  # before the records: after a kill in between nothing resumes from a later step
@@ -249,17 +249,17 @@ class Run:
             self.notes.append(
                 f"moved checkpoints of steps after {step} to {aside}: {', '.join(each.name for each in beyond)}"
             )
-        has_val = any(record["split"] == "val" for record in self.records("eval"))
 
         def is_kept(record: dict[str, Any]) -> bool:
-            if has_val and record.get("split") == "test":  # made at the end of a shorter run, with an earlier step
+            if has_test and record.get("split") == "test":  # made at the end of a shorter run, with an earlier step
                 return False
             is_of_evaluation = record["kind"] == "eval" or record.get("event") in ("best", "evaluation")
             return record["step"] < step or (record["step"] == step and (is_evaluated or not is_of_evaluation))
 
-        keep_lines(self.folder / "metrics.jsonl", is_kept)
+        # after a train record, no record of an earlier step is dropped; steps of other records may go back
+        cut_lines(self.folder / "metrics.jsonl", is_kept, lambda each: each["kind"] == "train" and each["step"] < step)
         for path in self.folder.glob("samples/rank*.jsonl"):
-            keep_lines(path, lambda record: record["step"] <= step)
+            cut_lines(path, lambda each: each["step"] <= step, lambda each: each["step"] < step)
 
     def restore_best(self, step: int) -> bool:
         """Make best.pt the checkpoint of this step again, from this folder or the resumed one's. Whether it succeeded.

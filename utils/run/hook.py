@@ -11,6 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from utils.redact import redacted
+
 SECONDS_OF_A_LOOK = 0.5
 SECONDS_OF_A_COMMAND = 300.0  # before a warning
 SECONDS_TO_FINISH, SECONDS_TO_FINISH_AFTER_STOP = 3600.0, 600.0  # at the end of a run
@@ -21,7 +23,7 @@ class Hook:
     """`on_checkpoint`: the user's command after a commit; one at a time; of those waiting, only the latest."""
 
     def __init__(self, command: str, warn: Callable[[str], None]) -> None:
-        self._words, self._warn = shlex.split(command), warn
+        self._words, self._shown, self._warn = shlex.split(command), redacted(command), warn
         self._running: subprocess.Popen | None = None
         self._began_at, self._is_late, self._path = 0.0, False, Path()
         self._waiting: Path | None = None
@@ -37,9 +39,7 @@ class Hook:
         if self._running and (code := self._running.poll()) is not None:
             self._running = None
             if code:
-                self._warn(
-                    f"on_checkpoint: {shlex.join(self._words)} ended with exit code {code}; the checkpoint is valid"
-                )
+                self._warn(f"on_checkpoint: {self._shown} ended with exit code {code}; the checkpoint is valid")
         if self._running and not self._is_late and self._age() > SECONDS_OF_A_COMMAND:
             self._is_late = True
             minutes = f"{self._age() / 60:.0f} min"
@@ -53,8 +53,7 @@ class Hook:
             try:
                 self._running = subprocess.Popen(words, start_new_session=True)
             except OSError as error:
-                command = shlex.join(self._words)
-                self._warn(f"on_checkpoint: {command} cannot be run ({error.strerror}); the checkpoint is valid")
+                self._warn(f"on_checkpoint: {self._shown} cannot be run ({error.strerror}); the checkpoint is valid")
 
     def _age(self) -> float:
         return time.monotonic() - self._began_at

@@ -20,6 +20,7 @@ from torch import nn
 
 from config import TrainingConfig
 from utils.logger import count
+from utils.redact import redacted
 from utils.rng import derive_seed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +40,7 @@ def collect(
     """Plain values for every checkpoint. hosts, device_names: an entry per rank; verified: of `verification`."""
     commit, is_dirty = _commit()
     return {
-        "command": [sys.executable, *sys.argv],
+        "command": redacted("\n".join([sys.executable, *sys.argv])).split("\n"),
         "git_commit": commit or git_commit,
         "git_dirty": is_dirty,
         "changed_template_files": changed_files(),
@@ -70,10 +71,8 @@ def versions() -> dict[str, str]:
 def zip_code(path: Path) -> None:
     """Archive the *.py files of the run, without a secrets.py. ZIP has no years before 1980: such dates are raised."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
-        for file in [
-            file for pattern in ("*.py", "utils/**/*.py", "scripts/**/*.py") for file in sorted(ROOT.glob(pattern))
-        ]:
-            if file != ROOT / "secrets.py":
+        for pattern in ("*.py", "utils/**/*.py", "scripts/**/*.py"):
+            for file in sorted({*ROOT.glob(pattern)} - {ROOT / "secrets.py"}):
                 archive.write(file, file.relative_to(ROOT))
 
 

@@ -42,9 +42,10 @@ def resume_run(
     config: TrainingConfig,
     origin: dict[str, Any],
     sampler: GlobalBatchSampler,
+    has_test: bool,
     ctx: DistributedContext,
 ) -> tuple[list[str], dict[str, Any] | None]:
-    """Load the checkpoint that the run starts from, if any, and rewind the folder to its step.
+    """Load the checkpoint that the run starts from, if any, and rewind the folder to its step (`Run.rewind`).
 
     Returns:
         The allowed differences from the checkpoint's config, and the goodput in the checkpoint.
@@ -65,7 +66,7 @@ def resume_run(
     if len(run.start.failures) >= MAX_FAILURES:
         on_rank_0(lambda: run.mark_training(has_diagnosed=True), ctx)
         raise UserError(diagnosis(run.start.failures, progress, sampler), 0, ctx.hosts[0], is_final=True)
-    on_rank_0(lambda: run.rewind(progress.step, progress.evaluated_step == progress.step), ctx)
+    on_rank_0(lambda: run.rewind(progress.step, progress.evaluated_step == progress.step, has_test), ctx)
     if not broadcast_json(on_rank_0(lambda: run.restore_best(progress.best_step), ctx), ctx):
         progress.forget_best()
     on_rank_0(run.mark_training, ctx)

@@ -12,6 +12,7 @@ from config import StartError, TrainingConfig, UserError
 from utils.distributed.collectives import broadcast_json, lowest_rank, on_all_ranks
 from utils.distributed.context import DistributedContext
 from utils.files import may_pass, read_json
+from utils.redact import stored
 from utils.run import provenance
 from utils.table import format_table
 
@@ -24,7 +25,7 @@ FILES, FILES_PER_RANK, FILES_PER_WORKER = 128, 4, 16
 
 def check_alike(config: TrainingConfig, ctx: DistributedContext) -> None:
     """Raise UserError on every rank, with a table of the differences, if code, settings or versions differ."""
-    settings = {name: str(value) for name, value in config.to_dict().items() if name not in MAY_DIFFER}
+    settings = {name: str(value) for name, value in stored(config).items() if name not in MAY_DIFFER}
     if config.reduction == "exact":
         settings["CPU threads"] = str(torch.get_num_threads())
     code = provenance.code_digests()
