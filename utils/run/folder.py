@@ -26,7 +26,7 @@ from utils.run.watchdog import look_twice
 from utils.training.state import SkippedStep
 
 OURS = ("config.json", "provenance.json", "code.zip", "status.json", "metrics.jsonl", "summary.json", "goodput.json")
-OURS += (LOCK, ".lock", "eval-*.json", "hang-*.txt", "superseded-*")
+OURS += ("training_files.gz", LOCK, ".lock", "eval-*.json", "hang-*.txt", "superseded-*")
 OURS += ("checkpoints", "tensorboard", "logs", "traces", "samples")
 SECONDS_TO_LOOK = 10.0  # for lost ranks
 SECONDS_BETWEEN_STATUS = 1.0  # while only the progress changes
