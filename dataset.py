@@ -21,14 +21,15 @@ A data set is map-style (`__len__`, `__getitem__`, which raises UserError for a 
     cacheable                                       True: samples never change and all have one shape, so --cache may
                                                     store them decoded
     an attribute named like a config field          the value of `auto` in that field: num_classes, image_size, ...
-    split (str), classes, mean, std, fingerprint    for records, exports and the check on resume
+    split (str), classes, mean, std                 for records, exports and the check on resume
+    fingerprint (str)                               stands for names and labels (default: for `targets`); must match on
+                                                    resume, as the number of samples must
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -124,10 +125,6 @@ class InMemoryImages(ImageDataset):
         self.targets = labels
         self.image_size = images.shape[-1]
         self.mean, self.std = torch.tensor(mean), torch.tensor(std)
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        return hashlib.sha256(self.images.numpy().tobytes() + self.labels.numpy().tobytes()).hexdigest()
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return self.images[index], int(self.labels[index])

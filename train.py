@@ -181,9 +181,9 @@ def assemble(
 
     verified = verification(task_of(state.model, kind_of(train_set)), config)
     origin = collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit, verified)
-    origin |= describe(train_set) | {"global_batch_size": sampler.global_batch_size, "sketches": sets.sketches}
+    origin |= describe(train_set) | sets.content | {"global_batch_size": sampler.global_batch_size}
     origin |= {"cpu_threads": torch.get_num_threads(), "precision": state.precision.name}
-    differences, saved_goodput = resume_run(run, state, config, origin, sampler, "test" in held_out, ctx)
+    differences, saved_goodput = resume_run(run, state, config, origin, sampler, "test" in held_out, ctx, sets.listing)
     if folder := ctx.launch.flight_recorder and Path(ctx.launch.flight_recorder).parent:
         on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True), ctx)  # torch does not create it
     state.plan(sampler, ctx.world_size)

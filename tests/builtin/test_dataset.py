@@ -19,7 +19,7 @@ from images import save_images
 from ranks import run_ranks
 from utils.data.augment import normalize
 from utils.data.sampler import MicroBatch
-from utils.data.sets import choose_samples, load_data, with_auto
+from utils.data.sets import choose_samples, identity, load_data, with_auto
 from utils.data.worker import Fetcher
 from utils.rng import seed_host
 
@@ -35,7 +35,7 @@ def test_synthetic_set_is_reproducible_uint8_and_class_conditional():
     train, again = SyntheticImageDataset(200, seed=1), SyntheticImageDataset(200, seed=1)
     val = SyntheticImageDataset(100, seed=1, split="val")
     assert train.images.dtype == torch.uint8 and train.images.shape == (200, 3, 32, 32)
-    assert torch.equal(train.images, again.images) and train.fingerprint == again.fingerprint != val.fingerprint
+    assert torch.equal(train.images, again.images) and identity(train) == identity(again) != identity(val)
     means = torch.stack([train.images[train.labels == k].float().mean(0) for k in range(10)])
     nearest = ((val.images[:, None].float() - means) ** 2).sum((2, 3, 4)).argmin(1)
     assert (nearest == val.labels).float().mean() > 0.95
@@ -274,20 +274,21 @@ def test_a_subset_transforms_a_batch_without_work_per_sample_of_the_set(monkeypa
 
 
 def listed_folders(flags):
-    """How many folders this rank listed to load the data, its number of samples, a path and the fingerprint."""
+    """How many folders this rank listed to load the data, its number of samples, a path and the listing's hashes."""
     listed = []
     sys.addaudithook(lambda event, args: listed.append(args[0]) if event in ("os.scandir", "os.listdir") else None)
     config = TrainingConfig.from_args(flags)
     ctx = setup_distributed(config)
     listed.clear()
-    train_set = load_data(dataset, config, ctx).train
+    sets = load_data(dataset, config, ctx)
+    train_set = sets.train
     count = len([path for path in listed if isinstance(path, str | Path) and str(path).startswith(config.data_dir)])
     cleanup_distributed()
-    return count, len(train_set), train_set.path(6), train_set.fingerprint
+    return count, len(train_set), train_set.path(6), (train_set.fingerprint, sets.content["content"])
 
 
 def test_an_image_folder_is_listed_by_one_rank(tmp_path):
-    """Also with names that are not UTF-8 or contain a space or a line break. The fingerprint is that of older runs."""
+    """Also with names that are not UTF-8 or contain a space or a line break. Sizes need not match at a resume."""
     names = [f"class{k:02d}" for k in range(12)]
     for split in ("train", "val"):
         save_images(tmp_path / split, dict.fromkeys(names, 2))
@@ -297,8 +298,10 @@ def test_an_image_folder_is_listed_by_one_rank(tmp_path):
     counts, *same = zip(*found, strict=True)
     assert counts[0] >= 24 and counts[1] == counts[2] <= 10
     paths = [path for name in names for path in sorted((tmp_path / "train" / name).iterdir())]
-    lines = [os.fsencode(f"{path.parent.name}/{path.name} {path.stat().st_size}") for path in paths]
-    assert same == [(24,) * 3, (paths[6],) * 3, (hashlib.sha256(b"\n".join(lines)).hexdigest(),) * 3]
+    names = [b"\0" + os.fsencode(f"{path.parent.name}/{path.name}") for path in paths]
+    rows = [b"%b %d" % (name, path.stat().st_size) for name, path in zip(names, paths, strict=True)]
+    hashes = [hashlib.sha256(data).hexdigest() for data in (b"".join(names), b"".join(rows) + b"\0")]
+    assert same == [(24,) * 3, (paths[6],) * 3, ((hashes[0], hashes[1][:16]),) * 3]
 
 
 def truncate(path):

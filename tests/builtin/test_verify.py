@@ -68,6 +68,9 @@ def test_a_fault_in_a_fork_is_named_with_a_fix(tmp_path, patch):
         flags = re.findall(r"^flags: (.*)", text, re.MULTILINE)
         words = [*FLAGS, *" ".join(flags).split()]
         ended = forks.run(fork, 0 if patch.stem in ALONE else 2, "scripts/verify.py", *words)
+    if rejected := re.search(r"^rejected: (.*)", text, re.MULTILINE):
+        assert ended.code == 1 and rejected[1] in ended.text, ended.text
+        return
     broken = [name for name, outcome in outcomes(ended.out).items() if outcome == "BROKEN"]
     expected = re.search(r"^breaks: (.*)", text, re.MULTILINE)[1].split(", ")
     assert ended.code == 1 and set(expected) <= set(broken), ended.text

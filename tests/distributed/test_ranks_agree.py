@@ -24,7 +24,7 @@ SMALL = "--dataset_size 16 --epochs 1".split()
 
 def other_data_on_rank_1(words):
     """Simulates two hosts with different copies of the data."""
-    with mock.patch("utils.data.sets.fingerprint", lambda dataset: os.environ["RANK"]):
+    with mock.patch("utils.data.sets.identity", lambda dataset: os.environ["RANK"]):
         train_flags(words)
 
 
@@ -33,14 +33,15 @@ def test_ranks_that_see_different_data_are_rejected(runs):
         run_ranks(2, other_data_on_rank_1, runs.words("run", *SMALL))
 
 
-def train_on_lines(words, changed_ranks):
-    """Train on lines, a set without a fingerprint; on these ranks half of the lines differ. Returns the error."""
+def train_on_lines(words, changed_ranks, share=0.5):
+    """Train on lines, a set without names; on these ranks a share of the lines differs. Returns the error."""
     plain = TASKS["lines"]["create_dataset"]
 
     def create(config, split):
         data = plain(config, split)
         if data and split == "train" and int(os.environ["RANK"]) in changed_ranks:
-            data.lines[::2] = [(line + 1) % 16 for line in data.lines[::2]]
+            some = int(share * len(data))
+            data.lines[:some] = [(line + 1) % 16 for line in data.lines[:some]]
         return data
 
     with mock.patch.dict(TASKS["lines"], {"create_dataset": create}):
@@ -50,7 +51,7 @@ def train_on_lines(words, changed_ranks):
             return str(error)
 
 
-def test_data_without_a_fingerprint_are_compared_by_decoded_samples(runs):
+def test_data_without_names_are_compared_by_decoded_samples(runs):
     """Over the ranks, and with the checkpoint of a resumed run."""
     words = runs.words("run", *SMALL, "--epochs", 2, "--max_steps", 1, "--data_dir", "d")
     for text in run_ranks(2, train_on_lines, words, [1]):
@@ -59,11 +60,11 @@ def test_data_without_a_fingerprint_are_compared_by_decoded_samples(runs):
         )
     assert run_ranks(2, train_on_lines, words, []) == ["completed"] * 2
     again = [*runs.words("run", *SMALL, "--epochs", 2, "--data_dir", "d"), "--resume_from", "auto"]
-    for text in run_ranks(2, train_on_lines, again, [0, 1]):
-        assert text.startswith("some decoded samples of the training set differ from the checkpoint's\nresume_from"), (
-            text
-        )
-    assert run_ranks(1, train_on_lines, [*again, "--global_batch_size", "8"], []) == ["completed"]
+    line = "training samples that differ from the checkpoint's: {} of 16 that are compared"
+    for text in run_ranks(2, train_on_lines, again, [0, 1], 0.6):
+        assert text.startswith(f"{line.format(9)}\nresume_from: these must match"), text
+    assert run_ranks(1, train_on_lines, [*again, "--global_batch_size", "8"], [0], 0.5) == ["completed"]
+    assert line.format(8) in runs.events("run", "resumed")[-1]["changed"] and line.format(8) in runs.log("run")
 
 
 def errors_of(words, changes):

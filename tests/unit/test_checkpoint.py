@@ -12,7 +12,7 @@ from config import StartError, TrainingConfig, UserError
 from utils.checkpoint import archive, shards
 from utils.checkpoint import format as checkpoint
 from utils.files import TEMPORARY, replace_file, replace_json
-from utils.run.resume import compare, is_other_best
+from utils.run.resume import changed_files, compare, compare_data, is_other_best
 
 
 def payload(step=10, **changes):
@@ -25,8 +25,9 @@ def payload(step=10, **changes):
     }
 
 
-def origin(fingerprint="abc", size=64, threads=1):
-    return {"fingerprint": fingerprint, "global_batch_size": size, "cpu_threads": threads}
+def origin(identity="abc", size=64, threads=1, content="1", sketches=()):
+    data = {"identity": identity, "content": content, "sketches": list(sketches)}
+    return data | {"global_batch_size": size, "cpu_threads": threads}
 
 
 def test_a_checkpoint_comes_back_and_opens_with_plain_torch_load(tmp_path):
@@ -144,6 +145,32 @@ def test_all_fields_that_must_match_are_rejected_in_one_error(tmp_path):
     assert {line.split("=")[0] for line in lines} == set(MUST_MATCH) and "seed=1: the checkpoint has seed=42" in lines
     assert "the training set differs from the checkpoint's" in data
     assert "these must match; give them as they were" in remedy
+
+
+def test_changed_files_are_named_up_to_twenty_and_rejected_from_one_percent_on():
+    def listing(**sizes):
+        return b"\0" + b"".join(b"%b %d\0" % item for item in zip(map(str.encode, sizes), sizes.values(), strict=True))
+
+    whole = {f"a b/{k:04d}": k for k in range(2000)}
+    for count in (1, 20, 21):
+        files = changed_files(listing(**whole), listing(**whole | dict.fromkeys([*whole][:count], 5000)))
+        names = ", ".join([*[*whole][:20][:count], *["..."] * (count > 20)])
+        line = f"training files of another size than in the checkpoint: {count} of 2,000 ({names})"
+        assert compare_data(origin(), origin(content="2"), files, True) == (line, count > 20)
+    assert changed_files(listing(**whole), listing(**whole)) == changed_files(b"", listing(**whole)) == {}
+    files = changed_files(listing(a=1, b=2), listing(b=2, c=1))
+    line, is_other = compare_data(origin(), origin("other"), files, True)
+    assert is_other and "; new: c; missing: a: put them back, or readable copies" in line
+
+
+def test_half_of_the_samples_may_differ_or_all_if_the_code_has_changed():
+    before = origin(sketches=[[k, 1.0, 0.5] for k in range(4)])
+    for number in range(5):
+        here = origin(sketches=[[k + 10 * (k < number), 1.0, 0.5] for k in range(4)])
+        for is_same_code in (False, True):
+            line, is_other = compare_data(before, here, {}, is_same_code)
+            assert is_other == (is_same_code and number > 2) and bool(line) == (number > 0)
+    assert compare_data(before, origin(sketches=[None] * 4), {}, True) == ("", False)
 
 
 def test_changes_of_may_fields_are_listed_and_of_free_fields_are_not():

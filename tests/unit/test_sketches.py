@@ -62,9 +62,9 @@ def test_what_equal_data_sets_may_differ_in_is_ignored(tmp_path, monkeypatch):
     assert sketches(Samples(), 0) == found[:1] and are_alike(found, found[:1])
 
 
-def test_a_set_with_a_fingerprint_is_not_read():
+def test_files_of_known_sizes_are_not_read():
     data = Samples(lambda index: pytest.fail("read"))
-    data.fingerprint = "mine"
+    data.has_sizes = True
     assert sketches(data, 0) == []
 
 

@@ -18,7 +18,6 @@ from config import TrainingConfig, UserError
 from utils.batch import map_leaves, map_tensors, tensors_in
 from utils.data.loader import GlobalBatchLoader, fetches_batches
 from utils.data.sampler import GlobalBatchSampler
-from utils.data.sets import fingerprint
 from utils.data.transfer import indices_on
 from utils.distributed.collectives import all_gather_json, on_all_ranks, require_equal
 from utils.distributed.context import DistributedContext
@@ -72,10 +71,6 @@ class Cached(Dataset):
         if name.startswith("_") or name == "source":
             raise AttributeError(name)
         return getattr(self.source, name)
-
-    @property
-    def fingerprint(self) -> str:
-        return fingerprint(self.source)
 
     def __len__(self) -> int:
         return len(self.source)

@@ -29,6 +29,7 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".
 class Listing:
     """A data set's files: images below <folder>/<class>/, by class and path. A subclass sets `folder` and `classes`."""
 
+    has_sizes = True
     left_out: Counter[str] = Counter()  # suffixes of other files, on the rank that has listed them
     example = ""
 
@@ -65,7 +66,11 @@ class Listing:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        return hashlib.sha256(self.listing[1:-1].replace(b"\0", b"\n")).hexdigest()
+        """Of what must match at a resume: names and labels, and not the sizes."""
+        digest = hashlib.sha256()
+        for row in re.finditer(rb"\0[^\0]+(?= )" if self.has_sizes else rb"[^\0]+", self.listing):
+            digest.update(row[0])
+        return digest.hexdigest()
 
 
 class CsvListing(Listing):
@@ -73,6 +78,7 @@ class CsvListing(Listing):
 
     file: Path
     limit: int | str  # the most classes; auto: any number
+    has_sizes = False  # reading the list touches no image
 
     @functools.cached_property
     def listing(self) -> bytes:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from array import array
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from config import TrainingConfig, UserError, fields_of_yours, type_of
 from utils.data.images import Listing, log_left_out
-from utils.data.sketches import Sketch, are_alike, sketches
+from utils.data.sketches import are_alike, sketches
 from utils.distributed.collectives import broadcast_json, on_all_ranks, once_per_file_system, read_once, require_equal
 from utils.distributed.context import DistributedContext
 from utils.rng import derive_seed, seed_host
@@ -29,7 +31,8 @@ class DataSets:
     train: Dataset
     held_out: dict[str, Dataset]
     config: TrainingConfig
-    sketches: list[Sketch | None]  # of the training set
+    content: dict[str, Any]  # of the training set: what a resume compares
+    listing: bytes  # of its files, if it has one
 
 
 def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext) -> DataSets:
@@ -59,6 +62,7 @@ def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext
     for each in (sets[split] for split in listed):
         each.use_listing(read_once(each.folder, functools.partial(getattr, each, "listing"), differ, ctx))
     log_left_out([sets[split] for split in listed])
+    listing = sets["train"].listing if "train" in listed else b""
 
     def check() -> Dataset:
         for split, dataset in sets.items():
@@ -67,12 +71,13 @@ def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext
 
     train_set = on_all_ranks(check, ctx)
     config = on_all_ranks(lambda: with_auto(config, train_set), ctx)
-    seen = [[split, len(each), fingerprint(each)] for split, each in [("train", train_set), *sets.items()]]
+    seen = [[split, identity(each)] for split, each in [("train", train_set), *sets.items()]]
     require_equal(seen, differ, ctx)
     mine = on_all_ranks(lambda: [sketches(each, config.seed) for each in (train_set, *sets.values())], ctx)
     first = broadcast_json(mine, ctx)
     require_equal(first if all(map(are_alike, mine, first)) else mine, differ, ctx)
-    return DataSets(train_set, sets, config, mine[0])
+    content = {"content": hashlib.sha256(listing).hexdigest()[:16], "sketches": mine[0]}
+    return DataSets(train_set, sets, config, content, listing)
 
 
 def with_auto(config: TrainingConfig, dataset: Dataset) -> TrainingConfig:
@@ -135,9 +140,12 @@ def choose_samples(dataset: Dataset, config: TrainingConfig) -> Dataset:
     return ChosenSamples(dataset, torch.randperm(len(dataset), generator=generator)[:size].sort().values)
 
 
-def fingerprint(dataset: Dataset) -> str:
-    """The data set's own fingerprint, or else its type and size."""
-    return getattr(dataset, "fingerprint", f"{type(dataset).__name__} of {len(dataset)}")
+def identity(dataset: Dataset) -> str:
+    """The number of samples and a hash of names and labels: of the data set's own fingerprint, or else of `targets`."""
+    own = getattr(dataset, "fingerprint", None)
+    with suppress(TypeError, ValueError, RuntimeError):  # `targets` of other kinds than numbers
+        own = torch.as_tensor(getattr(dataset, "targets", [])).tolist() if own is None else own
+    return f"{len(dataset):,} samples, {derive_seed(own):016x}"
 
 
 def split_of(dataset: Dataset, split: str) -> str:
@@ -156,4 +164,4 @@ def kind_of(dataset: Dataset) -> str:
 def describe(dataset: Dataset) -> dict[str, Any]:
     """The properties of a training set that an export or a resume needs."""
     found = {name: torch.as_tensor(getattr(dataset, name, [])).tolist() for name in ("mean", "std")}
-    return {"fingerprint": fingerprint(dataset), "classes": list(getattr(dataset, "classes", []))} | found
+    return {"identity": identity(dataset), "classes": list(getattr(dataset, "classes", []))} | found

@@ -1,4 +1,4 @@
-"""Sketches of decoded samples: whether a data set without a fingerprint is the same on all machines and after a resume.
+"""Sketches of decoded samples: whether data without a list of sizes are the same on all machines and after a resume.
 
 They err on the side of being alike: nothing that may differ between equal data sets may end a run.
 """
@@ -28,11 +28,11 @@ Sketch = list[int | float]
 
 
 def sketches(dataset: Dataset, seed: int) -> list[Sketch | None]:
-    """Sketches of samples that are spread over the data set; none if it has a fingerprint.
+    """Sketches of samples that are spread over the data set; none if the sizes of its files are known.
 
     None for a sample that cannot be fetched, or that is not the same when it is fetched again with the same seed.
     """
-    if hasattr(dataset, "fingerprint"):
+    if getattr(dataset, "has_sizes", False):
         return []
     size, count = len(dataset), min(SAMPLES, len(dataset))
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gzip
 import math
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from utils.data.sampler import GlobalBatchSampler
 from utils.data.sketches import are_alike
 from utils.distributed.collectives import all_gather_json, broadcast_json, on_all_ranks, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
+from utils.files import replace_file
 from utils.run.claim import Start, claim
 from utils.run.folder import Run
 from utils.run.lock import KILLED
@@ -23,6 +26,9 @@ from utils.run.start_checks import check_shared
 from utils.training.state import Progress, TrainState
 
 MAX_FAILURES = 3  # attempts in a row that get no further, before the run is stopped
+FILES = "training_files.gz"  # in the run folder: their listing when the latest attempt began
+MAX_NAMES = 20
+MAX_OF_FILES, MAX_OF_SAMPLES = 0.01, 0.5  # fractions that may differ from the checkpoint's; one file always may
 
 
 def open_run(config: TrainingConfig, ctx: DistributedContext) -> Run:
@@ -44,8 +50,12 @@ def resume_run(
     sampler: GlobalBatchSampler,
     has_test: bool,
     ctx: DistributedContext,
+    listing: bytes,
 ) -> tuple[list[str], dict[str, Any] | None]:
     """Load the checkpoint that the run starts from, if any, and rewind the folder to its step (`Run.rewind`).
+
+    Args:
+        listing: of the training set's files.
 
     Returns:
         The allowed differences from the checkpoint's config, and the goodput in the checkpoint.
@@ -56,7 +66,9 @@ def resume_run(
     differences, goodput, progress = [], None, state.progress
     if run.resume_path:
         payload = load_checkpoint(run.resume_path, ctx, state.layouts())
-        differences = on_all_ranks(lambda: compare(payload, config, origin), ctx)
+        files = on_rank_0(lambda: changed_files(b"" if run.is_replacing else _read(run.folder), listing), ctx)
+        files = broadcast_json(files, ctx)
+        differences = on_all_ranks(lambda: compare(payload, config, origin, files), ctx)
         on_all_ranks(lambda: state.load_state_dict(payload), ctx)
         state.plan(sampler, ctx.world_size)
         differences += lr_jump(payload, state)
@@ -69,6 +81,7 @@ def resume_run(
     on_rank_0(lambda: run.rewind(progress.step, progress.evaluated_step == progress.step, has_test), ctx)
     if not broadcast_json(on_rank_0(lambda: run.restore_best(progress.best_step), ctx), ctx):
         progress.forget_best()
+    on_rank_0(lambda: _keep(listing, run.folder), ctx)
     on_rank_0(run.mark_training, ctx)
     return differences, goodput
 
@@ -110,13 +123,16 @@ def is_other_best(payload: dict[str, Any], config: TrainingConfig) -> bool:
     return payload["config"].get("best_metric") != config.best_metric or bool(payload["ema"]) != bool(config.ema_decay)
 
 
-def compare(payload: dict[str, Any], config: TrainingConfig, origin: dict[str, Any]) -> list[str]:
+def compare(
+    payload: dict[str, Any], config: TrainingConfig, origin: dict[str, Any], files: dict[str, Any] | None = None
+) -> list[str]:
     """The allowed differences, one line each: with any of them the run is not the same as an uninterrupted one.
 
     Args:
         payload: the checkpoint.
         config: resolved, of the resumed run.
         origin: its provenance.
+        files: of `changed_files`.
 
     Raises:
         UserError: if fields differ that must not, with all of them.
@@ -129,14 +145,11 @@ def compare(payload: dict[str, Any], config: TrainingConfig, origin: dict[str, A
             continue
         line = f"{field.name}={here}: the checkpoint has {field.name}={before}"
         (wrong if field.metadata["resume"] == "must" else may).append(line)
-    if provenance["fingerprint"] != origin["fingerprint"]:
-        wrong.append("the training set differs from the checkpoint's (files, sizes or values)")
-    elif not are_alike(provenance.get("sketches", []), origin.get("sketches", [])):
-        yours = [(saved.get(field.name, field.default), getattr(config, field.name)) for field in fields_of_yours()]
-        yours += [(provenance.get(name), origin.get(name)) for name in ("code", "versions")]
-        is_same_code = all(before == here for before, here in yours)  # else the transforms may have changed
-        line = "some decoded samples of the training set differ from the checkpoint's"
-        (wrong if is_same_code else may).append(line)
+    yours = [(saved.get(field.name, field.default), getattr(config, field.name)) for field in fields_of_yours()]
+    yours += [(provenance.get(name), origin.get(name)) for name in ("code", "versions")]
+    is_same_code = all(before == here for before, here in yours)  # else the transforms may have changed
+    line, is_other = compare_data(provenance, origin, files or {}, is_same_code)
+    (wrong if is_other else may).extend([line] if line else [])
     changed = [name for name in ("mean", "std") if provenance.get(name) != origin.get(name)]
     wrong += [f"{name}={origin.get(name)}: the checkpoint has {name}={provenance.get(name)}" for name in changed]
     before, here = provenance["global_batch_size"], origin["global_batch_size"]
@@ -153,6 +166,51 @@ def compare(payload: dict[str, Any], config: TrainingConfig, origin: dict[str, A
         remedy = "resume_from: these must match; give them as they were, or start a new run with --init_from"
         raise UserError("\n".join([*wrong, remedy]))
     return may
+
+
+def compare_data(
+    before: dict[str, Any], here: dict[str, Any], files: dict[str, Any], is_same_code: bool
+) -> tuple[str, bool]:
+    """What has changed in the training set, in one line or none, and whether it is another data set."""
+    names = {kind: ", ".join(files.get(kind, [])) for kind in ("missing", "new", "resized")}
+    if before["identity"] != here["identity"]:
+        text = "the training set differs from the checkpoint's (names, number or labels)"
+        text += f"; new: {names['new']}" if names["new"] else ""
+        remedy = "put them back, or readable copies of other images under these names"
+        return text + (f"; missing: {names['missing']}: {remedy}" if names["missing"] else ""), True
+    if before["content"] != here["content"]:
+        text, number, total = "training files of another size than in the checkpoint", *files.get("count", (0, 0))
+        if not number:
+            return f"{text}, of unknown names: the run folder has no list of that time", False
+        return f"{text}: {number:,} of {total:,} ({names['resized']})", number > max(1, MAX_OF_FILES * total)
+    pairs = [pair for pair in zip(before["sketches"], here["sketches"], strict=False) if None not in pair]
+    number = sum(not are_alike([one], [other]) for one, other in pairs)
+    text = f"training samples that differ from the checkpoint's: {number} of {len(pairs)} that are compared"
+    return text if number else "", is_same_code and number > MAX_OF_SAMPLES * len(pairs)
+
+
+def changed_files(before: bytes, here: bytes) -> dict[str, Any]:
+    """How the files in two listings differ, with up to 20 names of each kind."""
+    if not before or before == here:
+        return {}
+    old, new = (dict(row.rpartition(b" ")[::2] for row in each.split(b"\0")[1:-1]) for each in (before, here))
+    resized = [name for name, size in old.items() if new.get(name, size) != size]
+    kinds = {"missing": old.keys() - new.keys(), "new": new.keys() - old.keys(), "resized": resized}
+    some = {kind: [*sorted(names)[:MAX_NAMES], *[b"..."] * (len(names) > MAX_NAMES)] for kind, names in kinds.items()}
+    shown = {kind: [name.decode(errors="replace") for name in names] for kind, names in some.items()}
+    return shown | {"count": (len(resized), len(old))}
+
+
+def _read(folder: Path) -> bytes:
+    try:
+        return gzip.decompress((folder / FILES).read_bytes())
+    except (OSError, EOFError, zlib.error):  # missing or damaged
+        return b""
+
+
+def _keep(listing: bytes, folder: Path) -> None:
+    if listing and listing != _read(folder):
+        replace_file(folder / FILES, lambda file: file.write(gzip.compress(listing, compresslevel=1, mtime=0)))
 
 
 def lr_jump(payload: dict[str, Any], state: TrainState) -> list[str]:

@@ -1,0 +1,113 @@
+"""Image files that change between attempts: what is logged, what is rejected, and the bits of the resumed run."""
+
+import gzip
+import os
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from PIL import Image
+
+from config import UserError
+from images import save_images
+from ranks import run_ranks
+from training import assert_same_state, train_flags
+from utils.report.reporter import Reporter
+
+FLAGS = "--dataset imagefolder --num_workers 1 --save_every_steps 1 --keep_last 99 --epochs 3".split()
+COUNT, STEPS = 24, 3  # files, and steps per epoch
+RESIZED = "training files of another size than in the checkpoint"
+
+
+def save_jpegs(root: Path) -> list[Path]:
+    """The files of the training set in the order of its samples."""
+    for split in ("train", "val"):
+        save_images(root / split, {"cat": COUNT // 2, "dog": COUNT // 2})
+    for path in sorted(root.glob("*/*/*.png")):
+        Image.open(path).save(path.with_suffix(".jpg"))
+        path.unlink()
+    return sorted((root / "train").glob("*/*.jpg"))
+
+
+def train_and_cut(words: list[str], path: Path, step: int) -> None:
+    """Train; after this step rank 0 cuts the file short."""
+    plain = Reporter.step_done
+
+    def done(self, samples, now):
+        plain(self, samples, now)
+        if now == step and os.environ["RANK"] == "0":
+            path.write_bytes(path.read_bytes()[:200])
+
+    with mock.patch.object(Reporter, "step_done", done):
+        train_flags(words, task="")
+
+
+def attempt(words: list[str]) -> str:
+    """The error with which training is rejected, or its last state."""
+    try:
+        return train_flags(words, task="")["state"]
+    except UserError as error:
+        return str(error)
+
+
+def grow(path: Path) -> None:
+    """Give the file another size and the same pixels."""
+    path.write_bytes(path.read_bytes() + b"\0" * 10)
+
+
+def test_a_file_cut_short_in_mid_run_is_repaired_and_the_run_resumes_with_the_same_bits(runs):
+    files = save_jpegs(runs.root / "data")
+    runs.train(2, "whole", *FLAGS, task="")
+    path = files[3]
+    whole = path.read_bytes()
+    words = runs.words("run", *FLAGS)
+    with pytest.raises(AssertionError) as raised:
+        run_ranks(2, train_and_cut, words, path, STEPS)
+    said = rf"rank \d: {path}: cannot be read as an image \(class cat; .*\); replace or delete it"
+    assert re.search(said, str(raised.value)) and re.search(said, runs.json("run", "status.json")["error"])
+    path.write_bytes(whole + b"\0" * 10)
+    assert run_ranks(2, attempt, [*words, "--resume_from", "auto"]) == ["completed"] * 2
+    assert_same_state(runs.last("run"), runs.last("whole"))
+    line = f"{RESIZED}: 1 of {COUNT} (cat/003.jpg)"
+    assert runs.events("run", "resumed")[-1]["changed"] == [line] and f"changed: {line}" in runs.log("run")
+    listing = gzip.decompress((runs.folder("run") / "training_files.gz").read_bytes())
+    assert f"\0cat/003.jpg {len(whole) + 10}\0".encode() in listing and listing.count(b"\0") == COUNT + 1
+    assert b"003.jpg" not in runs.checkpoints("run")[-1].read_bytes()
+
+
+def test_a_deleted_file_and_many_changed_files_are_rejected_with_their_names(runs):
+    files = save_jpegs(runs.root / "data")
+    words = [*runs.words("run", *FLAGS), "--resume_from", "auto"]
+    assert run_ranks(2, attempt, [*words, "--max_steps", "2"]) == ["completed"] * 2
+    listing = (runs.folder("run") / "training_files.gz").read_bytes()
+    gone = files[0].read_bytes()
+    files[0].unlink()
+    remedy = "resume_from: these must match; give them as they were, or start a new run with --init_from"
+    for text in run_ranks(2, attempt, words):
+        assert text.splitlines() == [
+            "the training set differs from the checkpoint's (names, number or labels); missing: cat/000.jpg: put them"
+            " back, or readable copies of other images under these names",
+            remedy,
+        ]
+    files[0].write_bytes(gone)
+    for path in files[-2:]:
+        grow(path)
+    for text in run_ranks(2, attempt, words):
+        assert text.splitlines() == [f"{RESIZED}: 2 of {COUNT} (dog/010.jpg, dog/011.jpg)", remedy]
+    assert (runs.folder("run") / "training_files.gz").read_bytes() == listing
+
+
+def test_without_the_list_of_files_a_change_is_logged_without_names(runs):
+    """In another run folder, and with decoded images in memory; the list is written again."""
+    files = save_jpegs(runs.root / "data")
+    words = runs.words("run", *FLAGS)
+    assert run_ranks(2, attempt, [*words, "--max_steps", "2"]) == ["completed"] * 2
+    grow(files[0])
+    other = [*runs.words("other", *FLAGS), "--cache", "ram", "--max_steps", "4", "--resume_from"]
+    assert run_ranks(2, attempt, [*other, str(runs.checkpoints("run")[-1])]) == ["completed"] * 2
+    (line,) = [line for line in runs.events("other", "resumed")[-1]["changed"] if "files" in line]
+    assert line == f"{RESIZED}, of unknown names: the run folder has no list of that time"
+    grow(files[1])
+    assert run_ranks(2, attempt, [*other[:-2], "5", "--resume_from", "auto"]) == ["completed"] * 2
+    assert f"{RESIZED}: 1 of {COUNT} (cat/001.jpg)" in runs.events("other", "resumed")[-1]["changed"]
