@@ -22,8 +22,7 @@ A data set is map-style (`__len__`, `__getitem__`, which raises UserError for a 
                                                     store them decoded
     an attribute named like a config field          the value of `auto` in that field: num_classes, image_size, ...
     split (str), classes, mean, std                 for records, exports and the check on resume
-    fingerprint (str)                               stands for names and labels (default: for `targets`); must match on
-                                                    resume, as the number of samples must
+    fingerprint                                     a hash of names and labels, which must match on resume
 """
 
 from __future__ import annotations

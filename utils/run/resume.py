@@ -54,8 +54,7 @@ def resume_run(
 ) -> tuple[list[str], dict[str, Any] | None]:
     """Load the checkpoint that the run starts from, if any, and rewind the folder to its step (`Run.rewind`).
 
-    Args:
-        listing: of the training set's files.
+    listing: of the training set's files.
 
     Returns:
         The allowed differences from the checkpoint's config, and the goodput in the checkpoint.
