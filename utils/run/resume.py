@@ -65,7 +65,7 @@ def resume_run(
     differences, goodput, progress = [], None, state.progress
     if run.resume_path:
         payload = load_checkpoint(run.resume_path, ctx, state.layouts())
-        files = on_rank_0(lambda: changed_files(b"" if run.is_replacing else _read(run.folder), listing), ctx)
+        files = on_rank_0(lambda: changed_files(_read(run.folder), listing), ctx)
         files = broadcast_json(files, ctx)
         differences = on_all_ranks(lambda: compare(payload, config, origin, files), ctx)
         on_all_ranks(lambda: state.load_state_dict(payload), ctx)
