@@ -33,7 +33,7 @@ OF_TORCHRUN = """nproc_per_node nnodes node_rank master_addr master_port max_res
 num_nodes dist_url"""
 EXAMPLES = """examples:
   torchrun --standalone --nproc-per-node=2 train.py --epochs 5
-  torchrun --standalone --nproc-per-node=8 train.py --dataset imagefolder --data_dir FOLDER --model resnet50
+  torchrun --standalone --nproc-per-node=8 train.py --run_dir runs/first --resume_from auto
   python train.py --config runs/default/config.json --eval_only"""
 BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 

@@ -24,7 +24,8 @@ Images.__getitem__, Images.collate = getitem, staticmethod(default_collate)
 def corrupt_sample(drill: Drill) -> None:
     job = drill.start(2, *RUN, code=CORRUPT)
     drill.fails(job, r"rank \d: line 44 of train: is cut short; write it again")
-    drill.resumes(2, *RUN)
+    drill.completes(2, *RUN, "--resume_from", "auto", code=CORRUPT.replace("44, 'train'", "-1, 'train'"))
+    drill.is_whole(2, *RUN)
 
 
 FILES = """
