@@ -20,7 +20,7 @@ from utils.run.lock import RunLock, repeated_failures
 def quick(monkeypatch):
     """A fraction of the seconds."""
     for name in ("SECONDS_BETWEEN_BEATS", "SECONDS_TO_SEE_A_BEAT", "SECONDS_TO_READ_BACK"):
-        monkeypatch.setattr(lock, name, getattr(lock, name) / (10 if name == "SECONDS_TO_READ_BACK" else 20))
+        monkeypatch.setattr(lock, name, getattr(lock, name) / (50 if name == "SECONDS_BETWEEN_BEATS" else 10))
 
 
 def test_a_former_owner_writes_nothing_after_another_job_has_taken_over(tmp_path):
