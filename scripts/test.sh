@@ -33,8 +33,8 @@ if ! "$PYTHON" -c 'import ruff, xdist, kubernetes_validate, kubeflow_trainer_api
     "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt \
         ruff pytest-xdist kubernetes-validate kubeflow-trainer-api || true
 fi
-if [ "$mode" = all ] && ! "$PYTHON" -c 'import datasets, timm, transformers' 2>/dev/null; then # recipes need them
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt datasets timm transformers || true
+if [ "$mode" = all ] && ! "$PYTHON" -c 'import datasets, fuse, timm, transformers' 2>/dev/null; then # recipes need them
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt datasets fusepy timm transformers || true
 fi
 [ "$mode" != mutations ] || exec "$PYTHON" tests/mutations.py "$@"
 

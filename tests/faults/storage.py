@@ -7,11 +7,15 @@ import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import fuse_disk
 from disks import Disk, are_whole, tracing
 from drill import HOST, Drill, Job, fault
+from ranks import lack
+from training import wait_until
 from utils.report.goodput import ACCOUNTS
 
 # 50 steps of two ranks
@@ -231,6 +235,52 @@ def ends_without(drill: Drill, job: Job, is_asked: bool, rank: int) -> None:
     latest = r"the latest checkpoint is \S+/checkpoints/step_00000010\S*; repair the storage, then --resume_from auto"
     said = rf"{NO_PROGRESS} \(rank {rank} on {HOST}\), so training ends; {latest}"
     drill.fails(job, said, rank=rank)
+
+
+def on_fuse(drill: Drill, bytes_per_second: float) -> Path:
+    """Mount a file system (fuse_disk.py) as the checkpoint folder of the run; returns the folder behind it."""
+    python = fuse_disk.python()
+    if not python:
+        lack("no Python with fusepy (pip install fusepy, apt install libfuse2; FUSE_PYTHON names it), or no /dev/fuse")
+    behind, mount = drill.folder / "behind", drill.folder / "run/checkpoints"
+    behind.mkdir()
+    mount.mkdir(parents=True)
+    server = drill.beside(python, fuse_disk.__file__, behind, mount, bytes_per_second)
+    drill.ends.callback(lambda: subprocess.run(["umount", "-l", mount], capture_output=True))
+    wait_until(lambda: mount.is_mount() or server.poll() is not None)
+    if not mount.is_mount():
+        lack("this machine allows no FUSE mounts")
+    return behind
+
+
+@fault("file system hangs in a write", "write")
+@fault("file system hangs in fsync", "fsync")
+@fault("file system hangs in rename", "rename")
+def hangs_in(drill: Drill, call: str) -> None:
+    """A thread in a call of the kernel cannot be killed: its process is gone when the call returns."""
+    behind = on_fuse(drill, 1e9)
+    job = drill.held(2, 14, *RUN, code=ENDS_IN_SECONDS, checkpoint_of=10)
+    hangs = drill.folder / f"hang-{call}"
+    hangs.touch()
+    drill.let_go(is_slow=True)
+    job.wait_for(lambda: re.search(NO_PROGRESS + "; check the storage", job.text()))
+    wait_until(lambda: drill.json("status.json")["state"] == "failed")
+    hangs.unlink()
+    ends_without(drill, job, False, rank=0)
+    assert (behind / "step_00000010.pt").exists()
+    drill.resumes(2, *RUN)
+
+
+@fault("slow file system")
+def slow_file_system(drill: Drill) -> None:
+    """A write takes longer than the limit for one without progress, and each 4 MB of it takes less."""
+    large, flags = LARGE.replace("2_000_000", "16_000_000"), (*RUN, "--save_every_steps", 25)
+    on_fuse(drill, 8e6)
+    ended = drill.completes(2, *flags, code=large + ENDS_IN_SECONDS)
+    assert not re.search(r"step_\d+\S*: its write has made no progress", ended.text), ended.text
+    seconds = [event["seconds"] for event in drill.events("checkpoint")]
+    assert len(seconds) == 2 and min(seconds) > 6, seconds
+    drill.is_whole(2, *flags, code=large)
 
 
 @fault("final save, disk full", True)

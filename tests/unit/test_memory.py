@@ -1,17 +1,18 @@
 """Allocation failures: which errors are recognised, and the message for them."""
 
 import errno
+from unittest import mock
 
 import pytest
 import torch
 
-from config import TrainingConfig
+from config import TrainingConfig, TrainingError
 from ddp_utils import DistributedContext
 from test_checkpoint import payload
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.memory import is_out_of_memory
-from utils.run.failures import explain_memory, halved
+from utils.run.failures import cause_of, explain_memory, halved
 from utils.training.state import TrainState
 
 CUDA = "CUDA out of memory. Tried to allocate 1.95 GiB. GPU 0 has a total capacity of 139.80 GiB."
@@ -72,3 +73,9 @@ def test_out_of_memory_during_a_load_is_not_reported_as_a_bad_checkpoint(monkeyp
     for load in (lambda: checkpoint.read(path), lambda: object.__new__(TrainState).load_state_dict({})):
         with pytest.raises(torch.OutOfMemoryError):
             load()
+
+
+def test_the_checkpoint_folder_whose_storage_hangs_is_not_read_for_the_cause_of_a_failure():
+    error, run = TrainingError("its write has made no progress"), mock.Mock(resume_path=None)
+    with mock.patch("utils.run.failures.step_checkpoints", side_effect=AssertionError):
+        assert cause_of(error, run, TrainingConfig(), mock.Mock(rank=0)) is error

@@ -41,10 +41,9 @@ def wait_for_blame(error: BaseException) -> None:
 
 def cause_of(error: BaseException, run: Run, config: TrainingConfig, ctx: DistributedContext) -> BaseException:
     """The cause of the error: a loader worker of this rank, its memory, another rank, or else the error itself."""
-    checkpoints = step_checkpoints(run.checkpoints)
-    known = explain(error, ctx.rank) or explain_memory(
-        error, config, ctx, is_resumed=bool(checkpoints or run.resume_path)
-    )
+    # the folder is read only if it matters, since its storage may hang
+    is_resumed = is_out_of_memory(error) and bool(run.resume_path or step_checkpoints(run.checkpoints))
+    known = explain(error, ctx.rank) or explain_memory(error, config, ctx, is_resumed)
     return known or (run.lost_ranks() if is_of_a_peer(error) else None) or error
 
 

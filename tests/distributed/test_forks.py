@@ -1,0 +1,69 @@
+"""Loader workers that are forked right after a collective, while the thread that writes checkpoints is at work."""
+
+import multiprocessing
+import threading
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from ranks import run_ranks
+from test_checkpoint import payload
+from utils import signals
+from utils.checkpoint import archive
+
+FORKS = 2_000  # of both ranks
+SECONDS_OF_A_HANG = 30
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return torch.full((64,), float(index)).sum()
+
+
+def fork_after_collectives(folder, forks, waits=True):
+    """How many of a rank's loader workers hung. waits: False takes out the wait of utils/signals.py."""
+    dist.init_process_group("gloo")
+    rank, is_over, found = dist.get_rank(), threading.Event(), []
+    saved = payload(10) | {"model": {f"weight{k}": torch.randn(40_000) for k in range(300)}}
+
+    def write():
+        while not is_over.is_set():
+            found.append(archive.write(folder / f"rank{rank}.pt", saved))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    hung, sums, more = 0, torch.ones(4_000), [torch.empty(100) for _ in range(dist.get_world_size())]
+    without = mock.patch.object(signals.time, "sleep", lambda seconds: None)
+    for _ in range(forks):
+        options = {"timeout": SECONDS_OF_A_HANG, "worker_init_fn": signals.ignore_in_worker}
+        loader = DataLoader(Numbers(), num_workers=1, **options)
+        with signals.kept_back(), nullcontext() if waits else without:
+            dist.all_reduce(sums, async_op=True).wait()
+            dist.all_gather(more, torch.ones(100))
+            batches = iter(loader)  # forks
+        try:
+            assert [each.item() for each in batches] == [0.0, 64.0]
+        except RuntimeError as error:
+            assert "timed out" in str(error), error
+            hung += 1
+            for child in multiprocessing.active_children():
+                child.kill()
+    is_over.set()
+    writer.join()
+    dist.barrier()
+    dist.destroy_process_group()
+    return hung, len(found)
+
+
+@pytest.mark.slow
+def test_no_worker_hangs_that_is_forked_after_a_collective_while_a_checkpoint_is_written(tmp_path):
+    found = run_ranks(2, fork_after_collectives, tmp_path, FORKS // 2, deadline=1500)
+    assert [hung for hung, _ in found] == [0, 0]
+    assert min(written for _, written in found) > 10
