@@ -213,27 +213,6 @@ def test_augmentation_of_files_is_torchvisions_in_the_order_of_its_reference(tmp
     assert torch.equal(sample(val, 1), transform(decoded(val.path(1)))) and val.cacheable
 
 
-@pytest.mark.parametrize("size", [(375, 500), (500, 375)])
-@pytest.mark.parametrize(
-    "flags", [{}, {"interpolation": "bicubic"}, {"interpolation": "nearest"}, *({"auto_augment": p} for p in POLICIES)]
-)
-def test_the_training_transform_of_photographs_is_torchvisions_preset(tmp_path, size, flags):
-    """Landscape and portrait. The size of a crop and, with it, all draws depend on the format."""
-    v2 = pytest.importorskip("torchvision.transforms.v2")
-    save_images(tmp_path / "train", {"cat": 1, "dog": 1}, size=size)
-    data = create_dataset(folder_config(tmp_path, image_size=224, augment="resized_crop", **flags), "train")
-    mode = v2.InterpolationMode(flags.get("interpolation", "bilinear"))
-    preset = [v2.RandomResizedCrop(224, interpolation=mode, antialias=True), v2.RandomHorizontalFlip(0.5)]
-    if policy := flags.get("auto_augment"):
-        preset.append(getattr(v2, POLICIES[policy])(interpolation=mode))
-    transform, image = v2.Compose(preset), decoded(data.path(1))
-    assert image.shape[1:] == size
-    for epoch in range(6):
-        ours = sample(data, 1, epoch)
-        seed_host("sample", 5, epoch, 1)
-        assert torch.equal(ours, transform(image))
-
-
 def test_sizes_of_files_are_checked_before_they_are_transformed(tmp_path):
     """With image_size auto all files have one size; training images may still get another one."""
     for split in ("train", "val"):

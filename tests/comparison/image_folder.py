@@ -27,7 +27,8 @@ from torchvision.transforms import v2
 
 import dataset
 from config import TrainingConfig
-from ddp_utils import cleanup_distributed, create_distributed_dataloader, setup_distributed
+from ddp_utils import cleanup_distributed, setup_distributed
+from utils.data.loader import create_distributed_dataloader
 from utils.data.sets import load_data
 
 POLICIES = {"ra": "RandAugment", "ta_wide": "TrivialAugmentWide", "augmix": "AugMix", "autoaugment": "AutoAugment"}
