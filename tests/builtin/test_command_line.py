@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from config import UserError
+from config import TrainingConfig, UserError
 from images import save_images
 from ranks import ROOT, WarmLaunch, finish, launch, run_ranks, torchrun
 from training import train_flags
@@ -24,6 +24,43 @@ def test_the_published_flags_work_unchanged(tmp_path):
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     expected = {"state": "completed", "epochs": 2, "samples_seen": 260, "global_batch_size": 256}
     assert summary | expected == summary and "float32" in ended.out
+
+
+# torchvision's README, ResNet-50; and the flags that have another name or value here
+RESNET50 = """--model resnet50 --batch-size 128 --lr 0.5 --lr-scheduler cosineannealinglr --lr-warmup-epochs 5
+--lr-warmup-method linear --auto-augment ta_wide --epochs 600 --random-erase 0.1 --weight-decay 0.00002
+--norm-weight-decay 0.0 --label-smoothing 0.1 --mixup-alpha 0.2 --cutmix-alpha 1.0 --train-crop-size 176 --model-ema
+--val-resize-size 232 --ra-sampler --ra-reps 4"""
+HERE = {
+    "--lr-scheduler": "--schedule",
+    "--lr-warmup-epochs": "--warmup_epochs",
+    "--lr-warmup-method": "",
+    "--train-crop-size": "--train_size",
+    "--model-ema": "--ema_decay",
+    "--val-resize-size": "--resize_size",
+    "--ra-sampler": "--augment_repeats",
+    "--ra-reps": "--augment_repeats",
+}
+
+
+def test_torchvisions_command_for_resnet50_works_once_the_flags_are_named_as_the_answers_say(capsys):
+    with pytest.raises(SystemExit) as ended:
+        TrainingConfig.from_args(RESNET50.split())
+    assert ended.value.code == 2
+    known = {flag: f": is not known; did you mean {here}?" for flag, here in HERE.items() if here}
+    known["--lr-warmup-method"] = (
+        ": is not a flag here; the warm-up is linear from 1 / steps; write lr_factor in model.py for another"
+    )
+    assert capsys.readouterr().err.splitlines() == [f"{flag}{known[flag]}" for flag in HERE]
+    given = [pair.split() for pair in RESNET50[2:].split("--")]
+    words = {f"--{name}": value[0] if value else "" for name, *value in given}
+    named = {HERE.get(flag, flag): value for flag, value in words.items()} | {"--schedule": "cosine"}
+    named |= {"--ema_decay": "0.999966"}  # theirs is a switch, whose decay docs/recipes/imagenet.toml computes
+    del named[""]
+    config = TrainingConfig.from_args([word for flag, value in named.items() for word in (flag, value)])
+    recipe = TrainingConfig.from_args(["--config", str(ROOT / "docs/recipes/imagenet.toml")])
+    same = [flag.removeprefix("--").replace("-", "_") for flag in named]
+    assert len(same) == 17 and [getattr(config, name) for name in same] == [getattr(recipe, name) for name in same]
 
 
 def contents(folder):
