@@ -68,7 +68,9 @@ def sample_draws(seed: int, epoch: int, indices: Tensor, count: int) -> Tensor:
 
 
 def draw_integers(draws: Tensor, high: int) -> Tensor:
-    """int64 in [0, high), from 32-bit draws; the bias is below high / 2^32."""
+    """int64 in [0, high), from 32-bit draws; the bias is below high / 2^32. Raises ValueError above 2^31."""
+    if high > 2**31:
+        raise ValueError(f"high={high}: 32-bit draws reach 2^31; draw with torch.randint(high, ()) in __getitem__")
     return (draws * high) >> 32
 
 
