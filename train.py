@@ -275,6 +275,7 @@ def train_one_epoch(training: Training) -> Decision:
             reporter.record_samples(progress, indices)
         if reporter.is_due(progress.step):
             reporter.log(state)
+            checkpoints.compare_buffers(is_first=True)
         decision = consensus.step()
         if decision.save or decision.stop or is_every(config.save_every_steps, progress.step - 1):
             decision = Decision(*map(max, decision, consensus.flush()))  # an earlier vote must not count after a save

@@ -41,6 +41,7 @@ class Mutation:
 
 # fmt: off
 MUTATIONS = [
+    Mutation('Checkpoints.compare_buffers', 'mine = {name: [*buffer.shape, bits] for (name, buffer), bits in sums}', 'mine = {name: [*buffer.shape] for (name, buffer), bits in sums}', 'other-buffers'),
     Mutation('Replicated.accumulating', 'return nullcontext() if micro_batch.is_last else self.no_sync()', 'return self.no_sync() if micro_batch.is_last else nullcontext()', 'gradient'),
     Mutation('TrainState.plan', 'self._loss_scale.fill_(divisor * 2.0**-progress.loss_shift)', 'self._loss_scale.fill_(2.0**-progress.loss_shift)', 'gradient'),
     Mutation('TrainState.update_if_finite', 'divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift', 'divisor = torch.full_like(self.sums.loss_count, float(global_batch.samples)) * 2.0**-self.progress.loss_shift', 'gradient'),

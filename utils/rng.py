@@ -23,6 +23,11 @@ def derive_seed(*key: object) -> int:
 
 def digest_of(tensors: list[Tensor]) -> int:
     """63 bits that change with any bit of any tensor. Reads from the device."""
+    return derive_seed(*bit_sums(tensors))
+
+
+def bit_sums(tensors: list[Tensor]) -> list[int]:
+    """A sum of the bits of each tensor. Reads from the device."""
     sums = []
     for tensor in tensors:
         by_memory = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
@@ -30,7 +35,7 @@ def digest_of(tensors: list[Tensor]) -> int:
         places = (flat.numel() * flat.element_size(), flat.storage_offset() * flat.element_size())
         kind = torch.int64 if flat.element_size() <= 8 and not any(place % 8 for place in places) else torch.uint8
         sums.append(flat.view(kind).sum(dtype=torch.int64))
-    return derive_seed(*torch.stack([each.to(sums[0].device) for each in sums]).tolist()) if sums else 0
+    return torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
 
 
 def seed_host(*key: object) -> None:
@@ -68,7 +73,9 @@ def sample_draws(seed: int, epoch: int, indices: Tensor, count: int) -> Tensor:
 
 
 def draw_integers(draws: Tensor, high: int) -> Tensor:
-    """int64 in [0, high), from 32-bit draws; the bias is below high / 2^32."""
+    """int64 in [0, high), from 32-bit draws; the bias is below high / 2^32. Raises ValueError above 2^31."""
+    if high > 2**31:
+        raise ValueError(f"high={high}: 32-bit draws reach 2^31; draw with torch.randint(high, ()) in __getitem__")
     return (draws * high) >> 32
 
 

@@ -202,3 +202,45 @@ def test_an_evaluation_without_labels_is_a_warning_and_an_event(runs):
     assert run_ranks(2, train_without_labels, runs.words("run", *SMALL, "--epochs", 1)) == ["completed"] * 2
     (event,) = runs.events("run", "non_finite_evaluation")
     assert event["split"] == "val" and "evaluation of val: the loss is nan; if it has no labels" in runs.log("run")
+
+
+class OwnQueue(tasks.SmallNet):
+    """Keeps the features of the latest samples, and how many of each class came: both of this rank only."""
+
+    def __init__(self, is_reduced):
+        super().__init__(True, 10)
+        self.is_reduced = is_reduced
+        self.register_buffer("queue", torch.zeros(0, 64))
+        self.register_buffer("means", torch.zeros(64))
+        self.register_buffer("mine", torch.zeros(64), persistent=False)
+
+    def forward(self, x):
+        features = self.features(x).flatten(1)
+        if self.training:
+            found = features.detach().mean(0)
+            self.mine += found
+            if self.is_reduced:
+                torch.distributed.all_reduce(found)
+            else:
+                self.queue = torch.cat([self.queue, features.detach()])[-8 * (2 + int(os.environ["RANK"])) :]
+            self.means += found
+        return self.head(features)
+
+
+def train_with_a_queue(words, is_reduced):
+    create = lambda config, device: OwnQueue(is_reduced).to(device)  # noqa: E731
+    with mock.patch.dict(TASKS["images"], {"create_model": create}):
+        return train_flags(words)["state"]
+
+
+@pytest.mark.parametrize("is_reduced", [False, True])
+def test_buffers_that_a_rank_updates_by_itself_are_named_after_the_first_steps_and_at_a_save(runs, is_reduced):
+    """BatchNorm's are not among them. The queue has another shape on each rank; training goes on and saves."""
+    flags = "--dataset_size 64 --epochs 2 --log_interval 2 --num_workers 1".split()
+    assert run_ranks(2, train_with_a_queue, runs.words("run", *flags), is_reduced) == ["completed"] * 2
+    found, text = runs.events("run", "buffers_differ"), "means, queue: rank 1 has other values in these buffers"
+    saved = [event["step"] for event in runs.events("run", "checkpoint")]
+    expected = [] if is_reduced else [2, *saved]
+    assert [event["step"] for event in found] == expected and len(saved) == 2
+    assert all(event["names"] == ["means", "queue"] and event["rank"] == 1 for event in found)
+    assert runs.log("run").count(text) == (not is_reduced)

@@ -5,7 +5,7 @@ import torch
 
 from config import UserError
 from utils.data.augment import augment_images, choose, crop_and_flip, normalize
-from utils.rng import derive_seed, sample_draws
+from utils.rng import derive_seed, draw_integers, sample_draws
 
 
 def test_seeds_of_different_keys_differ():
@@ -23,6 +23,15 @@ def test_draws_equal_splitmix64_in_python_integers():
             x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
             x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
             assert drawn[row, k] == (x ^ (x >> 31)) >> 32
+
+
+def test_integers_are_drawn_from_the_whole_range_and_no_other():
+    ends = torch.tensor([0, 2**32 - 1])
+    for high in (1, 2, 3, 50_257, 2**31 - 1, 2**31):  # products of more than 63 bits would be negative
+        assert draw_integers(ends, high).tolist() == [0, high - 1]
+    for high in (2**31 + 1, 2**32):  # a file of nine billion tokens
+        with pytest.raises(ValueError, match=f"high={high}: .*; draw with torch.randint"):
+            draw_integers(ends, high)
 
 
 def test_crop_and_flip_moves_each_image_by_its_own_draws():

@@ -144,26 +144,19 @@ def copy_here(source: Path, folder: Path) -> Path:
     return target
 
 
-def link_best(path: Path) -> bool:
-    """Make best.pt in its folder a link to this step checkpoint. Raises OSError.
-
-    Returns:
-        False if the storage has no links, so that it is a copy.
-    """
+def link_best(path: Path) -> None:
+    """Make best.pt in its folder a link to this step checkpoint, or a copy on storage without links. Raises OSError."""
     best = path.with_name(BEST)
     temporary = temporary_of(best)
-    is_link = True
     try:
         temporary.symlink_to(path.name)
     except OSError:
-        is_link = False
         if path.is_dir():
             shutil.rmtree(best, ignore_errors=True)
             shutil.copytree(path, temporary)
         else:
             shutil.copyfile(path, temporary)
     temporary.replace(best)
-    return is_link
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:

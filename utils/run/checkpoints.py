@@ -28,7 +28,7 @@ from utils.distributed.collectives import broadcast_json, gather, lowest_rank
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import local
 from utils.logger import NAME
-from utils.rng import digest_of, diverged
+from utils.rng import bit_sums, digest_of, diverged
 from utils.run.folder import Run
 from utils.run.hook import SECONDS_OF_A_LOOK, Hook
 from utils.signals import StopSignals
@@ -87,6 +87,7 @@ class Checkpoints:
         self._path, self._payload, self._latest = Path(), {}, resumed
         self._writing: Future[float] | None = None  # in progress; returns its seconds
         self._is_owed = False  # a save was due while another one was written
+        self._odd_buffers: list[str] | None = None  # that differ between ranks; None: not compared yet
         self._begun_at = time.monotonic()  # start of the last save
         self._blocked_s = 0.0  # how long it blocked training
         self._failing_since = 0.0  # when the first of a series of failed saves failed; 0: the last succeeded
@@ -114,6 +115,7 @@ class Checkpoints:
         is_free = not self._writes or self._is_free(must)
         self._run.record_skipped(self._state.read_skips(), self._sampler)
         if lowest_rank(not is_free, self._ctx) is None:
+            self.compare_buffers()
             self._begin()
             self._blocked_s, self._saved_step = time.perf_counter() - began, step
         self._clock.enter("update")
@@ -143,6 +145,33 @@ class Checkpoints:
         if self._writes:
             self._start_writing()
             self._blocked_s += time.perf_counter() - began
+
+    def compare_buffers(self, is_first: bool = False) -> None:
+        """Report persistent buffers that differ between ranks, as a queue that each rank fills: rank 0's are saved.
+
+        is_first: only if this attempt has not compared them yet. Call it between two steps, on all ranks.
+        """
+        if is_first and self._odd_buffers is not None:
+            return
+        names = {name for name, _ in self._state.model.named_parameters(remove_duplicate=False)}
+        state = self._state.model.state_dict()
+        buffers = {name: local(x) for name, x in state.items() if isinstance(x, Tensor) and name not in names}
+        sums = zip(buffers.items(), bit_sums([*buffers.values()]), strict=True)
+        mine = {name: [*buffer.shape, bits] for (name, buffer), bits in sums}
+        first = broadcast_json(mine, self._ctx)
+        rank, before, self._odd_buffers = lowest_rank(mine != first, self._ctx), self._odd_buffers, []
+        if rank is None:
+            return
+        other = broadcast_json(mine, self._ctx, rank)
+        self._odd_buffers = odd = sorted(name for name in first | other if first.get(name) != other.get(name))
+        self._run.event("buffers_differ", self._state.progress.step, names=odd, rank=rank)
+        if odd != before:
+            self._run.warn(
+                "%s: rank %d has other values in these buffers than rank 0, whose are saved; update them with what all"
+                " ranks computed (torch.distributed.all_reduce or all_gather), or register them with persistent=False",
+                ", ".join(odd[:5]) + (f" and {len(odd) - 5} more" if len(odd) > 5 else ""),
+                rank,
+            )
 
     def save_best(self) -> None:
         """Make best.pt a link to the checkpoint of this step once that is on the disk. If that fails, the next
@@ -297,7 +326,8 @@ class Checkpoints:
         times = {"seconds": round(seconds, 3), "blocked_s": round(blocked, 5)}
         self._run.event("checkpoint", progress["step"], epoch=epoch, path=str(self._path), **times)
         self._run.status("running", checkpoint=str(self._path))
-        self._run.log("saved %s in %.2f s; blocked training for %.1f ms", self._path, seconds, 1000 * blocked)
+        text = "saved %s in %.2f s; blocked training for %.1f ms"
+        logging.getLogger(NAME).info(text, self._path, seconds, 1000 * blocked)
         self._hook.run(self._path)
 
 

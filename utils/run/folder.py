@@ -48,7 +48,6 @@ class Run:
         self.log_file = folder / "logs" / f"rank{rank}.log"
         self._lock = lock
         self._files: dict[str, LinesFile] = {}
-        self._has_copied = False  # best.pt, on storage without links
         self._status: dict[str, Any] = {}
         self._status_at = -math.inf  # when it was written
         self._status_before: dict[str, Any] = {}  # of a continued run, until this attempt trains
@@ -106,9 +105,6 @@ class Run:
         if skipped:
             steps = ", ".join(str(each.step) for each in skipped[:5]) + (", ..." if len(skipped) > 5 else "")
             self.warn("skipped %s with a non-finite loss or gradient: %s", count(skipped, "optimizer step"), steps)
-
-    def log(self, text: str, *values: Any) -> None:
-        logging.getLogger(LOGGER).info(text, *values)
 
     def warn(self, text: str, *values: Any) -> None:
         """Log what all ranks know: as a warning on rank 0, as information on the others."""
@@ -232,9 +228,7 @@ class Run:
         source = next((path for path in paths if checkpoint.step_of(path) == step), None)
         if source is None:
             raise OSError(2, f"there is no checkpoint of step {step}")
-        if not checkpoint.link_best(source) and not self._has_copied:
-            self._has_copied = True
-            self.log("%s is a copy of %s: the storage has no links", checkpoint.BEST, source.name)
+        checkpoint.link_best(source)
 
     def rewind(self, step: int, is_evaluated: bool = False, has_test: bool = False) -> None:
         """Before a resumed run writes: drop records that it will write again and move checkpoints of later steps aside.
