@@ -17,9 +17,10 @@ SMALL = "--image_size 8 --batch_size 8 --log_interval 2 --backend gloo".split()
 
 
 def test_the_published_flags_work_unchanged(tmp_path):
-    """The command line of the published pipeline, with a run folder and a number of samples."""
+    """The command line of the published pipeline, with a run folder and small data."""
     line = "--epochs 2 --batch_size 64 --no-use_amp --grad_accum_steps 2".split()
-    ended = torchrun(2, *line, "--run_dir", tmp_path / "run", "--dataset_size", 130, "--backend", "gloo")
+    small = "--dataset_size 130 --image_size 8 --backend gloo".split()
+    ended = torchrun(2, *line, "--run_dir", tmp_path / "run", *small)
     assert ended.code == 0, ended.text
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     expected = {"state": "completed", "epochs": 2, "samples_seen": 260, "global_batch_size": 256}

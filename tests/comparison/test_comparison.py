@@ -49,8 +49,15 @@ def test_two_ranks_count_the_same_collectives_for_template_and_plain_loop(tmp_pa
     assert template >= plain + 1  # one for BatchNorm, more for consensus and log points
 
 
-def equality_of(folder, flags, factor=1.0):
-    """The equality of four epochs of four steps on one rank. factor: scales the template's learning rate."""
+EQUALITY = [  # flags, a factor of the template's learning rate, the number of equal intervals
+    ("--no-use_amp --grad_accum_steps 3", 1.0, 4),
+    ("--optimizer adamw --lr 1e-3 --amp_dtype bf16", 1.0, 4),
+    ("", 1.001, 0),
+]
+
+
+def equality_of(folder, flags, factor):
+    """The equality of four epochs of four steps on one rank."""
     plain = TrainState._set_lr
 
     def set_lr(self):
@@ -66,17 +73,12 @@ def equality_of(folder, flags, factor=1.0):
     return comparison.equality()
 
 
-@pytest.mark.parametrize(
-    ("flags", "factor", "equal"),
-    [
-        ("--no-use_amp --grad_accum_steps 3", 1.0, 4),
-        ("--optimizer adamw --lr 1e-3 --amp_dtype bf16", 1.0, 4),
-        ("", 1.001, 0),
-    ],
-    ids=["accumulated-fp32", "adamw-bf16", "another-rate"],
-)
-def test_losses_equal_the_plain_loops_bitwise_and_a_difference_is_detected(tmp_path, flags, factor, equal):
-    assert run_ranks(1, equality_of, tmp_path / "run", flags.split(), factor) == [{"intervals": 4, "equal": equal}]
+def equalities(folder):
+    return [equality_of(folder / str(k), flags.split(), factor) for k, (flags, factor, _) in enumerate(EQUALITY)]
+
+
+def test_losses_equal_the_plain_loops_bitwise_and_a_difference_is_detected(tmp_path):
+    assert run_ranks(1, equalities, tmp_path) == [[{"intervals": 4, "equal": equal} for *_, equal in EQUALITY]]
 
 
 def test_the_plain_run_has_the_curve_of_a_run(tmp_path):

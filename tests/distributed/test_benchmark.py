@@ -15,7 +15,7 @@ from ddp_utils import cleanup_distributed, setup_distributed
 from lib.benchmark import speed
 from lib.benchmark.ours import Ours
 from lib.benchmark.turns import Candidate, take_turns
-from ranks import run_ranks
+from ranks import run_ranks, slow
 from tasks import config_of, using
 from utils.training.step_sums import StepSums
 
@@ -58,7 +58,7 @@ def test_one_and_two_ranks_with_and_without_flags_are_one_report(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["b.json"]
 
 
-@pytest.mark.parametrize("flags", ["--reduction exact", "--sharding zero3"])
+@pytest.mark.parametrize("flags", ["--reduction exact", slow("--sharding zero3")])
 def test_communication_within_the_passes_is_not_left_out(tmp_path, flags):
     (out, _), _ = run_ranks(2, measured, tmp_path, *flags.split())
     assert "as given" in out and "without communication" not in out

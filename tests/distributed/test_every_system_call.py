@@ -112,11 +112,6 @@ def killed_at(runs, calls):
     assert is_completed or completes(f"killed{number}")
 
 
-def test_rank_0_killed_at_a_system_call_of_a_save(tmp_path):
-    need("strace")
-    killed_at(Runs(tmp_path), ["fsync:1", "rename:1"])
-
-
 @pytest.mark.slow
 def test_rank_0_killed_at_every_system_call_of_a_save(tmp_path):
     names = [line.split("(")[0] for line in calls_of_one_save(tmp_path)]

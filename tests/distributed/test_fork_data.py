@@ -4,7 +4,6 @@ import os
 import random
 
 import numpy
-import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils.data import random_split
@@ -27,16 +26,23 @@ def mixed_loss(net, batch):
     return image_loss(net, batch)
 
 
-def train_mixed(flags, held_out):
-    sizes = {"train": 46, **held_out}
-    created = lambda config, split: Mixing(sizes[split], split) if split in sizes else None  # noqa: E731
-    return train_with(flags, create_dataset=created, compute_loss=mixed_loss)
+HELD_OUT = {"none": {}, "val": {"val": 9}, "both": {"val": 9, "test": 5}}
 
 
-@pytest.mark.parametrize("held_out", [{}, {"val": 9}, {"val": 9, "test": 5}])
-def test_a_batch_is_evaluated_as_it_is_only_if_it_is_held_out(runs, held_out):
-    assert run_ranks(2, train_mixed, runs.words("run", *FLAGS), held_out) == ["completed"] * 2
-    assert {record["split"] for record in runs.records("run", "eval")} == {*held_out}
+def train_mixed(flags, folder):
+    states = []
+    for name, held_out in HELD_OUT.items():
+        sizes = {"train": 46, **held_out}
+        created = lambda config, split, sizes=sizes: Mixing(sizes[split], split) if split in sizes else None  # noqa: E731
+        flags = [*flags, "--run_dir", str(folder / name)]
+        states.append(train_with(flags, create_dataset=created, compute_loss=mixed_loss))
+    return states
+
+
+def test_a_batch_is_evaluated_as_it_is_only_if_it_is_held_out(runs):
+    assert run_ranks(2, train_mixed, runs.words("run", *FLAGS), runs.root) == [["completed"] * 3] * 2
+    for name, held_out in HELD_OUT.items():
+        assert {record["split"] for record in runs.records(name, "eval")} == {*held_out}
 
 
 class Foreign(Images):

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import model
 from config import UserError
-from ranks import WarmLaunch, finish, run_ranks
+from ranks import WarmLaunch, finish, run_ranks, slow
 from tasks import TASKS, Images, SmallNet, image_loss
 from training import assert_same_state, train_flags
 from utils.rng import draw_integers, sample_draws
@@ -100,9 +100,7 @@ def train_pixels(flags):
     return train_with([*flags, "float64"], **PIXELS)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "accumulation"), [(1, 4), (2, 2), (4, 1), pytest.param(4, 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("ranks", "accumulation"), [(2, 2), slow(4, 1)])
 def test_the_loss_is_the_mean_over_the_valid_pixels_of_the_global_batch(runs, ranks, accumulation):
     """The expected loss is computed over all pixels of a step at once. 1e-12: order of sums."""
     flags = "--epochs 1 --lr 1e-300 --warmup_epochs 0 --log_interval 1 --no-use_amp --record_samples".split()
@@ -272,6 +270,12 @@ def of_split(wanted, replacement):
     return lambda config, split: replacement if split == wanted else plain(config, split)
 
 
+def with_table(config, device):
+    net = SmallNet(True, 10).to(device)
+    net.table = nn.Embedding(3, 4, sparse=True)
+    return net
+
+
 PROBLEMS = {
     "a tensor": ({"compute_loss": lambda net, batch: net(batch[0]).sum()}, "model.compute_loss: returned a Tensor; "),
     "stream": ({"create_dataset": of_split("train", Stream())}, "create_dataset: Stream (train) has no __len__"),
@@ -282,32 +286,21 @@ PROBLEMS = {
         "create_optimizer: LBFGS needs a closure",
     ),
     "no groups": ({"param_groups": lambda net, config: net.parameters()}, "param_groups: returned no list of groups; "),
+    "sparse": (
+        {"create_model": with_table},
+        "model: table has sparse gradients, which are not supported; set sparse=False",
+    ),
 }
 
 
-def train_wrongly(flags, name):
-    return train_with(flags, **PROBLEMS[name][0])
+def train_wrongly(flags):
+    return [train_with([*flags, "--overwrite"], **seams) for seams, _ in PROBLEMS.values()]
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_a_violated_contract_is_rejected_in_one_sentence(runs, name):
-    for text in run_ranks(2, train_wrongly, runs.words("run", *FLAGS), name):
-        assert text.startswith(PROBLEMS[name][1]), text
-
-
-def train_sparse(flags):
-    return train_with(flags, create_model=with_table)
-
-
-def with_table(config, device):
-    net = SmallNet(True, 10).to(device)
-    net.table = nn.Embedding(3, 4, sparse=True)
-    return net
-
-
-def test_sparse_gradients_are_rejected_by_name(runs):
-    (text,) = run_ranks(1, train_sparse, runs.words("run", *FLAGS))
-    assert text == "model: table has sparse gradients, which are not supported; set sparse=False"
+def test_a_violated_contract_is_rejected_in_one_sentence(runs):
+    for texts in run_ranks(2, train_wrongly, runs.words("run", *FLAGS)):
+        for text, (_, expected) in zip(texts, PROBLEMS.values(), strict=True):
+            assert text.startswith(expected), text
 
 
 SHOWN = {  # what log_images returns for a batch: the warning

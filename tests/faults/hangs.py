@@ -149,7 +149,7 @@ runpy.run_path({str(ROOT / "scripts/predict.py")!r}, run_name='__main__')
 """
 
 
-@fault("rank stopped in --eval_only", "", is_default=True)
+@fault("rank stopped in --eval_only", "")
 @fault("rank stopped in predict.py", PREDICTS)
 def rank_stopped_without_a_run(drill: Drill, program: str) -> None:
     drill.fork(2, *RUN)
@@ -164,7 +164,7 @@ def rank_stopped_without_a_run(drill: Drill, program: str) -> None:
         (drill.folder / "run/stopped").unlink()
 
 
-@fault("rank killed under NCCL", is_default=True)
+@fault("rank killed under NCCL")
 def rank_killed_under_nccl(drill: Drill) -> None:
     job = drill.held(3, 12, *RUN, code=BLOCKS_AFTER_DEATH)
     job.signal(2, signal.SIGKILL)

@@ -81,7 +81,7 @@ Images.__getitems__ = waiting
 """
 
 
-@fault("job suspended", 12, "forward", is_default=True)
+@fault("job suspended", 12, "forward")
 @fault("job suspended while it reads", 1, "data", READS_SLOWLY)
 def job_suspended(drill: Drill, step: int, phase: str, code: str = "") -> None:
     """As by `scontrol suspend` or a laptop's lid: all processes of the launch, for longer than --hang_timeout."""

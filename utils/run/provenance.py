@@ -91,13 +91,14 @@ def changed_files() -> list[str]:
 
 def code_digests() -> dict[str, str]:
     """SHA-256 of each imported file of the repository, by its path from the root, without scripts and tests."""
-    real_folder = functools.cache(os.path.realpath)  # thousands of modules lie in a few hundred folders
-    imported = [os.path.split(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())]
-    files = {os.path.join(real_folder(folder), name) for folder, name in imported if name}
+    real_folder = functools.cache(os.path.realpath)  # hundreds of modules lie in a few folders
+    imported = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
+    places = [os.path.split(file) for file in imported if file and "site-packages" not in file]  # not of packages
+    files = {os.path.join(real_folder(folder), name) for folder, name in places}
     names = [
         Path(file).relative_to(ROOT) for file in files if file.startswith(f"{ROOT}{os.sep}") and os.path.isfile(file)
     ]
-    names = [name for name in names if name.parts[0] not in ("scripts", "tests") and "site-packages" not in name.parts]
+    names = [name for name in names if name.parts[0] not in ("scripts", "tests")]
     return {str(name): _sha256(ROOT / name) for name in sorted(names)}
 
 
