@@ -17,9 +17,9 @@ from utils.training.precision import Precision
 SIZES = (1, 2, 3, 4, 5, 11, 16, 23)
 
 
-def evaluations(task, workers, bf16=False):
+def evaluations(task, workers, bf16=False, reduction="fast"):
     """For each size of the data set: the record, and this rank's logits of each sample as bytes."""
-    config = TrainingConfig(backend="gloo", batch_size=4, num_workers=workers)
+    config = TrainingConfig(backend="gloo", batch_size=4, num_workers=workers, reduction=reduction)
     ctx = setup_distributed(config)
     precision = Precision("cpu", torch.bfloat16 if bf16 else None)
     torch.manual_seed(0)
@@ -71,6 +71,20 @@ def test_counts_and_logits_are_the_same_on_one_to_four_ranks(task, workers, bf16
             assert sum(len(own) for _, own in each) == len(logits)  # each by one rank
             assert {index: row for _, own in each for index, row in own.items()} == logits
             assert all(own == pytest.approx(record, rel=1e-14) for own, _ in each)
+
+
+@pytest.mark.parametrize(
+    ("task", "worlds"), [("lines", (3, 5)), slow("images", (2, 3, 4, 5, 6)), slow("lines", (2, 4, 6))]
+)
+def test_exact_means_are_the_same_bits_on_any_number_of_ranks(task, worlds):
+    """Each rank evaluates consecutive micro-batches, each of them once; the sets have 1 to 6 of them."""
+    alone = run_ranks(1, evaluations, task, 1, False, "exact")[0]
+    assert [record["count"] for record, _ in alone] == list(SIZES)
+    for world in worlds:
+        for (record, logits), *each in zip(alone, *run_ranks(world, evaluations, task, 1, False, "exact"), strict=True):
+            assert sum(len(own) for _, own in each) == len(logits)
+            assert {index: row for _, own in each for index, row in own.items()} == logits
+            assert all(own == record for own, _ in each)
 
 
 def evaluate_with_a_wrong_sampler():

@@ -11,6 +11,7 @@ import utils.files
 from config import StartError, TrainingConfig, UserError
 from utils.checkpoint import archive, shards
 from utils.checkpoint import format as checkpoint
+from utils.distributed.tree import ORDER
 from utils.files import TEMPORARY, replace_file, replace_json
 from utils.run.resume import changed_files, compare, compare_data, is_other_best
 
@@ -27,7 +28,7 @@ def payload(step=10, **changes):
 
 def origin(identity="abc", size=64, threads=1, content="1", sketches=()):
     data = {"identity": identity, "content": content, "sketches": list(sketches)}
-    return data | {"global_batch_size": size, "cpu_threads": threads}
+    return data | {"global_batch_size": size, "cpu_threads": threads, "exact_sums": ORDER}
 
 
 def test_a_checkpoint_comes_back_and_opens_with_plain_torch_load(tmp_path):
@@ -191,6 +192,13 @@ def test_the_number_of_cpu_threads_must_match_for_exact_sums():
     assert compare(payload(**exact), TrainingConfig(**exact), origin()) == []
     with pytest.raises(UserError, match="OMP_NUM_THREADS=2: with reduction=exact it must be as in the checkpoint, 1"):
         compare(payload(**exact), TrainingConfig(**exact), origin(threads=2))
+
+
+def test_a_checkpoint_of_a_version_with_another_order_of_exact_sums_is_reported():
+    old, exact = {**origin(), "exact_sums": None}, TrainingConfig(reduction="exact")
+    [line] = compare(payload(reduction="exact") | {"provenance": old}, exact, origin())
+    assert line == "reduction=exact: this version sums in another order than the checkpoint's; the bits change"
+    assert compare(payload() | {"provenance": old}, TrainingConfig(), origin()) == []
 
 
 def test_a_best_value_of_another_metric_or_of_other_weights_is_dropped():

@@ -1,6 +1,7 @@
 """Sampler and loader: each sample once, whichever rank computes it; orders that a data set defines."""
 
 import contextlib
+import itertools
 import random
 from types import SimpleNamespace
 from unittest import mock
@@ -96,9 +97,14 @@ def test_ranks_decide_only_who_computes_a_micro_batch(n):
         assert by_all_ranks(n, world_size, per_step=6) == reference
 
 
+@pytest.mark.parametrize(
+    "options", [{"per_step": 6}, {"per_step": 6, "in_runs": True}, {"in_runs": True, "shuffle": False}]
+)
 @pytest.mark.parametrize("n", [1, 2, 4, 5, 8, 9, 12, 13, 20, 23, 24, 25])
-def test_a_global_batch_has_the_same_length_and_the_true_size_on_each_rank(n):
-    ranks = [list(sampler_of(n, rank, 3, per_step=6).global_batches(0)) for rank in range(3)]
+def test_a_global_batch_has_the_same_length_and_the_true_size_on_each_rank(n, options):
+    ranks = [list(sampler_of(n, rank, 3, **options).global_batches(0)) for rank in range(3)]
+    mine = [[index for each in own for m in each if not m.is_padding for index in m.indices] for own in ranks]
+    assert sorted(itertools.chain(*mine)) == list(range(n))
     for global_batches in zip(*ranks, strict=True):
         samples = sum(len(m.indices) for each in global_batches for m in each if not m.is_padding)
         for each in global_batches:

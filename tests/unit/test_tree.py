@@ -5,53 +5,81 @@ import math
 import pytest
 import torch
 
-from utils.distributed.tree import TreeSum, in_tree_order, place
+from utils.distributed.tree import END, TreeSum, parts_of, run_of
 
 LEAVES = [torch.randn(5, generator=torch.Generator().manual_seed(k)) * 10.0 ** (k % 7) for k in range(40)]
 
 
-def defined(numbers, leaves):
-    """The sum of these leaves of a tree over `leaves`, a power of two: m and m + leaves / 2 are added first."""
-    sums = {number: LEAVES[number].clone() for number in numbers}
-    while leaves > 1:
-        leaves //= 2
-        for right in [number for number in sums if number >= leaves]:
-            left = sums.get(right - leaves)
-            sums[right - leaves] = sums.pop(right) if left is None else left + sums.pop(right)
+def defined(count):
+    """The sum of the first leaves: neighbours are added, then neighbouring pairs; what has no neighbour stays."""
+    sums = LEAVES[:count]
+    while len(sums) > 1:
+        pairs = [sums[k : k + 2] for k in range(0, len(sums), 2)]
+        sums = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]
     return sums[0]
 
 
-def added(numbers):
-    tree = TreeSum()
-    for number in in_tree_order(numbers):
-        tree.add(number, [LEAVES[number].clone()])
-        assert len(tree._held) <= math.log2(len(numbers)) + 1
-    return tree.total()[0]
+def parts_by_rank(ranks, count):
+    """For each rank, its parts by their first leaf. One piece at a time for the last leaf, as in a backward pass."""
+    found = []
+    for rank, begins in enumerate(parts_of(ranks, count)):
+        run, tree = run_of(rank, ranks, count), TreeSum()
+        if not run:
+            assert not begins
+            continue
+        for number in run[:-1]:
+            tree.add(number, [LEAVES[number].clone()])
+            assert len(tree._held) <= 2 * math.log2(len(run)) + 1
+        own = LEAVES[run[-1]].clone()
+        before, inner = tree.take(run[-1], count)
+        assert tree._held == []
+        for [partial] in inner:
+            own += partial
+        found.append(list(zip(begins, [*(part for [part] in before), own], strict=True)))
+    return found
 
 
 @pytest.mark.parametrize("count", [*range(1, 18), 31, 32, 33, 40])
 def test_the_sum_is_that_of_the_definition_on_any_number_of_ranks(count):
-    expected = defined(range(count), 64)
-    assert torch.equal(expected, defined(range(count), 2 ** math.ceil(math.log2(count))))  # a larger tree: the same
-    for ranks in (1, 2, 4, 8):
+    for ranks in range(1, 42):
         tree = TreeSum()
-        for rank in in_tree_order(range(min(ranks, count))):
-            tree.add(rank, [added(range(rank, count, ranks))])
-        assert torch.equal(tree.total()[0], expected), ranks
+        for begin, part in (each for parts in parts_by_rank(ranks, count) for each in parts):
+            tree.add(begin, [part])
+        [[total]] = tree.parts(END, END)
+        assert torch.equal(total, defined(count)), ranks
 
 
-def test_the_last_leaf_can_be_added_piece_by_piece():
-    for count in (1, 2, 5, 8, 13):
-        *others, last = in_tree_order(range(count))
-        tree, total = TreeSum(), LEAVES[last].clone()
-        for number in others:
-            tree.add(number, [LEAVES[number].clone()])
-        for [partial] in tree.take(last):
-            total += partial
-        assert torch.equal(total, defined(range(count), 16)) and tree.take(last) == []
+def test_an_evaluation_has_the_same_parts():
+    """There, the parts are taken after the last leaf."""
+    for ranks, count in ((1, 13), (3, 32), (5, 33), (6, 7)):
+        for rank, parts in enumerate(parts_by_rank(ranks, count)):
+            run, tree = run_of(rank, ranks, count), TreeSum()
+            for number in run:
+                tree.add(number, [LEAVES[number].clone()])
+            pairs = zip(parts, tree.parts(run.stop, count), strict=True)
+            assert all(torch.equal(part, other) for (_, part), [other] in pairs)
+
+
+def test_every_leaf_is_in_one_run_and_no_rank_has_more_than_its_share():
+    for count in range(1, 70):
+        for ranks in range(1, 40):
+            runs = [run_of(rank, ranks, count) for rank in range(ranks)]
+            assert [leaf for run in runs for leaf in run] == list(range(count))
+            assert max(map(len, runs)) == math.ceil(count / ranks)
+
+
+def test_a_rank_has_one_part_where_its_micro_batches_are_a_power_of_two():
+    """So that it sends the bytes of a ring all-reduce; also in a short last global batch."""
+    for ranks in (1, 2, 3, 5, 6, 7, 8, 12, 24):
+        for size in (1, 2, 4, 8):
+            for missing in range(ranks):
+                parts = parts_of(ranks, ranks * size - missing)
+                assert max(map(len, parts)) == 1, (ranks, size, missing)
+    mean = {ranks: sum(map(len, parts_of(ranks, 32))) / ranks for ranks in (3, 5, 6, 7, 12)}
+    assert mean == pytest.approx({3: 9 / 3, 5: 13 / 5, 6: 11 / 6, 7: 16 / 7, 12: 21 / 12})
 
 
 def test_another_order_gives_other_bits():
     """The leaves are such that the other tests can fail."""
-    assert not torch.equal(sum(LEAVES), defined(range(40), 64))
-    assert [place(number) >> 37 for number in range(8)] == [0, 4, 2, 6, 1, 5, 3, 7]
+    assert not torch.equal(sum(LEAVES), defined(40))
+    assert not torch.equal(defined(20), LEAVES[19] + defined(19))

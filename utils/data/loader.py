@@ -235,7 +235,7 @@ def create_distributed_dataloader(
         world_size=ctx.world_size,
         seed=config.seed,
         drop_last=config.drop_last,
-        in_tree_order=config.reduction == "exact",
+        in_runs=config.reduction == "exact",
         is_padded=config.sharding != "none",
     )
     size = sampler.global_batch_size
@@ -247,7 +247,8 @@ def create_distributed_dataloader(
 def create_evaluation_dataloader(
     dataset: Dataset, config: TrainingConfig, ctx: DistributedContext, clock: Clock | None = None
 ) -> GlobalBatchLoader:
-    """The loader of an evaluation set: in order, micro-batch b on rank b % world_size, equally many steps per rank."""
+    """The loader of an evaluation set, equally many steps per rank: in order, micro-batch b on rank b % world_size, or
+    for exact sums consecutive ones on each rank."""
     sampler = GlobalBatchSampler(
         dataset,
         batch_size=config.batch_size,
@@ -255,6 +256,6 @@ def create_evaluation_dataloader(
         rank=ctx.rank,
         world_size=ctx.world_size,
         shuffle=False,
-        in_tree_order=config.reduction == "exact",
+        in_runs=config.reduction == "exact",
     )
     return GlobalBatchLoader(dataset, sampler, config, ctx, clock, phases=("evaluation", "evaluation"))

@@ -2,7 +2,8 @@
 
 The order is cut into micro-batches of `batch_size` consecutive entries; `micro_batches_per_step` consecutive
 micro-batches form a global batch, that is one optimizer step. Micro-batch m of a global batch goes to rank
-m % world_size. The number of ranks decides only which rank computes a micro-batch, never what is in it.
+m % world_size, or, for exact sums, each rank gets a run of consecutive ones. The number of ranks decides only which
+rank computes a micro-batch, never what is in it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
 from config import UserError
-from utils.distributed.tree import in_tree_order
+from utils.distributed.tree import run_of
 from utils.rng import derive_seed
 
 
@@ -26,11 +27,11 @@ class MicroBatch:
     """`batch_size` consecutive entries of the order (the last of an epoch may be short), and their position."""
 
     epoch: int
-    number: int  # within its global batch, over all ranks
+    number: int  # within its global batch, over all ranks; in an exact evaluation within the whole set
     indices: list[int]
     is_padding: bool  # zero gradient, so that an idle rank takes part in the collectives
     is_last: bool  # this rank's last one in the global batch
-    count: int  # micro-batches in the global batch, over all ranks
+    count: int  # micro-batches in the global batch, over all ranks; or in the whole set
     batch: Any = None  # on the device, once the loader has fetched it
 
 
@@ -54,8 +55,8 @@ class GlobalBatchSampler(DistributedSampler):
     is the k-th copy of a sample, whose random draws are others.
 
     Args:
-        in_tree_order: for exact sums (utils/distributed/tree.py): a rank computes the micro-batches of a global batch
-            in the order of the tree. An evaluation's sums span all global batches, which come in that order too.
+        in_runs: for exact sums (utils/distributed/tree.py): a rank computes consecutive micro-batches of a global
+            batch. An evaluation's sums span all of its steps, so there they are consecutive in the whole set.
         is_padded: every rank computes equally many micro-batches, some of them padding: sharded parameters are gathered
             from all ranks in each of them.
     """
@@ -71,13 +72,13 @@ class GlobalBatchSampler(DistributedSampler):
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
-        in_tree_order: bool = False,
+        in_runs: bool = False,
         is_padded: bool = False,
     ) -> None:
         super().__init__(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
         self.batch_size = batch_size
         self.micro_batches_per_step = micro_batches_per_step
-        self.is_in_tree_order, self._is_padded = in_tree_order, is_padded
+        self.is_in_runs, self._is_padded = in_runs, is_padded
         self.start = 0
         self._order: tuple[int, Tensor] | None = None
 
@@ -132,23 +133,31 @@ class GlobalBatchSampler(DistributedSampler):
     def global_batches(self, epoch: int, start: int = 0) -> Iterator[GlobalBatch]:
         """The global batches of the epoch from position `start` on, as seen by this rank."""
         order, size = self.order(epoch), self.batch_size
-        firsts = range(start, len(order), self.global_batch_size)
-        if self.is_in_tree_order and not self.shuffle:
-            firsts = [firsts[step] for step in in_tree_order(range(len(firsts)))]
-        for first in firsts:
-            end = min(first + self.global_batch_size, len(order))
-            count = math.ceil((end - first) / size)
-            mine = range(self.rank, count, self.num_replicas)
-            mine = in_tree_order(mine) if self.is_in_tree_order else mine
-            starts = {number: first + number * size for number in mine or [0]}
-            parts = {number: order[start : min(start + size, end)].tolist() for number, start in starts.items()}
-            lacks_one = len(mine) < (math.ceil(count / self.num_replicas) if self._is_padded else 1)
-            last = -1 if lacks_one else mine[-1]
-            micro_batches = [MicroBatch(epoch, each, parts[each], False, each == last, count) for each in mine]
-            if lacks_one:
-                number, indices = next(iter(parts.items()))
-                micro_batches.append(MicroBatch(epoch, number, indices, True, True, count))
-            yield GlobalBatch(end - first, micro_batches)
+        if self.is_in_runs and not self.shuffle:
+            count = math.ceil(len(order) / size)
+            for step in range(self.steps_per_epoch):
+                numbers = range(step, count, self.steps_per_epoch)
+                missing = count * size - len(order) if count - 1 in numbers else 0
+                mine = numbers[self.rank : self.rank + 1]
+                yield GlobalBatch(len(numbers) * size - missing, self._micro_batches(epoch, order, mine, count))
+            return
+        for first in range(start, len(order), self.global_batch_size):
+            entries = order[first : first + self.global_batch_size]
+            count = math.ceil(len(entries) / size)
+            run = run_of(self.rank, self.num_replicas, count)
+            mine = run if self.is_in_runs else range(self.rank, count, self.num_replicas)
+            yield GlobalBatch(len(entries), self._micro_batches(epoch, entries, mine, count))
+
+    def _micro_batches(self, epoch: int, entries: Tensor, mine: range, count: int) -> list[MicroBatch]:
+        """This rank's micro-batches, of `count` in these entries of the order: of these numbers, and padding."""
+        parts = {number: entries[number * self.batch_size :][: self.batch_size].tolist() for number in mine or [0]}
+        lacks_one = len(mine) < (math.ceil(count / self.num_replicas) if self._is_padded else 1)
+        last = -1 if lacks_one else mine[-1]
+        found = [MicroBatch(epoch, each, parts[each], False, each == last, count) for each in mine]
+        if lacks_one:
+            number, indices = next(iter(parts.items()))
+            found.append(MicroBatch(epoch, number, indices, True, True, count))
+        return found
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """The micro-batches of this rank from the current position on, including padding."""

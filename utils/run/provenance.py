@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from config import TrainingConfig
+from utils.distributed.tree import ORDER
 from utils.logger import count
 from utils.redact import redacted
 from utils.rng import derive_seed
@@ -48,6 +49,7 @@ def collect(
         "verification": verified[1],
         "versions": versions(),
         "code": derive_seed(*code_digests().items()),
+        "exact_sums": ORDER,
         "hosts": sorted(set(hosts)),
         "ranks": [{"rank": rank, "host": host, "device": device_names[rank]} for rank, host in enumerate(hosts)],
         "world_size": len(hosts),

@@ -18,7 +18,7 @@ from utils.data.sets import split_of
 from utils.distributed.collectives import require_equal
 from utils.distributed.consensus import Consensus
 from utils.distributed.context import DistributedContext
-from utils.distributed.tree import TreeAllReduce, TreeSum
+from utils.distributed.tree import TreeAllReduce, TreeSum, run_of
 from utils.logger import show_progress
 from utils.metrics import MetricTracker, all_reduce_scalar, check_metrics
 from utils.training.precision import Precision
@@ -45,7 +45,7 @@ def evaluate(
     """
     model.eval()
     tracker, samples = MetricTracker(ctx.device), 0
-    tree = TreeSum() if loader.sampler.is_in_tree_order else None
+    tree = TreeSum() if loader.sampler.is_in_runs else None
     for step, global_batch in enumerate(loader.global_batches(epoch=0), start=1):
         for micro_batch in global_batch:
             with precision.autocast():
@@ -56,7 +56,7 @@ def evaluate(
                 tracker.update(metrics)
                 samples += len(micro_batch.indices)
                 if tree:
-                    tree.add(micro_batch.indices[0] // loader.sampler.batch_size, [tracker.values.clone()])
+                    tree.add(micro_batch.number, [tracker.values.clone()])
                     tracker.reset()
         if show:
             show(step, loader.sampler.steps_per_epoch)
@@ -71,9 +71,11 @@ def evaluate(
     sentence = "compute_loss: {other} and {first} report different metrics; report the same for every batch"
     require_equal(tracker.layout, sentence, ctx)
     if tree:
-        if samples:
-            tracker.values.copy_(tree.total()[0])
-        TreeAllReduce(tracker.values, math.ceil(count / loader.sampler.batch_size)).wait()
+        leaves = math.ceil(count / loader.sampler.batch_size)
+        parts = [values for [values] in tree.parts(run_of(ctx.rank, ctx.world_size, leaves).stop, leaves)]
+        if parts:
+            tracker.values.copy_(parts.pop())
+        TreeAllReduce(tracker.values, parts, leaves).wait()
     elif ctx.world_size > 1:
         dist.all_reduce(tracker.values)
     return tracker.means() | {"count": count}

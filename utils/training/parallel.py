@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -82,7 +83,7 @@ class ExactlyReplicated(Replicated):
         super().__init__(module, **options)
         self._is_static, self._count = is_static, dist.get_world_size()
         self._trained = [p for p in module.parameters() if p.requires_grad]
-        self._tree, self._held = TreeSum(), []
+        self._tree, self._parts, self._inner = TreeSum(), [], []
         self._exchanges: list[tuple[TreeAllReduce, Tensor, torch.futures.Future]] = []
         self.register_comm_hook(None, self._reduce_bucket)
 
@@ -94,10 +95,13 @@ class ExactlyReplicated(Replicated):
             self._tree.add(micro_batch.number, self._take_gradients())
             return
         self._count = micro_batch.count
-        held = self._tree.take(micro_batch.number)
-        self._held = [dict(zip(self._trained, gradients, strict=True)) for gradients in held]
+        by_parameter = [
+            [dict(zip(self._trained, gradients, strict=True)) for gradients in held]
+            for held in self._tree.take(micro_batch.number, micro_batch.count)
+        ]
+        self._parts, self._inner = by_parameter
         yield
-        self._held = []
+        self._parts, self._inner = [], []
 
     def _take_gradients(self) -> list[Tensor]:
         gradients = [p.grad for p in self._trained]
@@ -111,14 +115,14 @@ class ExactlyReplicated(Replicated):
 
     def _reduce_bucket(self, state, bucket):  # DDP rejects annotations that are strings
         """DDP's hook: None and a dist.GradBucket -> torch.futures.Future of its summed buffer."""
-        flat, begin, views = bucket.buffer(), 0, []
-        for parameter in bucket.parameters():  # bucket.gradients() has the wrong strides for channels_last
-            views.append(flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + begin))
-            begin += parameter.numel()
-        for held in self._held:
-            torch._foreach_add_(views, [held[parameter] for parameter in bucket.parameters()])
+        flat, parameters = bucket.buffer(), bucket.parameters()
+        for held in self._inner:
+            torch._foreach_add_(_views(flat, parameters), [held[parameter] for parameter in parameters])
+        parts = [torch.empty_like(flat) for _ in self._parts]
+        for part, held in zip(parts, self._parts, strict=True):
+            torch._foreach_copy_(_views(part, parameters), [held[parameter] for parameter in parameters])
         future = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
-        self._exchanges.append((TreeAllReduce(flat, self._count), flat, future))
+        self._exchanges.append((TreeAllReduce(flat, parts, self._count), flat, future))
         if len(self._exchanges) > 1:
             self._exchanges[-2][0].gather()
         if bucket.is_last():
@@ -128,6 +132,12 @@ class ExactlyReplicated(Replicated):
             exchange.finish()
             done.set_result(result)
         return future
+
+
+def _views(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
+    """The gradients in a flat bucket; those of GradBucket.gradients() have the wrong strides for channels_last."""
+    offsets = itertools.accumulate((p.numel() for p in parameters), initial=flat.storage_offset())
+    return [flat.as_strided(p.shape, p.stride(), offset) for p, offset in zip(parameters, offsets, strict=False)]
 
 
 def unused_error(names: list[str]) -> TrainingError:
@@ -177,19 +187,11 @@ def wrap_ddp(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) 
 
 
 def check_exact(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) -> None:
-    """Raises UserError if `--reduction exact` cannot hold with this model, or on so many ranks."""
-    ranks, micro_batches = ctx.world_size, config.micro_batches_per_step(ctx.world_size)
+    """Raises UserError if `--reduction exact` cannot hold with this model."""
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         raise UserError("reduction=exact: SyncBatchNorm sums over the ranks by itself; leave out --sync_bn")
     if ctx.device.type == "cuda" and not config.deterministic:
         raise UserError("reduction=exact: on CUDA needs deterministic kernels; add --deterministic")
-    if ranks & (ranks - 1) or ranks > micro_batches:
-        fits = [2**k for k in range(ranks.bit_length() + 1) if 2**k <= micro_batches]
-        near = " or ".join(map(str, sorted(sorted(fits, key=lambda fit: abs(fit - ranks))[:2])))
-        raise UserError(
-            f"reduction=exact: {ranks} ranks for {micro_batches} micro-batches per step; use a power of two up to"
-            f" {micro_batches}, here {near} ranks"
-        )
 
 
 def bucket_megabytes(model: nn.Module, config: TrainingConfig) -> float:

@@ -53,9 +53,10 @@ class StepSums:
     def start_reduce(self, micro_batch: MicroBatch) -> None:
         """Call after the forward pass of this rank's last micro-batch: the all-reduce overlaps the backward pass."""
         if self._tree:
-            for [values] in self._tree.take(micro_batch.number):
+            parts, inner = self._tree.take(micro_batch.number, micro_batch.count)
+            for [values] in inner:
                 self.metrics.values.add_(values)
-            self._work = TreeAllReduce(self.metrics.values, micro_batch.count)
+            self._work = TreeAllReduce(self.metrics.values, [values for [values] in parts], micro_batch.count)
         elif dist.get_world_size() > 1:
             self._work = dist.all_reduce(self.metrics.values, async_op=True)
 
