@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig, UserError, fields_of_yours
 from utils.run.command_line import check_command_line
 
 if __name__ == "__main__":
@@ -26,12 +26,15 @@ if __name__ == "__main__":
     check_command_line()  # before torch is imported, which takes seconds
 
 import functools
+import io
 import logging
 import os
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TextIO
+from unittest import mock
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -41,6 +44,7 @@ import model
 from ddp_utils import cleanup_distributed, setup_distributed
 from lib.verify.data_checks import content, order
 from lib.verify.fork import Broken, Fork
+from lib.verify.memory import SHIPPED, mentioned_fields, note_reads
 from lib.verify.model_checks import evaluation, gradient, loss, parameters, schedule
 from lib.verify.run_checks import plain_load, reduction, resume, training, weights
 from lib.verify.values import first_three, one_line, plural
@@ -55,11 +59,27 @@ from utils.training.seams import Seams
 # in this order: an early failure is usually the cause of later ones
 CHECKS = (order, content, loss, parameters, schedule, evaluation, gradient, training, weights, resume, plain_load)
 TRAINING_CHECKS = CHECKS[6:]  # skipped if "parameters" is broken
+OUT = sys.stdout
+
+
+class Once(io.TextIOBase):
+    """Standard output without lines that were printed before: the checks build the model dozens of times."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream, self._seen, self._rest = stream, set(), ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            if self._stream and line not in self._seen:
+                print(line, file=self._stream)
+            self._seen.add(line)
+        return len(text)
 
 
 @record
 def main(argv: Sequence[str] | None = None) -> int:
-    config = TrainingConfig.from_args(argv)
+    config, read = TrainingConfig.from_args(argv), note_reads()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the folder of the short runs is deleted
     fork = prepare(config)
     checks = CHECKS + (reduction,) * (config.reduction == "exact")
@@ -67,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for check in checks:
             report.run(check)
+        report.check_fields(read)
     finally:
         fork.clean_up()
     is_passed = report.finish()
@@ -79,11 +100,17 @@ def prepare(config: TrainingConfig) -> Fork:
     config = replace(config, resume_from="", overwrite=False, eval_only=False, compile="off")
     ddp_utils.choose_kernels = functools.partial(choose_kernels, has_tf32=False)  # for the short runs too
     ctx = setup_distributed(config)
-    sets = load_data(dataset, config, ctx)
+    sys.stdout = Once(OUT if ctx.is_main else None)
+    with (
+        mock.patch.object(os, "listdir", wraps=os.listdir) as one,
+        mock.patch.object(os, "scandir", wraps=os.scandir) as two,
+    ):
+        sets = load_data(dataset, config, ctx)
+        lists_files = any(all_gather_json(one.called or two.called, ctx))
     token = all_gather_json(time.time_ns(), ctx)[0]
     folder = config.run_folder.parent / f".verify-{token:x}"
     held_out = next(iter(sets.held_out.values()), None)
-    fork = Fork(sets.config, sets.train, held_out, ctx, folder, Seams.of(model))
+    fork = Fork(sets.config, sets.train, held_out, ctx, folder, Seams.of(model), config, lists_files)
     fork.choose_precision()
     return fork
 
@@ -139,7 +166,17 @@ class Report:
 
     def _print(self, text: str) -> None:
         if self._prints:
-            print(text, flush=True)
+            print(text, file=OUT, flush=True)
+
+    def check_fields(self, read: set[str]) -> None:
+        """Call after all checks. read: the fields that the fork's code has read meanwhile."""
+        known, given = read | mentioned_fields(), self._fork.given
+        fields = [field for field in fields_of_yours() if field.name not in known]
+        # those of the shipped model and data may stand in a fork without them, unless they are given
+        names = [each.name for each in fields if each.name not in SHIPPED or getattr(given, each.name) != each.default]
+        if names := all_gather_json(names, self._fork.ctx)[0]:
+            text = f"{first_three(names)}: no code of the fork reads it; read it in model.py or dataset.py, or delete"
+            self._note("fields", False, f"{text} it from config.py", time.monotonic())
 
     def finish(self) -> bool:
         """Write verified.json. Returns whether all invariants hold."""

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 
 import pytest
 
@@ -60,7 +61,7 @@ def fault(path):
 @pytest.mark.parametrize("patch", [fault(path) for path in FAULTS])
 def test_a_fault_in_a_fork_is_named_with_a_fix(tmp_path, patch):
     need("patch")
-    fork, text = copy_repository(tmp_path), patch.read_text()
+    fork, text, began = copy_repository(tmp_path), patch.read_text(), time.monotonic()
     subprocess.run(["patch", "-s", "-p1"], cwd=fork, input=text, text=True, check=True)
     if patch.stem in LAUNCHED:
         ended = torchrun(2, *FLAGS, script="scripts/verify.py", cwd=fork, env={"PYTHONPATH": str(fork)})
@@ -73,6 +74,7 @@ def test_a_fault_in_a_fork_is_named_with_a_fix(tmp_path, patch):
         return
     broken = [name for name, outcome in outcomes(ended.out).items() if outcome == "BROKEN"]
     expected = re.search(r"^breaks: (.*)", text, re.MULTILINE)[1].split(", ")
+    print(f"| {patch.stem} | {', '.join(broken)} | {time.monotonic() - began:.0f} s |")  # shown with -rP
     assert ended.code == 1 and set(expected) <= set(broken), ended.text
     for name in expected:
         line = re.search(rf"^BROKEN  {name} .*", ended.out, re.MULTILINE)[0]

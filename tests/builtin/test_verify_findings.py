@@ -4,8 +4,11 @@ validation samples that are trained on."""
 import re
 
 import pytest
+import torch
 
 import forks
+from config import fields_of_yours
+from lib.verify.memory import SHIPPED
 from ranks import copy_repository, slow
 from test_verify import outcomes
 
@@ -146,3 +149,165 @@ def test_validation_rows_that_are_trained_on_are_found(tmp_path, splitting, outc
     found = outcomes(ended.out)
     assert found.pop("content") == outcome and set(found.values()) == {"ok"}, ended.text
     assert text in re.search("^.* +content .*", ended.out, re.MULTILINE)[0], ended.text
+
+
+# ---- what only another order of files, a batch of another kind or another sample shows ----
+
+FILES = (
+    REGRESSION.replace("import torch\n", "import torch\nfrom pathlib import Path\n", 1).partition("class Rows")[0]
+    + """
+class Rows(Dataset):
+    def __init__(self, folder):
+        self.paths = LISTED
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, index):
+        return torch.load(self.paths[index])
+
+def is_prepared(config):
+    return True
+
+def create_dataset(config, split):
+    return Rows(Path(config.data_dir) / split) if split != "test" else None
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("listed", "is_found"),
+    [
+        ("list(folder.glob('*.pt'))", True),
+        slow("[folder / name for name in __import__('os').listdir(folder)]", True),
+        slow("[entry.path for entry in __import__('os').scandir(folder)]", True),
+        slow("sorted(folder.glob('*.pt'))", False),
+    ],
+)
+def test_samples_in_the_order_of_the_file_system_are_found(tmp_path, listed, is_found):
+    fork = copy_repository(tmp_path / "fork")
+    torch.manual_seed(0)
+    for split in ("train", "val"):
+        (tmp_path / split).mkdir()
+        for number in range(40):
+            torch.save((torch.randn(8), torch.randn(1)), tmp_path / split / f"{number}.pt")
+    (fork / "dataset.py").write_text(FILES.replace("LISTED", listed))
+    (fork / "model.py").write_text(LINEAR.replace("OUTPUT", "self.net(x)").replace("PREDICTED", "model(x)"))
+    ended = forks.run(fork, 0, "scripts/verify.py", *FLAGS, "--data_dir", tmp_path)
+    broken = [name for name, outcome in outcomes(ended.out).items() if outcome == "BROKEN"]
+    text = "training sample 0 is another one if the file system lists files in another order"
+    assert broken == ["content"] * is_found and (text in ended.out) == is_found, ended.text
+
+
+CONTRASTIVE = """
+    x, y = batch
+    print("a line of the model")
+    a, b = F.normalize(model(x), dim=1), F.normalize(model(x + 0.1 * y), dim=1)
+    logits = a @ b.T * 5
+    return {"loss": (F.cross_entropy(logits, torch.arange(len(x)), reduction="sum"), len(x))}
+"""
+
+
+def fork_with(folder, compute_loss):
+    fork = copy_repository(folder)
+    (fork / "dataset.py").write_text(REGRESSION.replace("20000 + 20 *", "0.0 +"))
+    model = LINEAR.replace("OUTPUT", "self.net(x)").replace("32, 1", "32, 4").partition("    x, y = batch\n")[0]
+    (fork / "model.py").write_text(model + compute_loss)
+    return fork
+
+
+@pytest.mark.parametrize(
+    ("compute_loss", "outcome", "text"),
+    [
+        (CONTRASTIVE, "ok", "please check: the loss of a sample depends on the other samples of its micro-batch"),
+        slow(CONTRASTIVE.replace('"sum"), len', '"mean"), len'), "BROKEN", "let compute_loss return sums"),
+        slow(  # a mean over what a batch counts, times its size: sizes differ
+            "    x, y = batch\n    w = (x[:, 0] > 0).double() + 0.1\n"
+            "    loss = (w * model(x).square().sum(1)).sum() / w.sum() * len(x)\n"
+            "    return {'loss': (loss, len(x))}\n",
+            "BROKEN",
+            "let compute_loss return sums",
+        ),
+        slow(  # a penalty for each micro-batch
+            "    x, y = batch\n    penalty = sum(p.square().sum() for p in model.parameters())\n"
+            "    return {'loss': (model(x).square().sum() + penalty, len(x))}\n",
+            "BROKEN",
+            "let compute_loss return sums",
+        ),
+    ],
+)
+def test_a_contrastive_loss_is_no_fault_and_a_mean_or_a_penalty_is(tmp_path, compute_loss, outcome, text):
+    ended = forks.run(fork_with(tmp_path, compute_loss), 0, "scripts/verify.py", *FLAGS)
+    found = outcomes(ended.out)
+    assert found["loss"] == outcome and text in re.search("^.* +loss .*", ended.out, re.MULTILINE)[0], ended.text
+    if outcome == "ok":
+        assert ended.code == 0 and set(found.values()) == {"ok"}, ended.text
+        assert ended.out.count("a line of the model") == 1  # printed in each of dozens of passes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("condition", "is_noted"), [("y > 99", True), ("torch.arange(len(y)) >= 0", False)])
+def test_a_metric_that_counts_nothing_is_named(tmp_path, condition, is_noted):
+    compute_loss = f"""    x, y = batch
+    rare = {condition}
+    predicted = model(x)
+    return {{"loss": (predicted.square().sum(), len(y)), "rare": ((predicted[:, :1].T * rare).sum(), rare.sum())}}
+"""
+    ended = forks.run(fork_with(tmp_path, compute_loss), 0, "scripts/verify.py", *FLAGS)
+    (line,) = re.findall("^ok +evaluation.*", ended.out, re.MULTILINE)
+    assert ("please check: nothing counted for rare, so not compared" in line) == is_noted, ended.text
+
+
+@pytest.mark.slow
+def test_evaluation_samples_are_spread_over_a_set_that_is_sorted(tmp_path):
+    """The last samples of the validation set give another result in each pass."""
+    compute_loss = """    x, y = batch
+    noise = torch.rand(()) if not torch.is_grad_enabled() and (y > 50).any() else 0
+    return {"loss": (model(x).square().sum() + noise, len(y))}
+"""
+    fork = fork_with(tmp_path, compute_loss)
+    data = (fork / "dataset.py").read_text().replace("    def __len__", "        self.y[-20:] = 99\n\n    def __len__")
+    (fork / "dataset.py").write_text(data)
+    ended = forks.run(fork, 0, "scripts/verify.py", *FLAGS)
+    assert outcomes(ended.out)["evaluation"] == "BROKEN", ended.text
+
+
+@pytest.mark.slow
+def test_a_cache_and_a_value_without_memory_are_no_findings(tmp_path):
+    """A cache of samples, the latest output, a generator that is seeded before each use, and functools.cache."""
+    compute_loss = """    x, y = batch
+    model = getattr(model, "module", model)
+    model.latest, model.count = model(x), len(x)
+    GENERATOR.manual_seed(int(x.abs().sum() * 100))
+    scale = scaled(len(x)) + 0 * torch.rand((), generator=GENERATOR)
+    return {"loss": ((model.latest * scale).square().sum(), len(y))}
+
+import functools
+GENERATOR = torch.Generator()
+
+@functools.cache
+def scaled(count):
+    return 0.5
+"""
+    fork = fork_with(tmp_path, compute_loss)
+    data = (
+        (fork / "dataset.py")
+        .read_text()
+        .replace(
+            "        return self.x[index], self.y[index]",
+            """
+        if not hasattr(self, "cache"):
+            self.cache, self.file = {}, None
+        self.cache.setdefault(index, (self.x[index], self.y[index]))
+        return self.cache[index]""",
+        )
+    )
+    (fork / "dataset.py").write_text(data)
+    ended = forks.run(fork, 0, "scripts/verify.py", *FLAGS)
+    assert ended.code == 0, ended.text
+    (line,) = re.findall("^ok +resume.*", ended.out, re.MULTILINE)
+    assert "; please check: " in line and "training set.cache" in line and "latest" not in line, line
+
+
+def test_the_fields_of_the_shipped_model_and_data_are_known_to_verify():
+    assert sorted(field.name for field in fields_of_yours()) == sorted(SHIPPED)

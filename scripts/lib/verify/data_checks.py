@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,9 +17,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torch.utils.data import Subset as PlainSubset
 
+import dataset as your_data
 from ddp_utils import DistributedContext
 from lib.verify.fork import Broken, Fork, Subset
-from lib.verify.values import digest, first_three, leaves, plural, scramble_global_rngs
+from lib.verify.values import digest, first_three, leaves, plural, scramble_global_rngs, spread
+from utils.data.sets import load_data
 from utils.distributed.collectives import all_gather_json
 
 Rows = dict[int, list[Tensor]]  # the tensors of some batches
@@ -122,7 +129,8 @@ def content(fork: Fork) -> str:
                     " __getitem__ draw from the global generators (seeded for each sample), elsewhere with"
                     " utils.rng.sample_draws"
                 )
-    common = fork.on_rank_0(lambda: overlap(fork))
+    common = fork.on_rank_0(lambda: overlap(fork) + transforms(fork))
+    check_listing(fork)
     ranks = plural(ctx.world_size, "rank")
     return f"{len(subset)} samples identical on {ranks}, with 0, 1 and 2 workers, in any order{common}"
 
@@ -148,8 +156,83 @@ def check_rows(subset: Subset, plan: list[list[int]], collated: Rows, alone: Row
                 if digest(one[0][common]) != digest(many[row][common]):
                     raise Broken(
                         f"dataset[{subset.indices[index]}] differs between a batch and alone: __getitems__ reorders or"
-                        " draws, or collate draws, replaces or mixes samples; return one row per sample, in order"
+                        " draws, or collate draws, replaces or mixes samples; return one row per sample, in order, and"
+                        " mix them (MixUp, CutMix) in device_transform, see docs/configuration.md"
                     )
+
+
+def transforms(fork: Fork) -> str:
+    """A note if a training sample depends on its micro-batch after device_transform, as with mixup. Raises Broken for a
+    held-out sample."""
+
+    def is_mixed(subset: Subset) -> bool:
+        loader, count = fork.loader(subset), min(4, len(subset))
+        batch = tensors(loader.fetch([*range(count)], epoch=1)[2])
+        for row, one in enumerate(tensors(loader.fetch([row], epoch=1)[2]) for row in range(count)):
+            for many, alone in zip(batch, one, strict=False):
+                if len(many) == count and len(alone) == 1:
+                    common = tuple(slice(min(sizes)) for sizes in zip(alone[0].shape, many[row].shape, strict=True))
+                    error = (alone[0][common].double() - many[row][common].double()).abs()
+                    if (error > 1e-3 * many.double().abs().mean()).any():
+                        return True
+        return False
+
+    if not hasattr(fork.train_set, "device_transform"):
+        return ""
+    if fork.held_out is not None and is_mixed(fork.held_out_subset(4)):
+        raise Broken(
+            "device_transform gives a held-out sample other values beside other samples, so that an evaluation depends"
+            " on the batch size: it mixes samples, or uses statistics of the micro-batch; leave that out in evaluation"
+        )
+    depends = "; please check: device_transform lets a training sample depend on its micro-batch, as mixup does"
+    return depends if is_mixed(fork.small_train_set()) else ""
+
+
+class Reversed:
+    """What os.scandir returns, backwards."""
+
+    def __init__(self, plain: Callable[..., Any], *path: Any) -> None:
+        with plain(*path) as found:
+            self._entries = iter([*found][::-1])
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._entries
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __enter__(self) -> Reversed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    close = __exit__
+
+
+def check_listing(fork: Fork) -> None:
+    """Raises Broken if the order of the samples is that in which the file system lists files. Call on all ranks."""
+    if not fork.lists_files:
+        return
+    listdir, scandir = os.listdir, os.scandir
+    with (
+        mock.patch.object(os, "listdir", lambda *path: listdir(*path)[::-1]),
+        mock.patch.object(os, "scandir", functools.partial(Reversed, scandir)),
+    ):
+        sets = load_data(your_data, fork.given, fork.ctx)
+
+    def check() -> None:
+        held_out = next(iter(sets.held_out.values()), None)
+        for name, before, again in (("training", fork.train_set, sets.train), ("held-out", fork.held_out, held_out)):
+            rows = spread(16, len(before)) if before is not None else torch.empty(0).long()
+            mine, other = (digests(each, rows) if len(rows) else {} for each in (before, again))
+            if wrong := [row for row in mine.keys() & other if mine[row] != other[row]]:
+                raise Broken(
+                    f"{name} sample {min(wrong)} is another one if the file system lists files in another order, as on"
+                    " another machine; sort the names, for example sorted(folder.glob('*.png'))"
+                )
+
+    fork.on_all(check)
 
 
 def overlap(fork: Fork) -> str:

@@ -20,7 +20,8 @@ from torch.utils.data import Dataset
 import train
 from config import TrainingConfig, TrainingError, UserError, fields_of_yours
 from ddp_utils import DistributedContext, cleanup_distributed, setup_distributed
-from lib.verify.values import one_line, scramble_global_rngs
+from lib.verify import memory
+from lib.verify.values import one_line, scramble_global_rngs, spread
 from utils.batch import map_tensors
 from utils.data.loader import GlobalBatchLoader
 from utils.data.sets import ChosenSamples
@@ -60,10 +61,22 @@ class Fork:
     ctx: DistributedContext
     folder: Path  # of the short runs; deleted at the end
     seams: Seams
+    given: TrainingConfig  # with `auto` fields
+    lists_files: bool  # whether the data sets were made from listings of folders
     dtype: torch.dtype = torch.float32  # of the computations
     loss_dtype: torch.dtype = torch.float32  # of the summed loss: float32 in a fork that uses logits.float()
     trainings: dict[str, train.Training] = field(default_factory=dict)  # of the short runs that completed
     sharded_loss: float = 0.0  # with sharding: of `sample_loss` after the run "whole"
+    # what the data sets and the fork's modules hold at the start, and what a short run remembers after each epoch
+    start: memory.Memory = field(init=False)
+    remembered: dict[str, list[dict[str, tuple[str, str]]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.start = memory.Memory(self._places())
+
+    def _places(self) -> dict[str, Any]:
+        sets = {"training set": self.train_set, "held-out set": self.held_out}
+        return sets | {module.__name__: module for module in memory.modules_of_yours()}
 
     def clean_up(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -106,7 +119,8 @@ class Fork:
         return Subset(self.train_set, sampler.order(0)[:count] % len(self.train_set), self.dtype)
 
     def held_out_subset(self, count: int) -> Subset:
-        return Subset(self.held_out, torch.arange(min(count, len(self.held_out))), self.dtype)
+        """Samples that are spread over the set, which may be sorted by class."""
+        return Subset(self.held_out, spread(count, len(self.held_out)), self.dtype)
 
     # ---- calls into train.py ----
 
@@ -164,24 +178,27 @@ class Fork:
 
         Args:
             is_alone: rank 0 trains in a single process.
-            at_end: called on all ranks with the training, while shards can still be gathered.
+            at_end: called on all ranks with the training after each epoch, while shards can still be gathered.
         """
         config = replace(self.small_config, run_dir=str(self.folder / name), **changes)
         held_out = None if self.held_out is None else self.held_out_subset(config.batch_size + 1)
         sets = {"train": self.small_train_set(), "val": held_out, "test": None}
         cleanup_distributed()
         scramble_global_rngs(100 * self.ctx.rank + len(self.trainings))
-        problem, outcome, plain_training = None, None, train.run_training
+        problem, outcome, plain_epoch = None, None, train.train_one_epoch
+        remembered = self.remembered[name] = []
 
-        def run_to_end(training: train.Training) -> dict[str, Any]:
-            found = plain_training(training)
+        def run_epoch(training: train.Training) -> Any:
+            found = plain_epoch(training)
             at_end(training)
+            remembered.append(memory.of_training(training, self._places()))
             return found
 
         with (
             mock.patch.dict(os.environ, single_environment(), clear=True) if is_alone else nullcontext(),
             mock.patch.object(train.your_data, "create_dataset", lambda _, split: sets[split]),
-            mock.patch.object(train, "run_training", wraps=run_to_end) as run_training,
+            mock.patch.object(train, "train_one_epoch", run_epoch),
+            mock.patch.object(train, "run_training", wraps=train.run_training) as run_training,
         ):
             try:
                 if self.ctx.is_main or not is_alone:

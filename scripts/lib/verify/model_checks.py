@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,19 +19,37 @@ import torch
 from torch import Tensor, nn
 
 import plain_loop
-from lib.verify.fork import ACCUMULATION, Broken, Fork, Subset, Update, as_single_process, perturbed, record_updates
+from lib.verify.fork import (
+    ACCUMULATION,
+    Broken,
+    Fork,
+    Subset,
+    Update,
+    as_single_process,
+    perturbed,
+    record_updates,
+    single_environment,
+)
 from lib.verify.precision_checks import rounding
-from lib.verify.values import digest, first_three, leaves, scramble_global_rngs
+from lib.verify.values import can_join, digest, first_three, joined, scramble_global_rngs, shared_memory, shown
 from train import Training
 from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json
 from utils.metrics import MetricTracker, check_metrics
+from utils.training import optimizer
 from utils.training.optimizer import checked_groups
 from utils.training.state import Progress
 
 # relative: sums in another order; losses of a batch and its halves, for which layers may choose other kernels
 ROUNDING = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-11}
 ADDING = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-4, torch.float64: 1e-11}
+
+
+CONTRASTIVE = (
+    "please check: the loss of a sample depends on the other samples of its micro-batch, as a contrastive loss does by"
+    " intent; it is the same on any number of ranks and after a resume, since micro-batches are, but not with another"
+    " --batch_size; "
+)
 
 
 def loss(fork: Fork) -> str:
@@ -59,7 +81,10 @@ def loss(fork: Fork) -> str:
                     value, parts = value.double(), first[name].double() + second[name].double()
                     error = relative_error(parts, value) if parts.any() or value.any() else 0.0
                     is_mean = name.endswith("sum") and value.any() and relative_error(parts, 2 * value) <= 0.05
-                    if is_mean or (error > tolerance and is_comparable and torch.equal(value, again[name].double())):
+                    is_repeated = torch.equal(value, again[name].double())  # else it is random, which is another fault
+                    if is_repeated and (is_mean or (error > tolerance and is_comparable)):
+                        if not is_mean and depends_on_others(fork, net, size):
+                            return CONTRASTIVE
                         kind = "a mean instead of a sum" if is_mean else "it does not add up over samples"
                         raise Broken(
                             f"{name} is {shown(value)} for {2 * size} samples, {shown(parts)} for their halves"
@@ -71,6 +96,30 @@ def loss(fork: Fork) -> str:
         return f"sums and counts add up over samples, in training and evaluation (within {worst:.0e}{summed}); "
 
     return fork.on_all(check) + fork.on_all(lambda: for_a_look(fork)) + fork.on_rank_0(lambda: rounding(fork))
+
+
+def depends_on_others(fork: Fork, net: nn.Module, size: int) -> bool:
+    """Whether the loss of a sample depends on the others in its micro-batch. That of a mean, or with a penalty for each
+    micro-batch, does not: either the effect of other samples adds up, or a batch counts twice that is repeated."""
+    subset = fork.small_train_set()
+    loader = fork.loader(subset)
+    if len(subset) < 4 * size:
+        return False
+
+    def loss_of(*groups: int) -> float:
+        rows = [[*range(group * size, (group + 1) * size)] for group in groups]
+        batches = [loader.fetch(each)[2] for each in rows]
+        is_joined = len(batches) > 1 and can_join(batches, size)
+        batch = joined(*batches) if is_joined else loader.fetch([*chain(*rows)])[2]
+        return sums(fork, net, batch)["loss's sum"].double().sum().item()
+
+    with suppress(RuntimeError):  # shapes differ
+        repeated, once, usual = loss_of(0, 0), loss_of(0), loss_of(0, 1)
+        mixed = usual - loss_of(0, 2) - loss_of(3, 1) + loss_of(3, 2)
+        least = 10 * ADDING[fork.loss_dtype] * abs(usual)
+        is_mean = abs(usual) < 1.75 * abs(once)
+        return not is_mean and abs(mixed) > least and abs(repeated - 2 * once) > least
+    return False
 
 
 def for_a_look(fork: Fork) -> str:
@@ -91,9 +140,9 @@ def for_a_look(fork: Fork) -> str:
 def schedule(fork: Fork) -> str:
     """The learning rate is a function of the step: the same on all ranks and in repeated calls."""
     total, warmup = 1000, 100
+    steps = (0, warmup // 2, warmup, total // 2, total - 1)
 
     def ask() -> list[float]:
-        steps = (0, warmup // 2, warmup, total // 2, total - 1)
         return [fork.seams.lr_factor(fork.config, step, total, warmup, Progress(step=step)) for step in steps]
 
     def check() -> list[float]:
@@ -119,10 +168,27 @@ def schedule(fork: Fork) -> str:
         return factors
 
     factors = fork.on_all(check)
+    if fork.seams.lr_factor is not optimizer.lr_factor:
+        fork.on_rank_0(lambda: ask_elsewhere(fork, factors, {"steps": steps, "total": total, "warmup": warmup}))
     if any(each != factors for each in all_gather_json(factors, fork.ctx)):
         raise Broken("lr_factor: differs between ranks; make it a function of config, step and progress")
     shown_factors = ", ".join(f"{factor:.3g}" for factor in factors)
     return f"lr_factor is {shown_factors} at the start, in the warm-up, after it, in the middle and at the end"
+
+
+def ask_elsewhere(fork: Fork, factors: list[float], question: dict[str, Any]) -> str:
+    """Raises Broken if lr_factor gives something else in a new process, with another clock, folder and random state."""
+    text = json.dumps(question | {"config": asdict(fork.config)})
+    environment = single_environment() | {"PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"}
+    command = [sys.executable, str(Path(__file__).with_name("elsewhere.py"))]
+    ended = subprocess.run(command, input=text, env=environment, capture_output=True, text=True, check=False)
+    *_, last = (ended.stdout if ended.returncode == 0 else ended.stderr).splitlines() or ["no output"]
+    if ended.returncode or json.loads(last) != factors:
+        raise Broken(
+            f"lr_factor gives {factors}, and in a new process, with another clock, working directory, hash seed and"
+            f" random state, {last}: it depends on one of these; let it use only config, step and progress"
+        )
+    return ""
 
 
 def simulated(fork: Fork, is_resumed: bool) -> list[float]:
@@ -146,6 +212,11 @@ def parameters(fork: Fork) -> str:
         net = fork.new_model()
         start, trainable = digest(net.state_dict()), {name: p for name, p in net.named_parameters() if p.requires_grad}
         names = {p: name for name, p in net.named_parameters()}
+        if shared := shared_memory(net):
+            raise Broken(
+                f"{shared}: share memory, but are two parameters, so that an update of one changes the other; make them"
+                " one parameter (head.weight = tokens.weight), or give each its own memory"
+            )
         groups = checked_groups(fork.seams.param_groups(net, fork.config), names)
         in_groups = {id(p) for group in groups for p in group["params"]}
         if left_out := [name for name, p in trainable.items() if id(p) not in in_groups]:
@@ -176,7 +247,7 @@ def evaluation(fork: Fork) -> str:
     """Each held-out sample counts once on any number of ranks, as in one process."""
     if fork.held_out is None:
         return "no held-out set, nothing to check"
-    size, ranks, counts = fork.small_config.batch_size, fork.ctx.world_size, []
+    size, ranks, counts, never = fork.small_config.batch_size, fork.ctx.world_size, [], []
     for count in (ranks * size + size // 2 + 1, max(1, ranks - 1)):
         subset, net = fork.held_out_subset(count), fork.new_model().eval()
         expected, found = plain_evaluation(fork, subset, net), fork.evaluate(net, subset)
@@ -194,15 +265,17 @@ def evaluation(fork: Fork) -> str:
                     cause = "samples repeated or left out; use create_evaluation_dataloader and evaluate_all"
                 raise Broken(f"{seen}: {cause}")
         counts.append(str(len(subset)))
-    return f"sets of {' and '.join(counts)} samples: each counted once, loss and metrics as in one process"
+        never = never if len(counts) > 1 else [name for name in expected if math.isnan(found[name])]
+    uncounted = f"; please check: nothing counted for {', '.join(never)}, so not compared" if never else ""
+    return f"sets of {' and '.join(counts)} samples: each counted once, loss and metrics as in one process{uncounted}"
 
 
 def plain_evaluation(fork: Fork, subset: Subset, net: nn.Module, noise: int = 0) -> dict[str, float]:
     """The size, mean loss and metrics of a set in one process, with global generators seeded by `noise`."""
     loader, tracker = fork.loader(subset), MetricTracker(fork.ctx.device)
-    scramble_global_rngs(noise)
     for indices in torch.arange(len(subset)).split(fork.small_config.batch_size):
         *_, batch = loader.fetch(indices.tolist())
+        scramble_global_rngs(noise)  # after the fetch, which seeds them by the samples
         with torch.no_grad():
             tracker.update(fork.seams.compute_loss(net, batch))
     return {"count": len(subset)} | tracker.means()
@@ -325,22 +398,3 @@ def sums(fork: Fork, net: nn.Module, batch: Any) -> dict[str, Tensor]:
     metrics = check_metrics(fork.seams.compute_loss(net, batch))
     parts = {f"{name}'s {part}": entry[k] for name, entry in metrics.items() for k, part in enumerate(("sum", "count"))}
     return {name: torch.as_tensor(value).detach().cpu().flatten() for name, value in parts.items()}
-
-
-def shown(value: Tensor) -> str:
-    return f"{value.item():.6g}" if value.numel() == 1 else f"{value.double().sum().item():.6g} in total"
-
-
-def can_join(batches: list[Any], size: int) -> bool:
-    found = leaves(batches).values()
-    return all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == size for leaf in found)
-
-
-def joined(a: Any, b: Any) -> Any:
-    """Two nested batches as one. Raises RuntimeError if their shapes do not fit."""
-    if isinstance(a, Tensor):
-        return torch.cat([a, b])
-    if isinstance(a, dict):
-        return {key: joined(a[key], b[key]) for key in a}
-    parts = [joined(x, y) for x, y in zip(a, b, strict=True)]
-    return type(a)(*parts) if hasattr(a, "_fields") else type(a)(parts)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from config import TrainingConfig
 from lib.verify.fork import ACCUMULATION, Broken, Fork, as_single_process
+from lib.verify.memory import forgotten
 from lib.verify.model_checks import ROUNDING
 from lib.verify.values import digest, first_three, leaves, plural
 from train import Training
@@ -18,6 +20,7 @@ from utils.distributed.collectives import all_gather_json
 from utils.distributed.dtensor import is_sharded, local
 
 STATE = ("model", "ema", "optimizer", "scaler", "progress")
+KEEP = "keep it in a buffer (register_buffer), in the optimizer's state or in progress.user"
 TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes")
 
 
@@ -28,7 +31,8 @@ def training(fork: Fork) -> str:
         if fork.config.sharding != "none":
             fork.sharded_loss = fork.sample_loss(training.state.model, fork.ctx.device)
 
-    fork.short_run("whole", save_every_steps=1, at_end=note_loss)
+    # changes of the data sets in workers would not be seen
+    fork.short_run("whole", save_every_steps=1, at_end=note_loss, num_workers=0)
     count, progress = len(fork.small_train_set()), fork.trainings["whole"].state.progress
     seen: dict[int, list[int]] = {1: [], 2: []}
     for file in fork.trainings["whole"].run.folder.glob("samples/rank*.jsonl"):
@@ -63,9 +67,10 @@ def weights(fork: Fork) -> str:
 
 
 def resume(fork: Fork) -> str:
-    """A run resumed from a checkpoint in its first epoch ends bitwise equal to the uninterrupted run."""
+    """A run resumed from a checkpoint in its first epoch ends bitwise equal to the uninterrupted run, and no value that
+    changes while training is missing in checkpoints."""
     whole = whole_run(fork)
-    first = checkpoint.step_checkpoints(whole.run.checkpoints)[0]
+    first, *others = checkpoint.step_checkpoints(whole.run.checkpoints)
     fork.short_run("resumed", resume_from=str(first), num_workers=1)
     if different := differences(fork, "whole", "resumed"):
         fork.short_run("again", save_every_steps=1)
@@ -74,10 +79,34 @@ def resume(fork: Fork) -> str:
                 "two uninterrupted runs differ too: unkeyed random numbers, or state kept between runs; use utils.rng"
             )
         else:
-            cause = "state outside the checkpoint; keep it in a parameter, a persistent buffer or the optimizer's state"
+            lost, _ = forgotten_in(fork, "resumed")
+            cause = f"state outside the checkpoint{''.join(f' ({each})' for each in lost[:1])}; {KEEP}"
         raise Broken(f"{first_three(different)}: resumed and uninterrupted runs differ: {cause}")
+    caches = check_memory(fork, [first, *others][-2]) if others else ""
     steps = whole.state.progress.step
-    return f"{first.name} resumed, {steps} steps in total: bitwise equal to the uninterrupted run"
+    return f"{first.name} resumed, {steps} steps in total: bitwise equal to the uninterrupted run{caches}"
+
+
+def check_memory(fork: Fork, checkpoint_before_the_last: Path) -> str:
+    """Raises Broken if a value that changes while training is not in a checkpoint, although results are still the same:
+    a counter that has an effect after a thousand steps."""
+    fork.start.put_back()  # as in a new process
+    fork.short_run("late", resume_from=str(checkpoint_before_the_last), num_workers=0)
+
+    def check() -> str:
+        lost, caches = forgotten_in(fork, "late")
+        if lost:
+            more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
+            raise Broken(f"{lost[0]}{more}: it changes while training, and is not in a checkpoint; {KEEP}")
+        return f"; please check: {first_three(caches)}: filled while training, empty after a resume" if caches else ""
+
+    return fork.on_all(check)
+
+
+def forgotten_in(fork: Fork, name: str) -> tuple[list[str], list[str]]:
+    """What the resumed run of this name has lost, and caches; none if it had no step left."""
+    whole, resumed = fork.remembered["whole"], fork.remembered[name]
+    return forgotten(whole[0], whole[-1], resumed[-1]) if resumed else ([], [])
 
 
 def reduction(fork: Fork) -> str:

@@ -7,10 +7,11 @@ import hashlib
 import pickle
 import random
 import sys
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def scramble_global_rngs(number: int) -> None:
@@ -44,6 +45,12 @@ def digest(nest: Any) -> str:
     return found.hexdigest()[:16]
 
 
+def spread(count: int, size: int) -> Tensor:
+    """Up to `count` rows of so many, from the first to the last."""
+    count = min(count, size)
+    return torch.arange(count) * (size - 1) // max(1, count - 1)
+
+
 def one_line(error: BaseException) -> str:
     """An error's type and text; for an error from a worker, whose text is a traceback, the last line."""
     lines = (str(error).strip() or "no text").splitlines()
@@ -56,3 +63,32 @@ def first_three(names: list[str]) -> str:
 
 def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def can_join(batches: list[Any], size: int) -> bool:
+    found = leaves(batches).values()
+    return all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == size for leaf in found)
+
+
+def joined(a: Any, b: Any) -> Any:
+    """Two nested batches as one. Raises RuntimeError if their shapes do not fit."""
+    if isinstance(a, Tensor):
+        return torch.cat([a, b])
+    if isinstance(a, dict):
+        return {key: joined(a[key], b[key]) for key in a}
+    parts = [joined(x, y) for x, y in zip(a, b, strict=True)]
+    return type(a)(*parts) if hasattr(a, "_fields") else type(a)(parts)
+
+
+def shared_memory(net: nn.Module) -> str:
+    """The names of two parameters whose memory overlaps, if there are any."""
+    spans = []
+    for name, p in net.named_parameters():
+        last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
+        spans += [(str(p.device), p.data_ptr(), p.data_ptr() + (last + 1) * p.element_size(), name)] * (p.numel() > 0)
+    pairs = pairwise(sorted(spans))
+    return next((f"{a[-1]}, {b[-1]}" for a, b in pairs if a[0] == b[0] and b[1] < a[2]), "")
+
+
+def shown(value: Tensor) -> str:
+    return f"{value.item():.6g}" if value.numel() == 1 else f"{value.double().sum().item():.6g} in total"

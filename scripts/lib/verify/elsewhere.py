@@ -1,0 +1,45 @@
+"""Ask lr_factor in a new process, with a clock that is ahead, another working directory, hash seed and random state.
+
+Reads {"config": {...}, "steps": [...], "total": N, "warmup": N} and prints the factors as the last line.
+"""
+
+import datetime
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[3])
+ahead = 0.0
+
+
+def shifted(plain):
+    return lambda: plain() + ahead
+
+
+class Later(datetime.datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return cls.fromtimestamp(time.time(), tz)
+
+
+time.time, time.monotonic, time.perf_counter = map(shifted, (time.time, time.monotonic, time.perf_counter))
+datetime.datetime = Later
+
+import torch  # after the clocks, which the fork may import by name
+
+import model
+from config import TrainingConfig
+from utils.training.seams import Seams
+from utils.training.state import Progress
+
+asked = json.load(sys.stdin)
+os.chdir("/")
+ahead = 1e7  # seconds since the import
+random.seed(1)
+torch.manual_seed(1)
+config, ask = TrainingConfig(**asked["config"]), Seams.of(model).lr_factor
+factors = [float(ask(config, step, asked["total"], asked["warmup"], Progress(step=step))) for step in asked["steps"]]
+print(f"\n{json.dumps(factors)}")

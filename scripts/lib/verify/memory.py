@@ -1,0 +1,214 @@
+"""What a run remembers outside its checkpoints: attributes, lists, dicts, arrays and globals of a fork's own code."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import random
+import re
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from config import TrainingConfig
+from lib.verify.values import digest, leaves
+from train import Training
+from utils.distributed.dtensor import local
+
+ROOT = Path(__file__).resolve().parents[3]
+OURS = ("utils", "scripts", "tests", "train.py", "config.py", "ddp_utils.py")
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+GENERATORS = (torch.Generator, random.Random)
+MOST = 1000  # entries of a container that are compared
+BYTES = 64 * 2**20  # larger arrays are data, not memory
+SHIPPED = """augment augment_repeats auto_augment channels_last crop_ratio crop_scale cutmix_alpha dataset freeze
+    image_size in_channels interpolation label_smoothing mixup_alpha model norm_weight_decay num_classes random_erase
+    resize_size sync_bn train_size""".split()
+CACHE = "cache"  # a generator, which may be seeded before each use, or what functools.lru_cache keeps
+
+
+@functools.cache
+def is_yours(file: str) -> bool:
+    """Whether a file is part of the fork and not of the template."""
+    path = Path(file)
+    is_inside = path.is_relative_to(ROOT) and "site-packages" not in path.parts
+    return is_inside and path.relative_to(ROOT).parts[0] not in OURS
+
+
+def modules_of_yours() -> list[ModuleType]:
+    return [module for module in [*sys.modules.values()] if is_yours(getattr(module, "__file__", None) or "")]
+
+
+def note_reads() -> set[str]:
+    """The names of the config's fields that code of the fork reads from now on."""
+    read: set[str] = set()
+    plain = TrainingConfig.__getattribute__
+
+    def note(self: TrainingConfig, name: str) -> Any:
+        if is_yours(sys._getframe(1).f_code.co_filename):
+            read.add(name)
+        return plain(self, name)
+
+    TrainingConfig.__getattribute__ = note
+    return read
+
+
+def mentioned_fields() -> set[str]:
+    """Attributes of something called a config in code of the fork, which may be in a branch that was not run."""
+    trees = [ast.parse(Path(module.__file__).read_text(encoding="utf-8")) for module in modules_of_yours()]
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    pairs = [(ast.unparse(node.value).rpartition(".")[2], node.attr) for node in nodes]
+    return {name for owner, name in pairs if re.search("conf|cfg|args", owner)}
+
+
+class Memory:
+    """Values that can be reached from the roots, by path; `put_back` restores them.
+
+    Args:
+        roots: objects and modules by name.
+        saved: containers and tensors that a checkpoint holds.
+    """
+
+    def __init__(self, roots: dict[str, Any], saved: Iterable[Any] = ()) -> None:
+        self.values: dict[str, tuple[str, str]] = {}  # a kind, "" or CACHE, and the value as text
+        self._seen = {id(each): each for each in saved}
+        self._saved = {local(each).data_ptr() for each in saved if isinstance(each, Tensor)}
+        self._undo: list[Callable[[], Any]] = []
+        for path, root in roots.items():
+            self._look(path, root)
+
+    def put_back(self) -> None:
+        for undo in self._undo:
+            with suppress(AttributeError, TypeError):  # read-only, as members of an Enum
+                undo()
+
+    def _look(self, path: str, value: Any) -> None:
+        if isinstance(value, PLAIN):
+            text = repr(value)
+            self.values[path] = "", text if len(text) < 60 else f"{text[:20]}... ({digest(text)})"
+        elif id(value) not in self._seen:
+            self._seen[id(value)], is_of_numpy = value, type(value).__module__.startswith("numpy")
+            if isinstance(value, Tensor) or (is_of_numpy and hasattr(value, "nbytes")):
+                with suppress(RuntimeError, TypeError, NotImplementedError):  # without data: on "meta", sparse
+                    self._array(path, value)
+            elif isinstance(value, GENERATORS) or (is_of_numpy and hasattr(value, "bit_generator")):
+                self._generator(path, value)
+            elif isinstance(value, dict | list | tuple | set | deque):
+                self._container(path, value)
+            elif isinstance(value, functools._lru_cache_wrapper):
+                if _is_of_yours(value):
+                    self.values[path] = CACHE, str(value.cache_info().currsize)
+                    self._undo.append(value.cache_clear)
+            else:
+                self._object(path, value)
+
+    def _array(self, path: str, value: Any) -> None:
+        if isinstance(value, Tensor):
+            value = local(value.detach())
+            if value.data_ptr() in self._saved:
+                return
+        if value.nbytes > BYTES or getattr(value, "filename", None) or "object" in str(value.dtype):
+            return
+        kept = value.clone() if isinstance(value, Tensor) else value.copy()
+        self.values[path] = "", f"{list(value.shape)} {digest(kept)[:8]}"
+        is_fixed = not isinstance(value, Tensor) and not value.flags.writeable
+        self._undo += [] if is_fixed else [lambda: value.__setitem__(..., kept)]
+
+    def _generator(self, path: str, value: Any) -> None:
+        get = getattr(value, "get_state", None) or getattr(value, "getstate", lambda: value.bit_generator.state)
+        self.values[path] = CACHE, digest(get())
+
+    def _container(self, path: str, value: Any) -> None:
+        kept = dict(value) if isinstance(value, dict) else list(value)
+        if isinstance(value, dict):
+            self._undo.append(lambda: put_back(value, kept))
+        elif not isinstance(value, tuple):
+            add = value.update if isinstance(value, set) else value.extend
+            self._undo.append(lambda: (value.clear(), add(kept)))
+        entries = dict.fromkeys(kept, True) if isinstance(value, set) else kept
+        if isinstance(value, list | tuple | deque):
+            self.values[f"len({path})"] = "", str(len(kept))
+            entries = dict(enumerate(kept))
+        for key in list(entries)[:: 1 + len(entries) // MOST]:
+            self._look(f"{path}[{key!r:.40}]", entries[key])
+
+    def _object(self, path: str, value: Any) -> None:
+        if isinstance(value, ModuleType):
+            if is_yours(getattr(value, "__file__", None) or ""):
+                self._attributes(path, vars(value), {name for name in vars(value) if name.startswith("__")})
+        elif isinstance(value, FunctionType):
+            if is_yours(value.__code__.co_filename):
+                self._attributes(path, vars(value))
+                self._look(f"{path}.__defaults__", value.__defaults__ or ())
+                for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                    with suppress(ValueError):  # not set yet
+                        self._look(f"{path}.{name}", cell.cell_contents)
+                        self._undo.append(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))
+        elif isinstance(value, type):
+            for name, each in dict(vars(value)).items() if _is_of_yours(value) else ():
+                if not name.startswith("__"):
+                    self._look(f"{path}.{name}", each)
+                    self._undo.append(functools.partial(setattr, value, name, each))
+        elif isinstance(value, nn.Module):
+            inner = value._modules | value._parameters | value._buffers
+            for name, each in inner.items():
+                self._look(f"{path}.{name}", each)
+            self._attributes(path, vars(value), vars(nn.Module()).keys())
+        elif isinstance(value, torch.optim.Optimizer):
+            known = vars(torch.optim.SGD([torch.zeros(1)])).keys() - {"state", "param_groups"}
+            self._attributes(path, vars(value), known | {"grad_scale", "found_inf"})
+        elif hasattr(value, "__dict__") and (isinstance(value, Dataset) or _is_of_yours(type(value))):
+            self._attributes(path, vars(value))
+
+    def _attributes(self, path: str, values: dict[str, Any], left_out: Iterable[str] = ()) -> None:
+        kept = {name: value for name, value in values.items() if name not in left_out}
+        self._undo.append(lambda: put_back(values, kept, left_out))
+        for name, value in kept.items():
+            self._look(f"{path}.{name}", value)
+
+
+def _is_of_yours(kind: Any) -> bool:
+    return is_yours(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
+
+
+def put_back(values: dict[Any, Any], kept: dict[Any, Any], left_out: Iterable[str] = ()) -> None:
+    """Let a dict have these entries again; those left out stay as they are."""
+    for name in [name for name in values if name not in kept and name not in left_out]:
+        del values[name]
+    for name, value in kept.items():  # a Counter's update would add
+        values[name] = value
+
+
+def of_training(training: Training, places: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """What a training and these places remember, apart from the state that a checkpoint holds."""
+    state, optimizer = training.state, training.state.optimizer
+    saved = [*leaves(state.state_dict()).values(), *leaves([*optimizer.state.values()]).values()]
+    roots = {type(state.model).__name__: state.model, type(optimizer).__name__: optimizer}
+    return Memory(roots | places, [*saved, optimizer.state, optimizer.param_groups]).values
+
+
+def forgotten(middle: dict, end: dict, resumed: dict) -> tuple[list[str], list[str]]:
+    """Values that a resumed run has lost, and what may be a cache: filled once, with values that do not change.
+
+    Args:
+        middle, end: what the uninterrupted run remembers after its first epoch and at its end.
+        resumed: what a run remembers that was resumed shortly before its end.
+    """
+    lost, caches, missing = {}, {}, ("", "None")
+    for path in end | resumed:
+        (kind, one), (_, other) = end.get(path, missing), resumed.get(path, missing)
+        before = middle.get(path, missing)
+        if one != other:
+            is_filled_once = "None" in (one, other) and before in (missing, (kind, one))
+            found = caches if CACHE in (kind, resumed.get(path, missing)[0]) or is_filled_once else lost
+            name = path.removeprefix("len(").partition("[")[0].rstrip(")")
+            found.setdefault(name, f"{path} is {one}, but {other} in a resumed run")
+    return list(lost.values()), [name for name in caches if name not in lost]
