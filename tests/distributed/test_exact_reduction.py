@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import train
 from config import UserError
-from ranks import run_ranks
+from ranks import run_ranks, slow
 from tasks import TASKS, EagerConsensus, SmallNet, train_task
 from training import wait_until
 from utils.report.reporter import Reporter
@@ -27,9 +27,9 @@ CHAIN = zip((4, 1, 8, 2, 4), map(signal.Signals, (9, 15, 9, 9, 15)), strict=True
     ("task", "flags"),
     [
         ("images", ["--no-use_amp"]),
-        ("images", BF16),
-        pytest.param("images", ["--amp_dtype", "fp16"], marks=pytest.mark.slow),
-        pytest.param("lines", ["--no-use_amp", "--optimizer", "adamw"], marks=pytest.mark.slow),
+        slow("images", BF16),
+        slow("images", ["--amp_dtype", "fp16"]),
+        slow("lines", ["--no-use_amp", "--optimizer", "adamw"]),
     ],
 )
 def test_runs_on_1_2_4_and_8_ranks_have_the_same_bits(runs, task, flags):
