@@ -120,6 +120,7 @@ def test_the_template_passes_on_four_ranks_launched_as_in_the_readme(tmp_path):
     assert ended.code == 0 and outcomes(ended.out) == dict.fromkeys(INVARIANTS, "ok"), ended.text
 
 
+@pytest.mark.slow
 def test_unused_parameters_are_named_before_ddp_waits_for_them(tmp_path):
     fork = copy_repository(tmp_path)
     head, path = "        self.head = nn.", fork / "model.py"
