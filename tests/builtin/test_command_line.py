@@ -8,7 +8,7 @@ import torch
 
 from config import TrainingConfig, UserError
 from images import save_images
-from ranks import ROOT, WarmLaunch, finish, launch, run_ranks, torchrun
+from ranks import ROOT, WarmLaunch, finish, launch, run_ranks
 from training import train_flags
 from utils.checkpoint import format as checkpoint
 
@@ -20,7 +20,7 @@ def test_the_published_flags_work_unchanged(tmp_path):
     """The command line of the published pipeline, with a run folder and small data."""
     line = "--epochs 2 --batch_size 64 --no-use_amp --grad_accum_steps 2".split()
     small = "--dataset_size 130 --image_size 8 --backend gloo".split()
-    ended = torchrun(2, *line, "--run_dir", tmp_path / "run", *small)
+    ended = finish(WarmLaunch(2, TRAIN, [*line, "--run_dir", tmp_path / "run", *small]))
     assert ended.code == 0, ended.text
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     expected = {"state": "completed", "epochs": 2, "samples_seen": 260, "global_batch_size": 256}

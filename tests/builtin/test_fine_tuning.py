@@ -15,7 +15,7 @@ from config import TrainingConfig, UserError
 from dataset import create_dataset, is_prepared, prepare_data
 from images import save_images
 from model import create_model, initial_weights
-from ranks import ROOT, run_ranks, torchrun
+from ranks import ROOT, run_ranks, slow, torchrun
 from tasks import Images
 from test_config import rejection
 from training import train_flags
@@ -60,7 +60,7 @@ def changed(before, after):
     return {name for name in before if before[name].shape != after[name].shape or not before[name].equal(after[name])}
 
 
-@pytest.mark.parametrize("first", [0, 2], ids=["imagefolder", "csv"])
+@pytest.mark.parametrize("first", [0, slow(2)], ids=["imagefolder", "csv"])
 def test_the_two_commands_train_the_head_and_then_all_on_two_ranks(runs, monkeypatch, first):
     """Neither the weights of the frozen trunk nor its BatchNorm statistics move."""
     data = runs.root / "data"
@@ -89,12 +89,12 @@ def test_the_two_commands_train_the_head_and_then_all_on_two_ranks(runs, monkeyp
 def test_a_frozen_run_that_is_stopped_continues_bit_for_bit_and_without_the_weights(runs):
     data = runs.root / "data"
     folders(data)
-    weights = forge_weights(data)
-    flags = "--dataset imagefolder --model resnet18 --freeze backbone --image_size 32 --epochs 2 --num_workers 1"
-    flags = [*flags.split(), "--record_samples", "--no-use_amp"]
+    weights = forge_weights(data, "shufflenet_v2_x0_5")
+    flags = "--dataset imagefolder --model shufflenet_v2_x0_5 --freeze backbone --image_size 32 --epochs 2"
+    flags = [*flags.split(), *"--num_workers 1 --record_samples --no-use_amp".split()]
     for name, stops in (("whole", ()), ("stopped", (2,))):
         runs.train_with_stops(2, name, *flags, "--init_from", "torchvision", stops=stops, task="", goes_on=not stops)
-    weights_file(TrainingConfig(model="resnet18", data_dir=str(data))).unlink()
+    weights_file(TrainingConfig(model="shufflenet_v2_x0_5", data_dir=str(data))).unlink()
     runs.train(2, "stopped", *flags, "--resume_from", "auto", task="")
     runs.assert_same("whole", "stopped")
     assert changed(weights, runs.last("stopped")["model"]) == {"fc.weight", "fc.bias"}
@@ -130,6 +130,7 @@ def test_a_frozen_parameter_that_the_weights_lack_is_rejected(tmp_path):
         take_weights(create_model(config, CPU), initial_weights(config), "torchvision")
 
 
+@pytest.mark.slow
 def test_the_last_layer_of_every_torchvision_classifier_is_its_head():
     larger = [name for name in models.list_models(module=models) if "regnet" in name and "400mf" not in name]
     for name in set(models.list_models(module=models)) - set(larger):  # RegNets compute with tensors to be built

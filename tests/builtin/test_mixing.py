@@ -24,7 +24,7 @@ from utils.rng import seed_host
 
 RECIPE = ROOT / "docs/recipes/imagenet.toml"
 # a small run of the same kind
-SMALL = f"--config {RECIPE} --model resnet18 --epochs 2 --image_size 32 --train_size 28 --resize_size 36 --lr 0.05"
+SMALL = f"--config {RECIPE} --model mini_resnet --epochs 2 --image_size 32 --train_size 28 --resize_size 36 --lr 0.05"
 SMALL += " --batch_size 4 --global_batch_size 16 --warmup_epochs 1 --augment_repeats 2 --no-use_amp --save_every 0"
 
 

@@ -83,7 +83,8 @@ QUICK = {
     "train.py --data_dir": "--backend gloo --num_workers 0",
     "train.py": TINY,
 }
-SLOW = ("--kill", "cifar10", "scripts/verify.py")  # left out by default
+# left out by default; test_whole_run.py and test_changed_data.py train likewise
+SLOW = ("--kill", "cifar10", "scripts/verify.py", "train.py --epochs 5", "train.py --dataset imagefolder")
 
 
 def write_fork(folder):
@@ -147,7 +148,7 @@ def test_the_readmes_commands_work_in_order_from_an_empty_folder(tmp_path):
     assert "Next:" in ended.out and "2 on 1 node" in ended.out
     assert (clone / "curves.svg").exists() and (clone / "model.pt").exists()
     runs = [json.loads(file.read_text()) for file in sorted(clone.glob("runs/*/summary.json"))]
-    assert len(runs) >= 5 and {run["state"] for run in runs} == {"completed"}
+    assert len(runs) >= 3 and {run["state"] for run in runs} == {"completed"}
     fork = json.loads((clone / "runs/default/summary.json").read_text())
     assert fork["best_metric"] == "mae" and fork["best"]["mae"] < 0.5
 
@@ -164,17 +165,13 @@ def test_the_readmes_commands_work_in_order_in_an_empty_environment(tmp_path):
     assert said < made and "bitwise equal" in ended.out and "11 of 11 invariants hold" in ended.out
 
 
-@pytest.mark.parametrize("script", ["train.py", pytest.param("scripts/verify.py", marks=pytest.mark.slow)])
-def test_the_readmes_example_of_a_fork_works(tmp_path, script):
+@pytest.mark.slow
+def test_verify_holds_for_the_readmes_example_of_a_fork(tmp_path):
     fork = copy_repository(tmp_path)
     write_fork(fork)
-    assert len((fork / "model.py").read_text().splitlines()) < 20
-    words = re.search(rf"{re.escape(script)} (--data_dir FOLDER[^#\n]*)", README)[1].split()
-    ended = forks.run(fork, 2, script, *words, "--backend", "gloo", "--num_workers", "0", deadline=300)
+    words = re.search(r"scripts/verify.py (--data_dir FOLDER[^#\n]*)", README)[1].split()
+    ended = forks.run(fork, 2, "scripts/verify.py", *words, "--backend", "gloo", "--num_workers", "0", deadline=300)
     assert ended.code == 0, ended.text
-    if script == "train.py":
-        summary = json.loads((fork / "runs/default/summary.json").read_text())
-        assert summary["best_metric"] == "mae" and summary["best"]["mae"] < 0.5, summary
 
 
 def quickstart(folder, *flags):

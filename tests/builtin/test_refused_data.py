@@ -3,10 +3,9 @@
 import re
 
 import pytest
-import torch
 
 from config import UserError
-from images import folder_of_images, save_images
+from images import folder_of_images
 from ranks import run_ranks
 from training import train_flags
 
@@ -53,25 +52,6 @@ def test_data_that_cannot_be_used_is_rejected_by_all_ranks_with_the_fix(runs):
             and re.search(expected, status["error"])
             and not runs.checkpoints(f"run{number}")
         )
-
-
-@pytest.mark.parametrize(("split", "name"), [("train", "eel"), pytest.param("val", "cat", marks=pytest.mark.slow)])
-def test_images_of_unequal_size_are_named_by_the_rank_that_read_them(runs, split, name):
-    words = folder_of_images(runs.root / "images", ("cat", "dog", "eel"))
-    save_images(runs.root / "images" / split, {name: 1}, size=9)
-    with pytest.raises(AssertionError, match=f"{split}/{name}/000.png: has 9x9 pixels, others 8x8; resize all with"):
-        runs.train(2, "run", *words, "--epochs", 1, "--image_size", "auto", task="")
-    assert "has 9x9 pixels" in runs.json("run", "status.json")["error"]
-
-
-def test_a_run_starts_from_the_best_weights_of_another_one(runs):
-    words = [*folder_of_images(runs.root / "images"), "--epochs", 1]
-    runs.train(1, "run", *words, task="")
-    best = runs.folder("run") / "checkpoints" / "best.pt"
-    words += ["--init_from", best, "--lr", 1e-9, "--weight_decay", 0]
-    runs.train(1, "next", *words, task="")
-    before, after = (torch.load(path, weights_only=True)["model"] for path in (best, runs.checkpoints("next")[-1]))
-    assert all(torch.allclose(after[name], before[name], atol=1e-6) for name in before if name.endswith("weight"))
 
 
 def test_a_corrupt_image_ends_the_run_with_its_path_class_and_rank(runs):

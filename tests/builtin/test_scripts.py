@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import sys
-import xml.etree.ElementTree as ET
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from config import TrainingConfig
 from dataset import create_dataset
 from lib import processes
 from model import create_model
-from ranks import ROOT, WarmLaunch, finish, launch
+from ranks import ROOT, WarmLaunch, finish
 from training import Runs, difference
 from utils.checkpoint import archive
 from utils.data.augment import normalize
@@ -50,15 +49,6 @@ def test_a_table_of_runs_has_only_the_settings_that_differ(two_runs):
     assert rows[0].endswith("0.05") and rows[1].endswith("0.01")
 
 
-@pytest.mark.parametrize("metric", ["top1", "loss"])
-def test_one_picture_has_the_curves_of_all_runs(two_runs, tmp_path, metric):
-    picture = tmp_path / "curves.svg"
-    assert run_script("runs.py", two_runs.root, "--plot", picture, "--metric", metric).code == 0
-    lines = ET.parse(picture).getroot().findall("{http://www.w3.org/2000/svg}polyline")
-    assert len(lines) == 4 and all(line.get("points") for line in lines)
-    assert "fast" in picture.read_text() and "slow" in picture.read_text()
-
-
 def test_the_report_has_the_timeline_and_curves_of_all_runs(two_runs, tmp_path):
     ended = run_script("runs.py", two_runs.root, "--html", tmp_path / "report.html")
     assert ended.code == 0, ended.text
@@ -76,13 +66,6 @@ def test_compare_says_whether_the_weights_are_bitwise_equal(two_runs):
     ended = run_script("runs.py", "--compare", fast, two_runs.root.parent / "copies")
     assert ended.code == 0 and "the weights are bitwise equal" in ended.out, ended.text
     assert run_script("runs.py", "--compare", fast).code == 2
-
-
-def test_unknown_metrics_and_folders_without_runs_are_rejected(two_runs, tmp_path):
-    ended = run_script("runs.py", two_runs.root, "--plot", tmp_path / "curves.svg", "--metric", "f1")
-    assert ended.code == 2 and "metric=f1: no run has recorded it; give" in ended.err
-    ended = run_script("runs.py", tmp_path)
-    assert ended.code == 2 and "has no run (a folder with a status.json); give" in ended.err
 
 
 @pytest.mark.parametrize("flags", [[], ["--ema"]])
@@ -128,24 +111,6 @@ def images_of(payload, split, **changes):
     return normalize(data.images, data.mean, data.std)
 
 
-@pytest.mark.slow
-def test_a_traced_model_gives_the_outputs_in_an_empty_folder(two_runs, tmp_path):
-    """Its batch size is dynamic; the snippet runs without this repository on the path."""
-    source, out = two_runs.checkpoints("fast")[-1], tmp_path / "model.pt2"
-    ended = run_script("export.py", source, out, "--format", "torch.export")
-    assert ended.code == 0 and "torch.float32 [batch, 3, 8, 8]" in ended.out, ended.text
-    payload = torch.load(source, weights_only=True)
-    images = images_of(payload, "val")
-    torch.save(images, tmp_path / "images.pt")
-    snippet = ended.out.split("to use it:\n\n")[1]
-    use = f"import torch\ninputs = [torch.load({str(tmp_path / 'images.pt')!r})]\n{snippet}"
-    (tmp_path / "empty").mkdir()
-    save = f"torch.save(outputs, {str(tmp_path / 'outputs.pt')!r})"
-    ended = launch([sys.executable, "-I", "-c", f"{use}\n{save}"], cwd=tmp_path / "empty")
-    assert ended.code == 0, ended.text
-    torch.testing.assert_close(torch.load(tmp_path / "outputs.pt"), net_of(payload)(images))
-
-
 def test_predictions_have_each_sample_once_in_order_on_any_number_of_ranks(two_runs, tmp_path):
     """37 samples in micro-batches of 4, the last one short; with 4 ranks two of them are idle in the last step."""
     source, found = two_runs.checkpoints("fast")[-1], []
@@ -165,15 +130,6 @@ def test_predictions_have_each_sample_once_in_order_on_any_number_of_ranks(two_r
         "precision": "float32"
     }
     assert len(list(out.parent.iterdir())) == 6  # no rank's part is left
-
-
-def test_predictions_of_the_averaged_weights_are_saved_in_the_run_folder_by_default(two_runs):
-    ended = run_script("predict.py", two_runs.checkpoints("fast")[-1], "--ema")
-    assert ended.code == 0, ended.text
-    payload = two_runs.last("fast")
-    with torch.no_grad():
-        expected = net_of(payload | {"model": payload["ema"]})(images_of(payload, "val"))
-    torch.testing.assert_close(torch.load(two_runs.folder("fast") / "predictions.pt")["output"], expected)
 
 
 REFUSED = [  # ranks, arguments of predict.py, message

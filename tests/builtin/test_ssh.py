@@ -62,6 +62,7 @@ class Cluster(Nodes):
         return self[0].start([ROOT / "scripts/launch.sh", "--hosts", hosts, *TINY, *flags], env=env)
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_stops_the_launch_on_all_hosts(tmp_path):
     with Cluster(tmp_path) as nodes:
         program = nodes.launch(*LONG, "--run_dir", tmp_path / "run")

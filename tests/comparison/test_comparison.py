@@ -41,6 +41,7 @@ def test_one_rank_ends_with_equal_losses_and_a_json(tmp_path):
     assert "us over the plain loop" in out
 
 
+@pytest.mark.slow
 def test_two_ranks_count_the_same_collectives_for_template_and_plain_loop(tmp_path):
     assert [code for code, _ in run_ranks(2, measured, tmp_path / "b.json")] == [0, 0]
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]

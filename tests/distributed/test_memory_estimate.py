@@ -104,10 +104,16 @@ def test_one_process_finds_the_bytes_of_real_ranks(runs, flags, cases):
 
 def shown(words):
     """What --sharding-memory prints: with enough memory, with little, and if nothing can be allocated."""
-    texts, plain = [], memory.count
+    texts, found, plain = [], [], memory.count
+
+    def measure(*args):
+        found.append(plain(*args))
+        return found[-1]
+
     with mock.patch.dict(TASKS, {"layers": TASK}), using("layers"):
         config = TrainingConfig.from_args(words)
-        for room, count in ((10**12, plain), (10**6, plain), (10**12, mock.Mock(side_effect=torch.OutOfMemoryError))):
+        full = mock.Mock(side_effect=torch.OutOfMemoryError)
+        for room, count in ((10**12, measure), (10**6, lambda *_: found.pop(0)), (10**12, full)):
             facts, lines = {"memory": room, "used": 0}, []
             with mock.patch.multiple(memory, count=count, memory=lambda device, facts=facts: facts):
                 memory.show(config, setup_distributed(config), [1, 2], lines.append)

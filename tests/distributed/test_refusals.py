@@ -15,12 +15,11 @@ import torch
 
 import ddp_utils
 from config import TrainingConfig, UserError
-from ddp_utils import cleanup_distributed, read_launch, setup_distributed
+from ddp_utils import cleanup_distributed, setup_distributed
 from ranks import WarmLaunch, finish, run_ranks
 from tasks import TASKS
 from training import train_flags
 from utils.distributed.collectives import on_all_ranks, once_per_file_system
-from utils.distributed.context import Launch
 from utils.distributed.device import choose_device
 from utils.training.precision import Precision
 
@@ -50,18 +49,6 @@ def test_incomplete_torchrun_variables_are_rejected(monkeypatch, variables, prob
         monkeypatch.setenv(*variable.split("="))
     with pytest.raises(UserError, match=problem):
         setup_distributed(TrainingConfig(backend="gloo"))
-
-
-def test_no_variables_mean_one_process_and_a_full_set_means_a_rank(monkeypatch):
-    compilers = {name: os.environ.get(name, "") for name in ("CC", "CXX")}
-    assert read_launch() == Launch(compilers=compilers, threads=os.environ.get("OMP_NUM_THREADS", ""))
-    variables = "RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=1 TORCHELASTIC_RUN_ID=none"
-    for variable in variables.split():
-        monkeypatch.setenv(*variable.split("="))
-    launched = read_launch()
-    assert (launched.rank, launched.world_size, launched.is_under_torchrun, launched.id) == (1, 2, True, "")
-    monkeypatch.setenv("LAUNCH_ID", "job-3")
-    assert read_launch().id == "job-3"
 
 
 @pytest.mark.parametrize(

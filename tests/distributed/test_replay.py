@@ -33,6 +33,10 @@ def replayed(run, step, *words, changes=None):
     return code, "\n".join(printed)
 
 
+def replayed_steps(run, dumps):
+    return {step: replayed(run, step, "--dump", dump) for step, dump in dumps.items()}
+
+
 def test_steps_of_a_killed_run_on_four_ranks_are_bitwise_equal_in_one_process(runs, tmp_path):
     words = runs.words("run", *FLAGS, "--reduction", "exact")
     for step, victim in ((3, 2), (7, 0)):
@@ -41,11 +45,11 @@ def test_steps_of_a_killed_run_on_four_ranks_are_bitwise_equal_in_one_process(ru
     run_ranks(4, train_until, words, signal.SIGKILL, 0, 0)
     kept = {int(path.stem[5:]): path for path in runs.checkpoints("run")}
     records = {record["step"]: record for record in runs.records("run", "train")}
-    for step in range(3, 13):
-        dump = tmp_path / f"{step}.pt"
-        [(code, text)] = run_ranks(1, replayed, runs.folder("run"), step, "--dump", dump)
+    dumps = {step: tmp_path / f"{step}.pt" for step in range(3, 13)}
+    (results,) = run_ranks(1, replayed_steps, runs.folder("run"), dumps)
+    for step, (code, text) in results.items():
         assert code == 0 and re.search(rf"records of the run from step \d+ to {step}: bitwise equal", text), text
-        found = torch.load(dump, weights_only=True)
+        found = torch.load(dumps[step], weights_only=True)
         assert (found["loss"], found["norm"]) == (records[step]["loss"], records[step]["grad_norm"])
         assert len(found["losses"]) == len(found["indices"]) == (22 if step % 4 == 0 else 40)
         if step in kept:

@@ -1,10 +1,11 @@
 """A secret in the command of `--on_checkpoint` is in no file of the run."""
 
+import sys
 import zipfile
 
 import torch
 
-from ranks import ROOT, WarmLaunch, finish, torchrun
+from ranks import ROOT, WarmLaunch, finish, launch
 from training import Runs
 
 SECRET = "quagga"
@@ -25,7 +26,7 @@ def test_no_file_of_a_run_has_the_secret_of_its_command_and_exports_have_no_path
     command = f"""sh -c 'echo "$@" >> {got}; exit 3' sh -H "Authorization: Bearer {SECRET}" {{}}"""
     flags = "--dataset_size 32 --max_steps 4 --save_every_steps 2 --num_workers 1".split()
     words = runs.words("run", *flags, "--on_checkpoint", command)
-    ended = torchrun(2, *words)
+    ended = launch([sys.executable, ROOT / "train.py", *words])
     assert ended.code == 0, ended.text
     assert f"Authorization: Bearer {SECRET} {runs.folder('run')}/checkpoints/step_00000004.pt" in got.read_text()
     again = runs.words("run", *flags, "--max_steps", 8, "--resume_from", "auto", "--on_checkpoint", command)

@@ -11,7 +11,7 @@ import export
 import plain_loop
 import predict
 import train
-from config import TrainingConfig, UserError
+from config import UserError
 from ranks import run_ranks
 from tasks import TASKS, BlockModel, config_of, image_loss, using
 from test_exact_ranks import FLAGS as OF_CHAIN
@@ -168,29 +168,6 @@ def test_an_optimizer_that_needs_whole_tensors_is_refused(runs):
     )
     with said, mock.patch.object(train.your_model, "create_optimizer", create_optimizer, create=True):
         train_flags(flags)
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (
-            {"sharding": "zero3", "reduction": "exact"},
-            "reduction=exact: does not work with sharding=zero3; give only one",
-        ),
-        (
-            {"sharding": "zero2", "comm_hook": "bf16"},
-            "comm_hook=bf16: does not work with sharding=zero2; give only one",
-        ),
-        (
-            {"sharding": "hybrid", "compile": "default"},
-            "compile=default: does not work with sharding=hybrid; give only one",
-        ),
-        ({"cpu_offload": True}, "cpu_offload=True: needs sharding; add --sharding zero3, or leave out cpu_offload"),
-    ],
-)
-def test_flags_that_exclude_each_other_are_refused(flags, said):
-    with pytest.raises(UserError, match=said):
-        TrainingConfig(**flags)
 
 
 def train_with_the_first_as_best(words):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from config import UserError
 from utils.data.augment import augment_images, choose, crop_and_flip, normalize
 from utils.rng import derive_seed, draw_integers, sample_draws
 
@@ -64,8 +63,6 @@ def test_kinds_of_augmentation():
         "crop",
     ]
     assert choose("none", 224) == "none"
-    with pytest.raises(UserError, match="augment=resized_crop: cuts from image files, .*; use --augment crop"):
-        choose("resized_crop", 32, in_memory=True)
 
 
 def test_normalize():

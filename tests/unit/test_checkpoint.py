@@ -31,18 +31,6 @@ def origin(identity="abc", size=64, threads=1, content="1", sketches=()):
     return data | {"global_batch_size": size, "cpu_threads": threads, "exact_sums": ORDER}
 
 
-def test_a_checkpoint_comes_back_and_opens_with_plain_torch_load(tmp_path):
-    path = checkpoint.step_path(tmp_path, 10)
-    written = payload()
-    archive.write(path, written)
-    read, digest = checkpoint.read(path)
-    for found in (read, torch.load(path, weights_only=True)):
-        assert torch.equal(found["model"]["weight"], written["model"]["weight"])
-        assert found["config"] == written["config"]
-    assert checkpoint.verify(path) == (10, digest)
-    assert os.listdir(tmp_path) == ["step_00000010.pt"]
-
-
 def flip(path: Path, position: int) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 1
