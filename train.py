@@ -176,7 +176,7 @@ def assemble(
     model = wrap_ddp(state.model, config, ctx)
     first_batch = on_all_ranks(loader.sample_batch, ctx)
     # before the state is loaded, which undoes their changes
-    names = first_passes(model, first_batch, state, loader, loaders, seams.compute_loss, config, ctx)
+    names = first_passes(model, first_batch, state, loader, loaders, seams, config, ctx)
     best_metric, best_sign = on_all_ranks(lambda: choose_best(config.best_metric, names), ctx)
 
     verified = verification(task_of(state.model, kind_of(train_set)), config)
@@ -313,6 +313,8 @@ def validate(training: Training) -> bool:
     if not records:
         checkpoints.save(must=True)
         return True
+    if training.best_metric not in records[-1]:
+        raise UserError(f"best_metric={training.best_metric}: is missing in this evaluation; report it in each one")
     value = records[-1][training.best_metric] if math.isfinite(records[-1]["loss"]) else math.nan
     is_best = progress.note_value(value, training.best_sign)
     title = "" if state.is_epoch_complete else f"step {progress.step}"
@@ -358,7 +360,7 @@ def evaluate_split(
     """`evaluate_all` for one of the held-out sets. progress: where the weights were made."""
     state = training.state
     common = (training.seams.compute_loss, progress, state.precision, training.ctx)
-    common += (training.logger, training.consensus)
+    common += (training.logger, training.consensus, training.seams.summary)
     return evaluate_all(state.model, weights, split, training.held_out[split], *common)
 
 
@@ -383,7 +385,7 @@ def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, 
         for kind, values in weights.items():
             if values:
                 on_all_ranks(lambda values=values: state.load_model({"model": values}), ctx)
-            found += evaluate_all(state.model, {kind: nullcontext()}, *common)
+            found += evaluate_all(state.model, {kind: nullcontext()}, *common, summary=seams.summary)
         log_epoch_summary(logger, found, time.perf_counter() - began, is_best=False)
         records += found
     outcome = {"checkpoint": str(path), "data_dir": config.data_dir, "records": records}

@@ -13,6 +13,7 @@ from config import UserError
 from utils.metrics import Metrics
 from utils.training.activation import find_blocks
 from utils.training.optimizer import create_optimizer, lr_factor
+from utils.training.outputs import Summary
 
 ComputeLoss = Callable[[nn.Module, Any], Metrics]
 REQUIRED = ("create_model", "param_groups", "compute_loss")
@@ -54,6 +55,11 @@ class Seams:
     log_images: Callable[[nn.Module, Any], dict[str, Tensor]] | None = None
     predict: Callable[[nn.Module, Any], dict[str, Tensor]] = predict
     example_inputs: Callable[[Any], tuple] = example_inputs
+    summarize: Callable[[dict[str, Any]], dict[str, float]] | None = None  # metrics of what `predict` gave for a set
+
+    @property
+    def summary(self) -> Summary | None:
+        return Summary(self.predict, self.summarize) if self.summarize else None
 
     @classmethod
     def of(cls, module: ModuleType) -> Seams:

@@ -23,7 +23,6 @@ from lib.verify.fork import (
     ACCUMULATION,
     Broken,
     Fork,
-    Subset,
     Update,
     as_single_process,
     perturbed,
@@ -35,7 +34,7 @@ from lib.verify.values import can_join, digest, first_three, joined, scramble_gl
 from train import Training
 from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json
-from utils.metrics import MetricTracker, check_metrics
+from utils.metrics import check_metrics
 from utils.training import optimizer
 from utils.training.optimizer import checked_groups
 from utils.training.state import Progress
@@ -250,35 +249,27 @@ def evaluation(fork: Fork) -> str:
     size, ranks, counts, never = fork.small_config.batch_size, fork.ctx.world_size, [], []
     for count in (ranks * size + size // 2 + 1, max(1, ranks - 1)):
         subset, net = fork.held_out_subset(count), fork.new_model().eval()
-        expected, found = plain_evaluation(fork, subset, net), fork.evaluate(net, subset)
+        expected, found = fork.plain_evaluation(subset, net), fork.evaluate(net, subset)
         for name, value in expected.items():
             rounding = ROUNDING[fork.loss_dtype]  # sums in another order
             is_close = math.isclose(found[name], value, rel_tol=rounding, abs_tol=1e-8)
             if not is_close and not (math.isnan(value) and math.isnan(found[name])):  # nan: counted nothing
                 seen = f"{name} of {len(subset)} held-out samples is {found[name]:.6g}, in one process {value:.6g}"
-                if plain_evaluation(fork, subset, net, noise=1)[name] != value:
+                if fork.plain_evaluation(subset, net, noise=1)[name] != value:
                     cause = (
                         "a second evaluation differs too: random numbers, or data that is changed in place; pass"
                         " training=self.training to F.dropout and similar functions"
                     )
                 else:
-                    cause = "samples repeated or left out; use create_evaluation_dataloader and evaluate_all"
+                    cause = (
+                        "samples repeated or left out, or a summarize that depends on the rank; use"
+                        " create_evaluation_dataloader and evaluate_all, and only what summarize is given"
+                    )
                 raise Broken(f"{seen}: {cause}")
         counts.append(str(len(subset)))
         never = never if len(counts) > 1 else [name for name in expected if math.isnan(found[name])]
     uncounted = f"; please check: nothing counted for {', '.join(never)}, so not compared" if never else ""
     return f"sets of {' and '.join(counts)} samples: each counted once, loss and metrics as in one process{uncounted}"
-
-
-def plain_evaluation(fork: Fork, subset: Subset, net: nn.Module, noise: int = 0) -> dict[str, float]:
-    """The size, mean loss and metrics of a set in one process, with global generators seeded by `noise`."""
-    loader, tracker = fork.loader(subset), MetricTracker(fork.ctx.device)
-    for indices in torch.arange(len(subset)).split(fork.small_config.batch_size):
-        *_, batch = loader.fetch(indices.tolist())
-        scramble_global_rngs(noise)  # after the fetch, which seeds them by the samples
-        with torch.no_grad():
-            tracker.update(fork.seams.compute_loss(net, batch))
-    return {"count": len(subset)} | tracker.means()
 
 
 def gradient(fork: Fork) -> str:
