@@ -23,6 +23,7 @@ from lib.verify.fork import (
     ACCUMULATION,
     Broken,
     Fork,
+    Subset,
     Update,
     as_single_process,
     perturbed,
@@ -249,27 +250,33 @@ def evaluation(fork: Fork) -> str:
     size, ranks, counts, never = fork.small_config.batch_size, fork.ctx.world_size, [], []
     for count in (ranks * size + size // 2 + 1, max(1, ranks - 1)):
         subset, net = fork.held_out_subset(count), fork.new_model().eval()
-        expected, found = fork.plain_evaluation(subset, net), fork.evaluate(net, subset)
-        for name, value in expected.items():
-            rounding = ROUNDING[fork.loss_dtype]  # sums in another order
-            is_close = math.isclose(found[name], value, rel_tol=rounding, abs_tol=1e-8)
-            if not is_close and not (math.isnan(value) and math.isnan(found[name])):  # nan: counted nothing
-                seen = f"{name} of {len(subset)} held-out samples is {found[name]:.6g}, in one process {value:.6g}"
-                if fork.plain_evaluation(subset, net, noise=1)[name] != value:
-                    cause = (
-                        "a second evaluation differs too: random numbers, or data that is changed in place; pass"
-                        " training=self.training to F.dropout and similar functions"
-                    )
-                else:
-                    cause = (
-                        "samples repeated or left out, or a summarize that depends on the rank; use"
-                        " create_evaluation_dataloader and evaluate_all, and only what summarize is given"
-                    )
-                raise Broken(f"{seen}: {cause}")
+        found = fork.evaluate(net, subset)
+        # on_all: what summarize returns may be wrong on one rank only
+        fork.on_all(lambda subset=subset, net=net, found=found: compare_evaluation(fork, subset, net, found))
         counts.append(str(len(subset)))
-        never = never if len(counts) > 1 else [name for name in expected if math.isnan(found[name])]
+        never = never if len(counts) > 1 else [name for name, value in found.items() if math.isnan(value)]
     uncounted = f"; please check: nothing counted for {', '.join(never)}, so not compared" if never else ""
     return f"sets of {' and '.join(counts)} samples: each counted once, loss and metrics as in one process{uncounted}"
+
+
+def compare_evaluation(fork: Fork, subset: Subset, net: nn.Module, found: dict[str, float]) -> None:
+    """Raises Broken if an evaluation on all ranks differs from that of one process."""
+    for name, value in fork.plain_evaluation(subset, net).items():
+        rounding = ROUNDING[fork.loss_dtype]  # sums in another order
+        is_close = math.isclose(found[name], value, rel_tol=rounding, abs_tol=1e-8)
+        if is_close or (math.isnan(value) and math.isnan(found[name])):  # nan: counted nothing
+            continue
+        seen = f"{name} of {len(subset)} held-out samples is {found[name]:.6g}, in one process {value:.6g}"
+        cause = (
+            "samples repeated or left out, or a summarize that depends on the rank; use"
+            " create_evaluation_dataloader and evaluate_all, and only what summarize is given"
+        )
+        if fork.plain_evaluation(subset, net, noise=1)[name] != value:
+            cause = (
+                "a second evaluation differs too: random numbers, or data that is changed in place; pass"
+                " training=self.training to F.dropout and similar functions"
+            )
+        raise Broken(f"{seen}: {cause}")
 
 
 def gradient(fork: Fork) -> str:
