@@ -21,7 +21,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,10 @@ from utils.report.goodput import Goodput
 from utils.report.reporter import Reporter
 from utils.rng import seed_device
 from utils.run.checkpoints import Checkpoints
-from utils.run.failures import PREEMPTED, fail, leave_after, start_watchdog, wait_for_blame, watched
+from utils.run.failures import PREEMPTED, leave_after, open_run, wait_for_blame, watched
 from utils.run.folder import Run
 from utils.run.provenance import collect, task_of, verification
-from utils.run.resume import check_evaluation, open_run, resume_run
+from utils.run.resume import check_evaluation, resume_run
 from utils.training.activation import checkpoint_blocks
 from utils.training.batchnorm import check_sync_batchnorm
 from utils.training.evaluation import evaluate_all
@@ -100,29 +100,22 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     """
     began = began_at()
     ctx = setup_distributed(config)
+    clock, logger = Clock(ctx.device), setup_logger(ctx.rank)
     if config.eval_only:
         release()  # an evaluation has nothing to save: a signal ends it
-        with watched(config.run_folder, config, ctx):
+        with watched(config.run_folder, config, ctx, clock):
             outcome = evaluate_only(config, ctx)
         cleanup_distributed()
         return outcome
-    run = open_run(config, ctx)
-    logger = setup_logger(ctx.rank, None if run.start.is_completed else run.log_file)
-    if run.start.is_completed:
-        more = "to train longer, increase --epochs"
-        logger.info("%s: this run is already completed; %s", run.folder, more)
-        outcome = {"state": "completed"}
-    else:
-        clock = Clock(run.watch_folder / f"rank{ctx.rank}", ctx.device)
-        goodput = Goodput(run, clock, began)
-        watchdog = start_watchdog(run, config, ctx, logger, clock, goodput.write)
-        try:
-            with StopSignals() as signals:
+    with StopSignals() as signals, open_run(config, ctx, clock) as run:
+        if run.start.is_completed:
+            more = "to train longer, increase --epochs"
+            logger.info("%s: this run is already completed; %s", run.folder, more)
+            outcome = {"state": "completed"}
+        else:
+            setup_logger(ctx.rank, run.log_file)
+            with closing(Goodput(run, clock, began)) as goodput:
                 outcome = run_training(assemble(config, ctx, run, logger, clock, goodput, signals))
-        except BaseException as error:
-            fail(error, run, watchdog, config, ctx)
-        watchdog.close()
-    run.close()
     cleanup_distributed()
     return outcome
 
