@@ -243,6 +243,11 @@ def train_one_epoch(training: Training) -> Decision:
     for global_batch in loader.global_batches(progress.epoch, progress.samples_in_epoch):
         if state.is_at_end:
             break
+        # here, so that a resume at this step evaluates too; the workers keep the batches that they have fetched
+        if config.eval_every_steps and state.is_evaluation_due:
+            if (end := validate_within_epoch(training)) is not None:
+                return end
+            model.train()  # again, after the evaluation
         clock.begin_step(progress.step + 1)
         state.show(progress)
         indices = []
@@ -280,6 +285,19 @@ def train_one_epoch(training: Training) -> Decision:
     return consensus.flush()
 
 
+def validate_within_epoch(training: Training) -> Decision | None:
+    """`validate` between two steps of an epoch. Returns a decision if training ends here."""
+    if "val" not in training.held_out:
+        return None
+    training.clock.leave_steps()
+    decision = training.consensus.flush()  # an earlier vote must not count after the evaluation
+    if decision.stop:
+        return decision
+    if validate(training):
+        return Decision(stop=1)
+    return Decision() if training.state.is_patience_over else None
+
+
 def validate(training: Training) -> bool:
     """Evaluate the validation set and keep the best checkpoint. Returns True if the ranks agreed to stop."""
     state, progress, checkpoints = training.state, training.state.progress, training.checkpoints
@@ -291,12 +309,13 @@ def validate(training: Training) -> bool:
         return True
     value = records[-1][training.best_metric] if math.isfinite(records[-1]["loss"]) else math.nan
     is_best = progress.note_value(value, training.best_sign)
-    training.reporter.evaluated(records, time.perf_counter() - began, is_best)
+    title = "" if state.is_epoch_complete else f"step {progress.step}"
+    training.reporter.evaluated(records, time.perf_counter() - began, is_best, title)
     with training.weights()[records[-1]["weights"]]:
         training.reporter.show_images("val", state.model, training.held_out["val"], progress.step)
     if is_best:
         checkpoints.save_best()
-    if not state.is_epoch_complete:  # max_steps ended the run mid-epoch: a longer run must not repeat this evaluation
+    if state.is_at_end and not state.is_epoch_complete:  # max_steps: a longer run must not repeat this evaluation
         checkpoints.save(must=True, is_again=True)
         checkpoints.wait()
     return False

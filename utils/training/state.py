@@ -108,7 +108,7 @@ class TrainState:
         self.interval = MetricTracker(device)  # sums since the last log point
         self.progress = Progress()
         self._clip = config.clip_grad_norm
-        self._epochs, self._eval_every, self._patience = config.limits[0], config.eval_every, config.patience
+        self._epochs, self._patience = config.limits[0], config.patience
         self._has_ended, self._samples_per_epoch = False, 0
         self._has_cuda_graphs = config.compile == "reduce-overhead"
         held = {p for group in self.optimizer.param_groups for p in group["params"]}
@@ -266,9 +266,11 @@ class TrainState:
 
     @property
     def is_evaluation_due(self) -> bool:
-        """After the steps of an epoch; an evaluation that was made at this step is not repeated."""
-        is_due = self.is_at_end or is_every(self._eval_every, self.progress.epoch)
-        return is_due and self.progress.evaluated_step != self.progress.step
+        """Between two steps; an evaluation that was made at this step is not repeated."""
+        progress, config = self.progress, self._config
+        is_due = self.is_at_end or (self.is_epoch_complete and is_every(config.eval_every, progress.epoch))
+        is_due = is_due or (progress.step > 0 and is_every(config.eval_every_steps, progress.step - 1))
+        return is_due and progress.evaluated_step != progress.step
 
     @property
     def is_patience_over(self) -> bool:

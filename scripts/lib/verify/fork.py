@@ -112,6 +112,7 @@ class Fork:
             **{"drop_last": False, "enable_profiling": False, "record_samples": True, "checkpoint_dir": ""},
             init_from="",  # the plain loop has the initial weights of create_model
             batch_size=max(1, min(4, self.config.batch_size, largest)),
+            eval_batch_size=0,
             grad_accum_steps=ACCUMULATION,
             deterministic=self.config.deterministic or self.ctx.device.type == "cuda",
         )

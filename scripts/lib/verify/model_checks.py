@@ -216,7 +216,7 @@ def gradient(fork: Fork) -> str:
             update.gather(training.state)
 
     with record_updates(ours := []):
-        fork.short_run("gradient", at_end=gather, eval_every=0, **plain_settings)
+        fork.short_run("gradient", at_end=gather, eval_every=0, eval_every_steps=0, **plain_settings)
     our_model = fork.trainings["gradient"].state.model
 
     def plain_loop_of(noise: int) -> tuple[list[Update], nn.Module]:
