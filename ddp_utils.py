@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import socket
+import uuid
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from config import StartError, TrainingConfig, TrainingError, UserError
+from utils.distributed.beats import Beats
 from utils.distributed.collectives import within
 from utils.distributed.context import (
     DistributedContext,
@@ -27,7 +29,7 @@ from utils.distributed.context import (
 from utils.distributed.device import choose_device, choose_kernels
 from utils.run.checkpoints import Checkpoints
 from utils.run.resume import load_checkpoint
-from utils.run.start_checks import check_alike, raise_file_limit
+from utils.run.start_checks import raise_file_limit
 from utils.signals import die_with_parent, is_orphan
 from utils.training.first_passes import check_compiler
 from utils.training.parallel import unwrap, wrap_ddp
@@ -51,10 +53,8 @@ SECONDS_TO_ANSWER = 10.0  # in which rank 0 lists the missing ranks
 CONTROL_TIMEOUT = timedelta(hours=24)  # for votes, barriers and saves: a slow rank is not a lost one
 
 
-def setup_distributed(config: TrainingConfig, must_be_alike: bool = True) -> DistributedContext:
+def setup_distributed(config: TrainingConfig) -> DistributedContext:
     """Create the process groups, after the ranks have exchanged their devices and problems through the store.
-
-    must_be_alike: reject ranks that differ in code, settings or versions.
 
     Raises:
         UserError: on every rank, if one of them cannot take part.
@@ -92,10 +92,16 @@ def setup_distributed(config: TrainingConfig, must_be_alike: bool = True) -> Dis
         torch.set_num_threads(1)  # as torchrun does: the bits of a sum may depend on it
 
     timeout = timedelta(seconds=config.timeout)
-    store = _rendezvous(launch, config.init_method or "env://", timeout)
+    url = config.init_method or "env://"
+    store = _rendezvous(launch, url, timeout)
     if launch.is_launched:  # a second run in this process gets its own keys
         store = dist.PrefixStore(f"group {next(GROUPS)}", store)
-    cards = _introduce(store, launch, card, config)
+    cards, word = _introduce(store, launch, card, config)
+    beats = None
+    if launch.world_size > 1 and not url.startswith("file://"):  # which only appends
+        address = launch.master if url == "env://" and launch.master else (launch.address or url).split("//")[-1]
+        is_of_rank_0 = not (launch.agent_hosts_store and url == "env://")
+        beats = Beats(dist.PrefixStore(word, store), launch.rank, os.getpid(), address.split("?")[0], is_of_rank_0)
     if launch.world_size > RANKS_IN_A_MESH:
         connect_lazily()
     dist.init_process_group(
@@ -107,7 +113,7 @@ def setup_distributed(config: TrainingConfig, must_be_alike: bool = True) -> Dis
         device_id=device if device.type == "cuda" else None,
     )
     hosts = tuple(each["host"] for each in cards)
-    ctx = DistributedContext(
+    return DistributedContext(
         rank=launch.rank,
         local_rank=launch.local_rank,
         world_size=launch.world_size,
@@ -117,11 +123,17 @@ def setup_distributed(config: TrainingConfig, must_be_alike: bool = True) -> Dis
         device_names=tuple(each["device"] for each in cards),
         fast_bf16=all(each["bf16"] for each in cards),
         launch=launch,
-        control=dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT),
+        control=_create_control_group(config.timeout),
+        beats=beats,
     )
-    if must_be_alike:
-        check_alike(config, ctx)
-    return ctx
+
+
+def _create_control_group(seconds: float) -> dist.ProcessGroup:
+    try:  # a rank may stop now, and its own limit is for later
+        return within(seconds, lambda: dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
+    except TimeoutError:
+        text = f"the ranks did not connect within {seconds:g} s; check the network between the nodes, then start again"
+        raise StartError(text) from None
 
 
 def _rendezvous(launch: Launch, url: str, timeout: timedelta) -> dist.Store:
@@ -154,8 +166,14 @@ def _rendezvous(launch: Launch, url: str, timeout: timedelta) -> dist.Store:
     return store
 
 
-def _introduce(store: dist.Store, launch: Launch, card: dict[str, Any], config: TrainingConfig) -> list[dict[str, Any]]:
-    """Exchange one card per rank through rank 0. If any rank has a problem, all ranks raise it."""
+def _introduce(
+    store: dist.Store, launch: Launch, card: dict[str, Any], config: TrainingConfig
+) -> tuple[list[dict[str, Any]], str]:
+    """Exchange one card per rank through rank 0. If any rank has a problem, all ranks raise it.
+
+    Returns:
+        The cards, by rank, and a random word of this launch.
+    """
     keys = [f"card/{rank}" for rank in range(launch.world_size)]
     store.set(keys[launch.rank], json.dumps(card))
     if launch.rank == 0:
@@ -164,13 +182,14 @@ def _introduce(store: dist.Store, launch: Launch, card: dict[str, Any], config: 
             groups = itertools.groupby(map(json.loads, store.multi_get(keys)))
         except dist.DistStoreError:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        store.set("cards", json.dumps([missing, [(each, len(list(ranks))) for each, ranks in groups]]))
+        counted = [(each, len(list(ranks))) for each, ranks in groups]
+        store.set("cards", json.dumps([missing, counted, uuid.uuid4().hex]))
     try:
         store.wait(keys[:1], timedelta(seconds=config.timeout))
         store.wait(["cards"], timedelta(seconds=config.timeout + SECONDS_TO_ANSWER))
-        missing, groups = json.loads(store.get("cards"))
+        missing, groups, word = json.loads(store.get("cards"))
     except dist.DistStoreError:
-        missing, groups = [0], []
+        missing, groups, word = [0], [], ""
     if not groups:
         names = f"rank {', '.join(map(str, missing))} of {launch.world_size}" if missing else "a rank"
         remedy = "check its output, then start all ranks again (a larger --timeout waits longer)"
@@ -188,7 +207,7 @@ def _introduce(store: dist.Store, launch: Launch, card: dict[str, Any], config: 
         hosts = ", ".join(sorted({cards[rank]["host"] for rank in bare}))
         text = "has no CUDA device while other ranks have one; fix it, leave it out, or use --backend gloo"
         raise UserError(f"{hosts}: {text}", bare[0], cards[bare[0]]["host"])
-    return cards
+    return cards, word
 
 
 def cleanup_distributed() -> None:

@@ -21,7 +21,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,10 @@ from utils.report.goodput import Goodput
 from utils.report.reporter import Reporter
 from utils.rng import seed_device
 from utils.run.checkpoints import Checkpoints
-from utils.run.failures import PREEMPTED, fail, leave_after, start_watchdog, wait_for_blame, watched
+from utils.run.failures import PREEMPTED, leave_after, open_run, wait_for_blame, watched
 from utils.run.folder import Run
 from utils.run.provenance import collect, task_of, verification
-from utils.run.resume import check_evaluation, open_run, resume_run
+from utils.run.resume import check_evaluation, resume_run
 from utils.training.activation import checkpoint_blocks
 from utils.training.batchnorm import check_sync_batchnorm
 from utils.training.evaluation import evaluate_all
@@ -100,29 +100,22 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     """
     began = began_at()
     ctx = setup_distributed(config)
+    clock, logger = Clock(ctx.device), setup_logger(ctx.rank)
     if config.eval_only:
         release()  # an evaluation has nothing to save: a signal ends it
-        with watched(config.run_folder, config, ctx):
+        with watched(config.run_folder, config, ctx, clock):
             outcome = evaluate_only(config, ctx)
         cleanup_distributed()
         return outcome
-    run = open_run(config, ctx)
-    logger = setup_logger(ctx.rank, None if run.start.is_completed else run.log_file)
-    if run.start.is_completed:
-        more = "to train longer, increase --epochs"
-        logger.info("%s: this run is already completed; %s", run.folder, more)
-        outcome = {"state": "completed"}
-    else:
-        clock = Clock(run.watch_folder / f"rank{ctx.rank}", ctx.device)
-        goodput = Goodput(run, clock, began)
-        watchdog = start_watchdog(run, config, ctx, logger, clock, goodput.write)
-        try:
-            with StopSignals() as signals:
+    with StopSignals() as signals, open_run(config, ctx, clock) as run:
+        if run.start.is_completed:
+            more = "to train longer, increase --epochs"
+            logger.info("%s: this run is already completed; %s", run.folder, more)
+            outcome = {"state": "completed"}
+        else:
+            setup_logger(ctx.rank, run.log_file)
+            with closing(Goodput(run, clock, began)) as goodput:
                 outcome = run_training(assemble(config, ctx, run, logger, clock, goodput, signals))
-        except BaseException as error:
-            fail(error, run, watchdog, config, ctx)
-        watchdog.close()
-    run.close()
     cleanup_distributed()
     return outcome
 
@@ -163,7 +156,7 @@ def assemble(
     signals: StopSignals,
 ) -> Training:
     """Build everything that an attempt needs, from data to checkpoints, and restore the state it starts from."""
-    started, seams = time.monotonic(), Seams.of(your_model)
+    started, seams = time.monotonic(), Seams.of(your_model, ctx.device)
     run.begin()
     sets = load_data(your_data, config, ctx)
     state = on_all_ranks(lambda: create_state(seams, sets.config, ctx, is_resumed=bool(run.resume_path)), ctx)
@@ -194,7 +187,7 @@ def assemble(
     settings = stored(config)
 
     def meta() -> dict[str, Any]:
-        return {"config": settings, "provenance": origin | {"goodput": goodput.now()}}
+        return {"config": settings, "provenance": origin | {"goodput": goodput.now(), "total_steps": state.total_steps}}
 
     checkpoints = Checkpoints(run, state, config, ctx, sampler, clock, meta)
 
@@ -256,6 +249,7 @@ def train_one_epoch(training: Training) -> Decision:
                 return end
             model.train()  # again, after the evaluation
         clock.begin_step(progress.step + 1)
+        state.show(progress)
         indices = []
         for micro_batch in global_batch:  # padding with zero gradient on an idle rank: DDP needs every rank
             is_padding, is_last_micro_batch = micro_batch.is_padding, micro_batch.is_last
@@ -351,7 +345,8 @@ def test_best(training: Training) -> list[dict[str, Any]]:
 
 def progress_of(payload: dict[str, Any]) -> Progress:
     """Where a checkpoint was saved, for the records of its evaluation."""
-    return Progress(**{name: payload["progress"][name] for name in ("epoch", "step", "samples_in_epoch")})
+    names = ("epoch", "step", "samples_in_epoch", "samples_seen")
+    return Progress(**{name: payload["progress"][name] for name in names})
 
 
 def evaluate_split(
@@ -359,6 +354,7 @@ def evaluate_split(
 ) -> list[dict[str, Any]]:
     """`evaluate_all` for one of the held-out sets. progress: where the weights were made."""
     state = training.state
+    state.show(progress)
     common = (training.seams.compute_loss, progress, state.precision, training.ctx)
     common += (training.logger, training.consensus, training.seams.summary)
     return evaluate_all(state.model, weights, split, training.held_out[split], *common)
@@ -367,17 +363,19 @@ def evaluate_split(
 def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, Any]:
     """Evaluate a checkpoint, or the weights of init_from, on the held-out sets, and write only eval-<name>.json."""
     logger, is_published = setup_logger(ctx.rank), bool(config.init_from)
-    path, seams = Path(config.init_from or config.resume_from), Seams.of(your_model)
+    path, seams = Path(config.init_from or config.resume_from), Seams.of(your_model, ctx.device)
     if not is_published and config.resume_from in ("", "auto"):
         path = on_all_ranks(lambda: best_or_latest(config.checkpoint_folder, not config.resume_from), ctx)
     sets = load_data(your_data, config, ctx)
     config = sets.config
     state = on_all_ranks(lambda: create_state(seams, config, ctx, is_resumed=not is_published), ctx)
-    progress, weights, records = Progress(), {"model": {}}, []
+    progress, total_steps, weights, records = Progress(), 1, {"model": {}}, []
     if not is_published:
         payload = load_checkpoint(path, ctx, state.layouts())
         on_all_ranks(lambda: check_evaluation(payload, config), ctx)
         progress, weights = progress_of(payload), {kind: payload[kind] for kind in ("model", "ema") if payload[kind]}
+        total_steps = payload["provenance"].get("total_steps", 1)
+    state.show(progress, total_steps)
     for split, dataset in sets.held_out.items():
         began = time.perf_counter()
         loader = create_evaluation_dataloader(dataset, config, ctx)

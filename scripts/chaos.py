@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from config import TrainingConfig
 from scripts.lib.processes import children_of, running
-from utils.clock import Place, read_place
+from utils.files import read_json
 
 KILLS = ("kill a rank",)
 ALL = (*KILLS, "kill rank 0", "kill torchrun", "terminate torchrun", "stop a rank", "kill a worker")
@@ -48,11 +48,10 @@ class Chaos:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         train, state, ranks = [ROOT / "train.py", *options.flags, "--resume_from", "auto"], "", cycle(options.ranks)
         while state != "completed" and not self.is_over():
-            before = [place.pid for place in self.places()]
             self.ranks = next(ranks)
             command = [*torchrun, f"--nproc-per-node={self.ranks}", *train]
             with running(command, stdout=log, stderr=log) as launch:
-                self.wait_until_training(launch, before)
+                self.wait_until_training(launch)
                 while launch.poll() is None and not self.is_over() and self.faults < (options.faults or float("inf")):
                     if self.wait_for_next_fault(launch) and not self.is_over():
                         self.inject(launch)
@@ -66,13 +65,9 @@ class Chaos:
                 return 2
         return self.report()
 
-    def places(self) -> list[Place]:
-        """The place of each rank that has started."""
-        found = (read_place(self.folder / "watch" / f"rank{rank}") for rank in range(self.ranks))
-        return [place for place in found if place]
-
     def step(self) -> int:
-        return max((place.step for place in self.places()), default=0)
+        """The last completed step, as of a second ago."""
+        return read_json(self.folder / "status.json").get("step", 0)
 
     def is_over(self) -> bool:
         return bool(self.options.minutes) and time.monotonic() - self.began > 60 * self.options.minutes
@@ -80,11 +75,12 @@ class Chaos:
     def say(self, text: str) -> None:
         print(f"{time.monotonic() - self.began:6.0f} s  {text}", flush=True)
 
-    def wait_until_training(self, launch: subprocess.Popen, before: list[int]) -> None:
-        ends = time.monotonic() + START_S
+    def wait_until_training(self, launch: subprocess.Popen) -> None:
+        """Wait until the file in which it first writes has changed."""
+        records, ends = self.folder / "metrics.jsonl", time.monotonic() + START_S
+        before = records.stat() if records.exists() else None
         while launch.poll() is None and time.monotonic() < ends:
-            started = [place for place in self.places() if place.phase != "start" and place.pid not in before]
-            if len(started) == self.ranks:
+            if records.exists() and records.stat() != before and len(children_of(launch.pid)) == self.ranks:
                 return
             time.sleep(0.05)
 
@@ -102,7 +98,9 @@ class Chaos:
     def inject(self, launch: subprocess.Popen) -> None:
         """Inject one fault, and wait for the launch to end if the fault ends it."""
         kind, rank, step = self.random.choice(ALL if self.options.kinds == "all" else KILLS), 0, self.step()
-        pids = [place.pid for place in self.places()]
+        pids = sorted(children_of(launch.pid))  # torchrun starts the ranks in order
+        if not pids:
+            return
         number = {"terminate": signal.SIGTERM, "stop": signal.SIGSTOP}.get(kind.split()[0], signal.SIGKILL)
         if kind.endswith("torchrun"):
             pid = launch.pid

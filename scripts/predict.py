@@ -31,6 +31,7 @@ import train
 from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, load_checkpoint, setup_distributed
 from utils.checkpoint import format as checkpoint
+from utils.clock import Clock
 from utils.data.loader import GlobalBatchLoader, create_evaluation_dataloader
 from utils.data.sets import load_data
 from utils.distributed.collectives import on_all_ranks, on_rank_0, require_equal
@@ -58,7 +59,7 @@ def main() -> None:
     config = TrainingConfig.from_args(flags, saved | {"init_from": "", "resume_from": "", "overwrite": False} | FLOAT32)
     out = options.out or options.checkpoint.parent.parent / "predictions.pt"
     ctx = setup_distributed(config)
-    with watched(out.parent, config, ctx):
+    with watched(out.parent, config, ctx, Clock()):
         run(options, config, out, ctx)
     cleanup_distributed()
 

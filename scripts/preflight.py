@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     config, json_file = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the probe folder is deleted
-    ctx = setup_distributed(config, must_be_alike=False)  # checked below, with the rest
+    ctx = setup_distributed(config)
     steps = Steps(config, ctx)
     check(config, ctx, steps)
     is_failed = any(each.level == verdict.FAILURE for each in steps.findings)

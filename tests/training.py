@@ -1,6 +1,8 @@
 """Train in real ranks, and read the files of a run."""
 
+import contextlib
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ from config import TrainingConfig
 from ranks import ROOT, run_ranks
 from tasks import BUCKETS, train_task, using
 from utils.checkpoint import format as checkpoint
-from utils.clock import Place, read_place
+from utils.files import read_json
 from utils.run.checkpoints import Checkpoints
 
 
@@ -115,10 +117,22 @@ def wait_until(what: Callable[[], object], seconds: float = 60.0) -> object:
     return found
 
 
-def wait_for_step(run: Path, rank: int, step: int) -> Place:
-    """The rank's place, once it has reached the step."""
-    file = run / "watch" / f"rank{rank}"
-    return wait_until(lambda: (place := read_place(file)) and place.step >= step and place, 120)
+def wait_for_step(run: Path, rank: int, step: int) -> int:
+    """Wait until the run has completed this step. Returns the process of the rank on this machine, 0 if there is none.
+
+    A loader worker has the same command, and its rank as the parent.
+    """
+    status = run / "status.json"
+    wait_until(lambda: read_json(status).get("step", 0) >= step, 120)
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words, environ = ((folder / name).read_bytes().split(b"\0") for name in ("cmdline", "environ"))
+            is_of_run = any(word.endswith(b"train.py") for word in words[:3]) and os.fsencode(run) in words
+            name = "RANK" if any(each.startswith(b"RANK=") for each in environ) else "SLURM_PROCID"
+            if is_of_run and f"{name}={rank}".encode() in environ:
+                found[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    return next((pid for pid, parent in found.items() if parent not in found), 0)
 
 
 def assert_same_state(a: dict, b: dict) -> None:

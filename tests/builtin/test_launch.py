@@ -51,8 +51,8 @@ def test_a_detached_launch_with_a_retry_survives_its_terminal_and_a_killed_rank(
         stop(program)
     text = Path(log).read_text()
     assert re.search(
-        r"launch.sh: failed: rank 1 on \S+: rank 1 on \S+ was killed or cut off in .*auto\n.*exit code 1; attempt 2"
-        r" of 3",
+        r"launch.sh: failed: rank 1 on \S+: rank 1 on \S+ was killed or cut off, last seen in .*auto\n"
+        r".*exit code 1; attempt 2 of 3",
         text,
     ), text
     assert text.count("attempt 2 of 3 starts in 5 s") == text.count("completed: 1 epoch,") == 1 and "resumed" in text, (

@@ -56,7 +56,7 @@ class Job:
         return end["JobState"], end["ExitCode"], int(end["Restarts"])
 
     def wait_for_steps(self, rank=0):
-        return wait_for_step(self.run, rank, 3).pid
+        return wait_for_step(self.run, rank, 3)
 
 
 def test_a_job_saves_before_its_time_limit_and_requeues_itself_until_completed(cluster, slow_repository, tmp_path):

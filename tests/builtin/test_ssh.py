@@ -66,7 +66,7 @@ class Cluster(Nodes):
 def test_ctrl_c_saves_and_stops_the_launch_on_all_hosts(tmp_path):
     with Cluster(tmp_path) as nodes:
         program = nodes.launch(*LONG, "--run_dir", tmp_path / "run")
-        environ = Path(f"/proc/{wait_for_step(tmp_path / 'run', 1, 3).pid}/environ").read_bytes()
+        environ = Path(f"/proc/{wait_for_step(tmp_path / 'run', 1, 3)}/environ").read_bytes()
         listed = subprocess.check_output(["ps", "-e", "-o", "args"], text=True)
         os.killpg(program.pid, signal.SIGINT)
         ended = finish(program, 90)

@@ -83,13 +83,13 @@ def test_a_lost_node_returns_and_the_result_is_bitwise_equal(tmp_path, how):
     with Nodes(2) as nodes:
         flags = ["--epochs", 6, "--run_dir", run, "--timeout", 10, "--hang_timeout", 20]
         programs = [launch(node, number, *flags, LAUNCH_RETRIES="4") for number, node in enumerate(nodes)]
-        place = wait_for_step(run, 1, 12)
+        pid = wait_for_step(run, 1, 12)
         if "link" in how:
             nodes[1].link(up=False)
             time.sleep(25)
             nodes[1].link(up=True)
         else:
-            agent = int(Path(f"/proc/{place.pid}/stat").read_text().rpartition(")")[2].split()[1])
+            agent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
             script = int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])
             for pid in (script, agent):
                 os.kill(pid, signal.SIGKILL)

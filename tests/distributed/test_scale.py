@@ -87,6 +87,9 @@ class CountedStore:
         self._tally.add(sum(map(len, values)))
         return values
 
+    def clone(self):  # of the beats, which belong to no part
+        return self._store.clone()
+
     def wait(self, *args):
         self._tally.add(0)
         self._store.wait(*args)

@@ -22,14 +22,14 @@ from ranks import ROOT, Ended, WarmLaunch, finish, marked, start, stop
 from tasks import BUCKETS
 from training import Runs, assert_same_state
 from utils.checkpoint.format import step_path
-from utils.clock import Place, read_place
+from utils.distributed.beats import Place
 from utils.files import replace_file
 
 FLAGS = "--batch_size 4 --log_interval 5 --backend gloo --no-use_amp --record_samples".split() + BUCKETS
 HOST = re.escape(socket.gethostname())
 # otherwise a restart by torchrun finds the keys of the previous attempt
 NO_SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-LOOKED = ("watch/", "lock.json", ".lock")  # a rejected launch may change these in a run's folder
+LOOKED = ("lock.json", ".lock")  # a rejected launch may change these in a run's folder
 # train.py on the task "images". Code of a fault can use: RUN, the run's folder; STEP, the current optimizer step (0:
 # before the first); before_loss(net), called at each forward pass. A step takes at least 20 ms, so that a fault hits
 # it; 0.2 s if the drill's folder has a file "slow". Step HELD_AT waits for a file "go".
@@ -45,12 +45,22 @@ TASK = using('images')
 TASK.__enter__()
 RANK, STEP = int(os.environ.get('RANK', 0)), 0
 RUN = Path(sys.argv[sys.argv.index('--run_dir') + 1])
-plain_begin, plain_loss = Clock.begin_step, train.your_model.compute_loss
+PLACE = Path(FOLDER, f'place-{{RUN.name}}-{{RANK}}')
+plain_begin, enter_phase, plain_loss = Clock.begin_step, Clock.enter, train.your_model.compute_loss
+
+def show(clock):
+    Path(f'{{PLACE}}.new').write_text(f'0 {{clock.counter}} {{clock.step}} {{clock.phase}} {{os.getpid()}}')
+    os.replace(f'{{PLACE}}.new', PLACE)
 
 def begin_step(self, step):
     global STEP
     STEP = step
     plain_begin(self, step)
+    show(self)
+
+def enter(self, phase):
+    enter_phase(self, phase)
+    show(self)
 
 def before_loss(net):
     pass
@@ -62,7 +72,7 @@ def compute_loss(net, batch):
     before_loss(net)
     return plain_loss(net, batch)
 
-Clock.begin_step, train.your_model.compute_loss = begin_step, compute_loss
+Clock.begin_step, Clock.enter, train.your_model.compute_loss = begin_step, enter, compute_loss
 """
 
 
@@ -90,6 +100,14 @@ def fault(kind: str, *args: object, is_default: bool = False) -> Callable:
     return register
 
 
+def read_place(file: Path) -> Place | None:
+    """The place that a rank of `PROGRAM` has written."""
+    if not file.exists():
+        return None
+    beat, counter, step, phase, pid = file.read_text().split()
+    return Place(int(beat), int(counter), int(step), phase, int(pid))
+
+
 @dataclass
 class Job:
     """A launch in progress."""
@@ -100,8 +118,8 @@ class Job:
 
     def place(self, rank: int) -> Place | None:
         """The place of a rank, None before it has started."""
-        place = read_place(self.folder / "watch" / f"rank{rank}")
-        return place if place and place.pid and place.pid not in self.former else None
+        place = read_place(self.folder.parent / f"place-{self.folder.name}-{rank}")
+        return place if place and place.pid not in self.former else None
 
     def places(self, ranks: int) -> list[Place | None]:
         return [self.place(rank) for rank in range(ranks)]
@@ -205,7 +223,7 @@ class Drill:
         `is_real`, arguments of torchrun (`how`) or a command `before` it, a real torchrun."""
         words = [self.program(code, held_at), *FLAGS, "--run_dir", self.folder / name, *flags]
         folder, launcher = self.folder / name, [sys.executable]
-        former = {place.pid for file in folder.glob("watch/rank*") if (place := read_place(file))}
+        former = {read_place(file).pid for file in self.folder.glob(f"place-{folder.name}-*[0-9]")}
         if is_real or before or how != ("--standalone",):
             launcher += ["-m", "torch.distributed.run", *how, f"--nproc-per-node={ranks}"] if ranks else []
             program = start([*before, *launcher, *words], env=env)

@@ -8,7 +8,7 @@ from drill import NO_SHARED_STORE, Drill, fault, says, slow_writer
 from training import wait_until
 
 RUN = "--dataset_size 200 --epochs 2 --save_every_steps 5 --num_workers 1".split()  # 50 steps of two ranks
-KILLED = r"rank {} on \S+ was killed or cut off in \w+ of step {}; look for .* --resume_from auto"
+KILLED = r"rank {} on \S+ was killed or cut off, last seen in .*; look for .* --resume_from auto"
 
 
 def injected_at(step: int, what: str) -> str:
@@ -42,7 +42,7 @@ def killed_under_defaults(drill: Drill) -> None:
         job = drill.held(2, step, *run)
         job.signal(drill.random.randrange(2), signal.SIGKILL)
         drill.let_go()
-        drill.fails(job, KILLED.format(r"\d", step), "checkpoints  every 10 min or 1 epoch, whichever comes first")
+        drill.fails(job, KILLED.format(r"\d"), "checkpoints  every 10 min or 1 epoch, whichever comes first")
         drill.completes(2, *run, "--max_time", 0.001)  # prints where it resumes, and stops
         first = max(first, drill.events("resumed")[-1]["step"])
         most = max(most, drill.steps_lost(step))
@@ -56,7 +56,7 @@ def rank_killed_at_12(drill: Drill, said: str = "", **options: object) -> None:
     job = drill.held(2, 12, *RUN, "--overwrite", checkpoint_of=10, **options)
     job.signal(1, signal.SIGKILL)
     drill.let_go()
-    drill.fails(job, KILLED.format(1, 12), said, rank=1)
+    drill.fails(job, KILLED.format(1), said, rank=1)
     drill.resumes(2, *RUN)
 
 
@@ -77,7 +77,7 @@ def rank_0_killed_in_a_save(drill: Drill) -> None:
     job.wait_for(lambda: len(drill.runs.checkpoints("run")) == 1)
     job.wait_for_partial_file()
     job.signal(0, signal.SIGKILL)
-    drill.fails(job, KILLED.format(0, r"\d+"), rank=0)
+    drill.fails(job, KILLED.format(0), rank=0)
     drill.resumes(2, *RUN)
 
 
@@ -109,7 +109,7 @@ def restarts_in_vain(drill: Drill) -> None:
     how = ("--standalone", "--max-restarts", 10)
     job = drill.start(2, *RUN, how=how, env=NO_SHARED_STORE, code=injected_at(7, "os.kill(os.getpid(), 9)"))
     text = drill.fails(job, seconds=120)
-    is_diagnosed(drill, text, 7, 0, r"rank 1 on \S+ was killed or cut off in \w+ of step 7;", *RUN)
+    is_diagnosed(drill, text, 7, 0, r"rank 1 on \S+ was killed or cut off, last seen in .*;", *RUN)
     drill.resumes(2, *RUN)
 
 

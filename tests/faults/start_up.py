@@ -71,9 +71,9 @@ def other_config(drill: Drill) -> None:
 @fault("rank killed at the start")
 def killed_at_the_start(drill: Drill) -> None:
     job = drill.start(2, *RUN, code=SLOW_START)
-    job.wait_for_phase("start", rank=1)
+    job.wait_for(lambda: (job.folder / "status.json").exists())
     job.signal(1, signal.SIGKILL)
-    drill.fails(job, r"rank 1 on \S+ was killed or cut off in start of step 0; look for", rank=1)
+    drill.fails(job, r"rank 1 on \S+ was killed or cut off, last seen in start of step 0; look for", rank=1)
     assert drill.json("status.json")["step"] == 0
     drill.fork(2, *RUN)  # the same command: there is no run yet
     drill.is_whole(2, *RUN)

@@ -54,8 +54,8 @@ def from_step_10(config):
 
 
 def contents(folder):
-    """{file: its bytes}, without those of the lock and the watchdog."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.parent.name != "watch"]
+    """{file: its bytes}, without those of the lock."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
     return {path: path.read_bytes() for path in files if path.name not in ("lock.json", ".lock")}
 
 

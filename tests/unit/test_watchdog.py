@@ -8,43 +8,45 @@ import socket
 import subprocess
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 import utils.clock
 import utils.run.watchdog
 from config import TrainingConfig
 from test_run_folder import open_run, with_
 from training import wait_until
-from utils.clock import BEAT, INDEX, PLACE, Clock, Place, read_place, slowest
+from utils.clock import Clock, slowest
+from utils.distributed.beats import Beats, Place
 from utils.distributed.collectives import is_of_a_peer
 from utils.report import goodput
 from utils.report.goodput import ACCOUNTS, Goodput, share_in_training
-from utils.run.folder import Run
-from utils.run.watchdog import Watchdog, look_twice, verdict
+from utils.run.watchdog import Watchdog, verdict
 from utils.signals import StopSignals
 
 HOSTS = ("a", "a", "b", "b")
 HERE = socket.gethostname()
 
 
-def place(step, phase, counter=1, beat=1):
-    return Place(beat, counter, step, phase, pid=100)
+def place(step, phase, counter=1, beat=1, pid=100):
+    return Place(beat, counter, step, phase, pid)
 
 
-WAITING = [place(7, "backward")] * 4
+WAITING = dict.fromkeys(range(4), place(7, "backward"))
 
 
 @pytest.mark.parametrize(
-    ("places", "standing", "text", "hanging"),
+    ("places", "still", "text", "hanging"),
     [
-        (WAITING, {2}, "rank 2 on b was stopped, killed or cut off in backward of step 7 (process 100)", 2),
-        ([*WAITING[:3], None], {3}, "rank 3 on b was stopped, killed or cut off", 3),
-        ([*WAITING[:3], place(7, "data")], set(), "rank 3 on b hangs in data of step 7 (process 100)", 3),
+        (WAITING, {2}, "rank 2 on b was stopped, killed or cut off, last seen in backward of step 7 (process 100)", 2),
+        ({0: place(7, "backward")}, {3}, "rank 3 on b was stopped, killed or cut off", 3),
+        (WAITING | {3: place(7, "data")}, set(), "rank 3 on b hangs in data of step 7 (process 100)", 3),
         (
-            [place(8, "data"), place(7, "update"), *[place(8, "data")] * 2],
+            dict.fromkeys(range(4), place(8, "data")) | {1: place(7, "update")},
             set(),
             "rank 1 on a hangs in update of step",
             1,
@@ -52,21 +54,21 @@ WAITING = [place(7, "backward")] * 4
         (WAITING, set(), "all ranks wait in backward of step 7: the network", 0),
     ],
 )
-def test_the_rank_that_holds_up_the_others_is_named(places, standing, text, hanging):
-    found, rank = verdict(places, standing, HOSTS, 6.2)
+def test_the_rank_that_holds_up_the_others_is_named(places, still, text, hanging):
+    found, rank = verdict(places, still, HOSTS, 6.2)
     assert found.startswith(f"no progress for 6 s: {text}") and rank == hanging
 
 
-@pytest.fixture
-def clock(tmp_path):
-    """The clock of rank 0, with its file in the test's folder."""
-    clock = Clock(tmp_path / "rank0")
-    yield clock
-    clock.close()
+def beats_of(store, rank, is_of_rank_0=True):
+    return Beats(store, rank, os.getpid(), "", is_of_rank_0)
 
 
-def watch(clock, folder, hang_timeout=0.0, end=lambda *_: None, hosts=("a",), every_second=lambda: None, **calls):
-    return Watchdog(clock, folder, 0, hosts, hang_timeout, every_second, lambda *_: None, end, **calls)
+def watch(clock, hang_timeout=0.0, end=None, beats=None, hosts=("a",), rank=0, **calls):
+    """A watchdog. Its calls do nothing, apart from those given."""
+    names = ("report", "lose", "preempt", "give_up", "warn")
+    ending = SimpleNamespace(end=end or mock.Mock(), **{name: calls.get(name, mock.Mock()) for name in names})
+    ctx = SimpleNamespace(rank=rank, hosts=hosts, host=hosts[rank], beats=beats)
+    return Watchdog(clock, ctx, hang_timeout, ending)
 
 
 @pytest.fixture
@@ -75,17 +77,11 @@ def quick(monkeypatch):
     for name in vars(utils.run.watchdog).copy():
         if name.startswith("SECONDS_"):
             monkeypatch.setattr(utils.run.watchdog, name, getattr(utils.run.watchdog, name) / 5)
-    monkeypatch.setattr(utils.run.watchdog, "SECONDS_OF_SILENCE", 1.2)
 
 
-def test_a_run_shorter_than_a_second_is_recorded_too(clock, tmp_path):
-    calls = []
-    watch(clock, tmp_path, every_second=lambda: calls.append(clock.step)).close()
-    assert len(calls) == 1
-
-
-def test_the_limit_is_learned_from_the_steps_and_is_at_least_five_seconds(clock, tmp_path):
-    watchdog, limits = watch(clock, tmp_path), []
+def test_the_limit_is_learned_from_the_steps_and_is_at_least_five_seconds():
+    clock, limits = Clock(), []
+    watchdog = watch(clock)
     for durations in ([], [0.1] * 200, [3.0] * 4, [60.0]):  # one slow step in hundreds does not raise the limit
         clock.durations.extend(durations)
         limits.append(watchdog.limit)
@@ -93,64 +89,35 @@ def test_the_limit_is_learned_from_the_steps_and_is_at_least_five_seconds(clock,
     assert limits == [60.0, 5.0, 15.0, 15.0]
 
 
-def test_other_ranks_see_the_phase_and_the_step_at_once_and_a_heartbeat(clock, tmp_path):
-    file = tmp_path / "rank0"
+def test_other_ranks_see_the_phase_the_step_and_a_beat():
+    store, clock = dist.HashStore(), Clock()
+    watchdog, other = watch(clock, beats=beats_of(store, 0)), beats_of(store, 1)
     clock.begin_step(12)
-    clock.enter("data")  # as the loader calls it
-    first = read_place(file)
-    assert (first.step, first.phase) == (12, "data")
     clock.enter("backward")
-    assert read_place(file).phase == "backward" and read_place(file).counter > first.counter
-    assert look_twice(tmp_path, ("a",))[1:] == ({0}, False)  # no heartbeat
-    assert look_twice(tmp_path, ("a",), lambda: clock.beat() or clock.enter("update"))[1:] == (set(), True)
-    clock.close()
-    assert look_twice(tmp_path, ("a",))[1] == set()  # the rank has ended
-    assert read_place(tmp_path / "rank1") is None
-    file.write_bytes(b"short")
-    assert read_place(file) is None
+    first = wait_until(lambda: (seen := other.read([0])[0][0]).phase == "backward" and seen, 5)
+    assert (first.step, first.pid) == (12, os.getpid())
+    later = wait_until(lambda: (seen := other.read([0])[0][0]).beat > first.beat and seen, 5)
+    assert later.counter == first.counter
+    watchdog.close()
+    assert other.read([0, 1])[0][0].phase == "end"
 
 
-def test_stacks_are_read_only_when_a_rank_hangs_and_then_it_ends(clock, tmp_path):
+def test_stacks_are_read_only_when_a_rank_hangs_and_then_it_ends(monkeypatch):
     """Reading the stacks of running threads rarely ended real runs with SIGSEGV."""
-    ended, stack = [], tmp_path / "stack0"
-    watchdog = watch(clock, tmp_path, hang_timeout=1.5, end=lambda *said: ended.append(said))
+    ended, clock, dumped, plain = [], Clock(), [], Watchdog._dump_stacks
+    monkeypatch.setattr(Watchdog, "_dump_stacks", lambda self: dumped.append(clock.phase) or plain(self))
+    watchdog = watch(clock, 1.5, lambda *said: ended.append(said))
     for phase in ("forward", "backward") * 8:
         clock.enter(phase)
         time.sleep(0.1)
     clock.enter("start")  # no limit applies here, for example while data is prepared
     time.sleep(1.6)
-    assert not stack.exists() and not ended
+    assert not dumped and not ended
     clock.enter("forward")
-    text, stacks, hanging = wait_until(lambda: ended, 10)[0]
+    text, hanging, stacks = wait_until(lambda: ended, 10)[0]
     watchdog.close()
-    assert "in forward of step 0" in text and hanging == 0
-    assert "--- rank 0 on a" in stacks and "wait_until" in stacks and "wait_until" in stack.read_text()
-
-
-def test_beats_and_phases_are_visible_to_other_hosts_within_seconds(tmp_path, monkeypatch):
-    """NFS promises other hosts only what was written before a close."""
-    unsent = []
-
-    def close(descriptor):
-        for data, offset in unsent:
-            os.pwrite(descriptor, data, offset)
-        unsent.clear()
-        os.close(descriptor)
-
-    nfs = SimpleNamespace(pwrite=lambda _, data, offset: unsent.append((data, offset)), close=close)
-    monkeypatch.setattr(utils.clock, "os", SimpleNamespace(**{**vars(os), **vars(nfs)}))
-    clock = Clock(tmp_path / "rank0")
-    watchdog = watch(clock, tmp_path)
-    clock.begin_step(3)
-    clock.enter("backward")
-    first = wait_until(lambda: (seen := read_place(tmp_path / "rank0")).phase == "backward" and seen, 5)
-    assert first.step == 3
-    wait_until(lambda: read_place(tmp_path / "rank0").beat > first.beat, 5)
-    watchdog.close()
-
-
-def test_a_silent_host_is_lost_only_after_two_requests_of_its_file_system():
-    assert utils.run.watchdog.SECONDS_OF_SILENCE >= 2 * 60
+    assert "in forward of step 0" in text and hanging == 0 and set(dumped) == {"forward"}
+    assert "--- rank 0 on a" in stacks and "wait_until" in stacks
 
 
 @pytest.mark.parametrize(
@@ -167,131 +134,174 @@ def test_a_silent_host_is_lost_only_after_two_requests_of_its_file_system():
         ("elsewhere", "start", "start", True, False),  # silent for less than hang_timeout: it may hold the GIL
     ],
 )
-def test_a_rank_without_progress_ends_when_the_next_rank_is_gone(
-    clock, tmp_path, quick, host, phase, own, is_alive, is_lost
-):
+def test_a_rank_without_progress_ends_when_the_next_rank_is_gone(quick, host, phase, own, is_alive, is_lost):
     pid = os.getpid()
     if not is_alive:
         pid = subprocess.Popen(["true"]).pid  # nobody waits for it
-    (tmp_path / "rank1").write_bytes(BEAT.pack(7) + PLACE.pack(9, 3, INDEX[phase], pid))
-    lost = []
+    store, lost, clock = dist.HashStore(), [], Clock()
+    beats = beats_of(store, 0)
+    beats_of(store, 1).set(place(3, phase, pid=pid))
     clock.enter(own)
-    watchdog = watch(clock, tmp_path, 60.0, hosts=(HERE, host), lose=lost.append)
+    watchdog = watch(clock, 60.0, beats=beats, hosts=(HERE, host), lose=lost.append)
     if is_lost:
-        assert wait_until(lambda: lost, 5)[0] == 1
+        assert wait_until(lambda: lost, 8)[0].rank == 1
     else:
-        time.sleep(2.2)
+        time.sleep(3.2)
         assert not lost
     watchdog.close()
 
 
-def test_stalled_storage_is_no_evidence_but_the_report_of_a_launcher_is(clock, tmp_path, quick, monkeypatch):
-    monkeypatch.setattr(utils.run.watchdog, "SECONDS_OF_SILENCE", 60.0)
-    (tmp_path / "rank1").write_bytes(BEAT.pack(7) + PLACE.pack(9, 3, INDEX["backward"], os.getpid()))
-    lost = []
-    clock.enter("backward")
-    watchdog = watch(clock, tmp_path, 60.0, hosts=(HERE, "elsewhere"), lose=lost.append)
-    time.sleep(2)  # before, 6 / 5 s were too long
-    assert not lost
-    file = tmp_path / "ended-elsewhere"  # as in scripts/lib/launching/supervise.py
-    file.write_text("1 2")  # of the last attempt
-    time.sleep(1)
-    assert not lost
-    file.write_text(f"1 {os.getpid()}")
-    assert wait_until(lambda: lost, 5)[0] == 1
-    watchdog.close()
-
-
 @pytest.mark.parametrize("phase", ["backward", "start"])
-def test_time_in_which_the_watching_process_was_suspended_does_not_count(clock, tmp_path, quick, monkeypatch, phase):
+def test_time_in_which_the_watching_process_was_suspended_does_not_count(quick, monkeypatch, phase):
     """As it wakes, its own step and the beat of the other host stand since an hour. A later stop is found."""
-    ended, jump, plain = [], [0.0], time.monotonic
-    monkeypatch.setattr(utils.run.watchdog.time, "monotonic", lambda: plain() + jump[0])
-    (tmp_path / "rank1").write_bytes(BEAT.pack(7) + PLACE.pack(9, 3, INDEX[phase], os.getpid()))
+    ended, jump, plain, store, clock = [], [0.0], time.monotonic, dist.HashStore(), Clock()
+    fake = SimpleNamespace(sleep=time.sleep, monotonic=lambda: plain() + jump[0])
+    monkeypatch.setattr(utils.run.watchdog, "time", fake)
     monkeypatch.setattr(utils.run.watchdog, "SECONDS_OF_SILENCE", 4.0)
+    beats = beats_of(store, 0)
+    beats_of(store, 1).set(place(3, phase))
     clock.enter(phase)
-    end = lambda *said: ended.append(said)  # noqa: E731
-    watchdog = watch(clock, tmp_path, 4.0, end, (HERE, "elsewhere"), lose=lambda peer: ended.append(peer))
+    watchdog = watch(clock, 4.0, lambda *said: ended.append(said), beats, (HERE, "elsewhere"), lose=ended.append)
     time.sleep(1.0)
     jump[0] = 3600.0
     time.sleep(1.5)
     assert not ended
-    wait_until(lambda: ended, 8)
+    wait_until(lambda: ended, 10)
     watchdog.close()
 
 
-def test_after_a_stop_signal_a_rank_that_stands_before_the_first_step_ends_as_preempted(clock, tmp_path, quick):
+class Silent(Beats):
+    """The process that hosts the store is stopped: a read returns when it continues."""
+
+    is_there = False
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.goes_on = threading.Event()
+
+    def read(self, ranks):
+        self.goes_on.wait(30)
+        return super().read(ranks)
+
+    def probe(self):
+        found = Future()
+        found.set_result(self.is_there)
+        return found
+
+
+def test_a_store_of_torchrun_that_does_not_answer_ends_nothing(quick):
+    """Ctrl-Z stops torchrun and not its ranks."""
+    store, clock, warned, called = dist.HashStore(), Clock(), [], mock.Mock()
+    beats = Silent(store, 0, os.getpid(), "", False)
+    beats_of(store, 1).set(place(3, "backward"))
+    clock.enter("backward")
+    calls = {"lose": called, "report": called, "warn": warned.append}
+    watchdog = watch(clock, 0.5, called, beats, (HERE, "elsewhere"), **calls)
+    wait_until(lambda: warned, 5)
+    time.sleep(2)
+    assert len(warned) == 1 and not called.called
+    beats.goes_on.set()
+    wait_until(lambda: called.called, 8)  # rank 1 is lost
+    watchdog.close()
+
+
+@pytest.mark.parametrize(
+    ("is_there", "is_of_rank_0", "lost"), [(False, True, True), (False, False, True), (True, True, False)]
+)
+def test_a_store_that_does_not_answer_is_evidence_about_its_host(quick, is_there, is_of_rank_0, lost):
+    store, clock, found = dist.HashStore(), Clock(), []
+    beats_of(store, 0)
+    beats = Silent(store, 1, os.getpid(), "", is_of_rank_0)
+    beats.is_there = is_there
+    clock.enter("backward")
+    end = lambda text, hanging, stacks="": found.append(("stopped", hanging))  # noqa: E731
+    lose = lambda error: found.append(("lost", error.rank))  # noqa: E731
+    watchdog = watch(clock, 2.0, end, beats, ("elsewhere", HERE), 1, lose=lose)
+    assert wait_until(lambda: found, 10)[0] == ("lost" if lost else "stopped", 0)
+    beats.goes_on.set()
+    watchdog.close()
+
+
+def test_a_store_whose_process_is_gone_names_rank_0(quick):
+    store, clock, lost = dist.HashStore(), Clock(), []
+    beats = beats_of(store, 1)
+    with mock.patch.object(Beats, "read", side_effect=dist.DistNetworkError):
+        watchdog = watch(clock, 60.0, beats=beats, hosts=(HERE, HERE), rank=1, lose=lost.append)
+        assert wait_until(lambda: lost, 5)[0].rank == 0
+        watchdog.close()
+
+
+def test_after_a_stop_signal_a_rank_that_stands_before_the_first_step_ends_as_preempted(quick):
     """Nothing can be lost; it may wait for a rank that does not answer."""
     preempted, ended = [], []
     with StopSignals():
-        watchdog = watch(clock, tmp_path, 60.0, ended.append, preempt=lambda: preempted.append(time.monotonic()))
+        watchdog = watch(Clock(), 60.0, ended.append, preempt=lambda: preempted.append(time.monotonic()))
         began = time.monotonic()
         os.kill(os.getpid(), signal.SIGTERM)
         assert 4 <= wait_until(lambda: preempted, 8)[0] - began and not ended
         watchdog.close()
 
 
-def test_a_rank_without_progress_ends_when_another_one_has_reported_a_failure(clock, tmp_path, quick):
-    ended = []
-    failure, end = lambda: "rank 2 on b ran out of memory", lambda *said: ended.append(said)
-    watchdog = watch(clock, tmp_path, 60.0, end, ("a", "b"), failure=failure)
-    assert wait_until(lambda: ended, 5)[0] == ("rank 2 on b ran out of memory", "", None)
+def test_a_rank_without_progress_ends_when_another_one_has_reported_a_failure(quick):
+    store, ended = dist.HashStore(), []
+    beats = beats_of(store, 0)
+    for rank, text in ((2, "rank 2 on b ran out of memory"), (1, "a later one")):
+        beats_of(store, rank).report({"text": text, "rank": rank, "host": "b", "is_lost": False})
+    watchdog = watch(Clock(), 60.0, lambda *said: ended.append(said), beats, ("a", "b", "b"))
+    assert wait_until(lambda: ended, 5)[0] == ("rank 2 on b ran out of memory", None)
     watchdog.close()
 
 
-@pytest.mark.parametrize(
-    ("rank", "dead", "reads"), [(0, 0, 2 * 99), (98, 0, 2), (98, 8, 2 + 2 * 15), (8, 8, 2 + 2 * 7 + 2 * 99)]
-)
-def test_one_rank_of_99_reads_the_files_of_all(tmp_path, quick, monkeypatch, rank, dead, reads):
-    """Otherwise a stall of 1,024 ranks costs two million reads. The lowest rank may be dead."""
-    for each in range(99):
-        (tmp_path / f"rank{each}").write_bytes(BEAT.pack(7) + PLACE.pack(9, 3, INDEX["backward"], os.getpid()))
-    files, reports, plain = [], [], utils.run.watchdog.read_place
-    alive = Clock(tmp_path / f"rank{dead}")
-    alive.enter("backward")
-    monkeypatch.setattr(utils.run.watchdog, "read_place", lambda file: files.append(file) or plain(file))
-    beating = watch(alive, tmp_path)
-    clock = alive if rank == dead else Clock(tmp_path / f"rank{rank}")
-    calls = [lambda: None, lambda *said: reports.append(said), None]
-    watchdog = Watchdog(clock, tmp_path, rank, (HERE,) * 99, 0.0, *calls)
-    watchdog._look(6.0, is_end=False)
-    for each in (watchdog, beating):
+@pytest.mark.parametrize("dead", [(), (0,), (0, 1)])
+def test_the_lowest_live_rank_reports(quick, dead):
+    """One report of a hang, not one of each rank."""
+    store, reports, clocks = dist.HashStore(), [], [Clock() for _ in range(3)]
+    beats = [beats_of(store, rank) for rank in range(3)]
+    for clock in clocks:
+        clock.enter("backward")
+    watchdogs = []
+    for rank in set(range(3)) - set(dead):
+        report = lambda *said, rank=rank: reports.append((rank, said[0]))  # noqa: E731
+        watchdogs.append(watch(clocks[rank], beats=beats[rank], hosts=(HERE,) * 3, rank=rank, report=report))
+    with mock.patch.object(Watchdog, "limit", 1.0):
+        wait_until(lambda: reports, 10)
+        time.sleep(2)
+    for each in watchdogs:
         each.close()
-    assert len(files) == reads and len(reports) == (rank == dead)
+    (rank, text), *others = reports
+    assert rank == len(dead) and not others
+    assert f"rank {dead[0]} on {HERE} was stopped, killed or cut off" in text if dead else "all ranks wait" in text
 
 
-def test_one_rank_looks_for_lost_ranks_and_the_others_read_its_answer(tmp_path, quick, monkeypatch):
-    first, files, plain = open_run(TrainingConfig(run_dir=str(tmp_path))), [], utils.run.watchdog.read_place
-    live = [Clock(tmp_path / "watch" / f"rank{rank}") for rank in range(3)]
-    monkeypatch.setattr(utils.run.watchdog, "read_place", lambda file: files.append(file) or plain(file))
-    watchdogs = [watch(clock, tmp_path) for clock in live]
-    runs = [Run(first.folder, first.checkpoints, rank, (HERE,) * 4, first.start, None) for rank in range(3)]
+def test_ranks_whose_collective_has_failed_find_the_one_that_is_lost(quick):
+    store, clocks = dist.HashStore(), [Clock() for _ in range(3)]
+    beats = [beats_of(store, rank) for rank in range(4)]
+    watchdogs = [watch(clocks[k], 60.0, beats=beats[k], hosts=(HERE,) * 4, rank=k) for k in range(3)]
+
+    def find(watchdog):
+        watchdog.stand_down()
+        return watchdog.find_lost()
+
     with ThreadPoolExecutor(3) as pool:
-        errors = list(pool.map(Run.lost_ranks, runs))
-    for each in (*watchdogs, first):
-        each.close()
-    assert len(files) == 2 * 4
+        errors = list(pool.map(find, watchdogs))
     for error in errors:
-        assert str(error).startswith(f"rank 3 on {HERE} was killed or cut off") and (error.rank, error.host) == (
-            3,
-            HERE,
-        )
+        assert str(error).startswith(f"rank 3 on {HERE} was killed or cut off") and error.rank == 3
+    beats[3].report({"text": "its own error", "rank": 3, "host": HERE, "is_lost": False})
+    assert watchdogs[0].find_lost() is None  # it has said why
+    for each in watchdogs:
+        each.close()
 
 
-def test_slow_storage_ends_no_rank_and_does_not_stop_the_heartbeat(clock, tmp_path, quick, monkeypatch):
-    ended, go = [], threading.Event()
-    monkeypatch.setattr(clock, "publish", go.wait)
-    watchdog = watch(clock, tmp_path, 0.5, lambda *said: ended.append(said), (HERE, "elsewhere"))
-    clock.enter("forward")
-    beat = read_place(tmp_path / "rank0").beat
-    time.sleep(3)
-    assert not ended and read_place(tmp_path / "rank0").beat > beat + 10
-    go.set()
-    wait_until(lambda: ended, 5)
-    watchdog.close()
+def test_a_run_shorter_than_a_second_is_recorded_too(tmp_path):
+    run = open_run(TrainingConfig(run_dir=str(tmp_path)))
+    accounts = Goodput(run, Clock(), time.perf_counter())
+    accounts.resume(None)
+    accounts.close()
+    run.close()
+    assert (tmp_path / "goodput.json").exists()
 
 
-def test_after_a_stop_signal_a_rank_that_is_blocked_in_c_ends(clock, tmp_path, quick):
+def test_after_a_stop_signal_a_rank_that_is_blocked_in_c_ends(quick):
     """The handler of the signal runs in Python, and so only when the call in C returns."""
     ended, mutex, libc = [], ctypes.create_string_buffer(64), ctypes.CDLL(None)
 
@@ -299,8 +309,9 @@ def test_after_a_stop_signal_a_rank_that_is_blocked_in_c_ends(clock, tmp_path, q
         ended.append((said, signals.received))
         libc.pthread_mutex_unlock(mutex)
 
+    clock = Clock()
     with StopSignals() as signals:
-        watchdog = watch(clock, tmp_path, 60.0, end)
+        watchdog = watch(clock, hang_timeout=60.0, end=end)
         clock.durations.append(0.1)
         clock.begin_step(1)
         clock.enter("backward")
@@ -357,9 +368,10 @@ def test_each_second_is_counted_once_over_restarts(tmp_path, monkeypatch):
                 clock.begin_step(step) if phase == "data" else clock.enter(phase)
                 fake.now += 1
         run.record("train", step=1)
-        found.write()
+        now = found.now()
+        found.close()
         run.close()
-        return found.now()
+        return now
 
     attempt("", (1, "data forward backward update save evaluation"), (2, "data forward"))
     fake.now += 4  # killed

@@ -13,6 +13,8 @@ if TYPE_CHECKING:  # importing torch takes seconds; train.py needs its rank befo
     import torch
     import torch.distributed as dist
 
+    from utils.distributed.beats import Beats
+
 MAX_STEPS = 0xFFFFFF00  # Slurm's job steps have lower numbers; batch scripts and interactive shells have higher ones
 
 
@@ -32,6 +34,7 @@ class Launch:
     address: str = ""  # of the rendezvous, tcp://HOST:PORT, if srun starts the ranks
     master: str = ""  # MASTER_ADDR:MASTER_PORT
     compilers: dict[str, str] = field(default_factory=dict)  # CC and CXX
+    agent_hosts_store: bool = False  # torchrun's agent of rank 0's node, else rank 0
     threads: str = ""  # OMP_NUM_THREADS
     flight_recorder: str = ""  # where torch writes its collectives (launch.sh --debug)
 
@@ -50,6 +53,7 @@ class DistributedContext:
     fast_bf16: bool = False  # on every rank
     launch: Launch = field(default_factory=Launch)
     control: dist.ProcessGroup | None = None
+    beats: Beats | None = None  # of several ranks that share a TCP store
 
     @property
     def is_main(self) -> bool:
@@ -104,6 +108,7 @@ def read_launch() -> Launch:
         may_restart=os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
         id=os.environ.get("LAUNCH_ID", "") or ("" if run_id == "none" else run_id),
         error_file=os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
+        agent_hosts_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         **common,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from utils.files import read_json, replace_json
 from utils.run.folder import Run
 
 NAME = "goodput.json"
+SECONDS_TO_WRITE = 10.0
 ACCOUNTS = ("training", "data_wait", "evaluation", "checkpoints", "start_up", "recomputed", "down")
 
 
@@ -27,6 +29,10 @@ class Goodput:
         self._run, self._clock, self._began = run, clock, began + self._offset
         self._file = run.folder / NAME
         self._before: dict[str, Any] | None = None  # known once the attempt is about to train
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._write_each_second, daemon=True)
+        if run.is_main:
+            self._thread.start()
 
     def resume(self, saved: dict[str, Any] | None, step: int = 0) -> None:
         """Continue from the file of the last attempt, else from the accounts in the checkpoint (None: there are none).
@@ -61,9 +67,20 @@ class Goodput:
         reached = {"until": until, "step": max(self._before["step"], own["step"]), "attempts": [*earlier, own]}
         return total | {"started_at": self._before["started_at"]} | reached
 
+    def close(self) -> None:
+        """Write for the last time, unless the storage hangs."""
+        self._stop.set()
+        if self._run.is_main:
+            self._thread.join(SECONDS_TO_WRITE)
+
+    def _write_each_second(self) -> None:
+        while not self._stop.wait(1):
+            self.write()
+        self.write()  # the last values, also of a run that is shorter than a second
+
     def write(self) -> None:
-        """Called by the watchdog thread. If a write fails, the next one follows a second later."""
-        if self._run.is_main and self._before and self._run.is_ours():
+        """If a write fails, the next one follows a second later."""
+        if self._before and self._run.is_ours():
             is_there = self._run.lock_file.stat  # raises if the file system is unmounted
             with suppress(OSError):
                 is_there()

@@ -151,7 +151,7 @@ class Checkpoints:
 
         is_first: only if this attempt has not compared them yet. Call it between two steps, on all ranks.
         """
-        if is_first and self._odd_buffers is not None:
+        if self._ctx.world_size == 1 or (is_first and self._odd_buffers is not None):
             return
         names = {name for name, _ in self._state.model.named_parameters(remove_duplicate=False)}
         state = self._state.model.state_dict()

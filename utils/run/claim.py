@@ -104,7 +104,7 @@ def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) 
     inherited = launch_id if is_same_launch else ""
     lock.write(launch_id=inherited, attempt=attempt, failures=failures, aside=aside)
     partial = [*folder.glob(f"*{TEMPORARY}"), *folder.glob(f"samples/*{TEMPORARY}"), *checkpoints.glob(f"*{TEMPORARY}")]
-    for left_over in [*partial, *folder.glob("watch/*")]:
+    for left_over in partial:
         with suppress(OSError):  # NFS keeps the files that a process has open as .nfs*
             shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
     return lock, start

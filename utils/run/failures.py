@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
@@ -17,19 +17,22 @@ import torch
 
 from config import TrainingConfig, TrainingError, UserError
 from utils.checkpoint.format import step_checkpoints
-from utils.clock import Clock, read_place
+from utils.clock import Clock
 from utils.data.worker import explain
-from utils.distributed.collectives import broadcast_json, is_of_a_peer
+from utils.distributed.collectives import is_of_a_peer, within
 from utils.distributed.context import DistributedContext, Launch, read_launch
-from utils.files import read_json, replace_json
+from utils.files import read_json
 from utils.logger import NAME
 from utils.memory import is_out_of_memory, let_go
-from utils.run.claim import Start
 from utils.run.command_line import end_now, reject, report_to_torchrun
 from utils.run.folder import Run
+from utils.run.resume import claim_run
+from utils.run.start_checks import check_alike
 from utils.run.watchdog import Watchdog
 
 SECONDS_FOR_BLAME = 2.0
+SECONDS_TO_WRITE = 15.0  # to storage that may hang
+SECONDS_TO_TELL = 2.0  # the other ranks, through a store that may hang
 PREEMPTED = 75  # exit code
 
 
@@ -39,12 +42,14 @@ def wait_for_blame(error: BaseException) -> None:
         time.sleep(SECONDS_FOR_BLAME)
 
 
-def cause_of(error: BaseException, run: Run, config: TrainingConfig, ctx: DistributedContext) -> BaseException:
+def cause_of(
+    error: BaseException, run: Run | None, watchdog: Watchdog, config: TrainingConfig, ctx: DistributedContext
+) -> BaseException:
     """The cause of the error: a loader worker of this rank, its memory, another rank, or else the error itself."""
     # the folder is read only if it matters, since its storage may hang
-    is_resumed = is_out_of_memory(error) and bool(run.resume_path or step_checkpoints(run.checkpoints))
+    is_resumed = is_out_of_memory(error) and bool(run and (run.resume_path or step_checkpoints(run.checkpoints)))
     known = explain(error, ctx.rank) or explain_memory(error, config, ctx, is_resumed)
-    return known or (run.lost_ranks() if is_of_a_peer(error) else None) or error
+    return known or (watchdog.find_lost() if is_of_a_peer(error) else None) or error
 
 
 def explain_memory(
@@ -79,42 +84,117 @@ def halved(size: int, config: TrainingConfig, world_size: int) -> str:
     return f"--batch_size {size} --global_batch_size {whole}" if size else ""
 
 
-def fail(
-    error: BaseException, run: Run, watchdog: Watchdog, config: TrainingConfig, ctx: DistributedContext
-) -> NoReturn:
-    """Write the cause of the failure to status.json and raise it."""
-    watchdog.stand_down()
-    cause = cause_of(error, run, config, ctx)
-    run.failed(cause, watchdog.completed)
-    watchdog.close()
-    raise cause from (error if cause is not error else error.__cause__)
+@contextmanager
+def open_run(config: TrainingConfig, ctx: DistributedContext, clock: Clock) -> Iterator[Run]:
+    """The run in its folder, and a watch over all ranks until it is closed. Raises UserError.
+
+    If the block fails, the cause is written to status.json and raised.
+    """
+    with watched(config.run_folder, config, ctx, clock) as ending:
+        run = ending.run = claim_run(config, ctx)
+        yield run
+    run.close()
 
 
 @contextmanager
-def watched(folder: Path, config: TrainingConfig, ctx: DistributedContext) -> Iterator[None]:
-    """Watch over lost ranks in a program without a run: an evaluation, a prediction. `folder`: that all ranks share.
+def watched(folder: Path, config: TrainingConfig, ctx: DistributedContext, clock: Clock) -> Iterator[Ending]:
+    """Watch over all ranks. If one hangs or is gone, the others end. If the block fails, its cause is raised.
 
-    Its files are in `folder`/watch, which the next start of a run clears; they remain if ranks are lost.
+    folder: for the stacks of ranks that hang.
+
+    Raises:
+        UserError: also if the ranks differ in code, settings or versions.
     """
-    place = folder / "watch" / broadcast_json(f"{os.getpid()}-{time.time_ns()}", ctx)
-    run = Run(place, place, ctx.rank, ctx.hosts, Start(), None)
-    if ctx.is_main:
-        with suppress(OSError):
-            place.mkdir(parents=True, exist_ok=True)
-            replace_json(run.lock_file, {})
-            run.begin()
-    clock = Clock(run.watch_folder / f"rank{ctx.rank}" if ctx.world_size > 1 else None)
-    watchdog = start_watchdog(run, config, ctx, logging.getLogger(NAME), clock, lambda: None)
+    ending = Ending(folder, ctx, clock)
+    watchdog = Watchdog(clock, ctx, config.hang_timeout, ending)
     try:
-        yield
+        check_alike(config, ctx)
+        yield ending
     except BaseException as error:
-        fail(error, run, watchdog, config, ctx)
+        watchdog.stand_down()
+        cause = cause_of(error, ending.run, watchdog, config, ctx)
+        ending.announce(cause, is_lost=cause is not error and isinstance(cause, TrainingError))
+        if ending.run:
+            ending.run.failed(cause, clock.completed)
+        raise cause from (error if cause is not error else error.__cause__)
     finally:
         watchdog.close()
-        if ctx.is_main:
-            shutil.rmtree(place, ignore_errors=True)
-            with suppress(OSError):
-                place.parent.rmdir()
+
+
+class Ending:
+    """Ends this process if ranks hang or are gone: called by the watchdog's thread."""
+
+    def __init__(self, folder: Path, ctx: DistributedContext, clock: Clock) -> None:
+        self.run: Run | None = None  # once it is claimed
+        self._folder, self._ctx, self._clock, self._logger = folder, ctx, clock, logging.getLogger(NAME)
+
+    def warn(self, text: str) -> None:
+        self._logger.warning("%s", text)
+
+    def report(self, text: str, stacks: str) -> Path:
+        """A rank hangs: write the stacks to a file and log it."""
+        file = self._folder / f"hang-{time.strftime('%Y%m%dT%H%M%S')}.txt"
+
+        def write() -> None:
+            if self._folder.is_dir():  # else the file would be below a mount point
+                file.write_text(f"{text}\n{stacks}\n", encoding="utf-8")
+
+        with suppress(OSError, TimeoutError):  # the storage may hang
+            within(SECONDS_TO_WRITE, write)
+        self._logger.error("%s; the stacks of all ranks: %s", text, file)
+        self._logger.debug("%s", stacks)
+        return file
+
+    def end(self, text: str, hanging: int | None, stacks: str = "") -> None:
+        """End this process because a rank hangs. hanging: that rank; None if another rank reports it."""
+        if hanging is None:
+            self._logger.info("this rank ends: %s", text)
+            end_now(1)
+        remedy = f"fix what the stacks in {self.report(text, stacks)} show, then --resume_from auto"
+        self._end_with(TrainingError(f"{text}; {remedy}", hanging, self._ctx.hosts[hanging]), f"{stacks}\n")
+
+    def lose(self, error: TrainingError) -> None:
+        """End this process because a rank is gone."""
+        if self._ctx.beats.is_of_rank_0 and error.rank == 0 and self.run:  # rank 0 may have reported why it ended
+            with suppress(OSError, TimeoutError):
+                status = within(SECONDS_TO_WRITE, lambda: read_json(self.run.folder / "status.json"))
+                if status.get("state") == "failed":
+                    self.end(str(status.get("error")), None)
+        self._logger.error("%s", error)
+        self._end_with(error)
+
+    def preempt(self) -> None:
+        """End this process, which does not end after a stop signal before the first step."""
+        self._logger.info("no progress after a stop signal; this rank ends before the first step, so nothing is lost")
+        with suppress(OSError, TrainingError, TimeoutError):
+            within(SECONDS_TO_WRITE, lambda: self.run and self.run.status("preempted"))
+        if self._ctx.launch.is_under_torchrun:
+            os.kill(os.getppid(), signal.SIGTERM)  # else it would wait for ranks that do not end, or restart them
+        end_now(0 if self._ctx.launch.is_under_torchrun else PREEMPTED)
+
+    def give_up(self) -> None:
+        """End this process, which has failed and could not report it."""
+        end_now(1)
+
+    def announce(self, error: BaseException, is_lost: bool) -> None:
+        """Tell the other ranks. is_lost: the error is that of a rank that could not report it."""
+        if beats := self._ctx.beats:
+            rank = getattr(error, "rank", None)
+            rank = self._ctx.rank if rank is None else rank
+            failure = {"text": str(error), "rank": rank, "host": self._ctx.hosts[rank], "is_lost": is_lost}
+            wait([beats.ask(lambda: beats.report(failure))], SECONDS_TO_TELL)
+
+    def _end_with(self, error: TrainingError, stacks: str = "") -> None:
+        self.announce(error, is_lost=True)
+
+        def write() -> None:
+            if self.run:
+                self.run.failed(error, self._clock.completed)
+
+        with suppress(OSError, TimeoutError):
+            within(SECONDS_TO_WRITE, write)
+        report_to_torchrun(f"TrainingError: {error}", f"{stacks}TrainingError: {error}", self._ctx.launch)
+        end_now(1)
 
 
 def leave_after(error: BaseException) -> NoReturn:
@@ -139,62 +219,3 @@ def leave_after(error: BaseException) -> NoReturn:
         logger.error("this rank failed", exc_info=error)
         logger.error("failed: rank %d on %s: %s: %s", launch.rank, socket.gethostname(), type(error).__name__, error)
     end_now(error.exit_code if is_user_error else 1)
-
-
-def start_watchdog(
-    run: Run,
-    config: TrainingConfig,
-    ctx: DistributedContext,
-    logger: logging.Logger,
-    clock: Clock,
-    every_second: Callable[[], None],
-) -> Watchdog:
-    """The watchdog of this rank: it reports a hang to a file and the log, and ends the process after hang_timeout."""
-
-    def report(text: str, stacks: str) -> Path:
-        file = run.folder / f"hang-{time.strftime('%Y%m%dT%H%M%S')}.txt"
-        with suppress(OSError):
-            if run.lock_file.exists():  # else the file would be below a mount point
-                file.write_text(f"{text}\n{stacks}\n", encoding="utf-8")
-        logger.error("%s; the stacks of all ranks: %s", text, file)
-        logger.debug("%s", stacks)
-        return file
-
-    def end(text: str, stacks: str, hanging: int | None) -> None:
-        if hanging is None:  # another rank reports it
-            logger.info("this rank ends: %s", text)
-            end_now(1)
-        remedy = f"fix what the stacks in {report(text, stacks)} show, then --resume_from auto"
-        end_with(TrainingError(f"{text}; {remedy}", hanging, ctx.hosts[hanging]), f"{stacks}\n")
-
-    def end_with(error: TrainingError, stacks: str = "") -> None:
-        run.failed(error, clock.completed)
-        report_to_torchrun(f"TrainingError: {error}", f"{stacks}TrainingError: {error}", ctx.launch)
-        end_now(1)
-
-    before = read_json(run.folder / "status.json")  # of the last attempt, until rank 0 begins
-
-    def failure() -> str:
-        status = read_json(run.folder / "status.json")
-        has_failed = status.get("state") == "failed" and status != before
-        return f"{status.get('error')}" if has_failed else ""
-
-    def lose(peer: int) -> None:
-        place, host = read_place(run.watch_folder / f"rank{peer}"), ctx.hosts[peer]
-        error = run.look_for_lost_ranks(meanwhile=clock.beat)
-        if place and place.phase == "end":  # it could not report why
-            error = error or TrainingError(f"rank {peer} on {host} has ended; see its log", peer, host)
-        if error:
-            logger.error("%s", error)
-            end_with(error)
-
-    def preempt() -> None:
-        logger.info("no progress after a stop signal; this rank ends before the first step, so nothing is lost")
-        with suppress(OSError, TrainingError):
-            run.status("preempted")
-        if ctx.launch.is_under_torchrun:
-            os.kill(os.getppid(), signal.SIGTERM)  # else it would wait for ranks that do not end, or restart them
-        end_now(0 if ctx.launch.is_under_torchrun else PREEMPTED)
-
-    parts = (config.hang_timeout, every_second, report, end, failure, lose, preempt)
-    return Watchdog(clock, run.watch_folder, ctx.rank, ctx.hosts, *parts)

@@ -7,7 +7,6 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,8 @@ from utils.run.claim import Start, move_back
 from utils.run.lock import NAME as LOCK
 from utils.run.lock import RunLock
 from utils.run.provenance import now
-from utils.run.watchdog import look_twice
 from utils.training.state import SkippedStep
 
-SECONDS_TO_LOOK = 10.0  # for lost ranks
 SECONDS_BETWEEN_STATUS = 1.0  # while only the progress changes
 
 
@@ -44,7 +41,7 @@ class Run:
         self.notes, self._moved = list(start.notes), start.moved
         self.resume_path = Path(start.resume_from) if start.resume_from else None
         self.is_main, self.host = rank == 0, hosts[rank]
-        self.watch_folder, self.lock_file = folder / "watch", folder / LOCK
+        self.lock_file = folder / LOCK
         self.log_file = folder / "logs" / f"rank{rank}.log"
         self._lock = lock
         self._files: dict[str, LinesFile] = {}
@@ -146,34 +143,6 @@ class Run:
                 return  # the file system is unmounted, and nothing belongs below its mount point
             with suppress(OSError) if is_running else nullcontext():  # a full disk: training continues
                 replace_json(self.folder / "status.json", self._status, is_flushed=not is_running)
-
-    def lost_ranks(self) -> TrainingError | None:
-        """`look_for_lost_ranks` on the first rank that calls this; the others wait for its answer."""
-        file, ends = self.watch_folder / "lost", time.monotonic() + SECONDS_TO_LOOK
-        with suppress(OSError):
-            file.touch(exist_ok=False)
-            ends = 0.0  # this rank is the first
-        while not (found := read_json(file)) and time.monotonic() < ends:
-            time.sleep(0.25)
-        if not found:
-            error = self.look_for_lost_ranks()
-            found = {"lost": error and (str(error), error.rank, error.host)}
-            with suppress(OSError):
-                file.write_text(json.dumps(found))
-        return TrainingError(*found["lost"]) if found["lost"] else None
-
-    def look_for_lost_ranks(self, meanwhile: Callable[[], None] = lambda: None) -> TrainingError | None:
-        """After a collective failed because a peer is gone: the error for a rank that ended without reporting one."""
-        places, standing, _ = look_twice(self.watch_folder, self.hosts, meanwhile)
-        if not standing or not self.watch_folder.is_dir():
-            return None
-        rank, place = min(standing), places[min(standing)]
-        where = f" in {place.phase} of step {place.step}" if place else ""
-        more = f", and {len(standing) - 1} more" if len(standing) > 1 else ""
-        remedy = "look for out-of-memory kills (dmesg) or the node's state, then --resume_from auto"
-        return TrainingError(
-            f"rank {rank} on {self.hosts[rank]} was killed or cut off{where}{more}; {remedy}", rank, self.hosts[rank]
-        )
 
     def failed(self, error: BaseException, step: int = 0) -> None:
         """Write to status.json that the run failed. Called on each rank that fails; the first one counts.

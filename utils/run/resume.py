@@ -1,4 +1,4 @@
-"""Opening a run and resuming it: what may differ between a checkpoint and the run that continues from it."""
+"""Claiming a run folder, and resuming: what may differ between a checkpoint and the run that continues from it."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ MAX_NAMES = 20
 MAX_OF_FILES, MAX_OF_SAMPLES = 0.01, 0.5  # fractions that may differ from the checkpoint's; one file always may
 
 
-def open_run(config: TrainingConfig, ctx: DistributedContext) -> Run:
-    """Open the run folder. Rank 0 locks it and decides whether to continue the run in it. Raises UserError."""
+def claim_run(config: TrainingConfig, ctx: DistributedContext) -> Run:
+    """The run in its folder. Rank 0 locks it and decides whether to continue the run in it. Raises UserError."""
     claimed = on_rank_0(lambda: claim(config, ctx.host, ctx.launch.id, ctx.launch.may_restart), ctx)
     lock, start = claimed or (None, None)
     start = Start(**broadcast_json(dataclasses.asdict(start) if start else None, ctx))

@@ -20,7 +20,7 @@ MAY_DIFFER = ("data_dir",)  # may be mounted elsewhere on another machine; the d
 MAX_KINDS = 6  # of ranks that differ, in a table
 SECONDS_TO_SEE = 5.0  # until a file of another machine is visible on shared storage
 # descriptors: per process, per rank (sockets), per worker (pipes)
-FILES, FILES_PER_RANK, FILES_PER_WORKER = 128, 4, 16
+FILES, FILES_PER_RANK, FILES_PER_WORKER = 128, 6, 16
 
 
 def check_alike(config: TrainingConfig, ctx: DistributedContext) -> None:

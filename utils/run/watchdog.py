@@ -1,110 +1,109 @@
-"""Finds ranks that hang: a thread reads the files in which all ranks publish their phase and step.
+"""Finds ranks that hang or are gone: a thread of each rank, from the moment the ranks have met.
 
-A rank's loop writes a counter, its step and its phase; its thread writes a heartbeat twice a second. The reader
-compares numbers, never clocks of other machines. If the heartbeat stops, the rank was stopped, killed or cut off; if
-only the counter stops, the rank waits or hangs. Ranks without a heartbeat are reported as the cause, else the rank
-that is furthest behind. The lowest live rank reads the files of all ranks. Under a debugger use --hang_timeout 0.
+Twice a second it sets this rank's place in the process group's store: a beat, a counter of phases entered, the step and
+the phase. If the beat of a rank stops, it was stopped, killed or cut off; if only the counter stops, it waits or hangs.
+Ranks whose beat has stopped are reported as the cause, else the rank that is furthest behind. The lowest live rank
+reads the places of all ranks. Under a debugger use --hang_timeout 0.
 
 A rank whose peer died may wait in C, for the GPU or in a collective: no exception is raised, and no signal handler of
 Python runs. So a rank without progress looks once a second, in every phase, at the next rank, at the next one on its
-own host and at status.json. It ends if the run has failed or such a rank is gone: its process has ended, is stopped
-for `hang_timeout`, or its launcher has reported its end. The beats of another host only prove life: a stalled storage
-hides them, so they may be absent for two minutes. The number of these reads does not depend on the number of ranks.
+own host and at the first failure. It ends if the run has failed or such a rank is gone: its process has ended, is
+stopped for `hang_timeout`, or is on another host and does not beat for six seconds.
 
-Seconds are counted in ticks of this process's own loop: time in which it was suspended does not count.
+A store that does not answer is evidence about the process that hosts it, and about nobody else. If that is torchrun's
+agent, it may be stopped: training goes on. Seconds are counted in ticks of this thread: time in which this process was
+suspended does not count. This thread does not touch the storage, which may hang.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import math
 import os
-import socket
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
-from utils.clock import PHASES, STEP_PHASES, Clock, Place, read_place
+import torch.distributed as dist
+
+from config import TrainingError
+from utils.clock import PHASES, STEP_PHASES, Clock
+from utils.distributed.beats import Place
+from utils.distributed.context import DistributedContext
 from utils.signals import has_arrived
 
+T = TypeVar("T")
 STOPPED = "after a stop signal"
 UNJUDGED = ("start", "end")  # phases that may take long: a rank that beats is not ended
 SECONDS_BETWEEN_BEATS = 0.5
-SECONDS_BETWEEN_PUBLISHED = 1.0
-SECONDS_OF_A_TICK = 1.0  # at most: after a longer one this process was suspended, or its storage was stalled
-SECONDS_OF_A_LOOK = 1.5  # in which the beat of a live rank on this host changes
-SECONDS_OF_A_LONG_LOOK = 4.0  # the same for another host, which sees it later
-SECONDS_OF_SILENCE = 120.0  # of another host, until its ranks are lost: an NFS client repeats a request after 60 s
-SECONDS_TO_PUBLISH = 2.5
+SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_OF_A_TICK = 1.0  # at most: after a longer one this process was suspended
+SECONDS_OF_A_LOOK = 2.0  # in which the beat of a live rank changes
+SECONDS_TO_ANSWER = 2.0  # for the store
+SECONDS_TO_CONNECT = 10.0  # to its host
+SECONDS_TO_FIND = 20.0  # lost ranks
+SECONDS_PER_RANK = 0.01  # ranks look for lost ones one after the other, since each reads the places of all
+SECONDS_OF_SILENCE = 6.0  # of a rank on another host or of the store, until it is lost
 SECONDS_TO_SUSPECT = 1.0  # without progress, before this rank looks at the next one
 SECONDS_FOR_BLAME = 4.0  # the rank that reports a hang ends this much earlier: torchrun blames the first
 SECONDS_TO_STOP, STEPS_TO_STOP = 20.0, 3  # the longer one may pass after a stop signal: torchrun waits 30 s
+SECONDS_TO_FAIL = 60.0  # for a rank that has failed and reports it, on storage that may hang
 LEAST_LIMIT, FIRST_LIMIT = 5.0, 60.0  # seconds without progress before a report; FIRST: before steps were measured
 STEPS_TO_LEARN = 8
 GONE, SUSPENDED = ("Z", "X"), ("T", "t")  # states of a process
 
 
 class Watchdog:
-    """A thread that watches all ranks. A rank without progress writes its stacks to `stack<rank>`.
+    """A thread that watches this rank and the next ones.
 
     Args:
-        clock: of this rank; its file is in `folder`.
-        folder: holds the files of all ranks; on storage that all nodes share.
-        hosts: of each rank.
-        hang_timeout: seconds without progress after which `end` is called; 0: never.
-        every_second: called by a second thread, which may wait for the storage; once more at the end.
-        report: called with the message and the stacks, once per hang, on the lowest live rank.
-        end: called with the message, the stacks and the rank that hangs (None: another rank reports it); never returns.
-        failure: returns the error that another rank has reported, or an empty string.
-        lose: called when the next rank is gone; returns if it is not.
-        preempt: called if this rank does not end after a stop signal before the first step.
+        clock: of this rank.
+        hang_timeout: seconds without progress after which the run is ended; 0: never.
+        ending: its methods are called: see `utils.run.failures.Ending`.
     """
 
-    def __init__(
-        self,
-        clock: Clock,
-        folder: Path,
-        rank: int,
-        hosts: tuple[str, ...],
-        hang_timeout: float,
-        every_second: Callable[[], None],
-        report: Callable[[str, str], None],
-        end: Callable[[str, str, int | None], None],
-        failure: Callable[[], str] = str,
-        lose: Callable[[int], None] = lambda _: None,
-        preempt: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._clock, self._folder, self._rank, self._hosts = clock, folder, rank, hosts
-        self._hang_timeout, self._every_second, self._report, self._end = hang_timeout, every_second, report, end
-        self._failure, self._lose, self._preempt = failure, lose, preempt
-        here = [each for each, host in enumerate(hosts) if host == hosts[rank]]
+    def __init__(self, clock: Clock, ctx: DistributedContext, hang_timeout: float, ending: Any) -> None:
+        self._clock, self._hang_timeout, self._ending = clock, hang_timeout, ending
+        self._rank, self._hosts, self._beats = ctx.rank, ctx.hosts, ctx.beats
+        here = [each for each, host in enumerate(ctx.hosts) if host == ctx.host]
         # each live rank is seen by the one before it, also if a whole host is gone
-        self._next = {(rank + 1) % len(hosts), here[(here.index(rank) + 1) % len(here)]} - {rank}
-        self._beats: dict[int, tuple[int, float]] = {}  # of these ranks: the latest beat, and since when it stands
+        self._next = {(ctx.rank + 1) % len(ctx.hosts), here[(here.index(ctx.rank) + 1) % len(here)], 0} - {ctx.rank}
+        if self._beats is None:
+            self._next = set()
+        self._beat, self._pid = 0, os.getpid()
+        self._known: dict[int, Place] = {}  # the latest place of each rank that was read
+        self._seen: dict[int, tuple[int, float]] = {}  # of the next ranks: the latest beat, and since when it stands
+        self._failure: dict[str, Any] = {}  # the first one
+        self._answer: Future | None = None  # of the store, awaited
+        self._silent_at = math.inf  # since when the store does not answer
+        self._is_store_gone = self._has_warned = False
+        self._stack = "wrote no stack"
+        self._wanted: Future[TrainingError | None] | None = None  # by the main thread
         self._time, self._ticked_at = 0.0, time.monotonic()  # seconds in which this process ran
-        self._published_at, self._looked_at, self._asked_at = 0.0, 0.0, math.inf
+        self._looked_at, self._asked_at, self._failed_at = -math.inf, math.inf, math.inf
         self._stop = threading.Event()
-        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._watch, self._publish)]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
 
     def stand_down(self) -> None:
-        """End nothing from now on: this rank has failed and looks for the cause. The heartbeat continues."""
-        self._hang_timeout = 0.0
+        """End nothing from now on: this rank has failed and looks for the cause. The beats continue."""
+        self._hang_timeout, self._failed_at = 0.0, self._time
 
     def close(self) -> None:
         """Stop watching: this rank has finished or has reported its failure."""
         self._stop.set()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
         self._clock.close()
-
-    @property
-    def completed(self) -> int:
-        return self._clock.completed
+        self._tick()  # the place that the others see from now on
+        if self._beats:
+            self._beats.close()
 
     @property
     def limit(self) -> float:
@@ -119,26 +118,29 @@ class Watchdog:
         """Of the latest steps; one that took longer than hang_timeout was suspended."""
         return [min(each, self._hang_timeout or each) for each in self._clock.durations]
 
-    def _beat(self) -> None:
+    def _place(self) -> Place:
+        return Place(self._beat, self._clock.counter, self._clock.step, self._clock.phase, self._pid)
+
+    def _tick(self) -> None:
         """Count the time since the last call, and show that this process runs."""
         now = time.monotonic()
         self._time += min(SECONDS_OF_A_TICK, now - self._ticked_at)
         self._ticked_at = now
-        self._clock.beat()
-
-    def _publish(self) -> None:
-        while not self._stop.wait(SECONDS_BETWEEN_PUBLISHED):
-            self._clock.publish()
-            self._published_at = self._time
-            self._every_second()
-        self._every_second()  # the last values, also of a run that is shorter than a second
+        self._beat += 1
+        if self._beats:
+            with suppress(dist.DistError):  # the store is gone: reading it shows the same
+                self._beats.set(self._place())
 
     def _watch(self) -> None:
         counter, moved_at, dumped, reported = -1, 0.0, -1, -1
         while not self._stop.wait(SECONDS_BETWEEN_BEATS):
-            self._beat()
+            self._tick()
             if has_arrived():
                 self._asked_at = min(self._asked_at, self._time)
+            if self._time - self._failed_at > SECONDS_TO_FAIL:
+                self._ending.give_up()
+            if self._wanted and not self._wanted.done():
+                self._wanted.set_result(self._find_lost())
             if self._clock.counter != counter:
                 counter, moved_at = self._clock.counter, self._time
                 continue
@@ -147,7 +149,7 @@ class Watchdog:
             is_over = self._clock.phase != "save" and self._time - max(moved_at, self._asked_at) > self._seconds_to_stop
             if self._hang_timeout and is_over:
                 if self._clock.step == 0:
-                    self._preempt()
+                    self._ending.preempt()
                 elif not self._look(standing, is_end=True, reason=STOPPED):
                     moved_at = self._time
             if self._hang_timeout and standing > SECONDS_TO_SUSPECT:
@@ -170,102 +172,196 @@ class Watchdog:
         longest = max(self._durations, default=FIRST_LIMIT / STEPS_TO_STOP) if self._clock.step else 0.0
         return max(SECONDS_TO_STOP, STEPS_TO_STOP * longest)
 
+    def _wait(self, seconds: float, answer: Future | None = None) -> None:
+        """Wait for the seconds, or for the answer, and show meanwhile that this process runs."""
+        ends = self._time + seconds
+        while self._time < ends and not self._stop.is_set() and not (answer and answer.done()):
+            wait_for([answer or Future()], SECONDS_BETWEEN_BEATS / 2)
+            self._tick()
+
+    def _answers(self, probe: Future[bool]) -> bool:
+        self._wait(SECONDS_TO_CONNECT, probe)
+        return probe.done() and probe.result()
+
+    # ---- the store ----
+
+    def _ask(self, call: Callable[[], T]) -> T | None:
+        """The answer of a call of `Beats`; None if the store does not answer in time."""
+        is_late = self._answer is not None
+        answer = self._answer = self._answer or self._beats.ask(call)
+        self._wait(SECONDS_TO_ANSWER, answer)
+        if not answer.done():
+            self._silent_at = min(self._silent_at, self._time)
+            self._seen.clear()
+            return None
+        self._answer, self._silent_at = None, math.inf
+        try:
+            return None if is_late else answer.result()
+        except dist.DistNetworkError:
+            self._is_store_gone = True
+        except dist.DistStoreError:  # after a suspension, although the key exists
+            pass
+        return None
+
+    def _read(self, ranks: Iterable[int]) -> dict[int, Place] | None:
+        """The places of these ranks; None if the store does not answer in time."""
+        if self._beats is None:
+            return {self._rank: self._place()}
+        answer = self._ask(lambda: self._beats.read(ranks))
+        if answer is None:
+            return None
+        self._known |= answer[0]
+        self._failure = answer[1]
+        return answer[0]
+
+    def _look_at_the_store(self, silent: float) -> None:
+        """It does not answer: rank 0, torchrun's agent on its host or that host may be stopped or gone."""
+        if self._is_store_gone:
+            self._lose(0)
+        elif silent < SECONDS_OF_SILENCE:
+            return
+        elif self._hosts[0] != self._hosts[self._rank] and not self._answers(self._beats.probe()):
+            self._lose(0)
+        elif self._beats.is_of_rank_0:
+            if reason := self._reason(silent):
+                text, _ = verdict(self._known, {0}, self._hosts, silent)
+                self._ending.end(f"{text} ({reason})", 0)
+        elif not self._has_warned:
+            self._has_warned = True
+            text = "torchrun on %s does not answer (is it stopped?): training continues, but hangs are not found"
+            self._ending.warn(text % self._hosts[0])
+
+    # ---- other ranks ----
+
+    def find_lost(self) -> TrainingError | None:
+        """After a collective failed because a peer is gone: the error for a rank that ended without reporting one.
+
+        Called by the main thread after `stand_down`.
+        """
+        self._wanted = Future()
+        with suppress(TimeoutError):
+            return self._wanted.result(SECONDS_TO_FIND)
+        return None
+
+    def _find_lost(self) -> TrainingError | None:
+        self._wait(self._rank * SECONDS_PER_RANK)  # the first answer is for all
+        looked = self._read(range(1)) and not self._failure and self._look_twice(range(len(self._hosts)))
+        if self._failure:
+            failure = self._failure
+            return TrainingError(failure["text"], failure["rank"], failure["host"]) if failure["is_lost"] else None
+        lost = looked[1] if looked else {0} if self._is_store_gone else set()
+        return self._error_of(lost) if lost else None
+
+    def _error_of(self, lost: set[int]) -> TrainingError:
+        rank, place = min(lost), self._known.get(min(lost))
+        where = f", last seen in {place.phase} of step {place.step}" if place else ""
+        more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
+        remedy = "look for out-of-memory kills (dmesg) or the node's state, then --resume_from auto"
+        text = f"rank {rank} on {self._hosts[rank]} was killed or cut off{where}{more}; {remedy}"
+        if place and place.phase == "end":
+            text = f"rank {rank} on {self._hosts[rank]} has ended; see its log"
+        return TrainingError(text, rank, self._hosts[rank])
+
+    def _lose(self, peer: int) -> None:
+        """End this process: a rank is gone. All that are gone are named, if the store answers."""
+        error = self._find_lost() or self._error_of({peer})
+        if self._hang_timeout and not self._stop.is_set():
+            self._ending.lose(error)
+
     def _look_at_peers(self) -> None:
         """Once a second: end this process if the run has failed or one of the next ranks is gone."""
         now = self._time
-        if now - self._looked_at < SECONDS_BETWEEN_PUBLISHED or not self._next:
+        if now - self._looked_at < SECONDS_BETWEEN_LOOKS or not self._next:
             return
-        if now - self._looked_at > 2 * SECONDS_OF_A_LOOK or now - self._published_at > SECONDS_TO_PUBLISH:
-            self._beats.clear()  # this rank did not look, or its storage is slow and may hide what the others wrote
+        if now - self._looked_at > 2 * SECONDS_OF_A_LOOK:
+            self._seen.clear()  # this rank did not look
         self._looked_at = now
-        if text := self._failure():
-            if not self._stop.wait(SECONDS_FOR_BLAME / 2):
-                self._end(text, "", None)
-            return
-        for peer in sorted(self._next):
-            self._look_at(peer)
-
-    def _look_at(self, peer: int) -> None:
-        place, now = read_place(self._folder / f"rank{peer}"), self._time
-        beat = place.beat if place else -1
-        if peer not in self._beats or beat != self._beats[peer][0]:
-            self._beats[peer] = beat, now
-            return
-        silent, is_here = now - self._beats[peer][1], self._hosts[peer] == socket.gethostname()
-        if place is None:
-            is_gone = silent > SECONDS_OF_SILENCE and (self._folder / f"rank{self._rank}").exists()
-        elif place.phase == "end":
-            is_gone = self._clock.phase in STEP_PHASES  # otherwise this rank may only be the last to finish
-        elif is_here:
-            state = state_of(place.pid)
-            is_gone = state in GONE
-            is_asked = now - self._asked_at > SECONDS_TO_STOP
-            if state in SUSPENDED and (is_asked or silent > self._hang_timeout):
-                self._end_for_stopped(silent, STOPPED if is_asked else f"hang_timeout={self._hang_timeout:g}")
+        places = self._read(sorted(self._next))
+        if places is None:
+            self._look_at_the_store(self._time - self._silent_at)
+        elif self._failure:
+            self._wait(SECONDS_FOR_BLAME / 2)
+            if not self._stop.is_set():
+                self._ending.end(self._failure["text"], None)
         else:
-            # a rank that loads its data with the GIL held does not beat
-            longest = max(SECONDS_OF_SILENCE, self._hang_timeout * (place.phase == "start"))
-            is_gone = silent > longest or has_reported(self._folder / f"ended-{self._hosts[peer]}", place.pid)
-        if is_gone:
-            self._lose(peer)
+            for peer, place in places.items():
+                self._look_at(peer, place)
 
-    def _end_for_stopped(self, silent: float, reason: str) -> None:
-        """End the run if ranks are stopped, also in a phase in which they may take any time."""
-        places, standing, _ = look_twice(self._folder, self._hosts, self._beat)
-        if standing:
-            text, hanging = verdict(places, standing, self._hosts, silent)
-            self._end(f"{text} ({reason})", self._stacks(), hanging)
+    def _look_at(self, peer: int, place: Place) -> None:
+        if peer not in self._seen or place.beat != self._seen[peer][0]:
+            self._seen[peer] = place.beat, self._time
+            return
+        silent = self._time - self._seen[peer][1]
+        if place.phase == "end":
+            if self._clock.phase in STEP_PHASES:  # otherwise this rank may only be the last to finish
+                self._lose(peer)
+        elif self._hosts[peer] == self._hosts[self._rank]:
+            state = state_of(place.pid)
+            if state in GONE:
+                self._lose(peer)
+            elif state in SUSPENDED and (reason := self._reason(silent)):
+                looked = self._look_twice(range(len(self._hosts)))
+                if looked and looked[1]:
+                    self._end(looked[0], looked[1], silent, reason)
+        elif silent > max(SECONDS_OF_SILENCE, self._hang_timeout * (place.phase == "start")):
+            self._lose(peer)  # at the start a rank may hold the GIL for long
+
+    def _reason(self, silent: float) -> str:
+        """Why the run is ended for a rank that is stopped; empty if it is not."""
+        if self._time - self._asked_at > SECONDS_TO_STOP:
+            return STOPPED
+        return f"hang_timeout={self._hang_timeout:g}" if silent > self._hang_timeout else ""
 
     def _dump_stacks(self) -> None:
         """Call only if the loop hangs: dumping the stacks of running threads (gloo's) can crash the process."""
-        with contextlib.suppress(OSError), (self._folder / f"stack{self._rank}").open("w") as file:
+        with suppress(OSError, dist.DistError), tempfile.TemporaryFile() as file:
             faulthandler.dump_traceback(file)
+            file.seek(0)
+            self._stack = file.read().decode()
+            if self._beats:
+                self._beats.set_stack(self._stack)
 
     def _look(self, standing: float, is_end: bool, reason: str = "") -> bool:
         """Report or end, or leave it to a lower rank. Returns False if some rank may still make progress."""
-        is_moving = self._lower_rank_moves()
-        if is_moving is not None:
-            if is_end and not is_moving and reason == STOPPED:  # no signal may have reached the lower rank
-                time.sleep(SECONDS_FOR_BLAME)
-                self._end(f"no progress for {standing:.0f} s ({reason})", "", None)
-            return not is_end
-        places, standing_ranks, is_moving = look_twice(self._folder, self._hosts, self._beat)
-        if is_moving or (is_end and self._time - self._published_at > SECONDS_TO_PUBLISH):
+        text = f"no progress for {standing:.0f} s ({reason})"
+        for ranks in (range(1), range(len(self._hosts)))[self._rank == 0 :]:  # most ranks read one place
+            looked = self._look_twice(ranks)
+            if looked is None:  # the store does not answer
+                if reason == STOPPED:
+                    self._ending.end(text, None)
+                return False
+            places, still, is_moving = looked
+            if any(self._rank > rank not in still and place.phase not in UNJUDGED for rank, place in places.items()):
+                if is_end and not is_moving and reason == STOPPED:  # no signal may have reached the lower rank
+                    self._wait(SECONDS_FOR_BLAME)
+                    self._ending.end(text, None)
+                return not is_end
+        if is_moving:
             return False
-        text, hanging = verdict(places, standing_ranks, self._hosts, standing)
         if is_end:
-            self._end(f"{text} ({reason})", self._stacks(), hanging)
+            self._end(places, still, standing, reason)
         else:
-            self._report(text, self._stacks())
+            self._ending.report(verdict(places, still, self._hosts, standing)[0], self._stacks())
         return True
 
-    def _lower_rank_moves(self) -> bool | None:
-        """Whether a lower live rank makes progress; None if there is none. Reads rank 0, then up to 15, 255, ..."""
-        first, end = 0, 1
-        while first < self._rank:
-            ranks = range(first, min(end, self._rank))
-            places, standing, is_moving = look_twice(self._folder, self._hosts, self._beat, ranks)
-            if any(rank not in standing and places[rank].phase not in UNJUDGED for rank in ranks):
-                return is_moving
-            first, end = end, 16 * end
-        return None
+    def _end(self, places: dict[int, Place], still: set[int], standing: float, reason: str) -> None:
+        text, hanging = verdict(places, still, self._hosts, standing)
+        self._ending.end(f"{text} ({reason})", hanging, self._stacks())
+
+    def _look_twice(self, ranks: range) -> tuple[dict[int, Place], set[int], bool] | None:
+        """The places of these ranks, those whose beat has stopped, and whether any counter moves. None: no answer."""
+        before = self._read(ranks)
+        self._wait(SECONDS_OF_A_LOOK)
+        after = self._read(ranks)
+        if before is None or after is None:
+            return None
+        still = {rank for rank in after if after[rank].beat == before[rank].beat and after[rank].phase != "end"}
+        return after, still, any(after[rank].counter != before[rank].counter for rank in after)
 
     def _stacks(self) -> str:
-        found = []
-        for rank, host in enumerate(self._hosts):
-            try:
-                stack = (self._folder / f"stack{rank}").read_text()
-            except OSError:
-                stack = "wrote no stack"
-            found.append(f"--- rank {rank} on {host}\n{stack}".rstrip())
-        return "\n".join(found)
-
-
-def has_reported(file: Path, pid: int) -> bool:
-    """Whether the launcher of another host has written to the file that this process of it has ended."""
-    with contextlib.suppress(OSError):
-        return str(pid) in file.read_text().split()
-    return False
+        stacks = self._beats and self._ask(lambda: self._beats.stacks(len(self._hosts)))
+        found = enumerate(stacks) if stacks else [(self._rank, self._stack)]
+        return "\n".join(f"--- rank {rank} on {self._hosts[rank]}\n{stack}".rstrip() for rank, stack in found)
 
 
 def state_of(pid: int) -> str:
@@ -279,49 +375,22 @@ def state_of(pid: int) -> str:
         return ""
 
 
-def look_twice(
-    folder: Path, hosts: tuple[str, ...], meanwhile: Callable[[], None] = lambda: None, ranks: range | None = None
-) -> tuple[list[Place | None], set[int], bool]:
-    """All ranks' places, the ranks whose beat has stopped, and whether any counter moves. `ranks`: of these only.
-
-    All files are read twice, 1.5 s apart; those of ranks on other hosts without a new beat once more, after 4 s.
-    """
-    unseen, seen_s = ranks or range(len(hosts)), 0.0
-    before = [read_place(folder / f"rank{rank}") if rank in unseen else None for rank in range(len(hosts))]
-    after = list(before)
-    for seconds in (SECONDS_OF_A_LOOK, SECONDS_OF_A_LONG_LOOK):
-        while unseen and seen_s < seconds:  # counted, since this process may be suspended
-            time.sleep(SECONDS_BETWEEN_BEATS / 2)
-            seen_s += SECONDS_BETWEEN_BEATS / 2
-            meanwhile()
-        for rank in unseen:
-            after[rank] = read_place(folder / f"rank{rank}")
-        elsewhere = [rank for rank in unseen if hosts[rank] != socket.gethostname() and before[rank] and after[rank]]
-        unseen = [rank for rank in elsewhere if before[rank].beat == after[rank].beat and after[rank].phase != "end"]
-    pairs = list(zip(before, after, strict=True))
-    standing = {
-        rank
-        for rank, (old, new) in enumerate(pairs)
-        if new is None or (old is not None and new.beat == old.beat and new.phase != "end")
-    }
-    return after, standing, any(old and new and old.counter != new.counter for old, new in pairs)
-
-
-def verdict(places: list[Place | None], standing: set[int], hosts: tuple[str, ...], seconds: float) -> tuple[str, int]:
+def verdict(places: dict[int, Place], still: set[int], hosts: tuple[str, ...], seconds: float) -> tuple[str, int]:
     """One sentence on what blocks the ranks, and the first rank that does.
 
     Args:
-        standing: ranks whose beat has stopped.
+        places: of the ranks, as far as they are known.
+        still: ranks whose beat has stopped.
     """
-    known = [(place.step, PHASES.index(place.phase), rank) for rank, place in enumerate(places) if place]
-    if standing:
-        hanging = min(standing)
+    if still:
+        hanging = min(still)
         named = [
             f"rank {rank} on {hosts[rank]} was stopped, killed or cut off"
-            + (f" in {place.phase} of step {place.step} (process {place.pid})" if (place := places[rank]) else "")
-            for rank in sorted(standing)
+            + (f", last seen in {at.phase} of step {at.step} (process {at.pid})" if (at := places.get(rank)) else "")
+            for rank in sorted(still)
         ]
     else:
+        known = [(place.step, PHASES.index(place.phase), rank) for rank, place in places.items()]
         step, phase, _ = min(known)
         last = [rank for each, other, rank in known if (each, other) == (step, phase)]
         hanging, where = last[0], f"in {PHASES[phase]} of step {step}"

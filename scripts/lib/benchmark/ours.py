@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import time
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import train
@@ -14,8 +15,7 @@ from ddp_utils import DistributedContext
 from utils.clock import Clock
 from utils.logger import setup_logger
 from utils.report.goodput import Goodput
-from utils.run.failures import start_watchdog
-from utils.run.resume import open_run
+from utils.run.failures import open_run
 from utils.signals import StopSignals
 
 EPOCHS = 1000  # of the schedule; fewer are measured
@@ -40,15 +40,15 @@ class Ours:
         config = dataclasses.replace(config, **own)
         if steps:
             config = dataclasses.replace(config, dataset_size=self.samples, epochs=EPOCHS, max_steps=0, max_time=0.0)
-        self._run = open_run(config, ctx)
+        clock = Clock(ctx.device)
+        self._ends = ExitStack()
+        self._run = self._ends.enter_context(open_run(config, ctx, clock))
         logger = setup_logger(ctx.rank, self._run.log_file)
         self._nowhere = open(os.devnull, "w")  # closed with the run
         for handler in logger.handlers:
             if isinstance(handler, logging.StreamHandler):
                 handler.setStream(self._nowhere)
-        clock = Clock(self._run.watch_folder / f"rank{ctx.rank}", ctx.device)
-        goodput = Goodput(self._run, clock, time.perf_counter())
-        self._watchdog = start_watchdog(self._run, config, ctx, logger, clock, goodput.write)
+        goodput = self._ends.enter_context(closing(Goodput(self._run, clock, time.perf_counter())))
         self.training = train.assemble(config, ctx, self._run, logger, clock, goodput, StopSignals())
         self.config, self.state = self.training.config, self.training.state
         self.model, self.loader = self.training.model, self.training.loader
@@ -66,7 +66,6 @@ class Ours:
         self.training.checkpoints.finish()
         self.training.checkpoints.close()
         self.loader.close()
-        self._watchdog.close()
-        self._run.close()
+        self._ends.close()
         logging.getLogger("ddp").handlers.clear()
         self._nowhere.close()

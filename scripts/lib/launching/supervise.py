@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -61,6 +62,9 @@ class Launch:
                     signal.signal(number, self._on_signal)
             if self._env.pop("LAUNCH_OVER_SSH", ""):
                 threading.Thread(target=forward_signals, daemon=True).start()
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            with suppress(ValueError, OSError):  # torchrun hosts the store: three connections of each rank
+                resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             self._env["TORCHELASTIC_ERROR_FILE"] = str(Path(folder, "error.json"))  # of the first rank that fails
             for attempt in range(1, attempts + 1):
                 code = self._attempt(attempt == 1)
@@ -88,15 +92,10 @@ class Launch:
         self._child = start(plan.command, env=self._env)
         if self._signals:  # one arrived while torchrun was being started
             self._child.terminate()
-        ranks: set[int] = set()
         if plan.nodes.most > 1:
             seconds = ORPHANED_AFTER_S[plan.nodes.backend]
-            threading.Thread(target=end_orphan, args=(self._child, seconds, ranks), daemon=True).start()
+            threading.Thread(target=end_orphan, args=(self._child, seconds), daemon=True).start()
         code = self._child.wait()
-        if code and ranks:  # the ranks of other nodes may wait for them without an error
-            with suppress(OSError):
-                file = plan.run_folder / "watch" / f"ended-{socket.gethostname()}"
-                file.write_text(" ".join(map(str, ranks)))
         self._child = None
         if self._signals and code == -signal.SIGTERM:  # torchrun was still starting
             raise Stopped
@@ -105,15 +104,11 @@ class Launch:
         return code if code >= 0 else 128 - code
 
 
-def end_orphan(torchrun: subprocess.Popen, seconds: float, ranks: set[int]) -> None:
-    """End a torchrun that keeps running after its ranks have exited: the other nodes and the store are gone.
-
-    ranks: gets the process ids of all ranks.
-    """
+def end_orphan(torchrun: subprocess.Popen, seconds: float) -> None:
+    """End a torchrun that keeps running after its ranks have exited: the other nodes and the store are gone."""
     seen, had_ranks = time.monotonic(), False
     while torchrun.poll() is None:
-        if found := children_of(torchrun.pid):
-            ranks.update(found)
+        if children_of(torchrun.pid):
             seen, had_ranks = time.monotonic(), True
         if had_ranks and time.monotonic() - seen > seconds:
             say(f"ending torchrun: its ranks exited {seconds} s ago, and the other nodes are gone")

@@ -1,0 +1,114 @@
+"""What the ranks of a launch tell each other through the process group's store, apart from collectives.
+
+Each rank sets its place twice a second. `set` returns at once, even if the process that hosts the store is stopped;
+reading then hangs, longer than any timeout, and blocks all calls on its connection. So each rank has one connection to
+set and one to read, and reads in a thread of its own. The keys are below a random word of the launch, because torchrun
+may keep a store for the next attempt.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+NOTHING = "-"
+
+
+class Place(NamedTuple):
+    """The position of a rank."""
+
+    beat: int  # of the thread that watches
+    counter: int  # number of phases entered
+    step: int  # the current optimizer step, from 1
+    phase: str
+    pid: int
+
+
+class Beats:
+    """The places of all ranks, the stacks of those that hang, and the first failure.
+
+    Args:
+        store: empty, and the same on all ranks.
+        address: HOST:PORT of the process that hosts the store.
+        is_of_rank_0: rank 0 hosts the store; else torchrun's agent on its node does.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, pid: int, address: str, is_of_rank_0: bool) -> None:
+        self._rank, self._address, self.is_of_rank_0 = rank, address, is_of_rank_0
+        self._setting, self._reading = store.clone(), store.clone()
+        self._calls: queue.SimpleQueue[tuple[Future, Callable] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.set(Place(0, 0, 0, "start", pid))
+        self.set_stack("wrote no stack")
+        if rank == 0:
+            self._setting.set("failure", NOTHING)
+
+    def set(self, place: Place) -> None:
+        """Returns at once. Raises dist.DistNetworkError if the process that hosts the store is gone."""
+        self._setting.set(str(self._rank), " ".join(map(str, place)))
+
+    def set_stack(self, text: str) -> None:
+        self._setting.set(f"stack {self._rank}", text)
+
+    def ask(self, call: Callable[[], T]) -> Future[T]:
+        """The result of one of the calls below, which may hang; it is made in another thread, after earlier ones."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, daemon=True)
+            self._thread.start()
+        future: Future[T] = Future()
+        self._calls.put((future, call))
+        return future
+
+    def _work(self) -> None:
+        while item := self._calls.get():
+            future, call = item
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def close(self) -> None:
+        """Let the thread end, unless it hangs."""
+        self._calls.put(None)
+        self._thread = None
+
+    def read(self, ranks: Iterable[int]) -> tuple[dict[int, Place], dict[str, Any]]:
+        """The places of these ranks, and the first failure as given to `report`, or nothing."""
+        *places, failure = self._get([*map(str, ranks), "failure"])
+        words = [text.split() for text in places]
+        found = (Place(*map(int, (beat, counter, step)), phase, int(pid)) for beat, counter, step, phase, pid in words)
+        return dict(zip(ranks, found, strict=True)), {} if failure == NOTHING else json.loads(failure)
+
+    def stacks(self, ranks: int) -> list[str]:
+        """Of the first `ranks` ranks."""
+        return self._get([f"stack {rank}" for rank in range(ranks)])
+
+    def report(self, failure: dict[str, Any]) -> None:
+        """Report a failure of this rank or of a lost one. The first one counts."""
+        self._reading.compare_set("failure", NOTHING, json.dumps(failure))
+
+    def _get(self, keys: list[str]) -> list[str]:
+        return [value.decode() for value in self._reading.multi_get(keys)]
+
+    def probe(self) -> Future[bool]:
+        """Whether the kernel of the store's host answers: the process that hosts the store is at most stopped."""
+        host, _, port = self._address.rpartition(":")
+        found: Future[bool] = Future()
+
+        def connect() -> None:
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), 10).close()
+                found.set_result(True)
+            except OSError:
+                found.set_result(False)
+
+        threading.Thread(target=connect, daemon=True).start()
+        return found
