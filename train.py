@@ -73,6 +73,7 @@ from utils.training.precision import Precision
 from utils.training.seams import Seams
 from utils.training.sharding import build_sharded
 from utils.training.state import Progress, TrainState
+from utils.training.unsaved import KEY, complete, digests, left_out
 
 
 @record
@@ -175,6 +176,7 @@ def assemble(
     verified = verification(task_of(state.model, kind_of(train_set)), config)
     origin = collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit, verified)
     origin |= describe(train_set) | sets.content | {"global_batch_size": sampler.global_batch_size}
+    origin |= {KEY: state.unsaved} if state.unsaved else {}
     origin |= {"cpu_threads": torch.get_num_threads(), "precision": state.precision.name}
     differences, saved_goodput = resume_run(run, state, config, origin, sampler, "test" in held_out, ctx, sets.listing)
     if folder := ctx.launch.flight_recorder and Path(ctx.launch.flight_recorder).parent:
@@ -333,7 +335,7 @@ def test_best(training: Training) -> list[dict[str, Any]]:
     began = time.perf_counter()
     if broadcast_json(best.exists(), training.ctx):
         payload = load_checkpoint(best, training.ctx, training.state.layouts())
-        training.state.load_model({"model": (kind == "ema" and payload["ema"]) or payload["model"]})
+        training.state.load_model(payload, kind if payload[kind] else "model")
         context, progress = nullcontext(), progress_of(payload)
     else:
         context = training.weights()[kind]
@@ -382,7 +384,7 @@ def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, 
         found, common = [], (split, loader, seams.compute_loss, progress, state.precision, ctx, logger)
         for kind, values in weights.items():
             if values:
-                on_all_ranks(lambda values=values: state.load_model({"model": values}), ctx)
+                on_all_ranks(lambda kind=kind: state.load_model(payload, kind), ctx)
             found += evaluate_all(state.model, {kind: nullcontext()}, *common, summary=seams.summary)
         log_epoch_summary(logger, found, time.perf_counter() - began, is_best=False)
         records += found
@@ -405,7 +407,9 @@ def create_state(seams: Seams, config: TrainingConfig, ctx: DistributedContext, 
         if config.init_from and not is_resumed and device.type != "meta":
             own = seams.initial_weights
             weights = own(config) if own else load_weights(Path(config.init_from))
-            take_weights(model, weights, config.init_from, must_be_whole=config.eval_only)
+            given = left_out(model, seams.is_saved)
+            weights = complete(weights, {}, model, digests(given), config.init_from)
+            take_weights(model, weights, config.init_from, must_be_whole=config.eval_only, given=given)
         if config.activation_checkpointing:
             checkpoint_blocks(model, seams.blocks(model))
         return model

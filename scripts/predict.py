@@ -76,8 +76,7 @@ def run(options: argparse.Namespace, config: TrainingConfig, out: Path, ctx: Dis
     state = on_all_ranks(lambda: train.create_state(seams, sets.config, ctx, is_resumed=True), ctx)
     payload = load_checkpoint(options.checkpoint, ctx, state.layouts())
     on_all_ranks(lambda: check(options, payload, out), ctx)
-    weights = {"model": payload["ema"] if options.ema else payload["model"]}
-    on_all_ranks(lambda: state.load_model(weights), ctx)
+    on_all_ranks(lambda: state.load_model(payload, "ema" if options.ema else "model"), ctx)
     loader = create_evaluation_dataloader(dataset, sets.config, ctx)
 
     def progress(step: int) -> None:

@@ -84,6 +84,7 @@ class Seams:
     predict: Callable[[nn.Module, Any], dict[str, Tensor]] = predict
     example_inputs: Callable[[Any], tuple] = example_inputs
     summarize: Callable[[dict[str, Any]], dict[str, float]] | None = None  # metrics of what `predict` gave for a set
+    is_saved: Callable[[str], bool] | None = None  # (name of a parameter): False leaves a frozen one out of checkpoints
     progress: StepView | None = None  # None: no function asks for it
 
     @property

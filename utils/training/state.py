@@ -23,6 +23,7 @@ from utils.training.precision import Precision
 from utils.training.seams import Seams
 from utils.training.sharding import check_elementwise, unscale
 from utils.training.step_sums import StepSums
+from utils.training.unsaved import KEY, complete, digests, left_out
 
 
 @dataclass
@@ -89,6 +90,7 @@ class TrainState:
         self.average = WeightAverage(model, config.ema_decay) if config.ema_decay else None
         if sparse := [name for name, module in model.named_modules() if getattr(module, "sparse", None) is True]:
             raise UserError(f"model: {sparse[0]} has sparse gradients, which are not supported; set sparse=False")
+        self.unsaved = digests(left_out(model, seams.is_saved))  # of what checkpoints leave out, by name
         names = {p: name for name, p in model.named_parameters()}
         groups = checked_groups(seams.param_groups(model, config), names)
         self._shard_group = group_of(list(names))
@@ -321,12 +323,15 @@ class TrainState:
     def state_dict(self) -> dict[str, Any]:
         """The training state for a checkpoint. Tensors are not copied."""
         return {
-            "model": self.model.state_dict(),
-            "ema": self.average.state_dict() if self.average else {},
+            "model": self._saved_of(self.model.state_dict()),
+            "ema": self._saved_of(self.average.state_dict()) if self.average else {},
             "optimizer": optimizer_state(self.optimizer, self._names, self.owners),
             "scaler": self.scaler.state_dict(),
             "progress": dataclasses.asdict(self.progress) | {"interval": self.interval.state()},
         }
+
+    def _saved_of(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in state.items() if name not in self.unsaved} if self.unsaved else state
 
     def load_state_dict(self, payload: dict[str, Any]) -> None:
         """Load the state of a checkpoint; learning rate, decay and the like are those of the config.
@@ -351,7 +356,7 @@ class TrainState:
         self.load_model(payload)
         load_optimizer(self.optimizer, payload["optimizer"], self._names, self.owners)
         if self.average:
-            self.average.load_state_dict(payload["ema"] or payload["model"])
+            self.average.load_state_dict(self._complete(payload["ema"] or payload["model"], payload))
         if self.scaler.is_enabled() and payload["scaler"]:
             self.scaler.load_state_dict(payload["scaler"])
         progress = dict(payload["progress"])
@@ -362,12 +367,15 @@ class TrainState:
             skipped = self.progress.skipped_steps + self.progress.overflow_steps
             self.average.continue_from(self.progress.step - skipped)
 
-    def load_model(self, payload: dict[str, Any]) -> None:
+    def _complete(self, weights: dict[str, Any], payload: dict[str, Any]) -> dict[str, Any]:
+        saved = payload.get("provenance", {}).get(KEY, {})
+        return complete(weights, saved, self.model, self.unsaved, "the checkpoint")
+
+    def load_model(self, payload: dict[str, Any], kind: str = "model") -> None:
+        """Load the weights of a checkpoint. kind: "model", or "ema" for the averaged ones. Raises UserError."""
+        weights, likes = self._complete(payload[kind], payload), self.layouts()
         try:
-            likes = self.layouts()
-            self.model.load_state_dict(
-                {name: shard_of(each, likes.get(name)) for name, each in payload["model"].items()}
-            )
+            self.model.load_state_dict({name: shard_of(each, likes.get(name)) for name, each in weights.items()})
         except RuntimeError as error:
             raise UserError(f"the checkpoint's model does not fit ({error}); give the model it was made with") from None
         self.sums.running_stats.reload()
