@@ -135,7 +135,7 @@ class MetricTracker:
         places = [place for pair in self._places.values() for place in pair]
         parts = self.values.cpu()[: sum(place.numel() for place in places)].split([place.numel() for place in places])
         found = [part.view(place.shape) for part, place in zip(parts, places, strict=True)]
-        means = {}
+        means: dict[str, float] = {}
         for name, total, count in zip(self._places, found[::2], found[1::2], strict=True):
             quotient = torch.where(count == 0, math.nan, total / count)
             means |= _reported(name, quotient, self._finish.get(name))

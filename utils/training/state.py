@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig, UserError, unless_auto
 from utils.data.sampler import GlobalBatch, GlobalBatchSampler
 from utils.distributed.consensus import is_every
 from utils.distributed.dtensor import device_of, group_of, is_sharded, local, norm_over, shard_of
@@ -128,7 +128,7 @@ class TrainState:
         self._divisors: list[torch.Tensor] = []  # one per step: 0 if the loss counted nothing
         self._losses: list[torch.Tensor] = []  # with float16: the summed loss of each step
         self._loss_scale, self._first_count = torch.ones((), device=device), 1.0
-        scalar = {"dtype": torch.float32, "device": device}  # as found_inf must be, even with float64
+        scalar: dict[str, Any] = {"dtype": torch.float32, "device": device}  # as found_inf must be, even with float64
         self._is_offloaded = self._parameters[0].device != device  # the optimizer's tensors
         self._zero, self._one = torch.zeros((), **scalar), torch.ones((), **scalar)
         self._steps: list[SkippedStep] = []  # a record of each step, used if it was skipped
@@ -152,7 +152,7 @@ class TrainState:
         total = progress.step + sampler.steps_left(progress.epoch, progress.samples_in_epoch, epochs)
         self.total_steps = int(min(total, steps))
         by_epochs = round(config.warmup_epochs * sampler.steps_per_epoch)
-        self._warmup_steps = by_epochs if config.warmup_steps == "auto" else config.warmup_steps
+        self._warmup_steps = unless_auto(config.warmup_steps, by_epochs)
         self._samples_per_epoch = sampler.samples_per_epoch
 
     def show(self, progress: Progress, total_steps: int = 0) -> None:
