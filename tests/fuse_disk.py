@@ -1,6 +1,7 @@
 """A file system that passes everything on to a folder, and hangs or is slow: fuse_disk.py FOLDER MOUNT BYTES_PER_SECOND
 
-While a file "hang-CALL" (write, fsync, rename) exists next to FOLDER, that call does not return for step 20's files.
+While a file "hang-CALL" (write, fsync, rename) exists next to FOLDER, that call does not return for step 20's files;
+while a file "stall" exists, no call returns.
 """
 
 import errno
@@ -26,7 +27,8 @@ def serve(folder: Path, mount: str, bytes_per_second: float) -> None:
         def __call__(self, name, path, *args):
             if not hasattr(self, name):
                 raise FuseOSError(errno.EFAULT)
-            while "step_00000020" in path and (folder.parent / f"hang-{name}").exists():
+            hangs = folder.parent / f"hang-{name}", folder.parent / "stall"
+            while hangs[1].exists() or ("step_00000020" in path and hangs[0].exists()):
                 time.sleep(0.05)
             return getattr(self, name)(str(folder) + path, *args)
 

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from typing import NoReturn
@@ -15,6 +16,8 @@ from typing import NoReturn
 from config import TrainingConfig, UserError
 from utils.distributed.context import Launch, read_launch
 from utils.signals import end_workers
+
+SECONDS_TO_FLUSH = 5.0
 
 
 def check_command_line() -> None:
@@ -65,7 +68,13 @@ def report_to_torchrun(message: str, shown: str, launch: Launch) -> None:
 def end_now(code: int) -> NoReturn:
     """End this process without waiting for its threads."""
     end_workers()
+    flush = threading.Thread(target=_flush, daemon=True)
+    flush.start()
+    flush.join(SECONDS_TO_FLUSH)  # the log may be on storage that hangs
+    os._exit(code)
+
+
+def _flush() -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)

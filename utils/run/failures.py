@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -122,35 +122,41 @@ def watched(folder: Path, config: TrainingConfig, ctx: DistributedContext, clock
 
 
 class Ending:
-    """Ends this process if ranks hang or are gone: called by the watchdog's thread."""
+    """Ends this process if ranks hang or are gone: called by the watchdog's thread, which must not wait for storage
+    that stalls while this process is alive: other hosts would miss its beats.
+    """
 
     def __init__(self, folder: Path, ctx: DistributedContext, clock: Clock) -> None:
         self.run: Run | None = None  # once it is claimed
         self._folder, self._ctx, self._clock, self._logger = folder, ctx, clock, logging.getLogger(NAME)
 
-    def warn(self, text: str) -> None:
-        self._logger.warning("%s", text)
+    def _write(self, action: Callable[[], object], seconds: float = SECONDS_TO_WRITE) -> None:
+        """Run it in a thread, and wait at most this long for it."""
+        with suppress(OSError, TrainingError, TimeoutError):
+            within(seconds, action)
 
-    def report(self, text: str, stacks: str) -> Path:
-        """A rank hangs: write the stacks to a file and log it."""
+    def warn(self, text: str) -> None:
+        self._write(lambda: self._logger.warning("%s", text), seconds=0.0)
+
+    def report(self, text: str, stacks: str, seconds: float = 0.0) -> Path:
+        """A rank hangs: log it, and write the stacks to a file; wait at most this long."""
         file = self._folder / f"hang-{time.strftime('%Y%m%dT%H%M%S')}.txt"
 
         def write() -> None:
+            self._logger.error("%s; the stacks of all ranks: %s", text, file)
+            self._logger.debug("%s", stacks)
             if self._folder.is_dir():  # else the file would be below a mount point
                 file.write_text(f"{text}\n{stacks}\n", encoding="utf-8")
 
-        with suppress(OSError, TimeoutError):  # the storage may hang
-            within(SECONDS_TO_WRITE, write)
-        self._logger.error("%s; the stacks of all ranks: %s", text, file)
-        self._logger.debug("%s", stacks)
+        self._write(write, seconds)
         return file
 
     def end(self, text: str, hanging: int | None, stacks: str = "") -> None:
         """End this process because a rank hangs. hanging: that rank; None if another rank reports it."""
         if hanging is None:
-            self._logger.info("this rank ends: %s", text)
+            self._write(lambda: self._logger.info("this rank ends: %s", text))
             end_now(1)
-        remedy = f"fix what the stacks in {self.report(text, stacks)} show, then --resume_from auto"
+        remedy = f"fix what the stacks in {self.report(text, stacks, SECONDS_TO_WRITE)} show, then --resume_from auto"
         self._end_with(TrainingError(f"{text}; {remedy}", hanging, self._ctx.hosts[hanging]), f"{stacks}\n")
 
     def lose(self, error: TrainingError) -> None:
@@ -161,15 +167,15 @@ class Ending:
                 status = within(SECONDS_TO_WRITE, lambda: read_json(run.folder / "status.json"))
                 if status.get("state") == "failed":
                     self.end(str(status.get("error")), None)
-        self._logger.error("%s", error)
+        self._write(lambda: self._logger.error("%s", error))
         self._end_with(error)
 
     def preempt(self) -> None:
         """End this process, which does not end after a stop signal before the first step."""
-        self._logger.info("no progress after a stop signal; this rank ends before the first step, so nothing is lost")
+        text = "no progress after a stop signal; this rank ends before the first step, so nothing is lost"
+        self._write(lambda: self._logger.info(text))
         if run := self.run:
-            with suppress(OSError, TrainingError, TimeoutError):
-                within(SECONDS_TO_WRITE, lambda: run.status("preempted"))
+            self._write(lambda: run.status("preempted"))
         if self._ctx.launch.is_under_torchrun:
             os.kill(os.getppid(), signal.SIGTERM)  # else it would wait for ranks that do not end, or restart them
         end_now(0 if self._ctx.launch.is_under_torchrun else PREEMPTED)
@@ -190,12 +196,11 @@ class Ending:
         self.announce(error, is_lost=True)
 
         def write() -> None:
+            report_to_torchrun(f"TrainingError: {error}", f"{stacks}TrainingError: {error}", self._ctx.launch)
             if self.run:
                 self.run.failed(error, self._clock.completed)
 
-        with suppress(OSError, TimeoutError):
-            within(SECONDS_TO_WRITE, write)
-        report_to_torchrun(f"TrainingError: {error}", f"{stacks}TrainingError: {error}", self._ctx.launch)
+        self._write(write)
         end_now(1)
 
 
