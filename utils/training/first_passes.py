@@ -15,7 +15,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
 
 from config import TrainingConfig, UserError
 from utils.data.loader import GlobalBatchLoader
@@ -69,7 +68,7 @@ def first_passes(
         ctx,
     )
     if config.compile != "off":
-        on_all_ranks(lambda: compile_all_sizes(model, state, loader, held_out, seams, config, ctx.is_main), ctx)
+        on_all_ranks(lambda: compile_all_sizes(model, state, loader, held_out, seams, config), ctx)
     return names[0] if names else []
 
 
@@ -117,24 +116,44 @@ def compile_all_sizes(
     held_out: dict[str, GlobalBatchLoader],
     seams: Seams,
     config: TrainingConfig,
-    is_main: bool,
 ) -> None:
-    """Compile the model in passes with every batch size of the run.
+    """Compile the model in passes with every batch size of the run. Raises UserError if torch compiles nothing.
 
     Two passes each: CUDA graphs are recorded in the second. The passes before were not compiled, so the gradients are
     in memory of DDP or their own, where `TrainState.drop_gradients` leaves them, and not in the memory of a graph.
     """
-    compiling = Compiling(state.model, config, is_main)
-    sizes = {"training": sizes_of(loader), "evaluation": []}
+    import torch._dynamo  # takes seconds
+
+    logger, began = logging.getLogger(NAME), perf_counter()
+    evaluation = dict.fromkeys(size for each in held_out.values() for size in sizes_of(each))
+    sizes = {"training": sizes_of(loader), "evaluation": [*evaluation]}
+    shown = ", ".join(f"{' and '.join(map(str, each))} in {name}" for name, each in sizes.items() if each)
+    logger.info("compiling (%s) for batches of %s", config.compile, shown)
+    torch.compiler.reset()  # drops the code of an earlier run in this process
+    # graphs are split at DDP's buckets, so that these overlap; torch cannot split recomputed blocks, tiny buckets, or
+    # alike on any number of ranks
+    is_split = config.reduction == "fast" and not config.activation_checkpointing
+    torch._dynamo.config.optimize_ddp = is_split and not 0 < config.bucket_cap_mb < 1
+    counters = torch._dynamo.utils.counters
+    compiled, skipped = counters["stats"]["unique_graphs"], counters["inductor"]["cudagraph_skips"]
+    state.model.compile(mode=config.compile, dynamic=False)
     for size in sizes["training"]:
         train_twice(model, loader.fetch(list(range(size)))[2], state, seams.compute_loss)
     for each in held_out.values():
         for size in sizes_of(each):
-            sizes["evaluation"] += [size] if size not in sizes["evaluation"] else []
             for _ in range(2):
                 batch = each.fetch(list(range(size)))[2]
                 evaluate_once(batch, state, seams.compute_loss, seams.summary, (size, size))
-    compiling.finish(sizes)
+    if counters["stats"]["unique_graphs"] == compiled:
+        raise UserError(
+            f"compile={config.compile}: torch {torch.__version__} found nothing to compile, as in a bare nn.Sequential;"
+            " give the model a class with a forward method, or use --compile off"
+        )
+    logger.info("compiled in %.1f s", perf_counter() - began)
+    skipped = counters["inductor"]["cudagraph_skips"] - skipped
+    if config.compile == "reduce-overhead" and skipped:
+        text = "reduce-overhead: %s run without CUDA graphs (TORCH_LOGS=cudagraphs shows why)"
+        logger.warning(text, count(skipped, "compiled part"))
 
 
 def sizes_of(loader: GlobalBatchLoader) -> list[int]:
@@ -161,49 +180,3 @@ def check_compiler(mode: str, device: torch.device, named: str) -> None:
         missing = "triton"
     if missing:
         raise UserError(f"compile={mode}: needs {missing}, which is missing; install it, or use --compile off")
-
-
-class Compiling:
-    """Makes the next calls of the model compile it. Create it on all ranks."""
-
-    def __init__(self, model: nn.Module, config: TrainingConfig, is_main: bool) -> None:
-        import torch._dynamo  # takes seconds
-
-        torch.compiler.reset()  # drops the code and listeners of an earlier run in this process
-        # graphs are split at DDP's buckets, so that these overlap; torch cannot split recomputed blocks, tiny buckets,
-        # or alike on any number of ranks
-        is_split = config.reduction == "fast" and not config.activation_checkpointing
-        torch._dynamo.config.optimize_ddp = is_split and not 0 < config.bucket_cap_mb < 1
-        self._mode, self._seconds, self._began, self._warns = config.compile, 0.0, 0.0, False
-        self._counters = torch._dynamo.utils.counters["inductor"]
-        self._skipped_before = self._counters["cudagraph_skips"]
-        self._level = logging.WARNING if is_main else logging.INFO
-        torch._dynamo.on_compile_start(self._start)
-        torch._dynamo.on_compile_end(self._end)
-        model.compile(mode=config.compile, dynamic=False)
-
-    def finish(self, sizes: dict[str, list[int]]) -> None:
-        """Call when all sizes are compiled: later compilations are warnings. Raises UserError if there was none."""
-        if not self._seconds:
-            raise UserError(
-                f"compile={self._mode}: torch {torch.__version__} found nothing to compile, as in a bare nn.Sequential;"
-                " give the model a class with a forward method, or use --compile off"
-            )
-        shown = ", ".join(f"{' and '.join(map(str, each))} in {name}" for name, each in sizes.items() if each)
-        text = "compiled (%s) in %.1f s, for batches of %s"
-        logging.getLogger(NAME).info(text, self._mode, self._seconds, shown)
-        skipped = self._counters["cudagraph_skips"] - self._skipped_before
-        if self._mode == "reduce-overhead" and skipped:
-            text = "reduce-overhead: %s run without CUDA graphs (TORCH_LOGS=cudagraphs shows why)"
-            logging.getLogger(NAME).log(self._level, text, count(skipped, "compiled part"))
-        self._warns = True
-
-    def _start(self, _: Any) -> None:
-        self._began = perf_counter()
-        if self._warns:
-            self._warns = False
-            text = "torch.compile recompiles in the middle of the run, usually for a new batch shape: use few shapes"
-            logging.getLogger(NAME).log(self._level, "%s (crop, pad), or --compile off", text)
-
-    def _end(self, _: Any) -> None:
-        self._seconds += perf_counter() - self._began
