@@ -1,5 +1,6 @@
 """What a fork may know of the step, on real ranks: equal to the plain loop, and bitwise equal after a resume."""
 
+import os
 from types import SimpleNamespace
 from unittest import mock
 
@@ -7,11 +8,13 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from ranks import slow
-from tasks import SmallNet, image_loss, ramped_loss
+from ranks import run_ranks, slow
+from tasks import TASKS, SmallNet, image_loss, ramped_loss, taught_loss, teach
 from test_exact_resume import FLAGS as OF_RESUME
 from test_oracle import SGD, check_against_the_oracle
+from training import difference, train_flags
 from utils.checkpoint import format as checkpoint
+from utils.distributed.dtensor import full
 from utils.training.seams import Seams
 from utils.training.state import Progress
 
@@ -60,8 +63,10 @@ def test_stops_and_resumes_do_not_change_what_a_loss_knows(runs, ranks, flags):
 
 def test_a_loss_that_does_not_ask_costs_nothing():
     seams = Seams.of(SimpleNamespace(**SEAMS, compute_loss=image_loss))
-    assert seams.progress is None and seams.compute_loss is image_loss
+    assert seams.progress is None and seams.after_step is None and seams.compute_loss is image_loss
     assert Seams.of(SimpleNamespace(**SEAMS, compute_loss=ramped_loss)).progress
+    seams = Seams.of(SimpleNamespace(**SEAMS, compute_loss=image_loss, after_step=teach))
+    assert seams.progress and seams.compute_loss is image_loss
 
 
 class Ramped(SmallNet):
@@ -84,3 +89,50 @@ def test_a_step_that_is_passed_to_a_compiled_model_compiles_nothing_again(is_num
             torch.testing.assert_close(found, net(batch, torch.tensor(step)))
     assert counter.frame_count == compiled
     torch.compiler.reset()
+
+
+# ---- after_step(model, progress, taken) ----
+
+
+@pytest.mark.parametrize(
+    ("ranks", "accumulation", "flags"),
+    [(2, 2, ()), (4, 1, SHARDED), slow(4, 1, EXACT), slow(1, 4, ()), slow(4, 1, ())],
+)
+def test_a_teacher_that_follows_each_step_equals_the_plain_loop(runs, ranks, accumulation, flags):
+    """And the average is that of the weights within their bound."""
+    flags = (*SGD, "--max_steps", "20", *flags)
+    check_against_the_oracle(runs, ranks, accumulation, torch.float64, flags, 1e-12, "taught")
+    weights = runs.last("ours")["model"]
+    largest = max(full(value).abs().max() for name, value in weights.items() if name.startswith("student"))
+    per_epoch = -(-11 // (ranks * accumulation))
+    assert largest == 0.3 and weights["clock"] == sum(step + 100 * (step // per_epoch) for step in range(20))
+
+
+@pytest.mark.parametrize(("ranks", "flags"), [(2, ("--amp_dtype", "bf16")), slow(2, EXACT), slow(2, SHARDED)])
+def test_stops_and_resumes_do_not_change_a_teacher(runs, ranks, flags):
+    flags = [*OF_RESUME, "--dataset_size", 30 * ranks, *flags]
+    runs.train(ranks, "whole", *flags, task="taught")
+    runs.train_with_stops(ranks, "parts", *flags, task="taught", stops=(1, 3, 6))
+    runs.assert_same("whole", "parts")
+
+
+def train_with_a_nan(flags, bad_step):
+    """A loss that is NaN in one step, on the last rank."""
+    passes = []
+
+    def loss(net, batch):
+        metrics = taught_loss(net, batch)
+        passes.append(net.training)
+        is_bad = net.training and sum(passes) == bad_step + 2 and os.environ["RANK"] == "1"  # after two first passes
+        return metrics | {"loss": (metrics["loss"][0] * (float("nan") if is_bad else 1.0), metrics["loss"][1])}
+
+    with mock.patch.dict(TASKS["taught"], compute_loss=loss):
+        return train_flags(flags, task="taught")["state"]
+
+
+def test_a_skipped_step_is_not_taken(runs):
+    flags = "--dataset_size 32 --epochs 1 --no-use_amp --save_every_steps 1 --keep_last 99".split()
+    assert run_ranks(2, train_with_a_nan, runs.words("run", *flags), 3) == ["completed"] * 2
+    assert [event["step"] for event in runs.events("run", "skipped_step")] == [3]
+    before, bad = (checkpoint.read(path)[0]["model"] for path in runs.checkpoints("run")[1:3])
+    assert difference(before, bad) == [] and runs.last("run")["model"]["clock"] == 0 + 1 + 3

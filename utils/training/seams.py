@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class StepView:
-    """What `compute_loss` may read of the progress: 0-dimensional tensors on the device, int64, the same on all ranks.
+    """What `compute_loss` and `after_step` may read: 0-dimensional tensors on the device, int64, equal on all ranks.
 
     They are filled in place: a number that is passed to a compiled model would compile it again in each step.
     """
@@ -85,6 +85,7 @@ class Seams:
     example_inputs: Callable[[Any], tuple] = example_inputs
     summarize: Callable[[dict[str, Any]], dict[str, float]] | None = None  # metrics of what `predict` gave for a set
     is_saved: Callable[[str], bool] | None = None  # (name of a parameter): False leaves a frozen one out of checkpoints
+    after_step: Callable[[nn.Module, StepView, Tensor], None] | None = None  # (model, progress, taken: 1, skipped: 0)
     progress: StepView | None = None  # None: no function asks for it
 
     @property
@@ -102,8 +103,8 @@ class Seams:
         missing = [name for name in REQUIRED if name not in found]
         if missing:
             raise UserError(f"model.py: lacks {', '.join(missing)}; define it, see the top of the template's model.py")
-        if "progress" not in inspect.signature(found["compute_loss"]).parameters:
-            return cls(**found)
-        view = StepView.on(device)
-        found["compute_loss"] = functools.partial(found["compute_loss"], progress=view)
+        knows_step = "progress" in inspect.signature(found["compute_loss"]).parameters
+        view = StepView.on(device) if knows_step or found.get("after_step") else None
+        if knows_step:
+            found["compute_loss"] = functools.partial(found["compute_loss"], progress=view)
         return cls(**found, progress=view)

@@ -104,6 +104,7 @@ class TrainState:
             check_elementwise(self.optimizer)
         self.skips_on_device = prepare(self.optimizer)
         self._lr_factor, self._config, self._view = seams.lr_factor, config, seams.progress
+        self._after_step = seams.after_step
         self.factor = 0.0  # of the schedule, at the last step taken
         device = device_of(model)
         self.scaler = torch.amp.GradScaler(precision.device_type, enabled=precision.is_scaled)
@@ -156,7 +157,7 @@ class TrainState:
         self._samples_per_epoch = sampler.samples_per_epoch
 
     def show(self, progress: Progress, total_steps: int = 0) -> None:
-        """Let the compute_loss of a fork see this progress. total_steps: by default those of this run."""
+        """Let compute_loss and after_step of a fork see this progress. total_steps: by default those of this run."""
         if self._view:
             self._view.fill(progress, total_steps or self.total_steps)
 
@@ -247,7 +248,10 @@ class TrainState:
         self.scaler.update()
         self.drop_gradients()
         self.sums.commit(global_batch.samples, is_finite, self.interval)
-        if self.average:
+        if self._after_step:
+            with torch.no_grad():
+                self._after_step(self.model, self._view, (1 - skipped).double())
+        if self.average:  # of the weights that after_step leaves
             self.average.update(1 - skipped)
 
     def advance(self, global_batch: GlobalBatch) -> None:
