@@ -47,6 +47,8 @@ MUTATIONS = [
     Mutation('TrainState.update_if_finite', 'divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift', 'divisor = torch.full_like(self.sums.loss_count, float(global_batch.samples)) * 2.0**-self.progress.loss_shift', 'gradient'),
     Mutation('train_one_epoch', 'state.show(progress)', 'pass', 'step-loss'),
     Mutation('evaluate_split', 'state.show(progress)', 'pass', 'step-loss'),
+    Mutation('TrainState._set_lr', 'group["lr"] = group["base_lr"] * factor', 'group["lr"] = group["base_lr"] * self.factor', 'group-factors'),
+    Mutation('factors_of', 'if wrong := sorted(set(names) ^ factor.keys()):', 'if wrong := sorted(set(names) - factor.keys()):', 'group-factors'),
     Mutation('TrainState.update_if_finite', 'self._after_step(self.model, self._view, (1 - skipped).double())', 'self._after_step(self.model, self._view, torch.ones_like(skipped).double())', 'after-step'),
     Mutation('StepView.fill', 'self.samples_seen.fill_(progress.samples_seen)', 'self.samples_seen.fill_(progress.samples_in_epoch)', 'step-loss'),
     Mutation('train_one_epoch', 'state.backward(metrics["loss"][0], is_padding)', 'state.backward(metrics["loss"][0], False)', 'gradient'),

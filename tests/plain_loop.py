@@ -83,14 +83,14 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
                 loss_sum, counted = compute_loss(model, batch, **more)["loss"][:2]
                 loss_sum.backward()
                 loss_of_step, count = loss_of_step + loss_sum.detach().double(), count + float(counted)
-                for mean, latest in zip(means, statistics, strict=True):
-                    mean += latest * (len(chosen) / len(window))
+                [m.add_(s * (len(chosen) / len(window))) for m, s in zip(means, statistics, strict=True)]
             [s.copy_(mean) for s, mean in zip(statistics, means, strict=True)]
             torch._foreach_div_([p.grad for p in model.parameters() if p.grad is not None], count)
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm or math.inf)
             factor = factor_at(config, step, config.schedule_steps or total, warm_up, Progress(**now, user=user))
             for group in optimizer.param_groups:
-                group["lr"] = group.setdefault("peak", group["lr"]) * factor
+                rate = factor[group["name"]] if isinstance(factor, dict) else factor
+                group["lr"] = group.setdefault("peak", group["lr"]) * rate
             optimizer.step()
             optimizer.zero_grad()
             after_step(model, view, torch.ones((), dtype=torch.float64, device=device))

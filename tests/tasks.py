@@ -3,6 +3,7 @@
 images  images in memory, augmented on the device; a small network with BatchNorm and dropout
 ramped  the same, with a loss that knows the step
 taught  a student that learns from its own moving average too, with a bound on its weights, both of after_step
+thawing a trunk that is trained from the eighth step on, and a head with another schedule
 plain   the same images, GroupNorm, no dropout: nothing depends on the micro-batch
 lines   lines of unequal length, with a loss per predicted token, random transforms on the CPU, dropout
 blocks  the same lines, a network of blocks with tied weights, dropout
@@ -142,6 +143,16 @@ def groups_of(net, config):
     return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
 
 
+def named_groups(net, config):
+    """The head, and the trunk in two groups of one name, with a learning rate of its own."""
+    trunk = [group | {"name": "trunk", "lr": config.lr / 2} for group in groups_of(net.features, config)]
+    return [{"params": list(net.head.parameters()), "name": "head"}, *trunk]
+
+
+def thaw(config, step, total_steps, warmup_steps, progress):
+    return {"trunk": 0.0 if step < 7 else 1 - step / total_steps, "head": 0.5 ** (progress.epoch + step / total_steps)}
+
+
 class Lines(Dataset):
     """Lines of 2 to 9 tokens; a third of them is replaced at random, with each generator that a transform may use."""
 
@@ -231,12 +242,13 @@ TASKS = {
 }
 TASKS["ramped"] = TASKS["images"] | {"compute_loss": ramped_loss}
 TASKS["blocks"] = TASKS["lines"] | {"create_model": lambda config, device: BlockModel().to(device)}
+TASKS["thawing"] = TASKS["plain"] | {"param_groups": named_groups, "lr_factor": thaw}
 TASKS["taught"] = IMAGES | {
     "create_model": lambda config, device: Taught().to(device),
     "compute_loss": taught_loss,
     "after_step": teach,
 }
-OPTIONAL = ("after_step",)  # functions that the shipped model.py does not have
+OPTIONAL = ("after_step", "lr_factor")  # functions that the shipped model.py does not have
 BUCKETS = ["--bucket_cap_mb", "0.002"]  # several buckets for these small models
 
 

@@ -117,6 +117,15 @@ def test_a_sound_configuration_raises_no_false_alarm(tmp_path, flags):
 
 
 ADDED = {  # to model.py
+    "lr_factor": """
+def param_groups(model, config):
+    head, *trunk = [*model.parameters()][::-1]
+    return [{"params": trunk, "name": "trunk", "lr": config.lr / 10}, {"params": [head], "name": "head"}]
+
+
+def lr_factor(config, step, total_steps, warmup_steps, progress):
+    return {"trunk": 0.0 if step < 3 else 1.0, "head": 1 - step / total_steps}
+""",
     "after_step": """
 class Taught(nn.Module):
     def __init__(self, student, teacher):
@@ -150,7 +159,9 @@ def after_step(model, progress, taken):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "flags"), [("after_step", "--ema_decay 0.9"), ("after_step", "--sharding zero3")])
+@pytest.mark.parametrize(
+    ("name", "flags"), [("after_step", "--ema_decay 0.9"), ("after_step", "--sharding zero3"), ("lr_factor", "")]
+)
 def test_functions_that_a_fork_adds_raise_no_false_alarm(tmp_path, name, flags):
     fork = copy_repository(tmp_path)
     with (fork / "model.py").open("a") as file:

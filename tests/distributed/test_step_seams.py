@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
+from config import UserError
 from ranks import run_ranks, slow
 from tasks import TASKS, SmallNet, image_loss, ramped_loss, taught_loss, teach
 from test_exact_resume import FLAGS as OF_RESUME
-from test_oracle import SGD, check_against_the_oracle
+from test_oracle import ADAMW, SGD, check_against_the_oracle
 from training import difference, train_flags
 from utils.checkpoint import format as checkpoint
 from utils.distributed.dtensor import full
@@ -136,3 +137,63 @@ def test_a_skipped_step_is_not_taken(runs):
     assert [event["step"] for event in runs.events("run", "skipped_step")] == [3]
     before, bad = (checkpoint.read(path)[0]["model"] for path in runs.checkpoints("run")[1:3])
     assert difference(before, bad) == [] and runs.last("run")["model"]["clock"] == 0 + 1 + 3
+
+
+# ---- lr_factor with a factor for each group ----
+
+
+@pytest.mark.parametrize(
+    ("ranks", "accumulation", "flags"),
+    [(2, 2, ADAMW), (4, 1, (*SGD, *SHARDED)), slow(4, 1, (*SGD, *EXACT)), slow(1, 4, SGD)],
+)
+def test_factors_of_named_groups_equal_the_plain_loop(runs, ranks, accumulation, flags):
+    """A trunk that is trained from the eighth step on; two groups have its name."""
+    flags = (*flags, "--max_steps", "20", "--log_interval", "1")
+    check_against_the_oracle(runs, ranks, accumulation, torch.float64, flags, 1e-12, "thawing")
+    peak, per_epoch = float(flags[3]), -(-11 // (ranks * accumulation))
+    heads = [peak * 0.5 ** (step // per_epoch + step / 20) for step in range(20)]
+    trunks = [peak / 2 * (1 - step / 20) * (step >= 7) for step in range(20)]
+    records = runs.records("ours", "train")
+    rates = [pytest.approx([head, trunk, trunk]) for head, trunk in zip(heads, trunks, strict=True)]
+    assert [record["lr_of_groups"] for record in records] == rates
+    largest = [max(head, 2 * trunk) for head, trunk in zip(heads, trunks, strict=True)]
+    assert [record["lr"] for record in records] == pytest.approx(largest)  # of --lr
+
+
+@pytest.mark.parametrize(("ranks", "flags"), [(2, ("--amp_dtype", "bf16")), slow(2, EXACT), slow(2, SHARDED)])
+def test_stops_and_resumes_do_not_change_the_factors_of_groups(runs, ranks, flags):
+    flags = [*OF_RESUME, "--dataset_size", 30 * ranks, *flags]
+    runs.train(ranks, "whole", *flags, task="thawing")
+    runs.train_with_stops(ranks, "parts", *flags, task="thawing", stops=(1, 3, 6))
+    runs.assert_same("whole", "parts")
+    assert "jumps" not in runs.log("parts")
+
+
+def train_groups(flags, names, factor):
+    """The error of a run whose groups have these names."""
+
+    def groups(net, config):
+        pairs = zip(names, net.head.parameters(), strict=True)
+        return [{"params": [p]} | ({"name": name} if name else {}) for name, p in pairs]
+
+    seams = {"param_groups": groups, "lr_factor": lambda *_: factor}
+    with mock.patch.dict(TASKS["thawing"], seams), pytest.raises(UserError) as error:
+        train_flags(flags, task="thawing")
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "factor", "expected"),
+    [
+        (("a", ""), {"a": 1.0}, 'returned a factor per group, and group 1 has no "name"; add it in param_groups'),
+        (("a", "b"), {"a": 1.0}, "b has no factor; return one factor for each of a, b"),
+        (
+            ("a", "a"),
+            {"a": 1.0, "c": 1.0},
+            "c is the name of no group with trainable parameters; return one factor for each of a",
+        ),
+    ],
+)
+def test_a_factor_without_a_group_or_a_group_without_a_factor_is_named(runs, names, factor, expected):
+    flags = runs.words("run", "--dataset_size", 16, "--epochs", 1)
+    assert run_ranks(1, train_groups, flags, names, factor) == [f"lr_factor: {expected}"]

@@ -76,7 +76,8 @@ class Seams:
     create_model: Callable[..., nn.Module]  # (config, device)
     param_groups: Callable[..., list[dict[str, Any]]]  # (model, config)
     compute_loss: ComputeLoss  # (model, batch), or (model, batch, progress), which `of` binds to `progress`
-    lr_factor: Callable[..., float] = lr_factor  # (config, step, total_steps, warmup_steps, progress)
+    # (config, step, total_steps, warmup_steps, progress): a factor, or one for each named group
+    lr_factor: Callable[..., float | dict[str, float]] = lr_factor
     create_optimizer: Callable[..., Any] = create_optimizer  # (groups, config)
     initial_weights: Callable[..., dict[str, Tensor]] | None = None  # (config), of --init_from; default: of a file
     blocks: Callable[[nn.Module], list[nn.Module]] = find_blocks

@@ -17,7 +17,7 @@ from utils.distributed.consensus import is_every
 from utils.distributed.dtensor import device_of, group_of, is_sharded, local, norm_over, shard_of
 from utils.memory import is_out_of_memory
 from utils.metrics import Metrics, MetricTracker
-from utils.training.optimizer import WeightAverage, checked_groups, load_optimizer, optimizer_state, prepare
+from utils.training.optimizer import WeightAverage, checked_groups, factors_of, load_optimizer, optimizer_state, prepare
 from utils.training.parallel import thawed_error, unused_error
 from utils.training.precision import Precision
 from utils.training.seams import Seams
@@ -105,7 +105,7 @@ class TrainState:
         self.skips_on_device = prepare(self.optimizer)
         self._lr_factor, self._config, self._view = seams.lr_factor, config, seams.progress
         self._after_step = seams.after_step
-        self.factor = 0.0  # of the schedule, at the last step taken
+        self.factor = 0.0  # of the schedule, at the last step taken; the largest if groups have their own
         device = device_of(model)
         self.scaler = torch.amp.GradScaler(precision.device_type, enabled=precision.is_scaled)
         self.interval = MetricTracker(device)  # sums since the last log point
@@ -161,14 +161,16 @@ class TrainState:
         if self._view:
             self._view.fill(progress, total_steps or self.total_steps)
 
-    def factor_at(self, step: int, progress: Progress) -> float:
-        """The schedule's factor on the learning rate at this step, from 0."""
+    def factors_at(self, step: int, progress: Progress) -> list[float]:
+        """The schedule's factors on the learning rates of the groups at this step, from 0. Raises UserError."""
         length = self._config.schedule_steps or self.total_steps
-        return self._lr_factor(self._config, step, length, self._warmup_steps, progress)
+        factor = self._lr_factor(self._config, step, length, self._warmup_steps, progress)
+        return factors_of(self.optimizer.param_groups, factor)
 
     def _set_lr(self) -> None:
-        self.factor = factor = self.factor_at(self.progress.step, self.progress)
-        for group in self.optimizer.param_groups:
+        factors = self.factors_at(self.progress.step, self.progress)
+        self.factor = max(factors)
+        for group, factor in zip(self.optimizer.param_groups, factors, strict=True):
             group["lr"] = group["base_lr"] * factor
 
     def check_gradients(self) -> None:
