@@ -6,8 +6,10 @@ compute_loss(model, batch)      the loss and metrics, as sums over a micro-batch
 
 More are optional; docs/architecture.md has their defaults:
     compute_loss(model, batch, progress)    the same, for a loss that depends on the step
+    after_step(model, progress, taken)      changes the model after each optimizer step, for a teacher or a constraint
     initial_weights(config)         the weights of --init_from, by name
-    lr_factor(config, step, total_steps, warmup_steps, progress)    the learning rate of a step, as a factor of --lr
+    lr_factor(config, step, total_steps, warmup_steps, progress)    the learning rate of a step, as a factor of --lr, or
+                                    {name: factor} for groups of param_groups that have a "name"
     create_optimizer(groups, config)                                any torch optimizer that needs no closure
     blocks(model)                   modules to recompute (--activation_checkpointing) or to shard (--sharding)
     predict(model, batch)           {name: tensor [B, ...]}, for scripts/predict.py and summarize
@@ -133,7 +135,7 @@ def initial_weights(config: TrainingConfig) -> dict[str, Tensor]:
 
 def param_groups(model: nn.Module, config: TrainingConfig) -> list[dict[str, Any]]:
     """Parameter groups: no weight decay for biases, and for normalization layers only if it is given. A group may set
-    its own "lr".
+    its own "lr", and a "name" for lr_factor.
 
     Parameters in no group are not trained; freeze them in create_model with requires_grad_(False), so that DDP skips
     them.

@@ -65,6 +65,7 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
     total = int(min(most_epochs * per_epoch, most_steps))
     warm_up = round(config.warmup_epochs * per_epoch) if config.warmup_steps == "auto" else config.warmup_steps
     factor_at, step, user = seams.get("lr_factor", schedule), -1, {}
+    after_step = torch.no_grad()(seams.get("after_step", lambda *_: None))
     for epoch in range(math.ceil(total / per_epoch)):
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(number("order", config.seed, epoch)))
         for window in order[:used].split(size)[: total - step - 1]:
@@ -75,25 +76,24 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
             more = {"progress": view} if "progress" in inspect.signature(compute_loss).parameters else {}
             before, means = [s.clone() for s in statistics], [torch.zeros_like(s) for s in statistics]
             for m, chosen in enumerate(window.split(config.batch_size)):
-                for s, old in zip(statistics, before, strict=True):
-                    s.copy_(old)  # each micro-batch moves those before the step
+                [s.copy_(old) for s, old in zip(statistics, before, strict=True)]  # each moves those before the step
                 each = collate(samples(data, chosen.tolist(), config.seed, epoch))
                 batch = transform(each, config.seed, epoch, chosen)
                 torch.manual_seed(number("step", config.seed, step, m))
                 loss_sum, counted = compute_loss(model, batch, **more)["loss"][:2]
                 loss_sum.backward()
                 loss_of_step, count = loss_of_step + loss_sum.detach().double(), count + float(counted)
-                for mean, latest in zip(means, statistics, strict=True):
-                    mean += latest * (len(chosen) / len(window))
-            for s, mean in zip(statistics, means, strict=True):
-                s.copy_(mean)
+                [m.add_(s * (len(chosen) / len(window))) for m, s in zip(means, statistics, strict=True)]
+            [s.copy_(mean) for s, mean in zip(statistics, means, strict=True)]
             torch._foreach_div_([p.grad for p in model.parameters() if p.grad is not None], count)
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm or math.inf)
             factor = factor_at(config, step, config.schedule_steps or total, warm_up, Progress(**now, user=user))
             for group in optimizer.param_groups:
-                group["lr"] = group.setdefault("peak", group["lr"]) * factor
+                rate = factor[group["name"]] if isinstance(factor, dict) else factor
+                group["lr"] = group.setdefault("peak", group["lr"]) * rate
             optimizer.step()
             optimizer.zero_grad()
+            after_step(model, view, torch.ones((), dtype=torch.float64, device=device))
             if average:
                 average.update_parameters(model)
             yield model, average and average.module, loss_of_step, count

@@ -2,6 +2,8 @@
 
 images  images in memory, augmented on the device; a small network with BatchNorm and dropout
 ramped  the same, with a loss that knows the step
+taught  a student that learns from its own moving average too, with a bound on its weights, both of after_step
+thawing a trunk that is trained from the eighth step on, and a head with another schedule
 plain   the same images, GroupNorm, no dropout: nothing depends on the micro-batch
 lines   lines of unequal length, with a loss per predicted token, random transforms on the CPU, dropout
 blocks  the same lines, a network of blocks with tied weights, dropout
@@ -101,6 +103,34 @@ def ramped_loss(net, batch, progress):
     return {"loss": (loss, len(labels)), "ramp": (ramp * len(labels), len(labels))}
 
 
+class Taught(nn.Module):
+    """A student and its teacher, frozen weights that after_step moves; `clock` sums the numbers of the steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = SmallNet(False, 10), SmallNet(False, 10).requires_grad_(False)
+        self.teacher.load_state_dict(self.student.state_dict())
+        self.register_buffer("clock", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        return self.student(x), self.teacher(x)
+
+
+def taught_loss(net, batch):
+    (logits, taught), labels = net(batch[0]), batch[1]
+    loss = F.cross_entropy(logits, labels, reduction="sum") + 0.1 * (logits - taught).square().sum()
+    return {"loss": (loss, len(labels)), "top1": (count_correct(taught, labels), len(labels))}
+
+
+def teach(net, progress, taken):
+    """The weights' bound comes first, so that the order of after_step and the average matters."""
+    for weight in net.student.parameters():
+        weight.clamp_(-0.3, 0.3)
+    for mine, its in zip(net.teacher.parameters(), net.student.parameters(), strict=True):
+        mine.lerp_(its, 0.1 * taken)
+    net.clock.add_((progress.step + 100 * progress.epoch) * taken)
+
+
 def create_images(config, split):
     sizes = {"train": config.dataset_size or 100, "val": math.ceil((config.dataset_size or 100) / 5), "test": 0}
     return Images(sizes[split], split) if sizes.get(split) else None
@@ -111,6 +141,16 @@ def groups_of(net, config):
     trained = [p for p in net.parameters() if p.requires_grad]
     matrices, others = ([p for p in trained if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
     return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+
+
+def named_groups(net, config):
+    """The head, and the trunk in two groups of one name, with a learning rate of its own."""
+    trunk = [group | {"name": "trunk", "lr": config.lr / 2} for group in groups_of(net.features, config)]
+    return [{"params": list(net.head.parameters()), "name": "head"}, *trunk]
+
+
+def thaw(config, step, total_steps, warmup_steps, progress):
+    return {"trunk": 0.0 if step < 7 else 1 - step / total_steps, "head": 0.5 ** (progress.epoch + step / total_steps)}
 
 
 class Lines(Dataset):
@@ -202,6 +242,13 @@ TASKS = {
 }
 TASKS["ramped"] = TASKS["images"] | {"compute_loss": ramped_loss}
 TASKS["blocks"] = TASKS["lines"] | {"create_model": lambda config, device: BlockModel().to(device)}
+TASKS["thawing"] = TASKS["plain"] | {"param_groups": named_groups, "lr_factor": thaw}
+TASKS["taught"] = IMAGES | {
+    "create_model": lambda config, device: Taught().to(device),
+    "compute_loss": taught_loss,
+    "after_step": teach,
+}
+OPTIONAL = ("after_step", "lr_factor")  # functions that the shipped model.py does not have
 BUCKETS = ["--bucket_cap_mb", "0.002"]  # several buckets for these small models
 
 
@@ -211,8 +258,8 @@ def using(task):
     with contextlib.ExitStack() as stack:
         for name, function in TASKS[task].items() if task else ():
             for module in (train, plain_loop, model, dataset):
-                if hasattr(module, name):
-                    stack.enter_context(mock.patch.object(module, name, function))
+                if hasattr(module, name) or (module is model and name in OPTIONAL):
+                    stack.enter_context(mock.patch.object(module, name, function, create=True))
         yield
 
 

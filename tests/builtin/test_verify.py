@@ -116,6 +116,60 @@ def test_a_sound_configuration_raises_no_false_alarm(tmp_path, flags):
     assert ended.code == 0 and set(outcomes(ended.out).values()) == {"ok"}, ended.text
 
 
+ADDED = {  # to model.py
+    "lr_factor": """
+def param_groups(model, config):
+    head, *trunk = [*model.parameters()][::-1]
+    return [{"params": trunk, "name": "trunk", "lr": config.lr / 10}, {"params": [head], "name": "head"}]
+
+
+def lr_factor(config, step, total_steps, warmup_steps, progress):
+    return {"trunk": 0.0 if step < 3 else 1.0, "head": 1 - step / total_steps}
+""",
+    "after_step": """
+class Taught(nn.Module):
+    def __init__(self, student, teacher):
+        super().__init__()
+        teacher.load_state_dict(student.state_dict())
+        self.student, self.teacher = student, teacher.requires_grad_(False)
+
+    def forward(self, x):
+        return (self.student(x), self.teacher(x)) if self.training else self.student(x)
+
+
+plain_model = create_model
+
+
+def create_model(config, device):
+    return Taught(plain_model(config, device), plain_model(config, device))
+
+
+def compute_loss(model, batch):
+    found = model(batch[0])
+    logits, taught = found if isinstance(found, tuple) else (found, found)
+    loss = F.cross_entropy(logits, batch[1], reduction="sum") + 0.01 * (logits - taught).square().sum()
+    return {"loss": (loss, len(logits))}
+
+
+def after_step(model, progress, taken):
+    for mine, its in zip(model.teacher.parameters(), model.student.parameters(), strict=True):
+        mine.lerp_(its, 0.1 * taken)
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "flags"), [("after_step", "--ema_decay 0.9"), ("after_step", "--sharding zero3"), ("lr_factor", "")]
+)
+def test_functions_that_a_fork_adds_raise_no_false_alarm(tmp_path, name, flags):
+    fork = copy_repository(tmp_path)
+    with (fork / "model.py").open("a") as file:
+        file.write(ADDED[name])
+    ended = forks.run(fork, 2, "scripts/verify.py", *FLAGS, *flags.split())
+    assert ended.code == 0 and outcomes(ended.out) == dict.fromkeys(INVARIANTS, "ok"), ended.text
+
+
 @pytest.mark.slow
 def test_the_template_passes_on_four_ranks_launched_as_in_the_readme(tmp_path):
     ended = torchrun(4, *FLAGS, script="scripts/verify.py", cwd=copy_repository(tmp_path))

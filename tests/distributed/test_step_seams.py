@@ -1,5 +1,6 @@
 """What a fork may know of the step, on real ranks: equal to the plain loop, and bitwise equal after a resume."""
 
+import os
 from types import SimpleNamespace
 from unittest import mock
 
@@ -7,11 +8,14 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from ranks import slow
-from tasks import SmallNet, image_loss, ramped_loss
+from config import UserError
+from ranks import run_ranks, slow
+from tasks import TASKS, SmallNet, image_loss, ramped_loss, taught_loss, teach
 from test_exact_resume import FLAGS as OF_RESUME
-from test_oracle import SGD, check_against_the_oracle
+from test_oracle import ADAMW, SGD, check_against_the_oracle
+from training import difference, train_flags
 from utils.checkpoint import format as checkpoint
+from utils.distributed.dtensor import full
 from utils.training.seams import Seams
 from utils.training.state import Progress
 
@@ -60,8 +64,10 @@ def test_stops_and_resumes_do_not_change_what_a_loss_knows(runs, ranks, flags):
 
 def test_a_loss_that_does_not_ask_costs_nothing():
     seams = Seams.of(SimpleNamespace(**SEAMS, compute_loss=image_loss))
-    assert seams.progress is None and seams.compute_loss is image_loss
+    assert seams.progress is None and seams.after_step is None and seams.compute_loss is image_loss
     assert Seams.of(SimpleNamespace(**SEAMS, compute_loss=ramped_loss)).progress
+    seams = Seams.of(SimpleNamespace(**SEAMS, compute_loss=image_loss, after_step=teach))
+    assert seams.progress and seams.compute_loss is image_loss
 
 
 class Ramped(SmallNet):
@@ -84,3 +90,110 @@ def test_a_step_that_is_passed_to_a_compiled_model_compiles_nothing_again(is_num
             torch.testing.assert_close(found, net(batch, torch.tensor(step)))
     assert counter.frame_count == compiled
     torch.compiler.reset()
+
+
+# ---- after_step(model, progress, taken) ----
+
+
+@pytest.mark.parametrize(
+    ("ranks", "accumulation", "flags"),
+    [(2, 2, ()), (4, 1, SHARDED), slow(4, 1, EXACT), slow(1, 4, ()), slow(4, 1, ())],
+)
+def test_a_teacher_that_follows_each_step_equals_the_plain_loop(runs, ranks, accumulation, flags):
+    """And the average is that of the weights within their bound."""
+    flags = (*SGD, "--max_steps", "20", *flags)
+    check_against_the_oracle(runs, ranks, accumulation, torch.float64, flags, 1e-12, "taught")
+    weights = runs.last("ours")["model"]
+    largest = max(full(value).abs().max() for name, value in weights.items() if name.startswith("student"))
+    per_epoch = -(-11 // (ranks * accumulation))
+    assert largest == 0.3 and weights["clock"] == sum(step + 100 * (step // per_epoch) for step in range(20))
+
+
+@pytest.mark.parametrize(("ranks", "flags"), [(2, ("--amp_dtype", "bf16")), slow(2, EXACT), slow(2, SHARDED)])
+def test_stops_and_resumes_do_not_change_a_teacher(runs, ranks, flags):
+    flags = [*OF_RESUME, "--dataset_size", 30 * ranks, *flags]
+    runs.train(ranks, "whole", *flags, task="taught")
+    runs.train_with_stops(ranks, "parts", *flags, task="taught", stops=(1, 3, 6))
+    runs.assert_same("whole", "parts")
+
+
+def train_with_a_nan(flags, bad_step):
+    """A loss that is NaN in one step, on the last rank."""
+    passes = []
+
+    def loss(net, batch):
+        metrics = taught_loss(net, batch)
+        passes.append(net.training)
+        is_bad = net.training and sum(passes) == bad_step + 2 and os.environ["RANK"] == "1"  # after two first passes
+        return metrics | {"loss": (metrics["loss"][0] * (float("nan") if is_bad else 1.0), metrics["loss"][1])}
+
+    with mock.patch.dict(TASKS["taught"], compute_loss=loss):
+        return train_flags(flags, task="taught")["state"]
+
+
+def test_a_skipped_step_is_not_taken(runs):
+    flags = "--dataset_size 32 --epochs 1 --no-use_amp --save_every_steps 1 --keep_last 99".split()
+    assert run_ranks(2, train_with_a_nan, runs.words("run", *flags), 3) == ["completed"] * 2
+    assert [event["step"] for event in runs.events("run", "skipped_step")] == [3]
+    before, bad = (checkpoint.read(path)[0]["model"] for path in runs.checkpoints("run")[1:3])
+    assert difference(before, bad) == [] and runs.last("run")["model"]["clock"] == 0 + 1 + 3
+
+
+# ---- lr_factor with a factor for each group ----
+
+
+@pytest.mark.parametrize(
+    ("ranks", "accumulation", "flags"),
+    [(2, 2, ADAMW), (4, 1, (*SGD, *SHARDED)), slow(4, 1, (*SGD, *EXACT)), slow(1, 4, SGD)],
+)
+def test_factors_of_named_groups_equal_the_plain_loop(runs, ranks, accumulation, flags):
+    """A trunk that is trained from the eighth step on; two groups have its name."""
+    flags = (*flags, "--max_steps", "20", "--log_interval", "1")
+    check_against_the_oracle(runs, ranks, accumulation, torch.float64, flags, 1e-12, "thawing")
+    peak, per_epoch = float(flags[3]), -(-11 // (ranks * accumulation))
+    heads = [peak * 0.5 ** (step // per_epoch + step / 20) for step in range(20)]
+    trunks = [peak / 2 * (1 - step / 20) * (step >= 7) for step in range(20)]
+    records = runs.records("ours", "train")
+    rates = [pytest.approx([head, trunk, trunk]) for head, trunk in zip(heads, trunks, strict=True)]
+    assert [record["lr_of_groups"] for record in records] == rates
+    largest = [max(head, 2 * trunk) for head, trunk in zip(heads, trunks, strict=True)]
+    assert [record["lr"] for record in records] == pytest.approx(largest)  # of --lr
+
+
+@pytest.mark.parametrize(("ranks", "flags"), [(2, ("--amp_dtype", "bf16")), slow(2, EXACT), slow(2, SHARDED)])
+def test_stops_and_resumes_do_not_change_the_factors_of_groups(runs, ranks, flags):
+    flags = [*OF_RESUME, "--dataset_size", 30 * ranks, *flags]
+    runs.train(ranks, "whole", *flags, task="thawing")
+    runs.train_with_stops(ranks, "parts", *flags, task="thawing", stops=(1, 3, 6))
+    runs.assert_same("whole", "parts")
+    assert "jumps" not in runs.log("parts")
+
+
+def train_groups(flags, names, factor):
+    """The error of a run whose groups have these names."""
+
+    def groups(net, config):
+        pairs = zip(names, net.head.parameters(), strict=True)
+        return [{"params": [p]} | ({"name": name} if name else {}) for name, p in pairs]
+
+    seams = {"param_groups": groups, "lr_factor": lambda *_: factor}
+    with mock.patch.dict(TASKS["thawing"], seams), pytest.raises(UserError) as error:
+        train_flags(flags, task="thawing")
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "factor", "expected"),
+    [
+        (("a", ""), {"a": 1.0}, 'returned a factor per group, and group 1 has no "name"; add it in param_groups'),
+        (("a", "b"), {"a": 1.0}, "b has no factor; return one factor for each of a, b"),
+        (
+            ("a", "a"),
+            {"a": 1.0, "c": 1.0},
+            "c is the name of no group with trainable parameters; return one factor for each of a",
+        ),
+    ],
+)
+def test_a_factor_without_a_group_or_a_group_without_a_factor_is_named(runs, names, factor, expected):
+    flags = runs.words("run", "--dataset_size", 16, "--epochs", 1)
+    assert run_ranks(1, train_groups, flags, names, factor) == [f"lr_factor: {expected}"]

@@ -142,7 +142,7 @@ def test_the_learning_rate_is_a_function_of_the_step_and_skipped_steps_count():
     state = make(lr=0.2)
     for gradient in (None, float("nan"), None):
         step(state, gradient)
-    assert state.lrs == [0.2 * state.factor_at(2, state.progress)]
+    assert state.lrs == [0.2 * factor for factor in state.factors_at(2, state.progress)]
 
 
 def test_a_group_can_have_its_own_learning_rate():
@@ -151,7 +151,7 @@ def test_a_group_can_have_its_own_learning_rate():
     state = make(model=model, groups=groups, lr=0.1)
     state.progress.step = 5
     step(state)
-    assert [lr / state.factor_at(5, state.progress) for lr in state.lrs] == [0.01, 0.1]
+    assert [lr / state.factors_at(5, state.progress)[0] for lr in state.lrs] == [0.01, 0.1]
 
 
 def test_patience_counts_evaluations_without_a_better_value():

@@ -216,16 +216,18 @@ def _keep(listing: bytes, folder: Path) -> None:
 
 
 def lr_jump(payload: dict[str, Any], state: TrainState) -> list[str]:
-    """A line if the learning rate of the last step would be different under this run's settings."""
+    """A line if a group's learning rate of the last step would be different under this run's settings."""
     step = state.progress.step - 1
     if step < 0:
         return []
-    before = payload["optimizer"]["param_groups"][0]["lr"]
-    base = state.optimizer.param_groups[0]["base_lr"]
-    now = base * state.factor_at(step, copy.deepcopy(state.progress))
-    if math.isclose(before, now, rel_tol=1e-3, abs_tol=1e-6 * base):
-        return []
-    return [f"the learning rate of step {step + 1} was {before:.3g} and would be {now:.3g} now: it jumps there"]
+    factors = state.factors_at(step, copy.deepcopy(state.progress))
+    groups = zip(payload["optimizer"]["param_groups"], state.optimizer.param_groups, factors, strict=False)
+    for saved, group, factor in groups:
+        before, base = saved["lr"], group["base_lr"]
+        now = base * factor
+        if not math.isclose(before, now, rel_tol=1e-3, abs_tol=1e-6 * base):
+            return [f"the learning rate of step {step + 1} was {before:.3g} and would be {now:.3g} now: it jumps there"]
+    return []
 
 
 def diagnosis(failures: list[dict[str, Any]], progress: Progress, sampler: GlobalBatchSampler) -> str:

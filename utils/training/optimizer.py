@@ -27,7 +27,7 @@ def create_optimizer(groups: list[dict[str, Any]], config: TrainingConfig) -> to
     """The fused optimizer for `--optimizer`: it reads `found_inf` on the device and skips a step there.
 
     Args:
-        groups: from model.param_groups: each has "params" and may have its own "lr" and "weight_decay".
+        groups: from model.param_groups: each has "params" and may have its own "lr", "weight_decay" and "name".
     """
     common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": True}
     if config.optimizer == "adamw":
@@ -171,6 +171,27 @@ def lr_factor(config: TrainingConfig, step: int, total_steps: int, warmup_steps:
     done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     least = config.min_lr / config.lr
     return least + (1 - least) * SHAPES[config.schedule](done)
+
+
+def factors_of(groups: list[dict[str, Any]], factor: float | dict[str, float]) -> list[float]:
+    """The factor of each group. Raises UserError if the names of groups and factors do not fit.
+
+    factor: what `lr_factor` returned: one for all groups, or one for each name of a group.
+    """
+    if not isinstance(factor, dict):
+        return [factor] * len(groups)
+    names = [group.get("name") for group in groups]
+    if None in names:
+        number = names.index(None)
+        raise UserError(
+            f'lr_factor: returned a factor per group, and group {number} has no "name"; add it in param_groups'
+        )
+    if wrong := sorted(set(names) ^ factor.keys()):
+        fault = "has no factor" if wrong[0] in names else "is the name of no group with trainable parameters"
+        raise UserError(
+            f"lr_factor: {wrong[0]} {fault}; return one factor for each of {', '.join(dict.fromkeys(names))}"
+        )
+    return [factor[name] for name in names]
 
 
 class WeightAverage:

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class StepView:
-    """What `compute_loss` may read of the progress: 0-dimensional tensors on the device, int64, the same on all ranks.
+    """What `compute_loss` and `after_step` may read: 0-dimensional tensors on the device, int64, equal on all ranks.
 
     They are filled in place: a number that is passed to a compiled model would compile it again in each step.
     """
@@ -76,7 +76,8 @@ class Seams:
     create_model: Callable[..., nn.Module]  # (config, device)
     param_groups: Callable[..., list[dict[str, Any]]]  # (model, config)
     compute_loss: ComputeLoss  # (model, batch), or (model, batch, progress), which `of` binds to `progress`
-    lr_factor: Callable[..., float] = lr_factor  # (config, step, total_steps, warmup_steps, progress)
+    # (config, step, total_steps, warmup_steps, progress): a factor, or one for each named group
+    lr_factor: Callable[..., float | dict[str, float]] = lr_factor
     create_optimizer: Callable[..., Any] = create_optimizer  # (groups, config)
     initial_weights: Callable[..., dict[str, Tensor]] | None = None  # (config), of --init_from; default: of a file
     blocks: Callable[[nn.Module], list[nn.Module]] = find_blocks
@@ -85,6 +86,7 @@ class Seams:
     example_inputs: Callable[[Any], tuple] = example_inputs
     summarize: Callable[[dict[str, Any]], dict[str, float]] | None = None  # metrics of what `predict` gave for a set
     is_saved: Callable[[str], bool] | None = None  # (name of a parameter): False leaves a frozen one out of checkpoints
+    after_step: Callable[[nn.Module, StepView, Tensor], None] | None = None  # (model, progress, taken: 1, skipped: 0)
     progress: StepView | None = None  # None: no function asks for it
 
     @property
@@ -102,8 +104,8 @@ class Seams:
         missing = [name for name in REQUIRED if name not in found]
         if missing:
             raise UserError(f"model.py: lacks {', '.join(missing)}; define it, see the top of the template's model.py")
-        if "progress" not in inspect.signature(found["compute_loss"]).parameters:
-            return cls(**found)
-        view = StepView.on(device)
-        found["compute_loss"] = functools.partial(found["compute_loss"], progress=view)
+        knows_step = "progress" in inspect.signature(found["compute_loss"]).parameters
+        view = StepView.on(device) if knows_step or found.get("after_step") else None
+        if knows_step:
+            found["compute_loss"] = functools.partial(found["compute_loss"], progress=view)
         return cls(**found, progress=view)

@@ -17,7 +17,7 @@ from utils.distributed.consensus import is_every
 from utils.distributed.dtensor import device_of, group_of, is_sharded, local, norm_over, shard_of
 from utils.memory import is_out_of_memory
 from utils.metrics import Metrics, MetricTracker
-from utils.training.optimizer import WeightAverage, checked_groups, load_optimizer, optimizer_state, prepare
+from utils.training.optimizer import WeightAverage, checked_groups, factors_of, load_optimizer, optimizer_state, prepare
 from utils.training.parallel import thawed_error, unused_error
 from utils.training.precision import Precision
 from utils.training.seams import Seams
@@ -104,7 +104,8 @@ class TrainState:
             check_elementwise(self.optimizer)
         self.skips_on_device = prepare(self.optimizer)
         self._lr_factor, self._config, self._view = seams.lr_factor, config, seams.progress
-        self.factor = 0.0  # of the schedule, at the last step taken
+        self._after_step = seams.after_step
+        self.factor = 0.0  # of the schedule, at the last step taken; the largest if groups have their own
         device = device_of(model)
         self.scaler = torch.amp.GradScaler(precision.device_type, enabled=precision.is_scaled)
         self.interval = MetricTracker(device)  # sums since the last log point
@@ -156,18 +157,20 @@ class TrainState:
         self._samples_per_epoch = sampler.samples_per_epoch
 
     def show(self, progress: Progress, total_steps: int = 0) -> None:
-        """Let the compute_loss of a fork see this progress. total_steps: by default those of this run."""
+        """Let compute_loss and after_step of a fork see this progress. total_steps: by default those of this run."""
         if self._view:
             self._view.fill(progress, total_steps or self.total_steps)
 
-    def factor_at(self, step: int, progress: Progress) -> float:
-        """The schedule's factor on the learning rate at this step, from 0."""
+    def factors_at(self, step: int, progress: Progress) -> list[float]:
+        """The schedule's factors on the learning rates of the groups at this step, from 0. Raises UserError."""
         length = self._config.schedule_steps or self.total_steps
-        return self._lr_factor(self._config, step, length, self._warmup_steps, progress)
+        factor = self._lr_factor(self._config, step, length, self._warmup_steps, progress)
+        return factors_of(self.optimizer.param_groups, factor)
 
     def _set_lr(self) -> None:
-        self.factor = factor = self.factor_at(self.progress.step, self.progress)
-        for group in self.optimizer.param_groups:
+        factors = self.factors_at(self.progress.step, self.progress)
+        self.factor = max(factors)
+        for group, factor in zip(self.optimizer.param_groups, factors, strict=True):
             group["lr"] = group["base_lr"] * factor
 
     def check_gradients(self) -> None:
@@ -247,7 +250,10 @@ class TrainState:
         self.scaler.update()
         self.drop_gradients()
         self.sums.commit(global_batch.samples, is_finite, self.interval)
-        if self.average:
+        if self._after_step:
+            with torch.no_grad():
+                self._after_step(self.model, self._view, (1 - skipped).double())
+        if self.average:  # of the weights that after_step leaves
             self.average.update(1 - skipped)
 
     def advance(self, global_batch: GlobalBatch) -> None:

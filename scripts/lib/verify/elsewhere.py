@@ -41,5 +41,6 @@ ahead = 1e7  # seconds since the import
 random.seed(1)
 torch.manual_seed(1)
 config, ask = TrainingConfig(**asked["config"]), Seams.of(model).lr_factor
-factors = [float(ask(config, step, asked["total"], asked["warmup"], Progress(step=step))) for step in asked["steps"]]
-print(f"\n{json.dumps(factors)}")
+factors = [ask(config, step, asked["total"], asked["warmup"], Progress(step=step)) for step in asked["steps"]]
+by_name = [factor if isinstance(factor, dict) else {"": factor} for factor in factors]  # as in schedule_check.py
+print(f"\n{json.dumps([{name: float(each) for name, each in factor.items()} for factor in by_name])}")

@@ -15,7 +15,10 @@ from lib.verify.fork import Broken, Fork, as_single_process, single_environment
 from lib.verify.values import scramble_global_rngs
 from utils.distributed.collectives import all_gather_json
 from utils.training import optimizer
+from utils.training.optimizer import checked_groups, factors_of
 from utils.training.state import Progress
+
+Factors = dict[str, float]  # by the name of a group; "" for all groups
 
 
 def schedule(fork: Fork) -> str:
@@ -23,28 +26,33 @@ def schedule(fork: Fork) -> str:
     total, warmup = 1000, 100
     steps = (0, warmup // 2, warmup, total // 2, total - 1)
 
-    def ask() -> list[float]:
-        return [fork.seams.lr_factor(fork.config, step, total, warmup, Progress(step=step)) for step in steps]
+    def ask() -> list[Factors]:
+        return [factors_at(fork, step, total, warmup, Progress(step=step)) for step in steps]
 
-    def check() -> list[float]:
+    def check() -> list[Factors]:
         scramble_global_rngs(fork.ctx.rank)
-        factors = [float(factor) for factor in ask()]
-        if not all(math.isfinite(factor) and factor >= 0 for factor in factors):
-            raise Broken(f"lr_factor gives {factors}: must be finite and not negative; fix its formula")
+        factors, net = ask(), fork.new_model()
+        if not all(math.isfinite(each) and each >= 0 for factor in factors for each in factor.values()):
+            raise Broken(f"lr_factor gives {shown(factors)}: must be finite and not negative; fix its formula")
+        groups = checked_groups(
+            fork.seams.param_groups(net, fork.config), {p: name for name, p in net.named_parameters()}
+        )
+        for factor in factors:
+            factors_of(groups, factor.get("", factor))
         with as_single_process():
             alone = ask()
         if factors != ask() or factors != alone:
             raise Broken(
-                f"lr_factor gives {factors}, and {alone} in one process: it depends on more than config, step and"
-                " progress; use only these"
+                f"lr_factor gives {shown(factors)}, and {shown(alone)} in one process: it depends on more than config,"
+                " step and progress; use only these"
             )
         first, second = simulated(fork, is_resumed=False), simulated(fork, is_resumed=True)
         if first != second:
             step = next(step for step, pair in enumerate(zip(first, second, strict=True)) if pair[0] != pair[1])
             raise Broken(
-                f"lr_factor gives {first[step]:.6g} in step {step} of a run whose metric stops improving, and"
-                f" {second[step]:.6g} in a second one that is resumed halfway: it keeps state of its own; keep it in"
-                " progress.user"
+                f"lr_factor gives {shown(first[step : step + 1])} in step {step} of a run whose metric stops improving,"
+                f" and {shown(second[step : step + 1])} in a second one that is resumed halfway: it keeps state of its"
+                " own; keep it in progress.user"
             )
         return factors
 
@@ -53,26 +61,36 @@ def schedule(fork: Fork) -> str:
         fork.on_rank_0(lambda: ask_elsewhere(fork, factors, {"steps": steps, "total": total, "warmup": warmup}))
     if any(each != factors for each in all_gather_json(factors, fork.ctx)):
         raise Broken("lr_factor: differs between ranks; make it a function of config, step and progress")
-    shown_factors = ", ".join(f"{factor:.3g}" for factor in factors)
-    return f"lr_factor is {shown_factors} at the start, in the warm-up, after it, in the middle and at the end"
+    return f"lr_factor is {shown(factors, 3)} at the start, in the warm-up, after it, in the middle and at the end"
 
 
-def ask_elsewhere(fork: Fork, factors: list[float], question: dict[str, Any]) -> str:
+def factors_at(fork: Fork, step: int, total: int, warmup: int, progress: Progress) -> Factors:
+    factor = fork.seams.lr_factor(fork.config, step, total, warmup, progress)
+    by_name = factor if isinstance(factor, dict) else {"": factor}
+    return {name: float(each) for name, each in by_name.items()}
+
+
+def shown(factors: list[Factors], digits: int = 6) -> str:
+    return ", ".join(" ".join(f"{n} {f:.{digits}g}".strip() for n, f in each.items()) for each in factors)
+
+
+def ask_elsewhere(fork: Fork, factors: list[Factors], question: dict[str, Any]) -> str:
     """Raises Broken if lr_factor gives something else in a new process, with another clock, folder and random state."""
     text = json.dumps(question | {"config": asdict(fork.config)})
     environment = single_environment() | {"PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"}
     command = [sys.executable, str(Path(__file__).with_name("elsewhere.py"))]
     ended = subprocess.run(command, input=text, env=environment, capture_output=True, text=True, check=False)
     *_, last = (ended.stdout if ended.returncode == 0 else ended.stderr).splitlines() or ["no output"]
+    answer = last if ended.returncode else shown(json.loads(last))
     if ended.returncode or json.loads(last) != factors:
         raise Broken(
-            f"lr_factor gives {factors}, and in a new process, with another clock, working directory, hash seed and"
-            f" random state, {last}: it depends on one of these; let it use only config, step and progress"
+            f"lr_factor gives {shown(factors)}, and in a new process, with another clock, working directory, hash seed"
+            f" and random state, {answer}: it depends on one of these; let it use only config, step and progress"
         )
     return ""
 
 
-def simulated(fork: Fork, is_resumed: bool) -> list[float]:
+def simulated(fork: Fork, is_resumed: bool) -> list[Factors]:
     """The factors of a run of 400 steps with an evaluation every 10 steps, of which only the first improves."""
     total, every, progress, factors = 400, 10, Progress(), []
     for step in range(total):
@@ -81,5 +99,5 @@ def simulated(fork: Fork, is_resumed: bool) -> list[float]:
             progress.note_value(1.0, sign=1)
         if is_resumed and step == total // 2:  # as a checkpoint restores it
             progress = Progress(**json.loads(json.dumps(asdict(progress))))
-        factors.append(float(fork.seams.lr_factor(fork.config, step, total, total // 20, progress)))
+        factors.append(factors_at(fork, step, total, total // 20, progress))
     return factors
