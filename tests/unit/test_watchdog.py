@@ -2,7 +2,6 @@
 
 import ctypes
 import json
-import logging
 import os
 import signal
 import socket
@@ -19,18 +18,13 @@ import torch.distributed as dist
 import utils.clock
 import utils.run.watchdog
 from config import TrainingConfig
-from ranks import run_ranks
 from test_run_folder import open_run, with_
 from training import wait_until
 from utils.clock import Clock, slowest
 from utils.distributed.beats import Beats, Place
 from utils.distributed.collectives import is_of_a_peer
-from utils.distributed.context import Launch
-from utils.logger import NAME
 from utils.report import goodput
 from utils.report.goodput import ACCOUNTS, Goodput, share_in_training
-from utils.run import command_line, failures
-from utils.run.failures import Ending
 from utils.run.watchdog import Watchdog, verdict
 from utils.signals import StopSignals
 
@@ -209,51 +203,6 @@ def test_a_store_of_torchrun_that_does_not_answer_ends_nothing(quick):
     beats.goes_on.set()
     wait_until(lambda: called.called, 8)  # rank 1 is lost
     watchdog.close()
-
-
-class Stalled(logging.Handler):
-    """Writes nothing until the storage answers, like a file on NFS."""
-
-    def __init__(self):
-        super().__init__()
-        self.goes_on, self.texts = threading.Event(), []
-
-    def emit(self, record):
-        self.goes_on.wait()
-        self.texts.append(record.getMessage())
-
-
-@pytest.fixture
-def stalled():
-    logger, handler = logging.getLogger(NAME), Stalled()
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    yield handler
-    handler.goes_on.set()
-    logger.removeHandler(handler)
-
-
-def test_a_report_does_not_hold_up_the_beats_when_the_storage_stalls(stalled, tmp_path):
-    ctx = SimpleNamespace(rank=0, hosts=("a",), host="a", beats=None)
-    ending, began = Ending(tmp_path, ctx, Clock()), time.monotonic()
-    file = ending.report("no progress", "stacks")
-    ending.warn("torchrun does not answer")
-    assert time.monotonic() - began < 1 and not stalled.texts
-    stalled.goes_on.set()
-    assert wait_until(lambda: file.exists() and file.read_text()) == "no progress\nstacks\n"
-    assert wait_until(lambda: len(stalled.texts) == 3)
-
-
-def end_on_stalled_storage(folder):
-    failures.SECONDS_TO_WRITE, command_line.SECONDS_TO_FLUSH = 0.5, 0.5
-    logging.getLogger(NAME).addHandler(Stalled())
-    ctx = SimpleNamespace(rank=0, hosts=("a",), host="a", beats=None, launch=Launch())
-    Ending(folder, ctx, Clock()).end("no progress", 0)
-
-
-def test_a_rank_ends_although_its_log_is_on_storage_that_stalls(tmp_path):
-    with pytest.raises(AssertionError, match=r"exit codes \[1\]"):
-        run_ranks(1, end_on_stalled_storage, tmp_path, deadline=30)
 
 
 @pytest.mark.parametrize(

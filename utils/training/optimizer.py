@@ -180,7 +180,7 @@ def factors_of(groups: list[dict[str, Any]], factor: float | dict[str, float]) -
     """
     if not isinstance(factor, dict):
         return [factor] * len(groups)
-    names = [group.get("name") for group in groups]
+    names: list[Any] = [group.get("name") for group in groups]
     if None in names:
         number = names.index(None)
         raise UserError(

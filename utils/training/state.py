@@ -250,7 +250,7 @@ class TrainState:
         self.scaler.update()
         self.drop_gradients()
         self.sums.commit(global_batch.samples, is_finite, self.interval)
-        if self._after_step:
+        if self._after_step and self._view:
             with torch.no_grad():
                 self._after_step(self.model, self._view, (1 - skipped).double())
         if self.average:  # of the weights that after_step leaves
