@@ -235,6 +235,9 @@ class TrainingConfig:
     hang_timeout: float = setting("distributed", 300.0, "seconds without progress before abort (0 = off)", at_least(0))
     bucket_cap_mb: float = setting("distributed", 0.0, "DDP bucket size in MB (0: by model size)", at_least(0), "may")
     comm_hook: str = setting("distributed", "none", "gradient compression", one_of("none", "fp16", "bf16"), "may")
+    find_unused_parameters: bool = setting(
+        "distributed", False, "allow parameters that a batch does not use (slower)", resume="may"
+    )
     reduction: str = setting("distributed", "fast", "exact: same bits on any ranks", one_of("fast", "exact"), "may")
     sharding: str = setting("distributed", "none", "FSDP: shard the model over the ranks", one_of(*SHARDINGS), "may")
     cpu_offload: bool = setting("distributed", False, "keep shards and optimizer in host memory (slower)", resume="may")
@@ -321,8 +324,13 @@ class TrainingConfig:
             problems.append(f"amp_dtype={self.amp_dtype}: needs mixed precision; leave out amp_dtype or no_use_amp")
         if self.reduction == "exact" and self.comm_hook != "none":
             problems.append(f"comm_hook={self.comm_hook}: rounds gradients before they are summed; {either}")
+        if self.find_unused_parameters and self.compile == "reduce-overhead":
+            problems.append(
+                "compile=reduce-overhead: keeps all gradients in place, and find_unused_parameters leaves some out; use"
+                " --compile default"
+            )
         if self.sharding != "none":
-            other = {"reduction": "fast", "comm_hook": "none", "compile": "off"}
+            other = {"reduction": "fast", "comm_hook": "none", "compile": "off", "find_unused_parameters": False}
             problems += [
                 f"{name}={getattr(self, name)}: does not work with sharding={self.sharding}; {either}"
                 for name, value in other.items()

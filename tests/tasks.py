@@ -4,6 +4,7 @@ images  images in memory, augmented on the device; a small network with BatchNor
 ramped  the same, with a loss that knows the step
 taught  a student that learns from its own moving average too, with a bound on its weights, both of after_step
 thawing a trunk that is trained from the eighth step on, and a head with another schedule
+experts the same images, with layers that are dropped at random, a head for some labels and a layer without use
 plain   the same images, GroupNorm, no dropout: nothing depends on the micro-batch
 lines   lines of unequal length, with a loss per predicted token, random transforms on the CPU, dropout
 blocks  the same lines, a network of blocks with tied weights, dropout
@@ -143,6 +144,31 @@ def groups_of(net, config):
     return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
 
 
+class Experts(nn.Module):
+    """Layers that most micro-batches drop (LayerDrop), a head for samples of the first class, and a spare layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = SmallNet(False, 64)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.head, self.rare, self.spare = nn.Linear(64, 10), nn.Linear(64, 10), nn.Linear(2, 2)
+
+    def forward(self, x):
+        x = self.trunk(x)
+        for layer in self.layers:
+            if not self.training or torch.rand(()) < 0.2:  # from the generator that each micro-batch seeds
+                x = x + torch.tanh(layer(x))
+        return self.head(x), self.rare(x)
+
+
+def expert_loss(net, batch):
+    (logits, rare), labels = net(batch[0]), batch[1]
+    loss = F.cross_entropy(logits, labels, reduction="sum")
+    if (labels == 0).any():
+        loss = loss + F.cross_entropy(rare[labels == 0], labels[labels == 0], reduction="sum")
+    return {"loss": (loss, len(labels)), "top1": (count_correct(logits, labels), len(labels))}
+
+
 def named_groups(net, config):
     """The head, and the trunk in two groups of one name, with a learning rate of its own."""
     trunk = [group | {"name": "trunk", "lr": config.lr / 2} for group in groups_of(net.features, config)]
@@ -242,6 +268,10 @@ TASKS = {
 }
 TASKS["ramped"] = TASKS["images"] | {"compute_loss": ramped_loss}
 TASKS["blocks"] = TASKS["lines"] | {"create_model": lambda config, device: BlockModel().to(device)}
+TASKS["experts"] = TASKS["plain"] | {
+    "create_model": lambda config, device: Experts().to(device),
+    "compute_loss": expert_loss,
+}
 TASKS["thawing"] = TASKS["plain"] | {"param_groups": named_groups, "lr_factor": thaw}
 TASKS["taught"] = IMAGES | {
     "create_model": lambda config, device: Taught().to(device),

@@ -48,9 +48,11 @@ def seed_host(*key: object) -> None:
 
 
 def seed_device(device: torch.device, *key: object) -> None:
-    """Seed the device's own generator (dropout and the like). About 2 us; torch.manual_seed takes 100."""
-    generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
-    generator.manual_seed(derive_seed(*key))
+    """Seed the device's own generator (dropout and the like), and that of the CPU, in which a forward pass that drops
+    layers draws, since a read from the device would wait for it. About 2 us each; torch.manual_seed takes 100."""
+    on_device = [torch.cuda.default_generators[device.index]] if device.type == "cuda" else []
+    for generator in (torch.default_generator, *on_device):
+        generator.manual_seed(derive_seed(*key))
 
 
 def sample_draws(seed: int, epoch: int, indices: Tensor, count: int) -> Tensor:

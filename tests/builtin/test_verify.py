@@ -117,6 +117,17 @@ def test_a_sound_configuration_raises_no_false_alarm(tmp_path, flags):
 
 
 ADDED = {  # to model.py
+    "LayerDrop": """
+def forward(self, x):
+    x = self.stem(x)
+    for number, stage in enumerate(self.stages):
+        if not (number in (1, 3) and self.training and torch.rand(()) < 0.9):
+            x = stage(x)
+    return self.head(x.mean(dim=(2, 3)))
+
+
+MiniResNet.forward = forward
+""",
     "lr_factor": """
 def param_groups(model, config):
     head, *trunk = [*model.parameters()][::-1]
@@ -160,7 +171,13 @@ def after_step(model, progress, taken):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "flags"), [("after_step", "--ema_decay 0.9"), ("after_step", "--sharding zero3"), ("lr_factor", "")]
+    ("name", "flags"),
+    [
+        ("after_step", "--ema_decay 0.9"),
+        ("after_step", "--sharding zero3"),
+        ("lr_factor", ""),
+        ("LayerDrop", "--find_unused_parameters --optimizer adamw"),
+    ],
 )
 def test_functions_that_a_fork_adds_raise_no_false_alarm(tmp_path, name, flags):
     fork = copy_repository(tmp_path)
@@ -183,7 +200,7 @@ def test_unused_parameters_are_named_before_ddp_waits_for_them(tmp_path):
     path.write_text(path.read_text().replace(head, f"        self.spare = nn.Linear(2, 3)\n{head}"))
     ended = forks.run(fork, 2, "scripts/verify.py", *FLAGS)
     assert ended.code == 1 and "spare.weight, spare.bias: unused" in ended.out, ended.text
-    assert "freeze it in create_model with requires_grad_(False)" in ended.out
+    assert "add --find_unused_parameters, or freeze it in create_model with requires_grad_(False)" in ended.out
     assert "skipped: parameters is broken; fix that first" in ended.out
     assert "Expected to have finished reduction" not in ended.text
 

@@ -209,7 +209,7 @@ def train_with_a_spare_layer(flags):
 def test_an_unused_parameter_is_named(runs, ranks):
     for text in run_ranks(ranks, train_with_a_spare_layer, runs.words("run", "--dataset_size", 16)):
         assert text.startswith("model: the loss does not depend on spare.weight, spare.bias, and DDP would wait")
-        assert text.endswith("freeze it in create_model with requires_grad_(False)")
+        assert text.endswith("add --find_unused_parameters, or freeze it in create_model with requires_grad_(False)")
 
 
 def train_without_ddp(flags, changes):

@@ -13,7 +13,7 @@ from ranks import run_ranks, slow
 from tasks import TASKS, SmallNet, image_loss, ramped_loss, taught_loss, teach
 from test_exact_resume import FLAGS as OF_RESUME
 from test_oracle import ADAMW, SGD, check_against_the_oracle
-from training import difference, train_flags
+from training import assert_same_state, difference, train_flags
 from utils.checkpoint import format as checkpoint
 from utils.distributed.dtensor import full
 from utils.training.seams import Seams
@@ -197,3 +197,40 @@ def train_groups(flags, names, factor):
 def test_a_factor_without_a_group_or_a_group_without_a_factor_is_named(runs, names, factor, expected):
     flags = runs.words("run", "--dataset_size", 16, "--epochs", 1)
     assert run_ranks(1, train_groups, flags, names, factor) == [f"lr_factor: {expected}"]
+
+
+# ---- parameters that a batch does not use ----
+
+UNUSED = ("--find_unused_parameters", "--weight_decay", "0.1")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "accumulation", "flags"),
+    [(4, 1, ADAMW), (2, 2, (*SGD, *EXACT)), slow(2, 2, SGD), slow(4, 2, (*ADAMW, *EXACT)), slow(1, 4, ADAMW)],
+)
+def test_parameters_that_a_global_batch_does_not_use_are_left_as_in_the_plain_loop(runs, ranks, accumulation, flags):
+    """No decay and no momentum in that step; one that a single rank used is updated alike on all."""
+    check_against_the_oracle(runs, ranks, accumulation, torch.float64, (*flags, *UNUSED), 1e-12, "experts")
+    optimizer = runs.last("ours")["optimizer"]
+    states = dict(zip(optimizer["names"], map(optimizer["state"].get, range(len(optimizer["names"]))), strict=True))
+    if flags[:4] == ADAMW:  # each has its own count of steps
+        steps = {name: int(state["step"]) if state else 0 for name, state in states.items()}
+        last = runs.last("ours")["progress"]["step"]
+        assert steps["spare.weight"] == 0 and steps["head.weight"] == last
+        assert all(0 < steps[f"layers.{k}.weight"] < last for k in range(3)), steps
+    assert not [event for event in runs.records("ours", "event") if event["event"] == "buffers_differ"]
+
+
+@pytest.mark.parametrize(("ranks", "flags"), [(2, ("--optimizer", "adamw")), slow(3, EXACT)])
+def test_stops_and_resumes_do_not_change_what_is_left(runs, ranks, flags):
+    flags = [*OF_RESUME, "--dataset_size", 30 * ranks, *flags, *UNUSED]
+    runs.train(ranks, "whole", *flags, task="experts")
+    runs.train_with_stops(ranks, "parts", *flags, task="experts", stops=(1, 3, 6))
+    runs.assert_same("whole", "parts")
+
+
+def test_exact_sums_have_the_same_bits_on_any_ranks_where_parameters_are_unused(runs):
+    flags = [*"--dataset_size 90 --epochs 2 --no-use_amp --num_workers 1 --global_batch_size 32".split(), *EXACT]
+    for ranks in (1, 3, 4):
+        runs.train(ranks, f"on-{ranks}", *flags, *UNUSED, task="experts")
+        assert_same_state(runs.last("on-1"), runs.last(f"on-{ranks}"))

@@ -63,6 +63,11 @@ def test_flags_with_underscores_dashes_and_negations():
             "comm_hook=bf16: rounds gradients before they are summed; give",
         ),
         ("--sharding zero3 --reduction exact", "reduction=exact: does not work with sharding=zero3; give only one"),
+        (
+            "--sharding zero3 --find_unused_parameters",
+            "find_unused_parameters=True: does not work with sharding=zero3; give only one",
+        ),
+        ("--find_unused_parameters --compile reduce-overhead", "compile=reduce-overhead: keeps all gradients in place"),
         ("--sharding zero2 --comm_hook bf16", "comm_hook=bf16: does not work with sharding=zero2; give only one"),
         ("--sharding hybrid --compile default", "compile=default: does not work with sharding=hybrid; give only one"),
         ("--cpu_offload", "cpu_offload=True: needs sharding; add --sharding zero3, or leave out cpu_offload"),

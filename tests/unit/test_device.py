@@ -13,6 +13,7 @@ from ranks import run_ranks
 from tasks import using
 from utils.distributed.context import DistributedContext, Launch
 from utils.distributed.device import choose_kernels, unused_accelerator
+from utils.rng import seed_device
 from utils.training import sharding
 from utils.training.optimizer import create_optimizer
 from utils.training.precision import Precision
@@ -112,3 +113,17 @@ def test_the_bits_of_an_optimizer_step_do_not_depend_on_the_number_of_threads(na
         found.append(parameter.detach())
     torch.set_num_threads(1)  # as in conftest.py
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_the_generators_of_the_device_and_the_cpu_are_seeded(monkeypatch):
+    """On CUDA too: a forward pass that drops layers draws on the CPU."""
+    monkeypatch.setattr(torch.cuda, "default_generators", [torch.Generator(), torch.Generator()])
+    before = torch.get_rng_state()
+    for device in (torch.device("cpu"), torch.device("cuda", 1)):
+        drawn = []
+        for key in ("a", "a", "b"):
+            seed_device(device, "step", key)
+            on_device = torch.rand(3, generator=torch.cuda.default_generators[1] if device.index else None)
+            drawn.append((torch.rand(()).item(), on_device.tolist()))
+        assert drawn[0] == drawn[1] and drawn[0][0] != drawn[2][0] and drawn[0][1] != drawn[2][1]
+    torch.set_rng_state(before)

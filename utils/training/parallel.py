@@ -50,7 +50,11 @@ class Sharded(SingleProcess):
 
 
 class Replicated(DistributedDataParallel):
-    """DDP whose error names the parameters that the last pass on this rank did not use."""
+    """DDP whose error names the parameters that the last pass on this rank did not use.
+
+    With find_unused_parameters, those that no micro-batch of a step used on any rank have no gradient after it. Padding
+    does not count: it repeats a micro-batch of the step, with the same random numbers.
+    """
 
     def accumulating(self, micro_batch: MicroBatch) -> AbstractContextManager:
         """For the passes of a micro-batch: gradients are exchanged in the last backward pass of a step."""
@@ -78,12 +82,13 @@ class ExactlyReplicated(Replicated):
     future would run in another order on each rank, so the hook of a bucket continues the exchange of the one before.
 
     Args:
-        is_static: gradients stay where they are, as with CUDA graphs; what is held is a copy.
+        is_static: gradients stay where they are, as with CUDA graphs; what is held is a copy. So it is with
+            find_unused_parameters: DDP demands a gradient of what an earlier micro-batch used.
     """
 
     def __init__(self, module: nn.Module, is_static: bool, **options: Any) -> None:
         super().__init__(module, **options)
-        self._is_static, self._count = is_static, dist.get_world_size()
+        self._is_static, self._count = is_static or self.find_unused_parameters, dist.get_world_size()
         self._trained = [p for p in module.parameters() if p.requires_grad]
         self._tree = TreeSum()
         self._parts: list[dict[nn.Parameter, Tensor]] = []
@@ -109,6 +114,8 @@ class ExactlyReplicated(Replicated):
 
     def _take_gradients(self) -> list[Tensor]:
         gradients = [p.grad for p in self._trained if p.grad is not None]
+        if self.find_unused_parameters:
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._trained]
         if len(gradients) < len(self._trained):
             names = {p: name for name, p in self.module.named_parameters()}
             raise unused_error([names[p] for p in self._trained if p.grad is None])
@@ -149,7 +156,7 @@ def unused_error(names: list[str]) -> TrainingError:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return TrainingError(
         f"model: {', '.join(names[:3])}{more} got no gradient in this step, while other batches use it, and other ranks"
-        " wait for it; use every parameter in every forward pass (add 0 * its sum to the loss), or freeze it"
+        " wait for it; use every parameter in every forward pass, add --find_unused_parameters, or freeze it"
     )
 
 
@@ -180,6 +187,7 @@ def wrap_ddp(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) 
     options: dict[str, Any] = no_buffers | {
         "device_ids": [ctx.device.index] if ctx.device.type == "cuda" else None,
         "gradient_as_bucket_view": True,
+        "find_unused_parameters": config.find_unused_parameters,
         "bucket_cap_mb": bucket_megabytes(model, config),
     }
     if is_exact:

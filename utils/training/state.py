@@ -104,7 +104,7 @@ class TrainState:
             check_elementwise(self.optimizer)
         self.skips_on_device = prepare(self.optimizer)
         self._lr_factor, self._config, self._view = seams.lr_factor, config, seams.progress
-        self._after_step = seams.after_step
+        self._after_step, self._finds_unused = seams.after_step, config.find_unused_parameters
         self.factor = 0.0  # of the schedule, at the last step taken; the largest if groups have their own
         device = device_of(model)
         self.scaler = torch.amp.GradScaler(precision.device_type, enabled=precision.is_scaled)
@@ -175,12 +175,15 @@ class TrainState:
 
     def check_gradients(self) -> None:
         """Call after a backward pass. Raises UserError if a parameter got no gradient, for which DDP would wait."""
+        if self._finds_unused:
+            return
         unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
         if unused:
             more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
             raise UserError(
                 f"model: the loss does not depend on {', '.join(unused[:3])}{more}, and DDP would wait for the"
-                " gradient; use it in every forward pass, or freeze it in create_model with requires_grad_(False)"
+                " gradient; use it in every forward pass, add --find_unused_parameters, or freeze it in create_model"
+                " with requires_grad_(False)"
             )
 
     @property
@@ -222,7 +225,7 @@ class TrainState:
             shard.grad = local(self.owners[shard].grad)
         unscale(self.scaler, self.optimizer, self._shard_group)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if len(gradients) < len(self._parameters):
+        if len(gradients) < len(self._parameters) and not self._finds_unused:
             raise unused_error([name for p, name in self._names.items() if p.grad is None])
         divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift
         # get_total_norm, which sorts by device, takes five times as long; 0 / 0, of an empty global batch, is NaN

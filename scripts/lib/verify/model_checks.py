@@ -131,9 +131,12 @@ def for_a_look(fork: Fork) -> str:
 
 
 def parameters(fork: Fork) -> str:
-    """Every trainable parameter gets a gradient from each micro-batch and is in a group; all ranks start equal."""
+    """Every trainable parameter gets a gradient from each micro-batch and is in a group; all ranks start equal.
 
-    def check() -> tuple[str, int]:
+    With find_unused_parameters, one that no micro-batch uses is a note.
+    """
+
+    def check() -> tuple[str, int, list[str]]:
         scramble_global_rngs(fork.ctx.rank + 1)
         net = fork.new_model()
         start, trainable = digest(net.state_dict()), {name: p for name, p in net.named_parameters() if p.requires_grad}
@@ -148,24 +151,31 @@ def parameters(fork: Fork) -> str:
         if left_out := [name for name, p in trainable.items() if id(p) not in in_groups]:
             raise Broken(f"{first_three(left_out)}: in no parameter group, never trained; add them to param_groups")
         net.train()
-        loader = fork.loader(fork.small_train_set(), ctx=fork.ctx)
+        loader, never = fork.loader(fork.small_train_set(), ctx=fork.ctx), trainable.keys()
         for micro_batch in (m for global_batch in loader.global_batches(0) for m in global_batch):
             net.zero_grad()
             fork.seams.compute_loss(net, micro_batch.batch)["loss"][0].backward()
-            if unused := [name for name, p in trainable.items() if p.grad is None]:
+            unused = [name for name, p in trainable.items() if p.grad is None]
+            if unused and not fork.config.find_unused_parameters:
                 raise Broken(
                     f"{first_three(unused)}: unused by a micro-batch, and DDP would wait for its gradient forever; use"
-                    " it in every forward pass, or freeze it in create_model with requires_grad_(False)"
+                    " it in every forward pass, add --find_unused_parameters, or freeze it in create_model with"
+                    " requires_grad_(False)"
                 )
-        return start, len(trainable)
+            never = [name for name in never if name in unused]
+        return start, len(trainable), [*never]
 
-    start, count = fork.on_all(check)
-    starts = all_gather_json(start, fork.ctx)
+    start, count, never = fork.on_all(check)
+    starts, nevers = all_gather_json(start, fork.ctx), all_gather_json(never, fork.ctx)
     if other := next((rank for rank, each in enumerate(starts) if each != starts[0]), 0):
         raise Broken(
             f"rank {other} has other initial weights than rank 0: create_model depends on the rank, or draws from numpy"
             " or random; draw from torch's generator, which is seeded equally on all ranks"
         )
+    if fork.config.find_unused_parameters:
+        never = [name for name in never if all(name in each for each in nevers)]
+        note = f"; please check: {first_three(never)}: used by no micro-batch, never trained" if never else ""
+        return f"{count} tensors are trained, each by some micro-batch; all ranks start equal{note}"
     return f"{count} tensors are trained, each by every micro-batch; all ranks start equal"
 
 
@@ -273,6 +283,15 @@ def compare_updates(
             raise Broken(
                 f"step {step}: learning rate and weight decay are {mine.settings}, in the plain loop {plain.settings}:"
                 " param_groups or the schedule depends on the ranks; make them functions of config and step"
+            )
+        used = [
+            {name for name, p in model.named_parameters() if p in update.gradients}
+            for update, model in ((mine, our_model), (plain, their_model))
+        ]
+        if odd := sorted(used[0] ^ used[1]):
+            raise Broken(
+                f"global batch {step}: {first_three(odd)}: used by the run or by the plain loop, but not by both: what"
+                " a batch uses depends on the rank, or on unkeyed random numbers; draw from torch's generator"
             )
         a, b = flat_gradient(mine, our_model), flat_gradient(plain, their_model)
         error = relative_error(a, b)
