@@ -156,7 +156,7 @@ def assemble(
     signals: StopSignals,
 ) -> Training:
     """Build everything that an attempt needs, from data to checkpoints, and restore the state it starts from."""
-    started, seams = time.monotonic(), Seams.of(your_model)
+    started, seams = time.monotonic(), Seams.of(your_model, ctx.device)
     run.begin()
     sets = load_data(your_data, config, ctx)
     state = on_all_ranks(lambda: create_state(seams, sets.config, ctx, is_resumed=bool(run.resume_path)), ctx)
@@ -187,7 +187,7 @@ def assemble(
     settings = stored(config)
 
     def meta() -> dict[str, Any]:
-        return {"config": settings, "provenance": origin | {"goodput": goodput.now()}}
+        return {"config": settings, "provenance": origin | {"goodput": goodput.now(), "total_steps": state.total_steps}}
 
     checkpoints = Checkpoints(run, state, config, ctx, sampler, clock, meta)
 
@@ -244,6 +244,7 @@ def train_one_epoch(training: Training) -> Decision:
         if state.is_at_end:
             break
         clock.begin_step(progress.step + 1)
+        state.show(progress)
         indices = []
         for micro_batch in global_batch:  # padding with zero gradient on an idle rank: DDP needs every rank
             is_padding, is_last_micro_batch = micro_batch.is_padding, micro_batch.is_last
@@ -323,7 +324,8 @@ def test_best(training: Training) -> list[dict[str, Any]]:
 
 def progress_of(payload: dict[str, Any]) -> Progress:
     """Where a checkpoint was saved, for the records of its evaluation."""
-    return Progress(**{name: payload["progress"][name] for name in ("epoch", "step", "samples_in_epoch")})
+    names = ("epoch", "step", "samples_in_epoch", "samples_seen")
+    return Progress(**{name: payload["progress"][name] for name in names})
 
 
 def evaluate_split(
@@ -331,6 +333,7 @@ def evaluate_split(
 ) -> list[dict[str, Any]]:
     """`evaluate_all` for one of the held-out sets. progress: where the weights were made."""
     state = training.state
+    state.show(progress)
     common = (training.seams.compute_loss, progress, state.precision, training.ctx)
     common += (training.logger, training.consensus)
     return evaluate_all(state.model, weights, split, training.held_out[split], *common)
@@ -339,17 +342,19 @@ def evaluate_split(
 def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, Any]:
     """Evaluate a checkpoint, or the weights of init_from, on the held-out sets, and write only eval-<name>.json."""
     logger, is_published = setup_logger(ctx.rank), bool(config.init_from)
-    path, seams = Path(config.init_from or config.resume_from), Seams.of(your_model)
+    path, seams = Path(config.init_from or config.resume_from), Seams.of(your_model, ctx.device)
     if not is_published and config.resume_from in ("", "auto"):
         path = on_all_ranks(lambda: best_or_latest(config.checkpoint_folder, not config.resume_from), ctx)
     sets = load_data(your_data, config, ctx)
     config = sets.config
     state = on_all_ranks(lambda: create_state(seams, config, ctx, is_resumed=not is_published), ctx)
-    progress, weights, records = Progress(), {"model": {}}, []
+    progress, total_steps, weights, records = Progress(), 1, {"model": {}}, []
     if not is_published:
         payload = load_checkpoint(path, ctx, state.layouts())
         on_all_ranks(lambda: check_evaluation(payload, config), ctx)
         progress, weights = progress_of(payload), {kind: payload[kind] for kind in ("model", "ema") if payload[kind]}
+        total_steps = payload["provenance"].get("total_steps", 1)
+    state.show(progress, total_steps)
     for split, dataset in sets.held_out.items():
         began = time.perf_counter()
         loader = create_evaluation_dataloader(dataset, config, ctx)

@@ -203,7 +203,7 @@ def examine(step: Step, global_batch: GlobalBatch, epoch: int, number: int, ours
 
     number: of the step, from 0.
     """
-    seams, config, loader, device = Seams.of(fork), ours.config, ours.loader, ours.loader.device
+    seams, config, loader, device = ours.training.seams, ours.config, ours.loader, ours.loader.device
     model = seams.create_model(config, device)
     model.load_state_dict(step.before)
 

@@ -45,8 +45,9 @@ from ddp_utils import cleanup_distributed, setup_distributed
 from lib.verify.data_checks import content, order
 from lib.verify.fork import Broken, Fork
 from lib.verify.memory import SHIPPED, mentioned_fields, note_reads
-from lib.verify.model_checks import evaluation, gradient, loss, parameters, schedule
+from lib.verify.model_checks import evaluation, gradient, loss, parameters
 from lib.verify.run_checks import plain_load, reduction, resume, training, weights
+from lib.verify.schedule_check import schedule
 from lib.verify.values import first_three, one_line, plural
 from utils.data.sets import kind_of, load_data
 from utils.distributed.collectives import all_gather_json, is_of_a_peer
@@ -110,7 +111,7 @@ def prepare(config: TrainingConfig) -> Fork:
     token = all_gather_json(time.time_ns(), ctx)[0]
     folder = config.run_folder.parent / f".verify-{token:x}"
     held_out = next(iter(sets.held_out.values()), None)
-    fork = Fork(sets.config, sets.train, held_out, ctx, folder, Seams.of(model), config, lists_files)
+    fork = Fork(sets.config, sets.train, held_out, ctx, folder, Seams.of(model, ctx.device), config, lists_files)
     fork.choose_precision()
     return fork
 

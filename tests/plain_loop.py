@@ -1,6 +1,7 @@
 """The reference: the same training in one process, without DDP, checkpoints or workers; also for benchmark.py."""
 
 import hashlib
+import inspect
 import math
 import random
 import sys
@@ -47,7 +48,6 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
     torch.manual_seed(config.seed)
     device = torch.device(device)
     model = create_model(config, device).train()
-    generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
     groups, rest = param_groups(model, config), {"weight_decay": config.weight_decay, "fused": fused}
     nesterov = config.nesterov and config.momentum > 0
     optimizer = torch.optim.SGD(groups, config.lr, config.momentum, nesterov=nesterov, **rest)
@@ -58,10 +58,7 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
         optimizer = seams["create_optimizer"](groups, config)
     average = AveragedModel(model, multi_avg_fn=rule, use_buffers=True) if config.ema_decay else None
     norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
-    rates = [norm.momentum for norm in norms for _ in range(2)]
     statistics = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
-    for norm in norms:
-        norm.momentum = 1.0  # a forward pass then stores the statistics of its micro-batch
     size = config.batch_size * micro_batches_per_step
     used = len(data) - config.drop_last * (len(data) % size)
     per_epoch, (most_epochs, most_steps) = math.ceil(used / size), config.limits
@@ -72,22 +69,27 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(number("order", config.seed, epoch)))
         for window in order[:used].split(size)[: total - step - 1]:
             step, count, loss_of_step = step + 1, 0.0, 0.0
+            seen = epoch * used + step % per_epoch * size
+            now = {"step": step, "total_steps": total, "epoch": epoch, "samples_seen": seen}
+            view = Progress(**{name: torch.tensor(value, device=device) for name, value in now.items()})
+            more = {"progress": view} if "progress" in inspect.signature(compute_loss).parameters else {}
             before, means = [s.clone() for s in statistics], [torch.zeros_like(s) for s in statistics]
             for m, chosen in enumerate(window.split(config.batch_size)):
-                each = samples(data, chosen.tolist(), config.seed, epoch)
-                batch = transform(collate(each), config.seed, epoch, chosen)
-                generator.manual_seed(number("step", config.seed, step, m))
-                loss_sum, counted = compute_loss(model, batch)["loss"][:2]
+                for s, old in zip(statistics, before, strict=True):
+                    s.copy_(old)  # each micro-batch moves those before the step
+                each = collate(samples(data, chosen.tolist(), config.seed, epoch))
+                batch = transform(each, config.seed, epoch, chosen)
+                torch.manual_seed(number("step", config.seed, step, m))
+                loss_sum, counted = compute_loss(model, batch, **more)["loss"][:2]
                 loss_sum.backward()
                 loss_of_step, count = loss_of_step + loss_sum.detach().double(), count + float(counted)
                 for mean, latest in zip(means, statistics, strict=True):
                     mean += latest * (len(chosen) / len(window))
-            for s, rate, old, mean in zip(statistics, rates, before, means, strict=True):
-                s.copy_((1 - rate) * old + rate * mean)
+            for s, mean in zip(statistics, means, strict=True):
+                s.copy_(mean)
             torch._foreach_div_([p.grad for p in model.parameters() if p.grad is not None], count)
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm or math.inf)
-            where = Progress(step=step, epoch=epoch, user=user)
-            factor = factor_at(config, step, config.schedule_steps or total, warm_up, where)
+            factor = factor_at(config, step, config.schedule_steps or total, warm_up, Progress(**now, user=user))
             for group in optimizer.param_groups:
                 group["lr"] = group.setdefault("peak", group["lr"]) * factor
             optimizer.step()

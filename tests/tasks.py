@@ -1,6 +1,7 @@
 """Small tasks that replace model.py and dataset.py, quick enough for many steps in float64; tools to watch the loop.
 
 images  images in memory, augmented on the device; a small network with BatchNorm and dropout
+ramped  the same, with a loss that knows the step
 plain   the same images, GroupNorm, no dropout: nothing depends on the micro-batch
 lines   lines of unequal length, with a loss per predicted token, random transforms on the CPU, dropout
 blocks  the same lines, a network of blocks with tied weights, dropout
@@ -90,6 +91,14 @@ def image_loss(net, batch):
     if net.training:
         return {"loss": (loss, len(labels)), "top1": (count_correct(logits, labels), len(labels))}
     return {"loss": (loss, len(labels))} | {f"top{k}": (count_correct(logits, labels, k), len(labels)) for k in (1, 5)}
+
+
+def ramped_loss(net, batch, progress):
+    """Adds a penalty on the logits that grows with everything that a loss may know of the step, in evaluation too."""
+    logits, labels = net(batch[0]), batch[1]
+    ramp = progress.step / progress.total_steps + 0.5 * progress.epoch + 0.001 * progress.samples_seen
+    loss = F.cross_entropy(logits, labels, reduction="sum") + 0.1 * ramp * logits.square().sum()
+    return {"loss": (loss, len(labels)), "ramp": (ramp * len(labels), len(labels))}
 
 
 def create_images(config, split):
@@ -191,6 +200,7 @@ TASKS = {
         "create_dataset": create_lines,
     },
 }
+TASKS["ramped"] = TASKS["images"] | {"compute_loss": ramped_loss}
 TASKS["blocks"] = TASKS["lines"] | {"create_model": lambda config, device: BlockModel().to(device)}
 BUCKETS = ["--bucket_cap_mb", "0.002"]  # several buckets for these small models
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from config import UserError
@@ -16,6 +19,31 @@ from utils.training.optimizer import create_optimizer, lr_factor
 
 ComputeLoss = Callable[[nn.Module, Any], Metrics]
 REQUIRED = ("create_model", "param_groups", "compute_loss")
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class StepView:
+    """What `compute_loss` may read of the progress: 0-dimensional tensors on the device, int64, the same on all ranks.
+
+    They are filled in place: a number that is passed to a compiled model would compile it again in each step.
+    """
+
+    step: Tensor  # of the run, from 0; in an evaluation, the steps before it
+    total_steps: Tensor  # of the run
+    epoch: Tensor  # from 0
+    samples_seen: Tensor  # by all ranks, before this step
+
+    @classmethod
+    def on(cls, device: torch.device) -> StepView:
+        return cls(*(torch.full((), number, device=device) for number in (0, 1, 0, 0)))
+
+    def fill(self, progress: Any, total_steps: int) -> None:
+        """progress: a Progress."""
+        self.step.fill_(progress.step)
+        self.total_steps.fill_(total_steps)
+        self.epoch.fill_(progress.epoch)
+        self.samples_seen.fill_(progress.samples_seen)
 
 
 def example_inputs(batch: Any) -> tuple[Tensor, ...]:
@@ -46,7 +74,7 @@ class Seams:
 
     create_model: Callable[..., nn.Module]  # (config, device)
     param_groups: Callable[..., list[dict[str, Any]]]  # (model, config)
-    compute_loss: ComputeLoss
+    compute_loss: ComputeLoss  # (model, batch), or (model, batch, progress), which `of` binds to `progress`
     lr_factor: Callable[..., float] = lr_factor  # (config, step, total_steps, warmup_steps, progress)
     create_optimizer: Callable[..., Any] = create_optimizer  # (groups, config)
     initial_weights: Callable[..., dict[str, Tensor]] | None = None  # (config), of --init_from; default: of a file
@@ -54,12 +82,21 @@ class Seams:
     log_images: Callable[[nn.Module, Any], dict[str, Tensor]] | None = None
     predict: Callable[[nn.Module, Any], dict[str, Tensor]] = predict
     example_inputs: Callable[[Any], tuple] = example_inputs
+    progress: StepView | None = None  # None: no function asks for it
 
     @classmethod
-    def of(cls, module: ModuleType) -> Seams:
-        """The functions of model.py, with defaults for missing ones. Raises UserError if a required one is missing."""
-        found = {name: getattr(module, name) for name in cls.__dataclass_fields__ if hasattr(module, name)}
+    def of(cls, module: ModuleType, device: torch.device = CPU) -> Seams:
+        """The functions of model.py, with defaults for missing ones. Raises UserError if a required one is missing.
+
+        device: of the progress that they see.
+        """
+        names = cls.__dataclass_fields__.keys() - {"progress"}
+        found = {name: getattr(module, name) for name in names if hasattr(module, name)}
         missing = [name for name in REQUIRED if name not in found]
         if missing:
             raise UserError(f"model.py: lacks {', '.join(missing)}; define it, see the top of the template's model.py")
-        return cls(**found)
+        if "progress" not in inspect.signature(found["compute_loss"]).parameters:
+            return cls(**found)
+        view = StepView.on(device)
+        found["compute_loss"] = functools.partial(found["compute_loss"], progress=view)
+        return cls(**found, progress=view)

@@ -101,7 +101,7 @@ class TrainState:
         if self._shard_group:
             check_elementwise(self.optimizer)
         self.skips_on_device = prepare(self.optimizer)
-        self._lr_factor, self._config = seams.lr_factor, config
+        self._lr_factor, self._config, self._view = seams.lr_factor, config, seams.progress
         self.factor = 0.0  # of the schedule, at the last step taken
         device = device_of(model)
         self.scaler = torch.amp.GradScaler(precision.device_type, enabled=precision.is_scaled)
@@ -152,6 +152,11 @@ class TrainState:
         by_epochs = round(config.warmup_epochs * sampler.steps_per_epoch)
         self._warmup_steps = by_epochs if config.warmup_steps == "auto" else config.warmup_steps
         self._samples_per_epoch = sampler.samples_per_epoch
+
+    def show(self, progress: Progress, total_steps: int = 0) -> None:
+        """Let the compute_loss of a fork see this progress. total_steps: by default those of this run."""
+        if self._view:
+            self._view.fill(progress, total_steps or self.total_steps)
 
     def factor_at(self, step: int, progress: Progress) -> float:
         """The schedule's factor on the learning rate at this step, from 0."""

@@ -30,13 +30,20 @@ from utils.distributed.collectives import all_gather_json, is_of_a_peer, on_all_
 from utils.distributed.dtensor import full, wrap
 from utils.training.evaluation import evaluate
 from utils.training.seams import Seams
-from utils.training.state import TrainState
+from utils.training.state import Progress, TrainState
 
 ACCUMULATION = 2  # micro-batches of a rank in an optimizer step
 
 
 class Broken(UserError):
     """An invariant does not hold. The message says what was found, the likely cause and the fix."""
+
+
+@dataclass
+class PlainProgress(Progress):
+    """What the plain loop shows to `lr_factor` and `compute_loss`."""
+
+    total_steps: int = 0
 
 
 @dataclass

@@ -1,0 +1,85 @@
+"""Check of the schedule: a function of the step, the same on all ranks, in repeated calls and in another process."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lib.verify.fork import Broken, Fork, as_single_process, single_environment
+from lib.verify.values import scramble_global_rngs
+from utils.distributed.collectives import all_gather_json
+from utils.training import optimizer
+from utils.training.state import Progress
+
+
+def schedule(fork: Fork) -> str:
+    """The learning rate is a function of the step: the same on all ranks and in repeated calls."""
+    total, warmup = 1000, 100
+    steps = (0, warmup // 2, warmup, total // 2, total - 1)
+
+    def ask() -> list[float]:
+        return [fork.seams.lr_factor(fork.config, step, total, warmup, Progress(step=step)) for step in steps]
+
+    def check() -> list[float]:
+        scramble_global_rngs(fork.ctx.rank)
+        factors = [float(factor) for factor in ask()]
+        if not all(math.isfinite(factor) and factor >= 0 for factor in factors):
+            raise Broken(f"lr_factor gives {factors}: must be finite and not negative; fix its formula")
+        with as_single_process():
+            alone = ask()
+        if factors != ask() or factors != alone:
+            raise Broken(
+                f"lr_factor gives {factors}, and {alone} in one process: it depends on more than config, step and"
+                " progress; use only these"
+            )
+        first, second = simulated(fork, is_resumed=False), simulated(fork, is_resumed=True)
+        if first != second:
+            step = next(step for step, pair in enumerate(zip(first, second, strict=True)) if pair[0] != pair[1])
+            raise Broken(
+                f"lr_factor gives {first[step]:.6g} in step {step} of a run whose metric stops improving, and"
+                f" {second[step]:.6g} in a second one that is resumed halfway: it keeps state of its own; keep it in"
+                " progress.user"
+            )
+        return factors
+
+    factors = fork.on_all(check)
+    if fork.seams.lr_factor is not optimizer.lr_factor:
+        fork.on_rank_0(lambda: ask_elsewhere(fork, factors, {"steps": steps, "total": total, "warmup": warmup}))
+    if any(each != factors for each in all_gather_json(factors, fork.ctx)):
+        raise Broken("lr_factor: differs between ranks; make it a function of config, step and progress")
+    shown_factors = ", ".join(f"{factor:.3g}" for factor in factors)
+    return f"lr_factor is {shown_factors} at the start, in the warm-up, after it, in the middle and at the end"
+
+
+def ask_elsewhere(fork: Fork, factors: list[float], question: dict[str, Any]) -> str:
+    """Raises Broken if lr_factor gives something else in a new process, with another clock, folder and random state."""
+    text = json.dumps(question | {"config": asdict(fork.config)})
+    environment = single_environment() | {"PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"}
+    command = [sys.executable, str(Path(__file__).with_name("elsewhere.py"))]
+    ended = subprocess.run(command, input=text, env=environment, capture_output=True, text=True, check=False)
+    *_, last = (ended.stdout if ended.returncode == 0 else ended.stderr).splitlines() or ["no output"]
+    if ended.returncode or json.loads(last) != factors:
+        raise Broken(
+            f"lr_factor gives {factors}, and in a new process, with another clock, working directory, hash seed and"
+            f" random state, {last}: it depends on one of these; let it use only config, step and progress"
+        )
+    return ""
+
+
+def simulated(fork: Fork, is_resumed: bool) -> list[float]:
+    """The factors of a run of 400 steps with an evaluation every 10 steps, of which only the first improves."""
+    total, every, progress, factors = 400, 10, Progress(), []
+    for step in range(total):
+        progress.step, progress.epoch = step, step // every
+        if step and step % every == 0:
+            progress.note_value(1.0, sign=1)
+        if is_resumed and step == total // 2:  # as a checkpoint restores it
+            progress = Progress(**json.loads(json.dumps(asdict(progress))))
+        factors.append(float(fork.seams.lr_factor(fork.config, step, total, total // 20, progress)))
+    return factors
