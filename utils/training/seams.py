@@ -16,6 +16,7 @@ from config import UserError
 from utils.metrics import Metrics
 from utils.training.activation import find_blocks
 from utils.training.optimizer import create_optimizer, lr_factor
+from utils.training.terms import Terms
 
 ComputeLoss = Callable[[nn.Module, Any], Metrics]
 REQUIRED = ("create_model", "param_groups", "compute_loss")
@@ -82,6 +83,7 @@ class Seams:
     log_images: Callable[[nn.Module, Any], dict[str, Tensor]] | None = None
     predict: Callable[[nn.Module, Any], dict[str, Tensor]] = predict
     example_inputs: Callable[[Any], tuple] = example_inputs
+    loss_counts: Callable[[Any], Tensor] | None = None  # (batch) -> {term: count}, which `of` makes a tensor [terms]
     progress: StepView | None = None  # None: no function asks for it
 
     @classmethod
@@ -95,8 +97,10 @@ class Seams:
         missing = [name for name in REQUIRED if name not in found]
         if missing:
             raise UserError(f"model.py: lacks {', '.join(missing)}; define it, see the top of the template's model.py")
-        if "progress" not in inspect.signature(found["compute_loss"]).parameters:
-            return cls(**found)
-        view = StepView.on(device)
-        found["compute_loss"] = functools.partial(found["compute_loss"], progress=view)
-        return cls(**found, progress=view)
+        if "progress" in inspect.signature(found["compute_loss"]).parameters:
+            found["progress"] = StepView.on(device)
+            found["compute_loss"] = functools.partial(found["compute_loss"], progress=found["progress"])
+        if "loss_counts" in found:
+            terms = Terms(found["compute_loss"], found["loss_counts"], device)
+            found |= {"compute_loss": terms.compute_loss, "loss_counts": terms.counts}
+        return cls(**found)

@@ -102,6 +102,7 @@ class TrainState:
             check_elementwise(self.optimizer)
         self.skips_on_device = prepare(self.optimizer)
         self._lr_factor, self._config, self._view = seams.lr_factor, config, seams.progress
+        self._loss_counts = seams.loss_counts
         self.factor = 0.0  # of the schedule, at the last step taken
         device = device_of(model)
         self.scaler = torch.amp.GradScaler(precision.device_type, enabled=precision.is_scaled)
@@ -126,6 +127,8 @@ class TrainState:
         self._divisors: list[torch.Tensor] = []  # one per step: 0 if the loss counted nothing
         self._losses: list[torch.Tensor] = []  # with float16: the summed loss of each step
         self._loss_scale, self._first_count = torch.ones((), device=device), 1.0
+        self._gradient = self._loss_scale  # of the scaled loss by what compute_loss returns
+        self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []  # with terms: of loss_counts and compute_loss
         scalar = {"dtype": torch.float32, "device": device}  # as found_inf must be, even with float64
         self._is_offloaded = self._parameters[0].device != device  # the optimizer's tensors
         self._zero, self._one = torch.zeros((), **scalar), torch.ones((), **scalar)
@@ -135,14 +138,14 @@ class TrainState:
         """Allocate space for the metrics that compute_loss returned for a batch. Call before the first step."""
         self.sums.lay_out(metrics)
         self.interval.lay_out(metrics | {"grad_norm": (0.0, 0)})
-        self._first_count = float(metrics["loss"][1])
+        self._first_count = float(torch.as_tensor(metrics["loss"][1]).sum())
 
     def plan(self, sampler: GlobalBatchSampler, world_size: int) -> None:
         """Plan the schedule of the whole run, which continues from `progress`."""
         progress, config = self.progress, self._config
         if progress.loss_shift < 0:
             count = max(1.0, self._first_count) * sampler.micro_batches_per_step
-            progress.loss_shift = round(math.log2(count))
+            progress.loss_shift = 0 if self._loss_counts else round(math.log2(count))
         # DDP averages gradients over ranks, exact sums and FSDP do not; a power of two changes no bit of them
         divisor = 1 if config.reduction == "exact" or self._shard_group else world_size
         self._loss_scale.fill_(divisor * 2.0**-progress.loss_shift)
@@ -193,7 +196,18 @@ class TrainState:
 
         Padding has a gradient of 0.
         """
-        self.scaler.scale(loss).backward(self._zero if is_padding else self._loss_scale)
+        self.scaler.scale(loss).backward(self._zero.expand_as(loss) if is_padding else self._gradient)
+
+    def counted(self, global_batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
+        """The global batches; if the loss has terms, each when its counts are known."""
+        return self._counted(global_batches) if self._loss_counts else global_batches
+
+    def _counted(self, global_batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
+        is_exact = self._config.reduction == "exact"
+        for global_batch, counts in counted(global_batches, self._loss_counts, is_exact):
+            self._gradient = torch.where(counts > 0, self._loss_scale / counts, 0.0)
+            yield global_batch
+            self._
 
     def drop_gradients(self) -> None:
         """Call before the next global batch. With CUDA graphs, gradients are zeroed: a replay overwrites new ones."""
