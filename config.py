@@ -249,6 +249,15 @@ class TrainingConfig:
         "checkpoints", "", "command after each checkpoint; {} is its path; put secrets into a script", command_line
     )
     eval_every: int = setting("checkpoints", 1, "epochs between evaluations (0: only at the end)", at_least(0))
+    eval_every_steps: int = setting(
+        "checkpoints",
+        0,
+        "steps between evaluations within an epoch (0 = off); patience counts each, and a new best saves a checkpoint",
+        at_least(0),
+    )
+    eval_batch_size: int = setting(
+        "checkpoints", 0, "samples per evaluation batch on each rank (0 = batch_size)", at_least(0), "may"
+    )
     best_metric: str = setting("checkpoints", "auto", "for best.pt: auto, NAME, min:NAME, max:NAME", metric_name, "may")
 
     log_interval: int = setting("logging", 20, "optimizer steps between log lines", at_least(1))

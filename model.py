@@ -10,7 +10,9 @@ More are optional; docs/architecture.md has their defaults:
     lr_factor(config, step, total_steps, warmup_steps, progress)    the learning rate of a step, as a factor of --lr
     create_optimizer(groups, config)                                any torch optimizer that needs no closure
     blocks(model)                   modules to recompute (--activation_checkpointing) or to shard (--sharding)
-    predict(model, batch)           {name: tensor [B, ...]}, for scripts/predict.py
+    predict(model, batch)           {name: tensor [B, ...]}, for scripts/predict.py and summarize
+    is_saved(name)                  False: checkpoints leave out this frozen parameter, which create_model gives
+    summarize(outputs)              {name: number}: metrics of what predict gave for a whole set, in order, on the CPU
     example_inputs(batch)           the arguments of the model as a tuple, for scripts/export.py
     log_images(model, batch)        {name: uint8 [N, 3, H, W]}, for TensorBoard at each evaluation
 """

@@ -73,6 +73,7 @@ from utils.training.precision import Precision
 from utils.training.seams import Seams
 from utils.training.sharding import build_sharded
 from utils.training.state import Progress, TrainState
+from utils.training.unsaved import KEY, complete, digests, left_out
 
 
 @record
@@ -169,12 +170,13 @@ def assemble(
     model = wrap_ddp(state.model, config, ctx)
     first_batch = on_all_ranks(loader.sample_batch, ctx)
     # before the state is loaded, which undoes their changes
-    names = first_passes(model, first_batch, state, loader, loaders, seams.compute_loss, config, ctx)
+    names = first_passes(model, first_batch, state, loader, loaders, seams, config, ctx)
     best_metric, best_sign = on_all_ranks(lambda: choose_best(config.best_metric, names), ctx)
 
     verified = verification(task_of(state.model, kind_of(train_set)), config)
     origin = collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit, verified)
     origin |= describe(train_set) | sets.content | {"global_batch_size": sampler.global_batch_size}
+    origin |= {KEY: state.unsaved} if state.unsaved else {}
     origin |= {"cpu_threads": torch.get_num_threads(), "precision": state.precision.name}
     differences, saved_goodput = resume_run(run, state, config, origin, sampler, "test" in held_out, ctx, sets.listing)
     if folder := ctx.launch.flight_recorder and Path(ctx.launch.flight_recorder).parent:
@@ -243,6 +245,11 @@ def train_one_epoch(training: Training) -> Decision:
     for global_batch in state.counted(loader.global_batches(progress.epoch, progress.samples_in_epoch)):
         if state.is_at_end:
             break
+        # here, so that a resume at this step evaluates too; the workers keep the batches that they have fetched
+        if config.eval_every_steps and state.is_evaluation_due:
+            if (end := validate_within_epoch(training)) is not None:
+                return end
+            model.train()  # again, after the evaluation
         clock.begin_step(progress.step + 1)
         state.show(progress)
         indices = []
@@ -280,6 +287,19 @@ def train_one_epoch(training: Training) -> Decision:
     return consensus.flush()
 
 
+def validate_within_epoch(training: Training) -> Decision | None:
+    """`validate` between two steps of an epoch. Returns a decision if training ends here."""
+    if "val" not in training.held_out:
+        return None
+    training.clock.leave_steps()
+    decision = training.consensus.flush()  # an earlier vote must not count after the evaluation
+    if decision.stop:
+        return decision
+    if validate(training):
+        return Decision(stop=1)
+    return Decision() if training.state.is_patience_over else None
+
+
 def validate(training: Training) -> bool:
     """Evaluate the validation set and keep the best checkpoint. Returns True if the ranks agreed to stop."""
     state, progress, checkpoints = training.state, training.state.progress, training.checkpoints
@@ -289,14 +309,17 @@ def validate(training: Training) -> bool:
     if not records:
         checkpoints.save(must=True)
         return True
+    if training.best_metric not in records[-1]:
+        raise UserError(f"best_metric={training.best_metric}: is missing in this evaluation; report it in each one")
     value = records[-1][training.best_metric] if math.isfinite(records[-1]["loss"]) else math.nan
     is_best = progress.note_value(value, training.best_sign)
-    training.reporter.evaluated(records, time.perf_counter() - began, is_best)
+    title = "" if state.is_epoch_complete else f"step {progress.step}"
+    training.reporter.evaluated(records, time.perf_counter() - began, is_best, title)
     with training.weights()[records[-1]["weights"]]:
         training.reporter.show_images("val", state.model, training.held_out["val"], progress.step)
     if is_best:
         checkpoints.save_best()
-    if not state.is_epoch_complete:  # max_steps ended the run mid-epoch: a longer run must not repeat this evaluation
+    if state.is_at_end and not state.is_epoch_complete:  # max_steps: a longer run must not repeat this evaluation
         checkpoints.save(must=True, is_again=True)
         checkpoints.wait()
     return False
@@ -312,7 +335,7 @@ def test_best(training: Training) -> list[dict[str, Any]]:
     began = time.perf_counter()
     if broadcast_json(best.exists(), training.ctx):
         payload = load_checkpoint(best, training.ctx, training.state.layouts())
-        training.state.load_model({"model": (kind == "ema" and payload["ema"]) or payload["model"]})
+        training.state.load_model(payload, kind if payload[kind] else "model")
         context, progress = nullcontext(), progress_of(payload)
     else:
         context = training.weights()[kind]
@@ -335,7 +358,7 @@ def evaluate_split(
     state = training.state
     state.show(progress)
     common = (training.seams.compute_loss, progress, state.precision, training.ctx)
-    common += (training.logger, training.consensus)
+    common += (training.logger, training.consensus, training.seams.summary)
     return evaluate_all(state.model, weights, split, training.held_out[split], *common)
 
 
@@ -361,8 +384,8 @@ def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, 
         found, common = [], (split, loader, seams.compute_loss, progress, state.precision, ctx, logger)
         for kind, values in weights.items():
             if values:
-                on_all_ranks(lambda values=values: state.load_model({"model": values}), ctx)
-            found += evaluate_all(state.model, {kind: nullcontext()}, *common)
+                on_all_ranks(lambda kind=kind: state.load_model(payload, kind), ctx)
+            found += evaluate_all(state.model, {kind: nullcontext()}, *common, summary=seams.summary)
         log_epoch_summary(logger, found, time.perf_counter() - began, is_best=False)
         records += found
     outcome = {"checkpoint": str(path), "data_dir": config.data_dir, "records": records}
@@ -384,7 +407,9 @@ def create_state(seams: Seams, config: TrainingConfig, ctx: DistributedContext, 
         if config.init_from and not is_resumed and device.type != "meta":
             own = seams.initial_weights
             weights = own(config) if own else load_weights(Path(config.init_from))
-            take_weights(model, weights, config.init_from, must_be_whole=config.eval_only)
+            given = left_out(model, seams.is_saved)
+            weights = complete(weights, {}, model, digests(given), config.init_from)
+            take_weights(model, weights, config.init_from, must_be_whole=config.eval_only, given=given)
         if config.activation_checkpointing:
             checkpoint_blocks(model, seams.blocks(model))
         return model

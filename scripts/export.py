@@ -28,6 +28,7 @@ from utils.data.loader import create_evaluation_dataloader
 from utils.data.sets import load_data
 from utils.files import replace_file
 from utils.training.seams import Seams
+from utils.training.unsaved import KEY, complete
 
 LOAD = """\
 import torch; from config import TrainingConfig; from model import create_model
@@ -64,6 +65,7 @@ def read(source: Path, use_ema: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     is_place = {name: name in PLACES or str(value)[:1] in ("/", "~") for name, value in payload["config"].items()}
     saved["config"] = {name: value for name, value in payload["config"].items() if not is_place[name]}
     saved |= {name: payload["provenance"][name] for name in ("classes", "mean", "std")}
+    saved[KEY] = payload["provenance"].get(KEY, {})
     places = {name: value for name, value in payload["config"].items() if is_place[name]}
     return saved, places | {"init_from": "", "resume_from": ""}
 
@@ -122,10 +124,14 @@ def main() -> int:
         if out.exists() and out.samefile(source):
             raise UserError(f"{out}: is the checkpoint itself; give another name for the export")
         out.parent.mkdir(parents=True, exist_ok=True)
+        config = TrainingConfig(**saved["config"] | places | {"backend": "gloo", "compile": "off"})  # on the CPU
+        if unsaved := saved.pop(KEY):
+            torch.manual_seed(config.seed)
+            net = Seams.of(fork).create_model(config, torch.device("cpu"))
+            saved["model"] = complete(saved["model"], unsaved, net, {}, str(source))
         channels, shapes = len(saved["mean"]), ""
         has_filters = any(each.ndim == 4 and each.shape[1] == channels for each in saved["model"].values())
         is_image_model = bool(saved["mean"] and saved["classes"] and has_filters)
-        config = TrainingConfig(**saved["config"] | places | {"backend": "gloo", "compile": "off"})  # on the CPU
         if options.format != "weights" or not is_image_model:
             try:
                 inputs = example(config)

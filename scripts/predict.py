@@ -23,7 +23,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
 import dataset as your_data
@@ -40,12 +39,11 @@ from utils.distributed.context import DistributedContext
 from utils.files import TEMPORARY, replace_file, replace_json
 from utils.logger import setup_logger, show_progress
 from utils.run.failures import leave_after, watched
+from utils.training.outputs import OTHER_NAMES, Outputs, in_order
 from utils.training.seams import Seams
 from utils.training.state import TrainState
 
 FLOAT32 = {"use_amp": False, "amp_dtype": "auto"}
-Outputs = dict[str, list[Tensor]]
-OTHER_NAMES = "model.predict: returned different names for different batches; return the same names for every batch"
 
 
 def main() -> None:
@@ -78,18 +76,17 @@ def run(options: argparse.Namespace, config: TrainingConfig, out: Path, ctx: Dis
     state = on_all_ranks(lambda: train.create_state(seams, sets.config, ctx, is_resumed=True), ctx)
     payload = load_checkpoint(options.checkpoint, ctx, state.layouts())
     on_all_ranks(lambda: check(options, payload, out), ctx)
-    weights = {"model": payload["ema"] if options.ema else payload["model"]}
-    on_all_ranks(lambda: state.load_model(weights), ctx)
+    on_all_ranks(lambda: state.load_model(payload, "ema" if options.ema else "model"), ctx)
     loader = create_evaluation_dataloader(dataset, sets.config, ctx)
 
     def progress(step: int) -> None:
         show_progress(logger, step, loader.sampler.steps_per_epoch, "predicting")
 
-    indices, outputs = on_all_ranks(lambda: predict(seams, state, loader, progress), ctx)
-    require_equal(sorted(outputs), f"{OTHER_NAMES} ({{first}} and {{other}})", ctx)
+    outputs = on_all_ranks(lambda: predict(seams, state, loader, progress), ctx)
+    require_equal(sorted(outputs.batches), f"{OTHER_NAMES} ({{first}} and {{other}})", ctx)
     part = out.with_name(f"{out.name}.rank{ctx.rank}")
     try:
-        on_all_ranks(lambda: write(part, {"indices": indices, "outputs": outputs}), ctx)
+        on_all_ranks(lambda: write(part, outputs.part()), ctx)
         on_rank_0(lambda: merge(out, len(loader.dataset), ctx), ctx)
         described = {
             "checkpoint": str(options.checkpoint),
@@ -101,7 +98,7 @@ def run(options: argparse.Namespace, config: TrainingConfig, out: Path, ctx: Dis
         on_rank_0(lambda: replace_json(out.with_name(f"{out.name}.json"), described), ctx)
     finally:
         part.unlink(missing_ok=True)
-    logger.info("wrote %s: %s of %d samples", out, ", ".join(outputs), len(loader.dataset))
+    logger.info("wrote %s: %s of %d samples", out, ", ".join(outputs.batches), len(loader.dataset))
     loader.close()
 
 
@@ -124,36 +121,15 @@ def choose(data: dict[str, Dataset], split: str) -> Dataset:
 
 
 @torch.no_grad()
-def predict(seams: Seams, state: TrainState, loader: GlobalBatchLoader, progress) -> tuple[list[int], Outputs]:
-    """The indices of this rank's samples, and the outputs of each name by batch, on the CPU."""
-    net, indices, outputs = state.model.eval(), [], {}
+def predict(seams: Seams, state: TrainState, loader: GlobalBatchLoader, progress) -> Outputs:
+    """The outputs for this rank's samples."""
+    net, outputs = state.model.eval(), Outputs(seams.predict)
     for step, global_batch in enumerate(loader.global_batches(epoch=0), 1):
         for micro_batch in global_batch:
             with state.precision.autocast():
-                found = seams.predict(net, micro_batch.batch)
-            check_outputs(found, len(micro_batch.indices))
-            if outputs and found.keys() != outputs.keys():
-                raise UserError(OTHER_NAMES)
-            for name, each in found.items():
-                outputs.setdefault(name, [])
-                if not micro_batch.is_padding:
-                    outputs[name].append(each.cpu())
-            indices += [] if micro_batch.is_padding else micro_batch.indices
+                outputs.add(net, micro_batch.batch, micro_batch.indices, micro_batch.is_padding)
         progress(step)
-    return indices, outputs
-
-
-def check_outputs(found: object, samples: int) -> None:
-    """Raises UserError if this is not a dict of tensors with one row per sample."""
-    named = found.items() if isinstance(found, dict) else [("the result", found)]
-    for name, each in named:
-        if not isinstance(found, dict) or not isinstance(each, Tensor):
-            raise UserError(f"model.predict: {name} is a {type(each).__name__}; return {{name: tensor [B, ...]}}")
-        if each.shape[:1] != (samples,):
-            raise UserError(
-                f"model.predict: {name} has the shape {list(each.shape)} for {samples} samples; return one row per"
-                " sample"
-            )
+    return outputs
 
 
 def write(path: Path, value: object) -> None:
@@ -164,18 +140,7 @@ def write(path: Path, value: object) -> None:
 def merge(out: Path, samples: int, ctx: DistributedContext) -> None:
     """Merge the parts of all ranks into one file, in the order of the samples."""
     parts = [torch.load(out.with_name(f"{out.name}.rank{rank}"), weights_only=True) for rank in range(ctx.world_size)]
-    order = torch.tensor([index for part in parts for index in part["indices"]]).argsort()
-    if len(order) != samples:
-        raise RuntimeError(f"{len(order)} outputs for {samples} samples; this is a bug in the loader")
-    merged = {}
-    for name in parts[0]["outputs"]:
-        batches = [batch for part in parts for batch in part["outputs"][name]]
-        if len({batch.shape[1:] for batch in batches}) == 1:
-            merged[name] = torch.cat(batches)[order]
-        else:
-            rows = [row for batch in batches for row in batch]
-            merged[name] = [rows[k] for k in order.tolist()]
-    write(out, merged)
+    write(out, in_order(parts, samples))
     part = re.compile(rf"{re.escape(out.name)}\.rank\d+(\..+{re.escape(TEMPORARY)})?")
     for left in out.parent.iterdir():  # also those of a killed process with more ranks
         if part.fullmatch(left.name):

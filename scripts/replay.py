@@ -120,6 +120,8 @@ def choose_config(run: Path, payload: dict[str, Any] | None, flags: list[str]) -
     origin = payload["provenance"] if payload else read_json(run / "provenance.json")
     plain = {"on_checkpoint": "", "enable_profiling": False, "record_samples": False, "init_method": ""}
     plain |= {"sharding": "none", "cpu_offload": False} | ({"init_from": ""} if payload else {})
+    if Seams.of(fork).lr_factor is Seams.lr_factor:  # else the schedule may depend on evaluations
+        plain |= {"eval_every_steps": 0}
     sizes = {"global_batch_size": origin["global_batch_size"], "grad_accum_steps": 1}
     return TrainingConfig.from_args(flags, saved | dict.fromkeys(OFF, 0) | plain | sizes)
 

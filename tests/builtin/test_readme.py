@@ -209,7 +209,7 @@ def anchors(text):
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-COMING = {"--eval_every_steps", "--eval_batch_size", "--find_unused_parameters"}
+COMING = {"--find_unused_parameters"}
 
 
 def test_flags_of_other_trainers_are_answered_with_flags_that_exist():

@@ -242,7 +242,7 @@ def costless_task() -> Iterator[None]:
     }
     ours = {name: value for name, value in vars(Seams).items() if name in Seams.__dataclass_fields__}  # the defaults
     with (
-        mock.patch.object(Seams, "of", lambda module: Seams(**seams, **ours)),
+        mock.patch.object(Seams, "of", lambda *_: Seams(**seams, **ours)),
         mock.patch.multiple(fork_model, **seams),
         mock.patch.object(fork_dataset, "create_dataset", create_dataset),
     ):

@@ -178,6 +178,20 @@ def test_the_state_tells_the_loop_when_to_evaluate_and_when_the_run_is_over():
     assert not state.is_evaluation_due
 
 
+def test_evaluations_by_steps_come_beside_those_by_epochs_and_once_per_step():
+    state, due = make(max_steps=35, eval_every=2, eval_every_steps=4), []
+    assert not state.is_evaluation_due  # before the first step
+    while not state.is_finished:
+        while not (state.is_at_end or state.is_epoch_complete):
+            step(state)
+            if state.is_evaluation_due:
+                due.append(state.progress.step)
+                state.progress.note_value(0.5, 1)
+        assert not state.is_evaluation_due
+        state.end_epoch()
+    assert due == [4, 8, 12, 16, 20, 24, 28, 32, 35]
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_momenta_are_restored_to_their_parameters_in_any_order_of_groups(optimizer):
     source = make(optimizer=optimizer, clip_grad_norm=0.1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -181,10 +182,18 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     return weights
 
 
-def take_weights(model: nn.Module, weights: dict[str, Tensor], source: str, must_be_whole: bool = False) -> None:
+def take_weights(
+    model: nn.Module,
+    weights: dict[str, Tensor],
+    source: str,
+    must_be_whole: bool = False,
+    given: Collection[str] = (),
+) -> None:
     """Load the weights that match the model by name and shape, and log the others (a head of another size).
 
-    source: their name for messages.
+    Args:
+        source: their name for messages.
+        given: names of weights that the model has already, from create_model.
 
     Raises:
         UserError: if none matches, or one is missing that `must_be_whole` or frozen.
@@ -200,7 +209,7 @@ def take_weights(model: nn.Module, weights: dict[str, Tensor], source: str, must
     replaced = [name for name in own if name not in fitting]
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     needed = [name for name in own if own[name].is_floating_point()] if must_be_whole else frozen
-    if random := [name for name in replaced if name in needed]:
+    if random := [name for name in replaced if name in needed and name not in given]:
         listed = ", ".join(random[:5]) + f" and {len(random) - 5} more" * (len(random) > 5)
         raise UserError(f"init_from={source}: has no {listed} of this model's shape; give weights of the whole model")
     own.update(fitting)  # which has the versions of its modules (MNASNet asks for its own)

@@ -65,8 +65,9 @@ class GlobalBatchLoader:
                 timeout=0.9 * config.hang_timeout / TIMEOUTS,  # before the watchdog ends the run
                 generator=torch.Generator(),  # for the workers' base seed: the global generator does not advance
             )
-            # if max_steps ends an epoch early, training batches wait in shared memory while evaluation batches arrive
-            self._batches_ahead = self._loader.prefetch_factor * (2 if config.max_steps else 1)
+            # within an epoch, training batches wait in shared memory while evaluation batches arrive
+            is_within = config.max_steps or config.eval_every_steps
+            self._batches_ahead = self._loader.prefetch_factor * (2 if is_within else 1)
 
     def global_batches(self, epoch: int, start: int = 0) -> Iterator[GlobalBatch]:
         """The global batches of the epoch from sample `start` on; iterating one fetches its micro-batches."""
@@ -248,10 +249,10 @@ def create_evaluation_dataloader(
     dataset: Dataset, config: TrainingConfig, ctx: DistributedContext, clock: Clock | None = None
 ) -> GlobalBatchLoader:
     """The loader of an evaluation set, equally many steps per rank: in order, micro-batch b on rank b % world_size, or
-    for exact sums consecutive ones on each rank."""
+    for exact sums consecutive ones on each rank. A micro-batch has `eval_batch_size` samples."""
     sampler = GlobalBatchSampler(
         dataset,
-        batch_size=config.batch_size,
+        batch_size=config.eval_batch_size or config.batch_size,
         micro_batches_per_step=ctx.world_size,
         rank=ctx.rank,
         world_size=ctx.world_size,

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from config import UserError
 from utils.data.loader import GlobalBatchLoader
 from utils.data.sets import split_of
 from utils.distributed.collectives import require_equal
@@ -21,6 +22,7 @@ from utils.distributed.context import DistributedContext
 from utils.distributed.tree import TreeAllReduce, TreeSum, run_of
 from utils.logger import show_progress
 from utils.metrics import MetricTracker, all_reduce_scalar, check_metrics
+from utils.training.outputs import Outputs, Summary
 from utils.training.precision import Precision
 from utils.training.seams import ComputeLoss
 from utils.training.state import Progress
@@ -35,6 +37,7 @@ def evaluate(
     ctx: DistributedContext,
     consensus: Consensus | None = None,
     show: Callable[[int, int], None] | None = None,
+    summary: Summary | None = None,
 ) -> dict[str, float] | None:
     """The mean loss and metrics over a set, and its "count". None if the ranks agreed to stop.
 
@@ -42,14 +45,18 @@ def evaluate(
 
     Args:
         show: called with the step, from 1, and the number of steps.
+        summary: further metrics, from the outputs for the whole set; they take a second forward pass.
     """
     model.eval()
     tracker, samples = MetricTracker(ctx.device), 0
     tree = TreeSum() if loader.sampler.is_in_runs else None
+    outputs = Outputs(summary.predict, is_bounded=True) if summary else None
     for step, global_batch in enumerate(loader.global_batches(epoch=0), start=1):
         for micro_batch in global_batch:
             with precision.autocast():
                 metrics = compute_loss(model, micro_batch.batch)
+                if outputs:
+                    outputs.add(model, micro_batch.batch, micro_batch.indices, micro_batch.is_padding)
             if not tracker.layout:
                 tracker.lay_out(check_metrics(metrics))
             if not micro_batch.is_padding:
@@ -78,7 +85,11 @@ def evaluate(
         TreeAllReduce(tracker.values, parts, leaves).wait()
     elif ctx.world_size > 1:
         dist.all_reduce(tracker.values)
-    return tracker.means() | {"count": count}
+    means = tracker.means()
+    summarized = summary.of_ranks(outputs, count, ctx) if summary else {}
+    if both := sorted(means.keys() & summarized.keys()):
+        raise UserError(f"model.summarize: compute_loss has {both[0]} too; give one of them another name")
+    return means | summarized | {"count": count}
 
 
 def evaluate_all(
@@ -92,6 +103,7 @@ def evaluate_all(
     ctx: DistributedContext,
     logger: logging.Logger,
     consensus: Consensus | None = None,
+    summary: Summary | None = None,
 ) -> list[dict[str, Any]]:
     """An eval record for each kind of weights; an empty list if the ranks agreed to stop.
 
@@ -102,7 +114,7 @@ def evaluate_all(
     for kind, context in weights.items():
         show = partial(show_progress, logger, label=where["split"] + " (ema)" * (kind == "ema"))
         with context:
-            means = evaluate(model, loader, compute_loss, precision, ctx, consensus, show)
+            means = evaluate(model, loader, compute_loss, precision, ctx, consensus, show, summary)
         if means is None:
             return []
         records.append({"kind": "eval", **where, "weights": kind, **means})

@@ -25,8 +25,9 @@ from utils.distributed.dtensor import local
 from utils.logger import NAME, count
 from utils.metrics import MetricTracker, check_metrics
 from utils.rng import digest_of
+from utils.training.outputs import Summary
 from utils.training.parallel import Wrapped
-from utils.training.seams import ComputeLoss
+from utils.training.seams import ComputeLoss, Seams
 from utils.training.state import TrainState
 
 NOT_AVERAGED = (
@@ -41,7 +42,7 @@ def first_passes(
     state: TrainState,
     loader: GlobalBatchLoader,
     held_out: dict[str, GlobalBatchLoader],
-    compute_loss: ComputeLoss,
+    seams: Seams,
     config: TrainingConfig,
     ctx: DistributedContext,
 ) -> list[str]:
@@ -53,6 +54,7 @@ def first_passes(
     Raises:
         UserError: if compute_loss returns something invalid, or a parameter got no gradient.
     """
+    compute_loss, summary = seams.compute_loss, seams.summary
     # the loss is doubled on every other rank: gradients differ unless they are averaged
     digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss, 1.0 + ctx.rank % 2), ctx)
     if config.sharding == "none":
@@ -60,10 +62,14 @@ def first_passes(
     layout = state.sums.metrics.layout
     require_equal(layout, "compute_loss: {other} and {first} report different metrics; report the same on all", ctx)
     names = on_all_ranks(
-        lambda: [evaluate_once(each.sample_batch(), state, compute_loss) for each in held_out.values()], ctx
+        lambda: [
+            evaluate_once(each.sample_batch(), state, compute_loss, summary, (sizes_of(each)[0], len(each.dataset)))
+            for each in held_out.values()
+        ],
+        ctx,
     )
     if config.compile != "off":
-        on_all_ranks(lambda: compile_all_sizes(model, state, loader, held_out, compute_loss, config, ctx.is_main), ctx)
+        on_all_ranks(lambda: compile_all_sizes(model, state, loader, held_out, seams, config, ctx.is_main), ctx)
     return names[0] if names else []
 
 
@@ -86,12 +92,22 @@ def train_twice(model: Wrapped, batch: Any, state: TrainState, compute_loss: Com
 
 
 @torch.no_grad()
-def evaluate_once(batch: Any, state: TrainState, compute_loss: ComputeLoss) -> list[str]:
-    """Run a pass in evaluation mode. Returns the names of the metrics."""
+def evaluate_once(
+    batch: Any,
+    state: TrainState,
+    compute_loss: ComputeLoss,
+    summary: Summary | None = None,
+    sizes: tuple[int, int] = (1, 1),
+) -> list[str]:
+    """Run a pass in evaluation mode. Returns the names of the metrics.
+
+    sizes: of the batch and of its set.
+    """
     tracker = MetricTracker(state.sums.metrics.values.device)
     with state.precision.autocast():
         tracker.update(check_metrics(compute_loss(state.model.eval(), batch)))
-    return list(tracker.means())
+        summarized = summary.names(state.model, batch, *sizes) if summary else []
+    return [*tracker.means(), *summarized]
 
 
 def compile_all_sizes(
@@ -99,7 +115,7 @@ def compile_all_sizes(
     state: TrainState,
     loader: GlobalBatchLoader,
     held_out: dict[str, GlobalBatchLoader],
-    compute_loss: ComputeLoss,
+    seams: Seams,
     config: TrainingConfig,
     is_main: bool,
 ) -> None:
@@ -111,12 +127,13 @@ def compile_all_sizes(
     compiling = Compiling(state.model, config, is_main)
     sizes = {"training": sizes_of(loader), "evaluation": []}
     for size in sizes["training"]:
-        train_twice(model, loader.fetch(list(range(size)))[2], state, compute_loss)
+        train_twice(model, loader.fetch(list(range(size)))[2], state, seams.compute_loss)
     for each in held_out.values():
         for size in sizes_of(each):
             sizes["evaluation"] += [size] if size not in sizes["evaluation"] else []
             for _ in range(2):
-                evaluate_once(each.fetch(list(range(size)))[2], state, compute_loss)
+                batch = each.fetch(list(range(size)))[2]
+                evaluate_once(batch, state, seams.compute_loss, seams.summary, (size, size))
     compiling.finish(sizes)
 
 

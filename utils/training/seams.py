@@ -16,6 +16,7 @@ from config import UserError
 from utils.metrics import Metrics
 from utils.training.activation import find_blocks
 from utils.training.optimizer import create_optimizer, lr_factor
+from utils.training.outputs import Summary
 from utils.training.terms import Terms
 
 ComputeLoss = Callable[[nn.Module, Any], Metrics]
@@ -83,8 +84,14 @@ class Seams:
     log_images: Callable[[nn.Module, Any], dict[str, Tensor]] | None = None
     predict: Callable[[nn.Module, Any], dict[str, Tensor]] = predict
     example_inputs: Callable[[Any], tuple] = example_inputs
+    summarize: Callable[[dict[str, Any]], dict[str, float]] | None = None  # metrics of what `predict` gave for a set
+    is_saved: Callable[[str], bool] | None = None  # (name of a parameter): False leaves a frozen one out of checkpoints
     loss_counts: Callable[[Any], Tensor] | None = None  # (batch) -> {term: count}, which `of` makes a tensor [terms]
     progress: StepView | None = None  # None: no function asks for it
+
+    @property
+    def summary(self) -> Summary | None:
+        return Summary(self.predict, self.summarize) if self.summarize else None
 
     @classmethod
     def of(cls, module: ModuleType, device: torch.device = CPU) -> Seams:

@@ -23,6 +23,7 @@ from utils.training.precision import Precision
 from utils.training.seams import Seams
 from utils.training.sharding import check_elementwise, unscale
 from utils.training.step_sums import StepSums
+from utils.training.unsaved import KEY, complete, digests, left_out
 
 
 @dataclass
@@ -89,6 +90,7 @@ class TrainState:
         self.average = WeightAverage(model, config.ema_decay) if config.ema_decay else None
         if sparse := [name for name, module in model.named_modules() if getattr(module, "sparse", None) is True]:
             raise UserError(f"model: {sparse[0]} has sparse gradients, which are not supported; set sparse=False")
+        self.unsaved = digests(left_out(model, seams.is_saved))  # of what checkpoints leave out, by name
         names = {p: name for name, p in model.named_parameters()}
         groups = checked_groups(seams.param_groups(model, config), names)
         self._shard_group = group_of(list(names))
@@ -109,7 +111,7 @@ class TrainState:
         self.interval = MetricTracker(device)  # sums since the last log point
         self.progress = Progress()
         self._clip = config.clip_grad_norm
-        self._epochs, self._eval_every, self._patience = config.limits[0], config.eval_every, config.patience
+        self._epochs, self._patience = config.limits[0], config.patience
         self._has_ended, self._samples_per_epoch = False, 0
         self._has_cuda_graphs = config.compile == "reduce-overhead"
         held = {p for group in self.optimizer.param_groups for p in group["params"]}
@@ -280,9 +282,11 @@ class TrainState:
 
     @property
     def is_evaluation_due(self) -> bool:
-        """After the steps of an epoch; an evaluation that was made at this step is not repeated."""
-        is_due = self.is_at_end or is_every(self._eval_every, self.progress.epoch)
-        return is_due and self.progress.evaluated_step != self.progress.step
+        """Between two steps; an evaluation that was made at this step is not repeated."""
+        progress, config = self.progress, self._config
+        is_due = self.is_at_end or (self.is_epoch_complete and is_every(config.eval_every, progress.epoch))
+        is_due = is_due or (progress.step > 0 and is_every(config.eval_every_steps, progress.step - 1))
+        return is_due and progress.evaluated_step != progress.step
 
     @property
     def is_patience_over(self) -> bool:
@@ -333,12 +337,15 @@ class TrainState:
     def state_dict(self) -> dict[str, Any]:
         """The training state for a checkpoint. Tensors are not copied."""
         return {
-            "model": self.model.state_dict(),
-            "ema": self.average.state_dict() if self.average else {},
+            "model": self._saved_of(self.model.state_dict()),
+            "ema": self._saved_of(self.average.state_dict()) if self.average else {},
             "optimizer": optimizer_state(self.optimizer, self._names, self.owners),
             "scaler": self.scaler.state_dict(),
             "progress": dataclasses.asdict(self.progress) | {"interval": self.interval.state()},
         }
+
+    def _saved_of(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in state.items() if name not in self.unsaved} if self.unsaved else state
 
     def load_state_dict(self, payload: dict[str, Any]) -> None:
         """Load the state of a checkpoint; learning rate, decay and the like are those of the config.
@@ -363,7 +370,7 @@ class TrainState:
         self.load_model(payload)
         load_optimizer(self.optimizer, payload["optimizer"], self._names, self.owners)
         if self.average:
-            self.average.load_state_dict(payload["ema"] or payload["model"])
+            self.average.load_state_dict(self._complete(payload["ema"] or payload["model"], payload))
         if self.scaler.is_enabled() and payload["scaler"]:
             self.scaler.load_state_dict(payload["scaler"])
         progress = dict(payload["progress"])
@@ -374,12 +381,15 @@ class TrainState:
             skipped = self.progress.skipped_steps + self.progress.overflow_steps
             self.average.continue_from(self.progress.step - skipped)
 
-    def load_model(self, payload: dict[str, Any]) -> None:
+    def _complete(self, weights: dict[str, Any], payload: dict[str, Any]) -> dict[str, Any]:
+        saved = payload.get("provenance", {}).get(KEY, {})
+        return complete(weights, saved, self.model, self.unsaved, "the checkpoint")
+
+    def load_model(self, payload: dict[str, Any], kind: str = "model") -> None:
+        """Load the weights of a checkpoint. kind: "model", or "ema" for the averaged ones. Raises UserError."""
+        weights, likes = self._complete(payload[kind], payload), self.layouts()
         try:
-            likes = self.layouts()
-            self.model.load_state_dict(
-                {name: shard_of(each, likes.get(name)) for name, each in payload["model"].items()}
-            )
+            self.model.load_state_dict({name: shard_of(each, likes.get(name)) for name, each in weights.items()})
         except RuntimeError as error:
             raise UserError(f"the checkpoint's model does not fit ({error}); give the model it was made with") from None
         self.sums.running_stats.reload()

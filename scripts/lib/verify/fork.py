@@ -28,7 +28,9 @@ from utils.data.sets import ChosenSamples
 from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json, is_of_a_peer, on_all_ranks
 from utils.distributed.dtensor import full, wrap
+from utils.metrics import MetricTracker
 from utils.training.evaluation import evaluate
+from utils.training.outputs import Outputs
 from utils.training.seams import Seams
 from utils.training.state import Progress, TrainState
 
@@ -112,6 +114,7 @@ class Fork:
             **{"drop_last": False, "enable_profiling": False, "record_samples": True, "checkpoint_dir": ""},
             init_from="",  # the plain loop has the initial weights of create_model
             batch_size=max(1, min(4, self.config.batch_size, largest)),
+            eval_batch_size=0,
             grad_accum_steps=ACCUMULATION,
             deterministic=self.config.deterministic or self.ctx.device.type == "cuda",
         )
@@ -166,11 +169,24 @@ class Fork:
         loader = self.on_all(lambda: train.create_evaluation_dataloader(dataset, self.small_config, self.ctx))
         try:
             precision = train.Precision(self.ctx.device.type, None)
-            return evaluate(model, loader, self.seams.compute_loss, precision, self.ctx)
+            return evaluate(model, loader, self.seams.compute_loss, precision, self.ctx, summary=self.seams.summary)
         except RuntimeError as error:
             if "evaluation counted" not in str(error):
                 raise
             raise Broken(f"{error}, or in your own sampler; use create_evaluation_dataloader") from None
+
+    def plain_evaluation(self, subset: Subset, net: nn.Module, noise: int = 0) -> dict[str, float]:
+        """The size, mean loss and metrics of a set in one process, with global generators seeded by `noise`."""
+        loader, tracker = self.loader(subset), MetricTracker(self.ctx.device)
+        summary, outputs = self.seams.summary, Outputs(self.seams.predict)
+        for indices in torch.arange(len(subset)).split(self.small_config.batch_size):
+            *_, batch = loader.fetch(indices.tolist())
+            scramble_global_rngs(noise)  # after the fetch, which seeds them by the samples
+            with torch.no_grad():
+                tracker.update(self.seams.compute_loss(net, batch))
+                if summary:
+                    outputs.add(net, batch, indices.tolist())
+        return {"count": len(subset)} | tracker.means() | (summary.of(outputs) if summary else {})
 
     def sample_loss(self, model: nn.Module, device: torch.device) -> float:
         """The summed loss of the first batch of the small set, in evaluation mode."""

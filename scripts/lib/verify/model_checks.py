@@ -30,7 +30,7 @@ from lib.verify.values import can_join, digest, first_three, joined, scramble_gl
 from train import Training
 from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json
-from utils.metrics import MetricTracker, check_metrics
+from utils.metrics import check_metrics
 from utils.training.optimizer import checked_groups
 
 # relative: sums in another order; losses of a batch and its halves, for which layers may choose other kernels
@@ -176,35 +176,33 @@ def evaluation(fork: Fork) -> str:
     size, ranks, counts, never = fork.small_config.batch_size, fork.ctx.world_size, [], []
     for count in (ranks * size + size // 2 + 1, max(1, ranks - 1)):
         subset, net = fork.held_out_subset(count), fork.new_model().eval()
-        expected, found = plain_evaluation(fork, subset, net), fork.evaluate(net, subset)
-        for name, value in expected.items():
-            rounding = ROUNDING[fork.loss_dtype]  # sums in another order
-            is_close = math.isclose(found[name], value, rel_tol=rounding, abs_tol=1e-8)
-            if not is_close and not (math.isnan(value) and math.isnan(found[name])):  # nan: counted nothing
-                seen = f"{name} of {len(subset)} held-out samples is {found[name]:.6g}, in one process {value:.6g}"
-                if plain_evaluation(fork, subset, net, noise=1)[name] != value:
-                    cause = (
-                        "a second evaluation differs too: random numbers, or data that is changed in place; pass"
-                        " training=self.training to F.dropout and similar functions"
-                    )
-                else:
-                    cause = "samples repeated or left out; use create_evaluation_dataloader and evaluate_all"
-                raise Broken(f"{seen}: {cause}")
+        found = fork.evaluate(net, subset)
+        # on_all: what summarize returns may be wrong on one rank only
+        fork.on_all(lambda subset=subset, net=net, found=found: compare_evaluation(fork, subset, net, found))
         counts.append(str(len(subset)))
-        never = never if len(counts) > 1 else [name for name in expected if math.isnan(found[name])]
+        never = never if len(counts) > 1 else [name for name, value in found.items() if math.isnan(value)]
     uncounted = f"; please check: nothing counted for {', '.join(never)}, so not compared" if never else ""
     return f"sets of {' and '.join(counts)} samples: each counted once, loss and metrics as in one process{uncounted}"
 
 
-def plain_evaluation(fork: Fork, subset: Subset, net: nn.Module, noise: int = 0) -> dict[str, float]:
-    """The size, mean loss and metrics of a set in one process, with global generators seeded by `noise`."""
-    loader, tracker = fork.loader(subset), MetricTracker(fork.ctx.device)
-    for indices in torch.arange(len(subset)).split(fork.small_config.batch_size):
-        *_, batch = loader.fetch(indices.tolist())
-        scramble_global_rngs(noise)  # after the fetch, which seeds them by the samples
-        with torch.no_grad():
-            tracker.update(fork.seams.compute_loss(net, batch))
-    return {"count": len(subset)} | tracker.means()
+def compare_evaluation(fork: Fork, subset: Subset, net: nn.Module, found: dict[str, float]) -> None:
+    """Raises Broken if an evaluation on all ranks differs from that of one process."""
+    for name, value in fork.plain_evaluation(subset, net).items():
+        rounding = ROUNDING[fork.loss_dtype]  # sums in another order
+        is_close = math.isclose(found[name], value, rel_tol=rounding, abs_tol=1e-8)
+        if is_close or (math.isnan(value) and math.isnan(found[name])):  # nan: counted nothing
+            continue
+        seen = f"{name} of {len(subset)} held-out samples is {found[name]:.6g}, in one process {value:.6g}"
+        cause = (
+            "samples repeated or left out, or a summarize that depends on the rank; use"
+            " create_evaluation_dataloader and evaluate_all, and only what summarize is given"
+        )
+        if fork.plain_evaluation(subset, net, noise=1)[name] != value:
+            cause = (
+                "a second evaluation differs too: random numbers, or data that is changed in place; pass"
+                " training=self.training to F.dropout and similar functions"
+            )
+        raise Broken(f"{seen}: {cause}")
 
 
 def gradient(fork: Fork) -> str:
@@ -216,7 +214,7 @@ def gradient(fork: Fork) -> str:
             update.gather(training.state)
 
     with record_updates(ours := []):
-        fork.short_run("gradient", at_end=gather, eval_every=0, **plain_settings)
+        fork.short_run("gradient", at_end=gather, eval_every=0, eval_every_steps=0, **plain_settings)
     our_model = fork.trainings["gradient"].state.model
 
     def plain_loop_of(noise: int) -> tuple[list[Update], nn.Module]:

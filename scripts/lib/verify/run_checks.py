@@ -18,6 +18,7 @@ from train import Training
 from utils.checkpoint import format as checkpoint
 from utils.distributed.collectives import all_gather_json
 from utils.distributed.dtensor import is_sharded, local
+from utils.training.unsaved import KEY, complete
 
 STATE = ("model", "ema", "optimizer", "scaler", "progress")
 KEEP = "keep it in a buffer (register_buffer), in the optimizer's state or in progress.user"
@@ -139,8 +140,10 @@ def plain_load(fork: Fork) -> str:
         with as_single_process():
             expected = fork.sharded_loss if has_shards else fork.sample_loss(whole.state.model.cpu(), device)
             saved = checkpoint.read(path)[0] if has_shards else torch.load(path, map_location="cpu", weights_only=True)
+            torch.manual_seed(fork.config.seed)
             loaded = fork.seams.create_model(TrainingConfig(**saved["config"]), device)
-            loaded.load_state_dict(saved["model"])
+            unsaved = saved["provenance"].get(KEY, {})
+            loaded.load_state_dict(complete(saved["model"], unsaved, loaded, {}, "the checkpoint"))
             found = fork.sample_loss(loaded, device)
         if not math.isclose(found, expected, rel_tol=ROUNDING[fork.loss_dtype] if has_shards else 0):
             raise Broken(

@@ -1,0 +1,70 @@
+"""Frozen parameters that `is_saved` of model.py leaves out of checkpoints: create_model gives them their values.
+
+A digest of each is in the provenance of a checkpoint. It is compared wherever the checkpoint is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from config import UserError
+from utils.distributed.dtensor import full
+
+KEY = "unsaved"  # in the provenance
+
+
+def digests(values: Mapping[str, Tensor]) -> dict[str, str]:
+    """A digest of the bytes of each tensor. Gathers sharded ones: call it on all ranks."""
+    found = {}
+    for name in sorted(values):
+        data = full(values[name].detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
+        found[name] = hashlib.sha256(data.numpy()).hexdigest()[:16]
+    return found
+
+
+def left_out(model: nn.Module, is_saved: Callable[[str], bool] | None) -> dict[str, Tensor]:
+    """The parameters that checkpoints leave out, by name. Raises UserError if one of them is trained."""
+    if is_saved is None:
+        return {}
+    named = model.named_parameters(remove_duplicate=False)
+    found = {name: parameter for name, parameter in named if not is_saved(name)}
+    if trained := [name for name, parameter in found.items() if parameter.requires_grad]:
+        raise UserError(
+            f"model.is_saved: leaves out {trained[0]}, which is trained; save it, or freeze it in create_model with"
+            " requires_grad_(False)"
+        )
+    return found
+
+
+def complete(
+    weights: dict[str, Any], saved: dict[str, str], model: nn.Module, here: dict[str, str], source: str
+) -> dict[str, Any]:
+    """The weights, and the model's own values of those that the checkpoint left out.
+
+    Args:
+        saved: digests, from the checkpoint; of what it left out.
+        here: digests of what this model leaves out; empty if it leaves out nothing.
+        source: where the weights come from, for messages.
+
+    Raises:
+        UserError: if the model has other values than the checkpoint was trained with.
+    """
+    names = saved.keys() | (here.keys() & weights.keys())
+    if not names:
+        return weights
+    own = model.state_dict()
+    ours = here | digests({name: own[name] for name in names & own.keys() - here.keys()})
+    theirs = digests({name: weights[name] for name in names & weights.keys()}) | saved
+    wrong = sorted(name for name in names if ours.get(name) != theirs[name])
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise UserError(
+            f"{source}: was trained with other values of {wrong[0]}{more} than create_model gives, which is_saved left"
+            " out of it; let create_model load the weights that it loaded then"
+        )
+    return {name: own[name] for name in names} | weights
