@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 DEFAULT_RUN_DIR = "runs/default"
 REDACTED = "[redacted]"  # in a stored command
@@ -412,6 +412,11 @@ class TrainingConfig:
         return config
 
 
+def unless_auto(value: int | str, automatic: int) -> int:
+    """The value of a field that may be "auto", or else what it is then."""
+    return value if isinstance(value, int) else automatic
+
+
 def limits_of(saved: dict[str, Any]) -> tuple[float, float]:
     """`TrainingConfig.limits` of the values in a config.json."""
     epochs, steps = saved["epochs"], saved["max_steps"]
@@ -438,7 +443,7 @@ def _convert(field: dataclasses.Field, value: Any) -> tuple[Any, str]:
             return value, wrong
         elif kind in (int, float) and isinstance(value, str | int):
             value = kind(value)
-        if not isinstance(value, kind) or (kind is float and not math.isfinite(value)):
+        if not isinstance(value, kind) or (isinstance(value, float) and not math.isfinite(value)):
             return value, wrong
     except (ValueError, KeyError):
         return value, wrong
@@ -446,7 +451,7 @@ def _convert(field: dataclasses.Field, value: Any) -> tuple[Any, str]:
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         print(f"{message}; see --help" if ";" not in message else message, file=sys.stderr, flush=True)
         raise SystemExit(2)
 

@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset, default_collate
 
-from config import TrainingConfig, UserError, range_of
+from config import TrainingConfig, UserError, range_of, unless_auto
 from utils.data.augment import augment_images, choose, file_transform, mix, normalize, repeated_order
 from utils.data.images import (
     CsvListing,
@@ -103,7 +103,7 @@ class ImageDataset(Dataset):
         if not self.mixing:
             return images, labels
         mixup, cutmix, classes = self.mixing
-        return mix(images, labels, mixup, cutmix, self.num_classes if classes == "auto" else classes, *mix_seed)
+        return mix(images, labels, mixup, cutmix, unless_auto(classes, self.num_classes), *mix_seed)
 
 
 class InMemoryImages(ImageDataset):
@@ -161,7 +161,7 @@ class SyntheticImageDataset(InMemoryImages):
         super().__init__(images, labels, classes, (0.5,) * in_channels, (0.2,) * in_channels, split)
 
 
-class ImageFolderDataset(Listing, ImageDataset):
+class ImageFolderDataset(Listing, ImageDataset):  # type: ignore[override]  # a cached property can be set, too
     """Images below <folder>/<class>/, decoded on access. `load_data` lists them once per file system.
 
     Args:
@@ -197,7 +197,7 @@ class ImageFolderDataset(Listing, ImageDataset):
         return self._transform(image), label
 
 
-class CsvDataset(CsvListing, ImageFolderDataset):
+class CsvDataset(CsvListing, ImageFolderDataset):  # type: ignore[override]  # as above
     """Images that a CSV file names, each with its label: <data_dir>/<split>.csv. Read once per file system, too."""
 
     def __init__(self, file: Path, limit: int | str, *rest: Any) -> None:
@@ -229,7 +229,8 @@ def _lacks_weights(config: TrainingConfig) -> bool:
 
 def create_dataset(config: TrainingConfig, split: str) -> Dataset | None:
     """The data set of a split; None if there is no such split. Raises UserError if the data cannot be used."""
-    dataset = {"synthetic": _synthetic, "cifar10": _cifar10}.get(config.dataset, _image_files)(config, split)
+    create: dict[str, Callable[..., Any]] = {"synthetic": _synthetic, "cifar10": _cifar10}
+    dataset = create.get(config.dataset, _image_files)(config, split)
     if dataset is not None and (expected := _expected(config)):
         dataset.mean, dataset.std = torch.tensor(expected.mean), torch.tensor(expected.std)
     if dataset is not None and split == "train":
@@ -251,7 +252,7 @@ def _synthetic(config: TrainingConfig, split: str) -> SyntheticImageDataset | No
     if split not in ("train", "val"):
         return None
     auto = {"num_classes": 10, "in_channels": 3, "image_size": 32}
-    sizes = {name: size if getattr(config, name) == "auto" else getattr(config, name) for name, size in auto.items()}
+    sizes = {name: unless_auto(getattr(config, name), size) for name, size in auto.items()}
     samples = config.dataset_size or SYNTHETIC_SAMPLES
     count = samples if split == "train" else math.ceil(samples / 5)
     return SyntheticImageDataset(count, **sizes, seed=config.seed, split=split)
@@ -277,13 +278,14 @@ def _image_files(config: TrainingConfig, split: str) -> ImageFolderDataset | Non
     if not source.exists() and split != "train":
         return None
     classes = [] if suffix else classes_of(root, split)
-    channels = 3 if config.in_channels == "auto" else config.in_channels
+    channels = unless_auto(config.in_channels, 3)
     if channels not in STATISTICS:
         raise UserError(f"in_channels={channels}: images have 1 or 3 channels; give 1 or 3")
-    sizes = _sizes(config)
+    sizes: dict[str, Any] = _sizes(config)
     config = dataclasses.replace(config, **sizes)
-    size = config.image_size
-    if size == "auto":
+    if isinstance(config.image_size, int):
+        size = config.image_size
+    else:
         by_class = root / "train" / "".join(classes[:1])
         first = root / next(rows_of(root / "train.csv"))[0] if suffix else Path(images_in(by_class, must_exist=True)[0])
         size = _size_of(first, channels)
@@ -317,9 +319,8 @@ def _transform(
     is_cropped = choose(config.augment, size) == "resized_crop"
     if not is_train:
         usual = round(size * 256 / 224) if is_cropped else size  # torchvision resizes to 256 for 224
-        resize_size = usual if config.resize_size == "auto" else config.resize_size
-        return file_transform(size, resize_size, config.interpolation), False
-    train_size = size if config.train_size == "auto" else config.train_size
+        return file_transform(size, unless_auto(config.resize_size, usual), config.interpolation), False
+    train_size = unless_auto(config.train_size, size)
     crop = (range_of(config.crop_scale), range_of(config.crop_ratio)) if is_cropped else None
     expected = _expected(config)
     extra = (config.auto_augment, config.random_erase, expected.mean if expected else STATISTICS[channels][0])
@@ -343,7 +344,7 @@ def _check_unused(config: TrainingConfig) -> None:
 
 
 def _check_labels(dataset: ImageDataset, config: TrainingConfig) -> None:
-    classes = dataset.num_classes if config.num_classes == "auto" else config.num_classes
+    classes = unless_auto(config.num_classes, dataset.num_classes)
     if dataset.num_classes > classes:
         raise UserError(
             f"num_classes={classes}: the data has {dataset.num_classes} classes; give that number or leave it auto"

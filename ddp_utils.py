@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from config import StartError, TrainingConfig, TrainingError, UserError
+from config import StartError, TrainingConfig, TrainingError, UserError, unless_auto
 from utils.distributed.beats import Beats
 from utils.distributed.collectives import within
 from utils.distributed.context import (
@@ -75,8 +75,7 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
     card: dict[str, Any] = {"host": socket.gethostname(), "problem": ""}
     backend, device = "", torch.device("cpu")
     try:
-        workers = (os.cpu_count() or 1) if config.num_workers == "auto" else config.num_workers
-        raise_file_limit(launch.world_size, workers)
+        raise_file_limit(launch.world_size, unless_auto(config.num_workers, os.cpu_count() or 1))
         backend, device = choose_device(config.backend, launch.local_rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)  # before anything touches a GPU, and before NCCL guesses which
@@ -130,7 +129,8 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
 
 def _create_control_group(seconds: float) -> dist.ProcessGroup:
     try:  # a rank may stop now, and its own limit is for later
-        return within(seconds, lambda: dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
+        group: Any = within(seconds, lambda: dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
+        return group
     except TimeoutError:
         text = f"the ranks did not connect within {seconds:g} s; check the network between the nodes, then start again"
         raise StartError(text) from None
@@ -177,26 +177,27 @@ def _introduce(
     keys = [f"card/{rank}" for rank in range(launch.world_size)]
     store.set(keys[launch.rank], json.dumps(card))
     if launch.rank == 0:
-        missing, groups = [], []
+        missing: list[int] = []
+        counted: list[tuple[dict[str, Any], int]] = []
         try:
             groups = itertools.groupby(map(json.loads, store.multi_get(keys)))
+            counted = [(each, len(list(ranks))) for each, ranks in groups]
         except dist.DistStoreError:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        counted = [(each, len(list(ranks))) for each, ranks in groups]
         store.set("cards", json.dumps([missing, counted, uuid.uuid4().hex]))
     try:
         store.wait(keys[:1], timedelta(seconds=config.timeout))
         store.wait(["cards"], timedelta(seconds=config.timeout + SECONDS_TO_ANSWER))
-        missing, groups, word = json.loads(store.get("cards"))
+        missing, counted, word = json.loads(store.get("cards"))
     except dist.DistStoreError:
-        missing, groups, word = [0], [], ""
-    if not groups:
+        missing, counted, word = [0], [], ""
+    if not counted:
         names = f"rank {', '.join(map(str, missing))} of {launch.world_size}" if missing else "a rank"
         remedy = "check its output, then start all ranks again (a larger --timeout waits longer)"
         speaker = missing[0] if missing and missing[0] > 0 else None  # rank 0 reports for all if it is there
         text = f"{names}: did not start within {config.timeout:g} s; {remedy}"
         raise StartError(text, speaker, "" if speaker else None)
-    cards = [each for each, ranks in groups for _ in range(ranks)]
+    cards = [each for each, ranks in counted for _ in range(ranks)]
     for rank, each in enumerate(cards):
         if each["problem"]:
             is_common = len({card["problem"] for card in cards}) == 1

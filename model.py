@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from config import TrainingConfig, UserError, nearest
+from config import TrainingConfig, UserError, nearest, unless_auto
 from ddp_utils import unwrap, wrap_ddp
 from utils.checkpoint.format import load_weights
 from utils.data.pretrained import weights_file
@@ -49,7 +49,7 @@ class ResidualBlock(nn.Module):
         self.bn1 = nn.BatchNorm2d(out_channels)
         self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(out_channels)
-        self.shortcut = nn.Identity()
+        self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or in_channels != out_channels:
             self.shortcut = nn.Sequential(
                 nn.Conv2d(in_channels, out_channels, 1, stride, bias=False), nn.BatchNorm2d(out_channels)
@@ -96,9 +96,9 @@ def create_model(config: TrainingConfig, device: torch.device) -> nn.Module:
         UserError: for an unknown model, or one that does not fit the config.
     """
     auto = {"num_classes": 10, "in_channels": 3, "image_size": 32}  # of the synthetic set; a run uses those of its data
-    sizes = {name: size if getattr(config, name) == "auto" else getattr(config, name) for name, size in auto.items()}
+    sizes = {name: unless_auto(getattr(config, name), size) for name, size in auto.items()}
     if config.model == "mini_resnet":
-        model = MiniResNet(sizes["in_channels"], sizes["num_classes"])
+        model: Any = MiniResNet(sizes["in_channels"], sizes["num_classes"])
     else:
         model = _torchvision_model(config.model, **sizes)
     if config.sync_bn:
@@ -119,7 +119,7 @@ def _freeze_backbone(model: nn.Module) -> None:
     model.requires_grad_(False)
     [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)][-1].requires_grad_(True)
     for norm in (m for m in model.modules() if isinstance(m, _BatchNorm)):
-        norm.train = types.MethodType(stay_in_evaluation, norm)
+        vars(norm)["train"] = types.MethodType(stay_in_evaluation, norm)
 
 
 def initial_weights(config: TrainingConfig) -> dict[str, Tensor]:
@@ -163,7 +163,8 @@ def compute_loss(model: nn.Module, batch: Any) -> Metrics:
     images, labels = batch
     logits = model(images)
     if torch.is_grad_enabled():  # training
-        loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=unwrap(model).label_smoothing)
+        smoothing: Any = unwrap(model).label_smoothing
+        loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
         return {"loss": (loss, len(labels)), "top1": (count_correct(logits, labels), len(labels))}
     loss = F.cross_entropy(logits, labels, reduction="sum")
     top = {f"top{k}": (count_correct(logits, labels, k), len(labels)) for k in (1, 5)}
@@ -182,7 +183,9 @@ def _torchvision_model(name: str, in_channels: int, num_classes: int, image_size
         raise UserError(
             f"in_channels={in_channels}: torchvision's models take 3; use --model mini_resnet or 3 channels"
         )
-    special = {"aux_logits": False, "transform_input": True} if name in ("inception_v3", "googlenet") else {}
+    special: dict[str, Any] = (
+        {"aux_logits": False, "transform_input": True} if name in ("inception_v3", "googlenet") else {}
+    )
     if name.startswith("vit_"):
         special = {"image_size": image_size}
     try:

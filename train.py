@@ -23,6 +23,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,9 +198,23 @@ def assemble(
         is_time_up = 0 < config.max_time < (time.monotonic() - started) / 60
         return Decision(stop=int(bool(signals.received) or is_time_up), save=int(checkpoints.is_due()))
 
-    consensus = Consensus(vote, ctx.control)
-    parts = (loader, loaders, state, model, consensus, reporter, checkpoints, best_metric, best_sign)
-    return Training(config, ctx, run, logger, clock, seams, *parts)
+    return Training(
+        config=config,
+        ctx=ctx,
+        run=run,
+        logger=logger,
+        clock=clock,
+        seams=seams,
+        loader=loader,
+        held_out=loaders,
+        state=state,
+        model=model,
+        consensus=Consensus(vote, ctx.control),
+        reporter=reporter,
+        checkpoints=checkpoints,
+        best_metric=best_metric,
+        best_sign=best_sign,
+    )
 
 
 def run_training(training: Training) -> dict[str, Any]:
@@ -242,7 +257,7 @@ def train_one_epoch(training: Training) -> Decision:
     consensus, checkpoints, reporter = training.consensus, training.checkpoints, training.reporter
     model.train()
     state.sums.running_stats.begin_epoch()
-    for global_batch in state.counted(loader.global_batches(progress.epoch, progress.samples_in_epoch)):
+    for global_batch in training.seams.counted(loader.global_batches(progress.epoch, progress.samples_in_epoch)):
         if state.is_at_end:
             break
         # here, so that a resume at this step evaluates too; the workers keep the batches that they have fetched
@@ -330,16 +345,15 @@ def test_best(training: Training) -> list[dict[str, Any]]:
 
     This overwrites the trained weights, so do not save afterwards. Returns an empty list if the ranks agreed to stop.
     """
-    kind = list(training.weights())[-1]
+    weights = training.weights()
+    kind = list(weights)[-1]
     best, progress = training.run.checkpoints / BEST, training.state.progress
     began = time.perf_counter()
     if broadcast_json(best.exists(), training.ctx):
         payload = load_checkpoint(best, training.ctx, training.state.layouts())
         training.state.load_model(payload, kind if payload[kind] else "model")
-        context, progress = nullcontext(), progress_of(payload)
-    else:
-        context = training.weights()[kind]
-    records = evaluate_split(training, "test", {kind: context}, progress)
+        weights[kind], progress = nullcontext(), progress_of(payload)
+    records = evaluate_split(training, "test", {kind: weights[kind]}, progress)
     if records:
         training.reporter.evaluated(records, time.perf_counter() - began, False, "best checkpoint")
     return records
@@ -357,9 +371,19 @@ def evaluate_split(
     """`evaluate_all` for one of the held-out sets. progress: where the weights were made."""
     state = training.state
     state.show(progress)
-    common = (training.seams.compute_loss, progress, state.precision, training.ctx)
-    common += (training.logger, training.consensus, training.seams.summary)
-    return evaluate_all(state.model, weights, split, training.held_out[split], *common)
+    return evaluate_all(
+        state.model,
+        weights,
+        split,
+        loader=training.held_out[split],
+        compute_loss=training.seams.compute_loss,
+        progress=progress,
+        precision=state.precision,
+        ctx=training.ctx,
+        logger=training.logger,
+        consensus=training.consensus,
+        summary=training.seams.summary,
+    )
 
 
 def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, Any]:
@@ -371,7 +395,9 @@ def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, 
     sets = load_data(your_data, config, ctx)
     config = sets.config
     state = on_all_ranks(lambda: create_state(seams, config, ctx, is_resumed=not is_published), ctx)
-    progress, total_steps, weights, records = Progress(), 1, {"model": {}}, []
+    progress, total_steps = Progress(), 1
+    weights: dict[str, dict[str, Any]] = {"model": {}}
+    records: list[dict[str, Any]] = []
     if not is_published:
         payload = load_checkpoint(path, ctx, state.layouts())
         on_all_ranks(lambda: check_evaluation(payload, config), ctx)
@@ -384,13 +410,18 @@ def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, 
         found, common = [], (split, loader, seams.compute_loss, progress, state.precision, ctx, logger)
         for kind, values in weights.items():
             if values:
-                on_all_ranks(lambda kind=kind: state.load_model(payload, kind), ctx)
+                on_all_ranks(partial(state.load_model, payload, kind), ctx)
             found += evaluate_all(state.model, {kind: nullcontext()}, *common, summary=seams.summary)
         log_epoch_summary(logger, found, time.perf_counter() - began, is_best=False)
         records += found
     outcome = {"checkpoint": str(path), "data_dir": config.data_dir, "records": records}
     file = config.run_folder / f"eval-{path.stem}.json"
-    on_rank_0(lambda: (file.parent.mkdir(parents=True, exist_ok=True), replace_json(file, outcome)), ctx)
+
+    def write() -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_json(file, outcome)
+
+    on_rank_0(write, ctx)
     logger.info("wrote %s", file)
     return outcome
 

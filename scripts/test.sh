@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Run the tests:  scripts/test.sh [--quick | --all | --fork | --mutations | --cuda] [pytest arguments]
 #
-#   (default)      ruff, shellcheck and all tests that are not marked slow: about six minutes on two cores
-#   --quick        ruff, shellcheck and tests/unit, which need no ranks: at most 90 seconds
+#   (default)      ruff, mypy, shellcheck and all tests that are not marked slow: about six minutes on two cores
+#   --quick        ruff, mypy, shellcheck and tests/unit, which need no ranks: at most 90 seconds
 #   --all          the slow tests too: every fault, every misconfiguration, Slurm, nodes, pods, recipes
 #   --fork         the tests that must pass for any model.py and dataset.py: all but tests/builtin and tests/comparison
 #   --mutations    one-line faults in a copy of the code, one at a time: a default test must fail for each
@@ -29,9 +29,9 @@ esac
 find_python
 
 # packages that only the tests need; if they are missing, tests are skipped on a laptop and fail in CI
-if ! "$PYTHON" -c 'import ruff, xdist, kubernetes_validate, kubeflow_trainer_api' 2>/dev/null; then
+if ! "$PYTHON" -c 'import mypy, ruff, xdist, kubernetes_validate, kubeflow_trainer_api' 2>/dev/null; then
     "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-        ruff pytest-xdist kubernetes-validate kubeflow-trainer-api || true
+        mypy ruff pytest-xdist kubernetes-validate kubeflow-trainer-api || true
 fi
 if [ "$mode" = all ] && ! "$PYTHON" -c 'import datasets, fuse, timm, transformers' 2>/dev/null; then # recipes need them
     "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt datasets fusepy timm transformers || true
@@ -49,6 +49,7 @@ lint() { # lint TOOL COMMAND...: if the tool is not installed, skipped on a lapt
 if [ "$mode" != fork ]; then
     lint ruff "$PYTHON" -m ruff check .
     lint ruff "$PYTHON" -m ruff format --check .
+    lint mypy "$PYTHON" -m mypy
     lint shellcheck shellcheck -x scripts/*.sh scripts/lib/*.sh scripts/*.sbatch .ci/run
 fi
 

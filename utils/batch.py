@@ -23,8 +23,8 @@ def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
         names = [field.name for field in dataclasses.fields(batch) if field.init]
         return dataclasses.replace(batch, **{name: map_leaves(function, getattr(batch, name)) for name in names})
     if isinstance(batch, tuple | list):
-        mapped = [map_leaves(function, value) for value in batch]
-        return type(batch)(*mapped) if hasattr(batch, "_fields") else type(batch)(mapped)
+        values = [map_leaves(function, value) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return function(batch)
 
 

@@ -113,4 +113,4 @@ def slowest(ranks: list[dict[str, float]]) -> tuple[int, float, str]:
     excess = {
         part: ranks[rank][part] - statistics.median_low(each[part] for each in ranks) for part in ("data", "compute")
     }
-    return rank, totals[rank] / max(1e-9, statistics.median_low(totals)), max(excess, key=excess.get)
+    return rank, totals[rank] / max(1e-9, statistics.median_low(totals)), max(excess, key=excess.__getitem__)

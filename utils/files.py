@@ -18,8 +18,8 @@ from typing import Any, BinaryIO, TypeVar
 T = TypeVar("T")
 
 TEMPORARY = ".tmp"
-WRONG_FILE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
-WRONG_FILE += (errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.ENXIO)  # the last two: of wrong content, of sockets
+WRONG_FILE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
+WRONG_FILE |= {errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.ENXIO}  # the last two: of wrong content, of sockets
 SECONDS_BETWEEN_TRIES = 1.0
 MAX_WAITING = 100_000  # lines kept while they cannot be written
 BLOCK = 1 << 18  # bytes of a step back from the end of a file
@@ -44,7 +44,7 @@ def retried(action: Callable[[], T]) -> T:
 
 def replace_file(
     path: Path,
-    write: Callable[[BinaryIO], None],
+    write: Callable[[BinaryIO], object],
     may_appear: Callable[[], object] | None = None,
     is_flushed: bool = True,
 ) -> None:

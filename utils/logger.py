@@ -96,7 +96,7 @@ def setup_logger(rank: int, file: Path | None = None) -> logging.Logger:
         file.parent.mkdir(parents=True, exist_ok=True)
         handler = _FileHandler(file)
         handler.setFormatter(_FileFormatter(rank))
-        handler.addFilter(lambda record: rank == 0 or record.levelno >= logging.WARNING or record.exc_info)
+        handler.addFilter(lambda record: rank == 0 or record.levelno >= logging.WARNING or bool(record.exc_info))
         logger.addHandler(handler)
     return logger
 

@@ -37,8 +37,8 @@ def check_metrics(metrics: Any) -> Metrics:
         for name, entry in metrics.items():
             if name == "loss" and isinstance(entry, dict):
                 raise UserError(
-                    "model.compute_loss: returned a loss of several terms, and what divides them must be known before"
-                    " the backward pass; add loss_counts(batch) -> {term: count} to model.py"
+                    "model.compute_loss: returned a loss of several terms, whose counts must be known before the"
+                    " backward pass; define loss_counts(batch) -> {term: count} in model.py"
                 )
             is_entry = isinstance(entry, tuple | list) and len(entry) in (2, 3) and all(map(is_value, entry[:2]))
             if not isinstance(name, str) or name in RESERVED or "/" in name:
@@ -47,11 +47,12 @@ def check_metrics(metrics: Any) -> Metrics:
                 problem = f"returned no (sum, count) or (sum, count, function) for {name}"
         if not problem:
             total, count, *finish = metrics["loss"]
-            ndim, counts = int(isinstance(finish and finish[0], TermMeans)), torch.as_tensor(count).double()
-            if not isinstance(total, Tensor) or total.ndim != ndim or not total.is_floating_point():
+            has_terms = any(isinstance(each, TermMeans) for each in finish)
+            counts = count.tolist() if has_terms else [float(count)]
+            if not isinstance(total, Tensor) or total.ndim != has_terms or not total.is_floating_point():
                 problem = "returned a loss whose sum is not a 0-dimensional float tensor"
-            elif not (counts.isfinite() & (counts >= 0)).all():
-                problem = f"returned a loss with a count of {counts.tolist()}"
+            elif not all(math.isfinite(each) and each >= 0 for each in counts):
+                problem = f"returned a loss with a count of {', '.join(map(str, counts))}"
     if problem:
         raise UserError(f"model.compute_loss: {problem}; return sums and their counts, e.g. {EXAMPLE}")
     return metrics
@@ -159,7 +160,7 @@ class MetricTracker:
         places = [place for pair in self._places.values() for place in pair]
         parts = self.values.cpu()[: sum(place.numel() for place in places)].split([place.numel() for place in places])
         found = [part.view(place.shape) for part, place in zip(parts, places, strict=True)]
-        means = {}
+        means: dict[str, float] = {}
         for name, total, count in zip(self._places, found[::2], found[1::2], strict=True):
             finish = self._finish.get(name)
             if isinstance(finish, TermMeans):

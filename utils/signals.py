@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 if not hasattr(signal, "SIGUSR1"):
     print("Windows: has no SIGUSR1, fork or file locks, which training needs; start it under WSL 2", file=sys.stderr)
@@ -32,26 +33,27 @@ class StopSignals:
     arrived: socket.socket | None = None  # of the latest instance: the numbers of signals, see `has_arrived`
 
     def __init__(self) -> None:
-        self.received = StopSignals.held.received if StopSignals.held else ""
-        self._before: dict[int, object] = {}
-        self._reader, self._wakeup, self._wakeup_before = None, None, -1
+        self.received: str = StopSignals.held.received if StopSignals.held else ""
+        self._before: dict[int, Any] = {}
+        self._sockets: tuple[socket.socket, ...] = ()  # one is read, the interpreter writes to the other
+        self._wakeup_before = -1
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():  # Python handles signals only there
             for number in STOP_SIGNALS:
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                     self._before[number] = signal.signal(number, self._note)
-            self._reader, self._wakeup = socket.socketpair()
-            self._reader.setblocking(False)
-            self._wakeup.setblocking(False)
-            StopSignals.arrived = self._reader  # both are kept: this instance may be used again after a later one
+            self._sockets = reader, wakeup = socket.socketpair()
+            reader.setblocking(False)
+            wakeup.setblocking(False)
+            StopSignals.arrived = reader  # both are kept: this instance may be used again after a later one
             if self.received:  # while `hold` was in effect
-                self._wakeup.send(bytes([signal.SIGTERM]))
-            self._wakeup_before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+                wakeup.send(bytes([signal.SIGTERM]))
+            self._wakeup_before = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
         return self
 
     def __exit__(self, *_) -> None:
-        if self._wakeup:
+        if self._sockets:
             signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)

@@ -14,7 +14,7 @@ import stat
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +82,7 @@ def write(
         nonlocal digest
         hashing = _HashingWriter(file, tick)
         try:
-            torch.save(payload, hashing)
+            torch.save(payload, cast(IO[bytes], hashing))
         except RuntimeError as error:  # torch.save turns a full disk into an "unexpected pos"
             raise hashing.error or error from None
         hashing.write(f"\nstep:{payload['progress']['step']:010d} ".encode())

@@ -30,7 +30,7 @@ def step_path(folder: Path, step: int, is_sharded: bool = False) -> Path:
 
 def step_of(path: Path) -> int:
     """The step in the name of a step checkpoint."""
-    return int(STEP_NAME.fullmatch(path.name)[1])
+    return int(path.stem.removeprefix("step_"))
 
 
 def step_checkpoints(folder: Path) -> list[Path]:

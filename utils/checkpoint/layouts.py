@@ -55,7 +55,8 @@ class FolderLayout:
 
     def __init__(self, ctx: DistributedContext, parts: int) -> None:
         # the threads of the ranks speak to each other while training uses the other groups
-        self._ctx = dataclasses.replace(ctx, control=dist.new_group(backend="gloo", timeout=timedelta(hours=24)))
+        group: Any = dist.new_group(backend="gloo", timeout=timedelta(hours=24))
+        self._ctx = dataclasses.replace(ctx, control=group)
         self._has_part, self._numbers = ctx.rank < parts, itertools.count()
         self.is_waiting = False  # for another rank, which looks at its own progress
 

@@ -72,7 +72,7 @@ class HostMemory:
     def release(self) -> None:
         if self._is_locked:
             _has_succeeded(torch.cuda.cudart().cudaHostUnregister(_address(self._buffer)))
-        self.__init__()
+        self._buffer, self._is_locked = mmap.mmap(-1, 1), False
 
 
 def _address(buffer: mmap.mmap) -> int:

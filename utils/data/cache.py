@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, default_collate
 from config import TrainingConfig, UserError
 from utils.batch import map_leaves, map_tensors, tensors_in
 from utils.data.loader import GlobalBatchLoader, fetches_batches
-from utils.data.sampler import GlobalBatchSampler
+from utils.data.sampler import GlobalBatchSampler, MapDataset
 from utils.data.transfer import indices_on
 from utils.distributed.collectives import all_gather_json, on_all_ranks, require_equal
 from utils.distributed.context import DistributedContext
@@ -30,12 +30,12 @@ MAX_OF_MEMORY, MAX_OF_DEVICE = 0.9, 0.5  # fractions of the free memory; the res
 
 
 def cached(
-    train_set: Dataset,
-    held_out: dict[str, Dataset],
+    train_set: MapDataset,
+    held_out: dict[str, MapDataset],
     config: TrainingConfig,
     ctx: DistributedContext,
     logger: logging.Logger,
-) -> tuple[Dataset, dict[str, Dataset]]:
+) -> tuple[MapDataset, dict[str, MapDataset]]:
     """The data sets, cached as `config.cache` says. Call it on all ranks. Raises UserError if they do not fit."""
     where = "ram" if config.cache == "device" and ctx.device.type == "cpu" else config.cache
     sets = {"train": train_set, **held_out}
@@ -63,7 +63,7 @@ class Cached(Dataset):
 
     in_memory = is_cached = True
 
-    def __init__(self, source: Dataset, rows: Any) -> None:
+    def __init__(self, source: MapDataset, rows: Any) -> None:
         self.source, self._rows = source, rows
         self._device = tensors_in(rows)[0].device
 
@@ -87,7 +87,7 @@ class Cached(Dataset):
         return batch  # __getitems__ already returns a batch
 
 
-def first_row(source: Dataset, config: TrainingConfig) -> Any:
+def first_row(source: Any, config: TrainingConfig) -> Any:
     """The batch of the first sample. Raises UserError if the set cannot be cached."""
     kind = f"cache={config.cache}: {type(source).__name__}"
     if not getattr(source, "cacheable", False):
@@ -120,16 +120,16 @@ def check_room(sizes: dict[str, int], where: str, config: TrainingConfig, ctx: D
                 f" {gigabytes(free)} free, half of it kept for training; use --cache ram or a smaller --image_size"
             )
         need = max(sizes.values())  # one set at a time passes through the node's memory
-    free = free_memory()
-    if free is not None and need > MAX_OF_MEMORY * free:
+    left = free_memory()
+    if left is not None and need > MAX_OF_MEMORY * left:
         raise UserError(
-            f"cache={config.cache}: the decoded data take {gigabytes(need)}, {ctx.host} has {gigabytes(free)} of memory"
+            f"cache={config.cache}: the decoded data take {gigabytes(need)}, {ctx.host} has {gigabytes(left)} of memory"
             " free; give the job more memory, use a smaller --image_size or --dataset_size, or --cache none"
         )
 
 
 def _decode(
-    source: Dataset, row: Any, where: str, config: TrainingConfig, ctx: DistributedContext, logger: logging.Logger
+    source: MapDataset, row: Any, where: str, config: TrainingConfig, ctx: DistributedContext, logger: logging.Logger
 ) -> Cached:
     """Each rank decodes its part of the samples into rows that all ranks of the node map."""
     peers = [rank for rank, host in enumerate(ctx.hosts) if host == ctx.host]

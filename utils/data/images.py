@@ -29,6 +29,8 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".
 class Listing:
     """A data set's files: images below <folder>/<class>/, by class and path. A subclass sets `folder` and `classes`."""
 
+    folder: Path
+    classes: list[str]
     has_sizes = True
     left_out: Counter[str] = Counter()  # suffixes of other files, on the rank that has listed them
     example = ""
@@ -36,7 +38,9 @@ class Listing:
     @functools.cached_property
     def listing(self) -> bytes:
         """<class>/<path below it> and the bytes of each file, between zeros. Raises UserError for an empty class."""
-        rows, others, start = [], [], len(os.path.join(self.folder, ""))
+        rows: list[bytes] = []
+        others: list[os.DirEntry] = []
+        start = len(os.path.join(self.folder, ""))
         for name in self.classes:
             images = images_in(self.folder / name, must_exist=self.folder.name == "train", others=others)
             rows += [os.fsencode(f"{each.path[start:]} {each.stat().st_size}") for each in images]
@@ -87,7 +91,7 @@ class CsvListing(Listing):
         classes = _in_order({label for _, label in rows_of(train)})
         if len(classes) == 1:
             raise UserError(f"{train}: has only one class, {classes[0]}; put two or more into it")
-        if self.limit != "auto" and len(classes) > self.limit:
+        if isinstance(self.limit, int) and len(classes) > self.limit:
             raise UserError(f"num_classes={self.limit}: {train} has {len(classes)}; give that number or leave it auto")
         numbers, listing = {name: number for number, name in enumerate(classes)}, bytearray()
         for line, (path, label) in enumerate(rows_of(self.file), 2):
@@ -97,7 +101,7 @@ class CsvListing(Listing):
         return bytes(listing + b"\0") + json.dumps(classes).encode()
 
     @functools.cached_property
-    def classes(self) -> list[str]:
+    def classes(self) -> list[str]:  # type: ignore[override]  # a cached property can be set, too
         return json.loads(self.listing.rpartition(b"\0")[2])
 
     @functools.cached_property
@@ -139,7 +143,8 @@ def images_in(folder: Path, must_exist: bool = False, others: list[os.DirEntry] 
 
     Raises UserError if they must exist and there are none.
     """
-    found, rest = [], [] if others is None else others
+    found: list[os.DirEntry] = []
+    rest = [] if others is None else others
     for _, files in sorted(_folders(os.fspath(folder)), key=lambda each: each[0]) if folder.is_dir() else ():
         for file in files:
             (found if file.name.lower().endswith(SUFFIXES) else rest).append(file)

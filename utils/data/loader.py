@@ -6,19 +6,20 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, default_collate
+from torch.utils.data import DataLoader, Sampler, Subset, default_collate
 
 from config import TrainingConfig, UserError
 from utils.clock import Clock
-from utils.data.sampler import GlobalBatch, GlobalBatchSampler, MicroBatch
+from utils.data.sampler import GlobalBatch, GlobalBatchSampler, MapDataset, MicroBatch
 from utils.data.transfer import SideStream, indices_on, pinned, to_device
 from utils.data.worker import TIMEOUTS, Collate, Fetcher, check_shared_memory, explain, is_late
 from utils.distributed.context import DistributedContext
 from utils.signals import ignore_in_worker, kept_back
 
+PREFETCHED = 2  # batches of each worker
 MAX_WORKERS = 8  # per rank, where num_workers is "auto"
 
 
@@ -35,7 +36,7 @@ class GlobalBatchLoader:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: MapDataset,
         sampler: GlobalBatchSampler,
         config: TrainingConfig,
         ctx: DistributedContext,
@@ -57,8 +58,9 @@ class GlobalBatchLoader:
             self._loader = DataLoader(
                 self._fetcher,
                 batch_sampler=_Plan(sampler),
-                collate_fn=self._collate,
+                collate_fn=cast(Any, self._collate),  # of what the fetcher returns, not of a list
                 num_workers=self.num_workers,
+                prefetch_factor=PREFETCHED,
                 worker_init_fn=ignore_in_worker,
                 persistent_workers=True,
                 pin_memory=ctx.device.type == "cuda",
@@ -67,7 +69,7 @@ class GlobalBatchLoader:
             )
             # within an epoch, training batches wait in shared memory while evaluation batches arrive
             is_within = config.max_steps or config.eval_every_steps
-            self._batches_ahead = self._loader.prefetch_factor * (2 if is_within else 1)
+            self._batches_ahead = PREFETCHED * (2 if is_within else 1)
 
     def global_batches(self, epoch: int, start: int = 0) -> Iterator[GlobalBatch]:
         """The global batches of the epoch from sample `start` on; iterating one fetches its micro-batches."""
@@ -116,7 +118,7 @@ class GlobalBatchLoader:
         if self._side:
             self._side.begin()
         for micro_batch, event in self._staged():
-            if event:
+            if self._side and event:
                 self._side.hand_over(micro_batch.batch, event)
             yield micro_batch
 
@@ -187,12 +189,12 @@ def _next_of(batches: Iterator) -> tuple[MicroBatch, Any] | None:
     return None
 
 
-def fetches_batches(dataset: Dataset) -> bool:
+def fetches_batches(dataset: Any) -> bool:
     """Whether a data set has `__getitems__`. torch's Subset always has it, so the data set inside decides."""
     return fetches_batches(dataset.dataset) if isinstance(dataset, Subset) else hasattr(dataset, "__getitems__")
 
 
-class _Plan:
+class _Plan(Sampler):
     """The DataLoader's batch sampler. It yields micro-batches, not lists, so that workers know epoch and position."""
 
     def __init__(self, sampler: GlobalBatchSampler) -> None:
@@ -213,11 +215,11 @@ def usable_cpus() -> int:
         return cpus
 
 
-def choose_workers(config: TrainingConfig, dataset: Dataset, local_world_size: int) -> int:
+def choose_workers(config: TrainingConfig, dataset: MapDataset, local_world_size: int) -> int:
     """Loader processes of this rank. "auto": 0 for data in memory, else its share of the node's CPUs, at most 8."""
     if getattr(dataset, "is_cached", False):
         return 0
-    if config.num_workers != "auto":
+    if isinstance(config.num_workers, int):
         return config.num_workers
     if getattr(dataset, "in_memory", False):
         return 0
@@ -225,7 +227,7 @@ def choose_workers(config: TrainingConfig, dataset: Dataset, local_world_size: i
 
 
 def create_distributed_dataloader(
-    dataset: Dataset, config: TrainingConfig, ctx: DistributedContext, clock: Clock | None = None
+    dataset: MapDataset, config: TrainingConfig, ctx: DistributedContext, clock: Clock | None = None
 ) -> tuple[GlobalBatchLoader, GlobalBatchSampler]:
     """The loader of the training set on this rank, and its sampler. Raises UserError if an epoch would be empty."""
     sampler = GlobalBatchSampler(
@@ -246,7 +248,7 @@ def create_distributed_dataloader(
 
 
 def create_evaluation_dataloader(
-    dataset: Dataset, config: TrainingConfig, ctx: DistributedContext, clock: Clock | None = None
+    dataset: MapDataset, config: TrainingConfig, ctx: DistributedContext, clock: Clock | None = None
 ) -> GlobalBatchLoader:
     """The loader of an evaluation set, equally many steps per rank: in order, micro-batch b on rank b % world_size, or
     for exact sums consecutive ones on each rank. A micro-batch has `eval_batch_size` samples."""

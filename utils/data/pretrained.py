@@ -21,21 +21,26 @@ def published(model: str) -> Any | None:
     return models.get_model_weights(model).DEFAULT if model in models.list_models(module=models) else None
 
 
-def weights_file(config: TrainingConfig) -> Path:
-    """Where the weights are: torch.hub's folder if they are there, else <data_dir>/weights. Raises UserError."""
+def url_of(config: TrainingConfig) -> str:
+    """Where torchvision has the weights of the model. Raises UserError if it has none."""
     weights = published(config.model)
     if weights is None:
         raise UserError(
             f"init_from=torchvision: has no weights of {config.model}; give one of its models, such as --model resnet50"
         )
-    name = weights.url.rpartition("/")[2]
+    return weights.url
+
+
+def weights_file(config: TrainingConfig) -> Path:
+    """Where the weights are: torch.hub's folder if they are there, else <data_dir>/weights. Raises UserError."""
+    name = url_of(config).rpartition("/")[2]
     in_hub = Path(torch.hub.get_dir(), "checkpoints", name)
     return in_hub if in_hub.exists() else Path(config.data_dir) / "weights" / name
 
 
 def download_weights(config: TrainingConfig) -> None:
     """Download the weights, completely or not at all. Raises UserError."""
-    file, url = weights_file(config), published(config.model).url
+    file, url = weights_file(config), url_of(config)
     digest = file.stem.rpartition("-")[2]  # the name ends with the beginning of the file's SHA-256
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -11,15 +11,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import DistributedSampler
 
 from config import UserError
 from utils.distributed.tree import run_of
 from utils.rng import derive_seed
+
+
+class MapDataset(Protocol):
+    """What a data set must have; what it may have is in the docstring of dataset.py."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
 
 
 @dataclass(slots=True)
@@ -61,9 +69,11 @@ class GlobalBatchSampler(DistributedSampler):
             from all ranks in each of them.
     """
 
+    dataset: Any  # a MapDataset
+
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Any,
         *,
         batch_size: int,
         micro_batches_per_step: int,

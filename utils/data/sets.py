@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import IterableDataset, Subset
 
 from config import TrainingConfig, UserError, fields_of_yours, type_of
 from utils.data.images import Listing, log_left_out
+from utils.data.sampler import MapDataset
 from utils.data.sketches import are_alike, sketches
 from utils.distributed.collectives import broadcast_json, on_all_ranks, once_per_file_system, read_once, require_equal
 from utils.distributed.context import DistributedContext
@@ -28,8 +29,8 @@ from utils.rng import derive_seed, seed_host
 class DataSets:
     """The training set, the held-out sets by split, and the config with its `auto` fields taken from the data."""
 
-    train: Dataset
-    held_out: dict[str, Dataset]
+    train: MapDataset
+    held_out: dict[str, MapDataset]
     config: TrainingConfig
     content: dict[str, Any]  # of the training set: what a resume compares
     listing: bytes  # of its files, if it has one
@@ -45,11 +46,11 @@ def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext
         Path(config.data_dir), lambda: seams.is_prepared(config), lambda: seams.prepare_data(config), ctx
     )
 
-    def created(split: str) -> Dataset | None:
+    def created(split: str) -> MapDataset | None:
         seed_host("create_dataset", config.seed)  # a random split is the same in each call on each rank
         return seams.create_dataset(config, split)
 
-    def create() -> dict[str, Dataset]:
+    def create() -> dict[str, Any]:
         sets = {split: created(split) for split in ("train", "val", "test")}
         if sets["train"] is None:
             raise UserError(f"data_dir={config.data_dir}: create_dataset found no training set there; give its folder")
@@ -64,7 +65,7 @@ def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext
     log_left_out([sets[split] for split in listed])
     listing = sets["train"].listing if "train" in listed else b""
 
-    def check() -> Dataset:
+    def check() -> MapDataset:
         for split, dataset in sets.items():
             check_dataset(dataset, split)
         return choose_samples(sets.pop("train"), config)
@@ -80,13 +81,13 @@ def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext
     return DataSets(train_set, sets, config, content, listing)
 
 
-def with_auto(config: TrainingConfig, dataset: Dataset) -> TrainingConfig:
+def with_auto(config: TrainingConfig, dataset: MapDataset) -> TrainingConfig:
     """Replace "auto" in fields of the model and data by the training set's attributes of the same names."""
     names = [field.name for field in fields_of_yours() if getattr(config, field.name) == "auto" and type_of(field)[1]]
     return dataclasses.replace(config, **{name: getattr(dataset, name) for name in names if hasattr(dataset, name)})
 
 
-def check_dataset(dataset: Dataset, split: str) -> None:
+def check_dataset(dataset: MapDataset, split: str) -> None:
     """Raises UserError if this is not a map-style data set with samples."""
     kind = f"create_dataset: {type(dataset).__name__} ({split})"
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
@@ -101,7 +102,9 @@ def check_dataset(dataset: Dataset, split: str) -> None:
 class ChosenSamples(Subset):
     """A subset that keeps the attributes of its data set. device_transform gets indices into the whole set."""
 
-    def __init__(self, dataset: Dataset, indices: Tensor) -> None:
+    dataset: Any
+
+    def __init__(self, dataset: Any, indices: Tensor) -> None:
         self._chosen, copies = indices.long(), getattr(dataset, "copies", 1)
         self._of_copies = torch.cat([self._chosen + k * len(dataset) for k in range(copies)])
         super().__init__(dataset, array("q", self._chosen.numpy().tobytes()))  # 8 bytes each, read as Python's integers
@@ -129,7 +132,7 @@ class ChosenSamples(Subset):
         return torch.as_tensor(self.dataset.targets)[self._chosen]
 
 
-def choose_samples(dataset: Dataset, config: TrainingConfig) -> Dataset:
+def choose_samples(dataset: Any, config: TrainingConfig) -> MapDataset:
     """The data set, or `dataset_size` of its samples, chosen by the seed. Raises UserError if it has fewer."""
     size = config.dataset_size
     if size in (0, len(dataset)):
@@ -140,7 +143,7 @@ def choose_samples(dataset: Dataset, config: TrainingConfig) -> Dataset:
     return ChosenSamples(dataset, torch.randperm(len(dataset), generator=generator)[:size].sort().values)
 
 
-def identity(dataset: Dataset) -> str:
+def identity(dataset: MapDataset) -> str:
     """The number of samples and a hash of names and labels: of the data set's own fingerprint, or else of `targets`."""
     own = getattr(dataset, "fingerprint", None)
     with suppress(TypeError, ValueError, RuntimeError):  # `targets` of other kinds than numbers
@@ -148,20 +151,20 @@ def identity(dataset: Dataset) -> str:
     return f"{len(dataset):,} samples, {derive_seed(own):016x}"
 
 
-def split_of(dataset: Dataset, split: str) -> str:
+def split_of(dataset: MapDataset, split: str) -> str:
     """The name of its split for records: its own, as of an only held-out folder "test". Other libraries use the
     attribute for objects of their own (datasets.NamedSplit), which do not count."""
     own = getattr(dataset, "split", split)
     return own if type(own) is str else split
 
 
-def kind_of(dataset: Dataset) -> str:
+def kind_of(dataset: MapDataset) -> str:
     """The class name of the data set, without a cache or a subset around it."""
     inner = getattr(dataset, "source", dataset)
     return type(inner.dataset if isinstance(inner, Subset) else inner).__name__
 
 
-def describe(dataset: Dataset) -> dict[str, Any]:
+def describe(dataset: MapDataset) -> dict[str, Any]:
     """The properties of a training set that an export or a resume needs."""
     found = {name: torch.as_tensor(getattr(dataset, name, [])).tolist() for name in ("mean", "std")}
     return {"identity": identity(dataset), "classes": list(getattr(dataset, "classes", []))} | found

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from config import UserError
 from utils.data.loader import fetches_batches
-from utils.data.sampler import MicroBatch
+from utils.data.sampler import MapDataset, MicroBatch
 from utils.data.worker import Fetcher
 from utils.rng import derive_seed, draw_uniform, sample_draws
 
@@ -27,7 +26,7 @@ TOLERANCE = 1e-3  # of sums over floats and pixels, relative to their norm: libr
 Sketch = list[int | float]
 
 
-def sketches(dataset: Dataset, seed: int) -> list[Sketch | None]:
+def sketches(dataset: MapDataset, seed: int) -> list[Sketch | None]:
     """Sketches of samples that are spread over the data set; none if the sizes of its files are known.
 
     None for a sample that cannot be fetched, or that is not the same when it is fetched again with the same seed.
@@ -36,16 +35,17 @@ def sketches(dataset: Dataset, seed: int) -> list[Sketch | None]:
         return []
     size, count = len(dataset), min(SAMPLES, len(dataset))
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
-    fetcher, found, ends = Fetcher(dataset, fetches_batches(dataset), seed), [], time.monotonic() + SECONDS
+    fetcher, ends = Fetcher(dataset, fetches_batches(dataset), seed), time.monotonic() + SECONDS
+    found: list[Sketch | None] = []
     for place in order:
         if found and time.monotonic() > ends:
             break
         batch = MicroBatch(0, 0, [place * size // count], is_padding=False, is_last=True, count=1)
         try:
             once, again = (sketch_of(fetcher.__getitems__(batch)[1]) for _ in range(2))
+            found.append(once if once == again else None)
         except Exception:  # the run meets it when it needs this sample
-            once = again = None
-        found.append(once if once == again else None)
+            found.append(None)
     return found
 
 
@@ -94,7 +94,7 @@ def _pattern() -> Tensor:
 
 def are_alike(some: list[Sketch | None], others: list[Sketch | None]) -> bool:
     """Whether the samples of which both lists have a sketch, in the same places, are equal up to rounding."""
-    return all(None in pair or _is_alike(*pair) for pair in zip(some, others, strict=False))
+    return all(a is None or b is None or _is_alike(a, b) for a, b in zip(some, others, strict=False))
 
 
 def _is_alike(one: Sketch, other: Sketch) -> bool:

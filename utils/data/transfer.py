@@ -37,12 +37,13 @@ class SideStream:
     """A CUDA stream next to the one that computes."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, None
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
 
     def begin(self) -> None:
         """Let the side stream wait for work queued on the current stream, such as the constants of a transform."""
-        self._stream = self._stream or torch.cuda.Stream(self._device)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        stream = self._stream = self._stream or torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def queued(self) -> contextlib.AbstractContextManager:
         """A context in which work is queued on the side stream."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from typing import Any
@@ -38,7 +39,7 @@ FAILURES = {  # by the messages of torch's DataLoader
 class Fetcher(Dataset):
     """Fetches the samples of a micro-batch, each with its own random seed, or at once with a seed of all indices."""
 
-    def __init__(self, dataset: Dataset, is_batched: bool, seed: int) -> None:
+    def __init__(self, dataset: Any, is_batched: bool, seed: int) -> None:
         self._dataset, self._is_batched, self._seed = dataset, is_batched, seed
 
     def __getitems__(self, micro_batch: MicroBatch) -> tuple[MicroBatch, Any]:
@@ -46,7 +47,7 @@ class Fetcher(Dataset):
         try:
             if self._is_batched:
                 return micro_batch, retried(lambda: self._batch(epoch, indices))
-            return micro_batch, [retried(lambda index=index: self._sample(epoch, index)) for index in indices]
+            return micro_batch, [retried(functools.partial(self._sample, epoch, index)) for index in indices]
         except UserError as error:  # DataLoader would wrap it; the main process raises it unchanged
             return micro_batch, error
         except OSError as error:

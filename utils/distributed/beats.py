@@ -84,7 +84,9 @@ class Beats:
         """The places of these ranks, and the first failure as given to `report`, or nothing."""
         *places, failure = self._get([*map(str, ranks), "failure"])
         words = [text.split() for text in places]
-        found = (Place(*map(int, (beat, counter, step)), phase, int(pid)) for beat, counter, step, phase, pid in words)
+        found = (
+            Place(int(beat), int(counter), int(step), phase, int(pid)) for beat, counter, step, phase, pid in words
+        )
         return dict(zip(ranks, found, strict=True)), {} if failure == NOTHING else json.loads(failure)
 
     def stacks(self, ranks: int) -> list[str]:

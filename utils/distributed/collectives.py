@@ -43,7 +43,7 @@ def broadcast_json(value: Any, ctx: DistributedContext, source: int = 0) -> Any:
         return json.loads(data)
     length = torch.tensor([len(data)])
     dist.broadcast(length, source, group=ctx.control)
-    row = torch.frombuffer(bytearray(data if ctx.rank == source else length.item()), dtype=torch.uint8)
+    row = torch.frombuffer(bytearray(data if ctx.rank == source else int(length)), dtype=torch.uint8)
     dist.broadcast(row, source, group=ctx.control)
     return json.loads(bytes(row.tolist()))
 
@@ -77,7 +77,7 @@ def on_all_ranks(action: Callable[[], T], ctx: DistributedContext, is_for_all: b
     Raises:
         UserError: when the action raised UserError or OSError on any rank; StartError if another attempt may succeed.
     """
-    problem, result = ("", False), None
+    problem: tuple[str, bool] = ("", False)
     try:
         result = action()
     except UserError as error:

@@ -32,7 +32,7 @@ class Consensus:
         group: the control group, a gloo group.
     """
 
-    def __init__(self, vote: Callable[[], Decision], group: dist.ProcessGroup) -> None:
+    def __init__(self, vote: Callable[[], Decision], group: dist.ProcessGroup | None) -> None:
         self._vote, self._group = vote, group
         self._intervals = max(1, dist.get_world_size(group) / RANKS_PER_INTERVAL)
         self._reset()

@@ -72,7 +72,7 @@ def read_launch() -> Launch:
     """Read the environment set by torchrun, srun or another launcher. Raises UserError if it is incomplete."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     missing = [name for name in names if name not in os.environ]
-    common = {
+    common: dict[str, Any] = {
         "git_commit": os.environ.get("GIT_COMMIT", ""),
         "master": ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ),
         "compilers": {name: os.environ.get(name, "") for name in ("CC", "CXX")},
@@ -140,7 +140,7 @@ def _read_srun() -> dict[str, Any]:
     if "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ",") and os.environ.get("SLURM_GPUS_ON_NODE", "1") != "1":
         local_rank = 0  # --gpus-per-task and the like: each task sees only its own GPU
     # the first entry of rack[1-2]n[07-12,15],other
-    first = re.match(r"(?:\[[^]]*]|[^,[])*", os.environ.get("SLURM_STEP_NODELIST", ""))[0]
+    first = re.findall(r"(?:\[[^]]*]|[^,[])*", os.environ.get("SLURM_STEP_NODELIST", ""))[0]
     host = re.sub(r"\[(\d+)[^]]*]", r"\1", first)  # the node of rank 0: rack1n07
     return {
         "rank": rank,

@@ -38,7 +38,7 @@ def unused_accelerator(backend: str) -> str:
     """The banner's line about an accelerator of this machine that torch supports and training does not use, or ""."""
     if backend != "auto" or torch.cuda.is_available() or not torch.accelerator.is_available():
         return ""
-    name = torch.accelerator.current_accelerator().type.upper()
+    name = str(torch.accelerator.current_accelerator()).partition(":")[0].upper()
     return f"{name}: training runs on the CPU; use CUDA or ROCm GPUs, or --backend gloo if the CPU is intended"
 
 
@@ -50,5 +50,5 @@ def choose_kernels(device: torch.device, is_deterministic: bool, has_tf32: bool 
     """
     torch.backends.cudnn.benchmark = not is_deterministic
     torch.backends.cudnn.allow_tf32 = has_tf32
-    torch.utils.deterministic.fill_uninitialized_memory = False  # 3 % of a step, only to find faults
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it exists; 3 % of a step, only to find faults
     torch.set_float32_matmul_precision("high" if device.type == "cuda" and has_tf32 else "highest")

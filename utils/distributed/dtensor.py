@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ def local(value: Any) -> Any:
         return value.to_local() if is_sharded(value) else value
 
 
-def wrap(shard: Tensor, like: Tensor) -> Tensor:
+def wrap(shard: Tensor, like: Any) -> Tensor:
     """A DTensor with this local shard, sharded as `like`; the shard itself if `like` is not sharded."""
     # not from_local, which would move it to the mesh's device
     return type(like)(shard, like._spec, requires_grad=False) if is_sharded(like) else shard
@@ -35,7 +36,7 @@ def shard_of(value: Any, like: Tensor | None) -> Any:
     return wrap(value[first : first + count], like)
 
 
-def own_rows(value: Tensor) -> tuple[int, int]:
+def own_rows(value: Any) -> tuple[int, int]:
     """The first row of a sharded tensor that this rank has, and how many it has."""
     mesh, rows = value.device_mesh, value.shape[0]
     most = -(-rows // mesh.get_group("shards").size())  # per rank, as in torch.chunk
@@ -53,18 +54,18 @@ def rows_of(value: Tensor, shard: Tensor) -> Any:
 
 def device_of(model: nn.Module) -> torch.device:
     """The device that computes; shards may be in host memory."""
-    parameter = next(model.parameters())
+    parameter: Any = next(model.parameters())
     if is_sharded(parameter) and parameter.device_mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return parameter.device
 
 
-def group_of(parameters: list[Tensor]) -> dist.ProcessGroup | None:
+def group_of(parameters: Iterable[Any]) -> dist.ProcessGroup | None:
     """The ranks that hold the shards of a parameter; None if nothing is sharded."""
     return next((p.device_mesh.get_group("shards") for p in parameters if is_sharded(p)), None)
 
 
-def full(value: Tensor) -> Tensor:
+def full(value: Any) -> Tensor:
     """The whole tensor, gathered from all ranks; the value itself if it is not sharded."""
     return value.full_tensor() if is_sharded(value) else value
 

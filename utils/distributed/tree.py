@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -111,11 +112,13 @@ class TreeAllReduce:
         if parts:  # what goes to one rank is contiguous
             padded = [torch.nn.functional.pad(part, (0, missing)) for part in parts]
             sent = torch.stack([each.view(self._ranks, -1) for each in (*padded, sent)], dim=1).flatten()
-        counts, splits = [max(1, len(each)) for each in self._parts], (None, None)
+        counts = [max(1, len(each)) for each in self._parts]
         self._received = flat.new_empty(sum(counts) * self._chunk)
+        given: list[int] | None = None
+        taken: list[int] | None = None
         if max(counts) > 1:
-            splits = [count * self._chunk for count in counts], [len(sent) // self._ranks] * self._ranks
-        self._work = dist.all_to_all_single(self._received, sent, *splits, async_op=True)
+            taken, given = [count * self._chunk for count in counts], [len(sent) // self._ranks] * self._ranks
+        self._work: Any = dist.all_to_all_single(self._received, sent, taken, given, async_op=True)
         self._sent = sent  # until it has arrived
 
     def gather(self) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
 from config import TrainingConfig
 from utils.data.loader import GlobalBatchLoader
+from utils.data.sampler import MapDataset
 from utils.data.sets import kind_of, split_of
 from utils.distributed.context import DistributedContext
 from utils.distributed.device import unused_accelerator
@@ -28,7 +28,7 @@ def decisions(
     run: Run,
     state: TrainState,
     loader: GlobalBatchLoader,
-    held_out: dict[str, Dataset],
+    held_out: dict[str, MapDataset],
     origin: dict[str, Any],
 ) -> dict[str, str]:
     """The lines of the banner: everything decided at the start. origin: content of provenance.json."""
@@ -86,7 +86,7 @@ def _model_line(config: TrainingConfig, state: TrainState) -> str:
     return line + (f", compiled ({config.compile})" if config.compile != "off" else "")
 
 
-def _data_line(loader: GlobalBatchLoader, held_out: dict[str, Dataset]) -> str:
+def _data_line(loader: GlobalBatchLoader, held_out: dict[str, MapDataset]) -> str:
     dataset, sampler = loader.dataset, loader.sampler
     line = f"{kind_of(dataset)}, {len(dataset):,} training samples"
     if sampler.samples_per_epoch < len(dataset):

@@ -28,7 +28,7 @@ class Goodput:
         self._offset = time.time() - time.perf_counter()  # once: the system's clock may jump during the attempt
         self._run, self._clock, self._began = run, clock, began + self._offset
         self._file = run.folder / NAME
-        self._before: dict[str, Any] | None = None  # known once the attempt is about to train
+        self._before: dict[str, Any] = {}  # known once the attempt is about to train
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._write_each_second, daemon=True)
         if run.is_main:
@@ -41,7 +41,12 @@ class Goodput:
         """
         before = (_read(self._file) if self._run.start.attempt > 1 else None) or saved or {}
         began, now = self._began, time.perf_counter() + self._offset
-        fresh = dict.fromkeys(ACCOUNTS, 0.0) | {"started_at": began, "until": began, "step": 0, "attempts": []}
+        fresh: dict[str, Any] = dict.fromkeys(ACCOUNTS, 0.0) | {
+            "started_at": began,
+            "until": began,
+            "step": 0,
+            "attempts": [],
+        }
         before = fresh | before
         before["down"] += max(0.0, began - before["until"])
         before["start_up"] += max(0.0, now - sum(self._clock.spent()[0].values()) - began)  # before the clock started

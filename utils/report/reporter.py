@@ -220,7 +220,7 @@ class Reporter:
         if any(r["split"] == "val" for r in evaluations):  # the others are tests at the end of an earlier, shorter run
             evaluations = [r for r in evaluations if r["split"] == "val"]
         final = evaluations[-1] if evaluations else {}
-        best = next((r for r in reversed(evaluations) if r["step"] == progress.best_step), {})
+        best: dict[str, Any] = next((r for r in reversed(evaluations) if r["step"] == progress.best_step), {})
         summary = {
             "state": ending,
             "epochs": progress.epoch,

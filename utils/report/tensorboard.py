@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class Board:
     def texts(self, **values: dict[str, Any]) -> None:
         for name, value in values.items():
             text = f"```json\n{json.dumps(value, indent=2)}\n```"
-            self._write(lambda writer, name=name, text=text: writer.add_text(name, text, 0))
+            self._write(methodcaller("add_text", name, text, 0))
 
     def images(self, group: str, images: dict[str, Tensor], step: int) -> None:
         """The first images of each name as one grid: uint8 [B, C, H, W]. Raises TypeError for anything else."""
@@ -53,7 +54,7 @@ class Board:
                 what = f"{batch.dtype} {list(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
                 raise TypeError(f"{name} is {what}; return uint8 [B, 3, H, W]")
             grid = tile(batch[: GRID * GRID].cpu())
-            self._write(lambda writer, tag=f"{group}/{name}", grid=grid: writer.add_image(tag, grid, step))
+            self._write(methodcaller("add_image", f"{group}/{name}", grid, step))
 
     def scalars(self, record: dict[str, Any]) -> None:
         """The numbers of a train or eval record, under `train/...`, `val/...` or `val_ema/...`."""
@@ -82,11 +83,11 @@ class Board:
         names = [name for name in records[0] if name not in RESERVED]
         pairs = {name: [f"train/{name}"] if name in train_names else [] for name in names}
         charts = {name: ["Multiline", tags + [f"{group}/{name}" for group in groups]] for name, tags in pairs.items()}
-        self._write(lambda writer: writer.add_custom_scalars({"train and evaluation": charts}))
+        self._write(methodcaller("add_custom_scalars", {"train and evaluation": charts}))
 
     def close(self) -> None:
         if self._writer:
-            self._write(lambda writer: writer.close())
+            self._write(methodcaller("close"))
 
 
 def _group(record: dict[str, Any]) -> str:

@@ -84,7 +84,8 @@ class Checkpoints:
         self._saved_step = state.progress.step if is_own else -1
         self._copy: Future[int] | None = None  # in progress; returns the digest of this rank's weights
         # where this rank writes
-        self._path, self._payload, self._latest = Path(), {}, resumed
+        self._path, self._latest = Path(), resumed
+        self._payload: dict[str, Any] = {}
         self._writing: Future[float] | None = None  # in progress; returns its seconds
         self._is_owed = False  # a save was due while another one was written
         self._odd_buffers: list[str] | None = None  # that differ between ranks; None: not compared yet
@@ -238,7 +239,7 @@ class Checkpoints:
         if self._stream:
             torch.cuda.set_device(self._ctx.device)
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
-            if event:
+            if self._stream and event:
                 self._stream.wait_event(event)
             _copy_all(pairs)
             digest = digest_of(self._weights)  # reads from the device, so the copies are complete
@@ -288,7 +289,7 @@ class Checkpoints:
         if self._writing is None:
             return
         if wait([self._writing], seconds).done:
-            self._written()
+            self._written(self._writing)
         else:
             self._check_progress()
 
@@ -308,10 +309,10 @@ class Checkpoints:
             text += f" (rank {rank} on {host}), so training ends; the latest checkpoint is {self._latest or 'missing'}"
             raise TrainingError(f"{text}; repair the storage, then --resume_from auto", rank, host)
 
-    def _written(self) -> None:
-        future, self._writing = self._writing, None
+    def _written(self, write: Future[float]) -> None:
+        self._writing = None
         try:
-            seconds = future.result()
+            seconds = write.result()
         except OSError as error:
             self._failing_since = self._failing_since or time.monotonic()
             failing_s = time.monotonic() - self._failing_since

@@ -57,7 +57,10 @@ def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) 
     is_same_launch = bool(launch_id) and owner.get("launch_id") == launch_id
     given = Path(config.resume_from) if config.resume_from not in ("", "auto") else None
     is_continued = holds_run and (config.resume_from == "auto" or is_same_launch)
-    path, failures, notes, moved, aside = None, [], [], [], owner.get("aside", [])
+    path, aside = None, owner.get("aside", [])
+    failures: list[dict[str, Any]] = []
+    notes: list[str] = []
+    moved: list[list[str]] = []
     if is_continued:
         if status.get("state") == "completed" and not config.asks_for_more_than(read_json(folder / "config.json")):
             return lock, Start(is_completed=True)

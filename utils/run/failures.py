@@ -155,9 +155,10 @@ class Ending:
 
     def lose(self, error: TrainingError) -> None:
         """End this process because a rank is gone."""
-        if self._ctx.beats.is_of_rank_0 and error.rank == 0 and self.run:  # rank 0 may have reported why it ended
+        run, beats = self.run, self._ctx.beats
+        if run and beats and beats.is_of_rank_0 and error.rank == 0:  # rank 0 may have reported why it ended
             with suppress(OSError, TimeoutError):
-                status = within(SECONDS_TO_WRITE, lambda: read_json(self.run.folder / "status.json"))
+                status = within(SECONDS_TO_WRITE, lambda: read_json(run.folder / "status.json"))
                 if status.get("state") == "failed":
                     self.end(str(status.get("error")), None)
         self._logger.error("%s", error)
@@ -166,8 +167,9 @@ class Ending:
     def preempt(self) -> None:
         """End this process, which does not end after a stop signal before the first step."""
         self._logger.info("no progress after a stop signal; this rank ends before the first step, so nothing is lost")
-        with suppress(OSError, TrainingError, TimeoutError):
-            within(SECONDS_TO_WRITE, lambda: self.run and self.run.status("preempted"))
+        if run := self.run:
+            with suppress(OSError, TrainingError, TimeoutError):
+                within(SECONDS_TO_WRITE, lambda: run.status("preempted"))
         if self._ctx.launch.is_under_torchrun:
             os.kill(os.getppid(), signal.SIGTERM)  # else it would wait for ranks that do not end, or restart them
         end_now(0 if self._ctx.launch.is_under_torchrun else PREEMPTED)
@@ -199,16 +201,16 @@ class Ending:
 
 def leave_after(error: BaseException) -> NoReturn:
     """Log the error and end this process at once, so that no peer is waited for and no thread changes the exit code."""
-    logger, is_user_error = logging.getLogger(NAME), isinstance(error, UserError)
+    logger, user_error = logging.getLogger(NAME), error if isinstance(error, UserError) else None
     try:
         launch = read_launch()
     except UserError:
         launch = Launch()
-    if is_user_error and error.rank is not None:  # raised on every rank
+    if user_error and user_error.rank is not None:  # raised on every rank
         if launch.rank == 0:
             logger.error("%s", error)
-        reject(error, launch)
-    elif is_user_error or isinstance(error, TrainingError):
+        reject(user_error, launch)
+    elif user_error or isinstance(error, TrainingError):
         logger.error("%s", error)
         logger.debug("traceback", exc_info=error)
     elif is_of_a_peer(error):
@@ -218,4 +220,4 @@ def leave_after(error: BaseException) -> NoReturn:
     else:
         logger.error("this rank failed", exc_info=error)
         logger.error("failed: rank %d on %s: %s: %s", launch.rank, socket.gethostname(), type(error).__name__, error)
-    end_now(error.exit_code if is_user_error else 1)
+    end_now(user_error.exit_code if user_error else 1)

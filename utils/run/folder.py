@@ -56,7 +56,8 @@ class Run:
         """
         start = self.start
         values = {"attempt": start.attempt, "failures": start.failures, "has_diagnosed": has_diagnosed}
-        self._lock.write(launch_id=start.launch_id, has_trained=True, **values)
+        if self._lock:
+            self._lock.write(launch_id=start.launch_id, has_trained=True, **values)
         self._moved = []
 
     def is_ours(self) -> bool:

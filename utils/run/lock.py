@@ -44,6 +44,7 @@ class RunLock:
             self._own["boot"] = BOOT.read_text().strip()
         self._has_locks, self._end = True, threading.Event()
         self._descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        self.before: dict[str, Any] = {}
         is_alone = self._wait_for_the_owner(folder)
         if is_alone:
             self.write(**{name: value for name, value in self.before.items() if name not in self._own})

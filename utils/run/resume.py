@@ -137,7 +137,8 @@ def compare(
         UserError: if fields differ that must not, with all of them.
     """
     saved, provenance = payload["config"], payload["provenance"]
-    wrong, may = [], []
+    wrong: list[str] = []
+    may: list[str] = []
     for field in dataclasses.fields(config):
         before, here = saved.get(field.name, field.default), getattr(config, field.name)
         if before == here or field.metadata["resume"] == "free":
@@ -180,7 +181,7 @@ def compare_data(
         remedy = "put them back, or readable copies of other images under these names"
         return text + (f"; missing: {names['missing']}: {remedy}" if names["missing"] else ""), True
     if before["content"] != here["content"]:
-        text, number, total = "training files of another size than in the checkpoint", *files.get("count", (0, 0))
+        text, (number, total) = "training files of another size than in the checkpoint", files.get("count", (0, 0))
         if not number:
             return f"{text}, of unknown names: the run folder has no list of that time", False
         return f"{text}: {number:,} of {total:,} ({names['resized']})", number > max(1, MAX_OF_FILES * total)

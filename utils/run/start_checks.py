@@ -31,7 +31,8 @@ def check_alike(config: TrainingConfig, ctx: DistributedContext) -> None:
     code = provenance.code_digests()
     versions = provenance.versions()
     facts = settings | {name: digest[:8] for name, digest in code.items()} | versions
-    ranks, kinds = [], []  # one of equal ranks, from rank 0
+    ranks: list[int] = []  # one of equal ranks, from rank 0
+    kinds: list[dict[str, str]] = []
     while (rank := lowest_rank(facts not in kinds, ctx)) is not None and len(ranks) < MAX_KINDS:
         ranks.append(rank)
         kinds.append(broadcast_json(facts, ctx, rank))

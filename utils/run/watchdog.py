@@ -28,7 +28,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -70,7 +70,7 @@ class Watchdog:
 
     def __init__(self, clock: Clock, ctx: DistributedContext, hang_timeout: float, ending: Any) -> None:
         self._clock, self._hang_timeout, self._ending = clock, hang_timeout, ending
-        self._rank, self._hosts, self._beats = ctx.rank, ctx.hosts, ctx.beats
+        self._rank, self._hosts, self._beats = ctx.rank, ctx.hosts, cast(Any, ctx.beats)
         here = [each for each, host in enumerate(ctx.hosts) if host == ctx.host]
         # each live rank is seen by the one before it, also if a whole host is gone
         self._next = {(ctx.rank + 1) % len(ctx.hosts), here[(here.index(ctx.rank) + 1) % len(here)], 0} - {ctx.rank}

@@ -28,7 +28,8 @@ def checkpoint_blocks(model: nn.Module, blocks: list[nn.Module]) -> None:
         )
     check_blocks(blocks)
     for block in blocks:
-        block.__class__ = _checkpointed(type(block))
+        kind: Any = type(block)
+        block.__class__ = _checkpointed(kind)
 
 
 def check_blocks(blocks: list[nn.Module]) -> None:

@@ -41,7 +41,7 @@ class RunningStats:
         self._committed, self._committed_counts = self._latest.clone(), self._latest_counts.clone()
         self.size = len(self._latest)
         self._sum, self._moved = torch.zeros_like(self._latest, dtype=torch.float64), torch.zeros_like(self._latest)
-        self._momenta = [layer.momentum for layer in self._layers]
+        self._momenta = [float(layer.momentum or 0) for layer in self._layers]
         for layer in self._layers:
             layer.momentum = 1.0
         self.begin_epoch()
@@ -113,7 +113,7 @@ def check_sync_batchnorm(model: nn.Module, sampler: GlobalBatchSampler, ctx: Dis
         )
 
 
-def _flatten(layers: list[nn.Module], names: tuple[str, ...]) -> Tensor:
+def _flatten(layers: list[_BatchNorm], names: tuple[str, ...]) -> Tensor:
     """One flat tensor; the layers' buffers of these names become views of it."""
     places = [(layer, name, getattr(layer, name)) for layer in layers for name in names]
     flat = torch.cat([tensor.reshape(-1) for _, _, tensor in places])

@@ -86,7 +86,7 @@ def evaluate(
     elif ctx.world_size > 1:
         dist.all_reduce(tracker.values)
     means = tracker.means()
-    summarized = summary.of_ranks(outputs, count, ctx) if summary else {}
+    summarized = summary.of_ranks(outputs, count, ctx) if summary and outputs else {}
     if both := sorted(means.keys() & summarized.keys()):
         raise UserError(f"model.summarize: compute_loss has {both[0]} too; give one of them another name")
     return means | summarized | {"count": count}
@@ -110,7 +110,11 @@ def evaluate_all(
     weights: for each kind, the context in which the model has them.
     """
     records = []
-    where = {"epoch": progress.epoch_number, "step": progress.step, "split": split_of(loader.dataset, split)}
+    where: dict[str, Any] = {
+        "epoch": progress.epoch_number,
+        "step": progress.step,
+        "split": split_of(loader.dataset, split),
+    }
     for kind, context in weights.items():
         show = partial(show_progress, logger, label=where["split"] + " (ema)" * (kind == "ema"))
         with context:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,14 +29,14 @@ def create_optimizer(groups: list[dict[str, Any]], config: TrainingConfig) -> to
     Args:
         groups: from model.param_groups: each has "params" and may have its own "lr" and "weight_decay".
     """
-    common = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": True}
+    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": True}
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, betas=(config.momentum, config.beta2), **common)
     nesterov = config.nesterov and config.momentum > 0
     return torch.optim.SGD(groups, momentum=config.momentum, nesterov=nesterov, **common)
 
 
-def checked_groups(groups: Any, names: dict[Tensor, str]) -> list[dict[str, Any]]:
+def checked_groups(groups: Any, names: Mapping[Any, str]) -> list[dict[str, Any]]:
     """The groups with only the trainable parameters. Raises UserError if they cannot be trained.
 
     Args:
@@ -94,7 +94,7 @@ def fill_momenta(optimizer: torch.optim.Optimizer) -> None:
 
 
 def optimizer_state(
-    optimizer: torch.optim.Optimizer, names: dict[Tensor, str], owners: dict[Tensor, nn.Parameter]
+    optimizer: torch.optim.Optimizer, names: Mapping[Any, str], owners: Mapping[Any, nn.Parameter]
 ) -> dict[str, Any]:
     """Its state dict, with the names of its parameters in its order.
 
@@ -114,8 +114,8 @@ def optimizer_state(
 def load_optimizer(
     optimizer: torch.optim.Optimizer,
     saved: dict[str, Any],
-    names: dict[Tensor, str],
-    owners: dict[Tensor, nn.Parameter],
+    names: Mapping[Any, str],
+    owners: Mapping[Any, nn.Parameter],
 ) -> None:
     """Give each parameter the state saved under its name, whole or sharded, whatever the order of the groups.
 
@@ -124,16 +124,16 @@ def load_optimizer(
     held = _held(optimizer)
     before = {name: saved["state"].get(number, {}) for number, name in enumerate(saved.get("names", []))}
     is_other = before.keys() != {names[p] for p in held}
-    state = {}
+    states: dict[int, dict[str, Any]] = {}
     for number, p in enumerate([] if is_other else held):
         mine = {key: local(shard_of(value, owners[p])) for key, value in before[names[p]].items()}
         if skips_on_device(optimizer):  # fused kernels do not check
             is_other |= any(value.shape != p.shape for key, value in mine.items() if key != "step")
-        state |= {number: mine} if mine else {}
+        states |= {number: mine} if mine else {}
     if is_other:
         remedy = "use the model.py it was made with, or load its weights with --init_from"
         raise UserError(f"the checkpoint's optimizer has different parameters; {remedy}")
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
     for p in held:
         state = optimizer.state.get(p, {})
         for key, value in state.items():  # fused kernels iterate over memory: the layout must be the parameter's

@@ -25,7 +25,8 @@ class Outputs:
 
     def __init__(self, predict: Callable[[nn.Module, Any], dict[str, Tensor]], is_bounded: bool = False) -> None:
         self._predict, self._is_bounded = predict, is_bounded
-        self.bytes, self.indices = 0, []
+        self.bytes = 0
+        self.indices: list[int] = []
         self.batches: dict[str, list[Tensor]] = {}  # by name
 
     def add(self, model: nn.Module, batch: Any, indices: Sequence[int], is_padding: bool = False) -> None:
@@ -74,7 +75,7 @@ def in_order(parts: list[dict[str, Any]], samples: int) -> dict[str, Tensor | li
     order = torch.tensor([index for part in parts for index in part["indices"]]).argsort()
     if len(order) != samples:
         raise RuntimeError(f"{len(order)} outputs for {samples} samples; this is a bug in the loader")
-    merged = {}
+    merged: dict[str, Tensor | list[Tensor]] = {}
     for name in parts[0]["outputs"]:
         batches = [batch for part in parts for batch in part["outputs"][name]]
         if len({batch.shape[1:] for batch in batches}) == 1:

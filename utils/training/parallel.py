@@ -42,12 +42,11 @@ class SingleProcess(nn.Module):
 class Sharded(SingleProcess):
     """Stands for DDP if FSDP shards the parameters: it reduces the gradients of each micro-batch."""
 
+    module: Any
+
     def accumulating(self, micro_batch: MicroBatch) -> AbstractContextManager:
         self.module.set_requires_all_reduce(micro_batch.is_last)  # between replicas, once per step
         return nullcontext()
-
-
-Wrapped = DistributedDataParallel | SingleProcess
 
 
 class Replicated(DistributedDataParallel):
@@ -68,6 +67,9 @@ class Replicated(DistributedDataParallel):
             raise unused_error([trained[int(index)] for index in found[1].split()]) from None
 
 
+Wrapped = Replicated | SingleProcess
+
+
 class ExactlyReplicated(Replicated):
     """DDP that sums gradients along the tree over micro-batches (utils/distributed/tree.py), one process included.
 
@@ -83,7 +85,9 @@ class ExactlyReplicated(Replicated):
         super().__init__(module, **options)
         self._is_static, self._count = is_static, dist.get_world_size()
         self._trained = [p for p in module.parameters() if p.requires_grad]
-        self._tree, self._parts, self._inner = TreeSum(), [], []
+        self._tree = TreeSum()
+        self._parts: list[dict[nn.Parameter, Tensor]] = []
+        self._inner: list[dict[nn.Parameter, Tensor]] = []
         self._exchanges: list[tuple[TreeAllReduce, Tensor, torch.futures.Future]] = []
         self.register_comm_hook(None, self._reduce_bucket)
 
@@ -104,8 +108,8 @@ class ExactlyReplicated(Replicated):
         self._parts, self._inner = [], []
 
     def _take_gradients(self) -> list[Tensor]:
-        gradients = [p.grad for p in self._trained]
-        if any(gradient is None for gradient in gradients):
+        gradients = [p.grad for p in self._trained if p.grad is not None]
+        if len(gradients) < len(self._trained):
             names = {p: name for name, p in self.module.named_parameters()}
             raise unused_error([names[p] for p in self._trained if p.grad is None])
         if self._is_static:
@@ -121,7 +125,7 @@ class ExactlyReplicated(Replicated):
         parts = [torch.empty_like(flat) for _ in self._parts]
         for part, held in zip(parts, self._parts, strict=True):
             torch._foreach_copy_(_views(part, parameters), [held[parameter] for parameter in parameters])
-        future = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
         self._exchanges.append((TreeAllReduce(flat, parts, self._count), flat, future))
         if len(self._exchanges) > 1:
             self._exchanges[-2][0].gather()
@@ -136,7 +140,7 @@ class ExactlyReplicated(Replicated):
 
 def _views(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
     """The gradients in a flat bucket; those of GradBucket.gradients() have the wrong strides for channels_last."""
-    offsets = itertools.accumulate((p.numel() for p in parameters), initial=flat.storage_offset())
+    offsets = itertools.accumulate([p.numel() for p in parameters], initial=int(flat.storage_offset()))
     return [flat.as_strided(p.shape, p.stride(), offset) for p, offset in zip(parameters, offsets, strict=False)]
 
 
@@ -173,7 +177,7 @@ def wrap_ddp(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) 
     # running statistics are handled in utils/training/batchnorm.py; torch 2.15 renamed the argument
     is_new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     no_buffers = {"forward_sync_buffers" if is_new else "broadcast_buffers": False}
-    options = no_buffers | {
+    options: dict[str, Any] = no_buffers | {
         "device_ids": [ctx.device.index] if ctx.device.type == "cuda" else None,
         "gradient_as_bucket_view": True,
         "bucket_cap_mb": bucket_megabytes(model, config),

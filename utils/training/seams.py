@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from config import UserError
+from utils.data.sampler import GlobalBatch
 from utils.metrics import Metrics
 from utils.training.activation import find_blocks
 from utils.training.optimizer import create_optimizer, lr_factor
@@ -86,12 +87,17 @@ class Seams:
     example_inputs: Callable[[Any], tuple] = example_inputs
     summarize: Callable[[dict[str, Any]], dict[str, float]] | None = None  # metrics of what `predict` gave for a set
     is_saved: Callable[[str], bool] | None = None  # (name of a parameter): False leaves a frozen one out of checkpoints
-    loss_counts: Callable[[Any], Tensor] | None = None  # (batch) -> {term: count}, which `of` makes a tensor [terms]
+    loss_counts: Callable[[Any], dict[str, Any]] | None = None  # (batch): what divides each term of the loss
+    terms: Terms | None = None  # None: the loss has no terms
     progress: StepView | None = None  # None: no function asks for it
 
     @property
     def summary(self) -> Summary | None:
         return Summary(self.predict, self.summarize) if self.summarize else None
+
+    def counted(self, global_batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
+        """The global batches; if the loss has terms, each when their counts are known."""
+        return self.terms.ahead(global_batches) if self.terms else global_batches
 
     @classmethod
     def of(cls, module: ModuleType, device: torch.device = CPU) -> Seams:
@@ -99,7 +105,7 @@ class Seams:
 
         device: of the progress that they see.
         """
-        names = cls.__dataclass_fields__.keys() - {"progress"}
+        names = cls.__dataclass_fields__.keys() - {"progress", "terms"}
         found = {name: getattr(module, name) for name in names if hasattr(module, name)}
         missing = [name for name in REQUIRED if name not in found]
         if missing:
@@ -108,6 +114,6 @@ class Seams:
             found["progress"] = StepView.on(device)
             found["compute_loss"] = functools.partial(found["compute_loss"], progress=found["progress"])
         if "loss_counts" in found:
-            terms = Terms(found["compute_loss"], found["loss_counts"], device)
-            found |= {"compute_loss": terms.compute_loss, "loss_counts": terms.counts}
+            found["terms"] = Terms(found["compute_loss"], found["loss_counts"], device)
+            found["compute_loss"] = found["terms"].compute_loss
         return cls(**found)

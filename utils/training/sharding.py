@@ -149,7 +149,7 @@ def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, grou
             dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
 
 
-def after_failure(model: nn.Module) -> None:
+def after_failure(model: Any) -> None:
     """Let a sharded model work again after its forward pass has raised an error."""
     if hasattr(model, "reset_iter_state"):  # torch 2.15
         model.reset_iter_state()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig, UserError, unless_auto
 from utils.data.sampler import GlobalBatch, GlobalBatchSampler
 from utils.distributed.consensus import is_every
 from utils.distributed.dtensor import device_of, group_of, is_sharded, local, norm_over, shard_of
@@ -104,7 +104,7 @@ class TrainState:
             check_elementwise(self.optimizer)
         self.skips_on_device = prepare(self.optimizer)
         self._lr_factor, self._config, self._view = seams.lr_factor, config, seams.progress
-        self._loss_counts = seams.loss_counts
+        self._terms = seams.terms
         self.factor = 0.0  # of the schedule, at the last step taken
         device = device_of(model)
         self.scaler = torch.amp.GradScaler(precision.device_type, enabled=precision.is_scaled)
@@ -129,9 +129,7 @@ class TrainState:
         self._divisors: list[torch.Tensor] = []  # one per step: 0 if the loss counted nothing
         self._losses: list[torch.Tensor] = []  # with float16: the summed loss of each step
         self._loss_scale, self._first_count = torch.ones((), device=device), 1.0
-        self._gradient = self._loss_scale  # of the scaled loss by what compute_loss returns
-        self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []  # with terms: of loss_counts and compute_loss
-        scalar = {"dtype": torch.float32, "device": device}  # as found_inf must be, even with float64
+        scalar: dict[str, Any] = {"dtype": torch.float32, "device": device}  # as found_inf must be, even with float64
         self._is_offloaded = self._parameters[0].device != device  # the optimizer's tensors
         self._zero, self._one = torch.zeros((), **scalar), torch.ones((), **scalar)
         self._steps: list[SkippedStep] = []  # a record of each step, used if it was skipped
@@ -140,14 +138,14 @@ class TrainState:
         """Allocate space for the metrics that compute_loss returned for a batch. Call before the first step."""
         self.sums.lay_out(metrics)
         self.interval.lay_out(metrics | {"grad_norm": (0.0, 0)})
-        self._first_count = float(torch.as_tensor(metrics["loss"][1]).sum())
+        self._first_count = 1.0 if self._terms else float(metrics["loss"][1])
 
     def plan(self, sampler: GlobalBatchSampler, world_size: int) -> None:
         """Plan the schedule of the whole run, which continues from `progress`."""
         progress, config = self.progress, self._config
         if progress.loss_shift < 0:
             count = max(1.0, self._first_count) * sampler.micro_batches_per_step
-            progress.loss_shift = 0 if self._loss_counts else round(math.log2(count))
+            progress.loss_shift = 0 if self._terms else round(math.log2(count))  # terms are divided before
         # DDP averages gradients over ranks, exact sums and FSDP do not; a power of two changes no bit of them
         divisor = 1 if config.reduction == "exact" or self._shard_group else world_size
         self._loss_scale.fill_(divisor * 2.0**-progress.loss_shift)
@@ -155,7 +153,7 @@ class TrainState:
         total = progress.step + sampler.steps_left(progress.epoch, progress.samples_in_epoch, epochs)
         self.total_steps = int(min(total, steps))
         by_epochs = round(config.warmup_epochs * sampler.steps_per_epoch)
-        self._warmup_steps = by_epochs if config.warmup_steps == "auto" else config.warmup_steps
+        self._warmup_steps = unless_auto(config.warmup_steps, by_epochs)
         self._samples_per_epoch = sampler.samples_per_epoch
 
     def show(self, progress: Progress, total_steps: int = 0) -> None:
@@ -198,18 +196,8 @@ class TrainState:
 
         Padding has a gradient of 0.
         """
-        self.scaler.scale(loss).backward(self._zero.expand_as(loss) if is_padding else self._gradient)
-
-    def counted(self, global_batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
-        """The global batches; if the loss has terms, each when its counts are known."""
-        return self._counted(global_batches) if self._loss_counts else global_batches
-
-    def _counted(self, global_batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
-        is_exact = self._config.reduction == "exact"
-        for global_batch, counts in counted(global_batches, self._loss_counts, is_exact):
-            self._gradient = torch.where(counts > 0, self._loss_scale / counts, 0.0)
-            yield global_batch
-            self._
+        total = self._terms.mean(loss) if self._terms else loss
+        self.scaler.scale(total).backward(self._zero if is_padding else self._loss_scale)
 
     def drop_gradients(self) -> None:
         """Call before the next global batch. With CUDA graphs, gradients are zeroed: a replay overwrites new ones."""
@@ -229,6 +217,8 @@ class TrainState:
             raise thawed_error([name for p, name in self._frozen.items() if p.requires_grad], self.progress.step + 1)
         self._set_lr()
         self.sums.wait()
+        if self._terms:
+            self._terms.note(self.sums.metrics.count_of("loss"))
         for shard in self._parameters if self._shard_group else ():
             shard.grad = local(self.owners[shard].grad)
         unscale(self.scaler, self.optimizer, self._shard_group)
@@ -310,6 +300,8 @@ class TrainState:
         A step that float16 skipped although the loss was finite is part of its search for a scale, while the scale is
         at least 1: it is counted in `overflow_steps` and not returned.
         """
+        if self._terms:
+            self._terms.check_steps()
         total = self.interval.sum_of("grad_norm")
         kept = ([*self._norms, total], self._divisors, self._losses)
         (*norms, norm_sum), divisors, losses = (torch.stack(each).tolist() if each else [] for each in kept)

@@ -1,12 +1,13 @@
 """A loss of several terms, each divided by a count of its own over the global batch: boxes per box, pixels per pixel.
 
-What divides a term must be known before the backward pass. So the counts of a global batch are summed over its
-micro-batches and the ranks while the step before it is computed.
+What divides a term must be known before the backward pass, so `loss_counts` of model.py counts it in each batch. The
+sums over the micro-batches of all ranks are formed while the step before is computed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,97 +17,100 @@ from torch import Tensor, nn
 
 from config import UserError
 from utils.data.sampler import GlobalBatch
-from utils.distributed.tree import TreeAllReduce, TreeSum, run_of
 from utils.metrics import Metrics, TermMeans
 
 EXAMPLE = '{"loss": {"boxes": (sum, count, weight), "classes": (sum, count, weight)}}'
 
 
 class Terms:
-    """`compute_loss` and `loss_counts` of model.py, with all terms in one tensor, in the order of their names."""
+    """`compute_loss` and `loss_counts` of model.py, with the terms in one tensor, in the order of their names."""
 
-    def __init__(
-        self, compute_loss: Callable[[nn.Module, Any], Metrics], loss_counts: Callable[[Any], dict], device: torch.device
-    ) -> None:
-        self._compute_loss, self._loss_counts, self._device = compute_loss, loss_counts, device
-        self._means: TermMeans | None = None
+    def __init__(self, compute_loss: Callable[..., Metrics], loss_counts: Callable[[Any], dict], device: torch.device):
+        self._compute_loss, self._loss_counts = compute_loss, loss_counts
+        self._float64: dict[str, Any] = {"dtype": torch.float64, "device": device}
+        self._means = TermMeans(())  # with the names, once they are known
+        self._counts = self._divisors = torch.ones((), **self._float64)  # of the global batch
+        self._steps: list[Tensor] = []  # since the last check: the counts of loss_counts and of compute_loss
 
     def compute_loss(self, model: nn.Module, batch: Any) -> Metrics:
         """The metrics, with "loss" as (weighted sums [terms], counts [terms], TermMeans). Raises UserError."""
         metrics = self._compute_loss(model, batch)
-        loss = metrics.get("loss") if isinstance(metrics, dict) else None
-        entries = list(loss.values()) if isinstance(loss, dict) else []
-        if not entries or not all(isinstance(each, tuple | list) and len(each) == 3 for each in entries):
-            raise UserError(
-                f"model.compute_loss: returned no terms, though model.py has loss_counts; return {EXAMPLE}, or remove"
-                " loss_counts"
-            )
-        names = self._names(loss)
-        sums = [weight * total for total, _, weight in map(loss.get, names)]
+        terms = metrics.get("loss") if isinstance(metrics, dict) else None
+        if not isinstance(terms, dict) or any(len(each) != 3 for each in terms.values()):
+            raise UserError(f"model.compute_loss: returned no terms, but model.py has loss_counts; return {EXAMPLE}")
+        is_first, names = not self._means.names, self._names(terms)
+        sums = [weight * total for total, _, weight in map(terms.get, names)]
         if not all(isinstance(each, Tensor) and each.ndim == 0 and each.is_floating_point() for each in sums):
-            raise UserError("model.compute_loss: the sum of each term must be a 0-dimensional float tensor; use .sum()")
-        return metrics | {"loss": (torch.stack(sums), self._stack([loss[name][1] for name in names]), self._means)}
+            raise UserError("model.compute_loss: the sum of a term is not a 0-dimensional float tensor; use .sum()")
+        counts = self._stack([terms[name][1] for name in names])
+        if is_first and torch.is_grad_enabled():
+            self.check(self.counts(batch), counts)
+        return metrics | {"loss": (torch.stack(sums), counts, self._means)}
 
     def counts(self, batch: Any) -> Tensor:
         """What `loss_counts` counts in a micro-batch: float64 [terms], on the device."""
         found = self._loss_counts(batch)
         return self._stack([found[name] for name in self._names(found)])
 
-    def _names(self, found: dict) -> tuple[str, ...]:
-        names = tuple(sorted(found))
-        self._means = self._means or TermMeans(names)
+    def ahead(self, global_batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
+        """The global batches, each when `mean` knows its counts. One more is fetched before a step, so that the sums
+        over the ranks are complete when they are needed."""
+        begun = map(self._begin, global_batches)
+        latest = next(begun, None)
+        while latest:
+            following = next(begun, None)
+            global_batch, counts, work = latest
+            if work:
+                work.wait()
+            self._counts = counts.sum(0)
+            self._divisors = torch.where(self._counts > 0, self._counts, math.inf)  # what counted nothing adds nothing
+            yield global_batch
+            latest = following
+
+    def mean(self, sums: Tensor) -> Tensor:
+        """What the sums of a micro-batch add to the loss of the global batch: 0-dimensional."""
+        return (sums / self._divisors).sum()
+
+    def note(self, counts: Tensor) -> None:
+        """Keep the counts that compute_loss returned for the global batch, for `check_steps`."""
+        self._steps.append(torch.stack([self._counts, counts]))
+
+    def check_steps(self) -> None:
+        """Check the counts of the steps since the last call, which are the same on all ranks. Reads from the device."""
+        steps, self._steps = self._steps, []
+        for counted, found in torch.stack(steps).cpu() if steps else ():
+            self.check(counted, found)
+
+    def check(self, counted: Tensor, found: Tensor) -> None:
+        """Raises UserError if loss_counts has counted something else than compute_loss has found."""
+        for name, ours, theirs in zip(self._means.names, counted.tolist(), found.tolist(), strict=True):
+            if not math.isclose(ours, theirs, rel_tol=1e-6, abs_tol=1e-6):
+                raise UserError(
+                    f"model.loss_counts: counts {ours:.9g} for {name}, and compute_loss {theirs:.9g}, so the gradient"
+                    " has a wrong divisor; count the same in both"
+                )
+
+    def _begin(self, global_batch: GlobalBatch) -> tuple[GlobalBatch, Tensor, dist.Work | None]:
+        """Fetch this rank's micro-batches, and begin to exchange their counts: float64 [micro-batches, terms]."""
+        fetched = list(global_batch)
+        rows = {each.number: self.counts(each.batch) for each in fetched if not each.is_padding}
+        counts = torch.zeros(fetched[0].count, len(self._means.names), **self._float64)
+        for number, row in rows.items():
+            counts[number] = row  # the others' are 0: no rounding, so the sum has the same bits on any number of ranks
+        work = dist.all_reduce(counts, async_op=True) if dist.get_world_size() > 1 else None
+        return dataclasses.replace(global_batch, micro_batches=fetched, fetched=None), counts, work
+
+    def _names(self, terms: dict[str, Any]) -> tuple[str, ...]:
+        names = tuple(sorted(terms))
+        if not self._means.names:
+            self._means = TermMeans(names)
         if names != self._means.names:
             raise UserError(
-                f"model.py: the terms are {', '.join(names)}, earlier {', '.join(self._means.names)}; name the same in"
-                " loss_counts and compute_loss for every batch, with a count of 0 if there is nothing to count"
+                f"model.py: the loss has the terms {', '.join(names)}, earlier {', '.join(self._means.names)}; let"
+                " loss_counts and compute_loss always return the same ones, with a count of 0 if there is nothing"
             )
         return names
 
     def _stack(self, counts: list[Tensor | float]) -> Tensor:
-        numbers = {"dtype": torch.float64, "device": self._device}  # torch.full copies nothing from the host
-        return torch.stack([c.to(**numbers) if isinstance(c, Tensor) else torch.full((), c, **numbers) for c in counts])
-
-
-def counted(
-    global_batches: Iterator[GlobalBatch], counts_of: Callable[[Any], Tensor], is_exact: bool
-) -> Iterator[tuple[GlobalBatch, Tensor]]:
-    """Each global batch, fetched, with the counts of its terms over all ranks: float64 [terms], on the device.
-
-    One global batch is fetched ahead: its counts are summed during the step before, so that no step waits for them.
-    """
-    ahead: tuple[GlobalBatch, Tensor, Any] | None = None
-    for global_batch in global_batches:
-        latest, ahead = ahead, _begin(global_batch, counts_of, is_exact)
-        if latest:
-            yield _finish(*latest)
-    if ahead:
-        yield _finish(*ahead)
-
-
-def _begin(
-    global_batch: GlobalBatch, counts_of: Callable[[Any], Tensor], is_exact: bool
-) -> tuple[GlobalBatch, Tensor, dist.Work | TreeAllReduce | None]:
-    """Fetch this rank's micro-batches, and begin to sum their counts over the ranks."""
-    fetched = list(global_batch)
-    counts = [(micro_batch, counts_of(micro_batch.batch)) for micro_batch in fetched]
-    own = [(micro_batch.number, each) for micro_batch, each in counts if not micro_batch.is_padding]
-    global_batch = dataclasses.replace(global_batch, micro_batches=fetched, fetched=None)
-    total, tree = torch.zeros_like(counts[0][1]), TreeSum()
-    if not is_exact:
-        for _, each in own:
-            total += each
-        return global_batch, total, dist.all_reduce(total, async_op=True) if dist.get_world_size() > 1 else None
-    for number, each in own:
-        tree.add(number, [each])
-    leaves = fetched[0].count
-    parts = [each for [each] in tree.parts(run_of(dist.get_rank(), dist.get_world_size(), leaves).stop, leaves)]
-    total = parts.pop() if parts else total
-    return global_batch, total, TreeAllReduce(total, parts, leaves)
-
-
-def _finish(
-    global_batch: GlobalBatch, total: Tensor, work: dist.Work | TreeAllReduce | None
-) -> tuple[GlobalBatch, Tensor]:
-    if work:
-        work.wait()
-    return global_batch, total
+        to = self._float64  # torch.full copies nothing from the host
+        return torch.stack([c.to(**to) if isinstance(c, Tensor) else torch.full((), c, **to) for c in counts])

@@ -23,7 +23,7 @@ def digests(values: Mapping[str, Tensor]) -> dict[str, str]:
     found = {}
     for name in sorted(values):
         data = full(values[name].detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
-        found[name] = hashlib.sha256(data.numpy()).hexdigest()[:16]
+        found[name] = hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]
     return found
 
 
@@ -32,7 +32,7 @@ def left_out(model: nn.Module, is_saved: Callable[[str], bool] | None) -> dict[s
     if is_saved is None:
         return {}
     named = model.named_parameters(remove_duplicate=False)
-    found = {name: parameter for name, parameter in named if not is_saved(name)}
+    found: dict[str, Tensor] = {name: parameter for name, parameter in named if not is_saved(name)}
     if trained := [name for name, parameter in found.items() if parameter.requires_grad]:
         raise UserError(
             f"model.is_saved: leaves out {trained[0]}, which is trained; save it, or freeze it in create_model with"
