@@ -94,7 +94,8 @@ def export_program(saved: dict[str, Any], config: TrainingConfig, inputs: tuple,
         replace_file(target, lambda file: torch.export.save(program, file))
         return
     try:
-        data = torch.onnx.export(program, dynamo=True, verbose=False).model_proto.SerializeToString()
+        onnx: Any = torch.onnx.export(program, dynamo=True, verbose=False)
+        data = onnx.model_proto.SerializeToString()
     except ImportError as error:
         raise UserError(f"format=onnx: needs onnx and onnxscript ({error}); pip install onnx onnxscript") from None
     replace_file(target, lambda file: file.write(data))

@@ -19,11 +19,11 @@ import argparse
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from torch.utils.data import Dataset
 
 import dataset as your_data
 import model as fork
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace, config: TrainingConfig, out: Path, ctx: Dis
     """Compute and write the outputs. Raises UserError."""
     logger = setup_logger(ctx.rank)
     sets = load_data(your_data, config, ctx)
-    data = {"train": sets.train, **sets.held_out}
+    data: dict[str, Any] = {"train": sets.train, **sets.held_out}
     if options.split == "predict":
         data["predict"] = on_all_ranks(lambda: your_data.create_dataset(sets.config, "predict"), ctx)
     dataset = on_all_ranks(lambda: choose(data, options.split), ctx)
@@ -112,7 +112,7 @@ def check(options: argparse.Namespace, payload: dict, out: Path) -> None:
         raise UserError(f"{out}: is the checkpoint itself; give another --out")
 
 
-def choose(data: dict[str, Dataset], split: str) -> Dataset:
+def choose(data: dict[str, Any], split: str) -> Any:
     """Raises UserError."""
     if data.get(split) is None:
         known = [name for name, each in data.items() if each is not None]

@@ -85,9 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None:
     """Run all steps; those that use model and data only if all ranks have the same code, settings and data."""
     facts, found = steps.take("facts", gather, ctx), steps.findings
+    if not facts:
+        return  # a finding says why
     nodes = verdict.nodes_of(facts)
     leaders = [ranks[0] for ranks in nodes]
-    loader = sizes = None
+    loader: Any = None
+    sizes = None
 
     def load() -> int:
         nonlocal config, loader
@@ -130,9 +133,10 @@ def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None
 
     if len(nodes) > 1:
         times = steps.take("clocks", lambda: [all_gather_json(None, ctx), time.time()][1])  # all at the same moment
-        found += verdict.clocks({rank: times[rank] - times[0] for rank in leaders}, facts)
+        if times:
+            found += verdict.clocks({rank: times[rank] - times[0] for rank in leaders}, facts)
         pairs = steps.take("links", links.measure_pairs, leaders, ctx)
-        found += verdict.links([pair for each in pairs for pair in each], facts)
+        found += verdict.links([pair for each in pairs or [] for pair in each], facts)
     if ctx.world_size > 1:
         number = min(rates.MESSAGE, sizes[0]["gradient"] if sizes else rates.MESSAGE)
         if seconds := steps.take("all-reduce", rates.all_reduce_seconds, number, ctx.device):

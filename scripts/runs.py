@@ -16,6 +16,7 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -99,7 +100,7 @@ def differing_settings(runs: list[RunInfo]) -> list[str]:
 def table(runs: list[RunInfo], metric: str) -> str:
     """One row per run: state, progress, results, time, size, and the settings that differ."""
     differing = differing_settings(runs)
-    rows = [["run", "state", "epochs", "step", "best", f"final {metric}", "minutes", "MB", *differing]]
+    rows: list[list[Any]] = [["run", "state", "epochs", "step", "best", f"final {metric}", "minutes", "MB", *differing]]
     for run in runs:
         summary, status = run.summary, run.status
         best, wall = summary.get("best_value"), summary.get("wall_s")
@@ -117,7 +118,11 @@ def plot(runs: list[RunInfo], metric: str, title: str = "") -> str:
     for k, (label, run) in enumerate(zip(labels(runs), runs, strict=True)):
         # with up to three runs, earlier lines are wider, so that later lines do not hide them
         covering = len(runs) - 1 - k if len(runs) <= 3 else 0
-        look = {"color": color(k, len(runs)), "width": 2 + 5 * covering, "opacity": 0.35 if covering else 1.0}
+        look: dict[str, Any] = {
+            "color": color(k, len(runs)),
+            "width": 2 + 5 * covering,
+            "opacity": 0.35 if covering else 1.0,
+        }
         solid, dashed = run.curve("eval", metric), run.curve("train", metric)
         series.append(Series(label + (" (dashed: training)" if dashed else ""), solid, **look))
         series.append(Series("", dashed, is_dashed=True, has_markers=False, **look))
@@ -129,8 +134,8 @@ def plot(runs: list[RunInfo], metric: str, title: str = "") -> str:
     if not any(each.points for each in series):
         raise UserError(NO_RECORDS.format(metric))
     y_range = (0.0, 1.0) if metric in ("top1", "top5", "accuracy") else None
-    axes = {"x_label": "optimizer step", "y_label": AXES.get(metric, metric)}
-    return line_plot(series, **axes, title=title, y_range=y_range, marks=marks)
+    label = AXES.get(metric, metric)
+    return line_plot(series, x_label="optimizer step", y_label=label, title=title, y_range=y_range, marks=marks)
 
 
 def weights_digest(folder: Path) -> str:

@@ -67,7 +67,8 @@ class Once(io.TextIOBase):
     """Standard output without lines that were printed before: the checks build the model dozens of times."""
 
     def __init__(self, stream: TextIO | None) -> None:
-        self._stream, self._seen, self._rest = stream, set(), ""
+        self._stream, self._rest = stream, ""
+        self._seen: set[str] = set()
 
     def write(self, text: str) -> int:
         *lines, self._rest = (self._rest + text).split("\n")

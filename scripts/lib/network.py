@@ -15,7 +15,7 @@ SIOCGIFADDR, SIOCGIFNETMASK = 0x8915, 0x891B  # Linux: an interface's address an
 
 def resolve(name: str) -> list[str]:
     """The addresses of a name. Raises socket.gaierror."""
-    return list(dict.fromkeys(found[4][0] for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))
+    return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))
 
 
 def is_loopback(address: str) -> bool:

@@ -156,8 +156,8 @@ def curves(runs: dict[str, Any]) -> str:
     for record in (record for run in runs.values() for record in run.records if record.get("step_s")):
         record[DATA_WAIT] = 100 * (record.get("data_wait_s") or 0.0) / record["step_s"]
     found = {kind: [r for run in runs.values() for r in run.records if r["kind"] == kind] for kind in ("eval", "train")}
-    names = dict.fromkeys(name for records in found.values() for record in records for name in record)
-    names = [name for name in names if name not in (*OF_TRAINING, *RESERVED)]
+    present = dict.fromkeys(name for records in found.values() for record in records for name in record)
+    names = [name for name in present if name not in (*OF_TRAINING, *RESERVED)]
     chosen = [run.summary.get("best_metric") for run in runs.values()]
     names.sort(key=lambda name: (name != "loss", name not in chosen))
     names[OPEN_PLOTS - 1 : OPEN_PLOTS - 1] = OF_TRAINING[:1]  # the data wait is always among the first
@@ -179,16 +179,16 @@ def plot(runs: dict[str, Any], name: str) -> str:
         shown = [r for r in evaluations if (r.get("weights") == "ema") == is_average]
         solid = points([r for r in shown if not has_val or r.get("split") == "val"], name)
         dashed = points(train, name)
-        look, is_alone = {"color": color(k, len(runs))}, len(runs) == 1
+        look, is_alone = color(k, len(runs)), len(runs) == 1
         legend = ("evaluation" if is_alone else label) + " (averaged weights)" * is_average
         if dashed:
             named, tip = "training" if is_alone else "" if solid else label, f"{label}, training"
-            series.append(Series(named, dashed, is_dashed=bool(solid), has_markers=False, width=1.6, tip=tip, **look))
+            series.append(Series(named, dashed, look, bool(solid), has_markers=False, width=1.6, tip=tip))
         if solid:
-            series.append(Series(legend, solid, has_markers=len(solid) <= 60, tip=f"{label}, evaluation", **look))
+            series.append(Series(legend, solid, look, has_markers=len(solid) <= 60, tip=f"{label}, evaluation"))
         last = max((x for x, _ in solid + dashed), default=0)
         resumed = [r["step"] for r in run.records if r.get("event") == "resumed" and r["step"] <= last]
-        marks += [(step, "resumed" * (n == 0), look["color"]) for n, step in enumerate(resumed)]
+        marks += [(step, "resumed" * (n == 0), look) for n, step in enumerate(resumed)]
     if not series:
         return ""
     highest = max(y for each in series for _, y in each.points if y is not None)

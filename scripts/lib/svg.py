@@ -52,7 +52,7 @@ def line_plot(
     `marks` are vertical lines: (x, text, color). tips: for a plot in an HTML page, whose points have tooltips and whose
     y axis is logarithmic if it covers more than two decades.
     """
-    points = [point for each in series for point in each.points if point[1] is not None]
+    points = [(x, y) for each in series for x, y in each.points if y is not None]
     legend = [each for each in series if each.name]
     top = 36 + 20 * bool(title) + 18 * len(legend)
     height, bottom = top + HEIGHT + BOTTOM, top + HEIGHT
@@ -78,25 +78,25 @@ def line_plot(
     ]
     decades = [10.0**k for k in range(math.ceil(low), math.floor(high) + 1)] if is_log else []
     for value in decades or [low + (high - low) * k / 5 for k in range(6)]:
-        y = up(value)
-        parts += [_line(LEFT, y, WIDTH - RIGHT, y, 'stroke="#ddd"'), _text(LEFT - 8, y + 4, _short(value), "end")]
+        at = up(value)
+        parts += [_line(LEFT, at, WIDTH - RIGHT, at, 'stroke="#ddd"'), _text(LEFT - 8, at + 4, _short(value), "end")]
     for value, words in ticks(last):
         parts.append(_text(across(value), bottom + 18, words))
     ends = -math.inf
-    for x, words, color in sorted(marks):
-        x, half = across(x), 3.3 * len(words)  # about half of its width
-        is_raised = x - half < ends  # it would overlap the one before
-        ends = ends if is_raised else x + half
+    for step, words, color in sorted(marks):
+        left, half = across(step), 3.3 * len(words)  # about half of its width
+        is_raised = left - half < ends  # it would overlap the one before
+        ends = ends if is_raised else left + half
         parts += [
-            _line(x, top, x, bottom, f'stroke="{color}" stroke-dasharray="1 3"'),
-            _text(x, top - 4 - 13 * is_raised, words, "middle", f'style="fill:{color}"'),
+            _line(left, top, left, bottom, f'stroke="{color}" stroke-dasharray="1 3"'),
+            _text(left, top - 4 - 13 * is_raised, words, "middle", f'style="fill:{color}"'),
         ]
     for each in series:
         look = f'stroke="{each.color}" stroke-width="{each.width}" opacity="{each.opacity:g}" fill="none"'
         dashes = ' stroke-dasharray="4 3"' if each.is_dashed else ""
         stretches = itertools.groupby(each.points, lambda point: point[1] is not None)
         for stretch in (found for is_number, found in stretches if is_number):
-            path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in stretch)
+            path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in stretch if y is not None)
             parts.append(f'<polyline points="{path}" {look}{dashes}/>')
         for x, y in each.points if each.has_markers or tips else []:
             if y is not None:

@@ -138,12 +138,12 @@ def picture(lines: dict[str, Timeline]) -> str:
             place = f'x="{LEFT + (begin - line.began) * scale:.1f}" y="{y + (BAR - 7) * is_beside}" width="{width:.1f}"'
             place += f' height="{7 if is_beside else BAR}"'
             parts.append(f'<rect class="{phase}" {place}><title>{escape(text)}</title></rect>')
-        seen = set()
+        seen: set[tuple[str, int]] = set()
         for event in line.events:
             x = LEFT + ((event["at"] or line.began) - line.began) * scale
-            if event["at"] is None or (place := (event["event"], round(x))) in seen:
+            if event["at"] is None or (event["event"], round(x)) in seen:
                 continue  # draw at most one mark per pixel
-            seen.add(place)
+            seen.add((event["event"], round(x)))
             kind = event["event"] if event["event"] in MARKS else "other"
             tip = event.get("text") or f"{event['event'].replace('_', ' ')}, step {event['step']}"
             tip = f"<title>{escape(tip)}</title>"

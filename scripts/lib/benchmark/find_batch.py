@@ -45,7 +45,7 @@ TRIAL_TIMEOUT = 300  # seconds
 CHECKPOINTING = "--activation_checkpointing"
 FITS, TOO_LARGE, TOO_SLOW = "fits", "does not fit", f"takes longer than {TRIAL_TIMEOUT} s"
 # without evaluation, which needs less memory than training, and compilation and workers, which use other memory
-QUIET = {"num_workers": 0, "compile": "off", "hang_timeout": 0.0, "max_time": 0.0}
+QUIET: dict[str, Any] = {"num_workers": 0, "compile": "off", "hang_timeout": 0.0, "max_time": 0.0}
 QUIET |= {"epochs": 2, "max_steps": 2, "global_batch_size": 0, "grad_accum_steps": 2, "drop_last": False}
 
 
@@ -87,10 +87,10 @@ def available_memory(device: torch.device, ranks: int, gib: float) -> int:
         memory = min(free, int(gib * 2**30)) if gib else free
     elif gib:
         memory = int(gib * 2**30)
-    elif (free := free_memory()) is None:
+    elif (left := free_memory()) is None:
         raise UserError("find-batch: this system does not report free memory; give --memory GIB")
     else:
-        memory = free // ranks
+        memory = left // ranks
     return int(memory * (1 - HEADROOM))
 
 

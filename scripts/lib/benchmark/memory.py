@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import torch
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.data import Dataset
 
 import train
 from config import TrainingConfig, UserError
@@ -25,6 +25,7 @@ from ddp_utils import DistributedContext, wrap_ddp
 from lib.benchmark.find_batch import available_memory, limit_memory
 from lib.preflight.facts import memory
 from utils.data.loader import create_distributed_dataloader, usable_cpus
+from utils.data.sampler import MapDataset
 from utils.data.sets import load_data
 from utils.distributed.consensus import Decision
 from utils.distributed.dtensor import device_of, local
@@ -37,16 +38,14 @@ from utils.training.state import TrainState
 SHARDINGS = ("none", "zero2", "hybrid", "zero3")  # the later ones gather more often
 USABLE = 0.9  # of a device's memory; the rest is for kernels and the allocator
 COLUMNS = ("parameters", "optimizer", "peak")
-TWO_STEPS = {"epochs": 2, "max_steps": 2, "max_time": 0.0, "save_every_steps": 0}
+TWO_STEPS: dict[str, Any] = {"epochs": 2, "max_steps": 2, "max_time": 0.0, "save_every_steps": 0}
 TWO_STEPS |= {"num_workers": 0, "compile": "off", "record_samples": False, "comm_hook": "none"}
 
 
 class Tracker(MemTracker):
     """Counts all tensors, and none by module: those hooks allow one pass only."""
 
-    def _ignore(self, *_: object) -> None:
-        pass
-
+    _ignore: Any = staticmethod(lambda *_: None)
     _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _ignore
 
 
@@ -70,13 +69,14 @@ def count(state: TrainState, action: Callable[[], object]) -> dict[str, int]:
 
 def at_once(state, bucket):  # DDP rejects annotations that are strings
     """DDP's hook; its own all-reduce needs a result that the fake backend does not give."""
-    future = torch.futures.Future(devices=[bucket.buffer().device] if bucket.buffer().is_cuda else [])
-    future.set_result(bucket.buffer())
+    flat = bucket.buffer()
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
+    future.set_result(flat)
     return future
 
 
 def measure(
-    config: TrainingConfig, ctx: DistributedContext, data: Dataset, sharding: str, ranks: int, per_node: int
+    config: TrainingConfig, ctx: DistributedContext, data: MapDataset, sharding: str, ranks: int, per_node: int
 ) -> dict[str, int]:
     """Train two steps as rank 0 of `ranks`. Raises UserError.
 
@@ -85,7 +85,7 @@ def measure(
     config, seams = dataclasses.replace(config, **TWO_STEPS, sharding=sharding), Seams.of(train.your_model)
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     hosts = tuple(f"node{rank // per_node}" for rank in range(ranks))
-    size = {"world_size": ranks, "local_world_size": min(ranks, per_node), "hosts": hosts}
+    size: dict[str, Any] = {"world_size": ranks, "local_world_size": min(ranks, per_node), "hosts": hosts}
     ctx = dataclasses.replace(ctx, **size, device_names=ctx.device_names * ranks, control=dist.group.WORLD)
     try:
         state = train.create_state(seams, config, ctx)
@@ -110,7 +110,7 @@ def measure(
         dist.destroy_process_group()
 
 
-def measure_or_say(*args: object) -> tuple[dict[str, int], str]:
+def measure_or_say(*args: Any) -> tuple[dict[str, int], str]:
     """The bytes, or none and why."""
     try:
         return measure(*args), ""
@@ -132,7 +132,8 @@ def show(config: TrainingConfig, ctx: DistributedContext, ranks: list[int], say:
     room = memory(ctx.device)["memory"] // (1 if on_cuda else min(per_node, ranks[-1]))
     if not on_cuda and free_memory() is not None:
         limit_memory(ctx.device, available_memory(ctx.device, 1, 0.0))  # it would swap
-    rows, chosen = [("flags", "ranks", *COLUMNS, "")], ""
+    chosen = ""
+    rows: list[tuple[str, ...]] = [("flags", "ranks", *COLUMNS, "")]
     for number in ranks:
         for sharding in SHARDINGS if number > 1 else SHARDINGS[:1]:
             if sharding == "hybrid" and (number <= per_node or number % per_node):

@@ -36,8 +36,10 @@ class Ours:
         self, config: TrainingConfig, ctx: DistributedContext, folder: Path, steps: int, resume_from: str = ""
     ) -> None:
         self.samples = steps * config.batch_size * config.micro_batches_per_step(ctx.world_size)  # of an epoch
-        own = {"run_dir": str(folder), "checkpoint_dir": "", "resume_from": resume_from, "overwrite": False}
-        config = dataclasses.replace(config, **own)
+        run_dir = str(folder)
+        config = dataclasses.replace(
+            config, run_dir=run_dir, checkpoint_dir="", resume_from=resume_from, overwrite=False
+        )
         if steps:
             config = dataclasses.replace(config, dataset_size=self.samples, epochs=EPOCHS, max_steps=0, max_time=0.0)
         clock = Clock(ctx.device)

@@ -29,7 +29,9 @@ def measure(
     options: Any, config: TrainingConfig, ctx: DistributedContext, folder: Path, say: Callable[[str], object]
 ) -> dict[str, Any]:
     """Time a step as given, and with each of `--against` FLAGS, in turns. Prints a table, and returns its figures."""
-    configs, runs, memory, candidates, waited = configs_of(options.against, config, ctx), {}, {}, [], Counter()
+    configs, memory, candidates = configs_of(options.against, config, ctx), {}, []
+    runs: dict[str, Ours] = {}
+    waited: Counter[str] = Counter()
     for name, each in configs.items():
         before = start_memory(ctx.device)
         runs[name] = warm_run(each, ctx, folder / f"run-{len(runs)}", options.steps)

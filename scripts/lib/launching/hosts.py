@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from scripts.lib.launching.plan import SIGNALS
 from scripts.lib.launching.rendezvous import PATIENCE_S, say
@@ -41,7 +41,7 @@ class Hosts:
         words += [f"--master-addr={address}"]
         self._exports = [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
         self.commands = [shlex.join(["scripts/launch.sh", *words, f"--node-rank={k}"]) for k in range(len(hosts))]
-        self._connections: dict[int, subprocess.Popen] = {}
+        self._connections: dict[int, Any] = {}
         self._codes: dict[int, int] = {}  # of hosts whose launch.sh has ended for good
         self._signals: list[int] = []
 
@@ -51,9 +51,9 @@ class Hosts:
         Args:
             reconnects: whether to run launch.sh again on a host that was lost, such as one that reboots.
         """
-        for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, lambda number, _: self._signals.append(number))
+        for each in SIGNALS:
+            if signal.getsignal(each) != signal.SIG_IGN:
+                signal.signal(each, lambda number, _: self._signals.append(number))
         for k in range(len(self._hosts)):
             threading.Thread(target=self._run, args=(k, reconnects), daemon=True).start()
         sent: dict[subprocess.Popen, int] = {}
@@ -89,7 +89,7 @@ class Hosts:
     def _run_once(self, k: int) -> tuple[int, bool]:
         """Returns the exit code, and whether there was a connection."""
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        connection = start([*SSH, self._hosts[k], "exec bash -s"], **pipes)
+        connection: Any = start([*SSH, self._hosts[k], "exec bash -s"], **pipes)
         script = ["echo", f"cd {shlex.quote(os.getcwd())} || exit 2", *self._exports, f"exec {self.commands[k]}"]
         with suppress(OSError):  # it has ended
             connection.stdin.write("".join(f"{line}\n" for line in script).encode())  # not in arguments, which ps shows

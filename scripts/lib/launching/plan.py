@@ -145,8 +145,8 @@ def count_gpus(env: dict[str, str]) -> int:
     if not shutil.which(command[0]) and any(path.exists() for path in GPU_DRIVERS):  # importing torch takes seconds
         command = [sys.executable, "-c", "import torch; print('GPU \\n' * torch.cuda.device_count())"]
     with suppress(OSError, subprocess.TimeoutExpired):
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return sum(line.startswith("GPU ") for line in found.stdout.splitlines())
     return 0
 
 

@@ -18,7 +18,8 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from io import BufferedIOBase
+from typing import Any
 
 from config import UserError
 from scripts.lib.network import why
@@ -285,7 +286,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _receive(file: BinaryIO) -> dict[str, Any]:
+def _receive(file: BufferedIOBase) -> dict[str, Any]:
     """The next message; empty if it is not valid. Raises OSError."""
     line = file.readline(2 * len(PADDING))
     if not line.endswith(b"\n"):

@@ -64,7 +64,7 @@ class Steps:
             return
         key = f"preflight/{next(self._places)}"
         self._store.set(f"{key}/{self._ctx.rank}", "")
-        timer = threading.Timer(seconds, self._give_up, [key, place, seconds])
+        timer = threading.Timer(seconds, self._give_up, [self._store, key, place, seconds])
         timer.daemon = True
         timer.start()
         try:
@@ -72,9 +72,9 @@ class Steps:
         finally:
             timer.cancel()
 
-    def _give_up(self, key: str, place: str, seconds: float) -> None:
+    def _give_up(self, store: dist.Store, key: str, place: str, seconds: float) -> None:
         ranks = range(self._ctx.world_size)
-        here = [rank for rank in ranks if self._store.check([f"{key}/{rank}"])]
+        here = [rank for rank in ranks if store.check([f"{key}/{rank}"])]
         missing = [rank for rank in ranks if rank not in here]
         text = f"no rank finished '{place}' in {seconds:.0f} s; check MTU and firewall between the nodes"
         if missing:

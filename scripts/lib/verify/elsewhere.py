@@ -26,7 +26,7 @@ class Later(datetime.datetime):
 
 
 time.time, time.monotonic, time.perf_counter = map(shifted, (time.time, time.monotonic, time.perf_counter))
-datetime.datetime = Later
+datetime.datetime = Later  # type: ignore[misc]  # as a test would patch it
 
 import torch  # after the clocks, which the fork may import by name
 

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import Dataset
 
 import train
 from config import TrainingConfig, TrainingError, UserError, fields_of_yours
@@ -24,6 +23,7 @@ from lib.verify import memory
 from lib.verify.values import one_line, scramble_global_rngs, spread
 from utils.batch import map_tensors
 from utils.data.loader import GlobalBatchLoader
+from utils.data.sampler import MapDataset
 from utils.data.sets import ChosenSamples
 from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json, is_of_a_peer, on_all_ranks
@@ -65,8 +65,8 @@ class Fork:
     """The config, data and ranks to verify, and the short runs made so far, as one rank sees them."""
 
     config: TrainingConfig  # `auto` fields are resolved
-    train_set: Dataset
-    held_out: Dataset | None
+    train_set: MapDataset
+    held_out: MapDataset | None
     ctx: DistributedContext
     folder: Path  # of the short runs; deleted at the end
     seams: Seams
@@ -107,11 +107,12 @@ class Fork:
         """The config with small micro-batches, so that even a small data set has two steps per epoch."""
         largest = len(self.train_set) // (ACCUMULATION * self.ctx.world_size + 2)
         off = ("global_batch_size", "dataset_size", "max_steps", "max_time", "patience", "save_every")
+        values: dict[str, Any] = dict.fromkeys(off, 0)
+        values |= {"epochs": 2, "eval_every": 1, "log_interval": 2, "keep_last": 99, "save_every_minutes": 0.0}
+        values |= {"drop_last": False, "enable_profiling": False, "record_samples": True, "checkpoint_dir": ""}
         return replace(
             self.config,
-            **dict.fromkeys(off, 0),
-            **{"epochs": 2, "eval_every": 1, "log_interval": 2, "keep_last": 99, "save_every_minutes": 0.0},
-            **{"drop_last": False, "enable_profiling": False, "record_samples": True, "checkpoint_dir": ""},
+            **values,
             init_from="",  # the plain loop has the initial weights of create_model
             batch_size=max(1, min(4, self.config.batch_size, largest)),
             eval_batch_size=0,
@@ -130,12 +131,13 @@ class Fork:
 
     def held_out_subset(self, count: int) -> Subset:
         """Samples that are spread over the set, which may be sorted by class."""
-        return Subset(self.held_out, spread(count, len(self.held_out)), self.dtype)
+        held_out: Any = self.held_out
+        return Subset(held_out, spread(count, len(held_out)), self.dtype)
 
     # ---- calls into train.py ----
 
     def loader(
-        self, dataset: Dataset, config: TrainingConfig | None = None, ctx: DistributedContext | None = None
+        self, dataset: MapDataset, config: TrainingConfig | None = None, ctx: DistributedContext | None = None
     ) -> GlobalBatchLoader:
         """The training loader; by default that of a single process with the small config."""
         return train.create_distributed_dataloader(dataset, config or self.small_config, ctx or self.single_process)[0]
@@ -164,12 +166,13 @@ class Fork:
             torch.set_default_dtype(torch.float32)
             self.dtype = self.loss_dtype = torch.float32
 
-    def evaluate(self, model: nn.Module, dataset: Dataset) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, dataset: MapDataset) -> dict[str, float]:
         """Loss, metrics and "count" over all ranks."""
         loader = self.on_all(lambda: train.create_evaluation_dataloader(dataset, self.small_config, self.ctx))
         try:
             precision = train.Precision(self.ctx.device.type, None)
-            return evaluate(model, loader, self.seams.compute_loss, precision, self.ctx, summary=self.seams.summary)
+            means = evaluate(model, loader, self.seams.compute_loss, precision, self.ctx, summary=self.seams.summary)
+            return means or {}  # None only if the ranks agree to stop
         except RuntimeError as error:
             if "evaluation counted" not in str(error):
                 raise
@@ -258,7 +261,7 @@ class Fork:
 class Subset(ChosenSamples):
     """Some samples in the template's order; the data set's own order has its own check. Floats are cast to `dtype`."""
 
-    def __init__(self, dataset: Dataset, indices: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, dataset: Any, indices: Tensor, dtype: torch.dtype) -> None:
         super().__init__(dataset, indices)
         self._dtype = dtype
         self.device_transform = self._cast
@@ -310,7 +313,7 @@ def perturbed(net: nn.Module, number: int) -> nn.Module:
     with torch.no_grad():
         for p in net.parameters() if number else ():
             noise = torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device)
-            p += 0.1 * (p.abs().mean() + 0.01) * noise
+            p.add_(0.1 * (p.abs().mean() + 0.01) * noise)
     return net
 
 

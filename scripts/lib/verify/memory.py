@@ -50,20 +50,21 @@ def modules_of_yours() -> list[ModuleType]:
 def note_reads() -> set[str]:
     """The names of the config's fields that code of the fork reads from now on."""
     read: set[str] = set()
-    plain = TrainingConfig.__getattribute__
+    kind: Any = TrainingConfig
+    plain = kind.__getattribute__
 
     def note(self: TrainingConfig, name: str) -> Any:
         if is_yours(sys._getframe(1).f_code.co_filename):
             read.add(name)
         return plain(self, name)
 
-    TrainingConfig.__getattribute__ = note
+    kind.__getattribute__ = note
     return read
 
 
 def mentioned_fields() -> set[str]:
     """Attributes of something called a config in code of the fork, which may be in a branch that was not run."""
-    trees = [ast.parse(Path(module.__file__).read_text(encoding="utf-8")) for module in modules_of_yours()]
+    trees = [ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8")) for module in modules_of_yours()]
     nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     pairs = [(ast.unparse(node.value).rpartition(".")[2], node.attr) for node in nodes]
     return {name for owner, name in pairs if re.search("conf|cfg|args", owner)}
@@ -123,11 +124,11 @@ class Memory:
         self._undo += [] if is_fixed else [lambda: value.__setitem__(..., kept)]
 
     def _generator(self, path: str, value: Any) -> None:
-        get = getattr(value, "get_state", None) or getattr(value, "getstate", lambda: value.bit_generator.state)
+        get: Any = getattr(value, "get_state", None) or getattr(value, "getstate", lambda: value.bit_generator.state)
         self.values[path] = CACHE, digest(get())
 
     def _container(self, path: str, value: Any) -> None:
-        kept = dict(value) if isinstance(value, dict) else list(value)
+        kept: Any = dict(value) if isinstance(value, dict) else list(value)
         if isinstance(value, dict):
             self._undo.append(lambda: put_back(value, kept))
         elif not isinstance(value, tuple):
@@ -202,7 +203,9 @@ def forgotten(middle: dict, end: dict, resumed: dict) -> tuple[list[str], list[s
         middle, end: what the uninterrupted run remembers after its first epoch and at its end.
         resumed: what a run remembers that was resumed shortly before its end.
     """
-    lost, caches, missing = {}, {}, ("", "None")
+    missing = "", "None"
+    lost: dict[str, str] = {}
+    caches: dict[str, str] = {}
     for path in end | resumed:
         (kind, one), (_, other) = end.get(path, missing), resumed.get(path, missing)
         before = middle.get(path, missing)

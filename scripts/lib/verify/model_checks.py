@@ -173,7 +173,8 @@ def evaluation(fork: Fork) -> str:
     """Each held-out sample counts once on any number of ranks, as in one process."""
     if fork.held_out is None:
         return "no held-out set, nothing to check"
-    size, ranks, counts, never = fork.small_config.batch_size, fork.ctx.world_size, [], []
+    size, ranks, counts = fork.small_config.batch_size, fork.ctx.world_size, []
+    never: list[str] = []
     for count in (ranks * size + size // 2 + 1, max(1, ranks - 1)):
         subset, net = fork.held_out_subset(count), fork.new_model().eval()
         found = fork.evaluate(net, subset)
@@ -213,7 +214,8 @@ def gradient(fork: Fork) -> str:
         for update in ours:
             update.gather(training.state)
 
-    with record_updates(ours := []):
+    ours: list[Update] = []
+    with record_updates(ours):
         fork.short_run("gradient", at_end=gather, eval_every=0, eval_every_steps=0, **plain_settings)
     our_model = fork.trainings["gradient"].state.model
 
@@ -226,7 +228,8 @@ def gradient(fork: Fork) -> str:
         config = replace(fork.small_config, **plain_settings)
         one_dataset = mock.patch.object(plain_loop, "create_dataset", lambda *_: plain)
         same_progress = mock.patch.object(plain_loop, "Progress", PlainProgress)
-        with one_dataset, same_progress, record_updates(theirs := []), as_single_process():
+        theirs: list[Update] = []
+        with one_dataset, same_progress, record_updates(theirs), as_single_process():
             scramble_global_rngs(noise)
             *_, (net, *_) = plain_loop.plain_loop(config, ACCUMULATION * fork.ctx.world_size, device)
         return theirs, net

@@ -44,7 +44,7 @@ def rounding(fork: Fork) -> str:
         torch.set_default_dtype(fork.dtype)
     for name in each.keys() - {"loss"}:
         check_targets(fork, exact, batches, name, dtype_of([found[name] for found in mine], precision))
-    name = max(each, key=each.get)
+    name = max(each, key=each.__getitem__)
     advice = f": please check, or use --no-use_amp or a float32 {name}" if each[name] > LARGE else ""
     return f"; {precision.name} rounds {name} by {each[name]:.1%} of its spread{advice}"
 
@@ -75,7 +75,7 @@ def lost(name: str, mine: list[dict[str, Tensor]], theirs: list[dict[str, Tensor
     """
     pairs = [(a[name].double(), b[name].double()) for a, b in zip(mine, theirs, strict=True)]
     if name == "loss":
-        pairs = [tuple(torch.cat(each) for each in zip(*pairs, strict=True))]
+        pairs = [(torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs]))]
     dtype = dtype_of([each[name] for each in mine], precision)
     found = sum((a - b).square().sum().item() for a, b in pairs)
     rounded = sum((b.to(dtype).double() - b).square().sum().item() for _, b in pairs)

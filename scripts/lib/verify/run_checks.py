@@ -52,7 +52,8 @@ def weights(fork: Fork) -> str:
     for name, leaf in leaves(comparable(state.state_dict())).items():
         shard = f" (shard {leaf.device_mesh.get_local_rank('shards')})" if is_sharded(leaf) else ""
         mine[name + shard] = digest(local(leaf))
-    each, holders = all_gather_json(mine, fork.ctx), {}
+    each = all_gather_json(mine, fork.ctx)
+    holders: dict[str, list[tuple[int, str]]] = {}
     for rank, found in enumerate(each):
         for name, value in found.items():
             holders.setdefault(name, []).append((rank, value))
