@@ -33,13 +33,10 @@ def check_metrics(metrics: Any) -> Metrics:
         problem = f"returned a {type(metrics).__name__}"
     elif "loss" not in metrics:
         problem = "returned no loss"
+    elif isinstance(metrics["loss"], dict):
+        problem = "returned a loss of several terms, for which model.py must define loss_counts(batch) -> {term: count}"
     else:
         for name, entry in metrics.items():
-            if name == "loss" and isinstance(entry, dict):
-                raise UserError(
-                    "model.compute_loss: returned a loss of several terms, whose counts must be known before the"
-                    " backward pass; define loss_counts(batch) -> {term: count} in model.py"
-                )
             is_entry = isinstance(entry, tuple | list) and len(entry) in (2, 3) and all(map(is_value, entry[:2]))
             if not isinstance(name, str) or name in RESERVED or "/" in name:
                 problem = f"returned a metric named {name!r}, which is not allowed (reserved, or with a slash)"

@@ -35,10 +35,8 @@ class StepSums:
 
     @property
     def loss_count(self) -> Tensor:
-        """The count of the loss in the global batch, after `wait`: float64, 0-dimensional, on the device.
-
-        With terms, whose counts differ: 1, or 0 if none counted anything.
-        """
+        """The count of the loss in the global batch, after `wait`: float64, 0-dimensional, on the device. With terms,
+        which are divided before: 1, or 0 if none counted anything."""
         count = self.metrics.count_of("loss")
         return count.any().double() if count.ndim else count
 

@@ -39,13 +39,11 @@ class Terms:
         if not isinstance(terms, dict) or any(len(each) != 3 for each in terms.values()):
             raise UserError(f"model.compute_loss: returned no terms, but model.py has loss_counts; return {EXAMPLE}")
         is_first, names = not self._means.names, self._names(terms)
-        sums = [weight * total for total, _, weight in map(terms.get, names)]
-        if not all(isinstance(each, Tensor) and each.ndim == 0 and each.is_floating_point() for each in sums):
-            raise UserError("model.compute_loss: the sum of a term is not a 0-dimensional float tensor; use .sum()")
+        sums = torch.stack([weight * total for total, _, weight in map(terms.__getitem__, names)])
         counts = self._stack([terms[name][1] for name in names])
         if is_first and torch.is_grad_enabled():
             self.check(self.counts(batch), counts)
-        return metrics | {"loss": (torch.stack(sums), counts, self._means)}
+        return metrics | {"loss": (sums, counts, self._means)}
 
     def counts(self, batch: Any) -> Tensor:
         """What `loss_counts` counts in a micro-batch: float64 [terms], on the device."""
@@ -53,19 +51,20 @@ class Terms:
         return self._stack([found[name] for name in self._names(found)])
 
     def ahead(self, global_batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
-        """The global batches, each when `mean` knows its counts. One more is fetched before a step, so that the sums
-        over the ranks are complete when they are needed."""
+        """The global batches, each when `mean` knows its counts. The next one is fetched before, so that no step waits
+        for the sums over the ranks."""
         begun = map(self._begin, global_batches)
         latest = next(begun, None)
         while latest:
-            following = next(begun, None)
-            global_batch, counts, work = latest
+            (global_batch, counts, work), latest = latest, next(begun, None)
             if work:
                 work.wait()
-            self._counts = counts.sum(0)
-            self._divisors = torch.where(self._counts > 0, self._counts, math.inf)  # what counted nothing adds nothing
+            self.divide_by(counts.sum(0))
             yield global_batch
-            latest = following
+
+    def divide_by(self, counts: Tensor) -> None:
+        """counts: of the global batch. What counted nothing adds nothing."""
+        self._counts, self._divisors = counts, torch.where(counts > 0, counts, math.inf)
 
     def mean(self, sums: Tensor) -> Tensor:
         """What the sums of a micro-batch add to the loss of the global batch: 0-dimensional."""
@@ -77,9 +76,9 @@ class Terms:
 
     def check_steps(self) -> None:
         """Check the counts of the steps since the last call, which are the same on all ranks. Reads from the device."""
-        steps, self._steps = self._steps, []
-        for counted, found in torch.stack(steps).cpu() if steps else ():
+        for counted, found in torch.stack(self._steps).cpu() if self._steps else ():
             self.check(counted, found)
+        self._steps = []
 
     def check(self, counted: Tensor, found: Tensor) -> None:
         """Raises UserError if loss_counts has counted something else than compute_loss has found."""
@@ -87,16 +86,16 @@ class Terms:
             if not math.isclose(ours, theirs, rel_tol=1e-6, abs_tol=1e-6):
                 raise UserError(
                     f"model.loss_counts: counts {ours:.9g} for {name}, and compute_loss {theirs:.9g}, so the gradient"
-                    " has a wrong divisor; count the same in both"
+                    " would have a wrong divisor; count the same in both"
                 )
 
     def _begin(self, global_batch: GlobalBatch) -> tuple[GlobalBatch, Tensor, dist.Work | None]:
         """Fetch this rank's micro-batches, and begin to exchange their counts: float64 [micro-batches, terms]."""
         fetched = list(global_batch)
-        rows = {each.number: self.counts(each.batch) for each in fetched if not each.is_padding}
         counts = torch.zeros(fetched[0].count, len(self._means.names), **self._float64)
-        for number, row in rows.items():
-            counts[number] = row  # the others' are 0: no rounding, so the sum has the same bits on any number of ranks
+        for micro_batch in fetched:  # other rows are 0, so nothing is rounded: the same bits on any number of ranks
+            if not micro_batch.is_padding:
+                counts[micro_batch.number] = self.counts(micro_batch.batch)
         work = dist.all_reduce(counts, async_op=True) if dist.get_world_size() > 1 else None
         return dataclasses.replace(global_batch, micro_batches=fetched, fetched=None), counts, work
 
