@@ -7,6 +7,7 @@ compute_loss(model, batch)      the loss and metrics, as sums over a micro-batch
 More are optional; docs/architecture.md has their defaults:
     compute_loss(model, batch, progress)    the same, for a loss that depends on the step
     after_step(model, progress, taken)      changes the model after each optimizer step, for a teacher or a constraint
+    loss_counts(batch)              {term: count}, for a loss of terms that are divided by counts of their own
     initial_weights(config)         the weights of --init_from, by name
     lr_factor(config, step, total_steps, warmup_steps, progress)    the learning rate of a step, as a factor of --lr, or
                                     {name: factor} for groups of param_groups that have a "name"

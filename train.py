@@ -257,7 +257,7 @@ def train_one_epoch(training: Training) -> Decision:
     consensus, checkpoints, reporter = training.consensus, training.checkpoints, training.reporter
     model.train()
     state.sums.running_stats.begin_epoch()
-    for global_batch in loader.global_batches(progress.epoch, progress.samples_in_epoch):
+    for global_batch in training.seams.counted(loader.global_batches(progress.epoch, progress.samples_in_epoch)):
         if state.is_at_end:
             break
         # here, so that a resume at this step evaluates too; the workers keep the batches that they have fetched

@@ -212,9 +212,14 @@ def examine(step: Step, global_batch: GlobalBatch, epoch: int, number: int, ours
     def loss_of(batch: Any, micro_batch: MicroBatch) -> tuple[Tensor, Any]:
         seed_device(device, "step", config.seed, number, micro_batch.number)
         with ours.state.precision.autocast():
-            return seams.compute_loss(model, batch)["loss"][:2]
+            total, counted = seams.compute_loss(model, batch)["loss"][:2]
+            return (seams.terms.mean(total), 0.0) if seams.terms else (total, counted)
 
     count, gradients_are_finite = 0.0, True
+    if seams.terms:
+        batches = [loader.fetch(each.indices, epoch)[2] for each in global_batch.micro_batches]
+        seams.terms.divide_by(torch.stack([seams.terms.counts(batch) for batch in batches]).sum(0))
+        count = 1.0
     for micro_batch in sorted(global_batch.micro_batches, key=lambda each: each.number):
         where, batch = f"micro-batch {micro_batch.number}", loader.fetch(micro_batch.indices, epoch)[2]
         step.indices += micro_batch.indices
@@ -236,8 +241,9 @@ def examine(step: Step, global_batch: GlobalBatch, epoch: int, number: int, ours
         where, batch = f"sample {index}", loader.fetch([index], epoch)[2]
         with torch.no_grad(), ours.state.precision.autocast(), watching(model, batch, step.places, where):
             total, counted = seams.compute_loss(model, batch)["loss"][:2]
-        step.losses.append(total.item() / float(counted) if float(counted) else 0.0)
-        if not total.isfinite():
+        counted = torch.as_tensor(counted)
+        step.losses.append(torch.where(counted == 0, 0.0, total / counted).sum().item())
+        if not is_finite(total):
             step.places.setdefault(where, "in compute_loss, after the model")
 
 

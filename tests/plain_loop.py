@@ -5,12 +5,12 @@ import inspect
 import math
 import random
 import sys
+from collections import Counter
 from types import SimpleNamespace as Progress
 
 import numpy
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import default_collate
 
 from dataset import create_dataset
 from model import compute_loss, create_model, param_groups
@@ -43,14 +43,14 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
     seams = vars(sys.modules["model"])
     seed("create_dataset", config.seed)
     data = create_dataset(config, "train")
-    collate = getattr(data, "collate", default_collate)
+    collate = getattr(data, "collate", torch.utils.data.default_collate)
     transform = getattr(data, "device_transform", lambda batch, *_: batch)
     torch.manual_seed(config.seed)
-    device = torch.device(device)
-    model = create_model(config, device).train()
+    model = create_model(config, device := torch.device(device)).train()
     groups, rest = param_groups(model, config), {"weight_decay": config.weight_decay, "fused": fused}
-    nesterov = config.nesterov and config.momentum > 0
-    optimizer = torch.optim.SGD(groups, config.lr, config.momentum, nesterov=nesterov, **rest)
+    optimizer = torch.optim.SGD(
+        groups, config.lr, config.momentum, nesterov=config.nesterov * config.momentum > 0, **rest
+    )
     if config.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, config.lr, (config.momentum, config.beta2), **rest)
     rule = lambda *weights: get_ema_multi_avg_fn(min(config.ema_decay, step / (9 + step)))(*weights)  # noqa: E731
@@ -69,20 +69,22 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
     for epoch in range(math.ceil(total / per_epoch)):
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(number("order", config.seed, epoch)))
         for window in order[:used].split(size)[: total - step - 1]:
-            step, count, loss_of_step = step + 1, 0.0, 0.0
-            seen = epoch * used + step % per_epoch * size
+            seen, step, count, loss_of_step = epoch * used + (step + 1) % per_epoch * size, step + 1, 0.0, 0.0
             now = {"step": step, "total_steps": total, "epoch": epoch, "samples_seen": seen}
             view = Progress(**{name: torch.tensor(value, device=device) for name, value in now.items()})
             more = {"progress": view} if "progress" in inspect.signature(compute_loss).parameters else {}
             before, means = [s.clone() for s in statistics], [torch.zeros_like(s) for s in statistics]
-            for m, chosen in enumerate(window.split(config.batch_size)):
+            parts, key = window.split(config.batch_size), (config.seed, epoch)
+            batches = [transform(collate(samples(data, part.tolist(), *key)), *key, part) for part in parts]
+            counts = sum(map(Counter, map(seams.get("loss_counts", lambda batch: {}), batches)), Counter())
+            for m, (chosen, batch) in enumerate(zip(parts, batches, strict=True)):
                 [s.copy_(old) for s, old in zip(statistics, before, strict=True)]  # each moves those before the step
-                each = collate(samples(data, chosen.tolist(), config.seed, epoch))
-                batch = transform(each, config.seed, epoch, chosen)
                 torch.manual_seed(number("step", config.seed, step, m))
-                loss_sum, counted = compute_loss(model, batch, **more)["loss"][:2]
-                loss_sum.backward()
-                loss_of_step, count = loss_of_step + loss_sum.detach().double(), count + float(counted)
+                loss = compute_loss(model, batch, **more)["loss"]
+                if counts:  # of the global batch, without terms that counted nothing
+                    loss = sum(loss[name][2] * loss[name][0] / n for name, n in counts.items()), 1 / len(parts)
+                loss[0].backward()
+                loss_of_step, count = loss_of_step + loss[0].detach().double(), count + float(loss[1])
                 [m.add_(s * (len(chosen) / len(window))) for m, s in zip(means, statistics, strict=True)]
             [s.copy_(mean) for s, mean in zip(statistics, means, strict=True)]
             torch._foreach_div_([p.grad for p in model.parameters() if p.grad is not None], count)

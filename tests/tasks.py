@@ -5,6 +5,7 @@ ramped  the same, with a loss that knows the step
 taught  a student that learns from its own moving average too, with a bound on its weights, both of after_step
 thawing a trunk that is trained from the eighth step on, and a head with another schedule
 experts the same images, with layers that are dropped at random, a head for some labels and a layer without use
+terms   the same, with a loss of three terms, each with a count of its own
 plain   the same images, GroupNorm, no dropout: nothing depends on the micro-batch
 lines   lines of unequal length, with a loss per predicted token, random transforms on the CPU, dropout
 blocks  the same lines, a network of blocks with tied weights, dropout
@@ -130,6 +131,24 @@ def teach(net, progress, taken):
     for mine, its in zip(net.teacher.parameters(), net.student.parameters(), strict=True):
         mine.lerp_(its, 0.1 * taken)
     net.clock.add_((progress.step + 100 * progress.epoch) * taken)
+
+
+def term_loss(net, batch):
+    """Three terms: per class, which counts as its number; for images of two classes only; and per image."""
+    logits, labels = net(batch[0]), batch[1]
+    errors, bright = F.cross_entropy(logits, labels, reduction="none"), batch[0].mean((1, 2, 3))
+    sums = {
+        "size": logits.square().mean(1).sum(),
+        "rare": ((logits[:, 0] - bright).square() * (labels % 5 == 4)).sum(),
+        "classes": (errors * (labels + 1)).sum(),
+    }
+    weights, counts = {"classes": 1.0, "rare": torch.tensor(0.3, device=labels.device), "size": 0.1}, term_counts(batch)
+    loss = {name: (total, counts[name], weights[name]) for name, total in sums.items()}
+    return {"loss": loss, "top1": (count_correct(logits, labels), len(labels))}
+
+
+def term_counts(batch):
+    return {"classes": (batch[1] + 1).sum(), "rare": (batch[1] % 5 == 4).sum(), "size": len(batch[1])}
 
 
 def create_images(config, split):
@@ -267,6 +286,7 @@ TASKS = {
     },
 }
 TASKS["ramped"] = TASKS["images"] | {"compute_loss": ramped_loss}
+TASKS["terms"] = TASKS["images"] | {"compute_loss": term_loss, "loss_counts": term_counts}
 TASKS["blocks"] = TASKS["lines"] | {"create_model": lambda config, device: BlockModel().to(device)}
 TASKS["experts"] = TASKS["plain"] | {
     "create_model": lambda config, device: Experts().to(device),
@@ -278,7 +298,7 @@ TASKS["taught"] = IMAGES | {
     "compute_loss": taught_loss,
     "after_step": teach,
 }
-OPTIONAL = ("after_step", "lr_factor")  # functions that the shipped model.py does not have
+OPTIONAL = ("after_step", "loss_counts", "lr_factor")  # functions that the shipped model.py does not have
 BUCKETS = ["--bucket_cap_mb", "0.002"]  # several buckets for these small models
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ def check_metrics(metrics: Any) -> Metrics:
         problem = f"returned a {type(metrics).__name__}"
     elif "loss" not in metrics:
         problem = "returned no loss"
+    elif isinstance(metrics["loss"], dict):
+        problem = "returned a loss of several terms, for which model.py must define loss_counts(batch) -> {term: count}"
     else:
         for name, entry in metrics.items():
             is_entry = isinstance(entry, tuple | list) and len(entry) in (2, 3) and all(map(is_value, entry[:2]))
@@ -40,14 +43,33 @@ def check_metrics(metrics: Any) -> Metrics:
             elif not is_entry or (len(entry) == 3 and not callable(entry[2])):
                 problem = f"returned no (sum, count) or (sum, count, function) for {name}"
         if not problem:
-            total, count = metrics["loss"][:2]
-            if not isinstance(total, Tensor) or total.ndim or not total.is_floating_point():
+            total, count, *finish = metrics["loss"]
+            has_terms = any(isinstance(each, TermMeans) for each in finish)
+            counts = count.tolist() if has_terms else [float(count)]
+            if not isinstance(total, Tensor) or total.ndim != has_terms or not total.is_floating_point():
                 problem = "returned a loss whose sum is not a 0-dimensional float tensor"
-            elif not math.isfinite(float(count)) or float(count) < 0:
-                problem = f"returned a loss with a count of {float(count)}"
+            elif not all(math.isfinite(each) and each >= 0 for each in counts):
+                problem = f"returned a loss with a count of {', '.join(map(str, counts))}"
     if problem:
         raise UserError(f"model.compute_loss: {problem}; return sums and their counts, e.g. {EXAMPLE}")
     return metrics
+
+
+@dataclass(frozen=True)
+class TermMeans:
+    """What is reported of a loss of several terms: the sum of their quotients, and each of them as loss/name.
+
+    It is the third entry of such a loss, whose sum and count are tensors [terms].
+    """
+
+    names: tuple[str, ...]
+
+    def __call__(self, total: Tensor, count: Tensor) -> dict[str, float]:
+        """A term that counted nothing adds nothing, and is NaN by itself."""
+        quotients = torch.where(count == 0, total, total / count)  # a sum that is not finite stays so
+        loss = quotients.sum() if count.any() else torch.tensor(math.nan)
+        each = torch.where(count == 0, math.nan, quotients).tolist()
+        return {"loss": loss.item()} | {f"loss/{name}": value for name, value in zip(self.names, each, strict=True)}
 
 
 class MetricTracker:
@@ -137,8 +159,11 @@ class MetricTracker:
         found = [part.view(place.shape) for part, place in zip(parts, places, strict=True)]
         means: dict[str, float] = {}
         for name, total, count in zip(self._places, found[::2], found[1::2], strict=True):
-            quotient = torch.where(count == 0, math.nan, total / count)
-            means |= _reported(name, quotient, self._finish.get(name))
+            finish = self._finish.get(name)
+            if isinstance(finish, TermMeans):
+                means |= finish(total, count)
+            else:
+                means |= _reported(name, torch.where(count == 0, math.nan, total / count), finish)
         return means
 
     def state(self) -> dict[str, Tensor]:

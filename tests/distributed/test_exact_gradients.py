@@ -28,6 +28,7 @@ FLAGS = f"--batch_size {BATCH} --backend gloo --num_workers 0 --warmup_epochs 0 
 OF_TASK = {
     "images": ["--clip_grad_norm", "0.5"],
     "plain": [],
+    "terms": ["--clip_grad_norm", "0.5"],
     "lines": ["--clip_grad_norm", "0.5", "--optimizer", "adamw"],
 }
 SCALE = 1024.0
@@ -107,6 +108,7 @@ SLOW = [(ranks, task, (1, 2, 4)) for ranks in (1, 2, 4) for task in OF_TASK]
     [
         (1, "plain", (4,)),
         (2, "lines", (1, 2)),
+        (4, "terms", (2,)),
         (4, "images", (1, 2)),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],

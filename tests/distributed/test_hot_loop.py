@@ -34,7 +34,7 @@ class Reads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def reads_by_step(flags, reads_in_step):
+def reads_by_step(flags, reads_in_step, task="images"):
     """The reads up to the end of each step of an epoch. reads_in_step: inject one `.item()` into this step."""
     mode, seen, is_read, plain = Reads(), {}, [], TrainState.backward
 
@@ -47,15 +47,15 @@ def reads_by_step(flags, reads_in_step):
         plain(self, loss, loss_scale)
 
     with training_under(mode, done), mock.patch.object(TrainState, "backward", backward):
-        train_flags(flags)
+        train_flags(flags, task=task)
     return seen, mode.places
 
 
-@pytest.mark.parametrize(("reads_in_step", "expected"), [(0, 0), (2, 1)])
-def test_three_steps_read_nothing_and_an_injected_item_call_is_detected(runs, reads_in_step, expected):
+@pytest.mark.parametrize(("reads_in_step", "task", "expected"), [(0, "images", 0), (2, "images", 1), (0, "terms", 0)])
+def test_three_steps_read_nothing_and_an_injected_item_call_is_detected(runs, reads_in_step, task, expected):
     """With accumulation, clipping, averaged weights, scaler, finite check, recorded samples and metrics on, on two
     ranks."""
-    for seen, in_all in run_ranks(2, reads_by_step, runs.words("run", *FLAGS), reads_in_step):
+    for seen, in_all in run_ranks(2, reads_by_step, runs.words("run", *FLAGS), reads_in_step, task):
         assert list(seen) == [1, 2, 3, 4]
         assert len(seen[3]) == expected, seen[3]
         assert len(in_all) > expected  # the log point reads

@@ -19,13 +19,13 @@ FLAGS = "--dataset_size 142 --epochs 3 --global_batch_size 40 --lr 0.05 --ema_de
 FLAGS += "--log_interval 1 --save_every_steps 1 --keep_last 2 --keep_every 5 --resume_from auto".split()
 
 
-def replayed(run, step, *words, changes=None):
-    """The exit code and the output of replay.py, for a run of the task `images`."""
+def replayed(run, step, *words, changes=None, task="images"):
+    """The exit code and the output of replay.py."""
     words = ["replay.py", str(run), "--step", str(step), *map(str, words)]
     printed = []
     with (
         mock.patch.dict(tasks.TASKS["images"], changes or {}),
-        tasks.using("images"),
+        tasks.using(task),
         mock.patch.object(sys, "argv", words),
         mock.patch("builtins.print", lambda *texts, **_: printed.append(" ".join(map(str, texts)))),
     ):
@@ -56,6 +56,20 @@ def test_steps_of_a_killed_run_on_four_ranks_are_bitwise_equal_in_one_process(ru
             assert f"compared with step_{step:08d}.pt: bitwise equal" in text
             weights = torch.load(kept[step], weights_only=True)["model"]
             assert difference(found["after"], {name: weights[name] for name in found["after"]}) == []
+
+
+def replayed_terms(run, dump):
+    return replayed(run, 6, "--dump", dump, task="terms")
+
+
+def test_a_step_of_a_loss_with_terms_is_bitwise_equal_in_one_process(runs, tmp_path):
+    runs.train(2, "run", *FLAGS, "--reduction", "exact", task="terms")
+    ((code, text),) = run_ranks(1, replayed_terms, runs.folder("run"), tmp_path / "6.pt")
+    assert code == 0 and re.search(r"records of the run from step \d+ to 6: bitwise equal", text), text
+    found, record = torch.load(tmp_path / "6.pt", weights_only=True), runs.records("run", "train")[5]
+    norm = torch.linalg.vector_norm(torch.cat([each.flatten() for each in found["gradients"].values()])).item()
+    assert found["loss"] == record["loss"] and norm == pytest.approx(record["grad_norm"], rel=1e-5)
+    assert len(found["losses"]) == 40 and min(found["losses"]) > 0
 
 
 class NoWhite(nn.Module):

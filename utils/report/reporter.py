@@ -127,7 +127,7 @@ class Reporter:
         own = in_data + sum(others), in_data, self._clock.take_forward_seconds(), peak_memory()
         ranks = gather(torch.tensor(own, dtype=torch.float64), self._ctx)
         skipped = state.read_skips()  # adds to the interval
-        means, counted = state.interval.means(), state.interval.count_of("loss").item()
+        means, count = state.interval.means(), state.interval.count_of("loss")
         grad_norm = means.pop("grad_norm")
         seconds, waited = (sum(each[k] for each in ranks) / len(ranks) for k in (0, 1))
         progress, steps = state.progress, max(1, self._steps)
@@ -148,6 +148,7 @@ class Reporter:
         self._run.record_skipped(skipped, self._sampler)
         if len(ranks) > 1:
             self._report_slowest(progress.step, [{"data": data, "compute": own} for _, data, own, _ in ranks])
+        counted = self._samples if count.ndim else count.item()  # those of terms have no sum
         per_s = counted / seconds if seconds else 0.0
         log_training_step(self._logger, record, self._train_names[1:], self._total_steps, self._ctx.world_size, per_s)
         self._log_points += 1

@@ -81,7 +81,7 @@ def train_twice(model: Wrapped, batch: Any, state: TrainState, compute_loss: Com
     for _ in range(2):
         with state.precision.autocast():
             metrics = check_metrics(compute_loss(model, batch))
-        (metrics["loss"][0] * weight).backward()
+        (metrics["loss"][0].sum() * weight).backward()
         state.check_gradients()
     digest = digest_of([local(p.grad) for p in state.model.parameters() if p.grad is not None])
     state.drop_gradients()

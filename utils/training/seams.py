@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from config import UserError
+from utils.data.sampler import GlobalBatch
 from utils.metrics import Metrics
 from utils.training.activation import find_blocks
 from utils.training.optimizer import create_optimizer, lr_factor
 from utils.training.outputs import Summary
+from utils.training.terms import Terms
 
 ComputeLoss = Callable[[nn.Module, Any], Metrics]
 REQUIRED = ("create_model", "param_groups", "compute_loss")
@@ -87,11 +89,17 @@ class Seams:
     summarize: Callable[[dict[str, Any]], dict[str, float]] | None = None  # metrics of what `predict` gave for a set
     is_saved: Callable[[str], bool] | None = None  # (name of a parameter): False leaves a frozen one out of checkpoints
     after_step: Callable[[nn.Module, StepView, Tensor], None] | None = None  # (model, progress, taken: 1, skipped: 0)
+    loss_counts: Callable[[Any], dict[str, Any]] | None = None  # (batch): what divides each term of the loss
+    terms: Terms | None = None  # None: the loss has no terms
     progress: StepView | None = None  # None: no function asks for it
 
     @property
     def summary(self) -> Summary | None:
         return Summary(self.predict, self.summarize) if self.summarize else None
+
+    def counted(self, global_batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
+        """The global batches; if the loss has terms, each when their counts are known."""
+        return self.terms.ahead(global_batches) if self.terms else global_batches
 
     @classmethod
     def of(cls, module: ModuleType, device: torch.device = CPU) -> Seams:
@@ -99,7 +107,7 @@ class Seams:
 
         device: of the progress that they see.
         """
-        names = cls.__dataclass_fields__.keys() - {"progress"}
+        names = cls.__dataclass_fields__.keys() - {"progress", "terms"}
         found = {name: getattr(module, name) for name in names if hasattr(module, name)}
         missing = [name for name in REQUIRED if name not in found]
         if missing:
@@ -108,4 +116,7 @@ class Seams:
         view = StepView.on(device) if knows_step or found.get("after_step") else None
         if knows_step:
             found["compute_loss"] = functools.partial(found["compute_loss"], progress=view)
+        if "loss_counts" in found:
+            found["terms"] = Terms(found["compute_loss"], found["loss_counts"], device)
+            found["compute_loss"] = found["terms"].compute_loss
         return cls(**found, progress=view)

@@ -105,6 +105,7 @@ class TrainState:
         self.skips_on_device = prepare(self.optimizer)
         self._lr_factor, self._config, self._view = seams.lr_factor, config, seams.progress
         self._after_step, self._finds_unused = seams.after_step, config.find_unused_parameters
+        self._terms = seams.terms
         self.factor = 0.0  # of the schedule, at the last step taken; the largest if groups have their own
         device = device_of(model)
         self.scaler = torch.amp.GradScaler(precision.device_type, enabled=precision.is_scaled)
@@ -138,14 +139,14 @@ class TrainState:
         """Allocate space for the metrics that compute_loss returned for a batch. Call before the first step."""
         self.sums.lay_out(metrics)
         self.interval.lay_out(metrics | {"grad_norm": (0.0, 0)})
-        self._first_count = float(metrics["loss"][1])
+        self._first_count = 1.0 if self._terms else float(metrics["loss"][1])
 
     def plan(self, sampler: GlobalBatchSampler, world_size: int) -> None:
         """Plan the schedule of the whole run, which continues from `progress`."""
         progress, config = self.progress, self._config
         if progress.loss_shift < 0:
             count = max(1.0, self._first_count) * sampler.micro_batches_per_step
-            progress.loss_shift = round(math.log2(count))
+            progress.loss_shift = 0 if self._terms else round(math.log2(count))  # terms are divided before
         # DDP averages gradients over ranks, exact sums and FSDP do not; a power of two changes no bit of them
         divisor = 1 if config.reduction == "exact" or self._shard_group else world_size
         self._loss_scale.fill_(divisor * 2.0**-progress.loss_shift)
@@ -201,7 +202,8 @@ class TrainState:
 
         Padding has a gradient of 0.
         """
-        self.scaler.scale(loss).backward(self._zero if is_padding else self._loss_scale)
+        total = self._terms.mean(loss) if self._terms else loss
+        self.scaler.scale(total).backward(self._zero if is_padding else self._loss_scale)
 
     def drop_gradients(self) -> None:
         """Call before the next global batch. With CUDA graphs, gradients are zeroed: a replay overwrites new ones."""
@@ -221,6 +223,8 @@ class TrainState:
             raise thawed_error([name for p, name in self._frozen.items() if p.requires_grad], self.progress.step + 1)
         self._set_lr()
         self.sums.wait()
+        if self._terms:
+            self._terms.note(self.sums.metrics.count_of("loss"))
         for shard in self._parameters if self._shard_group else ():
             shard.grad = local(self.owners[shard].grad)
         unscale(self.scaler, self.optimizer, self._shard_group)
@@ -305,6 +309,8 @@ class TrainState:
         A step that float16 skipped although the loss was finite is part of its search for a scale, while the scale is
         at least 1: it is counted in `overflow_steps` and not returned.
         """
+        if self._terms:
+            self._terms.check_steps()
         total = self.interval.sum_of("grad_norm")
         kept = ([*self._norms, total], self._divisors, self._losses)
         (*norms, norm_sum), divisors, losses = (torch.stack(each).tolist() if each else [] for each in kept)

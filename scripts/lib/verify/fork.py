@@ -155,7 +155,7 @@ class Fork:
             self.dtype = torch.float64
             try:
                 _, _, batch = self.loader(self.small_train_set()).fetch([0, min(1, len(self.train_set) - 1)])
-                loss = self.seams.compute_loss(self.new_model().train(), batch)["loss"][0]
+                loss = self.seams.compute_loss(self.new_model().train(), batch)["loss"][0].sum()
                 loss.backward()
                 self.loss_dtype = loss.dtype
             except Exception:  # a custom kernel or a hard-coded dtype; the checks report other errors
@@ -195,7 +195,7 @@ class Fork:
         """The summed loss of the first batch of the small set, in evaluation mode."""
         batch = to_device(self.loader(self.small_train_set()).sample_batch(), device)
         with torch.no_grad():
-            return self.seams.compute_loss(model.eval(), batch)["loss"][0].item()
+            return self.seams.compute_loss(model.eval(), batch)["loss"][0].sum().item()
 
     def short_run(
         self, name: str, is_alone: bool = False, at_end: Callable[[train.Training], Any] = id, **changes: Any

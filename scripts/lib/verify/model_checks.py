@@ -125,7 +125,8 @@ def for_a_look(fork: Fork) -> str:
         with torch.set_grad_enabled(is_training):
             metrics = fork.seams.compute_loss(net, batch)
         counts = [f"{name} {shown(torch.as_tensor(entry[1]) / count)}" for name, entry in metrics.items()]
-        mean = torch.as_tensor(metrics["loss"][0]).item() / float(metrics["loss"][1])
+        total, counted = map(torch.as_tensor, metrics["loss"][:2])
+        mean = torch.where(counted == 0, 0.0, total / counted).sum().item()
         parts.append(f"{kind} loss {mean:.6g}, counts per sample: {', '.join(counts)}")
     return "please check: with the same weights and batch, " + "; ".join(parts)
 
@@ -151,10 +152,10 @@ def parameters(fork: Fork) -> str:
         if left_out := [name for name, p in trainable.items() if id(p) not in in_groups]:
             raise Broken(f"{first_three(left_out)}: in no parameter group, never trained; add them to param_groups")
         net.train()
-        loader, never = fork.loader(fork.small_train_set(), ctx=fork.ctx), trainable.keys()
+        loader, never = fork.loader(fork.small_train_set(), ctx=fork.ctx), list(trainable)
         for micro_batch in (m for global_batch in loader.global_batches(0) for m in global_batch):
             net.zero_grad()
-            fork.seams.compute_loss(net, micro_batch.batch)["loss"][0].backward()
+            fork.seams.compute_loss(net, micro_batch.batch)["loss"][0].sum().backward()
             unused = [name for name, p in trainable.items() if p.grad is None]
             if unused and not fork.config.find_unused_parameters:
                 raise Broken(
@@ -163,7 +164,7 @@ def parameters(fork: Fork) -> str:
                     " requires_grad_(False)"
                 )
             never = [name for name in never if name in unused]
-        return start, len(trainable), [*never]
+        return start, len(trainable), never
 
     start, count, never = fork.on_all(check)
     starts, nevers = all_gather_json(start, fork.ctx), all_gather_json(never, fork.ctx)
@@ -340,7 +341,13 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def sums(fork: Fork, net: nn.Module, batch: Any) -> dict[str, Tensor]:
-    """All sums and counts of a micro-batch: in their dtypes, flat, on the CPU."""
-    metrics = check_metrics(fork.seams.compute_loss(net, batch))
-    parts = {f"{name}'s {part}": entry[k] for name, entry in metrics.items() for k, part in enumerate(("sum", "count"))}
+    """All sums and counts of a micro-batch: in their dtypes, flat, on the CPU. Raises UserError if loss_counts lies."""
+    metrics, terms = check_metrics(fork.seams.compute_loss(net, batch)), {}
+    if fork.seams.terms:
+        total, count, means = metrics["loss"]
+        terms = {f"loss/{name}": (total[k], count[k]) for k, name in enumerate(means.names)}
+        if torch.is_grad_enabled():  # an evaluation may count otherwise
+            fork.seams.terms.check(fork.seams.terms.counts(batch), count)
+    named = (terms | metrics).items()  # a term first, which may be a mean while the others are sums
+    parts = {f"{name}'s {part}": entry[k] for name, entry in named for k, part in enumerate(("sum", "count"))}
     return {name: torch.as_tensor(value).detach().cpu().flatten() for name, value in parts.items()}

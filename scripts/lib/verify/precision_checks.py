@@ -63,7 +63,7 @@ def forward(
     handle = net.register_forward_hook(note)
     try:
         with torch.no_grad():
-            return found | {"loss": fork.seams.compute_loss(net, batch)["loss"][0].reshape(1)}
+            return found | {"loss": fork.seams.compute_loss(net, batch)["loss"][0].sum().reshape(1)}
     finally:
         handle.remove()
 

@@ -1,0 +1,145 @@
+"""A loss of several terms, each divided by its own count over the global batch: equal to the plain loop on any number
+of ranks."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from config import UserError
+from ranks import run_ranks, slow
+from tasks import TASKS, Images, SmallNet, image_loss, term_counts, term_loss
+from test_exact_resume import FLAGS as OF_RESUME
+from test_oracle import SGD, check_against_the_oracle
+from training import assert_same_state, train_flags
+from utils.data.augment import normalize
+from utils.metrics import check_metrics
+from utils.training.seams import Seams
+
+EXACT, SHARDED = ("--reduction", "exact"), ("--sharding", "zero3")
+NAMES = ("classes", "rare", "size")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "accumulation", "flags"),
+    [(2, 2, ()), (4, 1, SHARDED), slow(4, 1, EXACT), slow(1, 4, ()), slow(4, 1, ()), slow(4, 2, ())],
+)
+def test_terms_with_their_own_counts_equal_the_plain_loop(runs, ranks, accumulation, flags):
+    """Ranks are idle in short last global batches. In test_exact_gradients.py some have no image of the rare term."""
+    flags = (*SGD, "--max_steps", "20", "--log_interval", "1", *flags)
+    check_against_the_oracle(runs, ranks, accumulation, torch.float64, flags, 1e-12, "terms")
+    for record in runs.records("ours", "train"):
+        assert record["loss"] == pytest.approx(sum(record[f"loss/{name}"] for name in NAMES), rel=1e-12)
+
+
+@pytest.mark.parametrize(("ranks", "flags"), [(2, ("--amp_dtype", "bf16")), slow(2, EXACT), slow(2, SHARDED)])
+def test_stops_and_resumes_do_not_change_terms(runs, ranks, flags):
+    """Stops within an epoch, where the next global batch is already fetched and its counts are being summed."""
+    flags = [*OF_RESUME, "--dataset_size", 30 * ranks, "--eval_every_steps", 3, *flags]
+    runs.train(ranks, "whole", *flags, task="terms")
+    runs.train_with_stops(ranks, "parts", *flags, task="terms", stops=(1, 3, 6))
+    runs.assert_same("whole", "parts")
+
+
+@pytest.mark.parametrize("worlds", [(1, 3), slow((1, 2, 4))])
+def test_exact_sums_give_terms_the_same_bits_on_any_number_of_ranks(runs, worlds):
+    """Counts that are no integers, so that the order of their sum matters: in float64, where that changes weights."""
+    flags = "--dataset_size 46 --epochs 2 --num_workers 1 --no-use_amp --lr 0.02 --log_interval 1".split()
+    flags += "--global_batch_size 24 --reduction exact --ema_decay 0.5".split()
+    for ranks in worlds:
+        assert run_ranks(ranks, train_shares, runs.words(f"on{ranks}", *flags)) == ["completed"] * ranks
+    for ranks in worlds[1:]:
+        assert_same_state(runs.last(f"on{worlds[0]}"), runs.last(f"on{ranks}"))
+        assert runs.records(f"on{worlds[0]}", "eval") == runs.records(f"on{ranks}", "eval")
+
+
+def train_shares(flags):
+    """Counts as if a class were worth a part of its number."""
+
+    def share_counts(batch):
+        return {name: count / 7.1 for name, count in term_counts(batch).items()}
+
+    def share_loss(net, batch):
+        metrics = term_loss(net, batch)
+        terms = {name: (total, count / 7.1, weight) for name, (total, count, weight) in metrics["loss"].items()}
+        return metrics | {"loss": terms}
+
+    with mock.patch.dict(TASKS["terms"], compute_loss=share_loss, loss_counts=share_counts):
+        return train_flags(flags, torch.float64, "terms")["state"]
+
+
+def test_an_evaluation_divides_the_sums_over_the_set_for_each_term(runs):
+    """9 validation samples in 3 micro-batches, one of them alone in the second step."""
+    flags = "--dataset_size 42 --epochs 1 --no-use_amp --num_workers 1 --best_metric min:loss/rare".split()
+    runs.train(2, "run", *flags, task="terms")
+    [record], payload, data = runs.records("run", "eval"), runs.last("run"), Images(9, "val")
+    net = SmallNet(True, 10).eval()
+    net.load_state_dict(payload["model"])
+    images = normalize(data.images, data.mean, data.std)
+    terms = term_loss(net, (images, data.labels))["loss"]
+    expected = {f"loss/{name}": (weight * total / count).item() for name, (total, count, weight) in terms.items()}
+    expected["loss"] = sum(expected.values())
+    assert {name: record[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert record["count"] == 9 and runs.json("run", "summary.json")["best_value"] == record["loss/rare"]
+
+
+def change(batch, name, factor):
+    counts = term_counts(batch)
+    return counts | {name: counts[name] * factor}
+
+
+BROKEN = {  # functions of model.py, and the error
+    "lies": (
+        {"loss_counts": lambda batch: change(batch, "classes", 2)},
+        "loss_counts: counts 20 for classes, and compute_loss 10,",
+    ),
+    "lies later": (
+        {"loss_counts": lambda batch: change(batch, "size", 2 if 7 in batch[1] else 1)},
+        "for size, and compute_loss",
+    ),
+    "no counts": (
+        {"loss_counts": None},
+        "compute_loss: returned a loss of several terms, for which model.py must define",
+    ),
+    "no terms": ({"compute_loss": image_loss}, "compute_loss: returned no terms, but model.py has loss_counts; return"),
+    "other terms": (
+        {"loss_counts": lambda batch: {"rare": 1}},
+        "the loss has the terms rare, earlier classes, rare, size;",
+    ),
+}
+
+
+def train_broken(flags, case):
+    changed = {**TASKS["terms"], **BROKEN[case][0]}
+    with mock.patch.dict(TASKS, terms={name: each for name, each in changed.items() if each}):
+        with pytest.raises(UserError) as error:
+            train_flags(flags, task="terms")
+        return str(error.value)
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_count_that_lies_and_missing_terms_are_errors(runs, case):
+    """The first batch is checked before the first step, and every step before its record and its checkpoint."""
+    flags = runs.words("run", "--dataset_size", 40, "--epochs", 1, "--save_every_steps", 1)
+    found = run_ranks(2 if "later" in case else 1, train_broken, flags, case)
+    assert all(BROKEN[case][1] in each for each in found), found
+    if "later" in case:
+        assert len(set(found)) == 1 and runs.checkpoints("run") == []
+
+
+def test_a_loss_without_terms_costs_nothing():
+    required, batches = {"create_model": None, "param_groups": None}, iter([])
+    seams = Seams.of(SimpleNamespace(**required, compute_loss=image_loss))
+    assert seams.terms is None and seams.compute_loss is image_loss and seams.counted(batches) is batches
+
+
+@pytest.mark.parametrize(
+    ("total", "count", "problem"),
+    [(torch.ones(2), 1, "whose sum is not a 0-dimensional"), (torch.ones(()), -1, "with a count of -1")],
+)
+def test_sums_and_counts_of_terms_are_checked(total, count, problem):
+    required = {"create_model": None, "param_groups": None, "loss_counts": lambda batch: {"a": count}}
+    seams = Seams.of(SimpleNamespace(**required, compute_loss=lambda *_: {"loss": {"a": (total, count, 1.0)}}))
+    with pytest.raises(UserError, match=problem):
+        check_metrics(seams.compute_loss(None, None))

@@ -1,0 +1,115 @@
+"""A loss of several terms, each divided by a count of its own over the global batch: boxes per box, pixels per pixel.
+
+What divides a term must be known before the backward pass, so `loss_counts` of model.py counts it in each batch. The
+sums over the micro-batches of all ranks are formed while the step before is computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from config import UserError
+from utils.data.sampler import GlobalBatch
+from utils.metrics import Metrics, TermMeans
+
+EXAMPLE = '{"loss": {"boxes": (sum, count, weight), "classes": (sum, count, weight)}}'
+
+
+class Terms:
+    """`compute_loss` and `loss_counts` of model.py, with the terms in one tensor, in the order of their names."""
+
+    def __init__(self, compute_loss: Callable[..., Metrics], loss_counts: Callable[[Any], dict], device: torch.device):
+        self._compute_loss, self._loss_counts = compute_loss, loss_counts
+        self._float64: dict[str, Any] = {"dtype": torch.float64, "device": device}
+        self._means = TermMeans(())  # with the names, once they are known
+        self._counts = self._divisors = torch.ones((), **self._float64)  # of the global batch
+        self._steps: list[Tensor] = []  # since the last check: the counts of loss_counts and of compute_loss
+
+    def compute_loss(self, model: nn.Module, batch: Any) -> Metrics:
+        """The metrics, with "loss" as (weighted sums [terms], counts [terms], TermMeans). Raises UserError."""
+        metrics = self._compute_loss(model, batch)
+        terms = metrics.get("loss") if isinstance(metrics, dict) else None
+        if not isinstance(terms, dict) or any(len(each) != 3 for each in terms.values()):
+            raise UserError(f"model.compute_loss: returned no terms, but model.py has loss_counts; return {EXAMPLE}")
+        is_first, names = not self._means.names, self._names(terms)
+        sums = torch.stack([weight * total for total, _, weight in map(terms.__getitem__, names)])
+        counts = self._stack([terms[name][1] for name in names])
+        if is_first and torch.is_grad_enabled():
+            self.check(self.counts(batch), counts)
+        return metrics | {"loss": (sums, counts, self._means)}
+
+    def counts(self, batch: Any) -> Tensor:
+        """What `loss_counts` counts in a micro-batch: float64 [terms], on the device."""
+        found = self._loss_counts(batch)
+        return self._stack([found[name] for name in self._names(found)])
+
+    def ahead(self, global_batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
+        """The global batches, each when `mean` knows its counts. The next one is fetched before, so that no step waits
+        for the sums over the ranks."""
+        begun = map(self._begin, global_batches)
+        latest = next(begun, None)
+        while latest:
+            (global_batch, counts, work), latest = latest, next(begun, None)
+            if work:
+                work.wait()
+            self.divide_by(counts.sum(0))
+            yield global_batch
+
+    def divide_by(self, counts: Tensor) -> None:
+        """counts: of the global batch. What counted nothing adds nothing."""
+        self._counts, self._divisors = counts, torch.where(counts > 0, counts, math.inf)
+
+    def mean(self, sums: Tensor) -> Tensor:
+        """What the sums of a micro-batch add to the loss of the global batch: 0-dimensional."""
+        return (sums / self._divisors).sum()
+
+    def note(self, counts: Tensor) -> None:
+        """Keep the counts that compute_loss returned for the global batch, for `check_steps`."""
+        self._steps.append(torch.stack([self._counts, counts]))
+
+    def check_steps(self) -> None:
+        """Check the counts of the steps since the last call, which are the same on all ranks. Reads from the device."""
+        for counted, found in torch.stack(self._steps).cpu() if self._steps else ():
+            self.check(counted, found)
+        self._steps = []
+
+    def check(self, counted: Tensor, found: Tensor) -> None:
+        """Raises UserError if loss_counts has counted something else than compute_loss has found."""
+        for name, ours, theirs in zip(self._means.names, counted.tolist(), found.tolist(), strict=True):
+            if not math.isclose(ours, theirs, rel_tol=1e-6, abs_tol=1e-6):
+                raise UserError(
+                    f"model.loss_counts: counts {ours:.9g} for {name}, and compute_loss {theirs:.9g}, so the gradient"
+                    " would have a wrong divisor; count the same in both"
+                )
+
+    def _begin(self, global_batch: GlobalBatch) -> tuple[GlobalBatch, Tensor, dist.Work | None]:
+        """Fetch this rank's micro-batches, and begin to exchange their counts: float64 [micro-batches, terms]."""
+        fetched = list(global_batch)
+        counts = torch.zeros(fetched[0].count, len(self._means.names), **self._float64)
+        for micro_batch in fetched:  # other rows are 0, so nothing is rounded: the same bits on any number of ranks
+            if not micro_batch.is_padding:
+                counts[micro_batch.number] = self.counts(micro_batch.batch)
+        work = dist.all_reduce(counts, async_op=True) if dist.get_world_size() > 1 else None
+        return dataclasses.replace(global_batch, micro_batches=fetched, fetched=None), counts, work
+
+    def _names(self, terms: dict[str, Any]) -> tuple[str, ...]:
+        names = tuple(sorted(terms))
+        if not self._means.names:
+            self._means = TermMeans(names)
+        if names != self._means.names:
+            raise UserError(
+                f"model.py: the loss has the terms {', '.join(names)}, earlier {', '.join(self._means.names)}; let"
+                " loss_counts and compute_loss always return the same ones, with a count of 0 if there is nothing"
+            )
+        return names
+
+    def _stack(self, counts: list[Tensor | float]) -> Tensor:
+        to = self._float64  # torch.full copies nothing from the host
+        return torch.stack([c.to(**to) if isinstance(c, Tensor) else torch.full((), c, **to) for c in counts])
