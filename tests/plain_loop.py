@@ -48,9 +48,8 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
     torch.manual_seed(config.seed)
     model = create_model(config, device := torch.device(device)).train()
     groups, rest = param_groups(model, config), {"weight_decay": config.weight_decay, "fused": fused}
-    optimizer = torch.optim.SGD(
-        groups, config.lr, config.momentum, nesterov=config.nesterov * config.momentum > 0, **rest
-    )
+    nesterov = config.nesterov and config.momentum > 0
+    optimizer = torch.optim.SGD(groups, config.lr, config.momentum, nesterov=nesterov, **rest)
     if config.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, config.lr, (config.momentum, config.beta2), **rest)
     rule = lambda *weights: get_ema_multi_avg_fn(min(config.ema_decay, step / (9 + step)))(*weights)  # noqa: E731

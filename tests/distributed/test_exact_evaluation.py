@@ -7,8 +7,9 @@ import torch
 
 from config import TrainingConfig
 from ddp_utils import cleanup_distributed, setup_distributed
+from line_tasks import Lines, TokenModel, token_loss
 from ranks import run_ranks, slow
-from tasks import Images, Lines, SmallNet, TokenModel, image_loss, token_loss
+from tasks import Images, SmallNet, image_loss
 from utils.data.loader import create_evaluation_dataloader
 from utils.data.sampler import GlobalBatch, GlobalBatchSampler
 from utils.training.evaluation import evaluate

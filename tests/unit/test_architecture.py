@@ -102,7 +102,7 @@ def test_no_file_is_over_400_lines():
             "config.py",
         ):  # the assembly; a line per field
             assert len(path.read_text().splitlines()) <= 400, path
-    assert len((ROOT / "tests/plain_loop.py").read_text().splitlines()) < 100
+    assert len((ROOT / "tests/plain_loop.py").read_text().splitlines()) <= 100
 
 
 def test_the_oracle_shares_only_model_data_and_config():
