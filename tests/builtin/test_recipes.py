@@ -232,7 +232,7 @@ def case(name):
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.md") if "```diff" in path.read_text()))
 def test_the_diffs_of_a_recipe_apply(tmp_path, name):
-    assert Fork(tmp_path, name).changed
+    Fork(tmp_path, name)
 
 
 @pytest.mark.parametrize("name", map(case, CASES))
