@@ -119,6 +119,31 @@ def shapes_with_boxes(folder):
         (folder / split / "boxes.csv").write_text("\n".join(lines))
 
 
+def token_files(folder):
+    """Documents of ascending numbers from 1 to 19, and then from 1 again; 0 ends each."""
+    rng = random.Random(0)
+    for split, documents in (("train", 800), ("val", 80)):
+        tokens = []
+        for _ in range(documents):
+            first = rng.randrange(19)
+            tokens += [1 + (first + place) % 19 for place in range(rng.randrange(4, 24))] + [0]
+        torch.tensor(tokens).to(torch.uint16).numpy().tofile(folder / f"{split}.bin")
+
+
+def pairs_of_image_and_text(folder):
+    """Four quarters of five colors each; a token of the text names a quarter and its color, in any order."""
+    generator = torch.Generator().manual_seed(0)
+    palette = torch.tensor([[220, 30, 30], [30, 220, 30], [30, 30, 220], [220, 220, 30], [128, 128, 128]])
+    numbers = torch.randperm(5**4, generator=generator)
+    for split, chosen in (("train", numbers[:500]), ("val", numbers[500:600])):
+        colors = torch.stack([chosen // 5**place % 5 for place in range(4)], 1)
+        texts = colors + 1 + 5 * torch.arange(4)
+        order = torch.rand(texts.shape, generator=generator).argsort(1)
+        images = palette[colors].view(-1, 2, 2, 3).permute(0, 3, 1, 2).repeat_interleave(8, 2).repeat_interleave(8, 3)
+        images = (images + 20 * torch.randn(images.shape, generator=generator)).clamp(0, 255).byte()
+        torch.save({"image": images, "text": texts.gather(1, order)}, folder / f"{split}.pt")
+
+
 def ratings(folder):
     rng = random.Random(0)
     taste = [[rng.gauss(0, 1) for _ in range(2)] for _ in range(60)]
@@ -206,7 +231,7 @@ def running_text(folder):
 
 
 # recipes that change the fork of other ones
-ON = {"tensor_parallel": ["gpt"], "pipeline": ["gpt", "tensor_parallel"]}
+ON = {"memory_mapped_tokens": ["gpt"], "tensor_parallel": ["gpt"], "pipeline": ["gpt", "tensor_parallel"]}
 # recipe: its data, the files that it changes, the metric, the bound of its value (lower; upper for a loss)
 CASES = {
     "vision_transformer": (image_folder, ["model.py"], "top1", 0.9, "--epochs 6 --batch_size 10"),
@@ -215,6 +240,14 @@ CASES = {
     "segmentation": (shapes_with_masks, ["config.py", "dataset.py", "model.py"], "miou", 0.6, ""),
     "detection": (shapes_with_boxes, ["dataset.py", "model.py"], "f1", 0.7, ""),
     "gpt": (lines_of_words, ["config.py", "dataset.py", "model.py"], "perplexity", 7, "--epochs 8"),
+    "memory_mapped_tokens": (
+        token_files,
+        ["config.py", "dataset.py", "model.py"],
+        "perplexity",
+        1.5,
+        "",
+    ),
+    "contrastive": (pairs_of_image_and_text, ["config.py", "dataset.py", "model.py"], "recall", 0.9, ""),
     "tabular": (table, ["config.py", "dataset.py", "model.py"], "auc", 0.9, ""),
     "recommender": (ratings, ["dataset.py", "model.py"], "rmse", 0.9, ""),
     "tar_shards": (tar_shards, ["dataset.py"], "top1", 0.9, ""),
@@ -264,6 +297,7 @@ def test_verify_raises_no_false_alarm_on_a_recipe(tmp_path, name, ranks):
     [
         ("vision_transformer", "--epochs 15 --batch_size 10 --global_batch_size 80 --amp_dtype bf16"),
         ("text", "--epochs 10 --batch_size 16 --global_batch_size 128 --no-use_amp"),
+        ("contrastive", "--epochs 15 --global_batch_size 256 --no-use_amp"),
     ],
 )
 def test_with_exact_sums_a_recipe_has_the_same_bits_on_any_number_of_ranks(tmp_path, name, flags):
@@ -301,6 +335,65 @@ def test_a_metric_of_text_is_per_token_not_per_line(tmp_path):
     assert evaluated["perplexity"] == pytest.approx(2.718281828459045 ** evaluated["loss"])
     ended = forks.run(fork.folder, 2, "scripts/predict.py", "runs/fork/checkpoints/best.pt")
     assert ended.code == 0 and "nll of 40 samples" in ended.out, ended.text
+
+
+CHUNKS = """
+import torch
+from config import TrainingConfig
+from dataset import create_dataset
+from model import compute_loss, create_model
+
+torch.set_default_dtype(torch.float64)
+pairs, found = create_dataset(TrainingConfig(data_dir="FOLDER"), "train"), []
+images, texts = torch.utils.data.default_collate([pairs[index] for index in range(64)])
+batch = pairs.device_transform((images, texts), 0, 0, None)
+for chunk in (64, 16):  # 64: the whole batch
+    torch.manual_seed(0)
+    config = TrainingConfig(vocabulary=pairs.vocabulary, image_size=pairs.image_size, chunk=chunk)
+    model, kept = create_model(config, torch.device("cpu")), []
+    model.dropout.p = 0.0
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        loss, _ = compute_loss(model, batch)["loss"]
+    loss.backward()
+    sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
+    found.append(([p.grad for p in model.parameters()], loss.detach()))
+    inputs = sum(x.untyped_storage().nbytes() for x in batch)
+    assert sum(sizes.values()) < 1.5 * inputs, (sizes, inputs)  # the inputs and the embeddings, no activations
+torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+"""
+
+
+def test_the_chunks_of_a_contrastive_batch_give_its_gradient_without_keeping_activations(tmp_path):
+    fork = Fork(tmp_path, "contrastive")
+    pairs_of_image_and_text(fork.folder / "FOLDER")
+    (fork.folder / "chunks.py").write_text(CHUNKS)
+    ended = forks.run(fork.folder, 0, "chunks.py")
+    assert ended.code == 0, ended.text
+
+
+PACKED = """
+import torch
+from config import TrainingConfig
+from model import compute_loss, create_model
+
+torch.manual_seed(0)
+model = create_model(TrainingConfig(vocabulary=20, context=16, dropout=0.0), torch.device("cpu"))
+documents = [torch.randint(1, 20, (length,)) for length in (5, 3, 6)]
+documents = [torch.cat([each, torch.zeros(1, dtype=torch.int64)]) for each in documents]
+packed, alone = torch.cat(documents)[None], [each[None] for each in documents]
+torch.testing.assert_close(model(packed), torch.cat([model(each) for each in alone], 1))
+sums, counts = zip(*(compute_loss(model, each)["loss"] for each in alone))
+loss, count = compute_loss(model, packed)["loss"]
+assert count == sum(counts) == 14
+torch.testing.assert_close(loss, sum(sums))
+"""
+
+
+def test_documents_in_a_window_do_not_see_each_other(tmp_path):
+    fork = Fork(tmp_path, "memory_mapped_tokens")
+    (fork.folder / "packed.py").write_text(PACKED)
+    ended = forks.run(fork.folder, 0, "packed.py")
+    assert ended.code == 0, ended.text
 
 
 @pytest.mark.parametrize(("name", "make_data"), [("tar_shards", tar_shards), ("segmentation", shapes_with_masks)])
