@@ -17,7 +17,7 @@ import torch
 import forks
 from images import save_images
 from ranks import ROOT, copy_repository, finish, start
-from training import Runs, wait_until
+from training import Runs, difference, wait_until
 
 RECIPES = ROOT / "docs" / "recipes"
 FAST = "--log_interval 5 --num_workers 1 --backend gloo".split()
@@ -429,6 +429,22 @@ def test_a_sweep_prunes_by_sigterm_and_continues_an_interrupted_trial(tmp_path):
     assert again.value == sum(values) / 2
     pruned = json.loads((study_folder / "trial-3/fold-0/status.json").read_text())
     assert pruned["state"] == "preempted" and not (study_folder / "trial-3/fold-1").exists()
+
+
+@pytest.mark.slow
+def test_muon_is_rejected_with_sharding_and_its_state_survives_a_resume(tmp_path):
+    fork, runs = Fork(tmp_path, "muon"), Runs(tmp_path / "runs")
+    lines_of_words(fork.folder / "FOLDER")
+    ended = forks.run(fork.folder, 2, "train.py", *fork.words, *FAST, "--sharding", "zero2")
+    assert ended.code and "MuonAndAdamW" in ended.text and "--sharding none" in ended.text, ended.text
+    words = [*fork.words, *FAST, "--epochs", "2", "--max_steps", "12", "--schedule_steps", "12"]
+    for name, more in (("whole", []), ("parts", ["--max_steps", "7"]), ("parts", ["--resume_from", "auto"])):
+        ended = forks.run(fork.folder, 2, "train.py", *words, *more, "--run_dir", f"runs/{name}")
+        assert ended.code == 0, ended.text
+    whole, parts = (runs.last(name) for name in ("whole", "parts"))
+    assert all(difference(whole[key], parts[key]) == [] for key in ("model", "optimizer"))
+    kinds = {frozenset(state) for state in whole["optimizer"]["state"].values()}
+    assert kinds == {frozenset({"momentum_buffer"}), frozenset({"step", "exp_avg", "exp_avg_sq"})}
 
 
 @pytest.mark.slow
