@@ -17,7 +17,7 @@ from recipe_data import (
     table,
     texts_of_two_kinds,
 )
-from recipe_forks import FAST, Fork
+from recipe_forks import FAST, Fork, blocks_of
 from training import Runs, difference, wait_until
 
 
@@ -112,6 +112,39 @@ def test_checkpoints_of_lora_hold_only_adapters_and_reject_another_base(tmp_path
     save_language_model(fork.folder / "FOLDER/model", "Llama", initializer_range=0.2)
     ended = forks.run(fork.folder, 0, "scripts/predict.py", best)
     assert ended.code == 2 and "create_model" in ended.text, ended.text
+
+
+SOME_END_BADLY = """
+import json, pathlib, sys
+flags = dict(flag.lstrip("-").split("=") for flag in sys.argv[1:] if "=" in flag)
+run, lr = pathlib.Path(sys.argv[sys.argv.index("--run_dir") + 1]), float(flags["lr"])
+run.mkdir(parents=True)
+value, state = (None if lr == 0.02 else lr), ("failed" if lr == 0.05 else "completed")
+(run / "metrics.jsonl").write_text(json.dumps({"kind": "eval", "split": "val", "auc": value}) + "\\n")
+(run / "status.json").write_text(json.dumps({"state": state}))
+(run / "summary.json").write_text(json.dumps({"best_value": value}))
+sys.exit(state == "failed")
+"""
+
+
+@pytest.mark.slow
+def test_a_sweep_goes_on_after_a_trial_without_a_finite_metric_and_one_that_fails(tmp_path):
+    optuna = pytest.importorskip("optuna")
+    (tmp_path / "sweep.py").write_text(blocks_of("sweeps", "python")[0])
+    (tmp_path / "train.py").write_text(SOME_END_BADLY)
+    for rates, code, states in (
+        ((0.01, 0.02, 0.05, 0.03), 0, "COMPLETE PRUNED FAIL COMPLETE"),
+        ((0.05, 0.01), 1, "FAIL WAITING"),  # the first one fails
+    ):
+        folder = tmp_path / str(code)
+        folder.mkdir()
+        storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(folder / "study.log")))
+        study = optuna.create_study(storage=storage, study_name="study", direction="maximize")
+        for lr in rates:
+            study.enqueue_trial({"lr": lr, "weight_decay": 0.01})
+        ended = finish(start([sys.executable, "sweep.py", folder, "--trials", "3"], cwd=tmp_path))
+        assert ended.code == code, ended.text
+        assert " ".join(trial.state.name for trial in study.trials) == states
 
 
 ADAPTER = """
