@@ -96,6 +96,28 @@ def shapes_with_masks(folder):
             write_png(mask.byte(), str(folder / split / "masks" / f"{number:03d}.png"))
 
 
+def shapes_with_boxes(folder):
+    """No to three squares of three colors on gray, in quarters of the image."""
+    from torchvision.io import write_png
+
+    rng, generator = random.Random(0), torch.Generator().manual_seed(0)
+    for split, count in (("train", 96), ("val", 24)):
+        (folder / split).mkdir()
+        boxes = {}
+        for number in range(count):
+            image, found = torch.full((3, 48, 48), 128.0), []
+            for corner in rng.sample(((0, 0), (24, 0), (0, 24), (24, 24)), rng.randrange(4)):
+                size, color = rng.randrange(8, 20), rng.randrange(3)
+                left, top = (begin + rng.randrange(24 - size) for begin in corner)
+                image[:, top : top + size, left : left + size] = 30
+                image[color, top : top + size, left : left + size] = 220
+                found.append([color + 1, left, top, left + size, top + size])
+            image += 10 * torch.randn(image.shape, generator=generator)
+            boxes[f"{number:03d}.png"] = found
+            write_png(image.clamp(0, 255).byte(), str(folder / split / f"{number:03d}.png"))
+        (folder / split / "boxes.json").write_text(json.dumps(boxes))
+
+
 def ratings(folder):
     rng = random.Random(0)
     taste = [[rng.gauss(0, 1) for _ in range(2)] for _ in range(60)]
@@ -188,6 +210,7 @@ CASES = {
     "self_distillation": (image_folder, ["model.py"], "top1", 0.9, "--epochs 6 --batch_size 10"),
     "text": (lines_of_words, ["dataset.py", "model.py"], "perplexity", 8, "--epochs 4"),
     "segmentation": (shapes_with_masks, ["config.py", "dataset.py", "model.py"], "miou", 0.6, ""),
+    "detection": (shapes_with_boxes, ["dataset.py", "model.py"], "f1", 0.6, ""),
     "gpt": (lines_of_words, ["config.py", "dataset.py", "model.py"], "perplexity", 7, "--epochs 8"),
     "tabular": (table, ["config.py", "dataset.py", "model.py"], "auc", 0.9, ""),
     "recommender": (ratings, ["dataset.py", "model.py"], "rmse", 0.9, ""),
@@ -233,6 +256,7 @@ def test_verify_raises_no_false_alarm_on_a_recipe(tmp_path, name, ranks):
     [
         ("vision_transformer", "--epochs 15 --batch_size 10 --global_batch_size 80 --amp_dtype bf16"),
         ("text", "--epochs 10 --batch_size 16 --global_batch_size 128 --no-use_amp"),
+        ("detection", "--epochs 10 --batch_size 5 --global_batch_size 40 --no-use_amp"),
     ],
 )
 def test_with_exact_sums_a_recipe_has_the_same_bits_on_any_number_of_ranks(tmp_path, name, flags):
