@@ -1,6 +1,7 @@
 """The account of time over all attempts of a run."""
 
 import json
+import time
 from types import SimpleNamespace
 
 import utils.clock
@@ -49,3 +50,12 @@ def test_each_second_is_counted_once_over_restarts(tmp_path, monkeypatch):
     assert json.loads(file.read_text()) == found
     file.write_text('{"training": "much"}')
     assert attempt("auto")["training"] == 0
+
+
+def test_a_run_shorter_than_a_second_is_recorded_too(tmp_path):
+    run = open_run(TrainingConfig(run_dir=str(tmp_path)))
+    accounts = Goodput(run, Clock(), time.perf_counter())
+    accounts.resume(None)
+    accounts.close()
+    run.close()
+    assert (tmp_path / "goodput.json").exists()

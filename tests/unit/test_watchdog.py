@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 import utils.clock
 import utils.run.watchdog
-from config import TrainingConfig
-from test_run_folder import open_run
 from training import wait_until
 from utils.clock import Clock, slowest
 from utils.distributed.beats import Beats, Place
@@ -309,15 +307,6 @@ def test_ranks_whose_collective_has_failed_find_the_one_that_is_lost(quick):
     assert watchdogs[0].find_lost() is None  # it has said why
     for each in watchdogs:
         each.close()
-
-
-def test_a_run_shorter_than_a_second_is_recorded_too(tmp_path):
-    run = open_run(TrainingConfig(run_dir=str(tmp_path)))
-    accounts = Goodput(run, Clock(), time.perf_counter())
-    accounts.resume(None)
-    accounts.close()
-    run.close()
-    assert (tmp_path / "goodput.json").exists()
 
 
 def test_after_a_stop_signal_a_rank_that_is_blocked_in_c_ends(quick):
