@@ -320,7 +320,8 @@ def show_records(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> bool:
         print("the run has no record of this step or later ones to compare with")
     else:
         steps = f"{pairs[0][0]['step']} to {pairs[-1][0]['step']}"
-        text = ", ".join(f"{name} by {gap:.1e} of its value" for name, gap in gaps.items())
+        shares = {name: f" by {gap:.1e} of its value" for name, gap in gaps.items() if gap < math.inf}
+        text = ", ".join(name + shares.get(name, "") for name in gaps)
         print(f"records of the run from step {steps}: {text + ' different' if gaps else 'bitwise equal'}")
     return not gaps
 
