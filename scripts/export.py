@@ -1,13 +1,15 @@
-"""Export a checkpoint for inference: python scripts/export.py CKPT OUT [--ema] [--format weights|torch.export|onnx]
+"""Export a checkpoint for inference: python scripts/export.py CKPT OUT [--ema] [--format FORMAT]
 
-OUT is a single file with the weights and the config, plus mean, std and class names for image data; with --format it is
-the traced model, which has a dynamic batch size and needs no code from this repository. The script prints code that
-loads and runs it. OUT is written atomically: a failed export leaves an existing file unchanged.
+OUT is a single file with the weights and the config, plus mean, std and class names for image data: written by
+torch.save, or with --format safetensors as safetensors. With torch.export or onnx it is the traced model, which has a
+dynamic batch size and needs no code from this repository. The script prints code that loads and runs it. OUT is written
+atomically: a failed export leaves an existing file unchanged.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -36,6 +38,14 @@ saved = torch.load({file!r}, weights_only=True)
 model = create_model(TrainingConfig(**saved["config"]), torch.device("cpu")).eval()
 model.load_state_dict(saved["model"])
 """
+SAFETENSORS = """\
+import json, torch; from safetensors import safe_open; from config import TrainingConfig; from model import create_model
+with safe_open({file!r}, "pt") as file:
+    saved = {{name: json.loads(text) for name, text in file.metadata().items()}}
+    weights = {{name: file.get_tensor(name) for name in file.keys()}}
+model = create_model(TrainingConfig(**saved["config"]), torch.device("cpu")).eval()
+model.load_state_dict(weights)
+"""
 IMAGES = """\
 mean, std = (torch.tensor(saved[name]).view(-1, 1, 1) for name in ("mean", "std"))
 predict = lambda images: [saved["classes"][k] for k in model((images / 255 - mean) / std).argmax(1)]  # [B, C, H, W]
@@ -48,6 +58,7 @@ outputs = session.run(None, {{each.name: x for each, x in zip(session.get_inputs
 """
 
 
+FORMATS = ("weights", "safetensors", "torch.export", "onnx")
 # fields of the config that an export does not have: the commands and places of one machine
 PLACES = ("run_dir", "resume_from", "init_from", "data_dir", "init_method", "checkpoint_dir", "on_checkpoint")
 
@@ -101,6 +112,19 @@ def export_program(saved: dict[str, Any], config: TrainingConfig, inputs: tuple,
     replace_file(target, lambda file: file.write(data))
 
 
+def as_safetensors(saved: dict[str, Any]) -> bytes:
+    """The weights, and the rest as JSON in the metadata. Raises UserError."""
+    try:
+        from safetensors.torch import save
+    except ImportError as error:
+        raise UserError(f"format=safetensors: needs safetensors ({error}); pip install safetensors") from None
+    if others := [name for name, value in saved["model"].items() if not isinstance(value, Tensor)]:
+        raise UserError(f"format=safetensors: holds tensors only, and {others[0]} is none; use --format weights")
+    # a tied weight once for each of its names: the format has no shared memory
+    weights = {name: value.clone(memory_format=torch.contiguous_format) for name, value in saved["model"].items()}
+    return save(weights, {name: json.dumps(value) for name, value in saved.items() if name != "model"})
+
+
 def describe(value: Any) -> str:
     """The dtype and shape of a tensor, or of each tensor in a dict or list."""
     if isinstance(value, Tensor):
@@ -117,9 +141,9 @@ def main() -> int:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--ema", action="store_true", help="export the averaged weights")
-    parser.add_argument("--format", choices=("weights", "torch.export", "onnx"), default="weights")
+    parser.add_argument("--format", choices=FORMATS, default="weights")
     options = parser.parse_args()
-    source, out = options.checkpoint, options.out
+    source, out, has_code = options.checkpoint, options.out, options.format in ("torch.export", "onnx")
     try:
         saved, places = read(source, options.ema)
         if out.exists() and out.samefile(source):
@@ -133,22 +157,26 @@ def main() -> int:
         channels, shapes = len(saved["mean"]), ""
         has_filters = any(each.ndim == 4 and each.shape[1] == channels for each in saved["model"].values())
         is_image_model = bool(saved["mean"] and saved["classes"] and has_filters)
-        if options.format != "weights" or not is_image_model:
+        if has_code or not is_image_model:
             try:
                 inputs = example(config)
                 shapes = ", ".join(map(describe, tree_leaves(inputs) if options.format == "onnx" else inputs))
             except UserError:
-                if options.format != "weights":
+                if has_code:
                     raise
                 shapes = "as in compute_loss; their shapes are unknown without the data"
         if options.format == "weights":
             replace_file(out, lambda file: torch.save(saved, file))
+        elif options.format == "safetensors":
+            data = as_safetensors(saved)
+            replace_file(out, lambda file: file.write(data))
         else:
             export_program(saved, config, inputs, out, options.format)
     except (UserError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    snippet = {"weights": LOAD + (IMAGES if is_image_model else OTHERS), "torch.export": PROGRAM, "onnx": ONNX}
+    use = IMAGES if is_image_model else OTHERS
+    snippet = {"weights": LOAD + use, "safetensors": SAFETENSORS + use, "torch.export": PROGRAM, "onnx": ONNX}
     print(f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB); to use it:\n")
     print(snippet[options.format].format(file=str(out), shapes=shapes))
     return 0

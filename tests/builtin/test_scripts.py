@@ -9,8 +9,9 @@ import sys
 import pytest
 import torch
 
-from config import TrainingConfig
+from config import TrainingConfig, UserError
 from dataset import create_dataset
+from export import as_safetensors
 from lib import processes
 from model import create_model
 from ranks import ROOT, WarmLaunch, finish
@@ -68,15 +69,17 @@ def test_compare_says_whether_the_weights_are_bitwise_equal(two_runs):
     assert run_script("runs.py", "--compare", fast).code == 2
 
 
-@pytest.mark.parametrize("flags", [[], ["--ema"]])
+@pytest.mark.parametrize("flags", [[], ["--ema"], pytest.param(["--format", "safetensors"], marks=pytest.mark.slow)])
 def test_the_printed_snippet_gives_the_same_predictions_as_the_evaluation(two_runs, tmp_path, flags):
-    """The six printed lines are run unchanged on the evaluated data."""
+    """The printed lines are run unchanged on the evaluated data."""
+    is_safe = "safetensors" in flags
+    load = pytest.importorskip("safetensors.torch").load_file if is_safe else lambda file: torch.load(file)["model"]
     ended = run_script("export.py", two_runs.checkpoints("fast")[-1], tmp_path / "model.pt", *flags)
     assert ended.code == 0, ended.text
-    exported = torch.load(tmp_path / "model.pt", weights_only=True)["model"]
-    assert difference(exported, two_runs.last("fast")["ema" if flags else "model"]) == []
+    weights = "ema" if "--ema" in flags else "model"
+    assert difference(load(tmp_path / "model.pt"), two_runs.last("fast")[weights]) == []
     snippet = ended.out.split("to use it:\n\n")[1].strip()
-    assert len(snippet.splitlines()) == 6
+    assert len(snippet.splitlines()) == (8 if is_safe else 6)
     data = create_dataset(TrainingConfig.from_args(["--config", str(two_runs.folder("fast") / "config.json")]), "val")
     torch.save(data.images, tmp_path / "images.pt")
     (tmp_path / "use.py").write_text(
@@ -84,8 +87,18 @@ def test_the_printed_snippet_gives_the_same_predictions_as_the_evaluation(two_ru
     )
     names = finish(WarmLaunch(0, tmp_path / "use.py", [])).out.split()
     top1 = sum(name == data.classes[label] for name, label in zip(names, data.targets, strict=True)) / len(data)
-    evaluated = [r for r in two_runs.records("fast", "eval") if r["weights"] == ("ema" if flags else "model")][-1]
+    evaluated = [r for r in two_runs.records("fast", "eval") if r["weights"] == weights][-1]
     assert top1 == evaluated["top1"]
+
+
+@pytest.mark.slow
+def test_safetensors_have_a_tied_weight_under_each_name_and_only_tensors():
+    load = pytest.importorskip("safetensors.torch").load
+    weight = torch.arange(6.0).view(2, 3).T  # not contiguous
+    loaded = load(as_safetensors({"model": {"tokens": weight, "head": weight}, "config": {"lr": 0.1}}))
+    assert loaded.keys() == {"tokens", "head"} and all(torch.equal(each, weight) for each in loaded.values())
+    with pytest.raises(UserError, match="count is none"):
+        as_safetensors({"model": {"tokens": weight, "count": 3}})
 
 
 def test_an_export_that_cannot_be_made_is_rejected(two_runs, tmp_path):
