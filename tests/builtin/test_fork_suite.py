@@ -8,7 +8,7 @@ import pytest
 
 import forks
 from ranks import copy_repository, launch
-from test_recipes import Fork
+from recipe_forks import Fork
 
 # the normalisation differs; the network keeps its name, so that the rest of the file need not change
 NO_BATCH_NORM = ("nn.BatchNorm2d(", "nn.GroupNorm(1, ")

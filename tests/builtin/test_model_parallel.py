@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import forks
 from ranks import slow
-from test_recipes import Fork
+from recipe_forks import Fork
 
 SCRIPTS = {"tensor_parallel": ["gpt", "tensor_parallel"], "pipeline": ["gpt", "tensor_parallel", "pipeline"]}
 FLAGS = "--data_dir FOLDER --batch_size 6 --epochs 2 --context 16 --width 32 --depth 4 --backend gloo --no_use_amp"

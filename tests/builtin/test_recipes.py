@@ -1,259 +1,35 @@
 """The forks of docs/recipes: each applied to a copy of the repository, trained on two ranks, and verified."""
 
 import csv
-import io
 import json
-import math
-import random
-import re
 import subprocess
 import sys
-import tarfile
 from unittest import mock
 
 import pytest
 import torch
 
 import forks
-from images import save_images
-from ranks import ROOT, copy_repository, finish, start
-from training import Runs, wait_until
+from recipe_data import (
+    hub_images,
+    image_folder,
+    labelled_texts,
+    lines_of_words,
+    pairs_of_image_and_text,
+    ratings,
+    running_text,
+    running_text_for_adapters,
+    shapes_with_boxes,
+    shapes_with_masks,
+    table,
+    tar_shards,
+    texts_of_two_kinds,
+    timm_images,
+    token_files,
+)
+from recipe_forks import FAST, RECIPES, Fork, blocks_of
+from training import Runs
 
-RECIPES = ROOT / "docs" / "recipes"
-FAST = "--log_interval 5 --num_workers 1 --backend gloo".split()
-WORDS = "rank batch ring until gradients are summed on every node".split()
-
-
-def blocks_of(name, language):
-    text = (RECIPES / f"{name}.md").read_text()
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-
-
-class Fork:
-    """A copy of the repository with a recipe applied, or several in turn."""
-
-    def __init__(self, folder, *names):
-        if len(names) == 1:
-            names = (*ON.get(names[0], ()), *names)
-        self.folder = copy_repository(folder)
-        subprocess.run(["git", "init", "-q"], cwd=folder, check=True)  # so that `git apply` works
-        text = "".join((RECIPES / f"{name}.md").read_text() for name in names)
-        blocks = re.findall(r"^```(\w+)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-        for language, text in blocks:
-            if language == "diff":
-                subprocess.run(["git", "apply", "--recount"], cwd=folder, input=text, text=True, check=True)
-            elif named := re.match(r"# (\w+\.py)", text):  # a complete file, named in its first line
-                (folder / named[1]).write_text(text)
-        self.code = [text for language, text in blocks if language == "python"]
-        command = blocks_of(names[-1], "bash")[0]
-        self.words = re.search(r"\.py((?: |\\\n).*)", command, re.DOTALL)[1].replace("\\\n", " ").split()
-        (folder / "FOLDER").mkdir()
-
-    def train(self, *flags):
-        """Run the recipe's command with flags that make it quick; returns the output and the summary."""
-        ended = forks.run(self.folder, 2, "train.py", *self.words, *FAST, *flags, "--run_dir", "runs/fork")
-        assert ended.code == 0, ended.text
-        return ended.out, json.loads((self.folder / "runs" / "fork" / "summary.json").read_text())
-
-    def verify(self, ranks=2):
-        ended = forks.run(self.folder, ranks, "scripts/verify.py", *self.words, "--backend", "gloo", "--num_workers", 0)
-        assert ended.code == 0 and "11 of 11 invariants hold" in ended.out, ended.text
-        assert "please check, or use" not in ended.out, ended.out
-
-    @property
-    def changed(self):
-        files = sorted(path.name for path in self.folder.glob("*.py"))
-        return [name for name in files if (self.folder / name).read_bytes() != (ROOT / name).read_bytes()]
-
-
-def image_folder(folder, size=16):
-    for split, count in (("train", 40), ("val", 10)):
-        save_images(folder / split, dict.fromkeys(("red", "green", "blue"), count), size=size, seed=len(split))
-
-
-def lines_of_words(folder):
-    rng = random.Random(0)
-    for split, lines in (("train", 300), ("val", 40)):
-        text = "\n".join(" ".join(rng.choices(WORDS, k=rng.randint(1, 12))) for _ in range(lines))
-        (folder / f"{split}.txt").write_text(text)
-
-
-def texts_of_two_kinds(folder):
-    """Words as in training, and shuffled characters, which cannot be predicted."""
-    lines_of_words(folder)
-    text = list((folder / "val.txt").read_text())
-    random.Random(0).shuffle(text)
-    (folder / "val-shuffled.txt").write_text("".join(text[:700]))
-
-
-def shapes_with_masks(folder):
-    """Squares of three colors on gray; the border of each is ignored."""
-    from torchvision.io import write_png
-
-    generator = torch.Generator().manual_seed(0)
-    for split, count in (("train", 64), ("val", 20)):
-        for kind in ("images", "masks"):
-            (folder / split / kind).mkdir(parents=True)
-        for number in range(count):
-            image, mask = torch.full((3, 40, 40), 128.0), torch.zeros(1, 40, 40)
-            for color in range(3):
-                top, left = torch.randint(2, 24, (2,), generator=generator).tolist()
-                mask[:, top - 1 : top + 13, left - 1 : left + 13] = 255
-                mask[:, top : top + 12, left : left + 12] = color + 1
-                image[:, top : top + 12, left : left + 12] = 30
-                image[color, top : top + 12, left : left + 12] = 220
-            image += 10 * torch.randn(image.shape, generator=generator)
-            write_png(image.clamp(0, 255).byte(), str(folder / split / "images" / f"{number:03d}.png"))
-            write_png(mask.byte(), str(folder / split / "masks" / f"{number:03d}.png"))
-
-
-def shapes_with_boxes(folder):
-    """Up to three squares on gray, whose classes are their colors; a third of the images has none."""
-    from torchvision.io import write_png
-
-    rng, generator = random.Random(0), torch.Generator().manual_seed(0)
-    for split, count in (("train", 96), ("val", 24)):
-        (folder / split / "images").mkdir(parents=True)
-        lines = ["image,class,left,top,right,bottom"]
-        for number in range(count):
-            image = torch.full((3, 64, 64), 128.0)
-            for quarter in rng.sample(range(4), rng.choice([0, 1, 3])):  # they do not overlap
-                color, size = rng.randrange(3), rng.randrange(12, 24)
-                top, left = (32 * place + rng.randrange(32 - size) for place in divmod(quarter, 2))
-                image[:, top : top + size, left : left + size] = 30
-                image[color, top : top + size, left : left + size] = 220
-                lines.append(f"{number:03d}.png,{color + 1},{left},{top},{left + size},{top + size}")
-            image += 10 * torch.randn(image.shape, generator=generator)
-            write_png(image.clamp(0, 255).byte(), str(folder / split / "images" / f"{number:03d}.png"))
-        (folder / split / "boxes.csv").write_text("\n".join(lines))
-
-
-def token_files(folder):
-    """Documents of ascending numbers from 1 to 19, and then from 1 again; 0 ends each."""
-    rng = random.Random(0)
-    for split, documents in (("train", 800), ("val", 80)):
-        tokens = []
-        for _ in range(documents):
-            first = rng.randrange(19)
-            tokens += [1 + (first + place) % 19 for place in range(rng.randrange(4, 24))] + [0]
-        torch.tensor(tokens).to(torch.uint16).numpy().tofile(folder / f"{split}.bin")
-
-
-def pairs_of_image_and_text(folder):
-    """Four quarters of five colors each; a token of the text names a quarter and its color, in any order."""
-    generator = torch.Generator().manual_seed(0)
-    palette = torch.tensor([[220, 30, 30], [30, 220, 30], [30, 30, 220], [220, 220, 30], [128, 128, 128]])
-    numbers = torch.randperm(5**4, generator=generator)
-    for split, chosen in (("train", numbers[:500]), ("val", numbers[500:600])):
-        colors = torch.stack([chosen // 5**place % 5 for place in range(4)], 1)
-        texts = colors + 1 + 5 * torch.arange(4)
-        order = torch.rand(texts.shape, generator=generator).argsort(1)
-        images = palette[colors].view(-1, 2, 2, 3).permute(0, 3, 1, 2).repeat_interleave(8, 2).repeat_interleave(8, 3)
-        images = (images + 20 * torch.randn(images.shape, generator=generator)).clamp(0, 255).byte()
-        torch.save({"image": images, "text": texts.gather(1, order)}, folder / f"{split}.pt")
-
-
-def ratings(folder):
-    rng = random.Random(0)
-    taste = [[rng.gauss(0, 1) for _ in range(2)] for _ in range(60)]
-    for split, count in (("train", 2000), ("val", 300)):
-        with (folder / f"{split}.csv").open("w") as file:
-            for _ in range(count):
-                user, item = rng.randrange(30), 30 + min(rng.randrange(30), rng.randrange(30))
-                rating = sum(a * b for a, b in zip(taste[user], taste[item], strict=True))
-                csv.writer(file).writerow([user, item, round(rating, 3), rng.choice([0.5, 1.0, 2.0])])
-
-
-def table(folder):
-    """One row in eight is positive; the label depends on all columns."""
-    pytest.importorskip("pandas")
-    rng = random.Random(0)
-    with (folder / "table.csv").open("w") as file:
-        print("city,product,age,income,label", file=file)
-        for _ in range(1500):
-            city, product, age, income = rng.randrange(6), rng.randrange(9), rng.uniform(18, 80), rng.gauss(3, 1)
-            score = city - product / 2 + age / 20 + income + rng.gauss(0, 1)
-            print(f"c{city},p{product},{age:.2f},{income:.4f},{int(score > 9)}", file=file)
-
-
-def tar_shards(folder):
-    image_folder(folder / "images")
-    for split in ("train", "val"):
-        (folder / split).mkdir()
-        files = sorted((folder / "images" / split).glob("*/*.png"))
-        random.Random(0).shuffle(files)
-        for shard in range(2):
-            with tarfile.open(folder / split / f"{shard}.tar", "w") as tar:
-                for number, file in enumerate(files[shard::2]):
-                    label = ["blue", "green", "red"].index(file.parent.name)
-                    for suffix, data in (("png", file.read_bytes()), ("cls", str(label).encode())):
-                        member = tarfile.TarInfo(f"{number:06d}.{suffix}")
-                        member.size = len(data)
-                        tar.addfile(member, io.BytesIO(data))
-
-
-def hub_images(folder):
-    datasets = pytest.importorskip("datasets")
-    image_folder(folder / "images")
-    for split in ("train", "val"):
-        found = datasets.load_dataset("imagefolder", data_dir=str(folder / "images" / split), split="train")
-        found.save_to_disk(str(folder / split))
-
-
-def timm_images(folder):
-    pytest.importorskip("timm")
-    image_folder(folder, size=32)
-
-
-def save_language_model(folder, kind, **options):
-    """A small random model of transformers and a tokenizer that knows WORDS. kind: Bert or Llama."""
-    transformers = pytest.importorskip("transformers")
-    import tokenizers
-
-    vocabulary = {word: number for number, word in enumerate(["[PAD]", "[UNK]", *WORDS])}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    special = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    settings = getattr(transformers, f"{kind}Config")(vocab_size=len(vocabulary), pad_token_id=0, **sizes, **options)
-    torch.manual_seed(0)
-    names = {"Bert": "BertForSequenceClassification", "Llama": "LlamaForCausalLM"}
-    getattr(transformers, names[kind])(settings).save_pretrained(folder)
-
-
-def labelled_texts(folder):
-    save_language_model(folder / "model", "Bert")
-    rng = random.Random(0)
-    for split, count in (("train", 300), ("val", 60)):
-        with (folder / f"{split}.csv").open("w") as file:
-            print("text,label", file=file)
-            for _ in range(count):
-                text = rng.choices(WORDS, k=rng.randint(2, 12))
-                print(f"{' '.join(text)},{'yes' if 'gradients' in text else 'no'}", file=file)
-
-
-def running_text_for_adapters(folder):
-    pytest.importorskip("peft")
-    running_text(folder, initializer_range=0.3)  # the head is frozen: with 0.02 its logits would all be near 0
-
-
-def running_text(folder, **options):
-    save_language_model(folder / "model", "Llama", **options)
-    for split, count in (("train", 400), ("val", 40)):
-        (folder / f"{split}.txt").write_text(" ".join(WORDS * count))
-
-
-# recipes that change the fork of other ones
-ON = {
-    "muon": ["gpt"],
-    "sweeps": ["tabular"],
-    "lora": ["causal_lm"],
-    "memory_mapped_tokens": ["gpt"],
-    "several_validation_sets": ["gpt"],
-    "tensor_parallel": ["gpt"],
-    "pipeline": ["gpt", "tensor_parallel"],
-}
 # recipe: its data, the files that it changes, the metric, the bound of its value (lower; upper for a loss)
 CASES = {
     "vision_transformer": (image_folder, ["model.py"], "top1", 0.9, "--epochs 6 --batch_size 10"),
@@ -372,139 +148,6 @@ def test_a_metric_of_text_is_per_token_not_per_line(tmp_path):
     assert evaluated["perplexity"] == pytest.approx(2.718281828459045 ** evaluated["loss"])
     ended = forks.run(fork.folder, 2, "scripts/predict.py", "runs/fork/checkpoints/best.pt")
     assert ended.code == 0 and "nll of 40 samples" in ended.out, ended.text
-
-
-@pytest.mark.slow
-def test_the_metric_of_each_validation_set_is_that_of_the_set_alone(tmp_path):
-    """The loss is that of all characters; an evaluation of the second set as the only one gives the same number."""
-    fork = Fork(tmp_path, "several_validation_sets")
-    folder = fork.folder / "FOLDER"
-    texts_of_two_kinds(folder)
-    _, summary = fork.train("--epochs", "3")
-    both = summary["best"]
-    windows = [(len((folder / name).read_text()) - 1) // 64 for name in ("val.txt", "val-shuffled.txt")]
-    losses = [math.log(both[f"perplexity/{name}"]) for name in ("val", "shuffled")]
-    assert both["loss"] == pytest.approx(
-        sum(map(math.prod, zip(windows, losses, strict=True))) / sum(windows), rel=1e-5
-    )
-    assert both["perplexity/shuffled"] > 1.5 * both["perplexity/val"]
-    (folder / "val-shuffled.txt").rename(folder / "val.txt")
-    words = [*fork.words[:-1], "loss", *FAST, "--eval_only", "--run_dir", "runs/fork"]
-    ended = forks.run(fork.folder, 2, "train.py", *words)
-    assert ended.code == 0, ended.text
-    alone = json.loads((fork.folder / "runs/fork/eval-best.json").read_text())["records"][0]
-    assert alone["perplexity/val"] == pytest.approx(both["perplexity/shuffled"], rel=1e-6)
-
-
-@pytest.mark.slow
-def test_a_sweep_prunes_by_sigterm_and_continues_an_interrupted_trial(tmp_path):
-    """Four trials of two folds, of which the last learns nothing; the sweep is stopped in the second trial."""
-    optuna = pytest.importorskip("optuna")
-    fork = Fork(tmp_path, "sweeps")
-    table(fork.folder / "FOLDER")
-    study_folder = fork.folder / "runs/study"
-    study_folder.mkdir(parents=True)
-    backend = optuna.storages.journal.JournalFileBackend(str(study_folder / "study.log"))
-    storage = optuna.storages.JournalStorage(backend)
-    study = optuna.create_study(storage=storage, study_name="study", direction="maximize")
-    for lr in (0.01, 0.02, 0.03, 1e-6):
-        study.enqueue_trial({"lr": lr, "weight_decay": 0.01})
-    command = [sys.executable, "sweep.py", *fork.words, "--trials", "4", "--folds", "2", *FAST]
-    program = start(command, cwd=fork.folder)
-    stopped = study_folder / "trial-1" / "fold-1"
-    records = stopped / "metrics.jsonl"
-    wait_until(lambda: records.exists() and '"eval"' in records.read_text(), 200)
-    program.terminate()
-    program.wait(60)
-    assert json.loads((stopped / "status.json").read_text())["state"] == "preempted"
-    assert [trial.state.name for trial in study.trials[:2]] == ["COMPLETE", "RUNNING"]
-    ended = finish(start(command, cwd=fork.folder), 400)
-    assert ended.code == 0 and "best: auc 0.9" in ended.out, ended.text
-    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "FAIL", "COMPLETE", "PRUNED", "COMPLETE"]
-    again = study.trials[4]
-    assert again.user_attrs["run"] == "trial-1" and again.params == study.trials[1].params
-    folds = [stopped.with_name("fold-0"), stopped]
-    assert [len(json.loads((fold / "goodput.json").read_text())["attempts"]) for fold in folds] == [1, 2]
-    values = [json.loads((fold / "summary.json").read_text())["best_value"] for fold in folds]
-    assert again.value == sum(values) / 2
-    pruned = json.loads((study_folder / "trial-3/fold-0/status.json").read_text())
-    assert pruned["state"] == "preempted" and not (study_folder / "trial-3/fold-1").exists()
-
-
-@pytest.mark.slow
-def test_checkpoints_of_lora_hold_only_adapters_and_reject_another_base(tmp_path):
-    fork = Fork(tmp_path, "lora")
-    running_text_for_adapters(fork.folder / "FOLDER")
-    fork.train(*"--context 16 --epochs 1".split())
-    best = fork.folder / "runs/fork/checkpoints/best.pt"
-    saved = torch.load(best, weights_only=True)["model"]
-    assert len(saved) == 2 * 7 * 2 and all("lora_" in name for name in saved)  # 2 blocks of 7 layers
-    ended = forks.run(fork.folder, 0, "scripts/export.py", best, "whole.pt")
-    assert ended.code == 0, ended.text
-    exported = torch.load(fork.folder / "whole.pt", weights_only=True)["model"]
-    assert saved.keys() < exported.keys() and "base_model.model.lm_head.weight" in exported
-    save_language_model(fork.folder / "FOLDER/model", "Llama", initializer_range=0.2)
-    ended = forks.run(fork.folder, 0, "scripts/predict.py", best)
-    assert ended.code == 2 and "create_model" in ended.text, ended.text
-
-
-CHUNKS = """
-import torch
-from config import TrainingConfig
-from dataset import create_dataset
-from model import compute_loss, create_model
-
-torch.set_default_dtype(torch.float64)
-pairs, found = create_dataset(TrainingConfig(data_dir="FOLDER"), "train"), []
-images, texts = torch.utils.data.default_collate([pairs[index] for index in range(64)])
-batch = pairs.device_transform((images, texts), 0, 0, None)
-for chunk in (64, 16):  # 64: the whole batch
-    torch.manual_seed(0)
-    config = TrainingConfig(vocabulary=pairs.vocabulary, image_size=pairs.image_size, chunk=chunk)
-    model, kept = create_model(config, torch.device("cpu")), []
-    model.dropout.p = 0.0
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        loss, _ = compute_loss(model, batch)["loss"]
-    loss.backward()
-    sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
-    found.append(([p.grad for p in model.parameters()], loss.detach()))
-    inputs = sum(x.untyped_storage().nbytes() for x in batch)
-    assert sum(sizes.values()) < 1.5 * inputs, (sizes, inputs)  # the inputs and the embeddings, no activations
-torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
-"""
-
-
-def test_the_chunks_of_a_contrastive_batch_give_its_gradient_without_keeping_activations(tmp_path):
-    fork = Fork(tmp_path, "contrastive")
-    pairs_of_image_and_text(fork.folder / "FOLDER")
-    (fork.folder / "chunks.py").write_text(CHUNKS)
-    ended = forks.run(fork.folder, 0, "chunks.py")
-    assert ended.code == 0, ended.text
-
-
-PACKED = """
-import torch
-from config import TrainingConfig
-from model import compute_loss, create_model
-
-torch.manual_seed(0)
-model = create_model(TrainingConfig(vocabulary=20, context=16, dropout=0.0), torch.device("cpu"))
-documents = [torch.randint(1, 20, (length,)) for length in (5, 3, 6)]
-documents = [torch.cat([each, torch.zeros(1, dtype=torch.int64)]) for each in documents]
-packed, alone = torch.cat(documents)[None], [each[None] for each in documents]
-torch.testing.assert_close(model(packed), torch.cat([model(each) for each in alone], 1))
-sums, counts = zip(*(compute_loss(model, each)["loss"] for each in alone))
-loss, count = compute_loss(model, packed)["loss"]
-assert count == sum(counts) == 14
-torch.testing.assert_close(loss, sum(sums))
-"""
-
-
-def test_documents_in_a_window_do_not_see_each_other(tmp_path):
-    fork = Fork(tmp_path, "memory_mapped_tokens")
-    (fork.folder / "packed.py").write_text(PACKED)
-    ended = forks.run(fork.folder, 0, "packed.py")
-    assert ended.code == 0, ended.text
 
 
 @pytest.mark.parametrize(("name", "make_data"), [("tar_shards", tar_shards), ("segmentation", shapes_with_masks)])

@@ -1,0 +1,192 @@
+"""What single recipes promise beside the training: sweeps, adapters, packing, chunks, several validation sets."""
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+
+import forks
+from ranks import finish, start
+from recipe_data import (
+    lines_of_words,
+    pairs_of_image_and_text,
+    running_text_for_adapters,
+    save_language_model,
+    table,
+    texts_of_two_kinds,
+)
+from recipe_forks import FAST, Fork
+from training import Runs, difference, wait_until
+
+
+@pytest.mark.slow
+def test_the_metric_of_each_validation_set_is_that_of_the_set_alone(tmp_path):
+    """The loss is that of all characters; an evaluation of the second set as the only one gives the same number."""
+    fork = Fork(tmp_path, "several_validation_sets")
+    folder = fork.folder / "FOLDER"
+    texts_of_two_kinds(folder)
+    _, summary = fork.train("--epochs", "3")
+    both = summary["best"]
+    windows = [(len((folder / name).read_text()) - 1) // 64 for name in ("val.txt", "val-shuffled.txt")]
+    losses = [math.log(both[f"perplexity/{name}"]) for name in ("val", "shuffled")]
+    assert both["loss"] == pytest.approx(
+        sum(map(math.prod, zip(windows, losses, strict=True))) / sum(windows), rel=1e-5
+    )
+    assert both["perplexity/shuffled"] > 1.5 * both["perplexity/val"]
+    (folder / "val-shuffled.txt").rename(folder / "val.txt")
+    words = [*fork.words[:-1], "loss", *FAST, "--eval_only", "--run_dir", "runs/fork"]
+    ended = forks.run(fork.folder, 2, "train.py", *words)
+    assert ended.code == 0, ended.text
+    alone = json.loads((fork.folder / "runs/fork/eval-best.json").read_text())["records"][0]
+    assert alone["perplexity/val"] == pytest.approx(both["perplexity/shuffled"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_sweep_prunes_by_sigterm_and_continues_an_interrupted_trial(tmp_path):
+    """Four trials of two folds, of which the last learns nothing; the sweep is stopped in the second trial."""
+    optuna = pytest.importorskip("optuna")
+    fork = Fork(tmp_path, "sweeps")
+    table(fork.folder / "FOLDER")
+    study_folder = fork.folder / "runs/study"
+    study_folder.mkdir(parents=True)
+    backend = optuna.storages.journal.JournalFileBackend(str(study_folder / "study.log"))
+    storage = optuna.storages.JournalStorage(backend)
+    study = optuna.create_study(storage=storage, study_name="study", direction="maximize")
+    for lr in (0.01, 0.02, 0.03, 1e-6):
+        study.enqueue_trial({"lr": lr, "weight_decay": 0.01})
+    command = [sys.executable, "sweep.py", *fork.words, "--trials", "4", "--folds", "2", *FAST]
+    program = start(command, cwd=fork.folder)
+    stopped = study_folder / "trial-1" / "fold-1"
+    records = stopped / "metrics.jsonl"
+    wait_until(lambda: records.exists() and '"eval"' in records.read_text(), 200)
+    program.terminate()
+    program.wait(60)
+    assert json.loads((stopped / "status.json").read_text())["state"] == "preempted"
+    assert [trial.state.name for trial in study.trials[:2]] == ["COMPLETE", "RUNNING"]
+    ended = finish(start(command, cwd=fork.folder), 400)
+    assert ended.code == 0 and "best: auc 0.9" in ended.out, ended.text
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "FAIL", "COMPLETE", "PRUNED", "COMPLETE"]
+    again = study.trials[4]
+    assert again.user_attrs["run"] == "trial-1" and again.params == study.trials[1].params
+    folds = [stopped.with_name("fold-0"), stopped]
+    assert [len(json.loads((fold / "goodput.json").read_text())["attempts"]) for fold in folds] == [1, 2]
+    values = [json.loads((fold / "summary.json").read_text())["best_value"] for fold in folds]
+    assert again.value == sum(values) / 2
+    pruned = json.loads((study_folder / "trial-3/fold-0/status.json").read_text())
+    assert pruned["state"] == "preempted" and not (study_folder / "trial-3/fold-1").exists()
+
+
+@pytest.mark.slow
+def test_muon_is_rejected_with_sharding_and_its_state_survives_a_resume(tmp_path):
+    fork, runs = Fork(tmp_path, "muon"), Runs(tmp_path / "runs")
+    lines_of_words(fork.folder / "FOLDER")
+    ended = forks.run(fork.folder, 2, "train.py", *fork.words, *FAST, "--sharding", "zero2")
+    assert ended.code and "MuonAndAdamW" in ended.text and "--sharding none" in ended.text, ended.text
+    words = [*fork.words, *FAST, "--epochs", "2", "--max_steps", "12", "--schedule_steps", "12"]
+    for name, more in (("whole", []), ("parts", ["--max_steps", "7"]), ("parts", ["--resume_from", "auto"])):
+        ended = forks.run(fork.folder, 2, "train.py", *words, *more, "--run_dir", f"runs/{name}")
+        assert ended.code == 0, ended.text
+    whole, parts = (runs.last(name) for name in ("whole", "parts"))
+    assert all(difference(whole[key], parts[key]) == [] for key in ("model", "optimizer"))
+    kinds = {frozenset(state) for state in whole["optimizer"]["state"].values()}
+    assert kinds == {frozenset({"momentum_buffer"}), frozenset({"step", "exp_avg", "exp_avg_sq"})}
+
+
+@pytest.mark.slow
+def test_checkpoints_of_lora_hold_only_adapters_and_reject_another_base(tmp_path):
+    fork = Fork(tmp_path, "lora")
+    running_text_for_adapters(fork.folder / "FOLDER")
+    fork.train(*"--context 16 --epochs 1".split())
+    best = fork.folder / "runs/fork/checkpoints/best.pt"
+    saved = torch.load(best, weights_only=True)["model"]
+    assert len(saved) == 2 * 7 * 2 and all("lora_" in name for name in saved)  # 2 blocks of 7 layers
+    ended = forks.run(fork.folder, 0, "scripts/export.py", best, "whole.pt")
+    assert ended.code == 0, ended.text
+    exported = torch.load(fork.folder / "whole.pt", weights_only=True)["model"]
+    assert saved.keys() < exported.keys() and "base_model.model.lm_head.weight" in exported
+    (fork.folder / "adapter.py").write_text(ADAPTER)
+    ended = forks.run(fork.folder, 0, "adapter.py")
+    assert ended.code == 0, ended.text
+    save_language_model(fork.folder / "FOLDER/model", "Llama", initializer_range=0.2)
+    ended = forks.run(fork.folder, 0, "scripts/predict.py", best)
+    assert ended.code == 2 and "create_model" in ended.text, ended.text
+
+
+ADAPTER = """
+import torch
+from config import TrainingConfig
+from model import create_model
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+saved, ids = torch.load("whole.pt"), torch.arange(12)[None]
+model = create_model(TrainingConfig(**saved["config"]), torch.device("cpu")).eval()
+model.load_state_dict(saved["model"])
+expected = model(input_ids=ids).logits
+model.save_pretrained("adapter")
+again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("FOLDER/model"), "adapter").eval()
+assert torch.equal(again(input_ids=ids).logits, expected)
+model.merge_and_unload().save_pretrained("merged")
+torch.testing.assert_close(AutoModelForCausalLM.from_pretrained("merged")(input_ids=ids).logits, expected)
+"""
+
+
+CHUNKS = """
+import torch
+from config import TrainingConfig
+from dataset import create_dataset
+from model import compute_loss, create_model
+
+torch.set_default_dtype(torch.float64)
+pairs, found = create_dataset(TrainingConfig(data_dir="FOLDER"), "train"), []
+images, texts = torch.utils.data.default_collate([pairs[index] for index in range(64)])
+batch = pairs.device_transform((images, texts), 0, 0, None)
+for chunk in (64, 16):  # 64: the whole batch
+    torch.manual_seed(0)
+    config = TrainingConfig(vocabulary=pairs.vocabulary, image_size=pairs.image_size, chunk=chunk)
+    model, kept = create_model(config, torch.device("cpu")), []
+    model.dropout.p = 0.0
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        loss, _ = compute_loss(model, batch)["loss"]
+    loss.backward()
+    sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
+    found.append(([p.grad for p in model.parameters()], loss.detach()))
+    inputs = sum(x.untyped_storage().nbytes() for x in batch)
+    assert sum(sizes.values()) < 1.5 * inputs, (sizes, inputs)  # the inputs and the embeddings, no activations
+torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+"""
+
+
+def test_the_chunks_of_a_contrastive_batch_give_its_gradient_without_keeping_activations(tmp_path):
+    fork = Fork(tmp_path, "contrastive")
+    pairs_of_image_and_text(fork.folder / "FOLDER")
+    (fork.folder / "chunks.py").write_text(CHUNKS)
+    ended = forks.run(fork.folder, 0, "chunks.py")
+    assert ended.code == 0, ended.text
+
+
+PACKED = """
+import torch
+from config import TrainingConfig
+from model import compute_loss, create_model
+
+torch.manual_seed(0)
+model = create_model(TrainingConfig(vocabulary=20, context=16, dropout=0.0), torch.device("cpu"))
+documents = [torch.randint(1, 20, (length,)) for length in (5, 3, 6)]
+documents = [torch.cat([each, torch.zeros(1, dtype=torch.int64)]) for each in documents]
+packed, alone = torch.cat(documents)[None], [each[None] for each in documents]
+torch.testing.assert_close(model(packed), torch.cat([model(each) for each in alone], 1))
+sums, counts = zip(*(compute_loss(model, each)["loss"] for each in alone))
+loss, count = compute_loss(model, packed)["loss"]
+assert count == sum(counts) == 14
+torch.testing.assert_close(loss, sum(sums))
+"""
+
+
+def test_documents_in_a_window_do_not_see_each_other(tmp_path):
+    fork = Fork(tmp_path, "memory_mapped_tokens")
+    (fork.folder / "packed.py").write_text(PACKED)
+    ended = forks.run(fork.folder, 0, "packed.py")
+    assert ended.code == 0, ended.text
