@@ -23,7 +23,7 @@ from utils.rng import derive_seed, mix
 from utils.training.state import TrainState
 
 KEYS = 2**21  # 16 MB on each device; those of later positions are these times a number
-CHUNKS = {"cpu": 2**18}  # values at a time, in the processor's cache; elsewhere as many as keys, which takes 40 MB
+CHUNKS = {"cpu": 2**16}  # values at a time, in the processor's cache; elsewhere as many as keys, which takes 40 MB
 WORDS = {1: torch.int8, 2: torch.int16}  # by element size; larger elements are several int32
 
 
