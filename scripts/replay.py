@@ -9,7 +9,8 @@ records from the checkpoint on, and the state if the run has a checkpoint of ste
 bitwise equal, otherwise up to rounding. The run is not changed. Exit code 1 if an exact run differs.
 
 --dump FILE writes all of it: torch.load(FILE, weights_only=True) gives a dict with the samples' indices, losses and
-batches, the weights before and after the step, and the gradients.
+batches, the weights before and after the step, the gradients, and for each micro-batch its loss and a fingerprint of
+each module's output. scripts/runs.py --diverge compares two dumps, which may come from two machines or versions.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import functools
 import itertools
 import math
 import os
+import socket
 import sys
 import tempfile
 import warnings
@@ -50,6 +52,7 @@ from utils.files import read_json, read_lines, replace_file
 from utils.rng import seed_device
 from utils.run.failures import leave_after
 from utils.table import format_table
+from utils.training.fingerprint import fingerprint_of
 from utils.training.seams import Seams
 from utils.training.step_sums import StepSums
 
@@ -61,11 +64,18 @@ OFF = ("save_every", "save_every_steps", "save_every_minutes", "max_time", "max_
 class Step:
     """What is found out about the step. Tensors are on the CPU."""
 
+    number: int = 0  # from 1
+    epoch: int = 0  # from 0
+    host: str = field(default_factory=socket.gethostname)
     loss: float = math.nan
     norm: float = math.nan
+    lrs: list[float] = field(default_factory=list)  # of the parameter groups
     indices: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)  # of the samples one by one, in evaluation mode
+    micro_batches: list[list[int]] = field(default_factory=list)  # their samples
     batches: list[Any] = field(default_factory=list)  # the micro-batches as compute_loss gets them
+    micro_losses: list[float] = field(default_factory=list)
+    outputs: list[list[tuple[str, int]]] = field(default_factory=list)  # module and fingerprint, as they were computed
     places: dict[str, str] = field(default_factory=dict)  # where values that are not finite arise
     gradients: dict[str, Tensor] = field(default_factory=dict)
     before: dict[str, Tensor] = field(default_factory=dict)
@@ -80,8 +90,16 @@ def main() -> int:
     parser.add_argument("--step", type=int, required=True, help="the optimizer step, from 1, as in metrics.jsonl")
     parser.add_argument("--dump", type=Path, metavar="FILE", help="write everything to this file")
     options, flags = parser.parse_known_args()
-    start, payload = latest_before(options.run, options.step)
-    config = choose_config(options.run, payload, flags)
+    with opened(options.run, options.step, flags) as (ours, start):
+        is_equal = replay(ours, options, start)
+    return 0 if is_equal or ours.config.reduction != "exact" else 1
+
+
+@contextlib.contextmanager
+def opened(run: Path, step: int, flags: list[str]) -> Iterator[tuple[Ours, Path | None]]:
+    """The run in a temporary folder, at its latest checkpoint before the step, and that checkpoint."""
+    start, payload = latest_before(run, step)
+    config = choose_config(run, payload, flags)
     if payload and payload["provenance"].get("cpu_threads"):
         os.environ["OMP_NUM_THREADS"] = str(payload["provenance"]["cpu_threads"])
         torch.set_num_threads(payload["provenance"]["cpu_threads"])
@@ -89,11 +107,23 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="replay-") as folder:
         ours = Ours(config, ctx, Path(folder) / "run", 0, str(start or ""))
         try:
-            is_equal = replay(ours, options, start)
+            yield ours, start
         finally:
             ours.close()
     cleanup_distributed()
-    return 0 if is_equal or config.reduction != "exact" else 1
+
+
+def records_of(run: Path, first: int, last: int) -> dict[int, dict[str, Any]]:
+    """Records of the replayed steps up to `last`, by step, from the latest checkpoint before step `first` on."""
+    with opened(run, first, ["--log_interval", "1"]) as (ours, _):
+        go_on(ours, last)
+        return {record["step"]: record for record in ours.training.run.records("train")}
+
+
+def dump_of(run: Path, step: int) -> dict[str, Any]:
+    """What --dump writes."""
+    with opened(run, step, []) as (ours, _):
+        return vars(look_at(ours, step))
 
 
 def latest_before(run: Path, step: int) -> tuple[Path | None, dict[str, Any] | None]:
@@ -128,27 +158,13 @@ def choose_config(run: Path, payload: dict[str, Any] | None, flags: list[str]) -
 
 def replay(ours: Ours, options: argparse.Namespace, start: Path | None) -> bool:
     """Train to the step, examine it, go on to the next record. Returns whether everything equals the run's."""
-    state, progress, first, target = ours.state, ours.state.progress, ours.state.progress.step, options.step
+    state, first, target = ours.state, ours.state.progress.step, options.step
     records = read_lines(options.run / "metrics.jsonl")
     theirs = [r for *_, r in records if r.get("kind") == "train" and r["step"] > first]
     end = min((r["step"] for r in theirs if r["step"] >= target), default=target)
     print(f"step {target} of {options.run}, replayed from {start.name if start else 'the start'}", flush=True)
-    go_on(ours, target - 1)
-    begin_epoch(ours)
-    step = Step(before=copies(state.model.state_dict()))
-    epoch = progress.epoch
-    global_batch = next(ours.loader.sampler.global_batches(epoch, progress.samples_in_epoch))
-    plain_commit = StepSums.commit
-
-    def commit(sums: StepSums, *rest: Any) -> None:
-        step.loss, step.norm = (sums.loss / sums.loss_count).item(), state.norm.item()
-        plain_commit(sums, *rest)
-
-    with mock.patch.object(StepSums, "commit", commit):
-        go_on(ours, target)
-    step.after = copies(state.model.state_dict())
-    examine(step, global_batch, epoch, target - 1, ours)
-    show(step, epoch, len(global_batch.micro_batches), state.lrs)
+    step = look_at(ours, target)
+    show(step)
     different = None
     for path in checkpoint.step_checkpoints(options.run / "checkpoints"):
         if checkpoint.step_of(path) != target:
@@ -167,6 +183,26 @@ def replay(ours: Ours, options: argparse.Namespace, start: Path | None) -> bool:
         replace_file(options.dump, lambda file: torch.save(vars(step), file))
         print(f"wrote {options.dump}")
     return is_equal and not different
+
+
+def look_at(ours: Ours, target: int) -> Step:
+    """Train to the step, and examine it."""
+    state, progress = ours.state, ours.state.progress
+    go_on(ours, target - 1)
+    begin_epoch(ours)
+    step = Step(number=target, epoch=progress.epoch, before=copies(state.model.state_dict()))
+    global_batch = next(ours.loader.sampler.global_batches(step.epoch, progress.samples_in_epoch))
+    plain_commit = StepSums.commit
+
+    def commit(sums: StepSums, *rest: Any) -> None:
+        step.loss, step.norm = (sums.loss / sums.loss_count).item(), state.norm.item()
+        plain_commit(sums, *rest)
+
+    with mock.patch.object(StepSums, "commit", commit):
+        go_on(ours, target)
+    step.after, step.lrs = copies(state.model.state_dict()), state.lrs
+    examine(step, global_batch, ours)
+    return step
 
 
 class Limited:
@@ -200,17 +236,15 @@ def copies(tensors: dict[str, Any]) -> dict[str, Any]:
     return {name: value.detach().cpu().clone() for name, value in tensors.items() if isinstance(value, Tensor)}
 
 
-def examine(step: Step, global_batch: GlobalBatch, epoch: int, number: int, ours: Ours) -> None:
-    """Compute the micro-batches once more with the weights before the step, and then each sample by itself.
-
-    number: of the step, from 0.
-    """
+def examine(step: Step, global_batch: GlobalBatch, ours: Ours) -> None:
+    """Compute the micro-batches once more with the weights before the step, and then each sample by itself."""
     seams, config, loader, device = ours.training.seams, ours.config, ours.loader, ours.loader.device
+    epoch = step.epoch
     model = seams.create_model(config, device)
     model.load_state_dict(step.before)
 
     def loss_of(batch: Any, micro_batch: MicroBatch) -> tuple[Tensor, Any]:
-        seed_device(device, "step", config.seed, number, micro_batch.number)
+        seed_device(device, "step", config.seed, step.number - 1, micro_batch.number)
         with ours.state.precision.autocast():
             total, counted = seams.compute_loss(model, batch)["loss"][:2]
             return (seams.terms.mean(total), 0.0) if seams.terms else (total, counted)
@@ -223,10 +257,13 @@ def examine(step: Step, global_batch: GlobalBatch, epoch: int, number: int, ours
     for micro_batch in sorted(global_batch.micro_batches, key=lambda each: each.number):
         where, batch = f"micro-batch {micro_batch.number}", loader.fetch(micro_batch.indices, epoch)[2]
         step.indices += micro_batch.indices
+        step.micro_batches.append(micro_batch.indices)
+        step.outputs.append([])
         step.batches.append(map_tensors(lambda tensor: tensor.cpu(), batch))
         model.train()
-        with watching(model, batch, step.places, where):
+        with watching(model, batch, step.places, where, step.outputs[-1]):
             total, counted = loss_of(batch, micro_batch)
+        step.micro_losses.append(total.item())
         total.backward()
         count += float(counted)
         if not total.isfinite():
@@ -252,12 +289,17 @@ def is_finite(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def watching(model: nn.Module, batch: Any, places: dict[str, str], where: str) -> Iterator[None]:
-    """Note the first module of the forward pass whose output is not finite."""
+def watching(
+    model: nn.Module, batch: Any, places: dict[str, str], where: str, outputs: list[tuple[str, int]] | None = None
+) -> Iterator[None]:
+    """Note the first module of the forward pass whose output is not finite, and in `outputs` all of them."""
     if not is_finite(batch):
         places[where] = "in the batch itself, before the model"
 
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        if outputs is not None:
+            name = f"{names[module] or 'the model'} ({type(module).__name__})"
+            outputs.append((name, fingerprint_of("output", tensors_in(output))))
         if not is_finite(output):
             place = "in" if is_finite(inputs) else "before"
             places.setdefault(where, f"{place} {names[module] or 'the model'} ({type(module).__name__})")
@@ -282,10 +324,9 @@ def explain_backward(loss: Callable[[], tuple[Tensor, Any]]) -> str:
     return "in the backward pass, by a sum that is too large"
 
 
-def show(step: Step, epoch: int, micro_batches: int, lrs: list[float]) -> None:
-    print(
-        f"epoch {epoch + 1}, {len(step.indices)} samples in {micro_batches} micro-batches, learning rate {lrs[0]:.6g}"
-    )
+def show(step: Step) -> None:
+    samples = f"{len(step.indices)} samples in {len(step.micro_batches)} micro-batches"
+    print(f"epoch {step.epoch + 1}, {samples}, learning rate {step.lrs[0]:.6g}")
     print(f"loss {step.loss:.9g}, gradient norm {step.norm:.9g}")
     worst = sorted(zip(step.losses, step.indices, strict=True), key=lambda each: (math.isfinite(each[0]), -each[0]))
     print("largest losses of samples, in evaluation mode with the weights before the step:")
@@ -320,7 +361,8 @@ def show_records(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> bool:
         print("the run has no record of this step or later ones to compare with")
     else:
         steps = f"{pairs[0][0]['step']} to {pairs[-1][0]['step']}"
-        text = ", ".join(f"{name} by {gap:.1e} of its value" for name, gap in gaps.items())
+        shares = {name: f" by {gap:.1e} of its value" for name, gap in gaps.items() if gap < math.inf}
+        text = ", ".join(name + shares.get(name, "") for name in gaps)
         print(f"records of the run from step {steps}: {text + ' different' if gaps else 'bitwise equal'}")
     return not gaps
 

@@ -5,6 +5,9 @@ python scripts/runs.py runs --plot curves.svg             also plot their curves
 python scripts/runs.py runs/a runs/b --plot ab.svg --metric loss --title "learning rates"
 python scripts/runs.py runs/a runs/b --html report.html   an HTML report: figures, curves, timeline and settings
 python scripts/runs.py --compare runs/a runs/b            compare the final weights bitwise; exit code 1 if they differ
+python scripts/runs.py --diverge runs/a runs/b            settings, and the first record, that differ
+python scripts/runs.py --diverge runs/a runs/b --replay   replay both: the step, and what differs in it
+python scripts/runs.py --diverge a.pt b.pt                the same from two files of scripts/replay.py --dump
 """
 
 from __future__ import annotations
@@ -163,6 +166,22 @@ def compare(runs: list[RunInfo]) -> bool:
     return is_equal
 
 
+def diverge(folders: list[Path], may_replay: bool) -> bool:
+    """Print where two runs diverge, or two dumps of scripts/replay.py. Returns whether they are equal."""
+    from scripts.lib.diverge import of_dumps, report  # import torch
+
+    if len(folders) != 2:
+        raise UserError("diverge: needs two runs; give their folders")
+    if all(path.is_file() for path in folders):
+        text, is_equal = of_dumps(folders)
+    else:
+        a, b = (find_runs([folder])[0] for folder in folders)
+        one, other = labels([a, b])
+        text, is_equal = report(a, b, differing_settings([a, b]), (one, other), may_replay)
+    print(text)
+    return is_equal
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -178,8 +197,12 @@ def main() -> int:
     )
     parser.add_argument("--sort", default="", metavar="NAME", help="sort by a setting or metric of the best evaluation")
     parser.add_argument("--compare", action="store_true", help="compare the weights; exit code 1 if they differ")
+    parser.add_argument("--diverge", action="store_true", help="where two runs diverge; exit code 1 if they do")
+    parser.add_argument("--replay", action="store_true", help="with --diverge: repeat both runs to find the step")
     options = parser.parse_args()
     try:
+        if options.diverge:
+            return int(not diverge(options.folders, options.replay))
         runs = find_runs(options.folders)
         runs = sort(runs, options.sort) if options.sort else runs
         metric = options.metric or metric_of(runs)

@@ -41,7 +41,14 @@ class Mutation:
 
 # fmt: off
 MUTATIONS = [
-    Mutation('Checkpoints.compare_buffers', 'mine = {name: [*buffer.shape, bits] for (name, buffer), bits in sums}', 'mine = {name: [*buffer.shape] for (name, buffer), bits in sums}', 'other-buffers'),
+    Mutation('Checkpoints.compare_buffers', 'mine = {name: [*each.shape, fingerprint_of("buffers", [each])] for name, each in buffers}', 'mine = {name: [*each.shape] for name, each in buffers}', 'other-buffers'),
+    Mutation('fingerprint_of', 'products *= _keys(device)[first : first + len(products)]', 'pass', 'fingerprint'),
+    Mutation('fingerprint_of', 'totals[device] += products.sum() * (derive_seed(name, block) | 1)', 'totals[device] += products.sum()', 'fingerprint'),
+    Mutation('_pieces', 'first = own_rows(owner)[0]', 'pass', 'fingerprint'),
+    Mutation('changed_bits', 'if saved not in (None, each)', 'if False', 'fingerprint'),
+    Mutation('fingerprint', 'dist.all_reduce(total, group=group)', 'pass', 'fingerprint'),
+    Mutation('first_gap', 'if "fingerprint" in names or (names and not one.keys() & other.keys() & {"fingerprint"}):', 'if names:', 'diverge'),
+    Mutation('content', 'places = unequal(mine, its)', 'places = unequal(mine, mine)', 'diverge'),
     Mutation('Replicated.accumulating', 'return nullcontext() if micro_batch.is_last else self.no_sync()', 'return self.no_sync() if micro_batch.is_last else nullcontext()', 'gradient'),
     Mutation('TrainState.plan', 'self._loss_scale.fill_(divisor * 2.0**-progress.loss_shift)', 'self._loss_scale.fill_(2.0**-progress.loss_shift)', 'gradient'),
     Mutation('TrainState.update_if_finite', 'divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift', 'divisor = torch.full_like(self.sums.loss_count, float(global_batch.samples)) * 2.0**-self.progress.loss_shift', 'gradient'),
@@ -71,7 +78,7 @@ MUTATIONS = [
     Mutation('train_one_epoch', 'seed_device(ctx.device, "step", config.seed, progress.step, micro_batch.number)', 'seed_device(ctx.device, "step", config.seed, progress.step, ctx.rank)', 'dropout'),
     Mutation('GlobalBatchLoader.global_batches', 'self.sampler.set_epoch(epoch, start)', 'self.sampler.set_epoch(0, start)', 'order'),
     Mutation('GlobalBatchSampler.order', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, 0))', 'order'),
-    Mutation('sample_draws', 'x = (indices.unsqueeze(1) * count + number) * _signed(0x9E3779B97F4A7C15) + derive_seed("sample", seed, epoch)', 'x = (torch.arange(len(indices), device=indices.device).unsqueeze(1) * count + number) * _signed(0x9E3779B97F4A7C15) + derive_seed("sample", seed, epoch)', 'samples'),
+    Mutation('sample_draws', 'return _shift(mix(indices.unsqueeze(1) * count + number, derive_seed("sample", seed, epoch)), 32)', 'return _shift(mix(torch.arange(len(indices), device=indices.device).unsqueeze(1) * count + number, derive_seed("sample", seed, epoch)), 32)', 'samples'),
     Mutation('GlobalBatchLoader._to_device', 'batch = self._transform(batch, self._seed, micro_batch.epoch, indices_on(micro_batch.indices, self.device))', 'batch = self._transform(batch, self._seed, 0, indices_on(micro_batch.indices, self.device))', 'samples'),
     Mutation('Fetcher._batch', 'seed_host("sample", self._seed, epoch, *indices)', 'pass', 'samples'),
     Mutation('repeated_order', 'return images[first + within % size] + n * (within // size)', 'return images[first + within % size]', 'order'),
@@ -126,7 +133,7 @@ MUTATIONS = [
     Mutation('latest_valid', 'if skipped:', 'if False:', 'all-damaged'),
     Mutation('load', 'return retried(lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped))', 'return retried(lambda: torch.load(path, map_location="cpu", weights_only=False, mmap=is_mapped))', 'untrusted'),
     Mutation('prune', 'for path in step_checkpoints(folder)[:-keep_last]:', 'for path in step_checkpoints(folder)[:-1]:', 'keep-last'),
-    Mutation('Checkpoints.wait', 'odd = broadcast_json(sorted(odd), self._ctx)', 'odd = []', 'divergence'),
+    Mutation('Checkpoints.wait', 'odd, fingerprint = broadcast_json([sorted(odd), f"{(whole + self._rest) % 2**64:016x}"], self._ctx)', 'odd, fingerprint = [], ""', 'divergence'),
     Mutation('Checkpoints._written', 'except OSError as error:', 'except BlockingIOError as error:', 'disk'),
     Mutation('Checkpoints._check_progress', 'self._stalled_s = 0.0 if has_moved else self._stalled_s + min(now - self._looked_at, SECONDS_COUNTED)', 'self._stalled_s = 0.0', 'stalled-write'),
     Mutation('_HashingWriter.write', 'self._tick()', 'pass', 'stalled-write'),

@@ -16,7 +16,7 @@ from config import UserError
 Metrics = dict[str, tuple]  # name -> (sum, count) or (sum, count, function of their quotient); numbers or tensors
 RESERVED = (  # keys of a record besides the metrics
     *("kind", "epoch", "step", "split", "weights", "count", "lr", "lr_of_groups", "grad_norm", "samples_per_s"),
-    *("data_wait_s", "step_s", "peak_memory_bytes"),
+    *("data_wait_s", "step_s", "peak_memory_bytes", "fingerprint"),
 )
 KNOWN_DIRECTIONS = {"loss": -1, "accuracy": 1, "top1": 1, "top5": 1}
 EXAMPLE = '{"loss": (loss_sum, len(labels)), "accuracy": (correct, len(labels))}'

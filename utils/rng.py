@@ -21,23 +21,6 @@ def derive_seed(*key: object) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def digest_of(tensors: list[Tensor]) -> int:
-    """63 bits that change with any bit of any tensor. Reads from the device."""
-    return derive_seed(*bit_sums(tensors))
-
-
-def bit_sums(tensors: list[Tensor]) -> list[int]:
-    """A sum of the bits of each tensor. Reads from the device."""
-    sums = []
-    for tensor in tensors:
-        by_memory = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-        flat = tensor.detach().permute(by_memory).reshape(-1).contiguous()
-        places = (flat.numel() * flat.element_size(), flat.storage_offset() * flat.element_size())
-        kind = torch.int64 if flat.element_size() <= 8 and not any(place % 8 for place in places) else torch.uint8
-        sums.append(flat.view(kind).sum(dtype=torch.int64))
-    return torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
-
-
 def seed_host(*key: object) -> None:
     """Seed the global generators of Python, torch (on the CPU) and numpy (if it is imported)."""
     seed = derive_seed(*key)
@@ -58,9 +41,6 @@ def seed_device(device: torch.device, *key: object) -> None:
 def sample_draws(seed: int, epoch: int, indices: Tensor, count: int) -> Tensor:
     """`count` random 32-bit numbers for each sample, a pure function of (seed, epoch, index).
 
-    The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), as
-    tensor operations on int64, whose products wrap: the same numbers on every device.
-
     Args:
         indices: int64 [B], the samples' indices in the data set.
 
@@ -68,10 +48,19 @@ def sample_draws(seed: int, epoch: int, indices: Tensor, count: int) -> Tensor:
         int64 [B, count], each in [0, 2^32).
     """
     number = torch.arange(count, device=indices.device)
-    x = (indices.unsqueeze(1) * count + number) * _signed(0x9E3779B97F4A7C15) + derive_seed("sample", seed, epoch)
+    return _shift(mix(indices.unsqueeze(1) * count + number, derive_seed("sample", seed, epoch)), 32)
+
+
+def mix(numbers: Tensor, key: int) -> Tensor:
+    """64 random bits for each number, a pure function of it and the key.
+
+    SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), as tensor operations on
+    int64, whose products wrap: the same bits on every device.
+    """
+    x = numbers * _signed(0x9E3779B97F4A7C15) + key
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
-    return _shift(x ^ _shift(x, 31), 32)
+    return x ^ _shift(x, 31)
 
 
 def draw_integers(draws: Tensor, high: int) -> Tensor:

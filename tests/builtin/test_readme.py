@@ -84,7 +84,7 @@ QUICK = {
     "train.py": TINY,
 }
 # left out by default; test_whole_run.py and test_changed_data.py train likewise
-SLOW = ("--kill", "cifar10", "scripts/verify.py", "train.py --epochs 5", "train.py --dataset imagefolder")
+SLOW = ("--kill", "cifar10", "scripts/verify.py", "--dataset imagefolder", "--dataset csv")
 
 
 def write_fork(folder):
@@ -96,6 +96,9 @@ def write_fork(folder):
     (folder / "FOLDER").mkdir()
     for split, count in (("train", 200), ("val", 40)):
         save_images(folder / "FOLDER" / split, {"cat": 20, "dog": 20})
+        images = sorted((folder / "FOLDER" / split).glob("*/*"))
+        rows = "".join(f"{image.relative_to(folder / 'FOLDER')},{image.parent.name}\n" for image in images)
+        (folder / "FOLDER" / f"{split}.csv").write_text(f"path,label\n{rows}")
         features = torch.randn(count, 8, generator=torch.Generator().manual_seed(count))
         torch.save((features, features.sum(1)), folder / "FOLDER" / f"{split}.pt")
 
@@ -113,8 +116,8 @@ def pasted(repository, after_clone, left_out):
             flags = next((flags for part, flags in QUICK.items() if part in line), "")
             if "git clone" in line:
                 script += [line, "cp -r ../fork/FOLDER .", *after_clone]
-            elif "cifar10" in line and not left_out:  # a machine without a network is told what to do
-                script.append(f"{line} {flags} 2> cifar10.txt || grep 'cannot be downloaded' cifar10.txt")
+            elif re.search("cifar10|from torchvision", line) and not left_out:  # without a network, it says what to do
+                script.append(f"{line} {flags} 2> download.txt || grep 'cannot be downloaded' download.txt")
             elif not any(part in line for part in left_out):
                 script.append(f"{line} {flags}")
     return "\n".join(script)

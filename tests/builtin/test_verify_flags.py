@@ -59,6 +59,7 @@ ROWS = """
 --patience 1
 --save_every_steps 1 --eval_every 0
 --eval_every_steps 2 --eval_batch_size 3
+--find_unused_parameters
 """.strip().splitlines()
 ELSEWHERE = {  # flags without a row
     "dataset": "test_recipes.py",

@@ -14,7 +14,8 @@ from training import Runs
 from utils.checkpoint import archive
 
 STEPS = [2, 4, 6, 8, 10, 12, 14, 15]  # the logged steps
-TRAIN_KEYS = "kind epoch step loss top1 lr grad_norm samples_per_s data_wait_s step_s peak_memory_bytes".split()
+TRAIN_KEYS = "kind epoch step loss top1 lr grad_norm samples_per_s data_wait_s step_s".split()
+TRAIN_KEYS += ["peak_memory_bytes", "fingerprint"]
 EVAL_KEYS = "kind epoch step split weights loss top1 top5 count".split()
 SUMMARY_KEYS = (
     "state epochs steps skipped_steps samples_seen wall_s samples_per_s samples_per_s_per_rank world_size"

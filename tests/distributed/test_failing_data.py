@@ -32,11 +32,12 @@ def test_a_worker_that_hangs_ends_the_run_with_its_rank_and_samples(runs):
 
 
 SLOW = """
-plain = tasks.Lines.__getitem__
+import line_tasks
+plain = line_tasks.Lines.__getitem__
 def getitem(self, index):
     time.sleep(0.01)
     return plain(self, index)
-tasks.Lines.__getitem__ = getitem
+line_tasks.Lines.__getitem__ = getitem
 """
 
 

@@ -12,7 +12,7 @@ import plain_loop
 import predict
 import train
 from config import UserError
-from ranks import run_ranks
+from ranks import run_ranks, slow
 from tasks import TASKS, BlockModel, config_of, image_loss, using
 from test_exact_ranks import FLAGS as OF_CHAIN
 from test_exact_resume import FLAGS as OF_RESUME
@@ -62,7 +62,7 @@ def test_hybrid_is_sharded_on_a_node_and_replicated_on_two(runs):
     ("ranks", "task", "flags"),
     [
         (2, "images", f"{ADAMW} --sharding zero3 --amp_dtype bf16 --grad_accum_steps 2"),
-        (4, "blocks", f"{SGD} --sharding zero2 --no-use_amp"),
+        slow(4, "blocks", f"{SGD} --sharding zero2 --no-use_amp"),
     ],
 )
 def test_stops_and_resumes_within_an_epoch_change_nothing(runs, ranks, task, flags):

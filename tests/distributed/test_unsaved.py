@@ -66,7 +66,7 @@ def train_with_stops(flags, stops):
 
 CASES = [
     (2, ""),
-    (2, "--sharding zero3 --optimizer adamw --lr 0.002 --grad_accum_steps 2"),
+    slow(2, "--sharding zero3 --optimizer adamw --lr 0.002 --grad_accum_steps 2"),
     slow(4, "--reduction exact"),
     slow(1, "--grad_accum_steps 2"),
 ]

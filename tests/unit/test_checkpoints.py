@@ -1,4 +1,4 @@
-"""Copies of the state, files and who writes them, the digest of weights, records on a full disk, the user's command."""
+"""Copies of the state, files and who writes them, records on a full disk, the user's command."""
 
 import mmap
 import os
@@ -23,7 +23,7 @@ from utils.checkpoint import format as checkpoint
 from utils.checkpoint.layouts import FileLayout
 from utils.checkpoint.snapshot import HostMemory
 from utils.files import LinesFile, read_lines
-from utils.rng import digest_of, diverged
+from utils.rng import diverged
 from utils.run import hook as hook_module
 from utils.run.hook import Hook
 from utils.run.watchdog import GONE, state_of
@@ -154,20 +154,6 @@ def test_blocks_of_a_write_are_counted_and_hashed(tmp_path):
     ticks, big = [], payload(10) | {"model": {"weight": torch.randn(5_000_000)}}
     digest = archive.write(tmp_path / "a.pt", big, tick=lambda: ticks.append(1))
     assert len(ticks) > 5 and checkpoint.verify(tmp_path / "a.pt") == (10, digest)
-
-
-def test_the_digest_changes_with_any_bit_of_any_weight():
-    torch.manual_seed(0)
-    image = torch.randn(5, 3, 3, 3).contiguous(memory_format=torch.channels_last)
-    weights = [image, torch.randn(7), torch.randn(2, 2).bfloat16()]
-    before = digest_of(weights)
-    assert digest_of([weight.clone() for weight in weights]) == before
-    for weight in weights:
-        bits = weight.view(torch.int16 if weight.dtype is torch.bfloat16 else torch.int32)
-        for bit in (0, 14):
-            bits[(0,) * bits.ndim] ^= 1 << bit
-            assert digest_of(weights) != before
-            bits[(0,) * bits.ndim] ^= 1 << bit
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
-"""The phase of each rank, the rank that holds up the others, and the account of time."""
+"""The phase of each rank, the rank that holds up the others, and errors of a lost peer."""
 
 import ctypes
-import json
 import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,14 +17,10 @@ import torch.distributed as dist
 
 import utils.clock
 import utils.run.watchdog
-from config import TrainingConfig
-from test_run_folder import open_run, with_
 from training import wait_until
 from utils.clock import Clock, slowest
 from utils.distributed.beats import Beats, Place
 from utils.distributed.collectives import is_of_a_peer
-from utils.report import goodput
-from utils.report.goodput import ACCOUNTS, Goodput, share_in_training
 from utils.run.watchdog import Watchdog, verdict
 from utils.signals import StopSignals
 
@@ -189,6 +185,27 @@ class Silent(Beats):
         return found
 
 
+def test_steps_may_end_while_the_watchdog_reads_their_durations():
+    """An error would end its thread, and with it the beats."""
+    clock, is_over, before = Clock(), threading.Event(), sys.getswitchinterval()
+    watchdog = watch(clock)
+
+    def train():
+        while not is_over.is_set():
+            clock.begin_step(clock.step + 1)
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    sys.setswitchinterval(1e-6)
+    try:
+        assert all(watchdog.limit >= 5 for _ in range(2000))
+    finally:
+        sys.setswitchinterval(before)
+        is_over.set()
+        trainer.join()
+        watchdog.close()
+
+
 def test_a_store_of_torchrun_that_does_not_answer_ends_nothing(quick):
     """Ctrl-Z stops torchrun and not its ranks."""
     store, clock, warned, called = dist.HashStore(), Clock(), [], mock.Mock()
@@ -292,15 +309,6 @@ def test_ranks_whose_collective_has_failed_find_the_one_that_is_lost(quick):
         each.close()
 
 
-def test_a_run_shorter_than_a_second_is_recorded_too(tmp_path):
-    run = open_run(TrainingConfig(run_dir=str(tmp_path)))
-    accounts = Goodput(run, Clock(), time.perf_counter())
-    accounts.resume(None)
-    accounts.close()
-    run.close()
-    assert (tmp_path / "goodput.json").exists()
-
-
 def test_after_a_stop_signal_a_rank_that_is_blocked_in_c_ends(quick):
     """The handler of the signal runs in Python, and so only when the call in C returns."""
     ended, mutex, libc = [], ctypes.create_string_buffer(64), ctypes.CDLL(None)
@@ -346,43 +354,3 @@ def test_the_slowest_rank_and_the_cause():
     assert slowest([even, even, {"data": 1.5, "compute": 1.0}, even]) == (2, pytest.approx(2.5 / 1.1), "data")
     assert slowest([even, {"data": 0.1, "compute": 3.0}])[::2] == (1, "compute")
     assert slowest([even, even])[1] == 1.0
-
-
-def test_each_second_is_counted_once_over_restarts(tmp_path, monkeypatch):
-    """A second attempt: the gap counts as down time, a repeated step does not count as training. The system's clock
-    jumps by an hour during each attempt, and is right when one starts."""
-    fake = SimpleNamespace(now=1000.0, jump=0)
-    fake.time, fake.perf_counter = (lambda: fake.now + fake.jump), (lambda: fake.now - 900)
-    monkeypatch.setattr(utils.clock, "time", fake)
-    monkeypatch.setattr(goodput, "time", fake)
-    config = TrainingConfig(run_dir=str(tmp_path))
-
-    def attempt(resume_from, *steps, first=0):
-        run, clock = open_run(with_(config, resume_from=resume_from)), Clock()
-        fake.jump = 0
-        found = Goodput(run, clock, fake.perf_counter())
-        found.resume(None, first)
-        fake.jump = -3600 if first else 3600
-        for step, phases in steps:
-            for phase in phases.split():
-                clock.begin_step(step) if phase == "data" else clock.enter(phase)
-                fake.now += 1
-        run.record("train", step=1)
-        now = found.now()
-        found.close()
-        run.close()
-        return now
-
-    attempt("", (1, "data forward backward update save evaluation"), (2, "data forward"))
-    fake.now += 4  # killed
-    found = attempt("auto", (2, "data forward"), (3, "data forward"), first=1)
-    expected = [5, 3, 1, 1, 0, 2, 4]
-    assert [found[name] for name in ACCOUNTS] == expected and sum(expected) == found["until"] - 1000
-    assert found["step"] == 3 and share_in_training(found) == 5 / 16
-    attempts = [[each[name] - 1000 for name in ("started_at", "training_from", "until")] for each in found["attempts"]]
-    assert attempts == [[0, 0, 8], [12, 12, 16]]
-    assert [(each["resumed_at_step"], each["step"]) for each in found["attempts"]] == [(0, 2), (1, 3)]
-    file = tmp_path / "goodput.json"
-    assert json.loads(file.read_text()) == found
-    file.write_text('{"training": "much"}')
-    assert attempt("auto")["training"] == 0

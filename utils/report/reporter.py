@@ -25,6 +25,7 @@ from utils.report.profiler import StepProfiler
 from utils.report.tensorboard import Board
 from utils.run.folder import Run
 from utils.run.provenance import zip_code
+from utils.training.fingerprint import fingerprint
 from utils.training.sharding import after_failure
 from utils.training.state import Progress, TrainState
 
@@ -144,6 +145,7 @@ class Reporter:
             data_wait_s=waited / steps,
             step_s=seconds / steps,
             peak_memory_bytes=int(max(memory for *_, memory in ranks)),
+            fingerprint=fingerprint(state),
         )
         self._run.record_skipped(skipped, self._sampler)
         if len(ranks) > 1:

@@ -28,10 +28,11 @@ from utils.distributed.collectives import broadcast_json, gather, lowest_rank
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import local
 from utils.logger import NAME
-from utils.rng import bit_sums, digest_of, diverged
+from utils.rng import diverged
 from utils.run.folder import Run
 from utils.run.hook import SECONDS_OF_A_LOOK, Hook
 from utils.signals import StopSignals
+from utils.training.fingerprint import buffers_of, fingerprint_of, of_rest, of_weights
 from utils.training.state import TrainState
 
 NICENESS = 10  # of the thread that writes: training comes first if every core has a rank
@@ -68,7 +69,6 @@ class Checkpoints:
         self._is_sharded = config.sharding != "none"
         shards = {"none": 1, "hybrid": ctx.local_world_size}.get(config.sharding, ctx.world_size)
         self._replicas = [range(shard, ctx.world_size, shards) for shard in range(shards)]  # ranks with equal weights
-        self._weights = [local(p) for p in state.model.parameters()]
         self._layout = FolderLayout(ctx, shards) if self._is_sharded else FileLayout()
         self._writes, self._memory = self._is_sharded or ctx.is_main, HostMemory()
         if self._writes:  # now: pinning gigabytes takes seconds. Adam's two tensors and a step per parameter come later
@@ -82,10 +82,11 @@ class Checkpoints:
         resumed = run.resume_path
         is_own = resumed and resumed.resolve().parent == run.checkpoints.resolve()
         self._saved_step = state.progress.step if is_own else -1
-        self._copy: Future[int] | None = None  # in progress; returns the digest of this rank's weights
+        self._copy: Future[int] | None = None  # in progress; returns the digest of this rank's state
         # where this rank writes
         self._path, self._latest = Path(), resumed
         self._payload: dict[str, Any] = {}
+        self._rest = 0  # the rest of its fingerprint, of buffers and position
         self._writing: Future[float] | None = None  # in progress; returns its seconds
         self._is_owed = False  # a save was due while another one was written
         self._odd_buffers: list[str] | None = None  # that differ between ranks; None: not compared yet
@@ -122,7 +123,7 @@ class Checkpoints:
         self._clock.enter("update")
 
     def wait(self) -> None:
-        """Complete the copy and compare the ranks' weights, then have it written. Call this before the weights change.
+        """Complete the copy and compare the ranks' states, then have it written. Call this before the weights change.
 
         Raises:
             TrainingError: on all ranks if they differ; nothing is written then.
@@ -134,16 +135,18 @@ class Checkpoints:
         digests = [row[0] for row in gather(torch.tensor([digest]), self._ctx)]  # of all ranks, on rank 0
         groups = self._replicas if self._ctx.is_main else []
         odd = [ranks[each] for ranks in groups for each in diverged([digests[rank] for rank in ranks])]
-        odd = broadcast_json(sorted(odd), self._ctx)
+        whole = sum(digests[ranks[0]] for ranks in groups)
+        odd, fingerprint = broadcast_json([sorted(odd), f"{(whole + self._rest) % 2**64:016x}"], self._ctx)
         if odd:
             whose = ", ".join(f"rank {rank} on {self._ctx.hosts[rank]}" for rank in odd)
             raise TrainingError(
-                f"{whose}: has different weights than the other ranks, so nothing was saved; look for faulty memory or"
-                " code that treats ranks differently (scripts/verify.py), then --resume_from auto",
+                f"{whose}: has different weights or optimizer state than the other ranks, so nothing was saved; look"
+                " for faulty memory or code that treats ranks differently (scripts/verify.py), then --resume_from auto",
                 odd[0],
                 self._ctx.hosts[odd[0]],
             )
         if self._writes:
+            self._payload["provenance"]["fingerprint"] = fingerprint
             self._start_writing()
             self._blocked_s += time.perf_counter() - began
 
@@ -154,11 +157,8 @@ class Checkpoints:
         """
         if self._ctx.world_size == 1 or (is_first and self._odd_buffers is not None):
             return
-        names = {name for name, _ in self._state.model.named_parameters(remove_duplicate=False)}
-        state = self._state.model.state_dict()
-        buffers = {name: local(x) for name, x in state.items() if isinstance(x, Tensor) and name not in names}
-        sums = zip(buffers.items(), bit_sums([*buffers.values()]), strict=True)
-        mine = {name: [*buffer.shape, bits] for (name, buffer), bits in sums}
+        buffers = buffers_of(self._state.model).items()
+        mine = {name: [*each.shape, fingerprint_of("buffers", [each])] for name, each in buffers}
         first = broadcast_json(mine, self._ctx)
         rank, before, self._odd_buffers = lowest_rank(mine != first, self._ctx), self._odd_buffers, []
         if rank is None:
@@ -222,8 +222,8 @@ class Checkpoints:
         self._memory.release()
 
     def _begin(self) -> None:
-        """Start the copy of the state and the digest of the weights, both as they are now."""
-        later, state = [], self._state.state_dict()
+        """Start the copy of the state and its digest, both as they are now."""
+        later, state, self._rest = [], self._state.state_dict(), of_rest(self._state)
         if self._writes:
             self._payload, pairs = self._memory.copy_of(state | self._meta())
             self._path = checkpoint.step_path(self._run.checkpoints, self._state.progress.step, self._is_sharded)
@@ -242,7 +242,7 @@ class Checkpoints:
             if self._stream and event:
                 self._stream.wait_event(event)
             _copy_all(pairs)
-            digest = digest_of(self._weights)  # reads from the device, so the copies are complete
+            digest = of_weights(self._state)  # reads from the device, so the copies are complete
             if self._stream:
                 self._stream.synchronize()
         return digest

@@ -23,6 +23,7 @@ from utils.run.claim import Start, claim
 from utils.run.folder import Run
 from utils.run.lock import KILLED
 from utils.run.start_checks import check_shared
+from utils.training.fingerprint import fingerprint
 from utils.training.state import Progress, TrainState
 
 MAX_FAILURES = 3  # attempts in a row that get no further, before the run is stopped
@@ -69,6 +70,7 @@ def resume_run(
         files = broadcast_json(files, ctx)
         differences = on_all_ranks(lambda: compare(payload, config, origin, files), ctx)
         on_all_ranks(lambda: state.load_state_dict(payload), ctx)
+        differences += changed_bits(payload, state, ctx)
         state.plan(sampler, ctx.world_size)
         differences += lr_jump(payload, state)
         if is_other_best(payload, config):
@@ -213,6 +215,17 @@ def _read(folder: Path) -> bytes:
 def _keep(listing: bytes, folder: Path) -> None:
     if listing and listing != _read(folder):
         replace_file(folder / FILES, lambda file: file.write(gzip.compress(listing, compresslevel=1, mtime=0)))
+
+
+def changed_bits(payload: dict[str, Any], state: TrainState, ctx: DistributedContext) -> list[str]:
+    """A line if a rank has loaded a state of another fingerprint than the checkpoint's. Collective."""
+    saved, found = payload["provenance"].get("fingerprint"), all_gather_json(fingerprint(state), ctx)
+    return [
+        f"the state that rank {rank} on {ctx.hosts[rank]} has loaded: its fingerprint is {each}, that of the checkpoint"
+        f" {saved}; look for faulty memory, or an optimizer that converts what it loads"
+        for rank, each in enumerate(found)
+        if saved not in (None, each)
+    ][:1]
 
 
 def lr_jump(payload: dict[str, Any], state: TrainState) -> list[str]:

@@ -116,7 +116,7 @@ class Watchdog:
     @property
     def _durations(self) -> list[float]:
         """Of the latest steps; one that took longer than hang_timeout was suspended."""
-        return [min(each, self._hang_timeout or each) for each in self._clock.durations]
+        return [min(each, self._hang_timeout or each) for each in tuple(self._clock.durations)]  # which may grow
 
     def _place(self) -> Place:
         return Place(self._beat, self._clock.counter, self._clock.step, self._clock.phase, self._pid)

@@ -23,7 +23,7 @@ from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import local
 from utils.logger import NAME, count
 from utils.metrics import MetricTracker, check_metrics
-from utils.rng import digest_of
+from utils.training.fingerprint import fingerprint_of
 from utils.training.outputs import Summary
 from utils.training.parallel import Wrapped
 from utils.training.seams import ComputeLoss, Seams
@@ -83,7 +83,8 @@ def train_twice(model: Wrapped, batch: Any, state: TrainState, compute_loss: Com
             metrics = check_metrics(compute_loss(model, batch))
         (metrics["loss"][0].sum() * weight).backward()
         state.check_gradients()
-    digest = digest_of([local(p.grad) for p in state.model.parameters() if p.grad is not None])
+    gradients = [local(p.grad) for p in state.model.parameters() if p.grad is not None]
+    digest = fingerprint_of("gradients", gradients)
     state.drop_gradients()
     state.sums.running_stats.discard()
     state.lay_out(metrics)

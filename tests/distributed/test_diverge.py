@@ -1,0 +1,215 @@
+"""scripts/runs.py --diverge: two runs that differ in one planted thing are found to differ there, and in what."""
+
+import contextlib
+import re
+import sys
+from unittest import mock
+
+import pytest
+import torch
+
+import replay
+import tasks
+from ranks import run_ranks
+from scripts import runs as script
+from tasks import SmallNet, create_images, image_loss
+from utils.data.sampler import GlobalBatchSampler
+from utils.training.state import TrainState
+
+SAMPLE, STEP = 17, 6
+WORDS = "--dataset_size 48 --epochs 2 --global_batch_size 8 --lr 0.05 --reduction exact --record_samples".split()
+WORDS += "--save_every_steps 1 --keep_last 2 --keep_every 2".split()
+
+
+def other_pixel(config, split):
+    data = create_images(config, split)
+    if split == "train":
+        data.images[SAMPLE, 0, 3, 3] ^= 1
+    return data
+
+
+def other_kernel(config, device):
+    """The second convolution is computed in another way."""
+    net = SmallNet(True, 10)
+    conv = net.features[3]
+    conv.forward = lambda x: torch.nn.functional.conv2d(
+        x.double(), conv.weight.double(), conv.bias.double(), 2, 1
+    ).float()
+    return net
+
+
+def other_loss(net, batch):
+    metrics = image_loss(net, batch)
+    return metrics | {"loss": (metrics["loss"][0] * (1 + 1e-6), metrics["loss"][1])}
+
+
+def other_gradient(net, batch):
+    metrics = image_loss(net, batch)
+    if net.training:
+        metrics["loss"][0].register_hook(lambda gradient: gradient * (1 + 1e-6))
+    return metrics
+
+
+def in_task(**functions):
+    return lambda: mock.patch.dict(tasks.TASKS["images"], functions)
+
+
+def other_rate():
+    plain = TrainState._set_lr
+
+    def set_lr(state):
+        plain(state)
+        for group in state.optimizer.param_groups:
+            group["lr"] *= 1.5 if state.progress.step == STEP - 1 else 1.0
+
+    return mock.patch.object(TrainState, "_set_lr", set_lr)
+
+
+def flipped_bit():
+    plain = TrainState.update_if_finite
+
+    def update(state, global_batch):
+        plain(state, global_batch)
+        if state.progress.step == STEP - 1:
+            state.model.head.weight.data.view(torch.int32)[2, 3] ^= 1
+
+    return mock.patch.object(TrainState, "update_if_finite", update)
+
+
+def swapped_samples():
+    plain = GlobalBatchSampler.order
+
+    def order(sampler, epoch):
+        found = plain(sampler, epoch).clone()
+        if epoch == 0 and sampler.shuffle:
+            found[[13, 43]] = found[[43, 13]]
+        return found
+
+    return mock.patch.object(GlobalBatchSampler, "order", order)
+
+
+@contextlib.contextmanager
+def replaying(folder, plant):
+    """Replays of this run have the planted difference, as on the machine or with the code that made it."""
+    plain = replay.opened
+
+    @contextlib.contextmanager
+    def opened(run, step, flags):
+        with (
+            plant() if run == folder else contextlib.nullcontext(),
+            tasks.using("images"),
+            plain(run, step, flags) as it,
+        ):
+            yield it
+
+    with mock.patch.object(replay, "opened", opened):
+        yield
+
+
+def diverge(*words):
+    """The exit code and the output of runs.py --diverge."""
+    printed = []
+    with (
+        mock.patch.object(sys, "argv", ["runs.py", "--diverge", *map(str, words)]),
+        mock.patch("builtins.print", lambda *texts, **_: printed.append(" ".join(map(str, texts)))),
+    ):
+        code = script.main()
+    return code, "\n".join(printed)
+
+
+def plant_and_find(words_of, folders):
+    """Train run a, and b with each of the planted differences. What is found with a replay."""
+    tasks.train_task("images", words_of["a"])
+    found = {}
+    for name, (plant, _) in PLANTS.items():
+        with plant():
+            tasks.train_task("images", words_of[name])
+        with replaying(folders[name], plant):
+            found[name] = diverge(folders["a"], folders[name], "--replay")
+    return found
+
+
+PLANTS = {
+    "pixel": (
+        in_task(create_dataset=other_pixel),
+        f"the content of sample {SAMPLE} differs between a and pixel: 1 of ",
+    ),
+    "rate": (other_rate, r"the learning rate is 0\.0\d+ in a and 0\.0\d+ in rate"),
+    "bit": (
+        flipped_bit,
+        r"the update of head.weight \(1 of 640 values\) differs, with equal gradients and learning rates",
+    ),
+    "swap": (swapped_samples, r"sample 1 of micro-batch 1 is \d+ in a and \d+ in swap"),
+    "kernel": (
+        in_task(create_model=other_kernel),
+        r"the output of features.3 \(Conv2d\) differs first, for micro-batch 0",
+    ),
+    "loss": (in_task(compute_loss=other_loss), "the loss of micro-batch 0 is .* equal outputs of all modules: look at"),
+    "gradient": (
+        in_task(compute_loss=other_gradient),
+        r"the gradient of head.bias .* and \d+ more differs, with equal",
+    ),
+}
+INTERVALS = {"rate": 4, "bit": 4, "pixel": 1}  # of records; else 5
+
+
+def test_planted_differences_are_found_at_their_step_with_their_kind(runs):
+    names = ["a", *PLANTS]
+    words_of = {name: runs.words(name, *WORDS, "--log_interval", INTERVALS.get(name, 5)) for name in names}
+    words_of["a"] = runs.words("a", *WORDS, "--log_interval", 1)
+    folders = {name: runs.folder(name) for name in names}
+    (found,) = run_ranks(1, plant_and_find, words_of, folders, deadline=300)
+    steps = dict.fromkeys(PLANTS, 1) | {"rate": STEP, "bit": STEP, "swap": 2}
+    steps["pixel"] = next(step for step, samples in runs.samples("a").items() if SAMPLE in samples)
+    for name, (code, text) in found.items():
+        line = text.splitlines()[-1]
+        until = f"until step {steps[name] - 1}" if steps[name] > 1 else "at the start"
+        assert code == 1 and line.startswith(f"replay: equal {until}; in step {steps[name]} "), text
+        assert re.search(PLANTS[name][1], line), text
+        assert len(text.splitlines()) < 40
+
+
+def train_with_a_flipped_bit(words):
+    with flipped_bit():
+        tasks.train_task("images", words)
+
+
+def diverge_with_replays(*folders):
+    with replaying(None, contextlib.nullcontext):
+        return diverge(*folders, "--replay")
+
+
+def test_a_fault_that_came_once_is_told_from_a_difference_that_a_replay_has_too(runs):
+    """And two equal runs, on one rank and on two, do not differ."""
+    for ranks, name in ((1, "a"), (2, "same")):
+        run_ranks(ranks, tasks.train_task, "images", runs.words(name, *WORDS, "--log_interval", 1))
+    run_ranks(2, train_with_a_flipped_bit, runs.words("b", *WORDS, "--log_interval", 1))
+    code, text = diverge(runs.folder("a"), runs.folder("same"))
+    assert code == 0 and text.endswith("no difference in the records up to step 12"), text
+    code, text = diverge(runs.folder("a"), runs.folder("b"))
+    assert code == 1 and "records: equal until step 5; in that of step 6 differ:\n" in text, text
+    ((code, text),) = run_ranks(1, diverge_with_replays, runs.folder("a"), runs.folder("b"))
+    said = "in step 6 b did what its replay here does not: loss and gradient norm are repeated, and weights or"
+    assert code == 1 and said in text, text
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_dumps_of_two_machines_are_compared_without_the_runs(tmp_path, step):
+    """A decoder that gives other pixels on one of them."""
+    batch = torch.arange(24.0).reshape(4, 3, 2)
+    other = batch.clone()
+    other[2, 1, 0] += 0.5
+    state = {"before": {}, "after": {}, "gradients": {}, "lrs": [0.1], "outputs": [], "micro_losses": []}
+    for name, host, content, number in (("a", "nodeA", batch, 3), ("b", "nodeB", other, step)):
+        where = {"number": number, "host": host, "micro_batches": [[5, 3, 8113, 9]], "batches": [(content, "x")]}
+        torch.save(state | where, tmp_path / f"{name}.pt")
+    with mock.patch("sys.stderr") as errors:
+        code, text = diverge(tmp_path / "a.pt", tmp_path / "b.pt")
+    said = (
+        "in step 3 the content of sample 8,113 differs between a.pt (on nodeA) and b.pt (on nodeB): 1 of 24 values, by"
+    )
+    if step == 3:
+        assert (code, text) == (1, f"{said} at most 0.5")
+    else:
+        assert code == 2 and not errors.write.called, text
+        assert text == "diverge: dumps of steps 3 and 4; give two of the same step"

@@ -1,0 +1,101 @@
+"""64 bits that change with any bit of the training state: they compare ranks, a resume with its checkpoint, and runs.
+
+A fingerprint is the sum, modulo 2^64, of each 32 bits of the state times a key that depends on their position. So
+exchanged values are seen, and neither the order of chunks nor which rank has which rows matters. States that differ
+have the same one by chance: once in 2^64, or in 2^33 if they differ in nothing but signs (Lemire and Kaser, "Strongly
+universal string hashing is fast", 2014). A value of 0 adds nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from utils.distributed.dtensor import device_of, group_of, is_sharded, local, own_rows
+from utils.rng import derive_seed, mix
+from utils.training.state import TrainState
+
+KEYS = 2**21  # 16 MB on each device; those of later positions are these times a number
+CHUNKS = {"cpu": 2**16}  # values at a time, in the processor's cache; elsewhere as many as keys, which takes 40 MB
+WORDS = {1: torch.int8, 2: torch.int16}  # by element size; larger elements are several int32
+
+
+@torch.no_grad()
+def fingerprint_of(name: str, tensors: Iterable[Tensor], owners: Iterable[Any] | None = None) -> int:
+    """The fingerprint of a sequence of tensors, as a signed number. Reads from the device.
+
+    owners: of each tensor, itself or the sharded tensor of which it holds this rank's rows. The sum of the fingerprints
+    over the shards is that of the whole tensors; what is not sharded, a 0-dimensional tensor, counts on the first one.
+    """
+    tensors, totals = list(tensors), defaultdict[torch.device, Any](int)
+    for (device, *_), group in groupby(_pieces(zip(tensors, owners or tensors, strict=True)), lambda piece: piece[:3]):
+        pieces = list(group)
+        block, first = divmod(pieces[0][3], KEYS)
+        products = torch.cat([words for *_, words in pieces]).long()
+        products *= _keys(device)[first : first + len(products)]
+        totals[device] += products.sum() * (derive_seed(name, block) | 1)
+    return int(sum(total.cpu() for total in totals.values()))
+
+
+def _pieces(pairs: Iterable[tuple[Tensor, Any]]) -> Iterator[tuple[torch.device, int, int, int, Tensor]]:
+    """Flat integers, with the device, the chunk, the number of values skipped so far, and the position."""
+    end = done = 0
+    for tensor, owner in pairs:
+        per_element, kind = max(1, tensor.element_size() // 4), WORDS.get(tensor.element_size(), torch.int32)
+        first, rows, position = 0, torch.atleast_1d(tensor.detach()), end
+        if is_sharded(owner):
+            first = own_rows(owner)[0]
+            position += first * (owner.numel() // owner.shape[0]) * per_element if tensor.ndim else 0
+            rows = rows[: len(rows) if tensor.ndim else first == 0]
+        end += (owner.numel() if tensor.ndim else 1) * per_element
+        chunk = CHUNKS.get(tensor.device.type, KEYS)
+        for some in rows.split(max(1, chunk * len(rows) // max(1, rows.numel()))):  # copies them if not contiguous
+            flat = some.reshape(-1).view(kind)
+            while len(flat):
+                count = min(len(flat), chunk - position % chunk)
+                yield flat.device, position // chunk, position - done, position, flat[:count]
+                position, done, flat = position + count, done + count, flat[count:]
+
+
+@cache
+def _keys(device: torch.device) -> Tensor:
+    """Odd random numbers. The first passes of a run create them, before other streams of the device use them."""
+    return mix(torch.arange(KEYS, device=device), derive_seed("fingerprint")) | 1
+
+
+def fingerprint(state: TrainState) -> str:
+    """64 bits of weights, buffers, optimizer state and position. Reads from the device; a collective if sharded."""
+    total = torch.tensor(of_weights(state), device=device_of(state.model))
+    if group := group_of(state.owners.values()):
+        dist.all_reduce(total, group=group)
+    return f"{(int(total) + of_rest(state)) % 2**64:016x}"
+
+
+def of_weights(state: TrainState) -> int:
+    """The summand of weights and optimizer state; of sharded ones, those of this rank. Reads from the device."""
+    states = [(state.optimizer.state.get(tensor, {}), owner) for tensor, owner in state.owners.items()]
+    keys = sorted({key for each, _ in states for key in each})
+    slots = [(each.get(key), owner) for key in keys for each, owner in states]
+    pairs = [*state.owners.items(), *((value, owner) for value, owner in slots if isinstance(value, Tensor))]
+    return fingerprint_of("weights", *zip(*pairs, strict=True))
+
+
+def of_rest(state: TrainState) -> int:
+    """The summand of buffers and position. Reads from the device."""
+    at = state.progress
+    position = derive_seed("position", at.epoch, at.step, at.samples_in_epoch, at.samples_seen)
+    return fingerprint_of("buffers", buffers_of(state.model).values()) + position
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that checkpoints hold, by name."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    state = model.state_dict()
+    return {name: local(x) for name, x in state.items() if isinstance(x, Tensor) and name not in names}
