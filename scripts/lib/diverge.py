@@ -92,7 +92,7 @@ def text_of(name: str, record: dict[str, Any], other: dict[str, Any]) -> str:
     if name != "samples":
         return str(record[name])
     own = sorted({*record[name]} - {*other[name]})
-    return f"{len(own)} others: {', '.join(map(str, own[:5]))}"
+    return f"{len(own)} of its own: {', '.join(map(str, own[:5]))}"
 
 
 def narrowed(a: Any, b: Any, gap: Gap) -> tuple[int, int, list[Any]]:

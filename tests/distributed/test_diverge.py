@@ -10,8 +10,10 @@ import torch
 
 import replay
 import tasks
+from config import UserError
 from ranks import run_ranks
 from scripts import runs as script
+from scripts.lib.diverge import first_gap
 from tasks import SmallNet, create_images, image_loss
 from utils.data.sampler import GlobalBatchSampler
 from utils.training.state import TrainState
@@ -191,6 +193,23 @@ def test_a_fault_that_came_once_is_told_from_a_difference_that_a_replay_has_too(
     ((code, text),) = run_ranks(1, diverge_with_replays, runs.folder("a"), runs.folder("b"))
     said = "in step 6 b did what its replay here does not: loss and gradient norm are repeated, and weights or"
     assert code == 1 and said in text, text
+
+
+def test_records_differ_by_their_fingerprints_and_by_all_values_where_there_is_none():
+    common = {"loss": 1.0, "top1": 0.5, "step_s": 0.1}
+    a = {step: {"step": step, "fingerprint": f"{step}"} | common for step in (5, 10, 15)}
+    b = {step: record | {"top1": 0.6, "step_s": 0.2} for step, record in a.items()}
+    assert first_gap(a, b) == (15, 0, [])  # another metric does not change the training
+    b[10] |= {"fingerprint": "f", "loss": 2.0, "samples": [1, 3]}
+    a[10] |= {"samples": [1, 2]}
+    rows = [["fingerprint", "10", "f"], ["samples", "1 of its own: 2", "1 of its own: 3"]]
+    assert first_gap(a, b) == (5, 10, [*rows, ["loss", "1.0", "2.0"], ["top1", "0.5", "0.6"]])
+    assert first_gap(a, b, has_means=False) == (5, 10, rows)
+    for record in (*a.values(), *b.values()):
+        del record["fingerprint"]
+    assert first_gap(a, b) == (0, 5, [["top1", "0.5", "0.6"]])
+    with pytest.raises(UserError, match="no step has a train record in both runs; give runs with the same --log_"):
+        first_gap(a, {4: a[5]})
 
 
 @pytest.mark.parametrize("step", [3, 4])

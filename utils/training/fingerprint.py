@@ -56,7 +56,8 @@ def _pieces(pairs: Iterable[tuple[Tensor, Any]]) -> Iterator[tuple[torch.device,
             rows = rows[: len(rows) if tensor.ndim else first == 0]
         end += (owner.numel() if tensor.ndim else 1) * per_element
         chunk = CHUNKS.get(tensor.device.type, KEYS)
-        for some in rows.split(max(1, chunk * len(rows) // max(1, rows.numel()))):  # copies them if not contiguous
+        most = len(rows) if rows.is_contiguous() else chunk * len(rows) // rows.numel()  # else they are copied
+        for some in rows.split(max(1, most)):
             flat = some.reshape(-1).view(kind)
             while len(flat):
                 count = min(len(flat), chunk - position % chunk)
