@@ -85,7 +85,7 @@ def rank_stopped(drill: Drill, phase: str, rank: int) -> None:
     drill.is_whole(2, *flags)
 
 
-fault("rank stopped", "backward", 0, is_default=True)(rank_stopped)
+fault("rank stopped", "backward", 0)(rank_stopped)
 for phase, rank in (("data", 1), ("forward", 0), ("update", 1), ("evaluation", 0)):
     fault(f"rank stopped, {phase}", phase, rank)(rank_stopped)
 

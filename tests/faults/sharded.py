@@ -169,7 +169,7 @@ def no_room(drill: Drill) -> None:
     drill.is_whole(2, *ZERO3)
 
 
-@fault("storage of one rank hangs", False, is_default=True)
+@fault("storage of one rank hangs", False)
 @fault("SIGTERM while the storage of one rank hangs", True)
 def stalled(drill: Drill, is_asked: bool) -> None:
     job = drill.start(2, *ZERO3, code=f"WRITES = 9999\n{ENDS_AT_A_STOP if is_asked else ENDS_IN_SECONDS}{STALLED}")

@@ -69,7 +69,7 @@ def disk_full(drill: Drill) -> None:
     written_later(drill, job)
 
 
-@fault("inode table full", is_default=True)
+@fault("inode table full")
 def no_inodes(drill: Drill) -> None:
     """Saves fail every few milliseconds; the time limit is the default one of ten minutes."""
     flags = (*RUN, "--save_every_steps", 2)
@@ -96,7 +96,7 @@ def checkpoints_deleted(drill: Drill) -> None:
     drill.is_whole(2, *RUN)
 
 
-@fault("disk full for good", "full", is_default=True)
+@fault("disk full for good", "full")
 @fault("inode table full for good", "inodes")
 @fault("run folder turns read-only", "read-only")
 def not_writable(drill: Drill, kind: str) -> None:
