@@ -98,6 +98,7 @@ def test_a_deleted_file_and_many_changed_files_are_rejected_with_their_names(run
     assert (runs.folder("run") / "training_files.gz").read_bytes() == listing
 
 
+@pytest.mark.slow
 def test_without_the_list_of_files_a_change_is_logged_without_names(runs):
     """In another run folder, and with decoded images in memory; the list is written again."""
     files = save_jpegs(runs.root / "data")

@@ -169,6 +169,7 @@ def test_the_fingerprint_of_many_files_is_short_and_follows_their_listing(tmp_pa
     assert found[0] == found[1] != found[2] and {*map(len, found)} == {64}
 
 
+@pytest.mark.slow
 def test_auc_and_f1_of_the_tabular_recipe_are_those_of_scikit_learns_formulas(tmp_path):
     """On two ranks, with the page's schedule on a plateau. The AUC is that of the scores in bins of 1/1000."""
     fork = Fork(tmp_path, "tabular")

@@ -26,6 +26,7 @@ def measured(file):
         return run.main(words), printed.getvalue()
 
 
+@pytest.mark.slow
 def test_one_rank_ends_with_equal_losses_and_a_json(tmp_path):
     ((code, out),) = run_ranks(1, measured, tmp_path / "b.json")
     found = json.loads((tmp_path / "b.json").read_text())
@@ -82,6 +83,7 @@ def test_losses_equal_the_plain_loops_bitwise_and_a_difference_is_detected(tmp_p
     assert run_ranks(1, equalities, tmp_path) == [[{"intervals": 4, "equal": equal} for *_, equal in EQUALITY]]
 
 
+@pytest.mark.slow
 def test_the_plain_run_has_the_curve_of_a_run(tmp_path):
     """With a short last global batch, and a step after the last epoch that is not evaluated."""
     flags = "--dataset_size 42 --epochs 3 --max_steps 13 --lr 0.01 --no-use_amp --global_batch_size 8".split()

@@ -68,6 +68,7 @@ def test_stops_before_at_and_after_an_evaluation_within_an_epoch_change_nothing(
     runs.assert_same("whole", "parts")
 
 
+@pytest.mark.slow
 def test_patience_counts_evaluations_within_an_epoch_and_a_resume_from_a_saved_step_repeats_none(runs):
     flags = "--epochs 3 --dataset_size 78 --num_workers 1 --no-use_amp --lr 1e-30 --eval_every_steps 2".split()
     flags += "--save_every_steps 1 --keep_last 99 --best_metric min:loss --log_interval 1 --patience 3".split()

@@ -124,6 +124,7 @@ def shown(words):
     return texts
 
 
+@pytest.mark.slow
 def test_the_table_has_a_row_for_each_strategy_and_the_first_flag_that_fits(runs):
     ((table, little, full),) = run_ranks(1, shown, runs.words("table", "--optimizer", "adamw"))
     rows = [line.split() for line in table.splitlines()[2:-1]]

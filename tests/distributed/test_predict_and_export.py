@@ -182,6 +182,7 @@ torch.save(outputs, sys.argv[3])
 """
 
 
+@pytest.mark.slow
 def test_the_snippets_of_a_model_with_dict_inputs_give_its_outputs(words_run, tmp_path):
     """For weights in the repository; for torch.export in an empty folder, without the repository on the path."""
     runs, expected = words_run

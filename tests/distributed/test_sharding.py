@@ -33,7 +33,7 @@ SGD, ADAMW = "--optimizer sgd --lr 0.05", "--optimizer adamw --lr 0.001"
     [
         (4, 1, "blocks", SGD, "zero3"),
         (2, 2, "blocks", ADAMW, "zero2 --activation_checkpointing"),
-        (1, 4, "blocks", SGD, "zero3 --cpu_offload"),
+        slow(1, 4, "blocks", SGD, "zero3 --cpu_offload"),
         (3, 2, "images", SGD, "zero3"),
     ],
 )
@@ -184,6 +184,7 @@ def predict_images(words):
     run_main(predict, "images", logits, words)
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept_evaluated_used_and_exported(runs):
     """It is a link to a folder that keep_last would delete."""
     flags = "--dataset_size 40 --epochs 4 --ema_decay 0.5 --keep_last 2 --no-use_amp".split()
