@@ -85,7 +85,6 @@ def fork_with_other_fields(folder):
     return folder
 
 
-@pytest.mark.slow
 def test_the_fork_suite_is_collected_in_a_fork(tmp_path):
     """Nothing outside tests/builtin imports names that only the shipped model.py and dataset.py have."""
     fork = text_fork(tmp_path)
