@@ -169,8 +169,8 @@ def check_folder(
 
 
 def table(measured: dict[str, Any]) -> str:
-    """A row for each node."""
-    facts, size = measured["facts"], verdict.size
+    """A row for each node; none if a node could not report its facts."""
+    facts, size = measured.get("facts", []), verdict.size
     zeros = [0.0] * len(facts)
     times, speeds = measured.get("clocks", zeros), measured.get("speed", zeros)
     rows = [["node", "ranks", "address", "devices", "memory", "GFLOP/s", "clock", "/dev/shm"]]

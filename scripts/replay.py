@@ -42,8 +42,8 @@ import train
 from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed
 from lib.benchmark.ours import Ours
-from lib.verify.run_checks import TIMES, comparable
-from lib.verify.values import digest, leaves
+from lib.verify.run_checks import comparable
+from lib.verify.values import TIMES, digest, leaves
 from utils.batch import map_tensors, tensors_in
 from utils.checkpoint import format as checkpoint
 from utils.data.loader import GlobalBatchLoader

@@ -200,6 +200,8 @@ def main() -> int:
     parser.add_argument("--diverge", action="store_true", help="where two runs diverge; exit code 1 if they do")
     parser.add_argument("--replay", action="store_true", help="with --diverge: repeat both runs to find the step")
     options = parser.parse_args()
+    if options.replay and not options.diverge:
+        parser.error("--replay: repeats the runs of --diverge; add --diverge")
     try:
         if options.diverge:
             return int(not diverge(options.folders, options.replay))

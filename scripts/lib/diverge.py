@@ -14,12 +14,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]  # as scr
 import torch
 
 from config import UserError
-from scripts.lib.verify.values import plural
+from scripts.lib.verify.values import TIMES, plural
 from utils.batch import tensors_in
 from utils.files import read_lines
 from utils.table import format_table
 
-TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes", "time")
 FIRST = ("fingerprint", "samples", "lr", "loss", "grad_norm")  # the order of the report
 ORIGIN = ("versions", "code", "exact_sums", "world_size", "hosts", "devices", "precision", "cpu_threads", "identity")
 
@@ -79,7 +78,7 @@ def first_gap(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]], has_me
         raise UserError("diverge: no step has a train record in both runs; give runs with the same --log_interval")
     for step in steps:
         one, other = a[step], b[step]
-        names = {name for name in one.keys() & other.keys() if one[name] != other[name]} - {*TIMES}
+        names = {name for name in one.keys() & other.keys() if one[name] != other[name]} - {*TIMES, "time"}
         names = names if has_means else names & {"fingerprint", "samples", "lr"}
         if "fingerprint" in names or (names and not one.keys() & other.keys() & {"fingerprint"}):
             order = sorted(names, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))

@@ -65,6 +65,19 @@ def test_one_process_needs_no_launcher(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def preflight_without_facts(flags):
+    """The last rank cannot read what the others report about their nodes."""
+    if os.environ["RANK"] == "1":
+        mock.patch.object(preflight, "gather", mock.Mock(side_effect=OSError(5, "Input/output error"))).start()
+    return run_preflight(flags)
+
+
+def test_a_node_that_cannot_report_its_facts_is_a_finding(tmp_path):
+    (code, out), _ = run_ranks(2, preflight_without_facts, [*QUICK, "--run_dir", str(tmp_path / "run")])
+    assert code == 1, out
+    says(out, r"\nFAILURE +facts +\S+ \(rank 1\): (?s:.*)Input/output error(?s:.*)\npreflight: ")
+
+
 def test_invalid_flags_are_rejected(capsys):
     rejected = finish(WarmLaunch(0, ROOT / "scripts" / "preflight.py", ["--eppochs", "1"]))
     assert rejected.code == 2 and "did you mean --epochs?" in rejected.err

@@ -21,15 +21,19 @@ from utils.training.state import Progress
 
 SEAMS = {"create_model": None, "param_groups": None}
 EXACT, SHARDED = ("--reduction", "exact"), ("--sharding", "zero3")
+after_stops = pytest.mark.parametrize(
+    ("ranks", "flags"), [(2, ("--amp_dtype", "bf16")), slow(2, EXACT), slow(2, SHARDED)]
+)
+on_other_ranks = pytest.mark.parametrize(
+    ("ranks", "accumulation", "flags"),
+    [(2, 2, ()), slow(4, 1, SHARDED), slow(4, 1, EXACT), slow(1, 4, ()), slow(4, 1, ())],
+)
 
 
 # ---- compute_loss(model, batch, progress) ----
 
 
-@pytest.mark.parametrize(
-    ("ranks", "accumulation", "flags"),
-    [(2, 2, ()), slow(4, 1, SHARDED), slow(4, 1, EXACT), slow(1, 4, ()), slow(4, 1, ())],
-)
+@on_other_ranks
 def test_a_loss_that_knows_the_step_equals_the_plain_loop(runs, ranks, accumulation, flags):
     flags = (*SGD, "--max_steps", "20", *flags)
     check_against_the_oracle(runs, ranks, accumulation, torch.float64, flags, 1e-12, "ramped")
@@ -42,7 +46,7 @@ def test_a_loss_that_knows_the_step_equals_the_plain_loop(runs, ranks, accumulat
     assert runs.records("ours", "train")[0]["ramp"] == pytest.approx(expected, rel=1e-12)  # of the first five steps
 
 
-@pytest.mark.parametrize(("ranks", "flags"), [(2, ("--amp_dtype", "bf16")), slow(2, EXACT), slow(2, SHARDED)])
+@after_stops
 def test_stops_and_resumes_do_not_change_what_a_loss_knows(runs, ranks, flags):
     """Stops within an epoch; then a resume before the evaluation at an epoch's end, and an evaluation alone."""
     flags = [*OF_RESUME, "--dataset_size", 30 * ranks, *flags]
@@ -95,10 +99,7 @@ def test_a_step_that_is_passed_to_a_compiled_model_compiles_nothing_again(is_num
 # ---- after_step(model, progress, taken) ----
 
 
-@pytest.mark.parametrize(
-    ("ranks", "accumulation", "flags"),
-    [(2, 2, ()), slow(4, 1, SHARDED), slow(4, 1, EXACT), slow(1, 4, ()), slow(4, 1, ())],
-)
+@on_other_ranks
 def test_a_teacher_that_follows_each_step_equals_the_plain_loop(runs, ranks, accumulation, flags):
     """And the average is that of the weights within their bound."""
     flags = (*SGD, "--max_steps", "20", *flags)
@@ -109,7 +110,7 @@ def test_a_teacher_that_follows_each_step_equals_the_plain_loop(runs, ranks, acc
     assert largest == 0.3 and weights["clock"] == sum(step + 100 * (step // per_epoch) for step in range(20))
 
 
-@pytest.mark.parametrize(("ranks", "flags"), [(2, ("--amp_dtype", "bf16")), slow(2, EXACT), slow(2, SHARDED)])
+@after_stops
 def test_stops_and_resumes_do_not_change_a_teacher(runs, ranks, flags):
     flags = [*OF_RESUME, "--dataset_size", 30 * ranks, *flags]
     runs.train(ranks, "whole", *flags, task="taught")
@@ -160,7 +161,7 @@ def test_factors_of_named_groups_equal_the_plain_loop(runs, ranks, accumulation,
     assert [record["lr"] for record in records] == pytest.approx(largest)  # of --lr
 
 
-@pytest.mark.parametrize(("ranks", "flags"), [(2, ("--amp_dtype", "bf16")), slow(2, EXACT), slow(2, SHARDED)])
+@after_stops
 def test_stops_and_resumes_do_not_change_the_factors_of_groups(runs, ranks, flags):
     flags = [*OF_RESUME, "--dataset_size", 30 * ranks, *flags]
     runs.train(ranks, "whole", *flags, task="thawing")

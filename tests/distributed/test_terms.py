@@ -103,6 +103,10 @@ BROKEN = {  # functions of model.py, and the error
         "compute_loss: returned a loss of several terms, for which model.py must define",
     ),
     "no terms": ({"compute_loss": image_loss}, "compute_loss: returned no terms, but model.py has loss_counts; return"),
+    "bare sums": (
+        {"compute_loss": lambda net, batch: {"loss": {"classes": net(batch[0]).sum()}}},
+        "compute_loss: returned no terms, but model.py has loss_counts; return",
+    ),
     "other terms": (
         {"loss_counts": lambda batch: {"rare": 1}},
         "the loss has the terms rare, earlier classes, rare, size;",

@@ -154,7 +154,7 @@ def compile_all_sizes(
     skipped = counters["inductor"]["cudagraph_skips"] - skipped
     if config.compile == "reduce-overhead" and skipped:
         text = "reduce-overhead: %s run without CUDA graphs (TORCH_LOGS=cudagraphs shows why)"
-        logger.warning(text, count(skipped, "compiled part"))
+        logger.info(text, count(skipped, "compiled part"))  # of rank 0; it is the same on the others
 
 
 def sizes_of(loader: GlobalBatchLoader) -> list[int]:

@@ -36,7 +36,7 @@ class Terms:
         """The metrics, with "loss" as (weighted sums [terms], counts [terms], TermMeans). Raises UserError."""
         metrics = self._compute_loss(model, batch)
         terms = metrics.get("loss") if isinstance(metrics, dict) else None
-        if not isinstance(terms, dict) or any(len(each) != 3 for each in terms.values()):
+        if not isinstance(terms, dict) or not all(isinstance(e, tuple | list) and len(e) == 3 for e in terms.values()):
             raise UserError(f"model.compute_loss: returned no terms, but model.py has loss_counts; return {EXAMPLE}")
         is_first, names = not self._means.names, self._names(terms)
         sums = torch.stack([weight * total for total, _, weight in map(terms.__getitem__, names)])

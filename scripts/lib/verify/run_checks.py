@@ -13,7 +13,7 @@ from config import TrainingConfig
 from lib.verify.fork import ACCUMULATION, Broken, Fork, as_single_process
 from lib.verify.memory import forgotten
 from lib.verify.model_checks import ROUNDING
-from lib.verify.values import digest, first_three, leaves, plural
+from lib.verify.values import TIMES, digest, first_three, leaves, plural
 from train import Training
 from utils.checkpoint import format as checkpoint
 from utils.distributed.collectives import all_gather_json
@@ -22,7 +22,6 @@ from utils.training.unsaved import KEY, complete
 
 STATE = ("model", "ema", "optimizer", "scaler", "progress")
 KEEP = "keep it in a buffer (register_buffer), in the optimizer's state or in progress.user"
-TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes")
 
 
 def training(fork: Fork) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes")  # of records; they differ between equal runs
+
 
 def scramble_global_rngs(number: int) -> None:
     """Seed the global generators differently each time, to expose results that depend on them."""
