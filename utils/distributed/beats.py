@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 NOTHING = "-"
+SECONDS_TO_END = 2.0
 
 
 class Place(NamedTuple):
@@ -30,6 +31,13 @@ class Place(NamedTuple):
     step: int  # the current optimizer step, from 1
     phase: str
     pid: int
+
+
+def _answer(future: Future, call: Callable) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 class Beats:
@@ -69,16 +77,15 @@ class Beats:
 
     def _work(self) -> None:
         while item := self._calls.get():
-            future, call = item
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
+            _answer(*item)
+            del item  # a thread that ends after the interpreter must not be the last that refers to process groups
 
     def close(self) -> None:
-        """Let the thread end, unless it hangs."""
-        self._calls.put(None)
-        self._thread = None
+        """End the thread, unless it hangs."""
+        if self._thread:
+            self._calls.put(None)
+            self._thread.join(SECONDS_TO_END)
+            self._thread = None
 
     def read(self, ranks: Iterable[int]) -> tuple[dict[int, Place], dict[str, Any]]:
         """The places of these ranks, and the first failure as given to `report`, or nothing."""
