@@ -9,39 +9,32 @@ from __future__ import annotations
 
 from config import TrainingConfig, UserError
 from utils.run.command_line import check_command_line
-from utils.signals import StopSignals, began_at, hold, release
+from utils.signals import hold, release
 
 if __name__ == "__main__":
     check_command_line()  # before torch is imported, which takes seconds
     hold()
 
 import faulthandler
-import logging
 import math
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import dataset as your_data
 import model as your_model
 from ddp_utils import (
-    DistributedContext,
     cleanup_distributed,
     load_checkpoint,
     read_launch,
     setup_distributed,
     wrap_ddp,
 )
-from utils.checkpoint.format import BEST, best_or_latest, load_weights, take_weights
+from utils.checkpoint.format import BEST
 from utils.clock import Clock
 from utils.data.cache import cached
 from utils.data.loader import (
@@ -49,32 +42,29 @@ from utils.data.loader import (
     create_distributed_dataloader,
     create_evaluation_dataloader,
 )
-from utils.data.sets import describe, kind_of, load_data
-from utils.distributed.collectives import broadcast_json, on_all_ranks, on_rank_0
-from utils.distributed.consensus import Consensus, Decision, is_every
-from utils.files import replace_json
-from utils.logger import log_epoch_summary, setup_logger
+from utils.data.sets import load_data
+from utils.distributed.collectives import broadcast_json, on_all_ranks
+from utils.distributed.consensus import Consensus, Stopped, Vote, is_every
+from utils.logger import setup_logger
 from utils.metrics import choose_best
-from utils.redact import stored
-from utils.report.banner import decisions
-from utils.report.goodput import Goodput
 from utils.report.reporter import Reporter
 from utils.rng import seed_device
+from utils.run.attempt import Attempt
 from utils.run.checkpoints import Checkpoints
+from utils.run.create import create_state
+from utils.run.evaluate_only import evaluate_only
 from utils.run.failures import PREEMPTED, leave_after, open_run, wait_for_blame, watched
-from utils.run.folder import Run
-from utils.run.provenance import collect, task_of, verification
-from utils.run.resume import check_evaluation, resume_run
-from utils.training.activation import checkpoint_blocks
+from utils.run.provenance import provenance_of
+from utils.run.resume import resume_run
 from utils.training.batchnorm import check_sync_batchnorm
-from utils.training.evaluation import evaluate_all
+from utils.training.evaluation import Evaluation
 from utils.training.first_passes import first_passes
 from utils.training.parallel import Wrapped
-from utils.training.precision import Precision
+from utils.training.schedule import Progress
 from utils.training.seams import Seams
-from utils.training.sharding import build_sharded
-from utils.training.state import Progress, TrainState
-from utils.training.unsaved import KEY, complete, digests, left_out
+from utils.training.state import TrainState
+
+COMPLETED = "%s: this run is already completed; to train longer, increase --epochs"
 
 
 @record
@@ -91,8 +81,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return PREEMPTED if outcome.get("state") == "preempted" and not read_launch().is_under_torchrun else 0
 
 
-def train(config: TrainingConfig) -> dict[str, Any]:
+def train(
+    config: TrainingConfig, data: Any = your_data, after_epoch: Callable[[Training], object] | None = None
+) -> dict[str, Any]:
     """Train according to the config. Call it on every rank; it may be called again in the same process.
+
+    Args:
+        data: has the functions of dataset.py.
+        after_epoch: called on all ranks after the last step of each epoch.
 
     Returns:
         The content of summary.json, or with `eval_only` the evaluation records.
@@ -100,24 +96,19 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     Raises:
         UserError: if the config or the data cannot be used; the message ends with the fix.
     """
-    began = began_at()
     ctx = setup_distributed(config)
-    clock, logger = Clock(ctx.device), setup_logger(ctx.rank)
+    setup_logger(ctx.rank)
     if config.eval_only:
         release()  # an evaluation has nothing to save: a signal ends it
-        with watched(config.run_folder, config, ctx, clock):
-            outcome = evaluate_only(config, ctx)
-        cleanup_distributed()
-        return outcome
-    with StopSignals() as signals, open_run(config, ctx, clock) as run:
-        if run.start.is_completed:
-            more = "to train longer, increase --epochs"
-            logger.info("%s: this run is already completed; %s", run.folder, more)
-            outcome = {"state": "completed"}
-        else:
-            setup_logger(ctx.rank, run.log_file)
-            with closing(Goodput(run, clock, began)) as goodput:
-                outcome = run_training(assemble(config, ctx, run, logger, clock, goodput, signals))
+        with watched(config.run_folder, config, ctx, Clock(ctx.device)):
+            outcome = evaluate_only(config, ctx, Seams.of(your_model, ctx.device), data)
+    else:
+        with open_run(config, ctx) as attempt:  # if this block fails, the cause is in status.json
+            if attempt.run.start.is_completed:
+                attempt.logger.info(COMPLETED, attempt.run.folder)
+                outcome = {"state": "completed"}
+            else:
+                outcome = run_training(assemble(attempt, data), after_epoch)
     cleanup_distributed()
     return outcome
 
@@ -126,90 +117,53 @@ def train(config: TrainingConfig) -> dict[str, Any]:
 class Training:
     """The parts of one attempt of a run."""
 
-    config: TrainingConfig  # `auto` fields resolved
-    ctx: DistributedContext
-    run: Run
-    logger: logging.Logger
-    clock: Clock
+    attempt: Attempt  # `auto` fields of its config are resolved
     seams: Seams
     loader: GlobalBatchLoader
     held_out: dict[str, GlobalBatchLoader]  # by split
     state: TrainState
     model: Wrapped
     consensus: Consensus
+    evaluation: Evaluation
     reporter: Reporter
     checkpoints: Checkpoints
     best_metric: str
     best_sign: int  # 1: the highest value is best, -1: the lowest
 
-    def weights(self) -> dict[str, AbstractContextManager]:
-        """The weights to evaluate, each with the context in which the model has them. The last selects the best."""
-        average = self.state.average
-        return {"model": nullcontext()} | ({"ema": average.swapped()} if average else {})
 
-
-def assemble(
-    config: TrainingConfig,
-    ctx: DistributedContext,
-    run: Run,
-    logger: logging.Logger,
-    clock: Clock,
-    goodput: Goodput,
-    signals: StopSignals,
-) -> Training:
+def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     """Build everything that an attempt needs, from data to checkpoints, and restore the state it starts from."""
-    started, seams = time.monotonic(), Seams.of(your_model, ctx.device)
+    run, ctx, seams = attempt.run, attempt.ctx, Seams.of(your_model, attempt.ctx.device)
     run.begin()
-    sets = load_data(your_data, config, ctx)
-    state = on_all_ranks(lambda: create_state(seams, sets.config, ctx, is_resumed=bool(run.resume_path)), ctx)
+    sets = load_data(data, attempt.config, ctx)
     config = sets.config
-    train_set, held_out = cached(sets.train, sets.held_out, config, ctx, logger)
-    loader, sampler = on_all_ranks(lambda: create_distributed_dataloader(train_set, config, ctx, clock), ctx)
-    loaders = {split: create_evaluation_dataloader(dataset, config, ctx, clock) for split, dataset in held_out.items()}
-
+    attempt = replace(attempt, config=config)
+    state = on_all_ranks(lambda: create_state(seams, config, ctx, is_resumed=bool(run.resume_path)), ctx)
+    train_set, held_out = cached(sets.train, sets.held_out, config, ctx, attempt.logger)
+    loader, sampler = on_all_ranks(lambda: create_distributed_dataloader(train_set, config, ctx, attempt.clock), ctx)
+    loaders = {name: create_evaluation_dataloader(each, config, ctx, attempt.clock) for name, each in held_out.items()}
     on_all_ranks(lambda: check_sync_batchnorm(state.model, sampler, ctx), ctx)
     model = wrap_ddp(state.model, config, ctx)
-    first_batch = on_all_ranks(loader.sample_batch, ctx)
     # before the state is loaded, which undoes their changes
-    names = first_passes(model, first_batch, state, loader, loaders, seams, config, ctx)
+    names = first_passes(model, state, loader, loaders, seams, config, ctx)
     best_metric, best_sign = on_all_ranks(lambda: choose_best(config.best_metric, names), ctx)
 
-    verified = verification(task_of(state.model, kind_of(train_set)), config)
-    origin = collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit, verified)
-    origin |= describe(train_set) | sets.content | {"global_batch_size": sampler.global_batch_size}
-    origin |= {KEY: state.unsaved} if state.unsaved else {}
-    origin |= {"cpu_threads": torch.get_num_threads(), "precision": state.precision.name}
-    differences, saved_goodput = resume_run(run, state, config, origin, sampler, "test" in held_out, ctx, sets.listing)
-    if folder := ctx.launch.flight_recorder and Path(ctx.launch.flight_recorder).parent:
-        on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True), ctx)  # torch does not create it
-    state.plan(sampler, ctx.world_size)
-    goodput.resume(saved_goodput, state.progress.step)
-    reporter = Reporter(run, config, ctx, logger, state, loader, clock, goodput, origin, seams.log_images)
-    decided = decisions(config, ctx, run, state, loader, held_out, origin)
-    reporter.start(decided, differences, state.progress)
-    settings = stored(config)
-
-    def meta() -> dict[str, Any]:
-        return {"config": settings, "provenance": origin | {"goodput": goodput.now(), "total_steps": state.total_steps}}
-
-    checkpoints = Checkpoints(run, state, config, ctx, sampler, clock, meta)
-
-    def vote() -> Decision:
-        is_time_up = 0 < config.max_time < (time.monotonic() - started) / 60
-        return Decision(stop=int(bool(signals.received) or is_time_up), save=int(checkpoints.is_due()))
-
+    origin = provenance_of(config, ctx, state, train_set) | sets.content
+    origin |= {"global_batch_size": sampler.global_batch_size}
+    differences = resume_run(attempt, state, sampler, origin, sets.listing, has_test="test" in held_out)
+    reporter = Reporter(attempt, state, loader, origin, seams.log_images)
+    reporter.start(loaders, differences)
+    checkpoints = Checkpoints(attempt, state, sampler, origin)
+    consensus = Consensus(lambda: Vote(attempt.is_asked_to_stop, checkpoints.is_due()), ctx.control)
     return Training(
-        config=config,
-        ctx=ctx,
-        run=run,
-        logger=logger,
-        clock=clock,
+        attempt=attempt,
         seams=seams,
         loader=loader,
         held_out=loaders,
         state=state,
         model=model,
-        consensus=Consensus(vote, ctx.control),
+        consensus=consensus,
+        evaluation=Evaluation(state.model, seams, state.precision, ctx, consensus),
         reporter=reporter,
         checkpoints=checkpoints,
         best_metric=best_metric,
@@ -217,61 +171,64 @@ def assemble(
     )
 
 
-def run_training(training: Training) -> dict[str, Any]:
+def run_training(training: Training, after_epoch: Callable[[Training], object] | None = None) -> dict[str, Any]:
     """Train until the run ends or the ranks agree to stop. Returns the content of summary.json."""
-    config, state, checkpoints, reporter = training.config, training.state, training.checkpoints, training.reporter
-    progress = state.progress
-    if training.run.resume_path:
+    attempt, schedule, checkpoints = training.attempt, training.state.schedule, training.checkpoints
+    config, ending, test_records = attempt.config, "completed", []
+    if attempt.run.resume_path:
         checkpoints.save(must=True)  # does nothing if the checkpoint is already in this run's folder
         checkpoints.wait()
-    is_stopped = training.consensus.decide().stop > 0  # asked to stop before the first step
-    while not (is_stopped or state.is_finished):
-        is_stopped = train_one_epoch(training).stop > 0
-        if is_stopped or state.is_at_end or is_every(config.save_every, progress.epoch):
-            # before the evaluation, so that a failure there loses no training; a resume repeats the evaluation
-            checkpoints.save(must=is_stopped or state.is_at_end)
-            checkpoints.wait()
-        if "val" in training.held_out and state.is_evaluation_due and not is_stopped:
-            is_stopped = validate(training)
-        if not is_stopped:
-            state.end_epoch()
-            if state.is_patience_over:
-                training.logger.info("patience: no improvement in %d evaluations, so the run ends", config.patience)
+    try:
+        training.consensus.decide()  # asked to stop before the first step
+        while not schedule.is_finished:
+            train_one_epoch(training)
+            if after_epoch:
+                after_epoch(training)
+            if schedule.is_at_end or is_every(config.save_every, schedule.progress.epoch_number):
+                # before the evaluation, so that a failure there loses no training; a resume repeats the evaluation
+                checkpoints.save(must=schedule.is_at_end)
+                checkpoints.wait()
+            if schedule.is_evaluation_due:
+                validate(training)
+            schedule.end_epoch()
+            if schedule.is_patience_over:
+                attempt.logger.info("patience: no improvement in %d evaluations, so the run ends", config.patience)
                 checkpoints.save(must=True)
-    checkpoints.finish()
-    test_records = []
-    if "test" in training.held_out and not is_stopped:
+        checkpoints.finish()
         test_records = test_best(training)
-        is_stopped = not test_records
-    outcome = reporter.finish("preempted" if is_stopped else "completed", state, training.best_metric, test_records)
+    except Stopped:
+        ending = "preempted"
+        checkpoints.save(must=True)  # does nothing after the last step, which is saved before the test
+        checkpoints.finish()
+    outcome = training.reporter.finish(ending, training.best_metric, test_records)
     checkpoints.close()
     for loader in (training.loader, *training.held_out.values()):
         loader.close()
     return outcome
 
 
-def train_one_epoch(training: Training) -> Decision:
-    """Train to the end of the current epoch, or until the ranks agree to stop. Returns the last decision."""
-    config, ctx, state, loader = training.config, training.ctx, training.state, training.loader
-    model, clock, progress, compute_loss = training.model, training.clock, state.progress, training.seams.compute_loss
+def train_one_epoch(training: Training) -> None:
+    """Train to the end of the current epoch. Raises Stopped between two steps if the ranks agree to stop."""
+    attempt, state, loader, model = training.attempt, training.state, training.loader, training.model
+    config, clock, schedule, compute_loss = attempt.config, attempt.clock, state.schedule, training.seams.compute_loss
+    progress = schedule.progress
     consensus, checkpoints, reporter = training.consensus, training.checkpoints, training.reporter
     model.train()
     state.sums.running_stats.begin_epoch()
     for global_batch in training.seams.counted(loader.global_batches(progress.epoch, progress.samples_in_epoch)):
-        if state.is_at_end:
+        if schedule.is_at_end:
             break
-        # here, so that a resume at this step evaluates too; the workers keep the batches that they have fetched
-        if config.eval_every_steps and state.is_evaluation_due:
-            if (end := validate_within_epoch(training)) is not None:
-                return end
-            model.train()  # again, after the evaluation
+        if config.eval_every_steps and schedule.is_evaluation_due:
+            validate_within_epoch(training)  # here, so that a resume at this step evaluates too
+            if schedule.is_patience_over:
+                return
         clock.begin_step(progress.step + 1)
         state.show(progress)
         indices = []
         for micro_batch in global_batch:  # padding with zero gradient on an idle rank: DDP needs every rank
             is_padding, is_last_micro_batch = micro_batch.is_padding, micro_batch.is_last
             with model.accumulating(micro_batch):
-                seed_device(ctx.device, "step", config.seed, progress.step, micro_batch.number)
+                seed_device(attempt.ctx.device, "step", config.seed, progress.step, micro_batch.number)
                 with state.precision.autocast():
                     metrics = compute_loss(model, micro_batch.batch)
                 if not is_padding:
@@ -285,169 +242,70 @@ def train_one_epoch(training: Training) -> Decision:
         checkpoints.wait()  # for the copy, before the weights change
         state.update_if_finite(global_batch)
         state.advance(global_batch)
-        reporter.step_done(global_batch.samples, progress.step)
-
-        if config.record_samples:
-            reporter.record_samples(progress, indices)
-        if reporter.is_due(progress.step):
-            reporter.log(state)
+        reporter.step_done(global_batch.samples, indices)
+        if reporter.is_due:
+            reporter.log()
             checkpoints.compare_buffers(is_first=True)
-        decision = consensus.step()
-        if decision.save or decision.stop or is_every(config.save_every_steps, progress.step - 1):
-            decision = Decision(*map(max, decision, consensus.flush()))  # an earlier vote must not count after a save
-            if decision.stop:
-                return decision
+        if consensus.step() or is_every(config.save_every_steps, progress.step):
+            consensus.flush()  # an earlier vote must not count after a save
             checkpoints.save()
     clock.leave_steps()
-    return consensus.flush()
+    consensus.flush()
 
 
-def validate_within_epoch(training: Training) -> Decision | None:
-    """`validate` between two steps of an epoch. Returns a decision if training ends here."""
+def validate_within_epoch(training: Training) -> None:
+    """`validate` between two steps of an epoch, whose workers keep the batches that they have fetched."""
+    training.attempt.clock.leave_steps()
+    training.consensus.flush()  # an earlier vote must not count after the evaluation
+    validate(training)
+    training.model.train()
+
+
+def validate(training: Training) -> None:
+    """Evaluate the validation set, if there is one, and keep the best checkpoint."""
     if "val" not in training.held_out:
-        return None
-    training.clock.leave_steps()
-    decision = training.consensus.flush()  # an earlier vote must not count after the evaluation
-    if decision.stop:
-        return decision
-    if validate(training):
-        return Decision(stop=1)
-    return Decision() if training.state.is_patience_over else None
-
-
-def validate(training: Training) -> bool:
-    """Evaluate the validation set and keep the best checkpoint. Returns True if the ranks agreed to stop."""
-    state, progress, checkpoints = training.state, training.state.progress, training.checkpoints
+        return
+    state, schedule, checkpoints = training.state, training.state.schedule, training.checkpoints
+    progress = schedule.progress
     began = time.perf_counter()
     checkpoints.wait()  # for the copy: the weights are exchanged for their average
-    records = evaluate_split(training, "val", training.weights(), progress)
-    if not records:
-        checkpoints.save(must=True)
-        return True
-    if training.best_metric not in records[-1]:
+    state.show(progress)
+    records = training.evaluation.records("val", training.held_out["val"], state.weights(), progress)
+    selecting = records[-1]
+    if training.best_metric not in selecting:
         raise UserError(f"best_metric={training.best_metric}: is missing in this evaluation; report it in each one")
-    value = records[-1][training.best_metric] if math.isfinite(records[-1]["loss"]) else math.nan
+    value = selecting[training.best_metric] if math.isfinite(selecting["loss"]) else math.nan
     is_best = progress.note_value(value, training.best_sign)
-    title = "" if state.is_epoch_complete else f"step {progress.step}"
+    title = "" if schedule.is_epoch_complete else f"step {progress.step}"
     training.reporter.evaluated(records, time.perf_counter() - began, is_best, title)
-    with training.weights()[records[-1]["weights"]]:
-        training.reporter.show_images("val", state.model, training.held_out["val"], progress.step)
+    with state.weights()[selecting["weights"]]:
+        training.reporter.show_images("val", training.held_out["val"])
     if is_best:
         checkpoints.save_best()
-    if state.is_at_end and not state.is_epoch_complete:  # max_steps: a longer run must not repeat this evaluation
+    if schedule.is_at_end and not schedule.is_epoch_complete:  # max_steps: a longer run must not evaluate here again
         checkpoints.save(must=True, is_again=True)
         checkpoints.wait()
-    return False
 
 
 def test_best(training: Training) -> list[dict[str, Any]]:
-    """Evaluate the best checkpoint (or else the last weights) on the test set.
+    """Evaluate the best checkpoint (or else the last weights) on the test set, if there is one.
 
-    This overwrites the trained weights, so do not save afterwards. Returns an empty list if the ranks agreed to stop.
+    This overwrites the trained weights, so do not save afterwards.
     """
-    weights = training.weights()
+    if "test" not in training.held_out:
+        return []
+    state, ctx, began = training.state, training.attempt.ctx, time.perf_counter()
+    weights, progress = state.weights(), state.progress
     kind = list(weights)[-1]
-    best, progress = training.run.checkpoints / BEST, training.state.progress
-    began = time.perf_counter()
-    if broadcast_json(best.exists(), training.ctx):
-        payload = load_checkpoint(best, training.ctx, training.state.layouts())
-        training.state.load_model(payload, kind if payload[kind] else "model")
-        weights[kind], progress = nullcontext(), progress_of(payload)
-    records = evaluate_split(training, "test", {kind: weights[kind]}, progress)
-    if records:
-        training.reporter.evaluated(records, time.perf_counter() - began, False, "best checkpoint")
-    return records
-
-
-def progress_of(payload: dict[str, Any]) -> Progress:
-    """Where a checkpoint was saved, for the records of its evaluation."""
-    names = ("epoch", "step", "samples_in_epoch", "samples_seen")
-    return Progress(**{name: payload["progress"][name] for name in names})
-
-
-def evaluate_split(
-    training: Training, split: str, weights: dict[str, AbstractContextManager], progress: Progress
-) -> list[dict[str, Any]]:
-    """`evaluate_all` for one of the held-out sets. progress: where the weights were made."""
-    state = training.state
+    best = training.attempt.run.checkpoints / BEST
+    if broadcast_json(best.exists(), ctx):
+        payload = load_checkpoint(best, ctx, state.layouts())
+        weights, progress = state.weights_of(payload), Progress.of(payload)
     state.show(progress)
-    return evaluate_all(
-        state.model,
-        weights,
-        split,
-        loader=training.held_out[split],
-        compute_loss=training.seams.compute_loss,
-        progress=progress,
-        precision=state.precision,
-        ctx=training.ctx,
-        logger=training.logger,
-        consensus=training.consensus,
-        summary=training.seams.summary,
-    )
-
-
-def evaluate_only(config: TrainingConfig, ctx: DistributedContext) -> dict[str, Any]:
-    """Evaluate a checkpoint, or the weights of init_from, on the held-out sets, and write only eval-<name>.json."""
-    logger, is_published = setup_logger(ctx.rank), bool(config.init_from)
-    path, seams = Path(config.init_from or config.resume_from), Seams.of(your_model, ctx.device)
-    if not is_published and config.resume_from in ("", "auto"):
-        path = on_all_ranks(lambda: best_or_latest(config.checkpoint_folder, not config.resume_from), ctx)
-    sets = load_data(your_data, config, ctx)
-    config = sets.config
-    state = on_all_ranks(lambda: create_state(seams, config, ctx, is_resumed=not is_published), ctx)
-    progress, total_steps = Progress(), 1
-    weights: dict[str, dict[str, Any]] = {"model": {}}
-    records: list[dict[str, Any]] = []
-    if not is_published:
-        payload = load_checkpoint(path, ctx, state.layouts())
-        on_all_ranks(lambda: check_evaluation(payload, config), ctx)
-        progress, weights = progress_of(payload), {kind: payload[kind] for kind in ("model", "ema") if payload[kind]}
-        total_steps = payload["provenance"].get("total_steps", 1)
-    state.show(progress, total_steps)
-    for split, dataset in sets.held_out.items():
-        began = time.perf_counter()
-        loader = create_evaluation_dataloader(dataset, config, ctx)
-        found, common = [], (split, loader, seams.compute_loss, progress, state.precision, ctx, logger)
-        for kind, values in weights.items():
-            if values:
-                on_all_ranks(partial(state.load_model, payload, kind), ctx)
-            found += evaluate_all(state.model, {kind: nullcontext()}, *common, summary=seams.summary)
-        log_epoch_summary(logger, found, time.perf_counter() - began, is_best=False)
-        records += found
-    outcome = {"checkpoint": str(path), "data_dir": config.data_dir, "records": records}
-    file = config.run_folder / f"eval-{path.stem}.json"
-
-    def write() -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        replace_json(file, outcome)
-
-    on_rank_0(write, ctx)
-    logger.info("wrote %s", file)
-    return outcome
-
-
-def create_state(seams: Seams, config: TrainingConfig, ctx: DistributedContext, is_resumed: bool = False) -> TrainState:
-    """Create the training state at step 0: the model, its optimizer and everything else that a checkpoint stores.
-
-    is_resumed: the weights will come from a checkpoint, not from `init_from`.
-    """
-
-    def build(device: torch.device) -> nn.Module:
-        torch.manual_seed(config.seed)
-        model = seams.create_model(config, device)
-        if config.init_from and not is_resumed and device.type != "meta":
-            own = seams.initial_weights
-            weights = own(config) if own else load_weights(Path(config.init_from))
-            given = left_out(model, seams.is_saved)
-            weights = complete(weights, {}, model, digests(given), config.init_from)
-            take_weights(model, weights, config.init_from, must_be_whole=config.eval_only, given=given)
-        if config.activation_checkpointing:
-            checkpoint_blocks(model, seams.blocks(model))
-        return model
-
-    model = build(ctx.device) if config.sharding == "none" else build_sharded(build, seams.blocks, config, ctx)
-    precision = Precision.choose(config, ctx.device, ctx.fast_bf16)
-    return TrainState(model, seams, config, precision)
+    chosen = {kind: weights.get(kind, weights["model"])}
+    records = training.evaluation.records("test", training.held_out["test"], chosen, progress)
+    training.reporter.evaluated(records, time.perf_counter() - began, False, "best checkpoint")
+    return records
 
 
 def run_as_script() -> None:

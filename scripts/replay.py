@@ -117,7 +117,7 @@ def records_of(run: Path, first: int, last: int) -> dict[int, dict[str, Any]]:
     """Records of the replayed steps up to `last`, by step, from the latest checkpoint before step `first` on."""
     with opened(run, first, ["--log_interval", "1"]) as (ours, _):
         go_on(ours, last)
-        return {record["step"]: record for record in ours.training.run.records("train")}
+        return {record["step"]: record for record in ours.training.attempt.run.records("train")}
 
 
 def dump_of(run: Path, step: int) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def replay(ours: Ours, options: argparse.Namespace, start: Path | None) -> bool:
         )
         print(f"state after the step, compared with {path.name}: {text}")
     go_on(ours, end)
-    mine = {r["step"]: r for r in ours.training.run.records("train")}
+    mine = {r["step"]: r for r in ours.training.attempt.run.records("train")}
     is_equal = show_records([(r, mine[r["step"]]) for r in theirs if r["step"] <= end])
     if options.dump:
         replace_file(options.dump, lambda file: torch.save(vars(step), file))
@@ -226,10 +226,10 @@ def go_on(ours: Ours, step: int) -> None:
 def begin_epoch(ours: Ours) -> None:
     """At the end of an epoch, begin the next one, as a run does."""
     state, has_schedule = ours.state, Seams.of(fork).lr_factor is not Seams.lr_factor
-    if state.is_epoch_complete:
-        if has_schedule and state.is_evaluation_due and "val" in ours.training.held_out:
+    if state.schedule.is_epoch_complete:
+        if has_schedule and state.schedule.is_evaluation_due and "val" in ours.training.held_out:
             train.validate(ours.training)  # the fork's schedule may depend on it
-        state.end_epoch()
+        state.schedule.end_epoch()
 
 
 def copies(tensors: dict[str, Any]) -> dict[str, Any]:

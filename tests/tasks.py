@@ -268,8 +268,9 @@ def signals_after(stops):
     """Send SIGUSR1 to the last rank at the end of step stops[0]; all ranks stop one step later."""
     plain_done = Reporter.step_done
 
-    def done(self, samples, step):
-        plain_done(self, samples, step)
+    def done(self, samples, indices):
+        plain_done(self, samples, indices)
+        step = self._state.progress.step
         if stops and step == stops[0] and int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1:
             os.kill(os.getpid(), signal.SIGUSR1)
 
@@ -287,9 +288,9 @@ def training_under(mode, done):
         with mode:
             return plain_epoch(training)
 
-    def step_done(self, samples, step):
-        done(step)
-        plain_done(self, samples, step)
+    def step_done(self, samples, indices):
+        done(self._state.progress.step)
+        plain_done(self, samples, indices)
 
     with mock.patch.object(train, "train_one_epoch", epoch), mock.patch.object(Reporter, "step_done", step_done):
         yield

@@ -14,7 +14,7 @@ from scripts.lib import timeline
 from scripts.lib.svg import Series, color, line_plot
 from utils.logger import duration
 from utils.metrics import RESERVED
-from utils.report.goodput import ACCOUNTS, share_in_training
+from utils.run.goodput import ACCOUNTS, share_in_training
 
 MAX_POINTS, MAX_EVENTS, OPEN_PLOTS = 500, 1000, 4  # points per curve, rows per table, unfolded plots
 MAX_TEXT = 240  # characters of an event's details

@@ -34,9 +34,9 @@ def train_and_cut(words: list[str], path: Path, step: int) -> None:
     """Train; after this step rank 0 cuts the file short."""
     plain = Reporter.step_done
 
-    def done(self, samples, now):
-        plain(self, samples, now)
-        if now == step and os.environ["RANK"] == "0":
+    def done(self, samples, indices):
+        plain(self, samples, indices)
+        if self._state.progress.step == step and os.environ["RANK"] == "0":
             path.write_bytes(path.read_bytes()[:200])
 
     with mock.patch.object(Reporter, "step_done", done):

@@ -161,7 +161,7 @@ def checkpoint_step(folder: Path, data_dir: str, note: Callable[[dict[str, Any]]
     config = TrainingConfig.from_args([*COMMON[:2], *flags])
     ctx, steps = setup_distributed(config), 3 if IS_TINY else 10
     ours = Ours(config, ctx, folder / "run", steps)
-    checkpoints = ours.training.checkpoints
+    checkpoints, run = ours.training.checkpoints, ours.training.attempt.run
     plain_s = min(timed(ours.epoch, ctx.device) for _ in range(3)) / steps
     expected = [tensor.to("cpu", copy=True) for tensor in state_of(ours.state.state_dict())]
     step, began = ours.state.progress.step, time.perf_counter()
@@ -170,9 +170,9 @@ def checkpoint_step(folder: Path, data_dir: str, note: Callable[[dict[str, Any]]
     checkpoints.finish()
     written_s, blocked_s = (
         time.perf_counter() - began,
-        [event["blocked_s"] for event in ours.training.run.records("event") if event["event"] == "checkpoint"][-1],
+        [event["blocked_s"] for event in run.records("event") if event["event"] == "checkpoint"][-1],
     )
-    path = checkpoint.step_path(ours.training.run.checkpoints, step)
+    path = checkpoint.step_path(run.checkpoints, step)
     began = time.perf_counter()
     saved = state_of(checkpoint.read(path)[0])
     read_s, size = time.perf_counter() - began, path.stat().st_size
@@ -225,7 +225,7 @@ def compile_step(folder: Path, data_dir: str, note: Callable[[dict[str, Any]], N
         start_s = time.perf_counter() - began
         ours.epoch()
         step_s = statistics.median(timed(ours.epoch, ctx.device) / STEPS for _ in range(5))
-        log = ours.training.run.log_file.read_text()
+        log = ours.training.attempt.run.log_file.read_text()
         ours.close()
         cleanup_distributed()
         found[mode] = {"start_s": start_s, "step_s": step_s, "skipped_graphs": "without CUDA graphs" in log}

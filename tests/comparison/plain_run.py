@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import dataset as fork_dataset
+import model as fork_model
 from comparison import loops
 from config import TrainingConfig, UserError
 from ddp_utils import DistributedContext
-from model import compute_loss
 from utils.data.loader import create_distributed_dataloader, create_evaluation_dataloader
 from utils.data.sets import load_data
 from utils.files import replace_json
-from utils.training.evaluation import evaluate
+from utils.training.evaluation import Evaluation
 from utils.training.precision import Precision
+from utils.training.seams import Seams
 
 
 def measure(
@@ -46,7 +47,7 @@ def measure(
     for step, (model, _, _) in enumerate(loops.plain(config, ctx, precision, sets.train), start=1):
         epoch, rest = divmod(step, steps_per_epoch)
         if not rest:
-            means = evaluate(model, held_out, compute_loss, precision, ctx)
+            means = Evaluation(model, Seams.of(fork_model), precision, ctx).means(held_out)
             model.train()
             records.append({"kind": "eval", "step": step, "epoch": epoch, **means})
             (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))

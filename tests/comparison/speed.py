@@ -90,7 +90,7 @@ class Comparison:
         """The number of log intervals, and of those with exactly the plain loop's loss. Zero on several ranks."""
         if self._ctx.world_size > 1:
             return {"intervals": 0, "equal": 0}
-        every, records = self.config.log_interval, self.ours.training.run.records("train")
+        every, records = self.config.log_interval, self.ours.training.attempt.run.records("train")
         found = [record["loss"] for record in records]
         pieces = [self._plain_losses[k : k + every] for k in range(0, len(found) * every, every)]
         plain = [sum(loss.item() for loss, _ in piece) / sum(weight for _, weight in piece) for piece in pieces]

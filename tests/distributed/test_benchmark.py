@@ -105,7 +105,7 @@ def whole_run(folder):
         ours = Ours(config, setup_distributed(config), folder, steps=4)
         ours.epoch()
         found = {"steps": ours.state.progress.step, "files": {path.name for path in folder.iterdir()}}
-        found["records"] = [record["step"] for record in ours._run.records("train")]
+        found["records"] = [record["step"] for record in ours.training.attempt.run.records("train")]
         found |= {
             "has_writer": ours.training.checkpoints._writes,
             "is_watched": any(thread.name == "watchdog" for thread in threading.enumerate()),

@@ -12,8 +12,9 @@ from ranks import run_ranks, slow
 from tasks import Images, SmallNet, image_loss
 from utils.data.loader import create_evaluation_dataloader
 from utils.data.sampler import GlobalBatch, GlobalBatchSampler
-from utils.training.evaluation import evaluate
+from utils.training.evaluation import Evaluation
 from utils.training.precision import Precision
+from utils.training.seams import Seams
 
 SIZES = (1, 2, 3, 4, 5, 11, 16, 23)
 
@@ -46,7 +47,8 @@ def evaluations(task, workers, bf16=False, reduction="fast"):
                 image_loss if task == "images" else token_loss,
             )
             shown = []  # by the progress bar
-            found[-1][0] = evaluate(net, loader, loss, precision, ctx, show=lambda *now, to=shown: to.append(now))
+            evaluation = Evaluation(net, Seams(None, None, loss), precision, ctx)
+            found[-1][0] = evaluation.means(loader, lambda *now, to=shown: to.append(now))
             assert shown == [(step, len(shown)) for step in range(1, len(shown) + 1)] and shown
     cleanup_distributed()
     return found
@@ -108,7 +110,7 @@ def evaluate_with_a_wrong_sampler():
             mock.patch.object(GlobalBatchSampler, "global_batches", global_batches),
             pytest.raises(RuntimeError) as error,
         ):
-            evaluate(SmallNet(True, 10), loader, image_loss, Precision("cpu", None), ctx)
+            Evaluation(SmallNet(True, 10), Seams(None, None, image_loss), Precision("cpu", None), ctx).means(loader)
         errors.append(str(error.value))
     return errors
 

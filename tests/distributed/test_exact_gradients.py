@@ -17,11 +17,11 @@ from ranks import run_ranks
 from tasks import config_of, image_loss, using
 from utils.clock import Clock
 from utils.data.loader import create_distributed_dataloader
-from utils.distributed.consensus import Consensus, Decision
+from utils.distributed.consensus import Consensus, Vote
 from utils.training.first_passes import train_twice
 from utils.training.precision import Precision
+from utils.training.schedule import Progress
 from utils.training.seams import Seams
-from utils.training.state import Progress
 
 BATCH = 2
 FLAGS = f"--batch_size {BATCH} --backend gloo --num_workers 0 --warmup_epochs 0 --epochs 1".split()
@@ -58,7 +58,7 @@ def gradients_into(found):
 
 def gradients(task, accumulations, tails, precision, dtype):
     """{(accumulation, length): gradients} of one global batch of each length, for each accumulation."""
-    found, silent = {}, mock.Mock(**{"is_due.return_value": False})  # replaces the reporter and the checkpoints
+    found, silent = {}, mock.Mock(is_due=False)  # replaces the reporter and the checkpoints
     with using(task), mock.patch.object(Precision, "choose", lambda *_: precision):
         for accumulation in accumulations:
             flags = [*FLAGS, *OF_TASK[task], "--grad_accum_steps", str(accumulation), "--dataset_size"]
@@ -74,11 +74,12 @@ def gradients(task, accumulations, tails, precision, dtype):
                 loader, sampler = create_distributed_dataloader(
                     train.your_data.create_dataset(config, "train"), config, ctx
                 )
-                state.progress = Progress()
+                state.schedule.progress = Progress()
                 state.plan(sampler, ctx.world_size)
-                parts = (Clock(), seams, loader, {}, state, wrapped, Consensus(Decision, ctx.control), silent, silent)
+                attempt, consensus = mock.Mock(config=config, ctx=ctx, clock=Clock()), Consensus(Vote, ctx.control)
+                parts = (attempt, seams, loader, {}, state, wrapped, consensus, None, silent, silent)
                 with gradients_into(taken := []):
-                    train.train_one_epoch(train.Training(config, ctx, None, None, *parts, "loss", -1))
+                    train.train_one_epoch(train.Training(*parts, "loss", -1))
                 assert len(taken) == 1 and state.progress.samples_seen == tail
                 found[accumulation, tail] = [g.numpy() for g in taken[0]]
             cleanup_distributed()

@@ -47,8 +47,9 @@ def train_until(flags, number, step, victim):
     """Train until the victim gets this signal after a step."""
     plain_done = Reporter.step_done
 
-    def done(self, samples, at):
-        plain_done(self, samples, at)
+    def done(self, samples, indices):
+        plain_done(self, samples, indices)
+        at = self._state.progress.step
         if at == step and int(os.environ["RANK"]) == victim:
             saved = Path(flags[flags.index("--run_dir") + 1], "checkpoints", f"step_{(at - 1) // 2 * 2:08d}.pt")
             wait_until(lambda: number != signal.SIGKILL or saved.exists())  # a save in progress would be lost
@@ -98,7 +99,7 @@ def sent_bytes(flags):
         assert group, "another sum over ranks"  # but not on the control group
         return plain[2](tensor, *args, group=group, **options)
 
-    def done(self, samples, step):
+    def done(self, samples, indices):
         steps.append(sum(sent))
         sent.clear()
 

@@ -11,13 +11,13 @@ import torch
 
 import ddp_utils
 import tasks
-import train
 from config import UserError
 from ranks import run_ranks
 from tasks import TASKS, Images, create_images, image_loss
 from test_run_folder import contents
 from training import assert_same_state, train_flags
 from utils.run import failures
+from utils.training.evaluation import Evaluation
 
 SMALL = "--dataset_size 16 --epochs 1".split()
 
@@ -162,16 +162,16 @@ def with_a_test_set(config, split):
 
 
 def train_with_a_test_set(words, is_stopped):
-    plain = train.evaluate_split
+    plain = Evaluation.records
 
-    def evaluate_split(training, split, *rest):
+    def records(self, split, *rest):
         if split == "test" and is_stopped:
             os.kill(os.getpid(), signal.SIGTERM)
-        return plain(training, split, *rest)
+        return plain(self, split, *rest)
 
     with (
         mock.patch.dict(TASKS["images"], {"create_dataset": with_a_test_set}),
-        mock.patch.object(train, "evaluate_split", evaluate_split),
+        mock.patch.object(Evaluation, "records", records),
     ):
         return train_flags(words)["state"]
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-import train
+import utils.run.attempt
 from ranks import run_ranks
 from tasks import train_task
 from test_run_folder import contents
@@ -61,12 +61,12 @@ def train_until_time_is_up(flags):
     """Train; on rank 1 the clock jumps by an hour after step 7."""
     clock, plain = SimpleNamespace(monotonic=time.monotonic, perf_counter=time.perf_counter), Reporter.step_done
 
-    def done(self, samples, step):
-        plain(self, samples, step)
-        if step == 7 and os.environ["RANK"] == "1":
+    def done(self, samples, indices):
+        plain(self, samples, indices)
+        if self._state.progress.step == 7 and os.environ["RANK"] == "1":
             clock.monotonic = lambda: time.monotonic() + 3600
 
-    with mock.patch.object(train, "time", clock), mock.patch.object(Reporter, "step_done", done):
+    with mock.patch.object(utils.run.attempt, "time", clock), mock.patch.object(Reporter, "step_done", done):
         outcome = train_flags(flags)
         return outcome["state"], outcome["steps"]
 

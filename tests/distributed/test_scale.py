@@ -27,7 +27,7 @@ from tasks import TASKS, EagerConsensus, create_images
 from training import train_flags
 from utils.data import sketches
 from utils.distributed.collectives import broadcast_json, lowest_rank
-from utils.distributed.consensus import Consensus, Decision
+from utils.distributed.consensus import Consensus, Vote
 from utils.training.parallel import wrap_ddp
 
 STEPS = 6
@@ -221,7 +221,7 @@ def votes_in_1000_steps(world_size):
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
     clock, votes = SimpleNamespace(now=0.0, monotonic=lambda: clock.now), []
     with mock.patch.object(utils.distributed.consensus, "time", clock):
-        consensus = Consensus(lambda: votes.append(0) or Decision(), None)
+        consensus = Consensus(lambda: votes.append(0) or Vote(), None)
         for _ in range(1000):
             clock.now += 0.01
             consensus.step()

@@ -23,7 +23,7 @@ from test_skipping import train_with_nan
 from training import relative, train_flags
 from utils.checkpoint import format as checkpoint
 from utils.distributed.dtensor import is_sharded
-from utils.training.state import Progress
+from utils.training.schedule import Progress
 
 SGD, ADAMW = "--optimizer sgd --lr 0.05", "--optimizer adamw --lr 0.001"
 

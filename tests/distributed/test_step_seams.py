@@ -16,8 +16,8 @@ from test_oracle import ADAMW, SGD, check_against_the_oracle
 from training import assert_same_state, difference, train_flags
 from utils.checkpoint import format as checkpoint
 from utils.distributed.dtensor import full
+from utils.training.schedule import Progress
 from utils.training.seams import Seams
-from utils.training.state import Progress
 
 SEAMS = {"create_model": None, "param_groups": None}
 EXACT, SHARDED = ("--reduction", "exact"), ("--sharding", "zero3")

@@ -16,7 +16,7 @@ from disks import Disk, are_whole, tracing
 from drill import HOST, Drill, Job, fault
 from ranks import lack
 from training import wait_until
-from utils.report.goodput import ACCOUNTS
+from utils.run.goodput import ACCOUNTS
 
 # 50 steps of two ranks
 RUN = "--dataset_size 200 --epochs 2 --save_every 0 --save_every_steps 10 --eval_every 0 --num_workers 1".split()

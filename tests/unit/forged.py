@@ -40,7 +40,7 @@ def small_state(width: int = 48, seed: int = 0, optimizer: str = "sgd") -> Train
 
 def payload_of(state: TrainState, step: int) -> dict[str, Any]:
     """The content of a checkpoint after one more optimizer step, numbered `step`."""
-    state.total_steps = 100
+    state.schedule.total_steps = 100
     loss = state.model(torch.randn(4, 300)).square().mean()
     state.sums.add({"loss": (loss, 4)}, MICRO_BATCH)
     loss.backward()

@@ -16,7 +16,7 @@ sys.argv[0] = 'train.py'
 runpy.run_path('train.py', run_name='__main__')
 """
 REJECTED = "lr=x: is not a number or auto; give a number or auto\n"
-NO_TORCH = "import of torch halted"
+NO_TORCH = "ModuleNotFoundError: No module named 'torch.distributed'"
 
 
 def start(flags, **env):

@@ -8,8 +8,8 @@ import utils.clock
 from config import TrainingConfig
 from test_run_folder import open_run, with_
 from utils.clock import Clock
-from utils.report import goodput
-from utils.report.goodput import ACCOUNTS, Goodput, share_in_training
+from utils.run import goodput
+from utils.run.goodput import ACCOUNTS, Goodput, share_in_training
 
 
 def test_each_second_is_counted_once_over_restarts(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from scripts import runs as script
-from utils.report.goodput import ACCOUNTS
+from utils.run.goodput import ACCOUNTS
 
 START = 1.8e9
 VOID = ("meta", "link")

@@ -160,35 +160,35 @@ def test_patience_counts_evaluations_without_a_better_value():
     values = [(0.5, True), (0.4, False), (0.6, True), (0.6, False), (float("nan"), False)]
     assert [progress.note_value(value, 1) for value, _ in values] == [is_best for _, is_best in values]
     assert (progress.best_value, progress.evaluations_since_best) == (0.6, 2)
-    assert state.is_patience_over and state.is_finished
+    assert state.schedule.is_patience_over and state.schedule.is_finished
     assert make().progress.note_value(3.0, -1)
 
 
 def test_the_state_tells_the_loop_when_to_evaluate_and_when_the_run_is_over():
     state = make(max_steps=35, eval_every=2)
     due = []
-    while not state.is_finished:
-        while not (state.is_at_end or state.is_epoch_complete):
+    while not state.schedule.is_finished:
+        while not (state.schedule.is_at_end or state.schedule.is_epoch_complete):
             step(state)
-        due += [state.progress.step] * state.is_evaluation_due
-        state.end_epoch()
+        due += [state.progress.step] * state.schedule.is_evaluation_due
+        state.schedule.end_epoch()
     assert due == [20, 35]
     assert (state.progress.epoch, state.progress.samples_in_epoch) == (3, 20)  # a longer run continues this epoch
     state.progress.evaluated_step = 35
-    assert not state.is_evaluation_due
+    assert not state.schedule.is_evaluation_due
 
 
 def test_evaluations_by_steps_come_beside_those_by_epochs_and_once_per_step():
     state, due = make(max_steps=35, eval_every=2, eval_every_steps=4), []
-    assert not state.is_evaluation_due  # before the first step
-    while not state.is_finished:
-        while not (state.is_at_end or state.is_epoch_complete):
+    assert not state.schedule.is_evaluation_due  # before the first step
+    while not state.schedule.is_finished:
+        while not (state.schedule.is_at_end or state.schedule.is_epoch_complete):
             step(state)
-            if state.is_evaluation_due:
+            if state.schedule.is_evaluation_due:
                 due.append(state.progress.step)
                 state.progress.note_value(0.5, 1)
-        assert not state.is_evaluation_due
-        state.end_epoch()
+        assert not state.schedule.is_evaluation_due
+        state.schedule.end_epoch()
     assert due == [4, 8, 12, 16, 20, 24, 28, 32, 35]
 
 
@@ -313,7 +313,7 @@ def test_the_mean_gradient_norm_does_not_depend_on_where_a_resume_divides_an_int
         state = make(lr=0.01)
         for number in range(12):
             step(state)
-            state._norms[-1] = torch.tensor(0.1 * (number + 1), dtype=torch.float64)  # with bits to round
+            state.interval.norms[-1] = torch.tensor(0.1 * (number + 1), dtype=torch.float64)  # with bits to round
             if number == cut:
                 state.read_skips()  # as a save does
         state.read_skips()

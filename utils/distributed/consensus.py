@@ -14,25 +14,29 @@ MAX_STEPS_BETWEEN_VOTES = 32
 RANKS_PER_INTERVAL = 1024  # more ranks vote less often: gloo passes a vote from rank to rank, around all of them
 
 
-class Decision(NamedTuple):
-    """The vote of a rank, or the decision of all ranks: the maximum of the votes."""
+class Vote(NamedTuple):
+    """The vote of a rank. All ranks decide by the maximum of their votes."""
 
-    stop: int = 0  # 1: a signal came, or the time is up
-    save: int = 0  # 1: a checkpoint is due
+    stop: bool = False  # a signal came, or the time is up
+    save: bool = False  # a checkpoint is due
+
+
+class Stopped(Exception):
+    """The ranks have agreed to stop. Raised on all of them at the same step of training or evaluation."""
 
 
 class Consensus:
     """One small all-reduce on the control group, started at one step and read a few steps later: ranks rarely wait.
 
     The number of steps is the same on all ranks (the maximum of theirs); about 0.25 s pass between votes, or 0.25 s per
-    1024 ranks. `flush` and `decide` wait for the slowest rank.
+    1024 ranks. `flush` and `decide` wait for the slowest rank. All three raise Stopped.
 
     Args:
         vote: returns this rank's vote; called repeatedly until its request is met.
         group: the control group, a gloo group.
     """
 
-    def __init__(self, vote: Callable[[], Decision], group: dist.ProcessGroup | None) -> None:
+    def __init__(self, vote: Callable[[], Vote], group: dist.ProcessGroup | None) -> None:
         self._vote, self._group = vote, group
         self._intervals = max(1, dist.get_world_size(group) / RANKS_PER_INTERVAL)
         self._reset()
@@ -41,29 +45,28 @@ class Consensus:
         self._every, self._steps, self._started_at = 1, 0, time.monotonic()
         self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
 
-    def step(self) -> Decision:
-        """Call once per step of training or evaluation on all ranks; all get the same decision at the same step."""
+    def step(self) -> bool:
+        """Call once per step of training or evaluation on all ranks. Returns whether to save, the same on all ranks."""
         self._steps += 1
         if self._steps < self._every:
-            return Decision()
+            return False
         now = time.monotonic()
         seconds_per_step = (now - self._started_at) / self._steps
         self._started_at, self._steps = now, 0
-        decision = self._read()
+        is_save_due = self._read()
         steps = min(MAX_STEPS_BETWEEN_VOTES, SECONDS_BETWEEN_VOTES / max(seconds_per_step, 1e-6))
         self._start(max(1, int(self._intervals * steps)))
-        return decision
+        return is_save_due
 
-    def flush(self) -> Decision:
-        """Read the pending vote. Call this before anything that makes earlier votes obsolete, such as a save."""
-        decision = self._read()
+    def flush(self) -> None:
+        """Read the pending vote, which must not count after a save or an evaluation."""
+        self._read()
         self._reset()
-        return decision
 
-    def decide(self) -> Decision:
+    def decide(self) -> None:
         """Vote and wait for the decision."""
         self._start(every=1)
-        return self.flush()
+        self.flush()
 
     def _start(self, every: int) -> None:
         votes = torch.tensor([*self._vote(), every])
@@ -71,16 +74,19 @@ class Consensus:
         work = None if is_single else dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._pending = (votes, work)
 
-    def _read(self) -> Decision:
+    def _read(self) -> bool:
         if self._pending is None:
-            return Decision()
+            return False
         votes, work = self._pending
         if work:
             work.wait()
         stop, save, self._every = votes.tolist()
-        return Decision(stop, save)
+        if stop:
+            self._reset()
+            raise Stopped
+        return bool(save)
 
 
-def is_every(interval: int, index: int) -> bool:
-    """Whether the index-th epoch or step (from 0) ends an interval of that length; never if the interval is 0."""
-    return interval > 0 and (index + 1) % interval == 0
+def is_every(interval: int, number: int) -> bool:
+    """Whether this many completed steps or epochs are a multiple of the interval; never if that is 0."""
+    return interval > 0 and number > 0 and number % interval == 0

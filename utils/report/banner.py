@@ -10,12 +10,10 @@ from torch import nn
 
 from config import TrainingConfig
 from utils.data.loader import GlobalBatchLoader
-from utils.data.sampler import MapDataset
 from utils.data.sets import kind_of, split_of
-from utils.distributed.context import DistributedContext
 from utils.distributed.device import unused_accelerator
 from utils.logger import count
-from utils.run.folder import Run
+from utils.run.attempt import Attempt
 from utils.training.parallel import bucket_megabytes
 from utils.training.state import TrainState
 
@@ -23,16 +21,16 @@ READS = ": one device read per step, since it does not support found_inf (torch'
 
 
 def decisions(
-    config: TrainingConfig,
-    ctx: DistributedContext,
-    run: Run,
+    attempt: Attempt,
     state: TrainState,
     loader: GlobalBatchLoader,
-    held_out: dict[str, MapDataset],
+    held_out: dict[str, GlobalBatchLoader],
     origin: dict[str, Any],
 ) -> dict[str, str]:
     """The lines of the banner: everything decided at the start. origin: content of provenance.json."""
-    sampler, has_ddp = loader.sampler, ctx.world_size > 1 and config.sharding == "none"
+    config, ctx, run = attempt.config, attempt.ctx, attempt.run
+    total, sampler = state.schedule.total_steps, loader.sampler
+    has_ddp = ctx.world_size > 1 and config.sharding == "none"
     decided = {
         "run": str(run.folder),
         "ranks": f"{ctx.world_size} on {count(set(ctx.hosts), 'node')}: {', '.join(sorted(set(ctx.device_names)))}",
@@ -40,7 +38,7 @@ def decisions(
         "data": _data_line(loader, held_out),
         "workers": f"{loader.num_workers} per rank",
         "batch": _batch_line(config, sampler.micro_batches_per_step, ctx.world_size),
-        "steps": f"{state.total_steps:,}, {sampler.steps_per_epoch:,} per epoch" + _shorter_limit(config, state),
+        "steps": f"{total:,}, {sampler.steps_per_epoch:,} per epoch" + _shorter_limit(config, total),
         "precision": state.precision.title + ", channels_last" * is_channels_last(state.model),
         "optimizer": type(state.optimizer).__name__ + ("" if state.skips_on_device else READS),
         **({"gradients": _gradient_line(config, state.model)} if has_ddp else {}),
@@ -60,12 +58,12 @@ def decisions(
     return decided
 
 
-def _shorter_limit(config: TrainingConfig, state: TrainState) -> str:
+def _shorter_limit(config: TrainingConfig, total_steps: int) -> str:
     """Which of two limits ends the run."""
     if math.inf in config.limits:
         return ""
     limits = [f"epochs={config.epochs}", f"max_steps={config.max_steps}"]
-    first, other = reversed(limits) if state.total_steps == config.max_steps else limits
+    first, other = reversed(limits) if total_steps == config.max_steps else limits
     return f" ({first} ends the run before {other})"
 
 
@@ -86,12 +84,12 @@ def _model_line(config: TrainingConfig, state: TrainState) -> str:
     return line + (f", compiled ({config.compile})" if config.compile != "off" else "")
 
 
-def _data_line(loader: GlobalBatchLoader, held_out: dict[str, MapDataset]) -> str:
+def _data_line(loader: GlobalBatchLoader, held_out: dict[str, GlobalBatchLoader]) -> str:
     dataset, sampler = loader.dataset, loader.sampler
     line = f"{kind_of(dataset)}, {len(dataset):,} training samples"
     if sampler.samples_per_epoch < len(dataset):
         line += f" ({len(dataset) - sampler.samples_per_epoch} dropped, different ones in each epoch)"
-    splits = {split_of(dataset, split): len(dataset) for split, dataset in held_out.items()}
+    splits = {split_of(each.dataset, split): len(each.dataset) for split, each in held_out.items()}
     more = ", which also selects the best checkpoint" if list(splits) == ["test"] else ""
     return line + "".join(f", {size:,} for evaluation ({split}{more})" for split, size in splits.items())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,22 +11,23 @@ from torch import Tensor, nn
 
 from config import TrainingConfig, TrainingError
 from utils.checkpoint.format import step_checkpoints
-from utils.clock import STEP_PHASES, Clock, slowest
+from utils.clock import STEP_PHASES, slowest
 from utils.data.loader import GlobalBatchLoader, usable_cpus
 from utils.distributed.collectives import gather
-from utils.distributed.context import DistributedContext
 from utils.logger import count, duration, has_terminal, log_epoch_summary, log_training_step, show, show_progress
 from utils.memory import peak_memory
 from utils.metrics import RESERVED
 from utils.redact import stored
-from utils.report.goodput import ACCOUNTS, Goodput, share_in_training
+from utils.report.banner import decisions
 from utils.report.profiler import StepProfiler
 from utils.report.tensorboard import Board
+from utils.run.attempt import Attempt
 from utils.run.folder import Run
+from utils.run.goodput import ACCOUNTS, share_in_training
 from utils.run.provenance import zip_code
 from utils.training.fingerprint import fingerprint
 from utils.training.sharding import after_failure
-from utils.training.state import Progress, TrainState
+from utils.training.state import TrainState
 
 STRAGGLES = 1.5  # times the median
 LEAST_EXCESS = 0.25  # seconds over the median in an interval; less is noise
@@ -46,39 +46,37 @@ class Reporter:
 
     def __init__(
         self,
-        run: Run,
-        config: TrainingConfig,
-        ctx: DistributedContext,
-        logger: logging.Logger,
+        attempt: Attempt,
         state: TrainState,
         loader: GlobalBatchLoader,
-        clock: Clock,
-        goodput: Goodput,
         origin: dict[str, Any],
         log_images: Callable[[nn.Module, Any], dict[str, Tensor]] | None = None,
     ) -> None:
+        run, config, ctx, logger = attempt.run, attempt.config, attempt.ctx, attempt.logger
         self._log_images = log_images if run.is_main or config.sharding != "none" else None
-        self._precision = state.precision
-        self._run, self._config, self._ctx, self._logger = run, config, ctx, logger
-        self._loader, self._sampler, self._clock, self._goodput = loader, loader.sampler, clock, goodput
-        self._total_steps, self._origin = state.total_steps, origin
+        self._attempt, self._run, self._config, self._ctx, self._logger = attempt, run, config, ctx, logger
+        self._state, self._loader, self._sampler = state, loader, loader.sampler
+        self._clock, self._goodput = attempt.clock, attempt.goodput
+        self._total_steps, self._origin = state.schedule.total_steps, origin
         self._board = Board(run.folder / "tensorboard" if ctx.is_main else None, state.progress.step)
         folder = run.folder / "traces" if config.enable_profiling and ctx.is_main else None
         self._profiler = StepProfiler(folder, ctx.device, logger)
         self._train_names: list[str] = []
         self._samples, self._steps = 0, 0  # since the last log point
-        self._spent = dict(clock.seconds)  # up to the last log point
+        self._spent = dict(attempt.clock.seconds)  # up to the last log point
         self._log_points = 0
         self._has_terminal = has_terminal(logger)
         self._latest: dict[str, Any] = {}  # train record, for the progress bar
 
-    def start(self, decided: dict[str, str], differences: list[str], progress: Progress) -> None:
+    def start(self, held_out: dict[str, GlobalBatchLoader], differences: list[str]) -> None:
         """Report the resolved settings and the provenance of the run.
 
         Args:
+            held_out: by split.
             differences: what has changed since the checkpoint that the run resumes from.
         """
-        step, run, origin = progress.step, self._run, self._origin
+        run, origin, progress = self._run, self._origin, self._state.progress
+        step = progress.step
         run.write_json("config.json", stored(self._config))
         run.write_json("provenance.json", origin)
         if run.is_main:
@@ -86,6 +84,7 @@ class Reporter:
         self._board.texts(config=stored(self._config), environment=origin)
         for line in run.notes:
             self._logger.warning("%s", line)
+        decided = decisions(self._attempt, self._state, self._loader, held_out, origin)
         width = max(map(len, decided))
         self._logger.info("%s", "\n".join(f"  {name:<{width}}  {value}" for name, value in decided.items()))
         for line in differences:
@@ -97,8 +96,12 @@ class Reporter:
 
     # ---- training ----
 
-    def step_done(self, samples: int, step: int) -> None:
-        """Call after each optimizer step. samples: of all ranks."""
+    def step_done(self, samples: int, indices: list[int]) -> None:
+        """Call after each optimizer step. samples: their number on all ranks. indices: of those of this rank."""
+        progress = self._state.progress
+        step = progress.step
+        if self._config.record_samples:
+            self._run.record_samples(progress.epoch_number, step, indices)
         self._samples += samples
         self._steps += 1
         if self._has_terminal:
@@ -109,20 +112,19 @@ class Reporter:
             show_progress(self._logger, step, self._total_steps, "step", more)
         self._profiler.step()
 
-    def record_samples(self, progress: Progress, indices: list[int]) -> None:
-        """Write which samples this rank computed in the last step."""
-        self._run.record_samples(progress.epoch_number, progress.step, indices)
-
-    def is_due(self, step: int) -> bool:
+    @property
+    def is_due(self) -> bool:
+        """Whether the step just made ends an interval."""
+        step = self._state.progress.step
         return step % self._config.log_interval == 0 or step == self._total_steps
 
-    def log(self, state: TrainState) -> None:
+    def log(self) -> None:
         """Write the train record of the interval that ends here; rank 0 receives the times of all ranks.
 
         Raises:
             TrainingError: when too many steps in a row were skipped.
         """
-        spent = self._clock.spent()[0]
+        state, spent = self._state, self._clock.spent()[0]
         in_data, *others = (spent[phase] - self._spent[phase] for phase in STEP_PHASES)
         self._spent = spent
         own = in_data + sum(others), in_data, self._clock.take_forward_seconds(), peak_memory()
@@ -187,15 +189,16 @@ class Reporter:
 
     # ---- evaluation and the end ----
 
-    def show_images(self, group: str, model: nn.Module, loader: GlobalBatchLoader, step: int) -> None:
+    def show_images(self, group: str, loader: GlobalBatchLoader) -> None:
         """Show model.log_images of the first batch of a set on TensorBoard: on rank 0, which needs all if sharded."""
         if self._log_images is None:
             return
+        model = self._state.model
         try:
-            with torch.no_grad(), self._precision.autocast():
+            with torch.no_grad(), self._state.precision.autocast():
                 images = self._log_images(model.eval(), loader.sample_batch())
             if self._run.is_main:
-                self._board.images(group, images, step)
+                self._board.images(group, images, self._state.progress.step)
         except Exception as error:  # images must not end a run
             after_failure(model)
             self._log_images = None
@@ -213,9 +216,9 @@ class Reporter:
             self._run.warn(text, odd[0]["split"], odd[0]["loss"])
             self._run.event("non_finite_evaluation", odd[0]["step"], split=odd[0]["split"])
 
-    def finish(self, ending: str, state: TrainState, best_metric: str, test: list[dict[str, Any]]) -> dict[str, Any]:
+    def finish(self, ending: str, best_metric: str, test: list[dict[str, Any]]) -> dict[str, Any]:
         """Write summary.json and the last status, and show the next commands."""
-        progress, accounts = state.progress, self._goodput.now()
+        progress, accounts = self._state.progress, self._goodput.now()
         trained = accounts["training"] + accounts["data_wait"]  # counts each step once
         rate = progress.samples_seen / trained if trained else 0.0
         chosen = "ema" if self._config.ema_decay else "model"

@@ -8,7 +8,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -17,19 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config import TrainingConfig, TrainingError
+from config import TrainingError
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.archive import mapped
 from utils.checkpoint.layouts import FileLayout, FolderLayout, size_of
 from utils.checkpoint.snapshot import HostMemory
-from utils.clock import Clock
 from utils.data.sampler import GlobalBatchSampler
 from utils.distributed.collectives import broadcast_json, gather, lowest_rank
-from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import local
 from utils.logger import NAME
+from utils.redact import stored
 from utils.rng import diverged
-from utils.run.folder import Run
+from utils.run.attempt import Attempt
 from utils.run.hook import SECONDS_OF_A_LOOK, Hook
 from utils.signals import StopSignals
 from utils.training.fingerprint import buffers_of, fingerprint_of, of_rest, of_weights
@@ -50,22 +48,21 @@ class Checkpoints:
 
     Args:
         sampler: of the training set; gives the samples of skipped steps.
-        meta: returns the rest of a checkpoint as plain values: its "config" and "provenance".
+        origin: content of provenance.json.
     """
 
     def __init__(
         self,
-        run: Run,
+        attempt: Attempt,
         state: TrainState,
-        config: TrainingConfig,
-        ctx: DistributedContext,
         sampler: GlobalBatchSampler,
-        clock: Clock,
-        meta: Callable[[], dict[str, Any]],
+        origin: dict[str, Any],
     ) -> None:
-        self._run, self._state, self._ctx, self._sampler, self._clock = run, state, ctx, sampler, clock
-        self._meta, self._keep, self._minutes = meta, (config.keep_last, config.keep_every), config.save_every_minutes
-        mapped(meta(), lambda tensor: tensor)  # raises now if no checkpoint can hold it; later only its values change
+        run, config, ctx = attempt.run, attempt.config, attempt.ctx
+        self._run, self._state, self._ctx, self._sampler, self._clock = run, state, ctx, sampler, attempt.clock
+        self._keep, self._minutes = (config.keep_last, config.keep_every), config.save_every_minutes
+        self._goodput, self._settings, self._origin = attempt.goodput, stored(config), origin
+        mapped(self._meta(), lambda tensor: tensor)  # raises now if no checkpoint can hold it; later only values change
         self._is_sharded = config.sharding != "none"
         shards = {"none": 1, "hybrid": ctx.local_world_size}.get(config.sharding, ctx.world_size)
         self._replicas = [range(shard, ctx.world_size, shards) for shard in range(shards)]  # ranks with equal weights
@@ -95,6 +92,10 @@ class Checkpoints:
         self._failing_since = 0.0  # when the first of a series of failed saves failed; 0: the last succeeded
         self._moves = self._moves_seen = 0  # of the write in progress: blocks
         self._stalled_s, self._looked_at, self._warned_of = 0.0, 0.0, Path()
+
+    def _meta(self) -> dict[str, Any]:
+        origin = self._origin | {"goodput": self._goodput.now(), "total_steps": self._state.schedule.total_steps}
+        return {"config": self._settings, "provenance": origin}
 
     # ---- all ranks ----
 

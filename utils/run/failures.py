@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,16 +19,19 @@ from config import TrainingConfig, TrainingError, UserError
 from utils.checkpoint.format import step_checkpoints
 from utils.clock import Clock
 from utils.data.worker import explain
-from utils.distributed.collectives import is_of_a_peer, within
+from utils.distributed.collectives import is_of_a_peer, on_all_ranks, within
 from utils.distributed.context import DistributedContext, Launch, read_launch
 from utils.files import read_json
-from utils.logger import NAME
+from utils.logger import NAME, setup_logger
 from utils.memory import is_out_of_memory, let_go
+from utils.run.attempt import Attempt
 from utils.run.command_line import end_now, reject, report_to_torchrun
 from utils.run.folder import Run
+from utils.run.goodput import Goodput
 from utils.run.resume import claim_run
 from utils.run.start_checks import check_alike
 from utils.run.watchdog import Watchdog
+from utils.signals import StopSignals, began_at
 
 SECONDS_FOR_BLAME = 2.0
 SECONDS_TO_WRITE = 15.0  # to storage that may hang
@@ -85,14 +88,22 @@ def halved(size: int, config: TrainingConfig, world_size: int) -> str:
 
 
 @contextmanager
-def open_run(config: TrainingConfig, ctx: DistributedContext, clock: Clock) -> Iterator[Run]:
-    """The run in its folder, and a watch over all ranks until it is closed. Raises UserError.
+def open_run(config: TrainingConfig, ctx: DistributedContext) -> Iterator[Attempt]:
+    """An attempt of the run in its folder. Until the block ends, stop signals become a flag, and all ranks are watched.
 
     If the block fails, the cause is written to status.json and raised.
+
+    Raises:
+        UserError: if the run cannot be started or continued.
     """
-    with watched(config.run_folder, config, ctx, clock) as ending:
+    began, clock = began_at(), Clock(ctx.device)
+    with StopSignals() as signals, watched(config.run_folder, config, ctx, clock) as ending:
         run = ending.run = claim_run(config, ctx)
-        yield run
+        if folder := ctx.launch.flight_recorder and Path(ctx.launch.flight_recorder).parent:
+            on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True), ctx)  # torch does not create it
+        logger = setup_logger(ctx.rank, None if run.start.is_completed else run.log_file)
+        with closing(Goodput(run, clock, began)) as goodput:
+            yield Attempt(config, ctx, run, clock, goodput, signals, logger)
     run.close()
 
 

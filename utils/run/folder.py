@@ -21,7 +21,7 @@ from utils.run.claim import Start, move_back
 from utils.run.lock import NAME as LOCK
 from utils.run.lock import RunLock
 from utils.run.provenance import now
-from utils.training.state import SkippedStep
+from utils.training.interval import SkippedStep
 
 SECONDS_BETWEEN_STATUS = 1.0  # while only the progress changes
 

@@ -19,10 +19,15 @@ import torch
 from torch import nn
 
 from config import TrainingConfig
+from utils.data.sampler import MapDataset
+from utils.data.sets import describe, kind_of
+from utils.distributed.context import DistributedContext
 from utils.distributed.tree import ORDER
 from utils.logger import count
 from utils.redact import redacted
 from utils.rng import derive_seed
+from utils.training.state import TrainState
+from utils.training.unsaved import KEY
 
 ROOT = Path(__file__).resolve().parents[2]
 VERIFIED = ROOT / "verified.json"  # the result of scripts/verify.py
@@ -55,6 +60,16 @@ def collect(
         "world_size": len(hosts),
         "start_time": now(),
     }
+
+
+def provenance_of(
+    config: TrainingConfig, ctx: DistributedContext, state: TrainState, train_set: MapDataset
+) -> dict[str, Any]:
+    """Content of provenance.json, as far as it is known before the data sets are compared."""
+    verified = verification(task_of(state.model, kind_of(train_set)), config)
+    found = collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit, verified) | describe(train_set)
+    found |= {KEY: state.unsaved} if state.unsaved else {}
+    return found | {"cpu_threads": torch.get_num_threads(), "precision": state.precision.name}
 
 
 def versions() -> dict[str, str]:

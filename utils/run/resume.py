@@ -19,12 +19,14 @@ from utils.data.sketches import are_alike
 from utils.distributed.collectives import all_gather_json, broadcast_json, on_all_ranks, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
 from utils.files import replace_file
+from utils.run.attempt import Attempt
 from utils.run.claim import Start, claim
 from utils.run.folder import Run
 from utils.run.lock import KILLED
 from utils.run.start_checks import check_shared
 from utils.training.fingerprint import fingerprint
-from utils.training.state import Progress, TrainState
+from utils.training.schedule import Progress
+from utils.training.state import TrainState
 
 MAX_FAILURES = 3  # attempts in a row that get no further, before the run is stopped
 FILES = "training_files.gz"  # in the run folder: their listing when the latest attempt began
@@ -44,26 +46,27 @@ def claim_run(config: TrainingConfig, ctx: DistributedContext) -> Run:
 
 
 def resume_run(
-    run: Run,
+    attempt: Attempt,
     state: TrainState,
-    config: TrainingConfig,
-    origin: dict[str, Any],
     sampler: GlobalBatchSampler,
-    has_test: bool,
-    ctx: DistributedContext,
+    origin: dict[str, Any],
     listing: bytes,
-) -> tuple[list[str], dict[str, Any] | None]:
-    """Load the checkpoint that the run starts from, if any, and rewind the folder to its step (`Run.rewind`).
+    has_test: bool,
+) -> list[str]:
+    """Load the checkpoint that the run starts from, if any, rewind the folder to its step (`Run.rewind`), and plan the
+    schedule of the whole run from there.
 
-    listing: of the training set's files.
+    origin: content of provenance.json. listing: of the training set's files.
 
     Returns:
-        The allowed differences from the checkpoint's config, and the goodput in the checkpoint.
+        The allowed differences from the checkpoint's config.
 
     Raises:
         UserError: also if the last attempts got no further than those before.
     """
-    differences, goodput, progress = [], None, state.progress
+    run, config, ctx = attempt.run, attempt.config, attempt.ctx
+    differences, progress = [], state.progress
+    payload: dict[str, Any] = {}
     if run.resume_path:
         payload = load_checkpoint(run.resume_path, ctx, state.layouts())
         files = on_rank_0(lambda: changed_files(_read(run.folder), listing), ctx)
@@ -71,11 +74,11 @@ def resume_run(
         differences = on_all_ranks(lambda: compare(payload, config, origin, files), ctx)
         on_all_ranks(lambda: state.load_state_dict(payload), ctx)
         differences += changed_bits(payload, state, ctx)
-        state.plan(sampler, ctx.world_size)
+    state.plan(sampler, ctx.world_size)
+    if payload:
         differences += lr_jump(payload, state)
         if is_other_best(payload, config):
             progress.forget_best()
-        goodput = payload["provenance"]["goodput"]
     if len(run.start.failures) >= MAX_FAILURES:
         on_rank_0(lambda: run.mark_training(has_diagnosed=True), ctx)
         raise UserError(diagnosis(run.start.failures, progress, sampler), 0, ctx.hosts[0], is_final=True)
@@ -84,7 +87,8 @@ def resume_run(
         progress.forget_best()
     on_rank_0(lambda: _keep(listing, run.folder), ctx)
     on_rank_0(run.mark_training, ctx)
-    return differences, goodput
+    attempt.goodput.resume(payload["provenance"]["goodput"] if payload else None, progress.step)
+    return differences
 
 
 def load_checkpoint(path: Path, ctx: DistributedContext, layouts: dict[str, Tensor] | None = None) -> dict[str, Any]:

@@ -6,12 +6,13 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from config import UserError
 from utils.data.loader import GlobalBatchLoader
@@ -20,106 +21,93 @@ from utils.distributed.collectives import require_equal
 from utils.distributed.consensus import Consensus
 from utils.distributed.context import DistributedContext
 from utils.distributed.tree import TreeAllReduce, TreeSum, run_of
-from utils.logger import show_progress
+from utils.logger import NAME, show_progress
 from utils.metrics import MetricTracker, all_reduce_scalar, check_metrics
-from utils.training.outputs import Outputs, Summary
+from utils.training.outputs import Outputs
 from utils.training.precision import Precision
-from utils.training.seams import ComputeLoss
-from utils.training.state import Progress
+from utils.training.schedule import Progress
+from utils.training.seams import Seams
 
 
-@torch.no_grad()
-def evaluate(
-    model: nn.Module,
-    loader: GlobalBatchLoader,
-    compute_loss: ComputeLoss,
-    precision: Precision,
-    ctx: DistributedContext,
-    consensus: Consensus | None = None,
-    show: Callable[[int, int], None] | None = None,
-    summary: Summary | None = None,
-) -> dict[str, float] | None:
-    """The mean loss and metrics over a set, and its "count". None if the ranks agreed to stop.
-
-    Every rank makes the same number of steps; in a step without a micro-batch for it, a rank computes padding.
-
-    Args:
-        show: called with the step, from 1, and the number of steps.
-        summary: further metrics, from the outputs for the whole set; they take a second forward pass.
-    """
-    model.eval()
-    tracker, samples = MetricTracker(ctx.device), 0
-    tree = TreeSum() if loader.sampler.is_in_runs else None
-    outputs = Outputs(summary.predict, is_bounded=True) if summary else None
-    for step, global_batch in enumerate(loader.global_batches(epoch=0), start=1):
-        for micro_batch in global_batch:
-            with precision.autocast():
-                metrics = compute_loss(model, micro_batch.batch)
-                if outputs:
-                    outputs.add(model, micro_batch.batch, micro_batch.indices, micro_batch.is_padding)
-            if not tracker.layout:
-                tracker.lay_out(check_metrics(metrics))
-            if not micro_batch.is_padding:
-                tracker.update(metrics)
-                samples += len(micro_batch.indices)
-                if tree:
-                    tree.add(micro_batch.number, [tracker.values.clone()])
-                    tracker.reset()
-        if show:
-            show(step, loader.sampler.steps_per_epoch)
-        if consensus and consensus.step().stop:
-            consensus.flush()
-            return None
-    if consensus and consensus.flush().stop:
-        return None
-    count = int(all_reduce_scalar(samples, "sum", ctx.control))
-    if count != len(loader.dataset):
-        raise RuntimeError(f"evaluation counted {count} samples of {len(loader.dataset)}; this is a bug in the loader")
-    sentence = "compute_loss: {other} and {first} report different metrics; report the same for every batch"
-    require_equal(tracker.layout, sentence, ctx)
+def all_reduce(values: Tensor, tree: TreeSum | None, leaves: int, ctx: DistributedContext) -> None:
+    """Sum over the ranks, in place. With exact sums, `tree` holds those of this rank's micro-batches, of `leaves`."""
     if tree:
-        leaves = math.ceil(count / loader.sampler.batch_size)
-        parts = [values for [values] in tree.parts(run_of(ctx.rank, ctx.world_size, leaves).stop, leaves)]
+        parts = [each for [each] in tree.parts(run_of(ctx.rank, ctx.world_size, leaves).stop, leaves)]
         if parts:
-            tracker.values.copy_(parts.pop())
-        TreeAllReduce(tracker.values, parts, leaves).wait()
+            values.copy_(parts.pop())
+        TreeAllReduce(values, parts, leaves).wait()
     elif ctx.world_size > 1:
-        dist.all_reduce(tracker.values)
-    means = tracker.means()
-    summarized = summary.of_ranks(outputs, count, ctx) if summary and outputs else {}
-    if both := sorted(means.keys() & summarized.keys()):
-        raise UserError(f"model.summarize: compute_loss has {both[0]} too; give one of them another name")
-    return means | summarized | {"count": count}
+        dist.all_reduce(values)
 
 
-def evaluate_all(
-    model: nn.Module,
-    weights: dict[str, AbstractContextManager],
-    split: str,
-    loader: GlobalBatchLoader,
-    compute_loss: ComputeLoss,
-    progress: Progress,
-    precision: Precision,
-    ctx: DistributedContext,
-    logger: logging.Logger,
-    consensus: Consensus | None = None,
-    summary: Summary | None = None,
-) -> list[dict[str, Any]]:
-    """An eval record for each kind of weights; an empty list if the ranks agreed to stop.
+@dataclass(frozen=True)
+class Evaluation:
+    """Evaluates a model on held-out sets, on all ranks. Its methods raise Stopped if the ranks agree to stop."""
 
-    weights: for each kind, the context in which the model has them.
-    """
-    records = []
-    where: dict[str, Any] = {
-        "epoch": progress.epoch_number,
-        "step": progress.step,
-        "split": split_of(loader.dataset, split),
-    }
-    for kind, context in weights.items():
-        show = partial(show_progress, logger, label=where["split"] + " (ema)" * (kind == "ema"))
-        with context:
-            means = evaluate(model, loader, compute_loss, precision, ctx, consensus, show, summary)
-        if means is None:
-            return []
-        records.append({"kind": "eval", **where, "weights": kind, **means})
-    return records
+    model: nn.Module  # not wrapped in DDP
+    seams: Seams
+    precision: Precision
+    ctx: DistributedContext
+    consensus: Consensus | None = None  # None: it cannot be stopped
+
+    def records(
+        self, split: str, loader: GlobalBatchLoader, weights: dict[str, AbstractContextManager], progress: Progress
+    ) -> list[dict[str, Any]]:
+        """An eval record for each kind of weights.
+
+        Args:
+            weights: for each kind, the context in which the model has them.
+            progress: where the weights were made.
+        """
+        found, split = [], split_of(loader.dataset, split)
+        where = {"kind": "eval", "epoch": progress.epoch_number, "step": progress.step, "split": split}
+        for kind, context in weights.items():
+            show = partial(show_progress, logging.getLogger(NAME), label=split + " (ema)" * (kind == "ema"))
+            with context:
+                found.append({**where, "weights": kind, **self.means(loader, show)})
+        return found
+
+    @torch.no_grad()
+    def means(self, loader: GlobalBatchLoader, show: Callable[[int, int], None] | None = None) -> dict[str, float]:
+        """The mean loss and metrics over a set, those of `summarize`, and its "count".
+
+        Every rank makes the same number of steps; in a step without a micro-batch for it, a rank computes padding.
+
+        Args:
+            show: called with the step, from 1, and the number of steps.
+        """
+        self.model.eval()
+        tracker, samples, ctx, summary = MetricTracker(self.ctx.device), 0, self.ctx, self.seams.summary
+        tree = TreeSum() if loader.sampler.is_in_runs else None
+        outputs = Outputs(summary.predict, is_bounded=True) if summary else None
+        for step, global_batch in enumerate(loader.global_batches(epoch=0), start=1):
+            for micro_batch in global_batch:
+                with self.precision.autocast():
+                    metrics = self.seams.compute_loss(self.model, micro_batch.batch)
+                    if outputs:
+                        outputs.add(self.model, micro_batch.batch, micro_batch.indices, micro_batch.is_padding)
+                if not tracker.layout:
+                    tracker.lay_out(check_metrics(metrics))
+                if not micro_batch.is_padding:
+                    tracker.update(metrics)
+                    samples += len(micro_batch.indices)
+                    if tree:
+                        tree.add(micro_batch.number, [tracker.values.clone()])
+                        tracker.reset()
+            if show:
+                show(step, loader.sampler.steps_per_epoch)
+            if self.consensus:
+                self.consensus.step()
+        if self.consensus:
+            self.consensus.flush()
+        count = int(all_reduce_scalar(samples, "sum", ctx.control))
+        if count != (whole := len(loader.dataset)):
+            raise RuntimeError(f"evaluation counted {count} samples of {whole}; this is a bug in the loader")
+        sentence = "compute_loss: {other} and {first} report different metrics; report the same for every batch"
+        require_equal(tracker.layout, sentence, ctx)
+        all_reduce(tracker.values, tree, math.ceil(count / loader.sampler.batch_size), ctx)
+        means = tracker.means()
+        summarized = summary.of_ranks(outputs, count, ctx) if summary and outputs else {}
+        if both := sorted(means.keys() & summarized.keys()):
+            raise UserError(f"model.summarize: compute_loss has {both[0]} too; give one of them another name")
+        return means | summarized | {"count": count}

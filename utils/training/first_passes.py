@@ -37,7 +37,6 @@ NOT_AVERAGED = (
 
 def first_passes(
     model: Wrapped,
-    batch: Any,
     state: TrainState,
     loader: GlobalBatchLoader,
     held_out: dict[str, GlobalBatchLoader],
@@ -54,6 +53,7 @@ def first_passes(
         UserError: if compute_loss returns something invalid, or a parameter got no gradient.
     """
     compute_loss, summary = seams.compute_loss, seams.summary
+    batch = on_all_ranks(loader.sample_batch, ctx)
     # the loss is doubled on every other rank: gradients differ unless they are averaged
     digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss, 1.0 + ctx.rank % 2), ctx)
     if config.sharding == "none":

@@ -5,73 +5,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 
-from config import TrainingConfig, UserError, unless_auto
+from config import TrainingConfig, UserError
 from utils.data.sampler import GlobalBatch, GlobalBatchSampler
-from utils.distributed.consensus import is_every
 from utils.distributed.dtensor import device_of, group_of, is_sharded, local, norm_over, shard_of
 from utils.memory import is_out_of_memory
-from utils.metrics import Metrics, MetricTracker
+from utils.metrics import Metrics
+from utils.training.interval import Interval, SkippedStep
 from utils.training.optimizer import WeightAverage, checked_groups, factors_of, load_optimizer, optimizer_state, prepare
 from utils.training.parallel import thawed_error, unused_error
 from utils.training.precision import Precision
+from utils.training.schedule import Progress, Schedule
 from utils.training.seams import Seams
 from utils.training.sharding import check_elementwise, unscale
 from utils.training.step_sums import StepSums
 from utils.training.unsaved import KEY, complete, digests, left_out
-
-
-@dataclass
-class Progress:
-    """The progress of a run. `samples_in_epoch` is the position in the order of the epoch, over all ranks."""
-
-    epoch: int = 0  # from 0: completed ones
-    step: int = 0  # optimizer steps since the start of the run, skipped ones too
-    samples_in_epoch: int = 0
-    samples_seen: int = 0
-    skipped_steps: int = 0  # whose loss or gradient was not finite
-    skipped_in_row: int = 0  # of these, the latest in a row
-    overflow_steps: int = 0  # skipped by float16 in the search for its scale
-    best_value: float | None = None
-    best_epoch: int = -1  # from 1
-    best_step: int = -1
-    evaluations_since_best: int = 0
-    evaluated_step: int = -1  # of the last evaluation
-    loss_shift: int = -1  # gradients are those of the summed loss / 2^loss_shift until the step; -1: not chosen yet
-    user: dict[str, Any] = field(default_factory=dict)  # a fork's own, plain JSON values, the same on all ranks
-
-    @property
-    def epoch_number(self) -> int:
-        """The epoch of the latest sample as records count it: from 1; 0 before the first sample."""
-        return self.epoch + (self.samples_in_epoch > 0)
-
-    def note_value(self, value: float, sign: int) -> bool:
-        """Record an evaluation. Returns whether its value is the best so far, by the sign of `choose_best`."""
-        is_best = math.isfinite(value) and (self.best_value is None or sign * value > sign * self.best_value)
-        if is_best:
-            self.best_value, self.best_epoch, self.best_step = value, self.epoch_number, self.step
-        self.evaluated_step = self.step
-        self.evaluations_since_best = 0 if is_best else self.evaluations_since_best + 1
-        return is_best
-
-    def forget_best(self) -> None:
-        """Call if later values are not comparable with earlier ones."""
-        self.best_value, self.best_epoch, self.best_step, self.evaluations_since_best = None, -1, -1, 0
-
-
-class SkippedStep(NamedTuple):
-    """A skipped optimizer step, and its global batch: entries of the epoch's order."""
-
-    step: int
-    epoch: int
-    first: int
-    samples: int
-    reason: str = ""  # "non-finite" loss or gradient; "empty": the loss counted nothing
 
 
 class TrainState:
@@ -85,7 +39,7 @@ class TrainState:
         precision: Precision,
     ) -> None:
         self.model, self.precision = model, precision  # the model is not wrapped in DDP
-        self.total_steps = self._warmup_steps = 0
+        self.schedule = Schedule(config, seams.lr_factor)
         self.sums = StepSums(model, is_exact=config.reduction == "exact")
         self.average = WeightAverage(model, config.ema_decay) if config.ema_decay else None
         if sparse := [name for name, module in model.named_modules() if getattr(module, "sparse", None) is True]:
@@ -103,17 +57,14 @@ class TrainState:
         if self._shard_group:
             check_elementwise(self.optimizer)
         self.skips_on_device = prepare(self.optimizer)
-        self._lr_factor, self._config, self._view = seams.lr_factor, config, seams.progress
+        self._config, self._view = config, seams.progress
         self._after_step, self._finds_unused = seams.after_step, config.find_unused_parameters
         self._terms = seams.terms
         self.factor = 0.0  # of the schedule, at the last step taken; the largest if groups have their own
         device = device_of(model)
         self.scaler = torch.amp.GradScaler(precision.device_type, enabled=precision.is_scaled)
-        self.interval = MetricTracker(device)  # sums since the last log point
-        self.progress = Progress()
+        self.interval = Interval(device)
         self._clip = config.clip_grad_norm
-        self._epochs, self._patience = config.limits[0], config.patience
-        self._has_ended, self._samples_per_epoch = False, 0
         self._has_cuda_graphs = config.compile == "reduce-overhead"
         held = {p for group in self.optimizer.param_groups for p in group["params"]}
         # in the model's order, which is the same in all processes: the norm is a sum, and groups may come in any
@@ -125,15 +76,14 @@ class TrainState:
         trainable = [p for p in names if p.requires_grad]  # those in no group are not trained
         self._frozen = {p: name for p, name in names.items() if not p.requires_grad}
         self._with_gradients = [*dict.fromkeys([*trainable, *self._parameters])]
-        # gradient norms since the last read, one per step; not finite if it was skipped
-        self._norms: list[torch.Tensor] = []
-        self._divisors: list[torch.Tensor] = []  # one per step: 0 if the loss counted nothing
-        self._losses: list[torch.Tensor] = []  # with float16: the summed loss of each step
         self._loss_scale, self._first_count = torch.ones((), device=device), 1.0
         scalar: dict[str, Any] = {"dtype": torch.float32, "device": device}  # as found_inf must be, even with float64
         self._is_offloaded = self._parameters[0].device != device  # the optimizer's tensors
         self._zero, self._one = torch.zeros((), **scalar), torch.ones((), **scalar)
-        self._steps: list[SkippedStep] = []  # a record of each step, used if it was skipped
+
+    @property
+    def progress(self) -> Progress:
+        return self.schedule.progress
 
     def lay_out(self, metrics: Metrics) -> None:
         """Allocate space for the metrics that compute_loss returned for a batch. Call before the first step."""
@@ -150,23 +100,16 @@ class TrainState:
         # DDP averages gradients over ranks, exact sums and FSDP do not; a power of two changes no bit of them
         divisor = 1 if config.reduction == "exact" or self._shard_group else world_size
         self._loss_scale.fill_(divisor * 2.0**-progress.loss_shift)
-        epochs, steps = config.limits
-        total = progress.step + sampler.steps_left(progress.epoch, progress.samples_in_epoch, epochs)
-        self.total_steps = int(min(total, steps))
-        by_epochs = round(config.warmup_epochs * sampler.steps_per_epoch)
-        self._warmup_steps = unless_auto(config.warmup_steps, by_epochs)
-        self._samples_per_epoch = sampler.samples_per_epoch
+        self.schedule.plan(sampler)
 
     def show(self, progress: Progress, total_steps: int = 0) -> None:
         """Let compute_loss and after_step of a fork see this progress. total_steps: by default those of this run."""
         if self._view:
-            self._view.fill(progress, total_steps or self.total_steps)
+            self._view.fill(progress, total_steps or self.schedule.total_steps)
 
     def factors_at(self, step: int, progress: Progress) -> list[float]:
         """The schedule's factors on the learning rates of the groups at this step, from 0. Raises UserError."""
-        length = self._config.schedule_steps or self.total_steps
-        factor = self._lr_factor(self._config, step, length, self._warmup_steps, progress)
-        return factors_of(self.optimizer.param_groups, factor)
+        return factors_of(self.optimizer.param_groups, self.schedule.factor_at(step, progress))
 
     def _set_lr(self) -> None:
         factors = self.factors_at(self.progress.step, self.progress)
@@ -190,7 +133,7 @@ class TrainState:
     @property
     def norm(self) -> torch.Tensor:
         """The gradient norm of the step just taken: 0-dimensional, on the device."""
-        return self._norms[-1]
+        return self.interval.norms[-1]
 
     @property
     def lrs(self) -> list[float]:
@@ -236,10 +179,7 @@ class TrainState:
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         norm = norm_over(self._shard_group, norm) / divisor
         norm = torch.add(norm, self.sums.loss, alpha=0)  # 0 times a non-finite loss is NaN
-        self._norms.append(norm)
-        self._divisors.append(divisor)
-        if self.scaler.is_enabled():
-            self._losses.append(self.sums.loss.clone())
+        self.interval.note_gradient(norm, divisor, self.sums.loss if self.scaler.is_enabled() else None)
         if self._clip:
             divisor = divisor * ((norm + 1e-6) / self._clip).clamp(min=1)
         is_finite = norm < math.inf  # NaN is not
@@ -266,41 +206,9 @@ class TrainState:
     def advance(self, global_batch: GlobalBatch) -> None:
         self.progress.step += 1
         progress, samples = self.progress, global_batch.samples
-        self._steps.append(SkippedStep(progress.step, progress.epoch, progress.samples_in_epoch, samples))
+        self.interval.note_step(SkippedStep(progress.step, progress.epoch, progress.samples_in_epoch, samples))
         progress.samples_in_epoch += samples
         progress.samples_seen += samples
-
-    @property
-    def is_at_end(self) -> bool:
-        """Whether all optimizer steps were made."""
-        return self.progress.step >= self.total_steps
-
-    @property
-    def is_epoch_complete(self) -> bool:
-        return self.progress.samples_in_epoch >= self._samples_per_epoch
-
-    @property
-    def is_evaluation_due(self) -> bool:
-        """Between two steps; an evaluation that was made at this step is not repeated."""
-        progress, config = self.progress, self._config
-        is_due = self.is_at_end or (self.is_epoch_complete and is_every(config.eval_every, progress.epoch))
-        is_due = is_due or (progress.step > 0 and is_every(config.eval_every_steps, progress.step - 1))
-        return is_due and progress.evaluated_step != progress.step
-
-    @property
-    def is_patience_over(self) -> bool:
-        return 0 < self._patience <= self.progress.evaluations_since_best
-
-    @property
-    def is_finished(self) -> bool:
-        return self._has_ended or self.progress.epoch >= self._epochs or self.is_patience_over
-
-    def end_epoch(self) -> None:
-        """After the evaluation: the next epoch begins, unless `max_steps` ended this one early."""
-        self._has_ended = self.is_at_end
-        if self.is_epoch_complete:
-            self.progress.epoch += 1
-            self.progress.samples_in_epoch = 0
 
     def read_skips(self) -> list[SkippedStep]:
         """Count and return the steps that were skipped since the last call, the same on all ranks. Reads from the
@@ -311,29 +219,8 @@ class TrainState:
         """
         if self._terms:
             self._terms.check_steps()
-        total = self.interval.sum_of("grad_norm")
-        kept = ([*self._norms, total], self._divisors, self._losses)
-        (*norms, norm_sum), divisors, losses = (torch.stack(each).tolist() if each else [] for each in kept)
-        self._norms, self._divisors, self._losses = [], [], []
-        finite = [norm for norm in norms if math.isfinite(norm)]
-        for norm in finite:  # not sum(), so that the bits do not depend on where a resume divides the interval
-            norm_sum += norm
-        total.fill_(norm_sum)
-        self.interval.count("grad_norm", 0.0, len(finite))
         can_search = self.scaler.is_enabled() and self.scaler.get_scale() >= 1
-        skipped = []
-        losses = losses or [0.0] * len(norms)
-        for step, norm, divisor, loss in zip(self._steps, norms, divisors, losses, strict=True):
-            if math.isfinite(norm):
-                self.progress.skipped_in_row = 0
-            elif can_search and divisor and math.isfinite(loss):
-                self.progress.overflow_steps += 1
-            else:
-                skipped.append(step._replace(reason="non-finite" if divisor else "empty"))
-                self.progress.skipped_in_row += 1
-        self.progress.skipped_steps += len(skipped)
-        self._steps = []
-        return skipped
+        return self.interval.read_skips(self.progress, can_search)
 
     def state_dict(self) -> dict[str, Any]:
         """The training state for a checkpoint. Tensors are not copied."""
@@ -394,6 +281,23 @@ class TrainState:
         except RuntimeError as error:
             raise UserError(f"the checkpoint's model does not fit ({error}); give the model it was made with") from None
         self.sums.running_stats.reload()
+
+    def weights(self) -> dict[str, AbstractContextManager]:
+        """The weights to evaluate, each with the context in which the model has them. The last selects the best."""
+        return {"model": nullcontext()} | ({"ema": self.average.swapped()} if self.average else {})
+
+    def weights_of(self, payload: dict[str, Any]) -> dict[str, AbstractContextManager]:
+        """Those in a checkpoint, which replace the weights of the model for good; without one, those of the model."""
+        found: dict[str, AbstractContextManager] = {}
+        for kind in ("model", "ema") if payload else ():
+            if payload[kind]:
+                found[kind] = self._loaded(payload, kind)
+        return found or {"model": nullcontext()}
+
+    @contextmanager
+    def _loaded(self, payload: dict[str, Any], kind: str) -> Iterator[None]:
+        self.load_model(payload, kind)
+        yield
 
     def layouts(self) -> dict[str, torch.Tensor]:
         """The sharded parameters by name."""

@@ -70,7 +70,7 @@ def two_steps(config: TrainingConfig, ctx: DistributedContext, folder: Path, siz
     """Train. Returns the seconds per micro-batch of `size` without the data wait, and the bytes of a checkpoint."""
     ours = Ours(dataclasses.replace(config, **QUIET, batch_size=size), ctx, folder, steps=0)
     waited, began = ours.spent()["data"], time.perf_counter()
-    while not ours.state.is_at_end:  # a small data set has one step per epoch
+    while not ours.state.schedule.is_at_end:  # a small data set has one step per epoch
         ours.epoch()
     synchronize(ctx.device)
     seconds = time.perf_counter() - began - (ours.spent()["data"] - waited)

@@ -27,7 +27,6 @@ from lib.preflight.facts import memory
 from utils.data.loader import create_distributed_dataloader, usable_cpus
 from utils.data.sampler import MapDataset
 from utils.data.sets import load_data
-from utils.distributed.consensus import Decision
 from utils.distributed.dtensor import device_of, local
 from utils.memory import free_memory, is_out_of_memory, let_go
 from utils.table import format_table
@@ -95,15 +94,20 @@ def measure(
             model.register_comm_hook(None, at_once)
         train_twice(model, loader.sample_batch(), state, seams.compute_loss)
         state.plan(sampler, ranks)
-        parts = {"config": config, "ctx": ctx, "seams": seams, "state": state, "loader": loader, "model": model}
+        parts = {
+            "attempt": mock.MagicMock(config=config, ctx=ctx),
+            "seams": seams,
+            "state": state,
+            "loader": loader,
+            "model": model,
+        }
         training = mock.MagicMock(**parts)  # no votes, records and checkpoints
-        training.reporter.is_due.return_value = False
-        training.consensus.step.return_value = training.consensus.flush.return_value = Decision(0, 0)
+        training.reporter.is_due = training.consensus.step.return_value = False
 
         def two_steps() -> None:
-            while not state.is_at_end:
+            while not state.schedule.is_at_end:
                 train.train_one_epoch(training)
-                state.end_epoch()
+                state.schedule.end_epoch()
 
         return count(state, two_steps)
     finally:

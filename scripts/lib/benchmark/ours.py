@@ -5,18 +5,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 
 import train
 from config import TrainingConfig
 from ddp_utils import DistributedContext
-from utils.clock import Clock
-from utils.logger import setup_logger
-from utils.report.goodput import Goodput
 from utils.run.failures import open_run
-from utils.signals import StopSignals
 
 EPOCHS = 1000  # of the schedule; fewer are measured
 
@@ -42,27 +37,24 @@ class Ours:
         )
         if steps:
             config = dataclasses.replace(config, dataset_size=self.samples, epochs=EPOCHS, max_steps=0, max_time=0.0)
-        clock = Clock(ctx.device)
         self._ends = ExitStack()
-        self._run = self._ends.enter_context(open_run(config, ctx, clock))
-        logger = setup_logger(ctx.rank, self._run.log_file)
+        attempt = self._ends.enter_context(open_run(config, ctx))
         self._nowhere = open(os.devnull, "w")  # closed with the run
-        for handler in logger.handlers:
+        for handler in attempt.logger.handlers:
             if isinstance(handler, logging.StreamHandler):
                 handler.setStream(self._nowhere)
-        goodput = self._ends.enter_context(closing(Goodput(self._run, clock, time.perf_counter())))
-        self.training = train.assemble(config, ctx, self._run, logger, clock, goodput, StopSignals())
-        self.config, self.state = self.training.config, self.training.state
+        self.training = train.assemble(attempt)
+        self.config, self.state = self.training.attempt.config, self.training.state
         self.model, self.loader = self.training.model, self.training.loader
 
     def epoch(self) -> None:
         """Train the next epoch."""
         train.train_one_epoch(self.training)
-        self.state.end_epoch()
+        self.state.schedule.end_epoch()
 
     def spent(self) -> dict[str, float]:
         """Seconds so far in each phase of the loop."""
-        return self.training.clock.spent()[0]
+        return self.training.attempt.clock.spent()[0]
 
     def close(self) -> None:
         self.training.checkpoints.finish()

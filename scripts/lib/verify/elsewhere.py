@@ -32,8 +32,8 @@ import torch  # after the clocks, which the fork may import by name
 
 import model
 from config import TrainingConfig
+from utils.training.schedule import Progress
 from utils.training.seams import Seams
-from utils.training.state import Progress
 
 asked = json.load(sys.stdin)
 os.chdir("/")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -29,10 +30,12 @@ from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json, is_of_a_peer, on_all_ranks
 from utils.distributed.dtensor import full, wrap
 from utils.metrics import MetricTracker
-from utils.training.evaluation import evaluate
+from utils.training.evaluation import Evaluation
 from utils.training.outputs import Outputs
+from utils.training.precision import Precision
+from utils.training.schedule import Progress
 from utils.training.seams import Seams
-from utils.training.state import Progress, TrainState
+from utils.training.state import TrainState
 
 ACCUMULATION = 2  # micro-batches of a rank in an optimizer step
 
@@ -170,9 +173,7 @@ class Fork:
         """Loss, metrics and "count" over all ranks."""
         loader = self.on_all(lambda: train.create_evaluation_dataloader(dataset, self.small_config, self.ctx))
         try:
-            precision = train.Precision(self.ctx.device.type, None)
-            means = evaluate(model, loader, self.seams.compute_loss, precision, self.ctx, summary=self.seams.summary)
-            return means or {}  # None only if the ranks agree to stop
+            return Evaluation(model, self.seams, Precision(self.ctx.device.type, None), self.ctx).means(loader)
         except RuntimeError as error:
             if "evaluation counted" not in str(error):
                 raise
@@ -211,24 +212,19 @@ class Fork:
         sets = {"train": self.small_train_set(), "val": held_out, "test": None}
         cleanup_distributed()
         scramble_global_rngs(100 * self.ctx.rank + len(self.trainings))
-        problem, outcome, plain_epoch = None, None, train.train_one_epoch
-        remembered = self.remembered[name] = []
+        problem, outcome, latest, remembered = None, None, None, []
 
-        def run_epoch(training: train.Training) -> Any:
-            found = plain_epoch(training)
+        def after_epoch(training: train.Training) -> None:
+            nonlocal latest
+            latest = training
             at_end(training)
             remembered.append(memory.of_training(training, self._places()))
-            return found
 
-        with (
-            mock.patch.dict(os.environ, single_environment(), clear=True) if is_alone else nullcontext(),
-            mock.patch.object(train.your_data, "create_dataset", lambda _, split: sets[split]),
-            mock.patch.object(train, "train_one_epoch", run_epoch),
-            mock.patch.object(train, "run_training", wraps=train.run_training) as run_training,
-        ):
+        data = SimpleNamespace(**vars(train.your_data) | {"create_dataset": lambda _, split: sets[split]})
+        with mock.patch.dict(os.environ, single_environment(), clear=True) if is_alone else nullcontext():
             try:
                 if self.ctx.is_main or not is_alone:
-                    outcome = train.train(config)
+                    outcome = train.train(config, data, after_epoch)
             except (UserError, TrainingError) as error:
                 if isinstance(error, TrainingError) and (error.rank is None or is_of_a_peer(error)):
                     raise
@@ -237,8 +233,9 @@ class Fork:
         self.on_all(lambda: raise_if(problem))
         if outcome and outcome["state"] == "preempted":
             raise KeyboardInterrupt
-        if outcome:
-            self.trainings[name] = run_training.call_args.args[0]
+        self.remembered[name] = remembered
+        if latest:
+            self.trainings[name] = latest
 
     def on_all(self, action: Callable[[], Any]) -> Any:
         """Run `action` on every rank. If it fails on one rank, all raise UserError."""

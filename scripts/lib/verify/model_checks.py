@@ -207,7 +207,7 @@ def compare_evaluation(fork: Fork, subset: Subset, net: nn.Module, found: dict[s
         seen = f"{name} of {len(subset)} held-out samples is {found[name]:.6g}, in one process {value:.6g}"
         cause = (
             "samples repeated or left out, or a summarize that depends on the rank; use"
-            " create_evaluation_dataloader and evaluate_all, and only what summarize is given"
+            " create_evaluation_dataloader and Evaluation, and only what summarize is given"
         )
         if fork.plain_evaluation(subset, net, noise=1)[name] != value:
             cause = (

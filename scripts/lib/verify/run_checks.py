@@ -35,7 +35,7 @@ def training(fork: Fork) -> str:
     fork.short_run("whole", save_every_steps=1, at_end=note_loss, num_workers=0)
     count, progress = len(fork.small_train_set()), fork.trainings["whole"].state.progress
     seen: dict[int, list[int]] = {1: [], 2: []}
-    for file in fork.trainings["whole"].run.folder.glob("samples/rank*.jsonl"):
+    for file in fork.trainings["whole"].attempt.run.folder.glob("samples/rank*.jsonl"):
         for record in map(json.loads, file.read_text().splitlines()):
             seen[record["epoch"]] += record["indices"]
     for epoch, indices in seen.items():
@@ -71,7 +71,7 @@ def resume(fork: Fork) -> str:
     """A run resumed from a checkpoint in its first epoch ends bitwise equal to the uninterrupted run, and no value that
     changes while training is missing in checkpoints."""
     whole = whole_run(fork)
-    first, *others = checkpoint.step_checkpoints(whole.run.checkpoints)
+    first, *others = checkpoint.step_checkpoints(whole.attempt.run.checkpoints)
     fork.short_run("resumed", resume_from=str(first), num_workers=1)
     if different := differences(fork, "whole", "resumed"):
         fork.short_run("again", save_every_steps=1)
@@ -132,7 +132,7 @@ def reduction(fork: Fork) -> str:
 def plain_load(fork: Fork) -> str:
     """A checkpoint loads into a new model in a single process, and gives the same loss."""
     whole = whole_run(fork)
-    path = checkpoint.step_checkpoints(whole.run.checkpoints)[-1]
+    path = checkpoint.step_checkpoints(whole.attempt.run.checkpoints)[-1]
 
     def check() -> str:
         has_shards = path.is_dir()  # its kernels ran on the device, in another memory format
@@ -172,7 +172,7 @@ def comparable(payload: dict[str, Any]) -> dict[str, Any]:
 
 def differences(fork: Fork, a: str, b: str, number: int = -1) -> list[str]:
     """Where checkpoints of two runs differ (by default the last ones), and the records of b that a lacks."""
-    runs = [fork.trainings[name].run for name in (a, b)]
+    runs = [fork.trainings[name].attempt.run for name in (a, b)]
     payloads = [checkpoint.read(checkpoint.step_checkpoints(each.checkpoints)[number])[0] for each in runs]
     of_a, of_b = (leaves(comparable(payload)) for payload in payloads)
     wrong = [name for name in of_a.keys() | of_b if digest(of_a.get(name)) != digest(of_b.get(name))]

@@ -16,7 +16,7 @@ from lib.verify.values import scramble_global_rngs
 from utils.distributed.collectives import all_gather_json
 from utils.training import optimizer
 from utils.training.optimizer import checked_groups, factors_of
-from utils.training.state import Progress
+from utils.training.schedule import Progress
 
 Factors = dict[str, float]  # by the name of a group; "" for all groups
 

@@ -1,0 +1,34 @@
+"""One attempt of a run: what every part of it shares."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+from config import TrainingConfig
+from utils.clock import Clock
+from utils.distributed.context import DistributedContext
+from utils.run.folder import Run
+from utils.run.goodput import Goodput
+from utils.signals import StopSignals
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt of a run, from `open_run`."""
+
+    config: TrainingConfig
+    ctx: DistributedContext
+    run: Run
+    clock: Clock
+    goodput: Goodput
+    signals: StopSignals
+    logger: logging.Logger
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_asked_to_stop(self) -> bool:
+        """Whether this rank got a stop signal, or max_time is over."""
+        is_time_up = 0 < self.config.max_time < (time.monotonic() - self.began) / 60
+        return bool(self.signals.received) or is_time_up

@@ -1,0 +1,42 @@
+"""The training state at step 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from config import TrainingConfig
+from utils.checkpoint.format import load_weights, take_weights
+from utils.distributed.context import DistributedContext
+from utils.training.activation import checkpoint_blocks
+from utils.training.precision import Precision
+from utils.training.seams import Seams
+from utils.training.sharding import build_sharded
+from utils.training.state import TrainState
+from utils.training.unsaved import complete, digests, left_out
+
+
+def create_state(seams: Seams, config: TrainingConfig, ctx: DistributedContext, is_resumed: bool = False) -> TrainState:
+    """Create the training state at step 0: the model, its optimizer and everything else that a checkpoint stores.
+
+    is_resumed: the weights will come from a checkpoint, not from `init_from`.
+    """
+
+    def build(device: torch.device) -> nn.Module:
+        torch.manual_seed(config.seed)
+        model = seams.create_model(config, device)
+        if config.init_from and not is_resumed and device.type != "meta":
+            own = seams.initial_weights
+            weights = own(config) if own else load_weights(Path(config.init_from))
+            given = left_out(model, seams.is_saved)
+            weights = complete(weights, {}, model, digests(given), config.init_from)
+            take_weights(model, weights, config.init_from, must_be_whole=config.eval_only, given=given)
+        if config.activation_checkpointing:
+            checkpoint_blocks(model, seams.blocks(model))
+        return model
+
+    model = build(ctx.device) if config.sharding == "none" else build_sharded(build, seams.blocks, config, ctx)
+    precision = Precision.choose(config, ctx.device, ctx.fast_bf16)
+    return TrainState(model, seams, config, precision)

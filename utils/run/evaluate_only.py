@@ -1,0 +1,60 @@
+"""`--eval_only`: the evaluation of a checkpoint, which changes nothing of a run."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from config import TrainingConfig
+from utils.checkpoint.format import best_or_latest
+from utils.data.loader import create_evaluation_dataloader
+from utils.data.sets import load_data
+from utils.distributed.collectives import on_all_ranks, on_rank_0
+from utils.distributed.context import DistributedContext
+from utils.files import replace_json
+from utils.logger import log_epoch_summary, setup_logger
+from utils.run.create import create_state
+from utils.run.resume import check_evaluation, load_checkpoint
+from utils.training.evaluation import Evaluation
+from utils.training.schedule import Progress
+from utils.training.seams import Seams
+
+
+def evaluate_only(config: TrainingConfig, ctx: DistributedContext, seams: Seams, data: Any) -> dict[str, Any]:
+    """Evaluate a checkpoint, or the weights of init_from, on the held-out sets, and write only eval-<name>.json.
+
+    data: has the functions of dataset.py. Raises UserError.
+    """
+    is_published = bool(config.init_from)
+    path = Path(config.init_from or config.resume_from)
+    if not is_published and config.resume_from in ("", "auto"):
+        path = on_all_ranks(lambda: best_or_latest(config.checkpoint_folder, not config.resume_from), ctx)
+    sets = load_data(data, config, ctx)
+    config = sets.config
+    state = on_all_ranks(lambda: create_state(seams, config, ctx, is_resumed=not is_published), ctx)
+    progress, total_steps = Progress(), 1
+    payload: dict[str, Any] = {}  # the weights that the model has
+    if not is_published:
+        payload = load_checkpoint(path, ctx, state.layouts())
+        on_all_ranks(lambda: check_evaluation(payload, config), ctx)
+        progress, total_steps = Progress.of(payload), payload["provenance"].get("total_steps", 1)
+    state.show(progress, total_steps)
+    evaluation, logger = Evaluation(state.model, seams, state.precision, ctx), setup_logger(ctx.rank)
+    records: list[dict[str, Any]] = []
+    for split, dataset in sets.held_out.items():
+        began, loader = time.perf_counter(), create_evaluation_dataloader(dataset, config, ctx)
+        weights = state.weights_of(payload)
+        found = evaluation.records(split, loader, weights, progress)
+        log_epoch_summary(logger, found, time.perf_counter() - began, is_best=False)
+        records += found
+    outcome = {"checkpoint": str(path), "data_dir": config.data_dir, "records": records}
+    file = config.run_folder / f"eval-{path.stem}.json"
+
+    def write() -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_json(file, outcome)
+
+    on_rank_0(write, ctx)
+    logger.info("wrote %s", file)
+    return outcome
