@@ -20,7 +20,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +49,7 @@ from utils.data.loader import (
     create_distributed_dataloader,
     create_evaluation_dataloader,
 )
+from utils.data.sampler import MicroBatch
 from utils.data.sets import describe, kind_of, load_data
 from utils.distributed.collectives import broadcast_json, on_all_ranks, on_rank_0
 from utils.distributed.consensus import Consensus, Decision, is_every
@@ -67,6 +68,7 @@ from utils.run.provenance import collect, task_of, verification
 from utils.run.resume import check_evaluation, resume_run
 from utils.training.activation import checkpoint_blocks
 from utils.training.batchnorm import check_sync_batchnorm
+from utils.training.cross_check import CrossCheck
 from utils.training.evaluation import evaluate_all
 from utils.training.first_passes import first_passes
 from utils.training.parallel import Wrapped
@@ -139,6 +141,7 @@ class Training:
     consensus: Consensus
     reporter: Reporter
     checkpoints: Checkpoints
+    cross_check: CrossCheck
     best_metric: str
     best_sign: int  # 1: the highest value is best, -1: the lowest
 
@@ -194,6 +197,12 @@ def assemble(
 
     checkpoints = Checkpoints(run, state, config, ctx, sampler, clock, meta)
 
+    def save() -> None:
+        checkpoints.save(must=True)
+        checkpoints.finish()
+
+    check = on_all_ranks(lambda: CrossCheck(state, loader, config, ctx, run.event, run.warn, save), ctx)
+
     def vote() -> Decision:
         is_time_up = 0 < config.max_time < (time.monotonic() - started) / 60
         return Decision(stop=int(bool(signals.received) or is_time_up), save=int(checkpoints.is_due()))
@@ -212,6 +221,7 @@ def assemble(
         consensus=Consensus(vote, ctx.control),
         reporter=reporter,
         checkpoints=checkpoints,
+        cross_check=check,
         best_metric=best_metric,
         best_sign=best_sign,
     )
@@ -252,8 +262,8 @@ def run_training(training: Training) -> dict[str, Any]:
 
 def train_one_epoch(training: Training) -> Decision:
     """Train to the end of the current epoch, or until the ranks agree to stop. Returns the last decision."""
-    config, ctx, state, loader = training.config, training.ctx, training.state, training.loader
-    model, clock, progress, compute_loss = training.model, training.clock, state.progress, training.seams.compute_loss
+    config, state, loader, model = training.config, training.state, training.loader, training.model
+    clock, progress = training.clock, state.progress
     consensus, checkpoints, reporter = training.consensus, training.checkpoints, training.reporter
     model.train()
     state.sums.running_stats.begin_epoch()
@@ -267,20 +277,7 @@ def train_one_epoch(training: Training) -> Decision:
             model.train()  # again, after the evaluation
         clock.begin_step(progress.step + 1)
         state.show(progress)
-        indices = []
-        for micro_batch in global_batch:  # padding with zero gradient on an idle rank: DDP needs every rank
-            is_padding, is_last_micro_batch = micro_batch.is_padding, micro_batch.is_last
-            with model.accumulating(micro_batch):
-                seed_device(ctx.device, "step", config.seed, progress.step, micro_batch.number)
-                with state.precision.autocast():
-                    metrics = compute_loss(model, micro_batch.batch)
-                if not is_padding:
-                    state.sums.add(metrics, micro_batch)
-                    indices += micro_batch.indices
-                if is_last_micro_batch:
-                    state.sums.start_reduce(micro_batch)  # overlaps the backward pass
-                clock.enter("backward")
-                state.backward(metrics["loss"][0], is_padding)
+        indices = training.cross_check.run(global_batch, partial(compute_gradient, training))
         clock.enter("update")
         checkpoints.wait()  # for the copy, before the weights change
         state.update_if_finite(global_batch)
@@ -300,6 +297,25 @@ def train_one_epoch(training: Training) -> Decision:
             checkpoints.save()
     clock.leave_steps()
     return consensus.flush()
+
+
+def compute_gradient(training: Training, micro_batches: Iterable[MicroBatch]) -> list[int]:
+    """The passes of this rank in one optimizer step, which leave its gradient and sums. Returns this rank's samples."""
+    state, model, clock, indices = training.state, training.model, training.clock, []
+    for micro_batch in micro_batches:  # padding with zero gradient on an idle rank: DDP needs every rank
+        is_padding, is_last_micro_batch = micro_batch.is_padding, micro_batch.is_last
+        with model.accumulating(micro_batch):
+            seed_device(training.ctx.device, "step", training.config.seed, state.progress.step, micro_batch.number)
+            with state.precision.autocast():
+                metrics = training.seams.compute_loss(model, micro_batch.batch)
+            if not micro_batch.is_extra:
+                state.sums.add(metrics, micro_batch)
+                indices += micro_batch.indices
+            if is_last_micro_batch:
+                state.sums.start_reduce(micro_batch)  # overlaps the backward pass
+            clock.enter("backward")
+            state.backward(metrics["loss"][0], is_padding)
+    return indices
 
 
 def validate_within_epoch(training: Training) -> Decision | None:

@@ -77,6 +77,7 @@ def gradients(task, accumulations, tails, precision, dtype):
                 state.progress = Progress()
                 state.plan(sampler, ctx.world_size)
                 parts = (Clock(), seams, loader, {}, state, wrapped, Consensus(Decision, ctx.control), silent, silent)
+                parts += (mock.Mock(run=lambda global_batch, compute: compute(global_batch)),)
                 with gradients_into(taken := []):
                     train.train_one_epoch(train.Training(config, ctx, None, None, *parts, "loss", -1))
                 assert len(taken) == 1 and state.progress.samples_seen == tail
