@@ -22,6 +22,7 @@ from config import TrainingConfig, TrainingError, UserError
 from utils.data.loader import GlobalBatchLoader
 from utils.data.sampler import GlobalBatch, MicroBatch
 from utils.distributed.context import DistributedContext
+from utils.rng import seed_host
 from utils.training.fingerprint import digest_of
 from utils.training.state import TrainState
 
@@ -94,6 +95,7 @@ class CrossCheck:
         self._event, self._warn, self._save = event, warn, save
         self._trained = [(name, p) for name, p in state.model.named_parameters() if p.requires_grad]
         self._prints = torch.zeros(2, len(self._trained), dtype=torch.int64, device=ctx.device)  # own, checked
+        self._agreed = -1  # the latest step in which the ranks agreed, from 1
         self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []  # of the model, and their values before a step
         if config.check_every:
             check_possible(state.model, config, ctx)
@@ -120,7 +122,7 @@ class CrossCheck:
             result = compute(self._watched(self._again(global_batch, shift % (ranks - 1) + 1)))
             differs = self._differs(shift % (ranks - 1) + 1, rounds)
             self._report(compare(rounds), differs)
-        self._buffers = []
+        self._buffers, self._agreed = [], at.step + 1
         return result
 
     def _watched(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
@@ -173,7 +175,10 @@ class CrossCheck:
         at, loader = self._state.progress, self._loader
         check = loader.sampler.checked(at.epoch, at.samples_in_epoch, shift)
         for each in [check, *global_batch.micro_batches[1:]]:
-            yield dataclasses.replace(each, batch=loader.fetch(each.indices, each.epoch)[2])
+            batch = loader.fetch(each.indices, each.epoch)[2]
+            if loader.num_workers:  # else a model that draws from the global generators would seem deterministic
+                seed_host("repeat", self._ctx.rank, each.number)
+            yield dataclasses.replace(each, batch=batch)
 
     def _report(self, found: Finding, differs: bool) -> None:
         """Record the ranks that are wrong, and end the run if they still are."""
@@ -202,9 +207,11 @@ class CrossCheck:
             return
         self._undo()
         self._save()
+        since = f"after step {self._agreed}, the last one checked" if self._agreed > 0 else "of this attempt"
         raise TrainingError(
-            f"{text}, also when it was repeated; the state before the step is saved: leave that device out, or look for"
-            " code that treats ranks differently, then --resume_from auto",
+            f"{text}, also when it was repeated; the state before the step is saved, but steps {since}, may hold such"
+            " gradients; replace the device, or look for code that treats ranks differently, then --resume_from auto,"
+            " or an earlier checkpoint",
             wrong[-1],
             ctx.hosts[wrong[-1]],
         )
