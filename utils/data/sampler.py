@@ -63,11 +63,6 @@ class GlobalBatch:
     def __iter__(self) -> Iterator[MicroBatch]:
         return (next(self.fetched) for _ in self.micro_batches) if self.fetched else iter(self.micro_batches)
 
-    @property
-    def is_check(self) -> bool:
-        """Whether ranks compare gradients in this step: the first micro-batch is another rank's."""
-        return any(micro_batch.is_check for micro_batch in self.micro_batches[:1])
-
 
 def shifts_of(hosts: Sequence[str]) -> list[int]:
     """The distances at which ranks check each other, in turn: those at which most have a rank on another host."""
@@ -154,14 +149,10 @@ class GlobalBatchSampler(DistributedSampler):
         return self._shifts[(step + 1) // self._check_every % len(self._shifts)] if is_due else 0
 
     def first_of(self, rank: int, epoch: int, start: int) -> MicroBatch:
-        """The first micro-batch of a rank in the step that begins there."""
+        """The first micro-batch of a rank in the step that begins there, with which another one checks it."""
         other = copy.copy(self)
         other.rank, other._shifts = rank, []
-        return next(other.global_batches(epoch, start)).micro_batches[0]
-
-    def checked(self, epoch: int, start: int, shift: int) -> MicroBatch:
-        """The micro-batch with which this rank checks another one."""
-        first = self.first_of((self.rank + shift) % self.num_replicas, epoch, start)
+        first = next(other.global_batches(epoch, start)).micro_batches[0]
         return dataclasses.replace(first, is_last=False, is_check=True)
 
     def order(self, epoch: int) -> Tensor:
@@ -207,7 +198,7 @@ class GlobalBatchSampler(DistributedSampler):
             mine = run if self.is_in_runs else range(self.rank, count, self.num_replicas)
             found = self._micro_batches(epoch, entries, mine, count)
             if shift := self.shift_at(epoch, first):
-                found.insert(0, self.checked(epoch, first, shift))
+                found.insert(0, self.first_of((self.rank + shift) % self.num_replicas, epoch, first))
             yield GlobalBatch(len(entries), found)
 
     def _micro_batches(self, epoch: int, entries: Tensor, mine: range, count: int) -> list[MicroBatch]:
