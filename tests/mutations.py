@@ -42,8 +42,14 @@ class Mutation:
 # fmt: off
 MUTATIONS = [
     Mutation('Checkpoints.compare_buffers', 'mine = {name: [*each.shape, fingerprint_of("buffers", [each])] for name, each in buffers}', 'mine = {name: [*each.shape] for name, each in buffers}', 'other-buffers'),
-    Mutation('fingerprint_of', 'products *= _keys(device)[first : first + len(products)]', 'pass', 'fingerprint'),
-    Mutation('fingerprint_of', 'totals[device] += products.sum() * (derive_seed(name, block) | 1)', 'totals[device] += products.sum()', 'fingerprint'),
+    Mutation('CrossCheck._undo', 'self._state.drop_gradients()', 'pass', 'cross-check'),
+    Mutation('CrossCheck._watched', 'if row == CHECKED:', 'if row == OWN:', 'cross-check'),
+    Mutation('CrossCheck.run', 'shift = shift % (self._ctx.world_size - 1) + 1', 'pass', 'cross-check'),
+    Mutation('compare', 'wrong |= {rank for value, rank in found if len(right) > 1 or value != right[0]}', 'wrong |= {rank for value, rank in found if value != right[0]}', 'cross-check'),
+    Mutation('ExactlyReplicated.accumulating', 'if not micro_batch.is_check:', 'if True:', 'cross-check'),
+    Mutation('Terms._begin', 'if not micro_batch.is_extra:', 'if not micro_batch.is_padding:', 'cross-check'),
+    Mutation('_totals', 'products *= _keys(device)[first : first + len(products)]', 'pass', 'fingerprint'),
+    Mutation('_totals', 'totals[device] += products.sum() * (derive_seed(name, block) | 1)', 'totals[device] += products.sum()', 'fingerprint'),
     Mutation('_pieces', 'first = own_rows(owner)[0]', 'pass', 'fingerprint'),
     Mutation('changed_bits', 'if saved not in (None, each)', 'if False', 'fingerprint'),
     Mutation('fingerprint', 'dist.all_reduce(total, group=group)', 'pass', 'fingerprint'),
