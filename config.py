@@ -239,6 +239,9 @@ class TrainingConfig:
         "distributed", False, "allow parameters that a batch does not use (slower)", resume="may"
     )
     reduction: str = setting("distributed", "fast", "exact: same bits on any ranks", one_of("fast", "exact"), "may")
+    check_every: int = setting(
+        "distributed", 0, "steps between checks of the ranks' gradients by other ranks (0 = off)", at_least(0)
+    )
     sharding: str = setting("distributed", "none", "FSDP: shard the model over the ranks", one_of(*SHARDINGS), "may")
     cpu_offload: bool = setting("distributed", False, "keep shards and optimizer in host memory (slower)", resume="may")
 
@@ -329,6 +332,11 @@ class TrainingConfig:
                 "compile=reduce-overhead: keeps all gradients in place, and find_unused_parameters leaves some out; use"
                 " --compile default"
             )
+        if self.check_every:
+            unlike = {"sharding": "none", "find_unused_parameters": False}  # as far as the config shows
+            wrong = [name for name, value in unlike.items() if getattr(self, name) != value]
+            wrong += ["compile"] if self.compile == "reduce-overhead" else []
+            problems += [f"{name}={getattr(self, name)}: does not work with check_every; {either}" for name in wrong]
         if self.sharding != "none":
             other = {"reduction": "fast", "comm_hook": "none", "compile": "off", "find_unused_parameters": False}
             problems += [

@@ -19,8 +19,9 @@ import faulthandler
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -42,6 +43,7 @@ from utils.data.loader import (
     create_distributed_dataloader,
     create_evaluation_dataloader,
 )
+from utils.data.sampler import MicroBatch
 from utils.data.sets import load_data
 from utils.distributed.collectives import broadcast_json, on_all_ranks
 from utils.distributed.consensus import Consensus, Stopped, Vote, is_every
@@ -57,6 +59,7 @@ from utils.run.failures import PREEMPTED, leave_after, open_run, wait_for_blame,
 from utils.run.provenance import provenance_of
 from utils.run.resume import resume_run
 from utils.training.batchnorm import check_sync_batchnorm
+from utils.training.cross_check import CrossCheck
 from utils.training.evaluation import Evaluation
 from utils.training.first_passes import first_passes
 from utils.training.parallel import Wrapped
@@ -127,6 +130,7 @@ class Training:
     evaluation: Evaluation
     reporter: Reporter
     checkpoints: Checkpoints
+    cross_check: CrossCheck
     best_metric: str
     best_sign: int  # 1: the highest value is best, -1: the lowest
 
@@ -154,6 +158,12 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     reporter = Reporter(attempt, state, loader, origin, seams.log_images)
     reporter.start(loaders, differences)
     checkpoints = Checkpoints(attempt, state, sampler, origin)
+
+    def save() -> None:
+        checkpoints.save(must=True)
+        checkpoints.finish()
+
+    check = on_all_ranks(lambda: CrossCheck(state, loader, config, ctx, run.event, run.warn, save), ctx)
     consensus = Consensus(lambda: Vote(attempt.is_asked_to_stop, checkpoints.is_due()), ctx.control)
     return Training(
         attempt=attempt,
@@ -166,6 +176,7 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
         evaluation=Evaluation(state.model, seams, state.precision, ctx, consensus),
         reporter=reporter,
         checkpoints=checkpoints,
+        cross_check=check,
         best_metric=best_metric,
         best_sign=best_sign,
     )
@@ -209,11 +220,10 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
 
 def train_one_epoch(training: Training) -> None:
     """Train to the end of the current epoch. Raises Stopped between two steps if the ranks agree to stop."""
-    attempt, state, loader, model = training.attempt, training.state, training.loader, training.model
-    config, clock, schedule, compute_loss = attempt.config, attempt.clock, state.schedule, training.seams.compute_loss
-    progress = schedule.progress
+    config, clock, state, loader = training.attempt.config, training.attempt.clock, training.state, training.loader
+    schedule, progress = state.schedule, state.progress
     consensus, checkpoints, reporter = training.consensus, training.checkpoints, training.reporter
-    model.train()
+    training.model.train()
     state.sums.running_stats.begin_epoch()
     for global_batch in training.seams.counted(loader.global_batches(progress.epoch, progress.samples_in_epoch)):
         if schedule.is_at_end:
@@ -224,20 +234,7 @@ def train_one_epoch(training: Training) -> None:
                 return
         clock.begin_step(progress.step + 1)
         state.show(progress)
-        indices = []
-        for micro_batch in global_batch:  # padding with zero gradient on an idle rank: DDP needs every rank
-            is_padding, is_last_micro_batch = micro_batch.is_padding, micro_batch.is_last
-            with model.accumulating(micro_batch):
-                seed_device(attempt.ctx.device, "step", config.seed, progress.step, micro_batch.number)
-                with state.precision.autocast():
-                    metrics = compute_loss(model, micro_batch.batch)
-                if not is_padding:
-                    state.sums.add(metrics, micro_batch)
-                    indices += micro_batch.indices
-                if is_last_micro_batch:
-                    state.sums.start_reduce(micro_batch)  # overlaps the backward pass
-                clock.enter("backward")
-                state.backward(metrics["loss"][0], is_padding)
+        indices = training.cross_check.run(global_batch, partial(compute_gradient, training))
         clock.enter("update")
         checkpoints.wait()  # for the copy, before the weights change
         state.update_if_finite(global_batch)
@@ -251,6 +248,25 @@ def train_one_epoch(training: Training) -> None:
             checkpoints.save()
     clock.leave_steps()
     consensus.flush()
+
+
+def compute_gradient(training: Training, micro_batches: Iterable[MicroBatch]) -> list[int]:
+    """The passes of this rank in one optimizer step, which leave its gradient and sums. Returns this rank's samples."""
+    attempt, state, model, indices = training.attempt, training.state, training.model, []
+    for micro_batch in micro_batches:  # padding with zero gradient on an idle rank: DDP needs every rank
+        is_padding, is_last_micro_batch = micro_batch.is_padding, micro_batch.is_last
+        with model.accumulating(micro_batch):
+            seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, micro_batch.number)
+            with state.precision.autocast():
+                metrics = training.seams.compute_loss(model, micro_batch.batch)
+            if not micro_batch.is_extra:
+                state.sums.add(metrics, micro_batch)
+                indices += micro_batch.indices
+            if is_last_micro_batch:
+                state.sums.start_reduce(micro_batch)  # overlaps the backward pass
+            attempt.clock.enter("backward")
+            state.backward(metrics["loss"][0], is_padding)
+    return indices
 
 
 def validate_within_epoch(training: Training) -> None:

@@ -103,11 +103,11 @@ class GlobalBatchLoader:
         self._loader = None
 
     def __iter__(self) -> Iterator[Any]:
-        yield from (micro_batch.batch for micro_batch in self._fetch() if not micro_batch.is_padding)
+        yield from (micro_batch.batch for micro_batch in self._fetch() if not micro_batch.is_extra)
         self.sampler.set_epoch(self.sampler.epoch + 1)
 
     def __len__(self) -> int:
-        return sum(not micro_batch.is_padding for micro_batch in self.sampler.micro_batches())
+        return sum(not micro_batch.is_extra for micro_batch in self.sampler.micro_batches())
 
     def _fetch(self) -> Iterator[MicroBatch]:
         """This rank's micro-batches on the device.
@@ -240,6 +240,8 @@ def create_distributed_dataloader(
         drop_last=config.drop_last,
         in_runs=config.reduction == "exact",
         is_padded=config.sharding != "none",
+        check_every=config.check_every,
+        hosts=ctx.hosts,
     )
     size = sampler.global_batch_size
     if not sampler.steps_per_epoch:

@@ -8,8 +8,10 @@ rank computes a micro-batch, never what is in it.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from config import UserError
+from utils.distributed.consensus import is_every
 from utils.distributed.tree import run_of
 from utils.rng import derive_seed
 
@@ -41,6 +44,12 @@ class MicroBatch:
     is_last: bool  # this rank's last one in the global batch
     count: int  # micro-batches in the global batch, over all ranks; or in the whole set
     batch: Any = None  # on the device, once the loader has fetched it
+    is_check: bool = False  # another rank's first one, whose gradient is compared and not used
+
+    @property
+    def is_extra(self) -> bool:
+        """Whether it adds nothing to the step on this rank."""
+        return self.is_padding or self.is_check
 
 
 @dataclass(slots=True)
@@ -55,6 +64,13 @@ class GlobalBatch:
         return (next(self.fetched) for _ in self.micro_batches) if self.fetched else iter(self.micro_batches)
 
 
+def shifts_of(hosts: Sequence[str]) -> list[int]:
+    """The distances at which ranks check each other, in turn: those at which most have a rank on another host."""
+    ranks = len(hosts)
+    abroad = [sum(hosts[k] != hosts[(k + shift) % ranks] for k in range(ranks)) for shift in range(ranks)]
+    return [shift for shift in range(1, ranks) if abroad[shift] == max(abroad[1:])]
+
+
 class GlobalBatchSampler(DistributedSampler):
     """A DistributedSampler that assigns whole micro-batches, never repeats a sample, and starts anywhere in an epoch.
 
@@ -67,6 +83,8 @@ class GlobalBatchSampler(DistributedSampler):
             batch. An evaluation's sums span all of its steps, so there they are consecutive in the whole set.
         is_padded: every rank computes equally many micro-batches, some of them padding: sharded parameters are gathered
             from all ranks in each of them.
+        check_every: in every so many steps, and in the first one, a rank also gets another rank's first micro-batch.
+        hosts: of all ranks, for these checks.
     """
 
     dataset: Any  # a MapDataset
@@ -84,12 +102,16 @@ class GlobalBatchSampler(DistributedSampler):
         drop_last: bool = False,
         in_runs: bool = False,
         is_padded: bool = False,
+        check_every: int = 0,
+        hosts: Sequence[str] = (),
     ) -> None:
         super().__init__(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
         self.batch_size = batch_size
         self.micro_batches_per_step = micro_batches_per_step
         self.is_in_runs, self._is_padded = in_runs, is_padded
         self.start = 0
+        self._check_every, self._shifts = check_every, shifts_of(hosts) if check_every else []
+        self._first_step = -1  # of this attempt, once it is known
         self._order: tuple[int, Tensor] | None = None
 
     @property
@@ -114,6 +136,24 @@ class GlobalBatchSampler(DistributedSampler):
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         super().set_epoch(epoch)
         self.start = start
+        if self._first_step < 0:
+            self._first_step = self._step_at(epoch, start)
+
+    def _step_at(self, epoch: int, start: int) -> int:
+        return epoch * self.steps_per_epoch + math.ceil(start / self.global_batch_size)
+
+    def shift_at(self, epoch: int, start: int) -> int:
+        """In the step that begins there, rank r checks rank (r + shift) % world_size; 0 if that is no check step."""
+        step = self._step_at(epoch, start)
+        is_due = self._shifts and (step == self._first_step or is_every(self._check_every, step + 1))
+        return self._shifts[(step + 1) // self._check_every % len(self._shifts)] if is_due else 0
+
+    def first_of(self, rank: int, epoch: int, start: int) -> MicroBatch:
+        """The first micro-batch of a rank in the step that begins there, with which another one checks it."""
+        other = copy.copy(self)
+        other.rank, other._shifts = rank, []
+        first = next(other.global_batches(epoch, start)).micro_batches[0]
+        return dataclasses.replace(first, is_last=False, is_check=True)
 
     def order(self, epoch: int) -> Tensor:
         """[samples_per_epoch]: the samples of the epoch, a pure function of (seed, epoch). Raises UserError."""
@@ -156,7 +196,10 @@ class GlobalBatchSampler(DistributedSampler):
             count = math.ceil(len(entries) / size)
             run = run_of(self.rank, self.num_replicas, count)
             mine = run if self.is_in_runs else range(self.rank, count, self.num_replicas)
-            yield GlobalBatch(len(entries), self._micro_batches(epoch, entries, mine, count))
+            found = self._micro_batches(epoch, entries, mine, count)
+            if shift := self.shift_at(epoch, first):
+                found.insert(0, self.first_of((self.rank + shift) % self.num_replicas, epoch, first))
+            yield GlobalBatch(len(entries), found)
 
     def _micro_batches(self, epoch: int, entries: Tensor, mine: range, count: int) -> list[MicroBatch]:
         """This rank's micro-batches, of `count` in these entries of the order: of these numbers, and padding."""
@@ -176,7 +219,7 @@ class GlobalBatchSampler(DistributedSampler):
 
     def __iter__(self) -> Iterator[int]:
         for micro_batch in self.micro_batches():
-            if not micro_batch.is_padding:
+            if not micro_batch.is_extra:
                 yield from micro_batch.indices
 
     def __len__(self) -> int:

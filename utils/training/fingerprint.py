@@ -34,6 +34,17 @@ def fingerprint_of(name: str, tensors: Iterable[Tensor], owners: Iterable[Any] |
     owners: of each tensor, itself or the sharded tensor of which it holds this rank's rows. The sum of the fingerprints
     over the shards is that of the whole tensors; what is not sharded, a 0-dimensional tensor, counts on the first one.
     """
+    return int(sum(total.cpu() for total in _totals(name, tensors, owners).values()))
+
+
+@torch.no_grad()
+def digest_of(name: str, tensor: Tensor) -> Tensor:
+    """The fingerprint of a tensor, on its device: int64, 0-dimensional."""
+    return _totals(name, [tensor]).get(tensor.device, torch.zeros((), dtype=torch.int64, device=tensor.device))
+
+
+def _totals(name: str, tensors: Iterable[Tensor], owners: Iterable[Any] | None = None) -> dict[torch.device, Tensor]:
+    """The summands of a fingerprint by device: int64, 0-dimensional."""
     tensors, totals = list(tensors), defaultdict[torch.device, Any](int)
     for (device, *_), group in groupby(_pieces(zip(tensors, owners or tensors, strict=True)), lambda piece: piece[:3]):
         pieces = list(group)
@@ -41,7 +52,7 @@ def fingerprint_of(name: str, tensors: Iterable[Tensor], owners: Iterable[Any] |
         products = torch.cat([words for *_, words in pieces]).long()
         products *= _keys(device)[first : first + len(products)]
         totals[device] += products.sum() * (derive_seed(name, block) | 1)
-    return int(sum(total.cpu() for total in totals.values()))
+    return totals
 
 
 def _pieces(pairs: Iterable[tuple[Tensor, Any]]) -> Iterator[tuple[torch.device, int, int, int, Tensor]]:

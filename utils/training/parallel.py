@@ -101,7 +101,8 @@ class ExactlyReplicated(Replicated):
         if not micro_batch.is_last:
             with self.no_sync():
                 yield
-            self._tree.add(micro_batch.number, self._take_gradients())
+            if not micro_batch.is_check:
+                self._tree.add(micro_batch.number, self._take_gradients())
             return
         self._count = micro_batch.count
         by_parameter = [

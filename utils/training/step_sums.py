@@ -70,6 +70,11 @@ class StepSums:
             self._work.wait()
             self._work = None
 
+    def discard(self) -> None:
+        """Drop the sums of a step that will be repeated."""
+        self.wait()
+        self.metrics.reset()
+
     def commit(self, samples: int, is_finite: Tensor, interval: MetricTracker) -> None:
         """Add this step to the running statistics and the interval's sums, and begin the next step.
 

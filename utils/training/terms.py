@@ -94,7 +94,7 @@ class Terms:
         fetched = list(global_batch)
         counts = torch.zeros(fetched[0].count, len(self._means.names), **self._float64)
         for micro_batch in fetched:  # other rows are 0, so nothing is rounded: the same bits on any number of ranks
-            if not micro_batch.is_padding:
+            if not micro_batch.is_extra:
                 counts[micro_batch.number] = self.counts(micro_batch.batch)
         work = dist.all_reduce(counts, async_op=True) if dist.get_world_size() > 1 else None
         return dataclasses.replace(global_batch, micro_batches=fetched, fetched=None), counts, work

@@ -102,7 +102,7 @@ def content(fork: Fork) -> str:
                 str(step * as_rank.world_size + micro_batch.number): digest(micro_batch.batch)
                 for step, global_batch in enumerate(loader.global_batches(epoch))
                 for micro_batch in global_batch
-                if not micro_batch.is_padding
+                if not micro_batch.is_extra
             }
         return found
 

@@ -1,0 +1,207 @@
+"""Ranks check each other's gradients before the update (`--check_every`): a device that computes wrong values is named.
+
+In a check step each rank first computes the first micro-batch of another rank, then its own. The gradient of a
+micro-batch has the same bits on every rank. If two ranks disagree, the step is repeated with other pairs of ranks, and
+with samples that are fetched again. If all agree then, training goes on; else the run ends, and saves the state before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from config import TrainingConfig, TrainingError, UserError
+from utils.data.loader import GlobalBatchLoader
+from utils.data.sampler import GlobalBatch, MicroBatch
+from utils.distributed.context import DistributedContext
+from utils.rng import seed_host
+from utils.training.fingerprint import digest_of
+from utils.training.state import TrainState
+
+T = TypeVar("T")
+OWN, CHECKED = 0, 1  # rows of fingerprints
+
+
+class Round(NamedTuple):
+    """What the ranks have found in one attempt at a step. Rank r has checked rank (r + shift) % ranks."""
+
+    shift: int
+    own: Tensor  # int64 [ranks, parameters], on the CPU: fingerprints of the gradient of each rank's first micro-batch
+    checked: Tensor  # the same, of the first micro-batch of the rank that it has checked
+
+
+class Finding(NamedTuple):
+    """What two rounds have shown."""
+
+    wrong: list[int]  # the ranks that disagree with most; without a majority, all that disagree
+    owner: int  # the first rank on whose micro-batch they disagree
+    parameter: int  # the first one whose gradients differ there
+    is_steady: bool  # most ranks are right, and repeat their gradients
+
+
+def compare(rounds: list[Round]) -> Finding:
+    """Find who is wrong: for each rank's micro-batch, who disagrees with most of the ranks that have computed it."""
+    ranks, wrong, first = len(rounds[0].own), set[int](), (-1, -1)
+    for owner in range(ranks):
+        found = [(tuple(each.own[owner].tolist()), owner) for each in rounds]
+        checkers = [(owner - each.shift) % ranks for each in rounds]
+        found += [(tuple(each.checked[k].tolist()), k) for each, k in zip(rounds, checkers, strict=True)]
+        if len(values := {value for value, _ in found}) > 1:
+            by_value = {value: [rank for v, rank in found if v == value] for value in values}
+            votes = {value: (len(set(each)), len(each)) for value, each in by_value.items()}  # ranks, computations
+            right = [value for value in values if votes[value] == max(votes.values())]
+            wrong |= {rank for value, rank in found if len(right) > 1 or value != right[0]}
+            differs = [len(set(column)) > 1 for column in zip(*values, strict=True)]
+            first = first if first[0] >= 0 else (owner, differs.index(True))
+    unsteady = int((rounds[0].own != rounds[1].own).any(1).sum())
+    return Finding(sorted(wrong), *first, is_steady=unsteady < 2 and len(wrong) <= max(2, ranks // 2))
+
+
+class CrossCheck:
+    """Checks the gradients of the steps in which the loader hands out another rank's micro-batch.
+
+    Args:
+        event, warn: of the run.
+        save: saves the state, and returns when it is on the disk.
+
+    Raises:
+        UserError: if the gradient of a micro-batch depends on the rank that computes it.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        loader: GlobalBatchLoader,
+        config: TrainingConfig,
+        ctx: DistributedContext,
+        event: Callable[..., None],
+        warn: Callable[[str], None],
+        save: Callable[[], None],
+    ) -> None:
+        self._state, self._loader, self._ctx = state, loader, ctx
+        self._event, self._warn, self._save = event, warn, save
+        self._trained = [(name, p) for name, p in state.model.named_parameters() if p.requires_grad]
+        self._prints = torch.zeros(2, len(self._trained), dtype=torch.int64, device=ctx.device)
+        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []  # of the model, and their values before a step
+        self._agreed = 0  # the latest step in which the ranks agreed, from 1
+        if config.check_every:
+            check_possible(state.model, config, ctx)
+            if ctx.world_size == 1:
+                warn("check_every: one rank has no other one that could check it, so nothing is checked")
+
+    def run(self, global_batch: GlobalBatch, compute: Callable[[Iterable[MicroBatch]], T]) -> T:
+        """compute(micro-batches), which leaves the gradient of the step; in a check step until the ranks agree on it.
+
+        Raises:
+            TrainingError: if a rank has another gradient again; the state before the step is saved.
+            UserError: if the ranks do not repeat their own gradients.
+        """
+        at = self._state.progress
+        shift = self._loader.sampler.shift_at(at.epoch, at.samples_in_epoch)
+        if not shift:
+            return compute(global_batch)
+        modules = self._state.model.modules()
+        self._buffers = [(m, name, x, x.clone()) for m in modules for name, x in m.named_buffers(recurse=False)]
+        result = compute(self._watched(global_batch))
+        first = self._exchange(shift)
+        if (first.own != first.checked.roll(shift, 0)).any():
+            self._undo()
+            shift = shift % (self._ctx.world_size - 1) + 1
+            result = compute(self._watched(self._again(global_batch, shift)))
+            second = self._exchange(shift)
+            self._report(compare([first, second]), bool((second.own != second.checked.roll(shift, 0)).any()))
+        self._buffers, self._agreed = [], at.step + 1
+        return result
+
+    def _watched(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """The micro-batches, the first of which leaves nothing but the fingerprint of its gradient.
+
+        Hooks get the whole gradient of a backward pass, before it is added to others and averaged.
+        """
+        rest = iter(micro_batches)
+        for row in (CHECKED, OWN):
+            self._prints[row].zero_()
+            hooks = [p.register_hook(partial(self._note, row, number)) for number, (_, p) in enumerate(self._trained)]
+            yield next(rest)
+            for hook in hooks:
+                hook.remove()
+            if row == CHECKED:
+                self._undo()
+        yield from rest
+
+    def _note(self, row: int, number: int, gradient: Tensor) -> None:
+        self._prints[row, number] = digest_of("gradient", gradient)
+
+    def _undo(self) -> None:
+        """Drop what the passes since the beginning of the step have left."""
+        self._state.sums.discard()
+        self._state.drop_gradients()
+        for module, name, buffer, value in self._buffers:
+            setattr(module, name, buffer.copy_(value))  # the model may have put another tensor in its place
+
+    def _exchange(self, shift: int) -> Round:
+        """The fingerprints of all ranks. Reads from the device."""
+        rows = [torch.empty_like(self._prints) for _ in range(self._ctx.world_size)]
+        dist.all_gather(rows, self._prints)
+        found = torch.stack(rows).cpu()
+        return Round(shift, found[:, OWN], found[:, CHECKED])
+
+    def _again(self, global_batch: GlobalBatch, shift: int) -> Iterator[MicroBatch]:
+        """The same step with another pairing; each micro-batch is fetched when it is needed."""
+        at, loader, ctx = self._state.progress, self._loader, self._ctx
+        check = loader.sampler.first_of((ctx.rank + shift) % ctx.world_size, at.epoch, at.samples_in_epoch)
+        for each in [check, *global_batch.micro_batches[1:]]:
+            batch = loader.fetch(each.indices, each.epoch)[2]
+            if loader.num_workers:  # else a model that draws from the global generators would seem deterministic
+                seed_host("repeat", ctx.rank, each.number)
+            yield dataclasses.replace(each, batch=batch)
+
+    def _report(self, found: Finding, differs: bool) -> None:
+        """Record the ranks that are wrong, and end the run if they still are."""
+        at, ctx, wrong = self._state.progress, self._ctx, found.wrong
+        micro_batch = self._loader.sampler.first_of(found.owner, at.epoch, at.samples_in_epoch)
+        name, last, host = self._trained[found.parameter][0], wrong[-1], ctx.hosts[wrong[-1]]
+        what = f"gradient of {name} for micro-batch {micro_batch.number} of step {at.step + 1}"
+        if differs and not found.is_steady:
+            text = (
+                f"check_every: ranks {', '.join(map(str, wrong))} disagree on the {what}, also when they repeat it, so"
+            )
+            text += (
+                " training is not deterministic; draw from torch's generators, which each micro-batch seeds, not from"
+            )
+            text += " random or numpy, look for code that treats ranks differently, or leave out --check_every"
+            raise UserError(text, last, host)
+        where = {"micro_batch": micro_batch.number, "samples": micro_batch.indices, "parameter": name}
+        for rank in wrong:
+            of_rank = {"rank": rank, "host": ctx.hosts[rank], "device": ctx.device_names[rank]}
+            self._event("gradient_differs", at.step, **of_rank, **where)
+        text = " or ".join(f"rank {rank} on {ctx.hosts[rank]} ({ctx.device_names[rank]})" for rank in wrong)
+        text += f" computed a wrong {what}"
+        if not differs:
+            self._warn(f"{text}; the step was repeated, and the ranks agree; if it happens again, replace the device")
+            return
+        self._undo()
+        self._save()
+        since = f"after step {self._agreed}, the last one checked" if self._agreed else "of this attempt"
+        text += (
+            f", also when it was repeated; the state before it is saved, but steps {since}, may hold such gradients;"
+        )
+        text += " replace the device, or look for code that treats ranks differently, then --resume_from auto"
+        raise TrainingError(text, last, host)
+
+
+def check_possible(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) -> None:
+    """Raises UserError if the gradient of a micro-batch depends on the rank that computes it."""
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        raise UserError("check_every: SyncBatchNorm mixes the micro-batches of the ranks; leave out one of the two")
+    if ctx.device.type == "cuda" and not config.deterministic:
+        raise UserError("check_every: on CUDA needs kernels that are the same on all ranks; add --deterministic")
+    if len(names := sorted(set(ctx.device_names))) > 1:
+        text = f"check_every: {' and '.join(names)} round differently, so gradients cannot be compared; use equal"
+        raise UserError(f"{text} devices, or leave out --check_every")
