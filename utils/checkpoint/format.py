@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -95,21 +95,35 @@ def best_or_latest(folder: Path, prefers_best: bool) -> Path:
     return found
 
 
-def prune(folder: Path, keep_last: int, keep_every: int = 0) -> None:
-    """Delete step checkpoints; call it once a new one has its final name. The one that best.pt links to stays.
+def superseded(steps: Iterable[int], keep_last: int, keep_every: int = 0) -> list[int]:
+    """The steps whose checkpoints may be deleted.
 
     Args:
+        steps: of all checkpoints, rising.
         keep_last: keep so many, the latest.
         keep_every: also keep the first one of every so many steps; 0: none of these.
     """
-    kept, best = {-1}, ""
+    kept, gone = {-1}, []
+    for step in list(steps)[:-keep_last]:
+        period = step // keep_every if keep_every else -1
+        if period in kept:
+            gone.append(step)
+        kept.add(period)
+    return gone
+
+
+def prune(folder: Path, keep_last: int, keep_every: int = 0, spared: str = "") -> None:
+    """Delete superseded checkpoints; call it once a new one has its final name. The one that best.pt links to stays.
+
+    spared: the name of one that stays too.
+    """
+    best, paths = "", step_checkpoints(folder)
     with suppress(OSError):
         best = os.readlink(folder / BEST)
-    for path in step_checkpoints(folder)[:-keep_last]:
-        period = step_of(path) // keep_every if keep_every else -1
-        if period in kept and path.name != best:
+    gone = superseded(map(step_of, paths), keep_last, keep_every)
+    for path in paths:
+        if step_of(path) in gone and path.name not in (best, spared):
             remove(path)
-        kept.add(period)
 
 
 def remove(path: Path) -> None:
