@@ -20,6 +20,7 @@ from utils.logger import count
 from utils.run.claim import Start, move_back
 from utils.run.lock import NAME as LOCK
 from utils.run.lock import RunLock
+from utils.run.mirror import Mirror
 from utils.run.provenance import now
 from utils.training.state import SkippedStep
 
@@ -32,10 +33,18 @@ class Run:
     Args:
         hosts: of all ranks.
         lock: on rank 0.
+        mirror: its copy in object storage, if there is one.
     """
 
     def __init__(
-        self, folder: Path, checkpoints: Path, rank: int, hosts: tuple[str, ...], start: Start, lock: RunLock | None
+        self,
+        folder: Path,
+        checkpoints: Path,
+        rank: int,
+        hosts: tuple[str, ...],
+        start: Start,
+        lock: RunLock | None,
+        mirror: Mirror | None = None,
     ) -> None:
         self.folder, self.checkpoints, self.rank, self.hosts, self.start = folder, checkpoints, rank, hosts, start
         self.notes, self._moved = list(start.notes), start.moved
@@ -43,7 +52,7 @@ class Run:
         self.is_main, self.host = rank == 0, hosts[rank]
         self.lock_file = folder / LOCK
         self.log_file = folder / "logs" / f"rank{rank}.log"
-        self._lock = lock
+        self._lock, self.mirror = lock, mirror
         self._files: dict[str, LinesFile] = {}
         self._status: dict[str, Any] = {}
         self._status_at = -math.inf  # when it was written
@@ -82,6 +91,8 @@ class Run:
         """Release the folder."""
         if self._lock is not None:
             self._lock.close()
+            if self.mirror:
+                self.mirror.close()
 
     # ---- records ----
 

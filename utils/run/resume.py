@@ -22,6 +22,7 @@ from utils.files import replace_file
 from utils.run.claim import Start, claim
 from utils.run.folder import Run
 from utils.run.lock import KILLED
+from utils.run.mirror import Mirror
 from utils.run.start_checks import check_shared
 from utils.training.fingerprint import fingerprint
 from utils.training.state import Progress, TrainState
@@ -34,10 +35,13 @@ MAX_OF_FILES, MAX_OF_SAMPLES = 0.01, 0.5  # fractions that may differ from the c
 
 def claim_run(config: TrainingConfig, ctx: DistributedContext) -> Run:
     """The run in its folder. Rank 0 locks it and decides whether to continue the run in it. Raises UserError."""
-    claimed = on_rank_0(lambda: claim(config, ctx.host, ctx.launch.id, ctx.launch.may_restart), ctx)
+    mirror = on_all_ranks(lambda: Mirror(config.mirror), ctx) if config.mirror else None
+    claimed = on_rank_0(lambda: claim(config, ctx.host, ctx.launch.id, ctx.launch.may_restart, mirror), ctx)
     lock, start = claimed or (None, None)
     start = Start(**broadcast_json(dataclasses.asdict(start) if start else None, ctx))
-    run = Run(config.run_folder, config.checkpoint_folder, ctx.rank, ctx.hosts, start, lock)
+    if mirror:
+        mirror.join(start.generation)
+    run = Run(config.run_folder, config.checkpoint_folder, ctx.rank, ctx.hosts, start, lock, mirror)
     if not start.is_completed:
         check_shared(run.folder, run.lock_file, start.token, ctx)
     return run
