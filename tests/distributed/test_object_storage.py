@@ -51,6 +51,7 @@ def bucket(request, tmp_path, monkeypatch):
             monkeypatch.setenv(variable, value)
         put = urllib.request.Request(f"{env['AWS_ENDPOINT_URL']}/bucket", method="PUT")
         wait_until(lambda: answers(put))
+        __import__("s3fs").S3FileSystem.clear_instance_cache()  # of another server
         yield "s3://bucket/runs/a", env
     finally:
         stop(server)
