@@ -6,6 +6,7 @@ import shutil
 import socket
 import sys
 import urllib.request
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from ranks import lack, run_ranks, slow, start, stop
 from tasks import train_task
 from training import assert_same_state, wait_until
+from utils.checkpoint import format as checkpoint
 from utils.run.mirror import Mirror
 
 FLAGS = "--epochs 2 --ema_decay 0.9 --lr 0.02 --record_samples --save_every_steps 3 --dataset_size 60".split()
@@ -21,6 +23,16 @@ KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "geheim", "AWS_
 
 def train_with(env, *args):
     os.environ.update(env)
+    return train_task(*args)
+
+
+def train_on_its_own_disk(root, *args):
+    """Each rank is a node, with a folder of its own."""
+    rank = os.environ["RANK"]
+    os.environ["LOCAL_RANK"] = "0"
+    folder = Path(root, f"node{rank}")
+    folder.mkdir(exist_ok=True)
+    os.chdir(folder)
     return train_task(*args)
 
 
@@ -89,6 +101,27 @@ def test_a_run_that_loses_its_folder_goes_on_from_its_mirror_bit_for_bit(runs, b
     assert "geheim" not in written
     status = Mirror(url).read_json(f"{last['manifest'][:8]}/records/status.json")
     assert status["state"] == "completed" and json.loads((runs.folder("parts") / "status.json").read_text()) == status
+
+
+@pytest.mark.parametrize("bucket", ["file"], indirect=True)
+def test_nodes_without_a_shared_disk_fetch_the_checkpoint_each_and_end_alike(runs, bucket):
+    url, _ = bucket
+    attempt(runs, "whole", {})
+    words = [*runs.words("parts", *FLAGS, "--mirror", url, "--resume_from", "auto"), "--run_dir", "runs/parts"]
+    nodes = [runs.root / f"node{rank}" / "runs/parts" for rank in range(2)]
+    for number, stops in enumerate([(5,), (11,), ()]):
+        found = run_ranks(2, train_on_its_own_disk, runs.root, "images", words, torch.float32, stops, False, False)
+        state = "preempted" if stops else "completed"
+        assert [each[0] for each in found] == [state, state]
+        assert [json.loads((node / "status.json").read_text())["state"] for node in nodes] == [state, state]
+        if number == 0:
+            shutil.rmtree(nodes[1])  # this node is replaced
+        elif number == 1:  # rank 0 has what the mirror lacks
+            shutil.rmtree(url.removeprefix("file://"))
+    assert_same_state(runs.last("whole"), checkpoint.read(nodes[0] / "checkpoints/step_00000016.pt")[0])
+    resumed = [json.loads(line) for line in (nodes[0] / "metrics.jsonl").read_text().splitlines() if "resumed" in line]
+    assert [record["step"] for record in resumed] == [6, 12]
+    assert (nodes[1] / "checkpoints/step_00000012.pt").exists() and not (nodes[1] / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("bucket", ["file"], indirect=True)

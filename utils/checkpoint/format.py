@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from config import StartError, UserError
 from utils.checkpoint import archive, shards
 from utils.checkpoint.archive import STEP_NAME, Trailer
-from utils.files import TEMPORARY, flush_folder, temporary_of
+from utils.files import TEMPORARY, flush_folder, read_json, temporary_of
 from utils.logger import NAME
 
 BEST = "best.pt"
@@ -49,6 +49,16 @@ def verify(path: Path, part: tuple[int, int] = (0, 1)) -> Trailer:
     if (path.parent / shards.MANIFEST).exists():
         raise UserError(f"{path}: is a part of a checkpoint; give its folder, {path.parent}")
     return archive.verify(path, is_hashed=part[0] == 0)  # the first one verifies a file
+
+
+def digests(path: Path) -> dict[str, str]:
+    """The checksum that each file of a checkpoint should have, by name; empty if it is gone."""
+    if path.is_dir():
+        return dict(read_json(path / shards.MANIFEST).get("files", {}))
+    with suppress(OSError), archive.open_file(path) as file:
+        trailer = archive.read_trailer(file)
+        return {path.name: trailer.digest} if trailer else {}
+    return {}
 
 
 def read(

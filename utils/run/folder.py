@@ -32,7 +32,7 @@ class Run:
 
     Args:
         hosts: of all ranks.
-        lock: on rank 0.
+        lock: on rank 0, and on the first rank of each node whose folder is its own.
         mirror: its copy in object storage, if there is one.
     """
 
@@ -91,8 +91,8 @@ class Run:
         """Release the folder."""
         if self._lock is not None:
             self._lock.close()
-            if self.mirror:
-                self.mirror.close()
+        if self.mirror and self.is_main:
+            self.mirror.close()
 
     # ---- records ----
 
@@ -147,10 +147,10 @@ class Run:
     def status(self, state: str, **values: Any) -> None:
         """Replace status.json: the state, and the values that changed since the last call."""
         self._status_before, self._status_at = {}, time.monotonic()
-        if self.is_main:
+        is_running = state == "running"
+        if self.is_main or (self._lock and not is_running):  # the launcher of each node reads how the run ended
             self._check()
             self._status |= {"state": state} | values | {"time": now()}
-            is_running = state == "running"
             if is_running and not self.lock_file.exists():
                 return  # the file system is unmounted, and nothing belongs below its mount point
             with suppress(OSError) if is_running else nullcontext():  # a full disk: training continues

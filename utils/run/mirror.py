@@ -291,6 +291,10 @@ class Mirror:
     def _fetch(self, manifest: dict[str, Any], folder: Path) -> Path:
         """A checkpoint, under its name in this folder. Raises UserError if it is damaged."""
         place, path = folder / f"{FETCHED}{Path(manifest['manifest']).stem}", folder / manifest["name"]
+        digests = {name: file["sha256"] for name, file in manifest["files"].items()}
+        with suppress(UserError):
+            if checkpoint.digests(path) == digests and checkpoint.verify(path):
+                return path
         for other in folder.glob(f"{FETCHED}*"):
             if other != place:
                 shutil.rmtree(other, ignore_errors=True)
@@ -320,7 +324,6 @@ class Mirror:
             (place / part).replace(path)
             place.rmdir()
         else:
-            digests = {name: file["sha256"] for name, file in manifest["files"].items()}
             replace_json(place / shards.MANIFEST, {"step": manifest["step"], "files": digests})
             checkpoint.replace_folder(place, path)
         log.info("fetched %s (%.0f MB)", source, total / 1e6)

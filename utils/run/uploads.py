@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from config import TrainingError, UserError
-from utils.checkpoint import archive, shards
 from utils.checkpoint import format as checkpoint
-from utils.files import TEMPORARY, read_json
+from utils.checkpoint import shards
+from utils.files import TEMPORARY
 from utils.logger import NAME
 from utils.run.folder import Run
 from utils.run.mirror import SECONDS_BETWEEN_LINES, Mirror
@@ -101,7 +101,7 @@ class Uploads:
             paths = checkpoint.step_checkpoints(self._run.checkpoints)
             chosen = [path for path in paths if path.name == self._best()] if is_best else paths[-1:]
             for path in chosen:
-                if self._there.get(path.name) != _digests(path):
+                if self._there.get(path.name) != checkpoint.digests(path):
                     self._begin(path)
                     self._upload(path)
         self._upload_records()
@@ -112,16 +112,16 @@ class Uploads:
         return ""
 
     def _upload(self, path: Path) -> None:
-        mirror, digests, began = self._mirror, _digests(path), time.monotonic()
+        mirror, digests, began = self._mirror, checkpoint.digests(path), time.monotonic()
         objects = {name: mirror.own(f"{path.stem}.{digest[:8]}.{name}") for name, digest in digests.items()}
         if path.is_dir():
             mirror.write_json(mirror.own(WANTED), {"name": path.name, "files": digests})
         self._put_own(path, digests)
         while set(objects.values()) - (sizes := mirror.names(mirror.own(""))).keys():
             time.sleep(SECONDS_BETWEEN_LOOKS)
-            if _digests(path) != digests:
+            if checkpoint.digests(path) != digests:
                 break
-        if _digests(path) != digests:  # saved again meanwhile, which has woken this thread
+        if checkpoint.digests(path) != digests:  # saved again meanwhile, which has woken this thread
             return
         self._upload_records()  # before the manifest: who resumes from the checkpoint needs them
         files = {
@@ -136,7 +136,7 @@ class Uploads:
     def _follow(self) -> None:
         wanted = self._mirror.read_json(self._mirror.own(WANTED))
         path = self._run.checkpoints / wanted.get("name", "")
-        if wanted and self._there.get(path.name) != wanted["files"] == _digests(path):
+        if wanted and self._there.get(path.name) != wanted["files"] == checkpoint.digests(path):
             self._begin(path)
             self._put_own(path, wanted["files"])
             self._there[path.name] = wanted["files"]
@@ -165,13 +165,3 @@ class Uploads:
                 if self._records.get(path) != stamp:
                     self._mirror.put(path, self._mirror.own(f"records/{name}"))
                     self._records[path] = stamp
-
-
-def _digests(path: Path) -> dict[str, str]:
-    """The checksum of each file of a checkpoint; empty if it is gone."""
-    if path.is_dir():
-        return dict(read_json(path / shards.MANIFEST).get("files", {}))
-    with suppress(OSError), archive.open_file(path) as file:
-        trailer = archive.read_trailer(file)
-        return {path.name: trailer.digest} if trailer else {}
-    return {}
