@@ -101,7 +101,16 @@ def local_path(value: str) -> str:
 
 
 def run_path(value: str) -> str:
-    return local_path(value) if value.strip() else "is empty; give a folder, e.g. runs/NAME"
+    if "://" in value:
+        return "is not a path; give a local folder, and this URL with --mirror"
+    return "" if value.strip() else "is empty; give a folder, e.g. runs/NAME"
+
+
+def mirror_url(value: str) -> str:
+    if value and not re.match(r"\w+://[^/]", value.replace("file:///", "file://")):
+        return "is not a URL; give e.g. s3://BUCKET/NAME, or the path with --run_dir"
+    has_key = "?" in value or re.search(r"://[^/]*:[^/]*@", value)
+    return "has a key in it; give that in the environment or the provider's files" if has_key else ""
 
 
 def command_line(value: str) -> str:
@@ -181,6 +190,7 @@ class TrainingConfig:
     run_dir: str = setting("run", DEFAULT_RUN_DIR, "run folder; may contain fields: runs/{model}-s{seed}", run_path)
     resume_from: str = setting("run", "", "auto: latest valid checkpoint; a path; empty: fresh start", local_path)
     overwrite: bool = setting("run", False, "move an existing run in run_dir aside, to NAME.1")
+    mirror: str = setting("run", "", "URL of a copy of the run in object storage, for resume_from too", mirror_url)
     init_from: str = setting("run", "", "start with these weights: a checkpoint, a state dict, torchvision", local_path)
     eval_only: bool = setting("run", False, "only evaluate resume_from (empty: the best of run_dir) or init_from")
     seed: int = setting("run", 42, "seed for weights, data order, augmentation and dropout", between(0, 2**63), "must")
@@ -300,7 +310,8 @@ class TrainingConfig:
             value, problem = _convert(field, getattr(self, field.name))
             object.__setattr__(self, field.name, value)
             if problem:
-                problems.append(f"{field.name}={getattr(self, field.name)}: {problem}")
+                shown = re.sub(r"(?<=://)[^/@]*:[^/@]*(?=@)|(?<=\?).*", REDACTED, str(getattr(self, field.name)))
+                problems.append(f"{field.name}={shown}: {problem}")
         by_default = DEFAULTS.get(self.optimizer, {}) | ({} if self.max_steps else {"epochs": 10})
         for name, value in by_default.items():
             if getattr(self, name) == "auto":

@@ -50,7 +50,10 @@ def test_flags_with_underscores_dashes_and_negations():
         ("--batch_size 0", "batch_size=0: is below 1; give 1 or more"),
         ("--momentum 1", "momentum=1.0: is outside [0, 1); give"),
         ("--init_method host:29500", "init_method=host:29500: is not a rendezvous address; give env://, tcp://"),
-        ("--run_dir s3://bucket/run", "run_dir=s3://bucket/run: is not a path; mount"),
+        (
+            "--run_dir s3://bucket/run",
+            "run_dir=s3://bucket/run: is not a path; give a local folder, and this URL with --mir",
+        ),
         ("--run_dir runs/{modle}", "run_dir=runs/{modle}: {modle} is not a field; use"),
         ("--run_dir=", "run_dir=: is empty; give a folder"),
         ("--best_metric largest:top1", "write min:NAME or max:NAME"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from config import StartError, UserError
 from utils.checkpoint import archive, shards
 from utils.checkpoint.archive import STEP_NAME, Trailer
-from utils.files import TEMPORARY, flush_folder, temporary_of
+from utils.files import TEMPORARY, flush_folder, read_json, temporary_of
 from utils.logger import NAME
 
 BEST = "best.pt"
@@ -49,6 +49,16 @@ def verify(path: Path, part: tuple[int, int] = (0, 1)) -> Trailer:
     if (path.parent / shards.MANIFEST).exists():
         raise UserError(f"{path}: is a part of a checkpoint; give its folder, {path.parent}")
     return archive.verify(path, is_hashed=part[0] == 0)  # the first one verifies a file
+
+
+def digests(path: Path) -> dict[str, str]:
+    """The checksum that each file of a checkpoint should have, by name; empty if it is gone."""
+    if path.is_dir():
+        return dict(read_json(path / shards.MANIFEST).get("files", {}))
+    with suppress(OSError), archive.open_file(path) as file:
+        trailer = archive.read_trailer(file)
+        return {path.name: trailer.digest} if trailer else {}
+    return {}
 
 
 def read(
@@ -95,21 +105,35 @@ def best_or_latest(folder: Path, prefers_best: bool) -> Path:
     return found
 
 
-def prune(folder: Path, keep_last: int, keep_every: int = 0) -> None:
-    """Delete step checkpoints; call it once a new one has its final name. The one that best.pt links to stays.
+def superseded(steps: Iterable[int], keep_last: int, keep_every: int = 0) -> list[int]:
+    """The steps whose checkpoints may be deleted.
 
     Args:
+        steps: of all checkpoints, rising.
         keep_last: keep so many, the latest.
         keep_every: also keep the first one of every so many steps; 0: none of these.
     """
-    kept, best = {-1}, ""
+    kept, gone = {-1}, []
+    for step in list(steps)[:-keep_last]:
+        period = step // keep_every if keep_every else -1
+        if period in kept:
+            gone.append(step)
+        kept.add(period)
+    return gone
+
+
+def prune(folder: Path, keep_last: int, keep_every: int = 0, spared: str = "") -> None:
+    """Delete superseded checkpoints; call it once a new one has its final name. The one that best.pt links to stays.
+
+    spared: the name of one that stays too.
+    """
+    best, paths = "", step_checkpoints(folder)
     with suppress(OSError):
         best = os.readlink(folder / BEST)
-    for path in step_checkpoints(folder)[:-keep_last]:
-        period = step_of(path) // keep_every if keep_every else -1
-        if period in kept and path.name != best:
+    gone = superseded(map(step_of, paths), keep_last, keep_every)
+    for path in paths:
+        if step_of(path) in gone and path.name not in (best, spared):
             remove(path)
-        kept.add(period)
 
 
 def remove(path: Path) -> None:

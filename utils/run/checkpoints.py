@@ -29,6 +29,7 @@ from utils.redact import stored
 from utils.rng import diverged
 from utils.run.attempt import Attempt
 from utils.run.hook import SECONDS_OF_A_LOOK, Hook
+from utils.run.uploads import Uploads
 from utils.signals import StopSignals
 from utils.training.fingerprint import buffers_of, fingerprint_of, of_rest, of_weights
 from utils.training.state import TrainState
@@ -76,6 +77,8 @@ class Checkpoints:
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_be_nice)
         self._hook = Hook(config.on_checkpoint if ctx.is_main else "", run.warn)
+        self._uploads = Uploads(run, run.mirror, self._keep) if run.mirror and self._writes else None
+        self._seconds_to_upload = config.hang_timeout or math.inf  # at the end
         resumed = run.resume_path
         is_own = resumed and resumed.resolve().parent == run.checkpoints.resolve()
         self._saved_step = state.progress.step if is_own else -1
@@ -185,6 +188,8 @@ class Checkpoints:
             self.finish()
             if self._ctx.is_main:
                 self._run.link_best(progress.step)
+                if self._uploads:
+                    self._uploads.wake()
         except (OSError, TrainingError) as error:
             if self._writing:  # it makes no progress
                 raise
@@ -212,11 +217,13 @@ class Checkpoints:
             self._start_writing()
 
     def close(self) -> None:
-        """Wait for the user's command, on all ranks, for a limited time, then end the threads."""
+        """Wait for the user's command and for uploads, on all ranks, for a limited time, then end the threads."""
         while self._hook.is_running():
             self._clock.enter("save")  # a long upload is not a hang
             self._hook.end_if_late(has_stopped=StopSignals.came_at < math.inf)
             time.sleep(SECONDS_OF_A_LOOK)
+        if self._uploads and self._ctx.is_main:
+            self._uploads.finish(self._seconds_to_upload, tick=lambda: self._clock.enter("save"))
         broadcast_json(None, self._ctx)  # other ranks wait here, where `timeout` does not apply
         self._copier.shutdown()
         self._writer.shutdown()
@@ -276,7 +283,8 @@ class Checkpoints:
         self._layout.write(self._path, self._payload, self._run.check_owner, self._tick)
         if self._ctx.is_main:
             with suppress(OSError):
-                checkpoint.prune(self._run.checkpoints, *self._keep)
+                spared = self._uploads.name if self._uploads else ""
+                checkpoint.prune(self._run.checkpoints, *self._keep, spared)
         return time.monotonic() - began
 
     def _tick(self) -> None:
@@ -285,6 +293,8 @@ class Checkpoints:
     def _look(self, seconds: float = 0.0) -> None:
         """Handle the end of the write in progress, waiting at most this many seconds."""
         self._hook.look()
+        if self._uploads:
+            self._uploads.look()
         if seconds:
             self._clock.enter("save")  # a long write is not a hang
         if self._writing is None:
@@ -331,6 +341,8 @@ class Checkpoints:
         text = "saved %s in %.2f s; blocked training for %.1f ms"
         logging.getLogger(NAME).info(text, self._path, seconds, 1000 * blocked)
         self._hook.run(self._path)
+        if self._uploads:
+            self._uploads.wake()
 
 
 def _be_nice() -> None:

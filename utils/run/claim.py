@@ -12,9 +12,12 @@ from typing import Any
 
 from config import DEFAULT_RUN_DIR, StartError, TrainingConfig, UserError
 from utils.checkpoint import format as checkpoint
-from utils.files import TEMPORARY, may_pass, read_json
+from utils.files import TEMPORARY, may_pass, read_json, replace_json
 from utils.run.lock import NAME as LOCK
 from utils.run.lock import RunLock, repeated_failures
+from utils.run.mirror import Mirror
+
+MIRRORED = "mirror.json"  # in the run folder: which run its mirror is a copy of
 
 
 @dataclass(frozen=True)
@@ -29,14 +32,18 @@ class Start:
     launch_id: str = ""
     failures: list[dict[str, Any]] = field(default_factory=list)  # attempts in a row that got no further
     notes: list[str] = field(default_factory=list)  # decisions to log
+    generation: int = 0  # that rank 0 has claimed in the mirror
 
 
-def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) -> tuple[RunLock, Start]:
+def claim(
+    config: TrainingConfig, host: str, launch_id: str, may_restart: bool, mirror: Mirror | None = None
+) -> tuple[RunLock, Start]:
     """On rank 0: lock the folder and decide whether to continue the run in it.
 
     Args:
         launch_id: common to all attempts of one launch; empty if unknown.
         may_restart: whether the launcher starts further attempts.
+        mirror: its run is fetched if it is further than the folder's.
 
     Raises:
         UserError: if the folder holds another run, belongs to a running job, or cannot be written.
@@ -51,7 +58,8 @@ def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) 
     except OSError as error:
         kind = StartError if may_pass(error) else UserError
         raise kind(f"run_dir={folder}: cannot be written ({error.strerror}); give a writable folder") from None
-    owner, status = lock.before, read_json(folder / "status.json")
+    owner = (mirror and restore_from(mirror, config, launch_id)) or lock.before
+    status = read_json(folder / "status.json")
     saved = [*checkpoint.step_checkpoints(checkpoints), *checkpoints.glob(checkpoint.BEST)]
     holds_run = (folder / "metrics.jsonl").exists() or bool(saved)
     is_same_launch = bool(launch_id) and owner.get("launch_id") == launch_id
@@ -65,7 +73,7 @@ def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) 
         if status.get("state") == "completed" and not config.asks_for_more_than(read_json(folder / "config.json")):
             return lock, Start(is_completed=True)
         failures = repeated_failures(owner, status)
-        path, notes = checkpoint.latest_valid(checkpoints)
+        path, notes = latest_of(checkpoints, mirror)
         if status.get("checkpoint") and not (path or given):
             raise UserError(
                 f"{checkpoints}: has no checkpoint, but the run has written {status['checkpoint']}; put it back (is the"
@@ -102,7 +110,11 @@ def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) 
     # an attempt that was killed before its first record or checkpoint counts too
     is_again = not moved and (holds_run or (config.resume_from == "auto" and owner.get("has_trained")))
     attempt = owner.get("attempt", 0) + 1 if is_again else 1
-    start = Start(str(path or ""), False, moved, attempt, lock.token, launch_id, failures, notes)
+    if mirror:
+        mirror.claim(lock.token, launch_id, host, read_json(folder / MIRRORED).get("run", ""))
+        replace_json(folder / MIRRORED, {"url": mirror.url, "run": mirror.run_id})
+    generation = mirror.generation if mirror else 0
+    start = Start(str(path or ""), False, moved, attempt, lock.token, launch_id, failures, notes, generation)
     # until `mark_training` a restart of this launch must not continue this run
     inherited = launch_id if is_same_launch else ""
     lock.write(launch_id=inherited, attempt=attempt, failures=failures, aside=aside)
@@ -111,6 +123,45 @@ def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) 
         with suppress(OSError):  # NFS keeps the files that a process has open as .nfs*
             shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
     return lock, start
+
+
+def restore_from(mirror: Mirror, config: TrainingConfig, launch_id: str) -> dict[str, Any]:
+    """Fetch the records of the mirror's run if it is further than the folder's. Returns its lock.json, if so.
+
+    Raises:
+        UserError: if the mirror holds another run, or belongs to a running job.
+    """
+    folder, is_same_launch = config.run_folder, mirror.check_is_free(launch_id)
+    valid, here = mirror.checkpoints(), checkpoint.step_checkpoints(config.checkpoint_folder)
+    if valid and not (is_same_launch or config.resume_from == "auto"):
+        raise UserError(
+            f"mirror={mirror.url}: holds a run already; add --resume_from auto to continue it, or give another --mirror"
+        )
+    holds_run = bool(here) or (folder / "metrics.jsonl").exists()
+    if valid and holds_run and read_json(folder / MIRRORED).get("run") != mirror.run_id:
+        raise UserError(f"run_dir={folder}: holds another run than mirror={mirror.url}; give another --run_dir")
+    if valid and valid[-1]["step"] > max(map(checkpoint.step_of, here), default=-1):
+        return mirror.restore_records(folder)
+    return {}
+
+
+def latest_of(checkpoints: Path, mirror: Mirror | None) -> tuple[Path | None, list[str]]:
+    """`latest_valid` of the folder or, if the mirror has a later one, of that: it is fetched."""
+    if mirror is None:
+        return checkpoint.latest_valid(checkpoints)
+    path: Path | None = None
+    notes: list[str] = []
+    try:
+        path, notes = checkpoint.latest_valid(checkpoints)
+    except StartError:
+        raise
+    except UserError as error:
+        notes = str(error).splitlines()
+    fetched, skipped = mirror.fetch_latest(checkpoints, checkpoint.step_of(path) if path else -1)
+    if (notes or skipped) and not (path or fetched):
+        remedy = "start over with another --run_dir and --mirror"
+        raise UserError("\n".join([*notes, *skipped, f"mirror={mirror.url}: has no valid checkpoint; {remedy}"]))
+    return fetched or path, [*notes, *skipped]
 
 
 def move_aside(folder: Path, checkpoints: Path) -> list[list[str]]:

@@ -20,6 +20,7 @@ from utils.logger import count
 from utils.run.claim import Start, move_back
 from utils.run.lock import NAME as LOCK
 from utils.run.lock import RunLock
+from utils.run.mirror import Mirror
 from utils.run.provenance import now
 from utils.training.interval import SkippedStep
 
@@ -31,11 +32,19 @@ class Run:
 
     Args:
         hosts: of all ranks.
-        lock: on rank 0.
+        lock: on rank 0, and on the first rank of each node whose folder is its own.
+        mirror: its copy in object storage, if there is one.
     """
 
     def __init__(
-        self, folder: Path, checkpoints: Path, rank: int, hosts: tuple[str, ...], start: Start, lock: RunLock | None
+        self,
+        folder: Path,
+        checkpoints: Path,
+        rank: int,
+        hosts: tuple[str, ...],
+        start: Start,
+        lock: RunLock | None,
+        mirror: Mirror | None = None,
     ) -> None:
         self.folder, self.checkpoints, self.rank, self.hosts, self.start = folder, checkpoints, rank, hosts, start
         self.notes, self._moved = list(start.notes), start.moved
@@ -43,7 +52,7 @@ class Run:
         self.is_main, self.host = rank == 0, hosts[rank]
         self.lock_file = folder / LOCK
         self.log_file = folder / "logs" / f"rank{rank}.log"
-        self._lock = lock
+        self._lock, self.mirror = lock, mirror
         self._files: dict[str, LinesFile] = {}
         self._status: dict[str, Any] = {}
         self._status_at = -math.inf  # when it was written
@@ -82,6 +91,8 @@ class Run:
         """Release the folder."""
         if self._lock is not None:
             self._lock.close()
+        if self.mirror and self.is_main:
+            self.mirror.close()
 
     # ---- records ----
 
@@ -136,10 +147,10 @@ class Run:
     def status(self, state: str, **values: Any) -> None:
         """Replace status.json: the state, and the values that changed since the last call."""
         self._status_before, self._status_at = {}, time.monotonic()
-        if self.is_main:
+        is_running = state == "running"
+        if self.is_main or (self._lock and not is_running):  # the launcher of each node reads how the run ended
             self._check()
             self._status |= {"state": state} | values | {"time": now()}
-            is_running = state == "running"
             if is_running and not self.lock_file.exists():
                 return  # the file system is unmounted, and nothing belongs below its mount point
             with suppress(OSError) if is_running else nullcontext():  # a full disk: training continues

@@ -16,14 +16,24 @@ from config import YOURS, TrainingConfig, UserError, fields_of_yours
 from utils.checkpoint import format as checkpoint
 from utils.data.sampler import GlobalBatchSampler
 from utils.data.sketches import are_alike
-from utils.distributed.collectives import all_gather_json, broadcast_json, on_all_ranks, on_rank_0, require_equal
+from utils.distributed.collectives import (
+    all_gather_json,
+    broadcast_json,
+    lowest_rank,
+    on_all_ranks,
+    on_rank_0,
+    require_equal,
+)
 from utils.distributed.context import DistributedContext
 from utils.files import replace_file
 from utils.run.attempt import Attempt
 from utils.run.claim import Start, claim
 from utils.run.folder import Run
-from utils.run.lock import KILLED
-from utils.run.start_checks import check_shared
+from utils.run.lock import KILLED, RunLock
+from utils.run.lock import NAME as LOCK
+from utils.run.mirror import Mirror
+from utils.run.start_checks import check_shared, sees
+from utils.run.uploads import Uploads
 from utils.training.fingerprint import fingerprint
 from utils.training.schedule import Progress
 from utils.training.state import TrainState
@@ -36,13 +46,47 @@ MAX_OF_FILES, MAX_OF_SAMPLES = 0.01, 0.5  # fractions that may differ from the c
 
 def claim_run(config: TrainingConfig, ctx: DistributedContext) -> Run:
     """The run in its folder. Rank 0 locks it and decides whether to continue the run in it. Raises UserError."""
-    claimed = on_rank_0(lambda: claim(config, ctx.host, ctx.launch.id, ctx.launch.may_restart), ctx)
+    mirror = on_all_ranks(lambda: Mirror(config.mirror), ctx) if config.mirror else None
+    claimed = on_rank_0(lambda: claim(config, ctx.host, ctx.launch.id, ctx.launch.may_restart, mirror), ctx)
     lock, start = claimed or (None, None)
     start = Start(**broadcast_json(dataclasses.asdict(start) if start else None, ctx))
-    run = Run(config.run_folder, config.checkpoint_folder, ctx.rank, ctx.hosts, start, lock)
+    if mirror:
+        mirror.join(start.generation)
+        lock = own_folder(config, start, mirror, ctx) or lock  # on all ranks
+    run = Run(config.run_folder, config.checkpoint_folder, ctx.rank, ctx.hosts, start, lock, mirror)
     if not start.is_completed:
         check_shared(run.folder, run.lock_file, start.token, ctx)
     return run
+
+
+def own_folder(config: TrainingConfig, start: Start, mirror: Mirror, ctx: DistributedContext) -> RunLock | None:
+    """Without a shared disk: on the first rank of each node but rank 0's, the lock of the run folder there, into which
+    the checkpoint that the run starts from is fetched. Collective. Raises UserError.
+    """
+    folder, path = config.run_folder, Path(start.resume_from)
+    is_apart = ctx.local_rank == 0 and not (start.is_completed or sees(folder / LOCK, start.token))
+    if lowest_rank(is_apart, ctx) is None:
+        return None
+    is_of_run = bool(start.resume_from) and path.parent == config.checkpoint_folder
+
+    def receive() -> RunLock | None:
+        if not is_apart:
+            return None
+        config.checkpoint_folder.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(folder, ctx.host)
+        lock.write(token=start.token)
+        if is_of_run and mirror.fetch_latest(path.parent, checkpoint.step_of(path) - 1)[0] != path:
+            raise UserError(f"{path}: is not in mirror={mirror.url}; give --resume_from another checkpoint")
+        return lock
+
+    def send() -> None:
+        if is_of_run and all(each["step"] != checkpoint.step_of(path) for each in mirror.checkpoints()):
+            run = Run(folder, path.parent, 0, ctx.hosts, start, None, mirror)
+            keep = config.keep_last, config.keep_every
+            Uploads(run, mirror, keep).finish(config.hang_timeout or math.inf, lambda: None)
+
+    on_rank_0(send, ctx)
+    return on_all_ranks(receive, ctx)
 
 
 def resume_run(

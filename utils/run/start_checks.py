@@ -45,6 +45,16 @@ def check_alike(config: TrainingConfig, ctx: DistributedContext) -> None:
     raise UserError(f"{text}\n{format_table([head, *rows])}", ranks[1], ctx.hosts[ranks[1]])
 
 
+def sees(file: Path, token: str) -> bool:
+    """Whether rank 0's lock.json is visible here, at once or after some seconds."""
+    ends = time.monotonic() + SECONDS_TO_SEE
+    while read_json(file).get("token") != token:
+        if time.monotonic() > ends:
+            return False
+        time.sleep(0.1)
+    return True
+
+
 def check_shared(folder: Path, file: Path, token: str, ctx: DistributedContext) -> None:
     """Raises UserError on every rank if one does not see what rank 0 has just written to the run folder, or cannot
     write there itself.
@@ -54,15 +64,10 @@ def check_shared(folder: Path, file: Path, token: str, ctx: DistributedContext) 
     """
 
     def look() -> None:
-        ends = time.monotonic() + SECONDS_TO_SEE
-        while read_json(file).get("token") != token:
-            if time.monotonic() > ends:
-                here, first = ctx.hosts[ctx.rank], ctx.hosts[0]
-                remedy = "put the run folder on storage that all nodes share, at the same path"
-                raise UserError(
-                    f"run_dir={folder}: {here} does not see what rank 0 on {first} has written there; {remedy}"
-                )
-            time.sleep(0.1)
+        if not sees(file, token):
+            here, first = ctx.hosts[ctx.rank], ctx.hosts[0]
+            remedy = "put the run folder on storage that all nodes share, at the same path, or give --mirror"
+            raise UserError(f"run_dir={folder}: {here} does not see what rank 0 on {first} has written there; {remedy}")
         mark = folder / f".rank{ctx.rank}"
         try:
             mark.touch()

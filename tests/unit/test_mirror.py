@@ -1,0 +1,307 @@
+"""The copy of a run in object storage: what is read of it, who owns it, and what a damaged object costs."""
+
+import logging
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from config import StartError, TrainingConfig, TrainingError, UserError
+from test_checkpoint import flip, payload
+from utils.checkpoint import archive
+from utils.checkpoint import format as checkpoint
+from utils.run import mirror as mirror_module
+from utils.run import uploads as uploads_module
+from utils.run.claim import claim
+from utils.run.folder import Run
+from utils.run.mirror import Mirror
+from utils.run.uploads import Uploads
+
+KEEP = (2, 0)
+WHERE = ["memory", "file"]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(mirror_module, "SECONDS_TO_READ_BACK", 0.0)
+    monkeypatch.setattr(mirror_module, "SECONDS_BETWEEN_BEATS", 0.05)
+    monkeypatch.setattr(mirror_module, "SECONDS_TO_SEE_A_BEAT", 0.5)
+    monkeypatch.setattr(uploads_module, "SECONDS_BETWEEN_LOOKS", 0.02)
+
+
+@pytest.fixture(params=WHERE)
+def url(request, tmp_path):
+    return f"memory://{uuid.uuid4().hex}/a" if request.param == "memory" else f"file://{tmp_path}/bucket/a"
+
+
+class Attempt:
+    """A run of one rank in a folder of its own, with its uploads."""
+
+    def __init__(self, url, folder, launch_id="", **flags):
+        self.config = TrainingConfig(run_dir=str(folder), mirror=url, **{"resume_from": "auto"} | flags)
+        self.mirror = Mirror(url)
+        lock, self.start = claim(self.config, "here", launch_id, False, self.mirror)
+        self.run = Run(Path(folder), self.config.checkpoint_folder, 0, ("here",), self.start, lock, self.mirror)
+        self.run.mark_training()
+        self.run.begin()
+        self.uploads = Uploads(self.run, self.mirror, KEEP)
+
+    def save(self, step, best=False, value=None):
+        path = checkpoint.step_path(self.run.checkpoints, step)
+        archive.write(path, payload(step) | {"progress": {"step": step, "best_step": -1 if value is None else value}})
+        self.run.record("train", step=step, loss=1.0)
+        if best:
+            self.run.link_best(step)
+        return path
+
+    def upload(self, *steps, **options):
+        for step in steps:
+            self.save(step, **options)
+            self.uploads.finish(20, lambda: None)
+            assert self.uploads._done == self.uploads._asked
+        return self
+
+    def end(self, state="preempted"):
+        self.run.status(state)
+        self.uploads.finish(20, lambda: None)
+        self.run.close()
+
+    def suspend(self):
+        """As SIGSTOP does: its beats stop. The folder's lock stays."""
+        self.mirror._end.set()
+        time.sleep(0.1)
+
+
+def steps_of(url):
+    return [each["step"] for each in Mirror(url).checkpoints()]
+
+
+def test_a_run_goes_on_from_its_mirror_in_an_empty_folder(url, tmp_path):
+    Attempt(url, tmp_path / "a").upload(10, 20).end()
+    second = Attempt(url, tmp_path / "b")
+    assert second.run.resume_path == tmp_path / "b/checkpoints/step_00000020.pt" and second.start.attempt == 2
+    before, after = (tmp_path / name / "checkpoints/step_00000020.pt" for name in "ab")
+    assert before.read_bytes() == after.read_bytes()
+    assert [record["step"] for record in second.run.records("train")] == [10, 20]
+    assert not list((tmp_path / "b/checkpoints").glob(".*"))
+    second.upload(30).end("completed")
+    lock, start = claim(
+        TrainingConfig(run_dir=str(tmp_path / "c"), mirror=url, resume_from="auto"), "x", "", False, Mirror(url)
+    )
+    assert start.is_completed and not list((tmp_path / "c/checkpoints").iterdir())  # nothing large is fetched
+    lock.close()
+
+
+def test_the_latest_checkpoints_and_the_best_one_are_kept(url, tmp_path):
+    first = Attempt(url, tmp_path / "a").upload(10, best=True)
+    first.upload(20, 30, 40, value=10)
+    assert steps_of(url) == [10, 30, 40]
+    first.end()
+    second = Attempt(url, tmp_path / "b")
+    assert sorted(each.name[:13] for each in second.run.checkpoints.iterdir()) == ["step_00000010", "step_00000040"]
+    assert second.run.restore_best(10)
+    second.upload(50, 60, value=10)
+    assert steps_of(url) == [10, 50, 60]
+    names = second.mirror.names()
+    assert sum("/manifests/" in name for name in names) == 3 and sum(name.endswith(".pt") for name in names) == 3
+    assert {name[:9] for name in names if "/records/" in name} == {"00000002/"}  # earlier ones are gone
+    second.end()
+
+
+def test_a_later_checkpoint_of_the_folder_counts_and_is_uploaded(url, tmp_path):
+    first = Attempt(url, tmp_path / "a").upload(10, 20)
+    first.save(30)
+    first.suspend()
+    first.run._lock.close()
+    second = Attempt(url, tmp_path / "a")
+    assert second.run.resume_path.name == "step_00000030.pt"
+    second.uploads.finish(20, lambda: None)
+    assert steps_of(url) == [20, 30]
+    second.end()
+
+
+@pytest.mark.parametrize("damage", ["bit", "short", "missing", "manifest"])
+def test_a_damaged_object_is_passed_over_by_name(tmp_path, damage):
+    url = f"file://{tmp_path}/bucket/a"
+    Attempt(url, tmp_path / "a").upload(10, 20).end()
+    (file,) = (tmp_path / "bucket/a/00000001").glob("step_00000020*")
+    (manifest,) = (tmp_path / "bucket/a/00000001/manifests").glob("step_00000020*")
+    if damage == "bit":
+        flip(file, 99)
+    elif damage == "short":
+        file.write_bytes(file.read_bytes()[:-99])
+    elif damage == "missing":
+        file.unlink()
+    else:
+        manifest.write_text(manifest.read_text()[:-9])
+    second = Attempt(url, tmp_path / "b")
+    assert second.run.resume_path.name == "step_00000010.pt"
+    assert damage == "manifest" or (
+        file.name in second.start.notes[0] and "is missing or damaged" in second.start.notes[0]
+    )
+    second.end()
+    for each in (tmp_path / "bucket/a").rglob("step_00000010*.pt"):
+        flip(each, 99)
+    with pytest.raises(UserError, match="has no valid checkpoint; start over"):
+        Attempt(url, tmp_path / "c")
+
+
+def test_a_broken_transfer_goes_on_where_it_stopped(url, tmp_path, monkeypatch):
+    Attempt(url, tmp_path / "a").upload(10).end()
+    monkeypatch.setattr(mirror_module, "BLOCK_BYTES", 512)
+    monkeypatch.setattr(mirror_module, "BLOCKS", 2)
+    monkeypatch.setattr(mirror_module, "TRIES", 1)
+    asked, failing = [], [True]
+    plain = type(Mirror(url)._files).cat_ranges
+
+    def cat_ranges(self, paths, starts, ends, **options):
+        asked.append(starts[0])
+        if failing and starts[0] >= 2048:
+            raise ConnectionResetError("AKIAIOSFODNN7EXAMPLE12 reset")
+        return plain(self, paths, starts, ends, **options)
+
+    monkeypatch.setattr(type(Mirror(url)._files), "cat_ranges", cat_ranges)
+    with pytest.raises(StartError, match=r"cannot be read or written \(ConnectionResetError: \[redacted\]") as caught:
+        Attempt(url, tmp_path / "b")
+    assert "AKIA" not in str(caught.value)
+    failing.clear()
+    asked.clear()
+    attempt = Attempt(url, tmp_path / "b")
+    assert asked[0] == 2048 and attempt.run.resume_path.name == "step_00000010.pt"
+    attempt.end()
+
+
+def test_fifty_former_owners_that_wake_up_commit_nothing(tmp_path):
+    url, former = f"memory://{uuid.uuid4().hex}", []
+    for number in range(50):
+        attempt = Attempt(url, tmp_path / str(number), launch_id="job")
+        attempt.upload(number + 1)
+        attempt.suspend()
+        former.append(attempt)
+    last = Attempt(url, tmp_path / "last", launch_id="job").upload(60, 70)
+    before = Mirror(url).checkpoints()
+    for number, attempt in enumerate(former):
+        attempt.save(100 + number)
+        attempt.uploads.wake()
+    for attempt in former:
+        ends = time.monotonic() + 20
+        while not attempt.mirror.lost and time.monotonic() < ends:
+            time.sleep(0.01)
+        with pytest.raises(TrainingError, match="another job has taken over this run; end this one"):
+            attempt.uploads.look()
+    assert Mirror(url).checkpoints() == before and [each["step"] for each in before] == [60, 70]
+    # and one that has passed the check, and writes its manifest late
+    former[0].mirror.write_json(
+        former[0].mirror.own("manifests/step_00000999.0.json"), {"step": 999, "files": {}, "time": ""}
+    )
+    assert Mirror(url).checkpoints() == before
+    last.upload(80).end()
+    assert steps_of(url) == [70, 80]
+
+
+def test_a_mirror_of_a_live_run_is_not_claimed(url, tmp_path):
+    first = Attempt(url, tmp_path / "a").upload(10)
+    began = time.monotonic()
+    with pytest.raises(UserError, match="is in use by a job on here since .*; end that job or give another --mirror"):
+        Attempt(url, tmp_path / "b")
+    assert time.monotonic() - began < 0.5
+    first.end()
+    began = time.monotonic()
+    second = Attempt(url, tmp_path / "c")  # it has ended: nobody waits
+    assert time.monotonic() - began < 0.4 and second.mirror.generation == 2
+    second.suspend()
+    assert Attempt(url, tmp_path / "d").mirror.generation == 3
+
+
+def test_one_of_two_that_claim_at_the_same_time_is_rejected(url, tmp_path, monkeypatch):
+    monkeypatch.setattr(mirror_module, "SECONDS_TO_READ_BACK", 0.5)
+    outcomes, barrier = [], threading.Barrier(4)
+
+    def start(number):
+        mirror = Mirror(url)
+        mirror.check_is_free("")
+        barrier.wait()
+        try:
+            mirror.claim(f"token{number}", "", "here", "")
+            outcomes.append("owner")
+        except UserError as error:
+            outcomes.append(str(error))
+
+    threads = [threading.Thread(target=start, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes.count("owner") <= 1
+    assert all("another job has claimed it" in each for each in outcomes if each != "owner")
+
+
+def test_a_fresh_start_on_a_run_and_another_run_in_the_folder_are_rejected(url, tmp_path):
+    Attempt(url, tmp_path / "a").upload(10).end()
+    for flags in ({"resume_from": ""}, {"resume_from": "", "overwrite": True}):
+        with pytest.raises(UserError, match="holds a run already; add --resume_from auto to continue it, or"):
+            Attempt(url, tmp_path / "b", **flags)
+    other = f"{url}-other"
+    Attempt(other, tmp_path / "c").upload(10).end()
+    with pytest.raises(UserError, match="holds another run than mirror=.*; give another --run_dir"):
+        Attempt(url, tmp_path / "c")
+    assert steps_of(url) == [10] and steps_of(other) == [10]
+
+
+def test_a_failing_upload_is_a_warning_and_is_tried_again(url, tmp_path, monkeypatch, caplog):
+    attempt, files = Attempt(url, tmp_path / "a"), Mirror(url)._files
+    monkeypatch.setattr(uploads_module, "SECONDS_TO_WARN", 0.3)
+    monkeypatch.setattr(uploads_module, "MAX_PAUSE", 0.1)
+    plain, is_down = type(files).put_file, [True]
+
+    def put_file(self, *args, **options):
+        if is_down:
+            raise TimeoutError("no answer")
+        return plain(self, *args, **options)
+
+    monkeypatch.setattr(type(files), "put_file", put_file)
+    with caplog.at_level(logging.WARNING, logger="ddp"):
+        attempt.save(10)
+        attempt.uploads.finish(3, lambda: None)
+        assert "uploads have failed for" in caplog.text and "TimeoutError: no answer" in caplog.text
+        assert "lacks the latest checkpoint or records after 3 s" in caplog.text
+        assert caplog.text.count("uploads have failed") == 1
+    is_down.clear()
+    attempt.upload(20)
+    assert steps_of(url)[-1] == 20
+    attempt.end()
+
+
+def test_a_checkpoint_in_upload_is_not_deleted(tmp_path):
+    run = Attempt(f"file://{tmp_path}/bucket/a", tmp_path / "a")
+    for step in (10, 20, 30, 40):
+        run.save(step)
+    checkpoint.prune(run.run.checkpoints, 2, spared="step_00000010.pt")
+    assert [checkpoint.step_of(each) for each in checkpoint.step_checkpoints(run.run.checkpoints)] == [10, 30, 40]
+    run.end()
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("bucket/a", "mirror=bucket/a: is not a URL; give"),
+        ("s3://key:geheim@bucket/a", "mirror=s3://[redacted]@bucket/a: has a key in it; give that in the environment"),
+        ("s3://bucket/a?X-Amz-Signature=geheim", "mirror=s3://bucket/a?[redacted]: has a key in it"),
+    ],
+)
+def test_a_url_without_protocol_or_with_a_key_is_rejected(given, problem):
+    with pytest.raises(UserError) as caught:
+        TrainingConfig(mirror=given)
+    assert problem in str(caught.value) and "geheim" not in str(caught.value)
+
+
+def test_a_missing_package_and_an_unknown_protocol_are_rejected_in_one_sentence(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "adlfs", None)
+    with pytest.raises(UserError, match="^mirror=az://a/b: Install adlfs to access .*; pip install adlfs$"):
+        Mirror("az://a/b")
+    with pytest.raises(UserError, match="^mirror=s4://a/b: s4 is unknown to fsspec; give s3://, gs:// or az://$"):
+        Mirror("s4://a/b")
