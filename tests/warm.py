@@ -4,7 +4,7 @@ import gc
 
 import PIL.Image  # noqa: F401 - the first picture of a run imports it
 import torch
-import torch._dynamo  # noqa: F401 - torch.optim imports it, in seconds, with the first optimizer
+import torch._dynamo
 
 import training  # noqa: F401 - imports everything that ranks need
 import utils.report.reporter
