@@ -3,13 +3,17 @@
 import gc
 
 import PIL.Image  # noqa: F401 - the first picture of a run imports it
-import torch._dynamo  # noqa: F401 - torch.optim imports it, in seconds, with the first optimizer
+import torch
+import torch._dynamo
 
 import training  # noqa: F401 - imports everything that ranks need
 import utils.report.reporter
 import utils.report.tensorboard
 from utils.run import provenance
+from utils.training import fingerprint
 
+fingerprint._keys(torch.device("cpu"))  # cached: megabytes that each rank would compute again
+provenance.versions()  # caches the packages' metadata
 gc.collect()
 gc.freeze()  # a garbage collection in a forked process would copy every page of these imports
 

@@ -15,7 +15,7 @@ from config import TrainingConfig, UserError
 from dataset import create_dataset, is_prepared, prepare_data
 from images import save_images
 from model import create_model, initial_weights
-from ranks import ROOT, run_ranks, slow, torchrun
+from ranks import ROOT, run_ranks, torchrun
 from tasks import Images
 from test_config import rejection
 from training import train_flags
@@ -60,7 +60,8 @@ def changed(before, after):
     return {name for name in before if before[name].shape != after[name].shape or not before[name].equal(after[name])}
 
 
-@pytest.mark.parametrize("first", [0, slow(2)], ids=["imagefolder", "csv"])
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, 2], ids=["imagefolder", "csv"])
 def test_the_two_commands_train_the_head_and_then_all_on_two_ranks(runs, monkeypatch, first):
     """Neither the weights of the frozen trunk nor its BatchNorm statistics move."""
     data = runs.root / "data"

@@ -96,6 +96,7 @@ def test_the_fork_suite_is_collected_in_a_fork(tmp_path):
     assert int(re.search(r"(\d+)(?:/\d+)? tests collected", ended.stdout)[1]) > 500
 
 
+@pytest.mark.slow
 def test_rules_and_settings_hold_in_a_fork_with_fields_and_files_of_its_own(tmp_path):
     fork = fork_with_other_fields(tmp_path)
     words = "-m pytest -q -p no:cacheprovider -p no:xdist tests/unit/test_architecture.py tests/unit/test_config.py"

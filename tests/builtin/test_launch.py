@@ -39,7 +39,7 @@ def test_a_detached_launch_with_a_retry_survives_its_terminal_and_a_killed_rank(
     retried."""
     run, script = tmp_path / "run", tmp_path / "kill.sh"
     script.write_text(KILL_RANK_1)
-    flags = [*TINY, "--dataset_size", "600", "--save_every_steps", "10", "--run_dir", run]
+    flags = [*TINY, "--dataset_size", "240", "--save_every_steps", "10", "--run_dir", run]
     more = ["--on_checkpoint", f"sh {script}", "--debug", "--detach"]
     program = start([SCRIPT, *flags, *more, "--retries", "2"], env={"PATH": PATH, "NPROC_PER_NODE": "2"})
     try:

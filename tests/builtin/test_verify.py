@@ -47,8 +47,6 @@ def test_the_template_passes_and_runs_report_it_until_a_file_changes(tmp_path):
 
     said, is_verified = train(*GIVEN)
     assert is_verified and said.startswith("verified with this code: MiniResNet on SyntheticImageDataset, 2 rank")
-    other = "scripts/verify.py passed with other flags: schedule linear -> step"
-    assert train(*GIVEN, "--schedule", "step") == (other, False)
     with (fork / "utils/training/optimizer.py").open("a") as file:
         file.write("# mine\n")
     assert train() == ("changed since scripts/verify.py was run: utils/training/optimizer.py", False)

@@ -79,6 +79,7 @@ def equalities(folder):
     return [equality_of(folder / str(k), flags.split(), factor) for k, (flags, factor, _) in enumerate(EQUALITY)]
 
 
+@pytest.mark.slow
 def test_losses_equal_the_plain_loops_bitwise_and_a_difference_is_detected(tmp_path):
     assert run_ranks(1, equalities, tmp_path) == [[{"intervals": 4, "equal": equal} for *_, equal in EQUALITY]]
 

@@ -27,9 +27,9 @@ SIGNALS = [signal.Signals(number) for number in (9, 15, 9, 9, 15)]  # what ends 
 @pytest.mark.parametrize(
     ("task", "flags", "worlds"),
     [
-        ("images", ["--no-use_amp"], (3, 5, 8)),
+        ("images", ["--no-use_amp"], (3, 5)),
         slow("images", BF16, (2, 3)),
-        slow("images", ["--no-use_amp"], (2, 4, 6, 7, 11)),  # the last rank of 11 has no micro-batch
+        slow("images", ["--no-use_amp"], (2, 4, 6, 7, 8, 11)),  # the last rank of 11 has no micro-batch
         slow("images", BF16, (4, 5, 6, 7, 8)),
         slow("images", ["--amp_dtype", "fp16"], range(2, 9)),
         slow("lines", ["--no-use_amp", "--optimizer", "adamw"], range(2, 9)),
@@ -38,7 +38,7 @@ SIGNALS = [signal.Signals(number) for number in (9, 15, 9, 9, 15)]  # what ends 
 )
 def test_runs_on_any_number_of_ranks_have_the_same_bits(runs, task, flags, worlds):
     for ranks in (1, *worlds):
-        runs.train(ranks, f"on-{ranks}", *FLAGS, *flags, "--dataset_size", 142, "--epochs", 4, task=task)
+        runs.train(ranks, f"on-{ranks}", *FLAGS, *flags, "--dataset_size", 142, "--epochs", 2, task=task)
     for ranks in worlds:
         runs.assert_same("on-1", f"on-{ranks}")
 
@@ -61,10 +61,11 @@ def train_until(flags, number, step, victim):
 
 
 @pytest.mark.parametrize(
-    ("chain", "seed"), [((4, 1, 8, 2, 3, 5), 19), *(slow((8, 3, 5, 1, 6), seed) for seed in (1, 2, 3))]
+    ("chain", "seed"),
+    [((4, 1, 2, 3), 19), *(slow((8, 3, 5, 1, 6), seed) for seed in (1, 2, 3)), slow((4, 1, 8, 2, 3, 5), 19)],
 )
 def test_a_run_that_is_killed_and_continues_on_other_ranks_has_the_bits_of_the_uninterrupted_one(runs, chain, seed):
-    """These numbers of ranks within one epoch of 21 steps, with three SIGKILLs and one or two SIGTERMs."""
+    """These numbers of ranks within one epoch of 21 steps, after SIGKILLs and SIGTERMs."""
     flags = [*FLAGS, "--dataset_size", 810, "--epochs", 1, "--record_samples"]
     words = runs.words("parts", *flags, "--save_every_steps", 2, "--resume_from", "auto")
     clock, step = random.Random(seed), 0

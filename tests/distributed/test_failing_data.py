@@ -21,12 +21,12 @@ tasks.Images.__getitems__ = fetch
 
 def test_a_worker_that_hangs_ends_the_run_with_its_rank_and_samples(runs):
     """Both ranks end long before a collective times out, and no process is left."""
-    # a loader gives up after 10.8 s
-    words = runs.words("run", *"--dataset_size 160 --epochs 1 --num_workers 1 --hang_timeout 12".split())
+    # a loader gives up after 5.4 s
+    words = runs.words("run", *"--dataset_size 160 --epochs 1 --num_workers 1 --hang_timeout 6".split())
     ended = finish(WarmLaunch(2, runs.program(HANGS), words))
     assert ended.code == 1 and ended.left == 0, ended.text
     status = runs.json("run", "status.json")
-    expected = r"rank 1: a loader worker hangs: no batch for 11 s \(samples (\d+, ){3}\d+ of train in epoch 1\); fix "
+    expected = r"rank 1: a loader worker hangs: no batch for 5 s \(samples (\d+, ){3}\d+ of train in epoch 1\); fix "
     assert (status["state"], status["rank"]) == ("failed", 1) and re.search(expected, status["error"]), str(status)
     assert re.search(expected, ended.text)
 

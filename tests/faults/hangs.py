@@ -29,9 +29,9 @@ def before_loss(net):
         (RUN / 'hung').touch()
         time.sleep(3600)
 """
-HANG_TIMEOUT = ("--hang_timeout", 8)
+HANG_TIMEOUT = ("--hang_timeout", 6)
 SENTENCE = rf"no progress for \d+ s: rank 1 on {HOST} hangs in forward of step 12 \(process \d+\)"
-ENDED = rf"{SENTENCE} \(hang_timeout=8\); fix what the stacks in (\S+) show"
+ENDED = rf"{SENTENCE} \(hang_timeout=6\); fix what the stacks in (\S+) show"
 
 # as in a stream synchronisation under NCCL: no error, no signal handler of Python
 BLOCK = """
