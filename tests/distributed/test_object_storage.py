@@ -78,7 +78,7 @@ def answers(request):
 
 @pytest.mark.parametrize(
     ("bucket", "sharding"),
-    [("file", "none"), slow("s3", "none"), ("file", "zero3"), slow("s3", "zero3")],
+    [("file", "none"), slow("s3", "none"), slow("file", "zero3"), slow("s3", "zero3")],
     indirect=["bucket"],
 )
 def test_a_run_that_loses_its_folder_goes_on_from_its_mirror_bit_for_bit(runs, bucket, sharding):
@@ -103,6 +103,7 @@ def test_a_run_that_loses_its_folder_goes_on_from_its_mirror_bit_for_bit(runs, b
     assert status["state"] == "completed" and json.loads((runs.folder("parts") / "status.json").read_text()) == status
 
 
+@pytest.mark.slow  # unit/test_mirror.py fetches into an empty folder
 @pytest.mark.parametrize("bucket", ["file"], indirect=True)
 def test_nodes_without_a_shared_disk_fetch_the_checkpoint_each_and_end_alike(runs, bucket):
     url, _ = bucket
