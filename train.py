@@ -57,7 +57,7 @@ from utils.run.create import create_state
 from utils.run.evaluate_only import evaluate_only
 from utils.run.failures import PREEMPTED, leave_after, open_run, wait_for_blame, watched
 from utils.run.provenance import provenance_of
-from utils.run.resume import resume_run
+from utils.run.resume import resume_run, share_file
 from utils.training.batchnorm import check_sync_batchnorm
 from utils.training.cross_check import CrossCheck
 from utils.training.evaluation import Evaluation
@@ -315,6 +315,7 @@ def test_best(training: Training) -> list[dict[str, Any]]:
     kind = list(weights)[-1]
     best = training.attempt.run.checkpoints / BEST
     if broadcast_json(best.exists(), ctx):
+        share_file(best, training.attempt.run, ctx)
         payload = load_checkpoint(best, ctx, state.layouts())
         weights, progress = state.weights_of(payload), Progress.of(payload)
     state.show(progress)

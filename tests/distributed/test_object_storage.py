@@ -7,14 +7,17 @@ import socket
 import sys
 import urllib.request
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+import tasks
 from ranks import lack, run_ranks, slow, start, stop
 from tasks import train_task
 from training import assert_same_state, wait_until
 from utils.checkpoint import format as checkpoint
+from utils.run import start_checks
 from utils.run.mirror import Mirror
 
 FLAGS = "--epochs 2 --ema_decay 0.9 --lr 0.02 --record_samples --save_every_steps 3 --dataset_size 60".split()
@@ -26,14 +29,20 @@ def train_with(env, *args):
     return train_task(*args)
 
 
+def with_a_test_set(config, split):
+    return tasks.Images(40, split) if split == "test" else tasks.create_images(config, split)
+
+
 def train_on_its_own_disk(root, *args):
-    """Each rank is a node, with a folder of its own."""
+    """Each rank is a node, with a folder of its own. There is a test set."""
     rank = os.environ["RANK"]
     os.environ["LOCAL_RANK"] = "0"
     folder = Path(root, f"node{rank}")
     folder.mkdir(exist_ok=True)
     os.chdir(folder)
-    return train_task(*args)
+    soon = mock.patch.object(start_checks, "SECONDS_TO_SEE", 1.0)  # each disk is its own
+    with soon, mock.patch.dict(tasks.TASKS["images"], {"create_dataset": with_a_test_set}):
+        return train_task(*args)
 
 
 def attempt(runs, name, env, *flags, stops=(), ranks=2):
@@ -103,9 +112,8 @@ def test_a_run_that_loses_its_folder_goes_on_from_its_mirror_bit_for_bit(runs, b
     assert status["state"] == "completed" and json.loads((runs.folder("parts") / "status.json").read_text()) == status
 
 
-@pytest.mark.slow  # unit/test_mirror.py fetches into an empty folder
 @pytest.mark.parametrize("bucket", ["file"], indirect=True)
-def test_nodes_without_a_shared_disk_fetch_the_checkpoint_each_and_end_alike(runs, bucket):
+def test_nodes_without_a_shared_disk_are_given_the_checkpoint_and_end_alike(runs, bucket):
     url, _ = bucket
     attempt(runs, "whole", {})
     words = [*runs.words("parts", *FLAGS, "--mirror", url, "--resume_from", "auto"), "--run_dir", "runs/parts"]
@@ -123,6 +131,16 @@ def test_nodes_without_a_shared_disk_fetch_the_checkpoint_each_and_end_alike(run
     resumed = [json.loads(line) for line in (nodes[0] / "metrics.jsonl").read_text().splitlines() if "resumed" in line]
     assert [record["step"] for record in resumed] == [6, 12]
     assert (nodes[1] / "checkpoints/step_00000012.pt").exists() and not (nodes[1] / "metrics.jsonl").exists()
+    assert len(json.loads((nodes[0] / "summary.json").read_text())["test"]) == 1
+    files = [node / "checkpoints/best.pt" for node in nodes]
+    assert files[0].read_bytes() == files[1].read_bytes()  # which the test set was evaluated with
+
+
+@pytest.mark.parametrize("bucket", ["file"], indirect=True)
+def test_sharding_without_a_shared_disk_is_rejected(runs, bucket):
+    words = [*runs.words("run", *FLAGS, "--mirror", bucket[0], "--sharding", "zero3"), "--run_dir", "runs/run"]
+    with pytest.raises(AssertionError, match="sharding=zero3: needs one run_dir for all nodes, also with --mirror;"):
+        run_ranks(2, train_on_its_own_disk, runs.root, "images", words, torch.float32, (), False, False)
 
 
 @pytest.mark.parametrize("bucket", ["file"], indirect=True)

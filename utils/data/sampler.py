@@ -144,8 +144,10 @@ class GlobalBatchSampler(DistributedSampler):
 
     def shift_at(self, epoch: int, start: int) -> int:
         """In the step that begins there, rank r checks rank (r + shift) % world_size; 0 if that is no check step."""
+        if not self._shifts:
+            return 0
         step = self._step_at(epoch, start)
-        is_due = self._shifts and (step == self._first_step or is_every(self._check_every, step + 1))
+        is_due = step == self._first_step or is_every(self._check_every, step + 1)
         return self._shifts[(step + 1) // self._check_every % len(self._shifts)] if is_due else 0
 
     def first_of(self, rank: int, epoch: int, start: int) -> MicroBatch:

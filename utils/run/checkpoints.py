@@ -225,6 +225,8 @@ class Checkpoints:
         if self._uploads and self._ctx.is_main:
             self._uploads.finish(self._seconds_to_upload, tick=lambda: self._clock.enter("save"))
         broadcast_json(None, self._ctx)  # other ranks wait here, where `timeout` does not apply
+        if self._uploads:
+            self._uploads.close()
         self._copier.shutdown()
         self._writer.shutdown()
         self._memory.release()

@@ -58,6 +58,11 @@ class Run:
         self._status_at = -math.inf  # when it was written
         self._status_before: dict[str, Any] = {}  # of a continued run, until this attempt trains
 
+    @property
+    def has_own_folder(self) -> bool:
+        """Whether this is the first rank of a node whose run folder is not rank 0's."""
+        return bool(self._lock) and not self.is_main
+
     def mark_training(self, has_diagnosed: bool = False) -> None:
         """On rank 0: from now on a restart of this launch continues the run in the folder.
 
@@ -148,7 +153,7 @@ class Run:
         """Replace status.json: the state, and the values that changed since the last call."""
         self._status_before, self._status_at = {}, time.monotonic()
         is_running = state == "running"
-        if self.is_main or (self._lock and not is_running):  # the launcher of each node reads how the run ended
+        if self.is_main or (self.has_own_folder and not is_running):  # each node's launcher reads how it ended
             self._check()
             self._status |= {"state": state} | values | {"time": now()}
             if is_running and not self.lock_file.exists():

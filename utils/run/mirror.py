@@ -50,6 +50,7 @@ class Mirror:
         self.url, self.generation, self.run_id = url.rstrip("/"), 0, ""
         self.lost = ""  # why this run must end: another one has claimed the URL
         self._seen, self._end = 0, threading.Event()  # the latest generation at the start
+        self._thread = threading.Thread(target=self._beat, name="mirror", daemon=True)  # of rank 0
         from fsspec.core import url_to_fs  # only here: not every run needs it
         from fsspec.registry import known_implementations
 
@@ -178,7 +179,7 @@ class Mirror:
         if self.read_json(name).get("token") != token:
             raise UserError(f"mirror={self.url}: another job has claimed it; end that job or give another --mirror")
         self.generation = generation
-        threading.Thread(target=self._beat, name="mirror", daemon=True).start()
+        self._thread.start()
 
     def join(self, generation: int) -> None:
         """On a rank other than 0: the generation that rank 0 has claimed."""
@@ -204,6 +205,7 @@ class Mirror:
         """Stop the beats. On rank 0 the next owner need not wait for one."""
         self._end.set()
         if self.generation:
+            self._thread.join(SECONDS_BETWEEN_BEATS)  # its last beat comes before this one
             with suppress(UserError):
                 self.write_json(f"owners/{self.generation:08d}.beat", {"state": "ended"})
 

@@ -7,9 +7,13 @@ import dataclasses
 import gzip
 import math
 import zlib
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from config import YOURS, TrainingConfig, UserError, fields_of_yours
@@ -33,7 +37,6 @@ from utils.run.lock import KILLED, RunLock
 from utils.run.lock import NAME as LOCK
 from utils.run.mirror import Mirror
 from utils.run.start_checks import check_shared, sees
-from utils.run.uploads import Uploads
 from utils.training.fingerprint import fingerprint
 from utils.training.schedule import Progress
 from utils.training.state import TrainState
@@ -41,6 +44,7 @@ from utils.training.state import TrainState
 MAX_FAILURES = 3  # attempts in a row that get no further, before the run is stopped
 FILES = "training_files.gz"  # in the run folder: their listing when the latest attempt began
 MAX_NAMES = 20
+BLOCK_BYTES = 2**24  # of a file that rank 0 sends to other nodes
 MAX_OF_FILES, MAX_OF_SAMPLES = 0.01, 0.5  # fractions that may differ from the checkpoint's; one file always may
 
 
@@ -52,41 +56,59 @@ def claim_run(config: TrainingConfig, ctx: DistributedContext) -> Run:
     start = Start(**broadcast_json(dataclasses.asdict(start) if start else None, ctx))
     if mirror:
         mirror.join(start.generation)
-        lock = own_folder(config, start, mirror, ctx) or lock  # on all ranks
+        are_apart, own_lock = own_folder(config, start, ctx)
+        start, lock = dataclasses.replace(start, are_apart=are_apart), lock or own_lock
     run = Run(config.run_folder, config.checkpoint_folder, ctx.rank, ctx.hosts, start, lock, mirror)
+    if run.resume_path and run.resume_path.parent == run.checkpoints:
+        share_file(run.resume_path, run, ctx)
     if not start.is_completed:
         check_shared(run.folder, run.lock_file, start.token, ctx)
     return run
 
 
-def own_folder(config: TrainingConfig, start: Start, mirror: Mirror, ctx: DistributedContext) -> RunLock | None:
-    """Without a shared disk: on the first rank of each node but rank 0's, the lock of the run folder there, into which
-    the checkpoint that the run starts from is fetched. Collective. Raises UserError.
+def own_folder(config: TrainingConfig, start: Start, ctx: DistributedContext) -> tuple[bool, RunLock | None]:
+    """Whether there are nodes whose run folder is not rank 0's; on the first rank of such a node, its lock. Collective.
+
+    Raises:
+        UserError: with sharding, whose checkpoints are written by all nodes into one folder.
     """
-    folder, path = config.run_folder, Path(start.resume_from)
+    folder = config.run_folder
     is_apart = ctx.local_rank == 0 and not (start.is_completed or sees(folder / LOCK, start.token))
     if lowest_rank(is_apart, ctx) is None:
-        return None
-    is_of_run = bool(start.resume_from) and path.parent == config.checkpoint_folder
+        return False, None
+    if config.sharding != "none":
+        problem = "needs one run_dir for all nodes, also with --mirror"
+        raise UserError(f"sharding={config.sharding}: {problem}; put it on storage that they share", 0, ctx.hosts[0])
 
-    def receive() -> RunLock | None:
+    def lock() -> RunLock | None:
         if not is_apart:
             return None
         config.checkpoint_folder.mkdir(parents=True, exist_ok=True)
-        lock = RunLock(folder, ctx.host)
-        lock.write(token=start.token)
-        if is_of_run and mirror.fetch_latest(path.parent, checkpoint.step_of(path) - 1)[0] != path:
-            raise UserError(f"{path}: is not in mirror={mirror.url}; give --resume_from another checkpoint")
-        return lock
+        found = RunLock(folder, ctx.host)
+        found.write(token=start.token)
+        return found
 
-    def send() -> None:
-        if is_of_run and all(each["step"] != checkpoint.step_of(path) for each in mirror.checkpoints()):
-            run = Run(folder, path.parent, 0, ctx.hosts, start, None, mirror)
-            keep = config.keep_last, config.keep_every
-            Uploads(run, mirror, keep).finish(config.hang_timeout or math.inf, lambda: None)
+    return True, on_all_ranks(lock, ctx)
 
-    on_rank_0(send, ctx)
-    return on_all_ranks(receive, ctx)
+
+def share_file(path: Path, run: Run, ctx: DistributedContext) -> None:
+    """Give this file of rank 0 to the nodes that have a run folder of their own, at the same path. Collective."""
+    if not run.start.are_apart:
+        return
+    size = broadcast_json(path.stat().st_size if run.is_main else 0, ctx)
+
+    def blocks(source: BinaryIO | None = None) -> Iterator[bytearray]:
+        for begin in range(0, size, BLOCK_BYTES):
+            block = bytearray(source.read(BLOCK_BYTES) if source else min(BLOCK_BYTES, size - begin))
+            dist.broadcast(torch.frombuffer(block, dtype=torch.uint8), 0, group=ctx.control)
+            yield block
+
+    if run.has_own_folder:
+        replace_file(path, lambda file: file.writelines(blocks()))
+    else:
+        with path.open("rb") if run.is_main else nullcontext() as source:
+            for _ in blocks(source):
+                pass
 
 
 def resume_run(

@@ -21,6 +21,7 @@ from utils.run.mirror import SECONDS_BETWEEN_LINES, Mirror
 SECONDS_TO_WARN = 60.0  # of failing uploads, or of one without progress
 SECONDS_BETWEEN_LOOKS = 2.0  # of the ranks of a sharded run at what is there
 MAX_PAUSE = 60.0  # seconds between two tries
+SECONDS_TO_END = 5.0
 LEFT_OUT = (".", "superseded-", "traces")  # how names of files and folders begin that are not uploaded
 WANTED = "wanted.json"  # the sharded checkpoint of which each rank uploads its part
 
@@ -41,8 +42,9 @@ class Uploads:
         self._records: dict[Path, tuple[int, int]] = {}  # uploaded ones: bytes and time
         self._asked = self._done = 0  # calls of `wake`, and how many of them are served
         self._sent, self._moved_at, self._is_warned = 0, 0.0, False
-        self._awake = threading.Event()
-        threading.Thread(target=self._work, name="uploads", daemon=True).start()
+        self._awake, self._is_closed = threading.Event(), False
+        self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
+        self._thread.start()
 
     def wake(self) -> None:
         """Call when the run folder has a new checkpoint, another best one or new records."""
@@ -74,6 +76,12 @@ class Uploads:
             text = "mirror=%s: lacks the latest checkpoint or records after %.0f s; they are in %s"
             self._log.warning(text, self._mirror.url, seconds, self._run.folder)
 
+    def close(self) -> None:
+        """End the thread, unless a request of it hangs."""
+        self._is_closed = True
+        self._awake.set()
+        self._thread.join(SECONDS_TO_END)
+
     # ---- in the thread ----
 
     def _work(self) -> None:
@@ -81,6 +89,8 @@ class Uploads:
         while not self._mirror.lost:
             self._awake.wait(None if self._run.is_main else SECONDS_BETWEEN_LOOKS)
             self._awake.clear()
+            if self._is_closed:
+                return
             asked = self._asked
             try:
                 self._upload_all() if self._run.is_main else self._follow()
@@ -91,7 +101,7 @@ class Uploads:
                 if failing > SECONDS_TO_WARN and not is_said:
                     is_said, text = True, "uploads have failed for %.0f s, and training continues: %s"
                     self._log.warning(text, failing, error)
-                time.sleep(pause)
+                self._awake.wait(pause)
                 pause = min(2 * pause, MAX_PAUSE)
                 self._awake.set()
             self.name = ""

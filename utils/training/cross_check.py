@@ -169,14 +169,14 @@ class CrossCheck:
         name, last, host = self._trained[found.parameter][0], wrong[-1], ctx.hosts[wrong[-1]]
         what = f"gradient of {name} for micro-batch {micro_batch.number} of step {at.step + 1}"
         if differs and not found.is_steady:
-            text = (
-                f"check_every: ranks {', '.join(map(str, wrong))} disagree on the {what}, also when they repeat it, so"
+            ranks = ", ".join(map(str, wrong))
+            raise UserError(
+                f"check_every: ranks {ranks} disagree on the {what}, also when they repeat it, so training is not"
+                " deterministic; draw from torch's generators, which each micro-batch seeds, not from random or numpy,"
+                " look for code that treats ranks differently, or leave out --check_every",
+                last,
+                host,
             )
-            text += (
-                " training is not deterministic; draw from torch's generators, which each micro-batch seeds, not from"
-            )
-            text += " random or numpy, look for code that treats ranks differently, or leave out --check_every"
-            raise UserError(text, last, host)
         where = {"micro_batch": micro_batch.number, "samples": micro_batch.indices, "parameter": name}
         for rank in wrong:
             of_rank = {"rank": rank, "host": ctx.hosts[rank], "device": ctx.device_names[rank]}
@@ -189,11 +189,12 @@ class CrossCheck:
         self._undo()
         self._save()
         since = f"after step {self._agreed}, the last one checked" if self._agreed else "of this attempt"
-        text += (
-            f", also when it was repeated; the state before it is saved, but steps {since}, may hold such gradients;"
+        raise TrainingError(
+            f"{text}, also when it was repeated; the state before it is saved, but steps {since}, may hold such"
+            " gradients; replace the device, or look for code that treats ranks differently, then --resume_from auto",
+            last,
+            host,
         )
-        text += " replace the device, or look for code that treats ranks differently, then --resume_from auto"
-        raise TrainingError(text, last, host)
 
 
 def check_possible(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) -> None:
