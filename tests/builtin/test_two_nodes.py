@@ -62,7 +62,8 @@ def test_two_nodes_train_the_same_as_one(tmp_path):
     assert "[node0 0] " in ended[0].out and "GLOO_SOCKET_IFNAME=eth0" in ended[0].err
     assert difference_from_one_node(tmp_path, 1) == []
     said = "".join(line for each in ended for line in each.text.splitlines(keepends=True) if LATE not in line)
-    assert not [row.name for row in TABLE if row.is_in(said, is_named=False)]
+    # a rank may really be slower than the median while other tests use the cores
+    assert {row.name for row in TABLE if row.is_in(said, is_named=False)} <= {"busy node"}
 
 
 @pytest.mark.slow
