@@ -100,6 +100,10 @@ def local_path(value: str) -> str:
     return "is not a path; mount the storage and give its path" if "://" in value else ""
 
 
+def path_or_url(value: str) -> str:
+    return mirror_url(value) if "://" in value else ""
+
+
 def run_path(value: str) -> str:
     if "://" in value:
         return "is not a path; give a local folder, and this URL with --mirror"
@@ -191,7 +195,7 @@ class TrainingConfig:
     resume_from: str = setting("run", "", "auto: latest valid checkpoint; a path; empty: fresh start", local_path)
     overwrite: bool = setting("run", False, "move an existing run in run_dir aside, to NAME.1")
     mirror: str = setting("run", "", "URL of a copy of the run in object storage, for resume_from too", mirror_url)
-    init_from: str = setting("run", "", "start with these weights: a checkpoint, a state dict, torchvision", local_path)
+    init_from: str = setting("run", "", "weights to start with: a checkpoint, a state dict, torchvision", path_or_url)
     eval_only: bool = setting("run", False, "only evaluate resume_from (empty: the best of run_dir) or init_from")
     seed: int = setting("run", 42, "seed for weights, data order, augmentation and dropout", between(0, 2**63), "must")
     deterministic: bool = setting("run", False, "bit-exact on one CUDA topology too (slower)", resume="may")

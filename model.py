@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import re
 import types
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from config import TrainingConfig, UserError, nearest, unless_auto
 from ddp_utils import unwrap, wrap_ddp
 from utils.checkpoint.format import load_weights
+from utils.checkpoint.stored import local_checkpoint
 from utils.data.pretrained import weights_file
 from utils.memory import is_out_of_memory
 from utils.metrics import Metrics, count_correct
@@ -128,7 +128,7 @@ def _freeze_backbone(model: nn.Module) -> None:
 def initial_weights(config: TrainingConfig) -> dict[str, Tensor]:
     """The weights of --init_from, by name: those of a file, or of torchvision. Raises UserError."""
     if config.init_from != "torchvision":
-        return load_weights(Path(config.init_from))
+        return load_weights(local_checkpoint(config.init_from))
     # DenseNet's were published under the names of an older torchvision
     older = re.compile(r"(denselayer\d+\.(?:norm|conv))\.")
     return {older.sub(r"\1", name): value for name, value in load_weights(weights_file(config)).items()}

@@ -26,6 +26,7 @@ import model as fork
 from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed
 from utils.checkpoint import format as checkpoint
+from utils.checkpoint.stored import local_checkpoint
 from utils.data.loader import create_evaluation_dataloader
 from utils.data.sets import load_data
 from utils.files import replace_file
@@ -60,7 +61,7 @@ outputs = session.run(None, {{each.name: x for each, x in zip(session.get_inputs
 
 FORMATS = ("weights", "safetensors", "torch.export", "onnx")
 # fields of the config that an export does not have: the commands and places of one machine
-PLACES = ("run_dir", "resume_from", "init_from", "data_dir", "init_method", "checkpoint_dir", "on_checkpoint")
+PLACES = ("run_dir", "resume_from", "init_from", "data_dir", "init_method", "checkpoint_dir", "mirror", "on_checkpoint")
 
 
 def read(source: Path, use_ema: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -138,13 +139,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("checkpoint", help="a path or a URL")
     parser.add_argument("out", type=Path)
     parser.add_argument("--ema", action="store_true", help="export the averaged weights")
     parser.add_argument("--format", choices=FORMATS, default="weights")
     options = parser.parse_args()
-    source, out, has_code = options.checkpoint, options.out, options.format in ("torch.export", "onnx")
+    out, has_code = options.out, options.format in ("torch.export", "onnx")
     try:
+        source = local_checkpoint(options.checkpoint)
         saved, places = read(source, options.ema)
         if out.exists() and out.samefile(source):
             raise UserError(f"{out}: is the checkpoint itself; give another name for the export")

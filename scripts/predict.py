@@ -31,6 +31,7 @@ import train
 from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, load_checkpoint, setup_distributed
 from utils.checkpoint import format as checkpoint
+from utils.checkpoint.stored import local_checkpoint
 from utils.clock import Clock
 from utils.data.loader import GlobalBatchLoader, create_evaluation_dataloader
 from utils.data.sets import load_data
@@ -50,14 +51,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("checkpoint", help="a path or a URL")
     parser.add_argument("--split", default="val", help="train, val, test or predict [val]")
     parser.add_argument("--out", type=Path, metavar="FILE")
     parser.add_argument("--ema", action="store_true", help="use the averaged weights")
     options, flags = parser.parse_known_args()
+    beside = Path(options.checkpoint).parent.parent if "://" not in options.checkpoint else Path()
+    options.checkpoint = local_checkpoint(options.checkpoint)
     saved = checkpoint.read(options.checkpoint)[0]["config"]
     config = TrainingConfig.from_args(flags, saved | {"init_from": "", "resume_from": "", "overwrite": False} | FLOAT32)
-    out = options.out or options.checkpoint.parent.parent / "predictions.pt"
+    out = options.out or beside / "predictions.pt"
     ctx = setup_distributed(config)
     with watched(out.parent, config, ctx, Clock()):
         run(options, config, out, ctx)

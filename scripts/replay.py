@@ -46,6 +46,7 @@ from lib.verify.run_checks import comparable
 from lib.verify.values import TIMES, digest, leaves
 from utils.batch import map_tensors, tensors_in
 from utils.checkpoint import format as checkpoint
+from utils.checkpoint.stored import local_run
 from utils.data.loader import GlobalBatchLoader
 from utils.data.sampler import GlobalBatch, MicroBatch
 from utils.files import read_json, read_lines, replace_file
@@ -86,13 +87,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("run", type=Path, help="a run folder")
+    parser.add_argument("run", help="a run folder, or the URL of a mirrored run")
     parser.add_argument("--step", type=int, required=True, help="the optimizer step, from 1, as in metrics.jsonl")
     parser.add_argument("--dump", type=Path, metavar="FILE", help="write everything to this file")
     options, flags = parser.parse_known_args()
+    options.run = local_run(options.run, functools.partial(needed, options.step))
     with opened(options.run, options.step, flags) as (ours, start):
         is_equal = replay(ours, options, start)
     return 0 if is_equal or ours.config.reduction != "exact" else 1
+
+
+def needed(step: int, steps: list[int], best: int) -> list[int]:
+    """The checkpoints that are needed: the latest before the step, and the step's own."""
+    return [each for each in steps if each < step][-1:] + [each for each in steps if each == step]
 
 
 @contextlib.contextmanager
@@ -133,8 +140,9 @@ def latest_before(run: Path, step: int) -> tuple[Path | None, dict[str, Any] | N
         raise UserError(f"{run}: has no status.json; give a run folder")
     if not 1 <= step <= status.get("step", 0):
         raise UserError(f"step={step}: the run has steps 1 to {status.get('step', 0)}; give one of these")
-    folder = TrainingConfig(**read_json(run / "config.json")).checkpoint_folder
-    folder = folder if folder.is_dir() else run / "checkpoints"
+    folder = run / "checkpoints"
+    if not folder.is_dir():
+        folder = TrainingConfig(**read_json(run / "config.json")).checkpoint_folder
     for path in reversed(checkpoint.step_checkpoints(folder)):
         if checkpoint.step_of(path) < step:
             try:

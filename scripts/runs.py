@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,8 @@ NO_RECORDS = "metric={}: no run has recorded it; give a metric of the eval recor
 class RunInfo:
     """The files of one run."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, title: str = "") -> None:
+        self.folder, self.title = folder, title or str(folder)
         self.config = read_json(folder / "config.json")
         self.status = read_json(folder / "status.json")
         self.summary = read_json(folder / "summary.json")
@@ -63,12 +64,22 @@ class RunInfo:
         return [(r["step"], r[name]) for r in records if r.get(name) is not None]
 
 
-def find_runs(folders: list[Path]) -> list[RunInfo]:
-    """The runs (folders with a status.json) in these folders. Raises UserError if there are none."""
-    found = dict.fromkeys(file.parent for folder in folders for file in sorted(folder.glob("**/status.json")))
+def find_runs(sources: list[str], choose: Callable[[list[int], int], list[int]] | None = None) -> list[RunInfo]:
+    """The runs (folders with a status.json) in these folders and at these URLs. Raises UserError if there are none.
+
+    choose: the checkpoints that are needed (utils.checkpoint.stored.local_run).
+    """
+    found: dict[Path, str] = {}
+    for source in sources:
+        if "://" in source:
+            from utils.checkpoint.stored import local_run  # imports torch
+
+            found[local_run(source, choose or (lambda steps, best: []))] = source
+        else:
+            found |= {file.parent: "" for file in sorted(Path(source).glob("**/status.json"))}
     if not found:
-        raise UserError(f"{' '.join(map(str, folders))}: has no run (a folder with a status.json); give a run folder")
-    return [RunInfo(folder) for folder in found]
+        raise UserError(f"{' '.join(sources)}: has no run (a folder with a status.json); give a run folder")
+    return [RunInfo(folder, title) for folder, title in found.items()]
 
 
 def metric_of(runs: list[RunInfo]) -> str:
@@ -92,7 +103,7 @@ def sort(runs: list[RunInfo], by: str) -> list[RunInfo]:
 def labels(runs: list[RunInfo]) -> list[str]:
     """Their folder names, or the paths if two runs have the same name."""
     names = [run.folder.name for run in runs]
-    return names if len({*names}) == len(names) else [str(run.folder) for run in runs]
+    return names if len({*names}) == len(names) else [run.title for run in runs]
 
 
 def differing_settings(runs: list[RunInfo]) -> list[str]:
@@ -108,7 +119,7 @@ def table(runs: list[RunInfo], metric: str) -> str:
         summary, status = run.summary, run.status
         best, wall = summary.get("best_value"), summary.get("wall_s")
         final = (summary.get("final") or {}).get(metric)
-        rows.append([run.folder, *(status.get(name) for name in ("state", "epoch", "step"))])
+        rows.append([run.title, *(status.get(name) for name in ("state", "epoch", "step"))])
         rows[-1] += [f"{summary['best_metric']} {best:.4f}" if best is not None else "-"]
         rows[-1] += [f"{final:.4f}" if final is not None else "-", f"{wall / 60:.1f}" if wall else "-"]
         rows[-1] += [f"{run.size() / 1e6:.0f}", *(run.config.get(name, "-") for name in differing)]
@@ -160,22 +171,22 @@ def compare(runs: list[RunInfo]) -> bool:
         raise UserError("compare: needs two runs; give their folders")
     digests = [weights_digest(run.folder) for run in runs]
     for run, digest in zip(runs, digests, strict=True):
-        print(f"{run.folder}: weights {digest[:16]}, restarts: {run.summary.get('restarts', '-')}")
+        print(f"{run.title}: weights {digest[:16]}, restarts: {run.summary.get('restarts', '-')}")
     is_equal = len({*digests}) == 1
     print("the weights are bitwise equal" if is_equal else "the weights DIFFER")
     return is_equal
 
 
-def diverge(folders: list[Path], may_replay: bool) -> bool:
+def diverge(sources: list[str], may_replay: bool) -> bool:
     """Print where two runs diverge, or two dumps of scripts/replay.py. Returns whether they are equal."""
     from scripts.lib.diverge import of_dumps, report  # import torch
 
-    if len(folders) != 2:
+    if len(sources) != 2:
         raise UserError("diverge: needs two runs; give their folders")
-    if all(path.is_file() for path in folders):
-        text, is_equal = of_dumps(folders)
+    if all(os.path.isfile(each) for each in sources):
+        text, is_equal = of_dumps([*map(Path, sources)])
     else:
-        a, b = (find_runs([folder])[0] for folder in folders)
+        a, b = (find_runs([each], (lambda steps, best: steps) if may_replay else None)[0] for each in sources)
         one, other = labels([a, b])
         text, is_equal = report(a, b, differing_settings([a, b]), (one, other), may_replay)
     print(text)
@@ -186,7 +197,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("folders", nargs="*", type=Path, default=[Path("runs")])
+    parser.add_argument("folders", nargs="*", default=["runs"], help="run folders, or URLs of mirrored runs")
     parser.add_argument("--plot", type=svg_file, metavar="FILE.svg", help="plot the curves here")
     parser.add_argument("--title", default="", help="title of the plot")
     parser.add_argument(
@@ -205,7 +216,7 @@ def main() -> int:
     try:
         if options.diverge:
             return int(not diverge(options.folders, options.replay))
-        runs = find_runs(options.folders)
+        runs = find_runs(options.folders, (lambda steps, best: steps[-1:]) if options.compare else None)
         runs = sort(runs, options.sort) if options.sort else runs
         metric = options.metric or metric_of(runs)
         if options.metric and not any(run.curve(kind, metric) for run in runs for kind in ("train", "eval")):

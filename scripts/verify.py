@@ -6,7 +6,7 @@ Prints one line per invariant: its result, or what breaks it and the fix. Exit c
 torchrun, 2 for invalid flags). It trains for a few steps on a few samples in a temporary folder beside run_dir, and
 writes verified.json beside train.py: runs then report "verified with this code", or which files changed since.
 Use four ranks: two ranks have only one summation order. It takes the flags of train.py, but ignores resume_from,
-overwrite, eval_only and compile.
+mirror, overwrite, eval_only and compile.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def prepare(config: TrainingConfig) -> Fork:
     """Load the data on all ranks. Raises UserError."""
-    config = replace(config, resume_from="", overwrite=False, eval_only=False, compile="off")
+    config = replace(config, resume_from="", mirror="", overwrite=False, eval_only=False, compile="off")
     ddp_utils.choose_kernels = functools.partial(choose_kernels, has_tf32=False)  # for the short runs too
     ctx = setup_distributed(config)
     sys.stdout = Once(OUT if ctx.is_main else None)

@@ -42,8 +42,8 @@ class Mutation:
 # fmt: off
 MUTATIONS = [
     Mutation('Checkpoints.compare_buffers', 'mine = {name: [*each.shape, fingerprint_of("buffers", [each])] for name, each in buffers}', 'mine = {name: [*each.shape] for name, each in buffers}', 'other-buffers'),
-    Mutation('Mirror.checkpoints', 'names = [*owner.get("inherits", []), *self.names(f"{latest:08d}/manifests")]', 'names = [name for name in self.names() if "/manifests/" in name]', 'mirror-owner'),
-    Mutation('Mirror._fetch', 'if archive.verify(place / part).digest != file["sha256"]:', 'if False:', 'mirror-resume'),
+    Mutation('StoredRun.checkpoints', 'names = [*owner.get("inherits", []), *self.names(f"{latest:08d}/manifests")]', 'names = [name for name in self.names() if "/manifests/" in name]', 'mirror-owner'),
+    Mutation('StoredRun.fetch', 'if archive.verify(place / part).digest != file["sha256"]:', 'if False:', 'mirror-resume'),
     Mutation('share_file', 'dist.broadcast(torch.frombuffer(block, dtype=torch.uint8), 0, group=ctx.control)', 'pass', 'mirror-resume'),
     Mutation('Uploads._work', 'self._awake.set()', 'pass', 'mirror-fails'),
     Mutation('CrossCheck._undo', 'self._state.drop_gradients()', 'pass', 'cross-check'),

@@ -1,5 +1,7 @@
 """A run without a shared disk: it is stopped, its folder is lost, and it goes on from its mirror, bit for bit."""
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -12,10 +14,13 @@ from unittest import mock
 import pytest
 import torch
 
+import replay
 import tasks
 from ranks import lack, run_ranks, slow, start, stop
-from tasks import train_task
-from training import assert_same_state, wait_until
+from scripts import export, predict
+from scripts import runs as runs_script
+from tasks import train_task, using
+from training import assert_same_state, difference, wait_until
 from utils.checkpoint import format as checkpoint
 from utils.run import start_checks
 from utils.run.mirror import Mirror
@@ -151,3 +156,44 @@ def test_a_completed_run_is_not_fetched_again(runs, bucket):
     before = Mirror(url).names()
     attempt(runs, "b", env, *flags, ranks=1)
     assert Mirror(url).names() == before and not runs.checkpoints("b")
+
+
+def use_tools(copies, *commands):
+    """What these scripts print, each given as its name and its words."""
+    os.environ["TORCH_HOME"] = str(copies)
+    texts = []
+    scripts = {"runs": runs_script, "replay": replay, "export": export, "predict": predict}
+    for name, *words in commands:
+        script, printed = scripts[name], io.StringIO()
+        argv = mock.patch.object(sys, "argv", [name, *map(str, words)])
+        with argv, using("images"), contextlib.redirect_stdout(printed):
+            assert not script.main(), printed.getvalue()
+        texts.append(printed.getvalue())
+    return texts
+
+
+@pytest.mark.parametrize("bucket", ["file", slow("s3")], indirect=True)
+def test_the_scripts_and_init_from_take_the_url_of_a_run(runs, bucket, tmp_path):
+    url, env = bucket
+    attempt(runs, "run", env, "--mirror", url, "--keep_every", 3)
+    run, (at_12, *_) = runs.folder("run"), [path for path in runs.checkpoints("run") if "12" in path.name]
+    commands = [("runs", "--compare", url, run), ("runs", "--diverge", url, run)]
+    commands += [("replay", url, "--step", 14), ("export", url, tmp_path / "best.pt")]
+    commands += [("export", f"{url}/checkpoints/{at_12.name}", tmp_path / "12.pt")]
+    commands += [("predict", f"{url}/checkpoints/best.pt", "--out", tmp_path / "predictions.pt")]
+    ((compared, diverged, replayed, *_),) = run_ranks(1, use_tools, tmp_path / "copies", *commands)
+    assert url in compared and "the weights are bitwise equal" in compared
+    assert "no difference" in diverged
+    assert "replayed from step_00000012.pt" in replayed
+    exports = [torch.load(tmp_path / name, weights_only=True)["model"] for name in ("best.pt", "12.pt")]
+    for exported, path in zip(exports, [run / "checkpoints/best.pt", at_12], strict=True):
+        assert difference(exported, checkpoint.read(path)[0]["model"]) == []
+    (outputs,) = torch.load(tmp_path / "predictions.pt", weights_only=True).values()
+    assert len(outputs) == 12
+    env = {**env, "TORCH_HOME": str(tmp_path / "copies")}
+    for name, source in (("a", f"{url}/checkpoints/{at_12.name}"), ("b", at_12), ("c", f"{url}/12.pt")):
+        if name == "c":
+            Mirror(url).put(tmp_path / "12.pt", "12.pt")
+        attempt(runs, name, env, "--init_from", source, "--max_steps", 2)
+    assert difference(runs.last("a")["model"], runs.last("b")["model"]) == []
+    assert difference(runs.last("c")["model"], runs.last("b")["model"]) == []

@@ -171,7 +171,7 @@ class Job:
         """The thread of rank 0 that writes checkpoints, from the first one on: it alone has a niceness."""
 
         def is_nice(stat: Path) -> bool:
-            return int(stat.read_text().rpartition(")")[2].split()[16]) > 0
+            return int(stat.read_text().rpartition(")")[2].split()[16]) > os.nice(0)
 
         tasks = Path(f"/proc/{self.pid(0)}/task")
         return int(self.wait_for(lambda: next(filter(is_nice, tasks.glob("*/stat")), None)).parent.name)

@@ -10,8 +10,10 @@ import pytest
 
 from config import StartError, TrainingConfig, TrainingError, UserError
 from test_checkpoint import flip, payload
-from utils.checkpoint import archive
+from utils import storage
+from utils.checkpoint import archive, stored
 from utils.checkpoint import format as checkpoint
+from utils.files import read_json
 from utils.run import mirror as mirror_module
 from utils.run import uploads as uploads_module
 from utils.run.claim import claim
@@ -150,9 +152,9 @@ def test_a_damaged_object_is_passed_over_by_name(tmp_path, damage):
 
 def test_a_broken_transfer_goes_on_where_it_stopped(url, tmp_path, monkeypatch):
     Attempt(url, tmp_path / "a").upload(10).end()
-    monkeypatch.setattr(mirror_module, "BLOCK_BYTES", 512)
-    monkeypatch.setattr(mirror_module, "BLOCKS", 2)
-    monkeypatch.setattr(mirror_module, "TRIES", 1)
+    monkeypatch.setattr(storage, "BLOCK_BYTES", 512)
+    monkeypatch.setattr(storage, "BLOCKS", 2)
+    monkeypatch.setattr(storage, "TRIES", 1)
     asked, failing = [], [True]
     plain = type(Mirror(url)._files).cat_ranges
 
@@ -305,3 +307,46 @@ def test_a_missing_package_and_an_unknown_protocol_are_rejected_in_one_sentence(
         Mirror("az://a/b")
     with pytest.raises(UserError, match="^mirror=s4://a/b: s4 is unknown to fsspec; give s3://, gs:// or az://$"):
         Mirror("s4://a/b")
+
+
+@pytest.fixture
+def copies(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "copies"))
+    return tmp_path / "copies"
+
+
+def test_a_run_at_a_url_is_copied_as_far_as_it_is_needed(url, tmp_path, copies):
+    first = Attempt(url, tmp_path / "a").upload(10, best=True)
+    first.run.event("best", 10)
+    first.upload(20, 30, value=10)
+    folder = stored.local_run(url)
+    assert read_json(folder / "status.json")["state"] == "running" and not checkpoint.step_checkpoints(folder)
+    steps = {f"{url}/checkpoints/step_00000020.pt": 20, f"{url}/checkpoints/best.pt": 10, url: 10}
+    for source, step in steps.items():
+        path = stored.local_checkpoint(source)
+        assert checkpoint.verify(path).step == step and path.is_relative_to(copies)
+    assert (folder / "checkpoints/best.pt").readlink() == Path("step_00000010.pt")
+    first.upload(40, value=10)
+    with pytest.raises(UserError, match=r"step_00000020.pt: is not there; the run has .* these steps: 10, 30, 40$"):
+        stored.local_checkpoint(f"{url}/checkpoints/step_00000020.pt")
+    stored.local_run(url, lambda steps, best: steps[-1:])
+    assert [checkpoint.step_of(path) for path in checkpoint.step_checkpoints(folder / "checkpoints")] == [10, 40]
+    first.end()
+    with pytest.raises(UserError, match="nothing: holds no run; give the URL that its --mirror had"):
+        stored.local_run(f"{url}/nothing")
+
+
+def test_a_file_at_a_url_is_fetched_again_when_it_has_changed(url, tmp_path, copies):
+    place = storage.Storage(url)
+    for size in (1000, 2000):
+        (tmp_path / "w.pt").write_bytes(bytes(size))
+        place.put(tmp_path / "w.pt", "w.pt")
+        path = stored.local_checkpoint(f"{url}/w.pt")
+        assert path.name == "w.pt" and path.stat().st_size == size
+    before = path.stat().st_mtime_ns
+    assert stored.local_checkpoint(f"{url}/w.pt").stat().st_mtime_ns == before
+    assert sum(each.is_file() for each in copies.rglob("w.pt")) == 1
+    with pytest.raises(UserError, match=r"other.pt: cannot be read or written \(FileNotFoundError"):
+        stored.local_checkpoint(f"{url}/other.pt")
+    with pytest.raises(UserError, match="has a key in it; give that in the environment"):
+        TrainingConfig(init_from="s3://key:secret@b/w.pt")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import nn
 
 from config import TrainingConfig
 from utils.checkpoint.format import load_weights, take_weights
+from utils.checkpoint.stored import local_checkpoint
 from utils.distributed.context import DistributedContext
 from utils.training.activation import checkpoint_blocks
 from utils.training.precision import Precision
@@ -29,7 +28,7 @@ def create_state(seams: Seams, config: TrainingConfig, ctx: DistributedContext, 
         model = seams.create_model(config, device)
         if config.init_from and not is_resumed and device.type != "meta":
             own = seams.initial_weights
-            weights = own(config) if own else load_weights(Path(config.init_from))
+            weights = own(config) if own else load_weights(local_checkpoint(config.init_from))
             given = left_out(model, seams.is_saved)
             weights = complete(weights, {}, model, digests(given), config.init_from)
             take_weights(model, weights, config.init_from, must_be_whole=config.eval_only, given=given)

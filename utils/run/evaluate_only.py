@@ -48,7 +48,7 @@ def evaluate_only(config: TrainingConfig, ctx: DistributedContext, seams: Seams,
         found = evaluation.records(split, loader, weights, progress)
         log_epoch_summary(logger, found, time.perf_counter() - began, is_best=False)
         records += found
-    outcome = {"checkpoint": str(path), "data_dir": config.data_dir, "records": records}
+    outcome = {"checkpoint": config.init_from or str(path), "data_dir": config.data_dir, "records": records}
     file = config.run_folder / f"eval-{path.stem}.json"
 
     def write() -> None:

@@ -13,10 +13,11 @@ from pathlib import Path
 from config import TrainingError, UserError
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint import shards
+from utils.checkpoint.stored import SECONDS_BETWEEN_LINES
 from utils.files import TEMPORARY
 from utils.logger import NAME
 from utils.run.folder import Run
-from utils.run.mirror import SECONDS_BETWEEN_LINES, Mirror
+from utils.run.mirror import Mirror
 
 SECONDS_TO_WARN = 60.0  # of failing uploads, or of one without progress
 SECONDS_BETWEEN_LOOKS = 2.0  # of the ranks of a sharded run at what is there

@@ -7,6 +7,7 @@ import logging
 import os
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import train
 from config import TrainingConfig
@@ -31,10 +32,13 @@ class Ours:
         self, config: TrainingConfig, ctx: DistributedContext, folder: Path, steps: int, resume_from: str = ""
     ) -> None:
         self.samples = steps * config.batch_size * config.micro_batches_per_step(ctx.world_size)  # of an epoch
-        run_dir = str(folder)
-        config = dataclasses.replace(
-            config, run_dir=run_dir, checkpoint_dir="", resume_from=resume_from, overwrite=False
-        )
+        places: dict[str, Any] = {
+            "run_dir": str(folder),
+            "checkpoint_dir": "",
+            "mirror": "",
+            "resume_from": resume_from,
+        }
+        config = dataclasses.replace(config, **places, overwrite=False)
         if steps:
             config = dataclasses.replace(config, dataset_size=self.samples, epochs=EPOCHS, max_steps=0, max_time=0.0)
         self._ends = ExitStack()

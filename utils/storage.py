@@ -1,0 +1,130 @@
+"""Objects in storage that fsspec opens: requests, with errors that name the address and the remedy."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from config import StartError, UserError
+from utils.redact import redacted
+
+T = TypeVar("T")
+
+BLOCK_BYTES, BLOCKS = 2**24, 8  # of a request, and requests at a time, when an object is fetched
+TRIES = 5
+
+
+class Storage:
+    """The objects below a URL. Their names are relative to it.
+
+    title: what it is called in messages.
+
+    Raises:
+        UserError: if no package can open it.
+    """
+
+    def __init__(self, url: str, title: str = "") -> None:
+        self.url = url.rstrip("/")
+        self.title = title or self.url
+        from fsspec.core import url_to_fs  # only here: not every run needs it
+        from fsspec.registry import known_implementations
+
+        protocol = url.partition("://")[0]
+        known = known_implementations.get(protocol, {})
+        try:
+            options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
+            self._files, self._root = url_to_fs(self.url, **options)
+        except ImportError:
+            package = known.get("class", "").partition(".")[0]
+            raise UserError(f"{self.title}: {known.get('err')}; pip install {package}") from None
+        except ValueError:
+            raise UserError(f"{self.title}: {protocol} is unknown to fsspec; give s3://, gs:// or az://") from None
+        self._is_local = bool(options)
+
+    def _ask(self, action: Callable[[], T], tries: int = 1) -> T:
+        """The result of a request. Raises UserError if it fails, or StartError if that may pass."""
+        for left in reversed(range(tries)):
+            try:
+                return action()
+            except Exception as error:  # each storage has errors of its own
+                lasts = isinstance(error, FileNotFoundError | PermissionError)
+                if left and not lasts:
+                    time.sleep(2.0 ** (tries - left))
+                    continue
+                reason = redacted(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
+                remedy = "check the address, and the keys in the environment or the provider's files"
+                text = f"{self.title}: cannot be read or written ({reason}); {remedy}"
+                raise (UserError if lasts else StartError)(text) from None
+        raise AssertionError
+
+    def names(self, folder: str = "") -> dict[str, int]:
+        """The objects below a folder, by their names from the URL, with their bytes."""
+
+        def find() -> dict[str, dict[str, Any]]:
+            self._files.invalidate_cache()
+            with suppress(FileNotFoundError):
+                return self._files.find(f"{self._root}/{folder}".rstrip("/"), detail=True)
+            return {}
+
+        return {name[len(self._root) + 1 :]: each["size"] for name, each in sorted(self._ask(find).items())}
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """The dict in an object; an empty one if there is none or it is damaged."""
+
+        def read() -> bytes:
+            with suppress(FileNotFoundError):
+                return self._files.cat_file(f"{self._root}/{name}")
+            return b""
+
+        try:
+            found = json.loads(self._ask(read))
+            return found if isinstance(found, dict) else {}
+        except json.JSONDecodeError:
+            return {}
+
+    def version(self, name: str) -> tuple[int, str]:
+        """The bytes of an object, and what changes when it is replaced. Raises UserError if there is none."""
+
+        def ask() -> tuple[int, str]:
+            path = f"{self._root}/{name}"
+            self._files.invalidate_cache()
+            return self._files.info(path)["size"], str(self._files.ukey(path))
+
+        return self._ask(ask, TRIES)
+
+    def write_json(self, name: str, value: Any) -> None:
+        data = json.dumps(value, indent=2).encode()
+        self._ask(lambda: self._files.pipe_file(f"{self._root}/{name}", data))
+
+    def put(self, path: Path, name: str, tick: Callable[[int], None] = lambda sent: None) -> None:
+        """Upload a file; the object is whole or absent. tick: called with the bytes sent, where the storage tells."""
+        from fsspec.callbacks import Callback
+
+        hook = Callback(hooks={"tick": lambda size, value, **_: tick(value)})
+        target = f"{self._root}/{name}"
+        written = f"{target}.part" if self._is_local else target
+        self._ask(lambda: self._files.put_file(str(path), written, callback=hook))
+        if self._is_local:
+            os.replace(written, target)
+
+    def get(self, name: str, path: Path, size: int, tick: Callable[[int], None]) -> None:
+        """Fetch an object of this size. It continues where an earlier call was interrupted.
+
+        tick: called with the bytes of some blocks.
+        """
+        with path.open("ab") as file:
+            while (begin := file.tell()) < size:
+                starts = list(range(begin, min(size, begin + BLOCKS * BLOCK_BYTES), BLOCK_BYTES))
+                ends = [min(size, start + BLOCK_BYTES) for start in starts]
+                request = partial(self._files.cat_ranges, [f"{self._root}/{name}"] * len(starts), starts, ends)
+                blocks = self._ask(partial(request, on_error="raise"), TRIES)
+                file.writelines(blocks)
+                tick(sum(map(len, blocks)))
+                if sum(map(len, blocks)) < ends[-1] - begin:
+                    return  # it is too short, which its checksum shows
