@@ -129,7 +129,12 @@ def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None
     if not checkpoints.is_relative_to(run):
         check_folder(run, leaders, 0, config, ctx, steps)
         run = checkpoints
-    check_folder(run, leaders, sizes[0]["checkpoint"] if sizes else 0, config, ctx, steps)
+    checkpoint = sizes[0]["checkpoint"] if sizes else 0
+    check_folder(run, leaders, checkpoint, config, ctx, steps)
+    if config.mirror:
+        use = functools.partial(storage.use_mirror, config.mirror, checkpoint)
+        if used := steps.take("mirror", lambda: use() if ctx.is_main else None, seconds=MAX_SECONDS_OF_MODEL):
+            found += verdict.mirror(used[0], checkpoint, config.save_every_minutes, config.mirror)
 
     if len(nodes) > 1:
         times = steps.take("clocks", lambda: [all_gather_json(None, ctx), time.time()][1])  # all at the same moment
@@ -151,20 +156,24 @@ def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None
 def check_folder(
     folder: Path, leaders: list[int], checkpoint: int, config: TrainingConfig, ctx: DistributedContext, steps: Steps
 ) -> None:
-    """One rank per node tests the folder. If checkpoints (of this many bytes) go there, rank 0 measures the disk."""
-    created = steps.take("run folder", lambda: storage.create_probe(folder) if ctx.is_main else "")
+    """One rank per node tests the folder, which each node may have for itself if there is a mirror. If checkpoints (of
+    this many bytes) go there, rank 0 measures the disk."""
+    is_leader = ctx.rank in leaders
+    creates = is_leader if config.mirror else ctx.is_main
+    created = steps.take("run folder", lambda: storage.create_probe(folder) if creates else "")
     if not created:
         return
-    probe, is_leader = Path(created[0]), ctx.rank in leaders
+    probe = Path(created[ctx.rank] or created[0])
     try:
         if steps.take("shared folder", lambda: storage.use_folder(probe, f"rank{ctx.rank}") if is_leader else None):
-            steps.findings += verdict.findings("shared folder", f"{folder}: visible and writable on every node")
+            how = "writable" if config.mirror else "visible and writable"
+            steps.findings += verdict.findings("shared folder", f"{folder}: {how} on every node")
         measure = functools.partial(storage.measure, probe, checkpoint, config)
         if checkpoint and (disk := steps.take("disk", lambda: measure() if ctx.is_main else None)):
             kept, where = config.keep_last + 2, f"{folder} on {ctx.hosts[0]}"
             steps.findings += verdict.disk(disk[0], checkpoint, kept, config.save_every_minutes, where)
     finally:
-        if ctx.is_main:
+        if creates:
             shutil.rmtree(probe, ignore_errors=True)
 
 

@@ -102,6 +102,13 @@ class Storage:
         data = json.dumps(value, indent=2).encode()
         self._ask(lambda: self._files.pipe_file(f"{self._root}/{name}", data))
 
+    def create(self, name: str, data: bytes) -> None:
+        """Write an object that is absent. Raises an error of the storage if there is one, or if it cannot do this."""
+        self._files.pipe_file(f"{self._root}/{name}", data, mode="create")
+
+    def remove(self, names: list[str]) -> None:
+        self._ask(lambda: self._files.rm([f"{self._root}/{name}" for name in names]))
+
     def put(self, path: Path, name: str, tick: Callable[[int], None] = lambda sent: None) -> None:
         """Upload a file; the object is whole or absent. tick: called with the bytes sent, where the storage tells."""
         from fsspec.callbacks import Callback

@@ -11,9 +11,10 @@ from unittest import mock
 import pytest
 
 import preflight
+from config import UserError
 from drill import says
 from ranks import ROOT, WarmLaunch, finish, run_ranks
-from scripts.lib.preflight import facts
+from scripts.lib.preflight import facts, storage, verdict
 from tasks import using
 from training import TINY
 from utils.run import provenance
@@ -58,11 +59,28 @@ def test_healthy_ranks_pass_and_the_run_folder_is_left_unchanged(tmp_path):
 
 
 def test_one_process_needs_no_launcher(tmp_path):
-    flags = [*QUICK, "--run_dir", str(tmp_path / "run")]
+    url = f"file://{tmp_path}/bucket/a"
+    flags = [*QUICK, "--run_dir", str(tmp_path / "run"), "--mirror", url]
     ((code, out),) = run_ranks(1, partial(run_preflight, is_alone=True), flags)
     assert code == 0 and "all-reduce" not in out, out
     says(out, r"\nOK +loader +reads batches with 0 workers per rank\n(?s:.*)\nOK +speed ")
-    assert not list(tmp_path.iterdir())
+    says(out, rf"\nOK +mirror +{url}: \S+ \wB/s to it, \S+ \wB/s from it, 0\.\d s for one checkpoint\n")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()] and not (tmp_path / "run").exists()
+
+
+def test_what_object_storage_cannot_do_is_a_finding(tmp_path, monkeypatch):
+    url = f"file://{tmp_path}/bucket/a"
+    assert storage.use_mirror(url, 10**6)["is_exclusive"]
+    unconditional = lambda self, *each: self.write_json(*map(str, each))  # noqa: E731
+    monkeypatch.setattr(storage.Storage, "create", unconditional)
+    (finding,) = verdict.mirror(storage.use_mirror(url, 10**6) | {"to": 1e6}, 10**6, 10.0, url)
+    says(str(finding), rf"warning +mirror +{url}: cannot create an object only if it is absent.*; start one at a time")
+    found = {"to": 1e6, "from": 1e6, "is_exclusive": True}
+    (finding,) = verdict.mirror(found, 10**9, 10.0, url)
+    says(str(finding), r"at 1\.0 MB/s the upload of a checkpoint takes 1000 s.*; raise --save_every_minutes")
+    monkeypatch.setattr(storage.Storage, "names", lambda self: {})  # it lists late
+    with pytest.raises(UserError, match="what was written is not what is read or listed; give another storage"):
+        storage.use_mirror(url, 10**6)
 
 
 def preflight_without_facts(flags):

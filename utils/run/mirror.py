@@ -60,7 +60,7 @@ class Mirror(StoredRun):
         owner = {"token": token, "run": self.run_id, "launch_id": launch_id, "host": host, "time": now()}
         data, path = json.dumps(owner | {"inherits": inherits}, indent=2).encode(), f"{self._root}/{name}"
         try:
-            self._files.pipe_file(path, data, mode="create")
+            self.create(name, data)
         except Exception:  # there is one, or this storage cannot do it: each has errors of its own
             self._ask(lambda: self._files.exists(path) or self._files.pipe_file(path, data))
         time.sleep(SECONDS_TO_READ_BACK)
@@ -132,4 +132,4 @@ class Mirror(StoredRun):
 
         removed = sorted(filter(is_removed, every), key=lambda name: "/manifests/" not in name)  # these first
         if removed:
-            self._ask(lambda: self._files.rm([f"{self._root}/{name}" for name in removed]))
+            self.remove(removed)

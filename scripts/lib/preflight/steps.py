@@ -19,7 +19,7 @@ from utils.distributed.collectives import all_gather_json
 from utils.distributed.context import DistributedContext
 from utils.run.failures import explain_memory
 
-MAX_SECONDS, MAX_SECONDS_OF_MODEL = 25.0, 60.0  # for one step, and for one that runs the model or the data set
+MAX_SECONDS, MAX_SECONDS_OF_MODEL = 25.0, 60.0  # for one step, and for one that runs model or data, or uploads
 
 
 KNOWN = (UserError, TrainingError, OSError)

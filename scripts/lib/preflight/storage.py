@@ -10,6 +10,7 @@ from pathlib import Path
 
 from config import TrainingConfig, UserError
 from utils.run.start_checks import SECONDS_TO_SEE
+from utils.storage import Storage
 
 MAX_BYTES, MAX_SECONDS = 2**28, 2.0  # written to measure the speed
 BLOCK = bytes(2**23)
@@ -44,6 +45,35 @@ def use_folder(probe: Path, name: str, patience: float = SECONDS_TO_SEE) -> None
     except OSError as error:
         fix = "free space or fix the permissions there, or give a folder that all nodes can write"
         raise UserError(f"{probe.parent}: cannot write there ({error.strerror}); {fix}") from None
+
+
+def use_mirror(url: str, checkpoint: int) -> dict[str, float]:
+    """Bytes per second to the storage and from it, and whether it creates an object only if that is absent.
+
+    Raises:
+        UserError: if it cannot be written, listed, read or deleted.
+    """
+    place = Storage(f"{url.rstrip('/')}/.preflight-{os.urandom(4).hex()}", f"mirror={url}")
+    size = min(max(checkpoint, len(BLOCK)), MAX_BYTES // 4)
+    with tempfile.TemporaryDirectory() as folder:
+        sent, received = Path(folder, "sent"), Path(folder, "received")
+        sent.write_bytes(os.urandom(size))
+        began = time.perf_counter()
+        place.put(sent, "speed")
+        between = time.perf_counter()
+        place.get("speed", received, size, lambda count: None)
+        ended, is_same = time.perf_counter(), sent.read_bytes() == received.read_bytes()
+    done = 0
+    with suppress(Exception):  # each storage has errors of its own
+        for _ in range(2):
+            place.create("claim", b"{}")
+            done += 1
+    names = place.names()
+    place.remove(list(names))
+    if not is_same or names.get("speed") != size:
+        raise UserError(f"mirror={url}: what was written is not what is read or listed; give another storage")
+    rates = {"to": size / (between - began), "from": size / (ended - between)}
+    return rates | {"is_exclusive": done == 1 and "claim" in names}
 
 
 def measure(probe: Path, checkpoint: int, config: TrainingConfig) -> dict[str, float]:

@@ -174,6 +174,19 @@ def disk(storage: dict, checkpoint: int, kept: int, save_minutes: float, where: 
     return findings("disk", ok, warnings, failures)
 
 
+def mirror(storage: dict, checkpoint: int, save_minutes: float, url: str) -> list[Finding]:
+    """Speed and guarantees of object storage, as storage.use_mirror() found them."""
+    seconds, warnings = checkpoint / storage["to"], []
+    if not storage["is_exclusive"]:
+        text = f"{url}: cannot create an object only if it is absent; if requests take seconds"
+        warnings.append(f"{text}, two jobs that start at once may both go on; start one at a time")
+    if 0 < save_minutes * 60 < seconds:
+        text = f"at {size(storage['to'])}/s the upload of a checkpoint takes {seconds:.0f} s, and some are left out"
+        warnings.append(f"{url}: {text}; raise --save_every_minutes, or use faster storage")
+    rates = f"{size(storage['to'])}/s to it, {size(storage['from'])}/s from it"
+    return findings("mirror", f"{url}: {rates}, {seconds:.1f} s for one checkpoint", warnings)
+
+
 def links(measured: list[list], facts: list[dict]) -> list[Finding]:
     """Distinguish slow nodes from slow links. Links are compared with the median of the nodes' best ones.
 
