@@ -45,6 +45,7 @@ MUTATIONS = [
     Mutation('StoredRun.checkpoints', 'names = [*owner.get("inherits", []), *self.names(f"{latest:08d}/manifests")]', 'names = [name for name in self.names() if "/manifests/" in name]', 'mirror-owner'),
     Mutation('StoredRun.fetch', 'if archive.verify(place / part).digest != file["sha256"]:', 'if False:', 'mirror-resume'),
     Mutation('share_file', 'dist.broadcast(torch.frombuffer(block, dtype=torch.uint8), 0, group=ctx.control)', 'pass', 'mirror-resume'),
+    Mutation('Uploads._upload', 'self._upload_records()  # before the manifest: who resumes from the checkpoint needs them', 'pass', 'mirror-resume'),
     Mutation('Uploads._work', 'self._awake.set()', 'pass', 'mirror-fails'),
     Mutation('CrossCheck._undo', 'self._state.drop_gradients()', 'pass', 'cross-check'),
     Mutation('CrossCheck._watched', 'if row == CHECKED:', 'if row == OWN:', 'cross-check'),

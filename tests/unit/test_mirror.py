@@ -4,12 +4,15 @@ import logging
 import threading
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from config import StartError, TrainingConfig, TrainingError, UserError
 from test_checkpoint import flip, payload
+from training import wait_until
 from utils import storage
 from utils.checkpoint import archive, stored
 from utils.checkpoint import format as checkpoint
@@ -61,8 +64,8 @@ class Attempt:
     def upload(self, *steps, **options):
         for step in steps:
             self.save(step, **options)
-            self.uploads.finish(20, lambda: None)
-            assert self.uploads._done == self.uploads._asked
+            self.uploads.wake()
+            wait_until(lambda: self.uploads._done == self.uploads._asked, 20)
         return self
 
     def end(self, state="preempted"):
@@ -73,7 +76,7 @@ class Attempt:
     def suspend(self):
         """As SIGSTOP does: its beats stop. The folder's lock stays."""
         self.mirror._end.set()
-        time.sleep(0.1)
+        self.mirror._thread.join()
 
 
 def steps_of(url):
@@ -201,6 +204,85 @@ def test_fifty_former_owners_that_wake_up_commit_nothing(tmp_path):
     assert Mirror(url).checkpoints() == before
     last.upload(80).end()
     assert steps_of(url) == [70, 80]
+
+
+class Killed(BaseException):
+    pass
+
+
+class Wire:
+    """All requests to storage in memory. The process is killed at one of them: before it, or when it is answered.
+
+    at: which one, from 1.
+    """
+
+    REQUESTS = "find cat_file cat_ranges pipe_file put_file exists rm".split()
+
+    def __init__(self, monkeypatch, at, is_answered):
+        self.count, self.at, self.is_answered, self.is_dead = 0, at, is_answered, False
+        self._nested = threading.local()
+        self._lock = threading.Lock()
+        for name in self.REQUESTS:
+            monkeypatch.setattr(MemoryFileSystem, name, self.counted(getattr(MemoryFileSystem, name)))
+
+    def counted(self, plain):
+        def request(*args, **options):
+            if getattr(self._nested, "is_on", False):  # one of them uses another one
+                return plain(*args, **options)
+            with self._lock:
+                self.count += 1
+                is_last = self.count == self.at
+                self.is_dead |= is_last and not self.is_answered
+            if self.is_dead:
+                raise Killed
+            self._nested.is_on = True
+            try:
+                found = plain(*args, **options)
+            finally:
+                self._nested.is_on = False
+            self.is_dead |= is_last
+            if self.is_dead:
+                raise Killed
+            return found
+
+        return request
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("is_answered", [False, True])
+@pytest.mark.parametrize("what", ["save", "start"])
+def test_a_kill_at_any_request_leaves_the_old_or_the_new_checkpoint(tmp_path, monkeypatch, what, is_answered):
+    monkeypatch.setattr(mirror_module, "SECONDS_BETWEEN_BEATS", 1000.0)
+    found, at, is_killed = set(), 0, True
+    while is_killed:
+        at += 1
+        url, folder = f"memory://{uuid.uuid4().hex}/a", tmp_path / f"{at}"
+        first = Attempt(url, folder / "a", launch_id="job").upload(10, 20)
+        if what == "start":
+            first.suspend()
+        with monkeypatch.context() as patched:
+            wire = Wire(patched, at, is_answered)
+            with suppress(Killed):
+                if what == "save":
+                    first.save(30)
+                    first.uploads.wake()
+                    wait_until(lambda: wire.is_dead or first.uploads._done == first.uploads._asked)  # noqa: B023
+                    first.suspend()
+                else:
+                    Attempt(url, folder / "b", launch_id="job")
+            is_killed = wire.is_dead
+            wire.is_dead = True
+        second = Attempt(url, folder / "c", launch_id="job")
+        step = checkpoint.step_of(second.run.resume_path)
+        found.add(step)
+        assert second.run.resume_path.read_bytes() == checkpoint.step_path(folder / "a/checkpoints", step).read_bytes()
+        assert {step} <= {each["step"] for each in second.run.records("train")}
+        second.upload(40, 50).suspend()
+        assert steps_of(url) == [40, 50]
+        assert sum(name.endswith(".pt") for name in second.mirror.names()) == 2  # nothing is left over
+    assert found == ({20, 30} if what == "save" else {20})
+    print(f"killed at each of {at - 1} requests")
+    assert at > 10
 
 
 def test_a_mirror_of_a_live_run_is_not_claimed(url, tmp_path):
