@@ -6,6 +6,7 @@ taught  a student that learns from its own moving average too, with a bound on i
 thawing a trunk that is trained from the eighth step on, and a head with another schedule
 experts the same images, with layers that are dropped at random, a head for some labels and a layer without use
 terms   the same, with a loss of three terms, each with a count of its own
+joint   ramped, taught, thawing and terms in one
 plain   the same images, GroupNorm, no dropout: nothing depends on the micro-batch
 lines   lines of unequal length, with a loss per predicted token, random transforms on the CPU, dropout
 blocks  the same lines, a network of blocks with tied weights, dropout
@@ -149,6 +150,19 @@ def term_counts(batch):
     return {"classes": (batch[1] + 1).sum(), "rare": (batch[1] % 5 == 4).sum(), "size": len(batch[1])}
 
 
+def joint_loss(net, batch, progress):
+    """The terms of the student, and a distance to its teacher whose weight grows with the step."""
+    (logits, taught), labels = net(batch[0]), batch[1]
+    terms = term_loss(lambda images: logits, batch)["loss"]
+    ramp = progress.step / progress.total_steps + 0.5 * progress.epoch + 0.001 * progress.samples_seen
+    terms["taught"] = ((logits - taught).square().mean(1).sum(), len(labels), ramp)
+    return {
+        "loss": terms,
+        "ramp": (ramp * len(labels), len(labels)),
+        "top1": (count_correct(taught, labels), len(labels)),
+    }
+
+
 def create_images(config, split):
     sizes = {"train": config.dataset_size or 100, "val": math.ceil((config.dataset_size or 100) / 5), "test": 0}
     return Images(sizes[split], split) if sizes.get(split) else None
@@ -220,6 +234,12 @@ TASKS["taught"] = IMAGES | {
     "create_model": lambda config, device: Taught().to(device),
     "compute_loss": taught_loss,
     "after_step": teach,
+}
+TASKS["joint"] = TASKS["taught"] | {
+    "compute_loss": joint_loss,
+    "loss_counts": lambda batch: term_counts(batch) | {"taught": len(batch[1])},
+    "param_groups": lambda net, config: named_groups(net.student, config),
+    "lr_factor": thaw,
 }
 OPTIONAL = ("after_step", "loss_counts", "lr_factor")  # functions that the shipped model.py does not have
 BUCKETS = ["--bucket_cap_mb", "0.002"]  # several buckets for these small models

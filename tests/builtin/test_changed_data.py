@@ -15,7 +15,7 @@ from ranks import run_ranks
 from training import assert_same_state, train_flags
 from utils.report.reporter import Reporter
 
-FLAGS = "--dataset imagefolder --num_workers 1 --epochs 3".split()
+FLAGS = "--dataset imagefolder --num_workers 1 --epochs 2".split()
 COUNT, STEPS = 24, 3  # files, and steps per epoch
 RESIZED = "training files of another size than in the checkpoint"
 

@@ -1,6 +1,7 @@
 """scripts/launch.sh with real runs, and its exit codes (what it starts and rejects:
 unit/test_launching.py)."""
 
+import json
 import os
 import re
 import signal
@@ -34,44 +35,33 @@ def test_a_bad_flag_is_rejected_once_before_any_process_starts():
     assert (ended.code, ended.err) == (2, "--epohs: is not known; did you mean --epochs?\n")
 
 
-def test_a_detached_launch_with_a_retry_survives_its_terminal_and_a_killed_rank(tmp_path):
-    """The failed rank is named, and the next start resumes and completes the run; a completed run is rejected and not
-    retried."""
+def test_a_launch_resumes_after_a_killed_rank_and_at_sigterm_it_saves_and_exits_75(tmp_path):
+    """The failed rank is named. A detached start in the run's folder is rejected in its log, and not retried."""
     run, script = tmp_path / "run", tmp_path / "kill.sh"
     script.write_text(KILL_RANK_1)
-    flags = [*TINY, "--dataset_size", "240", "--save_every_steps", "10", "--run_dir", run]
-    more = ["--on_checkpoint", f"sh {script}", "--debug", "--detach"]
-    program = start([SCRIPT, *flags, *more, "--retries", "2"], env={"PATH": PATH, "NPROC_PER_NODE": "2"})
-    try:
-        assert program.wait(60) == 0
-        printed = os.pread(program.files[0].fileno(), 2**16, 0).decode()
-        pid, log = re.search(r"process (\d+) runs in the background; tail -f (\S+) ", printed).groups()
-        wait_until(lambda: not Path(f"/proc/{pid}").exists(), 120)
-    finally:
-        stop(program)
-    text = Path(log).read_text()
-    assert re.search(
-        r"launch.sh: failed: rank 1 on \S+: rank 1 on \S+ was killed or cut off, last seen in .*auto\n"
-        r".*exit code 1; attempt 2 of 3",
-        text,
-    ), text
-    assert text.count("attempt 2 of 3 starts in 5 s") == text.count("completed: 1 epoch,") == 1 and "resumed" in text, (
-        text
-    )
-    assert (run / "traces").is_dir()  # the flight recorder finds a folder to write into
-    ended = launch([SCRIPT, *flags, "--retries", "2"], env={"PATH": PATH, "NPROC_PER_NODE": "1"})
-    assert ended.code == 2 and "holds a run already" in ended.err and "starts in" not in ended.err, ended.text
-
-
-def test_sigterm_to_the_script_saves_and_exits_75(tmp_path):
-    run = tmp_path / "run"
     flags = [*TINY, "--dataset_size", "4000", "--epochs", "1000", "--save_every", "0", "--run_dir", run]
-    program = start([SCRIPT, *flags], env={"PATH": PATH, "NPROC_PER_NODE": "2"})
+    more = ["--save_every_steps", "10", "--on_checkpoint", f"sh {script}", "--debug", "--retries", "2"]
+    program = start([SCRIPT, *flags, *more], env={"PATH": PATH, "NPROC_PER_NODE": "2"})
     try:
-        wait_for_step(run, 1, 3)
+        wait_until(lambda: b" resumed " in os.pread(program.files[0].fileno(), 2**20, 0), 120)
+        wait_for_step(run, 1, json.loads((run / "status.json").read_text())["step"] + 3)
         os.kill(program.pid, signal.SIGTERM)
         ended = finish(program)
     finally:
         stop(program)
     assert ended.code == 75 and "--resume_from auto" in ended.out, ended.text
-    assert list((run / "checkpoints").glob("step_*.pt"))
+    failure = r"launch.sh: failed: rank 1 on \S+: rank 1 on \S+ was killed or cut off, last seen in .*auto\n"
+    assert re.search(failure + r".*exit code 1; attempt 2 of 3 starts in 5 s", ended.err), ended.text
+    status = json.loads((run / "status.json").read_text())
+    assert status["state"] == "preempted" and (run / f"checkpoints/step_{status['step']:08d}.pt").exists()
+    assert (run / "traces").is_dir()  # the flight recorder finds a folder to write into
+    program = start([SCRIPT, *flags, "--retries", "2", "--detach"], env={"PATH": PATH, "NPROC_PER_NODE": "1"})
+    try:
+        assert program.wait(60) == 0
+        printed = os.pread(program.files[0].fileno(), 2**16, 0).decode()
+        pid, log = re.search(r"process (\d+) runs in the background; tail -f (\S+) ", printed).groups()
+        wait_until(lambda: not Path(f"/proc/{pid}").exists(), 60)
+    finally:
+        stop(program)
+    text = Path(log).read_text()
+    assert "holds a run already" in text and "starts in" not in text, text

@@ -88,8 +88,9 @@ def test_the_loss_of_mixed_labels_is_the_weighted_sum_of_both_also_smoothed():
     assert mixed["loss"][1] == 2 and mixed["top1"][0] == each[0]["top1"][0]
 
 
-def test_mixed_batches_equal_the_plain_loop_on_two_ranks(runs):
-    flags = (*SGD, *"--mixup_alpha 0.4 --cutmix_alpha 1 --label_smoothing 0.1 --max_steps 2".split())
+def test_mini_resnet_and_mixed_batches_equal_the_plain_loop_on_two_ranks(runs):
+    """In float64; the third global batch of an epoch is short and leaves a rank idle."""
+    flags = (*SGD, *"--mixup_alpha 0.4 --cutmix_alpha 1 --label_smoothing 0.1 --max_steps 3".split())
     check_against_the_oracle(runs, 2, 2, torch.float64, flags, 1e-12, task="")
 
 
@@ -165,15 +166,15 @@ def test_the_recipe_is_torchvisions():
 
 
 def test_the_recipe_on_jpegs_is_the_same_on_one_and_two_ranks_and_after_a_restart(runs):
-    save_jpegs(runs.root / "data", {"train": 10, "val": 2})
+    save_jpegs(runs.root / "data", {"train": 6, "val": 2})
     flags = [*TINY, *SMALL.split(), "--data_dir", runs.root / "data"]
     each = [
         observed(ranks, "", [*flags, "--run_dir", runs.folder(str(ranks)), "--num_workers", workers], stops)
         for ranks, workers, stops in ((1, 0, ()), (2, 1, (2,)))
     ]
-    assert each[0] == each[1] and len(each[0]) == 2 * 8
+    assert each[0] == each[1] and len(each[0]) == 2 * 5
     seen = [index for indices, *_ in each[0].values() for index in indices]
-    assert sorted(seen) == list(range(2 * 30))  # each of two copies once in two epochs
+    assert sorted(seen) == list(range(2 * 18))  # each of two copies once in two epochs
     digests = [digest for _, digest, _ in each[0].values()]
     assert len(set(digests)) == len(digests)
 

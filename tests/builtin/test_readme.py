@@ -32,7 +32,7 @@ LINES = list(dict.fromkeys(" ".join(line.split(" #")[0].split()) for line in COM
 ENV = {"PATH": PATH}
 TINY = "--image_size 8 --batch_size 8 --dataset_size 32 --backend gloo"
 # can be learned within seconds
-TASK = "--dataset_size 300 --epochs 3 --image_size 16 --augment none --batch_size 8 --lr 0.03"
+TASK = "--dataset_size 100 --epochs 2 --image_size 8 --num_classes 2 --augment none --batch_size 8 --lr 0.03"
 FIELDS = {f"--{name}" for name in TrainingConfig.__dataclass_fields__} | {"--config", "--print-config"}
 
 
@@ -111,7 +111,9 @@ def pasted(repository, after_clone, left_out):
             script.append("cp ../fork/*.py .")
             continue
         for line in (line.split(" #")[0] for line in text.replace("\\\n", " ").splitlines()):
-            line = re.sub(r"--nproc-per-node=\d", "--nproc-per-node=2", line).replace("TEMPLATE_URL", str(repository))
+            # by default one rank: the quick start trains two
+            line = re.sub(r"--nproc-per-node=\d", f"--nproc-per-node={1 if left_out else 2}", line)
+            line = line.replace("TEMPLATE_URL", str(repository))
             line = line.replace("MASTER_ADDR=node0", f"MASTER_ADDR={own_address()}")
             flags = next((flags for part, flags in QUICK.items() if part in line), "")
             if "git clone" in line:

@@ -14,7 +14,7 @@ from ranks import ROOT, WarmLaunch, copy_repository, finish, need, stop, torchru
 from training import wait_until
 
 FLAGS = "--image_size 8 --dataset_size 60 --backend gloo".split()
-GIVEN = "--ema_decay 0.9 --schedule linear --warmup_epochs 0.1".split()
+GIVEN = "--dataset_size 24 --ema_decay 0.9 --schedule linear --warmup_epochs 0.1".split()
 FAULTS = sorted((ROOT / "tests" / "faults").glob("*.patch"))
 DEFAULT = ("rank_dependent_parameter",)
 ALONE = ("unseeded_noise", "forgotten_set_epoch", "momentum_left_out")  # one process detects them too

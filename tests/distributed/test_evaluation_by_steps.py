@@ -50,7 +50,7 @@ def test_training_is_the_same_bits_with_and_without_evaluations_within_an_epoch(
     ("ranks", "task", "more"),
     [
         (2, "images", ""),
-        (2, "blocks", "--sharding zero3 --grad_accum_steps 2"),
+        slow(2, "blocks", "--sharding zero3 --grad_accum_steps 2"),
         slow(4, "images", "--reduction exact"),
         slow(1, "lines", "--grad_accum_steps 2"),
     ],

@@ -12,11 +12,11 @@ from training import relative
 # 24 steps of 5 micro-batches, which do not divide evenly among 2, 3 or 4 ranks; the last step has 2 samples
 FLAGS = "--dataset_size 462 --epochs 1 --global_batch_size 20 --lr 0.05 --ema_decay 0.9 --clip_grad_norm 1".split()
 FLAGS += "--no-use_amp --save_every 0 --num_workers 1 --record_samples --log_interval 3".split()
-CHAIN = ((4, 3), (2, 8), (1, 11), (3, 16), (4, 0))  # ranks, and the step after which a signal comes
+CHAIN = ((4, 3), (2, 8), (1, 11), (3, 0))  # ranks, and the step after which a signal comes
 
 
 @pytest.mark.parametrize("task", ["images", pytest.param("lines", marks=pytest.mark.slow)])
-def test_four_two_one_three_and_four_ranks_in_one_epoch_equal_the_plain_loop(runs, task):
+def test_four_two_one_and_three_ranks_in_one_epoch_equal_the_plain_loop(runs, task):
     """The same samples in the same global batches, each once; float64 within 1e-12 of the oracle after 24 steps."""
     for ranks, stop in CHAIN:
         flags = (*FLAGS, "--resume_from", "auto")
@@ -25,7 +25,7 @@ def test_four_two_one_three_and_four_ranks_in_one_epoch_equal_the_plain_loop(run
         steps = list(plain_loop.plain_loop(config_of(runs.words("run", *FLAGS), torch.float64), 5))
     net, average, *_ = steps[-1]
     saved, events = runs.last("run"), runs.events("run", "resumed")
-    assert [(record["step"], record["world_size"]) for record in events] == [(4, 2), (9, 1), (12, 3), (17, 4)]
+    assert [(record["step"], record["world_size"]) for record in events] == [(4, 2), (9, 1), (12, 3)]
     assert all(record["changed"] == [] for record in events) and saved["progress"]["step"] == len(steps) == 24
     assert relative(saved["model"], net.state_dict()) < 1e-12
     assert relative(saved["ema"], average.state_dict()) < 1e-12

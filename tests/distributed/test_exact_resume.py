@@ -17,7 +17,7 @@ FP32, BF16, FP16 = "--no-use_amp", "--amp_dtype bf16", "--amp_dtype fp16"
 @pytest.mark.parametrize(
     ("ranks", "task", "accumulation", "optimizer", "precision"),
     [
-        (4, "images", 2, ADAMW, FP32),
+        (3, "images", 2, ADAMW, FP32),
         (2, "images", 1, SGD, FP16),
         (2, "lines", 2, SGD, BF16),
         slow(1, "images", 2, SGD, BF16),
@@ -42,11 +42,11 @@ def test_stops_and_resumes_within_an_epoch_change_nothing(runs, ranks, task, acc
     runs.assert_same("whole", "parts")
 
 
-@pytest.mark.parametrize("ranks", [slow(1), slow(2), 4])
+@pytest.mark.parametrize("ranks", [slow(1), slow(2), 3, slow(4)])
 def test_a_resume_from_any_step_gives_the_same_next_checkpoint(runs, ranks):
     """A save changes nothing, and a resume works from any step, also from an epoch's last one before its evaluation.
 
-    On 4 ranks: a sum of two numbers does not depend on their order, so 2 ranks would not detect rebuilt DDP buckets.
+    On 3 ranks: a sum of two numbers does not depend on their order, so 2 ranks would not detect rebuilt DDP buckets.
     """
     flags = [*FLAGS, *f"--no-use_amp --dataset_size 22 --batch_size {16 // ranks}".split()]
     runs.train(ranks, "unsaved", *flags)

@@ -47,21 +47,23 @@ def test_a_loss_that_knows_the_step_equals_the_plain_loop(runs, ranks, accumulat
 
 
 @after_stops
-def test_stops_and_resumes_do_not_change_what_a_loss_knows(runs, ranks, flags):
-    """Stops within an epoch; then a resume before the evaluation at an epoch's end, and an evaluation alone."""
+def test_stops_and_resumes_do_not_change_what_a_fork_adds(runs, ranks, flags):
+    """A loss of terms that knows the step, after_step and lr_factor. Stops within an epoch; then a resume before the
+    evaluation at an epoch's end, and an evaluation alone."""
     flags = [*OF_RESUME, "--dataset_size", 30 * ranks, *flags]
-    runs.train(ranks, "whole", *flags, task="ramped")
-    runs.train_with_stops(ranks, "parts", *flags, task="ramped", stops=(1, 3, 6))
+    runs.train(ranks, "whole", *flags, task="joint")
+    runs.train_with_stops(ranks, "parts", *flags, task="joint", stops=(1, 3, 6))
     runs.assert_same("whole", "parts")
-    runs.train(ranks, "saved", *flags, "--save_every_steps", 1, task="ramped")
+    assert "jumps" not in runs.log("parts")
+    runs.train(ranks, "saved", *flags, "--save_every_steps", 1, task="joint")
     for path in runs.checkpoints("saved"):
         if checkpoint.step_of(path) == 8:
-            runs.train(ranks, "late", *flags, "--resume_from", path, task="ramped")
+            runs.train(ranks, "late", *flags, "--resume_from", path, task="joint")
     evaluated = runs.records("whole", "eval")
     assert [record["ramp"] for record in runs.records("late", "eval")] == [record["ramp"] for record in evaluated]
     ramps = [8 / 16 + 0.001 * 30 * ranks, 16 / 16 + 0.5 + 0.001 * 60 * ranks]  # the steps before the evaluation
     assert [record["ramp"] for record in evaluated] == pytest.approx([ramp for ramp in ramps for _ in "ab"])
-    runs.train(ranks, "whole", *flags, "--eval_only", "--resume_from", runs.checkpoints("whole")[-1], task="ramped")
+    runs.train(ranks, "whole", *flags, "--eval_only", "--resume_from", runs.checkpoints("whole")[-1], task="joint")
     name = f"eval-{runs.checkpoints('whole')[-1].stem}.json"
     assert [each["ramp"] for each in runs.json("whole", name)["records"]] == pytest.approx(ramps[1:] * 2, rel=1e-6)
 
@@ -110,14 +112,6 @@ def test_a_teacher_that_follows_each_step_equals_the_plain_loop(runs, ranks, acc
     assert largest == 0.3 and weights["clock"] == sum(step + 100 * (step // per_epoch) for step in range(20))
 
 
-@after_stops
-def test_stops_and_resumes_do_not_change_a_teacher(runs, ranks, flags):
-    flags = [*OF_RESUME, "--dataset_size", 30 * ranks, *flags]
-    runs.train(ranks, "whole", *flags, task="taught")
-    runs.train_with_stops(ranks, "parts", *flags, task="taught", stops=(1, 3, 6))
-    runs.assert_same("whole", "parts")
-
-
 def train_with_a_nan(flags, bad_step):
     """A loss that is NaN in one step, on the last rank."""
     passes = []
@@ -159,15 +153,6 @@ def test_factors_of_named_groups_equal_the_plain_loop(runs, ranks, accumulation,
     assert [record["lr_of_groups"] for record in records] == rates
     largest = [max(head, 2 * trunk) for head, trunk in zip(heads, trunks, strict=True)]
     assert [record["lr"] for record in records] == pytest.approx(largest)  # of --lr
-
-
-@after_stops
-def test_stops_and_resumes_do_not_change_the_factors_of_groups(runs, ranks, flags):
-    flags = [*OF_RESUME, "--dataset_size", 30 * ranks, *flags]
-    runs.train(ranks, "whole", *flags, task="thawing")
-    runs.train_with_stops(ranks, "parts", *flags, task="thawing", stops=(1, 3, 6))
-    runs.assert_same("whole", "parts")
-    assert "jumps" not in runs.log("parts")
 
 
 def train_groups(flags, names, factor):

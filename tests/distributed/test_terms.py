@@ -10,7 +10,6 @@ import torch
 from config import UserError
 from ranks import run_ranks, slow
 from tasks import TASKS, Images, SmallNet, image_loss, term_counts, term_loss
-from test_exact_resume import FLAGS as OF_RESUME
 from test_oracle import SGD, check_against_the_oracle
 from training import assert_same_state, train_flags
 from utils.data.augment import normalize
@@ -31,15 +30,6 @@ def test_terms_with_their_own_counts_equal_the_plain_loop(runs, ranks, accumulat
     check_against_the_oracle(runs, ranks, accumulation, torch.float64, flags, 1e-12, "terms")
     for record in runs.records("ours", "train"):
         assert record["loss"] == pytest.approx(sum(record[f"loss/{name}"] for name in NAMES), rel=1e-12)
-
-
-@pytest.mark.parametrize(("ranks", "flags"), [(2, ("--amp_dtype", "bf16")), slow(2, EXACT), slow(2, SHARDED)])
-def test_stops_and_resumes_do_not_change_terms(runs, ranks, flags):
-    """Stops within an epoch, where the next global batch is already fetched and its counts are being summed."""
-    flags = [*OF_RESUME, "--dataset_size", 30 * ranks, "--eval_every_steps", 3, *flags]
-    runs.train(ranks, "whole", *flags, task="terms")
-    runs.train_with_stops(ranks, "parts", *flags, task="terms", stops=(1, 3, 6))
-    runs.assert_same("whole", "parts")
 
 
 @pytest.mark.parametrize("worlds", [(1, 3), slow((1, 2, 4))])

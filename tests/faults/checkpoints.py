@@ -20,7 +20,7 @@ from utils.checkpoint import format as checkpoint
 from utils.checkpoint.format import step_checkpoints, step_path
 
 
-@fault("partial file left over", is_default=True)
+@fault("partial file left over")
 def left_over(drill: Drill) -> None:
     job = drill.start(2, *RUN, code=slow_writer("60 * (path.name == 'step_00000020.pt')"))
     job.wait_for(lambda: list(job.folder.glob("checkpoints/step_00000020.pt.*.tmp")))
@@ -76,7 +76,7 @@ def drop_another_runs(drill: Drill, folder: Path) -> None:
 
 
 @fault("newest checkpoints damaged", damage_two, 10, CUT, FLIPPED, is_default=True)
-@fault("malicious file in the folder", drop_malicious, 30, r"step_00000040\.pt: is not a checkpoint", is_default=True)
+@fault("malicious file in the folder", drop_malicious, 30, r"step_00000040\.pt: is not a checkpoint")
 @fault(
     "checkpoint of another run in the folder",
     drop_another_runs,
@@ -93,7 +93,7 @@ def passed_over(drill: Drill, spoil: Callable[[Drill, Path], None], taken: int, 
     drill.is_whole(2, *RUN)
 
 
-@fault("all checkpoints damaged", is_default=True)
+@fault("all checkpoints damaged")
 def all_damaged(drill: Drill) -> None:
     folder = stopped_at_30(drill)
     for step, damage in ((10, cut), (20, flip), (30, cut)):

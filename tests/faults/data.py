@@ -20,7 +20,7 @@ Images.__getitem__, Images.collate = getitem, staticmethod(default_collate)
 """  # samples are read one by one
 
 
-@fault("corrupt sample", is_default=True)
+@fault("corrupt sample")
 def corrupt_sample(drill: Drill) -> None:
     job = drill.start(2, *RUN, code=CORRUPT)
     drill.fails(job, r"rank \d: line 44 of train: is cut short; write it again")

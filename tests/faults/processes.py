@@ -116,12 +116,12 @@ def restarts_in_vain(drill: Drill) -> None:
 @fault("fails at the same step each time", is_default=True)
 def relaunches_in_vain(drill: Drill) -> None:
     flags = (
-        "--dataset_size 198 --epochs 2 --save_every 0 --save_every_steps 20 --num_workers 1 --resume_from auto".split()
+        "--dataset_size 78 --epochs 2 --save_every 0 --save_every_steps 5 --num_workers 1 --resume_from auto".split()
     )
-    code = injected_at(22, "raise KeyError('a bug of the fork')")
+    code = injected_at(7, "raise KeyError('a bug of the fork')")
     texts = [drill.fails(drill.start(2, *flags, code=code)) for _ in range(4)]
     assert all("KeyError: 'a bug of the fork'" in text and "attempts did not" not in text for text in texts[:3])
-    is_diagnosed(drill, texts[3], 22, 0, "'a bug of the fork'", *flags)
+    is_diagnosed(drill, texts[3], 7, 0, "'a bug of the fork'", *flags)
     (drill.folder / "fixed").touch()
     drill.completes(2, *flags, code=code)
     drill.is_whole(2, *flags)

@@ -145,7 +145,7 @@ def malicious(drill: Drill) -> None:
     says(ended.text, r"part_00001\.pt: is not a checkpoint \(UnpicklingError\)")
 
 
-@fault("rank killed before its shards are on the disk", "write", "before", 1, 10, is_default=True)
+@fault("rank killed before its shards are on the disk", "write", "before", 1, 10)
 @fault("rank 0 killed while shards are written", "write", "before", 0, 10)
 @fault("rank killed after its shards are on the disk", "write", "after", 1, 10)
 @fault("rank 0 killed before the folder gets its name", "replace_folder", "before", 0, 10, is_default=True)
@@ -158,7 +158,7 @@ def killed(drill: Drill, function: str, place: str, rank: int, step: int) -> Non
     drill.resumes(2, *ZERO3)
 
 
-@fault("disk of one node full at a save", is_default=True)
+@fault("disk of one node full at a save")
 def no_room(drill: Drill) -> None:
     job = drill.start(2, *ZERO3, code=NO_ROOM)
     drill.has_completed(job)

@@ -163,7 +163,7 @@ def goes_away(drill: Drill, is_unmounted: bool) -> None:
     assert left == [], left
 
 
-@fault("EIO at the fsync of a checkpoint", 1, [10], is_default=True)
+@fault("EIO at the fsync of a checkpoint", 1, [10])
 @fault("EIO at the fsync of the folder", 2, [10, 20])
 def flush_fails(drill: Drill, number: int, whole: list[int]) -> None:
     """One failure, in the second save. number: which fsync of the save fails. whole: the checkpoints that exist until

@@ -144,7 +144,7 @@ def straggles(drill: Drill, code: str, cause: str) -> None:
     says(ended.text, rf"rank 1 on {HOST} is \d+\.\d times slower than the median rank because of its {cause}\n")
 
 
-@fault("time is up", is_default=True)
+@fault("time is up")
 def time_is_up(drill: Drill) -> None:
     run = "--dataset_size 400 --epochs 2 --num_workers 1".split()  # 100 steps, at least 30 s
     drill.completes(
