@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -16,7 +17,8 @@ import torch
 
 import replay
 import tasks
-from ranks import lack, run_ranks, slow, start, stop
+from nodes import Nodes
+from ranks import PATH, ROOT, finish, lack, run_ranks, slow, start, stop
 from scripts import export, predict
 from scripts import runs as runs_script
 from tasks import train_task, using
@@ -197,3 +199,48 @@ def test_the_scripts_and_init_from_take_the_url_of_a_run(runs, bucket, tmp_path)
         attempt(runs, name, env, "--init_from", source, "--max_steps", 2)
     assert difference(runs.last("a")["model"], runs.last("b")["model"]) == []
     assert difference(runs.last("c")["model"], runs.last("b")["model"]) == []
+
+
+def relaunched(node, number, url, folder, *flags, ranks=2, nodes=2):
+    env = KEYS | {"AWS_ENDPOINT_URL": url, "PATH": PATH, "NNODES": str(nodes), "NODE_RANK": str(number)}
+    env |= {"MASTER_ADDR": "node0", "NPROC_PER_NODE": str(ranks)}
+    words = ["--run_dir", folder, "--mirror", "s3://bucket/runs/a", "--resume_from", "auto", "--timeout", 20, *flags]
+    return node.start([ROOT / "scripts/launch.sh", *words], env=env)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", [(2, 2), (1, 1)])
+def test_two_nodes_share_only_the_server_and_node_0_loses_its_disk(runs, tmp_path, then):
+    """Then the run goes on from the server: on two new nodes, or in one process."""
+    for name in ("moto", "s3fs"):
+        pytest.importorskip(name)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    words = "--image_size 8 --batch_size 2 --dataset_size 160 --num_workers 1 --save_every_steps 2 --epochs 8".split()
+    words += "--log_interval 1 --global_batch_size 8 --reduction exact --seed 5".split()
+    with Nodes(3) as nodes:
+        for node in nodes:
+            node.mount_tmpfs(disk, "200m")
+        code = "import sys; from moto.server import main; main(sys.argv[1:])"
+        nodes[2].start([sys.executable, "-c", code, "-H", "0.0.0.0", "-p", 5000])
+        url = f"http://{nodes[2].address}:5000"
+        put = f"import urllib.request as u; u.urlopen(u.Request('{url}/bucket', method='PUT'))"
+        wait_until(lambda: nodes[0].run(sys.executable, "-c", put).code == 0)
+        programs = [relaunched(nodes[k], k, url, disk / "run", *words) for k in range(2)]
+        log = nodes[0].seen(disk / "run/logs/rank0.log")
+        wait_until(lambda: log.exists() and re.search(r"uploaded step_0000001\d", log.read_text()), 120)
+        for program in programs:
+            stop(program)
+        assert not nodes[1].seen(disk / "run/metrics.jsonl").exists()  # the disks are not one
+        for node in nodes:
+            node.do("umount", disk)
+            node.mount_tmpfs(disk, "200m")
+        count, ranks = then
+        again = [relaunched(nodes[k], k, url, disk / "run", *words, ranks=ranks, nodes=count) for k in range(count)]
+        ended = [finish(program, 240) for program in again]
+        assert [each.code for each in ended] == [0] * count, "".join(each.text for each in ended)
+        assert "fetched s3://bucket/runs/a/" in ended[0].text
+        weights = checkpoint.read(max(nodes[0].seen(disk / "run/checkpoints").glob("step_*")))[0]["model"]
+        weights = {name: value.clone() for name, value in weights.items()}
+    runs.train(1, "uninterrupted", *words, task="")
+    assert difference(runs.last("uninterrupted")["model"], weights) == []
