@@ -33,9 +33,9 @@ if ! "$PYTHON" -c 'import mypy, ruff, xdist, kubernetes_validate, kubeflow_train
     "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt \
         mypy ruff pytest-xdist kubernetes-validate kubeflow-trainer-api || true
 fi
-if [ "$mode" = all ] && ! "$PYTHON" -c 'import datasets, fuse, optuna, peft, timm, transformers' 2>/dev/null; then
+if [ "$mode" = all ] && ! "$PYTHON" -c 'import datasets, fuse, moto, optuna, peft, s3fs, timm, transformers' 2>/dev/null; then
     "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-        datasets fusepy optuna peft safetensors timm transformers || true # recipes and exports need them
+        datasets fusepy 'moto[server]' optuna peft s3fs safetensors timm transformers || true # recipes, exports, storage
 fi
 [ "$mode" != mutations ] || exec "$PYTHON" tests/mutations.py "$@"
 

@@ -17,7 +17,7 @@ from test_exact_samples import observed
 from test_oracle import SGD, check_against_the_oracle
 from training import TINY
 from utils.data.augment import mix, repeated_order
-from utils.data.sampler import GlobalBatchSampler
+from utils.data.sampler import Assignment, GlobalBatchSampler
 from utils.data.sets import choose_samples
 from utils.data.worker import Fetcher
 from utils.rng import seed_host
@@ -117,7 +117,7 @@ def test_over_repeats_epochs_each_copy_of_each_image_comes_once(n, repeats, grou
 def test_with_whole_groups_all_copies_are_in_one_global_batch_and_epochs_are_as_long_as_torchvisions():
     config = TrainingConfig(augment_repeats=4, batch_size=2, dataset_size=64, image_size=8, augment="none")
     data = create_dataset(config, "train")
-    sampler = GlobalBatchSampler(data, batch_size=2, micro_batches_per_step=4, rank=0, world_size=1, seed=1)
+    sampler = GlobalBatchSampler(data, batch_size=2, micro_batches_per_step=4, assignment=Assignment(0, 1), seed=1)
     assert sampler.samples_per_epoch == 64 and sampler.steps_per_epoch == 8
     for window in sampler.order(3).split(8):
         assert (window % 64).unique(return_counts=True)[1].tolist() == [4, 4] and len(window.unique()) == 8

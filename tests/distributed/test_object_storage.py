@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import sys
 import urllib.request
@@ -18,7 +19,7 @@ import torch
 import replay
 import tasks
 from nodes import Nodes
-from ranks import PATH, ROOT, finish, lack, run_ranks, slow, start, stop
+from ranks import PATH, ROOT, finish, lack, marked, run_ranks, slow, start, stop
 from scripts import export, predict
 from scripts import runs as runs_script
 from tasks import train_task, using
@@ -216,7 +217,7 @@ def test_two_nodes_share_only_the_server_and_node_0_loses_its_disk(runs, tmp_pat
         pytest.importorskip(name)
     disk = tmp_path / "disk"
     disk.mkdir()
-    words = "--image_size 8 --batch_size 2 --dataset_size 160 --num_workers 1 --save_every_steps 2 --epochs 8".split()
+    words = "--image_size 8 --batch_size 2 --dataset_size 160 --num_workers 1 --save_every_steps 2 --epochs 4".split()
     words += "--log_interval 1 --global_batch_size 8 --reduction exact --seed 5".split()
     with Nodes(3) as nodes:
         for node in nodes:
@@ -228,12 +229,19 @@ def test_two_nodes_share_only_the_server_and_node_0_loses_its_disk(runs, tmp_pat
         wait_until(lambda: nodes[0].run(sys.executable, "-c", put).code == 0)
         programs = [relaunched(nodes[k], k, url, disk / "run", *words) for k in range(2)]
         log = nodes[0].seen(disk / "run/logs/rank0.log")
-        wait_until(lambda: log.exists() and re.search(r"uploaded step_0000001\d", log.read_text()), 120)
+
+        def is_uploaded():
+            assert programs[0].poll() is None, finish(programs[0]).text
+            return log.exists() and re.search(r"uploaded step_0000001\d", log.read_text())
+
+        wait_until(is_uploaded, 120)
+        for pid in marked(programs[0]):
+            os.kill(pid, signal.SIGKILL)
         for program in programs:
             stop(program)
         assert not nodes[1].seen(disk / "run/metrics.jsonl").exists()  # the disks are not one
         for node in nodes:
-            node.do("umount", disk)
+            node.do("umount", "-l", disk)
             node.mount_tmpfs(disk, "200m")
         count, ranks = then
         again = [relaunched(nodes[k], k, url, disk / "run", *words, ranks=ranks, nodes=count) for k in range(count)]

@@ -6,7 +6,7 @@ from torch import nn
 
 from config import TrainingConfig, UserError
 from ddp_utils import DistributedContext, cleanup_distributed, setup_distributed
-from utils.data.sampler import GlobalBatchSampler
+from utils.data.sampler import Assignment, GlobalBatchSampler
 from utils.training.batchnorm import RunningStats, check_sync_batchnorm
 
 YES, NO = torch.tensor(True), torch.tensor(False)
@@ -111,7 +111,11 @@ def test_sync_batchnorm_needs_cuda_and_the_same_number_of_micro_batches_on_each_
 
     def check(samples, per_step, device="cuda", model=None, drop_last=False):
         sampler = GlobalBatchSampler(
-            range(samples), batch_size=4, micro_batches_per_step=per_step, rank=0, world_size=2, drop_last=drop_last
+            range(samples),
+            batch_size=4,
+            micro_batches_per_step=per_step,
+            assignment=Assignment(0, 2),
+            drop_last=drop_last,
         )
         ctx = DistributedContext(rank=0, local_rank=0, world_size=2, device=torch.device(device))
         check_sync_batchnorm(model or nn.SyncBatchNorm(3), sampler, ctx)

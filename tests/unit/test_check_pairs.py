@@ -10,15 +10,16 @@ from torch import nn
 
 from config import TrainingConfig, UserError
 from ddp_utils import DistributedContext
-from utils.data.sampler import GlobalBatchSampler, shifts_of
+from utils.data.sampler import Assignment, GlobalBatchSampler, shifts_of
 from utils.training.cross_check import Round, check_possible, compare
 from utils.training.fingerprint import digest_of, fingerprint_of
 
 
 def samplers(ranks, n, per_step, every, hosts=None, **options):
-    options |= {"batch_size": 2, "micro_batches_per_step": per_step, "world_size": ranks, "check_every": every}
-    hosts = hosts or ["a"] * ranks
-    found = [GlobalBatchSampler(range(n), rank=rank, hosts=hosts, **options) for rank in range(ranks)]
+    options |= {"batch_size": 2, "micro_batches_per_step": per_step}
+    how = {"check_every": every, "hosts": hosts or ["a"] * ranks, "in_runs": options.pop("in_runs", False)}
+    parts = [Assignment(rank, ranks, **how) for rank in range(ranks)]
+    found = [GlobalBatchSampler(range(n), assignment=part, **options) for part in parts]
     for sampler in found:
         sampler.set_epoch(0, 0)
     return found
@@ -59,7 +60,7 @@ def test_a_rank_is_checked_with_its_own_first_micro_batch_by_exactly_one_other(p
 def test_the_first_step_of_an_attempt_is_checked():
     sampler = samplers(2, 40, 2, 100)[0]
     resumed = GlobalBatchSampler(
-        range(41), batch_size=2, micro_batches_per_step=2, rank=1, world_size=2, check_every=100, hosts="ab"
+        range(41), batch_size=2, micro_batches_per_step=2, assignment=Assignment(1, 2, check_every=100, hosts="ab")
     )
     assert sampler.shift_at(0, 0) == 1 and sampler.shift_at(0, 4) == 0
     resumed.set_epoch(1, 41)  # at the end of an epoch, in which the short last step was made

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from config import TrainingConfig
 from forged import GLOBAL_BATCH, MICRO_BATCH
 from utils.data.augment import augment_images
-from utils.data.sampler import GlobalBatchSampler
+from utils.data.sampler import Assignment, GlobalBatchSampler
 from utils.training import state as training_state
 from utils.training import step_sums
 from utils.training.optimizer import WeightAverage
@@ -77,7 +77,7 @@ def prepared(device="cuda", dtype=None, **changes):
     seams = Seams(create_model=None, param_groups=lambda *_: [{"params": model.parameters()}], compute_loss=None)
     state = training_state.TrainState(model, seams, config, Precision("cuda", dtype))
     state.lay_out({"loss": (0.0, 4)})
-    state.plan(GlobalBatchSampler(range(40), batch_size=4, micro_batches_per_step=2, rank=0, world_size=2), 2)
+    state.plan(GlobalBatchSampler(range(40), batch_size=4, micro_batches_per_step=2, assignment=Assignment(0, 2)), 2)
     return state
 
 

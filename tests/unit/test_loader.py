@@ -22,7 +22,7 @@ from utils.data.loader import (
     create_evaluation_dataloader,
     fetches_batches,
 )
-from utils.data.sampler import GlobalBatchSampler
+from utils.data.sampler import Assignment, GlobalBatchSampler
 from utils.data.transfer import to_device
 from utils.rng import derive_seed
 
@@ -33,7 +33,8 @@ def sampler_of(data, rank=0, world_size=1, batch_size=4, per_step=0, **options):
     data = range(data) if isinstance(data, int) else data
     per_step = per_step or world_size
     options |= {"batch_size": batch_size, "micro_batches_per_step": per_step}
-    return GlobalBatchSampler(data, rank=rank, world_size=world_size, **options)
+    how = {name: options.pop(name) for name in ("in_runs", "is_padded") if name in options}
+    return GlobalBatchSampler(data, assignment=Assignment(rank, world_size, **how), **options)
 
 
 def by_all_ranks(n, world_size, per_step):

@@ -10,7 +10,7 @@ from torch import nn
 from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed
 from forged import MICRO_BATCH
-from utils.data.sampler import GlobalBatch, GlobalBatchSampler
+from utils.data.sampler import Assignment, GlobalBatch, GlobalBatchSampler
 from utils.training.first_passes import evaluate_once, train_twice
 from utils.training.optimizer import lr_factor
 from utils.training.precision import Precision, has_fast_bf16
@@ -39,7 +39,7 @@ def make(precision=FLOAT32, model=None, groups=None, **changes):
     model = model or nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     config = TrainingConfig(warmup_epochs=0, **changes)
     state = TrainState(model, seams(lambda *_: groups or [{"params": model.parameters()}]), config, precision)
-    sampler = GlobalBatchSampler(range(40), batch_size=4, micro_batches_per_step=1, rank=0, world_size=1)
+    sampler = GlobalBatchSampler(range(40), batch_size=4, micro_batches_per_step=1, assignment=Assignment(0, 1))
     state.lay_out({"loss": (0.0, 4)})
     state.plan(sampler, 1)
     return state

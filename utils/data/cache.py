@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, default_collate
 from config import TrainingConfig, UserError
 from utils.batch import map_leaves, map_tensors, tensors_in
 from utils.data.loader import GlobalBatchLoader, fetches_batches
-from utils.data.sampler import GlobalBatchSampler, MapDataset
+from utils.data.sampler import Assignment, GlobalBatchSampler, MapDataset
 from utils.data.transfer import indices_on
 from utils.distributed.collectives import all_gather_json, on_all_ranks, require_equal
 from utils.distributed.context import DistributedContext
@@ -137,8 +137,7 @@ def _decode(
         source,
         batch_size=CHUNK,
         micro_batches_per_step=len(peers),
-        rank=peers.index(ctx.rank),
-        world_size=len(peers),
+        assignment=Assignment(peers.index(ctx.rank), len(peers)),
         shuffle=False,
     )
     loader = GlobalBatchLoader(source, sampler, config, replace(ctx, device=torch.device("cpu")), is_transformed=False)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Sampler, Subset, default_collate
 
 from config import TrainingConfig, UserError
 from utils.clock import Clock
-from utils.data.sampler import GlobalBatch, GlobalBatchSampler, MapDataset, MicroBatch
+from utils.data.sampler import Assignment, GlobalBatch, GlobalBatchSampler, MapDataset, MicroBatch
 from utils.data.transfer import SideStream, indices_on, pinned, to_device
 from utils.data.worker import TIMEOUTS, Collate, Fetcher, check_shared_memory, explain, is_late
 from utils.distributed.context import DistributedContext
@@ -234,14 +234,16 @@ def create_distributed_dataloader(
         dataset,
         batch_size=config.batch_size,
         micro_batches_per_step=config.micro_batches_per_step(ctx.world_size),
-        rank=ctx.rank,
-        world_size=ctx.world_size,
+        assignment=Assignment(
+            ctx.rank,
+            ctx.world_size,
+            in_runs=config.reduction == "exact",
+            is_padded=config.sharding != "none",
+            check_every=config.check_every,
+            hosts=ctx.hosts,
+        ),
         seed=config.seed,
         drop_last=config.drop_last,
-        in_runs=config.reduction == "exact",
-        is_padded=config.sharding != "none",
-        check_every=config.check_every,
-        hosts=ctx.hosts,
     )
     size = sampler.global_batch_size
     if not sampler.steps_per_epoch:
@@ -258,9 +260,7 @@ def create_evaluation_dataloader(
         dataset,
         batch_size=config.eval_batch_size or config.batch_size,
         micro_batches_per_step=ctx.world_size,
-        rank=ctx.rank,
-        world_size=ctx.world_size,
+        assignment=Assignment(ctx.rank, ctx.world_size, in_runs=config.reduction == "exact"),
         shuffle=False,
-        in_runs=config.reduction == "exact",
     )
     return GlobalBatchLoader(dataset, sampler, config, ctx, clock, phases=("evaluation", "evaluation"))

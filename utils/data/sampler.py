@@ -71,20 +71,33 @@ def shifts_of(hosts: Sequence[str]) -> list[int]:
     return [shift for shift in range(1, ranks) if abroad[shift] == max(abroad[1:])]
 
 
+@dataclass(frozen=True)
+class Assignment:
+    """Which micro-batches of a global batch a rank computes.
+
+    Args:
+        in_runs: consecutive ones, for exact sums (utils/distributed/tree.py). An evaluation's sums span all of its
+            steps, so there they are consecutive in the whole set.
+        is_padded: every rank computes equally many, some of them padding: sharded parameters are gathered from all
+            ranks in each of them.
+        check_every: in every so many steps, and in the first one, a rank also gets another rank's first micro-batch.
+        hosts: of all ranks, for these checks.
+    """
+
+    rank: int
+    world_size: int
+    in_runs: bool = False
+    is_padded: bool = False
+    check_every: int = 0
+    hosts: Sequence[str] = ()
+
+
 class GlobalBatchSampler(DistributedSampler):
     """A DistributedSampler that assigns whole micro-batches, never repeats a sample, and starts anywhere in an epoch.
 
     Iterating yields this rank's indices of `epoch` from `start` on. A data set may define its own order,
     `epoch_order(seed, epoch, n)`: n indices, each once unless `with_replacement` is True. With `copies`, index + k * n
     is the k-th copy of a sample, whose random draws are others.
-
-    Args:
-        in_runs: for exact sums (utils/distributed/tree.py): a rank computes consecutive micro-batches of a global
-            batch. An evaluation's sums span all of its steps, so there they are consecutive in the whole set.
-        is_padded: every rank computes equally many micro-batches, some of them padding: sharded parameters are gathered
-            from all ranks in each of them.
-        check_every: in every so many steps, and in the first one, a rank also gets another rank's first micro-batch.
-        hosts: of all ranks, for these checks.
     """
 
     dataset: Any  # a MapDataset
@@ -95,22 +108,19 @@ class GlobalBatchSampler(DistributedSampler):
         *,
         batch_size: int,
         micro_batches_per_step: int,
-        rank: int,
-        world_size: int,
+        assignment: Assignment,
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
-        in_runs: bool = False,
-        is_padded: bool = False,
-        check_every: int = 0,
-        hosts: Sequence[str] = (),
     ) -> None:
-        super().__init__(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        ranks = {"num_replicas": assignment.world_size, "rank": assignment.rank}
+        super().__init__(dataset, **ranks, shuffle=shuffle, seed=seed, drop_last=drop_last)
         self.batch_size = batch_size
         self.micro_batches_per_step = micro_batches_per_step
-        self.is_in_runs, self._is_padded = in_runs, is_padded
+        self.is_in_runs, self._is_padded = assignment.in_runs, assignment.is_padded
         self.start = 0
-        self._check_every, self._shifts = check_every, shifts_of(hosts) if check_every else []
+        self._check_every = assignment.check_every
+        self._shifts = shifts_of(assignment.hosts) if assignment.check_every else []
         self._first_step = -1  # of this attempt, once it is known
         self._order: tuple[int, Tensor] | None = None
 

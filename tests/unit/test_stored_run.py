@@ -1,0 +1,145 @@
+"""A run in object storage, as it is read: after a kill at any request, and as a local copy for other programs."""
+
+import threading
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from config import TrainingConfig, UserError
+from test_mirror import WHERE, Attempt, quick, steps_of  # noqa: F401
+from training import wait_until
+from utils import storage
+from utils.checkpoint import format as checkpoint
+from utils.checkpoint import stored
+from utils.files import read_json
+from utils.run import mirror as mirror_module
+
+
+@pytest.fixture(params=WHERE)
+def url(request, tmp_path):
+    return f"memory://{uuid.uuid4().hex}/a" if request.param == "memory" else f"file://{tmp_path}/bucket/a"
+
+
+class Killed(BaseException):
+    pass
+
+
+class Wire:
+    """All requests to storage in memory. The process is killed at one of them: before it, or when it is answered.
+
+    at: which one, from 1.
+    """
+
+    REQUESTS = "find cat_file cat_ranges pipe_file put_file exists rm".split()
+
+    def __init__(self, monkeypatch, at, is_answered):
+        self.count, self.at, self.is_answered, self.is_dead = 0, at, is_answered, False
+        self._nested = threading.local()
+        self._lock = threading.Lock()
+        for name in self.REQUESTS:
+            monkeypatch.setattr(MemoryFileSystem, name, self.counted(getattr(MemoryFileSystem, name)))
+
+    def counted(self, plain):
+        def request(*args, **options):
+            if getattr(self._nested, "is_on", False):  # one of them uses another one
+                return plain(*args, **options)
+            with self._lock:
+                self.count += 1
+                is_last = self.count == self.at
+                self.is_dead |= is_last and not self.is_answered
+            if self.is_dead:
+                raise Killed
+            self._nested.is_on = True
+            try:
+                found = plain(*args, **options)
+            finally:
+                self._nested.is_on = False
+            self.is_dead |= is_last
+            if self.is_dead:
+                raise Killed
+            return found
+
+        return request
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("is_answered", [False, True])
+@pytest.mark.parametrize("what", ["save", "start"])
+def test_a_kill_at_any_request_leaves_the_old_or_the_new_checkpoint(tmp_path, monkeypatch, what, is_answered):
+    monkeypatch.setattr(mirror_module, "SECONDS_BETWEEN_BEATS", 1000.0)
+    found, at, is_killed = set(), 0, True
+    while is_killed:
+        at += 1
+        url, folder = f"memory://{uuid.uuid4().hex}/a", tmp_path / f"{at}"
+        first = Attempt(url, folder / "a", launch_id="job").upload(10, 20)
+        if what == "start":
+            first.suspend()
+        with monkeypatch.context() as patched:
+            wire = Wire(patched, at, is_answered)
+            with suppress(Killed):
+                if what == "save":
+                    first.save(30)
+                    first.uploads.wake()
+                    wait_until(lambda: wire.is_dead or first.uploads._done == first.uploads._asked)  # noqa: B023
+                    first.suspend()
+                else:
+                    Attempt(url, folder / "b", launch_id="job")
+            is_killed = wire.is_dead
+            wire.is_dead = True
+        second = Attempt(url, folder / "c", launch_id="job")
+        step = checkpoint.step_of(second.run.resume_path)
+        found.add(step)
+        assert second.run.resume_path.read_bytes() == checkpoint.step_path(folder / "a/checkpoints", step).read_bytes()
+        assert {step} <= {each["step"] for each in second.run.records("train")}
+        second.upload(40, 50).suspend()
+        assert steps_of(url) == [40, 50]
+        assert sum(name.endswith(".pt") for name in second.mirror.names()) == 2  # nothing is left over
+    assert found == ({20, 30} if what == "save" else {20})
+    print(f"killed at each of {at - 1} requests")
+    assert at > 10
+
+
+@pytest.fixture
+def copies(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "copies"))
+    return tmp_path / "copies"
+
+
+def test_a_run_at_a_url_is_copied_as_far_as_it_is_needed(url, tmp_path, copies):
+    first = Attempt(url, tmp_path / "a").upload(10, best=True)
+    first.run.event("best", 10)
+    first.upload(20, 30, value=10)
+    folder = stored.local_run(url)
+    assert read_json(folder / "status.json")["state"] == "running" and not checkpoint.step_checkpoints(folder)
+    steps = {f"{url}/checkpoints/step_00000020.pt": 20, f"{url}/checkpoints/best.pt": 10, url: 10}
+    for source, step in steps.items():
+        path = stored.local_checkpoint(source)
+        assert checkpoint.verify(path).step == step and path.is_relative_to(copies)
+    assert (folder / "checkpoints/best.pt").readlink() == Path("step_00000010.pt")
+    first.upload(40, value=10)
+    with pytest.raises(UserError, match=r"step_00000020.pt: is not there; the run has .* these steps: 10, 30, 40$"):
+        stored.local_checkpoint(f"{url}/checkpoints/step_00000020.pt")
+    stored.local_run(url, lambda steps, best: steps[-1:])
+    assert [checkpoint.step_of(path) for path in checkpoint.step_checkpoints(folder / "checkpoints")] == [10, 40]
+    first.end()
+    with pytest.raises(UserError, match="nothing: holds no run; give the URL that its --mirror had"):
+        stored.local_run(f"{url}/nothing")
+
+
+def test_a_file_at_a_url_is_fetched_again_when_it_has_changed(url, tmp_path, copies):
+    place = storage.Storage(url)
+    for size in (1000, 2000):
+        (tmp_path / "w.pt").write_bytes(bytes(size))
+        place.put(tmp_path / "w.pt", "w.pt")
+        path = stored.local_checkpoint(f"{url}/w.pt")
+        assert path.name == "w.pt" and path.stat().st_size == size
+    before = path.stat().st_mtime_ns
+    assert stored.local_checkpoint(f"{url}/w.pt").stat().st_mtime_ns == before
+    assert sum(each.is_file() for each in copies.rglob("w.pt")) == 1
+    with pytest.raises(UserError, match=r"other.pt: cannot be read or written \(FileNotFoundError"):
+        stored.local_checkpoint(f"{url}/other.pt")
+    with pytest.raises(UserError, match="has a key in it; give that in the environment"):
+        TrainingConfig(init_from="s3://key:secret@b/w.pt")
