@@ -141,13 +141,3 @@ def test_sharding_without_a_shared_disk_is_rejected(runs, bucket):
     words = [*runs.words("run", *FLAGS, "--mirror", bucket[0], "--sharding", "zero3"), "--run_dir", "runs/run"]
     with pytest.raises(AssertionError, match="sharding=zero3: needs one run_dir for all nodes, also with --mirror;"):
         run_ranks(2, train_on_its_own_disk, runs.root, "images", words, torch.float32, (), False, False)
-
-
-@pytest.mark.parametrize("bucket", ["file"], indirect=True)
-def test_a_completed_run_is_not_fetched_again(runs, bucket):
-    url, env = bucket
-    flags = ["--mirror", url, "--resume_from", "auto"]
-    attempt(runs, "a", env, *flags, ranks=1)
-    before = Mirror(url).names()
-    attempt(runs, "b", env, *flags, ranks=1)
-    assert Mirror(url).names() == before and not runs.checkpoints("b")
