@@ -13,6 +13,8 @@ PATHS = [str(ROOT), str(ROOT / "scripts"), *(str(ROOT / folder) for folder in FO
 sys.path[:0] = PATHS
 # inherited by started processes
 os.environ |= {"PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+# torch looks up the host names of connections: a name server that loses packets would cost 5 s each time
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED"):  # set by a shell
     os.environ.pop(name, None)
 

@@ -9,10 +9,8 @@ from torchvision.transforms import v2
 
 from config import TrainingConfig
 from dataset import create_dataset
-from images import save_images
 from model import MiniResNet, compute_loss, create_model, param_groups
 from ranks import ROOT, torchrun
-from test_dataset import POLICIES, decoded, folder_config, sample
 from test_exact_samples import observed
 from test_oracle import SGD, check_against_the_oracle
 from training import TINY
@@ -20,7 +18,6 @@ from utils.data.augment import mix, repeated_order
 from utils.data.sampler import Assignment, GlobalBatchSampler
 from utils.data.sets import choose_samples
 from utils.data.worker import Fetcher
-from utils.rng import seed_host
 
 RECIPE = ROOT / "docs/recipes/imagenet.toml"
 # a small run of the same kind
@@ -38,26 +35,6 @@ def save_jpegs(root, counts, size=40):
                 image = torch.randint(0, 100, (size, size, 3), generator=generator, dtype=torch.uint8)
                 image[..., label] += 120
                 Image.fromarray(image.numpy()).save(root / split / name / f"{k:03d}.jpg")
-
-
-@pytest.mark.parametrize("size", [(375, 500), (500, 375)])
-@pytest.mark.parametrize(
-    "flags", [{}, {"interpolation": "bicubic"}, {"interpolation": "nearest"}, *({"auto_augment": p} for p in POLICIES)]
-)
-def test_the_training_transform_of_photographs_is_torchvisions_preset(tmp_path, size, flags):
-    """Landscape and portrait. The size of a crop and, with it, all draws depend on the format."""
-    save_images(tmp_path / "train", {"cat": 1, "dog": 1}, size=size)
-    data = create_dataset(folder_config(tmp_path, image_size=224, augment="resized_crop", **flags), "train")
-    mode = v2.InterpolationMode(flags.get("interpolation", "bilinear"))
-    preset = [v2.RandomResizedCrop(224, interpolation=mode, antialias=True), v2.RandomHorizontalFlip(0.5)]
-    if policy := flags.get("auto_augment"):
-        preset.append(getattr(v2, POLICIES[policy])(interpolation=mode))
-    transform, image = v2.Compose(preset), decoded(data.path(1))
-    assert image.shape[1:] == size
-    for epoch in range(6):
-        ours = sample(data, 1, epoch)
-        seed_host("sample", 5, epoch, 1)
-        assert torch.equal(ours, transform(image))
 
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.2, 1.0)])

@@ -4,11 +4,8 @@ import pytest
 import torch
 from torchvision import models
 
-from images import save_images
 from ranks import torchrun
-from test_exact_samples import observed
 from test_oracle import check_against_the_oracle
-from training import TINY
 from utils.training.activation import find_blocks
 
 
@@ -17,21 +14,6 @@ from utils.training.activation import find_blocks
 def test_dropout_of_a_torchvision_model_depends_on_step_and_micro_batch_not_on_rank(runs, ranks, accumulation):
     flags = "--model squeezenet1_1 --image_size 32 --lr 0.01 --max_steps 4".split()
     check_against_the_oracle(runs, ranks, accumulation, torch.float64, flags, 1e-12, task="")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("worlds", [((1, 0, ()), (2, 1, (1,))), ((2, 2, ()), (4, 1, (1,)))])
-def test_images_decoded_and_randomly_cropped_are_the_same_on_any_number_of_ranks(runs, worlds):
-    """An image folder with torchvision's augmentation, persistent workers over two epochs, also after a restart."""
-    save_images(runs.root / "data" / "train", {"cat": 9, "dog": 10}, size=12)
-    flags = "--dataset imagefolder --augment resized_crop --epochs 2 --global_batch_size 8 --no-use_amp --save_every 0"
-    flags += " --auto_augment ra --random_erase 0.5 --train_size 10 --interpolation bicubic"
-    flags = [*TINY, *flags.split(), "--data_dir", runs.root / "data"]
-    each = [
-        observed(ranks, "", [*flags, "--run_dir", runs.folder(str(ranks)), "--num_workers", workers], stops)
-        for ranks, workers, stops in worlds
-    ]
-    assert each[0] == each[1] and len(each[0]) == 10
 
 
 KNOWN = [

@@ -1,6 +1,7 @@
 """A run without a shared disk: it is stopped, its folder is lost, and it goes on from its mirror, bit for bit."""
 
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -58,17 +59,19 @@ def attempt(runs, name, env, *flags, stops=(), ranks=2):
     return run_ranks(ranks, train_with, env, "images", words, torch.float32, stops, False, False)
 
 
+def need_s3():
+    for name in ("moto", "s3fs"):
+        if importlib.util.find_spec(name) is None:
+            lack(name)
+
+
 @pytest.fixture
 def bucket(request, tmp_path, monkeypatch):
     """The URL of an empty bucket, and the variables with which ranks reach it."""
     if request.param == "file":
         yield f"file://{tmp_path}/bucket/runs/a", {}
         return
-    for name in ("moto", "s3fs", "boto3"):
-        try:
-            __import__(name)
-        except ImportError:
-            lack(name)
+    need_s3()
     code = "import sys; from moto.server import main; main(sys.argv[1:])"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -151,16 +154,6 @@ def test_sharding_without_a_shared_disk_is_rejected(runs, bucket):
         run_ranks(2, train_on_its_own_disk, runs.root, "images", words, torch.float32, (), False, False)
 
 
-@pytest.mark.parametrize("bucket", ["file"], indirect=True)
-def test_a_completed_run_is_not_fetched_again(runs, bucket):
-    url, env = bucket
-    flags = ["--mirror", url, "--resume_from", "auto"]
-    attempt(runs, "a", env, *flags, ranks=1)
-    before = Mirror(url).names()
-    attempt(runs, "b", env, *flags, ranks=1)
-    assert Mirror(url).names() == before and not runs.checkpoints("b")
-
-
 def use_tools(copies, *commands):
     """What these scripts print, each given as its name and its words."""
     os.environ["TORCH_HOME"] = str(copies)
@@ -213,8 +206,7 @@ def relaunched(node, number, url, folder, *flags, ranks=2, nodes=2):
 @pytest.mark.parametrize("then", [(2, 2), (1, 1)])
 def test_two_nodes_share_only_the_server_and_node_0_loses_its_disk(runs, tmp_path, then):
     """Then the run goes on from the server: on two new nodes, or in one process."""
-    for name in ("moto", "s3fs"):
-        pytest.importorskip(name)
+    need_s3()
     disk = tmp_path / "disk"
     disk.mkdir()
     words = "--image_size 8 --batch_size 2 --dataset_size 160 --num_workers 1 --save_every_steps 2 --epochs 4".split()

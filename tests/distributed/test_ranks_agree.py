@@ -16,7 +16,6 @@ from ranks import run_ranks
 from tasks import TASKS, Images, create_images, image_loss
 from test_run_folder import contents
 from training import assert_same_state, train_flags
-from utils.run import failures
 from utils.training.evaluation import Evaluation
 
 SMALL = "--dataset_size 16 --epochs 1".split()
@@ -140,21 +139,6 @@ def test_metrics_in_another_order_on_a_rank_are_rejected(runs):
     """They are summed over the ranks by position."""
     with pytest.raises(AssertionError, match="report different metrics; report the same on all"):
         run_ranks(2, train_with_loss, runs.words("run", *SMALL), in_another_order_on_rank_1)
-
-
-@pytest.mark.parametrize(
-    ("error", "waits"),
-    [
-        (RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:51369."), True),
-        (ddp_utils.dist.DistBackendError("NCCL error: ncclInvalidUsage, duplicate GPU detected"), False),  # not lost
-        (KeyError("a bug"), False),
-    ],
-)
-def test_a_rank_that_lost_its_peer_reports_after_the_one_that_failed(error, waits):
-    """torchrun names the rank that reports first as the cause."""
-    with mock.patch("time.sleep") as sleep:
-        failures.wait_for_blame(error)
-    assert sleep.called == waits
 
 
 def with_a_test_set(config, split):

@@ -26,24 +26,33 @@ after_stops = pytest.mark.parametrize(
 )
 on_other_ranks = pytest.mark.parametrize(
     ("ranks", "accumulation", "flags"),
-    [(2, 2, ()), slow(4, 1, SHARDED), slow(4, 1, EXACT), slow(1, 4, ()), slow(4, 1, ())],
+    [(2, 2, ()), slow(4, 1, SHARDED), slow(4, 1, EXACT), slow(1, 4, ()), slow(4, 1, ()), slow(4, 2, ())],
 )
 
 
-# ---- compute_loss(model, batch, progress) ----
-
-
 @on_other_ranks
-def test_a_loss_that_knows_the_step_equals_the_plain_loop(runs, ranks, accumulation, flags):
-    flags = (*SGD, "--max_steps", "20", *flags)
-    check_against_the_oracle(runs, ranks, accumulation, torch.float64, flags, 1e-12, "ramped")
-    micro_batches = ranks * accumulation
-    per_epoch = -(-11 // micro_batches)
-    seen = [divmod(step, per_epoch) for step in range(5)]
-    ramps = [s / 20 + 0.5 * epoch + 0.001 * (42 * epoch + 4 * micro_batches * k) for s, (epoch, k) in enumerate(seen)]
-    weights = [min(4 * micro_batches, 42 - 4 * micro_batches * k) for _, k in seen]
-    expected = sum(ramp * weight for ramp, weight in zip(ramps, weights, strict=True)) / sum(weights)
-    assert runs.records("ours", "train")[0]["ramp"] == pytest.approx(expected, rel=1e-12)  # of the first five steps
+def test_what_a_fork_adds_equals_the_plain_loop(runs, ranks, accumulation, flags):
+    """A loss of terms with counts of their own that knows the step, a teacher that follows each step, a bound on the
+    weights, and a trunk that is trained from the eighth step on. Ranks are idle in short last global batches."""
+    peak, per_epoch = 0.4, -(-11 // (ranks * accumulation))
+    flags = (*SGD, "--lr", f"{peak}", "--max_steps", "20", "--log_interval", "1", *flags)
+    check_against_the_oracle(runs, ranks, accumulation, torch.float64, flags, 1e-12, "joint")
+    records, weights = runs.records("ours", "train"), runs.last("ours")["model"]
+    places = [(step, *divmod(step, per_epoch)) for step in range(20)]
+    seen = [42 * epoch + 4 * ranks * accumulation * k for _, epoch, k in places]
+    ramps = [step / 20 + 0.5 * epoch + 0.001 * n for (step, epoch, _), n in zip(places, seen, strict=True)]
+    assert [record["ramp"] for record in records] == pytest.approx(ramps, rel=1e-12)
+    heads = [peak * 0.5 ** (epoch + step / 20) for step, epoch, _ in places]
+    trunks = [peak / 2 * (1 - step / 20) * (step >= 7) for step in range(20)]
+    rates = [pytest.approx([head, trunk, trunk]) for head, trunk in zip(heads, trunks, strict=True)]
+    assert [record["lr_of_groups"] for record in records] == rates
+    largest = [max(head, 2 * trunk) for head, trunk in zip(heads, trunks, strict=True)]
+    assert [record["lr"] for record in records] == pytest.approx(largest)  # of --lr
+    assert max(full(value).abs().max() for name, value in weights.items() if name.startswith("student")) == 0.3
+    assert weights["clock"] == sum(step + 100 * epoch for step, epoch, _ in places)
+    for record in records:
+        terms = sum(value for name, value in record.items() if name.startswith("loss/"))
+        assert record["loss"] == pytest.approx(terms, rel=1e-12)
 
 
 @after_stops
@@ -98,20 +107,6 @@ def test_a_step_that_is_passed_to_a_compiled_model_compiles_nothing_again(is_num
     torch.compiler.reset()
 
 
-# ---- after_step(model, progress, taken) ----
-
-
-@on_other_ranks
-def test_a_teacher_that_follows_each_step_equals_the_plain_loop(runs, ranks, accumulation, flags):
-    """And the average is that of the weights within their bound."""
-    flags = (*SGD, "--max_steps", "20", *flags)
-    check_against_the_oracle(runs, ranks, accumulation, torch.float64, flags, 1e-12, "taught")
-    weights = runs.last("ours")["model"]
-    largest = max(full(value).abs().max() for name, value in weights.items() if name.startswith("student"))
-    per_epoch = -(-11 // (ranks * accumulation))
-    assert largest == 0.3 and weights["clock"] == sum(step + 100 * (step // per_epoch) for step in range(20))
-
-
 def train_with_a_nan(flags, bad_step):
     """A loss that is NaN in one step, on the last rank."""
     passes = []
@@ -132,27 +127,6 @@ def test_a_skipped_step_is_not_taken(runs):
     assert [event["step"] for event in runs.events("run", "skipped_step")] == [3]
     before, bad = (checkpoint.read(path)[0]["model"] for path in runs.checkpoints("run")[1:3])
     assert difference(before, bad) == [] and runs.last("run")["model"]["clock"] == 0 + 1 + 3
-
-
-# ---- lr_factor with a factor for each group ----
-
-
-@pytest.mark.parametrize(
-    ("ranks", "accumulation", "flags"),
-    [(2, 2, ADAMW), slow(4, 1, (*SGD, *SHARDED)), slow(4, 1, (*SGD, *EXACT)), slow(1, 4, SGD)],
-)
-def test_factors_of_named_groups_equal_the_plain_loop(runs, ranks, accumulation, flags):
-    """A trunk that is trained from the eighth step on; two groups have its name."""
-    flags = (*flags, "--max_steps", "20", "--log_interval", "1")
-    check_against_the_oracle(runs, ranks, accumulation, torch.float64, flags, 1e-12, "thawing")
-    peak, per_epoch = float(flags[3]), -(-11 // (ranks * accumulation))
-    heads = [peak * 0.5 ** (step // per_epoch + step / 20) for step in range(20)]
-    trunks = [peak / 2 * (1 - step / 20) * (step >= 7) for step in range(20)]
-    records = runs.records("ours", "train")
-    rates = [pytest.approx([head, trunk, trunk]) for head, trunk in zip(heads, trunks, strict=True)]
-    assert [record["lr_of_groups"] for record in records] == rates
-    largest = [max(head, 2 * trunk) for head, trunk in zip(heads, trunks, strict=True)]
-    assert [record["lr"] for record in records] == pytest.approx(largest)  # of --lr
 
 
 def train_groups(flags, names, factor):

@@ -10,26 +10,10 @@ import torch
 from config import UserError
 from ranks import run_ranks, slow
 from tasks import TASKS, Images, SmallNet, image_loss, term_counts, term_loss
-from test_oracle import SGD, check_against_the_oracle
 from training import assert_same_state, train_flags
 from utils.data.augment import normalize
 from utils.metrics import check_metrics
 from utils.training.seams import Seams
-
-EXACT, SHARDED = ("--reduction", "exact"), ("--sharding", "zero3")
-NAMES = ("classes", "rare", "size")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "accumulation", "flags"),
-    [(2, 2, ()), slow(4, 1, SHARDED), slow(4, 1, EXACT), slow(1, 4, ()), slow(4, 1, ()), slow(4, 2, ())],
-)
-def test_terms_with_their_own_counts_equal_the_plain_loop(runs, ranks, accumulation, flags):
-    """Ranks are idle in short last global batches. In test_exact_gradients.py some have no image of the rare term."""
-    flags = (*SGD, "--max_steps", "20", "--log_interval", "1", *flags)
-    check_against_the_oracle(runs, ranks, accumulation, torch.float64, flags, 1e-12, "terms")
-    for record in runs.records("ours", "train"):
-        assert record["loss"] == pytest.approx(sum(record[f"loss/{name}"] for name in NAMES), rel=1e-12)
 
 
 @pytest.mark.parametrize("worlds", [(1, 3), slow((1, 2, 4))])

@@ -1,84 +1,12 @@
-"""Data that is corrupt or has changed, and loader workers that die, hang or lack shared memory."""
+"""Loader workers that die, hang or lack shared memory."""
 
 import os
 import signal
 
 from disks import mounting
-from drill import LOOKED, Drill, fault
-from images import save_images
+from drill import Drill, fault
 
 RUN = "--dataset_size 200 --epochs 2 --save_every_steps 5 --num_workers 1".split()  # 50 steps of two ranks
-CORRUPT = """
-from config import UserError
-from torch.utils.data import default_collate
-def getitem(self, index):
-    if (index, self.split) == (44, 'train'):
-        raise UserError('line 44 of train: is cut short; write it again')
-    return self.images[index], self.targets[index]
-del Images.__getitems__
-Images.__getitem__, Images.collate = getitem, staticmethod(default_collate)
-"""  # samples are read one by one
-
-
-@fault("corrupt sample")
-def corrupt_sample(drill: Drill) -> None:
-    job = drill.start(2, *RUN, code=CORRUPT)
-    drill.fails(job, r"rank \d: line 44 of train: is cut short; write it again")
-    drill.completes(2, *RUN, "--resume_from", "auto", code=CORRUPT.replace("44, 'train'", "-1, 'train'"))
-    drill.is_whole(2, *RUN)
-
-
-FILES = """
-from utils.data.images import Listing, read_image
-class Files(Listing, torch.utils.data.Dataset):
-    mean, std, image_size, in_channels, num_classes = Images.mean, Images.std, 8, 3, 2
-    split, augment, classes, device_transform = 'train', 'none', ['cat', 'dog'], Images.device_transform
-    def __len__(self):
-        return len(self.targets)
-    def __getitem__(self, index):
-        return read_image(self.path(index), 3), int(self.targets[index])
-def create(config, split):
-    data = Files()
-    data.folder = Path(config.data_dir) / split
-    return data if split == 'train' else None
-train.your_data.create_dataset = create
-"""
-
-
-@fault("file repaired between attempts")
-def file_repaired(drill: Drill) -> None:
-    """It gets another size and the same pixels."""
-    save_images(drill.folder / "data/train", {"cat": 100, "dog": 100})
-    run = [*RUN, "--data_dir", drill.folder / "data"]
-    drill.stopped(4, *run, code=FILES)
-    path = drill.folder / "data/train/cat/007.png"
-    path.write_bytes(path.read_bytes() + b"\0")
-    drill.completes(2, *run, "--resume_from", "auto", code=FILES)
-    line = "training files of another size than in the checkpoint: 1 of 200 (cat/007.png)"
-    assert drill.events("resumed")[-1]["changed"] == [line] and f"changed: {line}" in drill.runs.log("run")
-    drill.is_whole(2, *run, code=FILES)
-
-
-@fault("another data set")
-def another_data_set(drill: Drill) -> None:
-    drill.stopped(4, *RUN)
-    code = """
-plain_init = Images.__init__
-def init(self, *args):
-    plain_init(self, *args)
-    self.fingerprint += 'changed'
-Images.__init__ = init
-"""
-    said = (
-        r"the training set differs from the checkpoint's \(names, number or labels\)\s+resume_from: these must"
-        r" match"
-    )
-    with drill.unchanged(*LOOKED):
-        drill.fails(drill.start(2, *RUN, "--resume_from", "auto", code=code), said, has_status=False)
-    drill.resumes(2, *RUN)
-
-
-# ---- workers ----
 
 
 KILLED = r"rank 1: loader worker \d+ was killed, usually because the machine ran out of memory; use fewer --num_workers"

@@ -67,7 +67,6 @@ def idle_steps(drill: Drill, ranks: int = 2) -> list[int]:
 
 
 @fault("NaN loss", changed_loss("(1, 8)", NAN), [1, 8], is_default=True)
-@fault("infinite loss", changed_loss("(8,)", "+ float('inf')"), [8])
 @fault("infinite gradient", changed_loss("(8,)", INFINITE_GRADIENT), [8])
 @fault("NaN loss in float16", changed_loss("(12,)", NAN), [12], *HALF)
 def skips(drill: Drill, code: str, steps: list[int], *flags: object) -> None:

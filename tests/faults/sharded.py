@@ -35,21 +35,6 @@ def kill_at(name, place, rank):
         return result
     setattr(owner, name, replaced)
 """
-NO_ROOM = """
-import types
-from utils.checkpoint import layouts
-plain_room, plain_statvfs = layouts.check_room, os.statvfs
-def check_room(path, payload):
-    if RANK == 1 and path.name == 'step_00000020':
-        os.statvfs = lambda path: types.SimpleNamespace(f_bavail=0, f_frsize=4096, f_files=0)
-    try:
-        plain_room(path, payload)
-    finally:
-        os.statvfs = plain_statvfs
-layouts.check_room = check_room
-"""
-
-
 STALLED = """
 from utils.checkpoint import archive
 plain_write = archive.write
@@ -145,7 +130,6 @@ def malicious(drill: Drill) -> None:
     says(ended.text, r"part_00001\.pt: is not a checkpoint \(UnpicklingError\)")
 
 
-@fault("rank killed before its shards are on the disk", "write", "before", 1, 10)
 @fault("rank 0 killed while shards are written", "write", "before", 0, 10)
 @fault("rank killed after its shards are on the disk", "write", "after", 1, 10)
 @fault("rank 0 killed before the folder gets its name", "replace_folder", "before", 0, 10, is_default=True)
@@ -156,17 +140,6 @@ def killed(drill: Drill, function: str, place: str, rank: int, step: int) -> Non
     names = [path.name for path in checkpoint.step_checkpoints(job.folder / "checkpoints")]
     assert names[-1] == f"step_000000{step}"
     drill.resumes(2, *ZERO3)
-
-
-@fault("disk of one node full at a save")
-def no_room(drill: Drill) -> None:
-    job = drill.start(2, *ZERO3, code=NO_ROOM)
-    drill.has_completed(job)
-    said = rf"step_00000020: cannot be written \(No space left on device\).* \(rank 1 on {HOST}\); training continues"
-    says(drill.runs.log("run"), said)
-    assert [event["step"] for event in drill.events("checkpoint")] == [10, 30, 40, 50]
-    drill.no_partial_files()
-    drill.is_whole(2, *ZERO3)
 
 
 @fault("storage of one rank hangs", False)

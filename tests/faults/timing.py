@@ -1,6 +1,5 @@
 """Slow operations that must not end a run, stragglers that are reported, and the time limit."""
 
-import json
 import os
 import signal
 import time
@@ -142,20 +141,3 @@ def straggles(drill: Drill, code: str, cause: str) -> None:
     assert [event["step"] for event in events] == [15, 20], events
     assert all((event["rank"], event["cause"]) == (1, cause) for event in events), events
     says(ended.text, rf"rank 1 on {HOST} is \d+\.\d times slower than the median rank because of its {cause}\n")
-
-
-@fault("time is up")
-def time_is_up(drill: Drill) -> None:
-    run = "--dataset_size 400 --epochs 2 --num_workers 1".split()  # 100 steps, at least 30 s
-    drill.completes(
-        2, *run, "--max_time", 4 / 60, code="def before_loss(net):\n    time.sleep(0.3 if net.training else 0)\n"
-    )
-    status = drill.json("status.json")
-    assert status["state"] == "preempted" and 0 < status["step"] < 100
-    last = [
-        json.loads((drill.folder / f"run/samples/rank{rank}.jsonl").read_text().splitlines()[-1])["step"]
-        for rank in range(2)
-    ]
-    assert last == [status["step"]] * 2
-    drill.resumes(2, *run)
-    assert drill.steps_lost(status["step"]) == 0

@@ -45,10 +45,10 @@ def make(precision=FLOAT32, model=None, groups=None, **changes):
     return state
 
 
-def step(state, gradient=None):
-    """An optimizer step with computed gradients, or with all of them set to one value."""
+def step(state, gradient=None, more_loss=0.0):
+    """An optimizer step with computed gradients, or with all of them set to one value. more_loss: without gradient."""
     loss = state.model(torch.randn(4, 3)).square().sum()
-    state.sums.add({"loss": (loss, 4)}, MICRO_BATCH)
+    state.sums.add({"loss": (loss + more_loss, 4)}, MICRO_BATCH)
     state.sums.start_reduce(MICRO_BATCH)
     state.backward(loss, is_padding=False)
     if gradient is not None:
@@ -110,6 +110,14 @@ def test_a_non_finite_gradient_changes_nothing(optimizer, bad, steps_before):
     assert [each.step for each in skipped] == bad_steps and state.progress.skipped_steps == len(bad_steps)
     assert state.progress.step == bad_steps[-1] + 1 and state.progress.skipped_in_row == 0
     assert state.read_skips() == []
+
+
+def test_a_non_finite_loss_with_finite_gradients_changes_nothing():
+    state = make(ema_decay=0.9)
+    step(state)
+    before = snapshot(state)
+    step(state, more_loss=float("inf"))
+    assert same(before, snapshot(state)) and [each.step for each in state.read_skips()] == [2]
 
 
 def test_a_parameter_that_is_trainable_only_later_is_an_error_at_that_step():
