@@ -13,7 +13,7 @@ from utils.signals import hold, release
 
 if __name__ == "__main__":
     check_command_line()  # before torch is imported, which takes seconds
-    hold()
+    hold()  # stop signals: the run acts on them once it can save
 
 import faulthandler
 import math
@@ -72,14 +72,14 @@ COMPLETED = "%s: this run is already completed; to train longer, increase --epoc
 
 @record
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code: 0, or 75 for a run without torchrun that was stopped and saved."""
+    """Run the command line. Returns the exit code: 0, or 75 if stopped and saved (0 under torchrun: 75 fails there)."""
     config = TrainingConfig.from_args(argv)
     try:
         outcome = train(config)
     except UserError as error:
         raise error.with_traceback(None) from None  # torchrun's summary shows the sentence, not the traceback
     except Exception as error:
-        wait_for_blame(error)
+        wait_for_blame(error)  # torchrun reports the rank that ends first: that must be the one that failed
         raise
     return PREEMPTED if outcome.get("state") == "preempted" and not read_launch().is_under_torchrun else 0
 
@@ -94,7 +94,7 @@ def train(
         after_epoch: called on all ranks after the last step of each epoch.
 
     Returns:
-        The content of summary.json, or with `eval_only` the evaluation records.
+        The content of summary.json (only `state` if the run was already completed); with `eval_only`, of eval-*.json.
 
     Raises:
         UserError: if the config or the data cannot be used; the message ends with the fix.
@@ -103,7 +103,7 @@ def train(
     setup_logger(ctx.rank)
     if config.eval_only:
         release()  # an evaluation has nothing to save: a signal ends it
-        with watched(config.run_folder, config, ctx, Clock(ctx.device)):
+        with watched(config.run_folder, config, ctx, Clock(ctx.device)):  # if a rank hangs or is gone, all end
             outcome = evaluate_only(config, ctx, Seams.of(your_model, ctx.device), data)
     else:
         with open_run(config, ctx) as attempt:  # if this block fails, the cause is in status.json
@@ -112,15 +112,15 @@ def train(
                 outcome = {"state": "completed"}
             else:
                 outcome = run_training(assemble(attempt, data), after_epoch)
-    cleanup_distributed()
+    cleanup_distributed()  # not after a failure: ranks that are gone do not take part
     return outcome
 
 
 @dataclass(frozen=True)
 class Training:
-    """The parts of one attempt of a run."""
+    """The parts of one attempt of a run: each start and each resume is an attempt."""
 
-    attempt: Attempt  # `auto` fields of its config are resolved
+    attempt: Attempt
     seams: Seams
     loader: GlobalBatchLoader
     held_out: dict[str, GlobalBatchLoader]  # by split
@@ -140,7 +140,7 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     run, ctx, seams = attempt.run, attempt.ctx, Seams.of(your_model, attempt.ctx.device)
     run.begin()
     sets = load_data(data, attempt.config, ctx)
-    config = sets.config
+    config = sets.config  # in which the data have resolved `auto` fields
     attempt = replace(attempt, config=config)
     state = on_all_ranks(lambda: create_state(seams, config, ctx, is_resumed=bool(run.resume_path)), ctx)
     train_set, held_out = cached(sets.train, sets.held_out, config, ctx, attempt.logger)
@@ -148,9 +148,9 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     loaders = {name: create_evaluation_dataloader(each, config, ctx, attempt.clock) for name, each in held_out.items()}
     on_all_ranks(lambda: check_sync_batchnorm(state.model, sampler, ctx), ctx)
     model = wrap_ddp(state.model, config, ctx)
-    # before the state is loaded, which undoes their changes
-    names = first_passes(model, state, loader, loaders, seams, config, ctx)
-    best_metric, best_sign = on_all_ranks(lambda: choose_best(config.best_metric, names), ctx)
+    # before resume_run: the model's buffers, which these passes may change, are then those of the checkpoint
+    metric_names = first_passes(model, state, loader, loaders, seams, config, ctx)
+    best_metric, best_sign = on_all_ranks(lambda: choose_best(config.best_metric, metric_names), ctx)
 
     origin = provenance_of(config, ctx, state, train_set) | sets.content
     origin |= {"global_batch_size": sampler.global_batch_size}
@@ -159,11 +159,11 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     reporter.start(loaders, differences)
     checkpoints = Checkpoints(attempt, state, sampler, origin)
 
-    def save() -> None:
+    def save_to_disk() -> None:
         checkpoints.save(must=True)
         checkpoints.finish()
 
-    check = on_all_ranks(lambda: CrossCheck(state, loader, config, ctx, run.event, run.warn, save), ctx)
+    cross_check = on_all_ranks(lambda: CrossCheck(state, loader, config, ctx, run.event, run.warn, save_to_disk), ctx)
     consensus = Consensus(lambda: Vote(attempt.is_asked_to_stop, checkpoints.is_due()), ctx.control)
     return Training(
         attempt=attempt,
@@ -176,7 +176,7 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
         evaluation=Evaluation(state.model, seams, state.precision, ctx, consensus),
         reporter=reporter,
         checkpoints=checkpoints,
-        cross_check=check,
+        cross_check=cross_check,
         best_metric=best_metric,
         best_sign=best_sign,
     )
@@ -188,10 +188,10 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
     config, ending, test_records = attempt.config, "completed", []
     if attempt.run.resume_path:
         checkpoints.save(must=True)  # does nothing if the checkpoint is already in this run's folder
-        checkpoints.wait()
+        checkpoints.wait()  # until it is copied; the disk gets it while training continues
     try:
-        training.consensus.decide()  # asked to stop before the first step
-        while not schedule.is_finished:
+        training.consensus.decide()  # raises Stopped if a rank was asked to stop before the first step
+        while not schedule.is_finished:  # by epochs, max_steps or patience
             train_one_epoch(training)
             if after_epoch:
                 after_epoch(training)
@@ -226,15 +226,15 @@ def train_one_epoch(training: Training) -> None:
     training.model.train()
     state.sums.running_stats.begin_epoch()
     for global_batch in training.seams.counted(loader.global_batches(progress.epoch, progress.samples_in_epoch)):
-        if schedule.is_at_end:
+        if schedule.is_at_end:  # max_steps
             break
         if config.eval_every_steps and schedule.is_evaluation_due:
             validate_within_epoch(training)  # here, so that a resume at this step evaluates too
             if schedule.is_patience_over:
-                return
+                return  # run_training ends the run
         clock.begin_step(progress.step + 1)
-        state.show(progress)
-        indices = training.cross_check.run(global_batch, partial(compute_gradient, training))
+        state.show(progress)  # to a fork's compute_loss and after_step
+        indices = training.cross_check.run(global_batch, partial(compute_gradient, training))  # forward, backward
         clock.enter("update")
         checkpoints.wait()  # for the copy, before the weights change
         state.update_if_finite(global_batch)
@@ -242,8 +242,8 @@ def train_one_epoch(training: Training) -> None:
         reporter.step_done(global_batch.samples, indices)
         if reporter.is_due:
             reporter.log()
-            checkpoints.compare_buffers(is_first=True)
-        if consensus.step() or is_every(config.save_every_steps, progress.step):
+            checkpoints.compare_buffers(is_first=True)  # between ranks, once per attempt; a save compares them too
+        if consensus.step() or is_every(config.save_every_steps, progress.step):  # or step() raises Stopped
             consensus.flush()  # an earlier vote must not count after a save
             checkpoints.save()
     clock.leave_steps()
@@ -259,13 +259,13 @@ def compute_gradient(training: Training, micro_batches: Iterable[MicroBatch]) ->
             seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, micro_batch.number)
             with state.precision.autocast():
                 metrics = training.seams.compute_loss(model, micro_batch.batch)
-            if not micro_batch.is_extra:
+            if not micro_batch.is_extra:  # padding, or another rank's in a check step
                 state.sums.add(metrics, micro_batch)
                 indices += micro_batch.indices
             if is_last_micro_batch:
                 state.sums.start_reduce(micro_batch)  # overlaps the backward pass
             attempt.clock.enter("backward")
-            state.backward(metrics["loss"][0], is_padding)
+            state.backward(metrics["loss"][0], is_padding)  # [0] is the sum, [1] the count
     return indices
 
 
@@ -287,7 +287,7 @@ def validate(training: Training) -> None:
     checkpoints.wait()  # for the copy: the weights are exchanged for their average
     state.show(progress)
     records = training.evaluation.records("val", training.held_out["val"], state.weights(), progress)
-    selecting = records[-1]
+    selecting = records[-1]  # of the averaged weights, if there are any
     if training.best_metric not in selecting:
         raise UserError(f"best_metric={training.best_metric}: is missing in this evaluation; report it in each one")
     value = selecting[training.best_metric] if math.isfinite(selecting["loss"]) else math.nan
