@@ -9,8 +9,9 @@ records from the checkpoint on, and the state if the run has a checkpoint of ste
 bitwise equal, otherwise up to rounding. The run is not changed. Exit code 1 if an exact run differs.
 
 --dump FILE writes all of it: torch.load(FILE, weights_only=True) gives a dict with the samples' indices, losses and
-batches, the weights before and after the step, the gradients, and for each micro-batch its loss and a fingerprint of
-each module's output. scripts/runs.py --diverge compares two dumps, which may come from two machines or versions.
+batches, the weights before and after the step, the optimizer's state after it, the gradients (those that the optimizer
+got, and computed once more), and for each micro-batch its loss and a fingerprint of each module's output.
+scripts/runs.py --diverge compares two dumps, which may come from two machines or versions.
 """
 
 from __future__ import annotations
@@ -79,8 +80,10 @@ class Step:
     outputs: list[list[tuple[str, int]]] = field(default_factory=list)  # module and fingerprint, as they were computed
     places: dict[str, str] = field(default_factory=dict)  # where values that are not finite arise
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    used: dict[str, Tensor] = field(default_factory=dict)  # the gradients that the optimizer got in the step
     before: dict[str, Tensor] = field(default_factory=dict)
     after: dict[str, Tensor] = field(default_factory=dict)
+    moments: dict[str, Tensor] = field(default_factory=dict)  # of the optimizer after the step, by parameter
 
 
 def main() -> int:
@@ -154,8 +157,10 @@ def latest_before(run: Path, step: int) -> tuple[Path | None, dict[str, Any] | N
 
 def choose_config(run: Path, payload: dict[str, Any] | None, flags: list[str]) -> TrainingConfig:
     """The run's settings, for one process and without its saves."""
-    saved = payload["config"] if payload else read_json(run / "config.json")
     origin = payload["provenance"] if payload else read_json(run / "provenance.json")
+    # a run that was made longer: the steps after the end of the former attempt have the latest settings
+    is_inside = payload and payload["progress"]["step"] < origin.get("total_steps", math.inf)
+    saved = payload["config"] if payload and is_inside else read_json(run / "config.json")
     plain = {"on_checkpoint": "", "enable_profiling": False, "record_samples": False, "init_method": ""}
     plain |= {"sharding": "none", "cpu_offload": False} | ({"init_from": ""} if payload else {})
     if Seams.of(fork).lr_factor is Seams.lr_factor:  # else the schedule may depend on evaluations
@@ -206,9 +211,15 @@ def look_at(ours: Ours, target: int) -> Step:
         step.loss, step.norm = (sums.loss / sums.loss_count).item(), state.norm.item()
         plain_commit(sums, *rest)
 
+    def note(*_: Any) -> None:
+        step.used = copies({name: p.grad for name, p in state.model.named_parameters()})
+
+    hook = state.optimizer.register_step_pre_hook(note)
     with mock.patch.object(StepSums, "commit", commit):
         go_on(ours, target)
+    hook.remove()
     step.after, step.lrs = copies(state.model.state_dict()), state.lrs
+    step.moments = copies(leaves(comparable(state.state_dict())["optimizer"]))
     examine(step, global_batch, ours)
     return step
 
@@ -228,6 +239,8 @@ def go_on(ours: Ours, step: int) -> None:
     state, training = ours.state, ours.training
     while state.progress.step < step:
         begin_epoch(ours)
+        if state.schedule.is_at_end:
+            raise UserError(f"step={step}: its checkpoint's settings end before; add --max_steps {step}")
         train.train_one_epoch(replace(training, loader=Limited(ours.loader, step - state.progress.step)))
 
 

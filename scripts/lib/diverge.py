@@ -156,8 +156,10 @@ def compare(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Fou
         raise UserError(f"diverge: dumps of steps {a['number']} and {b['number']}; give two of the same step")
     if a["host"] != b["host"]:
         names = (f"{names[0]} (on {a['host']})", f"{names[1]} (on {b['host']})")
-    checks: Iterable[Callable[..., Found | None]] = (state, samples, content, outputs, gradients, update)
-    return next((found for check in checks if (found := check(a, b, names))), Found("", "nothing differs"))
+    checks: Iterable[Callable[..., Found | None]] = (state, samples, content, outputs, gradients, used, update)
+    return next(
+        (found for check in checks if (found := check(a, b, names))), Found("", "nothing that a dump holds differs")
+    )
 
 
 def different(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
@@ -187,15 +189,15 @@ def state(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Found
 
 
 def samples(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Found | None:
-    for number, (one, other) in enumerate(zip(a["micro_batches"], b["micro_batches"], strict=False)):
+    sizes = [[len(each) for each in dump["micro_batches"]] for dump in (a, b)]
+    if sizes[0] != sizes[1]:
+        return Found("samples", f"the micro-batches have {sizes[0]} samples in {names[0]} and {sizes[1]} in {names[1]}")
+    for number, (one, other) in enumerate(zip(a["micro_batches"], b["micro_batches"], strict=True)):
         for place, (mine, its) in enumerate(zip(one, other, strict=False)):
             if mine != its:
                 where = f"sample {place} of micro-batch {number}"
                 return Found("samples", f"{where} is {mine:,} in {names[0]} and {its:,} in {names[1]}")
-    sizes = [[len(each) for each in dump["micro_batches"]] for dump in (a, b)]
-    return (
-        Found("samples", f"the micro-batches have {sizes[0]} and {sizes[1]} samples") if sizes[0] != sizes[1] else None
-    )
+    return None
 
 
 def content(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Found | None:
@@ -245,13 +247,27 @@ def gradients(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> F
     )
 
 
+def used(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Found | None:
+    """The gradients that the optimizer got: before, the micro-batches were computed once more, outside of the step."""
+    wrong = different(a.get("used", {}), b.get("used", {}))[::-1]
+    if not wrong:
+        return None
+    which = shown(a["used"], b["used"], wrong)
+    text = f"the gradient of {which} that the optimizer gets differs; computed again outside of the step it is equal"
+    return Found("gradient", f"{text}: look at what sums or changes gradients")
+
+
 def update(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Found | None:
     if a["lrs"] != b["lrs"]:
         mine, its = next(pair for pair in zip(a["lrs"], b["lrs"], strict=True) if pair[0] != pair[1])
         return Found("learning rate", f"the learning rate is {mine:.9g} in {names[0]} and {its:.9g} in {names[1]}")
     wrong = different(a["after"], b["after"])
-    which = shown(a["after"], b["after"], wrong) if wrong else "the optimizer's state"
-    return Found("update", f"the update of {which} differs, with equal gradients and learning rates")
+    moments = different(a.get("moments", {}), b.get("moments", {}))
+    if not (wrong or moments):
+        return None
+    which = shown(a["after"], b["after"], wrong) if wrong else shown(a["moments"], b["moments"], moments)
+    which = which if wrong else f"the optimizer's {which}"
+    return Found("update", f"the update of {which} differs, with equal gradients (before clipping) and learning rates")
 
 
 def report(a: Any, b: Any, names: list[str], labels: tuple[str, str], may_replay: bool) -> tuple[str, bool]:

@@ -78,6 +78,29 @@ def flipped_bit():
     return mock.patch.object(TrainState, "update_if_finite", update)
 
 
+def flipped_moment():
+    plain = TrainState.update_if_finite
+
+    def update(state, global_batch):
+        plain(state, global_batch)
+        if state.progress.step == STEP - 1:
+            state.optimizer.state[state.model.head.weight]["momentum_buffer"].view(torch.int32)[2, 3] ^= 1
+
+    return mock.patch.object(TrainState, "update_if_finite", update)
+
+
+def gradient_changed_in_the_step():
+    """Between the backward pass and the update, as a wrong sum over micro-batches would."""
+    plain = TrainState.update_if_finite
+
+    def update(state, global_batch):
+        if state.progress.step == STEP - 1:
+            state.model.head.bias.grad[4] *= 1.5
+        plain(state, global_batch)
+
+    return mock.patch.object(TrainState, "update_if_finite", update)
+
+
 def swapped_samples():
     plain = GlobalBatchSampler.order
 
@@ -139,7 +162,7 @@ PLANTS = {
     "rate": (other_rate, r"the learning rate is 0\.0\d+ in a and 0\.0\d+ in rate"),
     "bit": (
         flipped_bit,
-        r"the update of head.weight \(1 of 640 values\) differs, with equal gradients and learning rates",
+        r"the update of head.weight \(1 of 640 values\) differs, with equal gradients \(before clipping\)",
     ),
     "swap": (swapped_samples, r"sample 1 of micro-batch 1 is \d+ in a and \d+ in swap"),
     "kernel": (
@@ -147,12 +170,20 @@ PLANTS = {
         r"the output of features.3 \(Conv2d\) differs first, for micro-batch 0",
     ),
     "loss": (in_task(compute_loss=other_loss), "the loss of micro-batch 0 is .* equal outputs of all modules: look at"),
+    "used": (
+        gradient_changed_in_the_step,
+        r"the gradient of head.bias \(1 of 10 values\) that the optimizer gets differs; computed again outside of",
+    ),
+    "moment": (
+        flipped_moment,
+        r"the update of the optimizer's head.weight/momentum_buffer \(1 of 640 values\) differs",
+    ),
     "gradient": (
         in_task(compute_loss=other_gradient),
         r"the gradient of head.bias .* and \d+ more differs, with equal",
     ),
 }
-INTERVALS = {"rate": 4, "bit": 4, "pixel": 1}  # of records; else 5
+INTERVALS = {"rate": 4, "bit": 4, "used": 4, "moment": 4, "pixel": 1}  # of records; else 5
 
 
 def test_planted_differences_are_found_at_their_step_with_their_kind(runs):
@@ -161,7 +192,7 @@ def test_planted_differences_are_found_at_their_step_with_their_kind(runs):
     words_of["a"] = runs.words("a", *WORDS, "--log_interval", 1)
     folders = {name: runs.folder(name) for name in names}
     (found,) = run_ranks(1, plant_and_find, words_of, folders, deadline=300)
-    steps = dict.fromkeys(PLANTS, 1) | {"rate": STEP, "bit": STEP, "swap": 2}
+    steps = dict.fromkeys(PLANTS, 1) | {"swap": 2} | dict.fromkeys(("rate", "bit", "used", "moment"), STEP)
     steps["pixel"] = next(step for step, samples in runs.samples("a").items() if SAMPLE in samples)
     for name, (code, text) in found.items():
         line = text.splitlines()[-1]
@@ -193,6 +224,20 @@ def test_a_fault_that_came_once_is_told_from_a_difference_that_a_replay_has_too(
     ((code, text),) = run_ranks(1, diverge_with_replays, runs.folder("a"), runs.folder("b"))
     said = "in step 6 b did what its replay here does not: loss and gradient norm are repeated, and weights or"
     assert code == 1 and said in text, text
+
+
+def train_longer_and_replay(words, folder):
+    tasks.train_task("images", [*words, "--max_steps", "4"])
+    tasks.train_task("images", [*words, "--max_steps", "8", "--resume_from", "auto"])
+    with replaying(None, contextlib.nullcontext):
+        return replay.records_of(folder, 5, 8)
+
+
+def test_the_steps_of_a_run_that_was_made_longer_are_replayed_with_its_later_settings(runs):
+    words = runs.words("longer", *WORDS, "--log_interval", 1)
+    ((again),) = run_ranks(1, train_longer_and_replay, words, runs.folder("longer"), deadline=100)
+    records = {record["step"]: record["fingerprint"] for record in runs.records("longer", "train")}
+    assert {step: again[step]["fingerprint"] for step in again} == {step: records[step] for step in (5, 6, 7, 8)}
 
 
 def test_records_differ_by_their_fingerprints_and_by_all_values_where_there_is_none():
