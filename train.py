@@ -51,13 +51,14 @@ from utils.logger import setup_logger
 from utils.metrics import choose_best
 from utils.report.reporter import Reporter
 from utils.rng import seed_device
+from utils.run.apart import share
 from utils.run.attempt import Attempt
 from utils.run.checkpoints import Checkpoints
 from utils.run.create import create_state
 from utils.run.evaluate_only import evaluate_only
 from utils.run.failures import PREEMPTED, leave_after, open_run, wait_for_blame, watched
 from utils.run.provenance import provenance_of
-from utils.run.resume import resume_run, share_file
+from utils.run.resume import resume_run
 from utils.training.batchnorm import check_sync_batchnorm
 from utils.training.cross_check import CrossCheck
 from utils.training.evaluation import Evaluation
@@ -315,8 +316,7 @@ def test_best(training: Training) -> list[dict[str, Any]]:
     kind = list(weights)[-1]
     best = training.attempt.run.checkpoints / BEST
     if broadcast_json(best.exists(), ctx):
-        share_file(best, training.attempt.run, ctx)
-        payload = load_checkpoint(best, ctx, state.layouts())
+        payload = load_checkpoint(share(best, training.attempt.run, ctx), ctx, state.layouts())
         weights, progress = state.weights_of(payload), Progress.of(payload)
     state.show(progress)
     chosen = {kind: weights.get(kind, weights["model"])}

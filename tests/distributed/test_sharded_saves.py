@@ -48,7 +48,7 @@ def save_with_failures(folder, places):
     ctx = setup_distributed(TrainingConfig(run_dir=str(folder)))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shards",))
     full = torch.arange(20_100.0).reshape(201, 100)  # not a multiple of the ranks
-    layout, memory, found = FolderLayout(ctx, 2), HostMemory(), []
+    layout, memory, found = FolderLayout(ctx, 2, ctx.is_main), HostMemory(), []
     torch.distributed.barrier()
     for number, where in enumerate(places):
         written = payload(step=number) | {"model": {"weight": distribute_tensor(full + number, mesh, [Shard(0)])}}

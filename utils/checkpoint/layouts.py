@@ -51,13 +51,15 @@ class FolderLayout:
 
     Args:
         parts: the number of shards; rank r has the shard r % parts.
+        leads_node: whether this rank makes the folder and its manifest: rank 0, and one rank of each node whose disk
+            is its own. There a folder has the parts of the ranks of the node.
     """
 
-    def __init__(self, ctx: DistributedContext, parts: int) -> None:
+    def __init__(self, ctx: DistributedContext, parts: int, leads_node: bool) -> None:
         # the threads of the ranks speak to each other while training uses the other groups
         group: Any = dist.new_group(backend="gloo", timeout=timedelta(hours=24))
         self._ctx = dataclasses.replace(ctx, control=group)
-        self._has_part, self._numbers = ctx.rank < parts, itertools.count()
+        self._has_part, self._numbers, self._leads_node = ctx.rank < parts, itertools.count(), leads_node
         self.is_waiting = False  # for another rank, which looks at its own progress
 
     def write(self, path: Path, payload: Payload, before_rename: Call, tick: Call) -> None:
@@ -77,15 +79,15 @@ class FolderLayout:
         try:
             self._on_all(lambda: self._prepare(path, folder, payload), path, payload)
             digests = self._on_all(write_part, path, payload)
-            self._on_all(lambda: publish() if self._ctx.is_main else None, path, payload)
+            self._on_all(lambda: publish() if self._leads_node else None, path, payload)
         except BaseException:
-            if self._ctx.is_main:
+            if self._leads_node:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
     def _prepare(self, path: Path, folder: Path, payload: Payload) -> None:
         check_room(path, payload)
-        if self._ctx.is_main:
+        if self._leads_node:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
 

@@ -78,8 +78,7 @@ class StoredRun(Storage):
                 notes.append(str(error))
                 continue
             best = _progress(path).get("best_step", -1)
-            here = map(checkpoint.step_of, checkpoint.step_checkpoints(folder))
-            if best in valid and best not in here:
+            if best in valid and best != number:
                 try:
                     self.fetch(valid[best], folder)
                 except UserError as error:

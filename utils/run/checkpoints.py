@@ -67,8 +67,9 @@ class Checkpoints:
         self._is_sharded = config.sharding != "none"
         shards = {"none": 1, "hybrid": ctx.local_world_size}.get(config.sharding, ctx.world_size)
         self._replicas = [range(shard, ctx.world_size, shards) for shard in range(shards)]  # ranks with equal weights
-        self._layout = FolderLayout(ctx, shards) if self._is_sharded else FileLayout()
+        self._layout = FolderLayout(ctx, shards, run.leads_node) if self._is_sharded else FileLayout()
         self._writes, self._memory = self._is_sharded or ctx.is_main, HostMemory()
+        self._leads_node = self._writes and run.leads_node
         if self._writes:  # now: pinning gigabytes takes seconds. Adam's two tensors and a step per parameter come later
             late = [local(p) for p in state.owners if p.requires_grad and p not in state.optimizer.state]
             _, pairs = self._memory.copy_of(state.state_dict())
@@ -186,7 +187,7 @@ class Checkpoints:
         is_linked = True
         try:
             self.finish()
-            if self._ctx.is_main:
+            if self._leads_node:
                 self._run.link_best(progress.step)
                 if self._uploads:
                     self._uploads.wake()
@@ -283,7 +284,7 @@ class Checkpoints:
         """In the thread: write the checkpoint. Returns the seconds."""
         began = time.monotonic()
         self._layout.write(self._path, self._payload, self._run.check_owner, self._tick)
-        if self._ctx.is_main:
+        if self._leads_node:
             with suppress(OSError):
                 spared = self._uploads.name if self._uploads else ""
                 checkpoint.prune(self._run.checkpoints, *self._keep, spared)

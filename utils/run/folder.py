@@ -59,6 +59,11 @@ class Run:
         self._status_before: dict[str, Any] = {}  # of a continued run, until this attempt trains
 
     @property
+    def leads_node(self) -> bool:
+        """Whether this rank writes what a run folder has once: rank 0, and the first rank of a node with its own."""
+        return self.is_main or self.has_own_folder
+
+    @property
     def has_own_folder(self) -> bool:
         """Whether this is the first rank of a node whose run folder is not rank 0's."""
         return bool(self._lock) and not self.is_main

@@ -7,13 +7,9 @@ import dataclasses
 import gzip
 import math
 import zlib
-from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from config import YOURS, TrainingConfig, UserError, fields_of_yours
@@ -23,20 +19,19 @@ from utils.data.sketches import are_alike
 from utils.distributed.collectives import (
     all_gather_json,
     broadcast_json,
-    lowest_rank,
     on_all_ranks,
     on_rank_0,
     require_equal,
 )
 from utils.distributed.context import DistributedContext
 from utils.files import replace_file
+from utils.run.apart import own_folder, share
 from utils.run.attempt import Attempt
 from utils.run.claim import Start, claim
 from utils.run.folder import Run
-from utils.run.lock import KILLED, RunLock
-from utils.run.lock import NAME as LOCK
+from utils.run.lock import KILLED
 from utils.run.mirror import Mirror
-from utils.run.start_checks import check_shared, sees
+from utils.run.start_checks import check_shared
 from utils.training.fingerprint import fingerprint
 from utils.training.schedule import Progress
 from utils.training.state import TrainState
@@ -44,7 +39,6 @@ from utils.training.state import TrainState
 MAX_FAILURES = 3  # attempts in a row that get no further, before the run is stopped
 FILES = "training_files.gz"  # in the run folder: their listing when the latest attempt began
 MAX_NAMES = 20
-BLOCK_BYTES = 2**24  # of a file that rank 0 sends to other nodes
 MAX_OF_FILES, MAX_OF_SAMPLES = 0.01, 0.5  # fractions that may differ from the checkpoint's; one file always may
 
 
@@ -60,55 +54,10 @@ def claim_run(config: TrainingConfig, ctx: DistributedContext) -> Run:
         start, lock = dataclasses.replace(start, are_apart=are_apart), lock or own_lock
     run = Run(config.run_folder, config.checkpoint_folder, ctx.rank, ctx.hosts, start, lock, mirror)
     if run.resume_path and run.resume_path.parent == run.checkpoints:
-        share_file(run.resume_path, run, ctx)
+        share(run.resume_path, run, ctx)
     if not start.is_completed:
         check_shared(run.folder, run.lock_file, start.token, ctx)
     return run
-
-
-def own_folder(config: TrainingConfig, start: Start, ctx: DistributedContext) -> tuple[bool, RunLock | None]:
-    """Whether there are nodes whose run folder is not rank 0's; on the first rank of such a node, its lock. Collective.
-
-    Raises:
-        UserError: with sharding, whose checkpoints are written by all nodes into one folder.
-    """
-    folder = config.run_folder
-    is_apart = ctx.local_rank == 0 and not (start.is_completed or sees(folder / LOCK, start.token))
-    if lowest_rank(is_apart, ctx) is None:
-        return False, None
-    if config.sharding != "none":
-        problem = "needs one run_dir for all nodes, also with --mirror"
-        raise UserError(f"sharding={config.sharding}: {problem}; put it on storage that they share", 0, ctx.hosts[0])
-
-    def lock() -> RunLock | None:
-        if not is_apart:
-            return None
-        config.checkpoint_folder.mkdir(parents=True, exist_ok=True)
-        found = RunLock(folder, ctx.host)
-        found.write(token=start.token)
-        return found
-
-    return True, on_all_ranks(lock, ctx)
-
-
-def share_file(path: Path, run: Run, ctx: DistributedContext) -> None:
-    """Give this file of rank 0 to the nodes that have a run folder of their own, at the same path. Collective."""
-    if not run.start.are_apart:
-        return
-    size = broadcast_json(path.stat().st_size if run.is_main else 0, ctx)
-
-    def blocks(source: BinaryIO | None = None) -> Iterator[bytearray]:
-        for begin in range(0, size, BLOCK_BYTES):
-            block = bytearray(source.read(BLOCK_BYTES) if source else min(BLOCK_BYTES, size - begin))
-            dist.broadcast(torch.frombuffer(block, dtype=torch.uint8), 0, group=ctx.control)
-            yield block
-
-    if run.has_own_folder:
-        replace_file(path, lambda file: file.writelines(blocks()))
-    else:
-        with path.open("rb") if run.is_main else nullcontext() as source:
-            for _ in blocks(source):
-                pass
 
 
 def resume_run(
@@ -148,7 +97,8 @@ def resume_run(
     if len(run.start.failures) >= MAX_FAILURES:
         on_rank_0(lambda: run.mark_training(has_diagnosed=True), ctx)
         raise UserError(diagnosis(run.start.failures, progress, sampler), 0, ctx.hosts[0], is_final=True)
-    on_rank_0(lambda: run.rewind(progress.step, progress.evaluated_step == progress.step, has_test), ctx)
+    is_evaluated = progress.evaluated_step == progress.step
+    on_all_ranks(lambda: run.rewind(progress.step, is_evaluated, has_test) if run.leads_node else None, ctx)
     if not broadcast_json(on_rank_0(lambda: run.restore_best(progress.best_step), ctx), ctx):
         progress.forget_best()
     on_rank_0(lambda: _keep(listing, run.folder), ctx)

@@ -40,6 +40,7 @@ class Uploads:
         self._run, self._mirror, self._keep, self._log = run, mirror, keep, logging.getLogger(NAME)
         self.name = ""  # of the checkpoint in upload, which must not be deleted
         self._there: dict[str, dict[str, str]] = {}  # uploaded checkpoints: the checksums of their files
+        self._has_looked = False
         self._records: dict[Path, tuple[int, int]] = {}  # uploaded ones: bytes and time
         self._asked = self._done = 0  # calls of `wake`, and how many of them are served
         self._sent, self._moved_at, self._is_warned = 0, 0.0, False
@@ -108,6 +109,10 @@ class Uploads:
             self.name = ""
 
     def _upload_all(self) -> None:
+        if not self._has_looked:  # what earlier attempts have uploaded
+            for each in self._mirror.checkpoints():
+                self._there[each["name"]] = {name: file["sha256"] for name, file in each["files"].items()}
+            self._has_looked = True
         for is_best in (False, True):
             paths = checkpoint.step_checkpoints(self._run.checkpoints)
             chosen = [path for path in paths if path.name == self._best()] if is_best else paths[-1:]

@@ -1,0 +1,88 @@
+"""Nodes whose run folder is not rank 0's, in a run with a mirror: each has a folder of its own at the same path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+import torch.distributed as dist
+
+from config import TrainingConfig
+from utils.checkpoint import format as checkpoint
+from utils.checkpoint import shards
+from utils.distributed.collectives import broadcast_json, lowest_rank, on_all_ranks
+from utils.distributed.context import DistributedContext
+from utils.files import replace_file
+from utils.run.claim import Start
+from utils.run.folder import Run
+from utils.run.lock import NAME as LOCK
+from utils.run.lock import RunLock
+from utils.run.start_checks import sees
+
+BLOCK_BYTES = 2**24  # of a file that a rank sends to other nodes
+
+
+def own_folder(config: TrainingConfig, start: Start, ctx: DistributedContext) -> tuple[bool, RunLock | None]:
+    """Whether there are nodes whose run folder is not rank 0's; on the first rank of such a node, its lock. Collective.
+
+    Raises:
+        UserError: if another job owns that folder.
+    """
+    folder = config.run_folder
+    is_apart = ctx.local_rank == 0 and not (start.is_completed or sees(folder / LOCK, start.token))
+    if lowest_rank(is_apart, ctx) is None:
+        return False, None
+
+    def lock() -> RunLock | None:
+        if not is_apart:
+            return None
+        config.checkpoint_folder.mkdir(parents=True, exist_ok=True)
+        found = RunLock(folder, ctx.host)
+        found.write(token=start.token)
+        return found
+
+    return True, on_all_ranks(lock, ctx)
+
+
+def share(path: Path, run: Run, ctx: DistributedContext) -> Path:
+    """Give a checkpoint to the nodes that have a run folder of their own. Rank 0 has it or, if it is sharded, each rank
+    its part. Collective.
+
+    Returns:
+        Its path, which is no link.
+    """
+    path = run.checkpoints / broadcast_json(path.resolve().name, ctx)
+    if not run.start.are_apart:
+        return path
+    if not broadcast_json(path.is_dir(), ctx):
+        _send(path, 0, run, ctx)
+        return path
+    if run.has_own_folder:
+        path.mkdir(exist_ok=True)
+    parts = broadcast_json(sorted(checkpoint.digests(path)), ctx)
+    is_whole = broadcast_json(all((path / name).exists() for name in parts), ctx)
+    for number, name in enumerate(parts):
+        _send(path / name, 0 if is_whole else number, run, ctx)
+    _send(path / shards.MANIFEST, 0, run, ctx)
+    return path
+
+
+def _send(path: Path, source: int, run: Run, ctx: DistributedContext) -> None:
+    """Send a file of the rank `source` to the other nodes, in blocks. Collective."""
+    size = broadcast_json(path.stat().st_size if ctx.rank == source else 0, ctx, source)
+
+    def blocks(file: BinaryIO | None = None) -> Iterator[bytearray]:
+        for begin in range(0, size, BLOCK_BYTES):
+            block = bytearray(file.read(BLOCK_BYTES) if file else min(BLOCK_BYTES, size - begin))
+            dist.broadcast(torch.frombuffer(block, dtype=torch.uint8), source, group=ctx.control)
+            yield block
+
+    if run.leads_node and ctx.rank != source:
+        replace_file(path, lambda file: file.writelines(blocks()))
+    else:
+        with path.open("rb") if ctx.rank == source else nullcontext() as opened:
+            for _ in blocks(opened):
+                pass
