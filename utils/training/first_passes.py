@@ -170,14 +170,13 @@ def check_compiler(mode: str, device: torch.device, named: str) -> None:
     """
     if mode == "off":
         return
-    on_cuda = device.type == "cuda"
-    kind, known = ("C", ["gcc", "clang"]) if on_cuda else ("C++", ["g++"])
+    kind, known = ("C++", ["g++"]) if device.type == "cpu" else ("C", ["gcc", "clang"])
     missing = ""
     if not any(map(shutil.which, [named] if named else known)):
         missing = f"a {kind} compiler ({named or ' or '.join(known)})"
     elif not Path(sysconfig.get_paths()["include"], "Python.h").exists():
         missing = "the headers of this Python (python3-dev)"
-    elif on_cuda and importlib.util.find_spec("triton") is None:
+    elif device.type != "cpu" and importlib.util.find_spec("triton") is None:
         missing = "triton"
     if missing:
         raise UserError(f"compile={mode}: needs {missing}, which is missing; install it, or use --compile off")

@@ -186,7 +186,7 @@ def wrap_ddp(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) 
     is_new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     no_buffers = {"forward_sync_buffers" if is_new else "broadcast_buffers": False}
     options: dict[str, Any] = no_buffers | {
-        "device_ids": [ctx.device.index] if ctx.device.type == "cuda" else None,
+        "device_ids": None if ctx.device.type == "cpu" else [ctx.device.index],
         "gradient_as_bucket_view": True,
         "find_unused_parameters": config.find_unused_parameters,
         "bucket_cap_mb": bucket_megabytes(model, config),
@@ -203,8 +203,8 @@ def check_exact(model: nn.Module, config: TrainingConfig, ctx: DistributedContex
     """Raises UserError if `--reduction exact` cannot hold with this model."""
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         raise UserError("reduction=exact: SyncBatchNorm sums over the ranks by itself; leave out --sync_bn")
-    if ctx.device.type == "cuda" and not config.deterministic:
-        raise UserError("reduction=exact: on CUDA needs deterministic kernels; add --deterministic")
+    if ctx.device.type != "cpu" and not config.deterministic:
+        raise UserError("reduction=exact: on a GPU needs deterministic kernels; add --deterministic")
 
 
 def bucket_megabytes(model: nn.Module, config: TrainingConfig) -> float:

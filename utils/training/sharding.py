@@ -48,7 +48,7 @@ def build_sharded(
     uses, parts = _uses(model), [block for block in dict.fromkeys(parts) if block is not model]
     whole = [block for block in parts if _uses(block).items() <= uses.items()]  # shares no weight with other parts
     use_cores(config, ctx)
-    offload = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda") if config.cpu_offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=ctx.device.type != "cpu") if config.cpu_offload else OffloadPolicy()
     marks = {name: vars(parameter) for name, parameter in model.named_parameters()}  # by which a fork forms groups
     for group in [*whole, model]:
         _broadcast(group, ctx.device)
@@ -76,7 +76,7 @@ def use_cores(config: TrainingConfig, ctx: DistributedContext) -> None:
 
     Its bits do not depend on the number of threads. On a CPU those of the model's passes do, so they keep theirs.
     """
-    if config.cpu_offload and ctx.device.type == "cuda" and ctx.launch.threads in ("", "1"):
+    if config.cpu_offload and ctx.device.type != "cpu" and ctx.launch.threads in ("", "1"):
         torch.set_num_threads(max(1, usable_cpus() // ctx.local_world_size))
 
 
