@@ -152,7 +152,7 @@ class GlobalBatchLoader:
     def _make(self, micro_batch: MicroBatch) -> tuple[MicroBatch, Any]:
         if not self._side:
             return self._collate(self._fetcher.__getitems__(micro_batch))
-        with self._side.queued():  # a data set on the device is indexed on this stream
+        with self._side.stream:  # a data set on the device is indexed on this stream
             micro_batch, batch = self._collate(self._fetcher.__getitems__(micro_batch))
         return micro_batch, pinned(batch)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -34,26 +33,20 @@ def indices_on(indices: list[int], device: torch.device) -> Tensor:
 
 
 class SideStream:
-    """A stream next to the one that computes."""
+    """A stream next to the one that computes. `with side.stream` queues work on it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: torch.Stream | None = None
+        self._device, self.stream = device, torch.Stream(device)
 
     def begin(self) -> None:
         """Let the side stream wait for work queued on the current stream, such as the constants of a transform."""
-        stream = self._stream = self._stream or torch.Stream(self._device)
-        stream.wait_stream(torch.accelerator.current_stream(self._device))
-
-    def queued(self) -> contextlib.AbstractContextManager:
-        """A context in which work is queued on the side stream."""
-        return self._stream or contextlib.nullcontext()
+        self.stream.wait_stream(torch.accelerator.current_stream(self._device))
 
     def run(self, action: Callable[[], T]) -> tuple[T, torch.Event]:
         """The result of the action, queued on the side stream, and the event that marks its completion."""
-        with self.queued():
+        with self.stream:
             result, event = action(), torch.Event()
-            event.record(self._stream)
+            event.record(self.stream)
         return result, event
 
     def hand_over(self, batch: Any, event: torch.Event) -> None:

@@ -96,6 +96,8 @@ class ExactlyReplicated(Replicated):
     The gradients of each micro-batch but the rank's last are held apart from DDP's. In the last backward pass, DDP's
     hook adds them bucket by bucket, and begins the sum over ranks. A collective that is started in the callback of a
     future would run in another order on each rank, so the hook of a bucket continues the exchange of the one before.
+    It does so in a stream of its own, for whose futures DDP waits at the end of the backward pass; buckets and held
+    gradients, of the other stream, live longer.
 
     Args:
         is_static: gradients stay where they are, as with CUDA graphs; what is held is a copy. So it is with
@@ -109,6 +111,8 @@ class ExactlyReplicated(Replicated):
         self._parts: list[dict[nn.Parameter, Tensor]] = []
         self._inner: list[dict[nn.Parameter, Tensor]] = []
         self._exchanges: list[tuple[TreeAllReduce, Tensor, torch.futures.Future]] = []
+        device = next(iter(self._trained)).device
+        self._side = torch.Stream(device) if device.type != "cpu" else None
         self.register_comm_hook(None, self._reduce_bucket)
 
     @contextmanager
@@ -138,7 +142,12 @@ class ExactlyReplicated(Replicated):
 
     def _reduce_bucket(self, state, bucket):  # DDP rejects annotations that are strings
         """DDP's hook: None and a dist.GradBucket -> torch.futures.Future of its summed buffer."""
-        flat, parameters, is_last = bucket.buffer(), bucket.parameters(), bucket.is_last()
+        if self._side:
+            self._side.wait_stream(torch.accelerator.current_stream())
+        with self._side or nullcontext():
+            return self._exchange_bucket(bucket.buffer(), bucket.parameters(), bucket.is_last())
+
+    def _exchange_bucket(self, flat: Tensor, parameters: list[nn.Parameter], is_last: bool) -> torch.futures.Future:
         for held in self._inner:
             torch._foreach_add_(_views(flat, parameters), [held[parameter] for parameter in parameters])
         parts = [torch.empty_like(flat) for _ in self._parts]
