@@ -27,6 +27,7 @@ YOURS = "model and data"  # the group of fields that a fork changes
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "step")
 DEFAULTS = {"sgd": {"lr": 0.1, "weight_decay": 5e-4}, "adamw": {"lr": 1e-3, "weight_decay": 0.01}}
 AUTO_AUGMENTS = ("none", "ra", "ta_wide", "augmix", "autoaugment")
+AMP_DTYPES = ("auto", "bf16", "fp16", "bf16_params", "fp16_params")
 SHARDINGS = ("none", "zero2", "zero3", "hybrid")
 ELSEWHERE = Path(__file__).parent / "docs" / "coming-from.md"  # names of flags in other trainers
 OF_TORCHRUN = """nproc_per_node nnodes node_rank master_addr master_port max_restarts local_rank world_size gpus devices
@@ -241,7 +242,7 @@ class TrainingConfig:
     max_time: float = setting("training", 0.0, "save and stop after this many minutes (0 = off)", at_least(0))
 
     use_amp: bool = setting("precision", True, "mixed precision (on CPUs only with amp_dtype)", resume="may")
-    amp_dtype: str = setting("precision", "auto", "mixed-precision dtype", one_of("auto", "bf16", "fp16"), "may")
+    amp_dtype: str = setting("precision", "auto", "dtype (_params: of gathered shards too)", one_of(*AMP_DTYPES), "may")
 
     backend: str = setting("distributed", "auto", "nccl on CUDA, else gloo", one_of("auto", "nccl", "gloo", "mpi"))
     init_method: str = setting("distributed", "", "env:// (default), tcp://HOST:PORT or file:///PATH", rendezvous_url)
@@ -343,10 +344,8 @@ class TrainingConfig:
         if self.reduction == "exact" and self.comm_hook != "none":
             problems.append(f"comm_hook={self.comm_hook}: rounds gradients before they are summed; {either}")
         if self.find_unused_parameters and self.compile == "reduce-overhead":
-            problems.append(
-                "compile=reduce-overhead: keeps all gradients in place, and find_unused_parameters leaves some out; use"
-                " --compile default"
-            )
+            why = "keeps all gradients in place, and find_unused_parameters leaves some out; use --compile default"
+            problems.append(f"compile=reduce-overhead: {why}")
         if self.check_every:
             unlike = {"sharding": "none", "find_unused_parameters": False}  # as far as the config shows
             wrong = [name for name, value in unlike.items() if getattr(self, name) != value]
@@ -359,8 +358,9 @@ class TrainingConfig:
                 for name, value in other.items()
                 if getattr(self, name) != value
             ]
-        elif self.cpu_offload:
-            problems.append("cpu_offload=True: needs sharding; add --sharding zero3, or leave out cpu_offload")
+        elif self.cpu_offload or self.amp_dtype.endswith("_params"):
+            name = "cpu_offload" if self.cpu_offload else "amp_dtype"
+            problems.append(f"{name}={getattr(self, name)}: needs sharding; add --sharding zero3, or leave it out")
         if self.min_lr >= self.lr:
             problems.append(f"min_lr={self.min_lr}: is not below lr={self.lr}; give a smaller one")
         if self.warmup_steps != "auto" and self.warmup_epochs != type(self).warmup_epochs:

@@ -77,11 +77,11 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
     try:
         raise_file_limit(launch.world_size, unless_auto(config.num_workers, os.cpu_count() or 1))
         backend, device = choose_device(config.backend, launch.local_rank)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # before anything touches a GPU, and before NCCL guesses which
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device)  # before anything touches a GPU, and before NCCL guesses which
         card |= {"backend": backend, "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}
         card["bf16"] = has_fast_bf16(device)
-        check_compiler(config.compile, device, launch.compilers["CC" if device.type == "cuda" else "CXX"])
+        check_compiler(config.compile, device, launch.compilers["CXX" if device.type == "cpu" else "CC"])
     except UserError as error:
         if not launch.is_launched:
             raise
@@ -109,7 +109,7 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
+        device_id=None if device.type == "cpu" else device,
     )
     hosts = tuple(each["host"] for each in cards)
     return DistributedContext(

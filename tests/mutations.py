@@ -62,7 +62,7 @@ MUTATIONS = [
     Mutation('fingerprint', 'dist.all_reduce(total, group=group)', 'pass', 'fingerprint'),
     Mutation('first_gap', 'if "fingerprint" in names or (names and not one.keys() & other.keys() & {"fingerprint"}):', 'if names:', 'diverge'),
     Mutation('content', 'places = unequal(mine, its)', 'places = unequal(mine, mine)', 'diverge'),
-    Mutation('Replicated.accumulating', 'return nullcontext() if micro_batch.is_last else self.no_sync()', 'return self.no_sync() if micro_batch.is_last else nullcontext()', 'gradient'),
+    Mutation('Replicated.accumulating', 'with nullcontext() if micro_batch.is_last else self.no_sync():', 'with self.no_sync() if micro_batch.is_last else nullcontext():', 'gradient'),
     Mutation('TrainState.plan', 'self._loss_scale.fill_(divisor * 2.0**-progress.loss_shift)', 'self._loss_scale.fill_(2.0**-progress.loss_shift)', 'gradient'),
     Mutation('TrainState.update_if_finite', 'divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift', 'divisor = torch.full_like(self.sums.loss_count, float(global_batch.samples)) * 2.0**-self.progress.loss_shift', 'gradient'),
     Mutation('train_one_epoch', "state.show(progress)  # to a fork's compute_loss and after_step", 'pass', 'step-loss'),

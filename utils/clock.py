@@ -19,7 +19,7 @@ class Clock:
     """The phase and step of this rank's loop, and the seconds spent in each phase.
 
     Args:
-        device: if it is CUDA, forward passes are timed on the device.
+        device: if it is an accelerator, forward passes are timed on the device.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -29,7 +29,7 @@ class Clock:
         self.durations: deque[float] = deque(maxlen=STEPS_KEPT)  # seconds of the latest steps
         self._reached = 0  # the last step of earlier attempts
         self._phase, self._mark, self._step_began = 0, time.perf_counter(), 0.0
-        self._events: list[tuple[str, torch.cuda.Event]] | None = [] if device and device.type == "cuda" else None
+        self._events: list[tuple[str, torch.Event]] | None = [] if device and device.type != "cpu" else None
         self._forward_seen = 0.0
         self.enter("start")
 
@@ -49,7 +49,7 @@ class Clock:
         self._mark, self._phase = now, INDEX[phase]
         self.counter += 1
         if self._events is not None and phase in ("forward", "backward"):
-            event = torch.cuda.Event(enable_timing=True)
+            event = torch.Event(enable_timing=True)
             event.record()
             self._events.append((phase, event))
 
@@ -78,7 +78,7 @@ class Clock:
         return by_phase, again
 
     def take_forward_seconds(self) -> float:
-        """Seconds in forward passes since the last call. On CUDA this waits for the device."""
+        """Seconds in forward passes since the last call. With an accelerator this waits for the device."""
         if self._events is None:
             before, self._forward_seen = self._forward_seen, self.spent()[0]["forward"]
             return self._forward_seen - before

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,9 @@ class Comparison:
         self, config: TrainingConfig, ctx: DistributedContext, steps: int, folder: Path, with_tutorial: bool = False
     ) -> None:
         self.steps, self._ctx = steps, ctx
+        before, self._held = allocated(ctx.device), Counter[str]()  # device memory that a loop keeps between its epochs
         self.ours = Ours(config, ctx, folder, steps)
+        self._held[TEMPLATE] = allocated(ctx.device) - before
         accumulation = config.micro_batches_per_step(ctx.world_size) // ctx.world_size
         self.config = dataclasses.replace(self.ours.config, grad_accum_steps=accumulation, global_batch_size=0)
         precision = Precision.choose(config, ctx.device, ctx.fast_bf16)
@@ -54,15 +57,19 @@ class Comparison:
             MINIMAL: lambda: [next(minimal) for _ in range(steps)],
         }
         if with_tutorial:
+            before = allocated(ctx.device)
             epoch_of[TUTORIAL] = loops.Tutorial(self.config, ctx).epoch
+            self._held[TUTORIAL] = allocated(ctx.device) - before
         self.candidates = {name: Candidate(name, epoch) for name, epoch in epoch_of.items()}
 
     def run(self, rounds: int, report: Callable[[str], object] = lambda text: None) -> dict[str, dict[str, Any]]:
         """Take all turns, and end the run. Returns the figures of each loop by name."""
         candidates, device = list(self.candidates.values()), self._ctx.device
         for each in candidates:
+            before = allocated(device)
             each.epoch()
-        counted = {each.name: count(each.epoch, device) for each in candidates}
+            self._held[each.name] += allocated(device) - before
+        counted = {each.name: count(each.epoch, device, self._held[each.name]) for each in candidates}
         before = self.ours.spent()
         take_turns(candidates, rounds, device, report)
         spent = {phase: seconds - before[phase] for phase, seconds in self.ours.spent().items() if phase in STEP_PHASES}
@@ -179,14 +186,23 @@ def flops_per_sample(ours: Ours) -> float:
     return counter.get_total_flops() / min(ours.config.batch_size, len(ours.loader.dataset))
 
 
-def count(epoch: Callable[[], object], device: torch.device) -> dict[str, float]:
-    """Run an epoch. Returns its collectives in all groups, and peak memory in bytes (without a GPU: the process's)."""
+def allocated(device: torch.device) -> int:
+    """Bytes of the tensors on a GPU; 0 without one."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def count(epoch: Callable[[], object], device: torch.device, held: int = 0) -> dict[str, float]:
+    """Run an epoch. Returns its collectives in all groups, and peak memory in bytes (without a GPU: the process's).
+
+    held: bytes of this loop that are allocated before; what other loops hold does not count.
+    """
+    others = allocated(device) - held
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         epoch()
     collectives = sum(event.count for event in profiler.key_averages() if event.key.startswith("c10d::"))
-    return {"collectives": collectives, "peak_memory": peak_memory()}
+    return {"collectives": collectives, "peak_memory": peak_memory() - others * (device.type == "cuda")}
 
 
 class Costless(nn.Module):

@@ -5,6 +5,7 @@ import io
 import json
 import statistics
 import threading
+import time
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import benchmark
 from config import UserError
 from ddp_utils import cleanup_distributed, setup_distributed
-from lib.benchmark import speed
+from lib.benchmark import speed, turns
 from lib.benchmark.ours import Ours
 from lib.benchmark.turns import Candidate, take_turns
 from ranks import run_ranks, slow
@@ -157,3 +158,17 @@ def test_too_many_steps_are_rejected(tmp_path):
     sentence = "--steps 20: needs more samples than the training set has; give fewer"
     with mock.patch.object(speed, "Ours", refuse), pytest.raises(UserError, match=sentence):
         speed.warm_run(config_of(SMALL), None, tmp_path, 20)
+
+
+def test_waiting_for_a_gpu_is_no_cpu_time(monkeypatch):
+    """CUDA's wait takes CPU time: here, 0.2 s of it after each turn."""
+
+    def spin(device):
+        ends = time.process_time() + 0.2
+        while time.process_time() < ends:
+            pass
+
+    monkeypatch.setattr(turns, "synchronize", spin)
+    candidate = Candidate("", lambda: None)
+    candidate.turn(torch.device("cpu"))
+    assert candidate.cpu[0] < 0.1 and candidate.wall[0] >= 0.2

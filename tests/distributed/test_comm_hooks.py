@@ -15,6 +15,7 @@ from ranks import run_ranks, slow
 from tasks import train_task, training_under
 from test_exact_resume import FLAGS as RESUME_FLAGS
 from training import TINY, difference
+from utils.data.sampler import MicroBatch
 from utils.run.checkpoints import Checkpoints
 
 PARAMETERS, STATISTICS = 2090, 2 * (8 + 16)  # of tasks.SmallNet
@@ -164,3 +165,68 @@ def test_by_default_gradients_are_stored_in_several_buckets_without_a_copy():
     """The storages of all .grad are DDP's buckets; there are several, so that communication overlaps."""
     for size, storages in run_ranks(2, gradient_storages, [*TINY, "--no-use_amp"]):
         assert size == sum(storages) == 4 * 8 * (512 * 512 + 512) and 2 < len(storages) < 10
+
+
+class Parts(nn.Module):
+    """Three layers, each of which an input may use; the sum of their outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(64, 64) for _ in range(3)])
+
+    def forward(self, x, used):
+        return sum(self.parts[k](x).relu().sum() for k in used)
+
+
+def accumulated(flags, used):
+    """The gradients of two steps of three micro-batches, and the bytes beside the buckets after each but the last.
+
+    used: the layers that each micro-batch of a step uses.
+    """
+    config = TrainingConfig.from_args(flags)
+    ctx = setup_distributed(config)
+    torch.manual_seed(1)
+    model = Parts()
+    wrapped, beside, gradients = wrap_ddp(model, config, ctx), [], []
+    for _ in range(2):  # as the passes before the first step
+        wrapped(torch.ones(2, 64), range(3)).backward()
+    buckets = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+    for step in range(2):
+        model.zero_grad(set_to_none=True)
+        for number, parts in enumerate(used):
+            micro_batch = MicroBatch(0, number, [], is_padding=False, is_last=number == 2, count=3)
+            with wrapped.accumulating(micro_batch):
+                x = torch.randn(2, 64, generator=torch.Generator().manual_seed(9 * step + 3 * number + ctx.rank))
+                wrapped(x, parts).backward()
+            found = [p.grad for p in model.parameters() if p.grad is not None]
+            outside = [g.nbytes for g in found if g.untyped_storage().data_ptr() not in buckets]
+            beside.append((sum(outside), sum(g.nbytes for g in found)))
+        gradients.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+    cleanup_distributed()
+    return beside, gradients
+
+
+LAYER = 4 * (64 * 64 + 64)  # bytes
+
+
+@pytest.mark.parametrize(
+    ("flags", "used", "sizes"),
+    [
+        ([], [(0, 1, 2)] * 3, (3, 3, 3)),
+        (["--find_unused_parameters"], [(0,), (1,), (1,)], (1, 2, 2)),
+    ],
+)
+def test_accumulated_gradients_lie_in_the_buckets_and_a_layer_without_use_has_none(flags, used, sizes):
+    """From the second step on. The bits are those of plain DDP, which holds a second copy of all gradients."""
+    flags = [*TINY, "--no-use_amp", *flags]
+    kept = run_ranks(2, accumulated, [*flags, "--grad_accum_steps", "3"], used)
+    plain = run_ranks(2, accumulated, flags, used)
+    for (beside, gradients), (usual, expected) in zip(kept, plain, strict=True):
+        assert [size for _, size in beside[3:]] == [LAYER * count for count in sizes]
+        assert usual[4][0] == LAYER * sizes[1] and [outside for outside, _ in beside[3:]] == [0, 0, 0]
+        for ours, theirs in zip(gradients, expected, strict=True):
+            for a, b in zip(ours, theirs, strict=True):
+                assert (a is None) == (b is None) and (
+                    a is None or torch.equal(a.view(torch.int32), b.view(torch.int32))
+                )
+            assert [each is None for each in ours] == [k >= 2 * sizes[2] for k in range(6)]

@@ -1,5 +1,5 @@
 """Needs a GPU: the same draws, pixels and batches as on the CPU, pinned snapshots, and bitwise equal resumes with
---deterministic. scripts/test.sh --cuda runs it."""
+--deterministic. scripts/test.sh --cuda runs it. Compilation needs a C compiler and triton too; else it is skipped."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ from config import TrainingConfig
 from ddp_utils import DistributedContext
 from ranks import run_ranks
 from tasks import Images
+from test_compile import CUDA, SECONDS, assert_near, need_compiler, train_net
 from test_compile import FLAGS as COMPILE_FLAGS
-from test_compile import SECONDS, assert_near, train_net
 from test_exact_resume import FLAGS
 from utils.checkpoint.snapshot import HostMemory, _has_succeeded
 from utils.data.augment import augment_images
@@ -90,6 +90,7 @@ def test_a_resume_with_deterministic_is_bitwise_equal(runs, task, precision):
 def test_a_compiled_run_equals_the_eager_one(runs, mode):
     """In float64; with CUDA graphs, accumulation, a short last global batch and evaluation. Nothing is compiled or
     recorded after the first step."""
+    need_compiler(CUDA, "CC")
     for name in ("off", mode):
         words = runs.words(name, *COMPILE_FLAGS, "--backend", "nccl", "--compile", name)
         run_ranks(1, train_net, 16, words, deadline=SECONDS)

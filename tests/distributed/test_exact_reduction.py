@@ -1,5 +1,6 @@
 """--reduction exact: the same bits on any number of ranks, in weights, optimizer, statistics, average and records."""
 
+import contextlib
 import os
 import random
 import signal
@@ -11,9 +12,11 @@ import torch
 import torch.distributed as dist
 
 import train
+from config import TrainingConfig
+from ddp_utils import cleanup_distributed, setup_distributed, wrap_ddp
 from ranks import run_ranks, slow
 from tasks import TASKS, EagerConsensus, SmallNet, train_task
-from training import wait_until
+from training import TINY, wait_until
 from utils.distributed.tree import TreeAllReduce, parts_of
 from utils.report.reporter import Reporter
 
@@ -159,3 +162,62 @@ def test_three_nodes_of_eight_ranks_send_the_bytes_of_a_ring():
     for per_rank, ratio in ((1, 1), (2, 1), (4, 1), (8, 1), (3, 1.5), (6, 1.5)):
         found = run_ranks(1, sent_by_all, 24, 24 * per_rank, 2400)[0]
         assert sum(found) / 24 == ratio * 2 * 23 / 24 * 2400 * 4
+
+
+class Side:
+    """Replaces the stream of the exchanges: what waits in it, and what waits in the stream of the backward pass."""
+
+    def __init__(self):
+        self.is_current, self.waits, self.order = False, {True: 0, False: 0}, []
+
+    def wait_stream(self, other):
+        assert not self.is_current
+        self.order.append("backward")
+
+    def __enter__(self):
+        self.is_current = True
+
+    def __exit__(self, *_):
+        self.is_current = False
+
+    def watched(self, name, begin):
+        def call(*args, **options):
+            work = begin(*args, **options)
+            self.order.append(name)
+            return mock.Mock(wait=lambda: self.wait(work))
+
+        return call
+
+    def wait(self, work):
+        self.waits[self.is_current] += 1
+        work.wait()
+
+
+def waits_by_stream(flags):
+    """A step in several buckets: the waits by stream, the collectives in their order, and the gradients."""
+    config = TrainingConfig.from_args(flags)
+    ctx = setup_distributed(config)
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+    wrapped, side, found = wrap_ddp(model, config, ctx), Side(), []
+    names = ("all_to_all_single", "all_gather_into_tensor")
+    watched = {name: side.watched(name, getattr(dist, name)) for name in names}
+    for is_watched in (False, False, True):  # DDP orders its buckets in the first two passes
+        wrapped._side = side if is_watched else None
+        model.zero_grad(set_to_none=True)
+        watching = mock.patch.multiple(dist, **watched) if is_watched else contextlib.nullcontext()
+        current = mock.patch.object(torch.accelerator, "current_stream", lambda: None)
+        with watching, current:
+            wrapped(torch.full((2, 512), 1.0 + ctx.rank)).square().sum().backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    cleanup_distributed()
+    return side.waits, side.order, all(map(torch.equal, found[1], found[2]))
+
+
+def test_the_backward_pass_waits_for_no_exchange_and_all_ranks_issue_them_in_one_order():
+    """Without a GPU: the waits of the hooks are counted by the stream that is current."""
+    flags = [*TINY, "--no-use_amp", "--reduction", "exact", "--bucket_cap_mb", "1"]
+    (waits, order, is_equal), other = run_ranks(2, waits_by_stream, flags)
+    buckets = order.count("backward")
+    assert buckets > 2 and waits == {True: 2 * buckets, False: 0} and is_equal
+    assert order == other[1] and order.count("all_gather_into_tensor") == buckets

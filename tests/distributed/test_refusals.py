@@ -95,7 +95,7 @@ def without_cuda_on_one(rank):
     """What all ranks raise if only one of two has a GPU."""
     own = int(os.environ["RANK"])
     torch.cuda.device_count = lambda: int(own != rank) * 8
-    torch.cuda.get_device_name = torch.cuda.set_device = lambda device: "pretended"
+    torch.cuda.get_device_name = torch.accelerator.set_device_index = lambda device: "pretended"
     ddp_utils.has_fast_bf16 = lambda device: True
     with pytest.raises(UserError) as error:
         setup_distributed(TrainingConfig())

@@ -2,10 +2,12 @@
 
 import os
 import socket
+from collections import Counter
 from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import export
 import plain_loop
@@ -13,7 +15,7 @@ import predict
 import train
 from config import UserError
 from ranks import run_ranks, slow
-from tasks import TASKS, BlockModel, config_of, image_loss, using
+from tasks import TASKS, BlockModel, config_of, image_loss, training_under, using
 from test_exact_ranks import FLAGS as OF_CHAIN
 from test_exact_resume import FLAGS as OF_RESUME
 from test_oracle import check_against_the_oracle
@@ -62,6 +64,8 @@ def test_hybrid_is_sharded_on_a_node_and_replicated_on_two(runs):
     ("ranks", "task", "flags"),
     [
         (2, "images", f"{ADAMW} --sharding zero3 --amp_dtype bf16 --grad_accum_steps 2"),
+        (2, "blocks", f"{ADAMW} --sharding zero3 --amp_dtype fp16_params --grad_accum_steps 2"),
+        slow(2, "blocks", f"{ADAMW} --sharding zero2 --amp_dtype bf16_params --activation_checkpointing"),
         slow(4, "blocks", f"{SGD} --sharding zero2 --no-use_amp"),
     ],
 )
@@ -72,6 +76,58 @@ def test_stops_and_resumes_within_an_epoch_change_nothing(runs, ranks, task, fla
     assert [record["step"] for record in runs.events("parts", "resumed")] == [2, 4, 7]
     runs.assert_same("whole", "parts")
     assert (runs.folder("parts") / "checkpoints" / "best.pt").is_symlink()
+
+
+class Shared(TorchDispatchMode):
+    """The bytes of floating-point tensors on the device's group: of what is gathered, and of gradients to be summed."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.removeprefix("c10d::_")
+        if name in ("allgather_base_", "reduce_scatter_base_"):
+            self.bytes[name] += args[name == "reduce_scatter_base_"].nbytes
+        return function(*args, **(kwargs or {}))
+
+
+def shared_by_step(words):
+    """The bytes of the third step: gathered, and summed over the ranks."""
+    mode, steps = Shared(), []
+
+    def done(step):
+        steps.append((mode.bytes["allgather_base_"], mode.bytes["reduce_scatter_base_"]))
+        mode.bytes.clear()
+
+    with training_under(mode, done):
+        train_flags(words, task="blocks")
+    return steps[2]
+
+
+@pytest.mark.parametrize("ranks", [2, slow(4)])
+def test_parameters_are_gathered_in_16_bits_if_asked_and_the_shards_stay_in_32(runs, ranks):
+    """Half the bytes, but for the norm of the shards; gradients are summed in float32. DDP evaluates it."""
+    flags = [*ADAMW.split(), "--dataset_size", 24 * ranks, "--epochs", 2, "--ema_decay", 0.9, "--sharding", "zero3"]
+    sums = {}
+    for dtype in ("bf16", "bf16_params"):
+        sums[dtype] = run_ranks(ranks, shared_by_step, runs.words(dtype, *flags, "--amp_dtype", dtype))[0]
+    (whole, gradients), norm = sums["bf16"], 4 * ranks
+    assert sums["bf16_params"] == ((whole - norm) / 2 + norm, gradients) and gradients > 0
+    saved = runs.last("bf16_params")
+    states = [saved["model"], saved["ema"], *saved["optimizer"]["state"].values()]
+    assert {value.dtype for state in states for value in state.values()} == {torch.float32}
+    assert not torch.equal(saved["model"]["head.weight"], saved["model"]["head.weight"].bfloat16().float())
+    assert relative(saved["model"], runs.last("bf16")["model"]) < 0.02
+    losses = [record["loss"] for name in sums for record in runs.records(name, "eval")]
+    assert len(losses) == 8 and losses[:4] == pytest.approx(losses[4:], rel=0.01)
+    runs.train(1, "bf16_params", *flags, "--sharding", "none", "--amp_dtype", "bf16", "--eval_only", task="blocks")
+
+
+def test_batchnorm_is_refused_with_parameters_in_16_bits(runs):
+    flags = runs.words("run", "--dataset_size", 16, "--sharding", "zero3", "--amp_dtype", "bf16_params")
+    with pytest.raises(UserError, match="amp_dtype=bf16_params: does not work with BatchNorm; give bf16"):
+        train_flags(flags)
 
 
 CHAIN = ((4, 3, "zero3"), (2, 8, "none"), (2, 11, "zero2"), (1, 0, "zero3"))  # as in test_exact_ranks

@@ -2,6 +2,8 @@
 
 import os
 import warnings
+from typing import ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ import verify
 from config import TrainingConfig
 from ranks import run_ranks
 from tasks import using
+from utils.clock import Clock
+from utils.data.transfer import SideStream
 from utils.distributed.context import DistributedContext, Launch
 from utils.distributed.device import choose_kernels, unused_accelerator
 from utils.rng import seed_device
@@ -127,3 +131,38 @@ def test_the_generators_of_the_device_and_the_cpu_are_seeded(monkeypatch):
             drawn.append((torch.rand(()).item(), on_device.tolist()))
         assert drawn[0] == drawn[1] and drawn[0][0] != drawn[2][0] and drawn[0][1] != drawn[2][1]
     torch.set_rng_state(before)
+
+
+class Pretended:
+    """torch's stream and event without an accelerator: what was called, in order."""
+
+    seen: ClassVar[list] = []
+
+    def __init__(self, *_, **__):
+        self.seen.append(type(self).__name__)
+
+    def __getattr__(self, name):
+        return lambda *_: self.seen.append(name)
+
+    def __enter__(self):
+        self.seen.append("enter")
+
+    def __exit__(self, *_):
+        self.seen.append("exit")
+
+
+def test_the_side_stream_of_any_accelerator_hands_over_in_order(monkeypatch):
+    """An XPU, which this build of torch does not know; the calls are those of torch.accelerator only."""
+    Pretended.seen.clear()
+    for name in ("Stream", "Event"):
+        monkeypatch.setattr(torch, name, type(name, (Pretended,), {}))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda *_: torch.Stream())
+    side = SideStream(torch.device("xpu", 0))
+    side.begin()
+    batch, event = side.run(lambda: mock.Mock(spec=torch.Tensor, device=torch.device("xpu", 0)))
+    side.hand_over(batch, event)
+    made = ["Stream", "Stream", "wait_stream", "enter", "Event", "record", "exit", "Stream", "wait_event"]
+    assert Pretended.seen == made and batch.record_stream.call_count == 1
+    clock = Clock(torch.device("xpu", 0))
+    clock.enter("forward")
+    assert Pretended.seen[len(made) :] == ["Event", "record"]

@@ -280,7 +280,7 @@ class Stream:
     def begin(self):
         self.seen.append("begin")
 
-    queued = contextlib.nullcontext
+    stream = contextlib.nullcontext()
 
     def run(self, action):
         staged = action()

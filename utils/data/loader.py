@@ -51,7 +51,7 @@ class GlobalBatchLoader:
         self._transform = getattr(dataset, "device_transform", None) if is_transformed else None
         self._fetcher = Fetcher(dataset, fetches_batches(dataset), config.seed)
         self._collate = Collate(getattr(dataset, "collate", default_collate))
-        self._side = SideStream(ctx.device) if ctx.device.type == "cuda" else None
+        self._side = SideStream(ctx.device) if ctx.device.type != "cpu" else None
         self._loader: DataLoader | None = None
         self._batches_ahead = 0
         if self.num_workers:
@@ -63,7 +63,7 @@ class GlobalBatchLoader:
                 prefetch_factor=PREFETCHED,
                 worker_init_fn=ignore_in_worker,
                 persistent_workers=True,
-                pin_memory=ctx.device.type == "cuda",
+                pin_memory=ctx.device.type != "cpu",
                 timeout=0.9 * config.hang_timeout / TIMEOUTS,  # before the watchdog ends the run
                 generator=torch.Generator(),  # for the workers' base seed: the global generator does not advance
             )
@@ -152,7 +152,7 @@ class GlobalBatchLoader:
     def _make(self, micro_batch: MicroBatch) -> tuple[MicroBatch, Any]:
         if not self._side:
             return self._collate(self._fetcher.__getitems__(micro_batch))
-        with self._side.queued():  # a data set on the device is indexed on this stream
+        with self._side.stream:  # a data set on the device is indexed on this stream
             micro_batch, batch = self._collate(self._fetcher.__getitems__(micro_batch))
         return micro_batch, pinned(batch)
 

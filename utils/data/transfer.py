@@ -1,8 +1,7 @@
-"""Transfer to the device, on CUDA in a stream beside the one that computes."""
+"""Transfer to the device, on a GPU in a stream beside the one that computes."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,7 +18,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
     A copy from a GPU is complete when this returns: an asynchronous one could be read before.
     """
-    is_asynchronous = device.type == "cuda"
+    is_asynchronous = device.type != "cpu"
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=is_asynchronous), batch)
 
 
@@ -30,36 +29,30 @@ def pinned(batch: Any) -> Any:
 
 def indices_on(indices: list[int], device: torch.device) -> Tensor:
     """int64 [B] on the device. A copy from memory that is not pinned could wait for work queued there."""
-    return torch.tensor(indices, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    return torch.tensor(indices, pin_memory=device.type != "cpu").to(device, non_blocking=True)
 
 
 class SideStream:
-    """A CUDA stream next to the one that computes."""
+    """A stream next to the one that computes. `with side.stream` queues work on it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: torch.cuda.Stream | None = None
+        self._device, self.stream = device, torch.Stream(device)
 
     def begin(self) -> None:
         """Let the side stream wait for work queued on the current stream, such as the constants of a transform."""
-        stream = self._stream = self._stream or torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        self.stream.wait_stream(torch.accelerator.current_stream(self._device))
 
-    def queued(self) -> contextlib.AbstractContextManager:
-        """A context in which work is queued on the side stream."""
-        return torch.cuda.stream(self._stream)
-
-    def run(self, action: Callable[[], T]) -> tuple[T, torch.cuda.Event]:
+    def run(self, action: Callable[[], T]) -> tuple[T, torch.Event]:
         """The result of the action, queued on the side stream, and the event that marks its completion."""
-        with self.queued():
-            result, event = action(), torch.cuda.Event()
-            event.record(self._stream)
+        with self.stream:
+            result, event = action(), torch.Event()
+            event.record(self.stream)
         return result, event
 
-    def hand_over(self, batch: Any, event: torch.cuda.Event) -> None:
+    def hand_over(self, batch: Any, event: torch.Event) -> None:
         """Let the current stream wait for the batch, and keep its memory until that stream has used it."""
-        current = torch.cuda.current_stream(self._device)
+        current = torch.accelerator.current_stream(self._device)
         current.wait_event(event)
         for tensor in tensors_in(batch):
-            if tensor.is_cuda:
+            if tensor.device.type != "cpu":
                 tensor.record_stream(current)

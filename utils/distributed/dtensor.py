@@ -55,8 +55,8 @@ def rows_of(value: Tensor, shard: Tensor) -> Any:
 def device_of(model: nn.Module) -> torch.device:
     """The device that computes; shards may be in host memory."""
     parameter: Any = next(model.parameters())
-    if is_sharded(parameter) and parameter.device_mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
+    if is_sharded(parameter) and parameter.device_mesh.device_type != "cpu":
+        return torch.device(parameter.device_mesh.device_type, torch.accelerator.current_device_index())
     return parameter.device
 
 

@@ -114,10 +114,7 @@ class TreeAllReduce:
             sent = torch.stack([each.view(self._ranks, -1) for each in (*padded, sent)], dim=1).flatten()
         counts = [max(1, len(each)) for each in self._parts]
         self._received = flat.new_empty(sum(counts) * self._chunk)
-        given: list[int] | None = None
-        taken: list[int] | None = None
-        if max(counts) > 1:
-            taken, given = [count * self._chunk for count in counts], [len(sent) // self._ranks] * self._ranks
+        taken, given = [count * self._chunk for count in counts], [len(sent) // self._ranks] * self._ranks
         self._work: Any = dist.all_to_all_single(self._received, sent, taken, given, async_op=True)
         self._sent = sent  # until it has arrived
 

@@ -26,7 +26,6 @@ from utils.run.folder import Run
 from utils.run.goodput import ACCOUNTS, share_in_training
 from utils.run.provenance import zip_code
 from utils.training.fingerprint import fingerprint
-from utils.training.sharding import after_failure
 from utils.training.state import TrainState
 
 STRAGGLES = 1.5  # times the median
@@ -193,14 +192,14 @@ class Reporter:
         """Show model.log_images of the first batch of a set on TensorBoard: on rank 0, which needs all if sharded."""
         if self._log_images is None:
             return
-        model = self._state.model
+        model: Any = self._state.model
         try:
             with torch.no_grad(), self._state.precision.autocast():
                 images = self._log_images(model.eval(), loader.sample_batch())
             if self._run.is_main:
                 self._board.images(group, images, self._state.progress.step)
         except Exception as error:  # images must not end a run
-            after_failure(model)
+            getattr(model, "reset_iter_state", bool)()  # torch 2.15: FSDP works again after an error
             self._log_images = None
             self._run.warn("log_images: %s: %s; no more images are shown in this attempt", type(error).__name__, error)
 

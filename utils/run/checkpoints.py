@@ -74,7 +74,7 @@ class Checkpoints:
             late = [local(p) for p in state.owners if p.requires_grad and p not in state.optimizer.state]
             _, pairs = self._memory.copy_of(state.state_dict())
             self._memory.reserve([*(tensor for _, tensor in pairs), *late, *late, *(torch.empty(()) for _ in late)])
-        self._stream = torch.cuda.Stream() if ctx.device.type == "cuda" else None
+        self._stream = torch.Stream(ctx.device) if ctx.device.type != "cpu" else None
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_be_nice)
         self._hook = Hook(config.on_checkpoint if ctx.is_main else "", run.warn)
@@ -242,14 +242,14 @@ class Checkpoints:
             buffers = {buffer.data_ptr() for buffer in self._state.model.buffers()}
             _copy_all([pair for pair in pairs if pair[1].data_ptr() in buffers])
             later = [pair for pair in pairs if pair[1].data_ptr() not in buffers]
-        event = torch.cuda.current_stream().record_event() if self._stream else None
+        event = torch.accelerator.current_stream().record_event() if self._stream else None
         self._copy = self._copier.submit(self._copy_and_digest, later, event)
         self._is_owed, self._begun_at = False, time.monotonic()
 
     def _copy_and_digest(self, pairs: list[tuple[Tensor, Tensor]], event: Any) -> int:
         if self._stream:
-            torch.cuda.set_device(self._ctx.device)
-        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            torch.accelerator.set_device_index(self._ctx.device)
+        with self._stream or nullcontext():
             if self._stream and event:
                 self._stream.wait_event(event)
             _copy_all(pairs)

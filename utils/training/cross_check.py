@@ -201,8 +201,8 @@ def check_possible(model: nn.Module, config: TrainingConfig, ctx: DistributedCon
     """Raises UserError if the gradient of a micro-batch depends on the rank that computes it."""
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         raise UserError("check_every: SyncBatchNorm mixes the micro-batches of the ranks; leave out one of the two")
-    if ctx.device.type == "cuda" and not config.deterministic:
-        raise UserError("check_every: on CUDA needs kernels that are the same on all ranks; add --deterministic")
+    if ctx.device.type != "cpu" and not config.deterministic:
+        raise UserError("check_every: on a GPU needs kernels that are the same on all ranks; add --deterministic")
     if len(names := sorted(set(ctx.device_names))) > 1:
         text = f"check_every: {' and '.join(names)} round differently, so gradients cannot be compared; use equal"
         raise UserError(f"{text} devices, or leave out --check_every")

@@ -126,10 +126,10 @@ def compile_all_sizes(
     import torch._dynamo  # takes seconds
 
     logger, began = logging.getLogger(NAME), perf_counter()
-    evaluation = dict.fromkeys(size for each in held_out.values() for size in sizes_of(each))
-    sizes = {"training": sizes_of(loader), "evaluation": [*evaluation]}
-    shown = ", ".join(f"{' and '.join(map(str, each))} in {name}" for name, each in sizes.items() if each)
-    logger.info("compiling (%s) for batches of %s", config.compile, shown)
+    passes = [("training", loader, size) for size in sizes_of(loader)]
+    passes += [("evaluation", each, size) for each in held_out.values() for size in sizes_of(each)]
+    shown = ", ".join(dict.fromkeys(f"{size} in {kind}" for kind, _, size in passes))
+    logger.info("compiling (%s) for %s: %s", config.compile, count(passes, "batch size"), shown)
     torch.compiler.reset()  # drops the code of an earlier run in this process
     # graphs are split at DDP's buckets, so that these overlap; torch cannot split recomputed blocks, tiny buckets, or
     # alike on any number of ranks
@@ -138,19 +138,19 @@ def compile_all_sizes(
     counters = torch._dynamo.utils.counters
     compiled, skipped = counters["stats"]["unique_graphs"], counters["inductor"]["cudagraph_skips"]
     state.model.compile(mode=config.compile, dynamic=False)
-    for size in sizes["training"]:
-        train_twice(model, loader.fetch(list(range(size)))[2], state, seams.compute_loss)
-    for each in held_out.values():
-        for size in sizes_of(each):
+    for kind, source, size in passes:
+        batch = source.fetch(list(range(size)))[2]
+        if kind == "training":
+            train_twice(model, batch, state, seams.compute_loss)
+        else:
             for _ in range(2):
-                batch = each.fetch(list(range(size)))[2]
                 evaluate_once(batch, state, seams.compute_loss, seams.summary, (size, size))
+        logger.info("compiled for batches of %d in %s after %.0f s", size, kind, perf_counter() - began)
     if counters["stats"]["unique_graphs"] == compiled:
         raise UserError(
             f"compile={config.compile}: torch {torch.__version__} found nothing to compile, as in a bare nn.Sequential;"
             " give the model a class with a forward method, or use --compile off"
         )
-    logger.info("compiled in %.1f s", perf_counter() - began)
     skipped = counters["inductor"]["cudagraph_skips"] - skipped
     if config.compile == "reduce-overhead" and skipped:
         text = "reduce-overhead: %s run without CUDA graphs (TORCH_LOGS=cudagraphs shows why)"
@@ -170,14 +170,13 @@ def check_compiler(mode: str, device: torch.device, named: str) -> None:
     """
     if mode == "off":
         return
-    on_cuda = device.type == "cuda"
-    kind, known = ("C", ["gcc", "clang"]) if on_cuda else ("C++", ["g++"])
+    kind, known = ("C++", ["g++"]) if device.type == "cpu" else ("C", ["gcc", "clang"])
     missing = ""
     if not any(map(shutil.which, [named] if named else known)):
         missing = f"a {kind} compiler ({named or ' or '.join(known)})"
     elif not Path(sysconfig.get_paths()["include"], "Python.h").exists():
         missing = "the headers of this Python (python3-dev)"
-    elif on_cuda and importlib.util.find_spec("triton") is None:
+    elif device.type != "cpu" and importlib.util.find_spec("triton") is None:
         missing = "triton"
     if missing:
         raise UserError(f"compile={mode}: needs {missing}, which is missing; install it, or use --compile off")

@@ -56,9 +56,26 @@ class Replicated(DistributedDataParallel):
     does not count: it repeats a micro-batch of the step, with the same random numbers.
     """
 
-    def accumulating(self, micro_batch: MicroBatch) -> AbstractContextManager:
+    def __init__(self, module: nn.Module, accumulates: bool = False, **options: Any) -> None:
+        super().__init__(module, **options)
+        self._trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
+        self._places: dict[Tensor, Tensor] = {}  # of gradients in the buckets
+        for parameter in self._trained if accumulates else ():
+            parameter.register_post_accumulate_grad_hook(self._put_into_bucket)
+
+    @contextmanager
+    def accumulating(self, micro_batch: MicroBatch) -> Iterator[None]:
         """For the passes of a micro-batch: gradients are exchanged in the last backward pass of a step."""
-        return nullcontext() if micro_batch.is_last else self.no_sync()
+        with nullcontext() if micro_batch.is_last else self.no_sync():
+            yield
+        if micro_batch.is_last and len(self._places) < len(self._trained):
+            self._places |= {p: p.grad for p in self._trained if p.grad is not None}
+
+    def _put_into_bucket(self, parameter: Tensor) -> None:
+        """Move a step's first gradient, else a second copy. In a zeroed place, one without use would be updated."""
+        place, gradient = self._places.get(parameter), parameter.grad
+        if place is not None and gradient is not None and gradient is not place:
+            parameter.grad = place.copy_(gradient)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         try:
@@ -67,8 +84,7 @@ class Replicated(DistributedDataParallel):
             found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
             if not found:
                 raise
-            trained = [name for name, p in self.module.named_parameters() if p.requires_grad]
-            raise unused_error([trained[int(index)] for index in found[1].split()]) from None
+            raise unused_error([[*self._trained.values()][int(index)] for index in found[1].split()]) from None
 
 
 Wrapped = Replicated | SingleProcess
@@ -80,6 +96,8 @@ class ExactlyReplicated(Replicated):
     The gradients of each micro-batch but the rank's last are held apart from DDP's. In the last backward pass, DDP's
     hook adds them bucket by bucket, and begins the sum over ranks. A collective that is started in the callback of a
     future would run in another order on each rank, so the hook of a bucket continues the exchange of the one before.
+    It does so in a stream of its own, for whose futures DDP waits at the end of the backward pass; buckets and held
+    gradients, of the other stream, live longer.
 
     Args:
         is_static: gradients stay where they are, as with CUDA graphs; what is held is a copy. So it is with
@@ -89,11 +107,12 @@ class ExactlyReplicated(Replicated):
     def __init__(self, module: nn.Module, is_static: bool, **options: Any) -> None:
         super().__init__(module, **options)
         self._is_static, self._count = is_static or self.find_unused_parameters, dist.get_world_size()
-        self._trained = [p for p in module.parameters() if p.requires_grad]
         self._tree = TreeSum()
         self._parts: list[dict[nn.Parameter, Tensor]] = []
         self._inner: list[dict[nn.Parameter, Tensor]] = []
         self._exchanges: list[tuple[TreeAllReduce, Tensor, torch.futures.Future]] = []
+        device = next(iter(self._trained)).device
+        self._side = torch.Stream(device) if device.type != "cpu" else None
         self.register_comm_hook(None, self._reduce_bucket)
 
     @contextmanager
@@ -105,21 +124,17 @@ class ExactlyReplicated(Replicated):
                 self._tree.add(micro_batch.number, self._take_gradients())
             return
         self._count = micro_batch.count
-        by_parameter = [
+        self._parts, self._inner = (
             [dict(zip(self._trained, gradients, strict=True)) for gradients in held]
             for held in self._tree.take(micro_batch.number, micro_batch.count)
-        ]
-        self._parts, self._inner = by_parameter
+        )
         yield
         self._parts, self._inner = [], []
 
     def _take_gradients(self) -> list[Tensor]:
-        gradients = [p.grad for p in self._trained if p.grad is not None]
-        if self.find_unused_parameters:
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._trained]
-        if len(gradients) < len(self._trained):
-            names = {p: name for name, p in self.module.named_parameters()}
-            raise unused_error([names[p] for p in self._trained if p.grad is None])
+        if not self.find_unused_parameters and any(p.grad is None for p in self._trained):
+            raise unused_error([name for p, name in self._trained.items() if p.grad is None])
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._trained]
         if self._is_static:
             gradients = [gradient.clone() for gradient in gradients]
         self.zero_grad(set_to_none=not self._is_static)
@@ -127,7 +142,12 @@ class ExactlyReplicated(Replicated):
 
     def _reduce_bucket(self, state, bucket):  # DDP rejects annotations that are strings
         """DDP's hook: None and a dist.GradBucket -> torch.futures.Future of its summed buffer."""
-        flat, parameters = bucket.buffer(), bucket.parameters()
+        if self._side:
+            self._side.wait_stream(torch.accelerator.current_stream())
+        with self._side or nullcontext():
+            return self._exchange_bucket(bucket.buffer(), bucket.parameters(), bucket.is_last())
+
+    def _exchange_bucket(self, flat: Tensor, parameters: list[nn.Parameter], is_last: bool) -> torch.futures.Future:
         for held in self._inner:
             torch._foreach_add_(_views(flat, parameters), [held[parameter] for parameter in parameters])
         parts = [torch.empty_like(flat) for _ in self._parts]
@@ -137,9 +157,9 @@ class ExactlyReplicated(Replicated):
         self._exchanges.append((TreeAllReduce(flat, parts, self._count), flat, future))
         if len(self._exchanges) > 1:
             self._exchanges[-2][0].gather()
-        if bucket.is_last():
+        if is_last:
             self._exchanges[-1][0].gather()
-        while len(self._exchanges) > (0 if bucket.is_last() else 2):
+        while len(self._exchanges) > (0 if is_last else 2):
             exchange, result, done = self._exchanges.pop(0)
             exchange.finish()
             done.set_result(result)
@@ -186,14 +206,14 @@ def wrap_ddp(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) 
     is_new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     no_buffers = {"forward_sync_buffers" if is_new else "broadcast_buffers": False}
     options: dict[str, Any] = no_buffers | {
-        "device_ids": [ctx.device.index] if ctx.device.type == "cuda" else None,
+        "device_ids": None if ctx.device.type == "cpu" else [ctx.device.index],
         "gradient_as_bucket_view": True,
         "find_unused_parameters": config.find_unused_parameters,
         "bucket_cap_mb": bucket_megabytes(model, config),
     }
     if is_exact:
         return ExactlyReplicated(model, config.compile == "reduce-overhead", **options)
-    wrapped = Replicated(model, **options)
+    wrapped = Replicated(model, config.micro_batches_per_step(ctx.world_size) > ctx.world_size, **options)
     if config.comm_hook != "none":
         _compress(wrapped, config.comm_hook, ctx.device)
     return wrapped
@@ -203,8 +223,8 @@ def check_exact(model: nn.Module, config: TrainingConfig, ctx: DistributedContex
     """Raises UserError if `--reduction exact` cannot hold with this model."""
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         raise UserError("reduction=exact: SyncBatchNorm sums over the ranks by itself; leave out --sync_bn")
-    if ctx.device.type == "cuda" and not config.deterministic:
-        raise UserError("reduction=exact: on CUDA needs deterministic kernels; add --deterministic")
+    if ctx.device.type != "cpu" and not config.deterministic:
+        raise UserError("reduction=exact: on a GPU needs deterministic kernels; add --deterministic")
 
 
 def bucket_megabytes(model: nn.Module, config: TrainingConfig) -> float:

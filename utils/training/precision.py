@@ -26,7 +26,7 @@ class Precision:
     def choose(cls, config: TrainingConfig, device: torch.device, fast_bf16: bool) -> Precision:
         """fast_bf16: whether all ranks have it. A CPU computes in float32 unless asked: bf16 can be slower."""
         auto = None if device.type != "cuda" else torch.bfloat16 if fast_bf16 else torch.float16
-        dtype = {"auto": auto, "bf16": torch.bfloat16, "fp16": torch.float16}[config.amp_dtype]
+        dtype = {"auto": auto, "bf16": torch.bfloat16, "fp16": torch.float16}[config.amp_dtype.removesuffix("_params")]
         return cls(device.type, dtype if config.use_amp else None)
 
     @property

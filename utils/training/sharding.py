@@ -21,6 +21,7 @@ from utils.distributed.collectives import on_all_ranks
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import is_sharded
 from utils.training.activation import check_blocks
+from utils.training.precision import Precision
 
 # each element is updated by itself, so that a shard can be
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
@@ -39,7 +40,7 @@ def build_sharded(
     Raises:
         UserError: on all ranks, if the model cannot be built or sharded.
     """
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     model = on_all_ranks(lambda: _build(build, ctx), ctx)
     kind, mesh = type(model).__name__, _create_mesh(config, ctx)
@@ -48,12 +49,19 @@ def build_sharded(
     uses, parts = _uses(model), [block for block in dict.fromkeys(parts) if block is not model]
     whole = [block for block in parts if _uses(block).items() <= uses.items()]  # shares no weight with other parts
     use_cores(config, ctx)
-    offload = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda") if config.cpu_offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=ctx.device.type != "cpu") if config.cpu_offload else OffloadPolicy()
+    dtype = None  # of the gathered parameters; shards and sums of gradients keep theirs
+    if config.amp_dtype.endswith("_params"):
+        dtype = Precision.choose(config, ctx.device, ctx.fast_bf16).dtype
+        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):  # float32 statistics
+            name = config.amp_dtype
+            raise UserError(f"amp_dtype={name}: does not work with BatchNorm; give {name.removesuffix('_params')}")
+    precision = MixedPrecisionPolicy(dtype, reduce_dtype=dtype and torch.float32)
     marks = {name: vars(parameter) for name, parameter in model.named_parameters()}  # by which a fork forms groups
     for group in [*whole, model]:
         _broadcast(group, ctx.device)
         keeps = False if config.sharding == "zero2" else None  # None: only the outermost group
-        fully_shard(group, mesh=mesh, reshard_after_forward=keeps, offload_policy=offload)
+        fully_shard(group, mesh=mesh, reshard_after_forward=keeps, mp_policy=precision, offload_policy=offload)
     for name, parameter in model.named_parameters():
         vars(parameter).update(marks[name])
     groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -76,7 +84,7 @@ def use_cores(config: TrainingConfig, ctx: DistributedContext) -> None:
 
     Its bits do not depend on the number of threads. On a CPU those of the model's passes do, so they keep theirs.
     """
-    if config.cpu_offload and ctx.device.type == "cuda" and ctx.launch.threads in ("", "1"):
+    if config.cpu_offload and ctx.device.type != "cpu" and ctx.launch.threads in ("", "1"):
         torch.set_num_threads(max(1, usable_cpus() // ctx.local_world_size))
 
 
@@ -98,9 +106,7 @@ def _build(build: Callable[[torch.device], nn.Module], ctx: DistributedContext) 
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
                 whose = f"{module_name}.{name}".lstrip(".")
-                raise UserError(
-                    f"sharding: {whose} is a tensor that other ranks cannot get; use register_buffer for it"
-                )
+                raise UserError(f"sharding: other ranks cannot get the tensor {whose}; use register_buffer for it")
     return model
 
 
@@ -118,9 +124,7 @@ def _create_mesh(config: TrainingConfig, ctx: DistributedContext) -> Any:
         return init_device_mesh(kind, (ctx.world_size,), mesh_dim_names=("shards",))
     rows = [ctx.hosts[first : first + size] for first in range(0, ctx.world_size, size)]
     if any(len(row) < size or len(set(row)) > 1 for row in rows):
-        raise UserError(
-            "sharding=hybrid: needs the same number of ranks on every node; use zero3, or change the launch"
-        )
+        raise UserError("sharding=hybrid: needs equally many ranks on every node; use zero3, or change the launch")
     return init_device_mesh(kind, (len(rows), size), mesh_dim_names=("replicas", "shards"))
 
 
@@ -133,8 +137,7 @@ def _broadcast(group: nn.Module, device: torch.device) -> None:
                 continue
             if tensor not in new:
                 value = tensor.detach()
-                value = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
-                value = value.contiguous()
+                value = (torch.empty_like(value, device=device) if value.is_meta else value.to(device)).contiguous()
                 dist.broadcast(value, 0)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 new[tensor] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
@@ -147,12 +150,6 @@ def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, grou
     if group and scaler.is_enabled():
         for found in scaler._found_inf_per_device(optimizer).values():
             dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-
-
-def after_failure(model: Any) -> None:
-    """Let a sharded model work again after its forward pass has raised an error."""
-    if hasattr(model, "reset_iter_state"):  # torch 2.15
-        model.reset_iter_state()
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:

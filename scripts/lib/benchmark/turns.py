@@ -31,9 +31,9 @@ class Candidate:
         synchronize(device)
         wall, cpu = time.perf_counter(), time.process_time()
         self.epoch()
+        self.cpu.append(time.process_time() - cpu)  # before the wait for a GPU, which takes CPU time too
         synchronize(device)
         self.wall.append(time.perf_counter() - wall)
-        self.cpu.append(time.process_time() - cpu)
 
     def rounds(self, kind: str) -> list[float]:
         """Seconds of both turns of each round."""
