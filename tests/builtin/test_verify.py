@@ -52,6 +52,15 @@ def test_the_template_passes_and_runs_report_it_until_a_file_changes(tmp_path):
     assert train() == ("changed since scripts/verify.py was run: utils/training/optimizer.py", False)
 
 
+def test_every_fault_can_be_planted_in_todays_code():
+    """A patch that does not apply, or only reversed, tests nothing; without --all nobody would see that."""
+    need("patch")
+    commands = {path.stem: ["patch", "-s", "-p1", "-N", "--dry-run", "-i", path] for path in FAULTS}
+    ended = {name: subprocess.run(words, cwd=ROOT, capture_output=True, text=True) for name, words in commands.items()}
+    failed = {name: each.stdout + each.stderr for name, each in ended.items() if each.returncode}
+    assert ended and not failed
+
+
 def fault(path):
     return pytest.param(path, id=path.stem, marks=() if path.stem in DEFAULT else pytest.mark.slow)
 
