@@ -31,6 +31,11 @@ def quick(monkeypatch):
     monkeypatch.setattr(mirror_module, "SECONDS_BETWEEN_BEATS", 0.05)
     monkeypatch.setattr(mirror_module, "SECONDS_TO_SEE_A_BEAT", 0.5)
     monkeypatch.setattr(uploads_module, "SECONDS_BETWEEN_LOOKS", 0.02)
+    yield
+    for attempt in Attempt.all:  # a watchdog's stacks show at most 100 threads
+        attempt.uploads.close()
+        attempt.run.close()
+    Attempt.all.clear()
 
 
 @pytest.fixture(params=WHERE)
@@ -41,6 +46,8 @@ def url(request, tmp_path):
 class Attempt:
     """A run of one rank in a folder of its own, with its uploads."""
 
+    all = []
+
     def __init__(self, url, folder, launch_id="", **flags):
         self.config = TrainingConfig(run_dir=str(folder), mirror=url, **{"resume_from": "auto"} | flags)
         self.mirror = Mirror(url)
@@ -49,6 +56,7 @@ class Attempt:
         self.run.mark_training()
         self.run.begin()
         self.uploads = Uploads(self.run, self.mirror, KEEP)
+        self.all.append(self)
 
     def save(self, step, best=False, value=None):
         path = checkpoint.step_path(self.run.checkpoints, step)
