@@ -2,15 +2,20 @@
 validation samples that are trained on."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import dataset
 import forks
-from config import fields_of_yours
+from config import TrainingConfig, fields_of_yours
+from ddp_utils import DistributedContext
+from lib.verify import data_checks
 from lib.verify.memory import SHIPPED
 from ranks import copy_repository, slow
 from test_verify import outcomes
+from utils.data.sets import load_data
 
 FLAGS = "--backend gloo --num_workers 0 --amp_dtype bf16".split()
 
@@ -311,3 +316,19 @@ def scaled(count):
 
 def test_the_fields_of_the_shipped_model_and_data_are_known_to_verify():
     assert sorted(field.name for field in fields_of_yours()) == sorted(SHIPPED)
+
+
+def test_data_created_in_float32_are_compared_in_float32(monkeypatch):
+    """A model of torchvision lists folders when it is imported, and verify computes in float64."""
+    config = TrainingConfig(image_size=8, dataset_size=16)
+    ctx = DistributedContext(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+    sets = load_data(dataset, config, ctx)
+    (held_out,) = sets.held_out.values()
+    fork = SimpleNamespace(lists_files=True, given=config, ctx=ctx, train_set=sets.train, held_out=held_out)
+    fork.on_all = lambda check: check()
+    torch.set_default_dtype(torch.float64)
+    try:
+        data_checks.check_listing(fork)
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -213,12 +213,14 @@ def check_listing(fork: Fork) -> None:
     """Raises Broken if the order of the samples is that in which the file system lists files. Call on all ranks."""
     if not fork.lists_files:
         return
-    listdir, scandir = os.listdir, os.scandir
+    listdir, scandir, dtype = os.listdir, os.scandir, torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # in which fork.train_set was created
     with (
         mock.patch.object(os, "listdir", lambda *path: listdir(*path)[::-1]),
         mock.patch.object(os, "scandir", functools.partial(Reversed, scandir)),
     ):
         sets = load_data(your_data, fork.given, fork.ctx)
+    torch.set_default_dtype(dtype)
 
     def check() -> None:
         held_out = next(iter(sets.held_out.values()), None)
