@@ -213,7 +213,10 @@ def wrap_ddp(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) 
     }
     if is_exact:
         return ExactlyReplicated(model, config.compile == "reduce-overhead", **options)
-    wrapped = Replicated(model, config.micro_batches_per_step(ctx.world_size) > ctx.world_size, **options)
+    # DDP divides a gradient in its bucket by the ranks, and multiplies another one by 1 / ranks: equal bits only for
+    # powers of two, and the first step of an attempt has none in the buckets
+    accumulates = config.micro_batches_per_step(ctx.world_size) > ctx.world_size and ctx.world_size.bit_count() == 1
+    wrapped = Replicated(model, accumulates, **options)
     if config.comm_hook != "none":
         _compress(wrapped, config.comm_hook, ctx.device)
     return wrapped
