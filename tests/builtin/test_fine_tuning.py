@@ -52,8 +52,8 @@ def forge_weights(data_dir, name="resnet18", rename=lambda name: name):
 
 
 def folders(root, count=8, size=32):
-    for split in ("train", "val"):
-        save_images(root / split, {"red": count, "green": count}, size=size)
+    for seed, split in enumerate(("train", "val")):
+        save_images(root / split, {"red": count, "green": count}, size=size, seed=seed)
 
 
 def changed(before, after):
