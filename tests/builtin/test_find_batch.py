@@ -14,10 +14,10 @@ GIB = 1.5
 LIMITED = """
 from lib.benchmark.find_batch import limit_memory
 plain = train.first_passes
-def first_passes(model, *rest):
-    plain(model, [each[:2] for each in batch], *rest)
-    limit_memory(batch[0].device, {memory})
-    return plain(model, batch, *rest)
+def first_passes(*args):
+    plain(*args)
+    limit_memory(args[-1].device, {memory})
+    return plain(*args)
 train.first_passes = first_passes
 """
 

@@ -55,7 +55,7 @@ CASES = {
     ),
     "tabular": (table, ["config.py", "dataset.py", "model.py"], "auc", 0.9, ""),
     "recommender": (ratings, ["dataset.py", "model.py"], "rmse", 0.9, ""),
-    "tar_shards": (tar_shards, ["dataset.py"], "top1", 0.9, ""),
+    "tar_shards": (tar_shards, ["dataset.py"], "top1", 0.9, "--lr 0.02"),
     "hugging_face": (hub_images, ["dataset.py"], "top1", 0.9, ""),
     "text_classification": (labelled_texts, ["dataset.py", "model.py"], "f1", 0.9, "--lr 3e-3 --epochs 6"),
     "causal_lm": (running_text, ["config.py", "dataset.py", "model.py"], "perplexity", 2, "--lr 3e-3 --context 16"),
