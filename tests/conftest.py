@@ -73,6 +73,8 @@ def no_trace():
 @pytest.fixture
 def runs(tmp_path):
     """Training with real ranks in a folder of this test (training.py)."""
+    from ddp_utils import cleanup_distributed
     from training import Runs
 
-    return Runs(tmp_path)
+    yield Runs(tmp_path)
+    cleanup_distributed()  # of a training in this process that failed
