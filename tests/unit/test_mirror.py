@@ -25,12 +25,16 @@ KEEP = (2, 0)
 WHERE = ["memory", "file"]
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def be_quick(monkeypatch):
     monkeypatch.setattr(mirror_module, "SECONDS_TO_READ_BACK", 0.0)
     monkeypatch.setattr(mirror_module, "SECONDS_BETWEEN_BEATS", 0.05)
     monkeypatch.setattr(mirror_module, "SECONDS_TO_SEE_A_BEAT", 0.5)
     monkeypatch.setattr(uploads_module, "SECONDS_BETWEEN_LOOKS", 0.02)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    be_quick(monkeypatch)
     yield
     for attempt in Attempt.all:  # a watchdog's stacks show at most 100 threads
         attempt.uploads.close()
@@ -222,6 +226,20 @@ def test_a_mirror_of_a_live_run_is_not_claimed(url, tmp_path, caplog):
     assert "whether its owner" not in caplog.text and second.mirror.generation == 2
     second.suspend()
     assert Attempt(url, tmp_path / "d").mirror.generation == 3
+
+
+def test_a_failed_run_says_so_at_its_mirror_and_the_next_owner_need_not_wait(url, tmp_path, caplog, monkeypatch):
+    first = Attempt(url, tmp_path / "a").upload(10)
+    first.run.failed(TrainingError("disk"), 12)
+    status = first.mirror.read_json("00000001/records/status.json")
+    assert (status["state"], status["error"], status["step"]) == ("failed", "disk", 12)
+    assert Attempt(url, tmp_path / "b").start.attempt == 2 and "whether its owner" not in caplog.text
+    second = Attempt.all[-1]
+    monkeypatch.setattr(mirror_module, "SECONDS_TO_TELL", 0.1)
+    is_reachable = threading.Event()
+    monkeypatch.setattr(Mirror, "write_json", lambda *_: is_reachable.wait())
+    second.run.failed(TrainingError("disk"), 12)  # ends although the storage does not answer
+    is_reachable.set()
 
 
 def test_one_of_two_that_claim_at_the_same_time_is_rejected(url, tmp_path, monkeypatch):

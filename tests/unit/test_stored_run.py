@@ -66,12 +66,29 @@ class Wire:
         return request
 
 
+def without_beats(monkeypatch):
+    """Whose requests come at any time, and whose threads would stay."""
+    for owner in (Mirror, RunLock):
+        monkeypatch.setattr(owner, "_beat", lambda self: None)
+
+
+def step_of_the_next_attempt(url, folder):
+    """It goes on from a whole checkpoint of the killed one, in an empty folder, and leaves nothing of that one over."""
+    second = Attempt(url, folder / "c", launch_id="job")
+    step = checkpoint.step_of(second.run.resume_path)
+    assert second.run.resume_path.read_bytes() == checkpoint.step_path(folder / "a/checkpoints", step).read_bytes()
+    assert {step} <= {each["step"] for each in second.run.records("train")}
+    second.upload(40, 50).suspend()
+    assert steps_of(url) == [40, 50]
+    assert sum(name.endswith(".pt") for name in second.mirror.names()) == 2
+    return step
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("is_answered", [False, True])
 @pytest.mark.parametrize("what", ["save", "start"])
 def test_a_kill_at_any_request_leaves_the_old_or_the_new_checkpoint(tmp_path, monkeypatch, what, is_answered):
-    for owner in (Mirror, RunLock):  # their threads would stay
-        monkeypatch.setattr(owner, "_beat", lambda self: None)
+    without_beats(monkeypatch)
     found, at, is_killed = set(), 0, True
     while is_killed:
         at += 1
@@ -91,14 +108,7 @@ def test_a_kill_at_any_request_leaves_the_old_or_the_new_checkpoint(tmp_path, mo
                     Attempt(url, folder / "b", launch_id="job")
             is_killed = wire.is_dead
             wire.is_dead = True
-        second = Attempt(url, folder / "c", launch_id="job")
-        step = checkpoint.step_of(second.run.resume_path)
-        found.add(step)
-        assert second.run.resume_path.read_bytes() == checkpoint.step_path(folder / "a/checkpoints", step).read_bytes()
-        assert {step} <= {each["step"] for each in second.run.records("train")}
-        second.upload(40, 50).suspend()
-        assert steps_of(url) == [40, 50]
-        assert sum(name.endswith(".pt") for name in second.mirror.names()) == 2  # nothing is left over
+        found.add(step_of_the_next_attempt(url, folder))
     assert found == ({20, 30} if what == "save" else {20})
     print(f"killed at each of {at - 1} requests")
     assert at > 10

@@ -167,10 +167,15 @@ class Run:
                 replace_json(self.folder / "status.json", self._status, is_flushed=not is_running)
 
     def failed(self, error: BaseException, step: int = 0) -> None:
-        """Write to status.json that the run failed. Called on each rank that fails; the first one counts.
+        """Write that the run failed, also at its mirror. Called on each rank that fails; the first one counts.
 
         step: the last one that this rank has completed.
         """
+        self._write_failure(error, step)
+        if self.mirror and self.mirror.generation and self.is_main:
+            self.mirror.fail(read_json(self.folder / "status.json"))
+
+    def _write_failure(self, error: BaseException, step: int) -> None:
         if not self.is_ours():
             return  # the status belongs to another job
         if getattr(error, "rank", None) is not None and not self.is_main and not isinstance(error, TrainingError):

@@ -15,10 +15,12 @@ from config import UserError
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.stored import StoredRun
+from utils.distributed.collectives import within
 from utils.logger import NAME
 from utils.run.provenance import now
 
 SECONDS_BETWEEN_BEATS, SECONDS_TO_SEE_A_BEAT = 10.0, 30.0
+SECONDS_TO_TELL = 10.0  # of a failure
 SECONDS_TO_READ_BACK = 2.0  # a claim: not every storage can create an object only if it is absent
 
 
@@ -96,6 +98,17 @@ class Mirror(StoredRun):
             self._thread.join(SECONDS_BETWEEN_BEATS)  # its last beat comes before this one
             with suppress(UserError):
                 self.write_json(f"owners/{self.generation:08d}.beat", {"state": "ended"})
+
+    def fail(self, status: dict[str, Any]) -> None:
+        """On rank 0, in a process that ends: as `close`, with the run's status, if the storage answers soon."""
+
+        def tell() -> None:
+            if status.get("state") == "failed":
+                self.write_json(self.own("records/status.json"), status)
+            self.close()
+
+        with suppress(TimeoutError, UserError):
+            within(SECONDS_TO_TELL, tell)
 
     # ---- checkpoints ----
 

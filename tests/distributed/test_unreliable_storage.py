@@ -1,0 +1,119 @@
+"""A mirror on a real S3 server, behind a proxy that loses, cuts, refuses and delays, or a process that is killed."""
+
+import os
+import random
+import signal
+from functools import partial
+
+import pytest
+
+from proxy import Proxy
+from ranks import run_ranks
+from test_mirror import Attempt, be_quick, quick, steps_of  # noqa: F401
+from test_object_storage import bucket  # noqa: F401
+from test_stored_run import step_of_the_next_attempt, without_beats
+from utils import storage
+from utils.checkpoint import format as checkpoint
+
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("bucket", ["s3"], indirect=True)]
+
+
+def port_of(env):
+    return int(env["AWS_ENDPOINT_URL"].rpartition(":")[2])
+
+
+@pytest.fixture
+def behind(bucket, monkeypatch):  # noqa: F811
+    """A function that puts a proxy with these faults before the server."""
+    _, env = bucket
+    proxies = []
+
+    def put(fault):
+        proxies.append(Proxy(port_of(env), fault))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxies[-1].url)
+        __import__("s3fs").S3FileSystem.clear_instance_cache()  # its instances know the server itself
+        return proxies[-1]
+
+    yield put
+    for attempt in Attempt.all:
+        attempt.uploads.close()
+    for proxy in proxies:
+        proxy.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_a_network_does_to_requests_costs_time_only(behind, tmp_path, monkeypatch, seed):
+    """One request of five meets a fault: while a run saves, while the next one starts from the mirror, and again."""
+    monkeypatch.setattr(storage.time, "sleep", lambda seconds: None)
+    chance, met = random.Random(seed), []
+
+    def fault(number, method, path):
+        kinds = ["delay", "503", "refuse", "lose", "cut", "stale"] if chance.random() < 0.2 else [""]
+        met.append(chance.choice(kinds))
+        return met[-1]
+
+    behind(fault)
+    url = "s3://bucket/runs/a"
+    for number in range(3):
+        attempt = Attempt(url, tmp_path / f"{number}", launch_id="job")
+        if number:
+            path = checkpoint.step_path(attempt.run.checkpoints, 20 * number)
+            assert attempt.run.resume_path == path
+            assert path.read_bytes() == (tmp_path / f"{number - 1}/checkpoints" / path.name).read_bytes()
+            assert [record["step"] for record in attempt.run.records("train")][-1] == 20 * number
+        attempt.upload(20 * number + 10, 20 * number + 20).end()
+    assert steps_of(url)[-2:] == [50, 60]  # one that is superseded stays until the next save if its deletion fails
+    print({kind: met.count(kind) for kind in sorted(set(met))})
+
+
+def count_requests(what, env, url, folder, at, is_answered):
+    """Those of a save or of a start. The proxy in this process kills it at one: before it, or when it is answered."""
+    os.environ.update(env)
+    kill, count, is_armed = partial(os.kill, os.getpid(), signal.SIGKILL), 0, False
+
+    def fault(*_):
+        nonlocal count
+        count += is_armed
+        if is_armed and count == at and not is_answered:
+            kill()
+        return kill if is_armed and count == at else ""
+
+    os.environ["AWS_ENDPOINT_URL"] = Proxy(port_of(env), fault).url
+    with pytest.MonkeyPatch.context() as patched:
+        be_quick(patched)
+        without_beats(patched)
+        first = Attempt(url, folder / "a", launch_id="job").upload(10, 20)
+        if what == "start":
+            first.suspend()
+        is_armed = True
+        if what == "start":
+            Attempt(url, folder / "b", launch_id="job")
+        else:
+            first.upload(30)
+    return count
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+@pytest.mark.parametrize("what", ["save", "start"])
+def test_sigkill_at_any_http_request_leaves_the_old_or_the_new_checkpoint(
+    bucket,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+    what,
+    is_answered,
+):
+    _, env = bucket
+    without_beats(monkeypatch)
+    found, at, is_killed = set(), 0, True
+    while is_killed:
+        at += 1
+        url, folder = f"s3://bucket/runs/{what}-{at}", tmp_path / f"{at}"
+        is_killed = False
+        try:
+            run_ranks(1, count_requests, what, env, url, folder, at, is_answered)
+        except AssertionError as error:
+            assert "exit codes [-9]" in str(error), error
+            is_killed = True
+        found.add(step_of_the_next_attempt(url, folder))
+    print(f"killed at each of {at - 1} requests")
+    assert at > 10 and found == ({20, 30} if what == "save" else {20})
