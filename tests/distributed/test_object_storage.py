@@ -28,14 +28,18 @@ from training import assert_same_state, difference, wait_until
 from utils.checkpoint import format as checkpoint
 from utils.run import start_checks
 from utils.run.mirror import Mirror
+from utils.training.schedule import Progress
 
 FLAGS = "--epochs 2 --ema_decay 0.9 --lr 0.02 --record_samples --save_every_steps 3 --dataset_size 60".split()
 KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "geheim", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
 def train_with(env, *args):
+    """The latest checkpoint is the best one."""
     os.environ.update(env)
-    return train_task(*args)
+    plain = Progress.note_value
+    with mock.patch.object(Progress, "note_value", lambda self, value, sign: plain(self, self.step, 1)):
+        return train_task(*args)
 
 
 def with_a_test_set(config, split):
@@ -51,7 +55,7 @@ def train_on_its_own_disk(root, *args):
     os.chdir(folder)
     soon = mock.patch.object(start_checks, "SECONDS_TO_SEE", 1.0)  # each disk is its own
     with soon, mock.patch.dict(tasks.TASKS["images"], {"create_dataset": with_a_test_set}):
-        return train_task(*args)
+        return train_with({}, *args)
 
 
 def attempt(runs, name, env, *flags, stops=(), ranks=2):
