@@ -32,6 +32,9 @@ class Proxy(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
+    def handle_error(self, *_: object) -> None:
+        """A client that has hung up is no error."""
+
     def close(self) -> None:
         self.shutdown()
         self.server_close()
