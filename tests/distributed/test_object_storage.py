@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import urllib.request
+import uuid
 from pathlib import Path
 from unittest import mock
 
@@ -69,11 +70,11 @@ def need_s3():
             lack(name)
 
 
-@pytest.fixture
-def bucket(request, tmp_path, monkeypatch):
-    """The URL of an empty bucket, and the variables with which ranks reach it."""
-    if request.param == "file":
-        yield f"file://{tmp_path}/bucket/runs/a", {}
+@contextlib.contextmanager
+def s3_server():
+    """The variables with which processes reach an S3 server: the one in the environment, or moto's."""
+    if "AWS_ENDPOINT_URL" in os.environ:
+        yield {name: os.environ[name] for name in ("AWS_ENDPOINT_URL", *KEYS)}
         return
     need_s3()
     code = "import sys; from moto.server import main; main(sys.argv[1:])"
@@ -82,20 +83,31 @@ def bucket(request, tmp_path, monkeypatch):
         port = free.getsockname()[1]
     server = start([sys.executable, "-c", code, "-p", str(port)])
     try:
-        env = KEYS | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
-        for variable, value in env.items():
-            monkeypatch.setenv(variable, value)
-        put = urllib.request.Request(f"{env['AWS_ENDPOINT_URL']}/bucket", method="PUT")
-        wait_until(lambda: answers(put))
-        __import__("s3fs").S3FileSystem.clear_instance_cache()  # of another server
-        yield "s3://bucket/runs/a", env
+        wait_until(lambda: answers(f"http://127.0.0.1:{port}"))
+        yield KEYS | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
     finally:
         stop(server)
 
 
-def answers(request):
+@pytest.fixture
+def bucket(request, tmp_path, monkeypatch):
+    """A URL at which nothing is, and the variables with which ranks reach it."""
+    if request.param == "file":
+        yield f"file://{tmp_path}/bucket/runs/a", {}
+        return
+    with s3_server() as env:
+        for variable, value in env.items():
+            monkeypatch.setenv(variable, value)
+        storage = __import__("s3fs").S3FileSystem
+        storage.clear_instance_cache()  # of another server
+        name = uuid.uuid4().hex
+        storage().mkdir(name)
+        yield f"s3://{name}/runs/a", env
+
+
+def answers(url):
     try:
-        return urllib.request.urlopen(request).status == 200
+        return urllib.request.urlopen(url).status == 200
     except OSError:
         return False
 

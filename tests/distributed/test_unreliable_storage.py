@@ -42,7 +42,7 @@ def behind(bucket, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_a_network_does_to_requests_costs_time_only(behind, tmp_path, monkeypatch, seed):
+def test_what_a_network_does_to_requests_costs_time_only(bucket, behind, tmp_path, monkeypatch, seed):  # noqa: F811
     """One request of five meets a fault: while a run saves, while the next one starts from the mirror, and again."""
     monkeypatch.setattr(storage.time, "sleep", lambda seconds: None)
     chance, met = random.Random(seed), []
@@ -53,7 +53,7 @@ def test_what_a_network_does_to_requests_costs_time_only(behind, tmp_path, monke
         return met[-1]
 
     behind(fault)
-    url = "s3://bucket/runs/a"
+    url, _ = bucket
     for number in range(3):
         attempt = Attempt(url, tmp_path / f"{number}", launch_id="job")
         if number:
@@ -102,12 +102,12 @@ def test_sigkill_at_any_http_request_leaves_the_old_or_the_new_checkpoint(
     what,
     is_answered,
 ):
-    _, env = bucket
+    base, env = bucket
     without_beats(monkeypatch)
     found, at, is_killed = set(), 0, True
     while is_killed:
         at += 1
-        url, folder = f"s3://bucket/runs/{what}-{at}", tmp_path / f"{at}"
+        url, folder = f"{base}-{at}", tmp_path / f"{at}"
         is_killed = False
         try:
             run_ranks(1, count_requests, what, env, url, folder, at, is_answered)
