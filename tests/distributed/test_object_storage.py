@@ -25,6 +25,7 @@ from ranks import PATH, ROOT, finish, lack, marked, run_ranks, slow, start, stop
 from scripts import export, predict
 from scripts import runs as runs_script
 from tasks import train_task, using
+from test_mirror import be_quick
 from training import assert_same_state, difference, wait_until
 from utils.checkpoint import format as checkpoint
 from utils.run import start_checks
@@ -39,7 +40,9 @@ def train_with(env, *args):
     """The latest checkpoint is the best one."""
     os.environ.update(env)
     plain = Progress.note_value
-    with mock.patch.object(Progress, "note_value", lambda self, value, sign: plain(self, self.step, 1)):
+    with pytest.MonkeyPatch.context() as patched:
+        be_quick(patched)
+        patched.setattr(Progress, "note_value", lambda self, value, sign: plain(self, self.step, 1))
         return train_task(*args)
 
 
