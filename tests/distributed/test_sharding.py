@@ -157,6 +157,8 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(runs):
     for key in ("model", "ema"):
         assert all(torch.equal(value, after[key][name]) for name, value in before[key].items())
     assert relative(runs.last("run")["model"], runs.last("ddp")["model"]) < 1e-5
+    losses, others = ([each["loss"] for each in runs.records(name, "eval")] for name in ("run", "ddp"))
+    assert losses == pytest.approx(others, rel=1e-5) and losses[0] != losses[1]  # with the weights, and their average
 
 
 def train_steeply(flags):
