@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import train
 from config import TrainingConfig, TrainingError, UserError, fields_of_yours
@@ -38,6 +40,18 @@ from utils.training.seams import Seams
 from utils.training.state import TrainState
 
 ACCUMULATION = 2  # micro-batches of a rank in an optimizer step
+
+
+class Narrowing(TorchDispatchMode):
+    """Notes the lowest floating-point precision of what operators return."""
+
+    dtype = torch.float64
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        found = [each.dtype for each in tree_leaves(result) if isinstance(each, Tensor) and each.is_floating_point()]
+        self.dtype = min([self.dtype, *found], key=lambda dtype: dtype.itemsize)
+        return result
 
 
 class Broken(UserError):
@@ -76,7 +90,7 @@ class Fork:
     given: TrainingConfig  # with `auto` fields
     lists_files: bool  # whether the data sets were made from listings of folders
     dtype: torch.dtype = torch.float32  # of the computations
-    loss_dtype: torch.dtype = torch.float32  # of the summed loss: float32 in a fork that uses logits.float()
+    loss_dtype: torch.dtype = torch.float32  # the lowest that compute_loss uses: float32 in a fork with logits.float()
     trainings: dict[str, train.Training] = field(default_factory=dict)  # of the short runs that completed
     sharded_loss: float = 0.0  # with sharding: of `sample_loss` after the run "whole"
     # what the data sets and the fork's modules hold at the start, and what a short run remembers after each epoch
@@ -158,9 +172,11 @@ class Fork:
             self.dtype = torch.float64
             try:
                 _, _, batch = self.loader(self.small_train_set()).fetch([0, min(1, len(self.train_set) - 1)])
-                loss = self.seams.compute_loss(self.new_model().train(), batch)["loss"][0].sum()
+                net = self.new_model().train()
+                with Narrowing() as narrowing:
+                    loss = self.seams.compute_loss(net, batch)["loss"][0].sum()
                 loss.backward()
-                self.loss_dtype = loss.dtype
+                self.loss_dtype = narrowing.dtype
             except Exception:  # a custom kernel or a hard-coded dtype; the checks report other errors
                 return False
             return True

@@ -70,7 +70,7 @@ def loss(fork: Fork) -> str:
                 with torch.set_grad_enabled(is_training):
                     first, second, whole, again = (sums(fork, net, each) for each in (*batches, batches[2]))
                 for name, value in whole.items():
-                    tolerance = ADDING.get(value.dtype, ADDING[fork.dtype])  # a fork may sum in float32 on purpose
+                    tolerance = ADDING[fork.loss_dtype]  # a fork may compute in float32 on purpose
                     value, parts = value.double(), first[name].double() + second[name].double()
                     error = relative_error(parts, value) if parts.any() or value.any() else 0.0
                     is_mean = name.endswith("sum") and value.any() and relative_error(parts, 2 * value) <= 0.05
@@ -85,7 +85,7 @@ def loss(fork: Fork) -> str:
                         )
                     worst = max(worst, error if is_comparable else 0.0)
         dtype = str(fork.loss_dtype).removeprefix("torch.")
-        summed = "" if fork.loss_dtype is fork.dtype else f"; the loss is summed in {dtype}, which is allowed for"
+        summed = "" if fork.loss_dtype is fork.dtype else f"; {dtype} occurs in the loss, which is allowed for"
         return f"sums and counts add up over samples, in training and evaluation (within {worst:.0e}{summed}); "
 
     return fork.on_all(check) + fork.on_all(lambda: for_a_look(fork)) + fork.on_rank_0(lambda: rounding(fork))
