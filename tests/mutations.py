@@ -44,6 +44,7 @@ MUTATIONS = [
     Mutation('Checkpoints.compare_buffers', 'mine = {name: [*each.shape, fingerprint_of("buffers", [each])] for name, each in buffers}', 'mine = {name: [*each.shape] for name, each in buffers}', 'other-buffers'),
     Mutation('StoredRun.checkpoints', 'names = [*owner.get("inherits", []), *self.names(f"{latest:08d}/manifests")]', 'names = [name for name in self.names() if "/manifests/" in name]', 'mirror-owner'),
     Mutation('StoredRun.fetch', 'if archive.verify(place / part).digest != file["sha256"]:', 'if False:', 'mirror-resume'),
+    Mutation('Mirror.fail', 'self.close()', 'pass', 'mirror-owner'),
     Mutation('share', '_send(path / name, 0 if is_whole else number, run, ctx)', '_send(path / name, 0, run, ctx)', 'mirror-resume'),
     Mutation('FolderLayout.write', 'self._on_all(lambda: publish() if self._leads_node else None, path, payload)', 'self._on_all(lambda: publish() if self._ctx.is_main else None, path, payload)', 'mirror-resume'),
     Mutation('_send', 'dist.broadcast(torch.frombuffer(block, dtype=torch.uint8), source, group=ctx.control)', 'pass', 'mirror-resume'),
