@@ -30,7 +30,9 @@ FAILURES = {  # by the messages of torch's DataLoader
     ),
     r"DataLoader worker \(pid (\d+)\) exited unexpectedly with exit code": "exited; use --num_workers 0 to see where",
     r"DataLoader worker \(pid\(s\) ([\d, ]+)\) exited unexpectedly": f"died, {OUT_OF_MEMORY}",
-    r"unable to (?:allocate|resize|mmap|write to) .*(?:shm|shared memory|torch_\d+).*No space left on device()": (
+    # torch 2.11 gives another reason
+    r"unable to (?:allocate|resize|mmap|write to) .*(?:shm|shared memory|torch_\d+).*"
+    r"(?:No space left on device|Resource temporarily unavailable)()": (
         f"could not pass on its batch because {SHARED_MEMORY} is full; {MORE_ROOM}, or use fewer --num_workers"
     ),
 }

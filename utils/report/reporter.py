@@ -199,7 +199,8 @@ class Reporter:
             if self._run.is_main:
                 self._board.images(group, images, self._state.progress.step)
         except Exception as error:  # images must not end a run
-            getattr(model, "reset_iter_state", bool)()  # torch 2.15: FSDP works again after an error
+            # parameters that the pass has gathered are sharded again: they may be those of the average
+            getattr(model, "reset_iter_state", model.state_dict)()
             self._log_images = None
             self._run.warn("log_images: %s: %s; no more images are shown in this attempt", type(error).__name__, error)
 
