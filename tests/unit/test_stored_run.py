@@ -73,7 +73,7 @@ def without_beats(monkeypatch):
 
 
 def step_of_the_next_attempt(url, folder):
-    """It goes on from a whole checkpoint of the killed one, in an empty folder, and leaves nothing of that one over."""
+    """It goes on from a checkpoint of the killed one, in an empty folder, and leaves nothing of that one over."""
     second = Attempt(url, folder / "c", launch_id="job")
     step = checkpoint.step_of(second.run.resume_path)
     assert second.run.resume_path.read_bytes() == checkpoint.step_path(folder / "a/checkpoints", step).read_bytes()
