@@ -4,6 +4,7 @@ import os
 import random
 import signal
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,7 @@ from test_stored_run import step_of_the_next_attempt, without_beats
 from utils import storage
 from utils.checkpoint import format as checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.parametrize("bucket", ["s3"], indirect=True)]
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("bucket", ["moto"], indirect=True)]
 
 
 def port_of(env):
@@ -44,7 +45,7 @@ def behind(bucket, monkeypatch):  # noqa: F811
 @pytest.mark.parametrize("seed", range(3))
 def test_what_a_network_does_to_requests_costs_time_only(bucket, behind, tmp_path, monkeypatch, seed):  # noqa: F811
     """One request of five meets a fault: while a run saves, while the next one starts from the mirror, and again."""
-    monkeypatch.setattr(storage.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(storage, "time", SimpleNamespace(sleep=lambda seconds: None))  # between tries
     chance, met = random.Random(seed), []
 
     def fault(number, method, path):

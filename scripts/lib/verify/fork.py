@@ -43,14 +43,14 @@ ACCUMULATION = 2  # micro-batches of a rank in an optimizer step
 
 
 class Narrowing(TorchDispatchMode):
-    """Notes the lowest floating-point precision of what operators return."""
+    """Notes whether an operator returns floating-point numbers other than float64."""
 
-    dtype = torch.float64
+    is_found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        found = [each.dtype for each in tree_leaves(result) if isinstance(each, Tensor) and each.is_floating_point()]
-        self.dtype = min([self.dtype, *found], key=lambda dtype: dtype.itemsize)
+        tensors = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        self.is_found |= any(each.is_floating_point() and each.dtype is not torch.float64 for each in tensors)
         return result
 
 
@@ -90,7 +90,7 @@ class Fork:
     given: TrainingConfig  # with `auto` fields
     lists_files: bool  # whether the data sets were made from listings of folders
     dtype: torch.dtype = torch.float32  # of the computations
-    loss_dtype: torch.dtype = torch.float32  # the lowest that compute_loss uses: float32 in a fork with logits.float()
+    loss_dtype: torch.dtype = torch.float32  # of the loss, or of what is in it: float32 in a fork with logits.float()
     trainings: dict[str, train.Training] = field(default_factory=dict)  # of the short runs that completed
     sharded_loss: float = 0.0  # with sharding: of `sample_loss` after the run "whole"
     # what the data sets and the fork's modules hold at the start, and what a short run remembers after each epoch
@@ -176,7 +176,8 @@ class Fork:
                 with Narrowing() as narrowing:
                     loss = self.seams.compute_loss(net, batch)["loss"][0].sum()
                 loss.backward()
-                self.loss_dtype = narrowing.dtype
+                is_rounded = narrowing.is_found and loss.dtype is torch.float64
+                self.loss_dtype = torch.float32 if is_rounded else loss.dtype
             except Exception:  # a custom kernel or a hard-coded dtype; the checks report other errors
                 return False
             return True

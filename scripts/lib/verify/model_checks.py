@@ -70,7 +70,8 @@ def loss(fork: Fork) -> str:
                 with torch.set_grad_enabled(is_training):
                     first, second, whole, again = (sums(fork, net, each) for each in (*batches, batches[2]))
                 for name, value in whole.items():
-                    tolerance = ADDING[fork.loss_dtype]  # a fork may compute in float32 on purpose
+                    # a fork may compute in float32 on purpose
+                    tolerance = max(ADDING[fork.loss_dtype], ADDING.get(value.dtype, 0.0))
                     value, parts = value.double(), first[name].double() + second[name].double()
                     error = relative_error(parts, value) if parts.any() or value.any() else 0.0
                     is_mean = name.endswith("sum") and value.any() and relative_error(parts, 2 * value) <= 0.05
