@@ -202,7 +202,8 @@ def test_operations_do_not_grow_with_the_ranks_and_bytes_only_at_rank_0(runs, fe
         for old, new, limit in zip(before, after, limits, strict=True):
             if old:
                 assert new[part][0] == old[part][0], part
-                assert new[part][1] - old[part][1] <= limit * (many - few), part
+                digits = 4  # numbers are sent as text; a byte per rank would be more
+                assert new[part][1] - old[part][1] <= limit * (many - few) + digits * (many - few > digits), part
 
 
 @pytest.mark.slow
