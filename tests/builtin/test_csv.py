@@ -32,6 +32,7 @@ def write(root, text, split="train"):
     (root / f"{split}.csv").write_text(text)
 
 
+@pytest.mark.slow
 def test_a_csv_trains_exactly_as_the_image_folder_that_it_lists_on_two_ranks(runs):
     data = runs.root / "data"
     for split, counts in TRAIN.items():
@@ -112,6 +113,7 @@ def test_a_missing_file_is_an_error_with_the_line_that_names_it(tmp_path):
         create_dataset(csv_config(tmp_path, image_size=8), "train")[5]
 
 
+@pytest.mark.slow
 def test_a_long_list_takes_few_bytes_per_row_on_the_rank_that_reads_it_and_fewer_on_the_others(tmp_path):
     rows = 100_000
     write(tmp_path, "path,label\n" + "".join(f"images/{k % 1000:04d}/{k:08d}.jpeg,{k % 1000}\n" for k in range(rows)))

@@ -87,6 +87,7 @@ def test_the_two_commands_train_the_head_and_then_all_on_two_ranks(runs, monkeyp
     assert runs.json("all", "config.json")["image_size"] == 32
 
 
+@pytest.mark.slow
 def test_a_frozen_run_that_is_stopped_continues_bit_for_bit_and_without_the_weights(runs):
     data = runs.root / "data"
     folders(data)
@@ -202,6 +203,7 @@ def train_normalized(flags, mean):
         return train_flags(flags)
 
 
+@pytest.mark.slow
 def test_a_run_is_not_resumed_with_another_normalization(runs):
     flags = "--dataset_size 16 --epochs 1".split()
     run_ranks(2, train_normalized, runs.words("run", *flags), 0.5)

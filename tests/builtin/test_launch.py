@@ -7,8 +7,10 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
+
 from ranks import PATH, ROOT, finish, launch, start, stop
-from training import wait_for_step, wait_until
+from training import Runs, wait_for_step, wait_until
 
 SCRIPT = ROOT / "scripts" / "launch.sh"
 TINY = "--image_size 8 --batch_size 4 --epochs 1 --backend gloo".split()
@@ -36,7 +38,7 @@ def test_a_bad_flag_is_rejected_once_before_any_process_starts():
 
 
 def test_a_launch_resumes_after_a_killed_rank_and_at_sigterm_it_saves_and_exits_75(tmp_path):
-    """The failed rank is named. A detached start in the run's folder is rejected in its log, and not retried."""
+    """The failed rank is named."""
     run, script = tmp_path / "run", tmp_path / "kill.sh"
     script.write_text(KILL_RANK_1)
     flags = [*TINY, "--dataset_size", "4000", "--epochs", "1000", "--save_every", "0", "--run_dir", run]
@@ -55,7 +57,14 @@ def test_a_launch_resumes_after_a_killed_rank_and_at_sigterm_it_saves_and_exits_
     status = json.loads((run / "status.json").read_text())
     assert status["state"] == "preempted" and (run / f"checkpoints/step_{status['step']:08d}.pt").exists()
     assert (run / "traces").is_dir()  # the flight recorder finds a folder to write into
-    program = start([SCRIPT, *flags, "--retries", "2", "--detach"], env={"PATH": PATH, "NPROC_PER_NODE": "1"})
+
+
+@pytest.mark.slow
+def test_a_detached_start_in_the_folder_of_a_run_is_rejected_in_its_log_and_not_retried(tmp_path):
+    runs = Runs(tmp_path)
+    runs.train(1, "run", *TINY, "--dataset_size", 8, task="")
+    flags = [*TINY, "--run_dir", runs.folder("run"), "--retries", "2", "--detach"]
+    program = start([SCRIPT, *flags], env={"PATH": PATH, "NPROC_PER_NODE": "1"})
     try:
         assert program.wait(60) == 0
         printed = os.pread(program.files[0].fileno(), 2**16, 0).decode()

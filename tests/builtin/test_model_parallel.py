@@ -75,7 +75,8 @@ def assert_close(weights, oracle):
     assert torch.equal(weights["tokens.weight"], weights["head.weight"])
 
 
-@pytest.mark.parametrize("recipe", [slow("tensor_parallel"), "pipeline"])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tensor_parallel", "pipeline"])
 def test_two_data_and_two_model_ranks_equal_one_process_and_continue_as_four_model_ranks(tmp_path, recipe):
     fork = SplitFork(tmp_path, recipe)
     oracle = fork.oracle()

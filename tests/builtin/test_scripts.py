@@ -30,6 +30,7 @@ def run_script(name, *words, ranks=0):
     return finish(WarmLaunch(ranks, ROOT / "scripts" / name, words))
 
 
+@pytest.mark.slow
 def test_a_step_of_a_sharded_run_is_replayed_by_the_script_in_a_single_process(tmp_path):
     """As a user starts it: without the paths of the tests."""
     runs = Runs(tmp_path)

@@ -3,6 +3,7 @@
 import sys
 import zipfile
 
+import pytest
 import torch
 
 from ranks import ROOT, WarmLaunch, finish, launch
@@ -20,6 +21,7 @@ def contents(file):
                 yield f"{file.name}/{name}", archive.read(name)
 
 
+@pytest.mark.slow
 def test_no_file_of_a_run_has_the_secret_of_its_command_and_exports_have_no_paths(tmp_path):
     """The command itself gets it; it fails, which is a warning in the log."""
     runs, got = Runs(tmp_path / "runs"), tmp_path / "got"

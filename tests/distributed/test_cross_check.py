@@ -72,7 +72,7 @@ def train_with(fault_of, words, task="images"):
 @pytest.mark.parametrize(
     ("ranks", "every", "task", "flags"),
     [
-        (2, 2, "images", ("--grad_accum_steps", 2, "--num_workers", 2)),
+        slow(2, 2, "images", ("--grad_accum_steps", 2, "--num_workers", 2)),
         (4, 3, "images", ("--reduction", "exact")),
         (3, 1, "terms", ("--grad_accum_steps", 2, "--amp_dtype", "bf16")),
         slow(4, 2, "images", ("--grad_accum_steps", 2, "--reduction", "exact", "--num_workers", 2)),
@@ -115,7 +115,7 @@ def test_a_rank_that_is_always_wrong_ends_the_run_before_the_update(runs, kind, 
     ("kind", "ranks", "flags"),
     [
         ("activation", 4, ()),
-        ("gradient", 2, ("--grad_accum_steps", "2", "--num_workers", "1")),
+        slow("gradient", 2, ("--grad_accum_steps", "2", "--num_workers", "1")),
         slow("gradient", 4, ("--reduction", "exact")),
         slow("activation", 2, ("--reduction", "exact", "--grad_accum_steps", "2")),
     ],

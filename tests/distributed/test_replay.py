@@ -37,6 +37,7 @@ def replayed_steps(run, dumps):
     return {step: replayed(run, step, "--dump", dump) for step, dump in dumps.items()}
 
 
+@pytest.mark.slow
 def test_steps_of_a_killed_run_on_four_ranks_are_bitwise_equal_in_one_process(runs, tmp_path):
     words = runs.words("run", *FLAGS, "--reduction", "exact")
     for step, victim in ((3, 2), (7, 0)):

@@ -132,7 +132,7 @@ def malicious(drill: Drill) -> None:
 
 @fault("rank 0 killed while shards are written", "write", "before", 0, 10)
 @fault("rank killed after its shards are on the disk", "write", "after", 1, 10)
-@fault("rank 0 killed before the folder gets its name", "replace_folder", "before", 0, 10, is_default=True)
+@fault("rank 0 killed before the folder gets its name", "replace_folder", "before", 0, 10)
 @fault("rank 0 killed after the folder has its name", "replace_folder", "after", 0, 20)
 def killed(drill: Drill, function: str, place: str, rank: int, step: int) -> None:
     job = drill.start(2, *ZERO3, code=f"{KILLED}\nkill_at({function!r}, {place!r}, {rank})")

@@ -121,9 +121,7 @@ def terminated_at_the_start(drill: Drill) -> None:
     assert drill.json("status.json", "alone")["step"] == 0
 
 
-@fault(
-    "SIGINT, SIGUSR1 and SIGHUP", 0, (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP), ("--standalone",), is_default=True
-)
+@fault("SIGINT, SIGUSR1 and SIGHUP", 0, (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP), ("--standalone",))
 @fault(
     "signals to torchrun",
     2,
