@@ -8,7 +8,6 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import forks
-from ranks import slow
 from recipe_forks import Fork
 
 SCRIPTS = {"tensor_parallel": ["gpt", "tensor_parallel"], "pipeline": ["gpt", "tensor_parallel", "pipeline"]}
