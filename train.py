@@ -30,13 +30,10 @@ import dataset as your_data
 import model as your_model
 from ddp_utils import (
     cleanup_distributed,
-    load_checkpoint,
     read_launch,
     setup_distributed,
     wrap_ddp,
 )
-from utils.checkpoint.format import BEST
-from utils.clock import Clock
 from utils.data.cache import cached
 from utils.data.loader import (
     GlobalBatchLoader,
@@ -45,20 +42,18 @@ from utils.data.loader import (
 )
 from utils.data.sampler import MicroBatch
 from utils.data.sets import load_data
-from utils.distributed.collectives import broadcast_json, on_all_ranks
+from utils.distributed.collectives import on_all_ranks
 from utils.distributed.consensus import Consensus, Stopped, Vote, is_every
-from utils.logger import setup_logger
 from utils.metrics import choose_best
 from utils.report.reporter import Reporter
 from utils.rng import seed_device
-from utils.run.apart import share
 from utils.run.attempt import Attempt
 from utils.run.checkpoints import Checkpoints
 from utils.run.create import create_state
 from utils.run.evaluate_only import evaluate_only
 from utils.run.failures import PREEMPTED, leave_after, open_run, wait_for_blame, watched
 from utils.run.provenance import provenance_of
-from utils.run.resume import resume_run
+from utils.run.resume import load_best, resume_run
 from utils.training.batchnorm import check_sync_batchnorm
 from utils.training.cross_check import CrossCheck
 from utils.training.evaluation import Evaluation
@@ -101,10 +96,9 @@ def train(
         UserError: if the config or the data cannot be used; the message ends with the fix.
     """
     ctx = setup_distributed(config)
-    setup_logger(ctx.rank)
     if config.eval_only:
         release()  # an evaluation has nothing to save: a signal ends it
-        with watched(config.run_folder, config, ctx, Clock(ctx.device)):  # if a rank hangs or is gone, all end
+        with watched(config.run_folder, config, ctx):  # if a rank hangs or is gone, all end
             outcome = evaluate_only(config, ctx, Seams.of(your_model, ctx.device), data)
     else:
         with open_run(config, ctx) as attempt:  # if this block fails, the cause is in status.json
@@ -314,10 +308,8 @@ def test_best(training: Training) -> list[dict[str, Any]]:
     state, ctx, began = training.state, training.attempt.ctx, time.perf_counter()
     weights, progress = state.weights(), state.progress
     kind = list(weights)[-1]
-    best = training.attempt.run.checkpoints / BEST
-    if broadcast_json(best.exists(), ctx):
-        payload = load_checkpoint(share(best, training.attempt.run, ctx), ctx, state.layouts())
-        weights, progress = state.weights_of(payload), Progress.of(payload)
+    if best := load_best(training.attempt.run, state, ctx):
+        weights, progress = state.weights_of(best), Progress.of(best)
     state.show(progress)
     chosen = {kind: weights.get(kind, weights["model"])}
     records = training.evaluation.records("test", training.held_out["test"], chosen, progress)

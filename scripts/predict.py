@@ -32,7 +32,6 @@ from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, load_checkpoint, setup_distributed
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.stored import local_checkpoint
-from utils.clock import Clock
 from utils.data.loader import GlobalBatchLoader, create_evaluation_dataloader
 from utils.data.sets import load_data
 from utils.distributed.collectives import on_all_ranks, on_rank_0, require_equal
@@ -62,7 +61,7 @@ def main() -> None:
     config = TrainingConfig.from_args(flags, saved | {"init_from": "", "resume_from": "", "overwrite": False} | FLOAT32)
     out = options.out or beside / "predictions.pt"
     ctx = setup_distributed(config)
-    with watched(out.parent, config, ctx, Clock()):
+    with watched(out.parent, config, ctx):
         run(options, config, out, ctx)
     cleanup_distributed()
 

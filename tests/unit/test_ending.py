@@ -6,10 +6,10 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ranks import run_ranks
 from training import wait_until
-from utils.clock import Clock
 from utils.distributed.context import Launch
 from utils.logger import NAME
 from utils.run import command_line, failures
@@ -39,8 +39,8 @@ def stalled():
 
 
 def test_a_report_does_not_hold_up_the_beats_when_the_storage_stalls(stalled, tmp_path):
-    ctx = SimpleNamespace(rank=0, hosts=("a",), host="a", beats=None)
-    ending, began = Ending(tmp_path, ctx, Clock()), time.monotonic()
+    ctx = SimpleNamespace(rank=0, hosts=("a",), host="a", beats=None, device=torch.device("cpu"))
+    ending, began = Ending(tmp_path, ctx), time.monotonic()
     file = ending.report("no progress", "stacks")
     ending.warn("torchrun does not answer")
     assert time.monotonic() - began < 1 and not stalled.texts
@@ -52,8 +52,8 @@ def test_a_report_does_not_hold_up_the_beats_when_the_storage_stalls(stalled, tm
 def end_on_stalled_storage(folder):
     failures.SECONDS_TO_WRITE, command_line.SECONDS_TO_FLUSH = 0.5, 0.5
     logging.getLogger(NAME).addHandler(Stalled())
-    ctx = SimpleNamespace(rank=0, hosts=("a",), host="a", beats=None, launch=Launch())
-    Ending(folder, ctx, Clock()).end("no progress", 0)
+    ctx = SimpleNamespace(rank=0, hosts=("a",), host="a", beats=None, device=torch.device("cpu"), launch=Launch())
+    Ending(folder, ctx).end("no progress", 0)
 
 
 def test_a_rank_ends_although_its_log_is_on_storage_that_stalls(tmp_path):

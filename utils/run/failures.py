@@ -96,9 +96,10 @@ def open_run(config: TrainingConfig, ctx: DistributedContext) -> Iterator[Attemp
     Raises:
         UserError: if the run cannot be started or continued.
     """
-    began, clock = began_at(), Clock(ctx.device)
-    with StopSignals() as signals, watched(config.run_folder, config, ctx, clock) as ending:
-        run = ending.run = claim_run(config, ctx)
+    began = began_at()
+    with StopSignals() as signals, watched(config.run_folder, config, ctx) as ending:
+        run, clock = claim_run(config, ctx), ending.clock
+        ending.run = run
         if folder := ctx.launch.flight_recorder and Path(ctx.launch.flight_recorder).parent:
             on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True), ctx)  # torch does not create it
         logger = setup_logger(ctx.rank, None if run.start.is_completed else run.log_file)
@@ -108,7 +109,7 @@ def open_run(config: TrainingConfig, ctx: DistributedContext) -> Iterator[Attemp
 
 
 @contextmanager
-def watched(folder: Path, config: TrainingConfig, ctx: DistributedContext, clock: Clock) -> Iterator[Ending]:
+def watched(folder: Path, config: TrainingConfig, ctx: DistributedContext) -> Iterator[Ending]:
     """Watch over all ranks. If one hangs or is gone, the others end. If the block fails, its cause is raised.
 
     folder: for the stacks of ranks that hang.
@@ -116,8 +117,9 @@ def watched(folder: Path, config: TrainingConfig, ctx: DistributedContext, clock
     Raises:
         UserError: also if the ranks differ in code, settings or versions.
     """
-    ending = Ending(folder, ctx, clock)
-    watchdog = Watchdog(clock, ctx, config.hang_timeout, ending)
+    setup_logger(ctx.rank)
+    ending = Ending(folder, ctx)
+    watchdog = Watchdog(ending.clock, ctx, config.hang_timeout, ending)
     try:
         check_alike(config, ctx)
         yield ending
@@ -126,7 +128,7 @@ def watched(folder: Path, config: TrainingConfig, ctx: DistributedContext, clock
         cause = cause_of(error, ending.run, watchdog, config, ctx)
         ending.announce(cause, is_lost=cause is not error and isinstance(cause, TrainingError))
         if ending.run:
-            ending.run.failed(cause, clock.completed)
+            ending.run.failed(cause, ending.clock.completed)
         raise cause from (error if cause is not error else error.__cause__)
     finally:
         watchdog.close()
@@ -137,9 +139,10 @@ class Ending:
     that stalls while this process is alive: other hosts would miss its beats.
     """
 
-    def __init__(self, folder: Path, ctx: DistributedContext, clock: Clock) -> None:
+    def __init__(self, folder: Path, ctx: DistributedContext) -> None:
         self.run: Run | None = None  # once it is claimed
-        self._folder, self._ctx, self._clock, self._logger = folder, ctx, clock, logging.getLogger(NAME)
+        self.clock = Clock(ctx.device)
+        self._folder, self._ctx, self._logger = folder, ctx, logging.getLogger(NAME)
 
     def _write(self, action: Callable[[], object], seconds: float = SECONDS_TO_WRITE) -> None:
         """Run it in a thread, and wait at most this long for it."""
@@ -209,7 +212,7 @@ class Ending:
         def write() -> None:
             report_to_torchrun(f"TrainingError: {error}", f"{stacks}TrainingError: {error}", self._ctx.launch)
             if self.run:
-                self.run.failed(error, self._clock.completed)
+                self.run.failed(error, self.clock.completed)
 
         self._write(write)
         end_now(1)

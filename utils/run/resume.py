@@ -122,6 +122,14 @@ def load_checkpoint(path: Path, ctx: DistributedContext, layouts: dict[str, Tens
     return on_all_ranks(lambda: checkpoint.read(path, trailer, layouts)[0], ctx)
 
 
+def load_best(run: Run, state: TrainState, ctx: DistributedContext) -> dict[str, Any] | None:
+    """The best checkpoint, with this rank's shards; None if there is none. Collective."""
+    best = run.checkpoints / checkpoint.BEST
+    if not broadcast_json(best.exists(), ctx):
+        return None
+    return load_checkpoint(share(best, run, ctx), ctx, state.layouts())
+
+
 def check_evaluation(payload: dict[str, Any], config: TrainingConfig) -> None:
     """Raises UserError if the model or the kind of data differs from the checkpoint's."""
     saved = payload["config"]
