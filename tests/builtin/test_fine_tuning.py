@@ -122,6 +122,7 @@ def test_models_that_were_published_with_another_normalization_transform_their_i
     assert create_model(TrainingConfig(model=name, image_size=96, num_classes=3), CPU).transform_input
 
 
+@pytest.mark.slow
 def test_a_frozen_parameter_that_the_weights_lack_is_rejected(tmp_path):
     forge_weights(tmp_path, "vit_b_32")
     flags = {"model": "vit_b_32", "data_dir": str(tmp_path), "init_from": "torchvision", "image_size": 64}

@@ -14,7 +14,7 @@ import utils.report.reporter
 from config import TrainingConfig
 from ddp_utils import setup_distributed
 from lib.benchmark import memory
-from ranks import run_ranks, slow
+from ranks import run_ranks
 from tasks import SEAMS, TASKS, using
 from training import train_flags
 from utils.data.sets import load_data
@@ -84,15 +84,15 @@ def counted(words):
 SHARDED = [(2, "zero2"), (4, "zero2"), (4, "zero3")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "cases"),
     [
-        ("--ema_decay 0.9 --grad_accum_steps 2 --no_use_amp", [(2, "zero3")]),
-        slow("--ema_decay 0.9 --grad_accum_steps 2 --no_use_amp", [(1, "none"), (2, "none"), *SHARDED]),
-        slow("", [(1, "none"), (2, "none"), (2, "zero3"), *SHARDED]),
-        slow("--amp_dtype bf16", [(2, "none"), (2, "zero3")]),
-        slow("--reduction exact --grad_accum_steps 2", [(2, "none")]),
-        slow("--activation_checkpointing --optimizer sgd", [(1, "none"), (2, "none"), (2, "zero3"), *SHARDED]),
+        ("--ema_decay 0.9 --grad_accum_steps 2 --no_use_amp", [(1, "none"), (2, "none"), (2, "zero3"), *SHARDED]),
+        ("", [(1, "none"), (2, "none"), (2, "zero3"), *SHARDED]),
+        ("--amp_dtype bf16", [(2, "none"), (2, "zero3")]),
+        ("--reduction exact --grad_accum_steps 2", [(2, "none")]),
+        ("--activation_checkpointing --optimizer sgd", [(1, "none"), (2, "none"), (2, "zero3"), *SHARDED]),
     ],
 )
 def test_one_process_finds_the_bytes_of_real_ranks(runs, flags, cases):

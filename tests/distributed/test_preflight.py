@@ -123,6 +123,7 @@ def hangs(flags):
     run_preflight(flags)
 
 
+@pytest.mark.slow
 def test_a_hanging_rank_is_named_without_waiting_for_it(tmp_path):
     said = r"FAILURE  \S+ \(rank 1\) did not reach 'end of facts' in 4 s; check it"
     with pytest.raises(AssertionError, match=said):
