@@ -65,9 +65,9 @@ if [ -z "$has_path" ]; then
         fork) options+=(tests/faults tests/distributed tests/unit) ;;
         *) options+=(tests/faults tests/builtin tests/distributed tests/comparison tests/unit) ;;
     esac
-    # ranks often wait for each other, hence one more process than cores; tests in a file share fixtures
+    # ranks often wait for each other, hence more processes than cores; tests in a file share fixtures
     if "$PYTHON" -c 'import xdist' 2>/dev/null; then
-        processes=$("$PYTHON" -c 'import os; print(min(8, os.cpu_count() or 1) + 1)')
+        processes=$("$PYTHON" -c 'import os; print(min(8, os.cpu_count() or 1) + 2)')
         options+=(-n "$processes" --dist loadfile --no-loadscope-reorder)
     fi
 fi

@@ -142,6 +142,7 @@ def test_the_recipe_is_torchvisions():
     assert config.micro_batches_per_step(8) == 8 and config.micro_batches_per_step(4) == 8
 
 
+@pytest.mark.slow
 def test_the_recipe_on_jpegs_is_the_same_on_one_and_two_ranks_and_after_a_restart(runs):
     save_jpegs(runs.root / "data", {"train": 6, "val": 2})
     flags = [*TINY, *SMALL.split(), "--data_dir", runs.root / "data"]

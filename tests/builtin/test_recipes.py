@@ -69,11 +69,6 @@ CASES = {
     "muon": (lines_of_words, ["config.py", "dataset.py", "model.py"], "perplexity", 5, "--epochs 8"),
     "timm": (timm_images, ["model.py"], "top1", 0.8, ""),
 }
-DEFAULT = ("segmentation",)  # text and tabular have default tests of their own
-
-
-def case(name):
-    return pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.md") if "```diff" in path.read_text()))
@@ -81,7 +76,8 @@ def test_the_diffs_of_a_recipe_apply(tmp_path, name):
     Fork(tmp_path, name)
 
 
-@pytest.mark.parametrize("name", map(case, CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_a_recipe_trains_on_two_ranks(tmp_path, name):
     make_data, changed, metric, limit, flags = CASES[name]
     fork = Fork(tmp_path, name)

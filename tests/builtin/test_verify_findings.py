@@ -136,7 +136,7 @@ DISCRETE = """rows = Rows(500 if split == "train" else 100, len(split))
     ("splitting", "outcome", "text"),
     [
         (UNSEEDED, "BROKEN", "of 100 compared) are trained on: create_dataset draws another split at each call"),
-        (SEEDED, "ok", "; none of 100 held-out rows is trained on"),
+        slow(SEEDED, "ok", "; none of 100 held-out rows is trained on"),
         slow(OWN, "BROKEN", "of 100 compared) are trained on: create_dataset draws another split at each call"),
         slow(UNSEEDED.replace("Rows(500, 1)", "SHARED"), "BROKEN", "are trained on"),
         slow("return Rows(500, 1)", "BROKEN", "held-out rows 0, 1, 2 and 497 more (500 of 500 compared)"),
@@ -180,13 +180,14 @@ def create_dataset(config, split):
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("listed", "is_found"),
     [
         ("list(folder.glob('*.pt'))", True),
-        slow("[folder / name for name in __import__('os').listdir(folder)]", True),
-        slow("[entry.path for entry in __import__('os').scandir(folder)]", True),
-        slow("sorted(folder.glob('*.pt'))", False),
+        ("[folder / name for name in __import__('os').listdir(folder)]", True),
+        ("[entry.path for entry in __import__('os').scandir(folder)]", True),
+        ("sorted(folder.glob('*.pt'))", False),
     ],
 )
 def test_samples_in_the_order_of_the_file_system_are_found(tmp_path, listed, is_found):
@@ -221,19 +222,20 @@ def fork_with(folder, compute_loss):
     return fork
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compute_loss", "outcome", "text"),
     [
         (CONTRASTIVE, "ok", "please check: the loss of a sample depends on the other samples of its micro-batch"),
-        slow(CONTRASTIVE.replace('"sum"), len', '"mean"), len'), "BROKEN", "let compute_loss return sums"),
-        slow(  # a mean over what a batch counts, times its size: sizes differ
+        (CONTRASTIVE.replace('"sum"), len', '"mean"), len'), "BROKEN", "let compute_loss return sums"),
+        (  # a mean over what a batch counts, times its size: sizes differ
             "    x, y = batch\n    w = (x[:, 0] > 0).double() + 0.1\n"
             "    loss = (w * model(x).square().sum(1)).sum() / w.sum() * len(x)\n"
             "    return {'loss': (loss, len(x))}\n",
             "BROKEN",
             "let compute_loss return sums",
         ),
-        slow(  # a penalty for each micro-batch
+        (  # a penalty for each micro-batch
             "    x, y = batch\n    penalty = sum(p.square().sum() for p in model.parameters())\n"
             "    return {'loss': (model(x).square().sum() + penalty, len(x))}\n",
             "BROKEN",

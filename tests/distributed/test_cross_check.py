@@ -92,7 +92,7 @@ def test_checks_change_nothing_and_raise_no_alarm(runs, ranks, every, task, flag
     assert not runs.events("checked", "gradient_differs")
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("activation", 4), ("gradient", 2)])
+@pytest.mark.parametrize(("kind", "ranks"), [("activation", 4), slow("gradient", 2)])
 def test_a_rank_that_is_always_wrong_ends_the_run_before_the_update(runs, kind, ranks):
     """It is named, of two ranks the pair. The state before the step is saved, from which another machine goes on."""
     flags = [*FLAGS, "--check_every", 3, "--epochs", 1]

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from ranks import run_ranks
+from ranks import run_ranks, slow
 from training import train_flags
 from utils.training.state import TrainState
 
@@ -56,7 +56,7 @@ def test_a_state_with_other_bits_after_loading_is_reported_with_its_rank(runs):
     assert line in runs.log("run")
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", [slow("sgd"), "adamw"])
 def test_of_a_sharded_state_it_is_that_of_the_whole(runs, optimizer):
     """A sharded run and one process load each other's checkpoints, and compute the fingerprint that is in them."""
     words = [*SMALL, "--optimizer", optimizer, "--save_every_steps", 1, "--keep_last", 9]

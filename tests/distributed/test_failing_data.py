@@ -3,6 +3,8 @@
 import re
 import sys
 
+import pytest
+
 from disks import mounting
 from ranks import WarmLaunch, finish, launch
 
@@ -19,6 +21,7 @@ tasks.Images.__getitems__ = fetch
 """  # where a worker of rank 1 fetches its third micro-batch
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_ends_the_run_with_its_rank_and_samples(runs):
     """Both ranks end long before a collective times out, and no process is left."""
     # a loader gives up after 5.4 s

@@ -311,6 +311,7 @@ def train_showing(flags, folder):
     ]
 
 
+@pytest.mark.slow
 def test_images_that_cannot_be_shown_cause_one_warning(runs):
     """One warning for two evaluations, on rank 0 only."""
     for states in run_ranks(2, train_showing, runs.words("run", *FLAGS), runs.root):

@@ -181,7 +181,8 @@ def test_parameters_that_a_global_batch_does_not_use_are_left_as_in_the_plain_lo
     assert not [event for event in runs.records("ours", "event") if event["event"] == "buffers_differ"]
 
 
-@pytest.mark.parametrize(("ranks", "flags"), [(2, ("--optimizer", "adamw")), slow(3, EXACT)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "flags"), [(2, ("--optimizer", "adamw")), (3, EXACT)])
 def test_stops_and_resumes_do_not_change_what_is_left(runs, ranks, flags):
     flags = [*OF_RESUME, "--dataset_size", 30 * ranks, *flags, *UNUSED]
     runs.train(ranks, "whole", *flags, task="experts")

@@ -62,7 +62,7 @@ def terminated_at_random_moments(drill: Drill) -> None:
     drill.resumes(2, *flags)
 
 
-@fault("SIGTERM in an evaluation", is_default=True)
+@fault("SIGTERM in an evaluation")
 def terminated_in_an_evaluation(drill: Drill) -> None:
     """The workers of the evaluation's loader have just started and do not ignore the signal yet."""
     job = drill.start(2, *RUN, "--save_every", 0, code=SLOW_EVALUATION)
