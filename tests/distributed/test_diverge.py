@@ -214,6 +214,7 @@ def diverge_with_replays(*folders):
         return diverge(*folders, "--replay")
 
 
+@pytest.mark.slow
 def test_a_fault_that_came_once_is_told_from_a_difference_that_a_replay_has_too(runs):
     """And two equal runs, on one rank and on two, do not differ."""
     for ranks, name in ((1, "a"), (2, "same")):

@@ -105,7 +105,8 @@ def shared_by_step(words):
     return steps[2]
 
 
-@pytest.mark.parametrize("ranks", [2, slow(4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_parameters_are_gathered_in_16_bits_if_asked_and_the_shards_stay_in_32(runs, ranks):
     """Half the bytes, but for the norm of the shards; gradients are summed in float32. DDP evaluates it."""
     flags = [*ADAMW.split(), "--dataset_size", 24 * ranks, "--epochs", 2, "--ema_decay", 0.9, "--sharding", "zero3"]

@@ -190,6 +190,7 @@ def test_stops_and_resumes_do_not_change_what_is_left(runs, ranks, flags):
     runs.assert_same("whole", "parts")
 
 
+@pytest.mark.slow
 def test_exact_sums_have_the_same_bits_on_any_ranks_where_parameters_are_unused(runs):
     flags = [*"--dataset_size 90 --epochs 2 --no-use_amp --num_workers 1 --global_batch_size 32".split(), *EXACT]
     for ranks in (1, 3, 4):
