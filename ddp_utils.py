@@ -220,5 +220,5 @@ def cleanup_distributed() -> None:
 
 def save_checkpoint(checkpoints: Checkpoints, must: bool = True) -> None:
     """Save a checkpoint of the current state. Call it on all ranks; it is written while training continues."""
-    checkpoints.save(must)
-    checkpoints.wait()
+    checkpoints.save(now=must)
+    checkpoints.finish_copy()

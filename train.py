@@ -87,7 +87,7 @@ def train(
 
     Args:
         data: has the functions of dataset.py.
-        after_epoch: called on all ranks after the last step of each epoch.
+        after_epoch: called on all ranks after the last step of each epoch and of the run.
 
     Returns:
         The content of summary.json (only `state` if the run was already completed); with `eval_only`, of eval-*.json.
@@ -101,7 +101,7 @@ def train(
         with watched(config.run_folder, config, ctx):  # if a rank hangs or is gone, all end
             outcome = evaluate_only(config, ctx, Seams.of(your_model, ctx.device), data)
     else:
-        with open_run(config, ctx) as attempt:  # if this block fails, the cause is in status.json
+        with open_run(config, ctx) as attempt:  # watched too; stop signals count; a failure is in status.json
             if attempt.run.start.is_completed:
                 attempt.logger.info(COMPLETED, attempt.run.folder)
                 outcome = {"state": "completed"}
@@ -155,11 +155,11 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     checkpoints = Checkpoints(attempt, state, sampler, origin)
 
     def save_to_disk() -> None:
-        checkpoints.save(must=True)
-        checkpoints.finish()
+        checkpoints.save(now=True)
+        checkpoints.finish_writing()
 
     cross_check = on_all_ranks(lambda: CrossCheck(state, loader, config, ctx, run.event, run.warn, save_to_disk), ctx)
-    consensus = Consensus(lambda: Vote(attempt.is_asked_to_stop, checkpoints.is_due()), ctx.control)
+    consensus = Consensus(lambda: Vote(stop=attempt.is_asked_to_stop, save=checkpoints.is_due()), ctx.control)
     return Training(
         attempt=attempt,
         seams=seams,
@@ -182,8 +182,8 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
     attempt, schedule, checkpoints = training.attempt, training.state.schedule, training.checkpoints
     config, ending, test_records = attempt.config, "completed", []
     if attempt.run.resume_path:
-        checkpoints.save(must=True)  # does nothing if the checkpoint is already in this run's folder
-        checkpoints.wait()  # until it is copied; the disk gets it while training continues
+        checkpoints.save(now=True)  # does nothing if the checkpoint is already in this run's folder
+        checkpoints.finish_copy()  # the disk gets it while training continues
     try:
         training.consensus.decide()  # raises Stopped if a rank was asked to stop before the first step
         while not schedule.is_finished:  # by epochs, max_steps or patience
@@ -192,20 +192,20 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
                 after_epoch(training)
             if schedule.is_at_end or is_every(config.save_every, schedule.progress.epoch_number):
                 # before the evaluation, so that a failure there loses no training; a resume repeats the evaluation
-                checkpoints.save(must=schedule.is_at_end)
-                checkpoints.wait()
+                checkpoints.save(now=schedule.is_at_end)
+                checkpoints.finish_copy()
             if schedule.is_evaluation_due:
                 validate(training)
             schedule.end_epoch()
             if schedule.is_patience_over:
                 attempt.logger.info("patience: no improvement in %d evaluations, so the run ends", config.patience)
-                checkpoints.save(must=True)
-        checkpoints.finish()
+                checkpoints.save(now=True)
+        checkpoints.finish_writing()
         test_records = test_best(training)
     except Stopped:
         ending = "preempted"
-        checkpoints.save(must=True)  # does nothing after the last step, which is saved before the test
-        checkpoints.finish()
+        checkpoints.save(now=True)  # does nothing after the last step, which is saved before the test
+        checkpoints.finish_writing()
     outcome = training.reporter.finish(ending, training.best_metric, test_records)
     checkpoints.close()
     for loader in (training.loader, *training.held_out.values()):
@@ -214,7 +214,10 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
 
 
 def train_one_epoch(training: Training) -> None:
-    """Train to the end of the current epoch. Raises Stopped between two steps if the ranks agree to stop."""
+    """Train to the end of the epoch, or until max_steps or patience end the run.
+
+    Raises Stopped between two steps if the ranks agree to stop.
+    """
     config, clock, state, loader = training.attempt.config, training.attempt.clock, training.state, training.loader
     schedule, progress = state.schedule, state.progress
     consensus, checkpoints, reporter = training.consensus, training.checkpoints, training.reporter
@@ -226,19 +229,21 @@ def train_one_epoch(training: Training) -> None:
         if config.eval_every_steps and schedule.is_evaluation_due:
             validate_within_epoch(training)  # here, so that a resume at this step evaluates too
             if schedule.is_patience_over:
-                return  # run_training ends the run
+                return  # run_training ends the run: no evaluation is due, and the epoch does not count as complete
         clock.begin_step(progress.step + 1)
-        state.show(progress)  # to a fork's compute_loss and after_step
-        indices = training.cross_check.run(global_batch, partial(compute_gradient, training))  # forward, backward
+        state.show(progress)  # what compute_loss and after_step of model.py may read
+        # forward and backward; each --check_every steps also the micro-batches of another rank, to compare gradients
+        indices = training.cross_check.run(global_batch, partial(compute_gradient, training))
         clock.enter("update")
-        checkpoints.wait()  # for the copy, before the weights change
-        state.update_if_finite(global_batch)
+        checkpoints.finish_copy()  # before the weights change
+        state.update_if_finite(global_batch)  # divides by the count, clips, steps; if not finite, all ranks skip it
         state.advance(global_batch)
         reporter.step_done(global_batch.samples, indices)
         if reporter.is_due:
             reporter.log()
-            checkpoints.compare_buffers(is_first=True)  # between ranks, once per attempt; a save compares them too
-        if consensus.step() or is_every(config.save_every_steps, progress.step):  # or step() raises Stopped
+            checkpoints.compare_buffers(once=True)  # between ranks; a save compares them again
+        # the vote of an earlier step, whether to save; it raises Stopped if a rank was asked to stop
+        if consensus.step() or is_every(config.save_every_steps, progress.step):
             consensus.flush()  # an earlier vote must not count after a save
             checkpoints.save()
     clock.leave_steps()
@@ -246,7 +251,7 @@ def train_one_epoch(training: Training) -> None:
 
 
 def compute_gradient(training: Training, micro_batches: Iterable[MicroBatch]) -> list[int]:
-    """The passes of this rank in one optimizer step, which leave its gradient and sums. Returns this rank's samples."""
+    """The passes of this rank in one optimizer step, which leave its gradient and sums. Returns this rank's indices."""
     attempt, state, model, indices = training.attempt, training.state, training.model, []
     for micro_batch in micro_batches:  # padding with zero gradient on an idle rank: DDP needs every rank
         is_padding, is_last_micro_batch = micro_batch.is_padding, micro_batch.is_last
@@ -260,7 +265,7 @@ def compute_gradient(training: Training, micro_batches: Iterable[MicroBatch]) ->
             if is_last_micro_batch:
                 state.sums.start_reduce(micro_batch)  # overlaps the backward pass
             attempt.clock.enter("backward")
-            state.backward(metrics["loss"][0], is_padding)  # [0] is the sum, [1] the count
+            state.backward(metrics["loss"][0], is_padding)  # of the sum; the count [1] divides in the update
     return indices
 
 
@@ -279,7 +284,7 @@ def validate(training: Training) -> None:
     state, schedule, checkpoints = training.state, training.state.schedule, training.checkpoints
     progress = schedule.progress
     began = time.perf_counter()
-    checkpoints.wait()  # for the copy: the weights are exchanged for their average
+    checkpoints.finish_copy()  # before the weights are exchanged for their average
     state.show(progress)
     records = training.evaluation.records("val", training.held_out["val"], state.weights(), progress)
     selecting = records[-1]  # of the averaged weights, if there are any
@@ -294,8 +299,8 @@ def validate(training: Training) -> None:
     if is_best:
         checkpoints.save_best()
     if schedule.is_at_end and not schedule.is_epoch_complete:  # max_steps: a longer run must not evaluate here again
-        checkpoints.save(must=True, is_again=True)
-        checkpoints.wait()
+        checkpoints.save(now=True, again=True)
+        checkpoints.finish_copy()
 
 
 def test_best(training: Training) -> list[dict[str, Any]]:
@@ -313,12 +318,12 @@ def test_best(training: Training) -> list[dict[str, Any]]:
     state.show(progress)
     chosen = {kind: weights.get(kind, weights["model"])}
     records = training.evaluation.records("test", training.held_out["test"], chosen, progress)
-    training.reporter.evaluated(records, time.perf_counter() - began, False, "best checkpoint")
+    training.reporter.evaluated(records, time.perf_counter() - began, is_best=False, title="best checkpoint")
     return records
 
 
 def run_as_script() -> None:
-    """Run the command line and exit: 0 completed, 2 user error, 75 preempted and saved, 1 any other error."""
+    """Run the command line and exit: 0 completed, 2 user error, 75 preempted and saved (0 under torchrun), 1 else."""
     faulthandler.enable()  # prints the stack if native code crashes
     try:
         sys.exit(main())

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the tests:  scripts/test.sh [--quick | --all | --fork | --mutations | --cuda] [pytest arguments]
 #
-#   (default)      ruff, mypy, shellcheck and all tests that are not marked slow: about seven minutes on two cores
+#   (default)      ruff, mypy, shellcheck and all tests that are not marked slow: about five and a half minutes on two cores
 #   --quick        ruff, mypy, shellcheck and tests/unit, which need no ranks: at most 90 seconds
 #   --all          the slow tests too: every fault, every misconfiguration, Slurm, nodes, pods, recipes
 #   --fork         the tests that must pass for any model.py and dataset.py: all but tests/builtin and tests/comparison

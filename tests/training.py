@@ -21,8 +21,8 @@ from utils.run.checkpoints import Checkpoints
 class PatientCheckpoints(Checkpoints):
     """Waits for the write before, so that the saved steps do not depend on the clock."""
 
-    def save(self, must: bool = False, is_again: bool = False) -> None:
-        super().save(True, is_again)
+    def save(self, now: bool = False, again: bool = False) -> None:
+        super().save(True, again)
 
 
 train.Checkpoints = PatientCheckpoints

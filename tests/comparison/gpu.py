@@ -169,9 +169,9 @@ def checkpoint_step(folder: Path, data_dir: str, note: Callable[[dict[str, Any]]
     plain_s = min(timed(ours.epoch, ctx.device) for _ in range(3)) / steps
     expected = [tensor.to("cpu", copy=True) for tensor in state_of(ours.state.state_dict())]
     step, began = ours.state.progress.step, time.perf_counter()
-    checkpoints.save(must=True)
+    checkpoints.save(now=True)
     during_s = timed(ours.epoch, ctx.device) / steps
-    checkpoints.finish()
+    checkpoints.finish_writing()
     written_s, blocked_s = (
         time.perf_counter() - began,
         [event["blocked_s"] for event in run.records("event") if event["event"] == "checkpoint"][-1],

@@ -67,7 +67,7 @@ def counted(words, nodes):
     def save(checkpoints, *args, **options):
         with measured(found, "saving"):
             plain_save(checkpoints, *args, **options)
-            checkpoints.finish()  # before the evaluation gathers parameters
+            checkpoints.finish_writing()  # before the evaluation gathers parameters
 
     handle = register_optimizer_step_pre_hook(note_gradients)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import train
 from ranks import run_ranks
 from training import wait_until
 from utils.distributed.context import Launch
@@ -59,3 +60,21 @@ def end_on_stalled_storage(folder):
 def test_a_rank_ends_although_its_log_is_on_storage_that_stalls(tmp_path):
     with pytest.raises(AssertionError, match=r"exit codes \[1\]"):
         run_ranks(1, end_on_stalled_storage, tmp_path, deadline=30)
+
+
+@pytest.mark.parametrize(("launch_id", "code"), [(None, 75), ("none", 0)])
+def test_a_preempted_process_exits_with_75_and_under_torchrun_which_would_restart_it_with_0(
+    monkeypatch, launch_id, code
+):
+    monkeypatch.setattr(train, "train", lambda config: {"state": "preempted"})
+    if launch_id:
+        variables = {
+            "TORCHELASTIC_RUN_ID": launch_id,
+            "RANK": 0,
+            "WORLD_SIZE": 1,
+            "LOCAL_RANK": 0,
+            "LOCAL_WORLD_SIZE": 1,
+        }
+        for name, value in {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}.items():
+            monkeypatch.setenv(name, str(value))
+    assert train.main([]) == code

@@ -45,7 +45,7 @@ FLUSHED_PER_SECOND = 50e6  # bytes, at least; a flush shows no progress
 class Checkpoints:
     """Saves the state. All ranks call its methods; a file is written by rank 0, and a sharded state by all.
 
-    The copy of the state starts after a step and is complete before the weights change (`wait`).
+    The copy of the state starts after a step and is complete before the weights change (`finish_copy`).
 
     Args:
         sampler: of the training set; gives the samples of skipped steps.
@@ -103,23 +103,23 @@ class Checkpoints:
 
     # ---- all ranks ----
 
-    def save(self, must: bool = False, is_again: bool = False) -> None:
+    def save(self, now: bool = False, again: bool = False) -> None:
         """Start a checkpoint of the current state, unless that is saved.
 
         Args:
-            must: wait for the previous one if it is still being written; otherwise this one is postponed.
-            is_again: save the state of this step again: an evaluation has changed it.
+            now: if the previous one is still being written, wait for it; otherwise this one is postponed.
+            again: also if this step is saved, because an evaluation has changed the state.
 
         Raises:
             UserError: if a checkpoint cannot hold a value of the state.
             TrainingError: where a rank writes, if saves have failed for too long.
         """
         step = self._state.progress.step
-        if self._saved_step == step and not is_again:
+        if self._saved_step == step and not again:
             return
         self._clock.enter("save")
         began = time.perf_counter()
-        is_free = not self._writes or self._is_free(must)
+        is_free = not self._writes or self._is_free(now)
         self._run.record_skipped(self._state.read_skips(), self._sampler)
         if lowest_rank(not is_free, self._ctx) is None:
             self.compare_buffers()
@@ -127,7 +127,7 @@ class Checkpoints:
             self._blocked_s, self._saved_step = time.perf_counter() - began, step
         self._clock.enter("update")
 
-    def wait(self) -> None:
+    def finish_copy(self) -> None:
         """Complete the copy and compare the ranks' states, then have it written. Call this before the weights change.
 
         Raises:
@@ -155,12 +155,12 @@ class Checkpoints:
             self._start_writing()
             self._blocked_s += time.perf_counter() - began
 
-    def compare_buffers(self, is_first: bool = False) -> None:
+    def compare_buffers(self, once: bool = False) -> None:
         """Report persistent buffers that differ between ranks, as a queue that each rank fills: rank 0's are saved.
 
-        is_first: only if this attempt has not compared them yet. Call it between two steps, on all ranks.
+        once: only if this attempt has not compared them yet. Call it between two steps, on all ranks.
         """
-        if self._ctx.world_size == 1 or (is_first and self._odd_buffers is not None):
+        if self._ctx.world_size == 1 or (once and self._odd_buffers is not None):
             return
         buffers = buffers_of(self._state.model).items()
         mine = {name: [*each.shape, fingerprint_of("buffers", [each])] for name, each in buffers}
@@ -183,10 +183,10 @@ class Checkpoints:
         """Make best.pt a link to the checkpoint of this step once that is on the disk. If that fails, the next
         evaluation starts a new best."""
         progress = self._state.progress
-        self.save(must=True)
+        self.save(now=True)
         is_linked = True
         try:
-            self.finish()
+            self.finish_writing()
             if self._leads_node:
                 self._run.link_best(progress.step)
                 if self._uploads:
@@ -202,9 +202,9 @@ class Checkpoints:
         else:
             progress.forget_best()
 
-    def finish(self) -> None:
+    def finish_writing(self) -> None:
         """Wait until the last checkpoint is on the disk. Raises TrainingError where a rank cannot write it."""
-        self.wait()
+        self.finish_copy()
         self._clock.enter("save")  # no longer a step: other ranks may end before this one
         for last in [False] * (LAST_TRIES - 1) + [True] if self._writes else []:
             while self._writing:
@@ -268,10 +268,10 @@ class Checkpoints:
         is_time = 0 < self._minutes < (time.monotonic() - self._begun_at) / 60
         return not (self._copy or self._writing) and (is_time or self._is_owed)
 
-    def _is_free(self, must: bool) -> bool:
-        """Whether nothing is being written; with `must`, wait until that is so."""
+    def _is_free(self, now: bool) -> bool:
+        """Whether nothing is being written; with `now`, wait until that is so."""
         self._look()
-        while must and self._writing:
+        while now and self._writing:
             self._look(SECONDS_OF_A_LOOK)
         self._is_owed = bool(self._writing)
         return not self._writing

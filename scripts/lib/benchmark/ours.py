@@ -61,7 +61,7 @@ class Ours:
         return self.training.attempt.clock.spent()[0]
 
     def close(self) -> None:
-        self.training.checkpoints.finish()
+        self.training.checkpoints.finish_writing()
         self.training.checkpoints.close()
         self.loader.close()
         self._ends.close()
