@@ -76,6 +76,7 @@ def test_a_file_cut_short_in_mid_run_is_repaired_and_the_run_resumes_with_the_sa
     assert b"003.jpg" not in runs.checkpoints("run")[-1].read_bytes()
 
 
+@pytest.mark.slow
 def test_a_deleted_file_and_many_changed_files_are_rejected_with_their_names(runs):
     files = save_jpegs(runs.root / "data")
     words = [*runs.words("run", *FLAGS), "--resume_from", "auto"]

@@ -12,11 +12,9 @@ from training import wait_until
 
 SECONDS = 120.0  # less than 30 on a quiet machine
 ROWS = {row.name: row for row in TABLE}
-DEFAULT = [  # of launch.sh and of train.py; names in one tuple are set up together
-    ("own name on loopback",),
-    ("other code", "other settings"),
-]
-CASES = [*DEFAULT, *((name,) for name in ROWS if not any(name in names for names in DEFAULT))]
+DEFAULT = ("own name on loopback",)
+TOGETHER = ("other code", "other settings")  # set up together
+CASES = [DEFAULT, TOGETHER, *((name,) for name in ROWS if name not in (*DEFAULT, *TOGETHER))]
 
 
 def text(program):
@@ -26,7 +24,7 @@ def text(program):
 
 
 def marks(names):
-    if names in DEFAULT:
+    if names == DEFAULT:
         return []
     return [pytest.mark.slow, *([pytest.mark.alone] if ROWS[names[0]].code == 0 else [])]  # 0: a warning about speed
 

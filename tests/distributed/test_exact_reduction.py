@@ -63,13 +63,13 @@ def train_until(flags, number, step, victim):
         return train_task("images", flags, goes_on=False)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chain", "seed"),
     [
-        ((4, 1, 3), 19),
-        slow((4, 1, 2, 3), 19),
-        *(slow((8, 3, 5, 1, 6), seed) for seed in (1, 2, 3)),
-        slow((4, 1, 8, 2, 3, 5), 19),
+        ((4, 1, 2, 3), 19),
+        *(((8, 3, 5, 1, 6), seed) for seed in (1, 2, 3)),
+        ((4, 1, 8, 2, 3, 5), 19),
     ],
 )
 def test_a_run_that_is_killed_and_continues_on_other_ranks_has_the_bits_of_the_uninterrupted_one(runs, chain, seed):

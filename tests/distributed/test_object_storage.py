@@ -193,7 +193,8 @@ def use_tools(env, *commands):
     return texts
 
 
-@pytest.mark.parametrize("bucket", ["file", slow("s3")], indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("bucket", ["file", "s3"], indirect=True)
 def test_the_scripts_and_init_from_take_the_url_of_a_run(runs, bucket, tmp_path):
     url, env = bucket
     for stops in ((11,), ()):  # only the checkpoint at the end of an attempt is certainly uploaded

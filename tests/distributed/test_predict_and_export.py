@@ -210,6 +210,7 @@ def failing_export(words):
         return export_words(words)
 
 
+@pytest.mark.slow
 def test_a_failed_export_leaves_the_existing_file(words_run, tmp_path):
     runs, _ = words_run
     out = tmp_path / "model.pt"
