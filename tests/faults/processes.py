@@ -113,7 +113,7 @@ def restarts_in_vain(drill: Drill) -> None:
     drill.resumes(2, *RUN)
 
 
-@fault("fails at the same step each time")
+@fault("fails at the same step each time", is_default=True)
 def relaunches_in_vain(drill: Drill) -> None:
     flags = (
         "--dataset_size 78 --epochs 2 --save_every 0 --save_every_steps 5 --num_workers 1 --resume_from auto".split()
