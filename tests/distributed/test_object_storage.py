@@ -174,8 +174,11 @@ def test_nodes_without_a_shared_disk_are_given_the_checkpoint_and_end_alike(runs
     best = (nodes[0] / "checkpoints/best.pt").resolve().name
     digests = [checkpoint.verify(node / "checkpoints" / best).digest for node in nodes]
     assert digests[0] == digests[1]  # which the test set was evaluated with
-    samples = [json.loads(line) for line in (nodes[1] / "samples/rank1.jsonl").read_text().splitlines()]
-    assert [each["step"] for each in samples] == [*range(7, 17)]  # its disk was lost after step 6
+    for rank, node in enumerate(nodes):  # a disk was lost after step 6 or 12
+        samples = (node / f"samples/rank{rank}.jsonl").read_text()
+        assert [json.loads(line)["step"] for line in samples.splitlines()] == [*range(1, 17)]
+        Mirror(url).restore_own_records(runs.root / "copy", [rank])
+        assert (runs.root / f"copy/samples/rank{rank}.jsonl").read_text() == samples
 
 
 def use_tools(env, *commands):
@@ -239,7 +242,7 @@ def test_two_nodes_share_only_the_server_and_node_0_loses_its_disk(runs, tmp_pat
     disk = tmp_path / "disk"
     disk.mkdir()
     words = "--image_size 8 --batch_size 2 --dataset_size 160 --num_workers 1 --save_every_steps 2 --epochs 4".split()
-    words += f"--log_interval 1 --global_batch_size 8 --seed 5 {flags}".split()
+    words += f"--log_interval 1 --record_samples --global_batch_size 8 --seed 5 {flags}".split()
     with Nodes(3) as nodes:
         for node in nodes:
             node.mount_tmpfs(disk, "200m")
@@ -269,8 +272,8 @@ def test_two_nodes_share_only_the_server_and_node_0_loses_its_disk(runs, tmp_pat
         ended = [finish(program, 240) for program in again]
         assert [each.code for each in ended] == [0] * count, "".join(each.text for each in ended)
         assert "fetched s3://bucket/runs/a/" in ended[0].text
-        for node in nodes[:count]:  # a sharded checkpoint has parts on both disks
-            shutil.copytree(node.seen(disk / "run/checkpoints"), tmp_path / "checkpoints", dirs_exist_ok=True)
+        for node in nodes[:count]:  # each disk has the samples and the shards of its ranks
+            shutil.copytree(node.seen(disk / "run"), runs.folder("parts"), dirs_exist_ok=True)
     runs.train(4 if "zero3" in flags else 1, "uninterrupted", *words, task="")
-    state = checkpoint.read(max((tmp_path / "checkpoints").glob("step_*")))[0]
-    assert_same_state(runs.last("uninterrupted"), state)
+    assert_same_state(runs.last("uninterrupted"), runs.last("parts"))
+    assert runs.samples("uninterrupted") == runs.samples("parts")

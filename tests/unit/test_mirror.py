@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -332,3 +333,35 @@ def test_a_missing_package_and_an_unknown_protocol_are_rejected_in_one_sentence(
         Mirror("az://a/b")
     with pytest.raises(UserError, match="^mirror=s4://a/b: s4 is unknown to fsspec; give s3://, gs:// or az://$"):
         Mirror("s4://a/b")
+
+
+def test_a_checkpoint_counts_once_the_other_nodes_have_uploaded_their_samples(url, tmp_path, monkeypatch):
+    """Rank 0 leaves their files to them, although it has copies of an earlier attempt."""
+    plain, seen = Mirror.read_json, []
+    monkeypatch.setattr(Mirror, "read_json", lambda self, name: (seen.append(name), plain(self, name))[1])
+    attempt = Attempt(url, tmp_path / "run")
+    attempt.uploads.close()
+    attempt.run.start = replace(attempt.start, apart=[[1, 2]])
+    attempt.uploads = Uploads(attempt.run, attempt.mirror, KEEP)
+    for rank in (0, 2):
+        attempt.run.folder.joinpath("samples").mkdir(exist_ok=True)
+        attempt.run.folder.joinpath(f"samples/rank{rank}.jsonl").write_text("{}\n")
+    attempt.save(5)
+    place = attempt.mirror.own("nodes/1.json")
+    attempt.mirror.write_json(place, {"step": 4})
+    attempt.uploads.wake()
+    wait_until(lambda: seen.count(place) > 1)
+    assert attempt.mirror.checkpoints() == []
+    attempt.mirror.write_json(place, {"step": 5})
+    wait_until(lambda: attempt.uploads._done == attempt.uploads._asked)
+    assert [each["step"] for each in attempt.mirror.checkpoints()] == [5]
+    names = attempt.mirror.names()
+    assert attempt.mirror.own("records/samples/rank0.jsonl") in names
+    assert attempt.mirror.own("records/samples/rank2.jsonl") not in names
+
+
+def test_a_run_that_fails_before_its_first_upload_leaves_the_records_of_the_attempt_before(url, tmp_path):
+    Attempt(url, tmp_path / "a").upload(10).end()
+    Attempt(url, tmp_path / "b").run.failed(TrainingError("disk"), 12)
+    third = Attempt(url, tmp_path / "c")
+    assert third.run.resume_path and [record["step"] for record in third.run.records("train")] == [10]

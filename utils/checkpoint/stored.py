@@ -5,6 +5,7 @@ owners/<generation>.beat        a counter that moves while its run is alive
 <generation>/manifests/*.json   a checkpoint: its files, their bytes and checksums; written when all of them are there
 <generation>/*.pt               these files
 <generation>/records/           the other files of the run folder
+<generation>/nodes/*.json       up to which step a node whose folder is its own has uploaded the records of its ranks
 
 Objects cannot be locked or renamed. So each attempt claims the next generation, and a reader considers only the
 manifests of the latest one and those that it inherits: a former owner that wakes up changes nothing that is read.
@@ -54,13 +55,29 @@ class StoredRun(Storage):
 
     def restore_records(self, folder: Path) -> dict[str, Any]:
         """Fetch the run's files other than checkpoints. Returns the content of its lock.json, which is not replaced."""
-        records = [name for name in self.names() if name[8:17] == "/records/"]
-        latest = max((name[:9] for name in records if name.endswith("/records/status.json")), default="-")
-        for name in [name for name in records if name.startswith(latest) and name[17:] != "lock.json"]:
-            data = self._ask(partial(self._files.cat_file, f"{self._root}/{name}"), TRIES)
-            (folder / name[17:]).parent.mkdir(parents=True, exist_ok=True)
-            replace_file(folder / name[17:], partial(_write, data))
-        return self.read_json(f"{latest}records/lock.json")
+        records = self._records()
+        for file, (name, _) in records.items():
+            if file != "lock.json":
+                self._restore(name, folder / file)
+        return self.read_json(records["lock.json"][0]) if "lock.json" in records else {}
+
+    def restore_own_records(self, folder: Path, ranks: list[int]) -> None:
+        """Fetch the samples and logs of these ranks, unless the folder has more."""
+        for file, (name, size) in self._records().items():
+            path = folder / file
+            if file in files_of(ranks) and not (path.exists() and path.stat().st_size >= size):
+                self._restore(name, path)
+
+    def _records(self) -> dict[str, tuple[str, int]]:
+        """The files of the latest generation that has records: their names in the run folder, as objects, and bytes."""
+        found = {name: size for name, size in self.names().items() if name[8:17] == "/records/"}
+        latest = max((name[:9] for name in found if name.endswith("/records/status.json")), default="-")
+        return {name[17:]: (name, size) for name, size in found.items() if name.startswith(latest)}
+
+    def _restore(self, name: str, path: Path) -> None:
+        data = self._ask(partial(self._files.cat_file, f"{self._root}/{name}"), TRIES)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, partial(_write, data))
 
     def fetch_latest(self, folder: Path, step: int) -> tuple[Path | None, list[str]]:
         """Fetch the latest valid checkpoint after this step, and the best one at that time.
@@ -126,6 +143,11 @@ class StoredRun(Storage):
             checkpoint.replace_folder(place, path)
         log.info("fetched %s (%.0f MB)", source, total / 1e6)
         return path
+
+
+def files_of(ranks: Iterable[int]) -> set[str]:
+    """The files of the run folder that each of these ranks writes itself."""
+    return {file for rank in ranks for file in (f"samples/rank{rank}.jsonl", f"logs/rank{rank}.log")}
 
 
 def _write(data: bytes, file: BinaryIO) -> None:

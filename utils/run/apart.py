@@ -13,28 +13,37 @@ import torch.distributed as dist
 from config import TrainingConfig
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint import shards
-from utils.distributed.collectives import broadcast_json, lowest_rank, on_all_ranks
+from utils.distributed.collectives import all_gather_json, broadcast_json, on_all_ranks
 from utils.distributed.context import DistributedContext
 from utils.files import replace_file
 from utils.run.claim import Start
 from utils.run.folder import Run
 from utils.run.lock import NAME as LOCK
 from utils.run.lock import RunLock
+from utils.run.mirror import Mirror
 from utils.run.start_checks import sees
 
 BLOCK_BYTES = 2**24  # of a file that a rank sends to other nodes
 
 
-def own_folder(config: TrainingConfig, start: Start, ctx: DistributedContext) -> tuple[bool, RunLock | None]:
-    """Whether there are nodes whose run folder is not rank 0's; on the first rank of such a node, its lock. Collective.
+def own_folder(
+    config: TrainingConfig, start: Start, mirror: Mirror, ctx: DistributedContext
+) -> tuple[list[list[int]], RunLock | None]:
+    """The ranks of each node whose run folder is not rank 0's; on its first rank, the folder's lock. Collective.
+
+    The first rank also fetches what the mirror has of the node's samples and logs, if the folder has less.
 
     Raises:
         UserError: if another job owns that folder.
     """
     folder = config.run_folder
     is_apart = ctx.local_rank == 0 and not (start.is_completed or sees(folder / LOCK, start.token))
-    if lowest_rank(is_apart, ctx) is None:
-        return False, None
+    nodes: list[tuple[bool, list[int]]] = []
+    for rank, (local_rank, is_own) in enumerate(all_gather_json([ctx.local_rank, is_apart], ctx)):
+        if local_rank == 0:
+            nodes.append((is_own, []))
+        nodes[-1][1].append(rank)
+    apart = [ranks for is_own, ranks in nodes if is_own]
 
     def lock() -> RunLock | None:
         if not is_apart:
@@ -42,9 +51,11 @@ def own_folder(config: TrainingConfig, start: Start, ctx: DistributedContext) ->
         config.checkpoint_folder.mkdir(parents=True, exist_ok=True)
         found = RunLock(folder, ctx.host)
         found.write(token=start.token)
+        if start.resume_from:
+            mirror.restore_own_records(folder, next(ranks for ranks in apart if ranks[0] == ctx.rank))
         return found
 
-    return True, on_all_ranks(lock, ctx)
+    return apart, on_all_ranks(lock, ctx) if apart else None
 
 
 def share(path: Path, run: Run, ctx: DistributedContext) -> Path:
@@ -55,7 +66,7 @@ def share(path: Path, run: Run, ctx: DistributedContext) -> Path:
         Its path, which is no link.
     """
     path = run.checkpoints / broadcast_json(path.resolve().name, ctx)
-    if not run.start.are_apart:
+    if not run.start.apart:
         return path
     if not broadcast_json(path.is_dir(), ctx):
         _send(path, 0, run, ctx)

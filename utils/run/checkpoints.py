@@ -78,7 +78,10 @@ class Checkpoints:
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_be_nice)
         self._hook = Hook(config.on_checkpoint if ctx.is_main else "", run.warn)
-        self._uploads = Uploads(run, run.mirror, self._keep) if run.mirror and self._writes else None
+        has_uploads = self._writes or run.leads_node
+        self._uploads = (
+            Uploads(run, run.mirror, self._keep, state.progress.step) if run.mirror and has_uploads else None
+        )
         self._seconds_to_upload = config.hang_timeout or math.inf  # at the end
         resumed = run.resume_path
         is_own = resumed and resumed.resolve().parent == run.checkpoints.resolve()
@@ -154,6 +157,8 @@ class Checkpoints:
             self._payload["provenance"]["fingerprint"] = fingerprint
             self._start_writing()
             self._blocked_s += time.perf_counter() - began
+        if self._uploads and self._run.has_own_folder:
+            self._uploads.wake(self._saved_step)
 
     def compare_buffers(self, once: bool = False) -> None:
         """Report persistent buffers that differ between ranks, as a queue that each rank fills: rank 0's are saved.
@@ -223,7 +228,7 @@ class Checkpoints:
             self._clock.enter("save")  # a long upload is not a hang
             self._hook.end_if_late(has_stopped=StopSignals.came_at < math.inf)
             time.sleep(SECONDS_OF_A_LOOK)
-        if self._uploads and self._ctx.is_main:
+        if self._uploads and self._run.leads_node:
             self._uploads.finish(self._seconds_to_upload, tick=lambda: self._clock.enter("save"))
         broadcast_json(None, self._ctx)  # other ranks wait here, where `timeout` does not apply
         if self._uploads:

@@ -33,7 +33,7 @@ class Start:
     failures: list[dict[str, Any]] = field(default_factory=list)  # attempts in a row that got no further
     notes: list[str] = field(default_factory=list)  # decisions to log
     generation: int = 0  # that rank 0 has claimed in the mirror
-    are_apart: bool = False  # some nodes have a run folder of their own
+    apart: list[list[int]] = field(default_factory=list)  # the ranks of each node that has a run folder of its own
 
 
 def claim(

@@ -103,8 +103,9 @@ class Mirror(StoredRun):
         """On rank 0, in a process that ends: as `close`, with the run's status, if the storage answers soon."""
 
         def tell() -> None:
-            if status.get("state") == "failed":
-                self.write_json(self.own("records/status.json"), status)
+            name = self.own("records/status.json")
+            if status.get("state") == "failed" and self.read_json(name):  # else the earlier records count
+                self.write_json(name, status)
             self.close()
 
         with suppress(TimeoutError, UserError):

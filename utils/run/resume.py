@@ -50,8 +50,8 @@ def claim_run(config: TrainingConfig, ctx: DistributedContext) -> Run:
     start = Start(**broadcast_json(dataclasses.asdict(start) if start else None, ctx))
     if mirror:
         mirror.join(start.generation)
-        are_apart, own_lock = own_folder(config, start, ctx)
-        start, lock = dataclasses.replace(start, are_apart=are_apart), lock or own_lock
+        apart, own_lock = own_folder(config, start, mirror, ctx)
+        start, lock = dataclasses.replace(start, apart=apart), lock or own_lock
     run = Run(config.run_folder, config.checkpoint_folder, ctx.rank, ctx.hosts, start, lock, mirror)
     if run.resume_path and run.resume_path.parent == run.checkpoints:
         share(run.resume_path, run, ctx)

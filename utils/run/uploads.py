@@ -13,7 +13,7 @@ from pathlib import Path
 from config import TrainingError, UserError
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint import shards
-from utils.checkpoint.stored import SECONDS_BETWEEN_LINES
+from utils.checkpoint.stored import SECONDS_BETWEEN_LINES, files_of
 from utils.files import TEMPORARY
 from utils.logger import NAME
 from utils.run.folder import Run
@@ -30,26 +30,32 @@ WANTED = "wanted.json"  # the sharded checkpoint of which each rank uploads its 
 class Uploads:
     """On rank 0: uploads the latest checkpoint, the best one and the records of the run folder each time it is woken.
 
-    Each other rank of a sharded run: uploads its part of the checkpoint that rank 0 has chosen.
+    Each other rank of a sharded run: uploads its part of the checkpoint that rank 0 has chosen. The first rank of a
+    node with a folder of its own: uploads the samples and logs of its ranks before the checkpoint becomes valid.
 
     Args:
         keep: keep_last and keep_every.
+        step: at which the run is.
     """
 
-    def __init__(self, run: Run, mirror: Mirror, keep: tuple[int, int]) -> None:
+    def __init__(self, run: Run, mirror: Mirror, keep: tuple[int, int], step: int = 0) -> None:
         self._run, self._mirror, self._keep, self._log = run, mirror, keep, logging.getLogger(NAME)
         self.name = ""  # of the checkpoint in upload, which must not be deleted
         self._there: dict[str, dict[str, str]] = {}  # uploaded checkpoints: the checksums of their files
         self._has_looked = False
         self._records: dict[Path, tuple[int, int]] = {}  # uploaded ones: bytes and time
-        self._asked = self._done = 0  # calls of `wake`, and how many of them are served
+        self._of_node = next((files_of(ranks) for ranks in run.start.apart if ranks[0] == run.rank), set[str]())
+        self._of_others = files_of(rank for ranks in run.start.apart for rank in ranks) - self._of_node
+        self._step = step
+        self._asked, self._done = int(run.has_own_folder), 0  # calls of `wake`, and how many of them are served
         self._sent, self._moved_at, self._is_warned = 0, 0.0, False
         self._awake, self._is_closed = threading.Event(), False
         self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
         self._thread.start()
 
-    def wake(self) -> None:
-        """Call when the run folder has a new checkpoint, another best one or new records."""
+    def wake(self, step: int = 0) -> None:
+        """Call when the run folder has a new checkpoint, another best one or new records. step: of the records."""
+        self._step = max(self._step, step)
         self._asked += 1
         self._awake.set()
 
@@ -64,7 +70,7 @@ class Uploads:
             self._log.warning(text, self._mirror.url, self.name, stands)
 
     def finish(self, seconds: float, tick: Callable[[], object]) -> None:
-        """On rank 0: wait until everything is uploaded, at most so long. tick: called meanwhile."""
+        """Wait until everything is uploaded, at most so long. tick: called meanwhile."""
         self.wake()
         began = said = time.monotonic()
         while self._done < self._asked and time.monotonic() - began < seconds:
@@ -120,7 +126,14 @@ class Uploads:
                 if self._there.get(path.name) != checkpoint.digests(path):
                     self._begin(path)
                     self._upload(path)
+        if self._is_a_node_behind(0):  # these records would count without those of that node
+            raise OSError("another node has not uploaded its samples and logs yet")
         self._upload_records()
+
+    def _is_a_node_behind(self, step: int) -> bool:
+        """Whether a node with a folder of its own has not yet uploaded the samples and logs up to this step."""
+        places = [self._mirror.own(f"nodes/{ranks[0]}.json") for ranks in self._run.start.apart]
+        return any(self._mirror.read_json(place).get("step", -1) < step for place in places)
 
     def _best(self) -> str:
         with suppress(OSError):
@@ -133,7 +146,8 @@ class Uploads:
         if path.is_dir():
             mirror.write_json(mirror.own(WANTED), {"name": path.name, "files": digests})
         self._put_own(path, digests)
-        while set(objects.values()) - (sizes := mirror.names(mirror.own(""))).keys():
+        step = checkpoint.step_of(path)
+        while set(objects.values()) - (sizes := mirror.names(mirror.own(""))).keys() or self._is_a_node_behind(step):
             time.sleep(SECONDS_BETWEEN_LOOKS)
             if checkpoint.digests(path) != digests:
                 break
@@ -144,12 +158,16 @@ class Uploads:
             name: {"object": objects[name], "bytes": sizes[objects[name]], "sha256": digest}
             for name, digest in digests.items()
         }
-        if mirror.commit(path, checkpoint.step_of(path), files):
+        if mirror.commit(path, step, files):
             self._there[path.name] = digests
             self._log.info("uploaded %s to %s in %.1f s", path.name, mirror.url, time.monotonic() - began)
             mirror.prune(*self._keep, self._best())
 
     def _follow(self) -> None:
+        if self._of_node and self._done < self._asked:
+            step = self._step
+            self._upload_records()
+            self._mirror.write_json(self._mirror.own(f"nodes/{self._run.rank}.json"), {"step": step})
         wanted = self._mirror.read_json(self._mirror.own(WANTED))
         path = self._run.checkpoints / wanted.get("name", "")
         if wanted and self._there.get(path.name) != wanted["files"] == checkpoint.digests(path):
@@ -173,9 +191,10 @@ class Uploads:
 
     def _upload_records(self) -> None:
         folder = self._run.folder
-        for path in sorted(folder.rglob("*")):
+        for path in sorted(folder.rglob("*"), key=lambda path: (path.name == "status.json", path)):  # with it all count
             name = path.relative_to(folder)
             is_left_out = any(part.startswith(LEFT_OUT) for part in name.parts) or path.suffix == TEMPORARY
+            is_left_out |= str(name) in self._of_others or (self._run.has_own_folder and str(name) not in self._of_node)
             if not is_left_out and path.is_file() and not path.is_relative_to(self._run.checkpoints):
                 stamp = path.stat().st_size, path.stat().st_mtime_ns
                 if self._records.get(path) != stamp:
