@@ -27,6 +27,8 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._buffer, self._is_locked = mmap.mmap(-1, 1), False
+        self._layout: list[tuple] = []  # of the latest payload
+        self._places: list[Tensor] = []  # for its tensors
 
     def reserve(self, tensors: Iterable[Tensor]) -> None:
         """Allocate space for copies of these tensors at the same time, unless there is enough."""
@@ -53,12 +55,15 @@ class HostMemory:
         """
         tensors: dict[tuple, Tensor] = {}
         mapped(payload, lambda value: tensors.setdefault(_key(local(value)), local(value).detach()))
-        self.reserve(tensors.values())
-        places = dict(zip(tensors, self._places(tensors.values()), strict=True))
+        layout = [key[1:] for key in tensors]
+        if layout != self._layout:  # making the places takes a millisecond
+            self.reserve(tensors.values())
+            self._layout, self._places = layout, [*self._divide(tensors.values())]
+        places = dict(zip(tensors, self._places, strict=True))
         copied = mapped(payload, lambda value: rows_of(value, places[_key(local(value))]))
         return copied, [(places[key], tensor) for key, tensor in tensors.items()]
 
-    def _places(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    def _divide(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         start = 0
         for tensor in tensors:
             place = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -73,6 +78,7 @@ class HostMemory:
         if self._is_locked:
             _has_succeeded(torch.cuda.cudart().cudaHostUnregister(_address(self._buffer)))
         self._buffer, self._is_locked = mmap.mmap(-1, 1), False
+        self._layout, self._places = [], []
 
 
 def _address(buffer: mmap.mmap) -> int:

@@ -16,8 +16,10 @@ def is_sharded(value: Any) -> bool:
 
 def local(value: Any) -> Any:
     """The local shard, in the same memory; the value itself if it is not a sharded tensor."""
+    if not is_sharded(value):
+        return value
     with torch.no_grad():
-        return value.to_local() if is_sharded(value) else value
+        return value.to_local()
 
 
 def wrap(shard: Tensor, like: Any) -> Tensor:

@@ -32,6 +32,7 @@ from utils.run.hook import SECONDS_OF_A_LOOK, Hook
 from utils.run.uploads import Uploads
 from utils.signals import StopSignals
 from utils.training.fingerprint import buffers_of, fingerprint_of, of_rest, of_weights
+from utils.training.schedule import Progress
 from utils.training.state import TrainState
 
 NICENESS = 10  # of the thread that writes: training comes first if every core has a rank
@@ -90,7 +91,8 @@ class Checkpoints:
         # where this rank writes
         self._path, self._latest = Path(), resumed
         self._payload: dict[str, Any] = {}
-        self._rest = 0  # the rest of its fingerprint, of buffers and position
+        self._rest = 0  # on rank 0: the rest of its fingerprint, of buffers and position
+        self._buffers: list[str] = []  # the names of these buffers
         self._writing: Future[float] | None = None  # in progress; returns its seconds
         self._is_owed = False  # a save was due while another one was written
         self._odd_buffers: list[str] | None = None  # that differ between ranks; None: not compared yet
@@ -239,9 +241,10 @@ class Checkpoints:
 
     def _begin(self) -> None:
         """Start the copy of the state and its digest, both as they are now."""
-        later, state, self._rest = [], self._state.state_dict(), of_rest(self._state)
+        later, state, self._buffers = [], self._state.state_dict(), [*buffers_of(self._state.model)]
         if self._writes:
-            self._payload, pairs = self._memory.copy_of(state | self._meta())
+            self._payload, pairs = self._memory.copy_of(state)
+            self._payload |= self._meta()
             self._path = checkpoint.step_path(self._run.checkpoints, self._state.progress.step, self._is_sharded)
             # buffers at once: the next forward pass changes them
             buffers = {buffer.data_ptr() for buffer in self._state.model.buffers()}
@@ -261,6 +264,9 @@ class Checkpoints:
             digest = of_weights(self._state)  # reads from the device, so the copies are complete
             if self._stream:
                 self._stream.synchronize()
+        if self._ctx.is_main:
+            copies = self._payload["model"]
+            self._rest = of_rest(Progress.of(self._payload), [copies[name] for name in self._buffers])
         return digest
 
     # ---- where a rank writes ----

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from utils.distributed.dtensor import device_of, group_of, is_sharded, local, own_rows
 from utils.rng import derive_seed, mix
+from utils.training.schedule import Progress
 from utils.training.state import TrainState
 
 KEYS = 2**21  # 16 MB on each device; those of later positions are these times a number
@@ -87,7 +88,7 @@ def fingerprint(state: TrainState) -> str:
     total = torch.tensor(of_weights(state), device=device_of(state.model))
     if group := group_of(state.owners.values()):
         dist.all_reduce(total, group=group)
-    return f"{(int(total) + of_rest(state)) % 2**64:016x}"
+    return f"{(int(total) + of_rest(state.progress, buffers_of(state.model).values())) % 2**64:016x}"
 
 
 def of_weights(state: TrainState) -> int:
@@ -99,11 +100,10 @@ def of_weights(state: TrainState) -> int:
     return fingerprint_of("weights", *zip(*pairs, strict=True))
 
 
-def of_rest(state: TrainState) -> int:
-    """The summand of buffers and position. Reads from the device."""
-    at = state.progress
+def of_rest(at: Progress, buffers: Iterable[Tensor]) -> int:
+    """The summand of position and buffers, in the order of `buffers_of`. Reads from the device."""
     position = derive_seed("position", at.epoch, at.step, at.samples_in_epoch, at.samples_seen)
-    return fingerprint_of("buffers", buffers_of(state.model).values()) + position
+    return fingerprint_of("buffers", buffers) + position
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
