@@ -249,7 +249,7 @@ def all_reduce_scalar(value: float, op: str = "mean", group: Any = None) -> floa
     ops = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
     if op not in ops:
         raise ValueError(f"op={op}: is not known; choose {', '.join(ops)}")
-    if not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return float(value)
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     tensor = torch.tensor(float(value), dtype=torch.float64, device=device)
