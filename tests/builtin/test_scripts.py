@@ -122,6 +122,7 @@ def images_of(payload, split, **changes):
     return normalize(data.images, data.mean, data.std)
 
 
+@pytest.mark.slow
 def test_predictions_have_each_sample_once_in_order_on_any_number_of_ranks(two_runs, tmp_path):
     """37 samples in micro-batches of 4, the last one short; with 4 ranks two of them are idle in the last step."""
     source, found = two_runs.checkpoints("fast")[-1], []

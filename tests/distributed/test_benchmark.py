@@ -42,6 +42,7 @@ def measured(folder, *words):
     return printed.getvalue(), len(sent)
 
 
+@pytest.mark.slow
 def test_one_and_two_ranks_with_and_without_flags_are_one_report(tmp_path):
     against = ["--against", "--lr 0.01 --save_every_steps 2", "--against", "--num_workers 1"]
     ((first, sent),) = run_ranks(1, measured, tmp_path, *against)
