@@ -96,18 +96,20 @@ def count_requests(what, env, url, folder, at, is_answered):
 
 @pytest.mark.parametrize("is_answered", [False, True])
 @pytest.mark.parametrize("what", ["save", "start"])
+@pytest.mark.parametrize("part", [0, 1])  # every second request each: all take minutes
 def test_sigkill_at_any_http_request_leaves_the_old_or_the_new_checkpoint(
     bucket,  # noqa: F811
     tmp_path,
     monkeypatch,
     what,
     is_answered,
+    part,
 ):
     base, env = bucket
     without_beats(monkeypatch)
-    found, at, is_killed = set(), 0, True
+    found, at, is_killed = set(), part - 1, True
     while is_killed:
-        at += 1
+        at += 2
         url, folder = f"{base}-{at}", tmp_path / f"{at}"
         is_killed = False
         try:
@@ -116,5 +118,5 @@ def test_sigkill_at_any_http_request_leaves_the_old_or_the_new_checkpoint(
             assert "exit codes [-9]" in str(error), error
             is_killed = True
         found.add(step_of_the_next_attempt(url, folder))
-    print(f"killed at each of {at - 1} requests")
-    assert at > 10 and found == ({20, 30} if what == "save" else {20})
+    print(f"killed at every second of {at - 1} requests")
+    assert at > 10 and 20 in found <= ({20, 30} if what == "save" else {20})

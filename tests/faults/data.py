@@ -9,7 +9,8 @@ from drill import Drill, fault
 RUN = "--dataset_size 200 --epochs 2 --save_every_steps 5 --num_workers 1".split()  # 50 steps of two ranks
 
 
-KILLED = r"rank 1: loader worker \d+ was killed, usually because the machine ran out of memory; use fewer --num_workers"
+# torch says either, depending on which of its two checks comes first
+KILLED = r"rank 1: loader worker \d+ (was killed|died), usually because the machine ran out of memory; use fewer"
 STOPPED = r"no progress for 1\d s: rank 1 on \S+ hangs in data of step \d+ \(process \d+\)"
 
 

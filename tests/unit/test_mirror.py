@@ -365,3 +365,12 @@ def test_a_run_that_fails_before_its_first_upload_leaves_the_records_of_the_atte
     Attempt(url, tmp_path / "b").run.failed(TrainingError("disk"), 12)
     third = Attempt(url, tmp_path / "c")
     assert third.run.resume_path and [record["step"] for record in third.run.records("train")] == [10]
+
+
+def test_nothing_is_deleted_while_the_storage_lists_no_checkpoint(url, tmp_path, monkeypatch):
+    attempt = Attempt(url, tmp_path / "a").upload(10, 20)
+    names = attempt.mirror.names()
+    with monkeypatch.context() as stale:
+        stale.setattr(Mirror, "checkpoints", lambda self: [])
+        attempt.mirror.prune(1, 0, "")
+    assert attempt.mirror.names().keys() >= names.keys() and steps_of(url) == [10, 20]

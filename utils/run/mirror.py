@@ -128,6 +128,8 @@ class Mirror(StoredRun):
     def prune(self, keep_last: int, keep_every: int, best: str) -> None:
         """Delete superseded checkpoints and what else no reader considers. best: the name of the best checkpoint."""
         valid = {each["step"]: each for each in self.checkpoints()}
+        if not valid:  # the storage lists what was there some time ago
+            return
         gone = checkpoint.superseded(valid, keep_last, keep_every)
         kept = [each for step, each in valid.items() if step not in gone or each["name"] == best]
         used = {each["manifest"] for each in kept}
