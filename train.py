@@ -232,7 +232,7 @@ def train_one_epoch(training: Training) -> None:
                 return  # run_training ends the run: no evaluation is due, and the epoch does not count as complete
         clock.begin_step(progress.step + 1)
         state.show(progress)  # what compute_loss and after_step of model.py may read
-        # forward and backward; each --check_every steps also the micro-batches of another rank, to compare gradients
+        # forward and backward; each --check_every steps also a micro-batch of another rank, to compare gradients
         indices = training.cross_check.run(global_batch, partial(compute_gradient, training))
         clock.enter("update")
         checkpoints.finish_copy()  # before the weights change

@@ -17,6 +17,7 @@ from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.run import mirror as mirror_module
 from utils.run import uploads as uploads_module
+from utils.run.apart import nodes_apart
 from utils.run.claim import claim
 from utils.run.folder import Run
 from utils.run.mirror import Mirror
@@ -374,3 +375,16 @@ def test_nothing_is_deleted_while_the_storage_lists_no_checkpoint(url, tmp_path,
         stale.setattr(Mirror, "checkpoints", lambda self: [])
         attempt.mirror.prune(1, 0, "")
     assert attempt.mirror.names().keys() >= names.keys() and steps_of(url) == [10, 20]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([("a", 0, False), ("a", 1, False), ("b", 0, True), ("b", 1, False)], [[2, 3]]),
+        ([("a", 0, False), ("b", 0, True), ("a", 1, False), ("b", 1, False)], [[1, 3]]),  # srun --distribution=cyclic
+        ([("a", 0, False), ("a", 0, True)], [[1]]),  # two nodes with one host name
+        ([("a", 0, False), ("b", 0, False)], []),
+    ],
+)
+def test_ranks_belong_to_the_first_rank_of_their_node(ranks, expected):
+    assert nodes_apart(ranks) == expected

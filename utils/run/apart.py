@@ -38,12 +38,7 @@ def own_folder(
     """
     folder = config.run_folder
     is_apart = ctx.local_rank == 0 and not (start.is_completed or sees(folder / LOCK, start.token))
-    nodes: list[tuple[bool, list[int]]] = []
-    for rank, (local_rank, is_own) in enumerate(all_gather_json([ctx.local_rank, is_apart], ctx)):
-        if local_rank == 0:
-            nodes.append((is_own, []))
-        nodes[-1][1].append(rank)
-    apart = [ranks for is_own, ranks in nodes if is_own]
+    apart = nodes_apart(all_gather_json([ctx.host, ctx.local_rank, is_apart], ctx))
 
     def lock() -> RunLock | None:
         if not is_apart:
@@ -56,6 +51,18 @@ def own_folder(
         return found
 
     return apart, on_all_ranks(lock, ctx) if apart else None
+
+
+def nodes_apart(ranks: list[tuple[str, int, bool]]) -> list[list[int]]:
+    """The ranks of each node whose first rank has a folder of its own; ranks: host, local rank, and whether it has."""
+    nodes: list[tuple[bool, list[int]]] = []
+    latest: dict[str, list[int]] = {}  # by host: srun may spread consecutive ranks over the nodes
+    for rank, (host, local_rank, is_apart) in enumerate(ranks):
+        if local_rank == 0:
+            latest[host] = []
+            nodes.append((is_apart, latest[host]))
+        latest[host].append(rank)
+    return [node for is_apart, node in nodes if is_apart]
 
 
 def share(path: Path, run: Run, ctx: DistributedContext) -> Path:

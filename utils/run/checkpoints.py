@@ -241,8 +241,9 @@ class Checkpoints:
 
     def _begin(self) -> None:
         """Start the copy of the state and its digest, both as they are now."""
-        later, state, self._buffers = [], self._state.state_dict(), [*buffers_of(self._state.model)]
+        later, state = [], self._state.state_dict()
         if self._writes:
+            self._buffers = [*buffers_of(self._state.model)]
             self._payload, pairs = self._memory.copy_of(state)
             self._payload |= self._meta()
             self._path = checkpoint.step_path(self._run.checkpoints, self._state.progress.step, self._is_sharded)
