@@ -45,7 +45,7 @@ def free_memory() -> int | None:
     limits = []
     if "MemAvailable" in (machine := _table("/proc/meminfo")):
         limits.append(machine["MemAvailable"])
-    with contextlib.suppress(OSError, ValueError):  # "max": no limit
+    with contextlib.suppress(OSError, ValueError, LookupError):  # no cgroup of version 2, or "max": no limit
         cgroup = Path("/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().split("::")[1].strip())
         files = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
         used = int((cgroup / "memory.current").read_text()) - int(files["inactive_file"])

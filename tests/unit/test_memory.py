@@ -1,6 +1,7 @@
 """Allocation failures: which errors are recognised, and the message for them."""
 
 import errno
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -11,7 +12,7 @@ from ddp_utils import DistributedContext
 from test_checkpoint import payload
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
-from utils.memory import is_out_of_memory
+from utils.memory import free_memory, is_out_of_memory
 from utils.run.failures import cause_of, explain_memory, halved
 from utils.training.state import TrainState
 
@@ -79,3 +80,10 @@ def test_the_checkpoint_folder_whose_storage_hangs_is_not_read_for_the_cause_of_
     error, run = TrainingError("its write has made no progress"), mock.Mock(resume_path=None)
     with mock.patch("utils.run.failures.step_checkpoints", side_effect=AssertionError):
         assert cause_of(error, run, mock.Mock(), TrainingConfig(), mock.Mock(rank=0)) is error
+
+
+@pytest.mark.parametrize("text", ["", "12:memory:/docker/0a1b\n4:cpu:/docker/0a1b\n", "0::/no/such/group\n", "nonsense"])
+def test_a_cgroup_of_version_1_or_none_is_no_limit(monkeypatch, text):
+    plain = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda p, *rest: text if p.name == "cgroup" else plain(p, *rest))
+    assert free_memory() > 0

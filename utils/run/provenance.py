@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from config import TrainingConfig
@@ -73,15 +74,18 @@ def provenance_of(
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and the packages; empty if one is missing."""
+    """The versions of Python, the packages (empty if one is missing) and the CUDA and NCCL that torch was built with.
+
+    It does not ask for a device: that initializes the driver, which a process forked afterwards cannot use.
+    """
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for package in ("torchvision", "tensorboard", "numpy"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             found[package] = ""
-    if torch.cuda.is_available():
-        found |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    if torch.version.cuda and dist.is_nccl_available():
+        found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     return found
 
 
