@@ -6,7 +6,7 @@
 #   --all          the slow tests too: every fault, every misconfiguration, Slurm, nodes, pods, recipes
 #   --fork         the tests that must pass for any model.py and dataset.py: all but tests/builtin and tests/comparison
 #   --mutations    one-line faults in a copy of the code, one at a time: a default test must fail for each
-#   --cuda         what only a GPU can show, in at most nine minutes; installs nothing (--cuda --help)
+#   --cuda         what only a GPU can show, in two calls of a few minutes; installs nothing (--cuda --help)
 #
 # pytest arguments select tests: scripts/test.sh tests/faults -k SIGTERM
 set -euo pipefail

@@ -3,14 +3,12 @@
 import contextlib
 import io
 import json
-import sys
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
-from comparison import gpu, run, speed
+from comparison import run, speed
 from ddp_utils import cleanup_distributed, setup_distributed
 from ranks import ROOT, WarmLaunch, finish, run_ranks
 from scripts.runs import RunInfo
@@ -103,26 +101,6 @@ def test_the_plain_run_has_the_curve_of_a_run(tmp_path):
         assert its["loss"] == pytest.approx(mine["loss"], rel=1e-4)  # float32 sums in another order on two ranks
     ended = finish(WarmLaunch(0, ROOT / "tests/comparison/run.py", words))
     assert ended.code == 2 and "exists; give a new folder" in ended.text
-
-
-@pytest.mark.parametrize(("last", "code"), [("ok", 0), ("skipped", 3), ("FAILED", 1)])
-def test_the_cuda_steps_fit_their_time_and_a_skipped_one_is_no_success(tmp_path, monkeypatch, last, code):
-    """The first two steps use all of their time, the third one second; the fourth may use what that has left."""
-    limits, now = {}, [0.0]
-
-    def run_step(name, data_dir, limit):
-        limits[name] = limit
-        now[0] += limit if len(limits) < 3 else 1
-        return last if name == "compile" else "ok", "", {}
-
-    monkeypatch.setattr(gpu, "run_step", run_step)
-    monkeypatch.setattr(gpu, "IS_TINY", True)
-    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--json", str(tmp_path / "cuda.json")])
-    assert gpu.main() == code
-    own = gpu.LIMITS
-    assert sum(own.values()) == 530 and all(limits[name] >= own[name] for name in own)
-    assert limits["checkpoint"] == own["checkpoint"] + own["speed"] - 1
 
 
 def test_the_memory_of_a_loop_is_without_that_of_the_others(monkeypatch):

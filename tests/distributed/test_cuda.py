@@ -86,7 +86,7 @@ def test_a_resume_with_deterministic_is_bitwise_equal(runs, task, precision):
     runs.assert_same("whole", "parts")
 
 
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("mode", ["reduce-overhead", "default"])
 def test_a_compiled_run_equals_the_eager_one(runs, mode):
     """In float64; with CUDA graphs, accumulation, a short last global batch and evaluation. Nothing is compiled or
     recorded after the first step."""

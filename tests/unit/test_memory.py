@@ -82,7 +82,7 @@ def test_the_checkpoint_folder_whose_storage_hangs_is_not_read_for_the_cause_of_
         assert cause_of(error, run, mock.Mock(), TrainingConfig(), mock.Mock(rank=0)) is error
 
 
-@pytest.mark.parametrize("text", ["", "12:memory:/docker/0a1b\n4:cpu:/docker/0a1b\n", "0::/no/such/group\n", "nonsense"])
+@pytest.mark.parametrize("text", ["", "12:memory:/docker/0a\n4:cpu:/docker/0a\n", "0::/no/such/group\n", "nonsense"])
 def test_a_cgroup_of_version_1_or_none_is_no_limit(monkeypatch, text):
     plain = Path.read_text
     monkeypatch.setattr(Path, "read_text", lambda p, *rest: text if p.name == "cgroup" else plain(p, *rest))

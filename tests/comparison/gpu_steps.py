@@ -1,0 +1,399 @@
+"""The steps of gpu.py, each in a process of its own: python tests/comparison/gpu_steps.py NAME
+
+A step gets a function that notes its figures so far, and returns the sentence for the table.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
+
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sysconfig
+import tarfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import train
+from comparison import speed
+from comparison.gpu import IS_TINY
+from config import TrainingConfig, UserError
+from ddp_utils import cleanup_distributed, setup_distributed
+from lib.benchmark.ours import Ours
+from lib.benchmark.turns import synchronize
+from utils.batch import tensors_in
+from utils.checkpoint import format as checkpoint
+from utils.data.images import cifar10_folder
+from utils.data.loader import usable_cpus
+from utils.files import replace_json
+from utils.memory import free_memory, gigabytes
+from utils.run import provenance
+
+Note = Callable[[dict[str, Any]], None]
+FOLDER, OUT, DATA = (Path(os.environ.get(f"CUDA_STEP_{name}", ".")) for name in ("FOLDER", "OUT", "DATA"))
+ENDS = float(os.environ.get("CUDA_STEP_ENDS", "inf"))  # in seconds since the epoch
+COMMON = ["--backend", "gloo", "--image_size", "8"] if IS_TINY else []
+BATCHES, STEPS, ROUNDS = ((4, 8), 2, 1) if IS_TINY else ((64, 256, 1024), 100, 5)
+MODES = {  # 40 steps each
+    "bf16": "--amp_dtype bf16",
+    "fp16": "--amp_dtype fp16",
+    "adamw, ema, clipping": "--optimizer adamw --lr 1e-3 --ema_decay 0.99 --clip_grad_norm 1",
+    "workers": "--num_workers 2",
+    "cache on the device": "--cache device",
+    "accumulation": "--grad_accum_steps 4",
+    "deterministic": "--deterministic",
+    "saves": "--save_every_steps 10",
+    "evaluations": "--eval_every_steps 10",
+}
+SECONDS_OF_A_MODE = 25
+ARCHIVE = "cifar10-jpeg.tar.xz"
+GOALS = {20: 0.93, 80: 0.95}  # top1 on CIFAR-10 by epochs
+RECIPE = "--batch_size 512 --lr 0.4 --weight_decay 5e-4 --label_smoothing 0.1 --warmup_epochs 2"
+
+
+class Skipped(Exception):
+    """The step cannot run here. The message says why."""
+
+
+# ---- the first call ----
+
+
+def facts(note: Note) -> str:
+    """What a figure depends on, and what may be missing."""
+    found: dict[str, Any] = {"versions": provenance.versions(), "time": provenance.now(), "host": socket.gethostname()}
+    commands = {"nvidia-smi": "nvidia-smi", "compiler": f"{os.environ.get('CC', 'cc')} --version"}
+    commands |= {"disk": f"df -h {ROOT} {FOLDER} /dev/shm", "free": "free -g", "cpu": "lscpu"}
+    for name, command in commands.items():
+        try:
+            done = subprocess.run(command.split(), capture_output=True, text=True, timeout=5)
+            found[name] = (done.stdout or done.stderr).strip()
+        except (OSError, subprocess.TimeoutExpired) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        print(f"---- {name}\n{found[name]}", flush=True)
+        note(found)
+    for file in ("/proc/self/cgroup", "/etc/hosts", "/sys/fs/cgroup/cpu.max", "/sys/fs/cgroup/memory.max"):
+        found[file] = Path(file).read_text() if Path(file).exists() else "missing"
+    found["has_headers"] = Path(sysconfig.get_paths()["include"], "Python.h").exists()
+    found["packages"] = [name for name in ("triton", "numpy", "PIL", "xdist") if importlib.util.find_spec(name)]
+    try:
+        found["own address"] = socket.gethostbyname(found["host"])
+    except OSError as error:
+        found["own address"] = str(error)
+    found |= {"python": sys.version, "kernel": platform.release(), "cpus": usable_cpus(), "free_memory": free_memory()}
+    found["device"] = "cpu" if IS_TINY else torch.cuda.get_device_name()
+    print(json.dumps(found, indent=1), flush=True)
+    note(found)
+    compiler = "a C compiler" if " " in found["compiler"].partition("\n")[0] and shutil.which("cc") else "no C compiler"
+    room = f"{found['cpus']} CPUs, {gigabytes(found['free_memory'] or 0)} free"
+    return f"{found['device']}, torch {torch.__version__}, Python {platform.python_version()}, {room}, {compiler}"
+
+
+def modes(note: Note) -> str:
+    """train.py for 40 steps in each mode, in one process, then 40 steps that may not wait for the device."""
+    found: dict[str, Any] = {}
+    for name, flags in MODES.items():
+        found[name] = one_mode(name, lambda flags=flags: forty_steps(flags.split()))
+        note({"modes": found})
+    found["no wait for the device"] = one_mode("waits", waits)
+    note({"modes": found})
+    if failed := [f"{name} ({each['error']})" for name, each in found.items() if "error" in each]:
+        raise RuntimeError(f"{len(failed)} of {len(found)} modes failed: {'; '.join(failed)}")
+    return f"{len(found)} modes, {sum(each['seconds'] for each in found.values()):.0f} s"
+
+
+def one_mode(name: str, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The figures of a mode, or its error; an alarm ends it if it takes too long."""
+
+    def late(*_: Any) -> None:
+        raise TimeoutError(f"took more than {SECONDS_OF_A_MODE} s")
+
+    print(f"---- {name}", flush=True)
+    began = time.monotonic()
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS_OF_A_MODE)
+    try:
+        found = action()
+    except Exception as error:
+        traceback.print_exc()
+        found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+    finally:
+        signal.alarm(0)
+        cleanup_distributed()
+    return found | {"seconds": round(time.monotonic() - began, 2)}
+
+
+def forty_steps(flags: list[str]) -> dict[str, Any]:
+    folder = FOLDER / f"mode-{len(list(FOLDER.iterdir()))}"
+    steps, size = (4, "48") if IS_TINY else (40, "2560")
+    limits = ["--max_steps", str(steps), "--dataset_size", size, "--run_dir", str(folder), "--log_interval", "10"]
+    summary = train.train(TrainingConfig.from_args([*COMMON, *flags, *limits]))
+    wrong = [name for name in ("loss", "top1") if not 0 <= summary["final"].get(name, -1) < 100]
+    if (summary["state"], summary["steps"]) != ("completed", steps) or wrong:
+        raise RuntimeError(f"ended with {summary}")
+    rates = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    last = [record for record in rates if record["kind"] == "train"][-1]
+    shutil.rmtree(folder)
+    return {"step_s": last["step_s"], "loss": last["loss"], "final": summary["final"], "wall_s": summary["wall_s"]}
+
+
+def waits() -> dict[str, Any]:
+    """An epoch with torch's warnings of operations that wait for the device: there are none, also at a log point."""
+    config = TrainingConfig.from_args([*COMMON, "--log_interval", "10"])
+    ctx = setup_distributed(config)
+    ours = Ours(config, ctx, FOLDER / "waits", 4 if IS_TINY else 40)
+    ours.epoch()
+    if ctx.device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        ours.epoch()
+    if ctx.device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("default")
+    ours.close()
+    places = Counter(f"{w.filename}:{w.lineno}" for w in heard if "synchroniz" in str(w.message))
+    if places:
+        raise RuntimeError(f"waits for the device: {dict(places)}")
+    return {"warnings": len(heard)}
+
+
+# ---- the second call ----
+
+
+def ceilings(note: Note) -> str:
+    """What this device reaches: a copy, a matrix product, and the convolution of the model's widest stage."""
+    device = torch.device("cpu" if IS_TINY else "cuda")
+    size = 2**20 if IS_TINY else 2**28
+    x = torch.empty(size, device=device)
+    y = torch.empty_like(x)
+    found = {"copy_bytes_per_s": 8 * size / best(lambda: y.copy_(x), device)}
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        found[f"matmul_{str(dtype)[6:]}_flops"] = speed.peak_flops(device, dtype, seconds=0.1 if IS_TINY else 0.5)
+    for batch in BATCHES:
+        images = torch.randn(batch, 64, 32, 32, device=device).to(memory_format=torch.channels_last)
+        conv = torch.nn.Conv2d(64, 64, 3, padding=1, bias=False).to(device, memory_format=torch.channels_last)
+        with torch.autocast(device.type, torch.bfloat16), torch.no_grad():
+            seconds = best(lambda conv=conv, images=images: conv(images), device)
+        found[f"conv64_bf16_batch_{batch}_flops"] = 2 * batch * 64 * 64 * 9 * 32 * 32 / seconds
+    launch = torch.zeros((), device=device)
+    found["launch_s"] = timed(lambda: [launch.add_(1) for _ in range(1000)], device) / 1000
+    note(found)
+    shown = [f"copy {found['copy_bytes_per_s'] / 1e12:.2f} TB/s", f"launch {1e6 * found['launch_s']:.1f} us"]
+    shown += [f"{name.removesuffix('_flops')} {value / 1e12:.3g}" for name, value in found.items() if "_flops" in name]
+    return ", ".join(shown) + " TFLOP/s"
+
+
+def best(action: Callable[[], object], device: torch.device, tries: int = 10) -> float:
+    """The seconds of the fastest of some tries; before them come two that do not count."""
+    return min([timed(action, device) for _ in range(tries + 2)][2:])
+
+
+def loops(note: Note) -> str:
+    """The loops at each batch size, in turns; then the host cost with a model that costs nothing."""
+    ctx = setup_distributed(TrainingConfig.from_args([*COMMON]))
+    found: dict[str, Any] = {"batches": {}, "steps": STEPS}
+    for size in BATCHES:
+        config = TrainingConfig.from_args([*COMMON, "--batch_size", str(size)])
+        comparison = speed.Comparison(config, ctx, STEPS, FOLDER / f"of-{size}", with_tutorial=size == BATCHES[0])
+        flops, dtype = speed.flops_per_sample(comparison.ours), comparison.ours.state.precision.dtype
+        turn = sum(timed(each.epoch, ctx.device) for each in comparison.candidates.values())
+        left = (ENDS - time.time()) * 0.6  # the rest is for larger batches
+        rounds = max(1, min(ROUNDS, int(left / (2 * turn)) - 1)) if ROUNDS > 1 else 1
+        peak = speed.peak_flops(ctx.device, dtype or torch.float32, seconds=0.2)
+        rows = comparison.run(rounds, print)
+        found["batches"][size] = {"rows": rows, "rounds": rounds, "flops_per_sample": flops, "peak_flops": peak}
+        print(f"batch {size}, {STEPS} steps, n = {rounds} rounds\n{speed.table(rows, flops, peak)}", flush=True)
+        note(found)
+    found["host"] = speed.host_cost(TrainingConfig.from_args([*COMMON]), ctx, min(STEPS, 20), ROUNDS, FOLDER / "tiny")
+    note(found)
+    cleanup_distributed()
+    ratios = {size: each["rows"][speed.TEMPLATE]["wall_over_plain"] for size, each in found["batches"].items()}
+    rates = {size: each["rows"][speed.TEMPLATE]["samples_per_s"] for size, each in found["batches"].items()}
+    return "over the plain loop: " + ", ".join(
+        f"{ratio:.3f} at {size} ({rates[size]:,.0f} images/s)" for size, ratio in ratios.items()
+    )
+
+
+def profile(note: Note) -> str:
+    """20 steps at the smallest and the largest batch: a table of kernels of both, and a trace of the first."""
+    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (not IS_TINY)
+    key, found, steps = "cpu" if IS_TINY else "cuda", {}, 2 if IS_TINY else 20
+    (OUT / "kernels.txt").write_text("")
+    for size in (BATCHES[0], BATCHES[-1]):
+        config = TrainingConfig.from_args([*COMMON, "--batch_size", str(size), "--log_interval", "1000"])
+        ours = Ours(config, setup_distributed(config), FOLDER / f"profile-{size}", steps)
+        ours.epoch()
+        with torch.profiler.profile(activities=activities) as profiler:
+            seconds = timed(ours.epoch, ours.training.attempt.ctx.device)
+        events = profiler.key_averages()
+        with open(OUT / "kernels.txt", "a") as file:
+            table = events.table(sort_by=f"self_{key}_time_total", row_limit=60, max_name_column_width=90)
+            file.write(f"batch {size}, {steps} steps in {seconds:.4f} s (profiled)\n{table}\n")
+        kernels = [each for each in profiler.events() if "CUDA" in str(each.device_type)]
+        busy = sum(each.time_range.elapsed_us() for each in kernels)
+        found[size] = {
+            "step_s": seconds / steps,
+            "kernels_per_step": len(kernels) / steps,
+            "busy_us_per_step": busy / steps,
+        }
+        if size == BATCHES[0]:
+            trace = OUT / "trace.json.gz"
+            profiler.export_chrome_trace(str(trace))
+            if trace.stat().st_size > 16 * 2**20:
+                trace.unlink()
+        ours.close()
+        cleanup_distributed()
+        note({"profile": found})
+    return "; ".join(
+        f"batch {size}: {each['kernels_per_step']:.0f} kernels, {each['busy_us_per_step']:.0f} us busy of"
+        f" {1e6 * each['step_s']:.0f} us a step"
+        for size, each in found.items()
+    )
+
+
+def accuracy(note: Note, epochs: int = 20) -> str:
+    """Train with train.py, and read its summary."""
+    source, data = find_data()
+    data = [*COMMON, "--dataset_size", "64", "--batch_size", "8", "--epochs", "1"] if IS_TINY else data
+    command = [sys.executable, ROOT / "train.py", *RECIPE.split(), "--epochs", str(epochs), *data]
+    # in this step's process group, so that it is ended with the step
+    done = subprocess.run([str(word) for word in [*command, "--run_dir", FOLDER / "run"]], cwd=ROOT)
+    if done.returncode:
+        raise RuntimeError(f"train.py ended with exit code {done.returncode}")
+    summary = json.loads((FOLDER / "run" / "summary.json").read_text())
+    top1, rate = summary["best_value"], summary["samples_per_s"]
+    note({"summary": summary, "dataset": source})
+    training = summary["time"]["training_s"] + summary["time"]["data_wait_s"]
+    text = f"{source}: top1 {top1:.4f} after {summary['epochs']} epochs, {training:.1f} s of training"
+    text += f", {summary['wall_s']:.1f} s in all, {rate:,.0f} images/s"
+    if not source.startswith("synthetic") and top1 < GOALS[epochs]:
+        raise RuntimeError(f"{text}; expected {GOALS[epochs]}")
+    return text
+
+
+def accuracy95(note: Note) -> str:
+    return accuracy(note, epochs=80)
+
+
+def find_data() -> tuple[str, list[str]]:
+    """Where images come from, for the sentence, and the flags: torchvision's files, an archive of JPEGs, synthetic."""
+    if IS_TINY:
+        return "synthetic images", []
+    if cifar10_folder(DATA).exists():
+        return "CIFAR-10", ["--dataset", "cifar10", "--data_dir", str(DATA)]
+    if (archive := DATA / ARCHIVE).exists():
+        images = FOLDER / "images"
+        images.mkdir()
+        with tarfile.open(archive) as tar:
+            tar.extractall(images, filter="data")
+        flags = ["--dataset", "imagefolder", "--data_dir", str(images), "--cache", "device"]
+        return "CIFAR-10 as lossy JPEGs", flags
+    return f"synthetic images, because {DATA} has neither CIFAR-10 nor {ARCHIVE}", ["--dataset_size", "50000"]
+
+
+def save(note: Note) -> str:
+    """Save once in the middle of training, then read the file and compare it with the state at the save."""
+    flags = f"--model {'mini_resnet' if IS_TINY else 'vit_b_16'} --image_size 32 --batch_size 2 --optimizer adamw"
+    flags += " --lr 1e-5 --ema_decay 0.99 --save_every_minutes 0 --save_every 0 --keep_last 2 --hang_timeout 0"
+    config = TrainingConfig.from_args([*COMMON[:2], *flags.split()])
+    ctx, steps = setup_distributed(config), 3 if IS_TINY else 10
+    ours = Ours(config, ctx, FOLDER / "run", steps)
+    checkpoints, run = ours.training.checkpoints, ours.training.attempt.run
+    plain_s = min(timed(ours.epoch, ctx.device) for _ in range(3)) / steps
+    expected = [tensor.to("cpu", copy=True) for tensor in state_of(ours.state.state_dict())]
+    step, began = ours.state.progress.step, time.perf_counter()
+    checkpoints.save(now=True)
+    during_s = timed(ours.epoch, ctx.device) / steps
+    checkpoints.finish_writing()
+    written_s = time.perf_counter() - began
+    blocked_s = [event["blocked_s"] for event in run.records("event") if event["event"] == "checkpoint"][-1]
+    path = checkpoint.step_path(run.checkpoints, step)
+    began = time.perf_counter()
+    saved = state_of(checkpoint.read(path)[0])
+    found = {"bytes": path.stat().st_size, "blocked_s": blocked_s, "written_s": written_s}
+    found |= {"read_s": time.perf_counter() - began, "step_s": plain_s, "step_during_s": during_s}
+    note(found)
+    if len(saved) != len(expected) or not all(map(torch.equal, expected, saved)):
+        raise RuntimeError(f"{path}: does not hold the state at the save")
+    began = time.perf_counter()
+    with open(FOLDER / "reference.pt", "wb") as file:
+        torch.save(ours.state.state_dict(), file)
+        os.fsync(file.fileno())
+    note(found | {"torch_save_s": (reference := time.perf_counter() - began)})
+    ours.close()
+    cleanup_distributed()
+    text = f"{found['bytes'] / 1e9:.2f} GB blocked training for {1000 * blocked_s:.0f} ms, was on the disk after"
+    return f"{text} {written_s:.1f} s and read in {found['read_s']:.1f} s; torch.save and fsync: {reference:.1f} s"
+
+
+def state_of(payload: dict[str, Any]) -> list[torch.Tensor]:
+    return tensors_in([payload[key] for key in ("model", "ema", "optimizer")])
+
+
+def compile_modes(note: Note) -> str:
+    """The median step of an epoch in each mode, and the seconds until the first step."""
+    size, found, steps = BATCHES[1], {}, min(STEPS, 20)
+    for mode in ("off",) if IS_TINY else ("reduce-overhead", "off", "default"):  # a CPU compiles for minutes
+        flags = ["--batch_size", str(size), "--compile", mode, "--hang_timeout", "0"]
+        config = TrainingConfig.from_args([*COMMON, *flags])
+        began = time.perf_counter()
+        try:
+            ctx = setup_distributed(config)
+        except UserError as error:  # no compiler
+            raise Skipped(str(error)) from None
+        ours = Ours(config, ctx, FOLDER / mode, steps)
+        start_s = time.perf_counter() - began
+        ours.epoch()
+        step_s = statistics.median(timed(ours.epoch, ctx.device) / steps for _ in range(5))
+        log = ours.training.attempt.run.log_file.read_text()
+        ours.close()
+        cleanup_distributed()
+        found[mode] = {"start_s": start_s, "step_s": step_s, "skipped_graphs": "without CUDA graphs" in log}
+        note({"batch_size": size, "modes": found})
+    shown = ", ".join(f"{mode} {1000 * each['step_s']:.2f} ms" for mode, each in found.items())
+    return f"batch {size}: {shown}"
+
+
+def timed(action: Callable[[], object], device: torch.device) -> float:
+    synchronize(device)
+    began = time.perf_counter()
+    action()
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+def main(name: str) -> None:
+    steps: dict[str, Callable[[Note], str]] = {"checkpoint": save, "compile": compile_modes}
+    file, found = FOLDER / "found.json", dict[str, Any]()
+
+    def note(figures: dict[str, Any]) -> None:
+        found.update(figures)
+        replace_json(file, found)
+
+    try:
+        note({"text": (steps.get(name) or globals()[name])(note)})
+    except Skipped as reason:
+        note({"skipped": True, "text": str(reason)})
+    except Exception as error:
+        note({"text": f"{type(error).__name__}: {error}"})
+        raise
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
