@@ -152,7 +152,7 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     differences = resume_run(attempt, state, sampler, origin, sets.listing, has_test="test" in held_out)
     reporter = Reporter(attempt, state, loader, origin, seams.log_images)
     reporter.start(loaders, differences)
-    checkpoints = Checkpoints(attempt, state, sampler, origin)
+    checkpoints = Checkpoints(attempt, state, origin, reporter.before_save)
 
     def save_to_disk() -> None:
         checkpoints.save(now=True)
@@ -248,6 +248,7 @@ def train_one_epoch(training: Training) -> None:
             checkpoints.save()
     clock.leave_steps()
     consensus.flush()
+    reporter.catch_up()
 
 
 def compute_gradient(training: Training, micro_batches: Iterable[MicroBatch]) -> list[int]:
@@ -273,6 +274,7 @@ def validate_within_epoch(training: Training) -> None:
     """`validate` between two steps of an epoch, whose workers keep the batches that they have fetched."""
     training.attempt.clock.leave_steps()
     training.consensus.flush()  # an earlier vote must not count after the evaluation
+    training.reporter.catch_up()
     validate(training)
     training.model.train()
 

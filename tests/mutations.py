@@ -152,7 +152,7 @@ MUTATIONS = [
     Mutation('latest_valid', 'if skipped:', 'if False:', 'all-damaged'),
     Mutation('load', 'return retried(lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped))', 'return retried(lambda: torch.load(path, map_location="cpu", weights_only=False, mmap=is_mapped))', 'untrusted'),
     Mutation('superseded', 'for step in list(steps)[:-keep_last]:', 'for step in list(steps)[:-1]:', 'keep-last'),
-    Mutation('Checkpoints.finish_copy', 'odd, fingerprint = broadcast_json([sorted(odd), f"{(whole + self._rest) % 2**64:016x}"], self._ctx)', 'odd, fingerprint = [], ""', 'divergence'),
+    Mutation('Checkpoints.finish_copy', 'odd, fingerprint = broadcast_json([sorted(odd), shown(whole + self._rest)], self._ctx)', 'odd, fingerprint = [], ""', 'divergence'),
     Mutation('Checkpoints._written', 'except OSError as error:', 'except BlockingIOError as error:', 'disk'),
     Mutation('Checkpoints._check_progress', 'self._stalled_s = 0.0 if has_moved else self._stalled_s + min(now - self._looked_at, SECONDS_COUNTED)', 'self._stalled_s = 0.0', 'stalled-write'),
     Mutation('_HashingWriter.write', 'self._tick()', 'pass', 'stalled-write'),

@@ -6,6 +6,7 @@ import itertools
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
@@ -30,7 +31,7 @@ class Clock:
         self._reached = 0  # the last step of earlier attempts
         self._phase, self._mark, self._step_began = 0, time.perf_counter(), 0.0
         self._events: list[tuple[str, torch.Event]] | None = [] if device and device.type != "cpu" else None
-        self._forward_seen = 0.0
+        self._taken = dict(self.seconds)  # of `seconds`, by `take`
         self.enter("start")
 
     @property
@@ -48,16 +49,16 @@ class Clock:
         self._account(now - self._mark, self.seconds, self.seconds_again)
         self._mark, self._phase = now, INDEX[phase]
         self.counter += 1
-        if self._events is not None and phase in ("forward", "backward"):
-            event = torch.Event(enable_timing=True)
-            event.record()
-            self._events.append((phase, event))
+        if phase in ("forward", "backward"):
+            self._mark_device(phase)
 
     def begin_step(self, step: int) -> None:
         """Begin optimizer step `step` (from 1), in the data phase."""
         now = time.perf_counter()
         if self._step_began:
             self.durations.append(now - self._step_began)
+        else:
+            self._mark_device("update")
         self._step_began = now
         self._account(now - self._mark, self.seconds, self.seconds_again)  # belongs to the previous step
         self._mark, self.step = now, step
@@ -66,6 +67,7 @@ class Clock:
     def leave_steps(self) -> None:
         """Leave the training steps, for an evaluation or the end of an epoch."""
         self._step_began = 0.0
+        self._mark_device("pause")
 
     def mark_reached(self, step: int) -> None:
         """Set the last step of earlier attempts; time in steps up to it is counted as recomputed."""
@@ -77,18 +79,33 @@ class Clock:
         self._account(max(0.0, time.perf_counter() - self._mark), by_phase, again)
         return by_phase, again
 
-    def take_forward_seconds(self) -> float:
-        """Seconds in forward passes since the last call. With an accelerator this waits for the device."""
+    def take(self) -> Callable[[], tuple[float, float, float]]:
+        """The seconds of this rank since the last call in training steps, in waits for data and in forward passes, as a
+        function. Those of an accelerator are its own, and the function waits until it has reached this call."""
+        spent, before = self.spent()[0], self._taken
+        self._taken = spent
+        data, forward, *others = (spent[phase] - before[phase] for phase in STEP_PHASES)
         if self._events is None:
-            before, self._forward_seen = self._forward_seen, self.spent()[0]["forward"]
-            return self._forward_seen - before
-        events, self._events = self._events, []
-        if events:
+            return lambda: (data + forward + sum(others), data, forward)
+        self._mark_device("update")
+        events, self._events = self._events, self._events[-1:]  # which is where the next interval begins
+
+        def on_the_device() -> tuple[float, float, float]:
             events[-1][1].synchronize()
-        pairs = [
-            (a, b) for (phase, a), (then, b) in itertools.pairwise(events) if (phase, then) == ("forward", "backward")
-        ]
-        return sum(begin.elapsed_time(end) for begin, end in pairs) / 1000
+            pieces = [
+                (a, then, begin.elapsed_time(end) / 1000) for (a, begin), (then, end) in itertools.pairwise(events)
+            ]
+            in_steps = sum(seconds for name, _, seconds in pieces if name != "pause")
+            return in_steps, data, sum(seconds for *names, seconds in pieces if names == ["forward", "backward"])
+
+        return on_the_device
+
+    def _mark_device(self, phase: str) -> None:
+        """Queue a time stamp on an accelerator, at which this phase begins."""
+        if self._events is not None:
+            event = torch.Event(enable_timing=True)
+            event.record()
+            self._events.append((phase, event))
 
     def close(self) -> None:
         """Call when this rank has finished, or has reported its failure."""

@@ -59,3 +59,11 @@ def test_three_steps_read_nothing_and_an_injected_item_call_is_detected(runs, re
         assert list(seen) == [1, 2, 3, 4]
         assert len(seen[3]) == expected, seen[3]
         assert len(in_all) > expected  # the log point reads
+
+
+def test_a_log_point_reads_nothing_until_the_device_has_had_time_to_reach_it(runs):
+    """Of 12 steps the fifth is a log point, whose values are read after the ninth. The first one compares buffers."""
+    flags = [*FLAGS, "--dataset_size", "192", "--log_interval", "5"]
+    for seen, _ in run_ranks(2, reads_by_step, runs.words("run", *flags), 0, "images"):
+        reads = {step: [place for place in seen[step] if "checkpoints.py" not in place] for step in (9, 10)}
+        assert len(seen) == 12 and reads[9] == [] and reads[10]

@@ -61,6 +61,8 @@ def part_of_run():
         frame = frame.f_back
     if names & {"assemble", "setup_distributed", "open_run"}:
         return "start"
+    if "catch_up" in names:  # also in a save
+        return "log point"
     if "checkpoints.py" in files:
         return "save"
     if "train_one_epoch" in names:

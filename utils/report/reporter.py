@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from config import TrainingConfig, TrainingError
 from utils.checkpoint.format import step_checkpoints
-from utils.clock import STEP_PHASES, slowest
+from utils.clock import slowest
 from utils.data.loader import GlobalBatchLoader, usable_cpus
 from utils.distributed.collectives import gather
 from utils.logger import count, duration, has_terminal, log_epoch_summary, log_training_step, show, show_progress
@@ -25,13 +26,30 @@ from utils.run.attempt import Attempt
 from utils.run.folder import Run
 from utils.run.goodput import ACCOUNTS, share_in_training
 from utils.run.provenance import zip_code
-from utils.training.fingerprint import fingerprint
+from utils.training.fingerprint import fingerprint, shown
+from utils.training.interval import Read
 from utils.training.state import TrainState
 
 STRAGGLES = 1.5  # times the median
 LEAST_EXCESS = 0.25  # seconds over the median in an interval; less is noise
 MIN_SECONDS_FOR_GOODPUT = 60  # in a shorter run, start-up dominates
+READ_AFTER = 4  # steps after a log point, on all ranks, its values are read
 MAX_DATA_WAIT = 0.2  # fraction of an interval above which a warning suggests flags
+
+
+@dataclass(frozen=True)
+class LogPoint:
+    """The end of an interval, whose values are on their way to the host."""
+
+    read: Read
+    take_seconds: Callable[[], tuple[float, float, float]]  # of this rank, from `Clock.take`
+    epoch: int
+    step: int
+    samples_seen: int
+    samples: int  # in the interval, of all ranks
+    steps: int
+    lrs: dict[str, Any]
+    peak_memory: int
 
 
 class Reporter:
@@ -62,7 +80,7 @@ class Reporter:
         self._profiler = StepProfiler(folder, ctx.device, logger)
         self._train_names: list[str] = []
         self._samples, self._steps = 0, 0  # since the last log point
-        self._spent = dict(attempt.clock.seconds)  # up to the last log point
+        self._unwritten: LogPoint | None = None
         self._log_points = 0
         self._has_terminal = has_terminal(logger)
         self._latest: dict[str, Any] = {}  # train record, for the progress bar
@@ -103,6 +121,8 @@ class Reporter:
             self._run.record_samples(progress.epoch_number, step, indices)
         self._samples += samples
         self._steps += 1
+        if self._unwritten and step - self._unwritten.step >= READ_AFTER:
+            self.catch_up()
         if self._has_terminal:
             more = ""
             if latest := self._latest:
@@ -118,54 +138,79 @@ class Reporter:
         return step % self._config.log_interval == 0 or step == self._total_steps
 
     def log(self) -> None:
-        """Write the train record of the interval that ends here; rank 0 receives the times of all ranks.
+        """Begin the train record of the interval that ends here. Its values are read a few steps later, when the device
+        has reached this step and has work for the meantime."""
+        self.catch_up()
+        state, progress = self._state, self._state.progress
+        self._unwritten = LogPoint(
+            read=state.begin_read(fingerprint(state)),
+            take_seconds=self._clock.take(),
+            epoch=progress.epoch_number,
+            step=progress.step,
+            samples_seen=progress.samples_seen,
+            samples=self._samples,
+            steps=max(1, self._steps),
+            lrs=_learning_rates(self._config.lr * state.factor, state.lrs),
+            peak_memory=peak_memory(),
+        )
+        self._samples, self._steps = 0, 0
+        state.interval.reset()
+
+    def catch_up(self) -> None:
+        """Write the train record that `log` has begun, if there is one. A collective: call it on all ranks at the same
+        step, and before each save, evaluation and end of training.
 
         Raises:
             TrainingError: when too many steps in a row were skipped.
         """
-        state, spent = self._state, self._clock.spent()[0]
-        in_data, *others = (spent[phase] - self._spent[phase] for phase in STEP_PHASES)
-        self._spent = spent
-        own = in_data + sum(others), in_data, self._clock.take_forward_seconds(), peak_memory()
-        ranks = gather(torch.tensor(own, dtype=torch.float64), self._ctx)
-        skipped = state.read_skips()  # adds to the interval
-        means, count = state.interval.means(), state.interval.count_of("loss")
-        grad_norm = means.pop("grad_norm")
+        point, self._unwritten = self._unwritten, None
+        if point is None:
+            return
+        sums, skipped, [digest] = self._state.finish_read(point.read)
+        row = torch.tensor([*point.take_seconds(), point.peak_memory], dtype=torch.float64)
+        ranks = gather(row, self._ctx)  # on rank 0
         seconds, waited = (sum(each[k] for each in ranks) / len(ranks) for k in (0, 1))
-        progress, steps = state.progress, max(1, self._steps)
+        means, count = sums.means(), sums.count_of("loss")
+        grad_norm = means.pop("grad_norm")
         means = {"loss": means.pop("loss")} | means
         self._train_names = list(means)
         record = self._latest = self._run.record(
             "train",
-            epoch=progress.epoch_number,
-            step=progress.step,
+            epoch=point.epoch,
+            step=point.step,
             **means,
-            **_learning_rates(self._config.lr * state.factor, state.lrs),
+            **point.lrs,
             grad_norm=grad_norm,
-            samples_per_s=self._samples / seconds if seconds else 0.0,
-            data_wait_s=waited / steps,
-            step_s=seconds / steps,
+            samples_per_s=point.samples / seconds if seconds else 0.0,
+            data_wait_s=waited / point.steps,
+            step_s=seconds / point.steps,
             peak_memory_bytes=int(max(memory for *_, memory in ranks)),
-            fingerprint=fingerprint(state),
+            fingerprint=shown(int(digest)),
         )
         self._run.record_skipped(skipped, self._sampler)
         if len(ranks) > 1:
-            self._report_slowest(progress.step, [{"data": data, "compute": own} for _, data, own, _ in ranks])
-        counted = self._samples if count.ndim else count.item()  # those of terms have no sum
+            self._report_slowest(point.step, [{"data": data, "compute": own} for _, data, own, _ in ranks])
+        counted = point.samples if count.ndim else count.item()  # those of terms have no sum
         per_s = counted / seconds if seconds else 0.0
         log_training_step(self._logger, record, self._train_names[1:], self._total_steps, self._ctx.world_size, per_s)
         self._log_points += 1
         if self._log_points == 2:  # the first interval includes the start of the workers
             self._advise(waited / seconds if seconds else 0.0)
         self._board.scalars(record)
-        self._run.progress(epoch=progress.epoch_number, step=progress.step, samples_seen=progress.samples_seen)
-        self._samples, self._steps = 0, 0
-        state.interval.reset()
-        if 0 < self._config.max_skipped_steps <= progress.skipped_in_row:
+        self._run.progress(epoch=point.epoch, step=point.step, samples_seen=point.samples_seen)
+        self._check_skips(point.step)
+
+    def before_save(self) -> None:
+        """Write the records of all steps so far, and count those that were skipped, as a checkpoint holds them."""
+        self.catch_up()
+        self._run.record_skipped(self._state.read_skips(), self._sampler)
+
+    def _check_skips(self, step: int) -> None:
+        if 0 < self._config.max_skipped_steps <= (in_row := self._state.progress.skipped_in_row):
             raise TrainingError(
-                f"the last {progress.skipped_in_row} optimizer steps, up to step {progress.step}, had a non-finite loss"
-                " or gradient; look at their samples (skipped_step in metrics.jsonl), use a lower --lr or"
-                " --clip_grad_norm 1, then --resume_from auto"
+                f"the last {in_row} optimizer steps, up to step {step}, had a non-finite loss or gradient; look at"
+                " their samples (skipped_step in metrics.jsonl), use a lower --lr or --clip_grad_norm 1, then"
+                " --resume_from auto"
             )
 
     def _advise(self, data_wait: float) -> None:

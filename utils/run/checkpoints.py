@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -21,7 +22,6 @@ from utils.checkpoint import format as checkpoint
 from utils.checkpoint.archive import mapped
 from utils.checkpoint.layouts import FileLayout, FolderLayout, size_of
 from utils.checkpoint.snapshot import HostMemory
-from utils.data.sampler import GlobalBatchSampler
 from utils.distributed.collectives import broadcast_json, gather, lowest_rank
 from utils.distributed.dtensor import local
 from utils.logger import NAME
@@ -31,7 +31,7 @@ from utils.run.attempt import Attempt
 from utils.run.hook import SECONDS_OF_A_LOOK, Hook
 from utils.run.uploads import Uploads
 from utils.signals import StopSignals
-from utils.training.fingerprint import buffers_of, fingerprint_of, of_rest, of_weights
+from utils.training.fingerprint import buffers_of, fingerprint_of, of_rest, of_weights, shown
 from utils.training.schedule import Progress
 from utils.training.state import TrainState
 
@@ -49,19 +49,19 @@ class Checkpoints:
     The copy of the state starts after a step and is complete before the weights change (`finish_copy`).
 
     Args:
-        sampler: of the training set; gives the samples of skipped steps.
         origin: content of provenance.json.
+        before_save: writes the records of all steps so far, and counts those that were skipped.
     """
 
     def __init__(
         self,
         attempt: Attempt,
         state: TrainState,
-        sampler: GlobalBatchSampler,
         origin: dict[str, Any],
+        before_save: Callable[[], None],
     ) -> None:
         run, config, ctx = attempt.run, attempt.config, attempt.ctx
-        self._run, self._state, self._ctx, self._sampler, self._clock = run, state, ctx, sampler, attempt.clock
+        self._run, self._state, self._ctx, self._before_save, self._clock = run, state, ctx, before_save, attempt.clock
         self._keep, self._minutes = (config.keep_last, config.keep_every), config.save_every_minutes
         self._goodput, self._settings, self._origin = attempt.goodput, stored(config), origin
         mapped(self._meta(), lambda tensor: tensor)  # raises now if no checkpoint can hold it; later only values change
@@ -125,7 +125,7 @@ class Checkpoints:
         self._clock.enter("save")
         began = time.perf_counter()
         is_free = not self._writes or self._is_free(now)
-        self._run.record_skipped(self._state.read_skips(), self._sampler)
+        self._before_save()
         if lowest_rank(not is_free, self._ctx) is None:
             self.compare_buffers()
             self._begin()
@@ -146,7 +146,7 @@ class Checkpoints:
         groups = self._replicas if self._ctx.is_main else []
         odd = [ranks[each] for ranks in groups for each in diverged([digests[rank] for rank in ranks])]
         whole = sum(digests[ranks[0]] for ranks in groups)
-        odd, fingerprint = broadcast_json([sorted(odd), f"{(whole + self._rest) % 2**64:016x}"], self._ctx)
+        odd, fingerprint = broadcast_json([sorted(odd), shown(whole + self._rest)], self._ctx)
         if odd:
             whose = ", ".join(f"rank {rank} on {self._ctx.hosts[rank]}" for rank in odd)
             raise TrainingError(

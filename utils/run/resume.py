@@ -32,7 +32,7 @@ from utils.run.folder import Run
 from utils.run.lock import KILLED
 from utils.run.mirror import Mirror
 from utils.run.start_checks import check_shared
-from utils.training.fingerprint import fingerprint
+from utils.training.fingerprint import fingerprint, shown
 from utils.training.schedule import Progress
 from utils.training.state import TrainState
 
@@ -247,7 +247,7 @@ def _keep(listing: bytes, folder: Path) -> None:
 
 def changed_bits(payload: dict[str, Any], state: TrainState, ctx: DistributedContext) -> list[str]:
     """A line if a rank has loaded a state of another fingerprint than the checkpoint's. Collective."""
-    saved, found = payload["provenance"].get("fingerprint"), all_gather_json(fingerprint(state), ctx)
+    saved, found = payload["provenance"].get("fingerprint"), all_gather_json(shown(int(fingerprint(state))), ctx)
     return [
         f"the state that rank {rank} on {ctx.hosts[rank]} has loaded: its fingerprint is {each}, that of the checkpoint"
         f" {saved}; look for faulty memory, or an optimizer that converts what it loads"

@@ -83,27 +83,48 @@ def _keys(device: torch.device) -> Tensor:
     return mix(torch.arange(KEYS, device=device), derive_seed("fingerprint")) | 1
 
 
-def fingerprint(state: TrainState) -> str:
-    """64 bits of weights, buffers, optimizer state and position. Reads from the device; a collective if sharded."""
-    total = torch.tensor(of_weights(state), device=device_of(state.model))
+@torch.no_grad()
+def fingerprint(state: TrainState) -> Tensor:
+    """The fingerprint of weights, buffers, optimizer state and position: int64, 0-dimensional, on the device. Reads
+    nothing from it; a collective if sharded."""
+    device = device_of(state.model)
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for each in _totals(*_weights(state)).values():
+        total += each.to(device, non_blocking=True)
     if group := group_of(state.owners.values()):
         dist.all_reduce(total, group=group)
-    return f"{(int(total) + of_rest(state.progress, buffers_of(state.model).values())) % 2**64:016x}"
+    for each in _totals("buffers", buffers_of(state.model).values()).values():
+        total += each.to(device, non_blocking=True)
+    return total + _position(state.progress)
+
+
+def shown(fingerprint: int) -> str:
+    """As in records and checkpoints."""
+    return f"{fingerprint % 2**64:016x}"
 
 
 def of_weights(state: TrainState) -> int:
     """The summand of weights and optimizer state; of sharded ones, those of this rank. Reads from the device."""
+    return fingerprint_of(*_weights(state))
+
+
+def _weights(state: TrainState) -> tuple[str, list[Tensor], list[Any]]:
+    """What `fingerprint_of` takes for weights and optimizer state."""
     states = [(state.optimizer.state.get(tensor, {}), owner) for tensor, owner in state.owners.items()]
     keys = sorted({key for each, _ in states for key in each})
     slots = [(each.get(key), owner) for key in keys for each, owner in states]
     pairs = [*state.owners.items(), *((value, owner) for value, owner in slots if isinstance(value, Tensor))]
-    return fingerprint_of("weights", *zip(*pairs, strict=True))
+    tensors, owners = zip(*pairs, strict=True)
+    return "weights", list(tensors), list(owners)
 
 
 def of_rest(at: Progress, buffers: Iterable[Tensor]) -> int:
     """The summand of position and buffers, in the order of `buffers_of`. Reads from the device."""
-    position = derive_seed("position", at.epoch, at.step, at.samples_in_epoch, at.samples_seen)
-    return fingerprint_of("buffers", buffers) + position
+    return fingerprint_of("buffers", buffers) + _position(at)
+
+
+def _position(at: Progress) -> int:
+    return derive_seed("position", at.epoch, at.step, at.samples_in_epoch, at.samples_seen)
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from utils.data.transfer import Reading
 from utils.metrics import MetricTracker
 from utils.training.schedule import Progress
 
@@ -20,6 +21,13 @@ class SkippedStep(NamedTuple):
     first: int
     samples: int
     reason: str = ""  # "non-finite" loss or gradient; "empty": the loss counted nothing
+
+
+class Read(NamedTuple):
+    """What an interval held after a step, on its way to the host."""
+
+    reading: Reading
+    steps: list[SkippedStep]
 
 
 class Interval(MetricTracker):
@@ -41,32 +49,48 @@ class Interval(MetricTracker):
     def note_step(self, step: SkippedStep) -> None:
         self._steps.append(step)
 
-    def read_skips(self, progress: Progress, can_search: bool) -> list[SkippedStep]:
-        """Count in `progress` and return the steps that were skipped since the last call, the same on all ranks.
+    def begin_read(self, scale: Tensor, *more: Tensor) -> Read:
+        """Begin to copy the sums, and what each step since the last read may have skipped, to the host.
 
-        Reads from the device, and adds the norms of the gradients to the sums.
-
-        can_search: a step with a finite loss was skipped in float16's search for its scale, and is not returned.
+        Args:
+            scale: float64, 0-dimensional: float16's scale of the loss, or 0. At 1 or more, a step that is not finite
+                although its loss is was skipped in the search for this scale.
+            more: float64 or int64 values to copy too.
         """
-        total = self.sum_of("grad_norm")
-        kept = ([*self.norms, total], self._divisors, self._losses)
-        (*norms, norm_sum), divisors, losses = (torch.stack(each).tolist() if each else [] for each in kept)
-        self.norms, self._divisors, self._losses = [], [], []
-        finite = [norm for norm in norms if math.isfinite(norm)]
+        kept = [self.norms, self._divisors, self._losses]
+        stacks = [torch.stack(each).double() if each else self.values.new_empty(0) for each in kept]
+        read = Read(Reading([self.values, *stacks, scale, *more]), self._steps)
+        self.norms, self._divisors, self._losses, self._steps = [], [], [], []
+        return read
+
+    def finish_read(self, read: Read, progress: Progress) -> tuple[MetricTracker, list[SkippedStep], list[Tensor]]:
+        """Count in `progress` the steps that were skipped, the same on all ranks.
+
+        Returns:
+            The sums, with the norms of these steps; the skipped steps without those of the search for a scale; and
+            `more`. All of it is on the host.
+        """
+        values, norms, divisors, losses, scale, *more = read.reading.result()
+        sums = self.with_values(values)
+        norm_sum, finite = sums.sum_of("grad_norm").item(), [norm for norm in norms.tolist() if math.isfinite(norm)]
         for norm in finite:  # not sum(), so that the bits do not depend on where a resume divides the interval
             norm_sum += norm
-        total.fill_(norm_sum)
-        self.count("grad_norm", 0.0, len(finite))
+        sums.sum_of("grad_norm").fill_(norm_sum)
+        sums.count("grad_norm", 0.0, len(finite))
         skipped = []
-        losses = losses or [0.0] * len(norms)
-        for step, norm, divisor, loss in zip(self._steps, norms, divisors, losses, strict=True):
+        rows = (norms.tolist(), divisors.tolist(), losses.tolist() or [0.0] * len(norms))
+        for step, norm, divisor, loss in zip(read.steps, *rows, strict=True):
             if math.isfinite(norm):
                 progress.skipped_in_row = 0
-            elif can_search and divisor and math.isfinite(loss):
+            elif scale >= 1 and divisor and math.isfinite(loss):
                 progress.overflow_steps += 1
             else:
                 skipped.append(step._replace(reason="non-finite" if divisor else "empty"))
                 progress.skipped_in_row += 1
         progress.skipped_steps += len(skipped)
-        self._steps = []
-        return skipped
+        return sums, skipped, more
+
+    def keep_norms(self, sums: MetricTracker) -> None:
+        """Take the sum and the number of the norms from what `finish_read` returned in the middle of an interval."""
+        self.sum_of("grad_norm").fill_(sums.sum_of("grad_norm").item())
+        self.count_of("grad_norm").fill_(sums.count_of("grad_norm").item())

@@ -16,8 +16,8 @@ from config import TrainingConfig, UserError
 from utils.data.sampler import GlobalBatch, GlobalBatchSampler
 from utils.distributed.dtensor import device_of, group_of, is_sharded, local, norm_over, shard_of
 from utils.memory import is_out_of_memory
-from utils.metrics import Metrics
-from utils.training.interval import Interval, SkippedStep
+from utils.metrics import Metrics, MetricTracker
+from utils.training.interval import Interval, Read, SkippedStep
 from utils.training.optimizer import WeightAverage, checked_groups, factors_of, load_optimizer, optimizer_state, prepare
 from utils.training.parallel import thawed_error, unused_error
 from utils.training.precision import Precision
@@ -210,17 +210,26 @@ class TrainState:
         progress.samples_in_epoch += samples
         progress.samples_seen += samples
 
-    def read_skips(self) -> list[SkippedStep]:
-        """Count and return the steps that were skipped since the last call, the same on all ranks. Reads from the
-        device, and adds the norms of the gradients to `interval`.
+    def begin_read(self, *more: torch.Tensor) -> Read:
+        """Begin to copy what `finish_read` returns to the host. more: float64 or int64, on the device."""
+        scale = self.scaler.scale(self._one) if self.scaler.is_enabled() else self._zero
+        counts = self._terms.take_steps() if self._terms else self._zero.new_empty(0)
+        return self.interval.begin_read(scale.double(), counts.double(), *more)
 
-        A step that float16 skipped although the loss was finite is part of its search for a scale, while the scale is
-        at least 1: it is counted in `overflow_steps` and not returned.
-        """
+    def finish_read(self, read: Read) -> tuple[MetricTracker, list[SkippedStep], list[torch.Tensor]]:
+        """The sums of the interval, the steps that were skipped since the last read, which this counts, and `more`.
+        Waits for the device to reach the copy. Raises UserError if loss_counts is wrong."""
+        sums, skipped, (counts, *more) = self.interval.finish_read(read, self.progress)
         if self._terms:
-            self._terms.check_steps()
-        can_search = self.scaler.is_enabled() and self.scaler.get_scale() >= 1
-        return self.interval.read_skips(self.progress, can_search)
+            self._terms.check_steps(counts)
+        return sums, skipped, more
+
+    def read_skips(self) -> list[SkippedStep]:
+        """Count and return the steps that were skipped since the last read, the same on all ranks. Waits for the
+        device, and adds the norms of the gradients to `interval`."""
+        sums, skipped, _ = self.finish_read(self.begin_read())
+        self.interval.keep_norms(sums)
+        return skipped
 
     def state_dict(self) -> dict[str, Any]:
         """The training state for a checkpoint. Tensors are not copied."""

@@ -71,14 +71,19 @@ class Terms:
         return (sums / self._divisors).sum()
 
     def note(self, counts: Tensor) -> None:
-        """Keep the counts that compute_loss returned for the global batch, for `check_steps`."""
+        """Keep the counts that compute_loss returned for the global batch, for `check`."""
         self._steps.append(torch.stack([self._counts, counts]))
 
-    def check_steps(self) -> None:
-        """Check the counts of the steps since the last call, which are the same on all ranks. Reads from the device."""
-        for counted, found in torch.stack(self._steps).cpu() if self._steps else ():
+    def take_steps(self) -> Tensor:
+        """The counts of the steps since the last call, the same on all ranks: float64 [steps, 2, terms], on the device,
+        each step as for `check`."""
+        steps, self._steps = self._steps, []
+        return torch.stack(steps) if steps else self._counts.new_empty(0)
+
+    def check_steps(self, counts: Tensor) -> None:
+        """Check what `take_steps` returned, on the host."""
+        for counted, found in counts:
             self.check(counted, found)
-        self._steps = []
 
     def check(self, counted: Tensor, found: Tensor) -> None:
         """Raises UserError if loss_counts has counted something else than compute_loss has found."""
