@@ -22,10 +22,8 @@ def fake_gpu():
 def test_the_loop_waits_for_the_device_nowhere_between_two_log_points(fake_gpu, flags):
     """Data set, side stream, both passes, update, an evaluation and a checkpoint; only the latter reads."""
     found = fake_gpu[flags]
-    assert found["step"]["copies"] == [
-        *[["augmentation", "_to_copy", "to device", "async"]] * 3,  # images, labels, indices
-        *[["augmentation", "_to_copy", "to device", "waits"]] * 2,  # mean and std, from memory that is not pinned
-    ]
+    images_labels_indices = [["augmentation", "_to_copy", "to device", "async"]] * 3
+    assert found["step"]["copies"] == images_labels_indices
     assert not [copy for copy in found["evaluation"]["copies"] if copy[2] == "to host"]
     buffers_then_the_rest = [["checkpoint", "_foreach_copy_", "to host", "async"]] * 2
     assert found["checkpoint"]["copies"] == buffers_then_the_rest
@@ -42,7 +40,7 @@ def test_the_rehearsal_notices_a_read_a_copy_and_a_stream_that_does_not_wait(fak
 
 @pytest.mark.parametrize(
     ("flags", "part", "most"),
-    [("plain", "augmentation", 37), ("plain", "update", 23), ("more", "augmentation", 37), ("more", "update", 53)],
+    [("plain", "augmentation", 7), ("plain", "update", 23), ("more", "augmentation", 7), ("more", "update", 53)],
 )
 def test_launches_of_a_step(fake_gpu, flags, part, most):
     """docs/benchmarks.md has these figures."""
