@@ -98,8 +98,8 @@ class ImageDataset(Dataset):
         """uint8 [B, C, H, W] and labels -> float [B, C, image_size, image_size] and labels int64 [B], or if batches are
         mixed float [B, num_classes]."""
         images, labels, *mix_seed = batch
-        samples = len(self) * getattr(self, "copies", 1)
-        images = augment_images(images, self.augment, self.image_size, seed, epoch, indices, samples)
+        n = len(self) * getattr(self, "copies", 1)
+        images = augment_images(images, self.augment, self.image_size, seed, epoch, indices, n)
         images = normalize(images, self.mean, self.std)
         if not self.mixing:
             return images, labels

@@ -63,40 +63,36 @@ def file_transform(
     return v2.Compose(steps)
 
 
-def augment_images(
-    images: Tensor, kind: str, size: int, seed: int, epoch: int, indices: Tensor, samples: int = 0
-) -> Tensor:
-    """uint8 [B, C, size, size], also returned. kind: none, or crop, which fills a border of size / 8 with black.
-
-    samples: all indices are below it, so that the crops of an epoch can be drawn at once; 0 if it is not known.
-    """
+def augment_images(images: Tensor, kind: str, size: int, seed: int, epoch: int, indices: Tensor, n: int = 0) -> Tensor:
+    """uint8 [B, C, size, size], also returned. kind: none, or crop, which fills a border of size / 8 with black. n: all
+    indices are below it, so that the crops of an epoch can be drawn at once; 0 if that is not known."""
     if kind == "none":
         return images
     if kind != "crop":
         raise ValueError(f"augment_images: kind {kind!r} is not none or crop; use file_transform for others")
-    padding, width, device = max(1, size // 8), images.shape[-1], images.device
-    if 0 < 6 * samples <= MAX_TABLE:
-        crops = crops_of_epoch(seed, epoch, samples, padding, width, device).index_select(0, indices)
+    padding, width = max(1, size // 8), images.shape[-1]
+    if 0 < 6 * n <= MAX_TABLE:
+        crops = crops_of_epoch(seed, epoch, n, padding, width, images.device).index_select(0, indices)
     else:
         crops = crops_of(sample_draws(seed, epoch, indices, 3), padding, width)
     return crop_and_flip(images, crops, padding)
 
 
 def crops_of(draws: Tensor, padding: int, width: int) -> Tensor:
-    """int16 [B, 3]: the first row and column in the padded image, and the step to the next column, 1 or -1.
-
-    draws: int64 [B, >= 3], 32-bit numbers.
-    """
+    """32-bit draws [B, 3] -> int16 [B, 3]: first row and column in the padded image, step to the next column (+-1)."""
     top, left = draw_integers(draws[:, :2], 2 * padding + 1).unbind(1)
     flip = draw_integers(draws[:, 2], 2)
     return torch.stack([top, left + flip * (width - 1), 1 - 2 * flip], 1).short()
 
 
 @once_per_stream(kept=2)
-def crops_of_epoch(seed: int, epoch: int, samples: int, padding: int, width: int, device: torch.device) -> Tensor:
+def crops_of_epoch(seed: int, epoch: int, n: int, padding: int, width: int, device: torch.device) -> Tensor:
     """`crops_of` all samples: for each batch it would launch 27 kernels."""
-    some = torch.arange(samples, device=device).split(2**17)  # bounds what is in memory beside the table
+    some = torch.arange(n, device=device).split(2**17)  # bounds what is in memory beside the table
     return torch.cat([crops_of(sample_draws(seed, epoch, indices, 3), padding, width) for indices in some])
+
+
+_numbers = once_per_stream()(lambda count, device: torch.arange(count, device=device))
 
 
 def crop_and_flip(images: Tensor, crops: Tensor, padding: int) -> Tensor:
@@ -104,20 +100,13 @@ def crop_and_flip(images: Tensor, crops: Tensor, padding: int) -> Tensor:
 
     He et al., "Deep residual learning for image recognition", section 4.2. The result is channels_last.
 
-    Args:
-        images: uint8 [B, C, H, W].
-        crops: from `crops_of`.
+    images: uint8 [B, C, H, W]; crops: from `crops_of`.
     """
     batch, _, height, width = images.shape
     sample, down, ahead = (_numbers(size, images.device) for size in (batch, height, width))
     rows, columns = crops[:, :1] + down, torch.addcmul(crops[:, 1:2], crops[:, 2:], ahead)
     padded = F.pad(images, (padding,) * 4).permute(0, 2, 3, 1)
     return padded[sample[:, None, None], rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
-
-
-@once_per_stream()
-def _numbers(count: int, device: torch.device) -> Tensor:
-    return torch.arange(count, device=device)
 
 
 @functools.cache
