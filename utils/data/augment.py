@@ -85,14 +85,14 @@ def crops_of(draws: Tensor, padding: int, width: int) -> Tensor:
     return torch.stack([top, left + flip * (width - 1), 1 - 2 * flip], 1).short()
 
 
-@once_per_stream(kept=2)
+@functools.partial(once_per_stream, kept=2)  # the next epoch's first batches are prefetched
 def crops_of_epoch(seed: int, epoch: int, n: int, padding: int, width: int, device: torch.device) -> Tensor:
     """`crops_of` all samples: for each batch it would launch 27 kernels."""
     some = torch.arange(n, device=device).split(2**17)  # bounds what is in memory beside the table
     return torch.cat([crops_of(sample_draws(seed, epoch, indices, 3), padding, width) for indices in some])
 
 
-_numbers = once_per_stream()(lambda count, device: torch.arange(count, device=device))
+_numbers = once_per_stream(lambda count, device: torch.arange(count, device=device))
 
 
 def crop_and_flip(images: Tensor, crops: Tensor, padding: int) -> Tensor:
@@ -153,7 +153,7 @@ def normalize(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return ((images if images.dtype is torch.uint8 else images.to(dtype)) * scale).sub_(shift)
 
 
-@once_per_stream()  # the tensors mean and std: by identity and version
+@once_per_stream  # the tensors mean and std: by identity and version
 def _scale_and_shift(mean: Tensor, std: Tensor, _: Any, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """On the device once: a copy would wait for all work queued there."""
     pair = [1 / (255 * std), mean / std]

@@ -33,15 +33,11 @@ def indices_on(indices: list[int], device: torch.device) -> Tensor:
     return torch.tensor(indices, pin_memory=device.type != "cpu").to(device, non_blocking=True)
 
 
-def once_per_stream(kept: int = 64) -> Callable[[Callable[..., T]], Callable[..., T]]:
+def once_per_stream(make: Callable[..., T], kept: int = 64) -> Callable[..., T]:
     """Cache what a function makes on the device that is its last argument, for each stream: another one would have to
     wait for it, and until it has read it the memory must not be used again."""
-
-    def decorate(make: Callable[..., T]) -> Callable[..., T]:
-        cached = functools.lru_cache(kept)(lambda stream, *key: make(*key))
-        return lambda *key: cached(None if key[-1].type == "cpu" else torch.accelerator.current_stream(key[-1]), *key)
-
-    return decorate
+    cached = functools.lru_cache(kept)(lambda stream, *key: make(*key))
+    return lambda *key: cached(None if key[-1].type == "cpu" else torch.accelerator.current_stream(key[-1]), *key)
 
 
 class SideStream:
