@@ -72,6 +72,7 @@ class ImageDataset(Dataset):
     split = "train"
     augment = "none"  # on the device: none or crop
     mixing: tuple[float, float, int | str] | None = None  # alpha of mixup and CutMix, and classes
+    copies = 1
     image_size: int
     classes: list[str]
     targets: Tensor  # int64 [N]
@@ -98,7 +99,7 @@ class ImageDataset(Dataset):
         """uint8 [B, C, H, W] and labels -> float [B, C, image_size, image_size] and labels int64 [B], or if batches are
         mixed float [B, num_classes]."""
         images, labels, *mix_seed = batch
-        images = augment_images(images, self.augment, self.image_size, seed, epoch, indices)
+        images = augment_images(images, self.augment, self.image_size, seed, epoch, indices, len(self) * self.copies)
         images = normalize(images, self.mean, self.std)
         if not self.mixing:
             return images, labels

@@ -17,7 +17,7 @@ from dataset import SyntheticImageDataset, create_dataset, is_prepared, prepare_
 from ddp_utils import cleanup_distributed, setup_distributed
 from images import save_images
 from ranks import run_ranks
-from utils.data.augment import normalize
+from utils.data.augment import augment_images, normalize
 from utils.data.sampler import MicroBatch
 from utils.data.sets import choose_samples, identity, load_data, with_auto
 from utils.data.worker import Fetcher
@@ -66,6 +66,18 @@ def test_image_folder_reads_splits_sizes_and_labels(tmp_path):
     assert (config.num_classes, config.in_channels, config.image_size) == (2, 3, 8)
     save_images(tmp_path / "val", {"cat": 1})
     assert create_dataset(config, "val").split == "val" and create_dataset(config, "test").split == "test"
+
+
+def test_a_batch_has_the_crops_of_its_samples_among_all_copies_of_the_set():
+    data = SyntheticImageDataset(20, image_size=16)
+    data.augment, data.copies = "crop", 3
+    images, indices = data.images[:4], torch.tensor([19, 59, 0, 20])
+    for epoch in (0, 1):
+        moved, _ = data.device_transform((images, None), 3, epoch, indices)
+        expected = augment_images(images, "crop", 16, 3, epoch, indices)
+        assert torch.equal(moved, normalize(expected, data.mean, data.std))
+    with pytest.raises(IndexError):
+        data.device_transform((images, None), 3, 0, indices + 1)
 
 
 def test_image_folder_resizes_where_a_size_is_given(tmp_path):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from utils.data.augment import augment_images, choose, crop_and_flip, normalize
+from utils.data import augment
+from utils.data.augment import augment_images, choose, crop_and_flip, crops_of, normalize
 from utils.rng import derive_seed, draw_integers, sample_draws
 
 
@@ -37,7 +38,7 @@ def test_crop_and_flip_moves_each_image_by_its_own_draws():
     images = torch.arange(2 * 1 * 6 * 6, dtype=torch.uint8).view(2, 1, 6, 6)
     # padding 1: draws below 2^32 / 3 give offset 0 (one pixel down and right), the middle third 1 (no move)
     middle, low, flip, keep = 2**31, 0, 2**32 - 1, 0
-    out = crop_and_flip(images, torch.tensor([[middle, middle, flip], [low, middle, keep]]), padding=1)
+    out = crop_and_flip(images, crops_of(torch.tensor([[middle, middle, flip], [low, middle, keep]]), 1, 6), padding=1)
     assert torch.equal(out[0], images[0].flip(2))
     assert torch.equal(out[1, :, 1:], images[1, :, :-1]) and (out[1, :, 0] == 0).all()
     assert out.dtype == torch.uint8
@@ -50,6 +51,27 @@ def test_augmentation_of_a_sample_does_not_depend_on_its_batch():
     parts = torch.cat([augment_images(images[k : k + 5], "crop", 16, 1, 2, indices[k : k + 5]) for k in (0, 5, 10)])
     assert torch.equal(whole, parts)
     assert not torch.equal(whole, augment_images(images, "crop", 16, 1, 3, indices))
+
+
+def test_crops_of_an_epoch_drawn_at_once_are_those_of_each_batch(monkeypatch):
+    """Of two epochs in turn, as when the next is prefetched, and in every part of a table; a larger one is not made."""
+    images, samples, drawn = torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8), 2**17 + 100, []
+    batches = [torch.tensor([0, 7, 3, samples - 1, 2**17 - 1]), torch.tensor([2**17, 5, 5, 0, 99])]
+
+    def noting(seed, epoch, indices, count):
+        drawn.append(len(indices))
+        return sample_draws(seed, epoch, indices, count)
+
+    def crops(most):
+        return [augment_images(images, "crop", 16, 8, epoch, b, most) for b in batches for epoch in (3, 4, 3)]
+
+    monkeypatch.setattr(augment, "sample_draws", noting)
+    expected = crops(0)
+    assert drawn == [5] * 6 and not torch.equal(expected[0], expected[1])
+    for most, lengths in ((6 * samples, [2**17, 100] * 2), (6 * samples - 1, [5] * 6)):
+        drawn.clear()
+        monkeypatch.setattr(augment, "MAX_TABLE", most)
+        assert all(map(torch.equal, crops(samples), expected)) and drawn == lengths
 
 
 def test_kinds_of_augmentation():
@@ -70,3 +92,6 @@ def test_normalize():
     mean, std = torch.tensor([0.1, 0.2]), torch.tensor([0.5, 0.25])
     expected = (images / 255 - mean.view(2, 1, 1)) / std.view(2, 1, 1)
     torch.testing.assert_close(normalize(images, mean, std), expected)
+    torch.testing.assert_close(normalize(images, mean.clone(), std), expected)
+    std.mul_(2)  # what is kept on the device is of the values before
+    torch.testing.assert_close(normalize(images, mean, std), expected / 2)

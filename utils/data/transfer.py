@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -54,6 +55,13 @@ class Reading:
             self._event.synchronize()
         parts = self._host.split([shape.numel() for shape, _ in self._likes])
         return [part.view(dtype).view(shape) for part, (shape, dtype) in zip(parts, self._likes, strict=True)]
+
+
+def once_per_stream(make: Callable[..., T], kept: int = 64) -> Callable[..., T]:
+    """Cache what a function makes on the device that is its last argument, for each stream: another one would have to
+    wait for it, and until it has read it the memory must not be used again."""
+    cached = functools.lru_cache(kept)(lambda stream, *key: make(*key))
+    return lambda *key: cached(None if key[-1].type == "cpu" else torch.accelerator.current_stream(key[-1]), *key)
 
 
 class SideStream:

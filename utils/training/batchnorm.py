@@ -82,7 +82,7 @@ class RunningStats:
             torch.div(self._sum, samples, out=self._moved)
             torch.lerp(self._committed, self._moved, self._rates, out=self._moved)
             torch.where(is_finite, self._moved, self._committed, out=self._committed)
-            self._committed_counts.add_(self._trains * is_finite)
+            self._committed_counts.addcmul_(self._trains, is_finite)
             self.discard()
 
     def discard(self) -> None:

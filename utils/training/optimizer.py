@@ -227,8 +227,8 @@ class WeightAverage:
         torch._foreach_mul_(gaps, rate.to(gaps[0].dtype))
         torch._foreach_add_(self._averages, gaps)
         self._taken.add_(taken)
-        for mine, its in self._counters:
-            mine.copy_(its)
+        if self._counters:
+            torch._foreach_copy_([mine for mine, _ in self._counters], [its for _, its in self._counters])
 
     @contextmanager
     def swapped(self) -> Iterator[None]:

@@ -1,0 +1,363 @@
+"""The loop on a device that exists only in name: what it launches, copies and reads on a GPU, without one.
+
+    python tests/fake_gpu.py
+
+Under torch's FakeTensorMode tensors have a device, a shape and a storage, but no values: a value that the host reads
+raises an error. Streams and events are those of this file, which know what each stream waits for. torch takes only one
+such device per process, for good, so tests run this program. It prints, as JSON:
+
+launches  operators that change memory of the device, by part of the loop: views and allocations are none, a fused or
+          foreach operator is one. Some are several kernels on CUDA (a padding is two), so these are lower bounds
+copies    between host and device: part, operator, direction, and whether the host goes on ("async") or waits
+races     operators that read what another stream wrote, without waiting for it
+unkept    those that read another stream's memory, which may be freed before (`record_stream` would keep it)
+
+of a step, an evaluation and the copy of a checkpoint, with the default flags, with more (MORE), and with each fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)]
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+import dataset
+import model as your_model
+import train
+from config import TrainingConfig
+from utils.checkpoint import archive
+from utils.clock import Clock
+from utils.data.loader import create_distributed_dataloader, create_evaluation_dataloader
+from utils.distributed.context import DistributedContext
+from utils.metrics import MetricTracker
+from utils.run import checkpoints as checkpoints_module
+from utils.run.create import create_state
+from utils.training import fingerprint
+from utils.training import first_passes as first_passes_module
+from utils.training.batchnorm import RunningStats
+from utils.training.evaluation import Evaluation
+from utils.training.first_passes import first_passes
+from utils.training.parallel import wrap_ddp
+from utils.training.seams import Seams
+from utils.training.step_sums import StepSums
+
+DEVICE, EPOCHS = "fakegpu", 2
+MORE = "--optimizer adamw --ema_decay 0.9 --clip_grad_norm 1 --augment_repeats 2".split()
+COPIES = {"_to_copy", "copy_", "_foreach_copy_"}
+NO_LAUNCH = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
+
+
+class Backend(_DummyBackendModule):
+    def get_amp_supported_dtype(self):
+        return [torch.float16, torch.bfloat16]
+
+
+class Fake(FakeTensorMode):
+    avoid_device_init = True  # as for CUDA without a GPU; torch asks only whether there is such a device
+
+
+class Stream:
+    """What it has seen of each stream: the number of the last operator that is complete before its next one."""
+
+    current: list[Stream] = []
+    operators = 0
+
+    def __init__(self, device=None):
+        self.seen = defaultdict(int)
+
+    def __enter__(self):
+        Stream.current.append(self)
+
+    def __exit__(self, *_):
+        Stream.current.pop()
+
+    def record_event(self, event=None):
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event):
+        for stream, number in event.seen.items():
+            self.seen[stream] = max(self.seen[stream], number)
+
+    def wait_stream(self, stream):
+        self.wait_event(stream.record_event())
+
+    def synchronize(self):
+        pass
+
+    def is_capturing(self):
+        return False
+
+
+class Event:
+    def __init__(self, *_, **__):
+        self.seen = {}
+
+    def record(self, stream=None):
+        stream = stream or Stream.current[-1]
+        self.seen = {**stream.seen, stream: Stream.operators}
+
+
+class Recorder(TorchDispatchMode):
+    """Lists each operator under the current part."""
+
+    def __init__(self):
+        super().__init__()
+        self.part, self.pinned = "start", set()
+        self._written, self.kept = {}, defaultdict(set)  # by storage: the stream and number of the last write; streams
+        self.take()
+
+    def take(self):
+        """What was recorded since the last call."""
+        found = vars(self).get("found")
+        self.launches, self.copies, self.races, self.unkept = defaultdict(Counter), [], [], []
+        self.found = {"launches": self.launches, "copies": self.copies, "races": self.races, "unkept": self.unkept}
+        return found
+
+    @contextlib.contextmanager
+    def within(self, part):
+        before, self.part = self.part, part
+        try:
+            yield
+        finally:
+            self.part = before
+
+    def patch(self, owner, name, part):
+        """Everything in this function belongs to the part."""
+        function = getattr(owner, name)
+
+        def recorded(*args, **kwargs):
+            with self.within(part):
+                return function(*args, **kwargs)
+
+        setattr(owner, name, recorded)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, func._schema.name.removeprefix("aten::")
+        result = None if name.startswith("_fused_") else func(*args, **kwargs)  # they have no kernel without values
+        if func.is_view or not name.isidentifier():  # that of a collective has a namespace
+            return result
+        given = {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        changes = [each.name for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
+        written, read = tensors_of([given.get(each) for each in changes] or result), tensors_of([args, kwargs])
+        for tensor in () if changes else written:  # new memory
+            self._written[storage(tensor)] = (Stream.current[-1], 0)
+            self.kept[storage(tensor)].clear()
+            self.pinned.discard(storage(tensor))
+        is_copy = name in COPIES and len({each.device for each in (*read, *written)}) > 1
+        if is_copy:
+            is_pinned = all(each.device.type != "cpu" or storage(each) in self.pinned for each in read)
+            is_async = given.get("non_blocking") and (is_pinned or written[0].device.type == "cpu")
+            to = "to device" if written[0].device.type == DEVICE else "to host"
+            self.copies.append([self.part, name, to, "async" if is_async else "waits"])
+        elif name not in NO_LAUNCH and any(each.device.type == DEVICE for each in written):
+            self.launches[self.part][name] += 1
+        if name not in NO_LAUNCH:
+            self._order(name, read, written)
+        return result
+
+    def _order(self, name, read, written):
+        mine = Stream.current[-1]
+        Stream.operators += 1
+        for tensor in (each for each in read if each.device.type == DEVICE):
+            stream, number = self._written.get(storage(tensor), (mine, 0))
+            if number > mine.seen[stream] and stream is not mine:
+                self.races.append([self.part, name])
+            elif stream is not mine and mine not in self.kept[storage(tensor)]:
+                self.unkept.append([self.part, name])
+        for tensor in written:
+            self._written[storage(tensor)] = (mine, Stream.operators)
+
+
+def tensors_of(tree):
+    return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
+
+
+def storage(tensor):
+    return tensor.untyped_storage()._cdata
+
+
+def moved(module, device=None, memory_format=torch.preserve_format, **_):
+    """nn.Module.to, which would swap tensors that FakeTensorMode refers to."""
+    for each in module.modules():
+        for name, p in each._parameters.items():
+            layout = memory_format if p is not None and p.ndim == 4 else torch.preserve_format
+            each._parameters[name] = p if p is None else nn.Parameter(p.detach().to(device, memory_format=layout))
+        for name, buffer in each._buffers.items():
+            each._buffers[name] = buffer.to(device)
+    return module
+
+
+def reading(commit):
+    def read(self, samples, is_finite):
+        commit(self, samples, is_finite)
+        bool(is_finite)
+
+    return read
+
+
+def copying(wait):
+    def copy(self):
+        wait(self)
+        torch.zeros(3).to(DEVICE, non_blocking=True)  # not pinned
+
+    return copy
+
+
+FAULTS = {
+    "read": (RunningStats, "commit", reading(RunningStats.commit)),
+    "copy": (StepSums, "wait", copying(StepSums.wait)),
+    "wait": (Stream, "wait_event", lambda *_: None),
+    "keep": (torch.Tensor, "record_stream", lambda *_: None),
+}
+
+
+def made_of_stubs(recorder):
+    """What torch cannot fake, and the parts of the loop that the recorder tells apart."""
+    tensor, Tensor = torch.tensor, torch.Tensor
+
+    def new_tensor(*args, pin_memory=False, **kwargs):
+        made = tensor(*args, **kwargs)
+        return made.pin_memory() if pin_memory else made
+
+    def pin_memory(self):
+        made = self.clone()
+        recorder.pinned.add(storage(made))
+        return made
+
+    torch.tensor, Tensor.pin_memory, nn.Module.to = new_tensor, pin_memory, moved
+    Tensor.record_stream = lambda self, stream: recorder.kept[storage(self)].add(stream)
+    Tensor.data_ptr = lambda self: storage(self) + self.storage_offset() * self.element_size()
+    torch.Stream, torch.Event, torch.accelerator.current_stream = Stream, Event, lambda *_: Stream.current[-1]
+    torch.accelerator.set_device_index = lambda *_: None
+    # what is read on purpose: digests of the first passes and of a checkpoint, and the result of an evaluation
+    for module in (first_passes_module, fingerprint):
+        module.fingerprint_of = lambda name, tensors, owners=None: len(fingerprint._totals(name, tensors, owners))
+    archive.Tensor = FakeTensor  # else no checkpoint can hold one
+    MetricTracker.means = lambda self: {"loss": 0.0}
+
+
+def autocast():
+    """The casts of MiniResNet's operators, which torch has for the devices that it knows. Returns what keeps them."""
+    key, keys = "AutocastPrivateUse1", torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    rest, mine = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    rest.fallback(torch.library.fallthrough_kernel, key)
+
+    def cast(function, dtype):
+        def casting(*args):
+            args = [each.to(dtype) if isinstance(each, torch.Tensor) else each for each in args]
+            with torch._C._ExcludeDispatchKeyGuard(keys):
+                return function(*args)
+
+        return casting
+
+    for name in ("conv2d", "linear"):
+        mine.impl(name, cast(getattr(torch.ops.aten, name), torch.bfloat16), key)
+    mine.impl("log_softmax.int", cast(torch.ops.aten.log_softmax.int, torch.float32), key)
+    return rest, mine
+
+
+def main():
+    _setup_privateuseone_for_python_backend(DEVICE, Backend())
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    recorder, _casts = Recorder(), autocast()
+    made_of_stubs(recorder)
+    found = {"plain": run(recorder), "more": run(recorder, *MORE)}
+    for name, (owner, function, fault) in FAULTS.items():
+        with mock.patch.object(owner, function, fault):
+            try:
+                found[name] = run(recorder)
+            except DataDependentOutputException as error:
+                found[name] = f"read: {error}"
+    print(json.dumps(found))
+
+
+def run(recorder, *flags):
+    """What the last step of the second epoch, an evaluation and a checkpoint do."""
+    config = TrainingConfig.from_args(["--amp_dtype", "bf16", "--dataset_size", str(4 * 64), *flags])
+    ctx, Stream.current = DistributedContext(0, 0, 1, torch.device(DEVICE, 0)), [Stream()]
+    clock = Clock(ctx.device)
+    loader, _ = create_distributed_dataloader(dataset.create_dataset(config, "train"), config, ctx, clock)
+    held_out = create_evaluation_dataloader(dataset.create_dataset(config, "val"), config, ctx, clock)
+    for each in (loader, held_out):
+        planned(each.sampler)
+    with Fake(allow_non_fake_inputs=True), recorder:
+        return train_and_save(recorder, loader, {"val": held_out}, config, ctx)
+
+
+def planned(sampler):
+    """Draw the orders now, with their values."""
+    orders = [list(sampler.global_batches(epoch)) for epoch in range(EPOCHS)]
+    sampler.global_batches = lambda epoch, start=0: iter(orders[epoch])
+
+
+def train_and_save(recorder, loader, held_out, config, ctx):
+    seams, clock, sampler = Seams.of(your_model, ctx.device), loader._clock, loader.sampler
+    state = create_state(seams, config, ctx)
+    model = wrap_ddp(state.model, config, ctx)
+    first_passes(model, state, loader, held_out, seams, config, ctx)
+    state.plan(sampler, ctx.world_size)
+    for owner, name, part in (
+        (loader, "_make", "loader"),
+        (loader, "_to_device", "augmentation"),
+        (state, "backward", "backward"),
+        (state.optimizer, "step", "optimizer"),
+    ):
+        recorder.patch(owner, name, part)
+    compute_loss = SimpleNamespace(f=seams.compute_loss)
+    recorder.patch(compute_loss, "f", "forward")
+    seams = dataclasses.replace(seams, compute_loss=compute_loss.f)
+    attempt = SimpleNamespace(config=config, ctx=ctx, clock=clock)
+    nothing = mock.MagicMock()
+    nothing.step.return_value = False
+    reporter = SimpleNamespace(is_due=False, step_done=lambda *_: steps.append(recorder.take()))
+    training = SimpleNamespace(
+        **{"attempt": attempt, "seams": seams, "loader": loader, "state": state, "model": model},
+        **{"consensus": nothing, "checkpoints": nothing, "reporter": reporter},
+        cross_check=SimpleNamespace(run=lambda global_batch, compute: compute(global_batch)),
+    )
+    recorder.part = "update"
+    recorder.take()
+    for _ in range(EPOCHS):
+        steps = []
+        train.train_one_epoch(training)
+        state.schedule.end_epoch()
+    recorder.part = "evaluation"
+    Evaluation(state.model, seams, state.precision, ctx).records(
+        "val", held_out["val"], state.weights(), state.progress
+    )
+    found, recorder.part = {"step": steps[-1], "evaluation": recorder.take()}, "checkpoint"
+    return found | {"checkpoint": save(recorder, state, sampler, attempt)}
+
+
+def save(recorder, state, sampler, attempt):
+    """The copy of a checkpoint, whose thread is this one: modes of torch are those of their thread."""
+    run = mock.MagicMock(leads_node=True, mirror=None, resume_path=None, checkpoints=Path("checkpoints"))
+    attempt = SimpleNamespace(run=run, goodput=SimpleNamespace(now=dict), **vars(attempt))
+    checkpoints = checkpoints_module.Checkpoints(attempt, state, sampler, {})
+    recorder.take()
+    with mock.patch.object(checkpoints._copier, "submit", lambda function, *args: function(*args)):
+        checkpoints._begin()
+    return recorder.take()
+
+
+if __name__ == "__main__":
+    main()
