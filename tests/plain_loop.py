@@ -21,7 +21,7 @@ def number(*key):
 
 
 def seed(*key):
-    random.seed(number(*key)), torch.manual_seed(number(*key)), numpy.random.seed(number(*key) % 2**32)
+    random.seed(n := number(*key)), torch.default_generator.manual_seed(n), numpy.random.seed(n % 2**32)
 
 
 def samples(data, indices, *key):
@@ -48,8 +48,8 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
     torch.manual_seed(config.seed)
     model = create_model(config, device := torch.device(device)).train()
     groups, rest = param_groups(model, config), {"weight_decay": config.weight_decay, "fused": fused}
-    nesterov = config.nesterov and config.momentum > 0
-    optimizer = torch.optim.SGD(groups, config.lr, config.momentum, nesterov=nesterov, **rest)
+    generators = [torch.default_generator, *torch.cuda.default_generators]  # torch.manual_seed takes 100 us
+    optimizer = torch.optim.SGD(groups, config.lr, mu := config.momentum, nesterov=config.nesterov and mu > 0, **rest)
     if config.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, config.lr, (config.momentum, config.beta2), **rest)
     rule = lambda *weights: get_ema_multi_avg_fn(min(config.ema_decay, step / (9 + step)))(*weights)  # noqa: E731
@@ -78,7 +78,7 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
             counts = sum(map(Counter, map(seams.get("loss_counts", lambda batch: {}), batches)), Counter())
             for m, (chosen, batch) in enumerate(zip(parts, batches, strict=True)):
                 torch._foreach_copy_(statistics, before)  # each micro-batch moves those before the step
-                torch.manual_seed(number("step", config.seed, step, m))
+                [each.manual_seed(number("step", config.seed, step, m)) for each in generators]
                 loss = compute_loss(model, batch, **more)["loss"]
                 if counts:  # of the global batch, without terms that counted nothing
                     loss = sum(loss[name][2] * loss[name][0] / n for name, n in counts.items()), 1 / len(parts)
