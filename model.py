@@ -219,5 +219,6 @@ def log_images(model: nn.Module, batch: Any) -> dict[str, Tensor]:
         picture.paste(Image.fromarray(image.numpy()).resize((128, 128), Image.Resampling.NEAREST))
         color = "green" if guess == label else "red"
         ImageDraw.Draw(picture).text((4, 130), f"{guess}, true {label}", fill=color)
-        shown.append(torch.tensor(picture.getdata(), dtype=torch.uint8).view(144, 128, 3).permute(2, 0, 1))
+        flat = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)  # copied: a tensor may be written to
+        shown.append(flat.view(144, 128, 3).permute(2, 0, 1))
     return {"predictions": torch.stack(shown)}

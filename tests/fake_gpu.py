@@ -12,7 +12,7 @@ copies    between host and device: part, operator, direction, and whether the ho
 races     operators that read what another stream wrote, without waiting for it
 unkept    those that read another stream's memory, which may be freed before (`record_stream` would keep it)
 
-of a step, an evaluation and the copy of a checkpoint, with the default flags, with more (MORE), and with each fault.
+of a step, a log point, an evaluation and the copy of a checkpoint, with the default flags, with more (MORE), and with each fault.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ def main():
 
 
 def run(recorder, *flags):
-    """What the last step of the second epoch, an evaluation and a checkpoint do."""
+    """What the last step of the second epoch, a log point, an evaluation and a checkpoint do."""
     config = TrainingConfig.from_args(["--amp_dtype", "bf16", "--dataset_size", str(4 * 64), *flags])
     ctx, Stream.current = DistributedContext(0, 0, 1, torch.device(DEVICE, 0)), [Stream()]
     clock = Clock(ctx.device)
@@ -328,7 +328,7 @@ def train_and_save(recorder, loader, held_out, config, ctx):
     attempt = SimpleNamespace(config=config, ctx=ctx, clock=clock)
     nothing = mock.MagicMock()
     nothing.step.return_value = False
-    reporter = SimpleNamespace(is_due=False, step_done=lambda *_: steps.append(recorder.take()))
+    reporter = mock.Mock(is_due=False, step_done=lambda *_: steps.append(recorder.take()))
     training = SimpleNamespace(
         **{"attempt": attempt, "seams": seams, "loader": loader, "state": state, "model": model},
         **{"consensus": nothing, "checkpoints": nothing, "reporter": reporter},
@@ -340,19 +340,23 @@ def train_and_save(recorder, loader, held_out, config, ctx):
         steps = []
         train.train_one_epoch(training)
         state.schedule.end_epoch()
-    recorder.part = "evaluation"
+    recorder.take()
+    recorder.part = "log point"
+    state.begin_read(fingerprint.fingerprint(state))
+    log_point, recorder.part = recorder.take(), "evaluation"
     Evaluation(state.model, seams, state.precision, ctx).records(
         "val", held_out["val"], state.weights(), state.progress
     )
-    found, recorder.part = {"step": steps[-1], "evaluation": recorder.take()}, "checkpoint"
-    return found | {"checkpoint": save(recorder, state, sampler, attempt)}
+    found = {"step": steps[-1], "log point": log_point, "evaluation": recorder.take()}
+    recorder.part = "checkpoint"
+    return found | {"checkpoint": save(recorder, state, attempt)}
 
 
-def save(recorder, state, sampler, attempt):
+def save(recorder, state, attempt):
     """The copy of a checkpoint, whose thread is this one: modes of torch are those of their thread."""
     run = mock.MagicMock(leads_node=True, mirror=None, resume_path=None, checkpoints=Path("checkpoints"))
     attempt = SimpleNamespace(run=run, goodput=SimpleNamespace(now=dict), **vars(attempt))
-    checkpoints = checkpoints_module.Checkpoints(attempt, state, sampler, {})
+    checkpoints = checkpoints_module.Checkpoints(attempt, state, {}, before_save=lambda: None)
     recorder.take()
     with mock.patch.object(checkpoints._copier, "submit", lambda function, *args: function(*args)):
         checkpoints._begin()

@@ -21,7 +21,7 @@ def number(*key):
 
 
 def seed(*key):
-    random.seed(number(*key)), torch.manual_seed(number(*key)), numpy.random.seed(number(*key) % 2**32)
+    random.seed(n := number(*key)), torch.default_generator.manual_seed(n), numpy.random.seed(n % 2**32)
 
 
 def samples(data, indices, *key):
@@ -48,16 +48,16 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
     torch.manual_seed(config.seed)
     model = create_model(config, device := torch.device(device)).train()
     groups, rest = param_groups(model, config), {"weight_decay": config.weight_decay, "fused": fused}
-    nesterov = config.nesterov and config.momentum > 0
-    optimizer = torch.optim.SGD(groups, config.lr, config.momentum, nesterov=nesterov, **rest)
+    generators = [torch.default_generator, *torch.cuda.default_generators]  # torch.manual_seed takes 100 us
+    optimizer = torch.optim.SGD(groups, config.lr, mu := config.momentum, nesterov=config.nesterov and mu > 0, **rest)
     if config.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, config.lr, (config.momentum, config.beta2), **rest)
     rule = lambda *weights: get_ema_multi_avg_fn(min(config.ema_decay, step / (9 + step)))(*weights)  # noqa: E731
-    if "create_optimizer" in seams:
-        optimizer = seams["create_optimizer"](groups, config)
+    optimizer = seams.get("create_optimizer", lambda *_: optimizer)(groups, config)
     average = AveragedModel(model, multi_avg_fn=rule, use_buffers=True) if config.ema_decay else None
     norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
-    statistics = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
+    statistics = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)] or [torch.zeros(1)]
+    before, means = ([torch.empty_like(s) for s in statistics] for _ in range(2))
     size = config.batch_size * micro_batches_per_step
     used = len(data) - config.drop_last * (len(data) % size)
     per_epoch, (most_epochs, most_steps) = math.ceil(used / size), config.limits
@@ -70,22 +70,22 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
         for window in order[:used].split(size)[: total - step - 1]:
             seen, step, count, loss_of_step = epoch * used + (step + 1) % per_epoch * size, step + 1, 0.0, 0.0
             now = {"step": step, "total_steps": total, "epoch": epoch, "samples_seen": seen}
-            view = Progress(**{name: torch.tensor(value, device=device) for name, value in now.items()})
+            view = Progress(**{name: torch.full((), value, device=device) for name, value in now.items()})
             more = {"progress": view} if "progress" in inspect.signature(compute_loss).parameters else {}
-            before, means = [s.clone() for s in statistics], [torch.zeros_like(s) for s in statistics]
+            torch._foreach_copy_(before, statistics), torch._foreach_zero_(means)
             parts, key = window.split(config.batch_size), (config.seed, epoch)
             batches = [transform(collate(samples(data, part.tolist(), *key)), *key, part) for part in parts]
             counts = sum(map(Counter, map(seams.get("loss_counts", lambda batch: {}), batches)), Counter())
             for m, (chosen, batch) in enumerate(zip(parts, batches, strict=True)):
-                [s.copy_(old) for s, old in zip(statistics, before, strict=True)]  # each moves those before the step
-                torch.manual_seed(number("step", config.seed, step, m))
+                torch._foreach_copy_(statistics, before)  # each micro-batch moves those before the step
+                [each.manual_seed(number("step", config.seed, step, m)) for each in generators]
                 loss = compute_loss(model, batch, **more)["loss"]
                 if counts:  # of the global batch, without terms that counted nothing
                     loss = sum(loss[name][2] * loss[name][0] / n for name, n in counts.items()), 1 / len(parts)
                 loss[0].backward()
                 loss_of_step, count = loss_of_step + loss[0].detach().double(), count + float(loss[1])
-                [m.add_(s * (len(chosen) / len(window))) for m, s in zip(means, statistics, strict=True)]
-            [s.copy_(mean) for s, mean in zip(statistics, means, strict=True)]
+                torch._foreach_add_(means, torch._foreach_mul(statistics, len(chosen) / len(window)))
+            torch._foreach_copy_(statistics, means)
             torch._foreach_div_([p.grad for p in model.parameters() if p.grad is not None], count)
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm or math.inf)
             factor = factor_at(config, step, config.schedule_steps or total, warm_up, Progress(**now, user=user))

@@ -31,6 +31,11 @@ def test_the_loop_waits_for_the_device_nowhere_between_two_log_points(fake_gpu, 
     assert not any(found[part]["unkept"] for part in ("step", "evaluation"))
 
 
+def test_a_log_point_is_one_copy_that_does_not_wait(fake_gpu):
+    for flags in ("plain", "more"):
+        assert fake_gpu[flags]["log point"]["copies"] == [["log point", "copy_", "to host", "async"]]
+
+
 def test_the_rehearsal_notices_a_read_a_copy_and_a_stream_that_does_not_wait(fake_gpu):
     assert fake_gpu["read"] == "read: aten._local_scalar_dense.default"
     assert fake_gpu["copy"]["step"]["copies"][-1] == ["update", "_to_copy", "to device", "waits"]

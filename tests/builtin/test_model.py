@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -142,3 +143,15 @@ def test_the_loss_asks_whether_gradients_are_computed_and_not_for_the_mode_of_th
         plain = compute_loss(model, batch)
     assert smoothed.keys() == {"loss", "top1"} and plain.keys() == {"loss", "top1", "top5"}
     assert smoothed["loss"][0].item() != plain["loss"][0].item()
+
+
+def test_shown_images_hold_the_pixels_of_each_picture(monkeypatch):
+    """As PIL gives them one by one. 18 images, of which 16 are shown, in gray."""
+    drawn, new = [], Image.new
+    monkeypatch.setattr(Image, "new", lambda *words: drawn.append(new(*words)) or drawn[-1])
+    shown = model.log_images(nn.Flatten(), (torch.rand(18, 1, 4, 4), torch.arange(18)))["predictions"]
+    assert shown.shape == (16, 3, 144, 128) and shown.dtype == torch.uint8 and shown.float().std() > 20
+    pictures = [each for each in drawn if each.size == (128, 144)]  # PIL itself makes others
+    for picture, found in zip(pictures, shown, strict=True):
+        places = [(x, y) for x in range(0, 128, 3) for y in range(144)]
+        assert all(picture.getpixel((x, y)) == tuple(found[:, y, x].tolist()) for x, y in places)

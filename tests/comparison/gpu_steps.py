@@ -223,9 +223,9 @@ def loops(note: Note) -> str:
     found["host"] = speed.host_cost(TrainingConfig.from_args([*COMMON]), ctx, min(STEPS, 20), ROUNDS, FOLDER / "tiny")
     note(found)
     cleanup_distributed()
-    ratios = {size: each["rows"][speed.TEMPLATE]["wall_over_plain"] for size, each in found["batches"].items()}
+    ratios = {size: each["rows"][speed.TEMPLATE]["wall_over_bare"] for size, each in found["batches"].items()}
     rates = {size: each["rows"][speed.TEMPLATE]["samples_per_s"] for size, each in found["batches"].items()}
-    return "over the plain loop: " + ", ".join(
+    return "over the bare loop: " + ", ".join(
         f"{ratio:.3f} at {size} ({rates[size]:,.0f} images/s)" for size, ratio in ratios.items()
     )
 

@@ -1,4 +1,4 @@
-"""The loops that this template is compared with: plain loop, minimal loop, and the official DDP tutorial's."""
+"""The loops that this template is compared with: plain loop, bare loop, and the official DDP tutorial's."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -19,27 +20,26 @@ from config import TrainingConfig
 from ddp_utils import DistributedContext, wrap_ddp
 from utils.data.transfer import SideStream, pinned, to_device
 from utils.metrics import Metrics
+from utils.training.optimizer import create_optimizer
 from utils.training.precision import Precision
 
 ORACLE = Path(__file__).resolve().parents[1] / "plain_loop.py"
 
 
 class RankSubset(Dataset):
-    """One rank's samples in the plain and minimal loops: every world_size-th one, with batches on the device.
+    """One rank's samples in the plain and the bare loop: every world_size-th one.
 
-    On CUDA they get there as in the template: pinned, in a second stream.
+    On a GPU a batch is copied and transformed as in the template: from pinned memory, in a second stream.
     """
 
     def __init__(self, source: Dataset, ctx: DistributedContext) -> None:
-        self._source, self._device = source, ctx.device
-        self._side = SideStream(ctx.device) if ctx.device.type == "cuda" else None
+        self._source, self._ctx = source, ctx
+        self._side = SideStream(ctx.device) if ctx.device.type != "cpu" else None
         if self._side:
             self._side.begin()
         self._indices = range(ctx.rank, len(source) - len(source) % ctx.world_size, ctx.world_size)
-        if transform := getattr(source, "device_transform", None):
-            self.device_transform = lambda batch, seed, epoch, chosen: transform(
-                batch, seed, epoch, (ctx.rank + chosen * ctx.world_size).to(ctx.device)
-            )
+        self.collate = getattr(source, "collate", torch.utils.data.default_collate)
+        self._transform = getattr(source, "device_transform", lambda batch, *_: batch)
         if hasattr(source, "__getitems__"):
             self.__getitems__ = lambda chosen: source.__getitems__(
                 chosen if ctx.world_size == 1 else [self._indices[k] for k in chosen]
@@ -51,12 +51,18 @@ class RankSubset(Dataset):
     def __getitem__(self, index: int) -> Any:
         return self._source[self._indices[index]]
 
-    def collate(self, samples: Any) -> Any:
-        collate = getattr(self._source, "collate", torch.utils.data.default_collate)
-        batch = collate(samples)
+    def device_transform(self, batch: Any, seed: int, epoch: int, chosen: Tensor) -> Any:
+        """Also copies the batch, which is on the host, and the indices, for which the host does not wait either."""
+        chosen = self._ctx.rank + chosen * self._ctx.world_size
         if not self._side:
-            return batch
-        batch, event = self._side.run(lambda: to_device(pinned(batch), self._device))
+            return self._transform(batch, seed, epoch, chosen)
+        on_host = pinned((batch, chosen))
+
+        def move() -> Any:
+            batch, indices = to_device(on_host, self._ctx.device)
+            return self._transform(batch, seed, epoch, indices)
+
+        batch, event = self._side.run(move)
         self._side.hand_over(batch, event)
         return batch
 
@@ -92,25 +98,27 @@ def plain(
         yield model, loss, count
 
 
-def minimal(config: TrainingConfig, ctx: DistributedContext, precision: Precision) -> Iterator[None]:
-    """Only what training needs: no schedule, gradient norm or seeding, and stock BatchNorm."""
+def bare(config: TrainingConfig, ctx: DistributedContext, precision: Precision) -> Iterator[None]:
+    """What an expert writes by hand for speed: only what training needs, and nothing that waits for the device.
+
+    No schedule, gradient norm, seeds or metrics, and stock BatchNorm. The loss is that of the built-in model.
+    """
     data = RankSubset(fork_dataset.create_dataset(config, "train"), ctx)
-    transform = getattr(data, "device_transform", lambda batch, *_: batch)
     fetch = getattr(data, "__getitems__", lambda chosen: [data[k] for k in chosen])
     torch.manual_seed(config.seed)
     model = fork_model.create_model(config, ctx.device).train()
     wrapped = wrap_ddp(model, config, ctx) if ctx.world_size > 1 else model
-    groups = fork_model.param_groups(model, config)
-    optimizer = torch.optim.SGD(groups, config.lr, config.momentum, nesterov=True, fused=True)
+    optimizer = create_optimizer(fork_model.param_groups(model, config), config)  # torch's, fused
     for epoch in itertools.count():
         micro_batches = torch.randperm(len(data)).split(config.batch_size)
         for number, chosen in enumerate(micro_batches, start=1):
             is_last_micro_batch = number % config.grad_accum_steps == 0 or number == len(micro_batches)
-            batch = transform(data.collate(fetch(chosen.tolist())), config.seed, epoch, chosen)
-            wrapped.require_backward_grad_sync = is_last_micro_batch
+            host_batch = data.collate(fetch(chosen.tolist()))
+            images, labels = data.device_transform(host_batch, config.seed, epoch, chosen)
+            wrapped.require_backward_grad_sync = is_last_micro_batch  # as DDP.no_sync sets it
             with precision.autocast():
-                loss, count = fork_model.compute_loss(wrapped, batch)["loss"]
-            (loss / (count * config.grad_accum_steps)).backward()
+                loss = cross_entropy(wrapped(images), labels, label_smoothing=config.label_smoothing)
+            (loss / config.grad_accum_steps).backward()
             if is_last_micro_batch:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -134,6 +142,8 @@ class FloatImages(Dataset):
 
 class Tutorial:
     """The tutorial's loop around our model and images: float32, stock DDP, sampler and loader.
+
+    As in the tutorial, the host waits for both copies of each batch, and so for all work queued before.
 
     Source: https://github.com/pytorch/examples/blob/main/distributed/ddp-tutorial-series/multigpu_torchrun.py
     """

@@ -7,11 +7,13 @@ The first command compares four loops in one process (on each rank):
 
 this template   train.train_one_epoch with the default checks, records and watchdog
 plain loop      tests/plain_loop.py: the same precision, layout, fused optimizer, clipping and schedule; DDP
-minimal loop    only what training needs: no schedule, gradient norm or seeding
-DDP tutorial    pytorch/examples, ddp-tutorial-series/multigpu_torchrun.py: float32, stock sampler and optimizer
+bare loop       what an expert writes by hand: only what training needs; the first to compare with
+DDP tutorial    pytorch/examples, ddp-tutorial-series/multigpu_torchrun.py: float32, stock sampler and optimizer, and
+                copies for which the host waits
 
 Turns, medians and controls are those of scripts/benchmark.py. The host cost is measured with a model that computes
-almost nothing. The exit code is 1 if losses differ from the plain loop's.
+almost nothing. The exit code is 1 if losses differ from the plain loop's: they must be equal on one
+rank, on a GPU with --deterministic.
 """
 
 from __future__ import annotations

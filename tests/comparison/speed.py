@@ -32,7 +32,7 @@ from utils.table import format_table
 from utils.training.precision import Precision
 from utils.training.seams import Seams
 
-TEMPLATE, PLAIN, MINIMAL, TUTORIAL = NAMES = ("this template", "plain loop", "minimal loop", "DDP tutorial")
+TEMPLATE, PLAIN, BARE, TUTORIAL = NAMES = ("this template", "plain loop", "bare loop", "DDP tutorial")
 HOST_STEPS, HOST_ROUNDS = 5, 6  # multiples of --steps and --rounds for the costless model: many short turns
 
 
@@ -49,12 +49,12 @@ class Comparison:
         accumulation = config.micro_batches_per_step(ctx.world_size) // ctx.world_size
         self.config = dataclasses.replace(self.ours.config, grad_accum_steps=accumulation, global_batch_size=0)
         precision = Precision.choose(config, ctx.device, ctx.fast_bf16)
-        plain, minimal = (loop(self.config, ctx, precision) for loop in (loops.plain, loops.minimal))
+        plain, bare = (loop(self.config, ctx, precision) for loop in (loops.plain, loops.bare))
         self._plain_losses: list[tuple[Tensor, float]] = []
         epoch_of: dict[str, Callable[[], object]] = {
             TEMPLATE: self.ours.epoch,
             PLAIN: lambda: self._plain_losses.extend(next(plain)[1:] for _ in range(steps)),
-            MINIMAL: lambda: [next(minimal) for _ in range(steps)],
+            BARE: lambda: [next(bare) for _ in range(steps)],
         }
         if with_tutorial:
             before = allocated(ctx.device)
@@ -74,11 +74,13 @@ class Comparison:
         take_turns(candidates, rounds, device, report)
         spent = {phase: seconds - before[phase] for phase, seconds in self.ours.spent().items() if phase in STEP_PHASES}
         self.ours.close()
-        plain, rows = self.candidates[PLAIN], {}
+        plain, bare, rows = self.candidates[PLAIN], self.candidates[BARE], {}
         for each in candidates:
             rows[each.name] = {
                 "step_s": each.seconds() / self.steps,
                 "cpu_s": each.seconds("cpu") / self.steps,
+                "wall_over_bare": each.ratio(bare),
+                "cpu_over_bare": each.ratio(bare, "cpu"),
                 "wall_over_plain": each.ratio(plain),
                 "cpu_over_plain": each.ratio(plain, "cpu"),
                 "control_wall": each.control(),
@@ -94,8 +96,9 @@ class Comparison:
         return rows
 
     def equality(self) -> dict[str, int]:
-        """The number of log intervals, and of those with exactly the plain loop's loss. Zero on several ranks."""
-        if self._ctx.world_size > 1:
+        """The number of log intervals, and of those with exactly the plain loop's loss. Both are zero if it need not be
+        equal: on several ranks, and on a GPU without --deterministic."""
+        if self._ctx.world_size > 1 or not (self._ctx.device.type == "cpu" or self.config.deterministic):
             return {"intervals": 0, "equal": 0}
         every, records = self.config.log_interval, self.ours.training.attempt.run.records("train")
         found = [record["loss"] for record in records]
@@ -120,12 +123,12 @@ def measure(
     equality = comparison.equality()
     say(table(rows, flops, peak))
     say(f"speed of this template over the DDP tutorial: {rows[TUTORIAL]['step_s'] / rows[TEMPLATE]['step_s']:.2f}")
-    if equality["intervals"]:
-        words = "losses of template and plain loop: {equal} of {intervals} log intervals are bit-identical"
-        say(words.format(**equality))
+    words = "losses of template and plain loop: {equal} of {intervals} log intervals are bit-identical"
+    is_asked = equality["intervals"] > 0
+    say(words.format(**equality) if is_asked else "losses: not compared (needs one rank, and --deterministic on a GPU)")
     controls = ", ".join(f"{value:.3f}" for value in cost["controls"].values())
     say(f"host: {cost['template_us']:.0f} us CPU time per step with a model that costs nothing (controls {controls})")
-    for name in ("plain", "minimal"):
+    for name in ("bare", "plain"):
         say(f"  {cost[f'over_{name}_us']:+.0f} us over the {name} loop")
     facts = {"precision": precision.name, "workers": workers, "flops_per_sample": flops, "peak_flops": peak}
     return facts | {"rows": rows, "equality": equality, "host": cost}
@@ -137,24 +140,25 @@ def host_cost(config: TrainingConfig, ctx: DistributedContext, steps: int, round
     with costless_task():
         comparison = Comparison(tiny, ctx, HOST_STEPS * steps, folder)
         rows = comparison.run(HOST_ROUNDS * rounds)
-    template, plain, minimal = (each.rounds("cpu") for each in comparison.candidates.values())
+    template, plain, bare = (each.rounds("cpu") for each in comparison.candidates.values())
     per_step = 1e6 / (2 * comparison.steps)  # a round is two turns
     return {
         "template_us": 1e6 * rows[TEMPLATE]["cpu_s"],
+        "over_bare_us": per_step * statistics.median(a - b for a, b in zip(template, bare, strict=True)),
         "over_plain_us": per_step * statistics.median(a - b for a, b in zip(template, plain, strict=True)),
-        "over_minimal_us": per_step * statistics.median(a - b for a, b in zip(template, minimal, strict=True)),
         "controls": {name: row["control_cpu"] for name, row in rows.items()},
     }
 
 
 def table(rows: dict[str, dict[str, Any]], flops: float, peak: float) -> str:
     """The loops as lines of text. flops: per sample, forward and backward; peak: measured, per second."""
-    columns = "step,CPU/step,wall/plain,CPU/plain,control,samples/s,GFLOP/s,of peak,data wait,collectives,memory,"
-    lines = [["", *columns.split(",")]]
+    columns = "step,CPU/step,wall/bare,CPU/bare,wall/plain,CPU/plain,control"
+    lines = [["", *columns.split(","), *"samples/s,GFLOP/s,of peak,data wait,collectives,memory,".split(",")]]
     for name, row in rows.items():
         rate = row["samples_per_s"] * flops
         line = [name, f"{1000 * row['step_s']:.2f} ms", f"{1000 * row['cpu_s']:.2f} ms"]
-        line += [f"{row[key]:.3f}" for key in ("wall_over_plain", "cpu_over_plain", "control_wall")]
+        ratios = [f"{kind}_over_{other}" for other in ("bare", "plain") for kind in ("wall", "cpu")]
+        line += [f"{row[key]:.3f}" for key in (*ratios, "control_wall")]
         line += [f"{row['samples_per_s']:,.0f}", f"{rate / 1e9:,.0f}", f"{rate / peak:.0%}"]
         line += [f"{row['data_wait']:.1%}" if "data_wait" in row else "-", f"{row['collectives_per_step']:.2f}"]
         lines.append([*line, f"{row['peak_memory_bytes'] / 2**20:,.0f} MiB", row["warning"]])

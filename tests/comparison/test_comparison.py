@@ -1,8 +1,10 @@
 """The comparison with other loops compares equal work: bitwise equal losses, the same batches."""
 
 import contextlib
+import dataclasses
 import io
 import json
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -40,15 +42,16 @@ def test_one_rank_ends_with_equal_losses_and_a_json(tmp_path):
     )
     assert found["flops_per_sample"] > 1e4 and found["peak_flops"] > 1e9
     assert "losses of template and plain loop: 4 of 4 log intervals are bit-identical" in out
-    assert "us over the plain loop" in out
+    assert "us over the bare loop" in out and "us over the plain loop" in out
+    assert found["rows"]["bare loop"]["wall_over_bare"] == found["rows"]["plain loop"]["cpu_over_plain"] == 1
 
 
 @pytest.mark.slow
 def test_two_ranks_count_the_same_collectives_for_template_and_plain_loop(tmp_path):
     assert [code for code, _ in run_ranks(2, measured, tmp_path / "b.json")] == [0, 0]
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
-    template, plain, minimal, _ = (rows[name]["collectives_per_step"] for name in speed.NAMES)
-    assert plain >= 2 and minimal == plain
+    template, plain, bare, _ = (rows[name]["collectives_per_step"] for name in speed.NAMES)
+    assert plain >= 2 and bare == plain
     assert template >= plain + 1  # one for BatchNorm, more for consensus and log points
 
 
@@ -83,6 +86,13 @@ def equalities(folder):
 @pytest.mark.slow
 def test_losses_equal_the_plain_loops_bitwise_and_a_difference_is_detected(tmp_path):
     assert run_ranks(1, equalities, tmp_path) == [[{"intervals": 4, "equal": equal} for *_, equal in EQUALITY]]
+
+
+@pytest.mark.parametrize(("device", "is_deterministic", "ranks"), [("cuda", False, 1), ("cpu", True, 2)])
+def test_losses_that_need_not_be_equal_are_not_compared(device, is_deterministic, ranks):
+    ctx, config = SimpleNamespace(world_size=ranks, device=torch.device(device)), config_of([])
+    its = SimpleNamespace(_ctx=ctx, config=dataclasses.replace(config, deterministic=is_deterministic))
+    assert speed.Comparison.equality(its) == {"intervals": 0, "equal": 0}
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import plain_loop
 from utils.data import augment
 from utils.data.augment import augment_images, choose, crop_and_flip, crops_of, normalize
 from utils.rng import derive_seed, draw_integers, sample_draws
@@ -11,6 +12,8 @@ from utils.rng import derive_seed, draw_integers, sample_draws
 def test_seeds_of_different_keys_differ():
     keys = [("order", seed, epoch) for seed in range(30) for epoch in range(30)] + [("step", 1, 23), ("step", 12, 3)]
     assert len({derive_seed(*key) & 0xFFFFFFFF for key in keys}) == len(keys)
+    for key in [(), ("50%s", 1, 2**40, 0.5), ("sample", 3, 4, *range(2000))]:  # as in the oracle: runs resume with them
+        assert derive_seed(*key) == plain_loop.number(*key)
 
 
 def test_draws_equal_splitmix64_in_python_integers():

@@ -60,7 +60,8 @@ class Fetcher(Dataset):
 
     def _batch(self, epoch: int, indices: list[int]) -> Any:
         seed_host("sample", self._seed, epoch, *indices)
-        return self._dataset.__getitems__([index % len(self._dataset) for index in indices])
+        size = len(self._dataset)  # once: for each index, it took 300 us per thousand
+        return self._dataset.__getitems__([index % size for index in indices])
 
     def _sample(self, epoch: int, index: int) -> Any:
         seed_host("sample", self._seed, epoch, index)

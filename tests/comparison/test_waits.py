@@ -1,0 +1,122 @@
+"""In none of the loops but the tutorial's does the host wait for the device, so their times on a GPU are comparable.
+
+The device is torch's "meta", whose tensors have no values: a read by the host raises an error, and copies from the host
+are seen. Not shown: pinned memory and streams, which exist only where there is a GPU.
+"""
+
+import contextlib
+import itertools
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch.optim import optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import dataset
+import model
+import train
+from comparison import loops
+from config import TrainingConfig
+from utils.clock import Clock
+from utils.data import loader
+from utils.run.create import create_state
+from utils.training.cross_check import CrossCheck
+from utils.training.precision import Precision
+from utils.training.seams import Seams
+
+META = torch.device("meta")
+CTX = SimpleNamespace(rank=0, world_size=1, local_world_size=1, device=META, hosts=("here",), fast_bf16=True)
+CONFIG = TrainingConfig(batch_size=4, dataset_size=24, image_size=8, grad_accum_steps=2, num_workers=0)
+SIDE = mock.Mock(stream=contextlib.nullcontext(), run=lambda action: (action(), None))
+
+
+class Waits(TorchDispatchMode):
+    """Counts asynchronous copies from the host; the others are `found`."""
+
+    found, copies = (), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, kwargs = func.name().removeprefix("aten::"), kwargs or {}
+        out = None if name.startswith("_fused") else func(*args, **kwargs)  # has no kernel without values
+        tensors = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, torch.Tensor)]
+        is_copy = name in ("_to_copy", "copy_")
+        tensors = [each for each in tensors if is_copy or each.ndim or each.is_meta]  # else a kernel gets the number
+        if len({each.device for each in tensors}) > 1:
+            is_asynchronous = is_copy and (kwargs.get("non_blocking") or args[2:] == (True,))
+            self.copies += is_asynchronous
+            self.found += () if is_asynchronous else (name,)
+        return out
+
+
+class Calls(TorchFunctionMode):
+    """Finds device tensors made of Python numbers, a copy too. Pins nothing, which needs a GPU."""
+
+    def __init__(self, waits):
+        super().__init__()
+        self.waits = waits
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = {key: value for key, value in (kwargs or {}).items() if key != "pin_memory"}
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == META:
+            self.waits.found += ("tensor",)
+        return args[0] if func is torch.Tensor.pin_memory else func(*args, **kwargs)
+
+
+def template(done):
+    """Its loop, loader and state, without what it does at log points and saves. Calls done() after each step."""
+    seams = Seams.of(model, META)
+    state = create_state(seams, CONFIG, CTX)
+    state.lay_out({"loss": (0.0, 4), "top1": (0, 4)})
+    batches, sampler = loader.create_distributed_dataloader(dataset.create_dataset(CONFIG, "train"), CONFIG, CTX)
+    state.plan(sampler, 1)
+    parts = {"state": state, "seams": seams, "loader": batches, "checkpoints": mock.Mock()}
+    parts |= {"attempt": SimpleNamespace(config=CONFIG, clock=Clock(), ctx=CTX), "consensus": mock.Mock(step=bool)}
+    parts |= {"reporter": mock.Mock(step_done=lambda *_: done(), is_due=False)}
+    parts |= {"model": train.wrap_ddp(state.model, CONFIG, CTX)}
+    parts |= {"cross_check": CrossCheck(state, batches, CONFIG, CTX, *[mock.Mock()] * 3)}
+    train.train_one_epoch(SimpleNamespace(**parts))
+
+
+def other(loop, done):
+    for _ in itertools.islice(loop(CONFIG, CTX, Precision("meta", None)), 3):
+        done()
+
+
+def waits_of(run):
+    """What waits, and the number of copies that do not, from the second step of a loop on."""
+    watch, steps = Waits(), []
+
+    def done():
+        steps.append((watch.found, watch.copies))
+        watch.found, watch.copies = (), 0
+
+    names = ["comparison.loops.SideStream", "utils.data.loader.SideStream"]
+    with contextlib.ExitStack() as seams, Calls(watch), watch:
+        [seams.enter_context(mock.patch(name, lambda device: SIDE)) for name in names]
+        seams.enter_context(mock.patch("torch.distributed.get_world_size", lambda: 1))
+        seams.enter_context(mock.patch.object(optimizer, "_get_fused_kernels_supported_devices", lambda: ["meta"]))
+        run(done)
+    return set(steps[1:])
+
+
+RUNS = {"template": template, "plain": partial(other, loops.plain), "bare": partial(other, loops.bare)}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_host_waits_for_nothing_in_a_step(name):
+    """Of each of two micro-batches it copies images, labels, indices, and two constants of the normalization."""
+    assert waits_of(RUNS[name]) == {((), 10)}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_waits_are_noticed(name, monkeypatch):
+    monkeypatch.setattr(dataset, "normalize", lambda images, *_: images.to(torch.tensor(1.0, device=META)))
+    assert waits_of(RUNS[name]) == {(("tensor",) * 2, 6)}
+    monkeypatch.setattr(dataset, "normalize", lambda images, *_: images / images.max().item())
+    with pytest.raises(RuntimeError, match="meta tensors"):
+        waits_of(RUNS[name])
