@@ -12,7 +12,8 @@ copies    between host and device: part, operator, direction, and whether the ho
 races     operators that read what another stream wrote, without waiting for it
 unkept    those that read another stream's memory, which may be freed before (`record_stream` would keep it)
 
-of a step, a log point, an evaluation and the copy of a checkpoint, with the default flags, with more (MORE), and with each fault.
+of a step, a log point, an evaluation and the copy of a checkpoint, with the default flags, with more (MORE), and with
+each fault.
 """
 
 from __future__ import annotations
