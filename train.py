@@ -286,7 +286,7 @@ def validate(training: Training) -> None:
     state, schedule, checkpoints = training.state, training.state.schedule, training.checkpoints
     progress = schedule.progress
     began = time.perf_counter()
-    checkpoints.finish_copy()  # before the weights are exchanged for their average
+    checkpoints.finish_best()  # of an earlier evaluation; and the copy, before the weights become their average
     state.show(progress)
     records = training.evaluation.records("val", training.held_out["val"], state.weights(), progress)
     selecting = records[-1]  # of the averaged weights, if there are any

@@ -34,8 +34,10 @@ class Board:
             if self._writer is None:
                 from torch.utils.tensorboard import SummaryWriter  # takes a second or two
 
-                # hides what an earlier attempt wrote beyond this step
-                self._writer = SummaryWriter(self._folder, purge_step=self._step + 1 if self._step else None)
+                # purge_step hides what an earlier attempt wrote beyond this step; its thread flushes, as a flush here
+                # would wait for it
+                purge_step = self._step + 1 if self._step else None
+                self._writer = SummaryWriter(self._folder, purge_step=purge_step, flush_secs=1)
             action(self._writer)
         except OSError:
             self._writer = None
@@ -69,7 +71,6 @@ class Board:
             values = [Summary.Value(tag=f"{group}/{name}", simple_value=value) for name, value in numbers.items()]
             # one event for all: add_scalar takes 84 us each
             writer.file_writer.add_summary(Summary(value=values), record["step"])
-            writer.flush()
 
         self._write(write)
         self._step = record["step"]

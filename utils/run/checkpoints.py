@@ -94,6 +94,7 @@ class Checkpoints:
         self._rest = 0  # on rank 0: the rest of its fingerprint, of buffers and position
         self._buffers: list[str] = []  # the names of these buffers
         self._writing: Future[float] | None = None  # in progress; returns its seconds
+        self._new_best: tuple[int, int] | None = None  # step and epoch of an evaluation, to be linked by best.pt
         self._is_owed = False  # a save was due while another one was written
         self._odd_buffers: list[str] | None = None  # that differ between ranks; None: not compared yet
         self._begun_at = time.monotonic()  # start of the last save
@@ -127,6 +128,7 @@ class Checkpoints:
         is_free = not self._writes or self._is_free(now)
         self._before_save()
         if lowest_rank(not is_free, self._ctx) is None:
+            self._link_best()
             self.compare_buffers()
             self._begin()
             self._blocked_s, self._saved_step = time.perf_counter() - began, step
@@ -187,32 +189,46 @@ class Checkpoints:
             )
 
     def save_best(self) -> None:
-        """Make best.pt a link to the checkpoint of this step once that is on the disk. If that fails, the next
-        evaluation starts a new best."""
-        progress = self._state.progress
+        """Make best.pt a link to the checkpoint of this step once that is on the disk: before the next checkpoint or
+        evaluation (`finish_best`). If that fails, the next evaluation starts a new best."""
         self.save(now=True)
-        is_linked = True
+        self._new_best = self._state.progress.step, self._state.progress.epoch_number
+
+    def finish_best(self) -> None:
+        """Complete the copy, and link the best checkpoint. Call this before an evaluation."""
+        self.finish_copy()
+        while self._new_best and self._writing:
+            self._look(SECONDS_OF_A_LOOK)
+        self._link_best()
+
+    def _link_best(self) -> None:
+        """Call on all ranks when nothing is being written."""
+        if self._new_best is None:
+            return
+        (step, epoch), self._new_best = self._new_best, None
+        is_linked = not self._failing_since
         try:
-            self.finish_writing()
-            if self._leads_node:
-                self._run.link_best(progress.step)
+            if self._leads_node and is_linked:
+                self._run.link_best(step)
                 if self._uploads:
                     self._uploads.wake()
-        except (OSError, TrainingError) as error:
-            if self._writing:  # it makes no progress
-                raise
+        except OSError as error:
             self._run.warn(f"best.pt cannot be written ({error}); the next evaluation starts a new best")
             is_linked = False
         if broadcast_json(is_linked, self._ctx):
             path = str(self._run.checkpoints / checkpoint.BEST)
-            self._run.event("best", progress.step, epoch=progress.epoch_number, path=path)
-        else:
-            progress.forget_best()
+            self._run.event("best", step, epoch=epoch, path=path)
+        elif self._state.progress.best_step == step:
+            self._state.progress.forget_best()
 
     def finish_writing(self) -> None:
         """Wait until the last checkpoint is on the disk. Raises TrainingError where a rank cannot write it."""
         self.finish_copy()
         self._clock.enter("save")  # no longer a step: other ranks may end before this one
+        self._wait_for_the_disk()
+        self._link_best()
+
+    def _wait_for_the_disk(self) -> None:
         for last in [False] * (LAST_TRIES - 1) + [True] if self._writes else []:
             while self._writing:
                 self._look(SECONDS_OF_A_LOOK)

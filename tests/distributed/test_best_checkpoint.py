@@ -1,0 +1,63 @@
+"""best.pt is linked when its checkpoint is on the disk; training does not wait for that."""
+
+import os
+import time
+from unittest import mock
+
+import pytest
+
+from ranks import run_ranks
+from training import train_flags
+from utils.checkpoint.layouts import FileLayout
+from utils.report.reporter import Reporter
+from utils.run.folder import Run
+
+# 8 steps of two ranks, evaluated after each second one
+FLAGS = "--dataset_size 64 --epochs 1 --eval_every_steps 2 --num_workers 0 --lr 0.01 --keep_last 2".split()
+BEST = {2: 4.0, 4: 3.0, 6: 5.0, 8: 2.0}  # the loss that each evaluation reports
+
+
+def train_on_a_slow_disk(words, fails_at):
+    """No write ends before the next step is made. Returns the saved steps for which training waited."""
+    steps, waited = [0], []
+    plain_write, plain_done, plain_link = FileLayout.write, Reporter.step_done, Run.link_best
+
+    def write(self, path, payload, *rest):
+        step, ends = payload["progress"]["step"], time.monotonic() + 10
+        while step == steps[-1] < 8 and time.monotonic() < ends:
+            time.sleep(0.001)
+        waited.extend([step] if step == steps[-1] < 8 else [])
+        if step == fails_at:
+            raise OSError(28, "No space left on device", str(path))
+        plain_write(self, path, payload, *rest)
+
+    def done(self, samples, indices):
+        plain_done(self, samples, indices)
+        steps.append(self._state.progress.step)
+
+    def link(self, step):
+        assert (self.checkpoints / f"step_{step:08d}.pt").exists()
+        plain_link(self, step)
+
+    def losses(self, split, loader, weights, progress):
+        where = {"epoch": progress.epoch_number, "step": progress.step, "split": split, "weights": "model"}
+        return [{"kind": "eval", **where, "loss": BEST[progress.step], "top1": 0.5, "count": 4}]
+
+    with (
+        mock.patch.object(FileLayout, "write", write),
+        mock.patch.object(Reporter, "step_done", done),
+        mock.patch.object(Run, "link_best", link),
+        mock.patch("utils.training.evaluation.Evaluation.records", losses),
+    ):
+        train_flags([*words, "--best_metric", "loss"])
+    return waited
+
+
+@pytest.mark.parametrize(("fails_at", "best"), [(-1, [2, 4, 8]), (4, [2, 6, 8])])
+def test_training_goes_on_while_the_best_checkpoint_is_written(runs, fails_at, best):
+    """If the write of step 4 fails, the evaluation after it starts a new best, which is worse."""
+    waited = run_ranks(2, train_on_a_slow_disk, runs.words("run", *FLAGS), fails_at)
+    assert waited == [[], []]
+    assert [event["step"] for event in runs.events("run", "best")] == best
+    checkpoints = runs.folder("run") / "checkpoints"
+    assert os.readlink(checkpoints / "best.pt") == "step_00000008.pt"
