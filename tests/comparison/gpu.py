@@ -75,17 +75,17 @@ FIRST = {
 }
 FULL = {
     "ceilings": own("ceilings", 15),
-    "loops": own("loops", 80),
+    "loops": own("loops", 100),
     "profile": own("profile", 25),
     "changes": Step(
-        35, ["scripts/benchmark.py", *benchmark_flags(), "--json", "{figures}", "--run_dir", "{folder}/run"]
+        30, ["scripts/benchmark.py", *benchmark_flags(), "--json", "{figures}", "--run_dir", "{folder}/run"]
     ),
-    "accuracy": own("accuracy", 45),
+    "accuracy": own("accuracy", 40),
     "checkpoint": own("checkpoint", 30),
     "verify": Step(
-        30, "scripts/verify.py --model mobilenet_v2 --image_size 32 --dataset_size 48 --run_dir {folder}/run".split()
+        25, "scripts/verify.py --model mobilenet_v2 --image_size 32 --dataset_size 48 --run_dir {folder}/run".split()
     ),
-    "compile": own("compile", 40),
+    "compile": own("compile", 35),
     "compiled": Step(60, [*PYTEST, "-k", "compiled"]),
 }
 BY_NAME = FIRST | FULL | {"accuracy95": own("accuracy95", 170)}
@@ -169,7 +169,7 @@ def run_step(name: str, command: list[str], limit: float, log: Path, data_dir: s
         figures = read_json(figures_file)
     texts = [take(file, start) for file, start in zip(files, starts, strict=True)]
     figures |= {"tests": tests} if (tests := tests_in(texts[0])) else {}
-    text = figures.pop("text", "") or summary_of(texts[0]) or summary_of(texts[1])
+    text = figures.pop("text", "") or changes_of(figures) or summary_of(texts[0]) or summary_of(texts[1])
     is_skipped = figures.pop("skipped", False)
     if code == 0:
         return "skipped" if is_skipped or re.search(r"\d+ skipped", text) else "ok", text, figures
@@ -229,6 +229,12 @@ def read_json(file: Path) -> dict[str, Any]:
 def tests_in(out: str) -> dict[str, str]:
     """The finished tests in the output of `pytest -v`, each with its result."""
     return dict(re.findall(r"^(\S+\.py::.*?) (PASSED|FAILED|SKIPPED|ERROR)\b", out, re.MULTILINE))
+
+
+def changes_of(figures: dict[str, Any]) -> str:
+    """What scripts/benchmark.py has found: the time of a step with each change, over the step as given."""
+    rows = figures["measured"][-1]["rows"] if "measured" in figures else {}
+    return ", ".join(f"{name.removeprefix('with ')} {row['wall_ratio']:.3f}" for name, row in rows.items())
 
 
 def summary_of(out: str) -> str:

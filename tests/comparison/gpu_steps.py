@@ -207,18 +207,19 @@ def best(action: Callable[[], object], device: torch.device, tries: int = 10) ->
 def loops(note: Note) -> str:
     """The loops at each batch size, in turns; then the host cost with a model that costs nothing."""
     ctx = setup_distributed(TrainingConfig.from_args([*COMMON]))
-    found: dict[str, Any] = {"batches": {}, "steps": STEPS}
+    found: dict[str, Any] = {"batches": {}}
     for size in BATCHES:
+        steps, share = (STEPS, 0.35) if size < 1000 else (40, 0.8)  # of the time that is left
         config = TrainingConfig.from_args([*COMMON, "--batch_size", str(size)])
-        comparison = speed.Comparison(config, ctx, STEPS, FOLDER / f"of-{size}", with_tutorial=size == BATCHES[0])
+        comparison = speed.Comparison(config, ctx, steps, FOLDER / f"of-{size}")
         flops, dtype = speed.flops_per_sample(comparison.ours), comparison.ours.state.precision.dtype
-        turn = sum(timed(each.epoch, ctx.device) for each in comparison.candidates.values())
-        left = (ENDS - time.time()) * 0.6  # the rest is for larger batches
-        rounds = max(1, min(ROUNDS, int(left / (2 * turn)) - 1)) if ROUNDS > 1 else 1
+        turns = 3 * timed(comparison.ours.epoch, ctx.device)  # of the three loops
+        rounds = max(1, int(min(ROUNDS, share * (ENDS - time.time()) / turns / 2 - 1)))
         peak = speed.peak_flops(ctx.device, dtype or torch.float32, seconds=0.2)
         rows = comparison.run(rounds, print)
-        found["batches"][size] = {"rows": rows, "rounds": rounds, "flops_per_sample": flops, "peak_flops": peak}
-        print(f"batch {size}, {STEPS} steps, n = {rounds} rounds\n{speed.table(rows, flops, peak)}", flush=True)
+        about = {"rounds": rounds, "steps": steps, "flops_per_sample": flops, "peak_flops": peak}
+        found["batches"][size] = about | {"rows": rows}
+        print(f"batch {size}, {steps} steps, n = {rounds} rounds\n{speed.table(rows, flops, peak)}", flush=True)
         note(found)
     found["host"] = speed.host_cost(TrainingConfig.from_args([*COMMON]), ctx, min(STEPS, 20), ROUNDS, FOLDER / "tiny")
     note(found)

@@ -172,4 +172,4 @@ def test_waiting_for_a_gpu_is_no_cpu_time(monkeypatch):
     monkeypatch.setattr(turns, "synchronize", spin)
     candidate = Candidate("", lambda: None)
     candidate.turn(torch.device("cpu"))
-    assert candidate.cpu[0] < 0.1 and candidate.wall[0] >= 0.2
+    assert candidate.cpu[0] < 0.1 < candidate.wall[0]  # CPU time of other threads counts too
