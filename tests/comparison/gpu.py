@@ -32,6 +32,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -42,8 +43,13 @@ from utils.table import format_table
 IS_TINY = os.environ.get("CUDA_TEST_ON_CPU", "") == "1"
 PYTEST = "-m pytest -v -rA -p no:cacheprovider -o faulthandler_timeout=40 tests/distributed/test_cuda.py".split()
 AGAINST = ("--amp_dtype fp16", "--cache device", "--log_interval 1000", "--no-channels_last")
+# what a step is told
+FOLDER, OUT, DATA = (Path(os.environ.get(f"CUDA_STEP_{name}", ".")) for name in ("FOLDER", "OUT", "DATA"))
+ENDS = float(os.environ.get("CUDA_STEP_ENDS", "inf"))  # in seconds since the epoch
+COMMON = ["--backend", "gloo", "--image_size", "8"] if IS_TINY else []
+Note = Callable[[dict[str, Any]], None]  # notes figures of a step
 SECONDS_TO_DUMP = 5.0  # before its limit a step that has not ended is told to print its stacks
-LARGEST_OUTPUT = 2_000_000  # bytes of a step's output that are kept
+LARGEST_OUTPUT = 1_500_000  # bytes of a step's output that are kept
 PR_SET_CHILD_SUBREAPER = 36
 # no name service, and one machine: the interface need not be found by the name of the host
 VARIABLES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "RES_OPTIONS": "timeout:1 attempts:1"}
@@ -191,7 +197,8 @@ def wait(process: subprocess.Popen, limit: float) -> int | None:
         ends = time.monotonic() + SECONDS_TO_DUMP - 1
         while process.poll() is None and time.monotonic() < ends:
             time.sleep(0.1)
-    while left := descendants(os.getpid()):
+    ends = time.monotonic() + SECONDS_TO_DUMP  # a process that waits in the driver cannot be killed
+    while (left := descendants(os.getpid())) and time.monotonic() < ends:
         for pid in left:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

@@ -11,29 +11,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 
-import importlib.util
 import json
 import os
-import platform
-import shutil
-import signal
-import socket
 import statistics
 import subprocess
-import sysconfig
 import tarfile
 import time
-import traceback
-import warnings
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-import train
-from comparison import speed
-from comparison.gpu import IS_TINY
+from comparison import gpu_first, speed
+from comparison.gpu import COMMON, DATA, ENDS, FOLDER, IS_TINY, OUT, Note
 from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed
 from lib.benchmark.ours import Ours
@@ -41,28 +31,9 @@ from lib.benchmark.turns import synchronize
 from utils.batch import tensors_in
 from utils.checkpoint import format as checkpoint
 from utils.data.images import cifar10_folder
-from utils.data.loader import usable_cpus
 from utils.files import replace_json
-from utils.memory import free_memory, gigabytes
-from utils.run import provenance
 
-Note = Callable[[dict[str, Any]], None]
-FOLDER, OUT, DATA = (Path(os.environ.get(f"CUDA_STEP_{name}", ".")) for name in ("FOLDER", "OUT", "DATA"))
-ENDS = float(os.environ.get("CUDA_STEP_ENDS", "inf"))  # in seconds since the epoch
-COMMON = ["--backend", "gloo", "--image_size", "8"] if IS_TINY else []
 BATCHES, STEPS, ROUNDS = ((4, 8), 2, 1) if IS_TINY else ((64, 256, 1024), 100, 5)
-MODES = {  # 40 steps each
-    "bf16": "--amp_dtype bf16",
-    "fp16": "--amp_dtype fp16",
-    "adamw, ema, clipping": "--optimizer adamw --lr 1e-3 --ema_decay 0.99 --clip_grad_norm 1",
-    "workers": "--num_workers 2",
-    "cache on the device": "--cache device",
-    "accumulation": "--grad_accum_steps 4",
-    "deterministic": "--deterministic",
-    "saves": "--save_every_steps 10",
-    "evaluations": "--eval_every_steps 10",
-}
-SECONDS_OF_A_MODE = 25
 ARCHIVE = "cifar10-jpeg.tar.xz"
 GOALS = {20: 0.93, 80: 0.95}  # top1 on CIFAR-10 by epochs
 RECIPE = "--batch_size 512 --lr 0.4 --weight_decay 5e-4 --label_smoothing 0.1 --warmup_epochs 2"
@@ -70,110 +41,6 @@ RECIPE = "--batch_size 512 --lr 0.4 --weight_decay 5e-4 --label_smoothing 0.1 --
 
 class Skipped(Exception):
     """The step cannot run here. The message says why."""
-
-
-# ---- the first call ----
-
-
-def facts(note: Note) -> str:
-    """What a figure depends on, and what may be missing."""
-    found: dict[str, Any] = {"versions": provenance.versions(), "time": provenance.now(), "host": socket.gethostname()}
-    commands = {"nvidia-smi": "nvidia-smi", "compiler": f"{os.environ.get('CC', 'cc')} --version"}
-    commands |= {"disk": f"df -h {ROOT} {FOLDER} /dev/shm", "free": "free -g", "cpu": "lscpu"}
-    for name, command in commands.items():
-        try:
-            done = subprocess.run(command.split(), capture_output=True, text=True, timeout=5)
-            found[name] = (done.stdout or done.stderr).strip()
-        except (OSError, subprocess.TimeoutExpired) as error:
-            found[name] = f"{type(error).__name__}: {error}"
-        print(f"---- {name}\n{found[name]}", flush=True)
-        note(found)
-    for file in ("/proc/self/cgroup", "/etc/hosts", "/sys/fs/cgroup/cpu.max", "/sys/fs/cgroup/memory.max"):
-        found[file] = Path(file).read_text() if Path(file).exists() else "missing"
-    found["has_headers"] = Path(sysconfig.get_paths()["include"], "Python.h").exists()
-    found["packages"] = [name for name in ("triton", "numpy", "PIL", "xdist") if importlib.util.find_spec(name)]
-    try:
-        found["own address"] = socket.gethostbyname(found["host"])
-    except OSError as error:
-        found["own address"] = str(error)
-    found |= {"python": sys.version, "kernel": platform.release(), "cpus": usable_cpus(), "free_memory": free_memory()}
-    found["device"] = "cpu" if IS_TINY else torch.cuda.get_device_name()
-    print(json.dumps(found, indent=1), flush=True)
-    note(found)
-    compiler = "a C compiler" if " " in found["compiler"].partition("\n")[0] and shutil.which("cc") else "no C compiler"
-    room = f"{found['cpus']} CPUs, {gigabytes(found['free_memory'] or 0)} free"
-    return f"{found['device']}, torch {torch.__version__}, Python {platform.python_version()}, {room}, {compiler}"
-
-
-def modes(note: Note) -> str:
-    """train.py for 40 steps in each mode, in one process, then 40 steps that may not wait for the device."""
-    found: dict[str, Any] = {}
-    for name, flags in MODES.items():
-        found[name] = one_mode(name, lambda flags=flags: forty_steps(flags.split()))
-        note({"modes": found})
-    found["no wait for the device"] = one_mode("waits", waits)
-    note({"modes": found})
-    if failed := [f"{name} ({each['error']})" for name, each in found.items() if "error" in each]:
-        raise RuntimeError(f"{len(failed)} of {len(found)} modes failed: {'; '.join(failed)}")
-    return f"{len(found)} modes, {sum(each['seconds'] for each in found.values()):.0f} s"
-
-
-def one_mode(name: str, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The figures of a mode, or its error; an alarm ends it if it takes too long."""
-
-    def late(*_: Any) -> None:
-        raise TimeoutError(f"took more than {SECONDS_OF_A_MODE} s")
-
-    print(f"---- {name}", flush=True)
-    began = time.monotonic()
-    signal.signal(signal.SIGALRM, late)
-    signal.alarm(SECONDS_OF_A_MODE)
-    try:
-        found = action()
-    except Exception as error:
-        traceback.print_exc()
-        found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-    finally:
-        signal.alarm(0)
-        cleanup_distributed()
-    return found | {"seconds": round(time.monotonic() - began, 2)}
-
-
-def forty_steps(flags: list[str]) -> dict[str, Any]:
-    folder = FOLDER / f"mode-{len(list(FOLDER.iterdir()))}"
-    steps, size = (4, "48") if IS_TINY else (40, "2560")
-    limits = ["--max_steps", str(steps), "--dataset_size", size, "--run_dir", str(folder), "--log_interval", "10"]
-    summary = train.train(TrainingConfig.from_args([*COMMON, *flags, *limits]))
-    wrong = [name for name in ("loss", "top1") if not 0 <= summary["final"].get(name, -1) < 100]
-    if (summary["state"], summary["steps"]) != ("completed", steps) or wrong:
-        raise RuntimeError(f"ended with {summary}")
-    rates = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    last = [record for record in rates if record["kind"] == "train"][-1]
-    shutil.rmtree(folder)
-    return {"step_s": last["step_s"], "loss": last["loss"], "final": summary["final"], "wall_s": summary["wall_s"]}
-
-
-def waits() -> dict[str, Any]:
-    """An epoch with torch's warnings of operations that wait for the device: there are none, also at a log point."""
-    config = TrainingConfig.from_args([*COMMON, "--log_interval", "10"])
-    ctx = setup_distributed(config)
-    ours = Ours(config, ctx, FOLDER / "waits", 4 if IS_TINY else 40)
-    ours.epoch()
-    if ctx.device.type == "cuda":
-        torch.cuda.set_sync_debug_mode("warn")
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        ours.epoch()
-    if ctx.device.type == "cuda":
-        torch.cuda.set_sync_debug_mode("default")
-    ours.close()
-    places = Counter(f"{w.filename}:{w.lineno}" for w in heard if "synchroniz" in str(w.message))
-    if places:
-        raise RuntimeError(f"waits for the device: {dict(places)}")
-    return {"warnings": len(heard)}
-
-
-# ---- the second call ----
 
 
 def ceilings(note: Note) -> str:
@@ -224,6 +91,13 @@ def loops(note: Note) -> str:
     found["host"] = speed.host_cost(TrainingConfig.from_args([*COMMON]), ctx, min(STEPS, 20), ROUNDS, FOLDER / "tiny")
     note(found)
     cleanup_distributed()
+    config = TrainingConfig.from_args([*COMMON, "--deterministic", "--log_interval", "1"])
+    comparison = speed.Comparison(config, setup_distributed(config), min(STEPS, 20), FOLDER / "deterministic")
+    comparison.run(1)
+    note({"equality": (equal := comparison.equality())})
+    cleanup_distributed()
+    if equal["equal"] < equal["intervals"]:
+        raise RuntimeError(f"losses of template and plain loop, with --deterministic: {equal}")
     ratios = {size: each["rows"][speed.TEMPLATE]["wall_over_bare"] for size, each in found["batches"].items()}
     rates = {size: each["rows"][speed.TEMPLATE]["samples_per_s"] for size, each in found["batches"].items()}
     return "over the bare loop: " + ", ".join(
@@ -381,6 +255,7 @@ def timed(action: Callable[[], object], device: torch.device) -> float:
 
 def main(name: str) -> None:
     steps: dict[str, Callable[[Note], str]] = {"checkpoint": save, "compile": compile_modes}
+    steps |= {"facts": gpu_first.facts, "modes": gpu_first.modes}
     file, found = FOLDER / "found.json", dict[str, Any]()
 
     def note(figures: dict[str, Any]) -> None:
