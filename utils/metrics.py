@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,22 +104,12 @@ class MetricTracker:
             for entry in metrics.values()
             for value in entry[:2]
         ]
-        size = sum(shape.numel() for shape in shapes) + spare
-        self._place(metrics, shapes, torch.zeros(size, dtype=torch.float64, device=self._device))
-        self._finish = {name: entry[2] for name, entry in metrics.items() if len(entry) > 2}
-
-    def _place(self, names: Iterable[str], shapes: list[torch.Size], values: Tensor) -> None:
         sizes = [shape.numel() for shape in shapes]
-        parts = values[: sum(sizes)].split(sizes)
+        self.values = torch.zeros(sum(sizes) + spare, dtype=torch.float64, device=self._device)
+        parts = self.values[: sum(sizes)].split(sizes)
         views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-        self.values, self._places = values, dict(zip(names, zip(views[::2], views[1::2], strict=True), strict=True))
-
-    def with_values(self, values: Tensor) -> MetricTracker:
-        """A tracker of the same metrics with other sums and counts: float64, as long as `self.values`, not copied."""
-        other = MetricTracker(values.device)
-        other._finish, shapes = self._finish, [place.shape for pair in self._places.values() for place in pair]
-        other._place(self._places, shapes, values)
-        return other
+        self._places = dict(zip(metrics, zip(views[::2], views[1::2], strict=True), strict=True))
+        self._finish = {name: entry[2] for name, entry in metrics.items() if len(entry) > 2}
 
     def reset(self) -> None:
         self.values.zero_()

@@ -53,10 +53,14 @@ def train_on_a_slow_disk(words, fails_at):
     return waited
 
 
-@pytest.mark.parametrize(("fails_at", "best"), [(-1, [2, 4, 8]), (4, [2, 6, 8])])
-def test_training_goes_on_while_the_best_checkpoint_is_written(runs, fails_at, best):
-    """If the write of step 4 fails, the evaluation after it starts a new best, which is worse."""
-    waited = run_ranks(2, train_on_a_slow_disk, runs.words("run", *FLAGS), fails_at)
+CASES = [(-1, [2, 4, 8], ""), (4, [2, 6, 8], ""), (-1, [4, 8], "--eval_every_steps 4 --save_every_steps 1")]
+
+
+@pytest.mark.parametrize(("fails_at", "best", "flags"), CASES)
+def test_training_goes_on_while_the_best_checkpoint_is_written(runs, fails_at, best, flags):
+    """If the write of step 4 fails, the evaluation after it starts a new best, which is worse. With a save in each
+    step, the best checkpoint is not deleted before it is linked."""
+    waited = run_ranks(2, train_on_a_slow_disk, runs.words("run", *FLAGS, *flags.split()), fails_at)
     assert waited == [[], []]
     assert [event["step"] for event in runs.events("run", "best")] == best
     checkpoints = runs.folder("run") / "checkpoints"

@@ -28,8 +28,8 @@ def train_and_watch(words, is_at_once):
 
     def catch_up(self):
         if self._unwritten:
-            recorded.append(self._unwritten.step)
-            read[self._unwritten.step] = self._state.progress.step
+            recorded.append(self._unwritten.at["step"])
+            read[self._unwritten.at["step"]] = self._state.progress.step
         plain_catch_up(self)
 
     def log(self):

@@ -43,9 +43,7 @@ class LogPoint:
 
     read: Read
     take_seconds: Callable[[], tuple[float, float, float]]  # of this rank, from `Clock.take`
-    epoch: int
-    step: int
-    samples_seen: int
+    at: dict[str, int]  # epoch, step and samples_seen
     samples: int  # in the interval, of all ranks
     steps: int
     lrs: dict[str, Any]
@@ -121,7 +119,7 @@ class Reporter:
             self._run.record_samples(progress.epoch_number, step, indices)
         self._samples += samples
         self._steps += 1
-        if self._unwritten and step - self._unwritten.step >= READ_AFTER:
+        if self._unwritten and step - self._unwritten.at["step"] >= READ_AFTER:
             self.catch_up()
         if self._has_terminal:
             more = ""
@@ -145,9 +143,7 @@ class Reporter:
         self._unwritten = LogPoint(
             read=state.begin_read(fingerprint(state)),
             take_seconds=self._clock.take(),
-            epoch=progress.epoch_number,
-            step=progress.step,
-            samples_seen=progress.samples_seen,
+            at={"epoch": progress.epoch_number, "step": progress.step, "samples_seen": progress.samples_seen},
             samples=self._samples,
             steps=max(1, self._steps),
             lrs=_learning_rates(self._config.lr * state.factor, state.lrs),
@@ -166,6 +162,7 @@ class Reporter:
         point, self._unwritten = self._unwritten, None
         if point is None:
             return
+        step = point.at["step"]
         sums, skipped, [digest] = self._state.finish_read(point.read)
         row = torch.tensor([*point.take_seconds(), point.peak_memory], dtype=torch.float64)
         ranks = gather(row, self._ctx)  # on rank 0
@@ -176,8 +173,8 @@ class Reporter:
         self._train_names = list(means)
         record = self._latest = self._run.record(
             "train",
-            epoch=point.epoch,
-            step=point.step,
+            epoch=point.at["epoch"],
+            step=step,
             **means,
             **point.lrs,
             grad_norm=grad_norm,
@@ -189,7 +186,7 @@ class Reporter:
         )
         self._run.record_skipped(skipped, self._sampler)
         if len(ranks) > 1:
-            self._report_slowest(point.step, [{"data": data, "compute": own} for _, data, own, _ in ranks])
+            self._report_slowest(step, [{"data": data, "compute": own} for _, data, own, _ in ranks])
         counted = point.samples if count.ndim else count.item()  # those of terms have no sum
         per_s = counted / seconds if seconds else 0.0
         log_training_step(self._logger, record, self._train_names[1:], self._total_steps, self._ctx.world_size, per_s)
@@ -197,8 +194,8 @@ class Reporter:
         if self._log_points == 2:  # the first interval includes the start of the workers
             self._advise(waited / seconds if seconds else 0.0)
         self._board.scalars(record)
-        self._run.progress(epoch=point.epoch, step=point.step, samples_seen=point.samples_seen)
-        self._check_skips(point.step)
+        self._run.progress(**point.at)
+        self._check_skips(step)
 
     def before_save(self) -> None:
         """Write the records of all steps so far, and count those that were skipped, as a checkpoint holds them."""

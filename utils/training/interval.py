@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from utils.data.transfer import Reading
-from utils.metrics import MetricTracker
+from utils.metrics import Metrics, MetricTracker
 from utils.training.schedule import Progress
 
 
@@ -35,10 +35,15 @@ class Interval(MetricTracker):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
+        self._sums = MetricTracker()  # what was read last, on the host
         self.norms: list[Tensor] = []  # of the gradient, one per step; not finite if it was skipped
         self._divisors: list[Tensor] = []  # one per step: 0 if the loss counted nothing
         self._losses: list[Tensor] = []  # with float16: the summed loss of each step
         self._steps: list[SkippedStep] = []  # a record of each step, used if it was skipped
+
+    def lay_out(self, metrics: Metrics, spare: int = 0) -> None:
+        super().lay_out(metrics, spare)
+        self._sums.lay_out(metrics, spare)
 
     def note_gradient(self, norm: Tensor, divisor: Tensor, loss: Tensor | None) -> None:
         """Keep what tells whether a step was skipped: 0-dimensional, on the device. loss: with float16."""
@@ -71,7 +76,8 @@ class Interval(MetricTracker):
             `more`. All of it is on the host.
         """
         values, norms, divisors, losses, scale, *more = read.reading.result()
-        sums = self.with_values(values)
+        sums = self._sums
+        sums.values.copy_(values)
         norm_sum, finite = sums.sum_of("grad_norm").item(), [norm for norm in norms.tolist() if math.isfinite(norm)]
         for norm in finite:  # not sum(), so that the bits do not depend on where a resume divides the interval
             norm_sum += norm
@@ -90,7 +96,7 @@ class Interval(MetricTracker):
         progress.skipped_steps += len(skipped)
         return sums, skipped, more
 
-    def keep_norms(self, sums: MetricTracker) -> None:
-        """Take the sum and the number of the norms from what `finish_read` returned in the middle of an interval."""
-        self.sum_of("grad_norm").fill_(sums.sum_of("grad_norm").item())
-        self.count_of("grad_norm").fill_(sums.count_of("grad_norm").item())
+    def keep_norms(self) -> None:
+        """Add the norms that were read last to the sums, in the middle of an interval."""
+        self.sum_of("grad_norm").fill_(self._sums.sum_of("grad_norm").item())
+        self.count_of("grad_norm").fill_(self._sums.count_of("grad_norm").item())
