@@ -206,6 +206,9 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
         ending = "preempted"
         checkpoints.save(now=True)  # does nothing after the last step, which is saved before the test
         checkpoints.finish_writing()
+    except Exception:
+        checkpoints.finish_begun()  # what this failure need not cost
+        raise
     outcome = training.reporter.finish(ending, training.best_metric, test_records)
     checkpoints.close()
     for loader in (training.loader, *training.held_out.values()):

@@ -1,4 +1,4 @@
-"""best.pt is linked when its checkpoint is on the disk; training does not wait for that."""
+"""best.pt is linked when its checkpoint is on the disk; training does not wait for that, and a failure does."""
 
 import os
 import time
@@ -65,3 +65,27 @@ def test_training_goes_on_while_the_best_checkpoint_is_written(runs, fails_at, b
     assert [event["step"] for event in runs.events("run", "best")] == best
     checkpoints = runs.folder("run") / "checkpoints"
     assert os.readlink(checkpoints / "best.pt") == "step_00000008.pt"
+
+
+def fail_while_writing(words):
+    plain_write, plain_done = FileLayout.write, Reporter.step_done
+
+    def write(*args):
+        time.sleep(1.0)
+        plain_write(*args)
+
+    def done(self, samples, indices):
+        plain_done(self, samples, indices)
+        if self._state.progress.step == 3:
+            raise ZeroDivisionError
+
+    with mock.patch.object(FileLayout, "write", write), mock.patch.object(Reporter, "step_done", done):
+        try:
+            train_flags(words)
+        except ZeroDivisionError:
+            return "failed"
+
+
+def test_a_failure_does_not_cost_the_checkpoint_that_is_being_written(runs):
+    assert run_ranks(1, fail_while_writing, runs.words("run", *FLAGS, "--save_every_steps", 2)) == ["failed"]
+    assert runs.last("run")["progress"]["step"] == 2

@@ -16,6 +16,7 @@ FLAGS = "--dataset_size 104 --epochs 2 --num_workers 1 --ema_decay 0.9".split()
 CASES = [  # flags, and the step at which each log point is read: READ_AFTER is 4
     ("--log_interval 6", {6: 10, 12: 13, 18: 22, 24: 26, 26: 26}),
     ("--log_interval 3 --save_every_steps 4 --eval_every_steps 5", {3: 4, 6: 8, 9: 10, 12: 12, 15: 15, 18: 20, 21: 24}),
+    ("--log_interval 6 --save_every 0", {6: 10, 12: 13, 18: 22, 24: 26}),  # no save before the evaluation
     ("--log_interval 1 --use_amp --amp_dtype fp16 --lr 0.0001", {1: 2, 7: 8, 12: 13, 13: 13}),
 ]
 

@@ -240,6 +240,11 @@ class Checkpoints:
             time.sleep(1.0)
             self._start_writing()
 
+    def finish_begun(self) -> None:
+        """Wait for the write in progress, for a limited time, unless it makes no progress."""
+        if self._writing and self._stalled_s < SECONDS_AFTER_STOP:
+            wait([self._writing], SECONDS_AFTER_STOP)
+
     def close(self) -> None:
         """Wait for the user's command and for uploads, on all ranks, for a limited time, then end the threads."""
         while self._hook.is_running():
