@@ -292,7 +292,7 @@ def main():
 
 
 def run(recorder, *flags):
-    """What the last step of the second epoch, a log point, an evaluation and a checkpoint do."""
+    """What the first and the last step of the second epoch, a log point, an evaluation and a checkpoint do."""
     config = TrainingConfig.from_args(["--amp_dtype", "bf16", "--dataset_size", str(4 * 64), *flags])
     ctx, Stream.current = DistributedContext(0, 0, 1, torch.device(DEVICE, 0)), [Stream()]
     clock = Clock(ctx.device)
@@ -348,7 +348,7 @@ def train_and_save(recorder, loader, held_out, config, ctx):
     Evaluation(state.model, seams, state.precision, ctx).records(
         "val", held_out["val"], state.weights(), state.progress
     )
-    found = {"step": steps[-1], "log point": log_point, "evaluation": recorder.take()}
+    found = {"first step": steps[0], "step": steps[-1], "log point": log_point, "evaluation": recorder.take()}
     recorder.part = "checkpoint"
     return found | {"checkpoint": save(recorder, state, attempt)}
 

@@ -24,6 +24,7 @@ def test_the_loop_waits_for_the_device_nowhere_between_two_log_points(fake_gpu, 
     found = fake_gpu[flags]
     images_labels_indices = [["augmentation", "_to_copy", "to device", "async"]] * 3
     assert found["step"]["copies"] == images_labels_indices
+    assert found["first step"]["copies"] and not [copy for copy in found["first step"]["copies"] if copy[3] == "waits"]
     assert not [copy for copy in found["evaluation"]["copies"] if copy[2] == "to host"]
     buffers_then_the_rest = [["checkpoint", "_foreach_copy_", "to host", "async"]] * 2
     assert found["checkpoint"]["copies"] == buffers_then_the_rest

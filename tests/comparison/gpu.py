@@ -69,7 +69,7 @@ def own(name: str, limit: float) -> Step:
 
 
 def benchmark_flags() -> list[str]:
-    sizes = "--rounds 1 --steps 2 --batch_size 4" if IS_TINY else "--rounds 5 --steps 50 --batch_size 256"
+    sizes = "--rounds 1 --steps 2 --batch_size 4" if IS_TINY else "--rounds 3 --steps 30 --batch_size 256"
     more = " --backend gloo --image_size 8" if IS_TINY else ""
     return [*(sizes + more).split(), *(f"--against={flags}" for flags in AGAINST)]
 
@@ -81,13 +81,13 @@ FIRST = {
 }
 FULL = {
     "ceilings": own("ceilings", 15),
-    "loops": own("loops", 100),
+    "loops": own("loops", 90),
     "profile": own("profile", 25),
     "changes": Step(
         30, ["scripts/benchmark.py", *benchmark_flags(), "--json", "{figures}", "--run_dir", "{folder}/run"]
     ),
-    "accuracy": own("accuracy", 40),
-    "checkpoint": own("checkpoint", 30),
+    "accuracy": own("accuracy", 55),
+    "checkpoint": own("checkpoint", 25),
     "verify": Step(
         25, "scripts/verify.py --model mobilenet_v2 --image_size 32 --dataset_size 48 --run_dir {folder}/run".split()
     ),

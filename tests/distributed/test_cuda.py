@@ -28,10 +28,11 @@ def test_draws_and_pixels_equal_those_on_the_cpu():
     assert torch.equal(*drawn)
     assert torch.equal(draw_integers(drawn[0], 7), draw_integers(drawn[1].cuda(), 7).cpu())
     assert torch.equal(draw_uniform(drawn[0]), draw_uniform(drawn[1].cuda()).cpu())
-    here, there = (
-        augment_images(images.to(device), "crop", 36, 3, 5, indices.to(device)).cpu() for device in ("cpu", "cuda")
-    )
-    assert torch.equal(here, there)
+    for known, n in ((indices, 0), (indices % 1000, 1000)):  # with n, the crops of the epoch are drawn at once
+        here, there = (
+            augment_images(images.to(device), "crop", 36, 3, 5, known.to(device), n).cpu() for device in ("cpu", "cuda")
+        )
+        assert torch.equal(here, there)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -31,6 +31,7 @@ class RunningStats:
     def __init__(self, model: nn.Module) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
         self.size = 0  # how many numbers a step sums
+        self._in_training: list[bool] = []  # of each layer, in this epoch
         if not self._layers:
             return
         if any(layer.momentum is None for layer in self._layers):
@@ -57,14 +58,13 @@ class RunningStats:
 
     def begin_epoch(self) -> None:
         """Record which layers are in training mode: the others (a frozen trunk) keep their statistics bit for bit."""
-        if self.exist:
-            sizes = [2 * layer.num_features for layer in self._layers]
-            pairs = zip(self._layers, self._momenta, strict=True)
-            rates = [momentum if layer.training else 0.0 for layer, momentum in pairs]
+        trains = [layer.training for layer in self._layers]
+        if trains != self._in_training:  # else a copy to the device would wait for it in each epoch
+            self._in_training, sizes = trains, [2 * layer.num_features for layer in self._layers]
+            rates = [momentum * is_trained for momentum, is_trained in zip(self._momenta, trains, strict=True)]
             rows = [torch.full((size,), rate) for size, rate in zip(sizes, rates, strict=True)]
             self._rates = torch.cat(rows).to(self._latest)
-            trains = torch.tensor([layer.training for layer in self._layers])
-            self._trains = trains.to(self._latest_counts)
+            self._trains = torch.tensor(trains).to(self._latest_counts)
 
     def add(self, samples: int) -> None:
         """Call after the forward pass of a micro-batch with this many samples."""
