@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from comparison import gpu
-from ranks import ROOT, launch
+from ranks import ROOT, finish, launch, start
+from training import wait_until
 
 # what each step of the drill runs after `python`; a sleeping step notes figures, starts a process of another session,
 # prints, and does not end
@@ -70,6 +71,14 @@ def test_a_drill_of_steps_that_fail_hang_and_leave_processes_behind(tmp_path):
     assert sorted(file.name for file in out.iterdir()) == ["drill.err", "drill.json", "drill.out"]
 
 
+def test_the_command_ends_with_all_that_it_has_started(tmp_path):
+    program = start([sys.executable, "-c", DRILL, tmp_path, SLEEPS, FAILS, "none"], cwd=ROOT)
+    wait_until(lambda: (tmp_path / "drill.out").exists() and "orphan" in (tmp_path / "drill.out").read_text())
+    program.terminate()
+    ended = finish(program)
+    assert (ended.code, ended.left) == (143, 0), ended.text
+
+
 @pytest.mark.parametrize(("last", "code"), [("ok", 0), ("skipped", 3), ("FAILED", 1)])
 def test_a_step_may_use_what_others_left_and_a_skipped_one_is_no_success(tmp_path, monkeypatch, last, code):
     """The first step ends at once, the others use all of their time, so that the last one has no turn."""
@@ -84,6 +93,7 @@ def test_a_step_may_use_what_others_left_and_a_skipped_one_is_no_success(tmp_pat
     monkeypatch.setattr(gpu, "time", mock.Mock(monotonic=lambda: now[0]))
     monkeypatch.setattr(gpu, "ctypes", mock.Mock())
     monkeypatch.setattr(gpu, "resource", mock.Mock())
+    monkeypatch.setattr(gpu, "signal", mock.Mock())
     monkeypatch.setitem(gpu.TOTAL, "these", 100.0)
     plan = {name: gpu.Step(limit, []) for name, limit in (("a", 40), ("b", 30), ("c", 30))}
     assert gpu.run("these", plan, tmp_path, "") == code

@@ -126,6 +126,7 @@ def run(what: str, plan: dict[str, Step], out: Path, data_dir: str) -> int:
         (out / f"{what}.{kind}").write_text("")
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a step leaves behind becomes a child of this process
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a step that is late is aborted
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the step too
     found: dict[str, Any] = {}
     rows, limit = [["step", "result", "", "seconds"]], 0.0
     ends_all = time.monotonic() + TOTAL.get(what, sum(step.limit for step in plan.values()))
@@ -187,27 +188,28 @@ def run_step(name: str, command: list[str], limit: float, log: Path, data_dir: s
 
 def wait(process: subprocess.Popen, limit: float) -> int | None:
     """The exit code of a step, or None if it is late; then its processes print their stacks. None of them is left."""
-    code = None
-    with suppress(subprocess.TimeoutExpired):
-        code = process.wait(limit - SECONDS_TO_DUMP)
-    if code is None:
-        for pid in descendants(os.getpid()):  # faulthandler prints the stacks of all threads, and the process ends
-            with suppress(OSError):
-                os.kill(pid, signal.SIGABRT)
-        ends = time.monotonic() + SECONDS_TO_DUMP - 1
-        while process.poll() is None and time.monotonic() < ends:
-            time.sleep(0.1)
-    ends = time.monotonic() + SECONDS_TO_DUMP  # a process that waits in the driver cannot be killed
-    while (left := descendants(os.getpid())) and time.monotonic() < ends:
-        for pid in left:
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        process.poll()
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        time.sleep(0.02)
-    return code
+    try:
+        return process.wait(limit - SECONDS_TO_DUMP)
+    except subprocess.TimeoutExpired:
+        send(signal.SIGABRT, descendants(os.getpid()))  # faulthandler prints the stacks of all threads
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(SECONDS_TO_DUMP - 1)
+        return None
+    finally:  # also if this command is told to end
+        ends = time.monotonic() + SECONDS_TO_DUMP  # a process that waits in the driver cannot be killed
+        while (left := descendants(os.getpid())) and time.monotonic() < ends:
+            send(signal.SIGKILL, left)
+            process.poll()
+            with suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            time.sleep(0.02)
+
+
+def send(number: int, pids: list[int]) -> None:
+    for pid in pids:
+        with suppress(OSError):
+            os.kill(pid, number)
 
 
 def descendants(pid: int) -> list[int]:
