@@ -59,7 +59,7 @@ MUTATIONS = [
     Mutation('compare', 'wrong |= {rank for value, rank in found if len(right) > 1 or value != right[0]}', 'wrong |= {rank for value, rank in found if value != right[0]}', 'cross-check'),
     Mutation('ExactlyReplicated.accumulating', 'if not micro_batch.is_check:', 'if True:', 'cross-check'),
     Mutation('Terms._begin', 'if not micro_batch.is_extra:', 'if not micro_batch.is_padding:', 'cross-check'),
-    Mutation('Checkpoints._copy_and_digest', 'self._rest = of_rest(Progress.of(self._payload), [copies[name] for name in self._buffers])', 'pass', 'fingerprint'),
+    Mutation('Checkpoints._copy_and_digest', 'self._rest = int(of_rest(Progress.of(self._payload), buffers, torch.device("cpu")))', 'pass', 'fingerprint'),
     Mutation('nodes_apart', 'latest[host].append(rank)', 'nodes[-1][1].append(rank)', 'mirror-resume'),
     Mutation('_totals', 'products *= _keys(device)[first : first + len(products)]', 'pass', 'fingerprint'),
     Mutation('_totals', 'totals[device] += products.sum() * (derive_seed(name, block) | 1)', 'totals[device] += products.sum()', 'fingerprint'),

@@ -14,6 +14,8 @@ from utils.data.sampler import Assignment, GlobalBatchSampler, shifts_of
 from utils.training.cross_check import Round, check_possible, compare
 from utils.training.fingerprint import digest_of, fingerprint_of
 
+CPU = torch.device("cpu")
+
 
 def samplers(ranks, n, per_step, every, hosts=None, **options):
     options |= {"batch_size": 2, "micro_batches_per_step": per_step}
@@ -120,12 +122,12 @@ def test_two_wrong_ranks_of_one_host_are_both_named():
 
 def test_the_digest_of_a_tensor_is_its_fingerprint_and_any_bit_changes_it():
     tensor = torch.randn(7, 5, generator=torch.Generator().manual_seed(1)).t()
-    found = digest_of("gradient", tensor)
+    found = digest_of("gradient", [tensor], CPU)
     assert found.shape == () and found.item() == fingerprint_of("gradient", [tensor])
-    assert found == digest_of("gradient", tensor.contiguous()) and digest_of("x", torch.empty(0)) == 0
+    assert found == digest_of("gradient", [tensor.contiguous()], CPU) and digest_of("x", [torch.empty(0)], CPU) == 0
     other = tensor.clone()
     other[3, 2].view(torch.int32).bitwise_xor_(1)
-    assert digest_of("gradient", other) != found
+    assert digest_of("gradient", [other], CPU) != found
 
 
 @pytest.mark.parametrize(

@@ -283,12 +283,13 @@ class Checkpoints:
             if self._stream and event:
                 self._stream.wait_event(event)
             _copy_all(pairs)
-            digest = of_weights(self._state)  # reads from the device, so the copies are complete
+            digest = int(of_weights(self._state))  # reads from the device, so the copies are complete
             if self._stream:
                 self._stream.synchronize()
         if self._ctx.is_main:
             copies = self._payload["model"]
-            self._rest = of_rest(Progress.of(self._payload), [copies[name] for name in self._buffers])
+            buffers = [copies[name] for name in self._buffers]
+            self._rest = int(of_rest(Progress.of(self._payload), buffers, torch.device("cpu")))
         return digest
 
     # ---- where a rank writes ----

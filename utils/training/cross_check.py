@@ -136,7 +136,7 @@ class CrossCheck:
         yield from rest
 
     def _note(self, row: int, number: int, gradient: Tensor) -> None:
-        self._prints[row, number] = digest_of("gradient", gradient)
+        self._prints[row, number] = digest_of("gradient", [gradient], gradient.device)
 
     def _undo(self) -> None:
         """Drop what the passes since the beginning of the step have left."""

@@ -39,9 +39,13 @@ def fingerprint_of(name: str, tensors: Iterable[Tensor], owners: Iterable[Any] |
 
 
 @torch.no_grad()
-def digest_of(name: str, tensor: Tensor) -> Tensor:
-    """The fingerprint of a tensor, on its device: int64, 0-dimensional."""
-    return _totals(name, [tensor]).get(tensor.device, torch.zeros((), dtype=torch.int64, device=tensor.device))
+def digest_of(
+    name: str, tensors: Iterable[Tensor], device: torch.device, owners: Iterable[Any] | None = None
+) -> Tensor:
+    """As `fingerprint_of`, on the device where most of the tensors are: int64, 0-dimensional. Reads nothing."""
+    totals = _totals(name, tensors, owners).values()
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    return sum((each.to(device, non_blocking=True) for each in totals), zero)
 
 
 def _totals(name: str, tensors: Iterable[Tensor], owners: Iterable[Any] | None = None) -> dict[torch.device, Tensor]:
@@ -83,19 +87,13 @@ def _keys(device: torch.device) -> Tensor:
     return mix(torch.arange(KEYS, device=device), derive_seed("fingerprint")) | 1
 
 
-@torch.no_grad()
 def fingerprint(state: TrainState) -> Tensor:
     """The fingerprint of weights, buffers, optimizer state and position: int64, 0-dimensional, on the device. Reads
     nothing from it; a collective if sharded."""
-    device = device_of(state.model)
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for each in _totals(*_weights(state)).values():
-        total += each.to(device, non_blocking=True)
+    total = of_weights(state)
     if group := group_of(state.owners.values()):
         dist.all_reduce(total, group=group)
-    for each in _totals("buffers", buffers_of(state.model).values()).values():
-        total += each.to(device, non_blocking=True)
-    return total + _position(state.progress)
+    return total + of_rest(state.progress, buffers_of(state.model).values(), total.device)
 
 
 def shown(fingerprint: int) -> str:
@@ -103,28 +101,20 @@ def shown(fingerprint: int) -> str:
     return f"{fingerprint % 2**64:016x}"
 
 
-def of_weights(state: TrainState) -> int:
-    """The summand of weights and optimizer state; of sharded ones, those of this rank. Reads from the device."""
-    return fingerprint_of(*_weights(state))
-
-
-def _weights(state: TrainState) -> tuple[str, list[Tensor], list[Any]]:
-    """What `fingerprint_of` takes for weights and optimizer state."""
+def of_weights(state: TrainState) -> Tensor:
+    """The summand of weights and optimizer state; of sharded ones, those of this rank. On the device, as a digest."""
     states = [(state.optimizer.state.get(tensor, {}), owner) for tensor, owner in state.owners.items()]
     keys = sorted({key for each, _ in states for key in each})
     slots = [(each.get(key), owner) for key in keys for each, owner in states]
     pairs = [*state.owners.items(), *((value, owner) for value, owner in slots if isinstance(value, Tensor))]
     tensors, owners = zip(*pairs, strict=True)
-    return "weights", list(tensors), list(owners)
+    return digest_of("weights", tensors, device_of(state.model), owners)
 
 
-def of_rest(at: Progress, buffers: Iterable[Tensor]) -> int:
-    """The summand of position and buffers, in the order of `buffers_of`. Reads from the device."""
-    return fingerprint_of("buffers", buffers) + _position(at)
-
-
-def _position(at: Progress) -> int:
-    return derive_seed("position", at.epoch, at.step, at.samples_in_epoch, at.samples_seen)
+def of_rest(at: Progress, buffers: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The summand of position and buffers, in the order of `buffers_of`. On the device, as a digest."""
+    position = derive_seed("position", at.epoch, at.step, at.samples_in_epoch, at.samples_seen)
+    return digest_of("buffers", buffers, device) + position
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
