@@ -197,6 +197,8 @@ class Checkpoints:
     def finish_best(self) -> None:
         """Complete the copy, and link the best checkpoint. Call this before an evaluation."""
         self.finish_copy()
+        if self._new_best:
+            self._clock.enter("save")  # other ranks wait for those that write
         while self._new_best and self._writing:
             self._look(SECONDS_OF_A_LOOK)
         self._link_best()
