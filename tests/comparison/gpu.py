@@ -2,7 +2,9 @@
 
     scripts/test.sh --cuda first          at most 200 s: the machine, 40 steps in each mode, tests that compile nothing
     scripts/test.sh --cuda                at most 300 s: figures, then what compiles
-    scripts/test.sh --cuda STEP           one step of these, or accuracy95: 95 % on CIFAR-10 in two minutes
+    scripts/test.sh --cuda STEP           one step: facts, modes or tests of the first call; ceilings, loops, profile,
+                                          changes, accuracy, checkpoint, verify, compile or compiled of the second; or
+                                          accuracy95, which takes two minutes to 95 % on CIFAR-10
 
     --out DIR          where all files go [cuda-report]: a JSON file and the output of each call, kernels.txt, a trace
     --data_dir DIR     where CIFAR-10 is, as torchvision's files or as cifar10-jpeg.tar.xz [data]; else synthetic images
@@ -48,6 +50,7 @@ FOLDER, OUT, DATA = (Path(os.environ.get(f"CUDA_STEP_{name}", ".")) for name in 
 ENDS = float(os.environ.get("CUDA_STEP_ENDS", "inf"))  # in seconds since the epoch
 COMMON = ["--backend", "gloo", "--image_size", "8"] if IS_TINY else []
 Note = Callable[[dict[str, Any]], None]  # notes figures of a step
+HAS_GPU = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 SECONDS_TO_DUMP = 5.0  # before its limit a step that has not ended is told to print its stacks
 LARGEST_OUTPUT = 1_500_000  # bytes of a step's output that are kept
 PR_SET_CHILD_SUBREAPER = 36
@@ -116,9 +119,6 @@ def main(words: list[str] | None = None) -> int:
     return run(options.what, plan, options.out.absolute(), os.path.abspath(options.data_dir))
 
 
-HAS_GPU = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-
-
 def run(what: str, plan: dict[str, Step], out: Path, data_dir: str) -> int:
     """Run the steps, write WHAT.json, WHAT.out and WHAT.err to `out`, and print the table. Returns the exit code."""
     out.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ def run(what: str, plan: dict[str, Step], out: Path, data_dir: str) -> int:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a step that is late is aborted
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the step too
     found: dict[str, Any] = {}
-    rows, limit = [["step", "result", "", "seconds"]], 0.0
+    rows = [["step", "result", "", "seconds"]]
     ends_all = time.monotonic() + TOTAL.get(what, sum(step.limit for step in plan.values()))
     ends = time.monotonic()
     for name, step in plan.items():

@@ -2,14 +2,18 @@
 
 import os
 import time
+from concurrent.futures import wait
 from unittest import mock
 
 import pytest
 
+import train
 from ranks import run_ranks
+from tasks import EagerConsensus
 from training import train_flags
 from utils.checkpoint.layouts import FileLayout
 from utils.report.reporter import Reporter
+from utils.run.checkpoints import Checkpoints
 from utils.run.folder import Run
 
 # 8 steps of two ranks, evaluated after each second one
@@ -65,6 +69,35 @@ def test_training_goes_on_while_the_best_checkpoint_is_written(runs, fails_at, b
     assert [event["step"] for event in runs.events("run", "best")] == best
     checkpoints = runs.folder("run") / "checkpoints"
     assert os.readlink(checkpoints / "best.pt") == "step_00000008.pt"
+
+
+def train_and_look(words):
+    """What best.pt links to after step 7, if the checkpoint of step 4 is on the disk after step 6."""
+    found, started, plain_done, plain_start = [], [], Reporter.step_done, Checkpoints._start_writing
+
+    def start_writing(self):
+        plain_start(self)
+        started.append(self._writing)
+
+    def done(self, samples, indices):
+        plain_done(self, samples, indices)
+        if self._state.progress.step == 6:
+            wait(started, 10)
+        elif self._state.progress.step == 7:
+            found.append(os.readlink(self._run.checkpoints / "best.pt"))
+
+    with (
+        mock.patch.object(Checkpoints, "_start_writing", start_writing),
+        mock.patch.object(Reporter, "step_done", done),
+        mock.patch.object(train, "Consensus", EagerConsensus),
+    ):
+        train_flags(words)
+    return found
+
+
+def test_best_is_linked_before_the_next_save_or_evaluation(runs):
+    words = runs.words("run", *FLAGS, "--eval_every_steps", 4)
+    assert run_ranks(1, train_and_look, words) == [["step_00000004.pt"]]
 
 
 def fail_while_writing(words):

@@ -59,7 +59,9 @@ def lines(runs, name):
     summary = runs.json(name, "summary.json")
     assert summary["skipped_steps"] + summary["overflow_steps"] >= 2
     text = (runs.folder(name) / "metrics.jsonl").read_text()
-    kept = [record for record in map(json.loads, text.splitlines()) if record.get("event") != "checkpoint"]
+    kept = [
+        record for record in map(json.loads, text.splitlines()) if record.get("event") not in ("checkpoint", "best")
+    ]
     return [record | dict.fromkeys((*TIMES, "path")) for record in kept]
 
 

@@ -94,7 +94,10 @@ class Checkpoints:
         self._rest = 0  # on rank 0: the rest of its fingerprint, of buffers and position
         self._buffers: list[str] = []  # the names of these buffers
         self._writing: Future[float] | None = None  # in progress; returns its seconds
-        self._new_best: tuple[int, int] | None = None  # step and epoch of an evaluation, to be linked by best.pt
+        self._new_best: tuple[int, int] | None = (
+            None  # step and epoch of the latest best evaluation, until it is settled
+        )
+        self._is_linked = False  # by best.pt, where a rank leads its node
         self._is_owed = False  # a save was due while another one was written
         self._odd_buffers: list[str] | None = None  # that differ between ranks; None: not compared yet
         self._begun_at = time.monotonic()  # start of the last save
@@ -128,7 +131,6 @@ class Checkpoints:
         is_free = not self._writes or self._is_free(now)
         self._before_save()
         if lowest_rank(not is_free, self._ctx) is None:
-            self._link_best()
             self.compare_buffers()
             self._begin()
             self._blocked_s, self._saved_step = time.perf_counter() - began, step
@@ -189,46 +191,33 @@ class Checkpoints:
             )
 
     def save_best(self) -> None:
-        """Make best.pt a link to the checkpoint of this step once that is on the disk: before the next checkpoint or
-        evaluation (`finish_best`). If that fails, the next evaluation starts a new best."""
+        """Make best.pt a link to the checkpoint of this step as soon as that is on the disk. If that fails, the next
+        evaluation starts a new best."""
         self.save(now=True)
-        self._new_best = self._state.progress.step, self._state.progress.epoch_number
+        self._new_best, self._is_linked = (self._state.progress.step, self._state.progress.epoch_number), False
+        self._link_best()
 
     def finish_best(self) -> None:
-        """Complete the copy, and link the best checkpoint. Call this before an evaluation."""
+        """Complete the copy, and wait until the best checkpoint is on the disk. Call this before an evaluation."""
         self.finish_copy()
         if self._new_best:
             self._clock.enter("save")  # other ranks wait for those that write
         while self._new_best and self._writing:
             self._look(SECONDS_OF_A_LOOK)
-        self._link_best()
+        self._settle_best()
 
-    def _link_best(self) -> None:
-        """Call on all ranks when nothing is being written."""
-        if self._new_best is None:
-            return
-        (step, epoch), self._new_best = self._new_best, None
-        is_linked = not self._failing_since
-        try:
-            if self._leads_node and is_linked:
-                self._run.link_best(step)
-                if self._uploads:
-                    self._uploads.wake()
-        except OSError as error:
-            self._run.warn(f"best.pt cannot be written ({error}); the next evaluation starts a new best")
-            is_linked = False
-        if broadcast_json(is_linked, self._ctx):
-            path = str(self._run.checkpoints / checkpoint.BEST)
-            self._run.event("best", step, epoch=epoch, path=path)
-        elif self._state.progress.best_step == step:
+    def _settle_best(self) -> None:
+        """Tell all ranks whether best.pt was linked. Call this when nothing is being written."""
+        if self._new_best and not broadcast_json(self._is_linked, self._ctx):
             self._state.progress.forget_best()
+        self._new_best = None
 
     def finish_writing(self) -> None:
         """Wait until the last checkpoint is on the disk. Raises TrainingError where a rank cannot write it."""
         self.finish_copy()
         self._clock.enter("save")  # no longer a step: other ranks may end before this one
         self._wait_for_the_disk()
-        self._link_best()
+        self._settle_best()
 
     def _wait_for_the_disk(self) -> None:
         for last in [False] * (LAST_TRIES - 1) + [True] if self._writes else []:
@@ -379,7 +368,23 @@ class Checkpoints:
         self._run.status("running", checkpoint=str(self._path))
         text = "saved %s in %.2f s; blocked training for %.1f ms"
         logging.getLogger(NAME).info(text, self._path, seconds, 1000 * blocked)
+        self._link_best()
         self._hook.run(self._path)
+        if self._uploads:
+            self._uploads.wake()
+
+    def _link_best(self) -> None:
+        """Link best.pt, if its checkpoint is on the disk."""
+        if not self._new_best or self._is_linked or self._copy or self._writing or not self._leads_node:
+            return
+        step, epoch = self._new_best
+        try:
+            self._run.link_best(step)
+        except OSError as error:
+            self._run.warn(f"best.pt cannot be written ({error}); the next evaluation starts a new best")
+            return
+        self._is_linked = True
+        self._run.event("best", step, epoch=epoch, path=str(self._run.checkpoints / checkpoint.BEST))
         if self._uploads:
             self._uploads.wake()
 
