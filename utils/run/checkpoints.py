@@ -94,9 +94,7 @@ class Checkpoints:
         self._rest = 0  # on rank 0: the rest of its fingerprint, of buffers and position
         self._buffers: list[str] = []  # the names of these buffers
         self._writing: Future[float] | None = None  # in progress; returns its seconds
-        self._new_best: tuple[int, int] | None = (
-            None  # step and epoch of the latest best evaluation, until it is settled
-        )
+        self._new_best: tuple[int, int] | None = None  # step and epoch of a best evaluation, until it is settled
         self._is_linked = False  # by best.pt, where a rank leads its node
         self._is_owed = False  # a save was due while another one was written
         self._odd_buffers: list[str] | None = None  # that differ between ranks; None: not compared yet
