@@ -42,7 +42,6 @@ from torch.utils.data import Dataset, default_collate
 from config import TrainingConfig, UserError, range_of, unless_auto
 from utils.data.augment import augment_images, choose, file_transform, mix, normalize, repeated_order
 from utils.data.images import (
-    CsvListing,
     Listing,
     cifar10_folder,
     classes_of,
@@ -50,8 +49,8 @@ from utils.data.images import (
     images_in,
     read_cifar10,
     read_image,
-    rows_of,
 )
+from utils.data.lists import CsvListing, rows_of
 from utils.data.loader import create_distributed_dataloader
 from utils.data.pretrained import download_weights, published, weights_file
 from utils.rng import derive_seed

@@ -16,6 +16,8 @@ from utils.files import LinesFile
 from utils.metrics import RESERVED
 
 NAME = "ddp"
+ALIKE = 25  # the level of a warning that all ranks have: only rank 0 shows it
+logging.addLevelName(ALIKE, "WARNING")
 BAR_WIDTH = 24
 COLUMNS = 120  # maximum width of a line
 

@@ -1,6 +1,8 @@
 """--dataset csv: the same run as of the folder that the files lie in, which lists are rejected, and their memory."""
 
 import csv
+import logging
+import re
 import tracemalloc
 from pathlib import Path
 
@@ -60,7 +62,7 @@ def test_paths_labels_and_classes_are_those_of_the_list(tmp_path):
     found = with_auto(config, train)
     assert (found.num_classes, found.image_size) == (2, 8)
     texts = {"b": 0, "10": 1, "9": 2}
-    write(tmp_path, "path,label\n" + "".join(f"images/c/000.png,{text}\n" for text in texts))
+    write(tmp_path, "path,label\n" + "".join(f"images/c/00{k}.png,{text}\n" for text, k in texts.items()))
     assert create_dataset(config, "train").classes == ["10", "9", "b"]
 
 
@@ -80,6 +82,7 @@ def test_the_fingerprint_is_that_of_the_list(tmp_path):
         ("file,label\nx,1\n", "train", "train.csv, line 1: has the header 'file,label'; write path,label there"),
         ("", "train", "train.csv, line 1: has the header ''; write path,label there"),
         ("path,label\n", "train", "train.csv: has no lines after its header; add some, or delete it"),
+        ("path,label\n\n", "train", "train.csv: has no lines after its header; add some, or delete it"),
         ("path,label\nx,1\n\ny,2\n", "train", "train.csv, line 3: is not a path, a comma and a label; fix or delete"),
         ("path,label\nx,1\ny\n", "train", "train.csv, line 3: is not a path, a comma and a label"),
         ("path,label\nx,\n", "train", "train.csv, line 2: is not a path, a comma and a label"),
@@ -87,7 +90,8 @@ def test_the_fingerprint_is_that_of_the_list(tmp_path):
         ('path,label\nx,1\n"y,1\n', "train", "train.csv: cannot be read after line 2 .*; fix the file"),
         ("path,label\nx,1\ny,1\n", "train", "train.csv: has only one class, 1; put two or more into it"),
         ("path,label\nx,1\ny,2\nz,3\n", "train", "num_classes=2: .*train.csv has 3; give that number or leave it auto"),
-        ("path,label\nx,a\nx,c\n", "val", "val.csv, line 3: has the label 'c', which .*/train.csv has not; fix it"),
+        ("path,label\nx, \n", "train", "train.csv, line 2: is not a path, a comma and a label"),
+        ("path,label\nx,a\ny,c\n", "val", "val.csv, line 3: has the label 'c', which .*/train.csv has not; fix it"),
     ],
 )
 def test_a_wrong_list_is_an_error_that_names_file_and_line(tmp_path, text, split, expected):
@@ -96,6 +100,77 @@ def test_a_wrong_list_is_an_error_that_names_file_and_line(tmp_path, text, split
     with pytest.raises(UserError, match=expected) as raised:
         len(create_dataset(csv_config(tmp_path, image_size=8, num_classes=2), split))
     assert len(str(raised.value).splitlines()) == 1
+
+
+ALIKE = {  # labels of lines 2, 3, ...: the error, or None and the classes
+    ("0", "1", "0.0"): "line 4: the label '0.0' looks like '0', {train}, line 2; write both alike",
+    ("01", "2", "1"): "line 4: the label '1' looks like '01', {train}, line 2",
+    ("+1", "2", "1."): "line 4: the label '1.' looks like '+1', {train}, line 2",
+    ("caf\u00e9", "b", "cafe\u0301"): r"line 4: the label 'cafe\u0301' looks like 'caf\xe9', {train}, line 2",
+    ("cat", "dog", "ca\u200bt"): r"line 4: the label 'ca\u200bt' looks like 'cat', {train}, line 2",
+    ("big cat", "dog", "big\u00a0cat"): r"line 4: the label 'big\xa0cat' looks like 'big cat', {train}, line 2",
+    ("big cat", "dog", "big  cat"): "line 4: the label 'big  cat' looks like 'big cat', {train}, line 2",
+    ("1", "2.5", "nan"): "line 4: has the label 'nan', but {train}, line 2 a number; fix or delete it",
+    ("NaN", "1", "2"): "line 2: has the label 'NaN', but {train}, line 3 a number; fix or delete it",
+    ("1", "None", "2"): "line 3: has the label 'None', but {train}, line 2 a number; fix or delete it",
+    ("1", "2", "NA"): "line 4: has the label 'NA', but {train}, line 2 a number; fix or delete it",
+    ("cat", "dog ", " cat", "dog\t", "cat\u00a0"): ["cat", "dog"],
+    ("1", "x", "1.0"): ["1", "1.0", "x"],  # not numbers
+    ("1e1", "10", "2"): ["2", "10", "1e1"],
+    ("NA", "nan", "cat"): ["NA", "cat", "nan"],
+    ("-1", "1", "0"): ["-1", "0", "1"],
+}
+
+
+@pytest.mark.parametrize("labels", ALIKE, ids=ascii)
+def test_labels_that_look_alike_are_an_error_that_names_two_lines(tmp_path, labels):
+    write(tmp_path, "path,label\n" + "".join(f"{k}.png,{label}\n" for k, label in enumerate(labels)))
+    data, expected = create_dataset(csv_config(tmp_path, image_size=8), "train"), ALIKE[labels]
+    if isinstance(expected, list):
+        assert sorted(data.classes) == sorted(expected)
+    else:
+        train = tmp_path / "train.csv"
+        with pytest.raises(UserError, match="^" + re.escape(f"{train}, {expected.format(train=train)}")):
+            len(data)
+
+
+def test_a_label_of_val_that_only_looks_like_one_of_train_is_an_error_that_says_so(tmp_path):
+    write(tmp_path, "path,label\nx,caf\u00e9\ny,b\n")
+    write(tmp_path, "path,label\nx,b\ny,cafe\u0301\n", "val")
+    with pytest.raises(UserError, match=r"val.csv, line 3: the label 'cafe\\u0301' looks like .*train.csv, line 2"):
+        len(create_dataset(csv_config(tmp_path, image_size=8), "val"))
+
+
+def logged(monkeypatch, caplog, data):
+    monkeypatch.setattr(logging.getLogger("ddp"), "propagate", True)
+    with caplog.at_level(logging.INFO, "ddp"):
+        size = len(data)
+    return size, [record.getMessage() for record in caplog.records]
+
+
+def test_labels_that_differ_in_case_are_a_warning(tmp_path, monkeypatch, caplog):
+    write(tmp_path, "path,label\na,A\nb,a\nc,b\n")
+    data, train = create_dataset(csv_config(tmp_path, image_size=8), "train"), tmp_path / "train.csv"
+    expected = f"data: {train}, line 3: the label a is another class than A, {train}, line 2"
+    assert logged(monkeypatch, caplog, data) == (3, [expected]) and data.classes == ["A", "a", "b"]
+
+
+@pytest.mark.parametrize("again", ["a", "./a", "b/../a"])
+def test_a_file_twice_is_a_warning_with_one_label_and_an_error_with_two(tmp_path, monkeypatch, caplog, again):
+    write(tmp_path, f"path,label\na,x\nb,y\n{again},x\n{again},x\n")
+    data, train = create_dataset(csv_config(tmp_path, image_size=8), "train"), tmp_path / "train.csv"
+    expected = f"data: {train} lists files again, with the same label, in 2 lines"
+    assert logged(monkeypatch, caplog, data) == (4, [expected])
+    write(tmp_path, f"path,label\nc,y\na,x\nb,y\n{again},y\n")
+    with pytest.raises(UserError, match=f"train.csv, line 5: {again} is 'y' here and 'x' in line 3; delete one"):
+        len(create_dataset(csv_config(tmp_path, image_size=8), "train"))
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n  \n", "\n,\n", ""])
+def test_empty_lines_at_the_end_are_none(tmp_path, end):
+    (tmp_path / "train.csv").write_text(f"path,label\na,x\n b ,y{end}", newline="")
+    data = create_dataset(csv_config(tmp_path, image_size=8), "train")
+    assert len(data) == 2 and data.path(1) == tmp_path / "b "
 
 
 def test_a_missing_list_is_an_error(tmp_path):

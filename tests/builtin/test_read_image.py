@@ -1,15 +1,18 @@
-"""read_image: torchvision decodes what it can, PIL decodes the rest, with the same result."""
+"""read_image: torchvision decodes what it can, Pillow the rest, with the same result; levels and figures are kept."""
 
 import errno
+import logging
 import random
 from collections import Counter
 
+import numpy
 import pytest
 import torch
 
-from config import UserError
+from config import TrainingConfig, UserError
+from dataset import create_dataset
 from utils.data import images
-from utils.data.images import read_image
+from utils.data.images import log_listed, read_image
 
 PIL = pytest.importorskip("PIL.Image")
 pytest.importorskip("torchvision")
@@ -49,8 +52,7 @@ KINDS = {  # mode, suffix, options of PIL's save, whether torchvision decodes it
     "cmyk": ("CMYK", "jpg", {}, False),
     "turned": ("RGB", "jpg", {"exif": TURNED}, True),
     "palette": ("P", "png", {}, False),
-    "with alpha": ("RGBA", "png", {}, False),
-    "16 bit": ("I;16", "png", {}, False),
+    "full alpha": ("RGBA", "png", {}, False),
     "bits": ("1", "png", {}, False),
     "webp": ("RGB", "webp", {}, False),
     "a png named jpg": ("RGB", "jpg", {"format": "PNG"}, False),
@@ -61,14 +63,179 @@ KINDS = {  # mode, suffix, options of PIL's save, whether torchvision decodes it
 @pytest.mark.parametrize("channels", [3, 1])
 def test_every_kind_of_file_is_read_as_pil_reads_it(tmp_path, monkeypatch, kind, channels):
     mode, suffix, options, is_fast = KINDS[kind]
-    image, path = picture("RGB" if mode == "I;16" else mode), tmp_path / f"a.{suffix}"
-    if mode == "I;16":
-        image = PIL.fromarray(torch.arange(44 * 60, dtype=torch.int32).view(44, 60).numpy().astype("uint16"))
-    image.save(path, **options)
+    path = tmp_path / f"a.{suffix}"
+    picture(mode).save(path, **options)
     found, by_pil, is_by_torchvision = by_both(path, channels, monkeypatch)
     assert found.shape == (channels, 44, 60) and found.dtype == torch.uint8
     assert torch.equal(found, by_pil)
+    plain = numpy.array(PIL.open(path).convert("L" if channels == 1 else "RGB"))
+    assert numpy.array_equal(by_pil.permute(1, 2, 0).numpy().reshape(plain.shape), plain)
     assert is_by_torchvision == (is_fast and (channels == 3 or mode == "L"))
+
+
+# ---- modes of Pillow: what `convert` alone would clip or blacken ----
+
+GRAY = numpy.arange(64 * 64).reshape(64, 64).astype("uint16") * 16  # all of 16 bits
+COLOR = numpy.stack([GRAY >> 8, (GRAY >> 4) & 255, GRAY & 255], -1).astype("uint8")
+LUMA = COLOR[..., :1]  # of gray images
+IS_OPAQUE = (GRAY // 16 + GRAY // 1024) % 3 > 0
+ALPHA = (IS_OPAQUE * 255).astype("uint8")[..., None]
+ON_WHITE, LUMA_ON_WHITE = (numpy.where(IS_OPAQUE[..., None], each, 255) for each in (COLOR, LUMA))
+
+
+def with_alpha(colors):
+    """Transparent pixels are black, as many programs write them."""
+    return PIL.fromarray(numpy.concatenate([colors * (ALPHA > 0), ALPHA], -1).astype("uint8"))
+
+
+def palette(transparency=None, alpha=None):
+    image = PIL.fromarray(LUMA[..., 0]).convert("P")
+    if transparency is not None:
+        image.info["transparency"] = transparency
+    if alpha is not None:
+        image.putalpha(PIL.fromarray(alpha[..., 0]))
+    return image
+
+
+def associated(image, path):
+    """A TIFF whose colours are multiplied by alpha: mode La."""
+    image.save(path)
+    data, extra = path.read_bytes(), bytes.fromhex("5201 0300 01000000")
+    assert data.count(extra + b"\2") == 1
+    path.write_bytes(data.replace(extra + b"\2", extra + b"\1"))
+
+
+LOWEST_IS_CLEAR = numpy.where(LUMA == 0, 255, LUMA)
+MODES = {  # the image or how it is written, suffix, the mode that Pillow opens, pixels [H, W, 1 or 3] (None: as Pillow)
+    "16-bit png": (PIL.fromarray(GRAY), "png", "I;16", LUMA),
+    "16-bit png, a transparent value": (PIL.fromarray(GRAY), "png", "I;16", numpy.where(GRAY == 16, 65535, GRAY) >> 8),
+    "16-bit tiff": (PIL.fromarray(GRAY), "tif", "I;16", LUMA),
+    "16-bit tiff, big-endian": (PIL.fromarray(GRAY.astype(">u2")), "tif", "I;16B", LUMA),
+    "16-bit pgm": (PIL.fromarray(GRAY), "pgm", "I", LUMA),
+    "text pgm of 12 bits": (lambda path: path.write_text("P2 2 1 4095 0 4095"), "pgm", "I", numpy.array([[0, 255]])),
+    "32-bit tiff": (PIL.fromarray(GRAY.astype("int32")), "tif", "I", "mode I has no range that is known; save it with"),
+    "float tiff": (PIL.fromarray(GRAY.astype("float32")), "tif", "F", "mode F has no range"),
+    "float pfm": (
+        lambda path: PIL.fromarray(GRAY.astype("float32")).save(path, "PPM"),
+        "pgm",
+        "F",
+        "mode F has no ran",
+    ),
+    "gray": (PIL.fromarray(LUMA[..., 0]), "png", "L", LUMA),
+    "bits": (PIL.fromarray(IS_OPAQUE), "png", "1", IS_OPAQUE * 255),
+    "color": (PIL.fromarray(COLOR), "tif", "RGB", COLOR),
+    "palette": (palette(), "png", "P", LUMA),
+    "palette, a transparent index": (palette(0), "png", "P", LOWEST_IS_CLEAR),
+    "palette, alpha of each index": (palette(bytes([0] + [255] * 255)), "png", "P", LOWEST_IS_CLEAR),
+    "palette and alpha": (palette(alpha=ALPHA), "tif", "PA", LUMA_ON_WHITE),
+    "gray and alpha": (with_alpha(LUMA), "png", "LA", LUMA_ON_WHITE),
+    "gray and alpha, multiplied": (lambda path: associated(with_alpha(LUMA), path), "tif", "La", LUMA_ON_WHITE),
+    "color and alpha": (with_alpha(COLOR), "png", "RGBA", ON_WHITE),
+    "color and alpha, tiff": (with_alpha(COLOR), "tif", "RGBA", ON_WHITE),
+    "color and alpha, multiplied": (lambda path: associated(with_alpha(COLOR), path), "tif", "RGBA", ON_WHITE),
+    "color and alpha, webp": (lambda path: with_alpha(COLOR).save(path, lossless=True), "webp", "RGBA", ON_WHITE),
+    "color and full alpha": (PIL.fromarray(COLOR).convert("RGBA"), "png", "RGBA", COLOR),
+    "color, a transparent one": (
+        PIL.fromarray(COLOR),
+        "png",
+        "RGB",
+        numpy.where(COLOR.max(-1, keepdims=1), COLOR, 255),
+    ),
+    "CMYK": (PIL.fromarray(COLOR).convert("CMYK"), "tif", "CMYK", COLOR),
+    "YCbCr": (PIL.fromarray(COLOR).convert("YCbCr"), "tif", "YCbCr", None),
+    "LAB": (PIL.new("LAB", (64, 64), (0, 128, 128)), "tif", "LAB", None),
+}
+TRANSPARENT = {"16-bit png, a transparent value": 16, "color, a transparent one": (0, 0, 0)}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_every_mode_that_pillow_opens_keeps_its_levels_and_its_figure(tmp_path, name):
+    image, suffix, mode, expected = MODES[name]
+    path = tmp_path / f"a.{suffix}"
+    if callable(image):
+        image(path)
+    else:
+        image.save(path, **({"transparency": TRANSPARENT[name]} if name in TRANSPARENT else {}))
+    with PIL.open(path) as opened:
+        assert opened.mode == mode
+        by_pil = numpy.array(opened.convert("RGB")) if expected is None else None
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=rf"{path}: cannot be read as an image \(class .*{expected}"):
+            read_image(path, 3)
+        return
+    expected = by_pil if expected is None else expected.reshape(*expected.shape[:2], -1)
+    found = read_image(path, 3).permute(1, 2, 0).numpy()
+    assert numpy.array_equal(found, numpy.broadcast_to(expected, found.shape))
+    luma = numpy.array(PIL.fromarray(found).convert("L"))
+    assert mode in ("YCbCr", "LAB") or numpy.array_equal(read_image(path, 1)[0].numpy(), luma)
+
+
+def test_the_table_has_every_mode_of_the_formats_that_are_read():
+    from PIL import PngImagePlugin, TiffImagePlugin, WebPImagePlugin  # noqa: F401
+
+    modes = {mode for mode, _ in [*TiffImagePlugin.OPEN_INFO.values(), *PngImagePlugin._MODES.values()]}
+    assert modes <= {mode for _, _, mode, _ in MODES.values()}
+
+
+def test_half_transparent_pixels_are_mixed_with_white(tmp_path):
+    PIL.new("RGBA", (4, 4), (200, 100, 0, 128)).save(tmp_path / "a.png")
+    found = read_image(tmp_path / "a.png", 3)[:, 0, 0].tolist()
+    exact = [value * 128 / 255 + 255 * 127 / 255 for value in (200, 100, 0)]
+    assert all(abs(a - b) <= 1 for a, b in zip(found, exact, strict=True)), (found, exact)  # whole numbers
+
+
+class Lines(logging.Handler):
+    """The lines that are logged, each with its level."""
+
+    def __init__(self, is_main=True):
+        super().__init__(logging.INFO if is_main else logging.WARNING)  # as setup_logger
+        self.found = []
+
+    def emit(self, record):
+        self.found.append((record.levelname, record.getMessage()))
+
+
+@pytest.fixture
+def logged(monkeypatch):
+    logger = logging.getLogger("ddp")
+    monkeypatch.setattr(logger, "handlers", [Lines()])
+    monkeypatch.setattr(images, "_met", {})
+    logger.setLevel(logging.DEBUG)
+    return logger.handlers[0].found
+
+
+def folder_with(root, values):
+    """A data set of one image for each array."""
+    for k, each in enumerate(values):
+        (root / "train" / "ab"[k % 2]).mkdir(parents=True, exist_ok=True)
+        PIL.fromarray(each).save(root / "train" / "ab"[k % 2] / f"{k}.png")
+    return create_dataset(TrainingConfig(dataset="imagefolder", data_dir=str(root), image_size=8), "train")
+
+
+DARK_GRAY, BRIGHT_GRAY = (numpy.full((8, 8), value, "uint16") for value in (4095, 4096))
+
+
+@pytest.mark.parametrize(
+    ("values", "peak"),
+    [([DARK_GRAY] * 70, 4095), ([DARK_GRAY] * 3 + [BRIGHT_GRAY], None), ([COLOR[:8, :8]] * 2, None)],
+)
+def test_sixteen_bits_of_which_little_is_left_are_a_warning(tmp_path, logged, values, peak):
+    log_listed([folder_with(tmp_path, values)])
+    text = f"data: the 16-bit images have values up to {peak} of 65535, of which reading keeps 16 levels; scale them up"
+    assert logged == ([("WARNING", text)] if peak else [])
+
+
+def test_transparent_images_are_a_warning_at_the_first_one_and_where_nothing_is_left(tmp_path, logged):
+    clear = numpy.array(with_alpha(COLOR))
+    white = clear.copy()
+    white[..., :3] = 255
+    data = folder_with(tmp_path, [COLOR, clear, clear, white, white])
+    log_listed([data])
+    for k in range(len(data)):
+        data[k]
+    first = f"data: {data.path(1)} has transparent pixels: they become white, here and in all other images"
+    lost = f"data: {data.path(2)} has one colour on white; put it on another background if it shows more"
+    assert logged == [("WARNING", first), ("WARNING", lost)]
 
 
 def damaged(data, draw):

@@ -41,7 +41,7 @@ def test_rank_0_prints_the_chosen_settings_and_the_progress(whole):
         "2 on 1 node: cpu",
         "2,777,674 parameters",
         "8 per rank x 1 accumulation x 2 ranks = 16 global",
-        "SyntheticImageDataset, 80 training samples, 16 for evaluation (val)",
+        "SyntheticImageDataset, 80 training samples, 16 for evaluation (val), 10 classes",
         "15, 5 per epoch",
         "10.60 MB per step, in buckets of about 2.65 MB",
         "every 10 min or 4 steps or 1 epoch, whichever comes first, and when asked to stop",

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 import hashlib
-import json
 import logging
 import os
 import re
 import shutil
-from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from config import UserError
 from utils.files import may_pass, temporary_of
-from utils.logger import NAME, count
+from utils.logger import ALIKE, NAME, count
 
 # what torchvision's ImageFolder reads
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+HIDDEN = "hidden or of tools"  # by a dot, or one of these names of systems and tools
+OF_TOOLS = "__MACOSX __pycache__ @eaDir @Recycle #recycle $RECYCLE.BIN lost+found System_Volume_Information".split()
+VALIDATION = r"(val|valid|validat(e|ion)|eval|evaluat(e|ion)|dev|devel|development|hold.?out|held.?out)"
+VALIDATION += r"([-_ ]?(set|data|images|split|\d+))?"  # names that other projects use
+DARK = 2**12  # 16-bit images with no value above it lose most of their levels
+SAMPLED = 64  # files of a set, whose headers are read
+_met: dict[str, int] = {}  # the warnings that this process has logged, and the highest value of 16-bit images
 
 
 class Listing:
@@ -40,12 +46,18 @@ class Listing:
         """<class>/<path below it> and the bytes of each file, between zeros. Raises UserError for an empty class."""
         rows: list[bytes] = []
         others: list[os.DirEntry] = []
-        start = len(os.path.join(self.folder, ""))
+        start, is_train = len(os.path.join(self.folder, "")), self.folder.name == "train"
+        if is_train:
+            check_splits(self.folder)
         for name in self.classes:
-            images = images_in(self.folder / name, must_exist=self.folder.name == "train", others=others)
+            images = images_in(self.folder / name, must_exist=is_train, others=others)
             rows += [os.fsencode(f"{each.path[start:]} {each.stat().st_size}") for each in images]
-        self.left_out = Counter(os.path.splitext(each.name)[1].lower() for each in others)
+        with os.scandir(self.folder) as entries:
+            others += [entry for entry in entries if entry.name not in self.classes]
+        self.left_out = Counter(kind_of(each.name) for each in others)
         self.example = others[0].path if others else ""
+        if not rows:
+            raise _no_images(self.folder, "<class>/ folders with images", self.left_out)
         return b"\0".join([b"", *rows, b""])
 
     def use_listing(self, listing: bytes) -> None:
@@ -77,119 +89,106 @@ class Listing:
         return digest.hexdigest()
 
 
-class CsvListing(Listing):
-    """Images listed in a CSV file, with paths relative to `folder`. A subclass sets `folder`, `file` and `limit`."""
-
-    file: Path
-    limit: int | str  # the most classes; auto: any number
-    has_sizes = False  # reading the list touches no image
-
-    @functools.cached_property
-    def listing(self) -> bytes:
-        """<path> and the number of the class, between zeros, then the names of the classes of train.csv as JSON."""
-        train = self.file.with_name("train.csv")
-        classes = _in_order({label for _, label in rows_of(train)})
-        if len(classes) == 1:
-            raise UserError(f"{train}: has only one class, {classes[0]}; put two or more into it")
-        if isinstance(self.limit, int) and len(classes) > self.limit:
-            raise UserError(f"num_classes={self.limit}: {train} has {len(classes)}; give that number or leave it auto")
-        numbers, listing = {name: number for number, name in enumerate(classes)}, bytearray()
-        for line, (path, label) in enumerate(rows_of(self.file), 2):
-            if label not in numbers:
-                raise UserError(f"{self.file}, line {line}: has the label {label!r}, which {train} has not; fix it")
-            listing += b"\0%b %d" % (os.fsencode(path), numbers[label])
-        return bytes(listing + b"\0") + json.dumps(classes).encode()
-
-    @functools.cached_property
-    def classes(self) -> list[str]:  # type: ignore[override]  # a cached property can be set, too
-        return json.loads(self.listing.rpartition(b"\0")[2])
-
-    @functools.cached_property
-    def targets(self) -> Tensor:
-        return torch.frombuffer(array("q", map(int, re.findall(rb" (\d+)\0", self.listing))), dtype=torch.int64)
-
-    def class_of(self, index: int) -> str:
-        return f"{super().class_of(index)}, {self.file}, line {index + 2}"
-
-
-def rows_of(file: Path) -> Iterator[tuple[str, str]]:
-    """The path and the label in each line of a CSV file after its header `path,label`. Raises UserError."""
-    line = 1
-    try:
-        with file.open(encoding="utf-8-sig", newline="") as opened:
-            reader = csv.reader(opened, skipinitialspace=True, strict=True)
-            if (header := next(reader, [])) != ["path", "label"]:
-                raise UserError(f"{file}, line 1: has the header {','.join(header)!r}; write path,label there")
-            for line, row in enumerate(reader, 2):
-                if len(row) != 2 or not all(row) or reader.line_num != line or "\0" in row[0]:
-                    raise UserError(f"{file}, line {line}: is not a path, a comma and a label; fix or delete the line")
-                yield row[0], row[1]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{file}: cannot be read after line {line} ({error}); fix the file") from None
-    if line == 1:
-        raise UserError(f"{file}: has no lines after its header; add some, or delete it")
-
-
-def _in_order(labels: set[str]) -> list[str]:
-    """Sorted as numbers if all are, else as text."""
-    try:
-        return sorted(sorted(labels), key=float)  # of equal numbers the text decides
-    except ValueError:
-        return sorted(labels)
+def check_splits(train: Path) -> None:
+    """Raises UserError if there is no val beside train, but a folder or file of a similar name. Else logs those."""
+    val = train.with_name(f"val{train.suffix}")
+    with os.scandir(train.parent) as entries:
+        names = [entry.name for entry in entries if entry.is_dir() != bool(train.suffix)]
+    similar = re.compile(VALIDATION + re.escape(train.suffix), re.IGNORECASE)
+    for path in (train.with_name(name) for name in sorted(names) if similar.fullmatch(name)):
+        if not val.exists():
+            raise UserError(f"{path}: is not read; rename it to {val.name}")
+        if not path.samefile(val):
+            logging.getLogger(NAME).info("data: %s is not read, but %s", path, val)
 
 
 def images_in(folder: Path, must_exist: bool = False, others: list[os.DirEntry] | None = None) -> list[os.DirEntry]:
-    """The images below a folder, those that torchvision's ImageFolder finds, in its order; `others` gets the rest.
+    """The images below a folder, those that torchvision's ImageFolder finds, in its order, but for hidden files and
+    those of tools; `others` gets the rest.
 
     Raises UserError if they must exist and there are none.
     """
     found: list[os.DirEntry] = []
-    rest = [] if others is None else others
+    rest: list[os.DirEntry] = []
     for _, files in sorted(_folders(os.fspath(folder)), key=lambda each: each[0]) if folder.is_dir() else ():
         for file in files:
-            (found if file.name.lower().endswith(SUFFIXES) else rest).append(file)
+            (found if kind_of(file.name) in SUFFIXES else rest).append(file)
     if must_exist and not found:
-        raise UserError(f"{folder}: has no images ({', '.join(SUFFIXES)}); add some or delete the folder")
+        raise _no_images(folder, "images", Counter(kind_of(each.name) for each in rest))
+    if others is not None:
+        others += rest
     return found
 
 
 def _folders(folder: str) -> Iterator[tuple[str, list[os.DirEntry]]]:
-    """The folder and all below it, links followed, each with its files by name."""
+    """The folder and all below it, links followed, each with its files and hidden folders by name."""
     with os.scandir(folder) as entries:
         by_name = sorted(entries, key=lambda entry: entry.name)
-    yield folder, [entry for entry in by_name if not entry.is_dir()]
-    for entry in filter(os.DirEntry.is_dir, by_name):
+    yield folder, [entry for entry in by_name if not is_folder(entry)]
+    for entry in filter(is_folder, by_name):
         if entry.is_symlink() and Path(folder).resolve().is_relative_to(Path(entry).resolve()):
             raise UserError(f"{entry.path}: is a link to a folder that contains it; remove the link")
         yield from _folders(entry.path)
 
 
-def log_left_out(sets: Sequence[Listing]) -> None:
-    """Log how many files of all these sets are left out, if any."""
-    suffixes = sum((each.left_out for each in sets), Counter())
-    if suffixes:
-        kinds = ", ".join(f"{number:,} {suffix or 'without a suffix'}" for suffix, number in suffixes.most_common(5))
+def is_folder(entry: os.DirEntry) -> bool:
+    """Whether it is a folder that is read."""
+    return entry.is_dir() and kind_of(entry.name) != HIDDEN
+
+
+def kind_of(name: str) -> str:
+    """The suffix of a file, in lower case, or HIDDEN."""
+    is_hidden = name.startswith(".") or name.replace(" ", "_") in OF_TOOLS
+    return HIDDEN if is_hidden else os.path.splitext(name)[1].lower()
+
+
+def _no_images(folder: Path, what: str, others: Counter[str]) -> UserError:
+    found = f", only {_in_words(others)}" if others else ""
+    return UserError(f"{folder}: has no {what} ({', '.join(SUFFIXES)}){found}; add some or delete the folder")
+
+
+def _in_words(kinds: Counter[str]) -> str:
+    return ", ".join(f"{number:,} {kind or 'without a suffix'}" for kind, number in kinds.most_common(5))
+
+
+def log_listed(sets: Sequence[Any]) -> None:
+    """Log how many files of all these listings are left out, if any, and what reading their images loses."""
+    from PIL import Image
+
+    _met.clear()
+    kinds: Counter[str] = sum((each.left_out for each in sets), Counter())
+    if kinds:
         example = next(each.example for each in sets if each.example)
         text = "data: left out %s of other types than images: %s, e.g. %s"
-        logging.getLogger(NAME).info(text, count(suffixes.total(), "file"), kinds, example)
+        logging.getLogger(NAME).info(text, count(kinds.total(), "file"), _in_words(kinds), example)
+    for path in (each.path(k) for each in sets for k in range(0, len(each), max(1, len(each) // SAMPLED))):
+        with suppress(Exception), Image.open(path) as file:  # an unreadable one ends the run when it is needed
+            _of_8_bits(file, path)
+    if 0 < (peak := _met.get("peak", 0)) < DARK:
+        text = "data: the 16-bit images have values up to %d of 65535, of which reading keeps %d levels; scale them up"
+        logging.getLogger(NAME).warning(text, peak, peak // 256 + 1)
 
 
 def classes_of(root: Path, split: str) -> list[str]:
     """The class folders of <root>/train. Raises UserError if <root>/<split> has others."""
     train = root / "train"
-    classes = sorted(entry.name for entry in os.scandir(train) if entry.is_dir()) if train.is_dir() else []
+    classes = sorted(entry.name for entry in os.scandir(train) if is_folder(entry)) if train.is_dir() else []
     if not classes:
         raise UserError(f"data_dir={root}: has no {train}/<class>/ folders; give the folder that holds train/ and val/")
     if len(classes) == 1:
         raise UserError(f"data_dir={root}: has only one class, {classes[0]}; put two or more into {train}")
-    unknown = sorted({entry.name for entry in os.scandir(root / split) if entry.is_dir()} - set(classes))
+    unknown = sorted({entry.name for entry in os.scandir(root / split) if is_folder(entry)} - set(classes))
     if unknown:
         raise UserError(f"{root / split / unknown[0]}: is a class that is not in {train}; use the same classes in both")
     return classes
 
 
 def read_image(path: Path, channels: int, class_name: str = "") -> Tensor:
-    """uint8 [channels, H, W]. Raises UserError, which names the class (by default the folder), if it cannot be read."""
+    """uint8 [channels, H, W]: of 16 bits the upper 8, transparent pixels on white, and not turned as EXIF says, which
+    torchvision ignores too.
+
+    Raises UserError, which names the class (by default the folder), if it cannot be read.
+    """
     from PIL import Image
     from torchvision.transforms.v2 import functional as transforms
 
@@ -198,7 +197,7 @@ def read_image(path: Path, channels: int, class_name: str = "") -> Tensor:
             is_plain = file.format in ("JPEG", "MPO") and file.mode in ("RGB", "L")[channels == 1 :]
             image = _decode_jpeg(path, channels) if is_plain else None
             if image is None:
-                image = transforms.pil_to_tensor(file.convert("L" if channels == 1 else "RGB"))
+                image = transforms.pil_to_tensor(_of_8_bits(file, path).convert("L" if channels == 1 else "RGB"))
     except Exception as error:  # for a broken file PIL raises OSError, SyntaxError, ValueError, struct.error, ...
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and may_pass(error)):
             raise
@@ -207,6 +206,38 @@ def read_image(path: Path, channels: int, class_name: str = "") -> Tensor:
             " replace or delete it"
         ) from None
     return image
+
+
+def _of_8_bits(file: Any, path: Path) -> Any:
+    """A Pillow image that `convert` neither clips nor turns black: 16 bits to 8, and transparent pixels on white.
+
+    Raises ValueError for other integers and floats.
+    """
+    import numpy
+    from PIL import Image
+
+    if file.mode.startswith("I;16") or (file.mode == "I" and file.format in ("PNG", "PPM")):
+        values = numpy.asarray(file)
+        if (transparent := file.info.get("transparency")) is not None:
+            values = numpy.where(values == transparent, 2**16 - 1, values)
+        _met["peak"] = max(_met.get("peak", 0), int(values.max()))
+        return Image.fromarray((values >> 8).astype("uint8"))
+    if file.mode in ("I", "F"):
+        raise ValueError(f"mode {file.mode} has no range that is known; save it with 8 or 16 bits per channel")
+    if not file.has_transparency_data:
+        return file
+    file = (file.convert("LA") if file.mode == "La" else file).convert("RGBA")
+    if file.getextrema()[3][0] == 255:
+        return file
+    file = Image.alpha_composite(Image.new("RGBA", file.size, "white"), file).convert("RGB")
+    texts = ["data: %s has transparent pixels: they become white, here and in all other images"]
+    if not any(low < high for low, high in file.getextrema()):
+        texts.append("data: %s has one colour on white; put it on another background if it shows more")
+    for text in texts:
+        if text not in _met:
+            _met[text] = 1
+            logging.getLogger(NAME).log(ALIKE, text, path)
+    return file
 
 
 def _decode_jpeg(path: Path, channels: int) -> Tensor | None:

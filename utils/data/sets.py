@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, Subset
 
 from config import TrainingConfig, UserError, fields_of_yours, type_of
-from utils.data.images import Listing, log_left_out
+from utils.data.images import Listing, log_listed
 from utils.data.sampler import MapDataset
 from utils.data.sketches import are_alike, sketches
 from utils.distributed.collectives import broadcast_json, on_all_ranks, once_per_file_system, read_once, require_equal
@@ -62,7 +62,8 @@ def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext
     require_equal(listed, differ, ctx)
     for each in (sets[split] for split in listed):
         each.use_listing(read_once(each.folder, functools.partial(getattr, each, "listing"), differ, ctx))
-    log_left_out([sets[split] for split in listed])
+    if ctx.is_main:
+        log_listed([sets[split] for split in listed])
     listing = sets["train"].listing if "train" in listed else b""
 
     def check() -> MapDataset:

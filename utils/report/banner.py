@@ -36,6 +36,7 @@ def decisions(
         "ranks": f"{ctx.world_size} on {count(set(ctx.hosts), 'node')}: {', '.join(sorted(set(ctx.device_names)))}",
         "model": _model_line(config, state),
         "data": _data_line(loader, held_out),
+        **({} if held_out else {"evaluation": "none: the data has no validation or test set"}),
         "workers": f"{loader.num_workers} per rank",
         "batch": _batch_line(config, sampler.micro_batches_per_step, ctx.world_size),
         "steps": f"{total:,}, {sampler.steps_per_epoch:,} per epoch" + _shorter_limit(config, total),
@@ -91,7 +92,9 @@ def _data_line(loader: GlobalBatchLoader, held_out: dict[str, GlobalBatchLoader]
         line += f" ({len(dataset) - sampler.samples_per_epoch} dropped, different ones in each epoch)"
     splits = {split_of(each.dataset, split): len(each.dataset) for split, each in held_out.items()}
     more = ", which also selects the best checkpoint" if list(splits) == ["test"] else ""
-    return line + "".join(f", {size:,} for evaluation ({split}{more})" for split, size in splits.items())
+    line += "".join(f", {size:,} for evaluation ({split}{more})" for split, size in splits.items())
+    classes = getattr(dataset, "classes", ())
+    return line + (f", {len(classes):,} classes" if classes else "")
 
 
 def _batch_line(config: TrainingConfig, micro_batches: int, ranks: int) -> str:

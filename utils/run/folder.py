@@ -15,8 +15,8 @@ from config import StartError, TrainingError, UserError
 from utils.checkpoint import format as checkpoint
 from utils.data.sampler import GlobalBatchSampler
 from utils.files import LinesFile, cut_lines, finite, read_json, read_lines, replace_json
+from utils.logger import ALIKE, count
 from utils.logger import NAME as LOGGER
-from utils.logger import count
 from utils.run.claim import Start, move_back
 from utils.run.lock import NAME as LOCK
 from utils.run.lock import RunLock
@@ -126,8 +126,7 @@ class Run:
             self.warn("skipped %s with a non-finite loss or gradient: %s", count(skipped, "optimizer step"), steps)
 
     def warn(self, text: str, *values: Any) -> None:
-        """Log what all ranks know: as a warning on rank 0, as information on the others."""
-        logging.getLogger(LOGGER).log(logging.WARNING if self.is_main else logging.INFO, text, *values)
+        logging.getLogger(LOGGER).log(ALIKE, text, *values)
 
     def _append(self, name: str, values: dict[str, Any]) -> None:
         self._check()

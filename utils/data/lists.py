@@ -1,0 +1,126 @@
+"""Lists of images in CSV files: <data_dir>/{train,val,test}.csv with the columns `path,label`."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import logging
+import os
+import re
+import unicodedata
+from array import array
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from config import UserError
+from utils.data.images import Listing, check_splits
+from utils.logger import ALIKE, NAME, count
+
+DECIMAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)")
+MISSING = ("nan", "-nan", "none", "null", "na", "n/a", "#n/a", "#na", "<na>", "nat")  # in lower case
+
+
+class CsvListing(Listing):
+    """Images listed in a CSV file, with paths relative to `folder`. A subclass sets `folder`, `file` and `limit`."""
+
+    file: Path
+    limit: int | str  # the most classes; auto: any number
+    has_sizes = False  # reading the list touches no image
+
+    @functools.cached_property
+    def listing(self) -> bytes:
+        """<path> and the number of the class, between zeros, then the names of the classes of train.csv as JSON."""
+        train, places = self.file.with_name("train.csv"), {}
+        for line, (_, label) in enumerate(rows_of(train), 2):
+            if label not in places:
+                places[label] = f"{train}, line {line}"
+        if self.file == train:
+            check_splits(train)
+            check_labels(places)
+        classes = _in_order(set(places))
+        if len(classes) == 1:
+            raise UserError(f"{train}: has only one class, {classes[0]}; put two or more into it")
+        if isinstance(self.limit, int) and len(classes) > self.limit:
+            raise UserError(f"num_classes={self.limit}: {train} has {len(classes)}; give that number or leave it auto")
+        numbers, listing = {name: number for number, name in enumerate(classes)}, bytearray()
+        labels: dict[int, int] = {}  # by the hash of the path, which takes fewer bytes
+        for line, (path, label) in enumerate(rows_of(self.file), 2):
+            here = f"{self.file}, line {line}"
+            if label not in numbers:
+                check_labels(places | {label: here})
+                raise UserError(f"{here}: has the label {label!r}, which {train} has not; fix it")
+            listing += b"\0%b %d" % (os.fsencode(path), numbers[label])
+            name = os.path.normpath(path)
+            if (other := labels.setdefault(hash(name), numbers[label])) != numbers[label]:
+                first = next(n for n, (each, _) in enumerate(rows_of(self.file), 2) if os.path.normpath(each) == name)
+                raise UserError(f"{here}: {path} is {label!r} here and {classes[other]!r} in line {first}; delete one")
+        if repeated := line - 1 - len(labels):
+            text = "data: %s lists files again, with the same label, in %s"
+            logging.getLogger(NAME).log(ALIKE, text, self.file, count(repeated, "line"))
+        return bytes(listing + b"\0") + json.dumps(classes).encode()
+
+    @functools.cached_property
+    def classes(self) -> list[str]:  # type: ignore[override]  # a cached property can be set, too
+        return json.loads(self.listing.rpartition(b"\0")[2])
+
+    @functools.cached_property
+    def targets(self) -> Tensor:
+        return torch.frombuffer(array("q", map(int, re.findall(rb" (\d+)\0", self.listing))), dtype=torch.int64)
+
+    def class_of(self, index: int) -> str:
+        return f"{super().class_of(index)}, {self.file}, line {index + 2}"
+
+
+def rows_of(file: Path) -> Iterator[tuple[str, str]]:
+    """The path and the label in each line of a CSV file after its header `path,label`. Raises UserError."""
+    line, ends = 1, 0  # ends: the first empty line, which only empty ones may follow
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as opened:
+            reader = csv.reader(opened, skipinitialspace=True, strict=True)
+            if (header := next(reader, [])) != ["path", "label"]:
+                raise UserError(f"{file}, line 1: has the header {','.join(header)!r}; write path,label there")
+            for line, row in enumerate(reader, 2):
+                if not "".join(row).strip():
+                    ends = ends or line
+                    continue
+                path, label = row if len(row) == 2 else ("", "")
+                if ends or not path or not label.strip() or reader.line_num != line or "\0" in path:
+                    where = f"{file}, line {ends or line}"
+                    raise UserError(f"{where}: is not a path, a comma and a label; fix or delete the line")
+                yield path, label.strip()
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{file}: cannot be read after line {line} ({error}); fix the file") from None
+    if line == 1 or ends == 2:
+        raise UserError(f"{file}: has no lines after its header; add some, or delete it")
+
+
+def check_labels(places: dict[str, str]) -> None:
+    """Raises UserError for two labels that look alike or are one number. places: the first line of each."""
+    texts = [label for label in places if not DECIMAL.fullmatch(label)]
+    if 0 < len(texts) < len(places) and all(label.lower() in MISSING for label in texts):
+        here, other = places[texts[0]], next(place for label, place in places.items() if label not in texts)
+        raise UserError(f"{here}: has the label {texts[0]!r}, but {other} a number; fix or delete it")
+    alike: dict[Any, str] = {}
+    in_case: dict[str, str] = {}
+    for label, place in places.items():
+        shown = "".join(each for each in label if unicodedata.category(each) != "Cf")  # marks without width
+        key = unicodedata.normalize("NFC", " ".join(shown.split())) if texts else Decimal(label)
+        if (other := alike.setdefault(key, label)) != label:
+            raise UserError(f"{place}: the label {label!a} looks like {other!a}, {places[other]}; write both alike")
+        if (other := in_case.setdefault(label.casefold(), label)) != label:
+            text = "data: %s: the label %s is another class than %s, %s"
+            logging.getLogger(NAME).log(ALIKE, text, place, label, other, places[other])
+
+
+def _in_order(labels: set[str]) -> list[str]:
+    """Sorted as numbers if all are, else as text."""
+    try:
+        return sorted(sorted(labels), key=float)  # of equal numbers the text decides
+    except ValueError:
+        return sorted(labels)
