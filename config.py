@@ -563,7 +563,7 @@ def _read_file(file: str, cls: type) -> dict[str, Any]:
     """The values of a TOML file or a run's config.json. A checkpoint_dir inside run_dir is left to follow it."""
     path, remedy = Path(file), "give a TOML file or the config.json of a run"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError) as error:
         raise UserError(f"config={file}: cannot be read ({error}); {remedy}") from None

@@ -100,7 +100,7 @@ def finite(value: Any) -> Any:
 def read_json(path: Path) -> dict[str, Any]:
     """The dict in a JSON file; an empty one if it cannot be read."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
         return found if isinstance(found, dict) else {}
     except (OSError, ValueError):
         return {}

@@ -1,5 +1,6 @@
 """How a run ends, stops and continues. Signals: faults/stopping.py."""
 
+import json
 import os
 import time
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import utils.run.attempt
+from config import TrainingConfig
 from ranks import run_ranks
 from tasks import train_task
 from test_run_folder import contents
@@ -106,6 +108,35 @@ def test_a_completed_run_is_left_unchanged(runs):
     before = contents(runs.folder("done"))
     assert runs.train(2, "done", *flags, "--resume_from", "auto")[0]["state"] == "completed"
     assert contents(runs.folder("done")) == before
+
+
+CONFIG_DAMAGE = {
+    "lost": lambda file: file.unlink(),
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:99]),
+    "empty": lambda file: file.write_bytes(b""),
+    "with a BOM": lambda file: file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes()),
+    "a list": lambda file: file.write_text("[]"),
+    "edited": lambda file: file.write_text(file.read_text().replace('"epochs": 1,', '"epochs": 2,')),
+}
+
+
+@pytest.mark.parametrize("damage", CONFIG_DAMAGE)
+def test_a_completed_run_whose_config_is_damaged_is_extended_and_not_repeated(runs, damage):
+    flags = "--dataset_size 16 --epochs".split()
+    runs.train(1, "run", *flags, 1)
+    CONFIG_DAMAGE[damage](runs.folder("run") / "config.json")
+    before = contents(runs.folder("run"))
+    assert runs.train(1, "run", *flags, 1, "--resume_from", "auto") == [{"state": "completed"}]
+    assert contents(runs.folder("run")) == before
+    assert runs.train(1, "run", *flags, 2, "--resume_from", "auto")[0]["epochs"] == 2
+    assert runs.json("run", "config.json")["epochs"] == 2
+
+
+@pytest.mark.parametrize("suffix", [".json", ".toml"])
+def test_a_config_file_may_begin_with_a_byte_order_mark(tmp_path, suffix):
+    text = json.dumps({"epochs": 3}) if suffix == ".json" else "epochs = 3"
+    (tmp_path / f"a{suffix}").write_text(text, encoding="utf-8-sig")
+    assert TrainingConfig.from_args(["--config", str(tmp_path / f"a{suffix}")]).epochs == 3
 
 
 def test_a_run_resumed_in_another_folder_starts_with_a_checkpoint_and_its_best_one(runs):

@@ -71,7 +71,7 @@ def claim(
     notes: list[str] = []
     moved: list[list[str]] = []
     if is_continued:
-        if status.get("state") == "completed" and not config.asks_for_more_than(read_json(folder / "config.json")):
+        if status.get("state") == "completed" and not config.asks_for_more_than(saved_config(folder, checkpoints)):
             return lock, Start(is_completed=True)
         failures = repeated_failures(owner, status)
         path, notes = latest_of(checkpoints, mirror)
@@ -124,6 +124,14 @@ def claim(
         with suppress(OSError):  # NFS keeps the files that a process has open as .nfs*
             shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
     return lock, start
+
+
+def saved_config(folder: Path, checkpoints: Path) -> dict[str, Any]:
+    """The settings of the run in the folder: those of its latest valid checkpoint, since config.json may be edited."""
+    for path in reversed(checkpoint.step_checkpoints(checkpoints)):
+        with suppress(UserError):
+            return checkpoint.read(path)[0]["config"]
+    return read_json(folder / "config.json")
 
 
 def restore_from(mirror: Mirror, config: TrainingConfig, launch_id: str) -> dict[str, Any]:
