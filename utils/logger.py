@@ -117,6 +117,7 @@ def log_training_step(
     """
     rate, step_s = record["samples_per_s"], record["step_s"]
     begin = [f"epoch {record['epoch']}", f"step {record['step']}/{total_steps}", f"loss {show(record['loss'])}"]
+    begin[2] += f" ({skipped} skipped)" if (skipped := record.get("skipped_steps")) else ""
     end = [f"lr {record['lr']:.3g}", f"{rate:,.0f} samples/s"]
     if left := total_steps - record["step"]:
         end.append(f"{duration(step_s * left)} left")
@@ -172,8 +173,9 @@ def count(things: Any, name: str) -> str:
     return f"{number:,} {name}{'' if number == 1 else 's'}"
 
 
-def show(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"
+def show(value: float | str | None) -> str:
+    """text: what is shown for a missing value."""
+    return value if isinstance(value, str) else "not finite" if value is None else f"{value:.4f}"
 
 
 def duration(seconds: float) -> str:

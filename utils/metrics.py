@@ -16,7 +16,7 @@ from config import UserError
 Metrics = dict[str, tuple]  # name -> (sum, count) or (sum, count, function of their quotient); numbers or tensors
 RESERVED = (  # keys of a record besides the metrics
     *("kind", "epoch", "step", "split", "weights", "count", "lr", "lr_of_groups", "grad_norm", "samples_per_s"),
-    *("data_wait_s", "step_s", "peak_memory_bytes", "fingerprint"),
+    *("skipped_steps", "data_wait_s", "step_s", "peak_memory_bytes", "fingerprint"),
 )
 KNOWN_DIRECTIONS = {"loss": -1, "accuracy": 1, "top1": 1, "top5": 1}
 EXAMPLE = '{"loss": (loss_sum, len(labels)), "accuracy": (correct, len(labels))}'
@@ -83,6 +83,7 @@ class MetricTracker:
         self._finish: dict[str, Callable[[Any], Any]] = {}
         self._places: dict[str, tuple[Tensor, Tensor]] = {}  # the sum and the count of each name: views of `values`
         self.values = torch.zeros(0, dtype=torch.float64, device=self._device)
+        self._zero = torch.zeros((), dtype=torch.float64, device=self._device)
 
     def sum_of(self, name: str) -> Tensor:
         """A view: float64, on the device."""
@@ -144,10 +145,13 @@ class MetricTracker:
                 value = value.detach()
             place.add_(value)
 
-    def add(self, other: MetricTracker) -> None:
-        """Add the sums of another tracker, whose metrics are the first ones of this one."""
+    def add(self, other: MetricTracker, is_added: Tensor) -> None:
+        """Add the sums of another tracker, whose metrics are the first ones of this one, or nothing.
+
+        is_added: 0-dimensional bool, on the device. torch.where, not a product, since NaN * 0 is NaN.
+        """
         size = sum(place.numel() for places in other._places.values() for place in places)
-        self.values[:size].add_(other.values[:size])
+        self.values[:size].add_(torch.where(is_added, other.values[:size], self._zero))
 
     def means(self) -> dict[str, float]:
         """Each sum divided by its count, passed through its function if it has one; NaN if the count is 0.

@@ -46,7 +46,7 @@ def test_the_rehearsal_notices_a_read_a_copy_and_a_stream_that_does_not_wait(fak
 
 @pytest.mark.parametrize(
     ("flags", "part", "most"),
-    [("plain", "augmentation", 7), ("plain", "update", 22), ("more", "augmentation", 7), ("more", "update", 38)],
+    [("plain", "augmentation", 7), ("plain", "update", 23), ("more", "augmentation", 7), ("more", "update", 39)],
 )
 def test_launches_of_a_step(fake_gpu, flags, part, most):
     """docs/benchmarks.md has these figures."""

@@ -27,7 +27,7 @@ from utils.run.folder import Run
 from utils.run.goodput import ACCOUNTS, share_in_training
 from utils.run.provenance import zip_code
 from utils.training.fingerprint import fingerprint, shown
-from utils.training.interval import Read
+from utils.training.interval import EMPTY, Read, SkippedStep, is_empty
 from utils.training.state import TrainState
 
 STRAGGLES = 1.5  # times the median
@@ -104,6 +104,8 @@ class Reporter:
         self._logger.info("%s", "\n".join(f"  {name:<{width}}  {value}" for name, value in decided.items()))
         for line in differences:
             run.warn("changed: %s", line)
+        if warning := self._state.schedule.warning:
+            run.warn("%s", warning)
         run.status("running", epoch=progress.epoch_number, step=step, samples_seen=progress.samples_seen)
         if run.resume_path:
             where = {"checkpoint": str(run.resume_path), "world_size": self._ctx.world_size}
@@ -168,7 +170,8 @@ class Reporter:
         ranks = gather(row, self._ctx)  # on rank 0
         seconds, waited = (sum(each[k] for each in ranks) / len(ranks) for k in (0, 1))
         means, count = sums.means(), sums.count_of("loss")
-        grad_norm = means.pop("grad_norm")
+        grad_norm, _ = means.pop("grad_norm"), means.pop("skipped_steps")
+        skips = int(sums.sum_of("skipped_steps"))
         means = {"loss": means.pop("loss")} | means
         self._train_names = list(means)
         record = self._latest = self._run.record(
@@ -176,6 +179,7 @@ class Reporter:
             epoch=point.at["epoch"],
             step=step,
             **means,
+            **({"skipped_steps": skips} if skips else {}),
             **point.lrs,
             grad_norm=grad_norm,
             samples_per_s=point.samples / seconds if seconds else 0.0,
@@ -189,25 +193,29 @@ class Reporter:
             self._report_slowest(step, [{"data": data, "compute": own} for _, data, own, _ in ranks])
         counted = point.samples if count.ndim else count.item()  # those of terms have no sum
         per_s = counted / seconds if seconds else 0.0
+        if record["loss"] is None and is_empty(skipped):
+            record = record | {"loss": "without targets"}
         log_training_step(self._logger, record, self._train_names[1:], self._total_steps, self._ctx.world_size, per_s)
         self._log_points += 1
         if self._log_points == 2:  # the first interval includes the start of the workers
             self._advise(waited / seconds if seconds else 0.0)
         self._board.scalars(record)
         self._run.progress(**point.at)
-        self._check_skips(step)
+        self._check_skips(step, skipped)
 
     def before_save(self) -> None:
         """Write the records of all steps so far, and count those that were skipped, as a checkpoint holds them."""
         self.catch_up()
         self._run.record_skipped(self._state.read_skips(), self._sampler)
 
-    def _check_skips(self, step: int) -> None:
+    def _check_skips(self, step: int, skipped: list[SkippedStep]) -> None:
         if 0 < self._config.max_skipped_steps <= (in_row := self._state.progress.skipped_in_row):
+            what, fix = "a non-finite loss or gradient", "use a lower --lr or --clip_grad_norm 1"
+            if is_empty(skipped):
+                what, fix = "no targets", "give them labels"
             raise TrainingError(
-                f"the last {in_row} optimizer steps, up to step {step}, had a non-finite loss or gradient; look at"
-                " their samples (skipped_step in metrics.jsonl), use a lower --lr or --clip_grad_norm 1, then"
-                " --resume_from auto"
+                f"the last {in_row} optimizer steps, up to step {step}, had {what}; look at their samples (skipped_step"
+                f" in metrics.jsonl), {fix}, then --resume_from auto"
             )
 
     def _advise(self, data_wait: float) -> None:
@@ -294,12 +302,31 @@ class Reporter:
         }
         if test:
             summary["test"] = test
+        empty_steps = sum(each.get("reason") == EMPTY for each in self._run.records("event"))
+        if warnings := self._warnings(summary, evaluations, empty_steps):
+            summary["warnings"] = warnings
+        for line in warnings:
+            self._run.warn("%s", line)
         self._run.write_json("summary.json", summary)
         self._run.status(ending, epoch=progress.epoch_number, step=progress.step, samples_seen=progress.samples_seen)
         self._profiler.close()
         self._board.close()
-        self._logger.info("%s", end_text(summary, self._run, self._config, trained))
+        self._logger.info("%s", end_text(summary, self._run, self._config, trained, empty_steps))
         return summary
+
+    def _warnings(self, summary: dict[str, Any], evaluations: list[dict[str, Any]], empty_steps: int) -> list[str]:
+        """What the run has not done although it ends without an error."""
+        found = [self._state.schedule.warning] if self._state.schedule.warning else []
+        if 0 < summary["steps"] == empty_steps:
+            found.append(
+                "training: all steps were without targets, so the weights are those of the start; label samples"
+            )
+        never = [name for name in summary["final"] if all(each.get(name) is None for each in evaluations)]
+        if never:
+            found.append(f"evaluation: {', '.join(never)}: never finite")
+        if evaluations and summary["best_value"] is None:
+            found.append(f"best_metric={summary['best_metric']}: was never finite, so there is no best.pt")
+        return found
 
 
 def _learning_rates(lr: float, groups: list[float]) -> dict[str, Any]:
@@ -311,9 +338,15 @@ def _metrics_of(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name not in RESERVED}
 
 
-def end_text(summary: dict[str, Any], run: Run, config: TrainingConfig, trained_s: float) -> str:
-    """The end summary, with the next commands. trained_s: seconds in training, of all attempts."""
-    skipped = f" ({summary['skipped_steps']} skipped: non-finite loss or gradient)" if summary["skipped_steps"] else ""
+def end_text(summary: dict[str, Any], run: Run, config: TrainingConfig, trained_s: float, empty_steps: int = 0) -> str:
+    """The end summary, with the next commands.
+
+    Args:
+        trained_s: seconds in training, of all attempts.
+        empty_steps: those without targets, of the skipped ones.
+    """
+    why = "without targets" if summary["skipped_steps"] == empty_steps else "non-finite loss or gradient"
+    skipped = f" ({summary['skipped_steps']} skipped: {why})" if summary["skipped_steps"] else ""
     times = {name.removesuffix("_s").replace("_", " "): seconds for name, seconds in summary["time"].items()}
     idle = times.pop("down")  # between attempts
     shown = ", ".join(f"{name} {duration(seconds)}" for name, seconds in times.items() if seconds >= 0.5)

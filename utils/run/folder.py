@@ -22,7 +22,7 @@ from utils.run.lock import NAME as LOCK
 from utils.run.lock import RunLock
 from utils.run.mirror import Mirror
 from utils.run.provenance import now
-from utils.training.interval import SkippedStep
+from utils.training.interval import SkippedStep, is_empty
 
 SECONDS_BETWEEN_STATUS = 1.0  # while only the progress changes
 
@@ -123,7 +123,8 @@ class Run:
             self.event("skipped_step", each.step, epoch=each.epoch + 1, indices=indices, reason=each.reason)
         if skipped:
             steps = ", ".join(str(each.step) for each in skipped[:5]) + (", ..." if len(skipped) > 5 else "")
-            self.warn("skipped %s with a non-finite loss or gradient: %s", count(skipped, "optimizer step"), steps)
+            why = "without targets" if is_empty(skipped) else "with a non-finite loss or gradient"
+            self.warn("skipped %s %s: %s", count(skipped, "optimizer step"), why, steps)
 
     def warn(self, text: str, *values: Any) -> None:
         logging.getLogger(LOGGER).log(ALIKE, text, *values)

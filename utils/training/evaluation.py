@@ -21,7 +21,7 @@ from utils.distributed.collectives import require_equal
 from utils.distributed.consensus import Consensus
 from utils.distributed.context import DistributedContext
 from utils.distributed.tree import TreeAllReduce, TreeSum, run_of
-from utils.logger import NAME, show_progress
+from utils.logger import ALIKE, NAME, show_progress
 from utils.metrics import MetricTracker, all_reduce_scalar, check_metrics
 from utils.training.outputs import Outputs
 from utils.training.precision import Precision
@@ -64,8 +64,30 @@ class Evaluation:
         for kind, context in weights.items():
             show = partial(show_progress, logging.getLogger(NAME), label=split + " (ema)" * (kind == "ema"))
             with context:
-                found.append({**where, "weights": kind, **self.means(loader, show)})
+                means = self.means(loader, show)
+                found.append({**where, "weights": kind, **means})
+                if not math.isfinite(means["loss"]) and (samples := self.non_finite(loader)):
+                    text = "evaluation of %s: the loss of sample %d is not finite (%d of %d in its micro-batch)"
+                    logging.getLogger(NAME).log(ALIKE, text, split, samples[0], len(samples), loader.sampler.batch_size)
         return found
+
+    @torch.no_grad()
+    def non_finite(self, loader: GlobalBatchLoader) -> list[int]:
+        """The samples whose loss is not finite in the first micro-batch that has such, in another pass over the set."""
+
+        def is_finite(batch: Any) -> bool:
+            with self.precision.autocast():
+                return bool(torch.as_tensor(self.seams.compute_loss(self.model, batch)["loss"][0]).isfinite().all())
+
+        self.model.eval()
+        for global_batch in loader.global_batches(epoch=0):
+            passes = [(each.indices[0], is_finite(each.batch), each.is_padding) for each in global_batch]
+            mine = min((first for first, fine, is_padding in passes if not (fine or is_padding)), default=math.inf)
+            first = all_reduce_scalar(mine, "min", self.ctx.control)
+            if first < math.inf:  # all ranks look at its samples: with a sharded model none can do so alone
+                batch = range(int(first), min(int(first) + loader.sampler.batch_size, len(loader.dataset)))
+                return [each for each in batch if not is_finite(loader.fetch([each])[2])]
+        return []
 
     @torch.no_grad()
     def means(self, loader: GlobalBatchLoader, show: Callable[[int, int], None] | None = None) -> dict[str, float]:

@@ -12,6 +12,8 @@ from utils.data.transfer import Reading
 from utils.metrics import Metrics, MetricTracker
 from utils.training.schedule import Progress
 
+EMPTY = "empty"
+
 
 class SkippedStep(NamedTuple):
     """A skipped optimizer step, and its global batch: entries of the epoch's order."""
@@ -20,7 +22,12 @@ class SkippedStep(NamedTuple):
     epoch: int
     first: int
     samples: int
-    reason: str = ""  # "non-finite" loss or gradient; "empty": the loss counted nothing
+    reason: str = ""  # "non-finite" loss or gradient; EMPTY: the loss counted nothing
+
+
+def is_empty(skipped: list[SkippedStep]) -> bool:
+    """Whether some steps were skipped, and all because their loss counted nothing."""
+    return {each.reason for each in skipped} == {EMPTY}
 
 
 class Read(NamedTuple):
@@ -72,8 +79,8 @@ class Interval(MetricTracker):
         """Count in `progress` the steps that were skipped, the same on all ranks.
 
         Returns:
-            The sums, with the norms of these steps; the skipped steps without those of the search for a scale; and
-            `more`. All of it is on the host.
+            The sums of the steps with a finite loss, with the norms of these steps; the skipped steps without those of
+            the search for a scale; and `more`. All of it is on the host.
         """
         values, norms, divisors, losses, scale, *more = read.reading.result()
         sums = self._sums
@@ -83,6 +90,7 @@ class Interval(MetricTracker):
             norm_sum += norm
         sums.sum_of("grad_norm").fill_(norm_sum)
         sums.count("grad_norm", 0.0, len(finite))
+        sums.count("skipped_steps", len(norms) - len(finite), 0)
         skipped = []
         rows = (norms.tolist(), divisors.tolist(), losses.tolist() or [0.0] * len(norms))
         for step, norm, divisor, loss in zip(read.steps, *rows, strict=True):
@@ -91,12 +99,13 @@ class Interval(MetricTracker):
             elif scale >= 1 and divisor and math.isfinite(loss):
                 progress.overflow_steps += 1
             else:
-                skipped.append(step._replace(reason="non-finite" if divisor else "empty"))
+                skipped.append(step._replace(reason="non-finite" if divisor else EMPTY))
                 progress.skipped_in_row += 1
         progress.skipped_steps += len(skipped)
         return sums, skipped, more
 
     def keep_norms(self) -> None:
-        """Add the norms that were read last to the sums, in the middle of an interval."""
-        self.sum_of("grad_norm").fill_(self._sums.sum_of("grad_norm").item())
-        self.count_of("grad_norm").fill_(self._sums.count_of("grad_norm").item())
+        """Add the norms that were read last to the sums, in the middle of an interval, and the skipped steps."""
+        for name in ("grad_norm", "skipped_steps"):
+            self.sum_of(name).fill_(self._sums.sum_of(name).item())
+            self.count_of(name).fill_(self._sums.count_of(name).item())

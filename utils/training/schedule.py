@@ -84,6 +84,18 @@ class Schedule:
         return self._lr_factor(self._config, step, length, self._warmup_steps, progress)
 
     @property
+    def warning(self) -> str:
+        """That the run, or its schedule if that is longer, ends within the warm-up; else empty."""
+        length = max(self.total_steps, self._config.schedule_steps)
+        if self._warmup_steps <= length:
+            return ""
+        share = length / self._warmup_steps
+        text = (
+            f"warm-up: has {self._warmup_steps:,} steps, but the run {length:,}: it ends at {share:.1%} of the learning"
+        )
+        return f"{text} rate; use fewer --warmup_epochs"
+
+    @property
     def is_at_end(self) -> bool:
         """Whether all optimizer steps were made."""
         return self.progress.step >= self.total_steps

@@ -88,7 +88,7 @@ class TrainState:
     def lay_out(self, metrics: Metrics) -> None:
         """Allocate space for the metrics that compute_loss returned for a batch. Call before the first step."""
         self.sums.lay_out(metrics)
-        self.interval.lay_out(metrics | {"grad_norm": (0.0, 0)})
+        self.interval.lay_out(metrics | {"grad_norm": (0.0, 0), "skipped_steps": (0.0, 0)})
         self._first_count = 1.0 if self._terms else float(metrics["loss"][1])
 
     def plan(self, sampler: GlobalBatchSampler, world_size: int) -> None:
@@ -196,7 +196,9 @@ class TrainState:
             self.optimizer.step()
         self.scaler.update()
         self.drop_gradients()
-        self.sums.commit(global_batch.samples, is_finite, self.interval)
+        # float16 skips steps to find its scale, and their loss counts
+        is_loss_finite = self.sums.loss.isfinite() if self.scaler.is_enabled() else is_finite
+        self.sums.commit(global_batch.samples, is_finite, self.interval, is_loss_finite)
         if self._after_step and self._view:
             with torch.no_grad():
                 self._after_step(self.model, self._view, (1 - skipped).double())

@@ -75,13 +75,14 @@ class StepSums:
         self.wait()
         self.metrics.reset()
 
-    def commit(self, samples: int, is_finite: Tensor, interval: MetricTracker) -> None:
+    def commit(self, samples: int, is_finite: Tensor, interval: MetricTracker, is_loss_finite: Tensor) -> None:
         """Add this step to the running statistics and the interval's sums, and begin the next step.
 
         Args:
             samples: of all ranks in the global batch.
             is_finite: whether the step is taken: 0-dimensional bool.
+            is_loss_finite: whether its metrics count.
         """
         self.running_stats.commit(samples, is_finite)
-        interval.add(self.metrics)
+        interval.add(self.metrics, is_loss_finite)
         self.metrics.reset()
