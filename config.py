@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import json
 import math
+import os
 import re
 import shlex
 import string
@@ -29,6 +30,8 @@ DEFAULTS = {"sgd": {"lr": 0.1, "weight_decay": 5e-4}, "adamw": {"lr": 1e-3, "wei
 AUTO_AUGMENTS = ("none", "ra", "ta_wide", "augmix", "autoaugment")
 AMP_DTYPES = ("auto", "bf16", "fp16", "bf16_params", "fp16_params")
 SHARDINGS = ("none", "zero2", "zero3", "hybrid")
+PATHS = ("run_dir", "data_dir", "checkpoint_dir", "resume_from", "init_from")
+VARIABLE = re.compile(r"\$(\{\w+\}|[A-Za-z_]\w*)")  # in a path
 ELSEWHERE = Path(__file__).parent / "docs" / "coming-from.md"  # names of flags in other trainers
 OF_TORCHRUN = """nproc_per_node nnodes node_rank master_addr master_port max_restarts local_rank world_size gpus devices
 num_nodes dist_url"""
@@ -367,7 +370,8 @@ class TrainingConfig:
             problems.append(f"warmup_steps={self.warmup_steps}: there is warmup_epochs={self.warmup_epochs}; {either}")
         names = [field.name for field in dataclasses.fields(self)]
         try:
-            used = [name for _, name, _, _ in string.Formatter().parse(self.run_dir) if name is not None]
+            template = VARIABLE.sub("", self.run_dir)  # ${NAME} is no field
+            used = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
             wrong = [name for name in used if name not in names]
         except ValueError:
             wrong = [self.run_dir]
@@ -410,10 +414,14 @@ class TrainingConfig:
         return "\n".join(lines) + "\n"
 
     @classmethod
-    def from_args(cls, argv: Sequence[str] | None = None, saved: dict[str, Any] | None = None) -> TrainingConfig:
+    def from_args(
+        cls, argv: Sequence[str] | None = None, saved: dict[str, Any] | None = None, expands: bool = False
+    ) -> TrainingConfig:
         """Defaults, then the file of --config, then flags. Exits 0 after --help or --print-config, 2 after an error.
 
-        saved: values that replace the defaults.
+        Args:
+            saved: values that replace the defaults.
+            expands: replace `~` and $NAME in paths, which `train` does as on rank 0.
         """
         flags, unknown = _parser(cls).parse_known_args(argv)
         given = vars(flags)
@@ -432,6 +440,8 @@ class TrainingConfig:
             problems.append(f"on_checkpoint: {REDACTED} stands for a secret that a run did not store; {remedy}")
         try:
             config = cls(**((saved or {}) | values | given))
+            if print_config or expands:
+                config = dataclasses.replace(config, **expand({name: getattr(config, name) for name in PATHS}))
         except UserError as error:
             problems.append(str(error))
         if problems:
@@ -441,6 +451,22 @@ class TrainingConfig:
             print(config.to_toml(), end="")
             raise SystemExit(0)
         return config
+
+
+def expand(paths: dict[str, str]) -> dict[str, Any]:
+    """The paths, by field, with `~` and $NAME replaced. What exists as it is, or is a URL, stays. Raises UserError."""
+    found: dict[str, Any] = {}
+    for name, path in paths.items():
+        if "://" in path or (os.path.lexists(path) and not path.startswith("~")):
+            found[name] = path
+            continue
+        unknown = [each[0] for each in VARIABLE.finditer(path) if os.path.expandvars(each[0]) == each[0]]
+        found[name] = os.path.expanduser(VARIABLE.sub(lambda each: os.path.expandvars(each[0]), path))
+        if found[name].startswith("~") and not os.path.lexists(found[name]):
+            unknown.append(path.split("/")[0])
+        if unknown:
+            raise UserError(f"{name}={path}: {unknown[0]} is not known here; write the path in full")
+    return found
 
 
 def unless_auto(value: int | str, automatic: int) -> int:
@@ -561,7 +587,7 @@ def _parser(cls: type) -> argparse.ArgumentParser:
 
 def _read_file(file: str, cls: type) -> dict[str, Any]:
     """The values of a TOML file or a run's config.json. A checkpoint_dir inside run_dir is left to follow it."""
-    path, remedy = Path(file), "give a TOML file or the config.json of a run"
+    path, remedy = Path(expand({"config": file})["config"]), "give a TOML file or the config.json of a run"
     try:
         text = path.read_text(encoding="utf-8-sig")
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)

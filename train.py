@@ -54,6 +54,7 @@ from utils.run.evaluate_only import evaluate_only
 from utils.run.failures import PREEMPTED, leave_after, open_run, wait_for_blame, watched
 from utils.run.provenance import provenance_of
 from utils.run.resume import load_best, resume_run
+from utils.run.start_checks import expand_paths
 from utils.training.batchnorm import check_sync_batchnorm
 from utils.training.cross_check import CrossCheck
 from utils.training.evaluation import Evaluation
@@ -96,6 +97,7 @@ def train(
         UserError: if the config or the data cannot be used; the message ends with the fix.
     """
     ctx = setup_distributed(config)
+    config = expand_paths(config, ctx)
     if config.eval_only:
         release()  # an evaluation has nothing to save: a signal ends it
         with watched(config.run_folder, config, ctx):  # if a rank hangs or is gone, all end

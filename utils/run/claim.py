@@ -108,6 +108,12 @@ def claim(
         lock, owner, aside = RunLock(folder, host), {}, [name for _, name in moved]
         text = f"moved the earlier run to {' and '.join(aside)} ({size_of(aside)}); to delete it: rm -r "
         notes.append(text + " ".join(aside))
+    old = Path("~") / os.path.relpath(folder, os.path.expanduser("~"))  # where earlier versions wrote it
+    if not holds_run and ".." not in old.parts and (old / "metrics.jsonl").exists():
+        text = f"run_dir={folder}: an earlier version wrote a run to {old.absolute()}; to continue it, move it here"
+        if config.resume_from == "auto":
+            raise UserError(text)
+        notes.append(text)
     # an attempt that was killed before its first record or checkpoint counts too
     is_again = not moved and (holds_run or (config.resume_from == "auto" and owner.get("has_trained")))
     attempt = owner.get("attempt", 0) + 1 if is_again else 1

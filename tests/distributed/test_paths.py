@@ -1,0 +1,109 @@
+"""`~` and $NAME in paths: replaced once, on rank 0, wherever they come from."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from config import PATHS, TrainingConfig, UserError, expand
+from ranks import run_ranks
+from test_run_folder import contents, fill, open_run
+from training import train_flags
+
+VALUES = {  # path: what it becomes in a home of /home/me, with NAME=/scratch
+    "~/data": "/home/me/data",
+    "~": "/home/me",
+    "$HOME/data": "/home/me/data",
+    "${NAME}/a": "/scratch/a",
+    "a/$NAME/b": "a//scratch/b",
+    "~root": "/root",
+    "a~b": "a~b",
+    "a/~": "a/~",
+    "$5 and 100%": "$5 and 100%",
+    "": "",
+    "auto": "auto",
+    "torchvision": "torchvision",
+    "s3://bucket/$NAME": "s3://bucket/$NAME",
+    "./is $THERE": "./is $THERE",  # exists
+    "$OUTER": "$INNER",  # once
+}
+UNKNOWN = {"$SCRATCH_X/a": "$SCRATCH_X", "a/${SCRATCH_X}": "${SCRATCH_X}", "~nobody-here/a": "~nobody-here"}
+
+
+@pytest.fixture
+def places(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"HOME": "/home/me", "NAME": "/scratch", "OUTER": "$INNER"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("INNER", "SCRATCH_X"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "is $THERE").mkdir()
+
+
+@pytest.mark.parametrize("path", VALUES)
+def test_a_path_is_expanded_unless_it_exists_as_it_is(places, path):
+    assert expand({"data_dir": path}) == {"data_dir": VALUES[path]}
+
+
+@pytest.mark.parametrize("path", UNKNOWN)
+@pytest.mark.parametrize("name", [*PATHS, "config"])
+def test_an_unknown_name_is_an_error_and_makes_no_folder(places, tmp_path, capsys, name, path):
+    expected = f"{name}={path}: {UNKNOWN[path]} is not known here; write the path in full"
+    with pytest.raises(SystemExit) as ended:
+        TrainingConfig.from_args([f"--{name}={path}", "--print-config"])
+    assert ended.value.code == 2 and capsys.readouterr().err.strip() == expected
+    if name != "config":
+        before = [*tmp_path.rglob("*")]
+        with pytest.raises(UserError, match="is not known here; write the path in full"):
+            train_flags([f"--{name}={path}", "--backend", "gloo"])
+        assert [*tmp_path.rglob("*")] == before
+
+
+def train_in_other_homes(flags, folder):
+    """Each rank has its own home and working folder."""
+    home = folder / f"home{os.environ['RANK']}"
+    home.mkdir()
+    os.environ["HOME"] = os.environ["PLACE"] = str(home)
+    os.chdir(folder)
+    return train_flags(flags)["state"]
+
+
+@pytest.mark.parametrize("way", ["flags", "a file", "$PLACE"])
+def test_the_folders_of_a_run_are_those_of_rank_0(runs, way):
+    paths = {"run_dir": "~/runs/{seed}", "checkpoint_dir": "~/ckpt", "data_dir": "~/data"}
+    if way == "$PLACE":
+        paths = {name: path.replace("~", "${PLACE}") for name, path in paths.items()}
+    flags = [f"--{name}={path}" for name, path in paths.items()]
+    if way == "a file":
+        (runs.root / "a.json").write_text(json.dumps(paths))
+        flags = ["--config", str(runs.root / "a.json")]
+    rest = "--dataset_size 16 --epochs 1 --seed 7 --batch_size 4 --backend gloo".split()
+    rest += [word for word in runs.words("") if "image_size" in word or word == "8"]
+    assert run_ranks(2, train_in_other_homes, [*rest, *flags], runs.root) == ["completed"] * 2
+    home = runs.root / "home0"
+    assert (home / "runs/7/summary.json").exists() and (home / "ckpt/best.pt").exists()
+    saved = json.loads((home / "runs/7/config.json").read_text())
+    assert [saved[name] for name in paths] == [f"{home}/runs/7", f"{home}/ckpt", f"{home}/data"]
+    assert not [*runs.root.rglob("~")] and not [*runs.root.rglob("*PLACE*")]
+    assert not [*(runs.root / "home1").iterdir()]
+
+
+def test_a_run_in_a_folder_named_like_the_home_is_named(places, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    fill(open_run(TrainingConfig(run_dir="~/runs/a")))  # as earlier versions did
+    before = contents(tmp_path)
+    [folder] = expand({"run_dir": "~/runs/a"}).values()
+    expected = f"run_dir={folder}: an earlier version wrote a run to {tmp_path}/~/runs/a; to continue it, move it here"
+    with pytest.raises(UserError, match=expected):
+        open_run(TrainingConfig(run_dir=folder, resume_from="auto"))
+    assert contents(tmp_path) == before
+    run = open_run(TrainingConfig(run_dir=folder))
+    assert run.notes == [expected] and contents(tmp_path) == before
+    run.close()
+    for name in ("~/runs/b", "elsewhere/a"):
+        assert open_run(TrainingConfig(run_dir=expand({"run_dir": name})["run_dir"])).notes == []
+    os.rename(tmp_path / "~/runs/a", Path(folder).with_name("moved"))
+    os.rename(folder, Path(folder).with_name("empty"))
+    os.rename(Path(folder).with_name("moved"), folder)
+    assert open_run(TrainingConfig(run_dir=folder, resume_from="auto")).resume_path.name == "step_00000020.pt"
