@@ -123,8 +123,9 @@ class Run:
             self.event("skipped_step", each.step, epoch=each.epoch + 1, indices=indices, reason=each.reason)
         if skipped:
             steps = ", ".join(str(each.step) for each in skipped[:5]) + (", ..." if len(skipped) > 5 else "")
-            why = "without targets" if is_empty(skipped) else "with a non-finite loss or gradient"
-            self.warn("skipped %s %s: %s", count(skipped, "optimizer step"), why, steps)
+            text = "skipped %s with a non-finite loss or gradient: %s"
+            text = "skipped %s without targets: %s" if is_empty(skipped) else text
+            self.warn(text, count(skipped, "optimizer step"), steps)
 
     def warn(self, text: str, *values: Any) -> None:
         logging.getLogger(LOGGER).log(ALIKE, text, *values)

@@ -89,11 +89,10 @@ class Schedule:
         length = max(self.total_steps, self._config.schedule_steps)
         if self._warmup_steps <= length:
             return ""
-        share = length / self._warmup_steps
-        text = (
-            f"warm-up: has {self._warmup_steps:,} steps, but the run {length:,}: it ends at {share:.1%} of the learning"
+        return (
+            f"warm-up: has {self._warmup_steps:,} steps, but the run {length:,}: it ends at"
+            f" {length / self._warmup_steps:.1%} of the learning rate; use fewer --warmup_epochs"
         )
-        return f"{text} rate; use fewer --warmup_epochs"
 
     @property
     def is_at_end(self) -> bool:
