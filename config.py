@@ -31,7 +31,7 @@ AUTO_AUGMENTS = ("none", "ra", "ta_wide", "augmix", "autoaugment")
 AMP_DTYPES = ("auto", "bf16", "fp16", "bf16_params", "fp16_params")
 SHARDINGS = ("none", "zero2", "zero3", "hybrid")
 PATHS = ("run_dir", "data_dir", "checkpoint_dir", "resume_from", "init_from")
-VARIABLE = re.compile(r"\$(\{\w+\}|[A-Za-z_]\w*)")  # in a path
+VARIABLE = re.compile(r"\$(\{\w+\}|[A-Za-z_]\w*)|^~[^/]*")  # in a path
 ELSEWHERE = Path(__file__).parent / "docs" / "coming-from.md"  # names of flags in other trainers
 OF_TORCHRUN = """nproc_per_node nnodes node_rank master_addr master_port max_restarts local_rank world_size gpus devices
 num_nodes dist_url"""
@@ -100,18 +100,30 @@ class one_of:  # used like the functions around it
         return "" if value in self.choices else f"is not known; choose {nearest(value, self.choices)}"
 
 
+def expand(path: str) -> str:
+    """The path with `~` and $NAME replaced, unless it exists as it is or is a URL."""
+    if "://" in path or (os.path.lexists(path) and not path.startswith("~")):
+        return path
+    return os.path.expanduser(VARIABLE.sub(lambda found: os.path.expandvars(found[0]), path))
+
+
+def known_path(value: str) -> str:
+    unknown = None if os.path.lexists(value) else VARIABLE.search(value)
+    return f"{unknown[0]} is not known here; write the path in full" if unknown else ""
+
+
 def local_path(value: str) -> str:
-    return "is not a path; mount the storage and give its path" if "://" in value else ""
+    return "is not a path; mount the storage and give its path" if "://" in value else known_path(value)
 
 
 def path_or_url(value: str) -> str:
-    return mirror_url(value) if "://" in value else ""
+    return mirror_url(value) if "://" in value else known_path(value)
 
 
 def run_path(value: str) -> str:
     if "://" in value:
         return "is not a path; give a local folder, and this URL with --mirror"
-    return "" if value.strip() else "is empty; give a folder, e.g. runs/NAME"
+    return known_path(value) if value.strip() else "is empty; give a folder, e.g. runs/NAME"
 
 
 def mirror_url(value: str) -> str:
@@ -370,8 +382,7 @@ class TrainingConfig:
             problems.append(f"warmup_steps={self.warmup_steps}: there is warmup_epochs={self.warmup_epochs}; {either}")
         names = [field.name for field in dataclasses.fields(self)]
         try:
-            template = VARIABLE.sub("", self.run_dir)  # ${NAME} is no field
-            used = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+            used = [name for _, name, _, _ in string.Formatter().parse(self.run_dir) if name is not None]
             wrong = [name for name in used if name not in names]
         except ValueError:
             wrong = [self.run_dir]
@@ -414,14 +425,10 @@ class TrainingConfig:
         return "\n".join(lines) + "\n"
 
     @classmethod
-    def from_args(
-        cls, argv: Sequence[str] | None = None, saved: dict[str, Any] | None = None, expands: bool = False
-    ) -> TrainingConfig:
+    def from_args(cls, argv: Sequence[str] | None = None, saved: dict[str, Any] | None = None) -> TrainingConfig:
         """Defaults, then the file of --config, then flags. Exits 0 after --help or --print-config, 2 after an error.
 
-        Args:
-            saved: values that replace the defaults.
-            expands: replace `~` and $NAME in paths, which `train` does as on rank 0.
+        saved: values that replace the defaults.
         """
         flags, unknown = _parser(cls).parse_known_args(argv)
         given = vars(flags)
@@ -440,8 +447,6 @@ class TrainingConfig:
             problems.append(f"on_checkpoint: {REDACTED} stands for a secret that a run did not store; {remedy}")
         try:
             config = cls(**((saved or {}) | values | given))
-            if print_config or expands:
-                config = dataclasses.replace(config, **expand({name: getattr(config, name) for name in PATHS}))
         except UserError as error:
             problems.append(str(error))
         if problems:
@@ -451,22 +456,6 @@ class TrainingConfig:
             print(config.to_toml(), end="")
             raise SystemExit(0)
         return config
-
-
-def expand(paths: dict[str, str]) -> dict[str, Any]:
-    """The paths, by field, with `~` and $NAME replaced. What exists as it is, or is a URL, stays. Raises UserError."""
-    found: dict[str, Any] = {}
-    for name, path in paths.items():
-        if "://" in path or (os.path.lexists(path) and not path.startswith("~")):
-            found[name] = path
-            continue
-        unknown = [each[0] for each in VARIABLE.finditer(path) if os.path.expandvars(each[0]) == each[0]]
-        found[name] = os.path.expanduser(VARIABLE.sub(lambda each: os.path.expandvars(each[0]), path))
-        if found[name].startswith("~") and not os.path.lexists(found[name]):
-            unknown.append(path.split("/")[0])
-        if unknown:
-            raise UserError(f"{name}={path}: {unknown[0]} is not known here; write the path in full")
-    return found
 
 
 def unless_auto(value: int | str, automatic: int) -> int:
@@ -496,6 +485,8 @@ def _convert(field: dataclasses.Field, value: Any) -> tuple[Any, str]:
     try:
         if kind is bool and isinstance(value, str):
             value = BOOLEANS[value.lower()]
+        elif field.name in PATHS and isinstance(value, str):
+            value = expand(value)
         elif isinstance(value, bool) and kind is not bool:
             return value, wrong
         elif kind in (int, float) and isinstance(value, str | int):
@@ -587,7 +578,7 @@ def _parser(cls: type) -> argparse.ArgumentParser:
 
 def _read_file(file: str, cls: type) -> dict[str, Any]:
     """The values of a TOML file or a run's config.json. A checkpoint_dir inside run_dir is left to follow it."""
-    path, remedy = Path(expand({"config": file})["config"]), "give a TOML file or the config.json of a run"
+    path, remedy = Path(expand(file)), "give a TOML file or the config.json of a run"
     try:
         text = path.read_text(encoding="utf-8-sig")
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)

@@ -7,7 +7,7 @@ scripts/launch.sh --epochs 5                                     several machine
 
 from __future__ import annotations
 
-from config import TrainingConfig, UserError
+from config import PATHS, TrainingConfig, UserError
 from utils.run.command_line import check_command_line
 from utils.signals import hold, release
 
@@ -42,7 +42,7 @@ from utils.data.loader import (
 )
 from utils.data.sampler import MicroBatch
 from utils.data.sets import load_data
-from utils.distributed.collectives import on_all_ranks
+from utils.distributed.collectives import broadcast_json, on_all_ranks
 from utils.distributed.consensus import Consensus, Stopped, Vote, is_every
 from utils.metrics import choose_best
 from utils.report.reporter import Reporter
@@ -54,7 +54,6 @@ from utils.run.evaluate_only import evaluate_only
 from utils.run.failures import PREEMPTED, leave_after, open_run, wait_for_blame, watched
 from utils.run.provenance import provenance_of
 from utils.run.resume import load_best, resume_run
-from utils.run.start_checks import expand_paths
 from utils.training.batchnorm import check_sync_batchnorm
 from utils.training.cross_check import CrossCheck
 from utils.training.evaluation import Evaluation
@@ -97,7 +96,8 @@ def train(
         UserError: if the config or the data cannot be used; the message ends with the fix.
     """
     ctx = setup_distributed(config)
-    config = expand_paths(config, ctx)
+    # `~` is that of rank 0; data may be mounted elsewhere on another node
+    config = replace(config, **broadcast_json({name: getattr(config, name) for name in {*PATHS} - {"data_dir"}}, ctx))
     if config.eval_only:
         release()  # an evaluation has nothing to save: a signal ends it
         with watched(config.run_folder, config, ctx):  # if a rank hangs or is gone, all end

@@ -67,7 +67,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error("--rounds, --steps and --ranks must be 1 or more, --memory 0 or more; omit them for the defaults")
     if options.mode != "speed" and "RANK" in os.environ:
         parser.error(f"--{options.mode} measures one process; start it with python instead of torchrun")
-    config = TrainingConfig.from_args(flags, expands=True)
+    config = TrainingConfig.from_args(flags)
     for each in options.against:
         TrainingConfig.from_args(shlex.split(each), config.to_dict())
     return options, flags
@@ -97,7 +97,7 @@ def main(words: list[str] | None = None) -> int:
     if options.mode == "find-batch":
         find_batch.find(flags, options.ranks[0], options.memory)
         return 0
-    config = TrainingConfig.from_args(flags, expands=True)
+    config = TrainingConfig.from_args(flags)
     ctx = setup_distributed(config)
     if options.mode == "sharding-memory":
         from lib.benchmark import memory  # private parts of torch, which other versions may lack

@@ -39,7 +39,7 @@ class Chaos:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.random, self.began = options, random.Random(options.seed), time.monotonic()
-        self.folder, self.faults = TrainingConfig.from_args(options.flags, expands=True).run_folder, 0
+        self.folder, self.faults = TrainingConfig.from_args(options.flags).run_folder, 0
         self.ranks = options.ranks[0]
 
     def run(self) -> int:

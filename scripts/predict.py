@@ -58,9 +58,7 @@ def main() -> None:
     beside = Path(options.checkpoint).parent.parent if "://" not in options.checkpoint else Path()
     options.checkpoint = local_checkpoint(options.checkpoint)
     saved = checkpoint.read(options.checkpoint)[0]["config"]
-    config = TrainingConfig.from_args(
-        flags, saved | {"init_from": "", "resume_from": "", "overwrite": False} | FLOAT32, expands=True
-    )
+    config = TrainingConfig.from_args(flags, saved | {"init_from": "", "resume_from": "", "overwrite": False} | FLOAT32)
     out = options.out or beside / "predictions.pt"
     ctx = setup_distributed(config)
     with watched(out.parent, config, ctx):

@@ -27,7 +27,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[TrainingConfig, str]:
     parser = argparse.ArgumentParser(prog="preflight.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--json", default="", metavar="FILE")
     own, flags = parser.parse_known_args(argv)
-    return TrainingConfig.from_args(flags, expands=True), own.json
+    return TrainingConfig.from_args(flags), own.json
 
 
 if __name__ == "__main__":

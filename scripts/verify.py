@@ -81,7 +81,7 @@ class Once(io.TextIOBase):
 
 @record
 def main(argv: Sequence[str] | None = None) -> int:
-    config, read = TrainingConfig.from_args(argv, expands=True), note_reads()
+    config, read = TrainingConfig.from_args(argv), note_reads()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the folder of the short runs is deleted
     fork = prepare(config)
     checks = CHECKS + (reduction,) * (config.reduction == "exact")

@@ -27,7 +27,7 @@ from utils.run.folder import Run
 from utils.run.goodput import ACCOUNTS, share_in_training
 from utils.run.provenance import zip_code
 from utils.training.fingerprint import fingerprint, shown
-from utils.training.interval import EMPTY, Read, SkippedStep, is_empty
+from utils.training.interval import EMPTY, Read, is_empty
 from utils.training.state import TrainState
 
 STRAGGLES = 1.5  # times the median
@@ -201,21 +201,19 @@ class Reporter:
             self._advise(waited / seconds if seconds else 0.0)
         self._board.scalars(record)
         self._run.progress(**point.at)
-        self._check_skips(step, skipped)
+        self._check_skips(step)
 
     def before_save(self) -> None:
         """Write the records of all steps so far, and count those that were skipped, as a checkpoint holds them."""
         self.catch_up()
         self._run.record_skipped(self._state.read_skips(), self._sampler)
 
-    def _check_skips(self, step: int, skipped: list[SkippedStep]) -> None:
+    def _check_skips(self, step: int) -> None:
         if 0 < self._config.max_skipped_steps <= (in_row := self._state.progress.skipped_in_row):
-            what, fix = "a non-finite loss or gradient", "use a lower --lr or --clip_grad_norm 1"
-            if is_empty(skipped):
-                what, fix = "no targets", "give them labels"
             raise TrainingError(
-                f"the last {in_row} optimizer steps, up to step {step}, had {what}; look at their samples (skipped_step"
-                f" in metrics.jsonl), {fix}, then --resume_from auto"
+                f"the last {in_row} optimizer steps, up to step {step}, had a non-finite loss or gradient or no target;"
+                " look at their samples (skipped_step in metrics.jsonl), use a lower --lr or --clip_grad_norm 1, then"
+                " --resume_from auto"
             )
 
     def _advise(self, data_wait: float) -> None:
@@ -311,22 +309,20 @@ class Reporter:
         self._run.status(ending, epoch=progress.epoch_number, step=progress.step, samples_seen=progress.samples_seen)
         self._profiler.close()
         self._board.close()
-        self._logger.info("%s", end_text(summary, self._run, self._config, trained, empty_steps))
+        self._logger.info("%s", end_text(summary, self._run, self._config, trained))
         return summary
 
     def _warnings(self, summary: dict[str, Any], evaluations: list[dict[str, Any]], empty_steps: int) -> list[str]:
         """What the run has not done although it ends without an error."""
-        found = [self._state.schedule.warning] if self._state.schedule.warning else []
-        if 0 < summary["steps"] == empty_steps:
-            found.append(
-                "training: all steps were without targets, so the weights are those of the start; label samples"
-            )
-        never = [name for name in summary["final"] if all(each.get(name) is None for each in evaluations)]
-        if never:
-            found.append(f"evaluation: {', '.join(never)}: never finite")
-        if evaluations and summary["best_value"] is None:
-            found.append(f"best_metric={summary['best_metric']}: was never finite, so there is no best.pt")
-        return found
+        never = ", ".join(name for name in summary["final"] if all(each.get(name) is None for each in evaluations))
+        is_empty, has_no_best = 0 < summary["steps"] == empty_steps, evaluations and summary["best_value"] is None
+        found = [
+            self._state.schedule.warning,
+            "training: all steps were without targets, so nothing was learned; label the samples" * is_empty,
+            f"evaluation: {never}: never finite" * bool(never),
+            f"best_metric={summary['best_metric']}: was never finite, so there is no best.pt" * bool(has_no_best),
+        ]
+        return [each for each in found if each]
 
 
 def _learning_rates(lr: float, groups: list[float]) -> dict[str, Any]:
@@ -338,15 +334,9 @@ def _metrics_of(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name not in RESERVED}
 
 
-def end_text(summary: dict[str, Any], run: Run, config: TrainingConfig, trained_s: float, empty_steps: int = 0) -> str:
-    """The end summary, with the next commands.
-
-    Args:
-        trained_s: seconds in training, of all attempts.
-        empty_steps: those without targets, of the skipped ones.
-    """
-    why = "without targets" if summary["skipped_steps"] == empty_steps else "non-finite loss or gradient"
-    skipped = f" ({summary['skipped_steps']} skipped: {why})" if summary["skipped_steps"] else ""
+def end_text(summary: dict[str, Any], run: Run, config: TrainingConfig, trained_s: float) -> str:
+    """The end summary, with the next commands. trained_s: seconds in training, of all attempts."""
+    skipped = f" ({summary['skipped_steps']} skipped)" if summary["skipped_steps"] else ""
     times = {name.removesuffix("_s").replace("_", " "): seconds for name, seconds in summary["time"].items()}
     idle = times.pop("down")  # between attempts
     shown = ", ".join(f"{name} {duration(seconds)}" for name, seconds in times.items() if seconds >= 0.5)

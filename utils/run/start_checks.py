@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from config import PATHS, StartError, TrainingConfig, UserError, expand
-from utils.distributed.collectives import broadcast_json, lowest_rank, on_all_ranks, on_rank_0
+from config import StartError, TrainingConfig, UserError
+from utils.distributed.collectives import broadcast_json, lowest_rank, on_all_ranks
 from utils.distributed.context import DistributedContext
 from utils.files import may_pass, read_json
 from utils.redact import stored
@@ -44,15 +43,6 @@ def check_alike(config: TrainingConfig, ctx: DistributedContext) -> None:
     head = ["", *(f"rank {rank} on {ctx.hosts[rank]}" for rank in ranks)]
     text = "the ranks differ in code, settings or versions; give all nodes the same ones, then start again"
     raise UserError(f"{text}\n{format_table([head, *rows])}", ranks[1], ctx.hosts[ranks[1]])
-
-
-def expand_paths(config: TrainingConfig, ctx: DistributedContext) -> TrainingConfig:
-    """The config with `~` and $NAME in its paths replaced: as on rank 0, by all ranks that have the same text."""
-    mine = {name: getattr(config, name) for name in PATHS}
-    first = broadcast_json(mine, ctx)
-    found = broadcast_json(on_rank_0(lambda: expand(first), ctx), ctx)
-    others = {name: path for name, path in mine.items() if path != first[name]}
-    return dataclasses.replace(config, **(found | on_all_ranks(lambda: expand(others), ctx)))
 
 
 def sees(file: Path, token: str) -> bool:

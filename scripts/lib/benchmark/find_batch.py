@@ -112,7 +112,7 @@ def limit_memory(device: torch.device, memory: int) -> None:
 
 def run_trial(size: int, ranks: int, gib: float, folder: Path, flags: list[str]) -> None:
     """Print the outcome as JSON, and exit. A size of 0 only reads the data set and the memory."""
-    config = TrainingConfig.from_args(flags, expands=True)
+    config = TrainingConfig.from_args(flags)
     found: dict[str, Any] = {"outcome": TOO_LARGE}
     try:
         ctx = setup_distributed(config)
@@ -196,7 +196,7 @@ def answer(name: str, trials: list[Trial], most: int, global_batch: int, ranks: 
 
 def find(flags: list[str], ranks: int, gib: float) -> None:
     """Search with and without activation checkpointing, and print the flags to paste. Raises UserError."""
-    config = TrainingConfig.from_args(flags, expands=True)
+    config = TrainingConfig.from_args(flags)
     global_batch = config.batch_size * config.micro_batches_per_step(ranks)
     facts = start_trial(0, ranks, gib, flags)
     say, most, answers = functools.partial(print, flush=True), facts["samples"], []

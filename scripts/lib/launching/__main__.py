@@ -34,7 +34,7 @@ def main(argv: Sequence[str], env: dict[str, str]) -> int:
 def launch(argv: Sequence[str], env: dict[str, str]) -> int:
     """Raises UserError."""
     options, flags = read_flags([*argv], env)
-    config = TrainingConfig.from_args(flags, expands=True)  # --print-config exits here
+    config = TrainingConfig.from_args(flags)  # --print-config exits here
     if options.hosts:
         hosts = Hosts(options, argv, env)
         if options.dry_run:
