@@ -368,11 +368,12 @@ class TrainingConfig:
         names = [field.name for field in dataclasses.fields(self)]
         try:
             used = [name for _, name, _, _ in string.Formatter().parse(self.run_dir) if name is not None]
-            wrong = [name for name in used if name not in names]
-        except ValueError:
-            wrong = [self.run_dir]
+            wrong = [f"{{{name}}} is not a field" for name in used if name not in names]
+            _ = wrong or self.run_folder  # raises if a field does not take its format, as {lr:d}
+        except Exception as error:  # of any kind: fields and formats call methods of the values
+            wrong = [f"cannot be filled in ({error})"]
         if wrong:
-            problems.append(f"run_dir={self.run_dir}: {{{wrong[0]}}} is not a field; use e.g. {{model}} or {{lr}}")
+            problems.append(f"run_dir={self.run_dir}: {wrong[0]}; use e.g. {{model}} or {{lr}}")
         return problems
 
     @property
