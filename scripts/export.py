@@ -60,7 +60,7 @@ outputs = session.run(None, {{each.name: x for each, x in zip(session.get_inputs
 
 
 FORMATS = ("weights", "safetensors", "torch.export", "onnx")
-# fields of the config that an export does not have: the commands and places of one machine
+# fields of ours that an export does not have: the commands and places of one machine
 PLACES = ("run_dir", "resume_from", "init_from", "data_dir", "init_method", "checkpoint_dir", "mirror", "on_checkpoint")
 
 
@@ -74,11 +74,10 @@ def read(source: Path, use_ema: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     if use_ema and not payload["ema"]:
         raise UserError(f"{source}: has no averaged weights; leave out --ema, or train with --ema_decay 0.999")
     saved = {"model": payload["ema" if use_ema else "model"]}
-    is_place = {name: name in PLACES or str(value)[:1] in ("/", "~") for name, value in payload["config"].items()}
-    saved["config"] = {name: value for name, value in payload["config"].items() if not is_place[name]}
+    saved["config"] = {name: value for name, value in payload["config"].items() if name not in PLACES}
     saved |= {name: payload["provenance"][name] for name in ("classes", "mean", "std")}
     saved[KEY] = payload["provenance"].get(KEY, {})
-    places = {name: value for name, value in payload["config"].items() if is_place[name]}
+    places = {name: value for name, value in payload["config"].items() if name in PLACES}
     return saved, places | {"init_from": "", "resume_from": ""}
 
 
@@ -179,6 +178,8 @@ def main() -> int:
         return 2
     use = IMAGES if is_image_model else OTHERS
     snippet = {"weights": LOAD + use, "safetensors": SAFETENSORS + use, "torch.export": PROGRAM, "onnx": ONNX}
+    if not has_code:
+        print(f"left out of its config, as places and commands of this machine: {', '.join(places)}")
     print(f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB); to use it:\n")
     print(snippet[options.format].format(file=str(out), shapes=shapes))
     return 0

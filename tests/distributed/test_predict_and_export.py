@@ -1,17 +1,29 @@
 """scripts/predict.py and scripts/export.py on tasks other than image classification; violations of the contract."""
 
 import contextlib
+import dataclasses
 import io
 import os
 import signal
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from torch.nn.functional import pad
 
-from config import UserError
+from config import (
+    TrainingConfig,
+    UserError,
+    command_line,
+    fields_of_yours,
+    local_path,
+    mirror_url,
+    path_or_url,
+    rendezvous_url,
+    run_path,
+)
 from ranks import launch, run_ranks
 from scripts import export, predict
 from tasks import TASKS, TokenModel, create_lines, token_loss, using
@@ -167,6 +179,21 @@ def export_words(words):
     return code, printed.getvalue(), names.get("outputs")
 
 
+def test_an_export_leaves_out_the_places_of_ours_and_keeps_every_field_of_yours(monkeypatch):
+    """A fork's model may be built from a path: with its default instead, weights of the same shapes would load."""
+    yours = {"model_config": "/models/a.json", "vocabulary": "~/words.txt", "root": "/", "stem": "plain"}
+    ours = TrainingConfig(run_dir="/runs/a", on_checkpoint="sh /a").to_dict()
+    payload = {"config": ours | yours, "model": {}, "ema": {}}
+    payload["provenance"] = dict.fromkeys(("classes", "mean", "std"))
+    monkeypatch.setattr(export.checkpoint, "read", lambda source: (payload, ""))
+    saved, places = export.read(Path("a.pt"), use_ema=False)
+    assert saved["config"].items() >= yours.items() and saved["config"]["lr"] == ours["lr"]
+    assert saved["config"].keys() | places.keys() == payload["config"].keys() and not saved["config"].keys() & places
+    checks = (local_path, run_path, path_or_url, mirror_url, rendezvous_url, command_line)
+    of_paths = {field.name for field in dataclasses.fields(TrainingConfig) if field.metadata["check"] in checks}
+    assert places.keys() == of_paths - {field.name for field in fields_of_yours()}
+
+
 @pytest.fixture
 def words_run(runs):
     run_ranks(1, train_words, runs.words("run", *LINES))
@@ -233,6 +260,7 @@ def test_weights_need_no_data_and_a_traced_model_does(words_run, tmp_path):
     words = [runs.checkpoints("run")[-1], tmp_path / "model.pt", "--format"]
     ((code, text, outputs),) = run_ranks(1, export_without_data, [*words, "weights"])
     assert code == 0 and torch.equal(outputs, expected), text
+    assert "\nleft out of its config, as places and commands of this machine: " in f"\n{text}" and "data_dir" in text
     ((code, text, _),) = run_ranks(1, export_without_data, [*words, "torch.export"])
     assert code == 2 and "create_dataset found no training set there; give its folder" in text
 
