@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map  # torch has no public equivalent
 
 import dataset
@@ -30,7 +30,7 @@ from utils.checkpoint.stored import local_checkpoint
 from utils.data.loader import create_evaluation_dataloader
 from utils.data.sets import load_data
 from utils.files import replace_file
-from utils.training.seams import Seams
+from utils.training.seams import LACKS, Seams, takes
 from utils.training.unsaved import KEY, complete
 
 LOAD = """\
@@ -81,19 +81,25 @@ def read(source: Path, use_ema: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     return saved, places | {"init_from": "", "resume_from": ""}
 
 
-def example(config: TrainingConfig) -> tuple:
-    """The model's inputs for a batch of two training samples. Raises UserError if the data is not available."""
-    ctx = setup_distributed(config)
+def example(config: TrainingConfig) -> tuple[nn.Module, tuple]:
+    """The model, without its weights, and its inputs for a batch of two training samples.
+
+    Raises:
+        UserError: if the data is not available, or these are not the model's arguments.
+    """
+    ctx, seams = setup_distributed(config), Seams.of(fork)
     data = load_data(dataset, config, ctx)
     loader = create_evaluation_dataloader(data.train, config, ctx)
-    inputs = Seams.of(fork).example_inputs(loader.fetch([0, len(data.train) - 1])[2])
+    inputs = seams.example_inputs(loader.fetch([0, len(data.train) - 1])[2])
     cleanup_distributed()
-    return tuple(inputs)
+    net = seams.create_model(data.config, torch.device("cpu")).eval()
+    if isinstance(inputs, Tensor) or not takes(net, *inputs):
+        raise UserError(LACKS.format("example_inputs(batch) that returns a tuple of this model's arguments"))
+    return net, tuple(inputs)
 
 
-def export_program(saved: dict[str, Any], config: TrainingConfig, inputs: tuple, target: Path, kind: str) -> None:
+def export_program(saved: dict[str, Any], net: nn.Module, inputs: tuple, target: Path, kind: str) -> None:
     """Trace the model with a dynamic batch size, and write it as torch.export or ONNX. Raises UserError."""
-    net = Seams.of(fork).create_model(config, torch.device("cpu")).eval()
     net.load_state_dict(saved["model"])
     batch = torch.export.Dim("batch")
     shapes = tree_map(lambda each: {0: batch} if isinstance(each, Tensor) and each.ndim else None, inputs)
@@ -160,7 +166,7 @@ def main() -> int:
         is_image_model = bool(saved["mean"] and saved["classes"] and has_filters)
         if has_code or not is_image_model:
             try:
-                inputs = example(config)
+                net, inputs = example(config)
                 shapes = ", ".join(map(describe, tree_leaves(inputs) if options.format == "onnx" else inputs))
             except UserError:
                 if has_code:
@@ -172,7 +178,7 @@ def main() -> int:
             data = as_safetensors(saved)
             replace_file(out, lambda file: file.write(data))
         else:
-            export_program(saved, config, inputs, out, options.format)
+            export_program(saved, net, inputs, out, options.format)
     except (UserError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

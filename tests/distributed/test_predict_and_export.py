@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ from config import (
 )
 from ranks import launch, run_ranks
 from scripts import export, predict
-from tasks import TASKS, TokenModel, create_lines, token_loss, using
+from tasks import TASKS, SmallNet, TokenModel, create_lines, token_loss, using
 from training import train_flags
 from utils.training import seams
 
@@ -131,6 +132,83 @@ def test_a_predict_that_violates_its_contract_is_rejected_by_all_ranks(runs):
     assert first == second and not [*runs.root.glob("out.pt*")]
     for *texts, (_, expected) in zip(alone, first, WRONG.values(), strict=True):
         assert all(text.startswith(expected) for text in texts), texts
+
+
+class Pairs(SmallNet):
+    """Takes two arguments, and is trained with both."""
+
+    def __init__(self):
+        super().__init__(False, 10)
+
+    def forward(self, images, scale):
+        return super().forward(images) * scale
+
+
+class Named(Pairs):
+    def forward(self, images, *, scale):
+        return super().forward(images, scale)
+
+
+class Nothing(Pairs):
+    def forward(self):
+        raise AssertionError("is not called")
+
+
+class Faulty(Pairs):
+    def forward(self, images):
+        return super().forward(images)  # a TypeError within forward is the author's own
+
+
+@pytest.mark.parametrize("kind", [Pairs, Named, Nothing, torch.nn.Bilinear])
+def test_a_model_of_other_arguments_is_rejected_with_an_example_of_both_functions(kind):
+    model, images = kind(2, 2, 2) if kind is torch.nn.Bilinear else kind(), torch.rand(2, 3, 8, 8)
+    assert not seams.takes(model, images) and seams.takes(model, images, 1.0) == (kind in (Pairs, torch.nn.Bilinear))
+    for lacks in (lambda: seams.predict(model, (images, 1)), lambda: seams.example_inputs({"x": images})):
+        with pytest.raises(UserError) as error:
+            lacks()
+        first, *example = str(error.value).splitlines()
+        assert re.match(r"model.py: has no \w+\((model, )?batch\); add it", first) and len(example) == 2
+        names = {}
+        exec("\n".join(line.strip() for line in example), names)  # the example is valid Python
+        assert names["example_inputs"]([1, 2, 3]) == (1, 2)
+        assert names["predict"](lambda a, b: a - b, [5, 2]) == {"output": 3}
+
+
+@pytest.mark.parametrize("model", [SmallNet(True, 10), torch.nn.Sequential()])
+def test_a_model_that_takes_the_first_tensor_alone_is_called_with_it(model):
+    images = torch.rand(2, 3, 8, 8)
+    assert torch.is_tensor(seams.predict(model.eval(), (images, 1))["output"])
+    with pytest.raises(TypeError, match="scale"):
+        seams.predict(Faulty(), (images, 1))
+
+
+def pair_loss(net, batch):
+    return {"loss": (net(batch[0], 2.0).square().sum(), len(batch[0]))}
+
+
+PAIRS = {"create_model": lambda config, device: Pairs().to(device), "compute_loss": pair_loss}
+
+
+def scripts_of_pairs(words, checkpoint):
+    """Train the model of two arguments; what predict.py and export.py then say."""
+    printed = io.StringIO()
+    with mock.patch.dict(TASKS["plain"], PAIRS):
+        train_flags(words, task="plain")
+        with pytest.raises(UserError) as error:
+            run_main(predict, "plain", seams.predict, [checkpoint])
+        words = ["export.py", str(checkpoint), str(checkpoint.with_name("out.pt2")), "--format", "torch.export"]
+        with using("plain"), mock.patch.object(sys, "argv", words), contextlib.redirect_stderr(printed):
+            code = export.main()
+    return str(error.value), code, printed.getvalue()
+
+
+def test_predict_and_export_of_a_model_of_two_arguments_name_both_functions(runs):
+    words = runs.words("run", *"--dataset_size 8 --epochs 1 --no-use_amp".split())
+    checkpoint = runs.folder("run") / "checkpoints/step_00000002.pt"
+    ((predicted, code, exported),) = run_ranks(1, scripts_of_pairs, words, checkpoint)
+    for text, name in ((predicted, "predict(model, batch)"), (exported, "example_inputs(batch)")):
+        assert text.startswith(f"model.py: has no {name}") and code == 2
+        assert "\n    def predict(model, batch): return " in text and "\n    def example_inputs(batch): " in text
 
 
 # ---- export ----
