@@ -144,7 +144,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("checkpoint", help="a path or a URL")
+    parser.add_argument("checkpoint", help="a path or a URL, also of a run: its best checkpoint")
     parser.add_argument("out", type=Path)
     parser.add_argument("--ema", action="store_true", help="export the averaged weights")
     parser.add_argument("--format", choices=FORMATS, default="weights")
@@ -186,7 +186,7 @@ def main() -> int:
     snippet = {"weights": LOAD + use, "safetensors": SAFETENSORS + use, "torch.export": PROGRAM, "onnx": ONNX}
     if not has_code:
         print(f"left out of its config, as places and commands of this machine: {', '.join(places)}")
-    print(f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB); to use it:\n")
+    print(f"wrote {out} from {source} ({out.stat().st_size / 1e6:.1f} MB); to use it:\n")
     print(snippet[options.format].format(file=str(out), shapes=shapes))
     return 0
 

@@ -50,13 +50,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("checkpoint", help="a path or a URL")
+    parser.add_argument("checkpoint", help="a path or a URL, also of a run: its best checkpoint")
     parser.add_argument("--split", default="val", help="train, val, test or predict [val]")
     parser.add_argument("--out", type=Path, metavar="FILE")
     parser.add_argument("--ema", action="store_true", help="use the averaged weights")
     options, flags = parser.parse_known_args()
-    beside = Path(options.checkpoint).parent.parent if "://" not in options.checkpoint else Path()
-    options.checkpoint = local_checkpoint(options.checkpoint)
+    is_remote, options.checkpoint = "://" in options.checkpoint, local_checkpoint(options.checkpoint)
+    beside = Path() if is_remote else options.checkpoint.parent.parent
     saved = checkpoint.read(options.checkpoint)[0]["config"]
     config = TrainingConfig.from_args(flags, saved | {"init_from": "", "resume_from": "", "overwrite": False} | FLOAT32)
     out = options.out or beside / "predictions.pt"

@@ -158,7 +158,7 @@ def weights_digest(folder: Path) -> str:
 
     from utils.checkpoint import format as checkpoint
 
-    path = checkpoint.best_or_latest(folder / "checkpoints", prefers_best=False)
+    path, _ = checkpoint.best_or_latest(folder, prefers_best=False)
     digest = hashlib.sha256()
     for name, tensor in sorted(checkpoint.read(path)[0]["model"].items()):
         digest.update(name.encode() + tensor.flatten().contiguous().view(torch.uint8).numpy().tobytes())
