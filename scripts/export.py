@@ -25,12 +25,13 @@ import dataset
 import model as fork
 from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed
+from scripts.lib.arguments import check_arguments
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.stored import local_checkpoint
 from utils.data.loader import create_evaluation_dataloader
 from utils.data.sets import load_data
 from utils.files import replace_file
-from utils.training.seams import LACKS, Seams, takes
+from utils.training.seams import Seams
 from utils.training.unsaved import KEY, complete
 
 LOAD = """\
@@ -93,8 +94,7 @@ def example(config: TrainingConfig) -> tuple[nn.Module, tuple]:
     inputs = seams.example_inputs(loader.fetch([0, len(data.train) - 1])[2])
     cleanup_distributed()
     net = seams.create_model(data.config, torch.device("cpu")).eval()
-    if isinstance(inputs, Tensor) or not takes(net, *inputs):
-        raise UserError(LACKS.format("example_inputs(batch) that returns a tuple of this model's arguments"))
+    check_arguments(net, inputs, "example_inputs(batch) that returns a tuple of this model's arguments")
     return net, tuple(inputs)
 
 

@@ -30,6 +30,7 @@ import model as fork
 import train
 from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, load_checkpoint, setup_distributed
+from scripts.lib.arguments import check_arguments
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.stored import local_checkpoint
 from utils.data.loader import GlobalBatchLoader, create_evaluation_dataloader
@@ -40,7 +41,7 @@ from utils.files import TEMPORARY, replace_file, replace_json
 from utils.logger import setup_logger, show_progress
 from utils.run.failures import leave_after, watched
 from utils.training.outputs import OTHER_NAMES, Outputs, in_order
-from utils.training.seams import Seams
+from utils.training.seams import Seams, example_inputs
 from utils.training.state import TrainState
 
 FLOAT32 = {"use_amp": False, "amp_dtype": "auto"}
@@ -128,6 +129,8 @@ def predict(seams: Seams, state: TrainState, loader: GlobalBatchLoader, progress
     net, outputs = state.model.eval(), Outputs(seams.predict)
     for step, global_batch in enumerate(loader.global_batches(epoch=0), 1):
         for micro_batch in global_batch:
+            if step == 1 and seams.predict is Seams.predict:  # the default
+                check_arguments(net, example_inputs(micro_batch.batch), "predict(model, batch)")
             with state.precision.autocast():
                 outputs.add(net, micro_batch.batch, micro_batch.indices, micro_batch.is_padding)
         progress(step)

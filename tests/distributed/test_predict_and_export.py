@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import io
 import os
-import re
 import signal
 import sys
 from pathlib import Path
@@ -27,6 +26,7 @@ from config import (
 )
 from ranks import launch, run_ranks
 from scripts import export, predict
+from scripts.lib.arguments import check_arguments
 from tasks import TASKS, SmallNet, TokenModel, create_lines, token_loss, using
 from training import train_flags
 from utils.training import seams
@@ -159,27 +159,23 @@ class Faulty(Pairs):
         return super().forward(images)  # a TypeError within forward is the author's own
 
 
-@pytest.mark.parametrize("kind", [Pairs, Named, Nothing, torch.nn.Bilinear])
-def test_a_model_of_other_arguments_is_rejected_with_an_example_of_both_functions(kind):
-    model, images = kind(2, 2, 2) if kind is torch.nn.Bilinear else kind(), torch.rand(2, 3, 8, 8)
-    assert not seams.takes(model, images) and seams.takes(model, images, 1.0) == (kind in (Pairs, torch.nn.Bilinear))
-    for lacks in (lambda: seams.predict(model, (images, 1)), lambda: seams.example_inputs({"x": images})):
+@pytest.mark.parametrize("model", [Pairs(), Named(), Nothing(), torch.nn.Bilinear(2, 2, 2)])
+def test_a_model_of_other_arguments_is_rejected_with_an_example_of_both_functions(model):
+    for inputs in [(1,), torch.ones(2)]:
         with pytest.raises(UserError) as error:
-            lacks()
+            check_arguments(model, inputs, "predict(model, batch)")
         first, *example = str(error.value).splitlines()
-        assert re.match(r"model.py: has no \w+\((model, )?batch\); add it", first) and len(example) == 2
+        assert first.startswith("model.py: has no predict(model, batch); add it, for example") and len(example) == 2
         names = {}
-        exec("\n".join(line.strip() for line in example), names)  # the example is valid Python
+        exec("\n".join(line.strip() for line in example), names)  # it is valid Python
         assert names["example_inputs"]([1, 2, 3]) == (1, 2)
         assert names["predict"](lambda a, b: a - b, [5, 2]) == {"output": 3}
 
 
-@pytest.mark.parametrize("model", [SmallNet(True, 10), torch.nn.Sequential()])
+@pytest.mark.parametrize("model", [SmallNet(True, 10), torch.nn.Sequential(), Faulty()])
 def test_a_model_that_takes_the_first_tensor_alone_is_called_with_it(model):
-    images = torch.rand(2, 3, 8, 8)
-    assert torch.is_tensor(seams.predict(model.eval(), (images, 1))["output"])
-    with pytest.raises(TypeError, match="scale"):
-        seams.predict(Faulty(), (images, 1))
+    check_arguments(model, (1,), "predict(model, batch)")
+    check_arguments(Pairs(), (1, 2), "predict(model, batch)")
 
 
 def pair_loss(net, batch):
@@ -195,7 +191,7 @@ def scripts_of_pairs(words, checkpoint):
     with mock.patch.dict(TASKS["plain"], PAIRS):
         train_flags(words, task="plain")
         with pytest.raises(UserError) as error:
-            run_main(predict, "plain", seams.predict, [checkpoint])
+            run_main(predict, "plain", seams.Seams.predict, [checkpoint])
         words = ["export.py", str(checkpoint), str(checkpoint.with_name("out.pt2")), "--format", "torch.export"]
         with using("plain"), mock.patch.object(sys, "argv", words), contextlib.redirect_stderr(printed):
             code = export.main()

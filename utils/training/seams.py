@@ -23,9 +23,6 @@ from utils.training.terms import Terms
 ComputeLoss = Callable[[nn.Module, Any], Metrics]
 REQUIRED = ("create_model", "param_groups", "compute_loss")
 CPU = torch.device("cpu")
-LACKS = """model.py: has no {}; add it, for example, if the model takes two tensors of a batch:
-    def predict(model, batch): return {{"output": model(batch[0], batch[1])}}  # {{name: tensor [B, ...]}}
-    def example_inputs(batch): return batch[0], batch[1]  # the model's arguments"""
 
 
 @dataclass(frozen=True)
@@ -56,28 +53,17 @@ def example_inputs(batch: Any) -> tuple[Tensor, ...]:
     """The default: the batch itself, or its first entry, as the only argument of the model. Raises UserError."""
     first = _first_tensor(batch)
     if first is None:
-        raise UserError(LACKS.format("example_inputs(batch)"))
+        raise UserError("model.py: has no example_inputs(batch); add it, to return the model's arguments")
     return (first,)
 
 
 def predict(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     """The default: the output of the model for the batch itself, or its first entry. Raises UserError."""
     first = _first_tensor(batch)
-    output = model(first) if first is not None and takes(model, first) else None
+    output = None if first is None else model(first)
     if not isinstance(output, Tensor):
-        raise UserError(LACKS.format("predict(model, batch)"))
+        raise UserError("model.py: has no predict(model, batch); add it, to return {name: tensor [B, ...]}")
     return {"output": output}
-
-
-def takes(model: nn.Module, *inputs: Any) -> bool:
-    """Whether these are, in number, the arguments of the model's `forward`."""
-    try:
-        inspect.signature(model.forward).bind(*inputs)
-    except TypeError:
-        return False
-    except ValueError:  # a function of C++ does not tell
-        pass
-    return True
 
 
 def _first_tensor(batch: Any) -> Tensor | None:
