@@ -31,6 +31,7 @@ from utils.checkpoint.stored import local_checkpoint
 from utils.data.loader import create_evaluation_dataloader
 from utils.data.sets import load_data
 from utils.files import replace_file
+from utils.run.command_line import open_output
 from utils.training.seams import Seams
 from utils.training.unsaved import KEY, complete
 
@@ -192,4 +193,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    open_output()
     sys.exit(main())

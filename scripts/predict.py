@@ -39,6 +39,7 @@ from utils.distributed.collectives import on_all_ranks, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
 from utils.files import TEMPORARY, replace_file, replace_json
 from utils.logger import setup_logger, show_progress
+from utils.run.command_line import open_output
 from utils.run.failures import leave_after, watched
 from utils.training.outputs import OTHER_NAMES, Outputs, in_order
 from utils.training.seams import Seams, example_inputs
@@ -153,6 +154,7 @@ def merge(out: Path, samples: int, ctx: DistributedContext) -> None:
 
 
 if __name__ == "__main__":
+    open_output()
     try:
         main()
     except (Exception, KeyboardInterrupt) as error:
