@@ -565,6 +565,8 @@ def _read_file(file: str, cls: type) -> dict[str, Any]:
     path, remedy = Path(file), "give a TOML file or the config.json of a run"
     try:
         text = path.read_text(encoding="utf-8")
+        if path.suffix != ".json":  # \udcXX, a byte of a name that is not UTF-8, is in JSON but not in TOML
+            text = re.sub(r"(?<!\\)\\u(dc[89a-f][0-9a-f])", lambda code: chr(int(code[1], 16)), text)
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError) as error:
         raise UserError(f"config={file}: cannot be read ({error}); {remedy}") from None

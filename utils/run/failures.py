@@ -160,7 +160,7 @@ class Ending:
             self._logger.error("%s; the stacks of all ranks: %s", text, file)
             self._logger.debug("%s", stacks)
             if self._folder.is_dir():  # else the file would be below a mount point
-                file.write_text(f"{text}\n{stacks}\n", encoding="utf-8")
+                file.write_text(f"{text}\n{stacks}\n", encoding="utf-8", errors="backslashreplace")
 
         self._write(write, seconds)
         return file
