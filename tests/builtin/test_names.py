@@ -34,9 +34,7 @@ def test_a_run_with_a_byte_of_latin_1_in_every_name_trains_resumes_and_names_its
     ended = finish(WarmLaunch(0, TRAIN, ["--config", run / "config.json", "--eval_only"]))
     assert ended.code == 0, ended.text
     status = json.loads((run / "status.json").read_bytes().decode())
-    assert status["state"] == "completed" and checkpoint.verify(
-        run / "checkpoints" / os.path.basename(status["checkpoint"])
-    )
+    assert status["state"] == "completed" and checkpoint.verify(Path(status["checkpoint"]))
 
     path = sorted((data / "val").rglob("*.png"))[1]
     path.write_bytes(path.read_bytes()[:60])
