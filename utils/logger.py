@@ -164,6 +164,11 @@ def show_progress(logger: logging.Logger, step: int, total_steps: int, label: st
             handler.show_bar(bar[: shutil.get_terminal_size().columns - 1])  # a wrapped one could not be replaced
 
 
+def told(error: BaseException) -> str:
+    """The message of an error, and its notes."""
+    return "; ".join(filter(None, [str(error).strip(), *getattr(error, "__notes__", [])])) or type(error).__name__
+
+
 def count(things: Any, name: str) -> str:
     """A number and its noun: 1 node, 2 nodes."""
     number = things if isinstance(things, int) else len(things)

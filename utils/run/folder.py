@@ -16,7 +16,7 @@ from utils.checkpoint import format as checkpoint
 from utils.data.sampler import GlobalBatchSampler
 from utils.files import LinesFile, cut_lines, finite, read_json, read_lines, replace_json
 from utils.logger import NAME as LOGGER
-from utils.logger import count
+from utils.logger import count, told
 from utils.run.claim import Start, move_back
 from utils.run.lock import NAME as LOCK
 from utils.run.lock import RunLock
@@ -188,7 +188,7 @@ class Run:
             with suppress(OSError):
                 replace_json(path, self._status_before)
             return
-        text = str(error).strip() or type(error).__name__
+        text = told(error)
         rank, host = getattr(error, "rank", None), getattr(error, "host", None)
         where = {"rank": self.rank, "host": self.host} if rank is None else {"rank": rank, "host": host}
         for is_second_look in (False, True):
