@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -44,16 +44,13 @@ def _name(dataset: Any, index: int) -> str:
     index %= len(dataset)  # it may be that of a copy
     while isinstance(dataset, Subset):
         index, dataset = dataset.indices[index], dataset.dataset
-    try:
+    with suppress(Exception):  # it may have no files
         return f"sample {index} ({dataset.path(index)})"
-    except Exception:  # it has no files
-        return f"sample {index}"
+    return f"sample {index}"
 
 
 @contextmanager
-def naming(
-    dataset: Any, indices: Sequence[int], action: Callable[[Sequence[int]], object] = lambda some: None
-) -> Iterator[None]:
+def naming(dataset: Any, indices: Sequence[int], action: Callable[[Sequence[int]], object] = len) -> Iterator[None]:
     """An error in the block gets a note with its samples and, if the data set has `path(index)`, their files: the first
     one for which the action fails; or one that only fails beside the first; or all."""
     try:
@@ -66,10 +63,9 @@ def naming(
                 action(some)
             except Exception:
                 break
-        note = ", ".join(_name(dataset, each) for each in some[:8])
+        error.add_note(", ".join(_name(dataset, each) for each in some[:8]))
         if isinstance(error, StopIteration):  # would look like the end of the data
-            raise ValueError(f"StopIteration; {note}") from error
-        error.add_note(note)
+            raise ValueError(f"StopIteration; {error.__notes__[-1]}") from error
         raise
 
 
