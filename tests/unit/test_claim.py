@@ -209,7 +209,7 @@ def test_resuming_from_another_run_starts_a_new_run_but_not_in_a_folder_that_hol
     ],
 )
 def test_a_run_folder_or_its_checkpoints_folder_stands_for_the_latest_valid_checkpoint(config, given, chosen):
-    """The newest file of each run is damaged, which is said."""
+    """The newest file of each run is damaged, and a note names it."""
     for name, changes in (("runs/mine", {}), ("runs/apart", {"checkpoint_dir": "elsewhere"})):
         one = with_(config, run_dir=name, **changes)
         run = open_run(one)
