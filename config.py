@@ -383,11 +383,12 @@ class TrainingConfig:
         names = [field.name for field in dataclasses.fields(self)]
         try:
             used = [name for _, name, _, _ in string.Formatter().parse(self.run_dir) if name is not None]
-            wrong = [name for name in used if name not in names]
-        except ValueError:
-            wrong = [self.run_dir]
+            wrong = [f"{{{name}}} is not a field" for name in used if name not in names]
+            _ = wrong or self.run_folder  # raises if a field does not take its format, as {lr:d}
+        except Exception as error:  # of any kind: fields and formats call methods of the values
+            wrong = [f"cannot be filled in ({error})"]
         if wrong:
-            problems.append(f"run_dir={self.run_dir}: {{{wrong[0]}}} is not a field; use e.g. {{model}} or {{lr}}")
+            problems.append(f"run_dir={self.run_dir}: {wrong[0]}; use e.g. {{model}} or {{lr}}")
         return problems
 
     @property
@@ -581,6 +582,8 @@ def _read_file(file: str, cls: type) -> dict[str, Any]:
     path, remedy = Path(expand(file)), "give a TOML file or the config.json of a run"
     try:
         text = path.read_text(encoding="utf-8-sig")
+        if path.suffix != ".json":  # \udcXX, a byte of a name that is not UTF-8, is in JSON but not in TOML
+            text = re.sub(r"(?<!\\)\\u(dc[89a-f][0-9a-f])", lambda code: chr(int(code[1], 16)), text)
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError) as error:
         raise UserError(f"config={file}: cannot be read ({error}); {remedy}") from None

@@ -23,6 +23,7 @@ A data set is map-style (`__len__`, `__getitem__`, which raises UserError for a 
     an attribute named like a config field          the value of `auto` in that field: num_classes, image_size, ...
     split (str), classes, mean, std                 for records, exports and the check on resume
     fingerprint                                     a hash of names and labels, which must match on resume
+    path(index)                                     the file of a sample, for error messages
 """
 
 from __future__ import annotations

@@ -18,18 +18,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map  # torch has no public equivalent
 
 import dataset
 import model as fork
 from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed
+from scripts.lib.arguments import check_arguments
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.stored import local_checkpoint
 from utils.data.loader import create_evaluation_dataloader
 from utils.data.sets import load_data
 from utils.files import replace_file
+from utils.run.command_line import open_output
 from utils.training.seams import Seams
 from utils.training.unsaved import KEY, complete
 
@@ -60,7 +62,7 @@ outputs = session.run(None, {{each.name: x for each, x in zip(session.get_inputs
 
 
 FORMATS = ("weights", "safetensors", "torch.export", "onnx")
-# fields of the config that an export does not have: the commands and places of one machine
+# fields of ours that an export does not have: the commands and places of one machine
 PLACES = ("run_dir", "resume_from", "init_from", "data_dir", "init_method", "checkpoint_dir", "mirror", "on_checkpoint")
 
 
@@ -74,27 +76,31 @@ def read(source: Path, use_ema: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     if use_ema and not payload["ema"]:
         raise UserError(f"{source}: has no averaged weights; leave out --ema, or train with --ema_decay 0.999")
     saved = {"model": payload["ema" if use_ema else "model"]}
-    is_place = {name: name in PLACES or str(value)[:1] in ("/", "~") for name, value in payload["config"].items()}
-    saved["config"] = {name: value for name, value in payload["config"].items() if not is_place[name]}
+    saved["config"] = {name: value for name, value in payload["config"].items() if name not in PLACES}
     saved |= {name: payload["provenance"][name] for name in ("classes", "mean", "std")}
     saved[KEY] = payload["provenance"].get(KEY, {})
-    places = {name: value for name, value in payload["config"].items() if is_place[name]}
+    places = {name: value for name, value in payload["config"].items() if name in PLACES}
     return saved, places | {"init_from": "", "resume_from": ""}
 
 
-def example(config: TrainingConfig) -> tuple:
-    """The model's inputs for a batch of two training samples. Raises UserError if the data is not available."""
-    ctx = setup_distributed(config)
+def example(config: TrainingConfig) -> tuple[nn.Module, tuple]:
+    """The model, without its weights, and its inputs for a batch of two training samples.
+
+    Raises:
+        UserError: if the data is not available, or these are not the model's arguments.
+    """
+    ctx, seams = setup_distributed(config), Seams.of(fork)
     data = load_data(dataset, config, ctx)
     loader = create_evaluation_dataloader(data.train, config, ctx)
-    inputs = Seams.of(fork).example_inputs(loader.fetch([0, len(data.train) - 1])[2])
+    inputs = seams.example_inputs(loader.fetch([0, len(data.train) - 1])[2])
     cleanup_distributed()
-    return tuple(inputs)
+    net = seams.create_model(data.config, torch.device("cpu")).eval()
+    check_arguments(net, inputs, "example_inputs(batch) that returns a tuple of this model's arguments")
+    return net, tuple(inputs)
 
 
-def export_program(saved: dict[str, Any], config: TrainingConfig, inputs: tuple, target: Path, kind: str) -> None:
+def export_program(saved: dict[str, Any], net: nn.Module, inputs: tuple, target: Path, kind: str) -> None:
     """Trace the model with a dynamic batch size, and write it as torch.export or ONNX. Raises UserError."""
-    net = Seams.of(fork).create_model(config, torch.device("cpu")).eval()
     net.load_state_dict(saved["model"])
     batch = torch.export.Dim("batch")
     shapes = tree_map(lambda each: {0: batch} if isinstance(each, Tensor) and each.ndim else None, inputs)
@@ -139,7 +145,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("checkpoint", help="a path or a URL")
+    parser.add_argument("checkpoint", help="a path or a URL, also of a run: its best checkpoint")
     parser.add_argument("out", type=Path)
     parser.add_argument("--ema", action="store_true", help="export the averaged weights")
     parser.add_argument("--format", choices=FORMATS, default="weights")
@@ -161,7 +167,7 @@ def main() -> int:
         is_image_model = bool(saved["mean"] and saved["classes"] and has_filters)
         if has_code or not is_image_model:
             try:
-                inputs = example(config)
+                net, inputs = example(config)
                 shapes = ", ".join(map(describe, tree_leaves(inputs) if options.format == "onnx" else inputs))
             except UserError:
                 if has_code:
@@ -173,16 +179,19 @@ def main() -> int:
             data = as_safetensors(saved)
             replace_file(out, lambda file: file.write(data))
         else:
-            export_program(saved, config, inputs, out, options.format)
+            export_program(saved, net, inputs, out, options.format)
     except (UserError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     use = IMAGES if is_image_model else OTHERS
     snippet = {"weights": LOAD + use, "safetensors": SAFETENSORS + use, "torch.export": PROGRAM, "onnx": ONNX}
-    print(f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB); to use it:\n")
+    if not has_code:
+        print(f"left out of its config, as places and commands of this machine: {', '.join(places)}")
+    print(f"wrote {out} from {source} ({out.stat().st_size / 1e6:.1f} MB); to use it:\n")
     print(snippet[options.format].format(file=str(out), shapes=shapes))
     return 0
 
 
 if __name__ == "__main__":
+    open_output()
     sys.exit(main())

@@ -30,6 +30,7 @@ import model as fork
 import train
 from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, load_checkpoint, setup_distributed
+from scripts.lib.arguments import check_arguments
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.stored import local_checkpoint
 from utils.data.loader import GlobalBatchLoader, create_evaluation_dataloader
@@ -38,9 +39,10 @@ from utils.distributed.collectives import on_all_ranks, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
 from utils.files import TEMPORARY, replace_file, replace_json
 from utils.logger import setup_logger, show_progress
+from utils.run.command_line import open_output
 from utils.run.failures import leave_after, watched
 from utils.training.outputs import OTHER_NAMES, Outputs, in_order
-from utils.training.seams import Seams
+from utils.training.seams import Seams, example_inputs
 from utils.training.state import TrainState
 
 FLOAT32 = {"use_amp": False, "amp_dtype": "auto"}
@@ -50,13 +52,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("checkpoint", help="a path or a URL")
+    parser.add_argument("checkpoint", help="a path or a URL, also of a run: its best checkpoint")
     parser.add_argument("--split", default="val", help="train, val, test or predict [val]")
     parser.add_argument("--out", type=Path, metavar="FILE")
     parser.add_argument("--ema", action="store_true", help="use the averaged weights")
     options, flags = parser.parse_known_args()
-    beside = Path(options.checkpoint).parent.parent if "://" not in options.checkpoint else Path()
-    options.checkpoint = local_checkpoint(options.checkpoint)
+    is_remote, options.checkpoint = "://" in options.checkpoint, local_checkpoint(options.checkpoint)
+    beside = Path() if is_remote else options.checkpoint.parent.parent
     saved = checkpoint.read(options.checkpoint)[0]["config"]
     config = TrainingConfig.from_args(flags, saved | {"init_from": "", "resume_from": "", "overwrite": False} | FLOAT32)
     out = options.out or beside / "predictions.pt"
@@ -128,6 +130,8 @@ def predict(seams: Seams, state: TrainState, loader: GlobalBatchLoader, progress
     net, outputs = state.model.eval(), Outputs(seams.predict)
     for step, global_batch in enumerate(loader.global_batches(epoch=0), 1):
         for micro_batch in global_batch:
+            if step == 1 and seams.predict is Seams.predict:  # the default
+                check_arguments(net, example_inputs(micro_batch.batch), "predict(model, batch)")
             with state.precision.autocast():
                 outputs.add(net, micro_batch.batch, micro_batch.indices, micro_batch.is_padding)
         progress(step)
@@ -150,6 +154,7 @@ def merge(out: Path, samples: int, ctx: DistributedContext) -> None:
 
 
 if __name__ == "__main__":
+    open_output()
     try:
         main()
     except (Exception, KeyboardInterrupt) as error:

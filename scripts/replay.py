@@ -52,6 +52,7 @@ from utils.data.loader import GlobalBatchLoader
 from utils.data.sampler import GlobalBatch, MicroBatch
 from utils.files import read_json, read_lines, replace_file
 from utils.rng import seed_device
+from utils.run.command_line import open_output
 from utils.run.failures import leave_after
 from utils.table import format_table
 from utils.training.fingerprint import fingerprint_of
@@ -389,6 +390,7 @@ def show_records(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> bool:
 
 
 if __name__ == "__main__":
+    open_output()
     try:
         sys.exit(main())
     except (Exception, KeyboardInterrupt) as error:

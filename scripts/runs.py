@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from config import UserError
 from scripts.lib.svg import Series, color, line_plot, svg_file
 from utils.files import read_json, read_lines
+from utils.run.command_line import open_output
 from utils.table import format_table
 
 NOT_SETTINGS = ("run_dir", "checkpoint_dir", "resume_from", "overwrite", "init_method")
@@ -158,7 +159,7 @@ def weights_digest(folder: Path) -> str:
 
     from utils.checkpoint import format as checkpoint
 
-    path = checkpoint.best_or_latest(folder / "checkpoints", prefers_best=False)
+    path, _ = checkpoint.best_or_latest(folder, prefers_best=False)
     digest = hashlib.sha256()
     for name, tensor in sorted(checkpoint.read(path)[0]["model"].items()):
         digest.update(name.encode() + tensor.flatten().contiguous().view(torch.uint8).numpy().tobytes())
@@ -223,13 +224,14 @@ def main() -> int:
             raise UserError(NO_RECORDS.format(metric))
         print(table(runs, metric))
         if options.plot:
-            options.plot.write_text(plot(runs, metric, options.title))
+            options.plot.write_text(plot(runs, metric, options.title), encoding="utf-8", errors="backslashreplace")
             print(f"wrote {options.plot}")
         if options.html:
             from scripts.lib import report  # imports torch
 
             shown = dict(zip(labels(runs), runs, strict=True))
-            options.html.write_text(report.page(shown, differing_settings(runs)), encoding="utf-8")
+            page = report.page(shown, differing_settings(runs))
+            options.html.write_text(page, encoding="utf-8", errors="backslashreplace")
             print(f"wrote {options.html}")
         return int(options.compare and not compare(runs))
     except UserError as error:
@@ -238,4 +240,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    open_output()
     sys.exit(main())

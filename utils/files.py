@@ -85,7 +85,8 @@ def replace_json(
 ) -> None:
     """`replace_file` with JSON; non-finite numbers become null."""
     data = json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n"
-    replace_file(path, lambda file: file.write(data.encode()), may_appear, is_flushed)
+    # a byte of a name that is not UTF-8 is a surrogate, which becomes JSON's own \udcXX and is read back as that byte
+    replace_file(path, lambda file: file.write(data.encode(errors="backslashreplace")), may_appear, is_flushed)
 
 
 def finite(value: Any) -> Any:
@@ -129,7 +130,7 @@ class LinesFile:
 
     def append(self, line: str) -> None:
         """Append a whole line. Never raises because of the disk: a lost record must not stop training."""
-        self._waiting = [*self._waiting[-MAX_WAITING:], f"{line}\n".encode()]
+        self._waiting = [*self._waiting[-MAX_WAITING:], f"{line}\n".encode(errors="backslashreplace")]
         try:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | self._creates, 0o666)
         except OSError:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import shutil
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +49,14 @@ class _ConsoleHandler(logging.StreamHandler):
             if self.stream.isatty():
                 self.stream.write(f"\r\x1b[2K{bar}")
                 self.flush()
-        except OSError:
+        except (OSError, ValueError):  # ValueError: the stream is closed
             self.handleError(logging.makeLogRecord({"msg": bar}))
 
     def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO):  # `| head`; a closed terminal
+        if isinstance(sys.exc_info()[1], OSError):  # `| head`, a closed terminal, a full disk; train.py has open_output
             # the run continues; data left in the buffer would make the exit code 120
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            with suppress(OSError, ValueError):  # a stream without a descriptor
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
         else:
             super().handleError(record)
 
@@ -165,6 +165,11 @@ def show_progress(logger: logging.Logger, step: int, total_steps: int, label: st
     for handler in logger.handlers:
         if isinstance(handler, _ConsoleHandler) and handler.level == logging.INFO:
             handler.show_bar(bar[: shutil.get_terminal_size().columns - 1])  # a wrapped one could not be replaced
+
+
+def told(error: BaseException) -> str:
+    """The message of an error, and its notes."""
+    return "; ".join(filter(None, [str(error).strip(), *getattr(error, "__notes__", [])])) or type(error).__name__
 
 
 def count(things: Any, name: str) -> str:

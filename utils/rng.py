@@ -18,7 +18,7 @@ from torch import Tensor
 def derive_seed(*key: object) -> int:
     """A seed below 2^63 from the SHA-256 of the key's parts."""
     text = ("/%s" * len(key) % key)[1:]  # "/".join takes twice as long, and a micro-batch has a thousand parts
-    digest = hashlib.sha256(text.encode()).digest()
+    digest = hashlib.sha256(text.encode(errors="backslashreplace")).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 

@@ -1,20 +1,33 @@
 """scripts/predict.py and scripts/export.py on tasks other than image classification; violations of the contract."""
 
 import contextlib
+import dataclasses
 import io
 import os
 import signal
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from torch.nn.functional import pad
 
-from config import UserError
+from config import (
+    TrainingConfig,
+    UserError,
+    command_line,
+    fields_of_yours,
+    local_path,
+    mirror_url,
+    path_or_url,
+    rendezvous_url,
+    run_path,
+)
 from ranks import launch, run_ranks
 from scripts import export, predict
-from tasks import TASKS, TokenModel, create_lines, token_loss, using
+from scripts.lib.arguments import check_arguments
+from tasks import TASKS, SmallNet, TokenModel, create_lines, token_loss, using
 from training import train_flags
 from utils.training import seams
 
@@ -121,6 +134,79 @@ def test_a_predict_that_violates_its_contract_is_rejected_by_all_ranks(runs):
         assert all(text.startswith(expected) for text in texts), texts
 
 
+class Pairs(SmallNet):
+    """Takes two arguments, and is trained with both."""
+
+    def __init__(self):
+        super().__init__(False, 10)
+
+    def forward(self, images, scale):
+        return super().forward(images) * scale
+
+
+class Named(Pairs):
+    def forward(self, images, *, scale):
+        return super().forward(images, scale)
+
+
+class Nothing(Pairs):
+    def forward(self):
+        raise AssertionError("is not called")
+
+
+class Faulty(Pairs):
+    def forward(self, images):
+        return super().forward(images)  # a TypeError within forward is the author's own
+
+
+@pytest.mark.parametrize("model", [Pairs(), Named(), Nothing(), torch.nn.Bilinear(2, 2, 2)])
+def test_a_model_of_other_arguments_is_rejected_with_an_example_of_both_functions(model):
+    for inputs in [(1,), torch.ones(2)]:
+        with pytest.raises(UserError) as error:
+            check_arguments(model, inputs, "predict(model, batch)")
+        first, *example = str(error.value).splitlines()
+        assert first.startswith("model.py: has no predict(model, batch); add it, for example") and len(example) == 2
+        names = {}
+        exec("\n".join(line.strip() for line in example), names)  # it is valid Python
+        assert names["example_inputs"]([1, 2, 3]) == (1, 2)
+        assert names["predict"](lambda a, b: a - b, [5, 2]) == {"output": 3}
+
+
+@pytest.mark.parametrize("model", [SmallNet(True, 10), torch.nn.Sequential(), Faulty()])
+def test_a_model_that_takes_the_first_tensor_alone_is_called_with_it(model):
+    check_arguments(model, (1,), "predict(model, batch)")
+    check_arguments(Pairs(), (1, 2), "predict(model, batch)")
+
+
+def pair_loss(net, batch):
+    return {"loss": (net(batch[0], 2.0).square().sum(), len(batch[0]))}
+
+
+PAIRS = {"create_model": lambda config, device: Pairs().to(device), "compute_loss": pair_loss}
+
+
+def scripts_of_pairs(words, checkpoint):
+    """Train the model of two arguments; what predict.py and export.py then say."""
+    printed = io.StringIO()
+    with mock.patch.dict(TASKS["plain"], PAIRS):
+        train_flags(words, task="plain")
+        with pytest.raises(UserError) as error:
+            run_main(predict, "plain", seams.Seams.predict, [checkpoint])
+        words = ["export.py", str(checkpoint), str(checkpoint.with_name("out.pt2")), "--format", "torch.export"]
+        with using("plain"), mock.patch.object(sys, "argv", words), contextlib.redirect_stderr(printed):
+            code = export.main()
+    return str(error.value), code, printed.getvalue()
+
+
+def test_predict_and_export_of_a_model_of_two_arguments_name_both_functions(runs):
+    words = runs.words("run", *"--dataset_size 8 --epochs 1 --no-use_amp".split())
+    checkpoint = runs.folder("run") / "checkpoints/step_00000002.pt"
+    ((predicted, code, exported),) = run_ranks(1, scripts_of_pairs, words, checkpoint)
+    for text, name in ((predicted, "predict(model, batch)"), (exported, "example_inputs(batch)")):
+        assert text.startswith(f"model.py: has no {name}") and code == 2
+        assert "\n    def predict(model, batch): return " in text and "\n    def example_inputs(batch): " in text
+
+
 # ---- export ----
 
 
@@ -165,6 +251,21 @@ def export_words(words):
         if snippet.startswith("import torch; from config"):
             exec(snippet, names)
     return code, printed.getvalue(), names.get("outputs")
+
+
+def test_an_export_leaves_out_the_places_of_ours_and_keeps_every_field_of_yours(monkeypatch):
+    """A fork's model may be built from a path: with its default instead, weights of the same shapes would load."""
+    yours = {"model_config": "/models/a.json", "vocabulary": "~/words.txt", "root": "/", "stem": "plain"}
+    ours = TrainingConfig(run_dir="/runs/a", on_checkpoint="sh /a").to_dict()
+    payload = {"config": ours | yours, "model": {}, "ema": {}}
+    payload["provenance"] = dict.fromkeys(("classes", "mean", "std"))
+    monkeypatch.setattr(export.checkpoint, "read", lambda source: (payload, ""))
+    saved, places = export.read(Path("a.pt"), use_ema=False)
+    assert saved["config"].items() >= yours.items() and saved["config"]["lr"] == ours["lr"]
+    assert saved["config"].keys() | places.keys() == payload["config"].keys() and not saved["config"].keys() & places
+    checks = (local_path, run_path, path_or_url, mirror_url, rendezvous_url, command_line)
+    of_paths = {field.name for field in dataclasses.fields(TrainingConfig) if field.metadata["check"] in checks}
+    assert places.keys() == of_paths - {field.name for field in fields_of_yours()}
 
 
 @pytest.fixture
@@ -233,6 +334,7 @@ def test_weights_need_no_data_and_a_traced_model_does(words_run, tmp_path):
     words = [runs.checkpoints("run")[-1], tmp_path / "model.pt", "--format"]
     ((code, text, outputs),) = run_ranks(1, export_without_data, [*words, "weights"])
     assert code == 0 and torch.equal(outputs, expected), text
+    assert "\nleft out of its config, as places and commands of this machine: " in f"\n{text}" and "data_dir" in text
     ((code, text, _),) = run_ranks(1, export_without_data, [*words, "torch.export"])
     assert code == 2 and "create_dataset found no training set there; give its folder" in text
 

@@ -72,7 +72,7 @@ def test_stops_and_resumes_do_not_change_what_a_fork_adds(runs, ranks, flags):
     assert [record["ramp"] for record in runs.records("late", "eval")] == [record["ramp"] for record in evaluated]
     ramps = [8 / 16 + 0.001 * 30 * ranks, 16 / 16 + 0.5 + 0.001 * 60 * ranks]  # the steps before the evaluation
     assert [record["ramp"] for record in evaluated] == pytest.approx([ramp for ramp in ramps for _ in "ab"])
-    runs.train(ranks, "whole", *flags, "--eval_only", "--resume_from", runs.checkpoints("whole")[-1], task="joint")
+    runs.train(ranks, "whole", *flags, "--eval_only", "--resume_from", runs.folder("whole"), task="joint")
     name = f"eval-{runs.checkpoints('whole')[-1].stem}.json"
     assert [each["ramp"] for each in runs.json("whole", name)["records"]] == pytest.approx(ramps[1:] * 2, rel=1e-6)
 

@@ -10,10 +10,11 @@ import pytest
 
 from config import TrainingConfig, TrainingError, UserError
 from test_checkpoint import payload
-from test_run_folder import commit, contents, fill, from_step_10, names, open_run, with_
-from utils.checkpoint import archive
+from test_run_folder import commit, commit_best, contents, fill, from_step_10, names, open_run, with_
+from utils.checkpoint import archive, shards
 from utils.checkpoint import format as checkpoint
-from utils.files import read_json
+from utils.checkpoint.stored import local_checkpoint
+from utils.files import read_json, replace_json
 from utils.run import folder as run_folder
 
 IS_HELD = "holds a run already; add --resume_from auto to continue it, --overwrite to replace it, or give another --run"
@@ -189,6 +190,61 @@ def test_resuming_from_another_run_starts_a_new_run_but_not_in_a_folder_that_hol
     fill(run)
     with pytest.raises(UserError, match=IS_HELD):
         open_run(other)
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [
+        ("runs/mine", "runs/mine/checkpoints/step_00000020.pt"),
+        ("runs/mine/", "runs/mine/checkpoints/step_00000020.pt"),
+        ("runs/mine/checkpoints", "runs/mine/checkpoints/step_00000020.pt"),
+        ("link", "link/checkpoints/step_00000020.pt"),
+        ("runs/mine/checkpoints/step_00000010.pt", "runs/mine/checkpoints/step_00000010.pt"),
+        ("runs/mine/checkpoints/best.pt", "runs/mine/checkpoints/best.pt"),
+        ("moved", "moved/checkpoints/step_00000020.pt"),  # config.json names the folder it was moved from
+        ("runs/apart", "elsewhere/step_00000020.pt"),  # of a run with a checkpoint_dir
+        ("sharded", "sharded/checkpoints/step_00000030"),
+        ("sharded/checkpoints/step_00000030", "sharded/checkpoints/step_00000030"),
+        ("kept", "kept"),  # a sharded checkpoint that was renamed
+    ],
+)
+def test_a_run_folder_or_its_checkpoints_folder_stands_for_the_latest_valid_checkpoint(config, given, chosen):
+    """The newest file of each run is damaged, and a note names it."""
+    for name, changes in (("runs/mine", {}), ("runs/apart", {"checkpoint_dir": "elsewhere"})):
+        one = with_(config, run_dir=name, **changes)
+        run = open_run(one)
+        fill(run)
+        commit_best(run, 10)
+        run.write_json("config.json", one.to_dict())
+        (run.checkpoints / "step_00000099.pt").write_text("damaged")
+        run.close()
+    shutil.copytree("runs/mine", "moved", symlinks=True)
+    os.symlink("runs/mine", "link")
+    for folder in (Path("sharded/checkpoints/step_00000030"), Path("kept")):
+        folder.mkdir(parents=True)
+        digest = archive.write(folder / shards.part_name(0), payload(30))
+        replace_json(folder / shards.MANIFEST, {"step": 30, "files": {shards.part_name(0): digest}})
+    run = open_run(with_(config, run_dir="new", resume_from=given))
+    assert str(run.resume_path) == chosen
+    is_folder = "step_" not in given and "best" not in given and given != "kept"
+    best = str(Path(chosen).with_name("best.pt"))  # for init_from, predict.py and export.py
+    assert str(local_checkpoint(given)) == (best if is_folder and given != "sharded" else chosen)
+    assert (f"{Path(given)}: takes {chosen}" in run.notes) == is_folder
+    assert any("step_00000099.pt" in note for note in run.notes) == (is_folder and given != "sharded")
+
+
+@pytest.mark.parametrize("given", ["runs", "runs/mine", "runs/mine/checkpoints", "empty"])
+def test_a_folder_without_a_checkpoint_is_rejected_and_says_which_file_to_give(config, given):
+    open_run(config).close()
+    Path("empty").mkdir()
+    with pytest.raises(UserError, match=rf"^{given}: holds no checkpoint; give the path of one, .*step_00000100.pt$"):
+        open_run(with_(config, run_dir="new", resume_from=given))
+
+
+def test_the_folder_of_the_run_itself_continues_it_at_its_latest_checkpoint(config):
+    fill(open_run(config))
+    run = open_run(with_(config, resume_from=config.run_dir))
+    assert run.resume_path == run.checkpoints / "step_00000020.pt" and run.start.attempt == 2 and not run.start.moved
 
 
 def test_a_restart_of_the_same_launch_continues_even_with_overwrite(config):

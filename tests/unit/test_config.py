@@ -99,6 +99,51 @@ def test_each_problem_is_one_sentence_that_ends_with_the_fix(capsys, flags, expe
     assert expected in text and len(text.splitlines()) == 1 and ";" in text
 
 
+@pytest.mark.parametrize(
+    ("run_dir", "expected"),
+    [
+        ("{0}", "{0} is not a field"),
+        ("{}", "{} is not a field"),
+        ("{lr.x}", "{lr.x} is not a field"),
+        ("{lr[0]}", "{lr[0]} is not a field"),
+        ("{model_{seed}}", "cannot be filled in"),
+        ("{lr:d}", "cannot be filled in (Unknown format code 'd'"),
+        ("{run_dir:.2f}", "cannot be filled in (Unknown format code 'f'"),
+        ("{lr:{optimizer}}", "cannot be filled in (Invalid format specifier"),
+        ("{lr:{sed}}", "cannot be filled in ('sed')"),
+        ("{lr:{}}", "cannot be filled in"),
+        ("{lr:{0}}", "cannot be filled in"),
+        ("{lr:{seed.x}}", "cannot be filled in"),
+        ("{seed:{seed[0]}}", "cannot be filled in"),
+        ("{seed:,d,}", "cannot be filled in"),
+        ("{lr:99999999999999999999}", "cannot be filled in"),
+        ("{optimizer!q}", "cannot be filled in (Unknown conversion specifier"),
+        ("{optimizer!}", "cannot be filled in"),
+        ("{lr:.2e", "cannot be filled in"),
+        ("{", "cannot be filled in (Single '{' encountered"),
+        ("a}b", "cannot be filled in (Single '}' encountered"),
+    ],
+)
+def test_a_run_dir_that_cannot_be_filled_in_is_rejected_in_one_sentence(capsys, run_dir, expected):
+    text = rejection(capsys, "--seed", str(2**40), "--run_dir", f"runs/{run_dir}").strip()
+    assert text.startswith(f"run_dir=runs/{run_dir}: {expected}") and text.endswith("; use e.g. {model} or {lr}"), text
+    assert len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "expected"),
+    [
+        ("{lr:.0e}-{seed:04d}", "1e-01-0042"),
+        ("{optimizer!r:>7}", "  'sgd'"),
+        ("{lr:{seed}}", f"{0.1:42}"),
+        ("{{{nesterov}}}", "{True}"),
+        ("{drop_last:d}{min_lr:%}", "00.000000%"),
+    ],
+)
+def test_a_run_dir_takes_every_format_of_python(run_dir, expected):
+    assert of(f"--run_dir=runs/{run_dir}").run_folder.name == expected
+
+
 def test_all_problems_are_listed_together(capsys):
     lines = rejection(capsys, *"--epochs 0 --lr x --nonsense --seed -1".split()).splitlines()
     assert [line.split(":")[0] for line in lines] == ["--nonsense", "seed=-1", "epochs=0", "lr=x"]

@@ -121,7 +121,7 @@ def test_no_corrupt_checkpoint_is_loaded_and_the_previous_one_is_found(kind, cou
         corrupt(path, kind, random.Random(f"{kind} {number}"), files)
         assert all(is_rejected(way, path) for way in ways), number
         found, (reason,) = checkpoint.latest_valid(tmp_path)
-        assert found == older == checkpoint.best_or_latest(tmp_path, prefers_best=False) and str(path) in reason
+        assert found == older == checkpoint.best_or_latest(tmp_path, prefers_best=False)[0] and str(path) in reason
 
 
 def test_a_valid_checkpoint_of_another_model_does_not_fit(tmp_path):

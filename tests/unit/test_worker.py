@@ -4,17 +4,27 @@ import contextlib
 import errno
 import os
 import re
+import traceback
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from PIL import Image
+from torch.utils.data import Dataset, Subset
 
 import utils.data.worker
 import utils.files
-from config import StartError, UserError
+from config import StartError, TrainingConfig, UserError
+from ddp_utils import DistributedContext
+from utils.data.loader import create_evaluation_dataloader
 from utils.data.sampler import MicroBatch
+from utils.data.sets import ChosenSamples
 from utils.data.worker import Fetcher, check_shared_memory, explain
+from utils.distributed.collectives import is_of_a_peer
+from utils.logger import told
+
+CTX = DistributedContext(0, 0, 1, torch.device("cpu"))
 
 DIED = "DataLoader worker (pid 7) is killed by signal: {}. "
 NO_ROOM = (
@@ -106,3 +116,123 @@ def test_a_sample_that_storage_fails_to_read_is_read_again_and_then_another_atte
     assert isinstance(error, StartError) and re.search(r"in three tries .*Input/output error.*repair", str(error))
     with pytest.raises(FileNotFoundError):
         fetched(1, errno.ENOENT)
+
+
+class Faulty(Dataset):
+    """20 samples; what `spoil` makes of sample 13 is returned or raised."""
+
+    def __init__(self, spoil):
+        self.spoil = spoil
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return self.spoil(index) if index == 13 else (torch.zeros(2), index)
+
+    def path(self, index):
+        return f"/data/igloo/{index}.png"  # is_of_a_peer looks for "gloo"
+
+
+class Pathless(Faulty):
+    path = None
+
+
+class Together(Faulty):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class Batched(Together):
+    def __getitems__(self, indices):
+        return torch.stack([self[index][0] for index in indices])
+
+    def collate(self, batch):
+        return batch
+
+
+class Own(Faulty):
+    def collate(self, samples):
+        return sum(sample[0].sum() for sample in samples)
+
+
+class Odd(Exception):
+    """Cannot be made from a text alone, as DataLoader tries."""
+
+    def __init__(self, code, text):
+        super().__init__(code, text)
+
+
+def raising(kind, *args):
+    def spoil(index):
+        raise kind(*args)
+
+    return spoil
+
+
+def giving(value):
+    return lambda index: value
+
+
+KINDS = [
+    ValueError,
+    KeyError,
+    RuntimeError,
+    StopIteration,
+    AssertionError,
+    OSError,
+    AttributeError,
+    EOFError,
+]
+RAISED = [*(raising(kind, "bad") for kind in KINDS), raising(Odd, 3, "bad"), raising(FileNotFoundError, 2, "bad")]
+WRONG = [None, Image.new("RGB", (2, 2)), (torch.zeros(2), None), (torch.zeros(3), 1), (torch.zeros(2), 1, 2), object()]
+CASES = [
+    *((Faulty, spoil) for spoil in RAISED),
+    *((kind, spoil) for kind in (Together, Batched, Own) for spoil in RAISED[:4]),
+    *((kind, giving(value)) for kind in (Faulty, Together) for value in WRONG),
+    *((kind, giving(None)) for kind in (Batched, Own)),
+]
+
+
+def error_of(dataset, workers):
+    """The error of a loader of the data set, 4 samples at a time."""
+    loader = create_evaluation_dataloader(dataset, TrainingConfig(batch_size=4, num_workers=workers), CTX)
+    with pytest.raises(Exception) as caught:
+        for global_batch in loader.global_batches(0):
+            list(global_batch)
+    return caught.value
+
+
+@pytest.mark.parametrize(("kind", "spoil"), CASES)
+def test_an_error_of_a_sample_has_its_index_and_file_beside_the_traceback(kind, spoil):
+    error = error_of(kind(spoil), workers=0)
+    text = told(error)
+    assert re.search(r"sample 13 \(/data/igloo/13.png\)$", text), text
+    others = re.findall(r"sample (\d+)", text)[:-1]
+    assert others in ([], ["12"]), text  # alone, or beside the first of its micro-batch
+    code = "".join(traceback.format_exception(error))
+    assert "in spoil" in code or "in default_collate" in code or "in collate" in code or "in __getitems__" in code, code
+
+
+@pytest.mark.parametrize("kind", [Faulty, Batched])
+@pytest.mark.parametrize("spoil", [*RAISED[1:4], RAISED[-2], giving(None)])
+def test_an_error_in_a_loader_worker_has_them_too_and_blames_no_peer(kind, spoil):
+    error = error_of(kind(spoil), workers=1)
+    assert "sample 13 (/data/igloo/13.png)" in told(error) and "Traceback" in told(error), told(error)
+    assert not is_of_a_peer(error)
+
+
+def test_the_sample_is_that_of_the_data_set_itself():
+    """In a subset, in a subset of one, and in a data set that has no files; of a copy, the sample."""
+    chosen = ChosenSamples(Faulty(raising(KeyError, "bad")), torch.tensor([19, 13, 0, 1, 2]))
+    for dataset in (chosen, Subset(chosen, [4, 3, 1])):
+        assert told(error_of(dataset, 0)) == "'bad'; sample 13 (/data/igloo/13.png)"
+    assert told(error_of(Pathless(raising(KeyError, "bad")), 0)) == "'bad'; sample 13"
+    fetcher = Fetcher(Faulty(raising(KeyError, "bad")), False, 1)
+    with pytest.raises(KeyError) as caught:
+        fetcher.__getitems__(MicroBatch(0, 0, [1, 33], False, True, 1))
+    assert caught.value.__notes__ == ["sample 13 (/data/igloo/13.png)"]
+    read_later = raising(OSError, errno.EIO, "bad")
+    with mock.patch.object(utils.files, "SECONDS_BETWEEN_TRIES", 0):
+        text = str(error_of(Faulty(read_later), 0))
+    assert "bad; sample 13 (/data/igloo/13.png)); repair the storage, then" in text

@@ -117,6 +117,7 @@ def read(path: Path, trailer: Trailer) -> dict[str, Any]:
 
 def load(path: Path, problem: str, is_mapped: bool = False) -> Any:
     """Load tensors and plain values from an archive. Raises UserError; never runs code from the file."""
+    is_mapped = is_mapped and str(path).isprintable()  # torch maps no file whose name is not UTF-8
     try:
         return retried(lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped))
     except Exception as error:  # invalid bytes can raise any error in the unpickler

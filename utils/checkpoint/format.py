@@ -96,13 +96,18 @@ def latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def best_or_latest(folder: Path, prefers_best: bool) -> Path:
-    """best.pt if it is preferred and exists, else the latest valid checkpoint. Raises UserError if there is none."""
+def best_or_latest(path: Path, prefers_best: bool) -> tuple[Path, list[str]]:
+    """In the folder of a run or of checkpoints, best.pt if it is preferred and exists, else the latest valid one, and
+    notes to log; any other path is returned. Raises UserError if the folder has none."""
+    if not path.is_dir() or STEP_NAME.fullmatch(path.name) or (path / shards.MANIFEST).exists():
+        return path, []
+    named = Path(read_json(path / "config.json").get("checkpoint_dir", path))
+    folder = next(each for each in (path / "checkpoints", named, path) if each.is_dir())
     best = folder / BEST
-    found = best if prefers_best and best.exists() else latest_valid(folder)[0]
+    found, notes = (best, []) if prefers_best and best.exists() else latest_valid(folder)
     if found is None:
-        raise UserError(f"{folder}: holds no checkpoint; give one with --resume_from PATH")
-    return found
+        raise UserError(f"{path}: holds no checkpoint; give the path of one, e.g. RUN/checkpoints/step_00000100.pt")
+    return found, [*notes, f"{path}: takes {found}"]
 
 
 def superseded(steps: Iterable[int], keep_last: int, keep_every: int = 0) -> list[int]:

@@ -198,13 +198,13 @@ def local_checkpoint(source: str) -> Path:
 
     Args:
         source: a path, the URL of a file, or a checkpoint of a run at a URL: RUN/checkpoints/step_00000012.pt,
-            RUN/checkpoints/best.pt, or just RUN, which is the best one or, without an evaluation, the latest.
+            RUN/checkpoints/best.pt, or just RUN (a folder, too), its best one or, without an evaluation, the latest.
 
     Raises:
         UserError: if it is not there or damaged.
     """
     if "://" not in source:
-        return Path(source)
+        return checkpoint.best_or_latest(Path(source), prefers_best=True)[0]
     url, _, name = source.partition("/checkpoints/")
     if not name and Path(url).suffix:
         return _local_file(source)

@@ -50,7 +50,7 @@ class GlobalBatchLoader:
         self._seed, self._ranks = config.seed, ctx.local_world_size
         self._transform = getattr(dataset, "device_transform", None) if is_transformed else None
         self._fetcher = Fetcher(dataset, fetches_batches(dataset), config.seed)
-        self._collate = Collate(getattr(dataset, "collate", default_collate))
+        self._collate = Collate(dataset, getattr(dataset, "collate", default_collate))
         self._side = SideStream(ctx.device) if ctx.device.type != "cpu" else None
         self._loader: DataLoader | None = None
         self._batches_ahead = 0

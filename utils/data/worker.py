@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, Subset, get_worker_info
 
 from config import StartError, TrainingError, UserError
 from utils.batch import tensors_in
 from utils.data.sampler import MicroBatch
 from utils.files import may_pass, retried
+from utils.logger import told
 from utils.rng import seed_host
 
 TIMEOUTS = 3  # in a row, before a worker hangs
@@ -38,6 +40,35 @@ FAILURES = {  # by the messages of torch's DataLoader
 }
 
 
+def _name(dataset: Any, index: int) -> str:
+    index %= len(dataset)  # it may be that of a copy
+    while isinstance(dataset, Subset):
+        index, dataset = dataset.indices[index], dataset.dataset
+    with suppress(Exception):  # it may have no files
+        return f"sample {index} ({dataset.path(index)})"
+    return f"sample {index}"
+
+
+@contextmanager
+def naming(dataset: Any, indices: Sequence[int], action: Callable[[Sequence[int]], object] = len) -> Iterator[None]:
+    """An error in the block gets a note with its samples and, if the data set has `path(index)`, their files: the first
+    one for which the action fails; or one that only fails beside the first; or all."""
+    try:
+        yield
+    except UserError:  # has a sentence of its own
+        raise
+    except Exception as error:
+        for some in [*([each] for each in indices), *([indices[0], each] for each in indices[1:]), indices]:
+            try:
+                action(some)
+            except Exception:
+                break
+        error.add_note(", ".join(_name(dataset, each) for each in some[:8]))
+        if isinstance(error, StopIteration):  # would look like the end of the data
+            raise ValueError(f"StopIteration; {error.__notes__[-1]}") from error
+        raise
+
+
 class Fetcher(Dataset):
     """Fetches the samples of a micro-batch, each with its own random seed, or at once with a seed of all indices."""
 
@@ -48,24 +79,29 @@ class Fetcher(Dataset):
         epoch, indices = micro_batch.epoch, micro_batch.indices
         try:
             if self._is_batched:
-                return micro_batch, retried(lambda: self._batch(epoch, indices))
-            return micro_batch, [retried(functools.partial(self._sample, epoch, index)) for index in indices]
+                with naming(self._dataset, indices, lambda some: self._batch(epoch, some)):
+                    return micro_batch, retried(lambda: self._batch(epoch, indices))
+            return micro_batch, [self._sample(epoch, index) for index in indices]
         except UserError as error:  # DataLoader would wrap it; the main process raises it unchanged
             return micro_batch, error
         except OSError as error:
             if not may_pass(error):
                 raise
-            text = f"a sample cannot be read in three tries ({error}); repair the storage, then --resume_from auto"
-            return micro_batch, StartError(text)
+            text = f"a sample cannot be read in three tries ({told(error)}); repair the storage"
+            return micro_batch, StartError(f"{text}, then --resume_from auto")
 
-    def _batch(self, epoch: int, indices: list[int]) -> Any:
+    def _batch(self, epoch: int, indices: Sequence[int]) -> Any:
         seed_host("sample", self._seed, epoch, *indices)
         size = len(self._dataset)  # once: for each index, it took 300 us per thousand
         return self._dataset.__getitems__([index % size for index in indices])
 
     def _sample(self, epoch: int, index: int) -> Any:
-        seed_host("sample", self._seed, epoch, index)
-        return self._dataset[index % len(self._dataset)]  # it may be that of a copy
+        def fetch() -> Any:
+            seed_host("sample", self._seed, epoch, index)
+            return self._dataset[index % len(self._dataset)]
+
+        with naming(self._dataset, [index]):
+            return retried(fetch)
 
 
 class Collate:
@@ -74,15 +110,19 @@ class Collate:
     DataLoader's queue would do that too, but in a thread whose failure (no space) goes unnoticed.
     """
 
-    def __init__(self, collate: Any) -> None:
-        self._collate = collate
+    def __init__(self, dataset: Any, collate: Any) -> None:
+        self._dataset, self._collate = dataset, collate
 
     def __call__(self, item: tuple[MicroBatch, Any]) -> tuple[MicroBatch, Any]:
         micro_batch, samples = item
         if isinstance(samples, UserError):
             return item
+        indices = micro_batch.indices
+        is_listed = isinstance(samples, list) and len(samples) == len(indices)  # else a batch already
+        by_index = dict(zip(indices, samples, strict=True)) if is_listed else {}
         try:
-            batch = self._collate(samples)
+            with naming(self._dataset, indices, lambda some: by_index and self._collate([by_index[i] for i in some])):
+                batch = self._collate(samples)
         except UserError as error:
             return micro_batch, error
         if get_worker_info():

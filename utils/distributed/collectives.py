@@ -20,6 +20,7 @@ from torch import Tensor
 from config import StartError, TrainingError, UserError
 from utils.distributed.context import DistributedContext
 from utils.files import may_pass
+from utils.logger import told
 from utils.metrics import all_reduce_scalar
 
 T = TypeVar("T")
@@ -83,7 +84,7 @@ def on_all_ranks(action: Callable[[], T], ctx: DistributedContext, is_for_all: b
     except UserError as error:
         problem = str(error), isinstance(error, StartError)
     except OSError as error:
-        problem = f"{error}; fix that and start again", may_pass(error)
+        problem = f"{told(error)}; fix that and start again", may_pass(error)
     if (rank := lowest_rank(bool(problem[0]), ctx)) is None:
         return result
     text, is_passing = broadcast_json(problem, ctx, rank)
@@ -165,5 +166,6 @@ def is_of_a_peer(error: BaseException) -> bool:
     """Whether a collective failed because a peer is gone (by gloo's and NCCL's messages): another rank failed first."""
     if isinstance(error, TrainingError):
         return error.__cause__ is not None and is_of_a_peer(error.__cause__)
-    is_named = isinstance(error, RuntimeError) and LOST_PEER.search(str(error)) is not None
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    is_named = not text.startswith("Caught ") and LOST_PEER.search(text) is not None  # not of a worker, with its files
     return is_named or isinstance(error, dist.DistNetworkError)

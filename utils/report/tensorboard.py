@@ -39,7 +39,7 @@ class Board:
                 purge_step = self._step + 1 if self._step else None
                 self._writer = SummaryWriter(self._folder, purge_step=purge_step, flush_secs=1)
             action(self._writer)
-        except OSError:
+        except (OSError, UnicodeError):  # it writes no files below a name that is not UTF-8
             self._writer = None
 
     def texts(self, **values: dict[str, Any]) -> None:

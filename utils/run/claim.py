@@ -86,9 +86,9 @@ def claim(
             " start over without --resume_from auto"
         )
     if given and not path:  # else an earlier attempt of this launch has already started from it
-        checkpoint.verify(given)
-        path = given
-    if holds_run and not is_continued and not (given and given.resolve().parent == checkpoints.resolve()):
+        path, notes = checkpoint.best_or_latest(given, prefers_best=False)
+        checkpoint.verify(path)
+    if holds_run and not is_continued and not (given and path and path.resolve().parent == checkpoints.resolve()):
         if may_restart and not launch_id:
             raise UserError(
                 f"run_dir={folder}: holds a run, and restarts look like new launches; give torchrun --rdzv-id NAME"

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from config import TrainingConfig, UserError
 from utils.distributed.context import Launch, read_launch
@@ -20,8 +20,32 @@ from utils.signals import end_workers
 SECONDS_TO_FLUSH = 5.0
 
 
+class _Output(io.FileIO):
+    """Standard output or error. What it does not take (a full disk, a closed pipe) is lost, and the run goes on."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or len(data)  # None: it is full and does not wait
+        except OSError:
+            return len(data)
+
+
+def open_output() -> None:
+    """Make the standard streams usable if they are closed or full, or their encoding lacks the names of files."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # closed: the next file would get this number, and all that is printed
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(io.BufferedWriter(_Output(number, "w", closefd=False)), "utf-8", "backslashreplace", "", True)
+        for number in (1, 2)
+    )
+
+
 def check_command_line() -> None:
     """Handle --help, --print-config and bad flags, and exit; else print the first line. Only rank 0 prints."""
+    open_output()
     launch, out, err = Launch(), io.StringIO(), io.StringIO()
     try:
         launch = read_launch()

@@ -28,8 +28,9 @@ def evaluate_only(config: TrainingConfig, ctx: DistributedContext, seams: Seams,
     """
     is_published = bool(config.init_from)
     path = Path(config.init_from or config.resume_from)
-    if not is_published and config.resume_from in ("", "auto"):
-        path = on_all_ranks(lambda: best_or_latest(config.checkpoint_folder, not config.resume_from), ctx)
+    if not is_published:
+        place = config.checkpoint_folder if config.resume_from in ("", "auto") else path
+        path, _ = on_all_ranks(lambda: best_or_latest(place, not config.resume_from), ctx)
     sets = load_data(data, config, ctx)
     config = sets.config
     state = on_all_ranks(lambda: create_state(seams, config, ctx, is_resumed=not is_published), ctx)

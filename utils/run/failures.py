@@ -22,7 +22,7 @@ from utils.data.worker import explain
 from utils.distributed.collectives import is_of_a_peer, on_all_ranks, within
 from utils.distributed.context import DistributedContext, Launch, read_launch
 from utils.files import read_json
-from utils.logger import NAME, setup_logger
+from utils.logger import NAME, setup_logger, told
 from utils.memory import is_out_of_memory, let_go
 from utils.run.attempt import Attempt
 from utils.run.command_line import end_now, reject, report_to_torchrun
@@ -160,7 +160,7 @@ class Ending:
             self._logger.error("%s; the stacks of all ranks: %s", text, file)
             self._logger.debug("%s", stacks)
             if self._folder.is_dir():  # else the file would be below a mount point
-                file.write_text(f"{text}\n{stacks}\n", encoding="utf-8")
+                file.write_text(f"{text}\n{stacks}\n", encoding="utf-8", errors="backslashreplace")
 
         self._write(write, seconds)
         return file
@@ -238,5 +238,6 @@ def leave_after(error: BaseException) -> NoReturn:
         logger.debug("traceback", exc_info=error)
     else:
         logger.error("this rank failed", exc_info=error)
-        logger.error("failed: rank %d on %s: %s: %s", launch.rank, socket.gethostname(), type(error).__name__, error)
+        text = f"{type(error).__name__}: {told(error)}"
+        logger.error("failed: rank %d on %s: %s", launch.rank, socket.gethostname(), text)
     end_now(user_error.exit_code if user_error else 1)

@@ -15,7 +15,7 @@ from config import StartError, TrainingError, UserError
 from utils.checkpoint import format as checkpoint
 from utils.data.sampler import GlobalBatchSampler
 from utils.files import LinesFile, cut_lines, finite, read_json, read_lines, replace_json
-from utils.logger import ALIKE, count
+from utils.logger import ALIKE, count, told
 from utils.logger import NAME as LOGGER
 from utils.run.claim import Start, move_back
 from utils.run.lock import NAME as LOCK
@@ -189,7 +189,7 @@ class Run:
             with suppress(OSError):
                 replace_json(path, self._status_before)
             return
-        text = str(error).strip() or type(error).__name__
+        text = told(error)
         rank, host = getattr(error, "rank", None), getattr(error, "host", None)
         where = {"rank": self.rank, "host": self.host} if rank is None else {"rank": rank, "host": host}
         for is_second_look in (False, True):

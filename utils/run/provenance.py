@@ -166,8 +166,8 @@ def _without_block(text: str) -> str:
 
 def _git(*words: str) -> str:
     """The output of git. Raises OSError or SubprocessError if there is no git, no repository or no answer."""
-    done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=10, check=True)
-    return done.stdout.strip()
+    done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, timeout=10, check=True)
+    return done.stdout.decode(errors="replace").strip()  # in any locale
 
 
 def _commit() -> tuple[str, bool]:

@@ -53,6 +53,7 @@ def first_passes(
         UserError: if compute_loss returns something invalid, or a parameter got no gradient.
     """
     compute_loss, summary = seams.compute_loss, seams.summary
+    on_all_ranks(lambda: check_one_sample(state, loader, compute_loss, config.max_steps), ctx)
     batch = on_all_ranks(loader.sample_batch, ctx)
     # the loss is doubled on every other rank: gradients differ unless they are averaged
     digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss, 1.0 + ctx.rank % 2), ctx)
@@ -70,6 +71,26 @@ def first_passes(
     if config.compile != "off":
         on_all_ranks(lambda: compile_all_sizes(model, state, loader, held_out, seams, config), ctx)
     return names[0] if names else []
+
+
+@torch.no_grad()
+def check_one_sample(state: TrainState, loader: GlobalBatchLoader, compute_loss: ComputeLoss, max_steps: int) -> None:
+    """Raises UserError if a micro-batch of the run will have one sample, and a BatchNorm of the model needs more."""
+    sampler, sizes = loader.sampler, sizes_of(loader)
+    sizes = sizes[:1] if 0 < max_steps < sampler.steps_per_epoch else sizes  # it ends before a short micro-batch
+    if 1 not in sizes:
+        return
+    try:
+        with state.precision.autocast():
+            compute_loss(state.model.train(), loader.fetch([0])[2])
+    except Exception as error:  # another one, as of a loss that needs gradients, shows later if it is the run's own
+        if "Expected more than 1 value per channel" in str(error):
+            which, fix = "a micro-batch", "a larger --batch_size, or more samples"
+            if len(sizes) > 1:
+                which, fix = "the last micro-batch of an epoch", "--drop_last or another --batch_size"
+            sentence = f"batch_size={sampler.batch_size}: of {sampler.samples_per_epoch} samples, {which} has one"
+            raise UserError(f"{sentence}, for which BatchNorm has no variance ({error}); use {fix}") from None
+    state.sums.running_stats.discard()
 
 
 def train_twice(model: Wrapped, batch: Any, state: TrainState, compute_loss: ComputeLoss, weight: float = 1.0) -> int:

@@ -92,7 +92,9 @@ class Hosts:
         connection: Any = start([*SSH, self._hosts[k], "exec bash -s"], **pipes)
         script = ["echo", f"cd {shlex.quote(os.getcwd())} || exit 2", *self._exports, f"exec {self.commands[k]}"]
         with suppress(OSError):  # it has ended
-            connection.stdin.write("".join(f"{line}\n" for line in script).encode())  # not in arguments, which ps shows
+            connection.stdin.write(
+                os.fsencode("".join(f"{line}\n" for line in script))
+            )  # not in arguments, which ps shows
             connection.stdin.flush()
         self._connections[k] = connection
         streams = ((connection.stderr, sys.stderr), (connection.stdout, sys.stdout))

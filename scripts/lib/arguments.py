@@ -1,0 +1,29 @@
+"""Whether a model can be called with what `predict` and `example_inputs` of model.py pass to it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+
+from config import UserError
+
+LACKS = """model.py: has no {}; add it, for example, if the model takes two tensors of a batch:
+    def predict(model, batch): return {{"output": model(batch[0], batch[1])}}  # {{name: tensor [B, ...]}}
+    def example_inputs(batch): return batch[0], batch[1]  # the model's arguments"""
+
+
+def check_arguments(model: nn.Module, inputs: Any, function: str) -> None:
+    """Raises UserError if these are not, in number, the arguments of the model's `forward`.
+
+    function: of model.py, which would pass them.
+    """
+    try:
+        if isinstance(inputs, Tensor):
+            raise TypeError("is no tuple")
+        inspect.signature(model.forward).bind(*inputs)
+    except TypeError:
+        raise UserError(LACKS.format(function)) from None
+    except ValueError:  # a function of C++ has no signature
+        pass

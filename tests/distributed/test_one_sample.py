@@ -1,0 +1,128 @@
+"""A micro-batch of one sample, of which BatchNorm has no variance: known before the first step."""
+
+import re
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import utils.training.first_passes
+from config import UserError
+from ranks import run_ranks
+from tasks import TASKS, SmallNet, image_loss
+from training import train_flags
+
+
+class Normalized(SmallNet):
+    """Its features have no pixels where they are normalized."""
+
+    def __init__(self, norm):
+        super().__init__(False, 10)
+        self.last = norm
+
+    def forward(self, x):
+        return self.head(self.last(self.features(x).flatten(1)))
+
+
+NORMS = {
+    "BatchNorm1d": lambda: nn.BatchNorm1d(64),
+    "without statistics": lambda: nn.BatchNorm1d(64, track_running_stats=False),
+    "1 x 1": lambda: nn.Sequential(nn.Unflatten(1, (64, 1, 1)), nn.BatchNorm2d(64), nn.Flatten()),
+    "pixels": lambda: nn.Sequential(nn.Unflatten(1, (16, 2, 2)), nn.BatchNorm2d(16), nn.Flatten()),
+    "LayerNorm": lambda: nn.LayerNorm(64),
+    "frozen": lambda: Frozen(64),
+}
+LAST = "of {} samples, the last micro-batch of an epoch has one, for which BatchNorm has no variance (Expected more"
+ALL = "of {} samples, a micro-batch has one, for which BatchNorm has no variance (Expected more"
+
+
+class Frozen(nn.BatchNorm1d):
+    def train(self, mode=True):
+        return super().train(False)
+
+
+def starts(cases):
+    """What each start says: the error, or the state at the end."""
+    found = []
+    for norm, words in cases:
+        model = {"create_model": lambda config, device, norm=norm: Normalized(NORMS[norm]()).to(device)}
+        with mock.patch.dict(TASKS["plain"], model):
+            try:
+                found.append(train_flags(words, task="plain")["state"])
+            except UserError as error:
+                found.append(str(error))
+    return found
+
+
+CASES = [  # norm, flags, samples of an epoch, what a start says
+    ("BatchNorm1d", "--dataset_size 9", LAST),
+    ("without statistics", "--dataset_size 9", LAST),
+    ("1 x 1", "--dataset_size 9", LAST),
+    ("BatchNorm1d", "--dataset_size 9 --global_batch_size 8", LAST),
+    ("BatchNorm1d", "--dataset_size 9 --reduction exact", LAST),
+    ("BatchNorm1d", "--dataset_size 9 --max_steps 5", LAST),
+    ("BatchNorm1d", "--dataset_size 8 --batch_size 1", ALL),
+    ("BatchNorm1d", "--dataset_size 1", ALL),
+    ("BatchNorm1d", "--dataset_size 9 --drop_last", "completed"),
+    ("BatchNorm1d", "--dataset_size 9 --batch_size 5", "completed"),
+    ("BatchNorm1d", "--dataset_size 90 --max_steps 2", "completed"),  # ends before that micro-batch
+    ("pixels", "--dataset_size 9", "completed"),
+    ("LayerNorm", "--dataset_size 9", "completed"),
+    ("frozen", "--dataset_size 9", "completed"),
+    ("frozen", "--dataset_size 8 --batch_size 1", "completed"),
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_batch_norm_that_would_get_one_sample_is_rejected_at_the_start_and_no_other_model(runs, ranks):
+    words = [
+        (norm, runs.words(f"run{k}", "--epochs", 1, "--num_workers", 0, *flags.split()))
+        for k, (norm, flags, _) in enumerate(CASES)
+    ]
+    for found in run_ranks(ranks, starts, words):
+        for text, (norm, flags, expected) in zip(found, CASES, strict=True):
+            size = re.search(r"--dataset_size (\d+)", flags)[1]
+            assert expected.format(size) in text and len(text.splitlines()) == 1, (norm, flags, text)
+            if expected != "completed":
+                fix = (
+                    "--drop_last or another --batch_size"
+                    if expected == LAST
+                    else "a larger --batch_size, or more samples"
+                )
+                assert text.startswith("batch_size=") and text.endswith(f"; use {fix}")
+    for k, (*_, expected) in enumerate(CASES):
+        assert bool(runs.checkpoints(f"run{k}")) == (expected == "completed")
+
+
+def train_unchecked(flags):
+    with mock.patch.object(utils.training.first_passes, "check_one_sample", lambda *_: None):
+        train_flags(flags)
+
+
+@pytest.mark.parametrize("flags", ["", "--sharding zero2", "--sharding zero3"])
+def test_the_pass_changes_no_bit_of_a_run(runs, flags):
+    """With BatchNorm and dropout."""
+    words = [*"--dataset_size 17 --epochs 2 --num_workers 0 --log_interval 1".split(), *flags.split()]
+    runs.train(2, "checked", *words)
+    run_ranks(2, train_unchecked, runs.words("unchecked", *words))
+    runs.assert_same("checked", "unchecked")
+
+
+def penalized(net, batch):
+    images = batch[0].detach().requires_grad_(net.training)
+    found = image_loss(net, (images, batch[1]))
+    if not net.training:
+        return found
+    (slope,) = torch.autograd.grad(found["loss"][0], images, create_graph=True)
+    return found | {"loss": (found["loss"][0] + slope.square().sum(), len(images))}
+
+
+def train_penalized(flags):
+    with mock.patch.dict(TASKS["plain"], {"compute_loss": penalized}):
+        return train_flags(flags, task="plain")["state"]
+
+
+def test_a_loss_that_needs_gradients_in_training_is_not_rejected(runs):
+    words = runs.words("run", *"--dataset_size 9 --epochs 1 --num_workers 0".split())
+    assert run_ranks(1, train_penalized, words) == ["completed"]
