@@ -41,6 +41,14 @@ class Mutation:
 
 # fmt: off
 MUTATIONS = [
+    Mutation('_of_8_bits', 'return Image.fromarray((values >> 8).astype("uint8"))', 'return file', 'image-levels'),
+    Mutation('_of_8_bits', 'file = Image.alpha_composite(Image.new("RGBA", file.size, "white"), file).convert("RGB")', 'file = file.convert("RGB")', 'image-levels'),
+    Mutation('kind_of', 'is_hidden = name.startswith(".") or name.replace(" ", "_") in OF_TOOLS', 'is_hidden = False', 'splits'),
+    Mutation('check_splits', 'if not val.exists():', 'if False:', 'splits'),
+    Mutation('check_labels', 'shown = "".join(each for each in label if unicodedata.category(each) != "Cf")  # marks without width', 'shown = label', 'labels'),
+    Mutation('expand', 'return os.path.expanduser(VARIABLE.sub(lambda found: os.path.expandvars(found[0]), path))', 'return path', 'paths'),
+    Mutation('MetricTracker.add', 'self.values[:size].add_(torch.where(is_added, other.values[:size], self._zero))', 'self.values[:size].add_(other.values[:size])', 'no-silence'),
+    Mutation('Interval.finish_read', 'sums.count("skipped_steps", len(norms) - len(finite), 0)', 'pass', 'no-silence'),
     Mutation('Checkpoints.compare_buffers', 'mine = {name: [*each.shape, fingerprint_of("buffers", [each])] for name, each in buffers}', 'mine = {name: [*each.shape] for name, each in buffers}', 'other-buffers'),
     Mutation('StoredRun.checkpoints', 'names = [*owner.get("inherits", []), *self.names(f"{latest:08d}/manifests")]', 'names = [name for name in self.names() if "/manifests/" in name]', 'mirror-owner'),
     Mutation('StoredRun.fetch', 'if archive.verify(place / part).digest != file["sha256"]:', 'if False:', 'mirror-resume'),
@@ -177,7 +185,7 @@ MUTATIONS = [
     Mutation('verdict', 'step, phase, _ = min(known)', 'step, phase, _ = max(known)', 'hang'),
     Mutation('Run.check_owner', 'if token != self.start.token:', 'if False:', 'one-owner'),
     Mutation('RunLock._is_held', 'fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)', 'pass', 'one-owner'),
-    Mutation('MetricTracker.add', 'self.values[:size].add_(other.values[:size])', 'self.values[:size].copy_(other.values[:size])', 'weights'),
+    Mutation('MetricTracker.add', 'self.values[:size].add_(torch.where(is_added, other.values[:size], self._zero))', 'self.values[:size].copy_(other.values[:size])', 'weights'),
     Mutation('TrainState.update_if_finite', 'self.optimizer.found_inf = skipped', 'self.optimizer.found_inf = self._zero', 'not-finite'),
     Mutation('compare_data', 'if before["identity"] != here["identity"]:', 'if False:', 'must-match'),
     Mutation('end_workers', 'child.kill()', 'pass', 'clean-exit'),
