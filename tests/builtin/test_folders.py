@@ -1,4 +1,4 @@
-"""Which folders and files of a data_dir are splits, classes and images, and what is said about the others."""
+"""Which folders and files of a data_dir are splits, classes and images, and the messages about others."""
 
 import logging
 import re

@@ -32,6 +32,6 @@ def test_a_resume_between_the_skip_and_its_log_point_records_it_once(runs):
     assert [record["step"] for record in skips] == [3] and sorted(skips[0]["indices"]) == runs.samples("run")[3]
     run_ranks(2, train_with_nan, [*words, "--resume_from", str(runs.checkpoints("run")[3])], 99)
     assert skips == runs.events("run", "skipped_step") and runs.json("run", "summary.json")["skipped_steps"] == 1
-    assert "(1 skipped)" in runs.log("run")
+    assert "(1 skipped: non-finite loss or gradient)" in runs.log("run")
     train, *evaluated = runs.records("run", "train") + runs.records("run", "eval")
     assert [each["loss"] is None for each in (train, *evaluated)] == [False] * 3 and train["skipped_steps"] == 1

@@ -75,7 +75,7 @@ def test_training_without_targets_is_said_and_in_the_summary(runs):
     run_ranks(2, train_odd, runs.words("run", *FLAGS, "--patience", "0"), everything, 0.0, 0)
     log, summary = runs.log("run"), runs.json("run", "summary.json")
     assert "| loss without targets" in log and "skipped 1 optimizer step without targets: 1" in log
-    assert "(6 skipped)" in log and "non-finite" not in log
+    assert "(6 skipped: without targets)" in log and "non-finite" not in log
     assert summary["warnings"] == [
         "training: all steps were without targets, so nothing was learned; label the samples",
         "evaluation: loss: never finite",
@@ -86,7 +86,7 @@ def test_training_without_targets_is_said_and_in_the_summary(runs):
 
 def test_too_many_steps_without_targets_end_the_run_as_such(runs):
     words = runs.words("run", *FLAGS, "--max_skipped_steps", "3")
-    with pytest.raises(AssertionError, match="the last 3 optimizer steps, up to step 3, had .* or no target; look"):
+    with pytest.raises(AssertionError, match="the last 3 optimizer steps, up to step 3, had no targets; look"):
         run_ranks(1, train_odd, words, {"train": list(range(24))}, 0.0, 0)
 
 

@@ -34,6 +34,7 @@ STRAGGLES = 1.5  # times the median
 LEAST_EXCESS = 0.25  # seconds over the median in an interval; less is noise
 MIN_SECONDS_FOR_GOODPUT = 60  # in a shorter run, start-up dominates
 READ_AFTER = 4  # steps after a log point, on all ranks, its values are read
+NOT_FINITE = "a non-finite loss or gradient"
 MAX_DATA_WAIT = 0.2  # fraction of an interval above which a warning suggests flags
 
 
@@ -201,19 +202,18 @@ class Reporter:
             self._advise(waited / seconds if seconds else 0.0)
         self._board.scalars(record)
         self._run.progress(**point.at)
-        self._check_skips(step)
+        self._check_skips(step, "no targets" if is_empty(skipped) else NOT_FINITE)
 
     def before_save(self) -> None:
         """Write the records of all steps so far, and count those that were skipped, as a checkpoint holds them."""
         self.catch_up()
         self._run.record_skipped(self._state.read_skips(), self._sampler)
 
-    def _check_skips(self, step: int) -> None:
+    def _check_skips(self, step: int, why: str) -> None:
         if 0 < self._config.max_skipped_steps <= (in_row := self._state.progress.skipped_in_row):
             raise TrainingError(
-                f"the last {in_row} optimizer steps, up to step {step}, had a non-finite loss or gradient or no target;"
-                " look at their samples (skipped_step in metrics.jsonl), use a lower --lr or --clip_grad_norm 1, then"
-                " --resume_from auto"
+                f"the last {in_row} optimizer steps, up to step {step}, had {why}; look at their samples (skipped_step"
+                " in metrics.jsonl), use a lower --lr or --clip_grad_norm 1, then --resume_from auto"
             )
 
     def _advise(self, data_wait: float) -> None:
@@ -309,7 +309,7 @@ class Reporter:
         self._run.status(ending, epoch=progress.epoch_number, step=progress.step, samples_seen=progress.samples_seen)
         self._profiler.close()
         self._board.close()
-        self._logger.info("%s", end_text(summary, self._run, self._config, trained))
+        self._logger.info("%s", end_text(summary, self._run, self._config, trained, empty_steps))
         return summary
 
     def _warnings(self, summary: dict[str, Any], evaluations: list[dict[str, Any]], empty_steps: int) -> list[str]:
@@ -334,9 +334,15 @@ def _metrics_of(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name not in RESERVED}
 
 
-def end_text(summary: dict[str, Any], run: Run, config: TrainingConfig, trained_s: float) -> str:
-    """The end summary, with the next commands. trained_s: seconds in training, of all attempts."""
-    skipped = f" ({summary['skipped_steps']} skipped)" if summary["skipped_steps"] else ""
+def end_text(summary: dict[str, Any], run: Run, config: TrainingConfig, trained_s: float, empty_steps: int = 0) -> str:
+    """The end summary, with the next commands.
+
+    Args:
+        trained_s: seconds in training, of all attempts.
+        empty_steps: of the skipped ones, those without targets.
+    """
+    why = "without targets" if summary["skipped_steps"] == empty_steps else "non-finite loss or gradient"
+    skipped = f" ({summary['skipped_steps']} skipped: {why})" if summary["skipped_steps"] else ""
     times = {name.removesuffix("_s").replace("_", " "): seconds for name, seconds in summary["time"].items()}
     idle = times.pop("down")  # between attempts
     shown = ", ".join(f"{name} {duration(seconds)}" for name, seconds in times.items() if seconds >= 0.5)
