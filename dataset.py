@@ -288,7 +288,9 @@ def _image_files(config: TrainingConfig, split: str) -> ImageFolderDataset | Non
         size = config.image_size
     else:
         by_class = root / "train" / "".join(classes[:1])
-        first = root / next(rows_of(root / "train.csv"))[0] if suffix else Path(images_in(by_class, must_exist=True)[0])
+        first = (
+            root / next(rows_of(root / "train.csv"))[0] if suffix else Path(images_in(by_class, must_exist=True)[0][0])
+        )
         size = _size_of(first, channels)
     rest = (channels, size, *_transform(config, size, channels, split == "train"), config.image_size != "auto")
     dataset = CsvDataset(source, config.num_classes, *rest) if suffix else ImageFolderDataset(source, classes, *rest)

@@ -50,14 +50,15 @@ class Listing:
         if is_train:
             check_splits(self.folder)
         for name in self.classes:
-            images = images_in(self.folder / name, must_exist=is_train, others=others)
+            images, rest = images_in(self.folder / name, must_exist=is_train)
+            others += rest
             rows += [os.fsencode(f"{each.path[start:]} {each.stat().st_size}") for each in images]
         with os.scandir(self.folder) as entries:
             others += [entry for entry in entries if entry.name not in self.classes]
+        if not rows:
+            raise _no_images(self.folder, "<class>/ folders with images", others)
         self.left_out = Counter(kind_of(each.name) for each in others)
         self.example = others[0].path if others else ""
-        if not rows:
-            raise _no_images(self.folder, "<class>/ folders with images", self.left_out)
         return b"\0".join([b"", *rows, b""])
 
     def use_listing(self, listing: bytes) -> None:
@@ -102,22 +103,17 @@ def check_splits(train: Path) -> None:
             logging.getLogger(NAME).info("data: %s is not read, but %s", path, val)
 
 
-def images_in(folder: Path, must_exist: bool = False, others: list[os.DirEntry] | None = None) -> list[os.DirEntry]:
+def images_in(folder: Path, must_exist: bool = False) -> tuple[list[os.DirEntry], list[os.DirEntry]]:
     """The images below a folder, those that torchvision's ImageFolder finds, in its order, but for hidden files and
-    those of tools; `others` gets the rest.
-
-    Raises UserError if they must exist and there are none.
-    """
+    those of tools; and the rest. Raises UserError if there must be images and are none."""
     found: list[os.DirEntry] = []
     rest: list[os.DirEntry] = []
     for _, files in sorted(_folders(os.fspath(folder)), key=lambda each: each[0]) if folder.is_dir() else ():
         for file in files:
             (found if kind_of(file.name) in SUFFIXES else rest).append(file)
     if must_exist and not found:
-        raise _no_images(folder, "images", Counter(kind_of(each.name) for each in rest))
-    if others is not None:
-        others += rest
-    return found
+        raise _no_images(folder, "images", rest)
+    return found, rest
 
 
 def _folders(folder: str) -> Iterator[tuple[str, list[os.DirEntry]]]:
@@ -142,8 +138,8 @@ def kind_of(name: str) -> str:
     return HIDDEN if is_hidden else os.path.splitext(name)[1].lower()
 
 
-def _no_images(folder: Path, what: str, others: Counter[str]) -> UserError:
-    found = f", only {_in_words(others)}" if others else ""
+def _no_images(folder: Path, what: str, others: list[os.DirEntry]) -> UserError:
+    found = f", only {_in_words(Counter(kind_of(each.name) for each in others))}" if others else ""
     return UserError(f"{folder}: has no {what} ({', '.join(SUFFIXES)}){found}; add some or delete the folder")
 
 
