@@ -2,6 +2,7 @@
 
 import re
 import sys
+import time
 
 import pytest
 
@@ -32,6 +33,32 @@ def test_a_worker_that_hangs_ends_the_run_with_its_rank_and_samples(runs):
     expected = r"rank 1: a loader worker hangs: no batch for 5 s \(samples (\d+, ){3}\d+ of train in epoch 1\); fix "
     assert (status["state"], status["rank"]) == ("failed", 1) and re.search(expected, status["error"]), str(status)
     assert re.search(expected, ended.text)
+
+
+UNSENDABLE = """
+from torch.utils.data import get_worker_info
+plain, calls = tasks.Images.collate, []
+def collate(self, batch):
+    if get_worker_info():
+        calls.append(self.split)
+        if calls == ['train'] * 3 and int(os.environ.get('RANK', 1)) == 1:
+            return (part for part in batch)
+    return plain(self, batch)
+tasks.Images.collate = collate
+"""  # the third micro-batch of a worker of rank 1, or of the only one
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_batch_that_a_worker_cannot_send_ends_the_run_at_once(runs, ranks):
+    words = runs.words("run", *"--dataset_size 160 --epochs 1 --num_workers 1".split())
+    began = time.monotonic()
+    ended = finish(WarmLaunch(ranks, runs.program(UNSENDABLE), words), 60)
+    assert (ended.code, ended.left) == (1 if ranks else 2, 0) and time.monotonic() - began < 20, ended.text
+    status, rank = runs.json("run", "status.json"), 1 if ranks else 0
+    assert (status["state"], status["rank"]) == ("failed", rank) and status["error"] in ended.text
+    assert re.match(
+        f"rank {rank}: collate: a loader worker .* cannot pickle 'generator' object.*; return tensors", status["error"]
+    )
 
 
 SLOW = """

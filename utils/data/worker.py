@@ -5,9 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import re
-from typing import Any
+import tempfile
+import traceback
+from multiprocessing.connection import Listener
+from multiprocessing.queues import Queue
+from typing import Any, cast
 
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, get_worker_info
 
 from config import StartError, TrainingError, UserError
@@ -92,6 +97,25 @@ class Collate:
         return micro_batch, batch
 
 
+def send_error(queue: Queue, error: Exception, item: Any) -> None:
+    """In the thread of a worker's queue, which pickles batches: without it, one that cannot be pickled is lost."""
+    match item:
+        case number, (MicroBatch() as micro_batch, _):
+            is_short = isinstance(error, OSError) and may_pass(error)
+            remedy = "fix that" if isinstance(error, OSError) else "return tensors, numbers, text, lists and dicts"
+            text = f"collate: a loader worker cannot send what it returns ({type(error).__name__}: {error}); {remedy}"
+            text += ", or use --num_workers 0"
+            queue.put((number, (micro_batch, StartError(text) if is_short else UserError(text))))
+        case number, ExceptionWrapper() as raised:  # of a class that cannot be pickled
+            raised.exc_type = RuntimeError
+            queue.put((number, raised))
+        case _:  # in a queue of the data set's code
+            traceback.print_exc()
+
+
+cast(Any, Queue)._on_queue_feeder_error = send_error  # also in a worker that imports this file
+
+
 def is_late(error: BaseException) -> re.Match | None:
     """The seconds in DataLoader's message that a batch has not come in time; None for another error."""
     return re.search(r"DataLoader timed out after ([\d.]+) seconds", str(error))
@@ -120,7 +144,8 @@ def explain(error: BaseException, rank: int, awaited: str = "") -> TrainingError
 
 
 def check_shared_memory(batch: Any, count: int, workers: int, prefetched: int, ranks: int) -> None:
-    """Raises UserError if /dev/shm lacks the space for all batches that the workers of this machine may prefetch.
+    """Raises UserError if /dev/shm lacks the space for all batches that the workers of this machine may prefetch, or
+    TMPDIR cannot hold the sockets through which they pass them on.
 
     Args:
         batch: collated; `count` times its size is the largest batch.
@@ -128,6 +153,11 @@ def check_shared_memory(batch: Any, count: int, workers: int, prefetched: int, r
         prefetched: batches per worker.
         ranks: on this machine.
     """
+    try:
+        Listener(family="AF_UNIX").close()
+    except OSError as error:
+        text = f"TMPDIR={tempfile.tempdir}: loader workers cannot open a socket there ({error})"
+        raise UserError(f"{text}; set TMPDIR to a short path on a local disk, e.g. /tmp") from None
     try:
         room = os.statvfs(SHARED_MEMORY)
     except (AttributeError, OSError):  # not Linux
