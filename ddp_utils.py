@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from config import StartError, TrainingConfig, TrainingError, UserError, unless_auto
+from config import StartError, TrainingConfig, UserError, unless_auto
 from utils.distributed.beats import Beats
 from utils.distributed.collectives import within
 from utils.distributed.context import (
@@ -30,7 +30,7 @@ from utils.distributed.device import choose_device, choose_kernels
 from utils.run.checkpoints import Checkpoints
 from utils.run.resume import load_checkpoint
 from utils.run.start_checks import raise_file_limit
-from utils.signals import die_with_parent, is_orphan
+from utils.signals import follow_torchrun
 from utils.training.first_passes import check_compiler
 from utils.training.parallel import unwrap, wrap_ddp
 from utils.training.precision import has_fast_bf16
@@ -62,9 +62,7 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
     """
     launch = read_launch()
     if launch.is_under_torchrun:
-        die_with_parent()
-        if is_orphan():  # the agent was killed while this process imported torch
-            raise TrainingError("torchrun has already exited; start it again")
+        follow_torchrun()
     if config.deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(config.deterministic)  # it imports the compiler, which takes seconds
     if config.deterministic:

@@ -164,7 +164,7 @@ MUTATIONS = [
     Mutation('Checkpoints._check_progress', 'self._stalled_s = 0.0 if has_moved else self._stalled_s + min(now - self._looked_at, SECONDS_COUNTED)', 'self._stalled_s = 0.0', 'stalled-write'),
     Mutation('_HashingWriter.write', 'self._tick()', 'pass', 'stalled-write'),
     Mutation('Hook.end_if_late', 'os.killpg(self._running.pid, number)', 'self._running.send_signal(number)', 'command'),
-    Mutation('setup_distributed', 'die_with_parent()', 'pass', 'launcher-killed'),
+    Mutation('follow_torchrun', 'die_with_parent()', 'pass', 'launcher-killed'),
     Mutation('resume_run', 'if len(run.start.failures) >= MAX_FAILURES:', 'if False:', 'same-step'),
     Mutation('watched', 'check_alike(config, ctx)', 'pass', 'alike'),
     Mutation('reject', 'end_now(error.exit_code)', 'end_now(1)', 'exit-codes'),
