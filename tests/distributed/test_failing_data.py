@@ -78,6 +78,30 @@ def test_slow_data_is_a_warning_with_the_flags_that_help(runs):
     assert re.search(r"data loading takes \d+% of the time: try more --num_workers \(now 0 per rank, with ", ended.text)
 
 
+ONE_SLOW_BATCH = """
+import utils.run.watchdog as watchdog
+watchdog.LEAST_LIMIT = watchdog.SECONDS_OF_A_LOOK = 0.4
+plain_loss, calls = train.your_model.compute_loss, []
+def compute_loss(net, batch):
+    calls.append(net.training)
+    if len(calls) == 20 and os.environ.get('RANK', '1') == '1':
+        time.sleep(3)
+    return plain_loss(net, batch)
+train.your_model.compute_loss = compute_loss
+"""
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_one_slow_step_is_called_slow_and_training_continues(runs, ranks):
+    ended = finish(
+        WarmLaunch(ranks, runs.program(ONE_SLOW_BATCH), runs.words("run", *"--dataset_size 200 --epochs 1".split()))
+    )
+    assert (ended.code, ended.left) == (0, 0), ended.text
+    said = rf"WARN.*no progress for \d s: rank {min(ranks, 1)} on \S+ is slow in forward of step \d+ \(process \d+\)\n"
+    assert len(re.findall(said, runs.log("run"))) == ended.text.count("no progress") == 1, ended.text
+    assert " hangs " not in ended.text and not list(runs.folder("run").glob("hang-*"))
+
+
 # ---- shared memory ----
 
 
