@@ -3,6 +3,7 @@ builtin/test_refused_data.py."""
 
 import contextlib
 import errno
+import io
 import os
 import re
 import sys
@@ -12,6 +13,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import ddp_utils
 from config import TrainingConfig, UserError
@@ -304,6 +308,20 @@ def test_workers_that_ignore_sigterm_do_not_keep_the_process_alive(tmp_path):
     file.write_text(HOLDS_WORKERS)
     ended = finish(WarmLaunch(0, file, []))
     assert (ended.code, ended.out, ended.left) == (0, "done\n", 0), ended.text
+
+
+def share_with_details():
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), group():
+        DistributedDataParallel(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
+    return said.getvalue()
+
+
+def test_a_debug_level_with_which_torch_crashes_is_lowered_and_said():
+    """torch 2.15 takes the wrapper of this level for gloo itself: DDP ends with SIGSEGV."""
+    texts = run_ranks(2, share_with_details)
+    assert texts == ["TORCH_DISTRIBUTED_DEBUG=DETAIL: DDP on gloo crashes with it; INFO is used\n", ""]
 
 
 def leave_late(flag):
