@@ -101,14 +101,22 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
         beats = Beats(dist.PrefixStore(word, store), launch.rank, os.getpid(), address.split("?")[0], is_of_rank_0)
     if launch.world_size > RANKS_IN_A_MESH:
         connect_lazily()
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if config.cpu_offload and backend == "nccl" else backend,  # norms of shards on the CPU
-        store=dist.PrefixStore("world", store),
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timeout,
-        device_id=None if device.type == "cpu" else device,
-    )
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if config.cpu_offload and backend == "nccl" else backend,  # norms of shards on the CPU
+            store=dist.PrefixStore("world", store),
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
+            device_id=None if device.type == "cpu" else device,
+        )
+        control = _create_control_group(config.timeout)
+    except RuntimeError as error:
+        _, is_found, what = str(error).partition("Unable to find ")
+        if not is_found:
+            raise
+        remedy = "bring up the loopback (ip link set lo up), or name another interface in GLOO_SOCKET_IFNAME"
+        raise StartError(f"gloo: cannot find {what.splitlines()[0]}; {remedy}") from None
     hosts = tuple(each["host"] for each in cards)
     return DistributedContext(
         rank=launch.rank,
@@ -120,7 +128,7 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
         device_names=tuple(each["device"] for each in cards),
         fast_bf16=all(each["bf16"] for each in cards),
         launch=launch,
-        control=_create_control_group(config.timeout),
+        control=control,
         beats=beats,
     )
 

@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_utils
 from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed
-from ranks import WarmLaunch, finish, run_ranks
+from drill import says
+from ranks import WarmLaunch, finish, lack, run_ranks
 from tasks import TASKS
 from training import train_flags
 from utils.distributed.collectives import on_all_ranks, once_per_file_system
@@ -33,6 +34,29 @@ def group(init_method=""):
     ctx = setup_distributed(TrainingConfig(backend="gloo", init_method=init_method))
     yield ctx
     cleanup_distributed()
+
+
+# ---- interfaces of the network ----
+
+
+NO_LOOPBACK = "import ctypes\nctypes.CDLL(None).unshare(0x40000000)  # CLONE_NEWNET: a network whose loopback is down"
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "found"),
+    [
+        (NO_LOOPBACK, "", r"interface for: \[127.0.0.1\]"),
+        (NO_LOOPBACK, "lo", "address for: lo"),
+        ("", "nic7", "address for: nic7"),
+    ],
+)
+def test_a_process_without_an_interface_for_gloo_says_so_and_has_lost_no_peers(runs, code, name, found):
+    if code and os.geteuid():
+        lack("only root may create a network")
+    env = {"GLOO_SOCKET_IFNAME": name} if name else {}
+    ended = finish(WarmLaunch(0, runs.program(code), runs.words("run"), env))
+    assert ended.code == 1 and "peers" not in ended.text, ended.text
+    says(ended.text, rf"gloo: cannot find {found}\W*; bring up .* \(ip link set lo up\), or .* GLOO_SOCKET_IFNAME")
 
 
 # ---- before any process group ----
