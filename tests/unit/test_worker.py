@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 import utils.data.worker
 import utils.files
-from config import StartError, TrainingConfig, UserError
+from config import StartError, TrainingConfig, TrainingError, UserError
 from ddp_utils import DistributedContext
 from utils.data.loader import create_evaluation_dataloader
 from utils.data.sampler import MicroBatch
@@ -141,21 +141,20 @@ class OfAFunction:
         return type("Local", (), {})()
 
 
-FIX = "fix that, or use --num_workers 0"
 RETURN = "return tensors, numbers, text, lists and dicts, or use --num_workers 0"
 UNSENDABLE = {  # made in the worker: the error's type, what it says of it
     "a generator": (lambda: (k for k in range(3)), UserError, f"cannot pickle 'generator' object.*{RETURN}"),
     "a function": (lambda: lambda: None, UserError, f"lambda.*{RETURN}"),
     "a lock": (threading.Lock, UserError, f"cannot pickle '_thread.lock' object.*{RETURN}"),
-    "a lock of processes": (multiprocessing.Lock, UserError, f"RuntimeError: .*{RETURN}"),
+    "a lock of processes": (multiprocessing.Lock, TrainingError, f"RuntimeError: .*{RETURN}"),
     "an open file": (lambda: open(os.devnull), UserError, f"cannot pickle '_io.TextIOWrapper'.*{RETURN}"),
     "a local class": (OfAFunction, UserError, f"Local.*{RETURN}"),
-    "a graph": (lambda: torch.ones(1, requires_grad=True) * 2, UserError, f"requires_grad.*{RETURN}"),
-    "a deep object": (deep, UserError, f"RecursionError: .*{RETURN}"),
+    "a graph": (lambda: torch.ones(1, requires_grad=True) * 2, TrainingError, f"requires_grad.*{RETURN}"),
+    "a deep object": (deep, TrainingError, f"RecursionError: .*{RETURN}"),
     "code that fails": (lambda: Reduced(KeyError("k")), UserError, f"KeyError: 'k'.*{RETURN}"),
-    "no socket": (lambda: Reduced(OSError("AF_UNIX path too long")), UserError, f"path too long.*{FIX}"),
-    "no descriptor": (lambda: Reduced(OSError(errno.EMFILE, "Too many")), StartError, f"Errno 24.*{FIX}"),
-    "no room": (lambda: Reduced(OSError(errno.ENOSPC, "No space")), StartError, f"Errno 28.*{FIX}"),
+    "no socket": (lambda: Reduced(OSError("AF_UNIX path too long")), TrainingError, f"path too long.*{RETURN}"),
+    "no descriptor": (lambda: Reduced(OSError(errno.EMFILE, "Too many")), TrainingError, f"Errno 24.*{RETURN}"),
+    "no room": (lambda: Reduced(OSError(errno.ENOSPC, "No space")), TrainingError, f"Errno 28.*{RETURN}"),
 }
 
 
@@ -181,7 +180,7 @@ def test_a_batch_that_a_worker_cannot_send_is_an_error_and_not_a_hang():
     loader = loader_of(Unsendable())
     batches = loader._batches()
     for name, (_, kind, expected) in UNSENDABLE.items():
-        with pytest.raises(UserError) as raised:
+        with pytest.raises(kind) as raised:
             loader._stage(next(batches))
         assert type(raised.value) is kind, name
         assert re.match(f"rank 0: collate: a loader worker cannot send .*{expected}$", str(raised.value)), raised.value

@@ -11,9 +11,8 @@ from multiprocessing.connection import Listener
 from multiprocessing.queues import Queue
 from typing import Any, cast
 
-import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
 from config import StartError, TrainingError, UserError
 from utils.batch import tensors_in
@@ -74,10 +73,7 @@ class Fetcher(Dataset):
 
 
 class Collate:
-    """Collates the samples of a micro-batch. In a worker the batch goes into shared memory.
-
-    DataLoader's queue would do that too, but in a thread whose failure (no space) goes unnoticed.
-    """
+    """Collates the samples of a micro-batch."""
 
     def __init__(self, collate: Any) -> None:
         self._collate = collate
@@ -87,25 +83,19 @@ class Collate:
         if isinstance(samples, UserError):
             return item
         try:
-            batch = self._collate(samples)
+            return micro_batch, self._collate(samples)
         except UserError as error:
             return micro_batch, error
-        if get_worker_info():
-            for tensor in tensors_in(batch):
-                if tensor.layout == torch.strided and tensor.device.type == "cpu":
-                    tensor.share_memory_()
-        return micro_batch, batch
 
 
 def send_error(queue: Queue, error: Exception, item: Any) -> None:
     """In the thread of a worker's queue, which pickles batches: without it, one that cannot be pickled is lost."""
     match item:
         case number, (MicroBatch() as micro_batch, _):
-            is_short = isinstance(error, OSError) and may_pass(error)
-            remedy = "fix that" if isinstance(error, OSError) else "return tensors, numbers, text, lists and dicts"
-            text = f"collate: a loader worker cannot send what it returns ({type(error).__name__}: {error}); {remedy}"
-            text += ", or use --num_workers 0"
-            queue.put((number, (micro_batch, StartError(text) if is_short else UserError(text))))
+            kind = TrainingError if isinstance(error, (OSError, RuntimeError)) else UserError
+            text = f"collate: a loader worker cannot send what it returns ({type(error).__name__}: {error}); return"
+            text += " tensors, numbers, text, lists and dicts, or use --num_workers 0"
+            queue.put((number, (micro_batch, kind(text))))
         case number, ExceptionWrapper() as raised:  # of a class that cannot be pickled
             raised.exc_type = RuntimeError
             queue.put((number, raised))
