@@ -112,11 +112,10 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
         )
         control = _create_control_group(config.timeout)
     except RuntimeError as error:
-        _, is_found, what = str(error).partition("Unable to find ")
-        if not is_found:
+        if "Unable to find" not in str(error):  # an interface of the network
             raise
         remedy = "bring up the loopback (ip link set lo up), or name another interface in GLOO_SOCKET_IFNAME"
-        raise StartError(f"gloo: cannot find {what.splitlines()[0]}; {remedy}") from None
+        raise StartError(f"gloo: {str(error).splitlines()[0].rpartition('. ')[2]}; {remedy}") from None
     hosts = tuple(each["host"] for each in cards)
     return DistributedContext(
         rank=launch.rank,

@@ -149,16 +149,14 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 def follow_torchrun() -> None:
     """End this process when torchrun dies, or now if it is gone. It may be process 1 of a container."""
     die_with_parent()
-    if PROCESS == os.getpid() and (PARENT != os.getppid() or not is_below_torch(PARENT)):
+    is_orphan = PARENT != os.getppid() or (sys.platform == "linux" and not is_below_torch(PARENT))
+    if is_orphan and PROCESS == os.getpid():
         sys.exit("torchrun has already exited; start it again")
 
 
 def is_below_torch(pid: int) -> bool:
-    """Whether this process or one above it has loaded torch, as torchrun has; True if that cannot be known."""
-    folder = Path(f"/proc/{pid}")
-    if not folder.exists():  # above process 1
-        return not Path("/proc/self").exists()
-    with contextlib.suppress(PermissionError):  # of another user, as init is
-        if b"libtorch" in (folder / "maps").read_bytes():
+    """Whether this process or one above it has loaded torch, as torchrun has."""
+    with contextlib.suppress(OSError):  # of another user, as init is
+        if b"libtorch" in Path(f"/proc/{pid}/maps").read_bytes():
             return True
-    return is_below_torch(int((folder / "stat").read_text().rpartition(")")[2].split()[1]))
+    return pid > 1 and is_below_torch(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]))

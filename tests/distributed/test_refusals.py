@@ -56,7 +56,7 @@ def test_a_process_without_an_interface_for_gloo_says_so_and_has_lost_no_peers(r
     env = {"GLOO_SOCKET_IFNAME": name} if name else {}
     ended = finish(WarmLaunch(0, runs.program(code), runs.words("run"), env))
     assert ended.code == 1 and "peers" not in ended.text, ended.text
-    says(ended.text, rf"gloo: cannot find {found}\W*; bring up .* \(ip link set lo up\), or .* GLOO_SOCKET_IFNAME")
+    says(ended.text, rf"gloo: Unable to find {found}\W*; bring up .* \(ip link set lo up\), or .* GLOO_SOCKET_IFNAME")
 
 
 # ---- before any process group ----

@@ -24,7 +24,7 @@ STEP = {
 @pytest.fixture(autouse=True)
 def no_slurm_here(monkeypatch):
     for name in [*os.environ]:
-        if name.startswith(("SLURM_", "OMPI_", "PMI_", "PMIX_", "MV2_", "JSM_")) or name in (
+        if name.startswith(("SLURM_", "OMPI_", "PMI_", "PMIX_", "MV2_")) or name in (
             "LAUNCH_ID",
             "CUDA_VISIBLE_DEVICES",
         ):
@@ -103,7 +103,6 @@ MPI = {
     "Open MPI": {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"},
     "MPICH, Intel MPI": {"PMI_SIZE": "2", "PMI_RANK": "1"},
     "MVAPICH": {"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "0"},
-    "jsrun": {"JSM_NAMESPACE_SIZE": "2", "PMIX_RANK": "0"},
     "Open MPI in a Slurm job of eight tasks": {"OMPI_COMM_WORLD_SIZE": "2"} | SRUN,  # its daemon is a task
 }
 

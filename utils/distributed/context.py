@@ -16,8 +16,6 @@ if TYPE_CHECKING:  # importing torch takes seconds; train.py needs its rank befo
     from utils.distributed.beats import Beats
 
 MAX_STEPS = 0xFFFFFF00  # Slurm's job steps have lower numbers; batch scripts and interactive shells have higher ones
-# Open MPI, MPICH and Intel MPI, MVAPICH, LSF's jsrun
-SIZES_OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE")
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def read_launch() -> Launch:
     }
     if len(missing) == len(names):
         launch = Launch(**common, **_read_srun())
-        for name in SIZES_OF_MPI:  # srun sets them too, to the same number
+        for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):  # by srun too, with the same number
             if (size := os.environ.get(name, "1")).isdecimal() and int(size) not in (1, launch.world_size):
                 how = f"torchrun --standalone --nproc-per-node={size} train.py (several nodes: scripts/launch.sh, srun)"
                 raise UserError(f"{name}={size}: mpirun would start {size} runs of one rank; start with {how}")

@@ -24,8 +24,7 @@ def choose_device(backend: str, local_rank: int) -> tuple[str, torch.device]:
     if backend == "gloo" and dist.get_debug_level() == dist.DebugLevel.DETAIL:  # DDP of torch 2.15 ends with SIGSEGV
         dist.set_debug_level(dist.DebugLevel.INFO)
         if local_rank == 0:
-            text = "TORCH_DISTRIBUTED_DEBUG=DETAIL: DDP on gloo crashes with it; INFO is used"
-            logging.getLogger(NAME).warning(text)
+            logging.getLogger(NAME).warning("TORCH_DISTRIBUTED_DEBUG=DETAIL: DDP on gloo crashes with it; INFO is used")
     if backend != "nccl":
         return backend, torch.device("cpu")
     if not gpus:

@@ -160,9 +160,9 @@ class Watchdog:
             if standing > shortest / 2 and dumped != counter:
                 self._dump_stacks()
                 dumped = counter
-            now = counter, standing > self._hangs_after
-            if standing > limit and reported != now and self._look(standing, is_end=False):
-                reported = now
+            stage = counter, standing > self._hangs_after
+            if standing > limit and reported != stage and self._look(standing, is_end=False):
+                reported = stage
             is_over = 0 < self._hang_timeout < standing
             if is_over and not self._look(standing, is_end=True, reason=f"hang_timeout={self._hang_timeout:g}"):
                 moved_at = self._time
