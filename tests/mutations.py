@@ -197,7 +197,7 @@ MUTATIONS = [
     Mutation('cause_of', 'return known or (watchdog.find_lost() if is_of_a_peer(error) else None) or error', 'return known or error', 'rank-killed'),
     Mutation('_shared_rows', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes)), dtype=torch.uint8)', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes), mmap.MAP_PRIVATE), dtype=torch.uint8)', 'cache'),
     Mutation('_shared_rows', 'os.unlink(path)', 'pass', 'cache'),
-    Mutation('GlobalBatchLoader._stage', 'if isinstance(item[1], UserError):', 'if False:', 'bad-sample'),
+    Mutation('GlobalBatchLoader._stage', 'if isinstance(item[1], (UserError, TrainingError)):', 'if False:', 'bad-sample'),
     Mutation('build_sharded', 'group.set_gradient_divide_factor(1.0)', 'pass', 'sharding'),
     Mutation('norm_over', 'return torch.linalg.vector_norm(norms)', 'return norm', 'sharding'),
     Mutation('build_sharded', 'group.reshard()', 'pass', 'sharding'),

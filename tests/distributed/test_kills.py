@@ -144,4 +144,4 @@ def test_a_run_whose_ranks_have_all_crashed_does_not_run_and_the_next_start_says
         (runs.root / "fixed").touch()
         ended = crash(runs, ranks, "01", name, "--resume_from", "auto")
         assert ended.code == 0 and runs.json("run", "status.json")["state"] == "completed", ended.text
-        assert "every rank was killed" not in ended.text  # the rejected start has said so
+        assert "every rank was killed" not in ended.text  # which the rejected start has reported
