@@ -52,20 +52,21 @@ def claim(
     folder, checkpoints = config.run_folder, config.checkpoint_folder
     if Path.cwd().is_relative_to(folder.resolve()) or any(folder.glob(f"*/{LOCK}")):
         raise UserError(f"run_dir={folder}: contains more than one run's files; give a separate folder, e.g. runs/NAME")
-    notes: list[str] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         checkpoints.mkdir(parents=True, exist_ok=True)
         lock = RunLock(folder, host)
-        status = read_json(folder / "status.json")
-        if status.get("state") == "running":  # no rank survived to write it: the lock was free
-            status |= {"state": "failed", "error": KILLED, "rank": 0, "host": lock.before.get("host")}
-            replace_json(folder / "status.json", status)
-            notes = [f"the previous attempt: {KILLED}"]
     except OSError as error:
         kind = StartError if may_pass(error) else UserError
         raise kind(f"run_dir={folder}: cannot be written ({error.strerror}); give a writable folder") from None
     owner = (mirror and restore_from(mirror, config, launch_id)) or lock.before
+    status = read_json(folder / "status.json")
+    notes: list[str] = []
+    if status.get("state") == "running":  # no rank survived to write it: the lock was free
+        notes = [f"the previous attempt: {KILLED}"]
+        status |= {"state": "failed", "error": KILLED, "rank": 0, "host": owner.get("host")}
+        with suppress(OSError):
+            replace_json(folder / "status.json", status)
     saved = [*checkpoint.step_checkpoints(checkpoints), *checkpoints.glob(checkpoint.BEST)]
     holds_run = (folder / "metrics.jsonl").exists() or bool(saved)
     is_same_launch = bool(launch_id) and owner.get("launch_id") == launch_id
