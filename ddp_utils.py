@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from config import StartError, TrainingConfig, TrainingError, UserError, unless_auto
+from config import StartError, TrainingConfig, UserError, unless_auto
 from utils.distributed.beats import Beats
 from utils.distributed.collectives import within
 from utils.distributed.context import (
@@ -30,7 +30,7 @@ from utils.distributed.device import choose_device, choose_kernels
 from utils.run.checkpoints import Checkpoints
 from utils.run.resume import load_checkpoint
 from utils.run.start_checks import raise_file_limit
-from utils.signals import die_with_parent, is_orphan
+from utils.signals import follow_torchrun
 from utils.training.first_passes import check_compiler
 from utils.training.parallel import unwrap, wrap_ddp
 from utils.training.precision import has_fast_bf16
@@ -62,9 +62,7 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
     """
     launch = read_launch()
     if launch.is_under_torchrun:
-        die_with_parent()
-        if is_orphan():  # the agent was killed while this process imported torch
-            raise TrainingError("torchrun has already exited; start it again")
+        follow_torchrun()
     if config.deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(config.deterministic)  # it imports the compiler, which takes seconds
     if config.deterministic:
@@ -103,14 +101,21 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
         beats = Beats(dist.PrefixStore(word, store), launch.rank, os.getpid(), address.split("?")[0], is_of_rank_0)
     if launch.world_size > RANKS_IN_A_MESH:
         connect_lazily()
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if config.cpu_offload and backend == "nccl" else backend,  # norms of shards on the CPU
-        store=dist.PrefixStore("world", store),
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timeout,
-        device_id=None if device.type == "cpu" else device,
-    )
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if config.cpu_offload and backend == "nccl" else backend,  # norms of shards on the CPU
+            store=dist.PrefixStore("world", store),
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
+            device_id=None if device.type == "cpu" else device,
+        )
+        control = _create_control_group(config.timeout)
+    except RuntimeError as error:
+        if "Unable to find" not in str(error):  # an interface of the network
+            raise
+        remedy = "bring up the loopback (ip link set lo up), or name another interface in GLOO_SOCKET_IFNAME"
+        raise StartError(f"gloo: {str(error).splitlines()[0].rpartition('. ')[2]}; {remedy}") from None
     hosts = tuple(each["host"] for each in cards)
     return DistributedContext(
         rank=launch.rank,
@@ -122,7 +127,7 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
         device_names=tuple(each["device"] for each in cards),
         fast_bf16=all(each["bf16"] for each in cards),
         launch=launch,
-        control=_create_control_group(config.timeout),
+        control=control,
         beats=beats,
     )
 

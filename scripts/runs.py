@@ -13,10 +13,13 @@ python scripts/runs.py --diverge a.pt b.pt                the same from two file
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
+import struct
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +35,8 @@ from utils.table import format_table
 
 NOT_SETTINGS = ("run_dir", "checkpoint_dir", "resume_from", "overwrite", "init_method")
 AXES = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+SECONDS_OF_A_LEASE = 120.0  # a live owner of a run folder touches its lock.json more often
 NO_RECORDS = "metric={}: no run has recorded it; give a metric of the eval records"
 
 
@@ -42,6 +47,8 @@ class RunInfo:
         self.folder, self.title = folder, title or str(folder)
         self.config = read_json(folder / "config.json")
         self.status = read_json(folder / "status.json")
+        if self.status.get("state") == "running" and not may_run(folder):
+            self.status["state"] = "killed"  # no rank was left to write it
         self.summary = read_json(folder / "summary.json")
         self.goodput = read_json(folder / "goodput.json")
         self.provenance = read_json(folder / "provenance.json")
@@ -63,6 +70,19 @@ class RunInfo:
     def curve(self, kind: str, name: str) -> list[tuple[int, float]]:
         records = (r for r in self.records if r["kind"] == kind and r.get("weights") != "ema")
         return [(r["step"], r[name]) for r in records if r.get(name) is not None]
+
+
+def may_run(folder: Path) -> bool:
+    """Whether the run's owner may be alive: it holds the file lock, or is elsewhere and touches lock.json."""
+    try:
+        with open(folder / ".lock", "rb") as file:  # asks for the lock without taking it
+            asked = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+            is_held = struct.unpack("hhqqi4x", fcntl.fcntl(file, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK
+        is_here = read_json(folder / "lock.json").get("boot") == BOOT.read_text().strip()
+        is_fresh = time.time() - (folder / "lock.json").stat().st_mtime < SECONDS_OF_A_LEASE
+    except OSError:  # no lock, as in a copy; or not Linux
+        return True
+    return is_held or (is_fresh and not is_here)
 
 
 def find_runs(sources: list[str], choose: Callable[[list[int], int], list[int]] | None = None) -> list[RunInfo]:

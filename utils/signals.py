@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 if not hasattr(signal, "SIGUSR1"):
@@ -145,6 +146,17 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
-def is_orphan() -> bool:
-    """Whether the parent that started this process has already exited."""
-    return PROCESS == os.getpid() and PARENT != os.getppid()
+def follow_torchrun() -> None:
+    """End this process when torchrun dies, or now if it is gone. It may be process 1 of a container."""
+    die_with_parent()
+    is_orphan = PARENT != os.getppid() or (sys.platform == "linux" and not is_below_torch(PARENT))
+    if is_orphan and PROCESS == os.getpid():
+        sys.exit("torchrun has already exited; start it again")
+
+
+def is_below_torch(pid: int) -> bool:
+    """Whether this process or one above it has loaded torch, as torchrun has."""
+    with contextlib.suppress(OSError):  # of another user, as init is
+        if b"libtorch" in Path(f"/proc/{pid}/maps").read_bytes():
+            return True
+    return pid > 1 and is_below_torch(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]))

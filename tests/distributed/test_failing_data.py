@@ -2,6 +2,7 @@
 
 import re
 import sys
+import time
 
 import pytest
 
@@ -32,6 +33,32 @@ def test_a_worker_that_hangs_ends_the_run_with_its_rank_and_samples(runs):
     expected = r"rank 1: a loader worker hangs: no batch for 5 s \(samples (\d+, ){3}\d+ of train in epoch 1\); fix "
     assert (status["state"], status["rank"]) == ("failed", 1) and re.search(expected, status["error"]), str(status)
     assert re.search(expected, ended.text)
+
+
+UNSENDABLE = """
+from torch.utils.data import get_worker_info
+plain, calls = tasks.Images.collate, []
+def collate(self, batch):
+    if get_worker_info():
+        calls.append(self.split)
+        if calls == ['train'] * 3 and int(os.environ.get('RANK', 1)) == 1:
+            return (part for part in batch)
+    return plain(self, batch)
+tasks.Images.collate = collate
+"""  # the third micro-batch of a worker of rank 1, or of the only one
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_batch_that_a_worker_cannot_send_ends_the_run_at_once(runs, ranks):
+    words = runs.words("run", *"--dataset_size 160 --epochs 1 --num_workers 1".split())
+    began = time.monotonic()
+    ended = finish(WarmLaunch(ranks, runs.program(UNSENDABLE), words), 60)
+    assert (ended.code, ended.left) == (1 if ranks else 2, 0) and time.monotonic() - began < 20, ended.text
+    status, rank = runs.json("run", "status.json"), 1 if ranks else 0
+    assert (status["state"], status["rank"]) == ("failed", rank) and status["error"] in ended.text
+    assert re.match(
+        f"rank {rank}: collate: a loader worker .* cannot pickle 'generator' object.*; return tensors", status["error"]
+    )
 
 
 SLOW = """
@@ -72,6 +99,30 @@ def test_an_error_in_getitem_names_the_sample_and_its_file_beside_the_authors_tr
     assert ", in getitem" in ended.text
     last = ended.text.rpartition("failed: rank ")[2]
     assert last.startswith(f"{status['rank']} on ") and "KeyError: " in last and where in last
+
+
+ONE_SLOW_BATCH = """
+import utils.run.watchdog as watchdog
+watchdog.LEAST_LIMIT = watchdog.SECONDS_OF_A_LOOK = 0.4
+plain_loss, calls = train.your_model.compute_loss, []
+def compute_loss(net, batch):
+    calls.append(net.training)
+    if len(calls) == 20 and os.environ.get('RANK', '1') == '1':
+        time.sleep(3)
+    return plain_loss(net, batch)
+train.your_model.compute_loss = compute_loss
+"""
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_one_slow_step_is_called_slow_and_training_continues(runs, ranks):
+    ended = finish(
+        WarmLaunch(ranks, runs.program(ONE_SLOW_BATCH), runs.words("run", *"--dataset_size 200 --epochs 1".split()))
+    )
+    assert (ended.code, ended.left) == (0, 0), ended.text
+    said = rf"WARN.*no progress for \d s: rank {min(ranks, 1)} on \S+ is slow in forward of step \d+ \(process \d+\)\n"
+    assert len(re.findall(said, runs.log("run"))) == ended.text.count("no progress") == 1, ended.text
+    assert " hangs " not in ended.text and not list(runs.folder("run").glob("hang-*"))
 
 
 # ---- shared memory ----

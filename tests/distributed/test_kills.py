@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -12,7 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
-from ranks import run_ranks
+from ranks import WarmLaunch, finish, run_ranks
+from scripts.runs import RunInfo
 from tasks import train_task
 from training import assert_same_state, relative
 from utils.clock import Clock
@@ -97,3 +99,49 @@ def test_twenty_one_kills_at_random_moments(runs, choices):
         assert_same_state(runs.last("killed"), runs.last("whole"))
     else:
         assert relative(runs.last("killed")["model"], runs.last("whole")["model"]) < 1e-10
+
+
+# ---- ranks that die by a signal of their own ----
+
+
+CRASHES = """
+plain_loss, calls = train.your_model.compute_loss, []
+def compute_loss(net, batch):
+    calls.append(net.training)
+    if len(calls) == 20 and os.environ.get('RANK', '0') in {!r} and not os.path.exists('{}'):
+        os.kill(os.getpid(), signal.{})
+    return plain_loss(net, batch)
+train.your_model.compute_loss = compute_loss
+"""
+
+
+def crash(runs, ranks, victims, name, *flags):
+    """Launch a run of which these ranks end by the signal, unless there is a file "fixed". Returns how it ended."""
+    program = runs.program(CRASHES.format(victims, runs.root / "fixed", name))
+    words = runs.words("run", *"--dataset_size 120 --epochs 1 --num_workers 0 --save_every_steps 3".split(), *flags)
+    return finish(WarmLaunch(ranks, program, words), 60)
+
+
+def test_a_rank_that_crashes_is_named_by_the_others(runs):
+    ended = crash(runs, 2, "1", "SIGSEGV")
+    status = runs.json("run", "status.json")
+    assert (ended.code, ended.left) == (1, 0) and (status["state"], status["rank"]) == ("failed", 1), ended.text
+    assert re.match(r"rank 1 on \S+ was killed or cut off, last seen in ", status["error"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"), [(0, "SIGSEGV"), (0, "SIGKILL"), (0, "SIGABRT"), (0, "SIGBUS"), (2, "SIGSEGV")]
+)
+def test_a_run_whose_ranks_have_all_crashed_does_not_run_and_the_next_start_says_so(runs, ranks, name):
+    ended = crash(runs, ranks, "01", name)
+    assert (ended.code, ended.left) == (1 if ranks else -getattr(signal, name), 0), ended.text
+    assert runs.json("run", "status.json")["state"] == "running"  # nobody was left to write it
+    assert RunInfo(runs.folder("run")).status["state"] == "killed"
+    if ranks or name == "SIGSEGV":
+        assert "holds a run already" in crash(runs, ranks, "01", name).text  # a start that is rejected
+        status, host = runs.json("run", "status.json"), os.uname().nodename
+        assert [status[key] for key in ("state", "error", "host")] == ["failed", "every rank was killed", host]
+        (runs.root / "fixed").touch()
+        ended = crash(runs, ranks, "01", name, "--resume_from", "auto")
+        assert ended.code == 0 and runs.json("run", "status.json")["state"] == "completed", ended.text
+        assert "every rank was killed" not in ended.text  # which the rejected start has reported

@@ -3,6 +3,7 @@ builtin/test_refused_data.py."""
 
 import contextlib
 import errno
+import io
 import os
 import re
 import sys
@@ -12,11 +13,15 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import ddp_utils
 from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed
-from ranks import WarmLaunch, finish, run_ranks
+from drill import says
+from ranks import WarmLaunch, finish, lack, run_ranks
 from tasks import TASKS
 from training import train_flags
 from utils.distributed.collectives import on_all_ranks, once_per_file_system
@@ -29,6 +34,29 @@ def group(init_method=""):
     ctx = setup_distributed(TrainingConfig(backend="gloo", init_method=init_method))
     yield ctx
     cleanup_distributed()
+
+
+# ---- interfaces of the network ----
+
+
+NO_LOOPBACK = "import ctypes\nctypes.CDLL(None).unshare(0x40000000)  # CLONE_NEWNET: a network whose loopback is down"
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "found"),
+    [
+        (NO_LOOPBACK, "", r"interface for: \[127.0.0.1\]"),
+        (NO_LOOPBACK, "lo", "address for: lo"),
+        ("", "nic7", "address for: nic7"),
+    ],
+)
+def test_a_process_without_an_interface_for_gloo_says_so_and_has_lost_no_peers(runs, code, name, found):
+    if code and os.geteuid():
+        lack("only root may create a network")
+    env = {"GLOO_SOCKET_IFNAME": name} if name else {}
+    ended = finish(WarmLaunch(0, runs.program(code), runs.words("run"), env))
+    assert ended.code == 1 and "peers" not in ended.text, ended.text
+    says(ended.text, rf"gloo: Unable to find {found}\W*; bring up .* \(ip link set lo up\), or .* GLOO_SOCKET_IFNAME")
 
 
 # ---- before any process group ----
@@ -304,6 +332,20 @@ def test_workers_that_ignore_sigterm_do_not_keep_the_process_alive(tmp_path):
     file.write_text(HOLDS_WORKERS)
     ended = finish(WarmLaunch(0, file, []))
     assert (ended.code, ended.out, ended.left) == (0, "done\n", 0), ended.text
+
+
+def share_with_details():
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), group():
+        DistributedDataParallel(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
+    return said.getvalue()
+
+
+def test_a_debug_level_with_which_torch_crashes_is_lowered_and_said():
+    """torch 2.15 takes the wrapper of this level for gloo itself: DDP ends with SIGSEGV."""
+    texts = run_ranks(2, share_with_details)
+    assert texts == ["TORCH_DISTRIBUTED_DEBUG=DETAIL: DDP on gloo crashes with it; INFO is used\n", ""]
 
 
 def leave_late(flag):

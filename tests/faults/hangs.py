@@ -9,7 +9,8 @@ from pathlib import Path
 
 from drill import HOST, LOOKED, NO_SHARED_STORE, Drill, Job, fault, says
 from ranks import ROOT
-from utils.run.watchdog import LEAST_LIMIT, state_of
+from utils.distributed.beats import state_of
+from utils.run.watchdog import LEAST_LIMIT
 
 STOPS = """
 import signal

@@ -81,13 +81,15 @@ def killed_at_the_start(drill: Drill) -> None:
 
 @fault("launcher killed at the start")
 def launcher_killed_at_the_start(drill: Drill) -> None:
-    """The ranks have not yet set their parent-death signal."""
-    job = drill.start(2, *RUN, is_real=True)
-    ranks = job.wait_for(lambda: len(found := job.children(job.program.pid)) == 2 and found)
-    job.wait_for(lambda: all("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in ranks))
-    job.signal_launcher(signal.SIGKILL)
-    job.program.wait()
-    wait_until(lambda: not job.members())
+    """Before the ranks have executed a line, and while they import torch."""
+    for is_late in (False, True):
+        job = drill.start(2, *RUN, is_real=True)
+        ranks = job.wait_for(lambda job=job: len(found := job.children(job.program.pid)) == 2 and found)
+        for maps in (Path(f"/proc/{pid}/maps") for pid in ranks if is_late):
+            job.wait_for(lambda maps=maps: "libtorch" in maps.read_text())
+        job.signal_launcher(signal.SIGKILL)
+        job.program.wait()
+        wait_until(lambda job=job: not job.members(), 10)
     assert not (drill.folder / "run").exists()
     drill.fork(2, *RUN)
     drill.is_whole(2, *RUN)

@@ -61,11 +61,15 @@ Images.__init__ = preparing
 @fault("recompile", RECOMPILE, 14.9)
 @fault("long preparation", PREPARES, 14.9, RUN, ("--hang_timeout", 5, "--timeout", 8))
 def goes_on(drill: Drill, code: str, is_held: float, run: list[str] = RUN, flags: list[str] = ()) -> None:
-    """The code blocks the run for at least `is_held` seconds. A report is allowed."""
-    drill.completes(2, *run, *flags, code=HELD_UP + code, seconds=150)
+    """The code blocks the run for at least `is_held` seconds. A report is allowed, below half of --hang_timeout that it
+    is slow."""
+    ended = drill.completes(2, *run, *flags, code=HELD_UP + code, seconds=150)
     took = (drill.folder / "run/ended").stat().st_mtime - (drill.folder / "run/began").stat().st_mtime
     assert took > is_held
     assert drill.json("summary.json")["restarts"] == 0
+    if not flags:
+        says(ended.text, r"no progress for \d+ s: (rank 1 on \S+ is|all ranks are) slow in ")
+        assert " hangs " not in ended.text and not list((drill.folder / "run").glob("hang-*"))
     drill.is_whole(2, *run)
 
 

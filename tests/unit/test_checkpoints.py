@@ -22,13 +22,14 @@ from utils.checkpoint import archive, layouts
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.layouts import FileLayout
 from utils.checkpoint.snapshot import HostMemory
+from utils.distributed.beats import state_of
 from utils.files import LinesFile, read_lines
 from utils.rng import diverged
 from utils.run import checkpoints as checkpoints_module
 from utils.run import hook as hook_module
 from utils.run.checkpoints import Checkpoints
 from utils.run.hook import Hook
-from utils.run.watchdog import GONE, state_of
+from utils.run.watchdog import GONE
 
 
 def state(step):

@@ -168,7 +168,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_started_over(config):
     fill(run)
     path = checkpoint.step_checkpoints(config.checkpoint_folder)[-1]
     run = open_run(config)
-    run.status("running", checkpoint=str(path))
+    run.status("failed", checkpoint=str(path))
     run.close()
     shutil.move(config.checkpoint_folder, config.run_folder / "elsewhere")
     before = contents(config.run_folder)
@@ -290,3 +290,21 @@ def test_a_restart_that_looks_like_a_new_run_is_rejected(config):
         UserError, match="holds a run, and restarts look like new launches; give torchrun --rdzv-id NAME"
     ):
         open_run(TrainingConfig(), may_restart=True)
+
+
+@pytest.mark.parametrize("state", ["running", "failed", "preempted", "completed"])
+@pytest.mark.parametrize("changes", [{"resume_from": "auto", "epochs": 99}, {"overwrite": True}, {}])
+def test_the_start_after_an_attempt_that_left_the_state_running_writes_how_it_ended(config, state, changes):
+    """Its lock is free: no rank survived to write it."""
+    fill(open_run(config), state=state)
+    before = read_json(config.run_folder / "status.json")
+    if changes:
+        notes = open_run(with_(config, **changes)).notes
+        assert notes.count("the previous attempt: every rank was killed") == (state == "running")
+    else:
+        with pytest.raises(UserError, match=IS_HELD):
+            open_run(config)
+    moved = Path(f"{config.run_folder}.1")
+    found = read_json((moved if "overwrite" in changes else config.run_folder) / "status.json")
+    killed = {"state": "failed", "error": "every rank was killed", "rank": 0, "host": "here"}
+    assert found == before | (killed if state == "running" else {})

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from config import UserError
 from utils.distributed.context import read_launch
 
 STEP = {
@@ -23,7 +24,10 @@ STEP = {
 @pytest.fixture(autouse=True)
 def no_slurm_here(monkeypatch):
     for name in [*os.environ]:
-        if name.startswith("SLURM_") or name in ("LAUNCH_ID", "CUDA_VISIBLE_DEVICES"):
+        if name.startswith(("SLURM_", "OMPI_", "PMI_", "PMIX_", "MV2_")) or name in (
+            "LAUNCH_ID",
+            "CUDA_VISIBLE_DEVICES",
+        ):
             monkeypatch.delenv(name)
 
 
@@ -91,3 +95,41 @@ def test_torchruns_variables_take_precedence_over_sruns(monkeypatch):
         monkeypatch.setenv(name, value)
     launch = launched(monkeypatch)
     assert (launch.rank, launch.world_size, launch.is_under_torchrun, launch.address) == (0, 2, True, "")
+
+
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
+SRUN = {f"SLURM_{name}": value for name, value in STEP.items()}
+MPI = {
+    "Open MPI": {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"},
+    "MPICH, Intel MPI": {"PMI_SIZE": "2", "PMI_RANK": "1"},
+    "MVAPICH": {"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "0"},
+    "Open MPI in a Slurm job of eight tasks": {"OMPI_COMM_WORLD_SIZE": "2"} | SRUN,  # its daemon is a task
+}
+
+
+@pytest.mark.parametrize("name", MPI)
+def test_a_process_of_mpirun_is_rejected_with_the_commands_to_use(monkeypatch, name):
+    for variable, value in MPI[name].items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(UserError, match=r"_SIZE=2: mpirun .*; start with torchrun .*node=2 train.py .*sh, srun\)$"):
+        read_launch()
+    for variable, value in TORCHRUN.items():  # below mpirun, as launch.sh may be
+        monkeypatch.setenv(variable, value)
+    assert read_launch().world_size == 2
+
+
+@pytest.mark.parametrize(
+    ("variables", "world_size"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, 1),
+        ({"PMI_SIZE": "1", "PMI_RANK": "0"}, 1),
+        ({"PMI_SIZE": ""}, 1),
+        ({"PMI_RANK": "0", "PMIX_RANK": "0"}, 1),
+        (SRUN | {"PMI_SIZE": "8", "PMI_RANK": "5", "PMIX_RANK": "5"}, 8),  # srun --mpi=pmi2 or pmix
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "PMI_SIZE": "1"}, 1),
+    ],
+)
+def test_variables_of_mpi_with_another_launcher_or_one_process_are_no_error(monkeypatch, variables, world_size):
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    assert read_launch().world_size == world_size

@@ -33,7 +33,7 @@ def commit_best(run, step):
     return run.checkpoints / checkpoint.BEST
 
 
-def fill(run, steps=(10, 20), state="running"):
+def fill(run, steps=(10, 20), state="failed"):
     """Write the files that a run leaves."""
     run.mark_training()
     run.status(state, epoch=0, step=steps[-1], error=None)

@@ -1,7 +1,13 @@
 """scripts/runs.py on forged run folders: the order of the rows, and the curves (real runs: builtin/test_scripts.py)."""
 
+import contextlib
 import json
+import os
+import subprocess
+import sys
+import time
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 
@@ -70,6 +76,37 @@ def test_runs_that_were_killed_or_have_no_record_yet_are_shown(tmp_path, show):
         (tmp_path / "new" / name).unlink()
     code, names, text = show("--metric", "rmse", "--plot", tmp_path / "a.svg")
     assert (code, names) == (0, ["killed", "new"]) and "None" not in text, text
+
+
+@pytest.mark.parametrize(
+    ("boot", "seconds", "is_locked", "state"),
+    [
+        ("here", 0, True, "running"),
+        ("here", 0, False, "killed"),  # it would hold the lock
+        ("elsewhere", 0, False, "running"),  # where file locks may not reach
+        ("elsewhere", 1000, False, "killed"),
+        ("elsewhere", 1000, True, "running"),
+        ("here", 1000, True, "running"),  # suspended
+        (None, 0, False, "running"),  # without lock.json, as a run fetched from a URL
+    ],
+)
+def test_a_run_without_a_live_owner_was_killed(tmp_path, boot, seconds, is_locked, state):
+    folder = tmp_path / "run"
+    forge(folder, {}, state="running")
+    if boot:
+        here = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        (folder / "lock.json").write_text(json.dumps({"boot": here if boot == "here" else boot}))
+        os.utime(folder / "lock.json", (time.time() - seconds,) * 2)
+        (folder / ".lock").touch()
+    with contextlib.ExitStack() as stack:
+        if is_locked:
+            code = "import fcntl; f = open('.lock', 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+            holder = [sys.executable, "-c", code]
+            holder = stack.enter_context(
+                subprocess.Popen(holder, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            )
+            holder.stdout.readline()
+        assert script.RunInfo(folder).status["state"] == state
 
 
 def test_a_plot_has_its_title_and_names_the_ranks_of_each_resume(tmp_path, show):

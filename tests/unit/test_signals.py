@@ -1,16 +1,20 @@
-"""Signals set a flag for the loop, and do not change the exit code at exit (workers: test_refusals.py)."""
+"""Signals set a flag for the loop, and do not change the exit code at exit (workers: test_refusals.py); ranks whose
+torchrun is gone."""
 
+import contextlib
 import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 import utils.signals
-from ranks import ROOT
+from ranks import ROOT, marked, start, stop
+from training import wait_until
 from utils.signals import StopSignals
 
 ENDS_UNDER_SIGNALS = """
@@ -86,3 +90,114 @@ def test_before_a_fork_other_threads_have_time_to_finish(monkeypatch):
         os._exit(0)
     os.waitpid(pid, 0)
     assert len(pauses) == (sys.version_info < (3, 12))
+
+
+# ---- ranks whose torchrun is gone ----
+
+
+AGENT = """
+import mmap, os, sys
+from pathlib import Path
+folder, *words = sys.argv[1:]
+library = Path(folder, "libtorch_python.so")
+library.write_bytes(b"x")
+with library.open() as file:
+    loaded = mmap.mmap(file.fileno(), 1, prot=mmap.PROT_READ)
+rank = os.posix_spawn(words[0], words, os.environ)
+os.waitpid(rank, 0)
+"""  # looks like torchrun: a process that has loaded torch
+ADOPTER = """
+import ctypes, os, subprocess, sys
+ctypes.CDLL(None).prctl(36, 1)  # a child subreaper, as systemd --user or a container's init
+words = sys.argv[1:]
+subprocess.run(words)
+while True:
+    try:
+        os.wait()
+    except ChildProcessError:
+        break
+"""
+RANK = """
+import os, sys, time
+from pathlib import Path
+folder, when = Path(sys.argv[1]), sys.argv[2]
+sys.argv[1:] = []
+def agent_ends():
+    parent = os.getppid()
+    (folder / "ready").touch()
+    while os.getppid() == parent:
+        time.sleep(0.01)
+if when == "before the import":
+    agent_ends()
+from utils.run.command_line import check_command_line
+if when == "after the import":
+    agent_ends()
+check_command_line()
+(folder / "trains").touch()
+if when == "later":
+    agent_ends()
+    time.sleep(60)
+"""
+BELOW = {  # between torchrun and the rank, which may be below a command of the user (torchrun --no-python)
+    "torchrun": [],
+    "a shell below torchrun": ["/bin/sh", "-c", '"$@"; exit $?', "sh"],
+}
+ABOVE = {
+    "a shell": [],
+    "a subreaper": [
+        "/bin/sh",
+        "-c",
+        '"$@" &',
+        "sh",
+        sys.executable,
+        "-c",
+        ADOPTER,
+    ],  # not below pytest, which has torch
+    "process 1 of a container": "unshare --pid --fork --mount-proc --kill-child".split(),
+    "process 1 of a container, with torchrun below it": (
+        [*"unshare --pid --fork --mount-proc --kill-child sh -c".split(), '"$@"; sleep 9', "sh"]
+    ),
+}
+
+
+def rank_of_torchrun(folder, when, above=(), below=()):
+    """Start a rank below something like torchrun."""
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
+    rank = [sys.executable, "-c", RANK, folder, when]
+    return start([*above, sys.executable, "-c", AGENT, folder, *below, *rank], env=env)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal of Linux")
+@pytest.mark.parametrize("below", BELOW)
+@pytest.mark.parametrize("above", ABOVE)
+def test_a_rank_of_a_live_torchrun_starts_whatever_is_around_them(tmp_path, above, below):
+    if "container" in above and os.geteuid():
+        pytest.skip("needs root")
+    program = rank_of_torchrun(tmp_path, "", ABOVE[above], BELOW[below])
+    try:
+        wait_until((tmp_path / "trains").exists, 20)
+    finally:
+        for pid in marked(program):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        stop(program)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal of Linux")
+@pytest.mark.parametrize("when", ["before the import", "after the import", "later"])
+@pytest.mark.parametrize("above", [each for each in ABOVE if each != "process 1 of a container"])
+def test_a_rank_whose_torchrun_is_killed_ends_however_early_that_was(tmp_path, above, when):
+    if "container" in above and os.geteuid():
+        pytest.skip("needs root")
+    program = rank_of_torchrun(tmp_path, when, ABOVE[above])
+    try:
+        wait_until((tmp_path / "ready").exists, 20)
+        pids = {Path(f"/proc/{pid}/cmdline").read_text().split("\0")[2]: pid for pid in marked(program)}
+        os.kill(pids[AGENT], signal.SIGKILL)
+        wait_until(lambda: pids[RANK] not in marked(program), 10)
+        assert (tmp_path / "trains").exists() == (when == "later")
+    finally:
+        for pid in marked(program):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        stop(program)

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -55,6 +56,23 @@ def test_the_rank_that_holds_up_the_others_is_named(places, still, text, hanging
     assert found.startswith(f"no progress for 6 s: {text}") and rank == hanging
 
 
+@pytest.mark.parametrize(
+    ("places", "still", "text"),
+    [
+        (WAITING | {3: place(7, "data")}, set(), "rank 3 on b is slow in data of step 7 (process 100)"),
+        (
+            WAITING | {rank: place(7, "data", pid=rank) for rank in (1, 3)},
+            set(),
+            "rank 1 on a is slow in data of step 7 (process 1); rank 3 on b is slow in data of step 7 (process 3)",
+        ),
+        (WAITING, set(), "all ranks are slow in backward of step 7"),
+        (WAITING, {2}, "rank 2 on b was stopped, killed or cut off, last seen in backward of step 7 (process 100)"),
+    ],
+)
+def test_a_live_rank_that_may_only_be_slow_does_not_hang_yet(places, still, text):
+    assert verdict(places, still, HOSTS, 6.2, "is slow")[0] == f"no progress for 6 s: {text}"
+
+
 def beats_of(store, rank, is_of_rank_0=True):
     return Beats(store, rank, os.getpid(), "", is_of_rank_0)
 
@@ -73,6 +91,29 @@ def quick(monkeypatch):
     for name in vars(utils.run.watchdog).copy():
         if name.startswith("SECONDS_"):
             monkeypatch.setattr(utils.run.watchdog, name, getattr(utils.run.watchdog, name) / 10)
+
+
+def test_a_slow_step_is_a_warning_and_a_hang_from_half_of_hang_timeout_on(quick, monkeypatch):
+    """Without --hang_timeout, from a minute on (here 2.5 s)."""
+    monkeypatch.setattr(utils.run.watchdog, "FIRST_LIMIT", 2.5)
+    monkeypatch.setattr(Watchdog, "limit", 0.4)
+    clock, said, watchdogs = Clock(), {5.0: [], 0.0: []}, []
+    for hang_timeout, texts in said.items():
+        calls = {
+            name: lambda *text, texts=texts, name=name: texts.append((name, text[0])) for name in ("warn", "report")
+        }
+        watchdogs.append(watch(clock, hang_timeout, **calls))
+    for seconds in (0.1, 1.2, 0.0):  # three steps; the last one hangs
+        clock.begin_step(clock.step + 1)
+        clock.enter("forward")
+        time.sleep(seconds)
+    wait_until(lambda: all(len(texts) == 3 for texts in said.values()), 10)
+    for each in watchdogs:
+        each.close()
+    for texts in said.values():
+        assert [name for name, _ in texts] == ["warn", "warn", "report"]
+        found = [re.search(r"rank 0 on a (.*) in forward of (.*) \(process", text).groups() for _, text in texts]
+        assert found == [("is slow", "step 2"), ("is slow", "step 3"), ("hangs", "step 3")]
 
 
 def test_the_limit_is_learned_from_the_steps_and_is_at_least_five_seconds():
@@ -281,14 +322,15 @@ def test_the_lowest_live_rank_reports(quick):
             for rank in set(range(3)) - set(dead):
                 clock, report = Clock(), lambda *said, by=(dead, rank): reports.append((*by, said[0]))
                 clock.enter("backward")
-                watchdogs.append(watch(clock, beats=beats[rank], hosts=(HERE,) * 3, rank=rank, report=report))
+                calls = {"report": report, "warn": report}  # a warning, as nobody is dead
+                watchdogs.append(watch(clock, beats=beats[rank], hosts=(HERE,) * 3, rank=rank, **calls))
         wait_until(lambda: len(reports) >= len(cases), 10)
         time.sleep(1)
     for each in watchdogs:
         each.close()
     assert sorted((dead, rank) for dead, rank, _ in reports) == [(dead, len(dead)) for dead in cases]
     for dead, _, text in reports:
-        assert (f"rank {dead[0]} on {HERE} was stopped, killed or cut off" if dead else "all ranks wait") in text
+        assert (f"rank {dead[0]} on {HERE} was stopped, killed or cut off" if dead else "all ranks are slow") in text
 
 
 def test_ranks_whose_collective_has_failed_find_the_one_that_is_lost(quick):

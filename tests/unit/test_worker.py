@@ -1,9 +1,13 @@
-"""Loader workers that die or run out of shared memory: the error message."""
+"""Loader workers that die, run out of shared memory or cannot send a batch: the error message."""
 
 import contextlib
 import errno
+import multiprocessing
 import os
 import re
+import sys
+import tempfile
+import threading
 import traceback
 from types import SimpleNamespace
 from unittest import mock
@@ -15,7 +19,7 @@ from torch.utils.data import Dataset, Subset
 
 import utils.data.worker
 import utils.files
-from config import StartError, TrainingConfig, UserError
+from config import StartError, TrainingConfig, TrainingError, UserError
 from ddp_utils import DistributedContext
 from utils.data.loader import create_evaluation_dataloader
 from utils.data.sampler import MicroBatch
@@ -236,3 +240,113 @@ def test_the_sample_is_that_of_the_data_set_itself():
     with mock.patch.object(utils.files, "SECONDS_BETWEEN_TRIES", 0):
         text = str(error_of(Faulty(read_later), 0))
     assert "bad; sample 13 (/data/igloo/13.png)); repair the storage, then" in text
+
+
+# ---- batches that cannot be sent ----
+
+
+class Reduced:
+    """Pickling it fails with this error."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __reduce__(self):
+        raise self.error
+
+
+def deep():
+    found = []
+    for _ in range(100_000):
+        found = [found]
+    return SimpleNamespace(found=found)
+
+
+class OfAFunction:
+    """Its instances have a class that pickle does not find."""
+
+    def __new__(cls):
+        return type("Local", (), {})()
+
+
+RETURN = "return tensors, numbers, text, lists and dicts, or use --num_workers 0"
+UNSENDABLE = {  # made in the worker: the error's type, what it says of it
+    "a generator": (lambda: (k for k in range(3)), UserError, f"cannot pickle 'generator' object.*{RETURN}"),
+    "a function": (lambda: lambda: None, UserError, f"lambda.*{RETURN}"),
+    "a lock": (threading.Lock, UserError, f"cannot pickle '_thread.lock' object.*{RETURN}"),
+    "a lock of processes": (multiprocessing.Lock, TrainingError, f"RuntimeError: .*{RETURN}"),
+    "an open file": (lambda: open(os.devnull), UserError, f"cannot pickle '_io.TextIOWrapper'.*{RETURN}"),
+    "a local class": (OfAFunction, UserError, f"Local.*{RETURN}"),
+    "a graph": (lambda: torch.ones(1, requires_grad=True) * 2, TrainingError, f"requires_grad.*{RETURN}"),
+    "a deep object": (deep, TrainingError, f"RecursionError: .*{RETURN}"),
+    "code that fails": (lambda: Reduced(KeyError("k")), UserError, f"KeyError: 'k'.*{RETURN}"),
+    "no socket": (lambda: Reduced(OSError("AF_UNIX path too long")), TrainingError, f"path too long.*{RETURN}"),
+    "no descriptor": (lambda: Reduced(OSError(errno.EMFILE, "Too many")), TrainingError, f"Errno 24.*{RETURN}"),
+    "no room": (lambda: Reduced(OSError(errno.ENOSPC, "No space")), TrainingError, f"Errno 28.*{RETURN}"),
+}
+
+
+class Unsendable(Dataset):
+    def __len__(self):
+        return len(UNSENDABLE) + 2
+
+    def __getitem__(self, index):
+        if index == len(UNSENDABLE) + 1:
+            raise type("LocalError", (Exception,), {})("of a class that pickle does not find")
+        return list(UNSENDABLE.values())[index][0]() if index < len(UNSENDABLE) else torch.ones(2)
+
+    def collate(self, samples):
+        return samples[0]
+
+
+def loader_of(data):
+    ctx = DistributedContext(0, 0, 1, torch.device("cpu"))
+    return create_evaluation_dataloader(data, TrainingConfig(batch_size=1, num_workers=1, hang_timeout=30), ctx)
+
+
+def test_a_batch_that_a_worker_cannot_send_is_an_error_and_not_a_hang():
+    loader = loader_of(Unsendable())
+    batches = loader._batches()
+    for name, (_, kind, expected) in UNSENDABLE.items():
+        with pytest.raises(kind) as raised:
+            loader._stage(next(batches))
+        assert type(raised.value) is kind, name
+        assert re.match(f"rank 0: collate: a loader worker cannot send .*{expected}$", str(raised.value)), raised.value
+    assert torch.equal(loader._stage(next(batches))[0].batch, torch.ones(2))  # the worker goes on
+    with pytest.raises(RuntimeError, match=r"(?s)line \d+, in __getitem__.*LocalError: of a class that pickle does"):
+        next(batches)
+    loader.close()
+
+
+def test_the_queues_of_a_data_set_in_a_worker_report_as_without_us(capfd):
+    class Queued(Unsendable):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            queue = multiprocessing.Queue()
+            for item in (lambda: None, (1, lambda: None), (2, "text")):
+                queue.put(item)
+            return torch.tensor(queue.get()[0])
+
+    loader = loader_of(Queued())
+    assert next(iter(loader)).tolist() == 2
+    loader.close()
+    assert capfd.readouterr().err.count("Can't pickle") == 2
+
+
+def test_a_temporary_folder_where_workers_cannot_open_a_socket_is_rejected_if_there_are_workers(tmp_path, monkeypatch):
+    missing = str(tmp_path / "missing")
+    deep = tmp_path / ("x" * 120)
+    deep.mkdir()
+    for folder, reason in ((str(deep), "path too long"), (missing, "No such file")):
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)
+        if sys.version_info >= (3, 14) and folder != missing:
+            continue  # multiprocessing takes /tmp there
+        expected = f"^TMPDIR={folder}: .* socket there \\(.*{reason}.*\\); set TMPDIR to a short path"
+        with pytest.raises(UserError, match=expected):
+            loader_of([torch.ones(1)] * 3).sample_batch()
+        ctx = DistributedContext(0, 0, 1, torch.device("cpu"))
+        without = create_evaluation_dataloader([torch.ones(1)], TrainingConfig(batch_size=1, num_workers=0), ctx)
+        assert len(without.sample_batch()) == 1

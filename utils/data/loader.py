@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, Sampler, Subset, default_collate
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig, TrainingError, UserError
 from utils.clock import Clock
 from utils.data.sampler import Assignment, GlobalBatch, GlobalBatchSampler, MapDataset, MicroBatch
 from utils.data.transfer import SideStream, indices_on, pinned, to_device
@@ -164,7 +164,7 @@ class GlobalBatchLoader:
         return f"samples {some} of {getattr(self.dataset, 'split', 'the data set')} in epoch {self.sampler.epoch + 1}"
 
     def _stage(self, item: tuple[MicroBatch, Any]) -> tuple[MicroBatch, Any]:
-        if isinstance(item[1], UserError):
+        if isinstance(item[1], (UserError, TrainingError)):
             raise type(item[1])(f"rank {self.sampler.rank}: {item[1]}")
         return self._side.run(lambda: self._to_device(item)) if self._side else (self._to_device(item), None)
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from multiprocessing.connection import Listener
+from multiprocessing.queues import Queue
+from typing import Any, cast
 
-import torch
-from torch.utils.data import Dataset, Subset, get_worker_info
+from torch._utils import ExceptionWrapper
+from torch.utils.data import Dataset, Subset
 
 from config import StartError, TrainingError, UserError
 from utils.batch import tensors_in
@@ -105,10 +109,7 @@ class Fetcher(Dataset):
 
 
 class Collate:
-    """Collates the samples of a micro-batch. In a worker the batch goes into shared memory.
-
-    DataLoader's queue would do that too, but in a thread whose failure (no space) goes unnoticed.
-    """
+    """Collates the samples of a micro-batch."""
 
     def __init__(self, dataset: Any, collate: Any) -> None:
         self._dataset, self._collate = dataset, collate
@@ -122,14 +123,27 @@ class Collate:
         by_index = dict(zip(indices, samples, strict=True)) if is_listed else {}
         try:
             with naming(self._dataset, indices, lambda some: by_index and self._collate([by_index[i] for i in some])):
-                batch = self._collate(samples)
+                return micro_batch, self._collate(samples)
         except UserError as error:
             return micro_batch, error
-        if get_worker_info():
-            for tensor in tensors_in(batch):
-                if tensor.layout == torch.strided and tensor.device.type == "cpu":
-                    tensor.share_memory_()
-        return micro_batch, batch
+
+
+def send_error(queue: Queue, error: Exception, item: Any) -> None:
+    """In the thread of a worker's queue, which pickles batches: without it, one that cannot be pickled is lost."""
+    match item:
+        case number, (MicroBatch() as micro_batch, _):
+            kind = TrainingError if isinstance(error, (OSError, RuntimeError)) else UserError
+            text = f"collate: a loader worker cannot send what it returns ({type(error).__name__}: {error}); return"
+            text += " tensors, numbers, text, lists and dicts, or use --num_workers 0"
+            queue.put((number, (micro_batch, kind(text))))
+        case number, ExceptionWrapper() as raised:  # of a class that cannot be pickled
+            raised.exc_type = RuntimeError
+            queue.put((number, raised))
+        case _:  # in a queue of the data set's code
+            traceback.print_exc()
+
+
+cast(Any, Queue)._on_queue_feeder_error = send_error  # also in a worker that imports this file
 
 
 def is_late(error: BaseException) -> re.Match | None:
@@ -160,7 +174,8 @@ def explain(error: BaseException, rank: int, awaited: str = "") -> TrainingError
 
 
 def check_shared_memory(batch: Any, count: int, workers: int, prefetched: int, ranks: int) -> None:
-    """Raises UserError if /dev/shm lacks the space for all batches that the workers of this machine may prefetch.
+    """Raises UserError if /dev/shm lacks the space for all batches that the workers of this machine may prefetch, or
+    TMPDIR cannot hold the sockets through which they pass them on.
 
     Args:
         batch: collated; `count` times its size is the largest batch.
@@ -168,6 +183,11 @@ def check_shared_memory(batch: Any, count: int, workers: int, prefetched: int, r
         prefetched: batches per worker.
         ranks: on this machine.
     """
+    try:
+        Listener(family="AF_UNIX").close()
+    except OSError as error:
+        text = f"TMPDIR={tempfile.tempdir}: loader workers cannot open a socket there ({error})"
+        raise UserError(f"{text}; set TMPDIR to a short path on a local disk, e.g. /tmp") from None
     try:
         room = os.statvfs(SHARED_MEMORY)
     except (AttributeError, OSError):  # not Linux

@@ -9,11 +9,13 @@ may keep a store for the next attempt.
 from __future__ import annotations
 
 import json
+import os
 import queue
 import socket
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -121,3 +123,14 @@ class Beats:
 
         threading.Thread(target=connect, daemon=True).start()
         return found
+
+
+def state_of(pid: int) -> str:
+    """The state of a process on this host, as in /proc: Z and X are gone, T and t stopped. Empty if it is unknown."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except ProcessLookupError:
+        return "X"
+    except OSError:  # another user's process, or no /proc
+        return ""

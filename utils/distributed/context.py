@@ -80,7 +80,12 @@ def read_launch() -> Launch:
         "flight_recorder": os.environ.get("TORCH_FR_DUMP_TEMP_FILE", ""),
     }
     if len(missing) == len(names):
-        return Launch(**common, **_read_srun())
+        launch = Launch(**common, **_read_srun())
+        for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):  # by srun too, with the same number
+            if (size := os.environ.get(name, "1")).isdecimal() and int(size) not in (1, launch.world_size):
+                how = f"torchrun --standalone --nproc-per-node={size} train.py (several nodes: scripts/launch.sh, srun)"
+                raise UserError(f"{name}={size}: mpirun would start {size} runs of one rank; start with {how}")
+        return launch
     if missing:
         there = [name for name in names if name not in missing]
         raise UserError(

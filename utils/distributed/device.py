@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 import torch.distributed as dist
 
 from config import UserError
-from utils.logger import count
+from utils.logger import NAME, count
 
 
 def choose_device(backend: str, local_rank: int) -> tuple[str, torch.device]:
@@ -19,6 +21,10 @@ def choose_device(backend: str, local_rank: int) -> tuple[str, torch.device]:
     if not built[backend]:
         has = ", ".join(name for name in built if built[name])
         raise UserError(f"backend={backend}: this build of torch has no {backend}; choose one of {has}")
+    if backend == "gloo" and dist.get_debug_level() == dist.DebugLevel.DETAIL:  # DDP of torch 2.15 ends with SIGSEGV
+        dist.set_debug_level(dist.DebugLevel.INFO)
+        if local_rank == 0:
+            logging.getLogger(NAME).warning("TORCH_DISTRIBUTED_DEBUG=DETAIL: DDP on gloo crashes with it; INFO is used")
     if backend != "nccl":
         return backend, torch.device("cpu")
     if not gpus:

@@ -13,8 +13,8 @@ from typing import Any
 from config import DEFAULT_RUN_DIR, StartError, TrainingConfig, UserError
 from utils.checkpoint import format as checkpoint
 from utils.files import TEMPORARY, may_pass, read_json, replace_json
+from utils.run.lock import KILLED, RunLock, repeated_failures
 from utils.run.lock import NAME as LOCK
-from utils.run.lock import RunLock, repeated_failures
 from utils.run.mirror import Mirror
 
 MIRRORED = "mirror.json"  # in the run folder: which run its mirror is a copy of
@@ -61,6 +61,12 @@ def claim(
         raise kind(f"run_dir={folder}: cannot be written ({error.strerror}); give a writable folder") from None
     owner = (mirror and restore_from(mirror, config, launch_id)) or lock.before
     status = read_json(folder / "status.json")
+    notes: list[str] = []
+    if status.get("state") == "running":  # no rank survived to write it: the lock was free
+        notes = [f"the previous attempt: {KILLED}"]
+        status |= {"state": "failed", "error": KILLED, "rank": 0, "host": owner.get("host")}
+        with suppress(OSError):
+            replace_json(folder / "status.json", status)
     saved = [*checkpoint.step_checkpoints(checkpoints), *checkpoints.glob(checkpoint.BEST)]
     holds_run = (folder / "metrics.jsonl").exists() or bool(saved)
     is_same_launch = bool(launch_id) and owner.get("launch_id") == launch_id
@@ -68,13 +74,13 @@ def claim(
     is_continued = holds_run and (config.resume_from == "auto" or is_same_launch)
     path, aside = None, owner.get("aside", [])
     failures: list[dict[str, Any]] = []
-    notes: list[str] = []
     moved: list[list[str]] = []
     if is_continued:
         if status.get("state") == "completed" and not config.asks_for_more_than(saved_config(folder, checkpoints)):
             return lock, Start(is_completed=True)
         failures = repeated_failures(owner, status)
-        path, notes = latest_of(checkpoints, mirror)
+        path, skipped = latest_of(checkpoints, mirror)
+        notes += skipped
         if status.get("checkpoint") and not (path or given):
             raise UserError(
                 f"{checkpoints}: has no checkpoint, but the run has written {status['checkpoint']}; put it back (is the"

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from config import TrainingConfig, UserError
 from utils.distributed.context import Launch, read_launch
-from utils.signals import end_workers
+from utils.signals import end_workers, follow_torchrun
 
 SECONDS_TO_FLUSH = 5.0
 
@@ -61,6 +61,8 @@ def check_command_line() -> None:
     except UserError as error:  # only some of the launcher's variables are set
         print(error, file=sys.stderr)
         sys.exit(2)
+    if launch.is_under_torchrun:
+        follow_torchrun()
     if launch.rank == 0:
         ranks = f"{launch.world_size} rank{'s' * (launch.world_size > 1)}"
         print(f"starting on {ranks}; importing torch takes a few seconds", flush=True)

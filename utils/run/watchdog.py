@@ -27,14 +27,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
 from config import TrainingError
 from utils.clock import PHASES, STEP_PHASES, Clock
-from utils.distributed.beats import Place
+from utils.distributed.beats import Place, state_of
 from utils.distributed.context import DistributedContext
 from utils.signals import has_arrived
 
@@ -70,6 +69,7 @@ class Watchdog:
 
     def __init__(self, clock: Clock, ctx: DistributedContext, hang_timeout: float, ending: Any) -> None:
         self._clock, self._hang_timeout, self._ending = clock, hang_timeout, ending
+        self._hangs_after = hang_timeout / 2 or FIRST_LIMIT  # a live rank; until then it is slow
         self._rank, self._hosts, self._beats = ctx.rank, ctx.hosts, cast(Any, ctx.beats)
         here = [each for each, host in enumerate(ctx.hosts) if host == ctx.host]
         # each live rank is seen by the one before it, also if a whole host is gone
@@ -132,7 +132,7 @@ class Watchdog:
                 self._beats.set(self._place())
 
     def _watch(self) -> None:
-        counter, moved_at, dumped, reported = -1, 0.0, -1, -1
+        counter, moved_at, dumped, reported = -1, 0.0, -1, (-1, False)
         while not self._stop.wait(SECONDS_BETWEEN_BEATS):
             self._tick()
             if has_arrived():
@@ -160,8 +160,9 @@ class Watchdog:
             if standing > shortest / 2 and dumped != counter:
                 self._dump_stacks()
                 dumped = counter
-            if standing > limit and reported != counter and self._look(standing, is_end=False):
-                reported = counter
+            stage = counter, standing > self._hangs_after
+            if standing > limit and reported != stage and self._look(standing, is_end=False):
+                reported = stage
             is_over = 0 < self._hang_timeout < standing
             if is_over and not self._look(standing, is_end=True, reason=f"hang_timeout={self._hang_timeout:g}"):
                 moved_at = self._time
@@ -340,8 +341,10 @@ class Watchdog:
             return False
         if is_end:
             self._end(places, still, standing, reason)
-        else:
+        elif standing > self._hangs_after or still:
             self._ending.report(verdict(places, still, self._hosts, standing)[0], self._stacks())
+        else:
+            self._ending.warn(verdict(places, still, self._hosts, standing, "is slow")[0])
         return True
 
     def _end(self, places: dict[int, Place], still: set[int], standing: float, reason: str) -> None:
@@ -364,23 +367,15 @@ class Watchdog:
         return "\n".join(f"--- rank {rank} on {self._hosts[rank]}\n{stack}".rstrip() for rank, stack in found)
 
 
-def state_of(pid: int) -> str:
-    """The state of a process on this host, as in /proc: Z and X are gone, T and t stopped. Empty if it is unknown."""
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except ProcessLookupError:
-        return "X"
-    except OSError:  # another user's process, or no /proc
-        return ""
-
-
-def verdict(places: dict[int, Place], still: set[int], hosts: tuple[str, ...], seconds: float) -> tuple[str, int]:
+def verdict(
+    places: dict[int, Place], still: set[int], hosts: tuple[str, ...], seconds: float, how: str = "hangs"
+) -> tuple[str, int]:
     """One sentence on what blocks the ranks, and the first rank that does.
 
     Args:
         places: of the ranks, as far as they are known.
         still: ranks whose beat has stopped.
+        how: what a live rank that holds up the others does.
     """
     if still:
         hanging = min(still)
@@ -394,7 +389,9 @@ def verdict(places: dict[int, Place], still: set[int], hosts: tuple[str, ...], s
         step, phase, _ = min(known)
         last = [rank for each, other, rank in known if (each, other) == (step, phase)]
         hanging, where = last[0], f"in {PHASES[phase]} of step {step}"
-        named = [f"rank {rank} on {hosts[rank]} hangs {where} (process {places[rank].pid})" for rank in last]
+        named = [f"rank {rank} on {hosts[rank]} {how} {where} (process {places[rank].pid})" for rank in last]
         if len(last) == len(known) > 1:
-            named = [f"all ranks wait {where}: the network between them, or a collective that not all of them called"]
+            named = [f"all ranks are slow {where}"]
+            if how == "hangs":
+                named = [f"all ranks wait {where}: the network between them, or a collective that not all called"]
     return f"no progress for {seconds:.0f} s: " + "; ".join(named), hanging
