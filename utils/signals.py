@@ -155,8 +155,13 @@ def follow_torchrun() -> None:
 
 
 def is_below_torch(pid: int) -> bool:
-    """Whether this process or one above it has loaded torch, as torchrun has."""
-    with contextlib.suppress(OSError):  # of another user, as init is
+    """Whether torchrun may be alive: the first process from this one upwards without its variables, or an earlier one,
+    has loaded torch. What cannot be read does not end a rank, but for init."""
+    try:
         if b"libtorch" in Path(f"/proc/{pid}/maps").read_bytes():
             return True
-    return pid > 1 and is_below_torch(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]))
+        if b"TORCHELASTIC_RUN_ID=" not in Path(f"/proc/{pid}/environ").read_bytes():
+            return False
+        return is_below_torch(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]))
+    except OSError:  # of another user, or outside of the rank's own container
+        return pid != 1

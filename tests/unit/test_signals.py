@@ -103,7 +103,8 @@ library = Path(folder, "libtorch_python.so")
 library.write_bytes(b"x")
 with library.open() as file:
     loaded = mmap.mmap(file.fileno(), 1, prot=mmap.PROT_READ)
-rank = os.posix_spawn(words[0], words, os.environ)
+variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
+rank = os.posix_spawn(words[0], words, os.environ | variables)
 os.waitpid(rank, 0)
 """  # looks like torchrun: a process that has loaded torch
 ADOPTER = """
@@ -141,6 +142,10 @@ if when == "later":
 BELOW = {  # between torchrun and the rank, which may be below a command of the user (torchrun --no-python)
     "torchrun": [],
     "a shell below torchrun": ["/bin/sh", "-c", '"$@"; exit $?', "sh"],
+    "a container of the rank": ["/usr/bin/unshare", *"--pid --fork --mount-proc --kill-child".split()],
+    "a container of the rank, with an init": (
+        ["/usr/bin/unshare", *"--pid --fork --mount-proc --kill-child sh -c".split(), '"$@"; exit $?', "sh"]
+    ),
 }
 ABOVE = {
     "a shell": [],
@@ -162,16 +167,15 @@ ABOVE = {
 
 def rank_of_torchrun(folder, when, above=(), below=()):
     """Start a rank below something like torchrun."""
-    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
     rank = [sys.executable, "-c", RANK, folder, when]
-    return start([*above, sys.executable, "-c", AGENT, folder, *below, *rank], env=env)
+    return start([*above, sys.executable, "-c", AGENT, folder, *below, *rank])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal of Linux")
 @pytest.mark.parametrize("below", BELOW)
 @pytest.mark.parametrize("above", ABOVE)
 def test_a_rank_of_a_live_torchrun_starts_whatever_is_around_them(tmp_path, above, below):
-    if "container" in above and os.geteuid():
+    if "container" in above + below and os.geteuid():
         pytest.skip("needs root")
     program = rank_of_torchrun(tmp_path, "", ABOVE[above], BELOW[below])
     try:
