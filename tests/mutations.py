@@ -43,7 +43,7 @@ class Mutation:
 MUTATIONS = [
     Mutation('_of_8_bits', 'return Image.fromarray((values >> 8).astype("uint8"))', 'return file', 'image-levels'),
     Mutation('_of_8_bits', 'file = Image.alpha_composite(Image.new("RGBA", file.size, "white"), file).convert("RGB")', 'file = file.convert("RGB")', 'image-levels'),
-    Mutation('kind_of', 'is_hidden = name.startswith(".") or name.replace(" ", "_") in OF_TOOLS', 'is_hidden = False', 'splits'),
+    Mutation('kind_of', 'return HIDDEN if name.startswith(".") or name in OF_TOOLS else os.path.splitext(name)[1].lower()', 'return os.path.splitext(name)[1].lower()', 'splits'),
     Mutation('check_splits', 'if not val.exists():', 'if False:', 'splits'),
     Mutation('check_labels', 'shown = "".join(each for each in label if unicodedata.category(each) != "Cf")  # marks without width', 'shown = label', 'labels'),
     Mutation('expand', 'return os.path.expanduser(VARIABLE.sub(lambda found: os.path.expandvars(found[0]), path))', 'return path', 'paths'),

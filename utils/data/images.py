@@ -24,7 +24,10 @@ from utils.logger import ALIKE, NAME, count
 # what torchvision's ImageFolder reads
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 HIDDEN = "hidden or of tools"  # by a dot, or one of these names of systems and tools
-OF_TOOLS = "__MACOSX __pycache__ @eaDir @Recycle #recycle $RECYCLE.BIN lost+found System_Volume_Information".split()
+OF_TOOLS = {
+    *"__MACOSX __pycache__ @eaDir @Recycle #recycle $RECYCLE.BIN lost+found".split(),
+    "System Volume Information",
+}
 VALIDATION = r"(val|valid|validat(e|ion)|eval|evaluat(e|ion)|dev|devel|development|hold.?out|held.?out)"
 VALIDATION += r"([-_ ]?(set|data|images|split|\d+))?"  # names that other projects use
 DARK = 2**12  # 16-bit images with no value above it lose most of their levels
@@ -134,8 +137,7 @@ def is_folder(entry: os.DirEntry) -> bool:
 
 def kind_of(name: str) -> str:
     """The suffix of a file, in lower case, or HIDDEN."""
-    is_hidden = name.startswith(".") or name.replace(" ", "_") in OF_TOOLS
-    return HIDDEN if is_hidden else os.path.splitext(name)[1].lower()
+    return HIDDEN if name.startswith(".") or name in OF_TOOLS else os.path.splitext(name)[1].lower()
 
 
 def _no_images(folder: Path, what: str, others: list[os.DirEntry]) -> UserError:

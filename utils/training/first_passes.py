@@ -85,11 +85,11 @@ def check_one_sample(state: TrainState, loader: GlobalBatchLoader, compute_loss:
             compute_loss(state.model.train(), loader.fetch([0])[2])
     except Exception as error:  # another one, as of a loss that needs gradients, shows later if it is the run's own
         if "Expected more than 1 value per channel" in str(error):
-            which, fix = "a micro-batch", "a larger --batch_size, or more samples"
-            if len(sizes) > 1:
-                which, fix = "the last micro-batch of an epoch", "--drop_last or another --batch_size"
-            sentence = f"batch_size={sampler.batch_size}: of {sampler.samples_per_epoch} samples, {which} has one"
-            raise UserError(f"{sentence}, for which BatchNorm has no variance ({error}); use {fix}") from None
+            which = "the last micro-batch of an epoch" if len(sizes) > 1 else "each micro-batch"
+            raise UserError(
+                f"batch_size={sampler.batch_size}: of {sampler.samples_per_epoch} samples, {which} has one, for which"
+                f" BatchNorm has no variance ({error}); use another --batch_size or --drop_last"
+            ) from None
     state.sums.running_stats.discard()
 
 
