@@ -86,8 +86,7 @@ def test_every_file_takes_every_name_is_utf_8_and_gives_the_name_back(tmp_path, 
     board = Board(folder / "tensorboard", 0)
     board.texts(config={"path": str(folder)})
     board.close()
-    is_written = any((folder / "tensorboard").glob("events*"))
-    assert is_written == name.isprintable()  # TensorBoard itself knows only names in UTF-8
+    assert any((folder / "tensorboard").glob("events*"))
     file = tmp_path / "a.toml"
     for config in (TrainingConfig(data_dir=str(folder)), TrainingConfig(data_dir=rf"\u{name}\udce9")):
         file.write_bytes(config.to_toml().encode(errors="backslashreplace"))  # as it is printed

@@ -44,7 +44,8 @@ FAILURES = {  # by the messages of torch's DataLoader
 }
 
 
-def _name(dataset: Any, index: int) -> str:
+def sample_name(dataset: Any, index: int) -> str:
+    """The index of a sample in the data set itself, and its file if `path(index)` gives one."""
     index %= len(dataset)  # it may be that of a copy
     while isinstance(dataset, Subset):
         index, dataset = dataset.indices[index], dataset.dataset
@@ -67,7 +68,7 @@ def naming(dataset: Any, indices: Sequence[int], action: Callable[[Sequence[int]
                 action(some)
             except Exception:
                 break
-        error.add_note(", ".join(_name(dataset, each) for each in some[:8]))
+        error.add_note(", ".join(sample_name(dataset, each) for each in some[:8]))
         if isinstance(error, StopIteration):  # would look like the end of the data
             raise ValueError(f"StopIteration; {error.__notes__[-1]}") from error
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from operator import methodcaller
 from pathlib import Path
@@ -37,9 +38,13 @@ class Board:
                 # purge_step hides what an earlier attempt wrote beyond this step; its thread flushes, as a flush here
                 # would wait for it
                 purge_step = self._step + 1 if self._step else None
-                self._writer = SummaryWriter(self._folder, purge_step=purge_step, flush_secs=1)
+                place = str(self._folder)
+                if not place.isprintable():  # it writes no files below a name that is not UTF-8
+                    self._folder.mkdir(exist_ok=True)
+                    place = f"/proc/self/fd/{os.open(self._folder, os.O_RDONLY)}"
+                self._writer = SummaryWriter(place, purge_step=purge_step, flush_secs=1)
             action(self._writer)
-        except (OSError, UnicodeError):  # it writes no files below a name that is not UTF-8
+        except OSError:
             self._writer = None
 
     def texts(self, **values: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from config import UserError
 from utils.data.loader import GlobalBatchLoader
 from utils.data.sets import split_of
+from utils.data.worker import sample_name
 from utils.distributed.collectives import require_equal
 from utils.distributed.consensus import Consensus
 from utils.distributed.context import DistributedContext
@@ -67,8 +68,9 @@ class Evaluation:
                 means = self.means(loader, show)
                 found.append({**where, "weights": kind, **means})
                 if not math.isfinite(means["loss"]) and (samples := self.non_finite(loader)):
-                    text = "evaluation of %s: the loss of sample %d is not finite (%d of %d in its micro-batch)"
-                    logging.getLogger(NAME).log(ALIKE, text, split, samples[0], len(samples), loader.sampler.batch_size)
+                    text = "evaluation of %s: the loss of %s is not finite (%d of %d in its micro-batch)"
+                    name, size = sample_name(loader.dataset, samples[0]), loader.sampler.batch_size
+                    logging.getLogger(NAME).log(ALIKE, text, split, name, len(samples), size)
         return found
 
     @torch.no_grad()

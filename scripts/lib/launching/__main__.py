@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import signal
@@ -43,6 +44,7 @@ def launch(argv: Sequence[str], env: dict[str, str]) -> int:
         return detach(argv, config) if options.detach else hosts.run(reconnects=options.retries != "0")
     status, saved = (read_json(config.run_folder / name) for name in ("status.json", "config.json"))
     is_training = not (options.preflight or options.scaling)
+    saved = saved or {"epochs": status.get("epoch", math.inf), "max_steps": 0}  # config.json is lost
     is_completed = status.get("state") == "completed" and not config.asks_for_more_than(saved)
     if read_nodes(options).most > 1 and is_training and config.resume_from == "auto" and is_completed:
         say(f"{config.run_folder}: this run is completed; there is nothing left to do")  # the other nodes may be gone
