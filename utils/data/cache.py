@@ -19,7 +19,6 @@ from utils.batch import map_leaves, map_tensors, tensors_in
 from utils.data.loader import GlobalBatchLoader, fetches_batches
 from utils.data.sampler import Assignment, GlobalBatchSampler, MapDataset
 from utils.data.transfer import indices_on
-from utils.data.worker import naming
 from utils.distributed.collectives import all_gather_json, on_all_ranks, require_equal
 from utils.distributed.context import DistributedContext
 from utils.logger import duration, show_progress
@@ -96,9 +95,8 @@ def first_row(source: Any, config: TrainingConfig) -> Any:
             f"{kind} is not cacheable, for example because its workers draw resized crops; use --augment crop or"
             " --cache none, or set cacheable = True if its samples never change"
         )
-    with naming(source, [0]):
-        samples = source.__getitems__([0]) if fetches_batches(source) else [source[0]]
-        row = getattr(source, "collate", default_collate)(samples)
+    samples = source.__getitems__([0]) if fetches_batches(source) else [source[0]]
+    row = getattr(source, "collate", default_collate)(samples)
     is_row: list[bool] = []
     map_leaves(lambda leaf: is_row.append(isinstance(leaf, Tensor) and leaf.shape[:1] == (1,)), row)
     if not is_row or not all(is_row):

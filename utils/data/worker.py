@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Listener
 from multiprocessing.queues import Queue
 from typing import Any, cast
@@ -54,24 +55,19 @@ def sample_name(dataset: Any, index: int) -> str:
     return f"sample {index}"
 
 
-@contextmanager
-def naming(dataset: Any, indices: Sequence[int], action: Callable[[Sequence[int]], object] = len) -> Iterator[None]:
-    """An error in the block gets a note with its samples and, if the data set has `path(index)`, their files: the first
-    one for which the action fails; or one that only fails beside the first; or all."""
-    try:
-        yield
-    except UserError:  # has a sentence of its own
-        raise
-    except Exception as error:
-        for some in [*([each] for each in indices), *([indices[0], each] for each in indices[1:]), indices]:
-            try:
-                action(some)
-            except Exception:
-                break
-        error.add_note(", ".join(sample_name(dataset, each) for each in some[:8]))
-        if isinstance(error, StopIteration):  # would look like the end of the data
-            raise ValueError(f"StopIteration; {error.__notes__[-1]}") from error
-        raise
+def add_samples(error: Exception, dataset: Any, indices: Sequence[int], action: Any = None) -> None:
+    """Add a note to the error with its samples and their files: the first one for whose position the action fails; or
+    one that only fails beside the first; or all."""
+    places = range(len(indices))
+    some: Sequence[int] = places
+    for some in [*([k] for k in places), *([0, k] for k in places[1:]), places] if action else ():
+        try:
+            action(some)
+        except Exception:
+            break
+    error.add_note(", ".join(sample_name(dataset, indices[k]) for k in some[:8]))
+    if isinstance(error, StopIteration):  # would look like the end of the data
+        raise ValueError(f"StopIteration; {error.__notes__[-1]}") from error
 
 
 class Fetcher(Dataset):
@@ -82,15 +78,21 @@ class Fetcher(Dataset):
 
     def __getitems__(self, micro_batch: MicroBatch) -> tuple[MicroBatch, Any]:
         epoch, indices = micro_batch.epoch, micro_batch.indices
+        samples: list[Any] = []
         try:
             if self._is_batched:
-                with naming(self._dataset, indices, lambda some: self._batch(epoch, some)):
-                    return micro_batch, retried(lambda: self._batch(epoch, indices))
-            return micro_batch, [self._sample(epoch, index) for index in indices]
+                return micro_batch, retried(functools.partial(self._batch, epoch, indices))
+            for index in indices:
+                samples.append(retried(functools.partial(self._sample, epoch, index)))
+            return micro_batch, samples
         except UserError as error:  # DataLoader would wrap it; the main process raises it unchanged
             return micro_batch, error
-        except OSError as error:
-            if not may_pass(error):
+        except Exception as error:
+            if self._is_batched:
+                add_samples(error, self._dataset, indices, lambda some: self._batch(epoch, [indices[k] for k in some]))
+            else:
+                add_samples(error, self._dataset, [indices[len(samples)]])
+            if not isinstance(error, OSError) or not may_pass(error):
                 raise
             text = f"a sample cannot be read in three tries ({told(error)}); repair the storage"
             return micro_batch, StartError(f"{text}, then --resume_from auto")
@@ -101,12 +103,8 @@ class Fetcher(Dataset):
         return self._dataset.__getitems__([index % size for index in indices])
 
     def _sample(self, epoch: int, index: int) -> Any:
-        def fetch() -> Any:
-            seed_host("sample", self._seed, epoch, index)
-            return self._dataset[index % len(self._dataset)]
-
-        with naming(self._dataset, [index]):
-            return retried(fetch)
+        seed_host("sample", self._seed, epoch, index)
+        return self._dataset[index % len(self._dataset)]  # it may be that of a copy
 
 
 class Collate:
@@ -119,14 +117,15 @@ class Collate:
         micro_batch, samples = item
         if isinstance(samples, UserError):
             return item
-        indices = micro_batch.indices
-        is_listed = isinstance(samples, list) and len(samples) == len(indices)  # else a batch already
-        by_index = dict(zip(indices, samples, strict=True)) if is_listed else {}
         try:
-            with naming(self._dataset, indices, lambda some: by_index and self._collate([by_index[i] for i in some])):
-                return micro_batch, self._collate(samples)
+            return micro_batch, self._collate(samples)
         except UserError as error:
             return micro_batch, error
+        except Exception as error:
+            is_listed = isinstance(samples, list) and len(samples) == len(micro_batch.indices)  # else a batch already
+            again = (lambda some: self._collate([samples[k] for k in some])) if is_listed else None
+            add_samples(error, self._dataset, micro_batch.indices, again)
+            raise
 
 
 def send_error(queue: Queue, error: Exception, item: Any) -> None:
