@@ -193,7 +193,12 @@ def scripts_of_pairs(words, checkpoint):
         with pytest.raises(UserError) as error:
             run_main(predict, "plain", seams.Seams.predict, [checkpoint])
         words = ["export.py", str(checkpoint), str(checkpoint.with_name("out.pt2")), "--format", "torch.export"]
-        with using("plain"), mock.patch.object(sys, "argv", words), contextlib.redirect_stderr(printed):
+        with (
+            using("plain"),
+            mock.patch("model.example_inputs", seams.Seams.example_inputs, create=True),  # a fork may have its own
+            mock.patch.object(sys, "argv", words),
+            contextlib.redirect_stderr(printed),
+        ):
             code = export.main()
     return str(error.value), code, printed.getvalue()
 
