@@ -155,8 +155,10 @@ def follow_torchrun() -> None:
 
 
 def is_below_torch(pid: int) -> bool:
-    """Whether torchrun may be alive: the first process from this one upwards without its variables, or an earlier one,
-    has loaded torch. What cannot be read does not end a rank, but for init."""
+    """Whether torchrun may be alive. It has loaded torch, and the processes between it and a rank have its variables.
+
+    If a process cannot be read, torchrun may be alive, unless that process is init.
+    """
     try:
         if b"libtorch" in Path(f"/proc/{pid}/maps").read_bytes():
             return True

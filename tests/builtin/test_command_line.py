@@ -95,9 +95,9 @@ def test_bad_data_ends_one_process_with_exit_code_2_and_one_sentence(tmp_path):
 
 
 def train_without_torchvision(flags):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("torchvision", "PIL")]:
         del sys.modules[name]
-    sys.modules["torchvision"] = None
+    sys.modules["torchvision"] = sys.modules["PIL"] = None  # Pillow comes with it
     with pytest.raises(UserError, match="model=resnet18: needs torchvision"):
         train_flags([*flags, "--model", "resnet18"], task="")
     return train_flags([*flags, "--overwrite"], task="")["state"]

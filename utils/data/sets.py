@@ -62,7 +62,7 @@ def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext
     require_equal(listed, differ, ctx)
     for each in (sets[split] for split in listed):
         each.use_listing(read_once(each.folder, functools.partial(getattr, each, "listing"), differ, ctx))
-    if ctx.is_main:
+    if listed and ctx.is_main:
         log_listed([sets[split] for split in listed])
     listing = sets["train"].listing if "train" in listed else b""
 
