@@ -32,6 +32,7 @@ from utils.data.loader import create_evaluation_dataloader
 from utils.data.sets import load_data
 from utils.files import replace_file
 from utils.run.command_line import open_output
+from utils.run.resume import compare_evaluated
 from utils.training.seams import Seams
 from utils.training.unsaved import KEY, complete
 
@@ -83,14 +84,17 @@ def read(source: Path, use_ema: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     return saved, places | {"init_from": "", "resume_from": ""}
 
 
-def example(config: TrainingConfig) -> tuple[nn.Module, tuple]:
-    """The model, without its weights, and its inputs for a batch of two training samples.
+def example(config: TrainingConfig, payload: dict[str, Any]) -> tuple[nn.Module, tuple]:
+    """The model, without its weights, and its inputs for a batch of two training samples. Prints how these differ from
+    those of the checkpoint.
 
     Raises:
         UserError: if the data is not available, or these are not the model's arguments.
     """
     ctx, seams = setup_distributed(config), Seams.of(fork)
     data = load_data(dataset, config, ctx)
+    for line in compare_evaluated(payload, data.config, "train", data):
+        print(f"changed: {line}", file=sys.stderr)
     loader = create_evaluation_dataloader(data.train, config, ctx)
     inputs = seams.example_inputs(loader.fetch([0, len(data.train) - 1])[2])
     cleanup_distributed()
@@ -167,11 +171,12 @@ def main() -> int:
         is_image_model = bool(saved["mean"] and saved["classes"] and has_filters)
         if has_code or not is_image_model:
             try:
-                net, inputs = example(config)
+                net, inputs = example(config, checkpoint.read(source)[0])
                 shapes = ", ".join(map(describe, tree_leaves(inputs) if options.format == "onnx" else inputs))
-            except UserError:
+            except UserError as error:
                 if has_code:
                     raise
+                print(error, file=sys.stderr)
                 shapes = "as in compute_loss; their shapes are unknown without the data"
         if options.format == "weights":
             replace_file(out, lambda file: torch.save(saved, file))

@@ -39,10 +39,11 @@ from utils.data.sets import load_data, split_of
 from utils.distributed.collectives import on_all_ranks, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
 from utils.files import TEMPORARY, replace_file, replace_json
-from utils.logger import setup_logger, show_progress
+from utils.logger import ALIKE, setup_logger, show_progress
 from utils.rng import seed_evaluation
 from utils.run.command_line import open_output
 from utils.run.failures import leave_after, watched
+from utils.run.resume import compare_evaluated
 from utils.training.outputs import OTHER_NAMES, Outputs, in_order
 from utils.training.seams import Seams, example_inputs
 from utils.training.state import TrainState
@@ -82,6 +83,8 @@ def run(options: argparse.Namespace, config: TrainingConfig, out: Path, ctx: Dis
     state = on_all_ranks(lambda: train.create_state(seams, sets.config, ctx, is_resumed=True), ctx)
     payload = load_checkpoint(options.checkpoint, ctx, state.layouts())
     on_all_ranks(lambda: check(options, payload, out), ctx)
+    for line in on_all_ranks(lambda: compare_evaluated(payload, sets.config, options.split, sets), ctx):
+        logger.log(ALIKE, "changed: %s", line)
     on_all_ranks(lambda: state.load_model(payload, "ema" if options.ema else "model"), ctx)
     loader = create_evaluation_dataloader(dataset, sets.config, ctx)
 

@@ -105,7 +105,7 @@ def provenance(run: Any) -> dict[str, Any]:
     found = {
         name: value
         for name, value in run.provenance.items()
-        if name not in ("ranks", "identity", "content", "sketches", "classes")
+        if name not in ("ranks", "identity", "content", "sketches", "held_out", "classes")
     }
     devices = sorted({str(each.get("device")) for each in run.provenance.get("ranks") or []})
     command = found.pop("command", None)

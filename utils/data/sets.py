@@ -32,7 +32,7 @@ class DataSets:
     train: MapDataset
     held_out: dict[str, MapDataset]
     config: TrainingConfig
-    content: dict[str, Any]  # of the training set: what a resume compares
+    content: dict[str, Any]  # of the training set, and of the held-out sets by split: what a checkpoint is compared by
     listing: bytes  # of its files, if it has one
 
 
@@ -78,8 +78,14 @@ def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext
     mine = on_all_ranks(lambda: [sketches(each, config.seed) for each in (train_set, *sets.values())], ctx)
     first = broadcast_json(mine, ctx)
     require_equal(first if all(map(are_alike, mine, first)) else mine, differ, ctx)
-    content = {"content": hashlib.sha256(listing).hexdigest()[:16], "sketches": mine[0]}
-    return DataSets(train_set, sets, config, content, listing)
+    files = [listing, *(each.listing if split in listed else b"" for split, each in sets.items())]
+    train, *others = [
+        {"content": hashlib.sha256(each).hexdigest()[:16], "sketches": own}
+        for each, own in zip(files, mine, strict=True)
+    ]
+    identities = dict(seen)
+    held_out = {split: {"identity": identities[split], **own} for split, own in zip(sets, others, strict=True)}
+    return DataSets(train_set, sets, config, train | {"held_out": held_out}, listing)
 
 
 def with_auto(config: TrainingConfig, dataset: MapDataset) -> TrainingConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from utils.data.sets import load_data
 from utils.distributed.collectives import on_all_ranks, on_rank_0
 from utils.distributed.context import DistributedContext
 from utils.files import replace_json
-from utils.logger import log_epoch_summary, setup_logger
+from utils.logger import ALIKE, log_epoch_summary, setup_logger
 from utils.run.create import create_state
-from utils.run.resume import check_evaluation, load_checkpoint
+from utils.run.resume import check_evaluation, compare_evaluated, load_checkpoint
 from utils.training.evaluation import Evaluation
 from utils.training.schedule import Progress
 from utils.training.seams import Seams
@@ -42,6 +43,9 @@ def evaluate_only(config: TrainingConfig, ctx: DistributedContext, seams: Seams,
         progress, total_steps = Progress.of(payload), payload["provenance"].get("total_steps", 1)
     state.show(progress, total_steps)
     evaluation, logger = Evaluation(state.model, seams, state.precision, ctx), setup_logger(ctx.rank)
+    for split in sets.held_out if payload else ():
+        for line in on_all_ranks(partial(compare_evaluated, payload, config, split, sets), ctx):
+            logger.log(ALIKE, "changed: %s", line)
     records: list[dict[str, Any]] = []
     for split, dataset in sets.held_out.items():
         began, loader = time.perf_counter(), create_evaluation_dataloader(dataset, config, ctx)

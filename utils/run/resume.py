@@ -15,6 +15,7 @@ from torch import Tensor
 from config import YOURS, TrainingConfig, UserError, fields_of_yours
 from utils.checkpoint import format as checkpoint
 from utils.data.sampler import GlobalBatchSampler
+from utils.data.sets import DataSets, describe
 from utils.data.sketches import are_alike
 from utils.distributed.collectives import (
     all_gather_json,
@@ -147,6 +148,31 @@ def check_evaluation(payload: dict[str, Any], config: TrainingConfig) -> None:
         )
 
 
+def compare_evaluated(payload: dict[str, Any], config: TrainingConfig, split: str, sets: DataSets) -> list[str]:
+    """A line for each thing that has changed since the checkpoint in the samples of a split, or in what describes them.
+
+    Raises:
+        UserError: if they are others, although the seed, the data folder and all fields of yours are the checkpoint's.
+    """
+    saved, provenance = payload["config"], payload["provenance"]
+    described = describe(sets.train)
+    before = {"train": provenance} | provenance.get("held_out", {})
+    here = {"train": described | sets.content} | sets.content["held_out"]
+    if split not in before or split not in here:
+        return []
+    names = ("seed", "data_dir", "dataset_size", *(field.name for field in fields_of_yours()))
+    is_same = all(saved.get(name) == getattr(config, name) for name in names)
+    line, is_other = compare_data(before[split], here[split], {}, is_same, split)
+    changed = [name for name in ("classes", "mean", "std") if provenance.get(name) != described[name]]
+    lines = [f"{name}={described[name]}: the checkpoint has {name}={provenance.get(name)}" for name in changed]
+    numbers = {each[split]["identity"].partition(" ")[0] for each in (before, here)}
+    lines += [line] * bool(line)
+    if is_same and len(numbers) == 1 and (is_other or changed):
+        remedy = f"data_dir={config.data_dir}: restore the data and the code that reads it, or give other data"
+        raise UserError("\n".join([*lines, remedy]))
+    return lines
+
+
 def is_other_best(payload: dict[str, Any], config: TrainingConfig) -> bool:
     """Whether the best checkpoint is now selected by another metric or other weights than in the checkpoint."""
     return payload["config"].get("best_metric") != config.best_metric or bool(payload["ema"]) != bool(config.ema_decay)
@@ -201,23 +227,23 @@ def compare(
 
 
 def compare_data(
-    before: dict[str, Any], here: dict[str, Any], files: dict[str, Any], is_same_code: bool
+    before: dict[str, Any], here: dict[str, Any], files: dict[str, Any], is_same_code: bool, split: str = "training"
 ) -> tuple[str, bool]:
-    """What has changed in the training set, in one line or none, and whether it is another data set."""
+    """What has changed in a set, in one line or none, and whether it is another data set."""
     names = {kind: ", ".join(files.get(kind, [])) for kind in ("missing", "new", "resized")}
     if before["identity"] != here["identity"]:
-        text = "the training set differs from the checkpoint's (names, number or labels)"
+        text = f"the {split} set differs from the checkpoint's (names, number or labels)"
         text += f"; new: {names['new']}" if names["new"] else ""
         remedy = "put them back, or readable copies of other images under these names"
         return text + (f"; missing: {names['missing']}: {remedy}" if names["missing"] else ""), True
     if before["content"] != here["content"]:
-        text, (number, total) = "training files of another size than in the checkpoint", files.get("count", (0, 0))
+        text, (number, total) = f"{split} files of another size than in the checkpoint", files.get("count", (0, 0))
         if not number:
             return f"{text}, of unknown names: the run folder has no list of that time", False
         return f"{text}: {number:,} of {total:,} ({names['resized']})", number > max(1, MAX_OF_FILES * total)
     pairs = [pair for pair in zip(before["sketches"], here["sketches"], strict=False) if None not in pair]
     number = sum(not are_alike([one], [other]) for one, other in pairs)
-    text = f"training samples that differ from the checkpoint's: {number} of {len(pairs)} that are compared"
+    text = f"{split} samples that differ from the checkpoint's: {number} of {len(pairs)} that are compared"
     return text if number else "", is_same_code and number > MAX_OF_SAMPLES * len(pairs)
 
 

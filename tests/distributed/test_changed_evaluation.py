@@ -1,0 +1,77 @@
+"""What is evaluated is compared with what the checkpoint has seen, as a resume compares the training set."""
+
+import logging
+from unittest import mock
+
+import pytest
+import torch
+
+from config import UserError
+from ranks import run_ranks, slow
+from scripts import predict
+from tasks import TASKS
+from test_predict_and_export import run_main, tokens
+from training import train_flags
+
+FLAGS = "--dataset_size 40 --epochs 1 --no-use_amp".split()
+
+
+def changed(plain, split, share, attributes):
+    """create_dataset whose set of this split has other lines, a share of them; all sets have these attributes."""
+
+    def create(config, name):
+        data = plain(config, "val" if name == "predict" else name)
+        if data and name == split:
+            some = round(share * len(data))
+            data.lines[:some] = [(line + 1) % 16 for line in data.lines[:some]]
+        for key, value in attributes.items() if data else ():
+            setattr(data, key, value)
+        return data
+
+    return create
+
+
+def run_again(words, is_predicted, *changes):
+    """Evaluate or predict with changed data. Returns the error and what is logged about changes."""
+    said = []
+    logging.setLogRecordFactory(lambda *args, **more: said.append(logging.LogRecord(*args, **more)) or said[-1])
+    create = {"create_dataset": changed(TASKS["lines"]["create_dataset"], *changes)}
+    error = ""
+    with mock.patch.dict(TASKS["lines"], create):
+        try:
+            run_main(predict, "lines", tokens, words) if is_predicted else train_flags(words, task="lines")
+        except UserError as problem:
+            error = str(problem)
+    texts = [record.getMessage() for record in said]
+    return error, [text for text in texts if text.startswith("changed: ")]
+
+
+ALL = "{0} samples that differ from the checkpoint's: {1} of {1} that are compared"
+
+
+@pytest.mark.parametrize(
+    ("flags", "split", "share", "attributes", "error", "said"),
+    [
+        ([], "val", 1, {}, ALL.format("val", 7), None),
+        ([], "val", 0.25, {}, None, "val samples that differ from the checkpoint's: 2 of 7 that are compared"),
+        slow([], "train", 1, {}, None, None),
+        slow([], "val", 0, {"classes": ["a", "b"]}, "classes=['a', 'b']: the checkpoint has classes=[]", None),
+        slow([], "val", 0, {"mean": torch.ones(1)}, "mean=[1.0]: the checkpoint has mean=[]", None),
+        slow([], "val", 0, {"fingerprint": 5}, "the val set differs from the checkpoint's", None),
+        slow(["--data_dir", "elsewhere"], "val", 1, {}, None, ALL.format("val", 7)),
+        slow(["--split", "val"], "val", 1, {}, ALL.format("val", 7), None),
+        (["--split", "train"], "train", 1, {}, ALL.format("train", 40), None),
+        slow(["--split", "train", "--data_dir", "elsewhere"], "train", 1, {}, None, ALL.format("train", 40)),
+        slow(["--split", "val"], "train", 1, {}, None, None),
+        slow(["--split", "predict"], "predict", 1, {}, None, None),
+    ],
+)
+def test_other_data_than_the_checkpoints_is_an_error_or_said(runs, flags, split, share, attributes, error, said):
+    runs.train(1, "run", *FLAGS, task="lines")
+    is_predicted = "--split" in flags
+    words = runs.words("run", *FLAGS, "--eval_only", *flags)
+    if is_predicted:
+        words = [runs.checkpoints("run")[-1], "--out", runs.root / "out.pt", *flags]
+    for found, texts in run_ranks(2, run_again, words, is_predicted, split, share, attributes):
+        assert found.startswith(error) if error else not found, found
+        assert len(texts) == (said is not None) and all(text.startswith(f"changed: {said}") for text in texts)
