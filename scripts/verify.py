@@ -44,8 +44,9 @@ import model
 from ddp_utils import cleanup_distributed, setup_distributed
 from lib.verify.data_checks import content, order
 from lib.verify.fork import Broken, Fork
+from lib.verify.loss_checks import loss
 from lib.verify.memory import SHIPPED, mentioned_fields, note_reads
-from lib.verify.model_checks import evaluation, gradient, loss, parameters
+from lib.verify.model_checks import evaluation, gradient, parameters
 from lib.verify.run_checks import plain_load, reduction, resume, training, weights
 from lib.verify.schedule_check import schedule
 from lib.verify.values import first_three, one_line, plural

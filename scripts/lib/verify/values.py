@@ -14,6 +14,9 @@ import torch
 from torch import Tensor, nn
 
 TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes")  # of records; they differ between equal runs
+# relative: sums in another order; losses of a batch and its halves, for which layers may choose other kernels
+ROUNDING = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-11}
+ADDING = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-4, torch.float64: 1e-11}
 
 
 def scramble_global_rngs(number: int) -> None:
@@ -94,3 +97,7 @@ def shared_memory(net: nn.Module) -> str:
 
 def shown(value: Tensor) -> str:
     return f"{value.item():.6g}" if value.numel() == 1 else f"{value.double().sum().item():.6g} in total"
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).norm() / expected.norm().clamp(min=1e-30)).item()
