@@ -2,6 +2,7 @@
 validation samples that are trained on."""
 
 import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -348,3 +349,23 @@ def test_data_created_in_float32_are_compared_in_float32(monkeypatch):
         assert torch.get_default_dtype() == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("rows", "alone", "is_found"),
+    [
+        ([0, 3, 4, 9], 0, False),  # where the bag of each sample begins, for an EmbeddingBag
+        ([0, 1, 2, 3], 0, False),
+        ([0, 2, 1, 3], 0, True),
+        ([0, 1, 2, 3], 1, True),
+        ([0.0, 1.0, 2.0, 3.0], 0.0, True),
+        ([[0], [1], [2], [3]], [0], True),
+    ],
+)
+def test_positions_in_a_batch_are_no_values_of_a_sample(rows, alone, is_found):
+    subset, plan = SimpleNamespace(indices=[*range(4)]), [[0, 1, 2, 3]]
+    labels = torch.tensor([7, 5, 6, 4])
+    collated = {0: [labels, torch.tensor(rows)]}
+    each = {index: [labels[index : index + 1], torch.tensor([alone])] for index in range(4)}
+    with pytest.raises(data_checks.Broken, match="differs between a batch and alone") if is_found else nullcontext():
+        data_checks.check_rows(subset, plan, collated, each)
