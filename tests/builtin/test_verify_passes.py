@@ -109,7 +109,7 @@ Net.forward = forward
 DIVISION, SEED, AGAIN = "reads it; leave it out", "seeds it again", "drawn in the backward pass"
 WORLD = "(dist.get_world_size() if dist.is_initialized() else 1)"
 RANK = "int(os.environ.get('RANK', 0))"
-BROKEN = {  # code: the invariants that are broken on one rank, and what is said
+BROKEN = {  # code: the invariants that are broken on one rank, and the text
     "accumulation": (ACCUMULATED, "loss gradient", "changes with grad_accum_steps: the model or compute_loss"),
     "rate": (RATE, "gradient", "depends on the ranks or on grad_accum_steps"),
     "world size": (LOSS.replace("FACTOR", f"1 / {WORLD}"), "loss", "changes with the rank or the number of ranks"),

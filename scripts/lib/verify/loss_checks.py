@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import model as your_model
 from lib.verify.fork import ACCUMULATION, Broken, Fork, as_rank, perturbed
 from lib.verify.precision_checks import rounding
+from lib.verify.segments_check import check_segments
 from lib.verify.values import (
     ADDING,
     ROUNDING,
@@ -30,8 +31,9 @@ from lib.verify.values import (
     relative_error,
     scramble_global_rngs,
     shown,
+    sums,
+    sums_of,
 )
-from utils.metrics import Metrics, check_metrics
 from utils.training.seams import Seams
 
 INTENT = (
@@ -53,12 +55,14 @@ def loss(fork: Fork) -> str:
     noted = fork.on_all(lambda: check_passes(fork))  # first: numbers that are drawn again do not add up either
     is_declared = getattr(your_model, "depends_on_batch", False)
     adding = [check_repeated] if is_declared else [partial(check_adding, number=number) for number in range(3)]
-    *added, look, rounded = fork.divided([partial(check, fork) for check in (*adding, for_a_look, rounding)])
+    *added, separate, look, rounded = fork.divided(
+        [partial(check, fork) for check in (*adding, check_segments, for_a_look, rounding)]
+    )
     dtype = str(fork.loss_dtype).removeprefix("torch.")
     summed = "" if fork.loss_dtype is fork.dtype else f"; {dtype} occurs in the loss, which is allowed for"
     worst = "" if is_declared else f"{max(map(float, added)):.0e}"
     sound = f"sums and counts add up over samples, in training and evaluation (within {worst}{summed}); "
-    return (INTENT if is_declared else sound) + look + rounded + noted
+    return (INTENT if is_declared else sound) + look + rounded + separate + noted
 
 
 def check_adding(fork: Fork, number: int) -> str:
@@ -77,7 +81,7 @@ def check_adding(fork: Fork, number: int) -> str:
             batches[2], is_comparable = joined(*batches[:2]), True
     worst = 0.0
     for is_training in (False, True):
-        first, second, whole = (sums(fork, net, batch, is_training) for batch in batches)
+        first, second, whole = (sums(fork.seams, net, batch, is_training) for batch in batches)
         for name, value in whole.items():
             # a fork may compute in float32 on purpose
             tolerance = max(ADDING[fork.loss_dtype], ADDING.get(value.dtype, 0.0))
@@ -85,7 +89,7 @@ def check_adding(fork: Fork, number: int) -> str:
             error = relative_error(parts, value) if parts.any() or value.any() else 0.0
             is_mean = name.endswith("sum") and value.any() and relative_error(parts, 2 * value) <= 0.05
             if is_mean or (error > tolerance and is_comparable):
-                if not torch.equal(value, sums(fork, net, batches[2], is_training)[name].double()):
+                if not torch.equal(value, sums(fork.seams, net, batches[2], is_training)[name].double()):
                     continue  # it is random, which is another fault
                 raise Broken(
                     f"{name} is {shown(value)} for {2 * size} samples, {shown(parts)} for their halves together:"
@@ -105,7 +109,7 @@ def check_repeated(fork: Fork) -> str:
     if can_join(batches[:1], len(indices)):
         batches = [reduce(joined, count * batches[:1]) for count in counts]
     for is_training in (False, True):
-        found = [sums(fork, net, batch, is_training) for batch in batches]
+        found = [sums(fork.seams, net, batch, is_training) for batch in batches]
         for name in (name for name in found[0] if name.startswith("loss") and name.endswith("sum")):
             one, two, four = (each[name].double() for each in found)
             least = 1.5 * (two - one).norm() + ADDING[fork.loss_dtype] * four.norm()
@@ -280,24 +284,3 @@ def for_a_look(fork: Fork) -> str:
         mean = torch.where(counted == 0, 0.0, total / counted).sum().item()
         parts.append(f"{kind} loss {mean:.6g}, counts per sample: {', '.join(counts)}")
     return "please check: with the same weights and batch, " + "; ".join(parts)
-
-
-def sums(fork: Fork, net: nn.Module, batch: Any, is_training: bool) -> dict[str, Tensor]:
-    """All sums and counts of a micro-batch, as in training or evaluation, but without dropout and batch statistics."""
-    net.eval()
-    net.training = is_training
-    with torch.set_grad_enabled(is_training):
-        return sums_of(fork.seams, fork.seams.compute_loss(net, batch), batch)
-
-
-def sums_of(seams: Seams, metrics: Metrics, batch: Any) -> dict[str, Tensor]:
-    """In their dtypes, flat, on the CPU. Raises UserError if loss_counts lies."""
-    metrics, terms = check_metrics(metrics), {}
-    if seams.terms:
-        total, count, means = metrics["loss"]
-        terms = {f"loss/{name}": (total[k], count[k]) for k, name in enumerate(means.names)}
-        if torch.is_grad_enabled():  # an evaluation may count otherwise
-            seams.terms.check(seams.terms.counts(batch), count)
-    named = (terms | metrics).items()  # a term first, which may be a mean while the others are sums
-    parts = {f"{name}'s {part}": entry[k] for name, entry in named for k, part in enumerate(("sum", "count"))}
-    return {name: torch.as_tensor(value).detach().cpu().flatten() for name, value in parts.items()}
