@@ -26,6 +26,7 @@ if __name__ == "__main__":
     check_command_line()  # before torch is imported, which takes seconds
 
 import functools
+import gc
 import io
 import logging
 import os
@@ -36,6 +37,7 @@ from dataclasses import replace
 from typing import TextIO
 from unittest import mock
 
+import torch._dynamo  # noqa: F401  (the first optimizer imports it, after gc.freeze)
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import dataset
@@ -102,6 +104,7 @@ def prepare(config: TrainingConfig) -> Fork:
     """Load the data on all ranks. Raises UserError."""
     config = replace(config, resume_from="", mirror="", overwrite=False, eval_only=False, compile="off")
     ddp_utils.choose_kernels = functools.partial(choose_kernels, has_tf32=False)  # for the short runs too
+    gc.freeze()  # each short run begins with a collection, which need not look at what is imported
     ctx = setup_distributed(config)
     sys.stdout = Once(OUT if ctx.is_main else None)
     with (
