@@ -26,6 +26,7 @@ if __name__ == "__main__":
     check_command_line()  # before torch is imported, which takes seconds
 
 import functools
+import gc
 import io
 import logging
 import os
@@ -36,6 +37,7 @@ from dataclasses import replace
 from typing import TextIO
 from unittest import mock
 
+import torch._dynamo  # noqa: F401  (the first optimizer imports it, after gc.freeze)
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import dataset
@@ -44,8 +46,9 @@ import model
 from ddp_utils import cleanup_distributed, setup_distributed
 from lib.verify.data_checks import content, order
 from lib.verify.fork import Broken, Fork
+from lib.verify.loss_checks import loss
 from lib.verify.memory import SHIPPED, mentioned_fields, note_reads
-from lib.verify.model_checks import evaluation, gradient, loss, parameters
+from lib.verify.model_checks import evaluation, gradient, parameters
 from lib.verify.run_checks import plain_load, reduction, resume, training, weights
 from lib.verify.schedule_check import schedule
 from lib.verify.values import first_three, one_line, plural
@@ -101,6 +104,7 @@ def prepare(config: TrainingConfig) -> Fork:
     """Load the data on all ranks. Raises UserError."""
     config = replace(config, resume_from="", mirror="", overwrite=False, eval_only=False, compile="off")
     ddp_utils.choose_kernels = functools.partial(choose_kernels, has_tf32=False)  # for the short runs too
+    gc.freeze()  # each short run begins with a collection, which need not look at what is imported
     ctx = setup_distributed(config)
     sys.stdout = Once(OUT if ctx.is_main else None)
     with (

@@ -140,7 +140,7 @@ def tensors(batch: object) -> list[Tensor]:
 
 def check_rows(subset: Subset, plan: list[list[int]], collated: Rows, alone: Rows) -> None:
     """Raises Broken if a row of a collated batch is missing, or differs from the sample collated alone. Ignores
-    padding, and batches that do not have one row per sample."""
+    padding, positions in the batch, and batches that do not have one row per sample."""
     wanted = [len(indices) for indices in plan]
     for place in range(len(alone[0])):
         rows = [len(collated[number][place]) for number in range(len(plan))]
@@ -148,9 +148,12 @@ def check_rows(subset: Subset, plan: list[list[int]], collated: Rows, alone: Row
             raise Broken(f"batches of {wanted} samples have {rows} rows: collate drops samples; keep all of them")
         if rows != wanted or any(len(found[place]) != 1 for found in alone.values()):
             return
+    positions = {place for place in range(len(alone[0])) if are_positions(place, collated, alone)}
     for number, indices in enumerate(plan):
         for row, index in enumerate(indices):
-            for many, one in zip(collated[number], alone[index], strict=True):
+            for place, (many, one) in enumerate(zip(collated[number], alone[index], strict=True)):
+                if place in positions:
+                    continue
                 common = tuple(slice(min(sizes)) for sizes in zip(one[0].shape, many[row].shape, strict=True))
                 if digest(one[0][common]) != digest(many[row][common]):
                     raise Broken(
@@ -158,6 +161,13 @@ def check_rows(subset: Subset, plan: list[list[int]], collated: Rows, alone: Row
                         " draws, or collate draws, replaces or mixes samples; return one row per sample, in order, and"
                         " mix them (MixUp, CutMix) in device_transform, see docs/configuration.md"
                     )
+
+
+def are_positions(place: int, collated: Rows, alone: Rows) -> bool:
+    """Whether this tensor says where each sample begins in its batch, as the offsets of an EmbeddingBag do."""
+    is_counted = all((found[place].ndim, found[place].is_floating_point()) == (1, False) for found in collated.values())
+    is_zero_alone = not any(found[place].any() for found in alone.values())
+    return is_counted and is_zero_alone and all((found[place].diff() >= 0).all() for found in collated.values())
 
 
 def transforms(fork: Fork) -> str:

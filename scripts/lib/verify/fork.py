@@ -94,6 +94,7 @@ class Fork:
     dtype: torch.dtype = torch.float32  # of the computations
     loss_dtype: torch.dtype = torch.float32  # of the loss, or of what is in it: float32 in a fork with logits.float()
     trainings: dict[str, train.Training] = field(default_factory=dict)  # of the short runs that completed
+    first_pass: Any = None  # a Pass of loss_checks.py
     sharded_loss: float = 0.0  # with sharding: of `sample_loss` after the run "whole"
     # what the data sets and the fork's modules hold at the start, and what a short run remembers after each epoch
     start: memory.Memory = field(init=False)
@@ -273,6 +274,12 @@ class Fork:
 
         return on_all_ranks(explained, self.ctx)
 
+    def divided(self, actions: list[Callable[[], str]]) -> list[str]:
+        """Run each action on one rank. Returns their results on every rank; if one fails, all raise UserError."""
+        rank, ranks = self.ctx.rank, self.ctx.world_size
+        each = all_gather_json(self.on_all(lambda: [action() for action in actions[rank::ranks]]), self.ctx)
+        return [each[number % ranks][number // ranks] for number in range(len(actions))]
+
     def on_rank_0(self, action: Callable[[], str]) -> str:
         """Run `action` on rank 0; the other ranks return "". If it fails, all raise UserError."""
         return self.on_all(lambda: action() if self.ctx.is_main else "")
@@ -349,10 +356,11 @@ def single_environment() -> dict[str, str]:
 
 
 @contextmanager
-def as_single_process() -> Iterator[None]:
-    """Hide the other ranks: code that asks for the rank or the world size sees a single process."""
-    with (
-        mock.patch.dict(os.environ, single_environment(), clear=True),
-        mock.patch.multiple(dist, is_initialized=lambda: False, get_rank=lambda *_: 0, get_world_size=lambda *_: 1),
-    ):
+def as_rank(rank: int = 0, ranks: int = 1) -> Iterator[None]:
+    """Code that asks for the rank or the number of ranks sees these. By default it sees a single process."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    seen = single_environment() | {name: str(value) for name, value in names.items() if ranks > 1}
+    asked = {"is_initialized": ranks > 1, "get_rank": rank, "get_world_size": ranks}
+    answers: Any = {name: lambda *_, value=value, **__: value for name, value in asked.items()}
+    with mock.patch.dict(os.environ, seen, clear=True), mock.patch.multiple(dist, **answers):
         yield

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 from unittest import mock
 
 import torch
@@ -22,115 +20,15 @@ from lib.verify.fork import (
     PlainProgress,
     Subset,
     Update,
-    as_single_process,
-    perturbed,
+    as_rank,
     record_updates,
 )
-from lib.verify.precision_checks import rounding
-from lib.verify.values import can_join, digest, first_three, joined, scramble_global_rngs, shared_memory, shown
+from lib.verify.loss_checks import check_recomputation
+from lib.verify.values import ROUNDING, digest, first_three, relative_error, scramble_global_rngs, shared_memory
 from train import Training
 from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json
-from utils.metrics import check_metrics
 from utils.training.optimizer import checked_groups
-
-# relative: sums in another order; losses of a batch and its halves, for which layers may choose other kernels
-ROUNDING = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-11}
-ADDING = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-4, torch.float64: 1e-11}
-
-
-CONTRASTIVE = (
-    "please check: the loss of a sample depends on the other samples of its micro-batch, as a contrastive loss does by"
-    " intent; it is the same on any number of ranks and after a resume, since micro-batches are, but not with another"
-    " --batch_size; "
-)
-
-
-def loss(fork: Fork) -> str:
-    """compute_loss returns sums and counts: those of a batch equal the totals over its parts, for several weights."""
-
-    def check() -> str:
-        subset = fork.small_train_set()
-        size, loader = min(fork.small_config.batch_size, len(subset) // 2), fork.loader(subset)
-        if not size:
-            return "one sample cannot be split"
-        worst = 0.0
-        for number in range(3):  # other weights, and another pair of batches if there are enough samples
-            begin = min(number * size, len(subset) - 2 * size)
-            net, middle, end = perturbed(fork.new_model(), number), begin + size, begin + 2 * size
-            batches = [
-                loader.fetch([*part])[2] for part in (range(begin, middle), range(middle, end), range(begin, end))
-            ]
-            is_comparable = not hasattr(fork.train_set, "device_transform")  # which may mix the samples of a batch
-            if can_join(batches[:2], size):
-                with suppress(RuntimeError):  # shapes differ
-                    batches[2], is_comparable = joined(*batches[:2]), True
-            for is_training in (False, True):
-                net.eval()
-                net.training = is_training  # compute_loss as in training, but no dropout and no batch statistics
-                with torch.set_grad_enabled(is_training):
-                    first, second, whole, again = (sums(fork, net, each) for each in (*batches, batches[2]))
-                for name, value in whole.items():
-                    # a fork may compute in float32 on purpose
-                    tolerance = max(ADDING[fork.loss_dtype], ADDING.get(value.dtype, 0.0))
-                    value, parts = value.double(), first[name].double() + second[name].double()
-                    error = relative_error(parts, value) if parts.any() or value.any() else 0.0
-                    is_mean = name.endswith("sum") and value.any() and relative_error(parts, 2 * value) <= 0.05
-                    is_repeated = torch.equal(value, again[name].double())  # else it is random, which is another fault
-                    if is_repeated and (is_mean or (error > tolerance and is_comparable)):
-                        if not is_mean and depends_on_others(fork, net, size):
-                            return CONTRASTIVE
-                        kind = "a mean instead of a sum" if is_mean else "it does not add up over samples"
-                        raise Broken(
-                            f"{name} is {shown(value)} for {2 * size} samples, {shown(parts)} for their halves"
-                            f" together: {kind}; let compute_loss return sums over the micro-batch, and their counts"
-                        )
-                    worst = max(worst, error if is_comparable else 0.0)
-        dtype = str(fork.loss_dtype).removeprefix("torch.")
-        summed = "" if fork.loss_dtype is fork.dtype else f"; {dtype} occurs in the loss, which is allowed for"
-        return f"sums and counts add up over samples, in training and evaluation (within {worst:.0e}{summed}); "
-
-    return fork.on_all(check) + fork.on_all(lambda: for_a_look(fork)) + fork.on_rank_0(lambda: rounding(fork))
-
-
-def depends_on_others(fork: Fork, net: nn.Module, size: int) -> bool:
-    """Whether the loss of a sample depends on the others in its micro-batch. That of a mean, or with a penalty for each
-    micro-batch, does not: either the effect of other samples adds up, or a batch counts twice that is repeated."""
-    subset = fork.small_train_set()
-    loader = fork.loader(subset)
-    if len(subset) < 4 * size:
-        return False
-
-    def loss_of(*groups: int) -> float:
-        rows = [[*range(group * size, (group + 1) * size)] for group in groups]
-        batches = [loader.fetch(each)[2] for each in rows]
-        is_joined = len(batches) > 1 and can_join(batches, size)
-        batch = joined(*batches) if is_joined else loader.fetch([*chain(*rows)])[2]
-        return sums(fork, net, batch)["loss's sum"].double().sum().item()
-
-    with suppress(RuntimeError):  # shapes differ
-        repeated, once, usual = loss_of(0, 0), loss_of(0), loss_of(0, 1)
-        mixed = usual - loss_of(0, 2) - loss_of(3, 1) + loss_of(3, 2)
-        least = 10 * ADDING[fork.loss_dtype] * abs(usual)
-        is_mean = abs(usual) < 1.75 * abs(once)
-        return not is_mean and abs(mixed) > least and abs(repeated - 2 * once) > least
-    return False
-
-
-def for_a_look(fork: Fork) -> str:
-    """Values that are consistent, but that only a person can judge."""
-    subset = fork.small_train_set()
-    count = min(fork.small_config.batch_size, len(subset))
-    batch, net, parts = fork.loader(subset).fetch([*range(count)])[2], fork.new_model(), []
-    for kind, is_training in (("training", True), ("evaluation", False)):
-        net.train(is_training)
-        with torch.set_grad_enabled(is_training):
-            metrics = fork.seams.compute_loss(net, batch)
-        counts = [f"{name} {shown(torch.as_tensor(entry[1]) / count)}" for name, entry in metrics.items()]
-        total, counted = map(torch.as_tensor, metrics["loss"][:2])
-        mean = torch.where(counted == 0, 0.0, total / counted).sum().item()
-        parts.append(f"{kind} loss {mean:.6g}, counts per sample: {', '.join(counts)}")
-    return "please check: with the same weights and batch, " + "; ".join(parts)
 
 
 def parameters(fork: Fork) -> str:
@@ -228,6 +126,7 @@ def gradient(fork: Fork) -> str:
         for update in ours:
             update.gather(training.state)
 
+    noted = fork.on_rank_0(lambda: check_recomputation(fork))
     ours: list[Update] = []
     with record_updates(ours):
         fork.short_run("gradient", at_end=gather, eval_every=0, eval_every_steps=0, **plain_settings)
@@ -239,11 +138,12 @@ def gradient(fork: Fork) -> str:
         plain.device_transform = lambda batch, seed, epoch, indices: transform(
             to_device(batch, device), seed, epoch, indices.to(device)
         )
-        config = replace(fork.small_config, **plain_settings)
+        # the result must not depend on how the same micro-batches are divided
+        config = replace(fork.small_config, **plain_settings, grad_accum_steps=ACCUMULATION + 1)
         one_dataset = mock.patch.object(plain_loop, "create_dataset", lambda *_: plain)
         same_progress = mock.patch.object(plain_loop, "Progress", PlainProgress)
         theirs: list[Update] = []
-        with one_dataset, same_progress, record_updates(theirs), as_single_process():
+        with one_dataset, same_progress, record_updates(theirs), as_rank():
             scramble_global_rngs(noise)
             *_, (net, *_) = plain_loop.plain_loop(config, ACCUMULATION * fork.ctx.world_size, device)
         return theirs, net
@@ -258,7 +158,7 @@ def gradient(fork: Fork) -> str:
 
         rounding = ROUNDING[fork.loss_dtype]
         found = compare_updates(ours, our_model, theirs, net, rounding, repeats)
-        return found + compare_buffers(our_model, net, rounding)
+        return found + compare_buffers(our_model, net, rounding) + noted
 
     return fork.on_rank_0(check)
 
@@ -286,7 +186,8 @@ def compare_updates(
         if len(mine.settings) != len(plain.settings) or not all(math.isclose(*pair, rel_tol=1e-9) for pair in pairs):
             raise Broken(
                 f"step {step}: learning rate and weight decay are {mine.settings}, in the plain loop {plain.settings}:"
-                " param_groups or the schedule depends on the ranks; make them functions of config and step"
+                " param_groups or the schedule depends on the ranks or on grad_accum_steps; make them functions of the"
+                " other fields and of the step"
             )
         used = [
             {name for name, p in model.named_parameters() if p in update.gradients}
@@ -337,20 +238,3 @@ def flat_gradient(update: Update, model: nn.Module) -> Tensor:
     return torch.cat(
         [update.gradients[p].double().flatten().cpu() for p in model.parameters() if p in update.gradients]
     )
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return ((found - expected).norm() / expected.norm().clamp(min=1e-30)).item()
-
-
-def sums(fork: Fork, net: nn.Module, batch: Any) -> dict[str, Tensor]:
-    """All sums and counts of a micro-batch: in their dtypes, flat, on the CPU. Raises UserError if loss_counts lies."""
-    metrics, terms = check_metrics(fork.seams.compute_loss(net, batch)), {}
-    if fork.seams.terms:
-        total, count, means = metrics["loss"]
-        terms = {f"loss/{name}": (total[k], count[k]) for k, name in enumerate(means.names)}
-        if torch.is_grad_enabled():  # an evaluation may count otherwise
-            fork.seams.terms.check(fork.seams.terms.counts(batch), count)
-    named = (terms | metrics).items()  # a term first, which may be a mean while the others are sums
-    parts = {f"{name}'s {part}": entry[k] for name, entry in named for k, part in enumerate(("sum", "count"))}
-    return {name: torch.as_tensor(value).detach().cpu().flatten() for name, value in parts.items()}

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from config import TrainingConfig
-from lib.verify.fork import ACCUMULATION, Broken, Fork, as_single_process
+from lib.verify.fork import ACCUMULATION, Broken, Fork, as_rank
 from lib.verify.memory import forgotten
-from lib.verify.model_checks import ROUNDING
-from lib.verify.values import TIMES, digest, first_three, leaves, plural
+from lib.verify.values import ROUNDING, TIMES, digest, first_three, leaves, plural
 from train import Training
 from utils.checkpoint import format as checkpoint
 from utils.distributed.collectives import all_gather_json
@@ -137,7 +136,7 @@ def plain_load(fork: Fork) -> str:
     def check() -> str:
         has_shards = path.is_dir()  # its kernels ran on the device, in another memory format
         device = fork.ctx.device if has_shards else torch.device("cpu")
-        with as_single_process():
+        with as_rank():
             expected = fork.sharded_loss if has_shards else fork.sample_loss(whole.state.model.cpu(), device)
             saved = checkpoint.read(path)[0] if has_shards else torch.load(path, map_location="cpu", weights_only=True)
             torch.manual_seed(fork.config.seed)

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lib.verify.fork import Broken, Fork, as_single_process, single_environment
+from lib.verify.fork import Broken, Fork, as_rank, single_environment
 from lib.verify.values import scramble_global_rngs
 from utils.distributed.collectives import all_gather_json
 from utils.training import optimizer
@@ -39,7 +39,7 @@ def schedule(fork: Fork) -> str:
         )
         for factor in factors:
             factors_of(groups, factor.get("", factor))
-        with as_single_process():
+        with as_rank():
             alone = ask()
         if factors != ask() or factors != alone:
             raise Broken(

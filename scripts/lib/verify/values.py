@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from utils.metrics import Metrics, check_metrics
+from utils.training.seams import Seams
+
 TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes")  # of records; they differ between equal runs
+# relative: sums in another order; losses of a batch and its halves, for which layers may choose other kernels
+ROUNDING = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-11}
+ADDING = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-4, torch.float64: 1e-11}
 
 
 def scramble_global_rngs(number: int) -> None:
@@ -94,3 +100,28 @@ def shared_memory(net: nn.Module) -> str:
 
 def shown(value: Tensor) -> str:
     return f"{value.item():.6g}" if value.numel() == 1 else f"{value.double().sum().item():.6g} in total"
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+
+
+def sums(seams: Seams, net: nn.Module, batch: Any, is_training: bool) -> dict[str, Tensor]:
+    """All sums and counts of a micro-batch, as in training or evaluation, but without dropout and batch statistics."""
+    net.eval()
+    net.training = is_training
+    with torch.set_grad_enabled(is_training):
+        return sums_of(seams, seams.compute_loss(net, batch), batch)
+
+
+def sums_of(seams: Seams, metrics: Metrics, batch: Any) -> dict[str, Tensor]:
+    """In their dtypes, flat, on the CPU. Raises UserError if loss_counts lies."""
+    metrics, terms = check_metrics(metrics), {}
+    if seams.terms:
+        total, count, means = metrics["loss"]
+        terms = {f"loss/{name}": (total[k], count[k]) for k, name in enumerate(means.names)}
+        if torch.is_grad_enabled():  # an evaluation may count otherwise
+            seams.terms.check(seams.terms.counts(batch), count)
+    named = (terms | metrics).items()  # a term first, which may be a mean while the others are sums
+    parts = {f"{name}'s {part}": entry[k] for name, entry in named for k, part in enumerate(("sum", "count"))}
+    return {name: torch.as_tensor(value).detach().cpu().flatten() for name, value in parts.items()}

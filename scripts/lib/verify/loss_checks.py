@@ -1,0 +1,286 @@
+"""Checks of the loss: sums that add up, and a micro-batch whose loss depends on nothing but itself and the weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial, reduce
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import model as your_model
+from lib.verify.fork import ACCUMULATION, Broken, Fork, as_rank, perturbed
+from lib.verify.precision_checks import rounding
+from lib.verify.segments_check import check_segments
+from lib.verify.values import (
+    ADDING,
+    ROUNDING,
+    can_join,
+    digest,
+    joined,
+    one_line,
+    relative_error,
+    scramble_global_rngs,
+    shown,
+    sums,
+    sums_of,
+)
+from utils.training.seams import Seams
+
+INTENT = (
+    "please check: depends_on_batch is declared: the loss of a sample may depend on the others in its micro-batch; it"
+    " is the same on any number of ranks and after a resume, but not with another --batch_size; "
+)
+IS_MEAN = "a mean instead of a sum; let compute_loss return sums over the micro-batch, and their counts"
+DOES_NOT_ADD_UP = (
+    "it does not add up over samples; let compute_loss return sums over the micro-batch, and their counts, or, if the"
+    " loss of a sample depends on the others in its micro-batch by intent, as a contrastive loss does, declare"
+    " depends_on_batch = True in model.py"
+)
+MORE_RANKS = 4  # that a process pretends to be one of
+
+
+def loss(fork: Fork) -> str:
+    """compute_loss returns sums and counts: those of a batch equal the totals over its parts, for several weights. They
+    depend on the weights and the batch, not on how the work is divided, and no generator is seeded again."""
+    noted = fork.on_all(lambda: check_passes(fork))  # first: numbers that are drawn again do not add up either
+    is_declared = getattr(your_model, "depends_on_batch", False)
+    adding = [check_repeated] if is_declared else [partial(check_adding, number=number) for number in range(3)]
+    *added, separate, look, rounded = fork.divided(
+        [partial(check, fork) for check in (*adding, check_segments, for_a_look, rounding)]
+    )
+    dtype = str(fork.loss_dtype).removeprefix("torch.")
+    summed = "" if fork.loss_dtype is fork.dtype else f"; {dtype} occurs in the loss, which is allowed for"
+    worst = "" if is_declared else f"{max(map(float, added)):.0e}"
+    sound = f"sums and counts add up over samples, in training and evaluation (within {worst}{summed}); "
+    return (INTENT if is_declared else sound) + look + rounded + separate + noted
+
+
+def check_adding(fork: Fork, number: int) -> str:
+    """Raises Broken if the sums of a batch are not the totals over its halves. number: of weights, and of a pair of
+    halves if there are enough samples."""
+    subset = fork.small_train_set()
+    size, loader = min(fork.small_config.batch_size, len(subset) // 2), fork.loader(subset)
+    if not size:  # one sample cannot be split
+        return "0"
+    begin = min(number * size, len(subset) - 2 * size)
+    net, middle, end = perturbed(fork.new_model(), number), begin + size, begin + 2 * size
+    batches = [loader.fetch([*part])[2] for part in (range(begin, middle), range(middle, end), range(begin, end))]
+    is_comparable = not hasattr(fork.train_set, "device_transform")  # which may mix the samples of a batch
+    if can_join(batches[:2], size):
+        with suppress(RuntimeError):  # shapes differ
+            batches[2], is_comparable = joined(*batches[:2]), True
+    worst = 0.0
+    for is_training in (False, True):
+        first, second, whole = (sums(fork.seams, net, batch, is_training) for batch in batches)
+        for name, value in whole.items():
+            # a fork may compute in float32 on purpose
+            tolerance = max(ADDING[fork.loss_dtype], ADDING.get(value.dtype, 0.0))
+            value, parts = value.double(), first[name].double() + second[name].double()
+            error = relative_error(parts, value) if parts.any() or value.any() else 0.0
+            is_mean = name.endswith("sum") and value.any() and relative_error(parts, 2 * value) <= 0.05
+            if is_mean or (error > tolerance and is_comparable):
+                if not torch.equal(value, sums(fork.seams, net, batches[2], is_training)[name].double()):
+                    continue  # it is random, which is another fault
+                raise Broken(
+                    f"{name} is {shown(value)} for {2 * size} samples, {shown(parts)} for their halves together:"
+                    f" {IS_MEAN if is_mean else DOES_NOT_ADD_UP}"
+                )
+            worst = max(worst, error if is_comparable else 0.0)
+    return str(worst)
+
+
+def check_repeated(fork: Fork) -> str:
+    """For a loss that declares depends_on_batch. Raises Broken if it is a mean: when a batch holds each sample once,
+    twice and four times, a sum grows by twice as much at the second doubling, also where a sample gets a larger loss
+    beside more others; a mean does not."""
+    subset, net, counts = fork.small_train_set(), fork.new_model(), (1, 2, 4)
+    indices, loader = [*range(min(fork.small_config.batch_size, len(subset)))], fork.loader(subset)
+    batches = [loader.fetch(count * indices)[2] for count in counts]
+    if can_join(batches[:1], len(indices)):
+        batches = [reduce(joined, count * batches[:1]) for count in counts]
+    for is_training in (False, True):
+        found = [sums(fork.seams, net, batch, is_training) for batch in batches]
+        for name in (name for name in found[0] if name.startswith("loss") and name.endswith("sum")):
+            one, two, four = (each[name].double() for each in found)
+            least = 1.5 * (two - one).norm() + ADDING[fork.loss_dtype] * four.norm()
+            if four.any() and (four - two).norm() <= least:
+                seen = f"{name} of {len(indices)} samples is {shown(one)}, {shown(two)} if each is in the batch twice"
+                raise Broken(f"{seen}, {shown(four)} if it is there four times: {IS_MEAN}")
+    return ""
+
+
+@dataclass
+class Pass:
+    """What a pass over a micro-batch gave."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)  # and counts, and "the gradient"
+    after_forward: dict[str, str] = field(default_factory=dict)  # states of the global generators
+    after_backward: dict[str, str] = field(default_factory=dict)
+    recomputes: bool = False  # whether the backward pass ran forward passes
+
+
+def one_pass(
+    fork: Fork,
+    is_training: bool = True,
+    seed: int = 1,
+    backward_seed: int | None = 0,
+    ranks: int = 1,
+    accumulation: int = ACCUMULATION,
+) -> Pass:
+    """A pass over the first samples, with a new model and a new copy of the fork's module.
+
+    Args:
+        seed: of the global generators.
+        backward_seed: seeds the global generators between the forward and the backward pass; 0: they are not seeded,
+            None: no backward pass.
+        ranks, accumulation: what the fork sees as the number of ranks and as grad_accum_steps.
+    """
+    config, found, mode = replace(fork.small_config, grad_accum_steps=accumulation), Pass(), Recomputing()
+    subset = fork.small_train_set()
+    batch = fork.loader(subset).fetch([*range(min(2, fork.small_config.batch_size, len(subset)))])[2]
+    with fresh_seams(fork, ranks) as seams:
+        torch.manual_seed(config.seed)
+        with as_rank(0, ranks):  # with weights from a file, other ranks may get them from rank 0
+            net = seams.create_model(config, fork.ctx.device).train(is_training)
+        for module in net.modules():  # a single process has nothing to synchronize
+            module.training &= not isinstance(module, nn.SyncBatchNorm)
+        scramble_global_rngs(seed)
+        with as_rank(ranks - 1, ranks), torch.set_grad_enabled(is_training):
+            metrics = seams.compute_loss(net, batch)
+            found.sums, found.after_forward = sums_of(seams, metrics, batch), generators()
+            if is_training and backward_seed is not None:
+                if backward_seed:
+                    scramble_global_rngs(backward_seed)
+                total = metrics["loss"][0].sum()
+                one = torch.ones_like(total)  # which backward() would create within the mode
+                with mode, mode.modules():
+                    total.backward(one)
+                found.after_backward, found.recomputes = generators(), mode.is_found
+                gradients = [p.grad for p in net.parameters() if p.grad is not None]
+                found.sums["the gradient"] = torch.cat([each.detach().flatten().cpu() for each in gradients])
+    return found
+
+
+class Recomputing(TorchDispatchMode):
+    """Notes whether modules run, or operators whose gradients are recorded: in a backward pass, a recomputation."""
+
+    is_found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.is_found |= torch.is_grad_enabled()
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def modules(self) -> Iterator[None]:
+        def note(*_: Any) -> None:
+            self.is_found = True
+
+        handle = register_module_forward_pre_hook(note)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+@contextmanager
+def fresh_seams(fork: Fork, ranks: int) -> Iterator[Seams]:
+    """The functions of a new copy of model.py: it may read the number of ranks when it is imported."""
+    spec: Any = importlib.util.spec_from_file_location(your_model.__name__, str(your_model.__file__))
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.dict(sys.modules, {your_model.__name__: module}), as_rank(ranks - 1, ranks):
+        try:
+            spec.loader.exec_module(module)
+        except Exception:  # some names can be registered only once
+            module = your_model
+        yield Seams.of(module, fork.ctx.device)
+
+
+def generators() -> dict[str, str]:
+    """Digests of the states of the global generators, by name."""
+    states = {"torch's": [torch.get_rng_state()], "Python's": repr(random.getstate())}
+    if torch.cuda.is_initialized():
+        states["torch's on CUDA"] = [torch.cuda.get_rng_state()]
+    if "numpy" in sys.modules:
+        states["numpy's"] = repr(sys.modules["numpy"].random.get_state(legacy=False)["state"])
+    return {name: digest(state) for name, state in states.items()}
+
+
+def check_passes(fork: Fork) -> str:
+    """Raises Broken if a pass depends on grad_accum_steps or the ranks, or seeds a global generator. Call on all ranks,
+    since a loss may sum over them."""
+    fork.first_pass, evaluated = one_pass(fork), one_pass(fork, is_training=False)
+    check_generators("forward", fork.first_pass.after_forward, one_pass(fork, seed=2, backward_seed=None).after_forward)
+    check_generators("forward", evaluated.after_forward, one_pass(fork, is_training=False, seed=2).after_forward)
+    for is_training, first in ((True, fork.first_pass), (False, evaluated)):
+        again = partial(one_pass, fork, is_training)
+        try:
+            found = again(ranks=MORE_RANKS, accumulation=ACCUMULATION + 1)
+        except Exception as error:
+            return f"; please check: fails as one of {MORE_RANKS} ranks, so not compared: {one_line(error)}"
+        if (wrong := differing(fork, first, found)) and not differing(fork, first, again()):
+            is_accumulation = differing(fork, first, again(accumulation=ACCUMULATION + 1))
+            which = "grad_accum_steps" if is_accumulation else "the rank or the number of ranks"
+            raise Broken(
+                f"{wrong} of a micro-batch changes with {which}: the model or compute_loss reads it; leave it out,"
+                " since the template divides by the count over all ranks and micro-batches"
+            )
+    return ""
+
+
+def check_generators(place: str, first: dict[str, str], second: dict[str, str]) -> None:
+    """Raises Broken if a generator has the same state after two passes that began with different states."""
+    if same := [name for name in first if first[name] == second[name]]:
+        raise Broken(
+            f"{same[0]} global generator has the same state after a {place} pass, whatever its seed was: the model or"
+            " compute_loss seeds it again, so that each step draws the same numbers; draw from a torch.Generator of"
+            " your own, or seed within torch.random.fork_rng()"
+        )
+
+
+def check_recomputation(fork: Fork) -> str:
+    """Raises Broken if the backward pass draws random numbers to compute the forward pass once more."""
+    first, scrambled = fork.first_pass or one_pass(fork), one_pass(fork, backward_seed=3)
+    check_generators("backward", first.after_backward, scrambled.after_backward)
+    if not differing(fork, first, scrambled) or differing(fork, first, one_pass(fork)):
+        return ""
+    if not scrambled.recomputes:
+        return "; please check: the gradient depends on random numbers that the backward pass draws"
+    raise Broken(
+        "the gradient of a micro-batch depends on random numbers drawn in the backward pass: layers are computed again"
+        " there with other numbers than in the forward pass, such as another dropout mask; restore the state of the"
+        " generators, as torch.utils.checkpoint does with preserve_rng_state=True"
+    )
+
+
+def differing(fork: Fork, a: Pass, b: Pass) -> str:
+    """The name of a sum, a count or the gradient that differs by more than rounding; "" if none does."""
+    pairs = {name: (a.sums[name].double(), b.sums[name].double()) for name in a.sums.keys() & b.sums}
+    limit = ROUNDING[fork.loss_dtype]
+    wrong = [name for name, (x, y) in pairs.items() if not torch.equal(x, y) and not relative_error(x, y) <= limit]
+    return min(wrong, default="")
+
+
+def for_a_look(fork: Fork) -> str:
+    """Values that are consistent, but that only a person can judge."""
+    subset = fork.small_train_set()
+    count = min(fork.small_config.batch_size, len(subset))
+    batch, net, parts = fork.loader(subset).fetch([*range(count)])[2], fork.new_model(), []
+    for kind, is_training in (("training", True), ("evaluation", False)):
+        net.train(is_training)
+        with torch.set_grad_enabled(is_training):
+            metrics = fork.seams.compute_loss(net, batch)
+        counts = [f"{name} {shown(torch.as_tensor(entry[1]) / count)}" for name, entry in metrics.items()]
+        total, counted = map(torch.as_tensor, metrics["loss"][:2])
+        mean = torch.where(counted == 0, 0.0, total / counted).sum().item()
+        parts.append(f"{kind} loss {mean:.6g}, counts per sample: {', '.join(counts)}")
+    return "please check: with the same weights and batch, " + "; ".join(parts)

@@ -1,0 +1,77 @@
+"""Check of packed sequences: tokens of one document have no effect on the loss of another in the same row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import model as your_model
+from lib.verify.fork import Broken, Fork, perturbed
+from lib.verify.values import ROUNDING, sums
+from utils.batch import map_tensors
+
+ROWS = 8  # of the batch that is changed
+
+
+def check_segments(fork: Fork) -> str:
+    """Raises Broken if the effects of two documents on the loss do not add up: one attends to the other.
+
+    Only if model.py has segments(batch): the number of the document that each token is of, int [B, T], or less than 0.
+    """
+    if not hasattr(your_model, "segments"):
+        return ""
+    subset = fork.small_train_set()
+    batch = fork.loader(subset).fetch([*range(min(ROWS, len(subset)))])[2]
+    ids = your_model.segments(batch)
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
+        raise Broken("model.segments: gives no document number for each token; return an int tensor [B, T]")
+    net, inside = perturbed(fork.new_model(), 1), interior(ids)
+    is_odd = torch.stack([row.unique(return_inverse=True)[1] % 2 == 1 for row in ids])
+
+    def losses(*chosen: Tensor) -> Tensor:
+        mask = inside & torch.stack([torch.zeros_like(inside), *chosen]).any(0)
+        found = sums(fork.seams, net, with_other_tokens(batch, ids, inside, mask), is_training=False)
+        return torch.cat(
+            [value.double() for name, value in found.items() if name.startswith("loss") and name.endswith("sum")]
+        )
+
+    usual, one, other, both = losses(), losses(is_odd), losses(~is_odd), losses(is_odd, ~is_odd)
+    if torch.equal(usual, one) or torch.equal(usual, other):
+        return "; please check: segments has no row with two documents whose tokens change the loss, so not compared"
+    if not (mixed := (usual - one - other + both).norm()) <= ROUNDING[fork.loss_dtype] * usual.norm():
+        raise Broken(
+            f"the loss of a document changes with the tokens of another in its row, by {mixed:.1e} in all: tokens of"
+            " one document attend to another; let the attention mask compare the segments, and pool within a segment"
+        )
+    return f"; no document of {len(ids)} packed rows has an effect on the loss of another"
+
+
+def interior(ids: Tensor) -> Tensor:
+    """Tokens between two others of their document, bool [B, T]: at its ends are separators and targets of others."""
+    is_joined = ids[:, 1:] == ids[:, :-1]
+    edge = torch.zeros_like(is_joined[:, :1])
+    return (ids >= 0) & torch.cat([edge, is_joined], 1) & torch.cat([is_joined, edge], 1)
+
+
+def with_other_tokens(batch: Any, ids: Tensor, inside: Tensor, chosen: Tensor) -> Any:
+    """The batch with the values of other interior positions at the chosen ones, inputs and targets alike."""
+    places = inside.flatten().nonzero().flatten()
+    sources, targets = places.roll(len(places) // 2), chosen.flatten()[places]
+
+    def changed(leaf: Tensor) -> Tensor:
+        is_mask = leaf.ndim == 3 and leaf.shape[1] == leaf.shape[2]
+        if leaf.shape[:2] != ids.shape or is_mask or counts(leaf, ids):
+            return leaf
+        flat = leaf.flatten(0, 1).clone()
+        flat[places[targets]] = leaf.flatten(0, 1)[sources[targets]]
+        return flat.view(leaf.shape)
+
+    return map_tensors(changed, batch)
+
+
+def counts(leaf: Tensor, ids: Tensor) -> bool:
+    """Whether a tensor has document numbers, or positions that count within each document."""
+    steps = leaf.diff(dim=1)[(ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)]
+    return leaf.ndim == 2 and not leaf.is_floating_point() and len(steps) > 0 and bool((steps == steps[0]).all())
