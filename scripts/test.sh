@@ -4,8 +4,9 @@
 #   (default)      ruff, mypy, shellcheck and all tests that are not marked slow: about five and a half minutes on two cores
 #   --quick        ruff, mypy, shellcheck and tests/unit, which need no ranks: at most 90 seconds
 #   --all          the slow tests too: every fault, every misconfiguration, Slurm, nodes, pods, recipes
-#   --fork         in a fork: tests/unit and tests/distributed, which hold for any model.py and dataset.py, in at most
-#                  three minutes on two cores; --fork --all: tests/faults and the slow tests of these folders, too
+#   --fork         in a fork: tests/unit and tests/distributed, which hold for any model.py and dataset.py, without those
+#                  of failures and tools: at most three minutes on two cores
+#   --fork --all   in a fork: these too, tests/faults and the slow tests
 #   --mutations    one-line faults in a copy of the code, one at a time: a default test must fail for each
 #   --cuda         what only a GPU can show, in two calls of a few minutes; installs nothing (--cuda --help)
 #
@@ -29,7 +30,7 @@ case "${1:-}" in
 esac
 find_python
 
-install() { # install MODULE:PACKAGE...: packages that only the tests need. Without them tests are skipped; in CI they fail
+install() { # install MODULE:PACKAGE...: only tests need them. Without them tests are skipped; in CI they fail
     local missing
     missing=$("$PYTHON" -c '
 import importlib.util, sys
@@ -74,7 +75,14 @@ if [ -z "$has_path" ]; then
     case "$mode" in # the longest files first
         quick) options+=(tests/unit) ;;
         fork)
-            [[ " $* " != *" --all "* ]] || options+=(tests/faults)
+            if [[ " $* " = *" --all "* ]]; then
+                options+=(tests/faults)
+            else # what no fork changes, and takes long: hangs, kills, storage, launching, measuring
+                left_out="watchdog kills object_storage failing_data mirror lock rendezvous benchmark diverge processes"
+                for name in $left_out; do
+                    options+=("--ignore-glob=*/test_$name.py")
+                done
+            fi
             options+=(tests/distributed tests/unit)
             ;;
         *) options+=(tests/faults tests/builtin tests/distributed tests/comparison tests/unit) ;;
