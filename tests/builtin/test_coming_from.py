@@ -34,7 +34,8 @@ WHICH = {  # the flags of each program
         every_n_epochs every_n_train_steps train_time_interval min_delta patience ckpt_path""",
     "deepspeech": """train_manifest val_manifest sample_rate batch_size num_workers labels_path window_size
         window_stride window hidden_size hidden_layers rnn_type epochs cuda lr max_norm learning_anneal silent
-        checkpoint checkpoint_per_batch checkpoint_per_iteration visdom tensorboard log_dir log_params id save_folder model_path
+        checkpoint checkpoint_per_batch checkpoint_per_iteration visdom tensorboard log_dir log_params id save_folder
+        model_path
         continue_from finetune speed_volume_perturb spec_augment noise_dir noise_prob noise_min noise_max no_shuffle
         no_sortaGrad no_bidirectional dist_url dist_backend world_size rank gpu_rank seed opt_level
         keep_batchnorm_fp32 loss_scale momentum weight_decay load_auto_checkpoint save_n_recent_checkpoints
