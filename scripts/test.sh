@@ -4,9 +4,9 @@
 #   (default)      ruff, mypy, shellcheck and all tests that are not marked slow: about five and a half minutes on two cores
 #   --quick        ruff, mypy, shellcheck and tests/unit, which need no ranks: at most 90 seconds
 #   --all          the slow tests too: every fault, every misconfiguration, Slurm, nodes, pods, recipes
-#   --fork         in a fork: tests/unit and tests/distributed, which hold for any model.py and dataset.py, without those
-#                  of failures and tools: at most three minutes on two cores
-#   --fork --all   in a fork: these too, tests/faults and the slow tests
+#   --fork         in a fork: tests/unit, and of tests/distributed those of the guarantees and of what a fork defines:
+#                  at most three minutes on two cores
+#   --fork --all   in a fork: all tests that hold for any model.py and dataset.py, also the slow ones and tests/faults
 #   --mutations    one-line faults in a copy of the code, one at a time: a default test must fail for each
 #   --cuda         what only a GPU can show, in two calls of a few minutes; installs nothing (--cuda --help)
 #
@@ -76,14 +76,14 @@ if [ -z "$has_path" ]; then
         quick) options+=(tests/unit) ;;
         fork)
             if [[ " $* " = *" --all "* ]]; then
-                options+=(tests/faults)
-            else # what no fork changes, and takes long: hangs, kills, storage, launching, measuring
-                left_out="watchdog kills object_storage failing_data mirror lock rendezvous benchmark diverge processes"
-                for name in $left_out; do
-                    options+=("--ignore-glob=*/test_$name.py")
+                options+=(tests/faults tests/distributed tests/unit)
+            else
+                options+=(tests/distributed/test_{exact_*,oracle,fork*,*seams,terms,resume,refusals}.py)
+                options+=(tests/distributed/test_{summarize,predict*}.py tests/unit)
+                for name in watchdog mirror lock rendezvous processes stored_run; do # of the machine, and take long
+                    options+=("--ignore=tests/unit/test_$name.py")
                 done
             fi
-            options+=(tests/distributed tests/unit)
             ;;
         *) options+=(tests/faults tests/builtin tests/distributed tests/comparison tests/unit) ;;
     esac
