@@ -16,7 +16,7 @@ import shlex
 import string
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -512,24 +512,30 @@ def _unknown(word: str, cls: type) -> str:
         return f"{word}: is not known; start the ranks with torchrun: torchrun --standalone --nproc-per-node=N train.py"
     names = [field.name for field in dataclasses.fields(cls)] + ["config", "print_config"] * bool(dashes)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-    if here := _of_another_trainer(name):
+    if (here := _of_another_trainer(name, names)) is not None:
+        if not here:
+            return f'{word}: is not a flag of this fork; add a field to the block "yours" of config.py, or leave it out'
         meant = re.match(r"`--(\w+)", here)
-        if not meant or meant[1] not in names:
+        if not meant:
             return f"{word}: is not a flag here; {here.replace('`', '')}"
         close = [meant[1]]
     return f"{word}: is not known; " + (f"did you mean {dashes}{close[0]}?" if close else "see --help for all flags")
 
 
-def _of_another_trainer(name: str) -> str:
-    """What docs/coming-from.md says about a flag of another trainer: the flag here, or what to do; "" if nothing."""
+def _of_another_trainer(name: str, names: Collection[str]) -> str | None:
+    """What docs/coming-from.md says about a flag of another trainer: the flag here, or what to do; None if nothing.
+
+    names: of the flags here. What the page says about others is left out: a fork may have deleted its fields.
+    """
     try:
         rows = [line.strip("|").split("|") for line in ELSEWHERE.read_text(encoding="utf-8").splitlines()]
     except OSError:
-        return ""
+        return None
     for there, here in (row for row in rows if len(row) == 2):
         if name in re.findall(r"`_+(\w+)`", there.replace("-", "_")):
-            return here.strip()
-    return ""
+            parts = here.strip().split("; ")
+            return "; ".join(part for part in parts if {*re.findall(r"`--(?:no-)?(\w+)", part)} <= {*names})
+    return None
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):

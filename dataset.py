@@ -1,29 +1,11 @@
-"""The data, yours to change. The training loop uses three functions, and these attributes of a data set.
+"""The data, yours to change. The training loop uses three functions.
 
-`__getitem__` is seeded per sample and epoch: any torchvision transform is reproducible as it is, on any ranks and
-workers. Seeded are the global generators of torch, Python's `random` and numpy; a generator of your own is not.
-
-create_dataset(config, split)   the data set of "train", "val" or "test"; None if there is no such split. predict.py may
-                                ask for "predict": a set whose labels do not count
+create_dataset(config, split)   the data set of "train", "val" or "test"; None if there is no such split
 is_prepared(config)             whether the data is ready for create_dataset
 prepare_data(config)            downloads or unpacks the data if needed; called on one rank per file system
 
-A data set is map-style (`__len__`, `__getitem__`, which raises UserError for a corrupt sample). The rest is optional:
-    __getitems__(indices)                           fetches a whole micro-batch at once, seeded once by all its indices
-    collate(samples)                                samples -> batch (default: torch's default_collate); may draw, too
-    device_transform(batch, seed, epoch, indices)   the batch on the device -> the input of compute_loss; must not use
-                                                    the global generators: utils.rng.sample_draws(seed, epoch, ...)
-    epoch_order(seed, epoch, n)                     a custom order: n indices, each once
-    with_replacement                                True: epoch_order may repeat and omit indices
-    copies                                          epoch_order may give index + k * n for each k below copies: the same
-                                                    sample with other random draws
-    in_memory                                       True: no workers are needed
-    cacheable                                       True: samples never change and all have one shape, so --cache may
-                                                    store them decoded
-    an attribute named like a config field          the value of `auto` in that field: num_classes, image_size, ...
-    split (str), classes, mean, std                 for records, exports and the check on resume
-    fingerprint                                     a hash of names and labels, which must match on resume
-    path(index)                                     the file of a sample, for error messages
+A data set has `__len__` and `__getitem__`, which is seeded per sample and epoch: any torchvision transform is
+reproducible as it is. docs/reference.md lists what else it may have: collate, device_transform, epoch_order, ...
 """
 
 from __future__ import annotations

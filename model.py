@@ -1,23 +1,8 @@
-"""The model, yours to change. The training loop only uses these three functions.
+"""The model, yours to change. The training loop uses three functions; docs/reference.md lists those you may add.
 
 create_model(config, device)    the network
 param_groups(model, config)     which parameters are trained, with which weight decay and learning rate
 compute_loss(model, batch)      the loss and metrics, as sums over a micro-batch and their counts
-
-More are optional; docs/architecture.md has their defaults:
-    compute_loss(model, batch, progress)    the same, for a loss that depends on the step
-    after_step(model, progress, taken)      changes the model after each optimizer step, for a teacher or a constraint
-    loss_counts(batch)              {term: count}, for a loss of terms that are divided by counts of their own
-    initial_weights(config)         the weights of --init_from, by name
-    lr_factor(config, step, total_steps, warmup_steps, progress)    the learning rate of a step, as a factor of --lr, or
-                                    {name: factor} for groups of param_groups that have a "name"
-    create_optimizer(groups, config)                                any torch optimizer that needs no closure
-    blocks(model)                   modules to recompute (--activation_checkpointing) or to shard (--sharding)
-    predict(model, batch)           {name: tensor [B, ...]}, for scripts/predict.py and summarize
-    is_saved(name)                  False: checkpoints leave out this frozen parameter, which create_model gives
-    summarize(outputs)              {name: number}: metrics of what predict gave for a whole set, in order, on the CPU
-    example_inputs(batch)           the arguments of the model as a tuple, for scripts/export.py
-    log_images(model, batch)        {name: uint8 [N, 3, H, W]}, for TensorBoard at each evaluation
 """
 
 from __future__ import annotations

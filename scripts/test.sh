@@ -4,7 +4,9 @@
 #   (default)      ruff, mypy, shellcheck and all tests that are not marked slow: about five and a half minutes on two cores
 #   --quick        ruff, mypy, shellcheck and tests/unit, which need no ranks: at most 90 seconds
 #   --all          the slow tests too: every fault, every misconfiguration, Slurm, nodes, pods, recipes
-#   --fork         the tests that must pass for any model.py and dataset.py: all but tests/builtin and tests/comparison
+#   --fork         in a fork: tests/unit, and of tests/distributed those of the guarantees and of what a fork defines:
+#                  at most three minutes on two cores
+#   --fork --all   in a fork: all tests that hold for any model.py and dataset.py, also the slow ones and tests/faults
 #   --mutations    one-line faults in a copy of the code, one at a time: a default test must fail for each
 #   --cuda         what only a GPU can show, in two calls of a few minutes; installs nothing (--cuda --help)
 #
@@ -28,14 +30,24 @@ case "${1:-}" in
 esac
 find_python
 
-# packages that only the tests need; if they are missing, tests are skipped on a laptop and fail in CI
-if ! "$PYTHON" -c 'import mypy, ruff, xdist, kubernetes_validate, kubeflow_trainer_api' 2>/dev/null; then
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-        mypy ruff pytest-xdist kubernetes-validate kubeflow-trainer-api || true
+install() { # install MODULE:PACKAGE...: only tests need them. Without them tests are skipped; in CI they fail
+    local missing
+    missing=$("$PYTHON" -c '
+import importlib.util, sys
+print(*(pair.split(":")[1] for pair in sys.argv[1:] if not importlib.util.find_spec(pair.split(":")[0])))' "$@")
+    [ -n "$missing" ] || return 0
+    echo "environment: installing what only the tests need: $missing. Ctrl-C stops it."
+    # shellcheck disable=SC2086 # one word per package
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt $missing || true
+}
+
+install xdist:pytest-xdist
+if [ "$mode" != fork ] || [ -n "${CI:-}" ]; then
+    install mypy:mypy ruff:ruff kubernetes_validate:kubernetes-validate kubeflow_trainer_api:kubeflow-trainer-api
 fi
-if [ "$mode" = all ] && ! "$PYTHON" -c 'import datasets, fuse, moto, optuna, peft, s3fs, timm, transformers' 2>/dev/null; then
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-        datasets fusepy 'moto[server]' optuna peft s3fs safetensors timm transformers || true # recipes, exports, storage
+if [ "$mode" = all ]; then # recipes, exports, storage
+    install datasets:datasets fuse:fusepy 'moto:moto[server]' optuna:optuna peft:peft s3fs:s3fs safetensors:safetensors \
+        timm:timm transformers:transformers
 fi
 [ "$mode" != mutations ] || exec "$PYTHON" tests/mutations.py "$@"
 
@@ -62,7 +74,17 @@ done
 if [ -z "$has_path" ]; then
     case "$mode" in # the longest files first
         quick) options+=(tests/unit) ;;
-        fork) options+=(tests/faults tests/distributed tests/unit) ;;
+        fork)
+            if [[ " $* " = *" --all "* ]]; then
+                options+=(tests/faults tests/distributed tests/unit)
+            else
+                options+=(tests/distributed/test_{exact_*,oracle,fork*,*seams,terms,resume,refusals}.py)
+                options+=(tests/distributed/test_{summarize,predict*}.py tests/unit)
+                for name in watchdog mirror lock rendezvous processes stored_run; do # of the machine, and take long
+                    options+=("--ignore=tests/unit/test_$name.py")
+                done
+            fi
+            ;;
         *) options+=(tests/faults tests/builtin tests/distributed tests/comparison tests/unit) ;;
     esac
     # ranks often wait for each other, hence more processes than cores; tests in a file share fixtures

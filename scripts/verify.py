@@ -133,7 +133,8 @@ class Report:
         precision = str(fork.dtype).removeprefix("torch.")
         self._print(f"verifying {self._task}, {plural(len(fork.train_set), 'sample')}, on {ranks}, in {precision}")
         if fork.ctx.world_size < 4:
-            self._print(f"  note: {ranks} do not exercise every summation order; use --nproc-per-node=4")
+            verb = "does" if fork.ctx.world_size == 1 else "do"
+            self._print(f"  note: {ranks} {verb} not exercise every summation order; use --nproc-per-node=4")
 
     @property
     def broken(self) -> list[str]:

@@ -109,11 +109,11 @@ def log_training_step(
     metrics: list[str],
     total_steps: int,
     world_size: int,
-    counts_per_s: float | None = None,
+    targets_per_s: float = 0,
 ) -> None:
     """Log a train record in one line of at most 120 columns; metrics and details that do not fit are left out.
 
-    counts_per_s: the rate of the loss count, shown if it differs from samples per second.
+    targets_per_s: what the loss counts: tokens, pixels. 0: left out.
     """
     rate, step_s = record["samples_per_s"], record["step_s"]
     begin = [f"epoch {record['epoch']}", f"step {record['step']}/{total_steps}", f"loss {show(record['loss'])}"]
@@ -132,7 +132,7 @@ def log_training_step(
         end[1] += f" ({rate / world_size:,.0f} per rank)"
     waited = record["data_wait_s"] / step_s if step_s else 0.0
     details = [f"data wait {waited:.0%}"] * (waited >= 0.01)
-    details += [f"{counts_per_s:,.0f} counts/s"] * (counts_per_s is not None and round(counts_per_s) != round(rate))
+    details += [f"{targets_per_s:,.0f} targets/s"] * (targets_per_s >= 0.5)
     details.append(f"mem {record['peak_memory_bytes'] / 2**30:.2f} GiB")
     for part in details:
         end += [part] * has_room(part)

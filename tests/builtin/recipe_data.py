@@ -189,3 +189,37 @@ def running_text(folder, **options):
     save_language_model(folder / "model", "Llama", **options)
     for split, count in (("train", 400), ("val", 40)):
         (folder / f"{split}.txt").write_text(" ".join(WORDS * count))
+
+
+def smooth_images(folder):
+    """A bright disk of one of three colors, anywhere on a dark image."""
+    from torchvision.io import write_png
+
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.arange(16.0)
+    for split, count in (("train", 160), ("val", 32)):
+        (folder / split).mkdir()
+        for number in range(count):
+            top, left = 4 + 8 * torch.rand(2, generator=generator)
+            disk = torch.exp(-((rows[:, None] - top) ** 2 + (rows - left) ** 2) / 10)
+            image = torch.full((3, 16, 16), 20.0)
+            image[int(torch.randint(3, (), generator=generator))] += 220 * disk
+            write_png(image.byte(), str(folder / split / f"{number:03d}.png"))
+
+
+def spoken_words(folder):
+    """A tone for each letter, of unequal length, with noise."""
+    rng, generator = random.Random(0), torch.Generator().manual_seed(0)
+    for split, count in (("train", 240), ("val", 32)):
+        texts, waveforms = [], []
+        for _ in range(count):
+            text = " ".join(rng.choices(WORDS[:6], k=rng.randint(1, 4)))
+            tones = []
+            for letter in text:
+                time = torch.arange(rng.randrange(640, 1120)) / 16_000
+                pitch = 0 if letter == " " else 300 * 1.12 ** (ord(letter) - ord("a"))
+                tones.append(torch.sin(2 * torch.pi * pitch * time))
+            waveform = torch.cat(tones)
+            waveforms.append(waveform + 0.05 * torch.randn(len(waveform), generator=generator))
+            texts.append(text)
+        torch.save({"waveforms": waveforms, "texts": texts}, folder / f"{split}.pt")

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import forks
-from ranks import copy_repository, launch
+from ranks import ROOT, copy_repository, launch
 from recipe_forks import Fork
 
 # the normalisation differs; the network keeps its name, so that the rest of the file need not change
@@ -114,5 +114,44 @@ def test_rules_and_settings_hold_in_a_fork_with_fields_and_files_of_its_own(tmp_
 def test_the_fork_suite_passes_in_a_fork(tmp_path, make):
     fork = make(tmp_path)
     subprocess.run(["git", "add", "-A"], cwd=fork, check=True)  # as in a clone
-    ended = launch(["scripts/test.sh", "--fork"], cwd=fork, deadline=1800)
+    rest = "tests/faults tests/distributed tests/unit -n 4 --dist loadfile".split()  # without the slow ones
+    for words in ([], rest):
+        ended = launch(["scripts/test.sh", "--fork", *words], cwd=fork, deadline=900)
+        assert ended.code == 0, ended.text
+
+
+# tells what it is asked to run, and has the packages that the test names
+STUB = """#!/bin/sh
+case "$*" in
+*find_spec*) shift 2; for pair in "$@"; do case " $LACKS " in *" ${pair%:*} "*) printf '%s ' "${pair#*:}";; esac; done;;
+"-m pip"*) echo "pip: $*";;
+"-m pytest"*) echo "pytest: $*";;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "lacks", "installed", "folders"),
+    [
+        (["--fork"], "", "", ["unit"]),
+        (["--fork"], "xdist mypy ruff transformers", "pytest-xdist", ["unit"]),
+        (["--fork", "--all"], "", "", ["faults", "distributed", "unit"]),
+        (["--fork", "tests/unit/test_logger.py"], "", "", []),
+        (["--quick"], "ruff", "ruff", ["unit"]),
+        (["--all", "-k", "x"], "moto peft", "moto[server] peft", "faults builtin distributed comparison unit".split()),
+    ],
+)
+def test_what_is_installed_is_said_before_and_which_folders_run(tmp_path, words, lacks, installed, folders):
+    for name in ("python", "shellcheck"):
+        (tmp_path / name).write_text(STUB)
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "LACKS": lacks, "CI": ""}
+    ended = launch(["bash", "scripts/test.sh", *words], cwd=ROOT, env=env, deadline=60)
     assert ended.code == 0, ended.text
+    said, asked = (re.findall(pattern, ended.out) for pattern in (r"installing .*: (.*)\. Ctrl-C", r"pip: .*txt (.*)"))
+    assert [each.strip() for each in said] == [each.strip() for each in asked] == [installed] * bool(installed)
+    assert not said or ended.out.index("installing") < ended.out.index("pip:")
+    files = re.findall(r"(?: |=)(tests/\w+/\w+\.py)", ended.out)
+    assert all((ROOT / file).is_file() for file in files)
+    assert ("tests/distributed/test_exact_samples.py" in files) == (words == ["--fork"])
+    assert re.findall(r" tests/(\w+)(?= |$)", ended.out.split("pytest: ")[1].splitlines()[0]) == folders

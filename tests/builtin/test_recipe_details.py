@@ -14,6 +14,8 @@ from recipe_data import (
     pairs_of_image_and_text,
     running_text_for_adapters,
     save_language_model,
+    smooth_images,
+    spoken_words,
     table,
     texts_of_two_kinds,
 )
@@ -223,3 +225,48 @@ def test_documents_in_a_window_do_not_see_each_other(tmp_path):
     (fork.folder / "packed.py").write_text(PACKED)
     ended = forks.run(fork.folder, 0, "packed.py")
     assert ended.code == 0, ended.text
+
+
+ROWS = """
+import torch
+from config import TrainingConfig
+from dataset import create_dataset
+from model import create_model, edits, predict, summarize
+
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
+data = create_dataset(TrainingConfig(data_dir="FOLDER"), "val")
+samples = [data[k] for k in range(6)]
+lengths = [len(features) for features, _ in samples]
+assert lengths != sorted(lengths) and lengths != sorted(lengths, reverse=True)
+model = create_model(TrainingConfig(), torch.device("cpu")).eval()
+batch = data.collate(samples)
+together, best = model(batch[0], batch[2]), predict(model, batch)["best"]
+for row, (sample, length) in enumerate(zip(samples, lengths)):
+    alone = data.collate([sample])
+    torch.testing.assert_close(together[row, :length], model(alone[0], alone[2])[0], rtol=1e-12, atol=1e-12)
+    assert torch.equal(best[row, :length], predict(model, alone)["best"][0]) and not best[row, length:].any()
+for found, text, expected in (("a b", "a b", 0), ("", "a b", 2), ("a x c", "a b c", 1), ("b c d", "a b c", 2)):
+    assert edits(found.split(), text.split()) == edits(text.split(), found.split()) == expected
+spoken, text = torch.tensor([[3, 3, 0, 3, 1, 1, 4, 0, 0]]), torch.tensor([[3, 3, 1, 5]])  # "aa b" and "aa c"
+assert summarize({"best": spoken, "text": text}) == {"wer": 0.5}
+"""
+
+
+@pytest.mark.slow
+def test_packed_rows_of_the_speech_recipe_stay_in_order_and_words_are_compared_by_edits(tmp_path):
+    fork = Fork(tmp_path, "speech")
+    spoken_words(fork.folder / "FOLDER")
+    (fork.folder / "rows.py").write_text(ROWS)
+    ended = forks.run(fork.folder, 0, "rows.py")
+    assert ended.code == 0, ended.text
+
+
+@pytest.mark.slow
+def test_the_diffusion_recipe_shows_samples(tmp_path):
+    fork = Fork(tmp_path, "diffusion")
+    smooth_images(fork.folder / "FOLDER")
+    out, _ = fork.train(*"--epochs 1 --width 8 --diffusion_steps 20".split())
+    assert "log_images" not in out
+    [events] = (fork.folder / "runs/fork/tensorboard").glob("events*")
+    assert b"val/samples" in events.read_bytes()

@@ -21,6 +21,8 @@ from recipe_data import (
     running_text_for_adapters,
     shapes_with_boxes,
     shapes_with_masks,
+    smooth_images,
+    spoken_words,
     table,
     tar_shards,
     texts_of_two_kinds,
@@ -37,6 +39,8 @@ CASES = {
     "text": (lines_of_words, ["dataset.py", "model.py"], "perplexity", 8, "--epochs 4"),
     "segmentation": (shapes_with_masks, ["config.py", "dataset.py", "model.py"], "miou", 0.6, ""),
     "detection": (shapes_with_boxes, ["dataset.py", "model.py"], "f1", 0.7, ""),
+    "diffusion": (smooth_images, ["config.py", "dataset.py", "model.py"], "loss", 0.5, "--epochs 14 --width 16"),
+    "speech": (spoken_words, ["dataset.py", "model.py"], "wer", 0.3, "--epochs 9 --batch_size 4"),
     "gpt": (lines_of_words, ["config.py", "dataset.py", "model.py"], "perplexity", 7, "--epochs 8"),
     "memory_mapped_tokens": (
         token_files,
@@ -86,7 +90,7 @@ def test_a_recipe_trains_on_two_ranks(tmp_path, name):
     assert fork.changed == changed
     origin = json.loads((fork.folder / "runs/fork/provenance.json").read_text())
     assert not set(changed) & set(origin["changed_template_files"])  # they belong to the fork
-    is_lower_better = metric in ("perplexity", "perplexity/val", "rmse")
+    is_lower_better = metric in ("perplexity", "perplexity/val", "rmse", "loss", "wer")
     assert summary["best_metric"] == metric and summary["best"][metric] == summary["best_value"]
     assert (summary["best_value"] < limit) if is_lower_better else (summary["best_value"] > limit)
 

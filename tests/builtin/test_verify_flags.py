@@ -1,14 +1,17 @@
 """scripts/verify.py finds nothing on the template as shipped, with any flag that changes the result (with --all)."""
 
 import dataclasses
+import io
 import re
 import time
+from unittest import mock
 
 import pytest
 
 import forks
 from config import TrainingConfig
 from ranks import copy_repository
+from scripts import verify
 from test_verify import FLAGS, outcomes
 
 ROWS = """
@@ -84,3 +87,20 @@ def test_verify_finds_nothing_on_the_template_with(tmp_path, row):
     print(f"{time.monotonic() - began:5.1f} s  {row}")  # shown with -rP or -s
     assert ended.code == 0 and set(outcomes(ended.out).values()) == {"ok"}, ended.text
     assert "please check, or use" not in ended.out
+
+
+@pytest.mark.parametrize(
+    ("ranks", "note"),
+    [
+        (1, "1 rank does not exercise every summation order"),
+        (2, "2 ranks do not exercise every summation order"),
+        (3, "3 ranks do not exercise every summation order"),
+        (4, ""),
+    ],
+)
+def test_the_note_on_few_ranks_is_in_the_singular_for_one(ranks, note):
+    fork = mock.MagicMock(ctx=mock.Mock(world_size=ranks, is_main=True), train_set=[0], dtype="torch.float64")
+    with mock.patch.object(verify, "OUT", io.StringIO()) as out:
+        verify.Report(fork, [], 11)
+    found = out.getvalue()
+    assert "1 sample, on" in found and (note in found if note else "note" not in found)

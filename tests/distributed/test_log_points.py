@@ -55,13 +55,12 @@ def train_and_watch(words, is_at_once):
 
 
 def lines(runs, name):
-    """All records in order, without times; when a file is complete depends on the thread that writes it."""
+    """All records in order, without times, and what depends on them: when a file is complete, which rank is slow."""
     summary = runs.json(name, "summary.json")
     assert summary["skipped_steps"] + summary["overflow_steps"] >= 2
     text = (runs.folder(name) / "metrics.jsonl").read_text()
-    kept = [
-        record for record in map(json.loads, text.splitlines()) if record.get("event") not in ("checkpoint", "best")
-    ]
+    of_times = ("checkpoint", "best", "straggler")
+    kept = [record for record in map(json.loads, text.splitlines()) if record.get("event") not in of_times]
     return [record | dict.fromkeys((*TIMES, "path")) for record in kept]
 
 

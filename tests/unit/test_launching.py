@@ -112,7 +112,7 @@ def test_a_node_that_returns_to_a_completed_run_does_not_wait_for_the_others(tmp
     nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
     code = program.main(["--resume_from", "auto", "--run_dir", str(tmp_path), "--dry-run", *more], nodes)
     is_said = "this run is completed; there is nothing left to do" in capsys.readouterr().err
-    assert (code == 0) == is_said == is_done  # else it looks for torchrun, which these variables hide
+    assert is_said == is_done and (code == 0 or not is_done)  # else it looks for torchrun, which may be there or not
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"], ["--preflight"]])

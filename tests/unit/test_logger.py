@@ -6,8 +6,10 @@ import os
 import sys
 
 import pytest
+import torch
 
 from utils.logger import duration, log_epoch_summary, log_training_step, setup_logger, show_progress
+from utils.report.reporter import targets_in
 
 RECORD = {
     "epoch": 2,
@@ -16,7 +18,6 @@ RECORD = {
     "top1": 0.5,
     "lr": 0.01,
     "samples_per_s": 2000.0,
-    "counts_per_s": 2000.0,
 }
 RECORD |= {"data_wait_s": 0.01, "step_s": 0.1, "peak_memory_bytes": 2**30}
 
@@ -45,8 +46,8 @@ def test_files_of_other_ranks_have_warnings_and_tracebacks(tmp_path):
 
 
 def test_a_training_line_has_position_metrics_speed_and_time_left(capsys):
-    def line(world_size=1, metrics=(), counts_per_s=2000.0, **changed):
-        log_training_step(setup_logger(0), RECORD | changed, [*metrics], 640, world_size, counts_per_s)
+    def line(world_size=1, metrics=(), targets_per_s=0.0, **changed):
+        log_training_step(setup_logger(0), RECORD | changed, [*metrics], 640, world_size, targets_per_s)
         return capsys.readouterr().out.rstrip("\n")
 
     begin = "epoch 2 | step 40/640 | loss 1.2500"  # epochs count from 1 in the log, from 0 in records
@@ -54,7 +55,7 @@ def test_a_training_line_has_position_metrics_speed_and_time_left(capsys):
     assert line(metrics=["top1"]) == f"{begin} | top1 0.5000 | {rate} | {left} | data wait 10%"  # full
     assert line(data_wait_s=0.0009) == f"{begin} | {rate} | {left} | {memory}"
     assert line(4, data_wait_s=0) == f"{begin} | {rate} (500 per rank) | {left} | {memory}"
-    assert line(counts_per_s=81_234.4, data_wait_s=0) == f"{begin} | {rate} | {left} | 81,234 counts/s | {memory}"
+    assert line(targets_per_s=81_234.4, data_wait_s=0) == f"{begin} | {rate} | {left} | 81,234 targets/s | {memory}"
     assert line(step=640).endswith(f"{rate} | data wait 10% | {memory}") and "loss not finite" in line(loss=None)
     many = {f"metric_{k}": 0.5 for k in range(9)}
     assert len(found := line(4, many, 1e7, **many)) <= 120 and "metric_1" in found and left in found
@@ -100,3 +101,12 @@ def test_a_run_continues_when_its_terminal_closes(monkeypatch, speak):
 
 def test_durations():
     assert [duration(s) for s in (0.04, 0.5, 5, 65, 3725)] == ["0.1 s", "0.5 s", "5 s", "1 min 05 s", "1 h 02 min"]
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [(2048.0, 2048), (64.0, 0), (0.0, 0), (12.0, 12), (63.25, 0), ([3.0, 4.0], 0)],
+    ids=["tokens", "samples", "nothing", "fewer", "weights", "terms"],
+)
+def test_targets_are_shown_where_they_say_more_than_the_samples(count, expected):
+    assert targets_in(torch.tensor(count, dtype=torch.float64), 64) == expected

@@ -26,7 +26,7 @@ from utils.rng import derive_seed
 
 
 class MapDataset(Protocol):
-    """What a data set must have; what it may have is in the docstring of dataset.py."""
+    """What a data set must have; docs/reference.md lists what it may have."""
 
     def __len__(self) -> int: ...
 
@@ -95,9 +95,8 @@ class Assignment:
 class GlobalBatchSampler(DistributedSampler):
     """A DistributedSampler that assigns whole micro-batches, never repeats a sample, and starts anywhere in an epoch.
 
-    Iterating yields this rank's indices of `epoch` from `start` on. A data set may define its own order,
-    `epoch_order(seed, epoch, n)`: n indices, each once unless `with_replacement` is True. With `copies`, index + k * n
-    is the k-th copy of a sample, whose random draws are others.
+    Iterating yields this rank's indices of `epoch` from `start` on. A data set may define its own order (`epoch_order`,
+    docs/reference.md).
     """
 
     dataset: Any  # a MapDataset

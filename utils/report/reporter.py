@@ -194,8 +194,7 @@ class Reporter:
         self._run.record_skipped(skipped, self._sampler)
         if len(ranks) > 1:
             self._report_slowest(step, [{"data": data, "compute": own} for _, data, own, _ in ranks])
-        counted = point.samples if count.ndim else count.item()  # those of terms have no sum
-        per_s = counted / seconds if seconds else 0.0
+        per_s = targets_in(count, point.samples) / seconds if seconds else 0.0
         if record["loss"] is None and is_empty(skipped):
             record = record | {"loss": "without targets"}
         log_training_step(self._logger, record, self._train_names[1:], self._total_steps, self._ctx.world_size, per_s)
@@ -333,6 +332,12 @@ class Reporter:
             f"best_metric={summary['best_metric']}: was never finite, so there is no best.pt" * bool(has_no_best),
         ]
         return [each for each in found if each]
+
+
+def targets_in(count: Tensor, samples: int) -> float:
+    """The loss count of an interval; 0 if it says no more than the samples, is a sum of weights, or is one per term."""
+    counted = 0.0 if count.ndim else float(count)
+    return counted if counted != samples and counted.is_integer() else 0.0
 
 
 def _learning_rates(lr: float, groups: list[float]) -> dict[str, Any]:

@@ -74,23 +74,22 @@ def _first_tensor(batch: Any) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Seams:
-    """The functions of model.py."""
+    """The functions of model.py. docs/reference.md says what each gets and returns, and when it is called."""
 
-    create_model: Callable[..., nn.Module]  # (config, device)
-    param_groups: Callable[..., list[dict[str, Any]]]  # (model, config)
-    compute_loss: ComputeLoss  # (model, batch), or (model, batch, progress), which `of` binds to `progress`
-    # (config, step, total_steps, warmup_steps, progress): a factor, or one for each named group
+    create_model: Callable[..., nn.Module]
+    param_groups: Callable[..., list[dict[str, Any]]]
+    compute_loss: ComputeLoss  # `of` binds `progress` of this and log_images, if they ask for it
     lr_factor: Callable[..., float | dict[str, float]] = lr_factor
-    create_optimizer: Callable[..., Any] = create_optimizer  # (groups, config)
-    initial_weights: Callable[..., dict[str, Tensor]] | None = None  # (config), of --init_from; default: of a file
+    create_optimizer: Callable[..., Any] = create_optimizer
+    initial_weights: Callable[..., dict[str, Tensor]] | None = None  # None: those of a file
     blocks: Callable[[nn.Module], list[nn.Module]] = find_blocks
-    log_images: Callable[[nn.Module, Any], dict[str, Tensor]] | None = None  # (model, batch[, progress])
+    log_images: Callable[[nn.Module, Any], dict[str, Tensor]] | None = None
     predict: Callable[[nn.Module, Any], dict[str, Tensor]] = predict
     example_inputs: Callable[[Any], tuple] = example_inputs
-    summarize: Callable[[dict[str, Any]], dict[str, float]] | None = None  # metrics of what `predict` gave for a set
-    is_saved: Callable[[str], bool] | None = None  # (name of a parameter): False leaves a frozen one out of checkpoints
-    after_step: Callable[[nn.Module, StepView, Tensor], None] | None = None  # (model, progress, taken: 1, skipped: 0)
-    loss_counts: Callable[[Any], dict[str, Any]] | None = None  # (batch): what divides each term of the loss
+    summarize: Callable[[dict[str, Any]], dict[str, float]] | None = None
+    is_saved: Callable[[str], bool] | None = None
+    after_step: Callable[[nn.Module, StepView, Tensor], None] | None = None
+    loss_counts: Callable[[Any], dict[str, Any]] | None = None
     terms: Terms | None = None  # None: the loss has no terms
     progress: StepView | None = None  # None: no function asks for it
 
@@ -112,7 +111,7 @@ class Seams:
         found = {name: getattr(module, name) for name in names if getattr(module, name, None) is not None}
         missing = [name for name in REQUIRED if name not in found]
         if missing:
-            raise UserError(f"model.py: lacks {', '.join(missing)}; define it, see the top of the template's model.py")
+            raise UserError(f"model.py: lacks {', '.join(missing)}; define it, see docs/reference.md")
         given = {"compute_loss", "log_images"} & found.keys()
         ask = [name for name in given if "progress" in inspect.signature(found[name]).parameters]
         view = StepView.on(device) if ask or found.get("after_step") else None

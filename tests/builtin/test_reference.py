@@ -1,0 +1,126 @@
+"""docs/reference.md names what a fork may define: all of it, and nothing else, with the arguments that the code has."""
+
+import ast
+import dataclasses
+import inspect
+import re
+
+import pytest
+
+import dataset
+import model
+from ranks import ROOT
+from utils.training.schedule import Progress
+from utils.training.seams import REQUIRED, Seams, StepView
+
+PAGE = (ROOT / "docs/reference.md").read_text()
+CALLERS = [ROOT / "train.py", ROOT / "ddp_utils.py", *ROOT.glob("utils/**/*.py"), *ROOT.glob("scripts/*.py")]
+VERIFY = [*ROOT.glob("scripts/lib/verify/*.py")]
+ONLY_VERIFY = {"depends_on_batch", "segments"}  # read by verify.py, which checks what a run cannot see
+OF_SETS = {"dataset", "_dataset", "source", "_source", "train_set", "inner"}  # how the code calls a data set
+# of the template's own data sets: a cache, a listing of files, torch's Subset
+INTERNAL = {"is_cached", "has_sizes", "source", "dataset", "indices", "device", "use_listing", "listing", "folder"}
+DATA_FUNCTIONS = {"create_dataset", "is_prepared", "prepare_data"}
+# what each entry says, in this order
+PARTS = ["Gets", "Returns", "Called", "Default", "Errors"]
+
+
+def section(title):
+    return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def entries(title):
+    """{name: (arguments of each form, text)} of the functions in a section."""
+    found = {}
+    for block in section(title).split("\n### ")[1:]:
+        heading, _, text = block.partition("\n")
+        if heading.startswith("`"):
+            forms = re.findall(r"`(\w+)(?:\(([^)]*)\)| = True)`", heading)
+            found[forms[0][0]] = ([arguments.split(", ") if arguments else [] for _, arguments in forms], text)
+    return found
+
+
+def rows(text):
+    """The names in the first column of the tables of a text."""
+    first = [line.split("|")[1] for line in text.splitlines() if line.startswith("|")]
+    return {name for cell in first for name in re.findall(r"`(\w+)`", cell)}
+
+
+def names_read(paths):
+    """The attributes of data sets that code asks for: getattr, hasattr, and those used directly."""
+    found = set()
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            loops = {
+                loop.target.id: {each.value for each in loop.iter.elts if isinstance(each, ast.Constant)}
+                for loop in getattr(node, "generators", [])
+                if isinstance(loop.target, ast.Name) and isinstance(loop.iter, ast.Tuple)
+            }
+            for call in ast.walk(node) if loops else [node]:
+                if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("getattr", "hasattr"):
+                    whose, name = call.args[0], call.args[1]
+                    if ast.unparse(whose).split(".")[-1] in OF_SETS:
+                        found |= {name.value} if isinstance(name, ast.Constant) else loops.get(name.id, set())
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("dataset"):
+                found.add(node.attr)
+    return {name for name in found if not name.startswith("_") or name.startswith("__getitem")} - INTERNAL
+
+
+def test_the_page_has_every_function_of_model_py_and_no_other():
+    seams = {field.name for field in dataclasses.fields(Seams)} - {"terms", "progress"}
+    assert entries("Functions of model.py").keys() - ONLY_VERIFY == seams - ONLY_VERIFY
+    assert entries("Functions of dataset.py").keys() == DATA_FUNCTIONS
+
+
+def test_the_page_has_every_method_and_attribute_of_a_data_set_and_no_other():
+    documented = {*entries("Methods of a data set"), *rows(section("Attributes of a data set"))}
+    assert documented == names_read(CALLERS) | {"__getitem__"}
+    assert names_read(VERIFY) <= documented | {"name"}
+
+
+@pytest.mark.parametrize("title", ["Functions of model.py", "Functions of dataset.py", "Methods of a data set"])
+def test_an_entry_says_what_it_gets_and_returns_when_it_is_called_its_default_and_its_errors(title):
+    for name, (_, text) in entries(title).items():
+        found = [part for part in PARTS if re.search(rf"^- {part}: \S", text, re.MULTILINE)]
+        assert found == re.findall(rf"^- ({'|'.join(PARTS)}): ", text, re.MULTILINE), name
+        missing = {*PARTS} - {*found}
+        allowed = {"Errors"} | ({"Default"} if name in (*REQUIRED, *DATA_FUNCTIONS, "__getitem__") else set())
+        assert missing <= allowed | ({"Gets"} if name == "depends_on_batch" else set()), name
+
+
+def code_of(name):
+    """The code that a heading must fit: the default, the shipped function, or a method of the shipped data set."""
+    own = [vars(model).get(name), vars(dataset).get(name), vars(dataset.ImageDataset).get(name)]
+    return [each for each in (getattr(Seams, name, None), *own) if inspect.isfunction(each)]
+
+
+def test_the_arguments_are_those_of_the_code():
+    compared = 0
+    for title in ("Functions of model.py", "Functions of dataset.py", "Methods of a data set"):
+        for name, (forms, _) in entries(title).items():
+            for function in code_of(name):
+                found = [each for each in inspect.signature(function).parameters if each != "self"]
+                # find_blocks calls itself, and calls what it gets a module
+                assert found in forms or (name == "blocks" and len(found) == 1), (name, found)
+                compared += 1
+    assert compared >= 14
+
+
+@pytest.mark.parametrize(
+    ("title", "names"),
+    [
+        ("The progress of a step", {field.name for field in dataclasses.fields(StepView)}),
+        (
+            "The progress of the run",
+            {field.name for field in dataclasses.fields(Progress)} - {"loss_shift"} | {"epoch_number"},
+        ),
+    ],
+)
+def test_the_tables_of_progress_have_its_attributes(title, names):
+    assert rows(PAGE.split(f"\n### {title}\n")[1].split("\n##")[0]) == names
+
+
+def test_every_python_block_of_the_page_is_valid():
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    examples = {node.name for block in blocks for node in ast.parse(block).body}
+    assert examples >= {"initial_weights", "predict", "example_inputs", "collate", "epoch_order"}
