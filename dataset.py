@@ -10,7 +10,8 @@ prepare_data(config)            downloads or unpacks the data if needed; called 
 
 A data set is map-style (`__len__`, `__getitem__`, which raises UserError for a corrupt sample). The rest is optional:
     __getitems__(indices)                           fetches a whole micro-batch at once, seeded once by all its indices
-    collate(samples)                                samples -> batch (default: torch's default_collate); may draw, too
+    collate(samples)                                samples -> batch (default: torch's default_collate); keeps their
+                                                    order, since predict.py writes row k as sample k; may draw, too
     device_transform(batch, seed, epoch, indices)   the batch on the device -> the input of compute_loss; must not use
                                                     the global generators: utils.rng.sample_draws(seed, epoch, ...)
     epoch_order(seed, epoch, n)                     a custom order: n indices, each once

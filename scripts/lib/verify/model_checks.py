@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import plain_loop
+from lib.row_order import check_row_order
 from lib.verify.fork import (
     ACCUMULATION,
     Broken,
@@ -26,7 +28,7 @@ from lib.verify.fork import (
     record_updates,
 )
 from lib.verify.precision_checks import rounding
-from lib.verify.values import can_join, digest, first_three, joined, scramble_global_rngs, shared_memory, shown
+from lib.verify.values import can_join, digest, first_three, joined, scramble_global_rngs, shared_memory, shown, spread
 from train import Training
 from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json
@@ -183,6 +185,7 @@ def parameters(fork: Fork) -> str:
 
 def evaluation(fork: Fork) -> str:
     """Each held-out sample counts once on any number of ranks, as in one process."""
+    fork.on_all(lambda: check_outputs(fork))
     if fork.held_out is None:
         return "no held-out set, nothing to check"
     size, ranks, counts = fork.small_config.batch_size, fork.ctx.world_size, []
@@ -196,6 +199,16 @@ def evaluation(fork: Fork) -> str:
         never = never if len(counts) > 1 else [name for name, value in found.items() if math.isnan(value)]
     uncounted = f"; please check: nothing counted for {', '.join(never)}, so not compared" if never else ""
     return f"sets of {' and '.join(counts)} samples: each counted once, loss and metrics as in one process{uncounted}"
+
+
+def check_outputs(fork: Fork) -> None:
+    """Raises UserError if `predict` gives the outputs of a batch in another order than its samples."""
+    net = fork.new_model().eval()
+    for dataset in (fork.train_set, fork.held_out):
+        if dataset is not None:
+            subset = Subset(dataset, spread(64, len(dataset)), fork.dtype)
+            fetch = fork.loader(subset).fetch
+            check_row_order(partial(fork.seams.predict, net), lambda rows, fetch=fetch: fetch(rows)[2], len(subset))
 
 
 def compare_evaluation(fork: Fork, subset: Subset, net: nn.Module, found: dict[str, float]) -> None:

@@ -1,0 +1,106 @@
+"""What scripts/verify.py finds in the data of a fork, and what it does not take for a fault."""
+
+import re
+
+import pytest
+
+import forks
+from ranks import copy_repository
+from test_verify import outcomes
+from test_verify_findings import FLAGS, LINEAR, REGRESSION
+
+MODEL = LINEAR.replace("OUTPUT", "self.net(x)").replace("PREDICTED", "model(x)")
+
+
+def verified(folder, data, model=MODEL, *flags, ranks=0):
+    """How verify.py ended on a fork with this dataset.py and model.py."""
+    fork = copy_repository(folder)
+    (fork / "dataset.py").write_text(data.replace("20000 + 20 *", "0.0 +"))
+    (fork / "model.py").write_text(model)
+    return forks.run(fork, ranks, "scripts/verify.py", *FLAGS, *flags)
+
+
+def broken(ended):
+    return [name for name, outcome in outcomes(ended.out).items() if outcome == "BROKEN"]
+
+
+def line_of(ended, name):
+    return re.search(rf"^\w+ +{name} .*", ended.out, re.MULTILINE)[0]
+
+
+# ---- the order of outputs ----
+
+LENGTHS = """        return self.x[index], self.y[index], 1 + index * 7 % 11
+
+    def collate(self, samples):
+        COLLATE
+
+def is_prepared"""
+TEXT = REGRESSION.replace("        return self.x[index], self.y[index]\n\ndef is_prepared", LENGTHS)
+READS = """
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_sequence
+
+def sequences(samples):
+    return [x[:1].expand(length, 8) * torch.arange(1, length + 1)[:, None] / 9 for x, _, length in samples]
+"""
+TEXT = TEXT.replace("class Rows", f"{READS.strip()}\n\nclass Rows", 1)
+SORTS = "samples = sorted(samples, key=lambda each: -each[2])\n        "
+PACKS = "return {'x': pack_sequence(sequences(samples)), 'y': torch.stack([y for _, y, _ in samples])}"
+PADS = "return {'x': pad_sequence(sequences(samples), batch_first=True), 'y': torch.stack([y for _, y, _ in samples])}"
+KEEPS = (
+    "lengths = [length for *_, length in samples]\n"
+    "        x = pack_padded_sequence(pad_sequence(sequences(samples)), lengths, enforce_sorted=False)\n"
+    "        return {'x': x, 'y': torch.stack([y for _, y, _ in samples])}"
+)
+RESTORES = (
+    "place = sorted(range(len(samples)), key=lambda k: -samples[k][2])\n"
+    "        x = pack_sequence(sequences([samples[k] for k in place]))\n"
+    "        x = x._replace(unsorted_indices=torch.tensor(place).argsort())\n"
+    "        return {'x': x, 'y': torch.stack([y for _, y, _ in samples])}"
+)
+RNN = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.GRU(8, 6, batch_first=True), nn.Linear(6, 1)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[1][0])
+
+def create_model(config, device):
+    return Net().to(device)
+
+def param_groups(model, config):
+    return [{"params": list(model.parameters())}]
+
+def compute_loss(model, batch):
+    return {"loss": (F.mse_loss(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"]))}
+
+def predict(model, batch):
+    return {"value": model(batch["x"])}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("collate", "is_found"),
+    [
+        (SORTS + PACKS, True),
+        (SORTS + PADS, True),
+        (f"if len(samples) > 1 and not self.is_training:\n            {SORTS}    {PADS}\n        {PADS}", True),
+        (KEEPS, False),
+        (RESTORES, False),
+        (PADS, False),  # an output depends on the padding, and so on the other lines
+    ],
+)
+def test_a_collate_that_reorders_samples_is_found(tmp_path, collate, is_found):
+    data = TEXT.replace("COLLATE", collate).replace(
+        "        generator =", "        self.is_training = count > 100\n        generator =", 1
+    )
+    ended = verified(tmp_path, data, RNN)
+    assert ("evaluation" in broken(ended)) == is_found and bool(broken(ended)) == is_found, ended.text
+    assert ("collate: the outputs of a batch are in another order" in ended.out) == is_found
