@@ -14,7 +14,9 @@ A data set is map-style (`__len__`, `__getitem__`, which raises UserError for a 
                                                     order, since predict.py writes row k as sample k; may draw, too
     device_transform(batch, seed, epoch, indices)   the batch on the device -> the input of compute_loss; must not use
                                                     the global generators: utils.rng.sample_draws(seed, epoch, ...)
-    epoch_order(seed, epoch, n)                     a custom order: n indices, each once
+    epoch_order(seed, epoch, n)                     a custom order: n indices, each once; micro-batches begin at
+                                                    multiples of batch_size, so a short group moves the later ones.
+                                                    n is that of the whole set; --dataset_size keeps those it chose
     with_replacement                                True: epoch_order may repeat and omit indices
     copies                                          epoch_order may give index + k * n for each k below copies: the same
                                                     sample with other random draws

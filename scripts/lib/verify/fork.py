@@ -32,6 +32,7 @@ from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json, is_of_a_peer, on_all_ranks
 from utils.distributed.dtensor import full, wrap
 from utils.metrics import MetricTracker
+from utils.rng import derive_seed
 from utils.training.evaluation import Evaluation
 from utils.training.outputs import Outputs
 from utils.training.precision import Precision
@@ -280,10 +281,9 @@ class Subset(ChosenSamples):
         self._dtype = dtype
         self.device_transform = self._cast
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "epoch_order":
-            raise AttributeError(name)
-        return super().__getattr__(name)
+    def _order_of_chosen(self, seed: int, epoch: int, n: int) -> Tensor:
+        self.dataset.epoch_order(seed, epoch, len(self.dataset))  # which may set what __getitem__ reads
+        return torch.randperm(n, generator=torch.Generator().manual_seed(derive_seed("order", seed, epoch)))
 
     def _cast(self, batch: Any, seed: int, epoch: int, indices: Tensor) -> Any:
         if hasattr(self.dataset, "device_transform"):
