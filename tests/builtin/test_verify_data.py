@@ -104,3 +104,40 @@ def test_a_collate_that_reorders_samples_is_found(tmp_path, collate, is_found):
     ended = verified(tmp_path, data, RNN)
     assert ("evaluation" in broken(ended)) == is_found and bool(broken(ended)) == is_found, ended.text
     assert ("collate: the outputs of a batch are in another order" in ended.out) == is_found
+
+
+# ---- what a sample depends on ----
+
+ORDERED = """        return self.x[index], self.y[index]
+
+    def epoch_order(self, seed, epoch, n):
+        ORDER
+        return torch.randperm(n, generator=torch.Generator().manual_seed(1000 * seed + epoch))
+
+    MORE
+
+def is_prepared"""
+STATEFUL = REGRESSION.replace("        return self.x[index], self.y[index]\n\ndef is_prepared", ORDERED)
+BY_EPOCH = "def device_transform(self, batch, seed, epoch, indices):\n        return batch[0] * (1 + epoch), batch[1]"
+BY_STATE = "def collate(self, samples):\n        batch = torch.utils.data.default_collate(samples)\n        return {}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("order", "more", "is_found"),
+    [
+        ("self.epoch = epoch", BY_STATE.format("batch[0] * (1 + self.epoch // 2), batch[1]"), True),
+        (
+            "self.calls = getattr(self, 'calls', 0) + 1",
+            BY_STATE.format("batch[0] * min(self.calls, 4), batch[1]"),
+            True,
+        ),
+        ("self.epoch = epoch", "", False),  # which nothing reads
+        ("self.lengths = getattr(self, 'lengths', self.x.sum(1))", "", False),
+        ("", BY_EPOCH, False),
+    ],
+)
+def test_samples_that_depend_on_what_an_order_sets_are_found(tmp_path, order, more, is_found):
+    ended = verified(tmp_path, STATEFUL.replace("ORDER", order).replace("MORE", more))
+    assert ("content" in broken(ended)) == is_found and bool(broken(ended)) == is_found, ended.text
+    assert not is_found or "epoch_order, collate or device_transform changes" in line_of(ended, "content")

@@ -24,6 +24,7 @@ from utils.data.sets import load_data
 from utils.distributed.collectives import all_gather_json
 
 Rows = dict[int, list[Tensor]]  # the tensors of some batches
+LAST = 3  # the epoch, from 0, whose samples are compared
 MOST, SECONDS = 2000, 1.5  # samples of a set that are compared with those of another
 MANY = 1 / 3  # of the held-out samples: more is a finding, less a note
 
@@ -76,7 +77,7 @@ def order(fork: Fork) -> str:
 def content(fork: Fork) -> str:
     """A sample is the same on any rank, with or without workers, in any order, alone or in a batch."""
     subset, ctx, single = fork.small_train_set(), fork.ctx, fork.single_process
-    order = fork.on_all(lambda: fork.loader(subset).sampler.order(1))
+    order = fork.on_all(lambda: fork.loader(subset).sampler.order(LAST))
     plan = [indices.tolist() for indices in order.split(fork.small_config.batch_size)]
 
     def fetch(noise: int, is_first: bool) -> dict[str, str]:
@@ -86,18 +87,22 @@ def content(fork: Fork) -> str:
         for indices in () if is_first else plan:
             loader.fetch(indices, epoch=noise)  # reveals data that is changed in place or remembered
         for number, indices in reversed(list(enumerate(plan))):
-            samples, batch, _ = loader.fetch(indices, epoch=1)
+            samples, batch, _ = loader.fetch(indices, epoch=LAST)
             found[str(number)], collated[number] = digest(samples), tensors(batch)
         if not is_first:
-            alone = {index: tensors(loader.fetch([index], epoch=1)[1]) for index in range(len(subset))}
+            alone = {index: tensors(loader.fetch([index], epoch=LAST)[1]) for index in range(len(subset))}
             check_rows(subset, plan, collated, alone)
         return found
 
-    def load(noise: int, workers: int, as_rank: DistributedContext) -> dict[str, str]:
-        """Digests of the micro-batches of epoch 1 as the training loop gets them, loaded after those of epoch 0."""
+    def load(noise: int, workers: int, as_rank: DistributedContext, first: int = 0) -> dict[str, str]:
+        """Digests of the last epoch's micro-batches as a run gets them that starts in the epoch `first`."""
+        fork.start.put_back()  # as in a new process
         scramble_global_rngs(noise)
         loader = fork.loader(subset, replace(fork.small_config, grad_accum_steps=1, num_workers=workers), as_rank)
-        for epoch in (0, 1):
+        for epoch in range(first, LAST + 1):
+            loader.sampler.order(epoch)  # the data's own may set what a sample depends on
+            if epoch not in (first, LAST):
+                continue
             found = {
                 str(step * as_rank.world_size + micro_batch.number): digest(micro_batch.batch)
                 for step, global_batch in enumerate(loader.global_batches(epoch))
@@ -113,6 +118,7 @@ def content(fork: Fork) -> str:
         "fetches it again": fork.on_all(lambda: fetch(noise + 4, False)),
         "loads it": fork.on_all(lambda: load(noise + 5, 0, single)),
         "loads it with two workers": by_workers,
+        f"starts in epoch {LAST + 1}": fork.on_all(lambda: load(noise + 1, 0, single, LAST)),
         "loads its part": fork.on_all(lambda: load(noise + 6, 1, ctx)),
     }
     ranks = all_gather_json(mine, ctx)
@@ -121,12 +127,13 @@ def content(fork: Fork) -> str:
             expected = ranks[0]["fetches it" if "fetch" in how else "loads it"]
             if wrong := [place for place in found if found[place] != expected[place]]:
                 samples = ", ".join(f"dataset[{subset.indices[index]}]" for index in plan[int(wrong[0])])
-                where = "__getitem__" if "fetch" in how else "collate or device_transform"
+                before = "epoch_order, " if hasattr(subset, "epoch_order") else ""
+                where = "__getitem__" if "fetch" in how else f"{before}collate or device_transform"
                 cause = "depends on the rank or draws" if rank else "changes data in place, keeps state or draws"
                 raise Broken(
                     f"{samples}: different values when rank {rank} {how}: {where} {cause} unkeyed random numbers; in"
                     " __getitem__ draw from the global generators (seeded for each sample), elsewhere with"
-                    " utils.rng.sample_draws"
+                    " utils.rng.sample_draws, and let device_transform do what depends on the epoch"
                 )
     common = fork.on_rank_0(lambda: overlap(fork) + transforms(fork))
     check_listing(fork)
