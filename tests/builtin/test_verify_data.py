@@ -5,7 +5,7 @@ import re
 import pytest
 
 import forks
-from ranks import copy_repository
+from ranks import copy_repository, torchrun
 from test_verify import outcomes
 from test_verify_findings import FLAGS, LINEAR, REGRESSION
 
@@ -141,3 +141,61 @@ def test_samples_that_depend_on_what_an_order_sets_are_found(tmp_path, order, mo
     ended = verified(tmp_path, STATEFUL.replace("ORDER", order).replace("MORE", more))
     assert ("content" in broken(ended)) == is_found and bool(broken(ended)) == is_found, ended.text
     assert not is_found or "epoch_order, collate or device_transform changes" in line_of(ended, "content")
+
+
+IMPORTS = "import torch\nimport datetime, getpass, os, platform, socket, time\nSTARTED = time.time()\n"
+PROCESS = REGRESSION.replace("import torch\n", IMPORTS, 1).replace(
+    "        self.x =", "        number = torch.as_tensor(NUMBER) % 61 / 61\n        self.x = number +", 1
+)
+IN_SET = "[int(word) for word in list({str(k) for k in range(8)})]"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (IN_SET, "samples are others in a new process"),
+        ("[hash(str(k)) % 61 for k in range(8)]", "samples are others in a new process"),
+        ("len(os.environ.get('USER', '')) + len(os.environ.get('HOSTNAME', ''))", "samples are others in a new"),
+        ("len(getpass.getuser())", "samples are others in a new process"),
+        ("sum(map(ord, socket.gethostname()))", "samples are others in a new process"),
+        ("sum(map(ord, platform.node())) + sum(map(ord, os.uname().nodename))", "samples are others in a new process"),
+        ("time.localtime(0).tm_hour * 60 + time.localtime(0).tm_min", "samples are others in a new process"),
+        ("STARTED // 86400 % 100", "samples are others in a new process"),
+        ("datetime.datetime.now().year", "samples are others in a new process"),
+        ("datetime.date.today().month", "samples are others in a new process"),
+        ("int(time.strftime('%j'))", "samples are others in a new process"),
+        (IN_SET.replace("list(", "sorted("), ""),
+        ("len(os.environ['HOME']) + len(os.environ.get('DATA_ROOT', '')) + len(os.getcwd())", ""),
+        ("isinstance(datetime.datetime.fromisoformat('2020-01-01'), datetime.datetime)", ""),
+        ("isinstance(datetime.datetime.now(), datetime.date) + (datetime.datetime.now().year > 2000)", ""),
+        ("1 // (platform.node() != 'elsewhere')", "; not compared with a new process (ZeroDivisionError: "),
+    ],
+)
+def test_samples_that_depend_on_the_process_are_found(tmp_path, number, text):
+    ended = verified(tmp_path, PROCESS.replace("NUMBER", number))
+    is_found = text.startswith("samples")
+    assert broken(ended) == ["content"] * is_found and text in line_of(ended, "content"), ended.text
+    assert ("not compared" in ended.out) == ("not compared" in text)
+
+
+@pytest.mark.slow
+def test_ranks_with_another_order_of_a_set_are_told_so(tmp_path):
+    """torchrun's ranks have hash seeds of their own."""
+    fork = copy_repository(tmp_path)
+    (fork / "dataset.py").write_text(PROCESS.replace("20000 + 20 *", "0.0 +").replace("NUMBER", IN_SET))
+    (fork / "model.py").write_text(MODEL)
+    env = {"PYTHONPATH": str(fork), "PYTHONHASHSEED": "random"}
+    ended = torchrun(3, *FLAGS, script="scripts/verify.py", cwd=fork, env=env)
+    said = (
+        "hold different data; copy it again, or sort what create_dataset makes from a set, the environment or the clock"
+    )
+    assert ended.code == 1 and said in ended.text, ended.text
+
+
+@pytest.mark.slow
+def test_the_factors_of_several_epochs_are_shown(tmp_path):
+    by_epoch = "\ndef lr_factor(config, step, total_steps, warmup_steps, progress):\n    return 0.5 ** progress.epoch\n"
+    ended = verified(tmp_path, REGRESSION, MODEL + by_epoch, "--epochs", 10)
+    assert ended.code == 0, ended.text
+    assert "lr_factor is 1, 1, 0.5, 0.0312, 0.00195 at the start" in line_of(ended, "schedule")

@@ -57,7 +57,8 @@ def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext
         return {split: dataset for split, dataset in sets.items() if dataset is not None}
 
     sets = on_all_ranks(create, ctx)
-    differ = f"data_dir={config.data_dir}: {{other}} and {{first}} hold different data; copy it again"
+    differ = f"data_dir={config.data_dir}: {{other}} and {{first}} hold different data; copy it again, or sort what"
+    differ += " create_dataset makes from a set, the environment or the clock"
     listed = [split for split, dataset in sets.items() if isinstance(dataset, Listing)]
     require_equal(listed, differ, ctx)
     for each in (sets[split] for split in listed):

@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ from torch.utils.data import Subset as PlainSubset
 import dataset as your_data
 from ddp_utils import DistributedContext
 from lib.verify.fork import Broken, Fork, Subset
+from lib.verify.new_process import CHANGED, is_same, seen
 from lib.verify.values import digest, first_three, leaves, plural, scramble_global_rngs, spread
 from utils.data.sets import load_data
 from utils.distributed.collectives import all_gather_json
@@ -135,7 +137,7 @@ def content(fork: Fork) -> str:
                     " __getitem__ draw from the global generators (seeded for each sample), elsewhere with"
                     " utils.rng.sample_draws, and let device_transform do what depends on the epoch"
                 )
-    common = fork.on_rank_0(lambda: overlap(fork) + transforms(fork))
+    common = fork.on_rank_0(lambda: compare_elsewhere(fork) + overlap(fork) + transforms(fork))
     check_listing(fork)
     ranks = plural(ctx.world_size, "rank")
     return f"{len(subset)} samples identical on {ranks}, with 0, 1 and 2 workers, in any order{common}"
@@ -165,6 +167,35 @@ def check_rows(subset: Subset, plan: list[list[int]], collated: Rows, alone: Row
                         " draws, or collate draws, replaces or mixes samples; return one row per sample, in order, and"
                         " mix them (MixUp, CutMix) in device_transform, see docs/configuration.md"
                     )
+
+
+def compare_elsewhere(fork: Fork) -> str:
+    """Raises Broken if a new process has other samples. A note if it fails."""
+    found, problem = fork.new_process.answer("samples")
+    if problem:
+        return f"; not compared with a new process ({problem})"
+    fork.start.put_back()
+    with in_float32():
+        pairs = zip(("training", "held-out"), (fork.train_set, fork.held_out), found, strict=True)
+        other = [name for name, dataset, theirs in pairs if not is_same(seen(dataset, fork.config.seed), theirs)]
+    if other:
+        raise Broken(
+            f"{' and '.join(other)} samples are others in a new process with {CHANGED}: create_dataset or __getitem__"
+            " depends on one of these, as the order of a set does; sort what is made from a set, and take the rest from"
+            " config"
+        )
+    return ""
+
+
+@contextmanager
+def in_float32() -> Iterator[None]:
+    """As fork.train_set was created."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 def transforms(fork: Fork) -> str:
@@ -220,14 +251,13 @@ def check_listing(fork: Fork) -> None:
     """Raises Broken if the order of the samples is that in which the file system lists files. Call on all ranks."""
     if not fork.lists_files:
         return
-    listdir, scandir, dtype = os.listdir, os.scandir, torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)  # in which fork.train_set was created
+    listdir, scandir = os.listdir, os.scandir
     with (
+        in_float32(),
         mock.patch.object(os, "listdir", lambda *path: listdir(*path)[::-1]),
         mock.patch.object(os, "scandir", functools.partial(Reversed, scandir)),
     ):
         sets = load_data(your_data, fork.given, fork.ctx)
-    torch.set_default_dtype(dtype)
 
     def check() -> None:
         held_out = next(iter(sets.held_out.values()), None)

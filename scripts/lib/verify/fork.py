@@ -90,6 +90,7 @@ class Fork:
     seams: Seams
     given: TrainingConfig  # with `auto` fields
     lists_files: bool  # whether the data sets were made from listings of folders
+    new_process: Any = None  # a NewProcess, on rank 0
     dtype: torch.dtype = torch.float32  # of the computations
     loss_dtype: torch.dtype = torch.float32  # of the loss, or of what is in it: float32 in a fork with logits.float()
     trainings: dict[str, train.Training] = field(default_factory=dict)  # of the short runs that completed
@@ -106,6 +107,8 @@ class Fork:
         return sets | {module.__name__: module for module in memory.modules_of_yours()}
 
     def clean_up(self) -> None:
+        if self.new_process:
+            self.new_process.end()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @property
