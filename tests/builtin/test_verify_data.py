@@ -199,3 +199,36 @@ def test_the_factors_of_several_epochs_are_shown(tmp_path):
     ended = verified(tmp_path, REGRESSION, MODEL + by_epoch, "--epochs", 10)
     assert ended.code == 0, ended.text
     assert "lr_factor is 1, 1, 0.5, 0.0312, 0.00195 at the start" in line_of(ended, "schedule")
+
+
+# ---- notes ----
+
+NOTED = REGRESSION.replace(
+    "        self.y =", "        self.is_training = count > 100\n        SCALE\n        self.y =", 1
+).replace(
+    "        return self.x[index], self.y[index]\n",
+    "        x = self.x[index]\n        DRAW\n        return x, self.y[index]\n",
+)
+OWN = "self.x = (self.x - self.x.mean(0)) / self.x.std(0)"
+OF_TRAINING = "self.x = (self.x - 0.01) / 1.02"
+OF_SAMPLES = "self.x = (self.x - self.x.mean(1, True)) / self.x.std(1, correction=0, keepdim=True)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scale", "draw", "text"),
+    [
+        ("", "x = x + torch.randn(8)", "held-out samples differ between epochs, so they are augmented at random"),
+        ("", "x = x + torch.randn(8) * self.is_training", ""),
+        ("", "torch.manual_seed(index); x = x + torch.randn(8)", "__getitem__ draws, but its samples are the same in"),
+        (OWN, "", "held-out columns have mean 0 and deviation 1, as training columns have"),
+        (OF_TRAINING, "", ""),
+        (OF_SAMPLES, "", ""),
+        (OWN + " if self.is_training else self.x + 0.1", "", ""),
+    ],
+)
+def test_what_is_seldom_meant_is_a_note(tmp_path, scale, draw, text):
+    ended = verified(tmp_path, NOTED.replace("SCALE", scale).replace("DRAW", draw))
+    assert not broken(ended), ended.text
+    line = line_of(ended, "content")
+    assert f"please check: {text}" in line if text else "please check" not in line, line

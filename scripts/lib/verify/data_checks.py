@@ -21,6 +21,7 @@ import dataset as your_data
 from ddp_utils import DistributedContext
 from lib.verify.fork import Broken, Fork, Subset
 from lib.verify.new_process import CHANGED, is_same, seen
+from lib.verify.notes import notes
 from lib.verify.values import digest, first_three, leaves, plural, scramble_global_rngs, spread
 from utils.data.sets import load_data
 from utils.distributed.collectives import all_gather_json
@@ -137,7 +138,7 @@ def content(fork: Fork) -> str:
                     " __getitem__ draw from the global generators (seeded for each sample), elsewhere with"
                     " utils.rng.sample_draws, and let device_transform do what depends on the epoch"
                 )
-    common = fork.on_rank_0(lambda: compare_elsewhere(fork) + overlap(fork) + transforms(fork))
+    common = fork.on_rank_0(lambda: compare_elsewhere(fork) + overlap(fork) + transforms(fork) + notes(fork))
     check_listing(fork)
     ranks = plural(ctx.world_size, "rank")
     return f"{len(subset)} samples identical on {ranks}, with 0, 1 and 2 workers, in any order{common}"
@@ -221,8 +222,9 @@ def transforms(fork: Fork) -> str:
             "device_transform gives a held-out sample other values beside other samples, so that an evaluation depends"
             " on the batch size: it mixes samples, or uses statistics of the micro-batch; leave that out in evaluation"
         )
-    depends = "; please check: device_transform lets a training sample depend on its micro-batch, as mixup does"
-    return depends if is_mixed(fork.small_train_set()) else ""
+    if not is_mixed(fork.small_train_set()):
+        return ""
+    return "; please check: device_transform lets a training sample depend on its micro-batch or place, as mixup does"
 
 
 class Reversed:
