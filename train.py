@@ -170,7 +170,7 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
         state=state,
         model=model,
         consensus=consensus,
-        evaluation=Evaluation(state.model, seams, state.precision, ctx, consensus),
+        evaluation=Evaluation(state.model, seams, state.precision, ctx, consensus, attempt.clock),
         reporter=reporter,
         checkpoints=checkpoints,
         cross_check=cross_check,
@@ -286,13 +286,15 @@ def validate_within_epoch(training: Training) -> None:
 
 def validate(training: Training) -> None:
     """Evaluate the validation set, if there is one, and keep the best checkpoint."""
-    if "val" not in training.held_out:
-        return
     state, schedule, checkpoints = training.state, training.state.schedule, training.checkpoints
     progress = schedule.progress
     began = time.perf_counter()
     checkpoints.finish_best()  # of an earlier evaluation; and the copy, before the weights become their average
     state.show(progress)
+    if "val" not in training.held_out:
+        with [*state.weights().values()][-1]:
+            training.reporter.show_images("train", training.loader)
+        return
     records = training.evaluation.records("val", training.held_out["val"], state.weights(), progress)
     selecting = records[-1]  # of the averaged weights, if there are any
     if training.best_metric not in selecting:

@@ -16,6 +16,7 @@ describes it: checkpoint, weights, split, samples, precision. Each rank first wr
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import sys
 from pathlib import Path
@@ -35,11 +36,12 @@ from scripts.lib.row_order import check_row_order
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.stored import local_checkpoint
 from utils.data.loader import GlobalBatchLoader, create_evaluation_dataloader
-from utils.data.sets import load_data
+from utils.data.sets import load_data, split_of
 from utils.distributed.collectives import on_all_ranks, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
 from utils.files import TEMPORARY, replace_file, replace_json
 from utils.logger import setup_logger, show_progress
+from utils.rng import seed_evaluation
 from utils.run.command_line import open_output
 from utils.run.failures import leave_after, watched
 from utils.training.outputs import OTHER_NAMES, Outputs, in_order
@@ -87,7 +89,9 @@ def run(options: argparse.Namespace, config: TrainingConfig, out: Path, ctx: Dis
     def progress(step: int) -> None:
         show_progress(logger, step, loader.sampler.steps_per_epoch, "predicting")
 
-    outputs = on_all_ranks(lambda: predict(seams, state, loader, progress), ctx)
+    split = split_of(dataset, options.split)
+    seed = functools.partial(seed_evaluation, ctx.device, sets.config.seed, "predict", split)
+    outputs = on_all_ranks(lambda: predict(seams, state, loader, seed, progress), ctx)
     require_equal(sorted(outputs.batches), f"{OTHER_NAMES} ({{first}} and {{other}})", ctx)
     part = out.with_name(f"{out.name}.rank{ctx.rank}")
     try:
@@ -126,9 +130,12 @@ def choose(data: dict[str, Any], split: str) -> Any:
 
 
 @torch.no_grad()
-def predict(seams: Seams, state: TrainState, loader: GlobalBatchLoader, progress) -> Outputs:
-    """The outputs for this rank's samples. Raises UserError if a batch has those of its samples in another order."""
-    net, outputs = state.model.eval(), Outputs(seams.predict)
+def predict(seams: Seams, state: TrainState, loader: GlobalBatchLoader, seed, progress) -> Outputs:
+    """The outputs for this rank's samples. seed: called with the indices of each micro-batch.
+
+    Raises UserError if the outputs of a batch are in another order than its samples.
+    """
+    net, outputs = state.model.eval(), Outputs(seams.predict, seed)
 
     def predicted(batch: Any) -> dict[str, torch.Tensor]:
         with state.precision.autocast():

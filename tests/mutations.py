@@ -41,6 +41,9 @@ class Mutation:
 
 # fmt: off
 MUTATIONS = [
+    Mutation('seed_evaluation', 'seed_device(device, "evaluation", seed, function, split, indices[0])', 'pass', 'eval-only'),
+    Mutation('Evaluation.records', 'with context, set_apart(self.ctx.device):', 'with context:', 'eval-only'),
+    Mutation('Watchdog._look', 'if standing <= TIMES_IN_A_FUNCTION * self._hang_timeout:', 'if False:', 'hang'),
     Mutation('_of_8_bits', 'return Image.fromarray((values >> 8).astype("uint8"))', 'return file', 'image-levels'),
     Mutation('_of_8_bits', 'file = Image.alpha_composite(Image.new("RGBA", file.size, "white"), file).convert("RGB")', 'file = file.convert("RGB")', 'image-levels'),
     Mutation('kind_of', 'return HIDDEN if name.startswith(".") or name in OF_TOOLS else os.path.splitext(name)[1].lower()', 'return os.path.splitext(name)[1].lower()', 'splits'),
@@ -182,7 +185,7 @@ MUTATIONS = [
     Mutation('wrap_ddp', '"gradient_as_bucket_view": True,', '"gradient_as_bucket_view": False,', 'buckets'),
     Mutation('wrap_ddp', 'options: dict[str, Any] = no_buffers | {', 'options: dict[str, Any] = {', 'collectives'),
     Mutation('setup_distributed', 'fast_bf16=all(each["bf16"] for each in cards),', 'fast_bf16=any(each["bf16"] for each in cards),', 'precision'),
-    Mutation('verdict', 'step, phase, _ = min(known)', 'step, phase, _ = max(known)', 'hang'),
+    Mutation('verdict', 'last = [rank for rank, where in known.items() if where == min(known.values())]', 'last = [rank for rank, where in known.items() if where == max(known.values())]', 'hang'),
     Mutation('Run.check_owner', 'if token != self.start.token:', 'if False:', 'one-owner'),
     Mutation('RunLock._is_held', 'fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)', 'pass', 'one-owner'),
     Mutation('MetricTracker.add', 'self.values[:size].add_(torch.where(is_added, other.values[:size], self._zero))', 'self.values[:size].copy_(other.values[:size])', 'weights'),

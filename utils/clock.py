@@ -14,6 +14,7 @@ PHASES = ("start", "data", "forward", "backward", "update", "save", "evaluation"
 INDEX = {phase: index for index, phase in enumerate(PHASES)}
 STEP_PHASES = ("data", "forward", "backward", "update")
 STEPS_KEPT = 512
+NO_FUNCTION = "-"
 
 
 class Clock:
@@ -30,6 +31,7 @@ class Clock:
         self.durations: deque[float] = deque(maxlen=STEPS_KEPT)  # seconds of the latest steps
         self._reached = 0  # the last step of earlier attempts
         self._phase, self._mark, self._step_began = 0, time.perf_counter(), 0.0
+        self.function = NO_FUNCTION  # of model.py, in which an evaluation is
         self._events: list[tuple[str, torch.Event]] | None = [] if device and device.type != "cpu" else None
         self._taken = dict(self.seconds)  # of `seconds`, by `take`
         self.enter("start")
@@ -43,11 +45,16 @@ class Clock:
         """The last optimizer step that is complete; that of this phase may be."""
         return self.step - (self.phase in STEP_PHASES)
 
+    def call(self, function: str) -> None:
+        """Show that the evaluation is in this function of model.py, until a phase is entered."""
+        self.function = function
+        self.counter += 1
+
     def enter(self, phase: str) -> None:
         """Enter a phase."""
         now = time.perf_counter()
         self._account(now - self._mark, self.seconds, self.seconds_again)
-        self._mark, self._phase = now, INDEX[phase]
+        self._mark, self._phase, self.function = now, INDEX[phase], NO_FUNCTION
         self.counter += 1
         if phase in ("forward", "backward"):
             self._mark_device(phase)

@@ -1,7 +1,8 @@
 """Random numbers as functions of a key: no generator state has to be saved, and they do not depend on the rank.
 
 The order of an epoch is keyed by (seed, epoch), a sample's draws by (seed, epoch, index), or by all indices of its
-micro-batch if `__getitems__` fetches that at once, dropout by (seed, step, micro-batch).
+micro-batch if `__getitems__` fetches that at once, dropout by (seed, step, micro-batch). What a function of model.py
+draws in an evaluation is keyed by (seed, its name, split, the first sample of its micro-batch).
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import hashlib
 import random
 import statistics
 import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -37,6 +40,16 @@ def seed_device(device: torch.device, *key: object) -> None:
     on_device = [torch.cuda.default_generators[device.index]] if device.type == "cuda" else []
     for generator in (torch.default_generator, *on_device):
         generator.manual_seed(derive_seed(*key))
+
+
+def seed_evaluation(device: torch.device, seed: int, function: str, split: str, indices: Sequence[int]) -> None:
+    """Seed the device's generator and that of the CPU, before a function of model.py gets the micro-batch of a set."""
+    seed_device(device, "evaluation", seed, function, split, indices[0])
+
+
+def set_apart(device: torch.device) -> AbstractContextManager[None]:
+    """A context that leaves torch's generators as they were before it."""
+    return torch.random.fork_rng([device.index] if device.type == "cuda" else [])
 
 
 def sample_draws(seed: int, epoch: int, indices: Tensor, count: int) -> Tensor:

@@ -218,3 +218,42 @@ def store_lost(drill: Drill, how: str, seconds: float) -> None:
     drill.fails(job, said, rank=0, seconds=100)
     assert time.monotonic() - began < seconds  # torchrun ends a stopped rank after 30 s
     drill.resumes(2, *RUN)
+
+
+OF_MODEL = """
+model = train.your_model
+def slow(value):
+    def call(*_):
+        time.sleep(SECONDS)
+        return value
+    return call
+def before_loss(net):
+    if NAME == 'compute_loss' and RANK == 1 and not net.training:
+        time.sleep(SECONDS)
+model.log_images = slow({'x': torch.zeros(1, 3, 8, 8, dtype=torch.uint8)}) if NAME == 'log_images' else None
+if NAME == 'summarize':
+    model.predict = lambda net, batch: {'x': torch.zeros(len(batch[1]))}
+    model.summarize = slow({'zero': 0.0})
+"""
+
+
+@fault("log_images takes longer than hang_timeout", "log_images")
+@fault("summarize takes longer than hang_timeout", "summarize")
+@fault("an evaluation takes longer than hang_timeout", "compute_loss")
+def function_takes_long(drill: Drill, name: str) -> None:
+    """The other ranks wait for it without a limit of their own."""
+    flags = [*"--dataset_size 40 --epochs 2 --num_workers 1 --hang_timeout 3 --timeout 4".split()]
+    drill.completes(2, *flags, code=f"NAME, SECONDS = {name!r}, 6\n{OF_MODEL}")
+    assert not list((drill.folder / "run").glob("hang-*.txt"))
+
+
+@fault("log_images hangs")
+def function_hangs(drill: Drill) -> None:
+    flags = [*"--dataset_size 40 --epochs 2 --num_workers 1 --hang_timeout 1.5".split()]
+    job = drill.start(2, *flags, code=f"NAME, SECONDS = 'log_images', 3600\n{OF_MODEL}")
+    where = rf"rank 0 on {HOST} hangs in evaluation of step 5, in log_images of model.py \(process \d+\)"
+    sentence = rf"no progress for \d+ s: {where} \(10 times hang_timeout=1.5\); .*, or raise --hang_timeout, then"
+    drill.fails(job, sentence, "the run failed after step 5; its latest checkpoint is .*/step_00000005.pt", rank=0)
+    status = drill.json("status.json")
+    assert status["step"] == 5 and status["checkpoint"].endswith("step_00000005.pt")
+    drill.resumes(2, *flags)

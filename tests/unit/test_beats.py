@@ -1,13 +1,71 @@
-"""The thread in which a rank reads the store."""
+"""The rank that holds up the others, and the thread in which a rank reads the store."""
 
 import os
 import threading
 import weakref
 
+import pytest
 import torch.distributed as dist
 
 from training import wait_until
-from utils.distributed.beats import Beats
+from utils.distributed.beats import Beats, Place, verdict
+
+HOSTS = ("a", "a", "b", "b")
+
+
+def place(step, phase, counter=1, beat=1, pid=100):
+    return Place(beat, counter, step, phase, pid)
+
+
+WAITING = dict.fromkeys(range(4), place(7, "backward"))
+
+
+@pytest.mark.parametrize(
+    ("places", "still", "text", "hanging"),
+    [
+        (WAITING, {2}, "rank 2 on b was stopped, killed or cut off, last seen in backward of step 7 (process 100)", 2),
+        ({0: place(7, "backward")}, {3}, "rank 3 on b was stopped, killed or cut off", 3),
+        (WAITING | {3: place(7, "data")}, set(), "rank 3 on b hangs in data of step 7 (process 100)", 3),
+        (
+            dict.fromkeys(range(4), place(8, "data")) | {1: place(7, "update")},
+            set(),
+            "rank 1 on a hangs in update of step",
+            1,
+        ),
+        (WAITING, set(), "all ranks wait in backward of step 7: the network", 0),
+        (
+            # the others evaluate, or save the best checkpoint
+            {
+                0: place(7, "evaluation")._replace(function="log_images"),
+                1: place(7, "save"),
+                2: place(7, "evaluation"),
+            },
+            set(),
+            "rank 0 on a hangs in evaluation of step 7, in log_images of model.py (process 100)",
+            0,
+        ),
+    ],
+)
+def test_the_rank_that_holds_up_the_others_is_named(places, still, text, hanging):
+    found, rank = verdict(places, still, HOSTS, 6.2)
+    assert found.startswith(f"no progress for 6 s: {text}") and rank == hanging
+
+
+@pytest.mark.parametrize(
+    ("places", "still", "text"),
+    [
+        (WAITING | {3: place(7, "data")}, set(), "rank 3 on b is slow in data of step 7 (process 100)"),
+        (
+            WAITING | {rank: place(7, "data", pid=rank) for rank in (1, 3)},
+            set(),
+            "rank 1 on a is slow in data of step 7 (process 1); rank 3 on b is slow in data of step 7 (process 3)",
+        ),
+        (WAITING, set(), "all ranks are slow in backward of step 7"),
+        (WAITING, {2}, "rank 2 on b was stopped, killed or cut off, last seen in backward of step 7 (process 100)"),
+    ],
+)
+def test_a_live_rank_that_may_only_be_slow_does_not_hang_yet(places, still, text):
+    assert verdict(places, still, HOSTS, 6.2, "is slow")[0] == f"no progress for 6 s: {text}"
 
 
 class Held:

@@ -261,6 +261,7 @@ def create_evaluation_dataloader(
         batch_size=config.eval_batch_size or config.batch_size,
         micro_batches_per_step=ctx.world_size,
         assignment=Assignment(ctx.rank, ctx.world_size, in_runs=config.reduction == "exact"),
+        seed=config.seed,
         shuffle=False,
     )
     return GlobalBatchLoader(dataset, sampler, config, ctx, clock, phases=("evaluation", "evaluation"))

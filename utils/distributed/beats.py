@@ -20,6 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from utils.clock import NO_FUNCTION, PHASES
+
 T = TypeVar("T")
 NOTHING = "-"
 SECONDS_TO_END = 2.0
@@ -33,6 +35,7 @@ class Place(NamedTuple):
     step: int  # the current optimizer step, from 1
     phase: str
     pid: int
+    function: str = NO_FUNCTION  # of model.py, in which an evaluation is
 
 
 def _answer(future: Future, call: Callable) -> None:
@@ -94,7 +97,8 @@ class Beats:
         *places, failure = self._get([*map(str, ranks), "failure"])
         words = [text.split() for text in places]
         found = (
-            Place(int(beat), int(counter), int(step), phase, int(pid)) for beat, counter, step, phase, pid in words
+            Place(int(beat), int(counter), int(step), phase, int(pid), function)
+            for beat, counter, step, phase, pid, function in words
         )
         return dict(zip(ranks, found, strict=True)), {} if failure == NOTHING else json.loads(failure)
 
@@ -134,3 +138,37 @@ def state_of(pid: int) -> str:
         return "X"
     except OSError:  # another user's process, or no /proc
         return ""
+
+
+def verdict(
+    places: dict[int, Place], still: set[int], hosts: tuple[str, ...], seconds: float, how: str = "hangs"
+) -> tuple[str, int]:
+    """One sentence on what blocks the ranks, and the first rank that does.
+
+    Args:
+        places: of the ranks, as far as they are known.
+        still: ranks whose beat has stopped.
+        how: what a live rank that holds up the others does.
+    """
+    if still:
+        hanging = min(still)
+        named = [
+            f"rank {rank} on {hosts[rank]} was stopped, killed or cut off"
+            + (f", last seen in {at.phase} of step {at.step} (process {at.pid})" if (at := places.get(rank)) else "")
+            for rank in sorted(still)
+        ]
+    else:
+        known = {
+            rank: (place.step, place.function == NO_FUNCTION, PHASES.index(place.phase))
+            for rank, place in places.items()
+        }
+        last = [rank for rank, where in known.items() if where == min(known.values())]
+        hanging, place = last[0], places[last[0]]
+        where = f"in {place.phase} of step {place.step}"
+        where += f", in {place.function} of model.py" if place.function != NO_FUNCTION else ""
+        named = [f"rank {rank} on {hosts[rank]} {how} {where} (process {places[rank].pid})" for rank in last]
+        if len(last) == len(known) > 1:
+            named = [f"all ranks are slow {where}"]
+            if how == "hangs":
+                named = [f"all ranks wait {where}: the network between them, or a collective that not all called"]
+    return f"no progress for {seconds:.0f} s: " + "; ".join(named), hanging

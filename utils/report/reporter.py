@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from config import TrainingConfig, TrainingError
 from utils.checkpoint.format import step_checkpoints
 from utils.clock import slowest
 from utils.data.loader import GlobalBatchLoader, usable_cpus
-from utils.distributed.collectives import gather
+from utils.distributed.collectives import broadcast_json, gather
 from utils.logger import count, duration, has_terminal, log_epoch_summary, log_training_step, show, show_progress
 from utils.memory import peak_memory
 from utils.metrics import RESERVED
@@ -22,6 +22,7 @@ from utils.redact import stored
 from utils.report.banner import decisions
 from utils.report.profiler import StepProfiler
 from utils.report.tensorboard import Board
+from utils.rng import seed_evaluation, set_apart
 from utils.run.attempt import Attempt
 from utils.run.folder import Run
 from utils.run.goodput import ACCOUNTS, share_in_training
@@ -35,6 +36,7 @@ LEAST_EXCESS = 0.25  # seconds over the median in an interval; less is noise
 MIN_SECONDS_FOR_GOODPUT = 60  # in a shorter run, start-up dominates
 READ_AFTER = 4  # steps after a log point, on all ranks, its values are read
 NOT_FINITE = "a non-finite loss or gradient"
+LogImages = Callable[[nn.Module, Any], dict[str, Tensor]]
 MAX_DATA_WAIT = 0.2  # fraction of an interval above which a warning suggests flags
 
 
@@ -66,7 +68,7 @@ class Reporter:
         state: TrainState,
         loader: GlobalBatchLoader,
         origin: dict[str, Any],
-        log_images: Callable[[nn.Module, Any], dict[str, Tensor]] | None = None,
+        log_images: LogImages | None = None,
     ) -> None:
         run, config, ctx, logger = attempt.run, attempt.config, attempt.ctx, attempt.logger
         self._log_images = log_images if run.is_main or config.sharding != "none" else None
@@ -236,16 +238,24 @@ class Reporter:
 
     # ---- evaluation and the end ----
 
-    def show_images(self, group: str, loader: GlobalBatchLoader) -> None:
+    def show_images(self, split: str, loader: GlobalBatchLoader) -> None:
         """Show model.log_images of the first batch of a set on TensorBoard: on rank 0, which needs all if sharded."""
-        if self._log_images is None:
-            return
-        model: Any = self._state.model
+        if self._log_images:
+            self._clock.enter("evaluation")
+            self._clock.call("log_images")
+            self._show_images(self._log_images, split, loader)
+            self._clock.enter("evaluation")
+        broadcast_json(None, self._ctx)  # the other ranks wait here, where `timeout` does not apply
+
+    def _show_images(self, log_images: LogImages, split: str, loader: GlobalBatchLoader) -> None:
+        model, device = cast(Any, self._state.model), self._ctx.device
         try:
-            with torch.no_grad(), self._state.precision.autocast():
-                images = self._log_images(model.eval(), loader.sample_batch())
+            with torch.no_grad(), self._state.precision.autocast(), set_apart(device):
+                batch = loader.sample_batch()
+                seed_evaluation(device, self._config.seed, "log_images", split, [0])
+                images = log_images(model.eval(), batch)
             if self._run.is_main:
-                self._board.images(group, images, self._state.progress.step)
+                self._board.images(split, images, self._state.progress.step)
         except Exception as error:  # images must not end a run
             # parameters that the pass has gathered are sharded again: they may be those of the average
             getattr(model, "reset_iter_state", model.state_dict)()

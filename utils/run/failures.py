@@ -170,7 +170,8 @@ class Ending:
         if hanging is None:
             self._write(lambda: self._logger.info("this rank ends: %s", text))
             end_now(1)
-        remedy = f"fix what the stacks in {self.report(text, stacks, SECONDS_TO_WRITE)} show, then --resume_from auto"
+        remedy = f"fix what the stacks in {self.report(text, stacks, SECONDS_TO_WRITE)} show"
+        remedy += ", or raise --hang_timeout, then --resume_from auto"
         self._end_with(TrainingError(f"{text}; {remedy}", hanging, self._ctx.hosts[hanging]), f"{stacks}\n")
 
     def lose(self, error: TrainingError) -> None:

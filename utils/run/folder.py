@@ -197,8 +197,11 @@ class Run:
                 time.sleep(0.3)  # rank 0 may have been writing its own status just then; it waits for this rank now
             status = read_json(path)
             if status.get("state") == "running":
-                reached = {"step": max(step, status.get("step", 0))}
+                latest = [str(path) for path in checkpoint.step_checkpoints(self.checkpoints)[-1:]]
+                reached = {"step": max(step, status.get("step", 0)), "checkpoint": latest[0] if latest else None}
                 status |= {"state": "failed", "error": text} | reached | where | {"time": now()}
+                said = "the run failed after step %d; its latest checkpoint is %s"
+                logging.getLogger(LOGGER).info(said, reached["step"], reached["checkpoint"] or "missing")
                 try:
                     replace_json(path, status)
                 except OSError:

@@ -32,8 +32,8 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from config import TrainingError
-from utils.clock import PHASES, STEP_PHASES, Clock
-from utils.distributed.beats import Place, state_of
+from utils.clock import NO_FUNCTION, STEP_PHASES, Clock
+from utils.distributed.beats import Place, state_of, verdict
 from utils.distributed.context import DistributedContext
 from utils.signals import has_arrived
 
@@ -55,6 +55,7 @@ SECONDS_TO_STOP, STEPS_TO_STOP = 20.0, 3  # the longer one may pass after a stop
 SECONDS_TO_FAIL = 60.0  # for a rank that has failed and reports it, on storage that may hang
 LEAST_LIMIT, FIRST_LIMIT = 5.0, 60.0  # seconds without progress before a report; FIRST: before steps were measured
 STEPS_TO_LEARN = 8
+TIMES_IN_A_FUNCTION = 10  # hang_timeout, for a function of model.py in an evaluation
 GONE, SUSPENDED = ("Z", "X"), ("T", "t")  # states of a process
 
 
@@ -119,7 +120,8 @@ class Watchdog:
         return [min(each, self._hang_timeout or each) for each in tuple(self._clock.durations)]  # which may grow
 
     def _place(self) -> Place:
-        return Place(self._beat, self._clock.counter, self._clock.step, self._clock.phase, self._pid)
+        clock = self._clock
+        return Place(self._beat, clock.counter, clock.step, clock.phase, self._pid, clock.function)
 
     def _tick(self) -> None:
         """Count the time since the last call, and show that this process runs."""
@@ -303,7 +305,8 @@ class Watchdog:
             elif state in SUSPENDED and (reason := self._reason(silent)):
                 looked = self._look_twice(range(len(self._hosts)))
                 if looked and looked[1]:
-                    self._end(looked[0], looked[1], silent, reason)
+                    text, stopped = verdict(*looked[:2], self._hosts, silent)
+                    self._ending.end(f"{text} ({reason})", stopped, self._stacks())
         elif silent > max(SECONDS_OF_SILENCE, self._hang_timeout * (place.phase == "start")):
             self._lose(peer)  # at the start a rank may hold the GIL for long
 
@@ -339,17 +342,19 @@ class Watchdog:
                 return not is_end
         if is_moving:
             return False
+        text, hanging = verdict(places, still, self._hosts, standing)
+        is_in_function = not still and places[hanging].function != NO_FUNCTION
+        if is_end and is_in_function and reason != STOPPED:
+            if standing <= TIMES_IN_A_FUNCTION * self._hang_timeout:
+                return True
+            reason = f"{TIMES_IN_A_FUNCTION} times {reason}"
         if is_end:
-            self._end(places, still, standing, reason)
-        elif standing > self._hangs_after or still:
-            self._ending.report(verdict(places, still, self._hosts, standing)[0], self._stacks())
+            self._ending.end(f"{text} ({reason})", hanging, self._stacks())
+        elif still or (standing > self._hangs_after and not is_in_function):
+            self._ending.report(text, self._stacks())
         else:
             self._ending.warn(verdict(places, still, self._hosts, standing, "is slow")[0])
         return True
-
-    def _end(self, places: dict[int, Place], still: set[int], standing: float, reason: str) -> None:
-        text, hanging = verdict(places, still, self._hosts, standing)
-        self._ending.end(f"{text} ({reason})", hanging, self._stacks())
 
     def _look_twice(self, ranks: range) -> tuple[dict[int, Place], set[int], bool] | None:
         """The places of these ranks, those whose beat has stopped, and whether any counter moves. None: no answer."""
@@ -365,33 +370,3 @@ class Watchdog:
         stacks = self._beats and self._ask(lambda: self._beats.stacks(len(self._hosts)))
         found = enumerate(stacks) if stacks else [(self._rank, self._stack)]
         return "\n".join(f"--- rank {rank} on {self._hosts[rank]}\n{stack}".rstrip() for rank, stack in found)
-
-
-def verdict(
-    places: dict[int, Place], still: set[int], hosts: tuple[str, ...], seconds: float, how: str = "hangs"
-) -> tuple[str, int]:
-    """One sentence on what blocks the ranks, and the first rank that does.
-
-    Args:
-        places: of the ranks, as far as they are known.
-        still: ranks whose beat has stopped.
-        how: what a live rank that holds up the others does.
-    """
-    if still:
-        hanging = min(still)
-        named = [
-            f"rank {rank} on {hosts[rank]} was stopped, killed or cut off"
-            + (f", last seen in {at.phase} of step {at.step} (process {at.pid})" if (at := places.get(rank)) else "")
-            for rank in sorted(still)
-        ]
-    else:
-        known = [(place.step, PHASES.index(place.phase), rank) for rank, place in places.items()]
-        step, phase, _ = min(known)
-        last = [rank for each, other, rank in known if (each, other) == (step, phase)]
-        hanging, where = last[0], f"in {PHASES[phase]} of step {step}"
-        named = [f"rank {rank} on {hosts[rank]} {how} {where} (process {places[rank].pid})" for rank in last]
-        if len(last) == len(known) > 1:
-            named = [f"all ranks are slow {where}"]
-            if how == "hangs":
-                named = [f"all ranks wait {where}: the network between them, or a collective that not all called"]
-    return f"no progress for {seconds:.0f} s: " + "; ".join(named), hanging

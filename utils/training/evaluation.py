@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config import UserError
+from utils.clock import Clock
 from utils.data.loader import GlobalBatchLoader
 from utils.data.sets import split_of
 from utils.data.worker import sample_name
@@ -24,6 +25,7 @@ from utils.distributed.context import DistributedContext
 from utils.distributed.tree import TreeAllReduce, TreeSum, run_of
 from utils.logger import ALIKE, NAME, show_progress
 from utils.metrics import MetricTracker, all_reduce_scalar, check_metrics
+from utils.rng import seed_evaluation, set_apart
 from utils.training.outputs import Outputs
 from utils.training.precision import Precision
 from utils.training.schedule import Progress
@@ -50,6 +52,7 @@ class Evaluation:
     precision: Precision
     ctx: DistributedContext
     consensus: Consensus | None = None  # None: it cannot be stopped
+    clock: Clock = field(default_factory=Clock)  # shows in which function of model.py it is
 
     def records(
         self, split: str, loader: GlobalBatchLoader, weights: dict[str, AbstractContextManager], progress: Progress
@@ -64,52 +67,61 @@ class Evaluation:
         where = {"kind": "eval", "epoch": progress.epoch_number, "step": progress.step, "split": split}
         for kind, context in weights.items():
             show = partial(show_progress, logging.getLogger(NAME), label=split + " (ema)" * (kind == "ema"))
-            with context:
-                means = self.means(loader, show)
+            with context, set_apart(self.ctx.device):
+                means = self.means(loader, show, split)
                 found.append({**where, "weights": kind, **means})
-                if not math.isfinite(means["loss"]) and (samples := self.non_finite(loader)):
+                if not math.isfinite(means["loss"]) and (samples := self.non_finite(loader, split)):
                     text = "evaluation of %s: the loss of %s is not finite (%d of %d in its micro-batch)"
                     name, size = sample_name(loader.dataset, samples[0]), loader.sampler.batch_size
                     logging.getLogger(NAME).log(ALIKE, text, split, name, len(samples), size)
         return found
 
     @torch.no_grad()
-    def non_finite(self, loader: GlobalBatchLoader) -> list[int]:
+    def non_finite(self, loader: GlobalBatchLoader, split: str) -> list[int]:
         """The samples whose loss is not finite in the first micro-batch that has such, in another pass over the set."""
 
-        def is_finite(batch: Any) -> bool:
+        def is_finite(batch: Any, indices: Sequence[int]) -> bool:
+            seed_evaluation(self.ctx.device, loader.sampler.seed, "compute_loss", split, indices)
             with self.precision.autocast():
                 return bool(torch.as_tensor(self.seams.compute_loss(self.model, batch)["loss"][0]).isfinite().all())
 
         self.model.eval()
         for global_batch in loader.global_batches(epoch=0):
-            passes = [(each.indices[0], is_finite(each.batch), each.is_padding) for each in global_batch]
+            passes = [(each.indices[0], is_finite(each.batch, each.indices), each.is_padding) for each in global_batch]
             mine = min((first for first, fine, is_padding in passes if not (fine or is_padding)), default=math.inf)
             first = all_reduce_scalar(mine, "min", self.ctx.control)
             if first < math.inf:  # all ranks look at its samples: with a sharded model none can do so alone
                 batch = range(int(first), min(int(first) + loader.sampler.batch_size, len(loader.dataset)))
-                return [each for each in batch if not is_finite(loader.fetch([each])[2])]
+                return [each for each in batch if not is_finite(loader.fetch([each])[2], [each])]
         return []
 
     @torch.no_grad()
-    def means(self, loader: GlobalBatchLoader, show: Callable[[int, int], None] | None = None) -> dict[str, float]:
+    def means(
+        self, loader: GlobalBatchLoader, show: Callable[[int, int], None] | None = None, split: str = "val"
+    ) -> dict[str, float]:
         """The mean loss and metrics over a set, those of `summarize`, and its "count".
 
         Every rank makes the same number of steps; in a step without a micro-batch for it, a rank computes padding.
 
         Args:
             show: called with the step, from 1, and the number of steps.
+            split: decides what `compute_loss` and `predict` draw.
         """
         self.model.eval()
         tracker, samples, ctx, summary = MetricTracker(self.ctx.device), 0, self.ctx, self.seams.summary
         tree = TreeSum() if loader.sampler.is_in_runs else None
-        outputs = Outputs(summary.predict, is_bounded=True) if summary else None
+        seed = partial(seed_evaluation, ctx.device, loader.sampler.seed)
+        outputs = Outputs(summary.predict, partial(seed, "predict", split), is_bounded=True) if summary else None
         for step, global_batch in enumerate(loader.global_batches(epoch=0), start=1):
             for micro_batch in global_batch:
+                self.clock.call("compute_loss")
+                seed("compute_loss", split, micro_batch.indices)
                 with self.precision.autocast():
                     metrics = self.seams.compute_loss(self.model, micro_batch.batch)
                     if outputs:
+                        self.clock.call("predict")
                         outputs.add(self.model, micro_batch.batch, micro_batch.indices, micro_batch.is_padding)
+                self.clock.enter("evaluation")
                 if not tracker.layout:
                     tracker.lay_out(check_metrics(metrics))
                 if not micro_batch.is_padding:
@@ -131,7 +143,7 @@ class Evaluation:
         require_equal(tracker.layout, sentence, ctx)
         all_reduce(tracker.values, tree, math.ceil(count / loader.sampler.batch_size), ctx)
         means = tracker.means()
-        summarized = summary.of_ranks(outputs, count, ctx) if summary and outputs else {}
+        summarized = summary.of_ranks(outputs, count, ctx, self.clock) if summary and outputs else {}
         if both := sorted(means.keys() & summarized.keys()):
             raise UserError(f"model.summarize: compute_loss has {both[0]} too; give one of them another name")
         return means | summarized | {"count": count}

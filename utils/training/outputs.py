@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config import UserError
+from utils.clock import Clock
 from utils.distributed.collectives import all_gather_json, broadcast_json, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
 from utils.logger import NAME
@@ -21,16 +22,25 @@ OTHER_NAMES = "model.predict: returned different names for different batches; re
 
 
 class Outputs:
-    """What `predict` returned for this rank's samples, on the CPU."""
+    """What `predict` returned for this rank's samples, on the CPU.
 
-    def __init__(self, predict: Callable[[nn.Module, Any], dict[str, Tensor]], is_bounded: bool = False) -> None:
-        self._predict, self._is_bounded = predict, is_bounded
+    seed: called with the indices of a micro-batch before `predict`, which may draw random numbers.
+    """
+
+    def __init__(
+        self,
+        predict: Callable[[nn.Module, Any], dict[str, Tensor]],
+        seed: Callable[[Sequence[int]], object],
+        is_bounded: bool = False,
+    ) -> None:
+        self._predict, self._seed, self._is_bounded = predict, seed, is_bounded
         self.bytes = 0
         self.indices: list[int] = []
         self.batches: dict[str, list[Tensor]] = {}  # by name
 
     def add(self, model: nn.Module, batch: Any, indices: Sequence[int], is_padding: bool = False) -> None:
         """Compute the outputs for a micro-batch of these samples. Raises UserError if they are invalid or too large."""
+        self._seed(indices)
         found = self._predict(model, batch)
         check_outputs(found, len(indices))
         if self.batches and found.keys() != self.batches.keys():
@@ -96,18 +106,22 @@ class Summary(NamedTuple):
         """The metrics of the outputs of one process. Raises UserError."""
         return self._numbers([outputs.part()], len(outputs.indices))
 
-    def of_ranks(self, outputs: Outputs, samples: int, ctx: DistributedContext) -> dict[str, float]:
+    def of_ranks(self, outputs: Outputs, samples: int, ctx: DistributedContext, clock: Clock) -> dict[str, float]:
         """The metrics of the outputs of all ranks, computed on rank 0, on every rank. Raises UserError."""
         require_equal(sorted(outputs.batches), f"{OTHER_NAMES} ({{first}} and {{other}})", ctx)
         check_size(sum(all_gather_json(outputs.bytes, ctx)))
         parts = [outputs.part()] * (ctx.world_size if ctx.is_main else 0)
         if ctx.world_size > 1:
             dist.gather_object(outputs.part(), parts or None, group=ctx.control)
-        return broadcast_json(on_rank_0(lambda: self._numbers(parts, samples), ctx), ctx)
+        if ctx.is_main:
+            clock.call("summarize")
+        found = broadcast_json(on_rank_0(lambda: self._numbers(parts, samples), ctx), ctx)
+        clock.enter("evaluation")
+        return found
 
     def names(self, model: nn.Module, batch: Any, size: int, samples: int) -> list[str]:
         """The names of the metrics, from a first batch of `size` samples of a set of `samples`. Raises UserError."""
-        outputs = Outputs(self.predict)
+        outputs = Outputs(self.predict, seed=lambda _: None)
         outputs.add(model, batch, range(size))
         check_size(outputs.bytes / size * samples)
         return list(self.of(outputs))

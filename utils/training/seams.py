@@ -27,7 +27,8 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class StepView:
-    """What `compute_loss` and `after_step` may read: 0-dimensional tensors on the device, int64, equal on all ranks.
+    """What `compute_loss`, `log_images` and `after_step` may read: 0-dimensional int64 tensors on the device, equal on
+    all ranks.
 
     They are filled in place: a number that is passed to a compiled model would compile it again in each step.
     """
@@ -83,7 +84,7 @@ class Seams:
     create_optimizer: Callable[..., Any] = create_optimizer  # (groups, config)
     initial_weights: Callable[..., dict[str, Tensor]] | None = None  # (config), of --init_from; default: of a file
     blocks: Callable[[nn.Module], list[nn.Module]] = find_blocks
-    log_images: Callable[[nn.Module, Any], dict[str, Tensor]] | None = None
+    log_images: Callable[[nn.Module, Any], dict[str, Tensor]] | None = None  # (model, batch[, progress])
     predict: Callable[[nn.Module, Any], dict[str, Tensor]] = predict
     example_inputs: Callable[[Any], tuple] = example_inputs
     summarize: Callable[[dict[str, Any]], dict[str, float]] | None = None  # metrics of what `predict` gave for a set
@@ -108,14 +109,14 @@ class Seams:
         device: of the progress that they see.
         """
         names = cls.__dataclass_fields__.keys() - {"progress", "terms"}
-        found = {name: getattr(module, name) for name in names if hasattr(module, name)}
+        found = {name: getattr(module, name) for name in names if getattr(module, name, None) is not None}
         missing = [name for name in REQUIRED if name not in found]
         if missing:
             raise UserError(f"model.py: lacks {', '.join(missing)}; define it, see the top of the template's model.py")
-        knows_step = "progress" in inspect.signature(found["compute_loss"]).parameters
-        view = StepView.on(device) if knows_step or found.get("after_step") else None
-        if knows_step:
-            found["compute_loss"] = functools.partial(found["compute_loss"], progress=view)
+        given = {"compute_loss", "log_images"} & found.keys()
+        ask = [name for name in given if "progress" in inspect.signature(found[name]).parameters]
+        view = StepView.on(device) if ask or found.get("after_step") else None
+        found |= {name: functools.partial(found[name], progress=view) for name in ask}
         if "loss_counts" in found:
             found["terms"] = Terms(found["compute_loss"], found["loss_counts"], device)
             found["compute_loss"] = found["terms"].compute_loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json, is_of_a_peer, on_all_ranks
 from utils.distributed.dtensor import full, wrap
 from utils.metrics import MetricTracker
-from utils.rng import derive_seed
+from utils.rng import derive_seed, seed_evaluation
 from utils.training.evaluation import Evaluation
 from utils.training.outputs import Outputs
 from utils.training.precision import Precision
@@ -200,13 +201,16 @@ class Fork:
                 raise
             raise Broken(f"{error}, or in your own sampler; use create_evaluation_dataloader") from None
 
-    def plain_evaluation(self, subset: Subset, net: nn.Module, noise: int = 0) -> dict[str, float]:
-        """The size, mean loss and metrics of a set in one process, with global generators seeded by `noise`."""
+    def plain_evaluation(self, subset: Subset, net: nn.Module, noise: int = 0, split: str = "val") -> dict[str, float]:
+        """The size, mean loss and metrics of a set in one process, with global generators seeded by `noise`, but those
+        of torch as in the evaluation of `split`."""
         loader, tracker = self.loader(subset), MetricTracker(self.ctx.device)
-        summary, outputs = self.seams.summary, Outputs(self.seams.predict)
+        seed = functools.partial(seed_evaluation, self.ctx.device, self.small_config.seed)
+        summary, outputs = self.seams.summary, Outputs(self.seams.predict, functools.partial(seed, "predict", split))
         for indices in torch.arange(len(subset)).split(self.small_config.batch_size):
             *_, batch = loader.fetch(indices.tolist())
             scramble_global_rngs(noise)  # after the fetch, which seeds them by the samples
+            seed("compute_loss", split, indices.tolist())
             with torch.no_grad():
                 tracker.update(self.seams.compute_loss(net, batch))
                 if summary:
@@ -216,6 +220,7 @@ class Fork:
     def sample_loss(self, model: nn.Module, device: torch.device) -> float:
         """The summed loss of the first batch of the small set, in evaluation mode."""
         batch = to_device(self.loader(self.small_train_set()).sample_batch(), device)
+        torch.manual_seed(self.config.seed)  # of what the loss draws
         with torch.no_grad():
             return self.seams.compute_loss(model.eval(), batch)["loss"][0].sum().item()
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import plain_loop
 from lib.row_order import check_row_order
+from lib.verify.draws import draws_in_evaluation
 from lib.verify.fork import (
     ACCUMULATION,
     Broken,
@@ -197,8 +198,9 @@ def evaluation(fork: Fork) -> str:
         fork.on_all(lambda subset=subset, net=net, found=found: compare_evaluation(fork, subset, net, found))
         counts.append(str(len(subset)))
         never = never if len(counts) > 1 else [name for name, value in found.items() if math.isnan(value)]
-    uncounted = f"; please check: nothing counted for {', '.join(never)}, so not compared" if never else ""
-    return f"sets of {' and '.join(counts)} samples: each counted once, loss and metrics as in one process{uncounted}"
+    notes = f"; please check: nothing counted for {', '.join(never)}, so not compared" if never else ""
+    notes += fork.on_all(lambda: draws_in_evaluation(fork, subset, net))
+    return f"sets of {' and '.join(counts)} samples: each counted once, loss and metrics as in one process{notes}"
 
 
 def check_outputs(fork: Fork) -> None:
@@ -225,8 +227,8 @@ def compare_evaluation(fork: Fork, subset: Subset, net: nn.Module, found: dict[s
         )
         if fork.plain_evaluation(subset, net, noise=1)[name] != value:
             cause = (
-                "a second evaluation differs too: random numbers, or data that is changed in place; pass"
-                " training=self.training to F.dropout and similar functions"
+                "a second evaluation differs too: random numbers of Python or numpy, or data that is changed in place;"
+                " draw from torch's generators, which are seeded for each micro-batch"
             )
         raise Broken(f"{seen}: {cause}")
 

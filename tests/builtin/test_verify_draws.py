@@ -1,0 +1,91 @@
+"""scripts/verify.py tells a dropout that is active in evaluation from other random numbers, which are allowed."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import forks
+from lib.verify.draws import Dropping
+from ranks import copy_repository
+from test_verify import FLAGS, INVARIANTS, outcomes
+
+NOISE = """
+def compute_loss(model, batch):
+    noise = torch.randn_like(batch[0]) * torch.rand(len(batch[0]), 1, 1, 1, dtype=batch[0].dtype)
+    logits = model(batch[0] + noise)
+    return {"loss": (F.cross_entropy(logits, batch[1], reduction="sum"), len(logits))}
+"""
+OF_NUMPY = """
+def compute_loss(model, batch):
+    import numpy
+    loss = F.cross_entropy(model(batch[0] * numpy.random.rand()), batch[1], reduction="sum")
+    return {"loss": (loss, len(batch[1]))}
+"""
+NOT_IN_TRAINING = NOISE.replace("torch.randn_like(batch[0])", "torch.randn_like(batch[0]) * model.training")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "ranks", "broken", "said"),
+    [
+        (NOISE, 2, None, "please check: loss depends on random numbers: the same ones for each eval_batch_size"),
+        (NOISE, 0, None, "please check: loss depends on random numbers"),
+        (
+            NOT_IN_TRAINING,
+            2,
+            None,
+            "sets of 11 and 1 samples: each counted once, loss and metrics as in one process  [",
+        ),
+        (OF_NUMPY, 2, "evaluation", "random numbers of Python or numpy"),
+    ],
+)
+def test_draws_in_an_evaluation_are_a_note_unless_they_are_not_keyed(tmp_path, code, ranks, broken, said):
+    fork = copy_repository(tmp_path)
+    with (fork / "model.py").open("a") as file:
+        file.write(code)
+    ended = forks.run(fork, ranks, "scripts/verify.py", *FLAGS)
+    (line,) = re.findall("^(?:ok    |BROKEN)  evaluation .*", ended.out, re.MULTILINE)
+    assert said in line, ended.text
+    if broken:
+        assert line.startswith("BROKEN")
+    else:
+        assert ended.code == 0 and outcomes(ended.out) == dict.fromkeys(INVARIANTS, "ok"), ended.text
+
+
+class Attention(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=self.dropout)
+
+
+def left_in_training(module):
+    net = nn.Sequential(module).eval()
+    module.train()
+    return net
+
+
+@pytest.mark.parametrize(
+    ("net", "name"),
+    [
+        (nn.Dropout(0.5).eval(), None),
+        (left_in_training(nn.Dropout(0.5)), "dropout"),
+        (left_in_training(nn.Dropout2d(0.5)), "dropout2d"),
+        (left_in_training(nn.AlphaDropout(0.5)), "alpha_dropout"),
+        (left_in_training(nn.RReLU()), "rrelu"),
+        (Attention(0.0), None),
+        (Attention(0.5), "scaled_dot_product_attention"),
+        (lambda x: torch.dropout(x, 0.5, True), "dropout"),
+        (lambda x: F.dropout(x, 0.0), None),
+        (lambda x: x * torch.bernoulli(torch.ones_like(x)), None),  # may be wanted
+    ],
+)
+def test_a_dropout_that_draws_is_named(net, name):
+    with torch.no_grad(), Dropping(torch.device("cpu")) as dropping:
+        net(-torch.ones(2, 3, 4, 4))
+    assert dropping.found == [name] * (name is not None)
