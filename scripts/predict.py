@@ -32,6 +32,7 @@ import train
 from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, load_checkpoint, setup_distributed
 from scripts.lib.arguments import check_arguments
+from scripts.lib.row_order import check_row_order
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.stored import local_checkpoint
 from utils.data.loader import GlobalBatchLoader, create_evaluation_dataloader
@@ -133,14 +134,24 @@ def choose(data: dict[str, Any], split: str) -> Any:
 
 @torch.no_grad()
 def predict(seams: Seams, state: TrainState, loader: GlobalBatchLoader, seed, progress) -> Outputs:
-    """The outputs for this rank's samples. seed: called with the indices of each micro-batch."""
+    """The outputs for this rank's samples. seed: called with the indices of each micro-batch.
+
+    Raises UserError if the outputs of a batch are in another order than its samples.
+    """
     net, outputs = state.model.eval(), Outputs(seams.predict, seed)
+
+    def predicted(batch: Any) -> dict[str, torch.Tensor]:
+        with state.precision.autocast():
+            return seams.predict(net, batch)
+
     for step, global_batch in enumerate(loader.global_batches(epoch=0), 1):
         for micro_batch in global_batch:
             if step == 1 and seams.predict is Seams.predict:  # the default
                 check_arguments(net, example_inputs(micro_batch.batch), "predict(model, batch)")
             with state.precision.autocast():
                 outputs.add(net, micro_batch.batch, micro_batch.indices, micro_batch.is_padding)
+        if step == 1:  # the workers have started
+            check_row_order(predicted, lambda rows: loader.fetch(rows)[2], len(loader.dataset))
         progress(step)
     return outputs
 

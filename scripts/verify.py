@@ -45,12 +45,13 @@ import ddp_utils
 import model
 from ddp_utils import cleanup_distributed, setup_distributed
 from lib.verify.data_checks import content, order
-from lib.verify.fork import Broken, Fork
+from lib.verify.fork import Broken, Fork, single_environment
 from lib.verify.loss_checks import loss
 from lib.verify.memory import SHIPPED, mentioned_fields, note_reads
 from lib.verify.model_checks import evaluation, gradient, parameters
+from lib.verify.new_process import NewProcess
 from lib.verify.run_checks import plain_load, reduction, resume, training, weights
-from lib.verify.schedule_check import schedule
+from lib.verify.schedule_check import question, schedule
 from lib.verify.values import first_three, one_line, plural
 from utils.data.sets import kind_of, load_data
 from utils.distributed.collectives import all_gather_json, is_of_a_peer
@@ -88,8 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the folder of the short runs is deleted
     fork = prepare(config)
     checks = CHECKS + (reduction,) * (config.reduction == "exact")
-    report = Report(fork, sys.argv[1:] if argv is None else list(argv), len(checks))
     try:
+        if fork.ctx.is_main:
+            fork.new_process = NewProcess(question(fork), single_environment())
+        report = Report(fork, sys.argv[1:] if argv is None else list(argv), len(checks))
         for check in checks:
             report.run(check)
         report.check_fields(read)

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from config import TrainingConfig
+from config import TrainingConfig, UserError
 from dataset import create_dataset
 from model import MiniResNet, compute_loss, create_model, param_groups
 from ranks import ROOT, torchrun
@@ -16,7 +16,7 @@ from test_oracle import SGD, check_against_the_oracle
 from training import TINY
 from utils.data.augment import mix, repeated_order
 from utils.data.sampler import Assignment, GlobalBatchSampler
-from utils.data.sets import choose_samples
+from utils.data.sets import ChosenSamples, choose_samples
 from utils.data.worker import Fetcher
 
 RECIPE = ROOT / "docs/recipes/imagenet.toml"
@@ -107,9 +107,11 @@ def test_copies_have_other_pixels_and_a_subset_of_the_data_has_them_too(tmp_path
         **{"dataset": "imagefolder", "data_dir": str(tmp_path), "image_size": 16, "augment": "resized_crop"},
         **{"augment_repeats": 3, "dataset_size": 5, "batch_size": 2},
     )
-    subset = choose_samples(create_dataset(config, "train"), config)
-    order = subset.epoch_order(1, 0, 5)
-    assert len(order) == 5 and order.max() < 15 and subset.copies == 3
+    data = create_dataset(config, "train")
+    with pytest.raises(UserError, match=r"dataset_size=5: epoch_order repeats .* \(with_replacement\), .*; give"):
+        choose_samples(data, config)
+    subset = ChosenSamples(data, torch.tensor([0, 2, 3, 4, 7]))
+    assert subset.copies == 3
     fetcher = Fetcher(subset, False, 1)
     copies = [fetcher._sample(0, 2 + 5 * k) for k in range(3)]
     assert len({label for _, label in copies}) == 1 and len({image.sum().item() for image, _ in copies}) == 3

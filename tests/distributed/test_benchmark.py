@@ -14,7 +14,7 @@ import torch
 import benchmark
 from config import UserError
 from ddp_utils import cleanup_distributed, setup_distributed
-from lib.benchmark import speed, turns
+from lib.benchmark import ours, speed, turns
 from lib.benchmark.ours import Ours
 from lib.benchmark.turns import Candidate, take_turns
 from ranks import run_ranks, slow
@@ -122,6 +122,15 @@ def test_the_measured_run_is_complete(tmp_path):
     (found,) = run_ranks(1, whole_run, tmp_path / "run")
     assert found["steps"] == 4 and found["files"] >= {"metrics.jsonl", "status.json", "config.json", "logs"}
     assert found["records"] == [4] and found["has_writer"] and found["is_watched"]
+
+
+def test_a_measured_run_has_each_sample_once_where_the_data_repeats_them(monkeypatch):
+    """It is cut to a number of steps by `dataset_size`."""
+    data = mock.Mock(spec_set=["with_replacement", "epoch_order"])
+    monkeypatch.setattr(ours.train.your_data, "create_dataset", lambda config, split: data)
+    found = ours.data_without_repeats().create_dataset(config_of(SMALL), "train")
+    assert found is data and not data.with_replacement
+    assert sorted(data.epoch_order(0, 1, 5).tolist()) == list(range(5))
 
 
 def test_the_order_of_turns_alternates_and_ratios_are_medians_over_rounds():

@@ -23,6 +23,7 @@ from utils.data.loader import (
     fetches_batches,
 )
 from utils.data.sampler import Assignment, GlobalBatchSampler
+from utils.data.sets import choose_samples
 from utils.data.transfer import to_device
 from utils.rng import derive_seed
 
@@ -149,6 +150,31 @@ def test_an_order_with_wrong_indices_is_rejected_and_repeats_must_be_declared():
     with pytest.raises(UserError, match="leaves out 5 of 10 samples .*; give each index once, or set with_repl"):
         changed(**twice).order(0)
     assert changed(**twice, with_replacement=True).order(0).tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+@pytest.mark.parametrize("size", [1, 4, 9])
+def test_a_subset_keeps_the_order_that_its_data_set_gives_the_whole_set(size, copies):
+    """Each of the ten samples comes once in an epoch, as the copy of its epoch."""
+    data = Ordered()
+    data.epoch_order = lambda seed, epoch, n: [(7 * k + epoch) % n + n * (k % copies) for k in range(n)]
+    data.copies = copies
+    some = choose_samples(data, TrainingConfig(dataset_size=size))
+    for epoch in (0, 3):
+        order = sampler_of(some).order(epoch).tolist()
+        wanted = [index for index in data.epoch_order(0, epoch, 10) if index % 10 in some.indices]
+        assert [some.indices[place % size] + 10 * (place // size) for place in order] == wanted
+        assert sorted(place % size for place in order) == list(range(size))
+
+
+def test_an_order_that_repeats_samples_is_not_cut_to_a_subset():
+    data = Ordered()
+    data.with_replacement = True
+    with pytest.raises(
+        UserError, match=r"dataset_size=4: epoch_order repeats .* \(with_replacement\), .*; give --data"
+    ):
+        choose_samples(data, TrainingConfig(dataset_size=4))
+    assert choose_samples(data, TrainingConfig(dataset_size=10)) is data
 
 
 # ---- the loader ----

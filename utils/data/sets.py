@@ -57,7 +57,8 @@ def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext
         return {split: dataset for split, dataset in sets.items() if dataset is not None}
 
     sets = on_all_ranks(create, ctx)
-    differ = f"data_dir={config.data_dir}: {{other}} and {{first}} hold different data; copy it again"
+    differ = f"data_dir={config.data_dir}: {{other}} and {{first}} hold different data; copy it again, or sort what"
+    differ += " create_dataset makes from a set, the environment or the clock"
     listed = [split for split, dataset in sets.items() if isinstance(dataset, Listing)]
     require_equal(listed, differ, ctx)
     for each in (sets[split] for split in listed):
@@ -130,6 +131,20 @@ class ChosenSamples(Subset):
             raise AttributeError("__getitems__")
         return super().__getitems__
 
+    @property
+    def epoch_order(self) -> Any:
+        """Exists only if the data set has it, which knows its samples by their indices in the whole set."""
+        if not hasattr(self.dataset, "epoch_order"):
+            raise AttributeError("epoch_order")
+        return self._order_of_chosen
+
+    def _order_of_chosen(self, seed: int, epoch: int, n: int) -> Tensor:
+        whole = len(self.dataset)
+        order = torch.as_tensor(self.dataset.epoch_order(seed, epoch, whole), dtype=torch.int64)
+        places = torch.full((whole,), -1).index_copy_(0, self._chosen, torch.arange(n))
+        found = places[order % whole] + order // whole * n
+        return found[places[order % whole] >= 0]
+
     def _transform(self, batch: Any, seed: int, epoch: int, indices: Tensor) -> Any:
         self._of_copies = self._of_copies.to(indices.device)  # once
         return self.dataset.device_transform(batch, seed, epoch, self._of_copies[indices])
@@ -140,12 +155,17 @@ class ChosenSamples(Subset):
 
 
 def choose_samples(dataset: Any, config: TrainingConfig) -> MapDataset:
-    """The data set, or `dataset_size` of its samples, chosen by the seed. Raises UserError if it has fewer."""
+    """The data set, or `dataset_size` of its samples, chosen by the seed. Raises UserError if it cannot be cut."""
     size = config.dataset_size
     if size in (0, len(dataset)):
         return dataset
     if size > len(dataset):
         raise UserError(f"dataset_size={size}: the set has {len(dataset)} samples; give fewer, or 0 for all")
+    if getattr(dataset, "with_replacement", False):  # the chosen samples may come more or less than `size` times
+        raise UserError(
+            f"dataset_size={size}: epoch_order repeats and omits samples (with_replacement), so it cannot be cut to a"
+            " subset; give --dataset_size 0, and choose the samples in create_dataset"
+        )
     generator = torch.Generator().manual_seed(derive_seed("subset", config.seed))
     return ChosenSamples(dataset, torch.randperm(len(dataset), generator=generator)[:size].sort().values)
 

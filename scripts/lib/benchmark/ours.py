@@ -7,11 +7,15 @@ import logging
 import os
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 import train
 from config import TrainingConfig
 from ddp_utils import DistributedContext
+from utils.rng import derive_seed
 from utils.run.failures import open_run
 
 EPOCHS = 1000  # of the schedule; fewer are measured
@@ -47,7 +51,7 @@ class Ours:
         for handler in attempt.logger.handlers:
             if isinstance(handler, logging.StreamHandler):
                 handler.setStream(self._nowhere)
-        self.training = train.assemble(attempt)
+        self.training = train.assemble(attempt, data_without_repeats() if steps else train.your_data)
         self.config, self.state = self.training.attempt.config, self.training.state
         self.model, self.loader = self.training.model, self.training.loader
 
@@ -67,3 +71,19 @@ class Ours:
         self._ends.close()
         logging.getLogger("ddp").handlers.clear()
         self._nowhere.close()
+
+
+def data_without_repeats() -> SimpleNamespace:
+    """dataset.py, with each sample once per epoch: `dataset_size` does not cut an order that repeats samples."""
+
+    def create(config: TrainingConfig, split: str) -> Any:
+        dataset: Any = train.your_data.create_dataset(config, split)
+        if getattr(dataset, "with_replacement", False):
+            dataset.with_replacement, dataset.epoch_order = False, shuffled
+        return dataset
+
+    return SimpleNamespace(**vars(train.your_data) | {"create_dataset": create})
+
+
+def shuffled(seed: int, epoch: int, n: int) -> torch.Tensor:
+    return torch.randperm(n, generator=torch.Generator().manual_seed(derive_seed("order", seed, epoch)))

@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -19,11 +20,14 @@ from torch.utils.data import Subset as PlainSubset
 import dataset as your_data
 from ddp_utils import DistributedContext
 from lib.verify.fork import Broken, Fork, Subset
+from lib.verify.new_process import CHANGED, is_same, seen
+from lib.verify.notes import notes
 from lib.verify.values import digest, first_three, leaves, plural, scramble_global_rngs, spread
 from utils.data.sets import load_data
 from utils.distributed.collectives import all_gather_json
 
 Rows = dict[int, list[Tensor]]  # the tensors of some batches
+LAST = 3  # the epoch, from 0, whose samples are compared
 MOST, SECONDS = 2000, 1.5  # samples of a set that are compared with those of another
 MANY = 1 / 3  # of the held-out samples: more is a finding, less a note
 
@@ -76,7 +80,7 @@ def order(fork: Fork) -> str:
 def content(fork: Fork) -> str:
     """A sample is the same on any rank, with or without workers, in any order, alone or in a batch."""
     subset, ctx, single = fork.small_train_set(), fork.ctx, fork.single_process
-    order = fork.on_all(lambda: fork.loader(subset).sampler.order(1))
+    order = fork.on_all(lambda: fork.loader(subset).sampler.order(LAST))
     plan = [indices.tolist() for indices in order.split(fork.small_config.batch_size)]
 
     def fetch(noise: int, is_first: bool) -> dict[str, str]:
@@ -86,18 +90,22 @@ def content(fork: Fork) -> str:
         for indices in () if is_first else plan:
             loader.fetch(indices, epoch=noise)  # reveals data that is changed in place or remembered
         for number, indices in reversed(list(enumerate(plan))):
-            samples, batch, _ = loader.fetch(indices, epoch=1)
+            samples, batch, _ = loader.fetch(indices, epoch=LAST)
             found[str(number)], collated[number] = digest(samples), tensors(batch)
         if not is_first:
-            alone = {index: tensors(loader.fetch([index], epoch=1)[1]) for index in range(len(subset))}
+            alone = {index: tensors(loader.fetch([index], epoch=LAST)[1]) for index in range(len(subset))}
             check_rows(subset, plan, collated, alone)
         return found
 
-    def load(noise: int, workers: int, as_rank: DistributedContext) -> dict[str, str]:
-        """Digests of the micro-batches of epoch 1 as the training loop gets them, loaded after those of epoch 0."""
+    def load(noise: int, workers: int, as_rank: DistributedContext, first: int = 0) -> dict[str, str]:
+        """Digests of the last epoch's micro-batches as a run gets them that starts in the epoch `first`."""
+        fork.start.put_back()  # as in a new process
         scramble_global_rngs(noise)
         loader = fork.loader(subset, replace(fork.small_config, grad_accum_steps=1, num_workers=workers), as_rank)
-        for epoch in (0, 1):
+        for epoch in range(first, LAST + 1):
+            loader.sampler.order(epoch)  # the data's own may set what a sample depends on
+            if epoch not in (first, LAST):
+                continue
             found = {
                 str(step * as_rank.world_size + micro_batch.number): digest(micro_batch.batch)
                 for step, global_batch in enumerate(loader.global_batches(epoch))
@@ -113,6 +121,7 @@ def content(fork: Fork) -> str:
         "fetches it again": fork.on_all(lambda: fetch(noise + 4, False)),
         "loads it": fork.on_all(lambda: load(noise + 5, 0, single)),
         "loads it with two workers": by_workers,
+        f"starts in epoch {LAST + 1}": fork.on_all(lambda: load(noise + 1, 0, single, LAST)),
         "loads its part": fork.on_all(lambda: load(noise + 6, 1, ctx)),
     }
     ranks = all_gather_json(mine, ctx)
@@ -121,14 +130,15 @@ def content(fork: Fork) -> str:
             expected = ranks[0]["fetches it" if "fetch" in how else "loads it"]
             if wrong := [place for place in found if found[place] != expected[place]]:
                 samples = ", ".join(f"dataset[{subset.indices[index]}]" for index in plan[int(wrong[0])])
-                where = "__getitem__" if "fetch" in how else "collate or device_transform"
+                before = "epoch_order, " if hasattr(subset, "epoch_order") else ""
+                where = "__getitem__" if "fetch" in how else f"{before}collate or device_transform"
                 cause = "depends on the rank or draws" if rank else "changes data in place, keeps state or draws"
                 raise Broken(
                     f"{samples}: different values when rank {rank} {how}: {where} {cause} unkeyed random numbers; in"
                     " __getitem__ draw from the global generators (seeded for each sample), elsewhere with"
-                    " utils.rng.sample_draws"
+                    " utils.rng.sample_draws, and let device_transform do what depends on the epoch"
                 )
-    common = fork.on_rank_0(lambda: overlap(fork) + transforms(fork))
+    common = fork.on_rank_0(lambda: compare_elsewhere(fork) + overlap(fork) + transforms(fork) + notes(fork))
     check_listing(fork)
     ranks = plural(ctx.world_size, "rank")
     return f"{len(subset)} samples identical on {ranks}, with 0, 1 and 2 workers, in any order{common}"
@@ -170,6 +180,35 @@ def are_positions(place: int, collated: Rows, alone: Rows) -> bool:
     return is_counted and is_zero_alone and all((found[place].diff() >= 0).all() for found in collated.values())
 
 
+def compare_elsewhere(fork: Fork) -> str:
+    """Raises Broken if a new process has other samples. A note if it fails."""
+    found, problem = fork.new_process.answer("samples")
+    if problem:
+        return f"; not compared with a new process ({problem})"
+    fork.start.put_back()
+    with in_float32():
+        pairs = zip(("training", "held-out"), (fork.train_set, fork.held_out), found, strict=True)
+        other = [name for name, dataset, theirs in pairs if not is_same(seen(dataset, fork.config.seed), theirs)]
+    if other:
+        raise Broken(
+            f"{' and '.join(other)} samples are others in a new process with {CHANGED}: create_dataset or __getitem__"
+            " depends on one of these, as the order of a set does; sort what is made from a set, and take the rest from"
+            " config"
+        )
+    return ""
+
+
+@contextmanager
+def in_float32() -> Iterator[None]:
+    """As fork.train_set was created."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
 def transforms(fork: Fork) -> str:
     """A note if a training sample depends on its micro-batch after device_transform, as with mixup. Raises Broken for a
     held-out sample."""
@@ -193,8 +232,9 @@ def transforms(fork: Fork) -> str:
             "device_transform gives a held-out sample other values beside other samples, so that an evaluation depends"
             " on the batch size: it mixes samples, or uses statistics of the micro-batch; leave that out in evaluation"
         )
-    depends = "; please check: device_transform lets a training sample depend on its micro-batch, as mixup does"
-    return depends if is_mixed(fork.small_train_set()) else ""
+    if not is_mixed(fork.small_train_set()):
+        return ""
+    return "; please check: device_transform lets a training sample depend on its micro-batch or place, as mixup does"
 
 
 class Reversed:
@@ -223,14 +263,13 @@ def check_listing(fork: Fork) -> None:
     """Raises Broken if the order of the samples is that in which the file system lists files. Call on all ranks."""
     if not fork.lists_files:
         return
-    listdir, scandir, dtype = os.listdir, os.scandir, torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)  # in which fork.train_set was created
+    listdir, scandir = os.listdir, os.scandir
     with (
+        in_float32(),
         mock.patch.object(os, "listdir", lambda *path: listdir(*path)[::-1]),
         mock.patch.object(os, "scandir", functools.partial(Reversed, scandir)),
     ):
         sets = load_data(your_data, fork.given, fork.ctx)
-    torch.set_default_dtype(dtype)
 
     def check() -> None:
         held_out = next(iter(sets.held_out.values()), None)

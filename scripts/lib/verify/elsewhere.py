@@ -1,46 +1,106 @@
-"""Ask lr_factor in a new process, with a clock that is ahead, another working directory, hash seed and random state.
+"""Load the data and ask lr_factor in a new process, started by new_process.py: the clock is ahead, and the host has
+another name.
 
-Reads {"config": {...}, "steps": [...], "total": N, "warmup": N} and prints the factors as the last line.
+Reads {"given": {...}, "config": {...}, "moments": [[step, epoch], ...], "total": N, "warmup": N}, with the config as
+given and as resolved by the data. Prints [name, [value, problem]] in a line for each answer.
 """
 
 import datetime
+import functools
 import json
 import os
+import platform
 import random
+import socket
 import sys
 import time
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[3])
-ahead = 0.0
+ROOT = Path(__file__).resolve().parents[3]
+sys.path[:1] = [str(ROOT), str(ROOT / "scripts")]
+ahead, plain = 5e7, datetime.datetime  # 19 months: another year, month, day of the week and hour
+answers, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
 
 
-def shifted(plain):
-    return lambda: plain() + ahead
+def shifted(read, scale=1):
+    return lambda: read() + type(read())(ahead * scale)
 
 
-class Later(datetime.datetime):
+def at(convert):
+    return lambda seconds=None: convert(time.time() if seconds is None else seconds)
+
+
+def formatted(plain, form, when=None):
+    return plain(form, when or time.localtime())
+
+
+class OfAll(type):
+    """Times that other code creates are instances, too."""
+
+    def __instancecheck__(cls, value):
+        return isinstance(value, plain)
+
+
+class Later(datetime.datetime, metaclass=OfAll):
     @classmethod
     def now(cls, tz=None):
         return cls.fromtimestamp(time.time(), tz)
 
+    @classmethod
+    def utcnow(cls):
+        return cls.now(datetime.UTC).replace(tzinfo=None)
 
-time.time, time.monotonic, time.perf_counter = map(shifted, (time.time, time.monotonic, time.perf_counter))
-datetime.datetime = Later  # type: ignore[misc]  # as a test would patch it
 
+for name in ("time", "monotonic", "perf_counter"):
+    setattr(time, f"{name}_ns", shifted(getattr(time, f"{name}_ns"), 10**9))
+    setattr(time, name, shifted(getattr(time, name)))
+time.localtime, time.gmtime, time.ctime = map(at, (time.localtime, time.gmtime, time.ctime))
+time.strftime = functools.partial(formatted, time.strftime)
+datetime.datetime = Later  # type: ignore[misc]  # as a test would patch it; date.today() asks time.time()
+machine = os.uname_result(["elsewhere" if k == 1 else each for k, each in enumerate(os.uname())])
+os.uname, socket.gethostname, platform.node = lambda: machine, lambda: "elsewhere", lambda: "elsewhere"
+
+
+def factors(asked):
+    """As in schedule_check.py."""
+    import model
+    from utils.training.schedule import Progress
+    from utils.training.seams import Seams
+
+    global ahead
+    ahead += 1e7  # since the import
+    random.seed(1)
+    torch.manual_seed(1)
+    config, ask, found = TrainingConfig(**asked["config"]), Seams.of(model).lr_factor, []
+    for step, epoch in asked["moments"]:
+        factor = ask(config, step, asked["total"], asked["warmup"], Progress(step=step, epoch=epoch))
+        by_name = factor if isinstance(factor, dict) else {"": factor}
+        found.append({name: float(each) for name, each in by_name.items()})
+    return found
+
+
+def samples(asked):
+    import dataset
+    from lib.verify.new_process import seen
+    from utils.data.sets import load_data
+    from utils.distributed.context import DistributedContext
+
+    os.chdir(folder)
+    config = TrainingConfig(**asked["given"])
+    sets = load_data(dataset, config, DistributedContext(0, 0, 1, torch.device("cpu")))
+    return [seen(each, config.seed) for each in (sets.train, next(iter(sets.held_out.values()), None))]
+
+
+asked, folder = json.load(sys.stdin), os.getcwd()
+os.chdir("/")
 import torch  # after the clocks, which the fork may import by name
 
-import model
 from config import TrainingConfig
-from utils.training.schedule import Progress
-from utils.training.seams import Seams
 
-asked = json.load(sys.stdin)
-os.chdir("/")
-ahead = 1e7  # seconds since the import
-random.seed(1)
-torch.manual_seed(1)
-config, ask = TrainingConfig(**asked["config"]), Seams.of(model).lr_factor
-factors = [ask(config, step, asked["total"], asked["warmup"], Progress(step=step)) for step in asked["steps"]]
-by_name = [factor if isinstance(factor, dict) else {"": factor} for factor in factors]  # as in schedule_check.py
-print(f"\n{json.dumps([{name: float(each) for name, each in factor.items()} for factor in by_name])}")
+torch.set_num_threads(1)
+for answer in (factors, samples):
+    try:
+        text = json.dumps([answer.__name__, [answer(asked), ""]])
+    except Exception as error:
+        text = json.dumps([answer.__name__, [None, f"{type(error).__name__}: {error}"]])
+    print(text, file=answers, flush=True)

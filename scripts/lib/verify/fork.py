@@ -33,7 +33,7 @@ from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json, is_of_a_peer, on_all_ranks
 from utils.distributed.dtensor import full, wrap
 from utils.metrics import MetricTracker
-from utils.rng import seed_evaluation
+from utils.rng import derive_seed, seed_evaluation
 from utils.training.evaluation import Evaluation
 from utils.training.outputs import Outputs
 from utils.training.precision import Precision
@@ -91,6 +91,7 @@ class Fork:
     seams: Seams
     given: TrainingConfig  # with `auto` fields
     lists_files: bool  # whether the data sets were made from listings of folders
+    new_process: Any = None  # a NewProcess, on rank 0
     dtype: torch.dtype = torch.float32  # of the computations
     loss_dtype: torch.dtype = torch.float32  # of the loss, or of what is in it: float32 in a fork with logits.float()
     trainings: dict[str, train.Training] = field(default_factory=dict)  # of the short runs that completed
@@ -108,6 +109,8 @@ class Fork:
         return sets | {module.__name__: module for module in memory.modules_of_yours()}
 
     def clean_up(self) -> None:
+        if self.new_process:
+            self.new_process.end()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @property
@@ -293,10 +296,9 @@ class Subset(ChosenSamples):
         self._dtype = dtype
         self.device_transform = self._cast
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "epoch_order":
-            raise AttributeError(name)
-        return super().__getattr__(name)
+    def _order_of_chosen(self, seed: int, epoch: int, n: int) -> Tensor:
+        self.dataset.epoch_order(seed, epoch, len(self.dataset))  # which may set what __getitem__ reads
+        return torch.randperm(n, generator=torch.Generator().manual_seed(derive_seed("order", seed, epoch)))
 
     def _cast(self, batch: Any, seed: int, epoch: int, indices: Tensor) -> Any:
         if hasattr(self.dataset, "device_transform"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from unittest import mock
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import plain_loop
+from lib.row_order import check_row_order
 from lib.verify.draws import draws_in_evaluation
 from lib.verify.fork import (
     ACCUMULATION,
@@ -24,7 +26,7 @@ from lib.verify.fork import (
     record_updates,
 )
 from lib.verify.loss_checks import check_recomputation
-from lib.verify.values import ROUNDING, digest, first_three, relative_error, scramble_global_rngs, shared_memory
+from lib.verify.values import ROUNDING, digest, first_three, relative_error, scramble_global_rngs, shared_memory, spread
 from train import Training
 from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json
@@ -82,6 +84,7 @@ def parameters(fork: Fork) -> str:
 
 def evaluation(fork: Fork) -> str:
     """Each held-out sample counts once on any number of ranks, as in one process."""
+    fork.on_all(lambda: check_outputs(fork))
     if fork.held_out is None:
         return "no held-out set, nothing to check"
     size, ranks, counts = fork.small_config.batch_size, fork.ctx.world_size, []
@@ -96,6 +99,16 @@ def evaluation(fork: Fork) -> str:
     notes = f"; please check: nothing counted for {', '.join(never)}, so not compared" if never else ""
     notes += fork.on_all(lambda: draws_in_evaluation(fork, subset, net))
     return f"sets of {' and '.join(counts)} samples: each counted once, loss and metrics as in one process{notes}"
+
+
+def check_outputs(fork: Fork) -> None:
+    """Raises UserError if `predict` gives the outputs of a batch in another order than its samples."""
+    net = fork.new_model().eval()
+    for dataset in (fork.train_set, fork.held_out):
+        if dataset is not None:
+            subset = Subset(dataset, spread(64, len(dataset)), fork.dtype)
+            fetch = fork.loader(subset).fetch
+            check_row_order(partial(fork.seams.predict, net), lambda rows, fetch=fetch: fetch(rows)[2], len(subset))
 
 
 def compare_evaluation(fork: Fork, subset: Subset, net: nn.Module, found: dict[str, float]) -> None:

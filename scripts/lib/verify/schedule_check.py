@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from lib.verify.fork import Broken, Fork, as_rank, single_environment
+from lib.verify.fork import Broken, Fork, as_rank
+from lib.verify.new_process import CHANGED, NO_ANSWER
 from lib.verify.values import scramble_global_rngs
 from utils.distributed.collectives import all_gather_json
 from utils.training import optimizer
@@ -21,13 +18,23 @@ from utils.training.schedule import Progress
 Factors = dict[str, float]  # by the name of a group; "" for all groups
 
 
+TOTAL, WARMUP = 1000, 100
+
+
+def question(fork: Fork) -> dict[str, Any]:
+    """What elsewhere.py is asked: five steps and their epochs, in a run of as many epochs as the config has."""
+    epochs = min(fork.config.limits[0], TOTAL)
+    moments = [(step, int(step * epochs / TOTAL)) for step in (0, WARMUP // 2, WARMUP, TOTAL // 2, TOTAL - 1)]
+    configs = {"given": asdict(fork.given), "config": asdict(fork.config)}
+    return configs | {"moments": moments, "total": TOTAL, "warmup": WARMUP}
+
+
 def schedule(fork: Fork) -> str:
     """The learning rate is a function of the step: the same on all ranks and in repeated calls."""
-    total, warmup = 1000, 100
-    steps = (0, warmup // 2, warmup, total // 2, total - 1)
+    moments = question(fork)["moments"]
 
     def ask() -> list[Factors]:
-        return [factors_at(fork, step, total, warmup, Progress(step=step)) for step in steps]
+        return [factors_at(fork, step, TOTAL, WARMUP, Progress(step=step, epoch=epoch)) for step, epoch in moments]
 
     def check() -> list[Factors]:
         scramble_global_rngs(fork.ctx.rank)
@@ -57,11 +64,14 @@ def schedule(fork: Fork) -> str:
         return factors
 
     factors = fork.on_all(check)
+    note = ""
     if fork.seams.lr_factor is not optimizer.lr_factor:
-        fork.on_rank_0(lambda: ask_elsewhere(fork, factors, {"steps": steps, "total": total, "warmup": warmup}))
+        note = fork.on_rank_0(lambda: compare_elsewhere(fork, factors))
     if any(each != factors for each in all_gather_json(factors, fork.ctx)):
         raise Broken("lr_factor: differs between ranks; make it a function of config, step and progress")
-    return f"lr_factor is {shown(factors, 3)} at the start, in the warm-up, after it, in the middle and at the end"
+    return (
+        f"lr_factor is {shown(factors, 3)} at the start, in the warm-up, after it, in the middle and at the end{note}"
+    )
 
 
 def factors_at(fork: Fork, step: int, total: int, warmup: int, progress: Progress) -> Factors:
@@ -74,18 +84,15 @@ def shown(factors: list[Factors], digits: int = 6) -> str:
     return ", ".join(" ".join(f"{n} {f:.{digits}g}".strip() for n, f in each.items()) for each in factors)
 
 
-def ask_elsewhere(fork: Fork, factors: list[Factors], question: dict[str, Any]) -> str:
-    """Raises Broken if lr_factor gives something else in a new process, with another clock, folder and random state."""
-    text = json.dumps(question | {"config": asdict(fork.config)})
-    environment = single_environment() | {"PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"}
-    command = [sys.executable, str(Path(__file__).with_name("elsewhere.py"))]
-    ended = subprocess.run(command, input=text, env=environment, capture_output=True, text=True, check=False)
-    *_, last = (ended.stdout if ended.returncode == 0 else ended.stderr).splitlines() or ["no output"]
-    answer = last if ended.returncode else shown(json.loads(last))
-    if ended.returncode or json.loads(last) != factors:
+def compare_elsewhere(fork: Fork, factors: list[Factors]) -> str:
+    """Raises Broken if lr_factor gives something else in a new process. A note if there is no answer."""
+    found, problem = fork.new_process.answer("factors")
+    if problem.startswith(NO_ANSWER):
+        return f"; not compared with a new process ({problem})"
+    if found != factors:
         raise Broken(
-            f"lr_factor gives {shown(factors)}, and in a new process, with another clock, working directory, hash seed"
-            f" and random state, {answer}: it depends on one of these; let it use only config, step and progress"
+            f"lr_factor gives {shown(factors)}, and in a new process, with another working directory, {CHANGED},"
+            f" {problem or shown(found)}: it depends on one of these; let it use only config, step and progress"
         )
     return ""
 

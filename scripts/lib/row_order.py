@@ -1,0 +1,84 @@
+"""Whether the rows of `predict` belong to the samples of the batch, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from config import UserError
+
+COUNT = 16  # samples that are compared
+NEAR, FAR = 0.02, 0.2  # of the mean distance between outputs of two samples: equal up to rounding, and another sample's
+
+
+@torch.no_grad()
+def check_row_order(predict: Callable[[Any], dict[str, Tensor]], fetch: Callable[[list[int]], Any], size: int) -> None:
+    """Compare the outputs of a batch with those of its samples alone, and of the same batch in another order.
+
+    Args:
+        predict: a batch -> its outputs, in evaluation mode.
+        fetch: indices of samples -> the batch on the device.
+        size: of the data set.
+
+    Raises UserError if the outputs are those of the samples in another order, and only then: padding, noise or the
+    other samples of the batch may change an output.
+    """
+    rows = torch.randperm(size, generator=torch.Generator().manual_seed(0))[:COUNT].tolist()
+    try:
+        batch = predict(fetch(rows))
+        again, ordered = predict(fetch(sorted(rows))), sorted(range(len(rows)), key=rows.__getitem__)
+        alone = [predict(fetch([row])) for row in rows]
+        pairs = [([*each], [one[name][0] for one in alone]) for name, each in batch.items()]
+        in_order = [([*again[name]], [each[k] for k in ordered]) for name, each in batch.items()]
+        is_moved = are_moved(pairs) or are_moved(in_order)
+    except Exception:  # a model that takes no batch of one, or outputs that the caller rejects
+        return
+    if is_moved:
+        raise UserError(
+            "collate: the outputs of a batch are in another order than its samples, so they would be written to other"
+            " samples; keep the order in collate, device_transform and predict, or restore it (a collate that sorts by"
+            " length returns the positions too, or use pack_padded_sequence(..., enforce_sorted=False))"
+        )
+
+
+def are_moved(outputs: list[tuple[list[Tensor], list[Tensor]]]) -> bool:
+    """Whether a permutation of the rows fits and the identity does not. outputs: the rows found and expected."""
+    count = len(outputs[0][0])
+    near, far = torch.ones(count, count, dtype=torch.bool), torch.zeros(count, dtype=torch.bool)
+    for found, expected in outputs:
+        found, expected = ([each.detach().cpu().double() for each in rows] for rows in (found, expected))
+        distance, between = distances(found, expected), distances(expected, expected)
+        spread = between.sum() / max(1, count * (count - 1))
+        size = torch.stack([each.abs().mean() for each in expected]).mean()
+        rounding = size * (1e-5 if outputs[0][0][0].dtype.itemsize > 2 else 0.02)
+        near &= distance <= NEAR * spread + rounding
+        far |= distance.diagonal() > FAR * spread + rounding
+    return bool(far.any()) and can_match(near)
+
+
+def distances(rows: list[Tensor], others: list[Tensor]) -> Tensor:
+    """[B, B]: mean absolute differences of rows, of the part that both have where padding differs."""
+
+    def between(a: Tensor, b: Tensor) -> float:
+        common = tuple(slice(min(sizes)) for sizes in zip(a.shape, b.shape, strict=True))
+        return (a[common] - b[common]).abs().mean().item()
+
+    return torch.tensor([[between(a, b) for b in others] for a in rows])
+
+
+def can_match(fits: Tensor) -> bool:
+    """Whether each row can get a column of its own that fits it. fits: bool [B, B]."""
+    owner: dict[int, int] = {}  # of each column
+
+    def give(row: int, asked: set[int]) -> bool:
+        for column in set(fits[row].nonzero().flatten().tolist()) - asked:
+            asked.add(column)
+            if column not in owner or give(owner[column], asked):
+                owner[column] = row
+                return True
+        return False
+
+    return all(give(row, set()) for row in range(len(fits)))

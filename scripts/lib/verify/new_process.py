@@ -1,0 +1,65 @@
+"""What elsewhere.py answers, which runs beside the checks: data and schedule in a new process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Subset
+
+from utils.data.sets import identity
+from utils.data.sketches import are_alike, sketches
+
+SECONDS = 120.0  # to wait for it
+NAMES = ("USER", "LOGNAME", "LNAME", "USERNAME", "HOSTNAME")
+CHANGED = "another hash seed, clock, date, time zone, user and host name"
+NO_ANSWER = "no answer"
+
+
+class NewProcess:
+    """Starts elsewhere.py with this question and environment, but for what CHANGED names."""
+
+    def __init__(self, question: dict[str, Any], environment: dict[str, str]) -> None:
+        hash_seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+        changed = dict.fromkeys(NAMES, "elsewhere") | {"PYTHONHASHSEED": hash_seed, "TZ": "XYZ-11:30"}
+        command = [sys.executable, str(Path(__file__).with_name("elsewhere.py"))]
+        self._output = tempfile.TemporaryFile("w+")  # a pipe would hold it up
+        self._process = subprocess.Popen(
+            command,
+            text=True,
+            env=environment | changed,
+            stdin=subprocess.PIPE,
+            stdout=self._output,
+            stderr=subprocess.DEVNULL,
+        )
+        with suppress(BrokenPipeError), self._process.stdin as pipe:  # type: ignore[union-attr]
+            pipe.write(json.dumps(question))
+
+    def answer(self, name: str) -> tuple[Any, str]:
+        """The answer, or None and the reason."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(SECONDS)
+        self.end()
+        self._output.seek(0)
+        found = dict(json.loads(line) for line in self._output if line.endswith("\n"))
+        value, problem = found.get(name, (None, f"{NO_ANSWER}, exit code {self._process.returncode}"))
+        return value, problem
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def seen(dataset: Any, seed: int) -> Any:
+    """What is compared of a data set. A plain subset does not say that the sizes of its files are known."""
+    return [identity(dataset), sketches(Subset(dataset, range(len(dataset))), seed)] if dataset is not None else None
+
+
+def is_same(one: Any, other: Any) -> bool:
+    return one == other or (None not in (one, other) and one[0] == other[0] and are_alike(one[1], other[1]))
