@@ -100,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         fork.clean_up()
     is_passed = report.finish()
     cleanup_distributed()
+    gc.unfreeze()
     return 0 if is_passed else 1
 
 

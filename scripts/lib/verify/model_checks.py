@@ -28,6 +28,7 @@ from lib.verify.fork import (
 from lib.verify.loss_checks import check_recomputation
 from lib.verify.values import ROUNDING, digest, first_three, relative_error, scramble_global_rngs, shared_memory, spread
 from train import Training
+from utils.data.sampler import MapDataset
 from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json
 from utils.training.optimizer import checked_groups
@@ -84,7 +85,8 @@ def parameters(fork: Fork) -> str:
 
 def evaluation(fork: Fork) -> str:
     """Each held-out sample counts once on any number of ranks, as in one process."""
-    fork.on_all(lambda: check_outputs(fork))
+    sets = [dataset for dataset in (fork.train_set, fork.held_out) if dataset is not None]
+    fork.divided([partial(check_outputs, fork, dataset) for dataset in sets])
     if fork.held_out is None:
         return "no held-out set, nothing to check"
     size, ranks, counts = fork.small_config.batch_size, fork.ctx.world_size, []
@@ -101,14 +103,12 @@ def evaluation(fork: Fork) -> str:
     return f"sets of {' and '.join(counts)} samples: each counted once, loss and metrics as in one process{notes}"
 
 
-def check_outputs(fork: Fork) -> None:
+def check_outputs(fork: Fork, dataset: MapDataset) -> str:
     """Raises UserError if `predict` gives the outputs of a batch in another order than its samples."""
-    net = fork.new_model().eval()
-    for dataset in (fork.train_set, fork.held_out):
-        if dataset is not None:
-            subset = Subset(dataset, spread(64, len(dataset)), fork.dtype)
-            fetch = fork.loader(subset).fetch
-            check_row_order(partial(fork.seams.predict, net), lambda rows, fetch=fetch: fetch(rows)[2], len(subset))
+    net, subset = fork.new_model().eval(), Subset(dataset, spread(64, len(dataset)), fork.dtype)
+    fetch = fork.loader(subset).fetch
+    check_row_order(partial(fork.seams.predict, net), lambda rows: fetch(rows)[2], len(subset))
+    return ""
 
 
 def compare_evaluation(fork: Fork, subset: Subset, net: nn.Module, found: dict[str, float]) -> None:
