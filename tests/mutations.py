@@ -41,6 +41,9 @@ class Mutation:
 
 # fmt: off
 MUTATIONS = [
+    Mutation('best_name', 'return step_path(folder, trailer.step).name if trailer else ""', 'return ""', 'keep-last'),
+    Mutation('claim', 'move_back(new)', 'pass', 'mirror-owner'),
+    Mutation('Run._write_failure', 'move_back(moved)', 'pass', 'mirror-owner'),
     Mutation('seed_evaluation', 'seed_device(device, "evaluation", seed, function, split, indices[0])', 'pass', 'eval-only'),
     Mutation('Evaluation.records', 'with context, set_apart(self.ctx.device):', 'with context:', 'eval-only'),
     Mutation('Watchdog._look', 'if standing <= TIMES_IN_A_FUNCTION * self._hang_timeout:', 'if False:', 'hang'),

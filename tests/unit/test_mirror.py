@@ -6,6 +6,7 @@ import time
 import uuid
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -17,7 +18,6 @@ from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.run import mirror as mirror_module
 from utils.run import uploads as uploads_module
-from utils.run.apart import nodes_apart
 from utils.run.claim import claim
 from utils.run.folder import Run
 from utils.run.mirror import Mirror
@@ -110,14 +110,18 @@ def test_a_run_goes_on_from_its_mirror_in_an_empty_folder(url, tmp_path):
     lock.close()
 
 
-def test_the_latest_checkpoints_and_the_best_one_are_kept(url, tmp_path):
+@pytest.mark.parametrize("has_links", [True, False])
+def test_the_latest_checkpoints_and_the_best_one_are_kept(url, tmp_path, monkeypatch, has_links):
+    """Without symbolic links best.pt is a copy."""
+    if not has_links:
+        monkeypatch.setattr(Path, "symlink_to", mock.Mock(side_effect=OSError(95, "Operation not supported")))
     first = Attempt(url, tmp_path / "a").upload(10, best=True)
     first.upload(20, 30, 40, value=10)
     assert steps_of(url) == [10, 30, 40]
     first.end()
     second = Attempt(url, tmp_path / "b")
     assert sorted(each.name[:13] for each in second.run.checkpoints.iterdir()) == ["step_00000010", "step_00000040"]
-    assert second.run.restore_best(10)
+    assert second.run.restore_best(10) and checkpoint.verify(second.run.checkpoints / "best.pt").step == 10
     second.upload(50, 60, value=10)
     assert steps_of(url) == [10, 50, 60]
     names = second.mirror.names()
@@ -272,11 +276,28 @@ def test_a_fresh_start_on_a_run_and_another_run_in_the_folder_are_rejected(url, 
     for flags in ({"resume_from": ""}, {"resume_from": "", "overwrite": True}):
         with pytest.raises(UserError, match="holds a run already; add --resume_from auto to continue it, or"):
             Attempt(url, tmp_path / "b", **flags)
+        assert not (tmp_path / "b").exists()
     other = f"{url}-other"
     Attempt(other, tmp_path / "c").upload(10).end()
     with pytest.raises(UserError, match="holds another run than mirror=.*; give another --run_dir"):
         Attempt(url, tmp_path / "c")
     assert steps_of(url) == [10] and steps_of(other) == [10]
+
+
+@pytest.mark.parametrize("kind", [UserError, StartError, TrainingError])
+def test_a_start_that_is_rejected_leaves_no_copy_of_its_mirror(url, tmp_path, kind):
+    """Another job of the launch may go on with what has been fetched."""
+    Attempt(url, tmp_path / "a").upload(10).end()
+    config = TrainingConfig(run_dir=str(tmp_path / "b"), mirror=url, resume_from="auto")
+    lock, start = claim(config, "here", "", False, mirror := Mirror(url))
+    run = Run(config.run_folder, config.checkpoint_folder, 0, ("here",), start, lock, mirror)
+    run.begin()
+    assert run.resume_path.exists() and (run.folder / "metrics.jsonl").exists()
+    run.failed(kind("lr=1: must be as in the checkpoint"))
+    run.close()
+    assert run.folder.exists() == (kind is not UserError)
+    assert steps_of(url) == [10]
+    Attempt(url, tmp_path / "b").upload(20).end()
 
 
 def test_a_failing_upload_is_a_warning_and_is_tried_again(url, tmp_path, monkeypatch, caplog):
@@ -375,16 +396,3 @@ def test_nothing_is_deleted_while_the_storage_lists_no_checkpoint(url, tmp_path,
         stale.setattr(Mirror, "checkpoints", lambda self: [])
         attempt.mirror.prune(1, 0, "")
     assert attempt.mirror.names().keys() >= names.keys() and steps_of(url) == [10, 20]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "expected"),
-    [
-        ([("a", 0, False), ("a", 1, False), ("b", 0, True), ("b", 1, False)], [[2, 3]]),
-        ([("a", 0, False), ("b", 0, True), ("a", 1, False), ("b", 1, False)], [[1, 3]]),  # srun --distribution=cyclic
-        ([("a", 0, False), ("a", 0, True)], [[1]]),  # two nodes with one host name
-        ([("a", 0, False), ("b", 0, False)], []),
-    ],
-)
-def test_ranks_belong_to_the_first_rank_of_their_node(ranks, expected):
-    assert nodes_apart(ranks) == expected

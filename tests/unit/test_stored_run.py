@@ -15,6 +15,7 @@ from utils import storage
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint import stored
 from utils.files import read_json
+from utils.run.apart import nodes_apart
 from utils.run.lock import RunLock
 from utils.run.mirror import Mirror
 
@@ -155,3 +156,16 @@ def test_a_file_at_a_url_is_fetched_again_when_it_has_changed(url, tmp_path, cop
         stored.local_checkpoint(f"{url}/other.pt")
     with pytest.raises(UserError, match="has a key in it; give that in the environment"):
         TrainingConfig(init_from="s3://key:secret@b/w.pt")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([("a", 0, False), ("a", 1, False), ("b", 0, True), ("b", 1, False)], [[2, 3]]),
+        ([("a", 0, False), ("b", 0, True), ("a", 1, False), ("b", 1, False)], [[1, 3]]),  # srun --distribution=cyclic
+        ([("a", 0, False), ("a", 0, True)], [[1]]),  # two nodes with one host name
+        ([("a", 0, False), ("b", 0, False)], []),
+    ],
+)
+def test_ranks_belong_to_the_first_rank_of_their_node(ranks, expected):
+    assert nodes_apart(ranks) == expected

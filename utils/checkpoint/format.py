@@ -127,14 +127,26 @@ def superseded(steps: Iterable[int], keep_last: int, keep_every: int = 0) -> lis
     return gone
 
 
+def best_name(folder: Path) -> str:
+    """The name of the step checkpoint that best.pt links to or is a copy of; empty if there is none."""
+    best = folder / BEST
+    with suppress(OSError, KeyError):
+        if best.is_symlink():
+            return os.readlink(best)
+        if best.is_dir():
+            return step_path(folder, read_json(best / shards.MANIFEST)["step"], is_sharded=True).name
+        with archive.open_file(best) as file:
+            trailer = archive.read_trailer(file)
+            return step_path(folder, trailer.step).name if trailer else ""
+    return ""
+
+
 def prune(folder: Path, keep_last: int, keep_every: int = 0, spared: str = "") -> None:
-    """Delete superseded checkpoints; call it once a new one has its final name. The one that best.pt links to stays.
+    """Delete superseded checkpoints; call it once a new one has its final name. The best one stays.
 
     spared: the name of one that stays too.
     """
-    best, paths = "", step_checkpoints(folder)
-    with suppress(OSError):
-        best = os.readlink(folder / BEST)
+    best, paths = best_name(folder), step_checkpoints(folder)
     gone = superseded(map(step_of, paths), keep_last, keep_every)
     for path in paths:
         if step_of(path) in gone and path.name not in (best, spared):

@@ -6,7 +6,7 @@ import itertools
 import os
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from utils.run.lock import KILLED, RunLock, repeated_failures
 from utils.run.lock import NAME as LOCK
 from utils.run.mirror import Mirror
 
+NOTHING = ""  # what a folder was before this start
 MIRRORED = "mirror.json"  # in the run folder: which run its mirror is a copy of
 
 
@@ -26,7 +27,7 @@ class Start:
 
     resume_from: str = ""  # the checkpoint
     is_completed: bool = False  # nothing is left to do, and nothing may be written
-    moved: list[list[str]] = field(default_factory=list)  # folders of an earlier run, each with its new name
+    moved: list[list[str]] = field(default_factory=list)  # folders of an earlier run, each with its new name or NOTHING
     attempt: int = 1
     token: str = ""  # of the owner
     launch_id: str = ""
@@ -37,6 +38,22 @@ class Start:
 
 
 def claim(
+    config: TrainingConfig, host: str, launch_id: str, may_restart: bool, mirror: Mirror | None = None
+) -> tuple[RunLock, Start]:
+    """`decide`; a run folder that did not exist before a start that is rejected does not exist after it either."""
+    places = [] if config.run_folder.exists() else [config.run_folder, config.checkpoint_folder]
+    new = [[str(place), NOTHING] for place in places if not place.exists()]
+    try:
+        lock, start = decide(config, host, launch_id, may_restart, mirror)
+    except StartError:  # another attempt goes on with what has been fetched
+        raise
+    except UserError:
+        move_back(new)
+        raise
+    return lock, replace(start, moved=start.moved or (new if mirror else []))
+
+
+def decide(
     config: TrainingConfig, host: str, launch_id: str, may_restart: bool, mirror: Mirror | None = None
 ) -> tuple[RunLock, Start]:
     """On rank 0: lock the folder and decide whether to continue the run in it.
@@ -207,11 +224,12 @@ def move_aside(folder: Path, checkpoints: Path) -> list[list[str]]:
 def move_back(moved: list[list[str]]) -> None:
     """Undo `move_aside`: the start was rejected. What it has written is deleted."""
     for place, aside in moved:
-        if os.path.exists(aside):
+        if aside == NOTHING or os.path.exists(aside):
             rejected = Path(f"{place}.rejected{TEMPORARY}")
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, NotADirectoryError):
                 os.rename(place, rejected)  # other ranks may still write there
-            os.rename(aside, place)
+            if aside != NOTHING:
+                os.rename(aside, place)
             shutil.rmtree(rejected, ignore_errors=True)
 
 

@@ -182,8 +182,9 @@ class Run:
         if getattr(error, "rank", None) is not None and not self.is_main and not isinstance(error, TrainingError):
             return  # all ranks have this error: rank 0 writes it
         path = self.folder / "status.json"
-        if isinstance(error, UserError) and self._moved:
-            move_back(self._moved)
+        may_continue = isinstance(error, StartError)  # with what has been fetched into a new folder
+        if moved := [pair for pair in self._moved if isinstance(error, UserError) and (pair[1] or not may_continue)]:
+            move_back(moved)
             return
         if isinstance(error, UserError) and self._status_before:  # the run is unchanged
             with suppress(OSError):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from config import TrainingError, UserError
@@ -121,8 +119,8 @@ class Uploads:
             self._has_looked = True
         for is_best in (False, True):
             paths = checkpoint.step_checkpoints(self._run.checkpoints)
-            chosen = [path for path in paths if path.name == self._best()] if is_best else paths[-1:]
-            for path in chosen:
+            best = checkpoint.best_name(self._run.checkpoints)
+            for path in [path for path in paths if path.name == best] if is_best else paths[-1:]:
                 if self._there.get(path.name) != checkpoint.digests(path):
                     self._begin(path)
                     self._upload(path)
@@ -134,11 +132,6 @@ class Uploads:
         """Whether a node with a folder of its own has not yet uploaded the samples and logs up to this step."""
         places = [self._mirror.own(f"nodes/{ranks[0]}.json") for ranks in self._run.start.apart]
         return any(self._mirror.read_json(place).get("step", -1) < step for place in places)
-
-    def _best(self) -> str:
-        with suppress(OSError):
-            return os.readlink(self._run.checkpoints / checkpoint.BEST)
-        return ""
 
     def _upload(self, path: Path) -> None:
         mirror, digests, began = self._mirror, checkpoint.digests(path), time.monotonic()
@@ -161,7 +154,7 @@ class Uploads:
         if mirror.commit(path, step, files):
             self._there[path.name] = digests
             self._log.info("uploaded %s to %s in %.1f s", path.name, mirror.url, time.monotonic() - began)
-            mirror.prune(*self._keep, self._best())
+            mirror.prune(*self._keep, checkpoint.best_name(self._run.checkpoints))
 
     def _follow(self) -> None:
         if self._of_node and self._done < self._asked:
