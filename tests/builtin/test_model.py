@@ -1,7 +1,5 @@
 """Model: shapes, sizes, parameter groups, the summed loss, weights from elsewhere."""
 
-import re
-
 import pytest
 import torch
 from PIL import Image
@@ -14,14 +12,8 @@ from config import TrainingConfig, UserError
 from ddp_utils import DistributedContext, unwrap
 from model import MiniResNet, compute_loss, create_model, param_groups, wrap_ddp
 from utils.checkpoint.format import load_weights, take_weights
-from utils.training.seams import Seams
 
 CPU = torch.device("cpu")
-
-
-def test_the_docstring_lists_every_function_that_the_loop_uses():
-    for name in Seams.__dataclass_fields__.keys() - {"progress", "terms"}:  # an argument; made of loss_counts
-        assert re.search(rf"^ *{name}\(", model.__doc__, re.MULTILINE), name
 
 
 @pytest.mark.parametrize(("channels", "classes", "size", "batch"), [(1, 5, 28, 3), (4, 2, 4, 1)])

@@ -55,7 +55,6 @@ ALL = "{0} samples that differ from the checkpoint's: {1} of {1} that are compar
         ([], "val", 1, {}, ALL.format("val", 7), None),
         ([], "val", 0.25, {}, None, "val samples that differ from the checkpoint's: 2 of 7 that are compared"),
         slow([], "train", 1, {}, None, None),
-        slow([], "val", 0, {"classes": ["a", "b"]}, "classes=['a', 'b']: the checkpoint has classes=[]", None),
         slow([], "val", 0, {"mean": torch.ones(1)}, "mean=[1.0]: the checkpoint has mean=[]", None),
         slow([], "val", 0, {"fingerprint": 5}, "the val set differs from the checkpoint's", None),
         slow(["--data_dir", "elsewhere"], "val", 1, {}, None, ALL.format("val", 7)),

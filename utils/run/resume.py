@@ -163,7 +163,7 @@ def compare_evaluated(payload: dict[str, Any], config: TrainingConfig, split: st
     names = ("seed", "data_dir", "dataset_size", *(field.name for field in fields_of_yours()))
     is_same = all(saved.get(name) == getattr(config, name) for name in names)
     line, is_other = compare_data(before[split], here[split], {}, is_same, split)
-    changed = [name for name in ("classes", "mean", "std") if provenance.get(name) != described[name]]
+    changed = [name for name in ("mean", "std") if provenance.get(name) != described[name]]
     lines = [f"{name}={described[name]}: the checkpoint has {name}={provenance.get(name)}" for name in changed]
     numbers = {each[split]["identity"].partition(" ")[0] for each in (before, here)}
     lines += [line] * bool(line)

@@ -108,11 +108,11 @@ class Seams:
         device: of the progress that they see.
         """
         names = cls.__dataclass_fields__.keys() - {"progress", "terms"}
-        found = {name: getattr(module, name) for name in names if getattr(module, name, None) is not None}
+        found = {name: getattr(module, name) for name in names if hasattr(module, name)}
         missing = [name for name in REQUIRED if name not in found]
         if missing:
             raise UserError(f"model.py: lacks {', '.join(missing)}; define it, see docs/reference.md")
-        given = {"compute_loss", "log_images"} & found.keys()
+        given = [name for name in ("compute_loss", "log_images") if found.get(name)]
         ask = [name for name in given if "progress" in inspect.signature(found[name]).parameters]
         view = StepView.on(device) if ask or found.get("after_step") else None
         found |= {name: functools.partial(found[name], progress=view) for name in ask}
