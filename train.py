@@ -51,7 +51,7 @@ from utils.run.attempt import Attempt
 from utils.run.checkpoints import Checkpoints
 from utils.run.create import create_state
 from utils.run.evaluate_only import evaluate_only
-from utils.run.failures import PREEMPTED, leave_after, open_run, wait_for_blame, watched
+from utils.run.failures import PREEMPTED, failure_of_data, leave_after, open_run, wait_for_blame, watched
 from utils.run.provenance import provenance_of
 from utils.run.resume import load_best, resume_run
 from utils.training.batchnorm import check_sync_batchnorm
@@ -141,8 +141,9 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     attempt = replace(attempt, config=config)
     state = on_all_ranks(lambda: create_state(seams, config, ctx, is_resumed=bool(run.resume_path)), ctx)
     train_set, held_out = cached(sets.train, sets.held_out, config, ctx, attempt.logger)
-    loader, sampler = on_all_ranks(lambda: create_distributed_dataloader(train_set, config, ctx, attempt.clock), ctx)
-    loaders = {name: create_evaluation_dataloader(each, config, ctx, attempt.clock) for name, each in held_out.items()}
+    loading = config, ctx, attempt.clock, True  # the loaders hold their errors until the state is saved
+    loader, sampler = on_all_ranks(lambda: create_distributed_dataloader(train_set, *loading), ctx)
+    loaders = {name: create_evaluation_dataloader(each, *loading) for name, each in held_out.items()}
     on_all_ranks(lambda: check_sync_batchnorm(state.model, sampler, ctx), ctx)
     model = wrap_ddp(state.model, config, ctx)
     # before resume_run: the model's buffers, which these passes may change, are then those of the checkpoint
@@ -161,7 +162,12 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
         checkpoints.finish_writing()
 
     cross_check = on_all_ranks(lambda: CrossCheck(state, loader, config, ctx, run.event, run.warn, save_to_disk), ctx)
-    consensus = Consensus(lambda: Vote(stop=attempt.is_asked_to_stop, save=checkpoints.is_due()), ctx.control)
+
+    def vote() -> Vote:
+        has_failed = any(each.failure for each in (loader, *loaders.values()))
+        return Vote(stop=attempt.is_asked_to_stop or has_failed, save=checkpoints.is_due())
+
+    consensus = Consensus(vote, ctx.control)
     return Training(
         attempt=attempt,
         seams=seams,
@@ -187,7 +193,7 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
         checkpoints.save(now=True)  # does nothing if the checkpoint is already in this run's folder
         checkpoints.finish_copy()  # the disk gets it while training continues
     try:
-        training.consensus.decide()  # raises Stopped if a rank was asked to stop before the first step
+        training.consensus.flush()  # raises Stopped if a rank was asked to stop before the first step
         while not schedule.is_finished:  # by epochs, max_steps or patience
             train_one_epoch(training)
             if after_epoch:
@@ -205,9 +211,13 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
         checkpoints.finish_writing()
         test_records = test_best(training)
     except Stopped:
+        training.reporter.catch_up()
+        failure = failure_of_data((training.loader, *training.held_out.values()), training.state, attempt)
         ending = "preempted"
         checkpoints.save(now=True)  # does nothing after the last step, which is saved before the test
         checkpoints.finish_writing()
+        if failure:
+            raise failure from failure.__cause__
     except Exception:
         checkpoints.finish_begun()  # what this failure need not cost
         raise
@@ -265,6 +275,8 @@ def compute_gradient(training: Training, micro_batches: Iterable[MicroBatch]) ->
             seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, micro_batch.number)
             with state.precision.autocast():
                 metrics = training.seams.compute_loss(model, micro_batch.batch)
+            if micro_batch.is_stand_in:
+                metrics = state.spoil(metrics)
             if not micro_batch.is_extra:  # padding, or another rank's in a check step
                 state.sums.add(metrics, micro_batch)
                 indices += micro_batch.indices

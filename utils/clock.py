@@ -76,6 +76,10 @@ class Clock:
         self._step_began = 0.0
         self._mark_device("pause")
 
+    def take_back(self, step: int) -> None:
+        """The steps begun after this one do not count."""
+        self.step = step
+
     def mark_reached(self, step: int) -> None:
         """Set the last step of earlier attempts; time in steps up to it is counted as recomputed."""
         self._reached = step

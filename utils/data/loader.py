@@ -15,7 +15,7 @@ from config import TrainingConfig, TrainingError, UserError
 from utils.clock import Clock
 from utils.data.sampler import Assignment, GlobalBatch, GlobalBatchSampler, MapDataset, MicroBatch
 from utils.data.transfer import SideStream, indices_on, pinned, to_device
-from utils.data.worker import TIMEOUTS, Collate, Fetcher, check_shared_memory, explain, is_late
+from utils.data.worker import HANGS, TIMEOUTS, Collate, Fetcher, check_shared_memory, explain, is_late
 from utils.distributed.context import DistributedContext
 from utils.signals import ignore_in_worker, kept_back
 
@@ -32,6 +32,8 @@ class GlobalBatchLoader:
         clock: records when the loop waits for data and when it computes.
         phases: the names of these two phases.
         is_transformed: False leaves out the data set's `device_transform`.
+        holds_failure: keep an error in `failure`, and go on with a stand-in for each micro-batch: the other ranks wait
+            in a collective, so all ranks end together.
     """
 
     def __init__(
@@ -43,7 +45,11 @@ class GlobalBatchLoader:
         clock: Clock | None = None,
         phases: tuple[str, str] = ("data", "forward"),
         is_transformed: bool = True,
+        holds_failure: bool = False,
     ) -> None:
+        self.failure: Exception | None = None
+        self._holds_failure = holds_failure
+        self._stand_in: Any = None  # a batch
         self.dataset, self.sampler, self.device = dataset, sampler, ctx.device
         self.num_workers = choose_workers(config, dataset, ctx.local_world_size)
         self._clock, self._phases = clock or Clock(), phases
@@ -75,8 +81,23 @@ class GlobalBatchLoader:
         """The global batches of the epoch from sample `start` on; iterating one fetches its micro-batches."""
         self.sampler.set_epoch(epoch, start)
         fetched = self._fetch()
+
+        def fetch(micro_batch: MicroBatch) -> MicroBatch:
+            try:
+                if not self.failure:
+                    return next(fetched)
+            except Exception as error:
+                if not self._holds_failure or HANGS in str(error):
+                    raise
+                try:
+                    self._stand_in = self.fetch([*range(min(self.sampler.batch_size, len(self.dataset)))])[2]
+                except Exception:
+                    raise error from None
+                self.failure = error
+            return dataclasses.replace(micro_batch, batch=self._stand_in, is_stand_in=True)
+
         for global_batch in self.sampler.global_batches(epoch, start):
-            yield dataclasses.replace(global_batch, fetched=fetched)
+            yield dataclasses.replace(global_batch, fetch=fetch)
 
     def sample_batch(self) -> Any:
         """The first micro-batch, fetched in this process, for the passes before the first step.
@@ -227,7 +248,11 @@ def choose_workers(config: TrainingConfig, dataset: MapDataset, local_world_size
 
 
 def create_distributed_dataloader(
-    dataset: MapDataset, config: TrainingConfig, ctx: DistributedContext, clock: Clock | None = None
+    dataset: MapDataset,
+    config: TrainingConfig,
+    ctx: DistributedContext,
+    clock: Clock | None = None,
+    holds_failure: bool = False,
 ) -> tuple[GlobalBatchLoader, GlobalBatchSampler]:
     """The loader of the training set on this rank, and its sampler. Raises UserError if an epoch would be empty."""
     sampler = GlobalBatchSampler(
@@ -248,11 +273,15 @@ def create_distributed_dataloader(
     size = sampler.global_batch_size
     if not sampler.steps_per_epoch:
         raise UserError(f"dataset: {len(dataset)} samples do not fill a global batch of {size}; reduce batch_size")
-    return GlobalBatchLoader(dataset, sampler, config, ctx, clock), sampler
+    return GlobalBatchLoader(dataset, sampler, config, ctx, clock, holds_failure=holds_failure), sampler
 
 
 def create_evaluation_dataloader(
-    dataset: MapDataset, config: TrainingConfig, ctx: DistributedContext, clock: Clock | None = None
+    dataset: MapDataset,
+    config: TrainingConfig,
+    ctx: DistributedContext,
+    clock: Clock | None = None,
+    holds_failure: bool = False,
 ) -> GlobalBatchLoader:
     """The loader of an evaluation set, equally many steps per rank: in order, micro-batch b on rank b % world_size, or
     for exact sums consecutive ones on each rank. A micro-batch has `eval_batch_size` samples."""
@@ -264,4 +293,5 @@ def create_evaluation_dataloader(
         seed=config.seed,
         shuffle=False,
     )
-    return GlobalBatchLoader(dataset, sampler, config, ctx, clock, phases=("evaluation", "evaluation"))
+    phases = "evaluation", "evaluation"
+    return GlobalBatchLoader(dataset, sampler, config, ctx, clock, phases, holds_failure=holds_failure)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,6 +45,7 @@ class MicroBatch:
     count: int  # micro-batches in the global batch, over all ranks; or in the whole set
     batch: Any = None  # on the device, once the loader has fetched it
     is_check: bool = False  # another rank's first one, whose gradient is compared and not used
+    is_stand_in: bool = False  # this one could not be fetched: its batch is another one
 
     @property
     def is_extra(self) -> bool:
@@ -58,10 +59,10 @@ class GlobalBatch:
 
     samples: int  # of all ranks
     micro_batches: list[MicroBatch]
-    fetched: Iterator[MicroBatch] | None = None
+    fetch: Callable[[MicroBatch], MicroBatch] | None = None
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        return (next(self.fetched) for _ in self.micro_batches) if self.fetched else iter(self.micro_batches)
+        return map(self.fetch, self.micro_batches) if self.fetch else iter(self.micro_batches)
 
 
 def shifts_of(hosts: Sequence[str]) -> list[int]:

@@ -23,6 +23,7 @@ from utils.files import may_pass, retried
 from utils.logger import told
 from utils.rng import seed_host
 
+HANGS = "a loader worker hangs"
 TIMEOUTS = 3  # in a row, before a worker hangs
 SHARED_MEMORY = "/dev/shm"  # workers pass batches to their rank through it (Linux)
 MORE_ROOM = "give it more room (docker run --shm-size; in Kubernetes an emptyDir of medium Memory)"
@@ -164,7 +165,7 @@ def explain(error: BaseException, rank: int, awaited: str = "") -> TrainingError
         return None
     if late := is_late(error):
         return TrainingError(
-            f"rank {rank}: a loader worker hangs: no batch for {TIMEOUTS * float(late[1]):.0f} s ({awaited}); "
+            f"rank {rank}: {HANGS}: no batch for {TIMEOUTS * float(late[1]):.0f} s ({awaited}); "
             "fix the storage or the data set's code, or raise --hang_timeout"
         )
     for pattern, what in FAILURES.items():

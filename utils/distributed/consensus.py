@@ -29,7 +29,7 @@ class Consensus:
     """One small all-reduce on the control group, started at one step and read a few steps later: ranks rarely wait.
 
     The number of steps is the same on all ranks (the maximum of theirs); about 0.25 s pass between votes, or 0.25 s per
-    1024 ranks. `flush` and `decide` wait for the slowest rank. All three raise Stopped.
+    1024 ranks. `flush` waits for the slowest rank. Both raise Stopped.
 
     Args:
         vote: returns this rank's vote; called repeatedly until its request is met.
@@ -59,14 +59,11 @@ class Consensus:
         return is_save_due
 
     def flush(self) -> None:
-        """Read the pending vote, which must not count after a save or an evaluation."""
+        """Vote and wait for the decision. An earlier vote does not count after a save or an evaluation."""
+        self._read()
+        self._start(every=1)
         self._read()
         self._reset()
-
-    def decide(self) -> None:
-        """Vote and wait for the decision."""
-        self._start(every=1)
-        self.flush()
 
     def _start(self, every: int) -> None:
         votes = torch.tensor([*self._vote(), every])

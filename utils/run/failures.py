@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import wait
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -18,8 +18,9 @@ import torch
 from config import TrainingConfig, TrainingError, UserError
 from utils.checkpoint.format import step_checkpoints
 from utils.clock import Clock
+from utils.data.loader import GlobalBatchLoader
 from utils.data.worker import explain
-from utils.distributed.collectives import is_of_a_peer, on_all_ranks, within
+from utils.distributed.collectives import all_gather_json, is_of_a_peer, on_all_ranks, within
 from utils.distributed.context import DistributedContext, Launch, read_launch
 from utils.files import read_json
 from utils.logger import NAME, setup_logger, told
@@ -32,6 +33,7 @@ from utils.run.resume import claim_run
 from utils.run.start_checks import check_alike
 from utils.run.watchdog import Watchdog
 from utils.signals import StopSignals, began_at
+from utils.training.state import TrainState
 
 SECONDS_FOR_BLAME = 2.0
 SECONDS_TO_WRITE = 15.0  # to storage that may hang
@@ -106,6 +108,26 @@ def open_run(config: TrainingConfig, ctx: DistributedContext) -> Iterator[Attemp
         with closing(Goodput(run, clock, began)) as goodput:
             yield Attempt(config, ctx, run, clock, goodput, signals, logger)
     run.close()
+
+
+def failure_of_data(loaders: Iterable[GlobalBatchLoader], state: TrainState, attempt: Attempt) -> Exception | None:
+    """The error with which the run ends if a rank could not fetch its samples: that of the first one. The state is then
+    that before its step. Collective."""
+    ctx, progress = attempt.ctx, state.progress
+    mine = next((each.failure for each in loaders if each.failure), None)
+    found = all_gather_json((state.spoiled_at or vars(progress), told(mine)) if mine else None, ctx)
+    failed = [(at["step"], rank, at, text) for rank, each in enumerate(found) if each for at, text in [each]]
+    if not failed:
+        return None
+    _, rank, at, text = min(failed, key=lambda each: each[:2])
+    state.take_back(at)
+    attempt.clock.take_back(progress.step)
+    where = {"epoch": progress.epoch_number, "step": progress.step, "samples_seen": progress.samples_seen}
+    attempt.run.status("running", **where)
+    if mine and rank == ctx.rank:
+        return mine
+    time.sleep(SECONDS_FOR_BLAME)
+    return TrainingError(text, rank, ctx.hosts[rank])
 
 
 @contextmanager

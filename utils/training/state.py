@@ -3,6 +3,7 @@ are not in it, since both are functions of the optimizer step."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -80,6 +81,7 @@ class TrainState:
         scalar: dict[str, Any] = {"dtype": torch.float32, "device": device}  # as found_inf must be, even with float64
         self._is_offloaded = self._parameters[0].device != device  # the optimizer's tensors
         self._zero, self._one = torch.zeros((), **scalar), torch.ones((), **scalar)
+        self.spoiled_at: dict[str, Any] = {}  # the progress before the first step that this rank has spoiled
 
     @property
     def progress(self) -> Progress:
@@ -111,8 +113,8 @@ class TrainState:
         """The schedule's factors on the learning rates of the groups at this step, from 0. Raises UserError."""
         return factors_of(self.optimizer.param_groups, self.schedule.factor_at(step, progress))
 
-    def _set_lr(self) -> None:
-        factors = self.factors_at(self.progress.step, self.progress)
+    def _set_lr(self, step: int) -> None:
+        factors = self.factors_at(step, self.progress)
         self.factor = max(factors)
         for group, factor in zip(self.optimizer.param_groups, factors, strict=True):
             group["lr"] = group["base_lr"] * factor
@@ -164,7 +166,7 @@ class TrainState:
         """
         if any(p.requires_grad for p in self._frozen):
             raise thawed_error([name for p, name in self._frozen.items() if p.requires_grad], self.progress.step + 1)
-        self._set_lr()
+        self._set_lr(self.progress.step)
         self.sums.wait()
         if self._terms:
             self._terms.note(self.sums.metrics.count_of("loss"))
@@ -204,6 +206,27 @@ class TrainState:
                 self._after_step(self.model, self._view, (1 - skipped).double())
         if self.average:  # of the weights that after_step leaves
             self.average.update(1 - skipped)
+
+    def spoil(self, metrics: Metrics) -> Metrics:
+        """Metrics of a stand-in for samples that could not be fetched, with which all ranks skip the step."""
+        self.spoiled_at = self.spoiled_at or copy.deepcopy(vars(self.progress))
+        total, *rest = metrics["loss"]
+        return {**metrics, "loss": (math.nan * total, *rest)}
+
+    def take_back(self, at: dict[str, Any]) -> None:
+        """Let the state be that of an earlier step, since when all steps were skipped.
+
+        at: `spoiled_at` of some rank.
+        """
+        self.read_skips()
+        progress, number = self.progress, self.progress.step - at["step"]
+        self.interval.take_back(at["step"], progress.step)
+        for name in ("step", "samples_in_epoch", "samples_seen", "user"):
+            setattr(progress, name, at[name])
+        progress.skipped_steps -= number
+        progress.skipped_in_row -= number
+        if progress.step:
+            self._set_lr(progress.step - 1)
 
     def advance(self, global_batch: GlobalBatch) -> None:
         self.progress.step += 1

@@ -102,7 +102,7 @@ class Terms:
             if not micro_batch.is_extra:
                 counts[micro_batch.number] = self.counts(micro_batch.batch)
         work = dist.all_reduce(counts, async_op=True) if dist.get_world_size() > 1 else None
-        return dataclasses.replace(global_batch, micro_batches=fetched, fetched=None), counts, work
+        return dataclasses.replace(global_batch, micro_batches=fetched, fetch=None), counts, work
 
     def _names(self, terms: dict[str, Any]) -> tuple[str, ...]:
         names = tuple(sorted(terms))
