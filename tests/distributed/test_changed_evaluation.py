@@ -1,5 +1,7 @@
 """What is evaluated is compared with what the checkpoint has seen, as a resume compares the training set."""
 
+import contextlib
+import io
 import logging
 from unittest import mock
 
@@ -8,7 +10,7 @@ import torch
 
 from config import UserError
 from ranks import run_ranks, slow
-from scripts import predict
+from scripts import export, predict
 from tasks import TASKS
 from test_predict_and_export import run_main, tokens
 from training import train_flags
@@ -74,3 +76,20 @@ def test_other_data_than_the_checkpoints_is_an_error_or_said(runs, flags, split,
     for found, texts in run_ranks(2, run_again, words, is_predicted, split, share, attributes):
         assert found.startswith(error) if error else not found, found
         assert len(texts) == (said is not None) and all(text.startswith(f"changed: {said}") for text in texts)
+
+
+def export_again(words, *changes):
+    """Export with changed data. Returns what is printed about it."""
+    create = {"create_dataset": changed(TASKS["lines"]["create_dataset"], *changes)}
+    with mock.patch.dict(TASKS["lines"], create), contextlib.redirect_stderr(io.StringIO()) as said:
+        run_main(export, "lines", tokens, words)
+    return said.getvalue()
+
+
+def test_an_export_says_that_its_inputs_are_others(runs):
+    runs.train(1, "run", *FLAGS, task="lines")
+    words = [runs.checkpoints("run")[-1], runs.root / "out.pt"]
+    for share, expected in ((0, ""), (0.25, "changed: train samples that differ"), (1, ALL.format("train", 40))):
+        [said] = run_ranks(1, export_again, words, "train", share, {})
+        assert said.startswith(expected) and bool(said) == bool(share), said
+    assert (runs.root / "out.pt").exists()
