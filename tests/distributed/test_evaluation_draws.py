@@ -11,9 +11,11 @@ import torch
 from torch.nn import functional as F
 
 import model
+import scripts.predict
 import train
 from ranks import run_ranks, slow
 from tasks import TASKS, image_loss
+from test_predict_and_export import run_main
 from training import train_flags
 
 FLAGS = "--dataset_size 46 --epochs 2 --no-use_amp --lr 0.02 --eval_batch_size 3 --save_every 0".split()
@@ -82,6 +84,18 @@ def test_draws_are_the_same_on_any_number_of_ranks_and_in_eval_only(runs, loss, 
         expected = next(record for record in records if record["step"] == found["step"])
         for name in ("loss", "in_order"):
             assert found[name] == pytest.approx(expected[name], rel=1e-12)
+
+
+def predict_drawing(words):
+    run_main(scripts.predict, "images", predict, words)
+
+
+def test_predict_py_draws_what_summarize_has_seen(runs):
+    run_ranks(1, train_drawing, runs.words("run", *FLAGS), noisy_loss)
+    for ranks in (1, 2):
+        run_ranks(ranks, predict_drawing, [runs.checkpoints("run")[-1], "--out", runs.root / "out.pt"])
+        found = summarize(torch.load(runs.root / "out.pt", weights_only=True))
+        assert found["in_order"].item() == runs.records("run", "eval")[-1]["in_order"]
 
 
 def train_watching(flags):
