@@ -163,7 +163,7 @@ MUTATIONS = [
     Mutation('TrainState.update_if_finite', 'is_finite = norm < math.inf  # NaN is not', 'is_finite = norm <= math.inf', 'not-finite'),
     Mutation('TrainState.update_if_finite', 'self.average.update(1 - skipped)', 'self.average.update(self._one)', 'not-finite'),
     Mutation('prepare', 'fill_momenta(optimizer)', 'pass', 'not-finite'),
-    Mutation('Consensus.flush', 'self._read()', 'pass', 'stop'),
+    Mutation('Consensus.flush', 'self._start(every=1)', 'pass', 'bad-sample'),
     Mutation('train_one_epoch', 'consensus.flush()  # an earlier vote must not count after a save', 'pass', 'stop'),
     Mutation('ignore_in_worker', 'signal.signal(number, signal.SIG_IGN)', 'signal.signal(number, signal.SIG_DFL)', 'stop'),
     Mutation('StopSignals._note', 'self.received = self.received or signal.Signals(number).name', 'pass', 'stop'),

@@ -45,7 +45,7 @@ def claim(
     new = [[str(place), NOTHING] for place in places if not place.exists()]
     try:
         lock, start = decide(config, host, launch_id, may_restart, mirror)
-    except StartError:  # another attempt goes on with what has been fetched
+    except StartError:  # another attempt continues with what has been fetched
         raise
     except UserError:
         move_back(new)

@@ -113,8 +113,8 @@ class TrainState:
         """The schedule's factors on the learning rates of the groups at this step, from 0. Raises UserError."""
         return factors_of(self.optimizer.param_groups, self.schedule.factor_at(step, progress))
 
-    def _set_lr(self, step: int) -> None:
-        factors = self.factors_at(step, self.progress)
+    def _set_lr(self) -> None:
+        factors = self.factors_at(self.progress.step, self.progress)
         self.factor = max(factors)
         for group, factor in zip(self.optimizer.param_groups, factors, strict=True):
             group["lr"] = group["base_lr"] * factor
@@ -166,7 +166,7 @@ class TrainState:
         """
         if any(p.requires_grad for p in self._frozen):
             raise thawed_error([name for p, name in self._frozen.items() if p.requires_grad], self.progress.step + 1)
-        self._set_lr(self.progress.step)
+        self._set_lr()
         self.sums.wait()
         if self._terms:
             self._terms.note(self.sums.metrics.count_of("loss"))
@@ -221,12 +221,14 @@ class TrainState:
         self.read_skips()
         progress, number = self.progress, self.progress.step - at["step"]
         self.interval.take_back(at["step"], progress.step)
-        for name in ("step", "samples_in_epoch", "samples_seen", "user"):
+        for name in ("samples_in_epoch", "samples_seen"):
             setattr(progress, name, at[name])
         progress.skipped_steps -= number
         progress.skipped_in_row -= number
-        if progress.step:
-            self._set_lr(progress.step - 1)
+        if number:  # the learning rates of the last step that was taken
+            progress.step, progress.user = at["step"] - 1, copy.deepcopy(at["user"])
+            self._set_lr()
+        progress.step, progress.user = at["step"], at["user"]
 
     def advance(self, global_batch: GlobalBatch) -> None:
         self.progress.step += 1
