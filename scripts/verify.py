@@ -35,7 +35,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TextIO
-from unittest import mock
 
 import torch._dynamo  # noqa: F401  (the first optimizer imports it, after gc.freeze)
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -111,16 +110,11 @@ def prepare(config: TrainingConfig) -> Fork:
     gc.freeze()  # each short run begins with a collection, which need not look at what is imported
     ctx = setup_distributed(config)
     sys.stdout = Once(OUT if ctx.is_main else None)
-    with (
-        mock.patch.object(os, "listdir", wraps=os.listdir) as one,
-        mock.patch.object(os, "scandir", wraps=os.scandir) as two,
-    ):
-        sets = load_data(dataset, config, ctx)
-        lists_files = any(all_gather_json(one.called or two.called, ctx))
+    sets = load_data(dataset, config, ctx)
     token = all_gather_json(time.time_ns(), ctx)[0]
     folder = config.run_folder.parent / f".verify-{token:x}"
     held_out = next(iter(sets.held_out.values()), None)
-    fork = Fork(sets.config, sets.train, held_out, ctx, folder, Seams.of(model, ctx.device), config, lists_files)
+    fork = Fork(sets.config, sets.train, held_out, ctx, folder, Seams.of(model, ctx.device), config)
     fork.choose_precision()
     return fork
 

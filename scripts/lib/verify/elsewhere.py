@@ -1,5 +1,5 @@
-"""Load the data and ask lr_factor in a new process, started by new_process.py: the clock is ahead, and the host has
-another name.
+"""Load the data and ask lr_factor in a new process, started by new_process.py: the clock is ahead, the host has another
+name, and folders list their files backwards.
 
 Reads {"given": {...}, "config": {...}, "moments": [[step, epoch], ...], "total": N, "warmup": N}, with the config as
 given and as resolved by the data. Prints [name, [value, problem]] in a line for each answer.
@@ -14,11 +14,14 @@ import random
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:1] = [str(ROOT), str(ROOT / "scripts")]
 ahead, plain = 5e7, datetime.datetime  # 19 months: another year, month, day of the week and hour
+listdir, scandir = os.listdir, os.scandir
 answers, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
 
 
@@ -49,6 +52,22 @@ class Later(datetime.datetime, metaclass=OfAll):
     @classmethod
     def utcnow(cls):
         return cls.now(datetime.UTC).replace(tzinfo=None)
+
+
+class Backwards(AbstractContextManager, Iterator):
+    """What os.scandir returns."""
+
+    def __init__(self, *path):
+        with scandir(*path) as found:
+            self.entries = reversed([*found])
+
+    def __next__(self):
+        return next(self.entries)
+
+    def __exit__(self, *_):
+        pass
+
+    close = __exit__
 
 
 for name in ("time", "monotonic", "perf_counter"):
@@ -98,6 +117,7 @@ import torch  # after the clocks, which the fork may import by name
 from config import TrainingConfig
 
 torch.set_num_threads(1)
+vars(os).update(listdir=lambda *path: listdir(*path)[::-1], scandir=Backwards)
 for answer in (factors, samples):
     try:
         text = json.dumps([answer.__name__, [answer(asked), ""]])

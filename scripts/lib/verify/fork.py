@@ -33,6 +33,8 @@ from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json, is_of_a_peer, on_all_ranks
 from utils.distributed.dtensor import full, wrap
 from utils.metrics import MetricTracker
+from utils.report.reporter import Reporter
+from utils.report.tensorboard import Board
 from utils.rng import derive_seed, seed_evaluation
 from utils.training.evaluation import Evaluation
 from utils.training.outputs import Outputs
@@ -90,7 +92,6 @@ class Fork:
     folder: Path  # of the short runs; deleted at the end
     seams: Seams
     given: TrainingConfig  # with `auto` fields
-    lists_files: bool  # whether the data sets were made from listings of folders
     new_process: Any = None  # a NewProcess, on rank 0
     dtype: torch.dtype = torch.float32  # of the computations
     loss_dtype: torch.dtype = torch.float32  # of the loss, or of what is in it: float32 in a fork with logits.float()
@@ -248,7 +249,8 @@ class Fork:
             remembered.append(memory.of_training(training, self._places()))
 
         data = SimpleNamespace(**vars(train.your_data) | {"create_dataset": lambda _, split: sets[split]})
-        with mock.patch.dict(os.environ, single_environment(), clear=True) if is_alone else nullcontext():
+        alone = mock.patch.dict(os.environ, single_environment(), clear=True) if is_alone else nullcontext()
+        with alone, mock.patch.object(train, "Reporter", Quiet):
             try:
                 if self.ctx.is_main or not is_alone:
                     outcome = train.train(config, data, after_epoch)
@@ -288,6 +290,14 @@ class Fork:
         return self.on_all(lambda: action() if self.ctx.is_main else "")
 
 
+class Quiet(Reporter):
+    """Without TensorBoard and images, which take time and change nothing."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given[:4])
+        self._board = Board(None, 0)
+
+
 class Subset(ChosenSamples):
     """Some samples in the template's order; the data set's own order has its own check. Floats are cast to `dtype`."""
 
@@ -324,7 +334,7 @@ def record_updates(updates: list[Update]) -> Iterator[None]:
         divisor = getattr(optimizer, "grad_scale", None)  # fused kernels divide within the step
         divisor = 1.0 if divisor is None else divisor
         gradients = {p: p.grad / divisor for group in groups for p in group["params"] if p.grad is not None}
-        updates.append(Update(gradients, [(float(group["lr"]), group["weight_decay"]) for group in groups]))
+        updates.append(Update(gradients, [(float(group["lr"]), group.get("weight_decay", 0.0)) for group in groups]))
         for group in optimizer.param_groups:
             group["lr"] = 0.0
 

@@ -139,7 +139,6 @@ def gradient(fork: Fork) -> str:
         for update in ours:
             update.gather(training.state)
 
-    noted = fork.on_rank_0(lambda: check_recomputation(fork))
     ours: list[Update] = []
     with record_updates(ours):
         fork.short_run("gradient", at_end=gather, eval_every=0, eval_every_steps=0, **plain_settings)
@@ -171,9 +170,10 @@ def gradient(fork: Fork) -> str:
 
         rounding = ROUNDING[fork.loss_dtype]
         found = compare_updates(ours, our_model, theirs, net, rounding, repeats)
-        return found + compare_buffers(our_model, net, rounding) + noted
+        return found + compare_buffers(our_model, net, rounding)
 
-    return fork.on_rank_0(check)
+    noted, found = fork.divided([partial(check_recomputation, fork), check])
+    return found + noted
 
 
 def compare_updates(

@@ -18,7 +18,7 @@ from utils.data.sketches import are_alike, sketches
 
 SECONDS = 120.0  # to wait for it
 NAMES = ("USER", "LOGNAME", "LNAME", "USERNAME", "HOSTNAME")
-CHANGED = "another hash seed, clock, date, time zone, user and host name"
+CHANGED = "another hash seed, clock, date, time zone, user, host name and order of files"
 NO_ANSWER = "no answer"
 
 

@@ -25,7 +25,8 @@ ADDING = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-4, torch.
 def scramble_global_rngs(number: int) -> None:
     """Seed the global generators differently each time, to expose results that depend on them."""
     random.seed(number)
-    torch.manual_seed(number)
+    for generator in (torch.default_generator, *torch.cuda.default_generators):
+        generator.manual_seed(number)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(number)
 
