@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import random
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model as your_model
+from lib.verify.draws import Advancing
 from lib.verify.fork import ACCUMULATION, Broken, Fork, as_rank, perturbed
 from lib.verify.precision_checks import rounding
 from lib.verify.segments_check import check_segments
@@ -26,6 +28,7 @@ from lib.verify.values import (
     ROUNDING,
     can_join,
     digest,
+    first_three,
     joined,
     one_line,
     relative_error,
@@ -89,8 +92,10 @@ def check_adding(fork: Fork, number: int) -> str:
             error = relative_error(parts, value) if parts.any() or value.any() else 0.0
             is_mean = name.endswith("sum") and value.any() and relative_error(parts, 2 * value) <= 0.05
             if is_mean or (error > tolerance and is_comparable):
-                if not torch.equal(value, sums(fork.seams, net, batches[2], is_training)[name].double()):
-                    continue  # it is random, which is another fault
+                with Advancing():
+                    again = sums(fork.seams, net, batches[2], is_training)[name].double()
+                if not torch.equal(value, again):
+                    continue  # it is random, which is another fault, or drawn from a generator of its own
                 raise Broken(
                     f"{name} is {shown(value)} for {2 * size} samples, {shown(parts)} for their halves together:"
                     f" {IS_MEAN if is_mean else DOES_NOT_ADD_UP}"
@@ -271,16 +276,18 @@ def differing(fork: Fork, a: Pass, b: Pass) -> str:
 
 
 def for_a_look(fork: Fork) -> str:
-    """Values that are consistent, but that only a person can judge."""
+    """Values that are consistent, but that only a person can judge: the loss, and metrics that count otherwise."""
     subset = fork.small_train_set()
     count = min(fork.small_config.batch_size, len(subset))
-    batch, net, parts = fork.loader(subset).fetch([*range(count)])[2], fork.new_model(), []
+    batch, net, means, notes = fork.loader(subset).fetch([*range(count)])[2], fork.new_model(), [], ""
     for kind, is_training in (("training", True), ("evaluation", False)):
         net.train(is_training)
         with torch.set_grad_enabled(is_training):
             metrics = fork.seams.compute_loss(net, batch)
-        counts = [f"{name} {shown(torch.as_tensor(entry[1]) / count)}" for name, entry in metrics.items()]
         total, counted = map(torch.as_tensor, metrics["loss"][:2])
-        mean = torch.where(counted == 0, 0.0, total / counted).sum().item()
-        parts.append(f"{kind} loss {mean:.6g}, counts per sample: {', '.join(counts)}")
-    return "please check: with the same weights and batch, " + "; ".join(parts)
+        means.append(f"{torch.where(counted == 0, 0.0, total / counted).sum().item():.6g} in {kind}")
+        counts = {name: torch.as_tensor(entry[1]).double().sum().item() / count for name, entry in metrics.items()}
+        others = [f"{name} {each:.6g}" for name, each in counts.items() if not math.isclose(each, counts["loss"])]
+        if others and not fork.seams.terms:
+            notes += f"; please check: counts per sample in {kind} are loss {counts['loss']:.6g}, {first_three(others)}"
+    return f"with the same weights and batch, the loss is {' and '.join(means)}{notes}"
