@@ -15,7 +15,7 @@ from torch.utils.data import Subset as PlainSubset
 
 from ddp_utils import DistributedContext
 from lib.verify.fork import Broken, Fork, Subset
-from lib.verify.new_process import CHANGED, is_same, seen
+from lib.verify.new_process import CHANGED, is_same, order_of, seen
 from lib.verify.notes import notes
 from lib.verify.values import digest, first_three, leaves, plural, scramble_global_rngs
 from utils.distributed.collectives import all_gather_json
@@ -23,6 +23,10 @@ from utils.distributed.collectives import all_gather_json
 Rows = dict[int, list[Tensor]]  # the tensors of some batches
 LAST = 3  # the epoch, from 0, whose samples are compared
 MOST, SECONDS = 2000, 1.5  # samples of a set that are compared with those of another
+NOT_KEYED = (
+    "it depends on more than (seed, epoch); shuffle with torch.Generator().manual_seed(derive_seed('order', seed,"
+    " epoch))"
+)
 MANY = 1 / 3  # of the held-out samples: more is a finding, less a note
 
 
@@ -60,15 +64,21 @@ def order(fork: Fork) -> str:
     for rank, (first, second, again) in enumerate(ranks):
         if first != again or [first, second] != ranks[0][:2]:
             where = "between two calls" if first != again else f"between rank {rank} and rank 0"
-            raise Broken(
-                f"the order of an epoch differs {where}: it depends on more than (seed, epoch); shuffle with"
-                " torch.Generator().manual_seed(derive_seed('order', seed, epoch))"
-            )
+            raise Broken(f"the order of an epoch differs {where}: {NOT_KEYED}")
         if n > 1 and is_fixed:
             raise Broken("all epochs have the same order: epoch_order ignores its epoch; derive it from (seed, epoch)")
+    if hasattr(fork.train_set, "epoch_order"):
+        fork.on_rank_0(lambda: compare_order(fork))
     drawn = f"{n:,} draws with replacement" if may_repeat else f"{n - dropped:,} samples once"
     left_out = f", {dropped:,} dropped" if dropped else ""
     return f"{drawn} per epoch over {plural(ctx.world_size, 'rank')}, in a new order each epoch{left_out}"
+
+
+def compare_order(fork: Fork) -> str:
+    found, problem = fork.new_process.answer("order")
+    if not problem and found != order_of(fork.train_set, fork.config.seed):
+        raise Broken(f"the order of an epoch differs in a new process with {CHANGED}: {NOT_KEYED}")
+    return ""
 
 
 def content(fork: Fork) -> str:

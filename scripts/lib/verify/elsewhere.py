@@ -98,16 +98,27 @@ def factors(asked):
     return found
 
 
-def samples(asked):
+@functools.cache
+def load():
     import dataset
-    from lib.verify.new_process import seen
     from utils.data.sets import load_data
     from utils.distributed.context import DistributedContext
 
     os.chdir(folder)
-    config = TrainingConfig(**asked["given"])
-    sets = load_data(dataset, config, DistributedContext(0, 0, 1, torch.device("cpu")))
-    return [seen(each, config.seed) for each in (sets.train, next(iter(sets.held_out.values()), None))]
+    return load_data(dataset, TrainingConfig(**asked["given"]), DistributedContext(0, 0, 1, torch.device("cpu")))
+
+
+def order(asked):
+    from lib.verify.new_process import order_of
+
+    return order_of(load().train, asked["given"]["seed"])
+
+
+def samples(asked):
+    from lib.verify.new_process import seen
+
+    sets = load()
+    return [seen(each, asked["given"]["seed"]) for each in (sets.train, next(iter(sets.held_out.values()), None))]
 
 
 asked, folder = json.load(sys.stdin), os.getcwd()
@@ -118,7 +129,7 @@ from config import TrainingConfig
 
 torch.set_num_threads(1)
 vars(os).update(listdir=lambda *path: listdir(*path)[::-1], scandir=Backwards)
-for answer in (factors, samples):
+for answer in (factors, order, samples):
     try:
         text = json.dumps([answer.__name__, [answer(asked), ""]])
     except Exception as error:

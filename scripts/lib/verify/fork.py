@@ -154,9 +154,12 @@ class Fork:
         return Subset(self.train_set, sampler.order(0)[:count] % len(self.train_set), self.dtype)
 
     def held_out_subset(self, count: int) -> Subset:
-        """Samples that are spread over the set, which may be sorted by class."""
+        """Samples in runs of micro-batches, for which data may return views of what they store. The runs are spread
+        over the set, which may be sorted by class."""
         held_out: Any = self.held_out
-        return Subset(held_out, spread(count, len(held_out)), self.dtype)
+        size = min(self.small_config.batch_size, count, len(held_out))
+        rows = spread(-(-count // size), len(held_out) - size + 1)[:, None] + torch.arange(size)
+        return Subset(held_out, rows.unique()[:count], self.dtype)
 
     # ---- calls into train.py ----
 
@@ -201,7 +204,7 @@ class Fork:
         except RuntimeError as error:
             if "evaluation counted" not in str(error):
                 raise
-            raise Broken(f"{error}, or in your own sampler; use create_evaluation_dataloader") from None
+            raise Broken(f"held-out samples: {error}, or in your own sampler; use create_evaluation_dataloader") from None
 
     def plain_evaluation(self, subset: Subset, net: nn.Module, noise: int = 0, split: str = "val") -> dict[str, float]:
         """The size, mean loss and metrics of a set in one process, with global generators seeded by `noise`, but those

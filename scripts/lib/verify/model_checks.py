@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -25,7 +26,7 @@ from lib.verify.fork import (
     as_rank,
     record_updates,
 )
-from lib.verify.loss_checks import check_recomputation
+from lib.verify.loss_checks import MORE_RANKS, check_recomputation
 from lib.verify.values import ROUNDING, digest, first_three, relative_error, scramble_global_rngs, shared_memory, spread
 from train import Training
 from utils.data.sampler import MapDataset
@@ -161,6 +162,7 @@ def gradient(fork: Fork) -> str:
         return theirs, net
 
     def check() -> str:
+        check_rates(fork)
         theirs, net = plain_loop_of(99)
 
         def repeats() -> bool:
@@ -174,6 +176,20 @@ def gradient(fork: Fork) -> str:
 
     noted, found = fork.divided([partial(check_recomputation, fork), check])
     return found + noted
+
+
+def check_rates(fork: Fork) -> None:
+    """Raises Broken if param_groups asks for the number of ranks, which shows on one rank too."""
+    net, found = fork.new_model(), []
+    for ranks in (1, MORE_RANKS):
+        with as_rank(ranks - 1, ranks), suppress(RuntimeError):  # collectives cannot run
+            groups = fork.seams.param_groups(net, fork.config)
+            found.append([(group.get("lr"), group.get("weight_decay")) for group in groups])
+    if found[0] != found[-1]:
+        raise Broken(
+            f"learning rate and weight decay are {found[0]}, and {found[1]} on {MORE_RANKS} ranks: param_groups depends"
+            " on the ranks; make it a function of the config"
+        )
 
 
 def compare_updates(

@@ -41,7 +41,24 @@ def training(fork: Fork) -> str:
         if sorted(indices) != list(range(count)):
             found = f"{len(set(indices))} of {count} samples in {len(indices)} visits"
             raise Broken(f"epoch {epoch} trained on {found}: a custom training loop or loader; see train_one_epoch")
+    fork.on_rank_0(lambda: check_fixed(fork))
     return f"2 epochs of {plural(count, 'sample')} in {progress.step} steps: each sample once per epoch"
+
+
+def check_fixed(fork: Fork) -> str:
+    """Raises Broken if a forward pass changes parameters by its data, which differ between ranks."""
+    loader, found, net = fork.loader(fork.small_train_set()), [], fork.new_model().train()
+    start = {name: value.clone() for name, value in net.state_dict().items()}
+    for first in (0, -2):
+        net.load_state_dict(start)
+        fork.seams.compute_loss(net, loader.fetch([first % len(loader.dataset), (first + 1) % len(loader.dataset)])[2])
+        found.append({name: digest(p) for name, p in net.named_parameters()})
+    if changed := [name for name in found[0] if found[0][name] != found[1][name]]:
+        raise Broken(
+            f"{first_three(changed)}: a forward pass changes it by its batch, so that ranks would differ; change"
+            " parameters only through gradients"
+        )
+    return ""
 
 
 def weights(fork: Fork) -> str:

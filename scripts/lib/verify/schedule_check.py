@@ -46,12 +46,12 @@ def schedule(fork: Fork) -> str:
         )
         for factor in factors:
             factors_of(groups, factor.get("", factor))
-        with as_rank():
-            alone = ask()
-        if factors != ask() or factors != alone:
+        with as_rank(ranks := fork.ctx.world_size, ranks + 1):
+            other = ask()
+        if factors != ask() or factors != other:
             raise Broken(
-                f"lr_factor gives {shown(factors)}, and {shown(alone)} in one process: it depends on more than config,"
-                " step and progress; use only these"
+                f"lr_factor gives {shown(factors)}, and {shown(other)} on {ranks + 1} ranks: it depends on more than"
+                " config, step and progress; use only these"
             )
         first, second = simulated(fork, is_resumed=False), simulated(fork, is_resumed=True)
         if first != second:
