@@ -204,7 +204,7 @@ class Fork:
         except RuntimeError as error:
             if "evaluation counted" not in str(error):
                 raise
-            raise Broken(f"held-out samples: {error}, or in your own sampler; use create_evaluation_dataloader") from None
+            raise Broken(f"held-out set: {error}, or in your sampler; use create_evaluation_dataloader") from None
 
     def plain_evaluation(self, subset: Subset, net: nn.Module, noise: int = 0, split: str = "val") -> dict[str, float]:
         """The size, mean loss and metrics of a set in one process, with global generators seeded by `noise`, but those
