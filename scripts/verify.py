@@ -33,7 +33,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TextIO
 
 import torch._dynamo  # noqa: F401  (the first optimizer imports it, after gc.freeze)
@@ -50,7 +50,7 @@ from lib.verify.memory import SHIPPED, mentioned_fields, note_reads
 from lib.verify.model_checks import evaluation, gradient, parameters
 from lib.verify.new_process import NewProcess
 from lib.verify.run_checks import plain_load, reduction, resume, training, weights
-from lib.verify.schedule_check import question, schedule
+from lib.verify.schedule_check import schedule
 from lib.verify.values import first_three, one_line, plural
 from utils.data.sets import kind_of, load_data
 from utils.distributed.collectives import all_gather_json, is_of_a_peer
@@ -90,7 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     checks = CHECKS + (reduction,) * (config.reduction == "exact")
     try:
         if fork.ctx.is_main:
-            fork.new_process = NewProcess(question(fork), single_environment())
+            fork.new_process = NewProcess(
+                {"given": asdict(fork.given), "config": asdict(fork.config)}, single_environment()
+            )
         report = Report(fork, sys.argv[1:] if argv is None else list(argv), len(checks))
         for check in checks:
             report.run(check)

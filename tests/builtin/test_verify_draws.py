@@ -87,7 +87,7 @@ def left_in_training(module):
     ],
 )
 def test_a_dropout_that_draws_is_named(net, name):
-    with torch.no_grad(), Dropping(torch.device("cpu")) as dropping:
+    with torch.no_grad(), Dropping() as dropping:
         net(-torch.ones(2, 3, 4, 4))
     assert dropping.found == [name] * (name is not None)
 
@@ -132,6 +132,6 @@ def test_smoothing_in_evaluation_and_other_counts_are_notes(tmp_path, condition,
     ],
 )
 def test_smoothed_labels_are_seen(loss, is_found):
-    with torch.no_grad(), Dropping(torch.device("cpu")) as seen:
+    with torch.no_grad(), Dropping() as seen:
         loss(torch.ones(2, 3), torch.tensor([0, 1]))
     assert seen.smooths == is_found

@@ -68,7 +68,7 @@ def order(fork: Fork) -> str:
         if n > 1 and is_fixed:
             raise Broken("all epochs have the same order: epoch_order ignores its epoch; derive it from (seed, epoch)")
     if hasattr(fork.train_set, "epoch_order"):
-        fork.on_rank_0(lambda: compare_order(fork))
+        fork.divided([partial(compare_order, fork)])
     drawn = f"{n:,} draws with replacement" if may_repeat else f"{n - dropped:,} samples once"
     left_out = f", {dropped:,} dropped" if dropped else ""
     return f"{drawn} per epoch over {plural(ctx.world_size, 'rank')}, in a new order each epoch{left_out}"

@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lib.verify.fork import Broken, Fork, Subset
-from lib.verify.values import digest
+from lib.verify.values import digest, generators
 
 DROPS = re.compile("dropout|rrelu|attention")
 
@@ -29,13 +29,10 @@ class Dropping(TorchFunctionMode):
     """Notes the names of torch's dropout functions, and of those with a dropout, that draw random numbers, and whether
     labels are smoothed."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
         self.smooths = False
-        self._states = [torch.random.get_rng_state]
-        if device.type == "cuda":
-            self._states.append(torch.cuda.get_rng_state)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
@@ -43,16 +40,16 @@ class Dropping(TorchFunctionMode):
             self.smooths |= kwargs.get("label_smoothing", args[7] if len(args) > 7 else 0.0) > 0
         if not DROPS.search(name):
             return func(*args, **kwargs)
-        before = digest([state() for state in self._states])
+        before = generators()
         result = func(*args, **kwargs)
-        self.found += [name] * (digest([state() for state in self._states]) != before)
+        self.found += [name] * (generators() != before)
         return result
 
 
 def draws_in_evaluation(fork: Fork, subset: Subset, net: nn.Module) -> str:
     """A note if the result depends on what torch's generators draw, and if labels are smoothed. Raises Broken if a
     dropout draws."""
-    with Dropping(fork.ctx.device) as dropping:
+    with Dropping() as dropping:
         values = [fork.plain_evaluation(subset, net, split=split) for split in ("val", "another")]
     if dropping.found:
         raise Broken(

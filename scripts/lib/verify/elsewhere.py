@@ -1,8 +1,8 @@
 """Load the data and ask lr_factor in a new process, started by new_process.py: the clock is ahead, the host has another
 name, and folders list their files backwards.
 
-Reads {"given": {...}, "config": {...}, "moments": [[step, epoch], ...], "total": N, "warmup": N}, with the config as
-given and as resolved by the data. Prints [name, [value, problem]] in a line for each answer.
+Reads {"given": {...}, "config": {...}}, the config as given and as resolved by the data. Prints
+[name, [value, problem]] in a line for each answer.
 """
 
 import datetime
@@ -81,21 +81,15 @@ os.uname, socket.gethostname, platform.node = lambda: machine, lambda: "elsewher
 
 
 def factors(asked):
-    """As in schedule_check.py."""
     import model
-    from utils.training.schedule import Progress
+    from lib.verify.schedule_check import all_factors
     from utils.training.seams import Seams
 
     global ahead
     ahead += 1e7  # since the import
     random.seed(1)
     torch.manual_seed(1)
-    config, ask, found = TrainingConfig(**asked["config"]), Seams.of(model).lr_factor, []
-    for step, epoch in asked["moments"]:
-        factor = ask(config, step, asked["total"], asked["warmup"], Progress(step=step, epoch=epoch))
-        by_name = factor if isinstance(factor, dict) else {"": factor}
-        found.append({name: float(each) for name, each in by_name.items()})
-    return found
+    return all_factors(Seams.of(model), TrainingConfig(**asked["config"]))
 
 
 @functools.cache

@@ -288,10 +288,6 @@ class Fork:
         each = all_gather_json(self.on_all(lambda: [action() for action in actions[rank::ranks]]), self.ctx)
         return [each[number % ranks][number // ranks] for number in range(len(actions))]
 
-    def on_rank_0(self, action: Callable[[], str]) -> str:
-        """Run `action` on rank 0; the other ranks return "". If it fails, all raise UserError."""
-        return self.on_all(lambda: action() if self.ctx.is_main else "")
-
 
 class Quiet(Reporter):
     """Without TensorBoard and images, which take time and change nothing."""

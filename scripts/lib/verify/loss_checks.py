@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,8 +26,8 @@ from lib.verify.values import (
     ADDING,
     ROUNDING,
     can_join,
-    digest,
     first_three,
+    generators,
     joined,
     one_line,
     relative_error,
@@ -208,16 +207,6 @@ def fresh_seams(fork: Fork, ranks: int) -> Iterator[Seams]:
         except Exception:  # some names can be registered only once
             module = your_model
         yield Seams.of(module, fork.ctx.device)
-
-
-def generators() -> dict[str, str]:
-    """Digests of the states of the global generators, by name."""
-    states = {"torch's": [torch.get_rng_state()], "Python's": repr(random.getstate())}
-    if torch.cuda.is_initialized():
-        states["torch's on CUDA"] = [torch.cuda.get_rng_state()]
-    if "numpy" in sys.modules:
-        states["numpy's"] = repr(sys.modules["numpy"].random.get_state(legacy=False)["state"])
-    return {name: digest(state) for name, state in states.items()}
 
 
 def check_passes(fork: Fork) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import Any
 from unittest import mock
 
 import torch
@@ -26,7 +26,7 @@ from lib.verify.fork import (
     as_rank,
     record_updates,
 )
-from lib.verify.loss_checks import MORE_RANKS, check_recomputation
+from lib.verify.loss_checks import check_recomputation
 from lib.verify.values import ROUNDING, digest, first_three, relative_error, scramble_global_rngs, shared_memory, spread
 from train import Training
 from utils.data.sampler import MapDataset
@@ -151,18 +151,21 @@ def gradient(fork: Fork) -> str:
         plain.device_transform = lambda batch, seed, epoch, indices: transform(
             to_device(batch, device), seed, epoch, indices.to(device)
         )
+
+        def groups(*given: Any) -> Any:
+            with as_rank(ranks := fork.ctx.world_size, ranks + 1):  # which shows on one rank too
+                return fork.seams.param_groups(*given)
+
         # the result must not depend on how the same micro-batches are divided
         config = replace(fork.small_config, **plain_settings, grad_accum_steps=ACCUMULATION + 1)
-        one_dataset = mock.patch.object(plain_loop, "create_dataset", lambda *_: plain)
-        same_progress = mock.patch.object(plain_loop, "Progress", PlainProgress)
+        replaced: Any = {"create_dataset": lambda *_: plain, "Progress": PlainProgress, "param_groups": groups}
         theirs: list[Update] = []
-        with one_dataset, same_progress, record_updates(theirs), as_rank():
+        with mock.patch.multiple(plain_loop, **replaced), record_updates(theirs), as_rank():
             scramble_global_rngs(noise)
             *_, (net, *_) = plain_loop.plain_loop(config, ACCUMULATION * fork.ctx.world_size, device)
         return theirs, net
 
     def check() -> str:
-        check_rates(fork)
         theirs, net = plain_loop_of(99)
 
         def repeats() -> bool:
@@ -176,20 +179,6 @@ def gradient(fork: Fork) -> str:
 
     noted, found = fork.divided([partial(check_recomputation, fork), check])
     return found + noted
-
-
-def check_rates(fork: Fork) -> None:
-    """Raises Broken if param_groups asks for the number of ranks, which shows on one rank too."""
-    net, found = fork.new_model(), []
-    for ranks in (1, MORE_RANKS):
-        with as_rank(ranks - 1, ranks), suppress(RuntimeError):  # collectives cannot run
-            groups = fork.seams.param_groups(net, fork.config)
-            found.append([(group.get("lr"), group.get("weight_decay")) for group in groups])
-    if found[0] != found[-1]:
-        raise Broken(
-            f"learning rate and weight decay are {found[0]}, and {found[1]} on {MORE_RANKS} ranks: param_groups depends"
-            " on the ranks; make it a function of the config"
-        )
 
 
 def compare_updates(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def training(fork: Fork) -> str:
         if sorted(indices) != list(range(count)):
             found = f"{len(set(indices))} of {count} samples in {len(indices)} visits"
             raise Broken(f"epoch {epoch} trained on {found}: a custom training loop or loader; see train_one_epoch")
-    fork.on_rank_0(lambda: check_fixed(fork))
+    fork.divided([partial(check_fixed, fork)])
     return f"2 epochs of {plural(count, 'sample')} in {progress.step} steps: each sample once per epoch"
 
 
@@ -142,7 +143,7 @@ def reduction(fork: Fork) -> str:
                 )
         return f"a single process gives the same bits as {plural(fork.ctx.world_size, 'rank')}, in {steps} steps"
 
-    return fork.on_rank_0(check)
+    return fork.divided([check])[0]
 
 
 def plain_load(fork: Fork) -> str:
@@ -170,7 +171,7 @@ def plain_load(fork: Fork) -> str:
             return "the shards are read in one process, with the same loss up to rounding"
         return "opens with weights_only=True in one process, with a bitwise equal loss"
 
-    return fork.on_rank_0(check)
+    return fork.divided([check])[0]
 
 
 def whole_run(fork: Fork) -> Training:

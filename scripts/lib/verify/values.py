@@ -54,6 +54,16 @@ def digest(nest: Any) -> str:
     return found.hexdigest()[:16]
 
 
+def generators() -> dict[str, str]:
+    """Digests of the states of the global generators, by name."""
+    states = {"torch's": [torch.get_rng_state()], "Python's": repr(random.getstate())}
+    if torch.cuda.is_initialized():
+        states["torch's on CUDA"] = [torch.cuda.get_rng_state()]
+    if "numpy" in sys.modules:
+        states["numpy's"] = repr(sys.modules["numpy"].random.get_state(legacy=False)["state"])
+    return {name: digest(state) for name, state in states.items()}
+
+
 def spread(count: int, size: int) -> Tensor:
     """Up to `count` rows of so many, from the first to the last."""
     count = min(count, size)
