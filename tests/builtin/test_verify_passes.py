@@ -36,6 +36,12 @@ LOSS = """
 def compute_loss(model, batch):
     return scaled(FACTOR, plain_loss(model, batch))
 """
+NOISY = """
+def compute_loss(model, batch):
+    x, y = batch
+    loss = (model(x + 0.5 * torch.randn_like(x)) - y).square().sum() * FACTOR
+    return {"loss": (loss, len(y))}
+"""
 IMPORTED = """
 from torch.distributed import get_world_size, is_initialized
 
@@ -136,6 +142,7 @@ BROKEN = {  # code: the invariants that are broken on one rank, and the text
     "numpy": (SEEDED.replace("SEED", "numpy.random.seed(0)"), "loss", "numpy's global generator has the same state"),
     "in evaluation": (IN_EVALUATION, "loss", SEED),
     "in backward": (IN_BACKWARD, "gradient", "has the same state after a backward pass"),
+    "a mean of random numbers": (NOISY.replace("FACTOR", "1 / len(y)"), "loss", "a mean instead of a sum"),
     "a checkpoint": (RECOMPUTED.replace("CHOSEN", "layers, x").replace("KEPT", "False"), "gradient", AGAIN),
     "a checkpoint of a function": (
         RECOMPUTED.replace("CHOSEN", "lambda x: F.dropout(x, 0.5, self.training) @ self.net[0].weight.T, x").replace(
@@ -155,6 +162,7 @@ SOUND = {
         SEEDED.replace("SEED", "with torch.random.fork_rng():\n        torch.manual_seed(0)\n        torch.rand(2)"),
         "",
     ),
+    "noise": (NOISY.replace("FACTOR", "1"), ""),
     "dropout": (SEEDED.replace("SEED", "pass"), ""),
     "the number of ranks in a message": (LOSS.replace("FACTOR", f"1 if print('ranks', {WORLD}) is None else 0"), ""),
     "a checkpoint": (RECOMPUTED.replace("CHOSEN", "layers, x").replace("KEPT", "True"), ""),

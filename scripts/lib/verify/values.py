@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from utils.metrics import Metrics, check_metrics
 from utils.training.seams import Seams
@@ -89,14 +90,9 @@ def can_join(batches: list[Any], size: int) -> bool:
     return all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == size for leaf in found)
 
 
-def joined(a: Any, b: Any) -> Any:
-    """Two nested batches as one. Raises RuntimeError if their shapes do not fit."""
-    if isinstance(a, Tensor):
-        return torch.cat([a, b])
-    if isinstance(a, dict):
-        return {key: joined(a[key], b[key]) for key in a}
-    parts = [joined(x, y) for x, y in zip(a, b, strict=True)]
-    return type(a)(*parts) if hasattr(a, "_fields") else type(a)(parts)
+def joined(batches: list[Any]) -> Any:
+    """Nested batches as one. Raises RuntimeError or ValueError if they do not fit."""
+    return tree_map(lambda *parts: torch.cat(parts), *batches)
 
 
 def shared_memory(net: nn.Module) -> str:
