@@ -145,6 +145,7 @@ class Pass:
     after_forward: dict[str, str] = field(default_factory=dict)  # states of the global generators
     after_backward: dict[str, str] = field(default_factory=dict)
     recomputes: bool = False  # whether the backward pass ran forward passes
+    parameters: dict[str, float] = field(default_factory=dict)  # their sums after the forward pass
 
 
 def one_pass(
@@ -154,18 +155,22 @@ def one_pass(
     backward_seed: int | None = 0,
     ranks: int = 1,
     accumulation: int = ACCUMULATION,
+    first: int = 0,
 ) -> Pass:
-    """A pass over the first samples, with a new model and a new copy of the fork's module.
+    """A pass over two samples, with a new model and a new copy of the fork's module.
 
     Args:
         seed: of the global generators.
         backward_seed: seeds the global generators between the forward and the backward pass; 0: they are not seeded,
             None: no backward pass.
+        first: the index of the first sample.
         ranks, accumulation: what the fork sees as the number of ranks and as grad_accum_steps.
     """
     config, found, mode = replace(fork.small_config, grad_accum_steps=accumulation), Pass(), Recomputing()
     subset = fork.small_train_set()
-    batch = fork.loader(subset).fetch([*range(min(2, fork.small_config.batch_size, len(subset)))])[2]
+    count = min(2, fork.small_config.batch_size, len(subset))
+    first = min(first, len(subset) - count)
+    batch = fork.loader(subset).fetch([*range(first, first + count)])[2]
     with fresh_seams(fork, ranks) as seams:
         torch.manual_seed(config.seed)
         with as_rank(0, ranks):  # with weights from a file, other ranks may get them from rank 0
@@ -176,6 +181,7 @@ def one_pass(
         with as_rank(ranks - 1, ranks), torch.set_grad_enabled(is_training):
             metrics = seams.compute_loss(net, batch)
             found.sums, found.after_forward = sums_of(seams, metrics, batch), generators()
+            found.parameters = {name: p.sum().item() for name, p in net.named_parameters()}
             if is_training and backward_seed is not None:
                 if backward_seed:
                     scramble_global_rngs(backward_seed)

@@ -74,9 +74,7 @@ def standardized(dataset: Any) -> set[str]:
 
 def numbers(leaf: Any) -> Tensor | None:
     """float64, flat; None for other things than a few floats."""
-    if not isinstance(leaf, float | Tensor) and not hasattr(leaf, "__array_interface__"):
-        return None
-    with suppress(TypeError, ValueError):  # an array of objects
+    with suppress(TypeError, ValueError, RuntimeError):  # text, objects
         values = torch.as_tensor(leaf)
         return values.double().flatten() if values.is_floating_point() and values.numel() <= LARGEST else None
     return None

@@ -12,6 +12,7 @@ import torch
 
 from config import TrainingConfig
 from lib.verify.fork import ACCUMULATION, Broken, Fork, as_rank
+from lib.verify.loss_checks import one_pass
 from lib.verify.memory import forgotten
 from lib.verify.values import ROUNDING, TIMES, digest, first_three, leaves, plural
 from train import Training
@@ -48,13 +49,8 @@ def training(fork: Fork) -> str:
 
 def check_fixed(fork: Fork) -> str:
     """Raises Broken if a forward pass changes parameters by its data, which differ between ranks."""
-    loader, found, net = fork.loader(fork.small_train_set()), [], fork.new_model().train()
-    start = {name: value.clone() for name, value in net.state_dict().items()}
-    for first in (0, -2):
-        net.load_state_dict(start)
-        fork.seams.compute_loss(net, loader.fetch([first % len(loader.dataset), (first + 1) % len(loader.dataset)])[2])
-        found.append({name: digest(p) for name, p in net.named_parameters()})
-    if changed := [name for name in found[0] if found[0][name] != found[1][name]]:
+    one, other = (one_pass(fork, backward_seed=None, first=first).parameters for first in (0, 2))
+    if changed := [name for name in one if one[name] != other[name]]:
         raise Broken(
             f"{first_three(changed)}: a forward pass changes it by its batch, so that ranks would differ; change"
             " parameters only through gradients"
