@@ -121,6 +121,19 @@ UNUSUAL = {  # what is added to model.py, and what replaces __getitem__ of the d
         return self.x[index], self.y[index]
 """,
     ),
+    "lru_cache of a function": (
+        "",
+        """        return decoded(index, len(self))
+
+@__import__("functools").cache
+def decoded(index, seed):
+    generator = torch.Generator().manual_seed(index + seed)
+    return torch.randn(8, generator=generator), torch.randn(1, generator=generator)
+
+class Rest:
+    pass
+""",
+    ),
     "Lion": (LION, SAMPLE),
     "an optimizer without weight decay": (
         LION.replace(', "weight_decay": 0.1', "").replace('group["weight_decay"]', "0.1"),
@@ -240,7 +253,7 @@ UNUSUAL = {  # what is added to model.py, and what replaces __getitem__ of the d
         ),
         SAMPLE,
     ),
-    "ensemble of a straight-through estimator": (
+    "straight-through": (
         IN_INIT.replace("BUILD", "self.codes = nn.Parameter(torch.randn(6, 32))")
         + FORWARD.replace(
             "COMPUTE",
@@ -294,7 +307,7 @@ UNUSUAL = {  # what is added to model.py, and what replaces __getitem__ of the d
         return x, y
 """,
     ),
-    "one output used in evaluation only": (
+    "a metric in evaluation only": (
         LOSS.replace(
             "COMPUTE",
             "found = model(x)\n    metrics = {'loss': ((found - y).square().sum(), len(y))}\n"

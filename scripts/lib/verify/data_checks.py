@@ -199,6 +199,7 @@ def compare_elsewhere(fork: Fork) -> str:
     pairs = zip(("training", "held-out"), (fork.train_set, fork.held_out), found, strict=True)
     other = [name for name, dataset, theirs in pairs if not is_same(seen(dataset, fork.config.seed), theirs)]
     torch.set_default_dtype(dtype)
+    fork.start.put_back()  # a cache has samples in float32 now
     if other:
         raise Broken(
             f"{' and '.join(other)} samples are others in a new process with {CHANGED}: create_dataset or __getitem__"
