@@ -33,9 +33,8 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TextIO
-from unittest import mock
 
 import torch._dynamo  # noqa: F401  (the first optimizer imports it, after gc.freeze)
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -51,7 +50,7 @@ from lib.verify.memory import SHIPPED, mentioned_fields, note_reads
 from lib.verify.model_checks import evaluation, gradient, parameters
 from lib.verify.new_process import NewProcess
 from lib.verify.run_checks import plain_load, reduction, resume, training, weights
-from lib.verify.schedule_check import question, schedule
+from lib.verify.schedule_check import schedule
 from lib.verify.values import first_three, one_line, plural
 from utils.data.sets import kind_of, load_data
 from utils.distributed.collectives import all_gather_json, is_of_a_peer
@@ -91,7 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     checks = CHECKS + (reduction,) * (config.reduction == "exact")
     try:
         if fork.ctx.is_main:
-            fork.new_process = NewProcess(question(fork), single_environment())
+            fork.new_process = NewProcess(
+                {"given": asdict(fork.given), "config": asdict(fork.config)}, single_environment()
+            )
         report = Report(fork, sys.argv[1:] if argv is None else list(argv), len(checks))
         for check in checks:
             report.run(check)
@@ -111,16 +112,11 @@ def prepare(config: TrainingConfig) -> Fork:
     gc.freeze()  # each short run begins with a collection, which need not look at what is imported
     ctx = setup_distributed(config)
     sys.stdout = Once(OUT if ctx.is_main else None)
-    with (
-        mock.patch.object(os, "listdir", wraps=os.listdir) as one,
-        mock.patch.object(os, "scandir", wraps=os.scandir) as two,
-    ):
-        sets = load_data(dataset, config, ctx)
-        lists_files = any(all_gather_json(one.called or two.called, ctx))
+    sets = load_data(dataset, config, ctx)
     token = all_gather_json(time.time_ns(), ctx)[0]
     folder = config.run_folder.parent / f".verify-{token:x}"
     held_out = next(iter(sets.held_out.values()), None)
-    fork = Fork(sets.config, sets.train, held_out, ctx, folder, Seams.of(model, ctx.device), config, lists_files)
+    fork = Fork(sets.config, sets.train, held_out, ctx, folder, Seams.of(model, ctx.device), config)
     fork.choose_precision()
     return fork
 

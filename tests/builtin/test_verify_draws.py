@@ -1,4 +1,5 @@
-"""scripts/verify.py tells a dropout that is active in evaluation from other random numbers, which are allowed."""
+"""scripts/verify.py tells a dropout that is active in evaluation from other random numbers, which are allowed, and
+notes label smoothing in evaluation, and metrics that count otherwise than the loss."""
 
 import re
 
@@ -86,6 +87,51 @@ def left_in_training(module):
     ],
 )
 def test_a_dropout_that_draws_is_named(net, name):
-    with torch.no_grad(), Dropping(torch.device("cpu")) as dropping:
+    with torch.no_grad(), Dropping() as dropping:
         net(-torch.ones(2, 3, 4, 4))
     assert dropping.found == [name] * (name is not None)
+
+
+SMOOTHED = """
+def compute_loss(model, batch):
+    loss = F.cross_entropy(model(batch[0]), batch[1], reduction="sum", label_smoothing=0.1 * CONDITION)
+    return {"loss": (loss, len(batch[1])), "sizes": (loss.detach(), COUNT)}
+"""
+IN_EVALUATION = "please check: labels are smoothed in evaluation too"
+COUNTS = "please check: counts per sample in training are loss 1, sizes 2; please check: counts per sample in"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("condition", "count", "in_loss", "in_evaluation"),
+    [
+        ("1", "len(batch[1])", "", IN_EVALUATION),
+        ("torch.is_grad_enabled()", "len(batch[1])", "", ""),
+        ("torch.is_grad_enabled()", "2 * len(batch[1])", COUNTS, ""),
+    ],
+)
+def test_smoothing_in_evaluation_and_other_counts_are_notes(tmp_path, condition, count, in_loss, in_evaluation):
+    fork = copy_repository(tmp_path)
+    with (fork / "model.py").open("a") as file:
+        file.write(SMOOTHED.replace("CONDITION", condition).replace("COUNT", count))
+    ended = forks.run(fork, 0, "scripts/verify.py", *FLAGS)
+    assert ended.code == 0, ended.text
+    for name, note in (("loss", in_loss), ("evaluation", in_evaluation)):
+        (line,) = re.findall(f"^ok      {name} .*", ended.out, re.MULTILINE)
+        assert note in line and bool(note) == ("please check" in line), line
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_found"),
+    [
+        (lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1), True),
+        (lambda x, y: F.cross_entropy(x, y, None, None, -100, None, "sum", 0.1), True),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), True),
+        (nn.CrossEntropyLoss(), False),
+        (lambda x, y: F.cross_entropy(x, y, label_smoothing=0.0), False),
+    ],
+)
+def test_smoothed_labels_are_seen(loss, is_found):
+    with torch.no_grad(), Dropping() as seen:
+        loss(torch.ones(2, 3), torch.tensor([0, 1]))
+    assert seen.smooths == is_found

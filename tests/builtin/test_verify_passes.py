@@ -1,5 +1,5 @@
 """scripts/verify.py finds a loss that depends on more than its micro-batch and the weights: on how the work is divided,
-on a generator that is seeded again, or on random numbers that the backward pass draws again."""
+on a generator that is seeded again, or on random numbers that the backward pass draws again. tests/faults has more."""
 
 from itertools import product
 
@@ -35,6 +35,12 @@ def compute_loss(model, batch):
 LOSS = """
 def compute_loss(model, batch):
     return scaled(FACTOR, plain_loss(model, batch))
+"""
+NOISY = """
+def compute_loss(model, batch):
+    x, y = batch
+    loss = (model(x + 0.5 * torch.randn_like(x)) - y).square().sum() * FACTOR
+    return {"loss": (loss, len(y))}
 """
 IMPORTED = """
 from torch.distributed import get_world_size, is_initialized
@@ -78,25 +84,6 @@ def forward(self, x):
 
 Net.forward = forward
 """
-OWN_FUNCTION = """
-class Recompute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, net, x, *weights):
-        ctx.net, ctx.x = net, x
-        return net(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        with torch.enable_grad():
-            weights = list(ctx.net.parameters())
-            return None, None, *torch.autograd.grad(ctx.net(ctx.x), weights, gradient)
-
-def forward(self, x):
-    layers = nn.Sequential(self.net[0], nn.Dropout(0.5).train(self.training), self.net[1])
-    return self.net[2](Recompute.apply(layers, x, *layers.parameters()))
-
-Net.forward = forward
-"""
 ROUNDED = """
 def forward(self, x):
     x = plain_forward(self, x)
@@ -112,7 +99,6 @@ RANK = "int(os.environ.get('RANK', 0))"
 BROKEN = {  # code: the invariants that are broken on one rank, and the text
     "accumulation": (ACCUMULATED, "loss gradient", "changes with grad_accum_steps: the model or compute_loss"),
     "rate": (RATE, "gradient", "depends on the ranks or on grad_accum_steps"),
-    "world size": (LOSS.replace("FACTOR", f"1 / {WORLD}"), "loss", "changes with the rank or the number of ranks"),
     "environment when imported": (
         LOSS.replace("FACTOR", "1 / COUNT") + "\nCOUNT = int(os.environ.get('WORLD_SIZE', 1))\n",
         "loss",
@@ -125,7 +111,6 @@ BROKEN = {  # code: the invariants that are broken on one rank, and the text
         "loss",
         DIVISION,
     ),
-    "torch.manual_seed": (SEEDED.replace("SEED", "torch.manual_seed(0)"), "loss", SEED),
     "a state": (
         "STATE = torch.get_rng_state()\n" + SEEDED.replace("SEED", "torch.set_rng_state(STATE)"),
         "loss",
@@ -133,10 +118,9 @@ BROKEN = {  # code: the invariants that are broken on one rank, and the text
     ),
     "the generator": (SEEDED.replace("SEED", "torch.default_generator.manual_seed(3)"), "loss", SEED),
     "random": (SEEDED.replace("SEED", "random.seed(0)"), "loss", "Python's global generator has the same state"),
-    "numpy": (SEEDED.replace("SEED", "numpy.random.seed(0)"), "loss", "numpy's global generator has the same state"),
     "in evaluation": (IN_EVALUATION, "loss", SEED),
     "in backward": (IN_BACKWARD, "gradient", "has the same state after a backward pass"),
-    "a checkpoint": (RECOMPUTED.replace("CHOSEN", "layers, x").replace("KEPT", "False"), "gradient", AGAIN),
+    "a mean of random numbers": (NOISY.replace("FACTOR", "1 / len(y)"), "loss", "a mean instead of a sum"),
     "a checkpoint of a function": (
         RECOMPUTED.replace("CHOSEN", "lambda x: F.dropout(x, 0.5, self.training) @ self.net[0].weight.T, x").replace(
             "KEPT", "False"
@@ -146,7 +130,6 @@ BROKEN = {  # code: the invariants that are broken on one rank, and the text
         "gradient",
         AGAIN,
     ),
-    "an autograd function": (OWN_FUNCTION, "gradient", AGAIN),
 }
 OTHERS = [name for name in BROKEN if name != "accumulation"]
 SOUND = {
@@ -155,6 +138,7 @@ SOUND = {
         SEEDED.replace("SEED", "with torch.random.fork_rng():\n        torch.manual_seed(0)\n        torch.rand(2)"),
         "",
     ),
+    "noise": (NOISY.replace("FACTOR", "1"), ""),
     "dropout": (SEEDED.replace("SEED", "pass"), ""),
     "the number of ranks in a message": (LOSS.replace("FACTOR", f"1 if print('ranks', {WORLD}) is None else 0"), ""),
     "a checkpoint": (RECOMPUTED.replace("CHOSEN", "layers, x").replace("KEPT", "True"), ""),

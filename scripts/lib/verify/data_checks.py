@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Subset as PlainSubset
 
-import dataset as your_data
 from ddp_utils import DistributedContext
 from lib.verify.fork import Broken, Fork, Subset
-from lib.verify.new_process import CHANGED, is_same, seen
+from lib.verify.new_process import CHANGED, is_same, order_of, seen
 from lib.verify.notes import notes
-from lib.verify.values import digest, first_three, leaves, plural, scramble_global_rngs, spread
-from utils.data.sets import load_data
+from lib.verify.values import digest, first_three, leaves, plural, scramble_global_rngs
 from utils.distributed.collectives import all_gather_json
 
 Rows = dict[int, list[Tensor]]  # the tensors of some batches
 LAST = 3  # the epoch, from 0, whose samples are compared
 MOST, SECONDS = 2000, 1.5  # samples of a set that are compared with those of another
+NOT_KEYED = (
+    "it depends on more than (seed, epoch); shuffle with torch.Generator().manual_seed(derive_seed('order', seed,"
+    " epoch))"
+)
 MANY = 1 / 3  # of the held-out samples: more is a finding, less a note
 
 
@@ -66,15 +64,21 @@ def order(fork: Fork) -> str:
     for rank, (first, second, again) in enumerate(ranks):
         if first != again or [first, second] != ranks[0][:2]:
             where = "between two calls" if first != again else f"between rank {rank} and rank 0"
-            raise Broken(
-                f"the order of an epoch differs {where}: it depends on more than (seed, epoch); shuffle with"
-                " torch.Generator().manual_seed(derive_seed('order', seed, epoch))"
-            )
+            raise Broken(f"the order of an epoch differs {where}: {NOT_KEYED}")
         if n > 1 and is_fixed:
             raise Broken("all epochs have the same order: epoch_order ignores its epoch; derive it from (seed, epoch)")
+    if hasattr(fork.train_set, "epoch_order"):
+        fork.divided([partial(compare_order, fork)])
     drawn = f"{n:,} draws with replacement" if may_repeat else f"{n - dropped:,} samples once"
     left_out = f", {dropped:,} dropped" if dropped else ""
     return f"{drawn} per epoch over {plural(ctx.world_size, 'rank')}, in a new order each epoch{left_out}"
+
+
+def compare_order(fork: Fork) -> str:
+    found, problem = fork.new_process.answer("order")
+    if not problem and found != order_of(fork.train_set, fork.config.seed):
+        raise Broken(f"the order of an epoch differs in a new process with {CHANGED}: {NOT_KEYED}")
+    return ""
 
 
 def content(fork: Fork) -> str:
@@ -138,14 +142,19 @@ def content(fork: Fork) -> str:
                     " __getitem__ draw from the global generators (seeded for each sample), elsewhere with"
                     " utils.rng.sample_draws, and let device_transform do what depends on the epoch"
                 )
-    common = fork.on_rank_0(lambda: compare_elsewhere(fork) + overlap(fork) + transforms(fork) + notes(fork))
-    check_listing(fork)
+    found = fork.divided([partial(check, fork) for check in (compare_elsewhere, overlap, transforms, notes)])
     ranks = plural(ctx.world_size, "rank")
-    return f"{len(subset)} samples identical on {ranks}, with 0, 1 and 2 workers, in any order{common}"
+    return f"{len(subset)} samples identical on {ranks}, with 0, 1 and 2 workers, in any order{''.join(found)}"
 
 
 def tensors(batch: object) -> list[Tensor]:
     return [leaf for leaf in leaves(batch).values() if isinstance(leaf, Tensor) and leaf.ndim]
+
+
+def common(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """The part of two rows that both have where padding differs."""
+    place = tuple(map(slice, map(min, one.shape, other.shape)))
+    return one[place], other[place]
 
 
 def check_rows(subset: Subset, plan: list[list[int]], collated: Rows, alone: Rows) -> None:
@@ -164,8 +173,7 @@ def check_rows(subset: Subset, plan: list[list[int]], collated: Rows, alone: Row
             for place, (many, one) in enumerate(zip(collated[number], alone[index], strict=True)):
                 if place in positions:
                     continue
-                common = tuple(slice(min(sizes)) for sizes in zip(one[0].shape, many[row].shape, strict=True))
-                if digest(one[0][common]) != digest(many[row][common]):
+                if len({*map(digest, common(one[0], many[row]))}) > 1:
                     raise Broken(
                         f"dataset[{subset.indices[index]}] differs between a batch and alone: __getitems__ reorders or"
                         " draws, or collate draws, replaces or mixes samples; return one row per sample, in order, and"
@@ -186,27 +194,19 @@ def compare_elsewhere(fork: Fork) -> str:
     if problem:
         return f"; not compared with a new process ({problem})"
     fork.start.put_back()
-    with in_float32():
-        pairs = zip(("training", "held-out"), (fork.train_set, fork.held_out), found, strict=True)
-        other = [name for name, dataset, theirs in pairs if not is_same(seen(dataset, fork.config.seed), theirs)]
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # as the data sets were created
+    pairs = zip(("training", "held-out"), (fork.train_set, fork.held_out), found, strict=True)
+    other = [name for name, dataset, theirs in pairs if not is_same(seen(dataset, fork.config.seed), theirs)]
+    torch.set_default_dtype(dtype)
+    fork.start.put_back()  # a cache has samples in float32 now
     if other:
         raise Broken(
             f"{' and '.join(other)} samples are others in a new process with {CHANGED}: create_dataset or __getitem__"
-            " depends on one of these, as the order of a set does; sort what is made from a set, and take the rest from"
+            " depends on one of these; sort the names of files and what is made from a set, and take the rest from"
             " config"
         )
     return ""
-
-
-@contextmanager
-def in_float32() -> Iterator[None]:
-    """As fork.train_set was created."""
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(dtype)
 
 
 def transforms(fork: Fork) -> str:
@@ -219,9 +219,8 @@ def transforms(fork: Fork) -> str:
         for row, one in enumerate(tensors(loader.fetch([row], epoch=1)[2]) for row in range(count)):
             for many, alone in zip(batch, one, strict=False):
                 if len(many) == count and len(alone) == 1:
-                    common = tuple(slice(min(sizes)) for sizes in zip(alone[0].shape, many[row].shape, strict=True))
-                    error = (alone[0][common].double() - many[row][common].double()).abs()
-                    if (error > 1e-3 * many.double().abs().mean()).any():
+                    both = common(alone[0], many[row])
+                    if ((both[0].double() - both[1].double()).abs() > 1e-3 * many.double().abs().mean()).any():
                         return True
         return False
 
@@ -235,54 +234,6 @@ def transforms(fork: Fork) -> str:
     if not is_mixed(fork.small_train_set()):
         return ""
     return "; please check: device_transform lets a training sample depend on its micro-batch or place, as mixup does"
-
-
-class Reversed:
-    """What os.scandir returns, backwards."""
-
-    def __init__(self, plain: Callable[..., Any], *path: Any) -> None:
-        with plain(*path) as found:
-            self._entries = iter([*found][::-1])
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._entries
-
-    def __next__(self) -> Any:
-        return next(self._entries)
-
-    def __enter__(self) -> Reversed:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    close = __exit__
-
-
-def check_listing(fork: Fork) -> None:
-    """Raises Broken if the order of the samples is that in which the file system lists files. Call on all ranks."""
-    if not fork.lists_files:
-        return
-    listdir, scandir = os.listdir, os.scandir
-    with (
-        in_float32(),
-        mock.patch.object(os, "listdir", lambda *path: listdir(*path)[::-1]),
-        mock.patch.object(os, "scandir", functools.partial(Reversed, scandir)),
-    ):
-        sets = load_data(your_data, fork.given, fork.ctx)
-
-    def check() -> None:
-        held_out = next(iter(sets.held_out.values()), None)
-        for name, before, again in (("training", fork.train_set, sets.train), ("held-out", fork.held_out, held_out)):
-            rows = spread(16, len(before)) if before is not None else torch.empty(0).long()
-            mine, other = (digests(each, rows) if len(rows) else {} for each in (before, again))
-            if wrong := [row for row in mine.keys() & other if mine[row] != other[row]]:
-                raise Broken(
-                    f"{name} sample {min(wrong)} is another one if the file system lists files in another order, as on"
-                    " another machine; sort the names, for example sorted(folder.glob('*.png'))"
-                )
-
-    fork.on_all(check)
 
 
 def overlap(fork: Fork) -> str:

@@ -1,4 +1,4 @@
-"""Random numbers that compute_loss and predict draw in an evaluation."""
+"""Random numbers that compute_loss and predict draw, and label smoothing in an evaluation."""
 
 from __future__ import annotations
 
@@ -10,34 +10,46 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lib.verify.fork import Broken, Fork, Subset
-from lib.verify.values import digest
+from lib.verify.values import digest, generators
 
 DROPS = re.compile("dropout|rrelu|attention")
 
 
-class Dropping(TorchFunctionMode):
-    """Notes the names of torch's dropout functions, and of those with a dropout, that draw random numbers."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.found: list[str] = []
-        self._states = [torch.random.get_rng_state]
-        if device.type == "cuda":
-            self._states.append(torch.cuda.get_rng_state)
+class Advancing(TorchFunctionMode):
+    """Lets each function draw other numbers from the generator that it is given."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
+        kwargs = kwargs or {}
+        if generator := kwargs.get("generator"):
+            torch.rand((), generator=generator, device=generator.device)
+        return func(*args, **kwargs)
+
+
+class Dropping(TorchFunctionMode):
+    """Notes the names of torch's dropout functions, and of those with a dropout, that draw random numbers, and whether
+    labels are smoothed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.smooths = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name == "cross_entropy":
+            self.smooths |= kwargs.get("label_smoothing", args[7] if len(args) > 7 else 0.0) > 0
         if not DROPS.search(name):
-            return func(*args, **(kwargs or {}))
-        before = digest([state() for state in self._states])
-        result = func(*args, **(kwargs or {}))
-        self.found += [name] * (digest([state() for state in self._states]) != before)
+            return func(*args, **kwargs)
+        before = generators()
+        result = func(*args, **kwargs)
+        self.found += [name] * (generators() != before)
         return result
 
 
 def draws_in_evaluation(fork: Fork, subset: Subset, net: nn.Module) -> str:
-    """A note if the result depends on what torch's generators draw. Raises Broken if a dropout draws."""
-    with Dropping(fork.ctx.device) as dropping:
+    """A note if the result depends on what torch's generators draw, and if labels are smoothed. Raises Broken if a
+    dropout draws."""
+    with Dropping() as dropping:
         values = [fork.plain_evaluation(subset, net, split=split) for split in ("val", "another")]
     if dropping.found:
         raise Broken(
@@ -45,6 +57,7 @@ def draws_in_evaluation(fork: Fork, subset: Subset, net: nn.Module) -> str:
             " functions, or use nn.Dropout"
         )
     drawn = [name for name in values[0] if digest(values[0][name]) != digest(values[1][name])]
-    if not drawn:
-        return ""
-    return f"; please check: {drawn[0]} depends on random numbers: the same ones for each eval_batch_size"
+    notes = [f"{name} depends on random numbers: the same ones for each eval_batch_size" for name in drawn[:1]]
+    if dropping.smooths:
+        notes.append("labels are smoothed in evaluation too; do that only if torch.is_grad_enabled()")
+    return "".join(f"; please check: {note}" for note in notes)

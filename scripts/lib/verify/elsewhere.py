@@ -1,8 +1,8 @@
-"""Load the data and ask lr_factor in a new process, started by new_process.py: the clock is ahead, and the host has
-another name.
+"""Load the data and ask lr_factor in a new process, started by new_process.py: the clock is ahead, the host has another
+name, and folders list their files backwards.
 
-Reads {"given": {...}, "config": {...}, "moments": [[step, epoch], ...], "total": N, "warmup": N}, with the config as
-given and as resolved by the data. Prints [name, [value, problem]] in a line for each answer.
+Reads {"given": {...}, "config": {...}}, the config as given and as resolved by the data. Prints
+[name, [value, problem]] in a line for each answer.
 """
 
 import datetime
@@ -14,11 +14,14 @@ import random
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:1] = [str(ROOT), str(ROOT / "scripts")]
 ahead, plain = 5e7, datetime.datetime  # 19 months: another year, month, day of the week and hour
+listdir, scandir = os.listdir, os.scandir
 answers, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
 
 
@@ -51,6 +54,22 @@ class Later(datetime.datetime, metaclass=OfAll):
         return cls.now(datetime.UTC).replace(tzinfo=None)
 
 
+class Backwards(AbstractContextManager, Iterator):
+    """What os.scandir returns."""
+
+    def __init__(self, *path):
+        with scandir(*path) as found:
+            self.entries = reversed([*found])
+
+    def __next__(self):
+        return next(self.entries)
+
+    def __exit__(self, *_):
+        pass
+
+    close = __exit__
+
+
 for name in ("time", "monotonic", "perf_counter"):
     setattr(time, f"{name}_ns", shifted(getattr(time, f"{name}_ns"), 10**9))
     setattr(time, name, shifted(getattr(time, name)))
@@ -62,33 +81,38 @@ os.uname, socket.gethostname, platform.node = lambda: machine, lambda: "elsewher
 
 
 def factors(asked):
-    """As in schedule_check.py."""
     import model
-    from utils.training.schedule import Progress
+    from lib.verify.schedule_check import all_factors
     from utils.training.seams import Seams
 
     global ahead
     ahead += 1e7  # since the import
     random.seed(1)
     torch.manual_seed(1)
-    config, ask, found = TrainingConfig(**asked["config"]), Seams.of(model).lr_factor, []
-    for step, epoch in asked["moments"]:
-        factor = ask(config, step, asked["total"], asked["warmup"], Progress(step=step, epoch=epoch))
-        by_name = factor if isinstance(factor, dict) else {"": factor}
-        found.append({name: float(each) for name, each in by_name.items()})
-    return found
+    return all_factors(Seams.of(model), TrainingConfig(**asked["config"]))
 
 
-def samples(asked):
+@functools.cache
+def load():
     import dataset
-    from lib.verify.new_process import seen
     from utils.data.sets import load_data
     from utils.distributed.context import DistributedContext
 
     os.chdir(folder)
-    config = TrainingConfig(**asked["given"])
-    sets = load_data(dataset, config, DistributedContext(0, 0, 1, torch.device("cpu")))
-    return [seen(each, config.seed) for each in (sets.train, next(iter(sets.held_out.values()), None))]
+    return load_data(dataset, TrainingConfig(**asked["given"]), DistributedContext(0, 0, 1, torch.device("cpu")))
+
+
+def order(asked):
+    from lib.verify.new_process import order_of
+
+    return order_of(load().train, asked["given"]["seed"])
+
+
+def samples(asked):
+    from lib.verify.new_process import seen
+
+    sets = load()
+    return [seen(each, asked["given"]["seed"]) for each in (sets.train, next(iter(sets.held_out.values()), None))]
 
 
 asked, folder = json.load(sys.stdin), os.getcwd()
@@ -98,7 +122,8 @@ import torch  # after the clocks, which the fork may import by name
 from config import TrainingConfig
 
 torch.set_num_threads(1)
-for answer in (factors, samples):
+vars(os).update(listdir=lambda *path: listdir(*path)[::-1], scandir=Backwards)
+for answer in (factors, order, samples):
     try:
         text = json.dumps([answer.__name__, [answer(asked), ""]])
     except Exception as error:

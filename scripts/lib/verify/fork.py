@@ -33,6 +33,8 @@ from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json, is_of_a_peer, on_all_ranks
 from utils.distributed.dtensor import full, wrap
 from utils.metrics import MetricTracker
+from utils.report.reporter import Reporter
+from utils.report.tensorboard import Board
 from utils.rng import derive_seed, seed_evaluation
 from utils.training.evaluation import Evaluation
 from utils.training.outputs import Outputs
@@ -90,7 +92,6 @@ class Fork:
     folder: Path  # of the short runs; deleted at the end
     seams: Seams
     given: TrainingConfig  # with `auto` fields
-    lists_files: bool  # whether the data sets were made from listings of folders
     new_process: Any = None  # a NewProcess, on rank 0
     dtype: torch.dtype = torch.float32  # of the computations
     loss_dtype: torch.dtype = torch.float32  # of the loss, or of what is in it: float32 in a fork with logits.float()
@@ -153,9 +154,12 @@ class Fork:
         return Subset(self.train_set, sampler.order(0)[:count] % len(self.train_set), self.dtype)
 
     def held_out_subset(self, count: int) -> Subset:
-        """Samples that are spread over the set, which may be sorted by class."""
+        """Samples in runs of micro-batches, for which data may return views of what they store. The runs are spread
+        over the set, which may be sorted by class."""
         held_out: Any = self.held_out
-        return Subset(held_out, spread(count, len(held_out)), self.dtype)
+        size = min(self.small_config.batch_size, count, len(held_out))
+        rows = spread(-(-count // size), len(held_out) - size + 1)[:, None] + torch.arange(size)
+        return Subset(held_out, rows.unique()[:count], self.dtype)
 
     # ---- calls into train.py ----
 
@@ -200,7 +204,7 @@ class Fork:
         except RuntimeError as error:
             if "evaluation counted" not in str(error):
                 raise
-            raise Broken(f"{error}, or in your own sampler; use create_evaluation_dataloader") from None
+            raise Broken(f"held-out set: {error}, or in your sampler; use create_evaluation_dataloader") from None
 
     def plain_evaluation(self, subset: Subset, net: nn.Module, noise: int = 0, split: str = "val") -> dict[str, float]:
         """The size, mean loss and metrics of a set in one process, with global generators seeded by `noise`, but those
@@ -248,7 +252,8 @@ class Fork:
             remembered.append(memory.of_training(training, self._places()))
 
         data = SimpleNamespace(**vars(train.your_data) | {"create_dataset": lambda _, split: sets[split]})
-        with mock.patch.dict(os.environ, single_environment(), clear=True) if is_alone else nullcontext():
+        alone = mock.patch.dict(os.environ, single_environment(), clear=True) if is_alone else nullcontext()
+        with alone, mock.patch.object(train, "Reporter", Quiet):
             try:
                 if self.ctx.is_main or not is_alone:
                     outcome = train.train(config, data, after_epoch)
@@ -283,9 +288,13 @@ class Fork:
         each = all_gather_json(self.on_all(lambda: [action() for action in actions[rank::ranks]]), self.ctx)
         return [each[number % ranks][number // ranks] for number in range(len(actions))]
 
-    def on_rank_0(self, action: Callable[[], str]) -> str:
-        """Run `action` on rank 0; the other ranks return "". If it fails, all raise UserError."""
-        return self.on_all(lambda: action() if self.ctx.is_main else "")
+
+class Quiet(Reporter):
+    """Without TensorBoard and images, which take time and change nothing."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given[:4])
+        self._board = Board(None, 0)
 
 
 class Subset(ChosenSamples):
@@ -324,7 +333,7 @@ def record_updates(updates: list[Update]) -> Iterator[None]:
         divisor = getattr(optimizer, "grad_scale", None)  # fused kernels divide within the step
         divisor = 1.0 if divisor is None else divisor
         gradients = {p: p.grad / divisor for group in groups for p in group["params"] if p.grad is not None}
-        updates.append(Update(gradients, [(float(group["lr"]), group["weight_decay"]) for group in groups]))
+        updates.append(Update(gradients, [(float(group["lr"]), group.get("weight_decay", 0.0)) for group in groups]))
         for group in optimizer.param_groups:
             group["lr"] = 0.0
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import Any
 from unittest import mock
 
 import torch
@@ -139,7 +140,6 @@ def gradient(fork: Fork) -> str:
         for update in ours:
             update.gather(training.state)
 
-    noted = fork.on_rank_0(lambda: check_recomputation(fork))
     ours: list[Update] = []
     with record_updates(ours):
         fork.short_run("gradient", at_end=gather, eval_every=0, eval_every_steps=0, **plain_settings)
@@ -151,12 +151,16 @@ def gradient(fork: Fork) -> str:
         plain.device_transform = lambda batch, seed, epoch, indices: transform(
             to_device(batch, device), seed, epoch, indices.to(device)
         )
+
+        def groups(*given: Any) -> Any:
+            with as_rank(ranks := fork.ctx.world_size, ranks + 1):  # which shows on one rank too
+                return fork.seams.param_groups(*given)
+
         # the result must not depend on how the same micro-batches are divided
         config = replace(fork.small_config, **plain_settings, grad_accum_steps=ACCUMULATION + 1)
-        one_dataset = mock.patch.object(plain_loop, "create_dataset", lambda *_: plain)
-        same_progress = mock.patch.object(plain_loop, "Progress", PlainProgress)
+        replaced: Any = {"create_dataset": lambda *_: plain, "Progress": PlainProgress, "param_groups": groups}
         theirs: list[Update] = []
-        with one_dataset, same_progress, record_updates(theirs), as_rank():
+        with mock.patch.multiple(plain_loop, **replaced), record_updates(theirs), as_rank():
             scramble_global_rngs(noise)
             *_, (net, *_) = plain_loop.plain_loop(config, ACCUMULATION * fork.ctx.world_size, device)
         return theirs, net
@@ -171,9 +175,10 @@ def gradient(fork: Fork) -> str:
 
         rounding = ROUNDING[fork.loss_dtype]
         found = compare_updates(ours, our_model, theirs, net, rounding, repeats)
-        return found + compare_buffers(our_model, net, rounding) + noted
+        return found + compare_buffers(our_model, net, rounding)
 
-    return fork.on_rank_0(check)
+    noted, found = fork.divided([partial(check_recomputation, fork), check])
+    return found + noted
 
 
 def compare_updates(

@@ -11,14 +11,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import Subset
 
+from lib.verify.values import digest
 from utils.data.sets import identity
 from utils.data.sketches import are_alike, sketches
 
 SECONDS = 120.0  # to wait for it
 NAMES = ("USER", "LOGNAME", "LNAME", "USERNAME", "HOSTNAME")
-CHANGED = "another hash seed, clock, date, time zone, user and host name"
+CHANGED = "another hash seed, clock, date, time zone, user, host name and order of files"
 NO_ANSWER = "no answer"
 
 
@@ -59,6 +61,13 @@ class NewProcess:
 def seen(dataset: Any, seed: int) -> Any:
     """What is compared of a data set. A plain subset does not say that the sizes of its files are known."""
     return [identity(dataset), sketches(Subset(dataset, range(len(dataset))), seed)] if dataset is not None else None
+
+
+def order_of(dataset: Any, seed: int) -> str:
+    """A digest of an epoch's order, if the data set gives it."""
+    return (
+        digest(torch.as_tensor(dataset.epoch_order(seed, 1, len(dataset)))) if hasattr(dataset, "epoch_order") else ""
+    )
 
 
 def is_same(one: Any, other: Any) -> bool:

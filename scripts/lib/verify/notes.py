@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 import time
 from contextlib import suppress
 from typing import Any
@@ -12,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lib.verify.fork import Fork, Subset
-from lib.verify.values import digest, leaves, scramble_global_rngs, spread
+from lib.verify.values import digest, generators, leaves, scramble_global_rngs, spread
 from utils.rng import seed_host
 
 COUNT, SECONDS, LARGEST = 16, 1.5, 4096  # samples; to read a whole set; numbers in a row of it
@@ -43,15 +41,11 @@ def by_epoch(fork: Fork, subset: Subset) -> list[str]:
 def draws(fork: Fork, subset: Subset) -> bool:
     """Whether fetching a sample moves a global generator from where the sample has seeded it."""
 
-    def states() -> str:
-        numpy = sys.modules.get("numpy")
-        return digest([torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()])
-
     for row in range(len(subset)):
         seed_host("sample", fork.config.seed, 0, row)
-        before = states()
+        before = generators()
         _ = subset[row]
-        if states() != before:
+        if generators() != before:
             return True
     return False
 
@@ -80,9 +74,7 @@ def standardized(dataset: Any) -> set[str]:
 
 def numbers(leaf: Any) -> Tensor | None:
     """float64, flat; None for other things than a few floats."""
-    if not isinstance(leaf, float | Tensor) and not hasattr(leaf, "__array_interface__"):
-        return None
-    with suppress(TypeError, ValueError):  # an array of objects
+    with suppress(TypeError, ValueError, RuntimeError):  # text, objects
         values = torch.as_tensor(leaf)
         return values.double().flatten() if values.is_floating_point() and values.numel() <= LARGEST else None
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from config import TrainingConfig
 from lib.verify.fork import ACCUMULATION, Broken, Fork, as_rank
+from lib.verify.loss_checks import one_pass
 from lib.verify.memory import forgotten
 from lib.verify.values import ROUNDING, TIMES, digest, first_three, leaves, plural
 from train import Training
@@ -41,7 +43,19 @@ def training(fork: Fork) -> str:
         if sorted(indices) != list(range(count)):
             found = f"{len(set(indices))} of {count} samples in {len(indices)} visits"
             raise Broken(f"epoch {epoch} trained on {found}: a custom training loop or loader; see train_one_epoch")
+    fork.divided([partial(check_fixed, fork)])
     return f"2 epochs of {plural(count, 'sample')} in {progress.step} steps: each sample once per epoch"
+
+
+def check_fixed(fork: Fork) -> str:
+    """Raises Broken if a forward pass changes parameters by its data, which differ between ranks."""
+    one, other = (one_pass(fork, backward_seed=None, first=first).parameters for first in (0, 2))
+    if changed := [name for name in one if one[name] != other[name]]:
+        raise Broken(
+            f"{first_three(changed)}: a forward pass changes it by its batch, so that ranks would differ; change"
+            " parameters only through gradients"
+        )
+    return ""
 
 
 def weights(fork: Fork) -> str:
@@ -125,7 +139,7 @@ def reduction(fork: Fork) -> str:
                 )
         return f"a single process gives the same bits as {plural(fork.ctx.world_size, 'rank')}, in {steps} steps"
 
-    return fork.on_rank_0(check)
+    return fork.divided([check])[0]
 
 
 def plain_load(fork: Fork) -> str:
@@ -153,7 +167,7 @@ def plain_load(fork: Fork) -> str:
             return "the shards are read in one process, with the same loss up to rounding"
         return "opens with weights_only=True in one process, with a bitwise equal loss"
 
-    return fork.on_rank_0(check)
+    return fork.divided([check])[0]
 
 
 def whole_run(fork: Fork) -> Training:

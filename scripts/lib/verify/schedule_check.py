@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict
-from typing import Any
+from functools import partial
 
+from config import TrainingConfig
 from lib.verify.fork import Broken, Fork, as_rank
 from lib.verify.new_process import CHANGED, NO_ANSWER
 from lib.verify.values import scramble_global_rngs
@@ -14,6 +15,7 @@ from utils.distributed.collectives import all_gather_json
 from utils.training import optimizer
 from utils.training.optimizer import checked_groups, factors_of
 from utils.training.schedule import Progress
+from utils.training.seams import Seams
 
 Factors = dict[str, float]  # by the name of a group; "" for all groups
 
@@ -21,20 +23,17 @@ Factors = dict[str, float]  # by the name of a group; "" for all groups
 TOTAL, WARMUP = 1000, 100
 
 
-def question(fork: Fork) -> dict[str, Any]:
-    """What elsewhere.py is asked: five steps and their epochs, in a run of as many epochs as the config has."""
-    epochs = min(fork.config.limits[0], TOTAL)
-    moments = [(step, int(step * epochs / TOTAL)) for step in (0, WARMUP // 2, WARMUP, TOTAL // 2, TOTAL - 1)]
-    configs = {"given": asdict(fork.given), "config": asdict(fork.config)}
-    return configs | {"moments": moments, "total": TOTAL, "warmup": WARMUP}
+def all_factors(seams: Seams, config: TrainingConfig) -> list[Factors]:
+    """At five steps and their epochs, in a run of as many epochs as the config has."""
+    epochs = min(config.limits[0], TOTAL)
+    steps = (0, WARMUP // 2, WARMUP, TOTAL // 2, TOTAL - 1)
+    moments = [Progress(step=step, epoch=int(step * epochs / TOTAL)) for step in steps]
+    return [factors_at(seams, config, TOTAL, WARMUP, progress) for progress in moments]
 
 
 def schedule(fork: Fork) -> str:
     """The learning rate is a function of the step: the same on all ranks and in repeated calls."""
-    moments = question(fork)["moments"]
-
-    def ask() -> list[Factors]:
-        return [factors_at(fork, step, TOTAL, WARMUP, Progress(step=step, epoch=epoch)) for step, epoch in moments]
+    ask = partial(all_factors, fork.seams, fork.config)
 
     def check() -> list[Factors]:
         scramble_global_rngs(fork.ctx.rank)
@@ -46,12 +45,12 @@ def schedule(fork: Fork) -> str:
         )
         for factor in factors:
             factors_of(groups, factor.get("", factor))
-        with as_rank():
-            alone = ask()
-        if factors != ask() or factors != alone:
+        with as_rank(ranks := fork.ctx.world_size, ranks + 1):
+            other = ask()
+        if factors != ask() or factors != other:
             raise Broken(
-                f"lr_factor gives {shown(factors)}, and {shown(alone)} in one process: it depends on more than config,"
-                " step and progress; use only these"
+                f"lr_factor gives {shown(factors)}, and {shown(other)} on {ranks + 1} ranks: it depends on more than"
+                " config, step and progress; use only these"
             )
         first, second = simulated(fork, is_resumed=False), simulated(fork, is_resumed=True)
         if first != second:
@@ -66,7 +65,7 @@ def schedule(fork: Fork) -> str:
     factors = fork.on_all(check)
     note = ""
     if fork.seams.lr_factor is not optimizer.lr_factor:
-        note = fork.on_rank_0(lambda: compare_elsewhere(fork, factors))
+        note = fork.divided([partial(compare_elsewhere, fork, factors)])[0]
     if any(each != factors for each in all_gather_json(factors, fork.ctx)):
         raise Broken("lr_factor: differs between ranks; make it a function of config, step and progress")
     return (
@@ -74,8 +73,8 @@ def schedule(fork: Fork) -> str:
     )
 
 
-def factors_at(fork: Fork, step: int, total: int, warmup: int, progress: Progress) -> Factors:
-    factor = fork.seams.lr_factor(fork.config, step, total, warmup, progress)
+def factors_at(seams: Seams, config: TrainingConfig, total: int, warmup: int, progress: Progress) -> Factors:
+    factor = seams.lr_factor(config, progress.step, total, warmup, progress)
     by_name = factor if isinstance(factor, dict) else {"": factor}
     return {name: float(each) for name, each in by_name.items()}
 
@@ -106,5 +105,5 @@ def simulated(fork: Fork, is_resumed: bool) -> list[Factors]:
             progress.note_value(1.0, sign=1)
         if is_resumed and step == total // 2:  # as a checkpoint restores it
             progress = Progress(**json.loads(json.dumps(asdict(progress))))
-        factors.append(factors_at(fork, step, total, total // 20, progress))
+        factors.append(factors_at(fork.seams, fork.config, total, total // 20, progress))
     return factors

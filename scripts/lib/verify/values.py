@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from utils.metrics import Metrics, check_metrics
 from utils.training.seams import Seams
@@ -25,7 +26,8 @@ ADDING = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-4, torch.
 def scramble_global_rngs(number: int) -> None:
     """Seed the global generators differently each time, to expose results that depend on them."""
     random.seed(number)
-    torch.manual_seed(number)
+    for generator in (torch.default_generator, *torch.cuda.default_generators):
+        generator.manual_seed(number)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(number)
 
@@ -53,6 +55,16 @@ def digest(nest: Any) -> str:
     return found.hexdigest()[:16]
 
 
+def generators() -> dict[str, str]:
+    """Digests of the states of the global generators, by name."""
+    states = {"torch's": [torch.get_rng_state()], "Python's": repr(random.getstate())}
+    if torch.cuda.is_initialized():
+        states["torch's on CUDA"] = [torch.cuda.get_rng_state()]
+    if "numpy" in sys.modules:
+        states["numpy's"] = repr(sys.modules["numpy"].random.get_state(legacy=False)["state"])
+    return {name: digest(state) for name, state in states.items()}
+
+
 def spread(count: int, size: int) -> Tensor:
     """Up to `count` rows of so many, from the first to the last."""
     count = min(count, size)
@@ -78,14 +90,9 @@ def can_join(batches: list[Any], size: int) -> bool:
     return all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == size for leaf in found)
 
 
-def joined(a: Any, b: Any) -> Any:
-    """Two nested batches as one. Raises RuntimeError if their shapes do not fit."""
-    if isinstance(a, Tensor):
-        return torch.cat([a, b])
-    if isinstance(a, dict):
-        return {key: joined(a[key], b[key]) for key in a}
-    parts = [joined(x, y) for x, y in zip(a, b, strict=True)]
-    return type(a)(*parts) if hasattr(a, "_fields") else type(a)(parts)
+def joined(batches: list[Any]) -> Any:
+    """Nested batches as one. Raises RuntimeError or ValueError if they do not fit."""
+    return tree_map(lambda *parts: torch.cat(parts), *batches)
 
 
 def shared_memory(net: nn.Module) -> str:
