@@ -168,7 +168,9 @@ def compare_evaluated(payload: dict[str, Any], config: TrainingConfig, split: st
     numbers = {each[split]["identity"].partition(" ")[0] for each in (before, here)}
     lines += [line] * bool(line)
     if is_same and len(numbers) == 1 and (is_other or changed):
-        remedy = f"data_dir={config.data_dir}: restore the data and the code that reads it (sort what is made from a set)"
+        remedy = (
+            f"data_dir={config.data_dir}: restore the data and the code that reads it (sort what is made from a set)"
+        )
         raise UserError("\n".join([*lines, remedy]))
     return lines
 
