@@ -517,7 +517,8 @@ def _unknown(word: str, cls: type) -> str:
             return f'{word}: is not a flag of this fork; add a field to the block "yours" of config.py, or leave it out'
         meant = re.match(r"`--(\w+)", here)
         if not meant:
-            return f"{word}: is not a flag here; {here.replace('`', '')}"
+            advice = re.sub(r"\[(.*?)\]\((.*?)\)", r"\1 (docs/\2)", here.replace("`", ""))
+            return f"{word}: is not a flag here; {advice}"
         close = [meant[1]]
     return f"{word}: is not known; " + (f"did you mean {dashes}{close[0]}?" if close else "see --help for all flags")
 
