@@ -307,6 +307,7 @@ class Checkpoints:
         """In the thread: write the checkpoint. Returns the seconds."""
         began = time.monotonic()
         self._layout.write(self._path, self._payload, self._run.check_owner, self._tick)
+        self._run.note_written(self._path)
         if self._leads_node:
             with suppress(OSError):
                 spared = self._uploads.name if self._uploads else ""

@@ -55,6 +55,7 @@ class Run:
         self._lock, self.mirror = lock, mirror
         self._files: dict[str, LinesFile] = {}
         self._status: dict[str, Any] = {}
+        self._written = ""  # the latest checkpoint of this attempt
         self._status_at = -math.inf  # when it was written
         self._status_before: dict[str, Any] = {}  # of a continued run, until this attempt trains
 
@@ -167,6 +168,10 @@ class Run:
             with suppress(OSError) if is_running else nullcontext():  # a full disk: training continues
                 replace_json(self.folder / "status.json", self._status, is_flushed=not is_running)
 
+    def note_written(self, path: Path) -> None:
+        """Call when a checkpoint is on the disk, in any thread: a failure names it, and does not read the folder."""
+        self._written = str(path)
+
     def failed(self, error: BaseException, step: int = 0) -> None:
         """Write that the run failed, also at its mirror. Called on each rank that fails; the first one counts.
 
@@ -198,11 +203,11 @@ class Run:
                 time.sleep(0.3)  # rank 0 may have been writing its own status just then; it waits for this rank now
             status = read_json(path)
             if status.get("state") == "running":
-                latest = [str(path) for path in checkpoint.step_checkpoints(self.checkpoints)[-1:]]
-                reached = {"step": max(step, status.get("step", 0)), "checkpoint": latest[0] if latest else None}
+                latest = self._written or status.get("checkpoint")
+                reached = {"step": max(step, status.get("step", 0)), "checkpoint": latest}
                 status |= {"state": "failed", "error": text} | reached | where | {"time": now()}
                 said = "the run failed after step %d; its latest checkpoint is %s"
-                logging.getLogger(LOGGER).info(said, reached["step"], reached["checkpoint"] or "missing")
+                logging.getLogger(LOGGER).info(said, reached["step"], latest or "missing")
                 try:
                     replace_json(path, status)
                 except OSError:
