@@ -42,8 +42,8 @@ PREEMPTED = 75  # exit code
 
 
 def wait_for_blame(error: BaseException) -> None:
-    """Wait if a peer failed first: torchrun blames the rank with the earliest report."""
-    if is_of_a_peer(error):
+    """Wait if another rank failed: torchrun blames the rank with the earliest report."""
+    if is_of_a_peer(error) or getattr(error, "rank", None) not in (None, read_launch().rank):
         time.sleep(SECONDS_FOR_BLAME)
 
 
@@ -126,7 +126,6 @@ def failure_of_data(loaders: Iterable[GlobalBatchLoader], state: TrainState, att
     attempt.run.status("running", **where)
     if mine and rank == ctx.rank:
         return mine
-    time.sleep(SECONDS_FOR_BLAME)
     return TrainingError(text, rank, ctx.hosts[rank])
 
 
