@@ -151,7 +151,8 @@ def predict(seams: Seams, state: TrainState, loader: GlobalBatchLoader, seed, pr
             with state.precision.autocast():
                 outputs.add(net, micro_batch.batch, micro_batch.indices, micro_batch.is_padding)
         if step == 1:  # the workers have started
-            check_row_order(predicted, lambda rows: loader.fetch(rows)[2], len(loader.dataset))
+            size, batch_size = len(loader.dataset), loader.sampler.batch_size
+            check_row_order(predicted, lambda rows: loader.fetch(rows)[2], size, batch_size)
         progress(step)
     return outputs
 

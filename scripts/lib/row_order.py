@@ -10,23 +10,27 @@ from torch import Tensor
 
 from config import UserError
 
-COUNT = 16  # samples that are compared
+LEAST, MOST = 4, 16  # samples that are compared
 NEAR, FAR = 0.02, 0.2  # of the mean distance between outputs of two samples: equal up to rounding, and another sample's
 
 
 @torch.no_grad()
-def check_row_order(predict: Callable[[Any], dict[str, Tensor]], fetch: Callable[[list[int]], Any], size: int) -> None:
+def check_row_order(
+    predict: Callable[[Any], dict[str, Tensor]], fetch: Callable[[list[int]], Any], size: int, batch_size: int = MOST
+) -> None:
     """Compare the outputs of a batch with those of the same samples in another order.
 
     Args:
         predict: a batch -> its outputs, in evaluation mode.
         fetch: indices of samples -> the batch on the device.
         size: of the data set.
+        batch_size: that fits into memory.
 
     Raises UserError if the outputs are those of the samples in another order, and only then: padding, noise or the
     other samples of the batch may change an output.
     """
-    rows = torch.randperm(size, generator=torch.Generator().manual_seed(0))[:COUNT].tolist()
+    count = min(MOST, max(LEAST, batch_size))
+    rows = torch.randperm(size, generator=torch.Generator().manual_seed(0))[:count].tolist()
     try:
         batch = predict(fetch(rows))
         again, ordered = predict(fetch(sorted(rows))), sorted(range(len(rows)), key=rows.__getitem__)
