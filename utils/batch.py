@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 
 def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
@@ -22,6 +23,9 @@ def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         names = [field.name for field in dataclasses.fields(batch) if field.init]
         return dataclasses.replace(batch, **{name: map_leaves(function, getattr(batch, name)) for name in names})
+    if isinstance(batch, PackedSequence):  # whose batch_sizes stay on the CPU
+        values = [each if each is batch.batch_sizes else map_leaves(function, each) for each in batch]
+        return PackedSequence(*values)
     if isinstance(batch, tuple | list):
         values = [map_leaves(function, value) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
@@ -36,5 +40,10 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
 def tensors_in(batch: Any) -> list[Tensor]:
     """The tensors of the batch, in order."""
     found: list[Tensor] = []
-    map_tensors(found.append, batch)
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(keep, batch)
     return found
