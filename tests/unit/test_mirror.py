@@ -286,8 +286,10 @@ def test_a_fresh_start_on_a_run_and_another_run_in_the_folder_are_rejected(url, 
 
 @pytest.mark.parametrize("kind", [UserError, StartError, TrainingError])
 def test_a_start_that_is_rejected_leaves_no_copy_of_its_mirror(url, tmp_path, kind):
-    """Another job of the launch may go on with what has been fetched."""
-    Attempt(url, tmp_path / "a").upload(10).end()
+    """Another job of the launch may go on with what has been fetched. A new run keeps its folder, for status.json."""
+    first = Attempt(url, tmp_path / "a").upload(10)
+    assert not first.start.moved
+    first.end()
     config = TrainingConfig(run_dir=str(tmp_path / "b"), mirror=url, resume_from="auto")
     lock, start = claim(config, "here", "", False, mirror := Mirror(url))
     run = Run(config.run_folder, config.checkpoint_folder, 0, ("here",), start, lock, mirror)

@@ -14,7 +14,7 @@ from config import TrainingConfig, TrainingError
 from utils.checkpoint.format import step_checkpoints
 from utils.clock import slowest
 from utils.data.loader import GlobalBatchLoader, usable_cpus
-from utils.distributed.collectives import broadcast_json, gather
+from utils.distributed.collectives import broadcast_json, gather, lowest_rank
 from utils.logger import count, duration, has_terminal, log_epoch_summary, log_training_step, show, show_progress
 from utils.memory import peak_memory
 from utils.metrics import RESERVED
@@ -212,6 +212,8 @@ class Reporter:
 
     def _check_skips(self, step: int, why: str) -> None:
         if 0 < self._config.max_skipped_steps <= (in_row := self._state.progress.skipped_in_row):
+            if lowest_rank(self._loader.failure is not None, self._ctx) is not None:
+                return  # a rank could not fetch its samples, which ends the run
             raise TrainingError(
                 f"the last {in_row} optimizer steps, up to step {step}, had {why}; look at their samples (skipped_step"
                 " in metrics.jsonl), use a lower --lr or --clip_grad_norm 1, then --resume_from auto"

@@ -50,7 +50,8 @@ def claim(
     except UserError:
         move_back(new)
         raise
-    return lock, replace(start, moved=start.moved or (new if mirror else []))
+    is_restored = start.attempt > 1  # from the mirror
+    return lock, replace(start, moved=start.moved or (new if is_restored else []))
 
 
 def decide(
