@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from utils.files import LinesFile
-from utils.metrics import RESERVED
 
 NAME = "ddp"
+RESERVED = (  # keys of a record besides the metrics
+    *("kind", "epoch", "step", "split", "weights", "count", "lr", "lr_of_groups", "grad_norm", "samples_per_s"),
+    *("skipped_steps", "data_wait_s", "step_s", "peak_memory_bytes", "fingerprint"),
+)
 ALIKE = 25  # the level of a warning that all ranks have: only rank 0 shows it
 logging.addLevelName(ALIKE, "WARNING")
 BAR_WIDTH = 24

@@ -12,12 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from config import UserError
+from utils.logger import RESERVED
 
 Metrics = dict[str, tuple]  # name -> (sum, count) or (sum, count, function of their quotient); numbers or tensors
-RESERVED = (  # keys of a record besides the metrics
-    *("kind", "epoch", "step", "split", "weights", "count", "lr", "lr_of_groups", "grad_norm", "samples_per_s"),
-    *("skipped_steps", "data_wait_s", "step_s", "peak_memory_bytes", "fingerprint"),
-)
 KNOWN_DIRECTIONS = {"loss": -1, "accuracy": 1, "top1": 1, "top5": 1}
 EXAMPLE = '{"loss": (loss_sum, len(labels)), "accuracy": (correct, len(labels))}'
 

@@ -1,7 +1,7 @@
 """A checkpoint file: an archive by torch.save, followed by a trailer with the step and a checksum of the archive.
 
 `torch.load(path, weights_only=True)` opens such a file (it searches for the archive from the end) but ignores the
-trailer; `read` checks it.
+trailer; `read` checks it. Programs beside training look at checkpoints without torch, so functions import it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ import stat
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NamedTuple, cast
-
-import torch
-from torch import Tensor, nn
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
 from config import StartError, UserError
-from utils.distributed.dtensor import is_sharded
 from utils.files import may_pass, replace_file, retried
-from utils.memory import is_out_of_memory
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KEYS = ("model", "ema", "optimizer", "scaler", "progress", "config", "provenance")
 STEP_NAME = re.compile(r"step_(\d{8,})(\.pt)?")  # without .pt: the folder of a sharded run (shards.py)
@@ -46,19 +44,26 @@ def mapped(value: Any, function: Callable[[Tensor], Any], name: str = "") -> Any
     Raises:
         UserError: for a value that `torch.load(weights_only=True)` would reject or change, with its name.
     """
-    kind = type(value)
-    if kind in PLAIN:
-        return value
-    if kind is Tensor or kind is nn.Parameter or is_sharded(value):
-        return function(value)
-    if kind in (dict, OrderedDict) and all(type(key) in PLAIN for key in value):
-        return {key: mapped(each, function, f"{name}.{key}" if name else str(key)) for key, each in value.items()}
-    if kind in (list, tuple):
-        return kind([mapped(each, function, f"{name}[{number}]") for number, each in enumerate(value)])
-    raise UserError(
-        f"{name}: a checkpoint cannot hold this {kind.__module__}.{kind.__qualname__}; "
-        "use tensors, numbers and text, in lists and in dicts whose keys are numbers or text"
-    )
+    from torch import Tensor, nn
+
+    from utils.distributed.dtensor import is_sharded
+
+    def walk(value: Any, name: str) -> Any:
+        kind = type(value)
+        if kind in PLAIN:
+            return value
+        if kind is Tensor or kind is nn.Parameter or is_sharded(value):
+            return function(value)
+        if kind in (dict, OrderedDict) and all(type(key) in PLAIN for key in value):
+            return {key: walk(each, f"{name}.{key}" if name else str(key)) for key, each in value.items()}
+        if kind in (list, tuple):
+            return kind([walk(each, f"{name}[{number}]") for number, each in enumerate(value)])
+        raise UserError(
+            f"{name}: a checkpoint cannot hold this {kind.__module__}.{kind.__qualname__}; "
+            "use tensors, numbers and text, in lists and in dicts whose keys are numbers or text"
+        )
+
+    return walk(value, name)
 
 
 def write(
@@ -76,6 +81,8 @@ def write(
     Raises:
         OSError: if it cannot be written. An existing file is then unchanged and the partial file deleted.
     """
+    import torch
+
     digest = ""
 
     def fill(file: BinaryIO) -> None:
@@ -117,6 +124,10 @@ def read(path: Path, trailer: Trailer) -> dict[str, Any]:
 
 def load(path: Path, problem: str, is_mapped: bool = False) -> Any:
     """Load tensors and plain values from an archive. Raises UserError; never runs code from the file."""
+    import torch
+
+    from utils.memory import is_out_of_memory
+
     is_mapped = is_mapped and str(path).isprintable()  # torch maps no file whose name is not UTF-8
     try:
         return retried(lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped))

@@ -11,15 +11,16 @@ import shutil
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from config import StartError, UserError
 from utils.checkpoint import archive, shards
 from utils.checkpoint.archive import STEP_NAME, Trailer
 from utils.files import TEMPORARY, flush_folder, read_json, temporary_of
 from utils.logger import NAME
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 BEST = "best.pt"
 
@@ -203,6 +204,8 @@ def link_best(path: Path) -> None:
 
 def load_weights(path: Path) -> dict[str, Tensor]:
     """Load weights from a checkpoint of the template, which must be valid, or a plain state dict. Raises UserError."""
+    from torch import Tensor
+
     if path.is_dir():
         return read(path)[0]["model"]
     try:

@@ -11,15 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from config import UserError
 from utils.checkpoint import archive
-from utils.distributed.dtensor import own_rows, wrap
 from utils.files import retried
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MANIFEST = "manifest.json"
 
@@ -87,6 +86,10 @@ def read(folder: Path, trailer: archive.Trailer, layouts: dict[str, Tensor]) -> 
 
 def _join(parts: list[dict[str, Any]], like: Tensor | None) -> Tensor:
     """The whole tensor; or, sharded as `like`, the rows that this rank has of it."""
+    import torch
+
+    from utils.distributed.dtensor import own_rows, wrap
+
     size = torch.Size(parts[0]["size"])
     is_part = like is not None and like.shape == size
     first, count = own_rows(like) if is_part else (0, size[0])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from utils.metrics import RESERVED
+from utils.logger import RESERVED
 
 GRID = 8  # images per side
 WHERE = ("epoch", "step", "count")

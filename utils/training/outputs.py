@@ -14,8 +14,7 @@ from config import UserError
 from utils.clock import Clock
 from utils.distributed.collectives import all_gather_json, broadcast_json, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
-from utils.logger import NAME
-from utils.metrics import RESERVED
+from utils.logger import NAME, RESERVED
 
 MAX_BYTES = 2**30  # of a set that is summarized, on rank 0, where gathering and sorting take up to four times as much
 OTHER_NAMES = "model.predict: returned different names for different batches; return the same names for every batch"
