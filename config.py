@@ -26,6 +26,7 @@ DEFAULT_RUN_DIR = "runs/default"
 REDACTED = "[redacted]"  # in a stored command
 YOURS = "model and data"  # the group of fields that a fork changes
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "step")
+TRACKERS = ("none", "wandb", "mlflow", "trackio")
 DEFAULTS = {"sgd": {"lr": 0.1, "weight_decay": 5e-4}, "adamw": {"lr": 1e-3, "weight_decay": 0.01}}
 AUTO_AUGMENTS = ("none", "ra", "ta_wide", "augmix", "autoaugment")
 AMP_DTYPES = ("auto", "bf16", "fp16", "bf16_params", "fp16_params")
@@ -211,6 +212,7 @@ class TrainingConfig:
     resume_from: str = setting("run", "", "auto: latest valid checkpoint; a path; empty: fresh start", local_path)
     overwrite: bool = setting("run", False, "move an existing run in run_dir aside, to NAME.1")
     mirror: str = setting("run", "", "URL of a copy of the run in object storage, for resume_from too", mirror_url)
+    track: str = setting("run", "none", "send settings and records to a tracker", one_of(*TRACKERS))
     init_from: str = setting("run", "", "weights to start with: a checkpoint, a state dict, torchvision", path_or_url)
     eval_only: bool = setting("run", False, "only evaluate resume_from (empty: the best of run_dir) or init_from")
     seed: int = setting("run", 42, "seed for weights, data order, augmentation and dropout", between(0, 2**63), "must")

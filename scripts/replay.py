@@ -45,9 +45,9 @@ from ddp_utils import cleanup_distributed, setup_distributed
 from lib.benchmark.ours import Ours
 from lib.verify.run_checks import comparable
 from lib.verify.values import TIMES, digest, leaves
+from scripts.lib.stored import local_run
 from utils.batch import map_tensors, tensors_in
 from utils.checkpoint import format as checkpoint
-from utils.checkpoint.stored import local_run
 from utils.data.loader import GlobalBatchLoader
 from utils.data.sampler import GlobalBatch, MicroBatch
 from utils.files import read_json, read_lines, replace_file
@@ -162,7 +162,8 @@ def choose_config(run: Path, payload: dict[str, Any] | None, flags: list[str]) -
     # a run that was made longer: the steps after the end of the former attempt have the latest settings
     is_inside = payload and payload["progress"]["step"] < origin.get("total_steps", math.inf)
     saved = payload["config"] if payload and is_inside else read_json(run / "config.json")
-    plain = {"on_checkpoint": "", "enable_profiling": False, "record_samples": False, "init_method": ""}
+    plain = {"on_checkpoint": "", "track": "none", "init_method": ""}
+    plain |= {"enable_profiling": False, "record_samples": False}
     plain |= {"sharding": "none", "cpu_offload": False} | ({"init_from": ""} if payload else {})
     if Seams.of(fork).lr_factor is Seams.lr_factor:  # else the schedule may depend on evaluations
         plain |= {"eval_every_steps": 0}

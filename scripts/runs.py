@@ -93,7 +93,7 @@ def find_runs(sources: list[str], choose: Callable[[list[int], int], list[int]] 
     found: dict[Path, str] = {}
     for source in sources:
         if "://" in source:
-            from utils.checkpoint.stored import local_run  # imports torch
+            from scripts.lib.stored import local_run  # only here: not every run is at a URL
 
             found[local_run(source, choose or (lambda steps, best: []))] = source
         else:

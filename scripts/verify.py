@@ -6,7 +6,7 @@ Prints one line per invariant: its result, or what breaks it and the fix. Exit c
 torchrun, 2 for invalid flags). It trains for a few steps on a few samples in a temporary folder beside run_dir, and
 writes verified.json beside train.py: runs then report "verified with this code", or which files changed since.
 Use four ranks: two ranks have only one summation order. It takes the flags of train.py, but ignores resume_from,
-mirror, overwrite, eval_only and compile.
+mirror, track, on_checkpoint, overwrite, eval_only and compile.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def prepare(config: TrainingConfig) -> Fork:
     """Load the data on all ranks. Raises UserError."""
-    config = replace(config, resume_from="", mirror="", overwrite=False, eval_only=False, compile="off")
+    config = replace(config, mirror="", track="none", on_checkpoint="")
+    config = replace(config, resume_from="", overwrite=False, eval_only=False, compile="off")
     ddp_utils.choose_kernels = functools.partial(choose_kernels, has_tf32=False)  # for the short runs too
     gc.freeze()  # each short run begins with a collection, which need not look at what is imported
     ctx = setup_distributed(config)

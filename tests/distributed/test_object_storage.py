@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+from utils.run.mirror import Mirror
 
 import replay
 import tasks
@@ -29,7 +30,6 @@ from test_mirror import be_quick
 from training import assert_same_state, difference, wait_until
 from utils.checkpoint import format as checkpoint
 from utils.run import start_checks
-from utils.run.mirror import Mirror
 from utils.training.schedule import Progress
 
 FLAGS = "--epochs 2 --ema_decay 0.9 --lr 0.02 --record_samples --save_every_steps 3 --dataset_size 60".split()

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from utils.run.hook import Hook
 
 import train
 from config import TrainingError, UserError
@@ -28,7 +29,6 @@ from utils.rng import diverged
 from utils.run import checkpoints as checkpoints_module
 from utils.run import hook as hook_module
 from utils.run.checkpoints import Checkpoints
-from utils.run.hook import Hook
 from utils.run.watchdog import GONE
 
 

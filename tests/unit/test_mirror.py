@@ -9,6 +9,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from utils.run.mirror import Mirror
+from utils.run.uploads import Uploads
 
 from config import StartError, TrainingConfig, TrainingError, UserError
 from test_checkpoint import flip, payload
@@ -20,8 +22,6 @@ from utils.run import mirror as mirror_module
 from utils.run import uploads as uploads_module
 from utils.run.claim import claim
 from utils.run.folder import Run
-from utils.run.mirror import Mirror
-from utils.run.uploads import Uploads
 
 KEEP = (2, 0)
 WHERE = ["memory", "file"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from utils.run.mirror import Mirror
 
 from config import TrainingConfig, UserError
 from test_mirror import WHERE, Attempt, quick, steps_of  # noqa: F401
@@ -17,7 +18,6 @@ from utils.checkpoint import stored
 from utils.files import read_json
 from utils.run.apart import nodes_apart
 from utils.run.lock import RunLock
-from utils.run.mirror import Mirror
 
 
 @pytest.fixture(params=WHERE)

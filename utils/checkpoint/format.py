@@ -142,15 +142,12 @@ def best_name(folder: Path) -> str:
     return ""
 
 
-def prune(folder: Path, keep_last: int, keep_every: int = 0, spared: str = "") -> None:
-    """Delete superseded checkpoints; call it once a new one has its final name. The best one stays.
-
-    spared: the name of one that stays too.
-    """
+def prune(folder: Path, keep_last: int, keep_every: int = 0) -> None:
+    """Delete superseded checkpoints; call it once a new one has its final name. The best one stays."""
     best, paths = best_name(folder), step_checkpoints(folder)
     gone = superseded(map(step_of, paths), keep_last, keep_every)
     for path in paths:
-        if step_of(path) in gone and path.name not in (best, spared):
+        if step_of(path) in gone and path.name != best:
             remove(path)
 
 

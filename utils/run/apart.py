@@ -16,19 +16,17 @@ from utils.checkpoint import shards
 from utils.distributed.collectives import all_gather_json, broadcast_json, on_all_ranks
 from utils.distributed.context import DistributedContext
 from utils.files import replace_file
-from utils.run.claim import Start
+from utils.programs import ask
+from utils.run.claim import Start, plan_of
 from utils.run.folder import Run
 from utils.run.lock import NAME as LOCK
 from utils.run.lock import RunLock
-from utils.run.mirror import Mirror
 from utils.run.start_checks import sees
 
 BLOCK_BYTES = 2**24  # of a file that a rank sends to other nodes
 
 
-def own_folder(
-    config: TrainingConfig, start: Start, mirror: Mirror, ctx: DistributedContext
-) -> tuple[list[list[int]], RunLock | None]:
+def own_folder(config: TrainingConfig, start: Start, ctx: DistributedContext) -> tuple[list[list[int]], RunLock | None]:
     """The ranks of each node whose run folder is not rank 0's; on its first rank, the folder's lock. Collective.
 
     The first rank also fetches what the mirror has of the node's samples and logs, if the folder has less.
@@ -47,7 +45,9 @@ def own_folder(
         found = RunLock(folder, ctx.host)
         found.write(token=start.token)
         if start.resume_from:
-            mirror.restore_own_records(folder, next(ranks for ranks in apart if ranks[0] == ctx.rank))
+            more = {"apart": apart, "resume_from": start.resume_from}
+            plan = plan_of(config, ctx.rank, ctx.host, start.token, start.launch_id, **more)
+            ask("mirror", plan, f"mirror={config.mirror}", "--first")
         return found
 
     return apart, on_all_ranks(lock, ctx) if apart else None

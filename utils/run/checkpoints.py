@@ -28,8 +28,6 @@ from utils.logger import NAME
 from utils.redact import stored
 from utils.rng import diverged
 from utils.run.attempt import Attempt
-from utils.run.hook import SECONDS_OF_A_LOOK, Hook
-from utils.run.uploads import Uploads
 from utils.signals import StopSignals
 from utils.training.fingerprint import buffers_of, fingerprint_of, of_rest, of_weights, shown
 from utils.training.schedule import Progress
@@ -37,6 +35,8 @@ from utils.training.state import TrainState
 
 NICENESS = 10  # of the thread that writes: training comes first if every core has a rank
 LAST_TRIES = 3  # at the end of a run, a second apart
+SECONDS_OF_A_LOOK = 0.5
+SECONDS_AFTER_RANK_0 = 5.0  # for programs beside other ranks to end
 SECONDS_WITHOUT = 600.0  # for which saves may fail, or one may make no progress, before training ends
 SECONDS_TO_WARN, SECONDS_AFTER_STOP = 60.0, 20.0  # of a write without progress; torchrun waits 30 s after a stop signal
 SECONDS_COUNTED = 10.0  # at most, between two looks: a suspended job does not write
@@ -78,11 +78,6 @@ class Checkpoints:
         self._stream = torch.Stream(ctx.device) if ctx.device.type != "cpu" else None
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_be_nice)
-        self._hook = Hook(config.on_checkpoint if ctx.is_main else "", run.warn)
-        has_uploads = self._writes or run.leads_node
-        self._uploads = (
-            Uploads(run, run.mirror, self._keep, state.progress.step) if run.mirror and has_uploads else None
-        )
         self._seconds_to_upload = config.hang_timeout or math.inf  # at the end
         resumed = run.resume_path
         is_own = resumed and resumed.resolve().parent == run.checkpoints.resolve()
@@ -161,8 +156,6 @@ class Checkpoints:
             self._payload["provenance"]["fingerprint"] = fingerprint
             self._start_writing()
             self._blocked_s += time.perf_counter() - began
-        if self._uploads and self._run.has_own_folder:
-            self._uploads.wake(self._saved_step)
 
     def compare_buffers(self, once: bool = False) -> None:
         """Report persistent buffers that differ between ranks, as a queue that each rank fills: rank 0's are saved.
@@ -235,16 +228,13 @@ class Checkpoints:
             wait([self._writing], SECONDS_AFTER_STOP)
 
     def close(self) -> None:
-        """Wait for the user's command and for uploads, on all ranks, for a limited time, then end the threads."""
-        while self._hook.is_running():
-            self._clock.enter("save")  # a long upload is not a hang
-            self._hook.end_if_late(has_stopped=StopSignals.came_at < math.inf)
-            time.sleep(SECONDS_OF_A_LOOK)
-        if self._uploads and self._run.leads_node:
-            self._uploads.finish(self._seconds_to_upload, tick=lambda: self._clock.enter("save"))
+        """Wait for the programs beside training, on all ranks, for a limited time, then end the threads."""
+        companions, tick = self._run.companions, lambda: self._clock.enter("save")  # a long upload is not a hang
+        if companions and self._ctx.is_main:
+            companions.finish(self._seconds_to_upload, tick)
         broadcast_json(None, self._ctx)  # other ranks wait here, where `timeout` does not apply
-        if self._uploads:
-            self._uploads.close()
+        if companions and not self._ctx.is_main:  # which rank 0's have waited for
+            companions.finish(SECONDS_AFTER_RANK_0, tick)
         self._copier.shutdown()
         self._writer.shutdown()
         self._memory.release()
@@ -310,8 +300,7 @@ class Checkpoints:
         self._run.note_written(self._path)
         if self._leads_node:
             with suppress(OSError):
-                spared = self._uploads.name if self._uploads else ""
-                checkpoint.prune(self._run.checkpoints, *self._keep, spared)
+                checkpoint.prune(self._run.checkpoints, *self._keep)
         return time.monotonic() - began
 
     def _tick(self) -> None:
@@ -319,9 +308,8 @@ class Checkpoints:
 
     def _look(self, seconds: float = 0.0) -> None:
         """Handle the end of the write in progress, waiting at most this many seconds."""
-        self._hook.look()
-        if self._uploads:
-            self._uploads.look()
+        if self._run.companions:
+            self._run.companions.look()
         if seconds:
             self._clock.enter("save")  # a long write is not a hang
         if self._writing is None:
@@ -368,9 +356,6 @@ class Checkpoints:
         text = "saved %s in %.2f s; blocked training for %.1f ms"
         logging.getLogger(NAME).info(text, self._path, seconds, 1000 * blocked)
         self._link_best()
-        self._hook.run(self._path)
-        if self._uploads:
-            self._uploads.wake()
 
     def _link_best(self) -> None:
         """Link best.pt, if its checkpoint is on the disk."""
@@ -384,8 +369,6 @@ class Checkpoints:
             return
         self._is_linked = True
         self._run.event("best", step, epoch=epoch, path=str(self._run.checkpoints / checkpoint.BEST))
-        if self._uploads:
-            self._uploads.wake()
 
 
 def _be_nice() -> None:

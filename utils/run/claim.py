@@ -13,12 +13,11 @@ from typing import Any
 from config import DEFAULT_RUN_DIR, StartError, TrainingConfig, UserError
 from utils.checkpoint import format as checkpoint
 from utils.files import TEMPORARY, may_pass, read_json, replace_json
+from utils.programs import ask
 from utils.run.lock import KILLED, RunLock, repeated_failures
 from utils.run.lock import NAME as LOCK
-from utils.run.mirror import Mirror
 
 NOTHING = ""  # what a folder was before this start
-MIRRORED = "mirror.json"  # in the run folder: which run its mirror is a copy of
 
 
 @dataclass(frozen=True)
@@ -33,18 +32,16 @@ class Start:
     launch_id: str = ""
     failures: list[dict[str, Any]] = field(default_factory=list)  # attempts in a row that got no further
     notes: list[str] = field(default_factory=list)  # decisions to log
-    generation: int = 0  # that rank 0 has claimed in the mirror
+    decision: dict[str, Any] = field(default_factory=dict)  # of the mirror: what this attempt owns there
     apart: list[list[int]] = field(default_factory=list)  # the ranks of each node that has a run folder of its own
 
 
-def claim(
-    config: TrainingConfig, host: str, launch_id: str, may_restart: bool, mirror: Mirror | None = None
-) -> tuple[RunLock, Start]:
+def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) -> tuple[RunLock, Start]:
     """`decide`; a run folder that did not exist before a start that is rejected does not exist after it either."""
     places = [] if config.run_folder.exists() else [config.run_folder, config.checkpoint_folder]
     new = [[str(place), NOTHING] for place in places if not place.exists()]
     try:
-        lock, start = decide(config, host, launch_id, may_restart, mirror)
+        lock, start = decide(config, host, launch_id, may_restart)
     except StartError:  # another attempt continues with what has been fetched
         raise
     except UserError:
@@ -54,15 +51,12 @@ def claim(
     return lock, replace(start, moved=start.moved or (new if is_restored else []))
 
 
-def decide(
-    config: TrainingConfig, host: str, launch_id: str, may_restart: bool, mirror: Mirror | None = None
-) -> tuple[RunLock, Start]:
-    """On rank 0: lock the folder and decide whether to continue the run in it.
+def decide(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) -> tuple[RunLock, Start]:
+    """On rank 0: lock the folder and decide whether to continue the run in it, once its mirror has fetched it.
 
     Args:
         launch_id: common to all attempts of one launch; empty if unknown.
         may_restart: whether the launcher starts further attempts.
-        mirror: its run is fetched if it is further than the folder's.
 
     Raises:
         UserError: if the folder holds another run, belongs to a running job, or cannot be written.
@@ -77,11 +71,17 @@ def decide(
     except OSError as error:
         kind = StartError if may_pass(error) else UserError
         raise kind(f"run_dir={folder}: cannot be written ({error.strerror}); give a writable folder") from None
-    owner = (mirror and restore_from(mirror, config, launch_id)) or lock.before
+    decision: dict[str, Any] = {}
+    if config.mirror and not is_completed(config, lock.before, launch_id):
+        plan = plan_of(config, 0, host, lock.token, launch_id)
+        decision = ask("mirror", plan, f"mirror={config.mirror}", "--first")
+        if decision.get("is_completed"):
+            return lock, Start(is_completed=True)
+    owner = decision.get("owner") or lock.before
     status = read_json(folder / "status.json")
-    notes: list[str] = []
+    notes: list[str] = decision.get("notes", [])
     if status.get("state") == "running":  # no rank survived to write it: the lock was free
-        notes = [f"the previous attempt: {KILLED}"]
+        notes.append(f"the previous attempt: {KILLED}")
         status |= {"state": "failed", "error": KILLED, "rank": 0, "host": owner.get("host")}
         with suppress(OSError):
             replace_json(folder / "status.json", status)
@@ -90,15 +90,15 @@ def decide(
     is_same_launch = bool(launch_id) and owner.get("launch_id") == launch_id
     given = Path(config.resume_from) if config.resume_from not in ("", "auto") else None
     is_continued = holds_run and (config.resume_from == "auto" or is_same_launch)
+    if is_completed(config, owner, launch_id):
+        return lock, Start(is_completed=True)
     path, aside = None, owner.get("aside", [])
     failures: list[dict[str, Any]] = []
     moved: list[list[str]] = []
     if is_continued:
-        if status.get("state") == "completed" and not config.asks_for_more_than(saved_config(folder, checkpoints)):
-            return lock, Start(is_completed=True)
         failures = repeated_failures(owner, status)
-        path, skipped = latest_of(checkpoints, mirror)
-        notes += skipped
+        path, skipped = checkpoint.latest_valid(checkpoints)
+        notes += [each for each in skipped if each not in notes]
         if status.get("checkpoint") and not (path or given):
             raise UserError(
                 f"{checkpoints}: has no checkpoint, but the run has written {status['checkpoint']}; put it back (is the"
@@ -141,11 +141,7 @@ def decide(
     # an attempt that was killed before its first record or checkpoint counts too
     is_again = not moved and (holds_run or (config.resume_from == "auto" and owner.get("has_trained")))
     attempt = owner.get("attempt", 0) + 1 if is_again else 1
-    if mirror:
-        mirror.claim(lock.token, launch_id, host, read_json(folder / MIRRORED).get("run", ""))
-        replace_json(folder / MIRRORED, {"url": mirror.url, "run": mirror.run_id})
-    generation = mirror.generation if mirror else 0
-    start = Start(str(path or ""), False, moved, attempt, lock.token, launch_id, failures, notes, generation)
+    start = Start(str(path or ""), False, moved, attempt, lock.token, launch_id, failures, notes, decision)
     # until `mark_training` a restart of this launch must not continue this run
     inherited = launch_id if is_same_launch else ""
     lock.write(launch_id=inherited, attempt=attempt, failures=failures, aside=aside)
@@ -156,6 +152,14 @@ def decide(
     return lock, start
 
 
+def is_completed(config: TrainingConfig, owner: dict[str, Any], launch_id: str) -> bool:
+    """Whether the folder holds a completed run that this start would continue, and that is not to train longer."""
+    is_continued = config.resume_from == "auto" or (bool(launch_id) and owner.get("launch_id") == launch_id)
+    if not is_continued or read_json(config.run_folder / "status.json").get("state") != "completed":
+        return False
+    return not config.asks_for_more_than(saved_config(config.run_folder, config.checkpoint_folder))
+
+
 def saved_config(folder: Path, checkpoints: Path) -> dict[str, Any]:
     """The settings of the run in the folder: those of its latest valid checkpoint, since config.json may be edited."""
     for path in reversed(checkpoint.step_checkpoints(checkpoints)):
@@ -164,43 +168,11 @@ def saved_config(folder: Path, checkpoints: Path) -> dict[str, Any]:
     return read_json(folder / "config.json")
 
 
-def restore_from(mirror: Mirror, config: TrainingConfig, launch_id: str) -> dict[str, Any]:
-    """Fetch the records of the mirror's run if it is further than the folder's. Returns its lock.json, if so.
-
-    Raises:
-        UserError: if the mirror holds another run, or belongs to a running job.
-    """
-    folder, is_same_launch = config.run_folder, mirror.check_is_free(launch_id)
-    valid, here = mirror.checkpoints(), checkpoint.step_checkpoints(config.checkpoint_folder)
-    if valid and not (is_same_launch or config.resume_from == "auto"):
-        raise UserError(
-            f"mirror={mirror.url}: holds a run already; add --resume_from auto to continue it, or give another --mirror"
-        )
-    holds_run = bool(here) or (folder / "metrics.jsonl").exists()
-    if valid and holds_run and read_json(folder / MIRRORED).get("run") != mirror.run_id:
-        raise UserError(f"run_dir={folder}: holds another run than mirror={mirror.url}; give another --run_dir")
-    if valid and valid[-1]["step"] > max(map(checkpoint.step_of, here), default=-1):
-        return mirror.restore_records(folder)
-    return {}
-
-
-def latest_of(checkpoints: Path, mirror: Mirror | None) -> tuple[Path | None, list[str]]:
-    """`latest_valid` of the folder or, if the mirror has a later one, of that: it is fetched."""
-    if mirror is None:
-        return checkpoint.latest_valid(checkpoints)
-    path: Path | None = None
-    notes: list[str] = []
-    try:
-        path, notes = checkpoint.latest_valid(checkpoints)
-    except StartError:
-        raise
-    except UserError as error:
-        notes = str(error).splitlines()
-    fetched, skipped = mirror.fetch_latest(checkpoints, checkpoint.step_of(path) if path else -1)
-    if (notes or skipped) and not (path or fetched):
-        remedy = "start over with another --run_dir and --mirror"
-        raise UserError("\n".join([*notes, *skipped, f"mirror={mirror.url}: has no valid checkpoint; {remedy}"]))
-    return fetched or path, [*notes, *skipped]
+def plan_of(config: TrainingConfig, rank: int, host: str, token: str, launch_id: str, **more: Any) -> dict[str, Any]:
+    """What the programs beside training know (scripts/companions/follow.py). more: see there."""
+    folders = {"folder": str(config.run_folder.absolute()), "checkpoints": str(config.checkpoint_folder.absolute())}
+    who = {"rank": rank, "host": host, "token": token, "launch_id": launch_id}
+    return folders | who | {"config": config.to_dict()} | more
 
 
 def move_aside(folder: Path, checkpoints: Path) -> list[list[str]]:

@@ -18,9 +18,9 @@ from utils.files import LinesFile, cut_lines, finite, read_json, read_lines, rep
 from utils.logger import ALIKE, count, told
 from utils.logger import NAME as LOGGER
 from utils.run.claim import Start, move_back
+from utils.run.companions import Companions
 from utils.run.lock import NAME as LOCK
 from utils.run.lock import RunLock
-from utils.run.mirror import Mirror
 from utils.run.provenance import now
 from utils.training.interval import SkippedStep, is_empty
 
@@ -33,7 +33,7 @@ class Run:
     Args:
         hosts: of all ranks.
         lock: on rank 0, and on the first rank of each node whose folder is its own.
-        mirror: its copy in object storage, if there is one.
+        companions: the programs beside this rank, if there are any.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Run:
         hosts: tuple[str, ...],
         start: Start,
         lock: RunLock | None,
-        mirror: Mirror | None = None,
+        companions: Companions | None = None,
     ) -> None:
         self.folder, self.checkpoints, self.rank, self.hosts, self.start = folder, checkpoints, rank, hosts, start
         self.notes, self._moved = list(start.notes), start.moved
@@ -52,7 +52,7 @@ class Run:
         self.is_main, self.host = rank == 0, hosts[rank]
         self.lock_file = folder / LOCK
         self.log_file = folder / "logs" / f"rank{rank}.log"
-        self._lock, self.mirror = lock, mirror
+        self._lock, self.companions = lock, companions
         self._files: dict[str, LinesFile] = {}
         self._status: dict[str, Any] = {}
         self._written = ""  # the latest checkpoint of this attempt
@@ -70,12 +70,14 @@ class Run:
         return bool(self._lock) and not self.is_main
 
     def mark_training(self, has_diagnosed: bool = False) -> None:
-        """On rank 0: from now on a restart of this launch continues the run in the folder.
+        """Where a rank has a lock: the folder is at the step from which this attempt trains. From now on a restart of
+        this launch continues the run in it.
 
         has_diagnosed: instead, the run was stopped because its attempts get no further.
         """
         start = self.start
         values = {"attempt": start.attempt, "failures": start.failures, "has_diagnosed": has_diagnosed}
+        values["token"] = start.token  # of rank 0, on other nodes too
         if self._lock:
             self._lock.write(launch_id=start.launch_id, has_trained=True, **values)
         self._moved = []
@@ -102,8 +104,6 @@ class Run:
         """Release the folder."""
         if self._lock is not None:
             self._lock.close()
-        if self.mirror and self.is_main:
-            self.mirror.close()
 
     # ---- records ----
 
@@ -162,7 +162,7 @@ class Run:
         is_running = state == "running"
         if self.is_main or (self.has_own_folder and not is_running):  # each node's launcher reads how it ended
             self._check()
-            self._status |= {"state": state} | values | {"time": now()}
+            self._status |= {"state": state} | values | {"time": now(), "token": self.start.token}
             if is_running and not self.lock_file.exists():
                 return  # the file system is unmounted, and nothing belongs below its mount point
             with suppress(OSError) if is_running else nullcontext():  # a full disk: training continues
@@ -173,13 +173,13 @@ class Run:
         self._written = str(path)
 
     def failed(self, error: BaseException, step: int = 0) -> None:
-        """Write that the run failed, also at its mirror. Called on each rank that fails; the first one counts.
+        """Write that the run failed, and end its companions. Called on each rank that fails; the first one counts.
 
         step: the last one that this rank has completed.
         """
         self._write_failure(error, step)
-        if self.mirror and self.mirror.generation and self.is_main:
-            self.mirror.fail(read_json(self.folder / "status.json"))
+        if self.companions:
+            self.companions.leave()
 
     def _write_failure(self, error: BaseException, step: int) -> None:
         if not self.is_ours():

@@ -28,10 +28,10 @@ from utils.distributed.context import DistributedContext
 from utils.files import replace_file
 from utils.run.apart import own_folder, share
 from utils.run.attempt import Attempt
-from utils.run.claim import Start, claim
+from utils.run.claim import Start, claim, plan_of
+from utils.run.companions import Companions
 from utils.run.folder import Run
 from utils.run.lock import KILLED
-from utils.run.mirror import Mirror
 from utils.run.start_checks import check_shared
 from utils.training.fingerprint import fingerprint, shown
 from utils.training.schedule import Progress
@@ -45,15 +45,18 @@ MAX_OF_FILES, MAX_OF_SAMPLES = 0.01, 0.5  # fractions that may differ from the c
 
 def claim_run(config: TrainingConfig, ctx: DistributedContext) -> Run:
     """The run in its folder. Rank 0 locks it and decides whether to continue the run in it. Raises UserError."""
-    mirror = on_all_ranks(lambda: Mirror(config.mirror), ctx) if config.mirror else None
-    claimed = on_rank_0(lambda: claim(config, ctx.host, ctx.launch.id, ctx.launch.may_restart, mirror), ctx)
+    claimed = on_rank_0(lambda: claim(config, ctx.host, ctx.launch.id, ctx.launch.may_restart), ctx)
     lock, start = claimed or (None, None)
     start = Start(**broadcast_json(dataclasses.asdict(start) if start else None, ctx))
-    if mirror:
-        mirror.join(start.generation)
-        apart, own_lock = own_folder(config, start, mirror, ctx)
+    if config.mirror:
+        apart, own_lock = own_folder(config, start, ctx)
         start, lock = dataclasses.replace(start, apart=apart), lock or own_lock
-    run = Run(config.run_folder, config.checkpoint_folder, ctx.rank, ctx.hosts, start, lock, mirror)
+    companions = None
+    if lock and not start.is_completed:
+        more = {"apart": start.apart, "resume_from": start.resume_from, "decision": start.decision}
+        plan = plan_of(config, ctx.rank, ctx.host, start.token, start.launch_id, **more)
+        companions = Companions(config, plan, ctx)
+    run = Run(config.run_folder, config.checkpoint_folder, ctx.rank, ctx.hosts, start, lock, companions)
     if run.resume_path and run.resume_path.parent == run.checkpoints:
         share(run.resume_path, run, ctx)
     if not start.is_completed:
@@ -103,7 +106,7 @@ def resume_run(
     if not broadcast_json(on_rank_0(lambda: run.restore_best(progress.best_step), ctx), ctx):
         progress.forget_best()
     on_rank_0(lambda: _keep(listing, run.folder), ctx)
-    on_rank_0(run.mark_training, ctx)
+    run.mark_training()
     attempt.goodput.resume(payload["provenance"]["goodput"] if payload else None, progress.step)
     return differences
 

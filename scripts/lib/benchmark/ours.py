@@ -40,6 +40,8 @@ class Ours:
             "run_dir": str(folder),
             "checkpoint_dir": "",
             "mirror": "",
+            "track": "none",
+            "on_checkpoint": "",
             "resume_from": resume_from,
         }
         config = dataclasses.replace(config, **places, overwrite=False)

@@ -1,38 +1,38 @@
-"""`--mirror URL`: who owns the run in object storage (utils/checkpoint/stored.py), and what its owner writes there."""
+"""Who owns a run in object storage (scripts/lib/stored.py), and what its owner writes there."""
 
 from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 import uuid
-from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from config import UserError
+from scripts.companions.follow import OtherOwnerError
+from scripts.lib.stored import StoredRun
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
-from utils.checkpoint.stored import StoredRun
-from utils.distributed.collectives import within
 from utils.logger import NAME
-from utils.run.provenance import now
 
 SECONDS_BETWEEN_BEATS, SECONDS_TO_SEE_A_BEAT = 10.0, 30.0
-SECONDS_TO_TELL = 10.0  # of a failure
 SECONDS_TO_READ_BACK = 2.0  # a claim: not every storage can create an object only if it is absent
 
 
 class Mirror(StoredRun):
-    """The run at a URL. Raises UserError if no package can open it."""
+    """The run at a URL. Raises UserError if no package can open it.
 
-    def __init__(self, url: str) -> None:
+    Args:
+        generation: that this attempt has claimed; 0: none yet.
+        run_id: of the run, whichever attempt owns it.
+    """
+
+    def __init__(self, url: str, generation: int = 0, run_id: str = "") -> None:
         super().__init__(url, f"mirror={url.rstrip('/')}")
-        self.generation, self.run_id = 0, ""
-        self.lost = ""  # why this run must end: another one has claimed the URL
-        self._seen, self._end = 0, threading.Event()  # the latest generation at the start
-        self._thread = threading.Thread(target=self._beat, name="mirror", daemon=True)  # of rank 0
+        self.generation, self.run_id = generation, run_id
+        self._seen, self._count = 0, 0  # the latest generation at the start; beats
 
     # ---- the owner ----
 
@@ -69,47 +69,27 @@ class Mirror(StoredRun):
         if self.read_json(name).get("token") != token:
             raise UserError(f"mirror={self.url}: another job has claimed it; end that job or give another --mirror")
         self.generation = generation
-        self._thread.start()
 
-    def join(self, generation: int) -> None:
-        """On a rank other than 0: the generation that rank 0 has claimed."""
-        self.generation = generation
-
-    def is_ours(self) -> bool:
-        """Whether no other job has claimed the URL since. Sets `lost` if one has."""
+    def check_owner(self) -> None:
+        """Raises OtherOwnerError if another job has claimed the URL since."""
         if self.latest() > self.generation:
-            self.lost = f"mirror={self.url}: another job has taken over this run; end this one"
-        return not self.lost
+            raise OtherOwnerError
 
-    def _beat(self) -> None:
-        count = 0
-        while not self.lost:
-            with suppress(UserError):  # the next one may succeed
-                if self.is_ours():
-                    self.write_json(f"owners/{self.generation:08d}.beat", {"count": count, "state": "running"})
-            count += 1
-            if self._end.wait(SECONDS_BETWEEN_BEATS):
-                return
+    def beat(self) -> None:
+        """Show that the owner is alive. Call it each ten seconds. Raises OtherOwnerError as `check_owner`."""
+        self.check_owner()
+        self._count += 1
+        self.write_json(f"owners/{self.generation:08d}.beat", {"count": self._count, "state": "running", "time": now()})
 
-    def close(self) -> None:
-        """Stop the beats. On rank 0 the next owner need not wait for one."""
-        self._end.set()
-        if self.generation:
-            self._thread.join(SECONDS_BETWEEN_BEATS)  # its last beat comes before this one
-            with suppress(UserError):
-                self.write_json(f"owners/{self.generation:08d}.beat", {"state": "ended"})
+    def end(self, status: dict[str, Any]) -> None:
+        """The next owner need not wait for a beat. status: of the run, which is written there if it has failed."""
+        name = self.own("records/status.json")
+        if status.get("state") == "failed" and self.read_json(name):  # else the earlier records count
+            self.write_json(name, status)
+        self.write_json(f"owners/{self.generation:08d}.beat", {"state": "ended"})
 
-    def fail(self, status: dict[str, Any]) -> None:
-        """On rank 0, in a process that ends: as `close`, with the run's status, if the storage answers soon."""
-
-        def tell() -> None:
-            name = self.own("records/status.json")
-            if status.get("state") == "failed" and self.read_json(name):  # else the earlier records count
-                self.write_json(name, status)
-            self.close()
-
-        with suppress(TimeoutError, UserError):
-            within(SECONDS_TO_TELL, tell)
+    def has_ended(self) -> bool:
+        return self.read_json(f"owners/{self.generation:08d}.beat").get("state") == "ended"
 
     # ---- checkpoints ----
 
@@ -117,21 +97,20 @@ class Mirror(StoredRun):
         """The name of an object of this generation."""
         return f"{self.generation:08d}/{name}"
 
-    def commit(self, path: Path, step: int, files: dict[str, dict[str, Any]]) -> bool:
-        """Write the manifest of a checkpoint whose files are all there. Returns False if another job owns the URL."""
-        if not self.is_ours():
-            return False
+    def commit(self, path: Path, files: dict[str, dict[str, Any]]) -> None:
+        """Write the manifest of a checkpoint whose files are all there. Raises OtherOwnerError as `check_owner`."""
+        self.check_owner()
         name = self.own(f"manifests/{path.stem}.{next(iter(files.values()))['sha256'][:8]}.json")
+        step = checkpoint.step_of(path)
         self.write_json(name, {"step": step, "name": path.name, "files": files, "time": now()})
-        return True
 
-    def prune(self, keep_last: int, keep_every: int, best: str) -> None:
-        """Delete superseded checkpoints and what else no reader considers. best: the name of the best checkpoint."""
+    def prune(self, keep_last: int, keep_every: int, best: int) -> None:
+        """Delete superseded checkpoints and what else no reader considers. best: the step of the best checkpoint."""
         valid = {each["step"]: each for each in self.checkpoints()}
         if not valid:  # the storage lists what was there some time ago
             return
         gone = checkpoint.superseded(valid, keep_last, keep_every)
-        kept = [each for step, each in valid.items() if step not in gone or each["name"] == best]
+        kept = [each for step, each in valid.items() if step not in gone or step == best]
         used = {each["manifest"] for each in kept}
         used |= {file["object"] for each in kept for file in each["files"].values()}
         every = self.names()
@@ -149,3 +128,8 @@ class Mirror(StoredRun):
         removed = sorted(filter(is_removed, every), key=lambda name: "/manifests/" not in name)  # these first
         if removed:
             self.remove(removed)
+
+
+def now() -> str:
+    """The time in UTC, ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

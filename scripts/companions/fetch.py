@@ -1,0 +1,14 @@
+"""Copies a checkpoint or a file at a URL to this machine, and answers with its path."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from scripts.companions.follow import answer
+from scripts.lib.stored import local_checkpoint
+
+if __name__ == "__main__":
+    answer(lambda plan: {"path": str(local_checkpoint(plan["source"]))})

@@ -1,0 +1,200 @@
+"""What programs beside training share (docs/companions.md): their plan, what they see of the run, their end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from config import StartError, UserError
+from utils.checkpoint import format as checkpoint
+from utils.files import TEMPORARY, read_json
+from utils.logger import NAME, setup_logger
+
+NICENESS = 10
+OTHER_OWNER = 76  # exit code: another job owns the run
+SECONDS_OF_A_LOOK = 0.5
+SECONDS_TO_WARN = 60.0  # of failing tries
+MAX_PAUSE = 60.0  # seconds between two tries
+SECONDS_TO_LEAVE = 8.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # are for training
+
+
+class OtherOwnerError(Exception):
+    """Another job owns the run."""
+
+
+class Companion:
+    """The run, as a program beside it sees it. A program defines `look`, and may define `leave`.
+
+    Attributes:
+        name: of the program, in messages and temporary files.
+        folder: of the run.
+        checkpoints: the folder of its checkpoints.
+        config: the settings of the run.
+        plan: rank, host, token, launch_id and process (parent) of the rank that has started this program;
+            resume_from: the checkpoint from which this attempt goes on; decision: of the mirror, at the start;
+            apart: the ranks of each node that has a run folder of its own.
+    """
+
+    name = ""
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        self.plan, self.config = plan, plan["config"]
+        self.folder, self.checkpoints = Path(plan["folder"]), Path(plan["checkpoints"])
+        self.log = logging.getLogger(NAME)
+
+    def look(self, state: str) -> bool:
+        """Handle what is new. Called again and again; an error is tried again.
+
+        state: how the run has ended; empty while it lives.
+
+        Returns:
+            Whether nothing is left to do after an end.
+
+        Raises:
+            OtherOwnerError: the run must end.
+        """
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """Called in a thread of its own when the rank is gone or has failed; the process ends after eight seconds."""
+
+    def has_begun(self) -> bool:
+        """Whether the run folder is at the step from which this attempt trains."""
+        lock = read_json(self.folder / "lock.json")
+        if lock.get("token", self.plan["token"]) != self.plan["token"]:
+            raise OtherOwnerError
+        return bool(lock.get("has_trained"))
+
+    def state(self) -> str:
+        """How this attempt has ended in order; empty while it lives. The status of an earlier one has another token."""
+        status = read_json(self.folder / "status.json")
+        is_end = status.get("token") == self.plan["token"] and status.get("state") in ("completed", "preempted")
+        return status["state"] if is_end else ""
+
+    def latest(self) -> Path | None:
+        """The latest checkpoint."""
+        return next(reversed(checkpoint.step_checkpoints(self.checkpoints)), None)
+
+    @contextmanager
+    def kept(self, path: Path) -> Iterator[Path]:
+        """A copy of a checkpoint by hard links, which training does not delete; a real copy on storage without links.
+
+        Raises:
+            OSError: if the checkpoint is gone, or there is no room for a copy.
+        """
+        place = self.checkpoints / f"{path.name}.{self.name}{TEMPORARY}"
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        try:
+            for file in [*path.iterdir()] if path.is_dir() else [path]:
+                link(file, place / file.name)
+            yield place if path.is_dir() else place / path.name
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def link(file: Path, copy: Path) -> None:
+    try:
+        os.link(file, copy)
+    except FileNotFoundError:
+        raise
+    except OSError:  # storage without links
+        if shutil.disk_usage(copy.parent).free < 2 * file.stat().st_size:
+            raise
+        shutil.copyfile(file, copy)
+
+
+class Lines:
+    """The records of a growing file of JSON lines. If a resume has replaced it by a shorter one, it is read anew."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._end, self._last = path, 0, b""
+
+    def new(self) -> list[dict[str, Any]]:
+        """The records since the last call, without a line that is being written."""
+        found: list[dict[str, Any]] = []
+        with suppress(FileNotFoundError), self._path.open("rb") as file:
+            file.seek(self._end - len(self._last))
+            if file.read(len(self._last)) != self._last:
+                file.seek(0)
+                self._end, self._last = 0, b""
+            for line in file:
+                if line.endswith(b"\n"):
+                    self._end, self._last = self._end + len(line), line
+                    with suppress(ValueError):
+                        found.append(json.loads(line))
+        return found
+
+
+def watch(plan: dict[str, Any], leave: Callable[[], object]) -> None:
+    """In a thread: end this process when its rank is gone, or asks for it after a failure. leave: called before that,
+    for a limited time."""
+    is_asked = threading.Event()
+    signal.signal(signal.SIGUSR2, lambda *_: is_asked.set())
+
+    def wait() -> None:
+        while os.getppid() == plan["parent"] and not is_asked.wait(SECONDS_OF_A_LOOK):
+            pass
+        last = threading.Thread(target=leave, daemon=True)
+        last.start()
+        last.join(SECONDS_TO_LEAVE)
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def answer(action: Callable[[dict[str, Any]], dict[str, Any]]) -> NoReturn:
+    """Act before the run starts, and print the result, or the problem with which the run is rejected (exit code 2)."""
+    out = os.dup(1)
+    os.dup2(2, 1)  # log lines must not get into the answer
+    plan = read_plan()
+    setup_logger(0)
+    watch(plan, lambda: None)
+    try:
+        found = action(plan)
+    except UserError as error:
+        found = {"problem": str(error), "may_pass": isinstance(error, StartError)}
+    os.write(out, json.dumps(found).encode())
+    sys.exit(2 if "problem" in found else 0)
+
+
+def read_plan() -> dict[str, Any]:
+    """The plan that the rank gives to this program. From now on stop signals are ignored: they are for training."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which commands would inherit
+    with suppress(OSError):
+        os.nice(NICENESS)
+    return json.load(sys.stdin)
+
+
+def follow(companion: Companion) -> int:
+    """Look again and again until the run has ended and nothing is left to do. Returns the exit code."""
+    setup_logger(companion.plan["rank"], companion.folder / "logs" / f"rank{companion.plan['rank']}.log")
+    watch(companion.plan, companion.leave)
+    failing_since, pause, is_said = 0.0, SECONDS_OF_A_LOOK, False
+    while True:
+        try:
+            state = companion.state()  # before the look, which then sees all that was written until the end
+            if companion.look(state) and state:
+                return 0
+            failing_since, pause, is_said = 0.0, SECONDS_OF_A_LOOK, False
+        except OtherOwnerError:
+            return OTHER_OWNER
+        except (UserError, OSError) as error:
+            failing_since = failing_since or time.monotonic()
+            failing, pause = time.monotonic() - failing_since, min(2 * pause, MAX_PAUSE)
+            if failing > SECONDS_TO_WARN and not is_said:
+                is_said, text = True, "%s: tries have failed for %.0f s, and training continues: %s"
+                companion.log.warning(text, companion.name, failing, error)
+        time.sleep(pause)

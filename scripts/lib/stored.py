@@ -1,0 +1,251 @@
+"""A run in object storage (scripts/companions/mirror.py writes it): its valid checkpoints, and local copies.
+
+owners/<generation>.json        a claim: token, host, and the checkpoints that are valid at that moment ("inherits")
+owners/<generation>.beat        a counter that moves while its run is alive
+<generation>/manifests/*.json   a checkpoint: its files, their bytes and checksums; written when all of them are there
+<generation>/*.pt               these files
+<generation>/records/           the other files of the run folder
+<generation>/nodes/*.json       up to which step a node whose folder is its own has uploaded the records of its ranks
+
+Objects cannot be locked or renamed. So each attempt claims the next generation, and a reader considers only the
+manifests of the latest one and those that it inherits: a former owner that wakes up changes nothing that is read.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from config import StartError, UserError
+from scripts.lib.storage import TRIES, Storage
+from utils.checkpoint import archive, shards
+from utils.checkpoint import format as checkpoint
+from utils.files import read_lines, replace_file, replace_json
+from utils.logger import NAME
+
+SECONDS_BETWEEN_LINES = 10.0  # of progress
+FETCHED = ".fetched-"  # a folder with the part of a checkpoint that has been fetched
+
+
+class StoredRun(Storage):
+    """The run at a URL."""
+
+    def latest(self) -> int:
+        """The latest generation; 0: none."""
+        return max((int(Path(name).stem) for name in self.names("owners") if name.endswith(".json")), default=0)
+
+    def checkpoints(self) -> list[dict[str, Any]]:
+        """The manifests of the checkpoints that count, by step: the latest generation's and those that it inherits."""
+        latest = self.latest()
+        owner = self.read_json(f"owners/{latest:08d}.json")
+        names = [*owner.get("inherits", []), *self.names(f"{latest:08d}/manifests")]
+        found = [self.read_json(name) | {"manifest": name} for name in names]
+        found = [each for each in found if "files" in each]  # others were deleted
+        return sorted(found, key=lambda each: (each["step"], each["manifest"][:8], each["time"]))
+
+    def restore_records(self, folder: Path) -> dict[str, Any]:
+        """Fetch the run's files other than checkpoints. Returns the content of its lock.json, which is not replaced."""
+        records = self._records()
+        for file, (name, _) in records.items():
+            if file != "lock.json":
+                self._restore(name, folder / file)
+        return self.read_json(records["lock.json"][0]) if "lock.json" in records else {}
+
+    def restore_own_records(self, folder: Path, ranks: list[int]) -> None:
+        """Fetch the samples and logs of these ranks, unless the folder has more."""
+        for file, (name, size) in self._records().items():
+            path = folder / file
+            if file in files_of(ranks) and not (path.exists() and path.stat().st_size >= size):
+                self._restore(name, path)
+
+    def _records(self) -> dict[str, tuple[str, int]]:
+        """The files of the latest generation that has records: their names in the run folder, as objects, and bytes."""
+        found = {name: size for name, size in self.names().items() if name[8:17] == "/records/"}
+        latest = max((name[:9] for name in found if name.endswith("/records/status.json")), default="-")
+        return {name[17:]: (name, size) for name, size in found.items() if name.startswith(latest)}
+
+    def _restore(self, name: str, path: Path) -> None:
+        data = self._ask(partial(self._files.cat_file, f"{self._root}/{name}"), TRIES)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, partial(_write, data))
+
+    def fetch_latest(self, folder: Path, step: int, records: Path) -> tuple[Path | None, list[str]]:
+        """Fetch the latest valid checkpoint after this step, and the best one at that time.
+
+        records: metrics.jsonl.
+
+        Returns:
+            Its path (None: there is none), and why later ones were skipped.
+        """
+        valid, notes = {each["step"]: each for each in self.checkpoints()}, []
+        for number in sorted((each for each in valid if each > step), reverse=True):
+            try:
+                path = self.fetch(valid[number], folder)
+            except StartError:
+                raise
+            except UserError as error:
+                notes.append(str(error))
+                continue
+            best = best_step(records, number)
+            if best in valid and best != number:
+                try:
+                    self.fetch(valid[best], folder)
+                except UserError as error:
+                    notes.append(str(error))
+            return path, notes
+        return None, notes
+
+    def fetch(self, manifest: dict[str, Any], folder: Path) -> Path:
+        """A checkpoint, under its name in this folder. Raises UserError if it is damaged."""
+        place, path = folder / f"{FETCHED}{Path(manifest['manifest']).stem}", folder / manifest["name"]
+        digests = {name: file["sha256"] for name, file in manifest["files"].items()}
+        with suppress(UserError):
+            if checkpoint.digests(path) == digests and checkpoint.verify(path):
+                return path
+        for other in folder.glob(f"{FETCHED}*"):
+            if other != place:
+                shutil.rmtree(other, ignore_errors=True)
+        place.mkdir(exist_ok=True)
+        source, log = f"{self.url}/{manifest['manifest']}", logging.getLogger(NAME)
+        total, said = sum(file["bytes"] for file in manifest["files"].values()), time.monotonic()
+        done = sum(each.stat().st_size for each in place.iterdir())
+
+        def tick(count: int) -> None:
+            nonlocal done, said
+            done += count
+            if time.monotonic() - said > SECONDS_BETWEEN_LINES:
+                said = time.monotonic()
+                log.info("fetching %s: %.0f of %.0f MB", source, done / 1e6, total / 1e6)
+
+        try:
+            for part, file in manifest["files"].items():
+                self.get(file["object"], place / part, file["bytes"], tick)
+                if archive.verify(place / part).digest != file["sha256"]:
+                    raise UserError("another checksum")
+        except StartError:
+            raise
+        except UserError:
+            shutil.rmtree(place)
+            raise UserError(f"{source}: {file['object']} is missing or damaged; give another checkpoint") from None
+        if path.suffix:
+            (place / part).replace(path)
+            place.rmdir()
+        else:
+            replace_json(place / shards.MANIFEST, {"step": manifest["step"], "files": digests})
+            checkpoint.replace_folder(place, path)
+        log.info("fetched %s (%.0f MB)", source, total / 1e6)
+        return path
+
+
+def files_of(ranks: Iterable[int]) -> set[str]:
+    """The files of the run folder that each of these ranks writes itself."""
+    return {file for rank in ranks for file in (f"samples/rank{rank}.jsonl", f"logs/rank{rank}.log")}
+
+
+def _write(data: bytes, file: BinaryIO) -> None:
+    file.write(data)
+
+
+def best_step(records: Path, last: int | None = None) -> int:
+    """The step of the best checkpoint, of those up to this step; -1: there is none."""
+    events = [each["step"] for *_, each in read_lines(records) if each.get("event") == "best"]
+    return next((step for step in reversed(events) if last is None or step <= last), -1)
+
+
+def local_run(source: str, choose: Callable[[list[int], int], Iterable[int]] = lambda steps, best: []) -> Path:
+    """The folder of a run; of one at a URL a local copy, with its records and the chosen checkpoints.
+
+    Args:
+        source: a path or a URL.
+        choose: the steps of the checkpoints that are needed, from those that there are, rising, and the best one's.
+
+    Raises:
+        UserError: if there is no run, or a checkpoint is damaged.
+    """
+    if "://" not in source:
+        return Path(source)
+    run = StoredRun(source)
+    folder = _copies(run.url) / Path(run.url).name
+    checkpoints = folder / "checkpoints"
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / "lock").open("w") as lock:  # the ranks of a node share the copy
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        valid = {each["step"]: each for each in run.checkpoints()}
+        run.restore_records(folder)
+        if not (folder / "status.json").exists():
+            raise UserError(f"{source}: holds no run; give the URL that its --mirror had")
+        best = best_step(folder / "metrics.jsonl")
+        best = best if best in valid else -1
+        for path in checkpoint.step_checkpoints(checkpoints):
+            if path.name not in {each["name"] for each in valid.values()}:
+                checkpoint.remove(path)
+        for step in choose(list(valid), best):
+            path = run.fetch(valid[step], checkpoints)
+            if step == best:
+                checkpoint.link_best(path)
+    return folder
+
+
+def local_checkpoint(source: str) -> Path:
+    """The path of a checkpoint or another file; of one at a URL a local copy.
+
+    Args:
+        source: a path, the URL of a file, or a checkpoint of a run at a URL: RUN/checkpoints/step_00000012.pt,
+            RUN/checkpoints/best.pt, or just RUN (a folder, too), its best one or, without an evaluation, the latest.
+
+    Raises:
+        UserError: if it is not there or damaged.
+    """
+    if "://" not in source:
+        return checkpoint.best_or_latest(Path(source), prefers_best=True)[0]
+    url, _, name = source.partition("/checkpoints/")
+    if not name and Path(url).suffix:
+        return _local_file(source)
+    chosen: list[int] = []
+
+    def choose(steps: list[int], best: int) -> list[int]:
+        step = archive.STEP_NAME.fullmatch(name)
+        wanted = int(step[1]) if step else best if best >= 0 or name else max(steps, default=-1)
+        if wanted not in steps:
+            there = ", ".join(map(str, steps)) or "none"
+            raise UserError(f"{source}: is not there; the run has checkpoints of these steps: {there}")
+        chosen.append(wanted)
+        return chosen
+
+    folder = local_run(url, choose) / "checkpoints"
+    return next(path for path in checkpoint.step_checkpoints(folder) if checkpoint.step_of(path) in chosen)
+
+
+def _local_file(url: str) -> Path:
+    """A local copy of an object, fetched again only when it has changed. Raises UserError."""
+    folder, _, name = url.rpartition("/")
+    storage = Storage(folder, url)
+    size, version = storage.version(name)
+    place = _copies(url)
+    path = place / hashlib.sha256(version.encode()).hexdigest()[:16] / name
+    place.mkdir(parents=True, exist_ok=True)
+    with (place / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            for other in place.glob("*/"):
+                shutil.rmtree(other)
+            path.parent.mkdir()
+            part = path.with_name(f"{FETCHED}{name}")
+            storage.get(name, part, size, lambda count: None)
+            part.replace(path)
+    return path
+
+
+def _copies(url: str) -> Path:
+    """The folder for copies of what is at this URL, where torch keeps what it downloads ($TORCH_HOME)."""
+    home = os.environ.get("TORCH_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "torch"))
+    return Path(os.path.expanduser(home), "hub/copies", hashlib.sha256(url.encode()).hexdigest()[:16])

@@ -1,0 +1,52 @@
+"""Starts programs of scripts/companions: beside training, or to wait for their answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from config import StartError, UserError
+
+PROGRAMS = Path(__file__).resolve().parents[1] / "scripts/companions"
+
+
+def start(name: str, plan: dict[str, Any], *flags: str, **options: Any) -> subprocess.Popen:
+    """Start a program in a session of its own. plan: what it reads from its standard input, as JSON."""
+    words = [sys.executable, str(PROGRAMS / f"{name}.py"), str(plan.get("folder", "")), *flags]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True, **options)
+    pipe, process.stdin = cast(BinaryIO, process.stdin), None
+    with suppress(BrokenPipeError), pipe:
+        pipe.write(json.dumps(plan | {"parent": os.getpid()}).encode())
+    return process
+
+
+def ask(name: str, plan: dict[str, Any], title: str, *flags: str) -> dict[str, Any]:
+    """Wait for a program's answer.
+
+    title: what it is called in messages.
+
+    Raises:
+        UserError: the answer, if the program rejects the plan; StartError if another attempt may succeed.
+    """
+    process = start(name, plan, *flags, stdout=subprocess.PIPE)
+    try:
+        answer = json.loads(process.communicate()[0])
+    except ValueError:
+        raise StartError(f"{title}: its program ended with exit code {process.returncode}; start again") from None
+    if "problem" in answer:
+        raise (StartError if answer["may_pass"] else UserError)(answer["problem"])
+    return answer
+
+
+def end_session(leader: int) -> None:
+    """SIGKILL a program that `start` has started, and what it has started itself: they are in one session."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if int(file.read_text().rpartition(")")[2].split()[3]) == leader:
+                os.kill(int(file.parent.name), signal.SIGKILL)

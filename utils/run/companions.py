@@ -1,0 +1,107 @@
+"""Starts the programs beside training (docs/companions.md), again if they die, and waits for them at the end."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from config import TrainingConfig, TrainingError
+from utils.distributed.context import DistributedContext
+from utils.logger import NAME
+from utils.programs import end_session, start
+from utils.redact import redacted
+from utils.signals import StopSignals
+
+OTHER_OWNER = 76  # exit code: another job owns the run
+SECONDS_OF_A_LOOK = 0.1
+MAX_PAUSE = 60.0  # seconds before one that dies again and again is started
+SECONDS_TO_LEAVE = 10.0
+SECONDS_AFTER_STOP = 27.0  # torchrun kills ranks 30 s after a stop signal
+
+
+class Companions:
+    """The companions of a process, each kept alive by a thread.
+
+    plan: what all of them know (`plan_of`).
+    """
+
+    def __init__(self, config: TrainingConfig, plan: dict[str, Any], ctx: DistributedContext) -> None:
+        every = {"mirror": config.mirror}
+        if ctx.is_main:
+            every |= {"track": config.track.replace("none", ""), "on_checkpoint": config.on_checkpoint}
+        self._settings = {name: value for name, value in every.items() if value}
+        self._plan, self._is_under_torchrun = plan, ctx.launch.is_under_torchrun
+        self._log, self._lost, self._is_closed = logging.getLogger(NAME), "", threading.Event()
+        self._running: dict[str, subprocess.Popen] = {}
+        self._threads = {
+            name: threading.Thread(target=self._keep, args=(name,), daemon=True) for name in self._settings
+        }
+        for thread in self._threads.values():
+            thread.start()
+
+    def _keep(self, name: str) -> None:
+        title, pause = redacted(f"{name}={self._settings[name]}"), 1.0
+        file = Path(self._plan["folder"], f".{name}-{self._plan['rank']}.pid")
+        with suppress(OSError, ValueError):  # that of the attempt before
+            pid = int(file.read_text())
+            if f"{name}.py\0{self._plan['folder']}\0".encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                end_session(pid)
+        while not self._is_closed.is_set():
+            process = self._running[name] = start(name, self._plan)
+            with suppress(OSError):
+                file.write_text(str(process.pid))
+            code = process.wait()
+            end_session(process.pid)  # what it had started
+            if code == OTHER_OWNER:
+                self._lost = f"{title}: another job has taken over this run; end this one"
+            if code in (0, OTHER_OWNER):
+                return
+            if not self._is_closed.is_set():
+                self._log.warning("%s: ended with exit code %d; it is started again in %.0f s", title, code, pause)
+            self._is_closed.wait(pause)
+            pause = min(2 * pause, MAX_PAUSE)
+
+    def _alive(self) -> list[str]:
+        return [name for name, thread in self._threads.items() if thread.is_alive()]
+
+    def look(self) -> None:
+        """Raises TrainingError if another job owns the run."""
+        if self._lost:
+            raise TrainingError(self._lost)
+
+    def finish(self, seconds: float, tick: Callable[[], object]) -> None:
+        """Wait until they have done what is left after the end that status.json holds, then end them.
+
+        Args:
+            seconds: at most, but for `on_checkpoint`, whose command has limits of its own.
+            tick: called meanwhile.
+        """
+        began = time.monotonic()
+        ends = min(began + seconds, StopSignals.came_at + SECONDS_AFTER_STOP if self._is_under_torchrun else math.inf)
+        while (alive := self._alive()) and ("on_checkpoint" in alive or time.monotonic() < ends):
+            tick()
+            self.look()
+            time.sleep(SECONDS_OF_A_LOOK)
+        for name in alive:
+            text = "%s=%s: lacks the latest checkpoint or records after %.0f s; they are in %s"
+            values = name, self._settings[name], time.monotonic() - began, self._plan["folder"]
+            self._log.warning(text, *values)
+        self.look()
+        self.leave()
+
+    def leave(self) -> None:
+        """End them within ten seconds. The mirror may still write that the run has failed."""
+        self._is_closed.set()
+        ends = time.monotonic() + SECONDS_TO_LEAVE
+        while self._alive() and (left := ends - time.monotonic()) > -1:
+            for process in list(self._running.values()):
+                process.send_signal(signal.SIGUSR2 if left > 0 else signal.SIGKILL)
+            time.sleep(SECONDS_OF_A_LOOK)
