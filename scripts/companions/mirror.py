@@ -6,14 +6,15 @@ mirror.py RUN            follows the run
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
+from os import _exit
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from config import StartError, UserError, limits_of
 from scripts.companions.follow import OTHER_OWNER, Companion, Lines, OtherOwnerError, answer, follow, read_plan
@@ -137,7 +138,7 @@ class Uploads(Companion):
             try:
                 self.mirror.beat()
             except OtherOwnerError:
-                os._exit(OTHER_OWNER)
+                _exit(OTHER_OWNER)
             except UserError:
                 pass  # the next one may succeed
             stands = time.monotonic() - self._moved_at

@@ -10,10 +10,10 @@ import pytest
 
 from proxy import Proxy
 from ranks import run_ranks
+from scripts.lib import storage
 from test_mirror import Attempt, be_quick, quick, steps_of  # noqa: F401
 from test_object_storage import bucket  # noqa: F401
 from test_stored_run import step_of_the_next_attempt, without_beats
-from utils import storage
 from utils.checkpoint import format as checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("bucket", ["moto"], indirect=True)]
@@ -37,7 +37,7 @@ def behind(bucket, monkeypatch):  # noqa: F811
 
     yield put
     for attempt in Attempt.all:
-        attempt.uploads.close()
+        attempt.suspend()
     for proxy in proxies:
         proxy.close()
 
