@@ -162,20 +162,21 @@ class Uploads(Companion):
             replace_json(self.folder / MIRRORED, {"url": self.mirror.url, "run": self.mirror.run_id})
             for each in self.mirror.checkpoints():
                 self._there[each["name"]] = {name: file["sha256"] for name, file in each["files"].items()}
-            self._is_new = False
-        before, self._state = self._best, state
+        has_changed, before, self._state = self._is_new, self._best, state
         for record in self._lines.new():
             self._best = record["step"] if record.get("event") == "best" else self._best
-        has_changed = before != self._best
+        has_changed |= before != self._best
         paths = checkpoint.step_checkpoints(self.checkpoints)
         for path in [*paths[-1:], *(path for path in paths if checkpoint.step_of(path) == self._best)]:
             if self._there.get(path.name) != checkpoint.digests(path):
                 self._upload(path)
                 has_changed = True
-        if state or has_changed:
+        if state or (has_changed and self._there):
             while self._is_a_node_behind(0, state):  # these records would count without those of that node
                 time.sleep(SECONDS_BETWEEN_REQUESTS)
             self._upload_records()
+            self.mirror.prune(self.config["keep_last"], self.config["keep_every"], self._best)
+        self._is_new = False
         if state:
             self._end.set()
             self._thread.join()
@@ -210,7 +211,6 @@ class Uploads(Companion):
         mirror.commit(path, files)
         self._there[path.name] = digests
         self.log.info("uploaded %s to %s in %.1f s", path.name, mirror.url, time.monotonic() - began)
-        mirror.prune(self.config["keep_last"], self.config["keep_every"], self._best)
 
     def _look_on_node(self, state: str) -> bool:
         if time.monotonic() < self._next_request:
@@ -261,10 +261,13 @@ class Uploads(Companion):
                     self._records[path] = stamp
 
 
-if __name__ == "__main__":
+def main() -> int:
     if sys.argv[2:] == ["--first"]:
         answer(lambda plan: decide_on_node(plan) if plan["rank"] else decide(plan))
-    else:
-        uploads = Uploads(read_plan())
-        uploads.start()
-        sys.exit(follow(uploads))
+    uploads = Uploads(read_plan())
+    uploads.start()
+    return follow(uploads)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -67,6 +67,18 @@ def test_what_a_network_does_to_requests_costs_time_only(bucket, behind, tmp_pat
     print({kind: met.count(kind) for kind in sorted(set(met))})
 
 
+def test_an_object_that_is_too_short_is_passed_over(bucket, tmp_path, monkeypatch):  # noqa: F811
+    """A server rejects a range beyond its end."""
+    url, _ = bucket
+    first = Attempt(url, tmp_path / "a").upload(10, 20)
+    first.end()
+    monkeypatch.setattr(storage, "BLOCK_BYTES", 512)
+    (name,) = [name for name in first.mirror.names() if name.endswith("step_00000020.pt")]
+    first.mirror._files.pipe_file(f"{first.mirror._root}/{name}", b"short")
+    second = Attempt(url, tmp_path / "b")
+    assert second.run.resume_path.name == "step_00000010.pt" and "is missing or damaged" in second.start.notes[0]
+
+
 def count_requests(what, env, url, folder, at, is_answered):
     """Those of a save or of a start. The proxy in this process kills it at one: before it, or when it is answered."""
     os.environ.update(env)

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 import uuid
 from pathlib import Path
 from unittest import mock
@@ -9,6 +10,7 @@ from unittest import mock
 import pytest
 
 from config import StartError, TrainingConfig, TrainingError, UserError
+from scripts.companions import follow as follow_module
 from scripts.companions import mirror as mirror_module
 from scripts.companions import owner as owner_module
 from scripts.companions.follow import OTHER_OWNER, OtherOwnerError
@@ -16,6 +18,7 @@ from scripts.companions.mirror import Uploads
 from scripts.companions.owner import Mirror
 from scripts.lib import storage
 from test_checkpoint import flip, payload
+from training import wait_until
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.run import claim as claim_module
@@ -342,3 +345,61 @@ def test_nothing_is_deleted_while_the_storage_lists_no_checkpoint(url, tmp_path,
         stale.setattr(Mirror, "checkpoints", lambda self: [])
         attempt.mirror.prune(1, 0, -1)
     assert attempt.mirror.names().keys() >= names.keys() and steps_of(url) == [10, 20]
+
+
+def test_a_failing_upload_is_a_warning_and_is_tried_again(url, tmp_path, monkeypatch, caplog):
+    attempt, files = Attempt(url, tmp_path / "a"), Mirror(url)._files
+    monkeypatch.setattr(follow_module, "SECONDS_TO_WARN", 0.3)
+    monkeypatch.setattr(follow_module, "MAX_PAUSE", 0.1)
+    for name in ("watch", "setup_logger"):
+        monkeypatch.setattr(follow_module, name, lambda *_: None)
+    plain, is_down = type(files).put_file, [True]
+
+    def put_file(self, *args, **options):
+        if is_down:
+            raise TimeoutError("no answer")
+        return plain(self, *args, **options)
+
+    monkeypatch.setattr(type(files), "put_file", put_file)
+    attempt.save(10)
+    program = threading.Thread(target=follow_module.follow, args=(attempt.uploads,), daemon=True)
+    program.start()
+    wait_until(lambda: "mirror: tries have failed for" in caplog.text and "TimeoutError: no answer" in caplog.text)
+    assert "; training continues" in caplog.text or "and training continues" in caplog.text
+    time.sleep(0.5)
+    assert caplog.text.count("tries have failed") == 1 and steps_of(url) == []
+    is_down.clear()
+    wait_until(lambda: steps_of(url) == [10])
+    attempt.run.status("preempted")
+    program.join(20)
+    assert not program.is_alive() and attempt.mirror.has_ended()
+
+
+def test_a_checkpoint_counts_once_the_other_nodes_have_uploaded_their_samples(url, tmp_path, monkeypatch):
+    """Rank 0 leaves their files to them, although it has copies of an earlier attempt."""
+    attempt = Attempt(url, tmp_path / "run")
+    attempt.suspend()
+    main = Uploads(attempt.plan(apart=[[1, 2]]))
+    node = Uploads(attempt.plan(apart=[[1, 2]]) | {"rank": 1})  # it has the same folder here
+    for rank in (0, 2):
+        attempt.run.folder.joinpath("samples").mkdir(exist_ok=True)
+        attempt.run.folder.joinpath(f"samples/rank{rank}.jsonl").write_text("{}\n")
+    attempt.save(5)
+    upload = threading.Thread(target=main.look, args=("",), daemon=True)
+    upload.start()
+    wait_until(lambda: attempt.mirror.read_json(attempt.mirror.own("wanted.json")))
+    assert attempt.mirror.checkpoints() == []
+    assert "00000001/records/samples/rank2.jsonl" not in attempt.mirror.names()
+    node.look("")
+    assert "00000001/records/samples/rank2.jsonl" in attempt.mirror.names()
+    upload.join(20)
+    assert [each["step"] for each in attempt.mirror.checkpoints()] == [5]
+    names = attempt.mirror.names()
+    assert attempt.mirror.own("records/samples/rank0.jsonl") in names
+    assert not node.look("completed")  # rank 0's program may still want parts of it
+    main.start()
+    end = threading.Thread(target=main.look, args=("completed",), daemon=True)
+    end.start()
+    wait_until(lambda: node.look("completed"), 20)
+    end.join(20)
+    assert attempt.mirror.has_ended()

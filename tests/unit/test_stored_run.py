@@ -110,6 +110,27 @@ def test_a_kill_at_any_request_leaves_the_old_or_the_new_checkpoint(tmp_path, mo
     assert at > 10
 
 
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_program_that_is_killed_at_any_request_is_started_again_and_uploads_all(tmp_path, monkeypatch, is_answered):
+    """With the same plan: it claims nothing, and nothing is left over."""
+    without_beats(monkeypatch)
+    at, is_killed = 0, True
+    while is_killed:
+        at += 1
+        url = f"memory://{uuid.uuid4().hex}/a"
+        first = Attempt(url, tmp_path / f"{at}").upload(10, 20)
+        with monkeypatch.context() as patched:
+            wire = Wire(patched, at, is_answered)
+            with suppress(Killed):
+                first.upload(30)
+            is_killed = wire.is_dead
+        again = Uploads(first.plan())
+        assert again.look("")
+        assert steps_of(url) == [20, 30] and again.mirror.latest() == 1
+        assert sum(name.endswith(".pt") for name in again.mirror.names()) == 2
+    assert at > 10
+
+
 @pytest.fixture
 def copies(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "copies"))
