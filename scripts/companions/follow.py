@@ -121,7 +121,7 @@ def link(file: Path, copy: Path) -> None:
 
 
 class Lines:
-    """The records of a growing file of JSON lines. If a resume has replaced it by a shorter one, it is read anew."""
+    """The records of a growing file of JSON lines. A file that a resume has cut is read from its start."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._end, self._last = path, 0, b""

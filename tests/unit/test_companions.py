@@ -66,7 +66,7 @@ def text_of(numbers):
         ([None, text_of([1])], [1]),
     ],
 )
-def test_each_record_of_a_growing_file_is_read_and_a_file_that_a_resume_has_cut_is_read_anew(
+def test_each_record_of_a_growing_file_is_read_and_a_file_that_a_resume_has_cut_is_read_from_its_start(
     tmp_path, contents, expected
 ):
     lines, found = Lines(tmp_path / "metrics.jsonl"), []

@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import time
 import uuid
 from pathlib import Path
 from unittest import mock
@@ -10,7 +9,6 @@ from unittest import mock
 import pytest
 
 from config import StartError, TrainingConfig, TrainingError, UserError
-from scripts.companions import follow as follow_module
 from scripts.companions import mirror as mirror_module
 from scripts.companions import owner as owner_module
 from scripts.companions.follow import OTHER_OWNER, OtherOwnerError
@@ -345,34 +343,6 @@ def test_nothing_is_deleted_while_the_storage_lists_no_checkpoint(url, tmp_path,
         stale.setattr(Mirror, "checkpoints", lambda self: [])
         attempt.mirror.prune(1, 0, -1)
     assert attempt.mirror.names().keys() >= names.keys() and steps_of(url) == [10, 20]
-
-
-def test_a_failing_upload_is_a_warning_and_is_tried_again(url, tmp_path, monkeypatch, caplog):
-    attempt, files = Attempt(url, tmp_path / "a"), Mirror(url)._files
-    monkeypatch.setattr(follow_module, "SECONDS_TO_WARN", 0.3)
-    monkeypatch.setattr(follow_module, "MAX_PAUSE", 0.1)
-    for name in ("watch", "setup_logger"):
-        monkeypatch.setattr(follow_module, name, lambda *_: None)
-    plain, is_down = type(files).put_file, [True]
-
-    def put_file(self, *args, **options):
-        if is_down:
-            raise TimeoutError("no answer")
-        return plain(self, *args, **options)
-
-    monkeypatch.setattr(type(files), "put_file", put_file)
-    attempt.save(10)
-    program = threading.Thread(target=follow_module.follow, args=(attempt.uploads,), daemon=True)
-    program.start()
-    wait_until(lambda: "mirror: tries have failed for" in caplog.text and "TimeoutError: no answer" in caplog.text)
-    assert "; training continues" in caplog.text or "and training continues" in caplog.text
-    time.sleep(0.5)
-    assert caplog.text.count("tries have failed") == 1 and steps_of(url) == []
-    is_down.clear()
-    wait_until(lambda: steps_of(url) == [10])
-    attempt.run.status("preempted")
-    program.join(20)
-    assert not program.is_alive() and attempt.mirror.has_ended()
 
 
 def test_a_checkpoint_counts_once_the_other_nodes_have_uploaded_their_samples(url, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """A run in object storage, as it is read: after a kill at any request, and as a local copy for other programs."""
 
 import threading
+import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -9,9 +10,12 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from config import TrainingConfig, UserError
+from scripts.companions import follow as follow_module
 from scripts.companions.mirror import Uploads
+from scripts.companions.owner import Mirror
 from scripts.lib import storage, stored
 from test_mirror import WHERE, Attempt, quick, steps_of  # noqa: F401
+from training import wait_until
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.stored import local_checkpoint
 from utils.files import read_json
@@ -129,6 +133,34 @@ def test_a_program_that_is_killed_at_any_request_is_started_again_and_uploads_al
         assert steps_of(url) == [20, 30] and again.mirror.latest() == 1
         assert sum(name.endswith(".pt") for name in again.mirror.names()) == 2
     assert at > 10
+
+
+def test_a_failing_upload_is_a_warning_and_is_tried_again(url, tmp_path, monkeypatch, caplog):
+    attempt, files = Attempt(url, tmp_path / "a"), Mirror(url)._files
+    monkeypatch.setattr(follow_module, "SECONDS_TO_WARN", 0.3)
+    monkeypatch.setattr(follow_module, "MAX_PAUSE", 0.1)
+    for name in ("watch", "setup_logger"):
+        monkeypatch.setattr(follow_module, name, lambda *_: None)
+    plain, is_down = type(files).put_file, [True]
+
+    def put_file(self, *args, **options):
+        if is_down:
+            raise TimeoutError("no answer")
+        return plain(self, *args, **options)
+
+    monkeypatch.setattr(type(files), "put_file", put_file)
+    attempt.save(10)
+    program = threading.Thread(target=follow_module.follow, args=(attempt.uploads,), daemon=True)
+    program.start()
+    wait_until(lambda: "mirror: tries have failed for" in caplog.text and "TimeoutError: no answer" in caplog.text)
+    assert "; training continues" in caplog.text or "and training continues" in caplog.text
+    time.sleep(0.5)
+    assert caplog.text.count("tries have failed") == 1 and steps_of(url) == []
+    is_down.clear()
+    wait_until(lambda: steps_of(url) == [10])
+    attempt.run.status("preempted")
+    program.join(20)
+    assert not program.is_alive() and attempt.mirror.has_ended()
 
 
 @pytest.fixture
