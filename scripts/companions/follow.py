@@ -19,6 +19,7 @@ from config import StartError, UserError
 from utils.checkpoint import format as checkpoint
 from utils.files import TEMPORARY, read_json
 from utils.logger import NAME, setup_logger
+from utils.run.command_line import open_output
 
 NICENESS = 10
 OTHER_OWNER = 76  # exit code: another job owns the run
@@ -176,6 +177,7 @@ def answer(action: Callable[[dict[str, Any]], dict[str, Any]]) -> NoReturn:
 
 def read_plan() -> dict[str, Any]:
     """The plan that the rank gives to this program. From now on stop signals are ignored: they are for training."""
+    open_output()
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which commands would inherit
     with suppress(OSError):

@@ -100,6 +100,11 @@ class Run:
         if token != self.start.token:
             raise TrainingError(f"{self.checkpoints}: another job has taken over this run; end this one")
 
+    def end_companions(self) -> None:
+        """After a failure."""
+        if self.companions:
+            self.companions.leave()
+
     def close(self) -> None:
         """Release the folder."""
         if self._lock is not None:
@@ -178,8 +183,7 @@ class Run:
         step: the last one that this rank has completed.
         """
         self._write_failure(error, step)
-        if self.companions:
-            self.companions.leave()
+        self.end_companions()
 
     def _write_failure(self, error: BaseException, step: int) -> None:
         if not self.is_ours():
