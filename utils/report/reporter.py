@@ -20,12 +20,12 @@ from utils.memory import peak_memory
 from utils.metrics import RESERVED
 from utils.redact import stored
 from utils.report.banner import decisions
+from utils.report.goodput import accounts_of, attempts_of, share_in_training
 from utils.report.profiler import StepProfiler
 from utils.report.tensorboard import Board
 from utils.rng import seed_evaluation, set_apart
 from utils.run.attempt import Attempt
 from utils.run.folder import Run
-from utils.run.goodput import ACCOUNTS, share_in_training
 from utils.run.provenance import zip_code
 from utils.training.fingerprint import fingerprint, shown
 from utils.training.interval import EMPTY, Read, is_empty
@@ -74,7 +74,7 @@ class Reporter:
         self._log_images = log_images if run.is_main or config.sharding != "none" else None
         self._attempt, self._run, self._config, self._ctx, self._logger = attempt, run, config, ctx, logger
         self._state, self._loader, self._sampler = state, loader, loader.sampler
-        self._clock, self._goodput = attempt.clock, attempt.goodput
+        self._clock = attempt.clock
         self._total_steps, self._origin = state.schedule.total_steps, origin
         self._board = Board(run.folder / "tensorboard" if ctx.is_main else None, state.progress.step)
         folder = run.folder / "traces" if config.enable_profiling and ctx.is_main else None
@@ -109,10 +109,11 @@ class Reporter:
             run.warn("changed: %s", line)
         if warning := self._state.schedule.warning:
             run.warn("%s", warning)
-        run.status("running", epoch=progress.epoch_number, step=step, samples_seen=progress.samples_seen)
+        where: dict[str, Any] = {"samples_seen": progress.samples_seen, "world_size": self._ctx.world_size}
         if run.resume_path:
-            where = {"checkpoint": str(run.resume_path), "world_size": self._ctx.world_size}
-            run.event("resumed", step, **where, changed=differences)
+            where |= {"checkpoint": str(run.resume_path), "changed": differences}
+        run.mark_beginning(step, self._attempt.began, **where)
+        run.status("running", epoch=progress.epoch_number, step=step, samples_seen=progress.samples_seen)
 
     # ---- training ----
 
@@ -122,6 +123,7 @@ class Reporter:
         step = progress.step
         if self._config.record_samples:
             self._run.record_samples(progress.epoch_number, step, indices)
+        self._run.progress(epoch=progress.epoch_number, step=step, samples_seen=progress.samples_seen)
         self._samples += samples
         self._steps += 1
         if self._unwritten and step - self._unwritten.at["step"] >= READ_AFTER:
@@ -202,7 +204,6 @@ class Reporter:
         if self._log_points == 2:  # the first interval includes the start of the workers
             self._advise(waited / seconds if seconds else 0.0)
         self._board.scalars(record)
-        self._run.progress(**point.at)
         self._check_skips(step, "no targets" if is_empty(skipped) else NOT_FINITE)
 
     def before_save(self) -> None:
@@ -277,11 +278,15 @@ class Reporter:
 
     def finish(self, ending: str, best_metric: str, test: list[dict[str, Any]]) -> dict[str, Any]:
         """Write summary.json and the last status, and show the next commands."""
-        progress, accounts = self._state.progress, self._goodput.now()
+        progress, records = self._state.progress, self._run.records()
+        attempts = attempts_of(records, self._run.seconds(), progress.step)
+        accounts = accounts_of(attempts)
         trained = accounts["training"] + accounts["data_wait"]  # counts each step once
-        rate = progress.samples_seen / trained if trained else 0.0
+        # the run may have begun with the checkpoint of another one
+        samples = progress.samples_seen - min((each.samples_seen for each in attempts), default=0)
+        rate = samples / trained if trained else 0.0
         chosen = "ema" if self._config.ema_decay else "model"
-        evaluations = [r for r in self._run.records("eval") if r["weights"] == chosen and r not in test]
+        evaluations = [r for r in records if r["kind"] == "eval" and r["weights"] == chosen and r not in test]
         if any(r["split"] == "val" for r in evaluations):  # the others are tests at the end of an earlier, shorter run
             evaluations = [r for r in evaluations if r["split"] == "val"]
         final = evaluations[-1] if evaluations else {}
@@ -292,7 +297,7 @@ class Reporter:
             "steps": progress.step,
             "skipped_steps": progress.skipped_steps,
             "samples_seen": progress.samples_seen,
-            "wall_s": max(1e-9, sum(accounts[name] for name in ACCOUNTS)),
+            "wall_s": max(1e-9, sum(accounts.values())),
             "samples_per_s": rate,
             "samples_per_s_per_rank": rate / self._ctx.world_size,
             "world_size": self._ctx.world_size,
@@ -307,11 +312,11 @@ class Reporter:
             "restarts": self._run.start.attempt - 1,
             "goodput": share_in_training(accounts),
             "overflow_steps": progress.overflow_steps,
-            "time": {f"{name}_s": round(accounts[name], 3) for name in ACCOUNTS},
+            "time": {f"{name}_s": round(seconds, 3) for name, seconds in accounts.items()},
         }
         if test:
             summary["test"] = test
-        empty_steps = sum(each.get("reason") == EMPTY for each in self._run.records("event"))
+        empty_steps = sum(each.get("reason") == EMPTY for each in records)
         if warnings := self._warnings(summary, evaluations, empty_steps):
             summary["warnings"] = warnings
         for line in warnings:

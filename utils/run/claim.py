@@ -12,11 +12,12 @@ from typing import Any
 
 from config import DEFAULT_RUN_DIR, StartError, TrainingConfig, UserError
 from utils.checkpoint import format as checkpoint
-from utils.files import TEMPORARY, may_pass, read_json, replace_json
+from utils.files import TEMPORARY, may_pass, read_json, read_lines, replace_json
 from utils.run.lock import KILLED, RunLock, repeated_failures
 from utils.run.lock import NAME as LOCK
 from utils.run.mirror import Mirror
 
+BEGINNINGS = ("started", "resumed")  # the first event of each attempt
 NOTHING = ""  # what a folder was before this start
 MIRRORED = "mirror.json"  # in the run folder: which run its mirror is a copy of
 
@@ -86,7 +87,7 @@ def decide(
         with suppress(OSError):
             replace_json(folder / "status.json", status)
     saved = [*checkpoint.step_checkpoints(checkpoints), *checkpoints.glob(checkpoint.BEST)]
-    holds_run = (folder / "metrics.jsonl").exists() or bool(saved)
+    holds_run = has_records(folder) or bool(saved)
     is_same_launch = bool(launch_id) and owner.get("launch_id") == launch_id
     given = Path(config.resume_from) if config.resume_from not in ("", "auto") else None
     is_continued = holds_run and (config.resume_from == "auto" or is_same_launch)
@@ -141,6 +142,8 @@ def decide(
     # an attempt that was killed before its first record or checkpoint counts too
     is_again = not moved and (holds_run or (config.resume_from == "auto" and owner.get("has_trained")))
     attempt = owner.get("attempt", 0) + 1 if is_again else 1
+    if not is_again:  # what another run has begun here
+        (folder / "metrics.jsonl").unlink(missing_ok=True)
     if mirror:
         mirror.claim(lock.token, launch_id, host, read_json(folder / MIRRORED).get("run", ""))
         replace_json(folder / MIRRORED, {"url": mirror.url, "run": mirror.run_id})
@@ -154,6 +157,11 @@ def decide(
         with suppress(OSError):  # NFS keeps the files that a process has open as .nfs*
             shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
     return lock, start
+
+
+def has_records(folder: Path) -> bool:
+    """Whether attempts in this folder have recorded more than that they began."""
+    return any(each.get("event") not in BEGINNINGS for *_, each in read_lines(folder / "metrics.jsonl"))
 
 
 def saved_config(folder: Path, checkpoints: Path) -> dict[str, Any]:
@@ -176,7 +184,7 @@ def restore_from(mirror: Mirror, config: TrainingConfig, launch_id: str) -> dict
         raise UserError(
             f"mirror={mirror.url}: holds a run already; add --resume_from auto to continue it, or give another --mirror"
         )
-    holds_run = bool(here) or (folder / "metrics.jsonl").exists()
+    holds_run = bool(here) or has_records(folder)
     if valid and holds_run and read_json(folder / MIRRORED).get("run") != mirror.run_id:
         raise UserError(f"run_dir={folder}: holds another run than mirror={mirror.url}; give another --run_dir")
     if valid and valid[-1]["step"] > max(map(checkpoint.step_of, here), default=-1):

@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 import zipfile
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,7 +39,12 @@ BLOCK = ("# ---- yours:", "# ---- end of yours")  # the lines of config.py betwe
 
 def now() -> str:
     """The time in UTC, ISO 8601."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
+    return iso(time.time())
+
+
+def iso(seconds: float) -> str:
+    """A time in UTC, ISO 8601. seconds: since 1970."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
 def collect(
