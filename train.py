@@ -161,7 +161,6 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
         checkpoints.finish_writing()
 
     cross_check = on_all_ranks(lambda: CrossCheck(state, loader, config, ctx, run.event, run.warn, save_to_disk), ctx)
-
     reporter.start(loaders, differences)  # training begins
 
     def vote() -> Vote:

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from config import UserError
 from scripts.lib.svg import Series, color, line_plot, svg_file
 from utils.files import read_json, read_lines
-from utils.report.goodput import attempts_of, seconds_of
+from utils.report.goodput import attempts_of
 from utils.run.command_line import open_output
 from utils.table import format_table
 
@@ -56,8 +56,7 @@ class RunInfo:
         self.records = [
             r for *_, r in records if isinstance(r, dict) and "kind" in r and isinstance(r.get("step"), int)
         ]
-        until, step = seconds_of(self.status.get("time")), self.status.get("step")
-        self.attempts = attempts_of(self.records, until or 0.0, step or 0)
+        self.attempts = attempts_of(self.records, self.status.get("time"), self.status.get("step"))
 
     def size(self) -> int:
         """The size in bytes; hard links count once. A live run replaces its files meanwhile."""

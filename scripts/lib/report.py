@@ -14,11 +14,13 @@ from scripts.lib import timeline
 from scripts.lib.svg import Series, color, line_plot
 from utils.logger import duration
 from utils.metrics import RESERVED
-from utils.report.goodput import ACCOUNTS, accounts_of, share_in_training
+from utils.report.goodput import ACCOUNTS, accounts_of
 
 MAX_POINTS, MAX_EVENTS, OPEN_PLOTS = 500, 1000, 4  # points per curve, rows per table, unfolded plots
 MAX_TEXT = 240  # characters of an event's details
-NOT_DETAILS = "kind event step epoch time at path text started_at samples_seen previous_step previous_time".split()
+NOT_DETAILS = (
+    "kind event step epoch time at path text started_at samples_seen previous_step previous_time previous_state".split()
+)
 DATA_WAIT = "data wait, % of the step time"
 OF_TRAINING = (DATA_WAIT, "samples_per_s", "lr", "grad_norm")  # plotted after the metrics
 STYLE = Path(__file__).with_name("report.css")
@@ -75,7 +77,7 @@ def headline(run: Any, line: timeline.Timeline) -> dict[str, str]:
         **{f"test {name}": value for name, value in tested if name not in RESERVED},
         "training loss": last.get("loss"),
         "wall time": duration(wall) if wall else None,
-        "goodput": f"{share_in_training(found):.0%}" if waited else None,
+        "goodput": f"{found['training'] / sum(found.values()):.0%}" if waited else None,
         "restarts": summary.get("restarts", line.attempts - 1 if line.attempts else None),
         "recomputed": duration(found["recomputed"]) if found["recomputed"] else None,
         "skipped steps": summary.get("skipped_steps"),

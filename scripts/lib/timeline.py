@@ -36,7 +36,7 @@ class Timeline:
     until: float = 0.0
     attempts: int = 0
     segments: list[tuple[float, float, str, str]] = field(default_factory=list)  # from, to, phase, text
-    events: list[dict[str, Any]] = field(default_factory=list)  # `at`: the time, or None
+    events: list[dict[str, Any]] = field(default_factory=list)  # `at`: the time, or 0
 
 
 def timeline(
@@ -54,7 +54,7 @@ def timeline(
         next_start = later[0].started_at if later else float("inf")
         own_errors = [(at, text) for at, text in errors if attempt.started_at <= at < next_start]
         end, lost_from, kept_step = attempt.until, attempt.lost_from, attempt.kept_step
-        found.until, where = end, f"attempt {k + 1}, steps {attempt.resumed_at_step} to {attempt.step}"
+        found.until, where = end, f"attempt {k + 1}, steps {attempt.first['step']} to {attempt.step}"
         is_lost = lost_from < end
         add = found.segments.append
         add((attempt.started_at, attempt.training_from, "start_up", f"attempt {k + 1}: start-up"))
@@ -118,7 +118,7 @@ def picture(lines: dict[str, Timeline]) -> str:
         seen: set[tuple[str, int]] = set()
         for event in line.events:
             x = LEFT + ((event["at"] or line.began) - line.began) * scale
-            if event["at"] is None or (event["event"], round(x)) in seen:
+            if not event["at"] or (event["event"], round(x)) in seen:
                 continue  # draw at most one mark per pixel
             seen.add((event["event"], round(x)))
             kind = event["event"] if event["event"] in MARKS else "other"

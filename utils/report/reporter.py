@@ -20,7 +20,7 @@ from utils.memory import peak_memory
 from utils.metrics import RESERVED
 from utils.redact import stored
 from utils.report.banner import decisions
-from utils.report.goodput import accounts_of, attempts_of, share_in_training
+from utils.report.goodput import accounts_of, attempts_of
 from utils.report.profiler import StepProfiler
 from utils.report.tensorboard import Board
 from utils.rng import seed_evaluation, set_apart
@@ -46,7 +46,7 @@ class LogPoint:
 
     read: Read
     take_seconds: Callable[[], tuple[float, float, float]]  # of this rank, from `Clock.take`
-    at: dict[str, int]  # epoch, step and samples_seen
+    at: dict[str, int]  # epoch and step
     samples: int  # in the interval, of all ranks
     steps: int
     lrs: dict[str, Any]
@@ -94,7 +94,6 @@ class Reporter:
             differences: what has changed since the checkpoint that the run resumes from.
         """
         run, origin, progress = self._run, self._origin, self._state.progress
-        step = progress.step
         run.write_json("config.json", stored(self._config))
         run.write_json("provenance.json", origin)
         if run.is_main:
@@ -109,11 +108,9 @@ class Reporter:
             run.warn("changed: %s", line)
         if warning := self._state.schedule.warning:
             run.warn("%s", warning)
-        where: dict[str, Any] = {"samples_seen": progress.samples_seen, "world_size": self._ctx.world_size}
-        if run.resume_path:
-            where |= {"checkpoint": str(run.resume_path), "changed": differences}
-        run.mark_beginning(step, self._attempt.began, **where)
-        run.status("running", epoch=progress.epoch_number, step=step, samples_seen=progress.samples_seen)
+        where = {"epoch": progress.epoch_number, "step": progress.step, "samples_seen": progress.samples_seen}
+        source = {"checkpoint": str(run.resume_path), "changed": differences} if run.resume_path else {}
+        run.mark_beginning(self._attempt.began, where, world_size=self._ctx.world_size, **source)
 
     # ---- training ----
 
@@ -150,7 +147,7 @@ class Reporter:
         self._unwritten = LogPoint(
             read=state.begin_read(fingerprint(state)),
             take_seconds=self._clock.take(),
-            at={"epoch": progress.epoch_number, "step": progress.step, "samples_seen": progress.samples_seen},
+            at={"epoch": progress.epoch_number, "step": progress.step},
             samples=self._samples,
             steps=max(1, self._steps),
             lrs=_learning_rates(self._config.lr * state.factor, state.lrs),
@@ -181,8 +178,7 @@ class Reporter:
         self._train_names = list(means)
         record = self._latest = self._run.record(
             "train",
-            epoch=point.at["epoch"],
-            step=step,
+            **point.at,
             **means,
             **({"skipped_steps": skips} if skips else {}),
             **point.lrs,
@@ -279,11 +275,12 @@ class Reporter:
     def finish(self, ending: str, best_metric: str, test: list[dict[str, Any]]) -> dict[str, Any]:
         """Write summary.json and the last status, and show the next commands."""
         progress, records = self._state.progress, self._run.records()
-        attempts = attempts_of(records, self._run.seconds(), progress.step)
+        attempts = attempts_of(records, self._run.now(), progress.step)
         accounts = accounts_of(attempts)
+        wall = max(1e-9, sum(accounts.values()))
         trained = accounts["training"] + accounts["data_wait"]  # counts each step once
         # the run may have begun with the checkpoint of another one
-        samples = progress.samples_seen - min((each.samples_seen for each in attempts), default=0)
+        samples = progress.samples_seen - min((each.first["samples_seen"] for each in attempts), default=0)
         rate = samples / trained if trained else 0.0
         chosen = "ema" if self._config.ema_decay else "model"
         evaluations = [r for r in records if r["kind"] == "eval" and r["weights"] == chosen and r not in test]
@@ -297,7 +294,7 @@ class Reporter:
             "steps": progress.step,
             "skipped_steps": progress.skipped_steps,
             "samples_seen": progress.samples_seen,
-            "wall_s": max(1e-9, sum(accounts.values())),
+            "wall_s": wall,
             "samples_per_s": rate,
             "samples_per_s_per_rank": rate / self._ctx.world_size,
             "world_size": self._ctx.world_size,
@@ -310,7 +307,7 @@ class Reporter:
             "data_wait_fraction": accounts["data_wait"] / trained if trained else 0.0,
             "peak_memory_bytes": peak_memory(),
             "restarts": self._run.start.attempt - 1,
-            "goodput": share_in_training(accounts),
+            "goodput": accounts["training"] / wall,
             "overflow_steps": progress.overflow_steps,
             "time": {f"{name}_s": round(seconds, 3) for name, seconds in accounts.items()},
         }

@@ -21,7 +21,7 @@ from utils.run.claim import BEGINNINGS, Start, move_back
 from utils.run.lock import NAME as LOCK
 from utils.run.lock import RunLock
 from utils.run.mirror import Mirror
-from utils.run.provenance import iso
+from utils.run.provenance import now as iso
 from utils.training.interval import SkippedStep, is_empty
 
 SECONDS_BETWEEN_STATUS = 1.0  # while only the progress changes
@@ -116,20 +116,24 @@ class Run:
         return values
 
     def event(self, event: str, step: int, **values: Any) -> None:
-        self.record("event", event=event, step=step, **values, time=iso(self.seconds()))
+        self.record("event", event=event, step=step, **values, time=self.now())
 
-    def seconds(self, moment: float | None = None) -> float:
-        """Seconds since 1970, at a moment of time.monotonic (None: now)."""
-        return self._clock_at_0 + (time.monotonic() if moment is None else moment)
+    def now(self, moment: float | None = None) -> str:
+        """The time as in records, or that of a moment of time.monotonic."""
+        return iso(self._clock_at_0 + (time.monotonic() if moment is None else moment))
 
-    def mark_beginning(self, step: int, began: float, **values: Any) -> None:
-        """Write the first event of this attempt, which no later attempt drops. Call it before other records.
+    def mark_beginning(self, began: float, where: dict[str, int], **values: Any) -> None:
+        """Write the first event of this attempt, which no later one drops, and the status.
 
-        began: when its process started, by time.monotonic.
+        Args:
+            began: when its process started, by time.monotonic.
+            where: epoch, step and samples_seen.
         """
         before = {f"previous_{name}": value for name, value in self._status.pop("previous", {}).items()}
-        name = BEGINNINGS[bool(self.resume_path)]
-        self.event(name, step, **values, started_at=iso(self.seconds(began)), **before)
+        event = BEGINNINGS[bool(self.resume_path)]
+        self.event(event, **where, **values, started_at=self.now(began), **before)
+        self.status("running", **where)
+        self._status_at = -math.inf  # the first step is written at once
 
     def record_skipped(self, skipped: list[SkippedStep], sampler: GlobalBatchSampler) -> None:
         """Record skipped optimizer steps, with the samples of their global batches."""
@@ -161,8 +165,8 @@ class Run:
         where = {"epoch": 0, "step": 0, "samples_seen": 0, "checkpoint": None} | before
         kept = {name: where[name] for name in ("epoch", "step", "samples_seen", "checkpoint")}
         # of the last attempt that began to train: this one may not
-        previous = before.get("previous") or {name: before[name] for name in ("step", "time") if name in before}
-        self.status("running", **kept, previous=previous, error=None, rank=None, host=None)
+        own = {name: before[name] for name in ("state", "step", "time") if name in before}
+        self.status("running", **kept, previous=before.get("previous") or own, error=None, rank=None, host=None)
         self._status_before = before if self.is_main else {}
 
     def progress(self, **values: Any) -> None:
@@ -178,7 +182,7 @@ class Run:
         is_running = state == "running"
         if self.is_main or (self.has_own_folder and not is_running):  # each node's launcher reads how it ended
             self._check()
-            self._status |= {"state": state} | values | {"time": iso(self.seconds())}
+            self._status |= {"state": state} | values | {"time": self.now()}
             if is_running and not self.lock_file.exists():
                 return  # the file system is unmounted, and nothing belongs below its mount point
             with suppress(OSError) if is_running else nullcontext():  # a full disk: training continues
@@ -221,7 +225,7 @@ class Run:
             if status.get("state") == "running":
                 latest = self._written or status.get("checkpoint")
                 reached = {"step": max(step, status.get("step", 0)), "checkpoint": latest}
-                status |= {"state": "failed", "error": text} | reached | where | {"time": iso(self.seconds())}
+                status |= {"state": "failed", "error": text} | reached | where | {"time": self.now()}
                 said = "the run failed after step %d; its latest checkpoint is %s"
                 logging.getLogger(LOGGER).info(said, reached["step"], latest or "missing")
                 try:

@@ -37,14 +37,9 @@ OURS = ("train.py", "config.py", "ddp_utils.py", "utils", "scripts")  # files th
 BLOCK = ("# ---- yours:", "# ---- end of yours")  # the lines of config.py between these belong to the fork
 
 
-def now() -> str:
-    """The time in UTC, ISO 8601."""
-    return iso(time.time())
-
-
-def iso(seconds: float) -> str:
-    """A time in UTC, ISO 8601. seconds: since 1970."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+def now(seconds: float | None = None) -> str:
+    """The time in UTC, ISO 8601, or that of these seconds since 1970."""
+    return datetime.fromtimestamp(time.time() if seconds is None else seconds, UTC).isoformat(timespec="milliseconds")
 
 
 def collect(
