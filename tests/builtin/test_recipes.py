@@ -210,13 +210,14 @@ def test_a_resumed_run_keeps_its_id_in_weights_and_biases_and_a_new_one_in_its_f
     (tmp_path / "wandb.py").write_text(WANDB)
     run, found = tmp_path / "default", []
     run.mkdir()
-    for started_at, attempts in ((1.5, 1), (1.5, 2), (2.5, 1)):
+    for second, more in ((1, ""), (1, '{"kind": "event", "event": "resumed", "step": 5, "time": "later"}\n'), (2, "")):
+        first = {"kind": "event", "event": "started", "step": 0, "time": f"2026-11-26T20:00:0{second}.000+00:00"}
         for name, value in {
             "config.json": {},
             "status.json": {"state": "completed"},
-            "goodput.json": {"started_at": started_at, "attempts": attempts * [{}]},
         }.items():
             (run / name).write_text(json.dumps(value))
+        (run / "metrics.jsonl").write_text(f"{json.dumps(first)}\n{more}")
         subprocess.run([sys.executable, "follow.py", run, "wandb"], cwd=tmp_path, check=True)
         found.append(json.loads((run / "init.json").read_text()))
     first, resumed, other = (each["id"] for each in found)

@@ -111,7 +111,6 @@ def resume_run(
         progress.forget_best()
     on_rank_0(lambda: _keep(listing, run.folder), ctx)
     on_all_ranks(run.mark_training, ctx)
-    attempt.goodput.resume(payload["provenance"]["goodput"] if payload else None, progress.step)
     return differences
 
 
