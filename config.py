@@ -250,7 +250,7 @@ class TrainingConfig:
     ema_decay: float = setting(
         "training",
         0.0,
-        "decay of the weight EMA, e.g. 0.999 (0 = off); after n updates at most n / (9 + n), so that it warms up",
+        "decay of the weight EMA (0 = off); after n updates at most n / (9 + n)",
         between(0, 1),
         "may",
     )

@@ -83,10 +83,9 @@ class Companion:
         return bool(lock.get("has_trained"))
 
     def state(self) -> str:
-        """How this attempt has ended in order; empty while it lives. The status of an earlier one has another token."""
-        status = read_json(self.folder / "status.json")
-        is_end = status.get("token") == self.plan["token"] and status.get("state") in ("completed", "preempted")
-        return status["state"] if is_end else ""
+        """How this attempt has ended in order; empty while it lives, and in the lock of another attempt."""
+        lock = read_json(self.folder / "lock.json")
+        return lock.get("ended", "") if lock.get("token") == self.plan["token"] else ""
 
     def latest(self) -> Path | None:
         """The latest checkpoint."""

@@ -151,9 +151,8 @@ class Uploads(Companion):
 
     def leave(self) -> None:
         self._end.set()
-        status = read_json(self.folder / "status.json")
         if self.plan["rank"] == 0:
-            self.mirror.end(status if status.get("token") == self.plan["token"] else {})
+            self.mirror.end(read_json(self.folder / "status.json"))
 
     def look(self, state: str) -> bool:
         if not self.has_begun():
@@ -173,9 +172,9 @@ class Uploads(Companion):
             if self._there.get(path.name) != checkpoint.digests(path):
                 self._upload(path)
                 has_changed = True
-        if state or (has_changed and self._there):
-            while self._is_a_node_behind(0, state):  # these records would count without those of that node
-                time.sleep(SECONDS_BETWEEN_REQUESTS)
+        while state and self._is_a_node_behind(0, state):
+            time.sleep(SECONDS_BETWEEN_REQUESTS)
+        if state or (has_changed and self._there and not self._is_a_node_behind(0)):  # else its records would not count
             self._upload_records()
             self.mirror.prune(self.config["keep_last"], self.config["keep_every"], self._best)
         self._is_new = False
@@ -187,10 +186,12 @@ class Uploads(Companion):
 
     # ---- uploads ----
 
+    def _of_nodes(self) -> list[dict[str, Any]]:
+        """What each node with a folder of its own has uploaded: samples and logs up to a `step`, or to the end."""
+        return [self.mirror.read_json(self.mirror.own(f"nodes/{rank}.json")) for rank in self._nodes]
+
     def _is_a_node_behind(self, step: int, state: str = "") -> bool:
-        """Whether a node with a folder of its own has not yet uploaded its samples and logs up to this step or end."""
-        places = [self.mirror.read_json(self.mirror.own(f"nodes/{rank}.json")) for rank in self._nodes]
-        return any(place.get("step", -1) < step or (state and not place.get("state")) for place in places)
+        return any(each.get("step", -1) < step or (state and not each.get("state")) for each in self._of_nodes())
 
     def _upload(self, path: Path) -> None:
         mirror, began = self.mirror, time.monotonic()
@@ -202,8 +203,11 @@ class Uploads(Companion):
             self._put_parts(source, objects, path.name)
             wanted = set(objects.values())
             while wanted - (sizes := mirror.names(mirror.own(""))).keys() or self._is_a_node_behind(step):
-                if time.monotonic() - began > SECONDS_TO_WARN and self.latest() != path:
-                    return  # of several that wait, only the latest is uploaded
+                if checkpoint.digests(path) not in ({}, digests):
+                    return  # saved again meanwhile
+                if any(each.get("lacks") == path.name for each in self._of_nodes()):
+                    self._there[path.name] = digests  # superseded there before its parts were uploaded
+                    return
                 time.sleep(SECONDS_BETWEEN_REQUESTS)
         self._upload_records()  # before the manifest: who resumes from the checkpoint needs them
         files = {
@@ -220,16 +224,22 @@ class Uploads(Companion):
         self._next_request = time.monotonic() + SECONDS_BETWEEN_REQUESTS
         wanted, mirror = self.mirror.read_json(self.mirror.own(WANTED)), self.mirror
         path = self.checkpoints / wanted.get("name", "")
-        is_wanted = wanted and self._there.get(path.name) != wanted["files"]
-        if is_wanted and path.is_dir():
-            with self.kept(path) as source:
-                if checkpoint.digests(source) == wanted["files"]:
+        is_wanted, lacks = wanted and self._there.get(path.name) != wanted["files"], ""
+        if is_wanted and not path.suffix:  # a sharded one
+            has_parts = checkpoint.digests(path) == wanted["files"]
+            latest = self.latest()
+            if has_parts:
+                with self.kept(path) as source:
                     digests = wanted["files"].items()
                     objects = {name: mirror.own(f"{path.stem}.{digest[:8]}.{name}") for name, digest in digests}
                     self._put_parts(source, objects, path.name)
+            elif latest and checkpoint.step_of(latest) > wanted["step"]:
+                lacks = path.name
+            else:
+                return False  # it appears here in a moment
         if is_wanted or state != self._state:
             self._upload_records()
-            reached = {"step": wanted.get("step", -1), "state": state}
+            reached = {"step": wanted.get("step", -1), "state": state, "lacks": lacks}
             mirror.write_json(mirror.own(f"nodes/{self.plan['rank']}.json"), reached)
             self._there[path.name], self._state = wanted.get("files", {}), state
         return bool(state) and mirror.has_ended()

@@ -17,9 +17,10 @@ TINY = "--image_size 8 --batch_size 4 --epochs 1 --backend gloo".split()
 KILL_RANK_1 = """\
 [ -e "$0.done" ] && exit
 touch "$0.done"
-agent=$(cut -d' ' -f4 /proc/$PPID/stat)
-for process in $(cat "/proc/$agent/task/$agent/children"); do [ "$process" = $PPID ] || kill -KILL "$process"; done
-"""  # a command for --on_checkpoint, which rank 0 runs; it acts only the first time
+rank0=$(cut -d' ' -f4 /proc/$PPID/stat)
+agent=$(cut -d' ' -f4 "/proc/$rank0/stat")
+for process in $(cat "/proc/$agent/task/$agent/children"); do [ "$process" = "$rank0" ] || kill -KILL "$process"; done
+"""  # a command for --on_checkpoint, which a program beside rank 0 runs; it acts only the first time
 
 
 def test_help_covers_the_script_and_train_py():

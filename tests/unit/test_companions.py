@@ -111,19 +111,20 @@ def test_without_links_no_copy_is_made_onto_a_full_disk(plan, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("status", "expected"),
+    ("lock", "expected"),
     [
-        ({"state": "running", "token": "t"}, ""),
-        ({"state": "completed", "token": "t"}, "completed"),
-        ({"state": "preempted", "token": "t"}, "preempted"),
-        ({"state": "completed", "token": "of the attempt before"}, ""),
-        ({"state": "completed"}, ""),
+        ({"token": "t", "has_trained": True}, ""),
+        ({"token": "t", "has_trained": True, "ended": ""}, ""),
+        ({"token": "t", "has_trained": True, "ended": "completed"}, "completed"),
+        ({"token": "of another attempt", "has_trained": True, "ended": "completed"}, ""),
         ({}, ""),
     ],
 )
-def test_an_end_counts_only_with_the_token_of_this_attempt(plan, status, expected):
+def test_an_end_counts_only_with_the_token_of_this_attempt(plan, lock, expected):
+    """status.json is that of the attempt before until this one writes, and after a SIGKILL."""
     companion = Companion(plan)
-    replace_json(companion.folder / "status.json", status)
+    replace_json(companion.folder / "status.json", {"state": "completed"})
+    replace_json(companion.folder / "lock.json", lock)
     assert companion.state() == expected
 
 

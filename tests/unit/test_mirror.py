@@ -60,7 +60,7 @@ class Attempt:
     def __init__(self, url, folder, launch_id="", **flags):
         self.config = TrainingConfig(run_dir=str(folder), mirror=url, keep_last=2, **{"resume_from": "auto"} | flags)
         lock, self.start = claim(self.config, "here", launch_id, False)
-        self.run = Run(Path(folder), self.config.checkpoint_folder, 0, ("here",), self.start, lock)
+        self.run = Run(Path(folder), self.config.checkpoint_folder, 0, ("here",), self.start, lock, mock.Mock())
         self.run.begin()
         self.run.mark_training()
         self.uploads = Uploads(self.plan(launch_id))
@@ -90,6 +90,7 @@ class Attempt:
 
     def end(self, state="preempted"):
         self.run.status(state)
+        self.run.mark_ended()
         assert self.uploads.look(self.uploads.state())
         self.run.close()
 

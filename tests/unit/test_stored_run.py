@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from config import TrainingConfig, UserError
@@ -14,11 +15,13 @@ from scripts.companions import follow as follow_module
 from scripts.companions.mirror import Uploads
 from scripts.companions.owner import Mirror
 from scripts.lib import storage, stored
+from test_checkpoint import payload
 from test_mirror import WHERE, Attempt, quick, steps_of  # noqa: F401
 from training import wait_until
+from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.stored import local_checkpoint
-from utils.files import read_json
+from utils.files import read_json, replace_json
 from utils.run.apart import nodes_apart
 from utils.run.lock import RunLock
 
@@ -159,8 +162,50 @@ def test_a_failing_upload_is_a_warning_and_is_tried_again(url, tmp_path, monkeyp
     is_down.clear()
     wait_until(lambda: steps_of(url) == [10])
     attempt.run.status("preempted")
+    attempt.run.mark_ended()
     program.join(20)
     assert not program.is_alive() and attempt.mirror.has_ended()
+
+
+def shard(checkpoints, step, rank):
+    """The folder of a sharded checkpoint of two ranks, on the node of this one."""
+    folder, names = checkpoint.step_path(checkpoints, step, is_sharded=True), ["part_00000.pt", "part_00001.pt"]
+    folder.mkdir(parents=True)
+    torch.manual_seed(step)
+    digests = {name: archive.write(folder / name, payload(step)) for name in names}
+    (folder / names[1 - rank]).unlink()
+    replace_json(folder / "manifest.json", {"step": step, "files": digests})
+
+
+def test_parts_of_another_node_are_waited_for_and_of_a_superseded_checkpoint_given_up(url, tmp_path):
+    attempt = Attempt(url, tmp_path / "a")
+    attempt.suspend()
+    plan = attempt.plan(apart=[[1]])
+    main, node = Uploads(plan), Uploads(plan | {"rank": 1, "checkpoints": str(tmp_path / "node")})
+    (tmp_path / "node").mkdir()
+
+    def upload(step, *on_node):
+        """Rank 0's program uploads; the other node gets these checkpoints meanwhile."""
+        shard(attempt.run.checkpoints, step, 0)
+        program = threading.Thread(target=main.look, args=("",), daemon=True)
+        program.start()
+        wait_until(lambda: main.mirror.read_json(main.mirror.own("wanted.json")).get("step") == step)
+        for _ in range(3):
+            node._next_request = 0.0
+            assert not node.look("")  # it appears there a moment later
+        for each in on_node:
+            shard(tmp_path / "node", each, 1)
+        wait_until(lambda: node.look("") or not program.is_alive(), 20)
+        return steps_of(url)
+
+    assert upload(10, 10) == [10]
+    assert upload(20, 30) == [10]  # 20 was deleted there
+    shard(attempt.run.checkpoints, 30, 0)
+    program = threading.Thread(target=main.look, args=("",), daemon=True)
+    program.start()
+    wait_until(lambda: node.look("") or not program.is_alive(), 20)
+    assert steps_of(url) == [10, 30]
+    assert len(main.mirror.checkpoints()[-1]["files"]) == 2
 
 
 @pytest.fixture

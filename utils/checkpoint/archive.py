@@ -21,6 +21,8 @@ from utils.files import may_pass, replace_file, retried
 
 if TYPE_CHECKING:
     from torch import Tensor
+else:
+    Tensor = None  # `mapped` imports it
 
 KEYS = ("model", "ema", "optimizer", "scaler", "progress", "config", "provenance")
 STEP_NAME = re.compile(r"step_(\d{8,})(\.pt)?")  # without .pt: the folder of a sharded run (shards.py)
@@ -44,15 +46,18 @@ def mapped(value: Any, function: Callable[[Tensor], Any], name: str = "") -> Any
     Raises:
         UserError: for a value that `torch.load(weights_only=True)` would reject or change, with its name.
     """
-    from torch import Tensor, nn
+    global Tensor
+    import torch
 
     from utils.distributed.dtensor import is_sharded
+
+    Tensor = torch.Tensor if Tensor is None else Tensor  # type: ignore[misc]
 
     def walk(value: Any, name: str) -> Any:
         kind = type(value)
         if kind in PLAIN:
             return value
-        if kind is Tensor or kind is nn.Parameter or is_sharded(value):
+        if kind is Tensor or kind is torch.nn.Parameter or is_sharded(value):
             return function(value)
         if kind in (dict, OrderedDict) and all(type(key) in PLAIN for key in value):
             return {key: walk(each, f"{name}.{key}" if name else str(key)) for key, each in value.items()}

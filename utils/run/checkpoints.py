@@ -229,6 +229,7 @@ class Checkpoints:
     def close(self) -> None:
         """Wait for the programs beside training, on all ranks, for a limited time, then end the threads."""
         companions, tick = self._run.companions, lambda: self._clock.enter("save")  # a long upload is not a hang
+        self._run.mark_ended()
         if companions and self._ctx.is_main:
             companions.finish(self._seconds_to_upload, tick)
         broadcast_json(None, self._ctx)  # other ranks wait here, where `timeout` does not apply

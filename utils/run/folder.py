@@ -70,18 +70,26 @@ class Run:
         """Whether this is the first rank of a node whose run folder is not rank 0's."""
         return bool(self._lock) and not self.is_main
 
-    def mark_training(self, has_diagnosed: bool = False) -> None:
+    def mark_training(self, has_diagnosed: bool = False, ended: str = "") -> None:
         """Where a rank has a lock: the folder is at the step from which this attempt trains. From now on a restart of
         this launch continues the run in it.
 
-        has_diagnosed: instead, the run was stopped because its attempts get no further.
+        Args:
+            has_diagnosed: instead, the run was stopped because its attempts get no further.
+            ended: how this attempt has ended.
         """
         start = self.start
         values = {"attempt": start.attempt, "failures": start.failures, "has_diagnosed": has_diagnosed}
-        values["token"] = start.token  # of rank 0, on other nodes too
+        values |= {"token": start.token, "ended": ended}  # rank 0's token, on other nodes too
         if self._lock:
             self._lock.write(launch_id=start.launch_id, has_trained=True, **values)
         self._moved = []
+
+    def mark_ended(self) -> None:
+        """Tell the programs beside this rank that status.json has the end of this attempt."""
+        if self.companions:
+            with suppress(OSError):  # a full disk
+                self.mark_training(ended=self._status.get("state", ""))
 
     def is_ours(self) -> bool:
         """Whether no other job has taken over the folder while this one was suspended or cut off."""
@@ -187,7 +195,7 @@ class Run:
         is_running = state == "running"
         if self.is_main or (self.has_own_folder and not is_running):  # each node's launcher reads how it ended
             self._check()
-            self._status |= {"state": state} | values | {"time": self.now(), "token": self.start.token}
+            self._status |= {"state": state} | values | {"time": self.now()}
             if is_running and not self.lock_file.exists():
                 return  # the file system is unmounted, and nothing belongs below its mount point
             with suppress(OSError) if is_running else nullcontext():  # a full disk: training continues
