@@ -14,7 +14,7 @@ import stat
 import sys
 import time
 import uuid
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, cast
@@ -58,6 +58,7 @@ class Track(Companion):
 
     def __init__(self, plan: dict[str, Any]) -> None:
         super().__init__(plan)
+        (self.folder / "logs").mkdir(exist_ok=True)
         self._kind = self.config["track"]
         self._class = TRACKERS[self._kind]
         self._note = read_json(self.folder / NOTE)
@@ -65,6 +66,7 @@ class Track(Companion):
             project = os.environ.get(self._class.variable) or PROJECT
             self._note = {"tracker": self._kind, "project": project, "id": uuid.uuid4().hex, "sent": {}, "end": ""}
         self._tracker: Tracker | None = None
+        self._output = (self.folder / "logs/track.log").open("a", buffering=1)
         self._lock = (self.folder / ".track.lock").open("w")
         self._lines, self._next_look, self._is_warned = Lines(self.folder / "metrics.jsonl"), 0.0, False
 
@@ -72,13 +74,12 @@ class Track(Companion):
         if (time.monotonic() < self._next_look and not state) or not self.has_begun():
             return False
         self._next_look = time.monotonic() + SECONDS_BETWEEN_LOOKS
-        (self.folder / "logs").mkdir(exist_ok=True)
-        with (self.folder / "logs/track.log").open("a") as file, redirect_stdout(file), redirect_stderr(file):
-            try:
-                self.send(state)
-                return True
-            except UserError as error:
-                problem = error
+        sys.stdout = sys.stderr = self._output  # what the packages print
+        try:
+            self.send(state)
+            return True
+        except UserError as error:
+            problem = error
         self._next_look = time.monotonic() + SECONDS_AFTER_REJECTION
         if not self._is_warned:
             self._is_warned = True
@@ -105,14 +106,22 @@ class Track(Companion):
             is_final = isinstance(error, ImportError | ValueError) or type(error).__name__ in REJECTIONS
             first = [*str(error).strip().splitlines(), type(error).__name__][0]
             text = redacted(f"track={self._kind}: {first}")
+            if isinstance(error, UserError):
+                raise UserError(f"{text}; wait until it has ended") from None
             if is_final or (400 <= status < 500 and status not in (408, 429)):
                 missing = f"pip install {self._kind}" if isinstance(error, ImportError) else self._class.remedy
                 raise UserError(f"{text}; {missing}") from error
             raise OSError(text) from error
 
     def _open(self) -> Tracker:
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # two would send each record twice
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # two would send each record twice
+        except BlockingIOError:
+            raise UserError(f"another track.py sends {self.folder}") from None
+        except OSError:  # storage without locks
+            pass
         note, settings = self._note, read_json(self.folder / "config.json")  # without secrets
+        replace_json(self.folder / NOTE, note)  # first: a kill may follow, and the next try finds the run
         self._tracker = self._class(note["id"], note["project"], settings, self.folder)
         note["sent"] = self._tracker.open(note["sent"])
         note["id"] = self._tracker.id
@@ -145,7 +154,7 @@ class Track(Companion):
         self._next_look, tracker = float("inf"), self._tracker
         with suppress(Exception):
             if tracker:
-                tracker.close("failed", 0, {})
+                tracker.close(self.state() or "failed", 0, {})
 
 
 def is_by_hand() -> bool:

@@ -41,7 +41,8 @@ class Tracker:
         raise NotImplementedError
 
     def close(self, state: str, step: int, summary: dict[str, float]) -> None:
-        self.send([(step, summary)] if summary else [])
+        if summary:
+            self.send([(step, summary)])
 
 
 class Wandb(Tracker):
