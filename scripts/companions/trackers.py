@@ -54,8 +54,7 @@ class Wandb(Tracker):
         wandb.teardown()  # what a failed try has left
         mode, url = (getattr(wandb.setup().settings, name) for name in ("mode", "base_url"))
         if mode in ("online", "shared"):  # a try to begin without a network would leave a folder
-            with suppress(urllib.error.HTTPError):
-                urllib.request.urlopen(url, timeout=10).close()
+            reach(url)
         settings = {"console": "off", "save_code": False, "disable_git": True, "x_disable_meta": True}
         more = wandb.Settings(**settings, init_timeout=30, x_transaction_log_flush_interval=0.2)
         place = {"project": self.project, "dir": os.environ.get("WANDB_DIR") or self.folder}
@@ -125,11 +124,16 @@ class Trackio(Tracker):
         self._is_local = not os.environ.keys() & {"TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_STORAGE_MODE"}
         if not self.id.startswith(f"{self.name}-"):  # it resumes by name, which other runs may have
             self.id = f"{self.name}-{self.id[:8]}"
-        return last_steps(trackio.SQLiteStorage.get_logs(self.project, self.id)) if self._is_local else sent
+        if self._is_local:
+            return last_steps(trackio.SQLiteStorage.get_logs(self.project, self.id))
+        self.send([])  # what Trackio has kept while its server was out of reach
+        return sent
 
     def send(self, rows: Rows) -> None:
         import trackio
 
+        if url := os.environ.get("TRACKIO_SERVER_URL"):
+            reach(url.partition("?")[0])  # Trackio would keep what it cannot send
         place = {"project": self.project, "name": self.id, "resume": "allow", "embed": False}
         run = trackio.init(**place, config=self.settings, auto_log_cpu=False, auto_log_gpu=False)
         for step, values in rows:
@@ -140,8 +144,21 @@ class Trackio(Tracker):
             if not found:
                 raise OSError(f"Trackio has not stored step {step}")
 
+    def close(self, state: str, step: int, summary: dict[str, float]) -> None:
+        import trackio
+
+        if not self._is_local and trackio.SQLiteStorage.has_pending_data(self.project):
+            raise OSError("Trackio keeps records that its server lacks")
+        super().close(state, step, summary)
+
 
 TRACKERS = {"wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio}
+
+
+def reach(url: str) -> None:
+    """Raises OSError if no server answers there."""
+    with suppress(urllib.error.HTTPError):
+        urllib.request.urlopen(url, timeout=10).close()
 
 
 def last_steps(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:

@@ -180,7 +180,7 @@ def test_training_does_not_notice_its_tracker_and_the_curve_is_whole_over_two_re
     for faults, stops, state in (
         ("dies fails", (5,), "preempted"),
         ("hangs", (11,), "preempted"),
-        ("half", (), "completed"),
+        ("half refuses", (), "completed"),
     ):
         (fake / "faults.txt").write_text(faults)
         assert attempt(runs, fake, "--hang_timeout", 5, "--on_checkpoint", command, stops=stops) == state
