@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+WANDB = {"console": "off", "save_code": False, "disable_git": True, "x_disable_meta": True, "init_timeout": 30}
+WANDB |= {"x_transaction_log_flush_interval": 0.2}  # seconds, after which a kill loses nothing
 MLFLOW = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}  # track.py tries again
 MLFLOW |= {"MLFLOW_DISABLE_TELEMETRY": "true"}
 BLOCK = 32768  # bytes
@@ -55,8 +57,7 @@ class Wandb(Tracker):
         mode, url = (getattr(wandb.setup().settings, name) for name in ("mode", "base_url"))
         if mode in ("online", "shared"):  # a try to begin without a network would leave a folder
             reach(url)
-        settings = {"console": "off", "save_code": False, "disable_git": True, "x_disable_meta": True}
-        more = wandb.Settings(**settings, init_timeout=30, x_transaction_log_flush_interval=0.2)
+        more = wandb.Settings(**{name: value for name, value in WANDB.items() if name in wandb.Settings.model_fields})
         place = {"project": self.project, "dir": os.environ.get("WANDB_DIR") or self.folder}
         self._run = run = wandb.init(id=self.id, name=self.name, resume="allow", settings=more, **place)
         run.config.update(self.settings, allow_val_change=True)
@@ -65,7 +66,8 @@ class Wandb(Tracker):
             files = Path(run.settings.wandb_dir).glob(f"offline-run-*-{self.id}/*.wandb")
             rows = [row for file in files for row in offline_rows(file)]
         found = last_steps(rows) or (sent if run.offline or run.resumed else {})
-        self._row = max([run.step, *(int(row.get("_step", -1)) + 1 for row in rows), *found.values()])
+        last = [*(int(row.get("_step", -1)) for row in rows), *found.values()]
+        self._row = max([run.step, *(each + 1 for each in last)])
         return found
 
     def send(self, rows: Rows) -> None:

@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from config import TrainingConfig, UserError
 from ranks import ROOT, run_ranks
+from scripts.companions import trackers
 from tasks import train_task
 from training import assert_same_state
 from utils.files import read_json
@@ -191,3 +193,37 @@ def test_training_does_not_notice_its_tracker_and_the_curve_is_whole_over_two_re
     assert_one_curve(stored(fake), runs.folder("run"))
     assert {row["run"] for row in stored(fake)} == {read_json(runs.folder("run") / "track.json")["id"]}
     assert "geheim" not in (fake / "store.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("run", "sent", "found", "rows"),
+    [
+        (
+            {"resumed": True, "step": 8, "summary": {"train/step": 7, "val/step": 3}},
+            {"train": 9},
+            {"train": 7, "val": 3},
+            [8, 8, 9],
+        ),
+        ({"resumed": True, "step": 8}, {"train": 7}, {"train": 7}, [8, 8, 9]),
+        ({}, {"train": 9}, {}, [6, 8, 9]),  # the server does not have the run
+        ({"offline": True}, {"train": 7}, {"train": 7}, [8, 8, 9]),  # its files have been deleted
+    ],
+)
+def test_what_weights_and_biases_has_counts_and_no_row_goes_back(tmp_path, monkeypatch, run, sent, found, rows):
+    """Weights & Biases ignores a row whose number is below that of the last one."""
+    logged = []
+    run = SimpleNamespace(**{"offline": False, "resumed": False, "step": 0, "summary": {}} | run)
+    run.settings, run.config = SimpleNamespace(wandb_dir=tmp_path), SimpleNamespace(update=lambda *_, **__: None)
+    run.log = lambda values, step: logged.append(step)
+    mode = SimpleNamespace(settings=SimpleNamespace(mode="offline", base_url=""))
+    package = SimpleNamespace(
+        teardown=lambda: None,
+        setup=lambda: mode,
+        init=lambda **options: run,
+        Settings=type("Settings", (SimpleNamespace,), {"model_fields": ["console"]}),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    tracker = trackers.Wandb("id", "project", {}, tmp_path)
+    assert tracker.open(sent) == found
+    tracker.send([(6, {"val/loss": 0.1}), (8, {"train/loss": 0.1}), (9, {"train/loss": 0.1})])
+    assert logged == rows
