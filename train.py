@@ -154,7 +154,6 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     origin |= {"global_batch_size": sampler.global_batch_size}
     differences = resume_run(attempt, state, sampler, origin, sets.listing, has_test="test" in held_out)
     reporter = Reporter(attempt, state, loader, origin, seams.log_images)
-    reporter.start(loaders, differences)
     checkpoints = Checkpoints(attempt, state, origin, reporter.before_save)
 
     def save_to_disk() -> None:
@@ -162,6 +161,7 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
         checkpoints.finish_writing()
 
     cross_check = on_all_ranks(lambda: CrossCheck(state, loader, config, ctx, run.event, run.warn, save_to_disk), ctx)
+    reporter.start(loaders, differences)  # training begins
 
     def vote() -> Vote:
         has_failed = any(each.failure for each in (loader, *loaders.values()))
@@ -300,8 +300,8 @@ def validate(training: Training) -> None:
     """Evaluate the validation set, if there is one, and keep the best checkpoint."""
     state, schedule, checkpoints = training.state, training.state.schedule, training.checkpoints
     progress = schedule.progress
-    began = time.perf_counter()
     checkpoints.finish_best()  # of an earlier evaluation; and the copy, before the weights become their average
+    began = time.perf_counter()
     state.show(progress)
     if "val" not in training.held_out:
         with [*state.weights().values()][-1]:

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from config import UserError
 from scripts.lib.svg import Series, color, line_plot, svg_file
 from utils.files import read_json, read_lines
+from utils.report.goodput import attempts_of
 from utils.run.command_line import open_output
 from utils.table import format_table
 
@@ -50,12 +51,12 @@ class RunInfo:
         if self.status.get("state") == "running" and not may_run(folder):
             self.status["state"] = "killed"  # no rank was left to write it
         self.summary = read_json(folder / "summary.json")
-        self.goodput = read_json(folder / "goodput.json")
         self.provenance = read_json(folder / "provenance.json")
         records = read_lines(folder / "metrics.jsonl")
         self.records = [
             r for *_, r in records if isinstance(r, dict) and "kind" in r and isinstance(r.get("step"), int)
         ]
+        self.attempts = attempts_of(self.records, self.status.get("time"), self.status.get("step"))
 
     def size(self) -> int:
         """The size in bytes; hard links count once. A live run replaces its files meanwhile."""

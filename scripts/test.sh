@@ -86,7 +86,7 @@ if [ -z "$has_path" ]; then
             else
                 options+=(tests/distributed/test_{exact_*,oracle,fork*,*seams,terms,resume,refusals}.py)
                 options+=(tests/distributed/test_{summarize,predict*}.py tests/unit)
-                for name in watchdog mirror lock rendezvous processes stored_run; do # of the machine, and take long
+                for name in watchdog mirror lock rendezvous processes stored_run companions; do # of the machine, and take long
                     options+=("--ignore=tests/unit/test_$name.py")
                 done
             fi

@@ -357,7 +357,7 @@ def train_and_save(recorder, loader, held_out, config, ctx):
 def save(recorder, state, attempt):
     """The copy of a checkpoint, whose thread is this one: modes of torch are those of their thread."""
     run = mock.MagicMock(leads_node=True, mirror=None, resume_path=None, checkpoints=Path("checkpoints"))
-    attempt = SimpleNamespace(run=run, goodput=SimpleNamespace(now=dict), **vars(attempt))
+    attempt = SimpleNamespace(run=run, **vars(attempt))
     checkpoints = checkpoints_module.Checkpoints(attempt, state, {}, before_save=lambda: None)
     recorder.take()
     with mock.patch.object(checkpoints._copier, "submit", lambda function, *args: function(*args)):

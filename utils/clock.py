@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 
 PHASES = ("start", "data", "forward", "backward", "update", "save", "evaluation", "end")
-INDEX = {phase: index for index, phase in enumerate(PHASES)}
 STEP_PHASES = ("data", "forward", "backward", "update")
 STEPS_KEPT = 512
 NO_FUNCTION = "-"
@@ -25,20 +24,12 @@ class Clock:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)  # of this attempt
-        self.seconds_again = dict.fromkeys(STEP_PHASES, 0.0)  # of these, in steps that an earlier attempt made
+        self._seconds, self._taken = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)  # taken: by `take`
         self.counter = self.step = 0
         self.durations: deque[float] = deque(maxlen=STEPS_KEPT)  # seconds of the latest steps
-        self._reached = 0  # the last step of earlier attempts
-        self._phase, self._mark, self._step_began = 0, time.perf_counter(), 0.0
+        self.phase, self._mark, self._step_began = "start", time.perf_counter(), 0.0
         self.function = NO_FUNCTION  # of model.py, in which an evaluation is
         self._events: list[tuple[str, torch.Event]] | None = [] if device and device.type != "cpu" else None
-        self._taken = dict(self.seconds)  # of `seconds`, by `take`
-        self.enter("start")
-
-    @property
-    def phase(self) -> str:
-        return PHASES[self._phase]
 
     @property
     def completed(self) -> int:
@@ -52,24 +43,21 @@ class Clock:
 
     def enter(self, phase: str) -> None:
         """Enter a phase."""
-        now = time.perf_counter()
-        self._account(now - self._mark, self.seconds, self.seconds_again)
-        self._mark, self._phase, self.function = now, INDEX[phase], NO_FUNCTION
+        self._count()
+        self.phase, self.function = phase, NO_FUNCTION
         self.counter += 1
         if phase in ("forward", "backward"):
             self._mark_device(phase)
 
     def begin_step(self, step: int) -> None:
         """Begin optimizer step `step` (from 1), in the data phase."""
-        now = time.perf_counter()
+        now = self._count()  # belongs to the previous step
         if self._step_began:
             self.durations.append(now - self._step_began)
         else:
             self._mark_device("update")
         self._step_began = now
-        self._account(now - self._mark, self.seconds, self.seconds_again)  # belongs to the previous step
-        self._mark, self.step = now, step
-        self._phase, self.counter = INDEX["data"], self.counter + 1
+        self.step, self.phase, self.counter = step, "data", self.counter + 1
 
     def leave_steps(self) -> None:
         """Leave the training steps, for an evaluation or the end of an epoch."""
@@ -80,20 +68,15 @@ class Clock:
         """The steps begun after this one do not count."""
         self.step = step
 
-    def mark_reached(self, step: int) -> None:
-        """Set the last step of earlier attempts; time in steps up to it is counted as recomputed."""
-        self._reached = step
-
-    def spent(self) -> tuple[dict[str, float], dict[str, float]]:
-        """`seconds` and `seconds_again` up to now, including the current phase."""
-        by_phase, again = dict(self.seconds), dict(self.seconds_again)
-        self._account(max(0.0, time.perf_counter() - self._mark), by_phase, again)
-        return by_phase, again
+    def spent(self) -> dict[str, float]:
+        """The seconds so far in each phase."""
+        self._count()
+        return dict(self._seconds)
 
     def take(self) -> Callable[[], tuple[float, float, float]]:
         """The seconds of this rank since the last call in training steps, in waits for data and in forward passes, as a
         function. Those of an accelerator are its own, and the function waits until it has reached this call."""
-        spent, before = self.spent()[0], self._taken
+        spent, before = self.spent(), self._taken
         self._taken = spent
         data, forward, *others = (spent[phase] - before[phase] for phase in STEP_PHASES)
         if self._events is None:
@@ -111,6 +94,12 @@ class Clock:
 
         return on_the_device
 
+    def _count(self) -> float:
+        """Count the time up to now for the current phase. Returns the time."""
+        before, self._mark = self._mark, time.perf_counter()
+        self._seconds[self.phase] += self._mark - before
+        return self._mark
+
     def _mark_device(self, phase: str) -> None:
         """Queue a time stamp on an accelerator, at which this phase begins."""
         if self._events is not None:
@@ -122,12 +111,6 @@ class Clock:
         """Call when this rank has finished, or has reported its failure."""
         self.enter("end")
         self._events = None
-
-    def _account(self, seconds: float, by_phase: dict[str, float], again: dict[str, float]) -> None:
-        phase = PHASES[self._phase]
-        by_phase[phase] += seconds
-        if self.step <= self._reached and phase in again:
-            again[phase] += seconds
 
 
 def slowest(ranks: list[dict[str, float]]) -> tuple[int, float, str]:

@@ -80,13 +80,11 @@ def temporary_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}{TEMPORARY}")
 
 
-def replace_json(
-    path: Path, value: Any, is_flushed: bool = True, may_appear: Callable[[], object] | None = None
-) -> None:
+def replace_json(path: Path, value: Any, is_flushed: bool = True) -> None:
     """`replace_file` with JSON; non-finite numbers become null."""
     data = json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n"
     # a byte of a name that is not UTF-8 is a surrogate, which becomes JSON's own \udcXX and is read back as that byte
-    replace_file(path, lambda file: file.write(data.encode(errors="backslashreplace")), may_appear, is_flushed)
+    replace_file(path, lambda file: file.write(data.encode(errors="backslashreplace")), is_flushed=is_flushed)
 
 
 def finite(value: Any) -> Any:

@@ -23,7 +23,7 @@ if not hasattr(signal, "SIGUSR1"):
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 PROCESS, PARENT = os.getpid(), os.getppid()
-BORN = {PROCESS: time.perf_counter()}
+BORN = {PROCESS: time.monotonic()}
 
 
 class StopSignals:
@@ -91,8 +91,8 @@ def release() -> None:
 
 
 def began_at() -> float:
-    """When this process began, by time.perf_counter; the current time for a second run in it or a forked process."""
-    return BORN.pop(os.getpid(), time.perf_counter())
+    """When this process began, by time.monotonic; the current time for a second run in it or a forked process."""
+    return BORN.pop(os.getpid(), time.monotonic())
 
 
 @contextlib.contextmanager

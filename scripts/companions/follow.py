@@ -19,6 +19,7 @@ from config import StartError, UserError
 from utils.checkpoint import format as checkpoint
 from utils.files import TEMPORARY, read_json
 from utils.logger import NAME, setup_logger
+from utils.run.command_line import open_output
 
 NICENESS = 10
 OTHER_OWNER = 76  # exit code: another job owns the run
@@ -67,7 +68,12 @@ class Companion:
         raise NotImplementedError
 
     def leave(self) -> None:
-        """Called in a thread of its own when the rank is gone or has failed; the process ends after eight seconds."""
+        """Called in a thread of its own when the rank is gone or has failed; the process ends within eight seconds."""
+
+    def delete_copies(self) -> None:
+        """Delete what a kill or an end has left of `kept`."""
+        for place in self.checkpoints.glob(f"*.{self.name}{TEMPORARY}"):
+            shutil.rmtree(place, ignore_errors=True)
 
     def has_begun(self) -> bool:
         """Whether the run folder is at the step from which this attempt trains."""
@@ -93,15 +99,15 @@ class Companion:
         Raises:
             OSError: if the checkpoint is gone, or there is no room for a copy.
         """
+        self.delete_copies()
         place = self.checkpoints / f"{path.name}.{self.name}{TEMPORARY}"
-        shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
         try:
             for file in [*path.iterdir()] if path.is_dir() else [path]:
                 link(file, place / file.name)
             yield place if path.is_dir() else place / path.name
         finally:
-            shutil.rmtree(place, ignore_errors=True)
+            self.delete_copies()
 
 
 def link(file: Path, copy: Path) -> None:
@@ -116,7 +122,7 @@ def link(file: Path, copy: Path) -> None:
 
 
 class Lines:
-    """The records of a growing file of JSON lines. If a resume has replaced it by a shorter one, it is read anew."""
+    """The records of a growing file of JSON lines. A file that a resume has cut is read from its start."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._end, self._last = path, 0, b""
@@ -171,6 +177,7 @@ def answer(action: Callable[[dict[str, Any]], dict[str, Any]]) -> NoReturn:
 
 def read_plan() -> dict[str, Any]:
     """The plan that the rank gives to this program. From now on stop signals are ignored: they are for training."""
+    open_output()
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which commands would inherit
     with suppress(OSError):
@@ -181,7 +188,13 @@ def read_plan() -> dict[str, Any]:
 def follow(companion: Companion) -> int:
     """Look again and again until the run has ended and nothing is left to do. Returns the exit code."""
     setup_logger(companion.plan["rank"], companion.folder / "logs" / f"rank{companion.plan['rank']}.log")
-    watch(companion.plan, companion.leave)
+    companion.delete_copies()
+
+    def leave() -> None:
+        companion.delete_copies()
+        companion.leave()
+
+    watch(companion.plan, leave)
     failing_since, pause, is_said = 0.0, SECONDS_OF_A_LOOK, False
     while True:
         try:

@@ -6,21 +6,23 @@ mirror.py RUN            follows the run
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
+from os import _exit
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from config import StartError, UserError, limits_of
 from scripts.companions.follow import OTHER_OWNER, Companion, Lines, OtherOwnerError, answer, follow, read_plan
 from scripts.companions.owner import SECONDS_BETWEEN_BEATS, Mirror
 from scripts.lib.stored import SECONDS_BETWEEN_LINES, files_of
 from utils.checkpoint import format as checkpoint
-from utils.files import TEMPORARY, read_json, replace_json
+from utils.files import TEMPORARY, read_json, read_lines, replace_json
+from utils.logger import BEGINNINGS
 
 SECONDS_TO_WARN = 60.0  # of an upload without progress
 SECONDS_BETWEEN_REQUESTS = 2.0  # of a node whose run folder is its own
@@ -51,7 +53,8 @@ def decide(plan: dict[str, Any]) -> dict[str, Any]:
             f"mirror={mirror.url}: holds a run already; add --resume_from auto to continue it, or give another --mirror"
         )
     run_id = read_json(folder / MIRRORED).get("run", "") if is_continued else ""
-    if valid and (here or (folder / "metrics.jsonl").exists()) and run_id != mirror.run_id:
+    events = (record.get("event") for *_, record in read_lines(folder / "metrics.jsonl"))
+    if valid and (here or any(event not in BEGINNINGS for event in events)) and run_id != mirror.run_id:
         raise UserError(f"run_dir={folder}: holds another run than mirror={mirror.url}; give another --run_dir")
     decision: dict[str, Any] = {"notes": []}
     if valid:
@@ -137,7 +140,7 @@ class Uploads(Companion):
             try:
                 self.mirror.beat()
             except OtherOwnerError:
-                os._exit(OTHER_OWNER)
+                _exit(OTHER_OWNER)
             except UserError:
                 pass  # the next one may succeed
             stands = time.monotonic() - self._moved_at
@@ -161,20 +164,21 @@ class Uploads(Companion):
             replace_json(self.folder / MIRRORED, {"url": self.mirror.url, "run": self.mirror.run_id})
             for each in self.mirror.checkpoints():
                 self._there[each["name"]] = {name: file["sha256"] for name, file in each["files"].items()}
-            self._is_new = False
-        before, self._state = self._best, state
+        has_changed, before, self._state = self._is_new, self._best, state
         for record in self._lines.new():
             self._best = record["step"] if record.get("event") == "best" else self._best
-        has_changed = before != self._best
+        has_changed |= before != self._best
         paths = checkpoint.step_checkpoints(self.checkpoints)
         for path in [*paths[-1:], *(path for path in paths if checkpoint.step_of(path) == self._best)]:
             if self._there.get(path.name) != checkpoint.digests(path):
                 self._upload(path)
                 has_changed = True
-        if state or has_changed:
+        if state or (has_changed and self._there):
             while self._is_a_node_behind(0, state):  # these records would count without those of that node
                 time.sleep(SECONDS_BETWEEN_REQUESTS)
             self._upload_records()
+            self.mirror.prune(self.config["keep_last"], self.config["keep_every"], self._best)
+        self._is_new = False
         if state:
             self._end.set()
             self._thread.join()
@@ -209,7 +213,6 @@ class Uploads(Companion):
         mirror.commit(path, files)
         self._there[path.name] = digests
         self.log.info("uploaded %s to %s in %.1f s", path.name, mirror.url, time.monotonic() - began)
-        mirror.prune(self.config["keep_last"], self.config["keep_every"], self._best)
 
     def _look_on_node(self, state: str) -> bool:
         if time.monotonic() < self._next_request:
@@ -260,10 +263,13 @@ class Uploads(Companion):
                     self._records[path] = stamp
 
 
-if __name__ == "__main__":
+def main() -> int:
     if sys.argv[2:] == ["--first"]:
         answer(lambda plan: decide_on_node(plan) if plan["rank"] else decide(plan))
-    else:
-        uploads = Uploads(read_plan())
-        uploads.start()
-        sys.exit(follow(uploads))
+    uploads = Uploads(read_plan())
+    uploads.start()
+    return follow(uploads)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -18,7 +18,7 @@ from utils.checkpoint import format as checkpoint
 from utils.logger import NAME
 
 SECONDS_BETWEEN_BEATS, SECONDS_TO_SEE_A_BEAT = 10.0, 30.0
-SECONDS_TO_READ_BACK = 2.0  # a claim: not every storage can create an object only if it is absent
+SECONDS_TO_READ_BACK = 2.0  # a claim: not every object storage can create an object only if it is absent
 
 
 class Mirror(StoredRun):
@@ -65,7 +65,7 @@ class Mirror(StoredRun):
             self.create(name, data)
         except Exception:  # there is one, or this storage cannot do it: each has errors of its own
             self._ask(lambda: self._files.exists(path) or self._files.pipe_file(path, data))
-        time.sleep(SECONDS_TO_READ_BACK)
+        time.sleep(0 if self._is_local else SECONDS_TO_READ_BACK)
         if self.read_json(name).get("token") != token:
             raise UserError(f"mirror={self.url}: another job has claimed it; end that job or give another --mirror")
         self.generation = generation

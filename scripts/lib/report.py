@@ -14,10 +14,13 @@ from scripts.lib import timeline
 from scripts.lib.svg import Series, color, line_plot
 from utils.logger import duration
 from utils.metrics import RESERVED
-from utils.run.goodput import ACCOUNTS, share_in_training
+from utils.report.goodput import ACCOUNTS, accounts_of
 
 MAX_POINTS, MAX_EVENTS, OPEN_PLOTS = 500, 1000, 4  # points per curve, rows per table, unfolded plots
 MAX_TEXT = 240  # characters of an event's details
+NOT_DETAILS = (
+    "kind event step epoch time at path text started_at samples_seen previous_step previous_time previous_state".split()
+)
 DATA_WAIT = "data wait, % of the step time"
 OF_TRAINING = (DATA_WAIT, "samples_per_s", "lr", "grad_norm")  # plotted after the metrics
 STYLE = Path(__file__).with_name("report.css")
@@ -25,7 +28,7 @@ STYLE = Path(__file__).with_name("report.css")
 
 def page(runs: dict[str, Any], differing: list[str]) -> str:
     """The page. runs: RunInfo by the name to show; differing: the names of the settings that differ."""
-    lines = {name: timeline.timeline(run.folder, run.records, run.status, run.goodput) for name, run in runs.items()}
+    lines = {name: timeline.timeline(run.folder, run.records, run.status, run.attempts) for name, run in runs.items()}
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     title = ", ".join(runs) if len(runs) <= 3 else f"{len(runs)} runs"
     errors = [
@@ -74,7 +77,7 @@ def headline(run: Any, line: timeline.Timeline) -> dict[str, str]:
         **{f"test {name}": value for name, value in tested if name not in RESERVED},
         "training loss": last.get("loss"),
         "wall time": duration(wall) if wall else None,
-        "goodput": f"{share_in_training(found):.0%}" if waited else None,
+        "goodput": f"{found['training'] / sum(found.values()):.0%}" if waited else None,
         "restarts": summary.get("restarts", line.attempts - 1 if line.attempts else None),
         "recomputed": duration(found["recomputed"]) if found["recomputed"] else None,
         "skipped steps": summary.get("skipped_steps"),
@@ -88,8 +91,8 @@ def headline(run: Any, line: timeline.Timeline) -> dict[str, str]:
 
 
 def accounts(run: Any) -> dict[str, float]:
-    """Seconds by account, from the summary if it is current, else up to now."""
-    found = {name: run.goodput.get(name) for name in ACCOUNTS}
+    """Seconds by account, from the summary if it is current, else up to the last sign of life."""
+    found: dict[str, Any] = accounts_of(run.attempts)
     if run.summary.get("state") == run.status.get("state"):
         found |= {name: (run.summary.get("time") or {}).get(f"{name}_s") for name in ACCOUNTS}
     return {name: value if isinstance(value, int | float) else 0.0 for name, value in found.items()}
@@ -243,8 +246,8 @@ def timelines(lines: dict[str, timeline.Timeline]) -> str:
 def event_table(events: list[tuple[str, timeline.Timeline, dict[str, Any]]], has_names: bool) -> str:
     rows = []
     for name, line, event in events[-MAX_EVENTS:]:
-        at, known = event["at"], ("kind", "event", "step", "epoch", "time", "at", "path", "text")
-        more = {key: value for key, value in event.items() if key not in known and value not in ("", None, [])}
+        at, more = event["at"], {key: value for key, value in event.items() if value not in ("", None, [])}
+        more = {key: value for key, value in more.items() if key not in NOT_DETAILS}
         more |= {"checkpoint": str(more["checkpoint"]).rpartition("/")[2]} if "checkpoint" in more else {}
         text = event.get("text") or ", ".join(f"{key.replace('_', ' ')} {show(value)}" for key, value in more.items())
         since = duration(at - line.began) if at and line.began else ""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from datetime import datetime
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from scripts.lib.svg import ticks
 from utils.logger import duration
+from utils.report.goodput import AttemptTimes, seconds_of
 
 WIDTH, LEFT, ROW, BAR, TOP = 1160, 8, 74, 26, 30  # picture; row: height, bar, space above the bar
 PHASES = {
@@ -24,6 +24,7 @@ PHASES = {
 MARKS = {"fault": 5, "skipped_step": 4, "straggler": 4, "resumed": 4, "checkpoint": 2, "best": 3}  # radius by event
 UNITS = ((2 * 86400, 86400, "days"), (2 * 3600, 3600, "hours"), (120, 60, "minutes"), (0, 1, "seconds"))
 ERROR = re.compile(r"(\S+) (\d+) (\S+) (?:ERROR|CRITICAL) (.*)")
+ROUTINE = ("started", "evaluation")  # events that are not listed
 LOGS_READ = 16  # those of the lowest ranks: all ranks notice the same failure
 
 
@@ -35,63 +36,46 @@ class Timeline:
     until: float = 0.0
     attempts: int = 0
     segments: list[tuple[float, float, str, str]] = field(default_factory=list)  # from, to, phase, text
-    events: list[dict[str, Any]] = field(default_factory=list)  # `at`: the time, or None
+    events: list[dict[str, Any]] = field(default_factory=list)  # `at`: the time, or 0
 
 
-def timeline(folder: Path, records: list[dict[str, Any]], status: dict[str, Any], goodput: dict[str, Any]) -> Timeline:
-    """Build the timeline from goodput.json, the times of the records, and the errors in the logs."""
+def timeline(
+    folder: Path, records: list[dict[str, Any]], status: dict[str, Any], attempts: list[AttemptTimes]
+) -> Timeline:
+    """Build the timeline from the attempts, the times of the records, and the errors in the logs."""
     records = [record | {"at": seconds_of(record.get("time"))} for record in records]
-    found = Timeline(events=[r for r in records if r["kind"] == "event" and r["event"] != "evaluation"])
-    names = ("started_at", "training_from", "until", "resumed_at_step", "step")
-    attempts = [a for a in goodput.get("attempts") or [] if all(isinstance(a.get(name), int | float) for name in names)]
+    found = Timeline(events=[r for r in records if r["kind"] == "event" and r["event"] not in ROUTINE])
     if not attempts:
         return found
-    found.began, found.attempts = attempts[0]["started_at"], len(attempts)
+    found.began, found.attempts = attempts[0].started_at, len(attempts)
     errors, is_failed = errors_in(folder / "logs"), status.get("state") == "failed"
     for k, attempt in enumerate(attempts):
         later = attempts[k + 1 :]
-        next_start = later[0]["started_at"] if later else float("inf")
-        own = [r for r in records if r["at"] and attempt["started_at"] <= r["at"] < next_start]
-        # another process may write the status of a failed run hours later
-        last_sign = None if later or is_failed else seconds_of(status.get("time"))
-        own_errors = [(at, text) for at, text in errors if attempt["started_at"] <= at < next_start]
-        end = max(attempt["until"], last_sign or 0.0, *(r["at"] for r in own))
-        if own_errors:  # goodput.json is written once a second; the error may follow a timeout
-            end = max(end, min(own_errors[0][0], end + 1.0))
-        found.until, where = end, f"attempt {k + 1}, steps {attempt['resumed_at_step']} to {attempt['step']}"
-        kept_step = min((a["resumed_at_step"] for a in later), default=float("inf"))
-        is_lost = bool(later) and (attempt["step"] > kept_step or bool(own_errors))
-        lost_from = time_of_step(kept_step, attempt, own, end) if is_lost else end
+        next_start = later[0].started_at if later else float("inf")
+        own_errors = [(at, text) for at, text in errors if attempt.started_at <= at < next_start]
+        end, lost_from, kept_step = attempt.until, attempt.lost_from, attempt.kept_step
+        found.until, where = end, f"attempt {k + 1}, steps {attempt.first['step']} to {attempt.step}"
+        is_lost = lost_from < end
         add = found.segments.append
-        add((attempt["started_at"], attempt["training_from"], "start_up", f"attempt {k + 1}: start-up"))
-        add((attempt["training_from"], lost_from, "training", where))
-        for r in {(r["kind"], r.get("event"), r["step"], r.get("split")): r for r in own}.values():
-            span = r.get("seconds") or 0.0
-            if r.get("event") == "evaluation" and r["at"] - span < lost_from:
-                add((r["at"] - span, r["at"], "evaluation", f"evaluation at step {r['step']}, {span:.1f} s"))
-            elif r.get("event") == "checkpoint":
-                add((r["at"] - span, r["at"], "checkpoints", f"checkpoint of step {r['step']}, {span:.1f} s"))
+        add((attempt.started_at, attempt.training_from, "start_up", f"attempt {k + 1}: start-up"))
+        add((attempt.training_from, lost_from, "training", where))
+        for r in attempt.records:
+            at, span = seconds_of(r.get("time")), r.get("seconds") or 0.0
+            if at and r.get("event") == "evaluation":
+                add((at - span, at, "evaluation", f"evaluation at step {r['step']}, {span:.1f} s"))
+            elif at and r.get("event") == "checkpoint":
+                add((at - span, at, "checkpoints", f"checkpoint of step {r['step']}, {span:.1f} s"))
         if is_lost:
             add((lost_from, end, "recomputed", f"{where}: the steps after {kept_step} were lost"))
         if later:
             add((end, next_start, "down", f"not running for {duration(next_start - end)}"))
         if own_errors or is_lost or (is_failed and not later):
             text = own_errors[0][1] if own_errors else "" if later else status.get("error")
-            text = text or f"ended at about step {attempt['step']} without an error in the logs: it was killed"
+            text = text or f"ended at about step {attempt.step} without an error in the logs: it was killed"
             text = f"attempt {k + 1}: {text}" + f"; the steps after {kept_step} were lost" * is_lost
             found.events.append({"event": "fault", "step": None, "at": end, "text": text})
     found.events.sort(key=lambda event: event["at"] or found.began)
     return found
-
-
-def time_of_step(step: float, attempt: dict[str, Any], records: list[dict[str, Any]], end: float) -> float:
-    """About when an attempt finished this step, interpolated between the last record up to it and the attempt's end."""
-    start = (attempt["training_from"], attempt["resumed_at_step"])
-    known = [(r["at"] - (r.get("seconds") or 0.0), r["step"]) for r in records if r["step"] <= step]
-    at, before = max([start, *known])
-    if step <= before or attempt["step"] <= before:
-        return at
-    return at + min(1.0, (step - before) / (attempt["step"] - before)) * (end - at)
 
 
 def errors_in(logs: Path) -> list[tuple[float, str]]:
@@ -104,13 +88,6 @@ def errors_in(logs: Path) -> list[tuple[float, str]]:
                 if match and (at := seconds_of(match[1])):
                     found.append((at, match[4]))
     return sorted(found)
-
-
-def seconds_of(text: Any) -> float | None:
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except (TypeError, ValueError):
-        return None
 
 
 def picture(lines: dict[str, Timeline]) -> str:
@@ -141,7 +118,7 @@ def picture(lines: dict[str, Timeline]) -> str:
         seen: set[tuple[str, int]] = set()
         for event in line.events:
             x = LEFT + ((event["at"] or line.began) - line.began) * scale
-            if event["at"] is None or (event["event"], round(x)) in seen:
+            if not event["at"] or (event["event"], round(x)) in seen:
                 continue  # draw at most one mark per pixel
             seen.add((event["event"], round(x)))
             kind = event["event"] if event["event"] in MARKS else "other"

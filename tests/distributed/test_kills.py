@@ -18,6 +18,7 @@ from scripts.runs import RunInfo
 from tasks import train_task
 from training import assert_same_state, relative
 from utils.clock import Clock
+from utils.report.goodput import seconds_of
 from utils.run import claim
 from utils.run.checkpoints import Checkpoints
 
@@ -74,7 +75,12 @@ def kill_again_and_again(runs, epochs, kills, clock, dtype):
     whole = kills[0][0] if len({kill[0] for kill in kills}) == 1 else 1
     runs.train(whole, "whole", *FLAGS, "--epochs", epochs, "--save_every_steps", 0, dtype=dtype, task="lines")
     assert runs.samples("killed") == runs.samples("whole") and len(runs.samples("whole")) == 5 * epochs
-    print("resumed at", [record["step"] for record in runs.events("killed", "resumed")])
+    begun = [*runs.events("killed", "started"), *runs.events("killed", "resumed")]
+    assert len(begun) == len(kills) + 1 and runs.json("killed", "summary.json")["restarts"] == len(kills)
+    print("resumed at", [record["step"] for record in begun])
+    times, ended = (runs.json("killed", name)["time"] for name in ("summary.json", "status.json"))
+    wall_s = seconds_of(ended) - seconds_of(begun[0]["started_at"])
+    assert sum(times.values()) == pytest.approx(wall_s, abs=1) and times["recomputed_s"] > 0 < times["training_s"]
 
 
 def test_one_kill_in_each_phase_with_one_two_or_four_ranks(runs):

@@ -17,7 +17,6 @@ from unittest import mock
 
 import pytest
 import torch
-from utils.run.mirror import Mirror
 
 import replay
 import tasks
@@ -25,8 +24,8 @@ from nodes import Nodes
 from ranks import PATH, ROOT, finish, lack, marked, run_ranks, slow, start, stop
 from scripts import export, predict
 from scripts import runs as runs_script
+from scripts.companions.owner import Mirror
 from tasks import train_task, using
-from test_mirror import be_quick
 from training import assert_same_state, difference, wait_until
 from utils.checkpoint import format as checkpoint
 from utils.run import start_checks
@@ -40,9 +39,7 @@ def train_with(env, *args):
     """The latest checkpoint is the best one."""
     os.environ.update(env)
     plain = Progress.note_value
-    with pytest.MonkeyPatch.context() as patched:
-        be_quick(patched)
-        patched.setattr(Progress, "note_value", lambda self, value, sign: plain(self, self.step, 1))
+    with mock.patch.object(Progress, "note_value", lambda self, value, sign: plain(self, self.step, 1)):
         return train_task(*args)
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from proxy import Proxy
 from ranks import run_ranks
+from scripts.lib import storage
 from test_mirror import Attempt, be_quick, quick, steps_of  # noqa: F401
 from test_object_storage import bucket  # noqa: F401
 from test_stored_run import step_of_the_next_attempt, without_beats
-from utils import storage
 from utils.checkpoint import format as checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("bucket", ["moto"], indirect=True)]
@@ -37,7 +37,7 @@ def behind(bucket, monkeypatch):  # noqa: F811
 
     yield put
     for attempt in Attempt.all:
-        attempt.uploads.close()
+        attempt.suspend()
     for proxy in proxies:
         proxy.close()
 
@@ -65,6 +65,18 @@ def test_what_a_network_does_to_requests_costs_time_only(bucket, behind, tmp_pat
         attempt.upload(20 * number + 10, 20 * number + 20).end()
     assert steps_of(url)[-2:] == [50, 60]  # one that is superseded stays until the next save if its deletion fails
     print({kind: met.count(kind) for kind in sorted(set(met))})
+
+
+def test_an_object_that_is_too_short_is_passed_over(bucket, tmp_path, monkeypatch):  # noqa: F811
+    """A server rejects a range beyond its end."""
+    url, _ = bucket
+    first = Attempt(url, tmp_path / "a").upload(10, 20)
+    first.end()
+    monkeypatch.setattr(storage, "BLOCK_BYTES", 512)
+    (name,) = [name for name in first.mirror.names() if name.endswith("step_00000020.pt")]
+    first.mirror._files.pipe_file(f"{first.mirror._root}/{name}", b"short")
+    second = Attempt(url, tmp_path / "b")
+    assert second.run.resume_path.name == "step_00000010.pt" and "is missing or damaged" in second.start.notes[0]
 
 
 def count_requests(what, env, url, folder, at, is_answered):

@@ -92,7 +92,13 @@ def terminated_while_a_command_hangs(drill: Drill) -> None:
     command, began = drill.folder / "command", drill.folder / "began"
     command.write_text(f"#!/bin/sh\ntrap '' TERM\necho $1 >> {began}\nsleep 600\n")
     command.chmod(0o755)
-    code = "from utils.run import hook\nhook.SECONDS_TO_FINISH_AFTER_STOP = hook.SECONDS_TO_TERMINATE = 0.5\n"
+    program = drill.folder / "on_checkpoint.py"
+    program.write_text(
+        "import sys\nfrom scripts.companions import on_checkpoint as it\n"
+        "it.SECONDS_TO_FINISH_AFTER_STOP = it.SECONDS_TO_TERMINATE = 0.5\n"
+        "sys.exit(it.follow(it.OnCheckpoint(it.read_plan())))\n"
+    )
+    code = f"from utils import programs\nprograms.PROGRAMS = __import__('pathlib').Path({str(drill.folder)!r})\n"
     job = drill.held(2, 14, *RUN, "--save_every_steps", 10, "--on_checkpoint", command, code=code, checkpoint_of=10)
     job.wait_for(began.exists)
     job.signal_launcher(signal.SIGTERM)

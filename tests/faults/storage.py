@@ -15,8 +15,8 @@ import fuse_disk
 from disks import Disk, are_whole, tracing
 from drill import HOST, Drill, Job, fault
 from ranks import lack
+from scripts.runs import RunInfo
 from training import wait_until
-from utils.run.goodput import ACCOUNTS
 
 # 50 steps of two ranks
 RUN = "--dataset_size 200 --epochs 2 --save_every 0 --save_every_steps 10 --eval_every 0 --num_workers 1".split()
@@ -140,8 +140,8 @@ def records_on_a_full_disk(drill: Drill) -> None:
     shown = [event.step for event in events.Scalars("train/loss")]
     assert shown == sorted({*shown} & {*steps}) and {*range(1, 14), *range(62, 101)} <= {*shown}
     assert drill.json("status.json")["state"] == "completed"
-    goodput = drill.json("goodput.json")
-    assert abs(sum(goodput[name] for name in ACCOUNTS) - (goodput["until"] - goodput["started_at"])) < 1
+    (attempt,) = RunInfo(job.folder).attempts
+    assert abs(sum(drill.json("summary.json")["time"].values()) - (attempt.until - attempt.started_at)) < 1
     drill.is_whole(2, *flags, code=LARGE)
 
 
@@ -151,7 +151,7 @@ def goes_away(drill: Drill, is_unmounted: bool) -> None:
     disk, job = held_on_a_disk(drill, GIVES_UP, is_run_folder=is_unmounted)
     if is_unmounted:
         disk.unmount(disk.place)
-    while job.folder.exists() and not is_unmounted:  # goodput.json may be written meanwhile
+    while job.folder.exists() and not is_unmounted:  # status.json may be written meanwhile
         subprocess.run(["rm", "-rf", disk.seen / "run"], capture_output=True)
     drill.let_go(is_slow=True)
     said = (

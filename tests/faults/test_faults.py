@@ -7,7 +7,7 @@ import pytest
 from drill import FAULTS, Drill
 from ranks import ROOT
 
-for name in "checkpoints data hangs numerics owners processes sharded start_up stopping storage timing".split():
+for name in "beside checkpoints data hangs numerics owners processes sharded start_up stopping storage timing".split():
     importlib.import_module(name)  # adds its rows to FAULTS
 
 

@@ -48,5 +48,5 @@ def payload_of(state: TrainState, step: int) -> dict[str, Any]:
     state.progress.step = step
     return state.state_dict() | {
         "config": TrainingConfig(ema_decay=0.9).to_dict(),
-        "provenance": {"identity": "abc", "content": "", "sketches": [], "global_batch_size": 64, "goodput": {}},
+        "provenance": {"identity": "abc", "content": "", "sketches": [], "global_batch_size": 64},
     }

@@ -3,7 +3,6 @@
 import mmap
 import os
 import shutil
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -11,25 +10,20 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from utils.run.hook import Hook
 
 import train
 from config import TrainingError, UserError
 from ranks import run_ranks
 from tasks import train_task
 from test_checkpoint import payload
-from training import wait_until
 from utils.checkpoint import archive, layouts
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.layouts import FileLayout
 from utils.checkpoint.snapshot import HostMemory
-from utils.distributed.beats import state_of
 from utils.files import LinesFile, read_lines
 from utils.rng import diverged
 from utils.run import checkpoints as checkpoints_module
-from utils.run import hook as hook_module
 from utils.run.checkpoints import Checkpoints
-from utils.run.watchdog import GONE
 
 
 def state(step):
@@ -189,54 +183,3 @@ def test_records_that_do_not_fit_on_a_full_disk_are_written_later_complete_and_o
     assert [record for *_, record in read_lines(path)] == [{"n": 0}]
     file.append('{"n": 3}')
     assert path.read_text() == "".join(f'{{"n": {n}}}\n' for n in range(4))
-
-
-def test_the_users_command_gets_the_latest_path_and_its_failure_is_a_warning(tmp_path):
-    warnings, out, may_end = [], tmp_path / "out", tmp_path / "may_end"
-    hook = Hook(f"sh -c 'while ! [ -e {may_end} ]; do sleep 0.02; done; echo $0 >> {out}'", warnings.append)
-    for step in (1, 2, 3):
-        hook.run(Path(f"step_{step}.pt"))
-    may_end.touch()
-    while hook.is_running():
-        time.sleep(0.05)
-    assert out.read_text() == "step_1.pt\nstep_3.pt\n"  # 2 and 3 arrived while the first command ran; 3 is later
-    (tmp_path / "a b.pt").write_text("new")
-    commands = {
-        "false": "ended with exit code 1; the checkpoint is valid",
-        "no-such-program": "cannot be run (No such file or directory); the checkpoint is valid",
-        f"cp {{}} {out}": None,  # no shell: the space is part of the name
-    }
-    for command in commands:
-        hook = Hook(command, warnings.append)
-        hook.run(tmp_path / "a b.pt")
-        while hook.is_running():
-            time.sleep(0.05)
-    assert warnings == [f"on_checkpoint: {command} {problem}" for command, problem in commands.items() if problem]
-    assert out.read_text() == "new"
-
-
-def test_a_command_that_hangs_is_reported_and_ended_with_its_children_when_the_run_is_over(tmp_path, monkeypatch):
-    warnings, out = [], tmp_path / "out"
-    command = tmp_path / "command"
-    command.write_text(f"#!/bin/sh\ntrap '' TERM\nsleep 600 &\necho $1 $! >> {out}\nwait\nwait\n")
-    command.chmod(0o755)
-    monkeypatch.setattr(hook_module, "SECONDS_OF_A_COMMAND", 0.1)
-    monkeypatch.setattr(hook_module, "SECONDS_TO_TERMINATE", 0.1)
-    hook = Hook(str(command), warnings.append)
-    for step in (1, 2):
-        hook.run(Path(f"step_{step}.pt"))
-    wait_until(lambda: hook.is_running() and warnings)
-    assert warnings == ["on_checkpoint: the command has been running for 0 min; later checkpoints wait for it"]
-    hook.end_if_late(has_stopped=True)
-    assert hook.is_running() and len(warnings) == 1
-    for step in (1, 2):  # that of the latest checkpoint gets its time, too
-        wait_until(out.exists)
-        wait_until(lambda: out.read_text().endswith("\n"))
-        name, child = out.read_text().split()
-        out.unlink()
-        monkeypatch.setattr(hook_module, "SECONDS_TO_FINISH", 0.0)
-        hook.end_if_late(has_stopped=False)
-        said = f"was ended after 0 min, since the run is over; run it again for step_{step}.pt"
-        assert warnings[-1] == f"on_checkpoint: the command {said}"
-        wait_until(lambda pid=int(child): state_of(pid) in GONE)
-        assert name == f"step_{step}.pt" and hook.is_running() == (step == 1)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from config import TrainingConfig
+from utils.report.goodput import ACCOUNTS
 from utils.report.reporter import end_text
-from utils.run.goodput import ACCOUNTS
 
 SUMMARY = {
     "state": "completed",

@@ -1,61 +1,142 @@
-"""The account of time over all attempts of a run."""
+"""The account of time over all attempts of a run, from its records."""
 
 import json
-import time
 from types import SimpleNamespace
 
-import utils.clock
+import pytest
+
 from config import TrainingConfig
+from scripts.runs import RunInfo
 from test_run_folder import open_run, with_
-from utils.clock import Clock
-from utils.run import goodput
-from utils.run.goodput import ACCOUNTS, Goodput, share_in_training
+from utils.report.goodput import ACCOUNTS, accounts_of
+from utils.run import folder
+
+FIRST = 1.8e9
+SECONDS = {"start": 2, "step": 1, "save": 0.5, "wait": 5, "evaluate": 3, "hang": 7}
+GAP = 4  # seconds between two attempts
 
 
-def test_each_second_is_counted_once_over_restarts(tmp_path, monkeypatch):
-    """A second attempt: the gap counts as down time, a repeated step does not count as training. The system's clock
-    jumps by an hour during each attempt, and is right when one starts."""
-    fake = SimpleNamespace(now=1000.0, jump=0)
-    fake.time, fake.perf_counter = (lambda: fake.now + fake.jump), (lambda: fake.now - 900)
-    monkeypatch.setattr(utils.clock, "time", fake)
-    monkeypatch.setattr(goodput, "time", fake)
-    config = TrainingConfig(run_dir=str(tmp_path))
+class Story:
+    """A run with a clock of its own. What its attempts do is a list of words; `wait` is for the disk, after a save."""
 
-    def attempt(resume_from, *steps, first=0):
-        run, clock = open_run(with_(config, resume_from=resume_from)), Clock()
-        fake.jump = 0
-        found = Goodput(run, clock, fake.perf_counter())
-        found.resume(None, first)
-        fake.jump = -3600 if first else 3600
-        for step, phases in steps:
-            for phase in phases.split():
-                clock.begin_step(step) if phase == "data" else clock.enter(phase)
-                fake.now += 1
-        run.record("train", step=1)
-        now = found.now()
-        found.close()
+    def __init__(self, place, monkeypatch):
+        self.now, self.jump = 0.0, 0
+        self.config = TrainingConfig(run_dir=str(place), resume_from="auto")
+        clock = SimpleNamespace(time=lambda: FIRST + self.now + self.jump, monotonic=lambda: self.now)
+        monkeypatch.setattr(folder, "time", clock)
+
+    def attempt(self, step, words):
+        run, began = open_run(self.config), self.now
+        run.begin()
+        for word in words.split():
+            self.now += SECONDS.get(word, 0)
+            if word == "start":
+                run.rewind(step, is_evaluated=True)
+                run.mark_training()
+                run.mark_beginning(began, {"epoch": 0, "step": step, "samples_seen": 4 * step})
+            elif word == "step":
+                step += 1
+                run.progress(step=step)
+            elif word == "log":
+                run.record("train", step=step, data_wait_s=0.25)
+            elif word in ("save", "wait"):
+                run.event("checkpoint", step, **{"blocked_s" if word == "save" else "waited_s": SECONDS[word]})
+            elif word == "evaluate":
+                run.event("evaluation", step, split="val", seconds=SECONDS[word])
+            elif word in ("forward", "back"):  # the system's clock, which is right when the next attempt begins
+                self.jump = 3600 if word == "forward" else -3600
+            else:
+                run.status(word)
         run.close()
-        return now
-
-    attempt("", (1, "data forward backward update save evaluation"), (2, "data forward"))
-    fake.now += 4  # killed
-    found = attempt("auto", (2, "data forward"), (3, "data forward"), first=1)
-    expected = [5, 3, 1, 1, 0, 2, 4]
-    assert [found[name] for name in ACCOUNTS] == expected and sum(expected) == found["until"] - 1000
-    assert found["step"] == 3 and share_in_training(found) == 5 / 16
-    attempts = [[each[name] - 1000 for name in ("started_at", "training_from", "until")] for each in found["attempts"]]
-    assert attempts == [[0, 0, 8], [12, 12, 16]]
-    assert [(each["resumed_at_step"], each["step"]) for each in found["attempts"]] == [(0, 2), (1, 3)]
-    file = tmp_path / "goodput.json"
-    assert json.loads(file.read_text()) == found
-    file.write_text('{"training": "much"}')
-    assert attempt("auto")["training"] == 0
+        self.jump = 0
 
 
-def test_a_run_shorter_than_a_second_is_recorded_too(tmp_path):
-    run = open_run(TrainingConfig(run_dir=str(tmp_path)))
-    accounts = Goodput(run, Clock(), time.perf_counter())
-    accounts.resume(None)
-    accounts.close()
-    run.close()
-    assert (tmp_path / "goodput.json").exists()
+STORIES = {  # attempts: the first step and what follows; those that do not end with a state are killed
+    "one attempt": ([(0, "start step step step step log evaluate")], [3, 1, 3, 0, 2, 0, 0]),
+    "two intervals": ([(0, "start step step log step log step")], [3.25, 0.75, 0, 0, 2, 0, 0]),
+    "the rest of an interval": (
+        [(0, "start step step log step save preempted"), (3, "start step log")],
+        [3.25, 0.75, 0, 0.5, 4, 0, 4],
+    ),
+    "killed": (
+        [(0, "start step step save step step log"), (2, "start step step log evaluate")],
+        [3.5, 0.5, 3, 0.5, 4, 2, 4],
+    ),
+    "failed in an evaluation after a save": (
+        [(0, "start step save hang failed"), (1, "start step")],
+        [2, 0, 0, 0.5, 4, 7, 4],
+    ),
+    "killed before a save": ([(0, "start step step"), (0, "start step")], [1, 0, 0, 0, 4, 2, 4]),
+    "killed after an evaluation": (
+        [(0, "start step evaluate save step"), (1, "start step")],
+        [2, 0, 3, 0.5, 4, 1, 4],
+    ),
+    "failed after a hang": ([(0, "start step save step hang failed"), (1, "start step")], [2, 0, 0, 0.5, 4, 8, 4]),
+    "a slow save": ([(0, "start step step log save wait preempted"), (2, "start step")], [2.5, 0.5, 0, 5.5, 4, 0, 4]),
+    "back before the previous beginning": (
+        [(0, "start step step save step step save step"), (4, "start step step"), (2, "start step")],
+        [3, 0, 0, 0.5, 6, 5.5, 8],
+    ),
+    "back to the same step twice": (
+        [(0, "start step step save step"), (2, "start step step"), (2, "start step")],
+        [3, 0, 0, 0.5, 6, 3, 8],
+    ),
+    "the clock jumps": (
+        [(0, "start forward step step save step"), (2, "start step back step")],
+        [4, 0, 0, 0.5, 4, 1, 4],
+    ),
+    "failed before training": (
+        [(0, "start step step save step"), (2, "failed"), (2, "failed"), (2, "start step")],
+        [3, 0, 0, 0.5, 4, 1, 12],
+    ),
+    "from another run": ([(8, "start step log")], [0.75, 0.25, 0, 0, 2, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_each_second_is_counted_once_over_restarts(tmp_path, monkeypatch, name):
+    attempts, expected = STORIES[name]
+    story = Story(tmp_path / "run", monkeypatch)
+    for number, attempt in enumerate(attempts):
+        story.now += GAP * (number > 0)
+        story.attempt(*attempt)
+    found = RunInfo(tmp_path / "run").attempts
+    accounts = accounts_of(found)
+    assert list(accounts) == list(ACCOUNTS)
+    assert [*accounts.values()] == pytest.approx(expected, abs=2e-3)
+    assert sum(expected) == story.now  # from the first start to the end
+    assert found[0].started_at == FIRST and found[0].first["samples_seen"] == 4 * attempts[0][0]
+
+
+def test_records_of_an_earlier_version_are_left_out(tmp_path, monkeypatch):
+    """Its goodput.json, too; the attempts of this version count."""
+    place = tmp_path / "run"
+    story = Story(place, monkeypatch)
+    place.mkdir()
+    rows = [{"kind": "train", "step": 1, "loss": 1.0}, {"kind": "event", "event": "resumed", "step": 1, "changed": []}]
+    (place / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (place / "goodput.json").write_text(json.dumps({"training": 5.0, "attempts": [{"started_at": FIRST - 9}]}))
+    (place / "status.json").write_text('{"state": "failed", "step": "?", "time": null}')
+    assert RunInfo(place).attempts == [] and sum(accounts_of([]).values()) == 0
+    for first in (1, 2):
+        story.attempt(first, "start step save")
+    assert [*accounts_of(RunInfo(place).attempts).values()] == pytest.approx([2, 0, 0, 1, 4, 0, 0], abs=2e-3)
+
+
+def test_a_start_that_recorded_no_step_is_not_a_run_to_continue(tmp_path, monkeypatch):
+    """Nor does its time count in the run that begins in its folder."""
+    story = Story(tmp_path / "run", monkeypatch)
+    story.attempt(0, "start step failed")
+    story.config = with_(story.config, resume_from="")
+    story.attempt(0, "start step log")
+    (attempt,) = RunInfo(tmp_path / "run").attempts
+    assert attempt.started_at == FIRST + 3
+
+
+def test_what_is_noted_never_exceeds_the_time(tmp_path, monkeypatch):
+    """As for a wait that is noted twice."""
+    story = Story(tmp_path / "run", monkeypatch)
+    story.attempt(0, "start step")
+    run = RunInfo(tmp_path / "run")
+    run.attempts[0].records.extend([{"kind": "event", "event": "evaluation", "step": 1, "seconds": 9}] * 2)
+    assert [*accounts_of(run.attempts).values()] == pytest.approx([0, 0, 1, 0, 2, 0, 0], abs=2e-3)

@@ -1,37 +1,39 @@
 """The copy of a run in object storage: what is read of it, who owns it, and what a damaged object costs."""
 
-import logging
+import sys
 import threading
-import time
 import uuid
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
-from utils.run.mirror import Mirror
-from utils.run.uploads import Uploads
 
 from config import StartError, TrainingConfig, TrainingError, UserError
+from scripts.companions import mirror as mirror_module
+from scripts.companions import owner as owner_module
+from scripts.companions.follow import OTHER_OWNER, OtherOwnerError
+from scripts.companions.mirror import Uploads
+from scripts.companions.owner import Mirror
+from scripts.lib import storage
 from test_checkpoint import flip, payload
 from training import wait_until
-from utils import storage
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
-from utils.run import mirror as mirror_module
-from utils.run import uploads as uploads_module
-from utils.run.claim import claim
+from utils.run import claim as claim_module
+from utils.run.claim import claim, plan_of
 from utils.run.folder import Run
 
-KEEP = (2, 0)
 WHERE = ["memory", "file"]
 
 
 def be_quick(monkeypatch):
-    monkeypatch.setattr(mirror_module, "SECONDS_TO_READ_BACK", 0.0)
+    """The mirror decides in this process, without its pauses."""
+    monkeypatch.setattr(claim_module, "ask", lambda name, plan, title, *flags: mirror_module.decide(plan))
+    monkeypatch.setattr(owner_module, "SECONDS_TO_READ_BACK", 0.0)
     monkeypatch.setattr(mirror_module, "SECONDS_BETWEEN_BEATS", 0.05)
-    monkeypatch.setattr(mirror_module, "SECONDS_TO_SEE_A_BEAT", 0.5)
-    monkeypatch.setattr(uploads_module, "SECONDS_BETWEEN_LOOKS", 0.02)
+    monkeypatch.setattr(owner_module, "SECONDS_TO_SEE_A_BEAT", 0.5)
+    monkeypatch.setattr(mirror_module, "SECONDS_BETWEEN_REQUESTS", 0.02)
+    monkeypatch.setattr(mirror_module, "_exit", lambda code: Attempt.lost.append(code) or sys.exit())
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +41,10 @@ def quick(monkeypatch):
     be_quick(monkeypatch)
     yield
     for attempt in Attempt.all:  # a watchdog's stacks show at most 100 threads
-        attempt.uploads.close()
+        attempt.suspend()
         attempt.run.close()
     Attempt.all.clear()
+    Attempt.lost.clear()
 
 
 @pytest.fixture(params=WHERE)
@@ -50,44 +53,50 @@ def url(request, tmp_path):
 
 
 class Attempt:
-    """A run of one rank in a folder of its own, with its uploads."""
+    """A run of one rank in a folder of its own, and its mirror's program, as an object in this process."""
 
-    all = []
+    all, lost = [], []
 
     def __init__(self, url, folder, launch_id="", **flags):
-        self.config = TrainingConfig(run_dir=str(folder), mirror=url, **{"resume_from": "auto"} | flags)
-        self.mirror = Mirror(url)
-        lock, self.start = claim(self.config, "here", launch_id, False, self.mirror)
-        self.run = Run(Path(folder), self.config.checkpoint_folder, 0, ("here",), self.start, lock, self.mirror)
-        self.run.mark_training()
+        self.config = TrainingConfig(run_dir=str(folder), mirror=url, keep_last=2, **{"resume_from": "auto"} | flags)
+        lock, self.start = claim(self.config, "here", launch_id, False)
+        self.run = Run(Path(folder), self.config.checkpoint_folder, 0, ("here",), self.start, lock)
         self.run.begin()
-        self.uploads = Uploads(self.run, self.mirror, KEEP)
+        self.run.mark_training()
+        self.uploads = Uploads(self.plan(launch_id))
+        self.mirror = self.uploads.mirror
+        self.uploads.start()
         self.all.append(self)
 
-    def save(self, step, best=False, value=None):
+    def plan(self, launch_id="", apart=()):
+        more = {"resume_from": self.start.resume_from, "decision": self.start.decision, "apart": apart}
+        return plan_of(self.config, 0, "here", self.start.token, launch_id, **more)
+
+    def save(self, step, best=False):
         path = checkpoint.step_path(self.run.checkpoints, step)
-        archive.write(path, payload(step) | {"progress": {"step": step, "best_step": -1 if value is None else value}})
+        archive.write(path, payload(step))
         self.run.record("train", step=step, loss=1.0)
         if best:
             self.run.link_best(step)
+            self.run.event("best", step)
         return path
 
     def upload(self, *steps, **options):
         for step in steps:
             self.save(step, **options)
-            self.uploads.wake()
-            wait_until(lambda: self.uploads._done == self.uploads._asked, 20)
+            assert self.uploads.look("")
+            checkpoint.prune(self.run.checkpoints, 2)
         return self
 
     def end(self, state="preempted"):
         self.run.status(state)
-        self.uploads.finish(20, lambda: None)
+        assert self.uploads.look(self.uploads.state())
         self.run.close()
 
     def suspend(self):
         """As SIGSTOP does: its beats stop. The folder's lock stays."""
-        self.mirror._end.set()
-        self.mirror._thread.join()
+        self.uploads._end.set()
+        self.uploads._thread.join()
 
 
 def steps_of(url):
@@ -103,9 +112,7 @@ def test_a_run_goes_on_from_its_mirror_in_an_empty_folder(url, tmp_path):
     assert [record["step"] for record in second.run.records("train")] == [10, 20]
     assert not list((tmp_path / "b/checkpoints").glob(".*"))
     second.upload(30).end("completed")
-    lock, start = claim(
-        TrainingConfig(run_dir=str(tmp_path / "c"), mirror=url, resume_from="auto"), "x", "", False, Mirror(url)
-    )
+    lock, start = claim(TrainingConfig(run_dir=str(tmp_path / "c"), mirror=url, resume_from="auto"), "x", "", False)
     assert start.is_completed and not list((tmp_path / "c/checkpoints").iterdir())  # nothing large is fetched
     lock.close()
 
@@ -116,13 +123,13 @@ def test_the_latest_checkpoints_and_the_best_one_are_kept(url, tmp_path, monkeyp
     if not has_links:
         monkeypatch.setattr(Path, "symlink_to", mock.Mock(side_effect=OSError(95, "Operation not supported")))
     first = Attempt(url, tmp_path / "a").upload(10, best=True)
-    first.upload(20, 30, 40, value=10)
+    first.upload(20, 30, 40)
     assert steps_of(url) == [10, 30, 40]
     first.end()
     second = Attempt(url, tmp_path / "b")
     assert sorted(each.name[:13] for each in second.run.checkpoints.iterdir()) == ["step_00000010", "step_00000040"]
     assert second.run.restore_best(10) and checkpoint.verify(second.run.checkpoints / "best.pt").step == 10
-    second.upload(50, 60, value=10)
+    second.upload(50, 60)
     assert steps_of(url) == [10, 50, 60]
     names = second.mirror.names()
     assert sum("/manifests/" in name for name in names) == 3 and sum(name.endswith(".pt") for name in names) == 3
@@ -137,7 +144,7 @@ def test_a_later_checkpoint_of_the_folder_counts_and_is_uploaded(url, tmp_path):
     first.run._lock.close()
     second = Attempt(url, tmp_path / "a")
     assert second.run.resume_path.name == "step_00000030.pt"
-    second.uploads.finish(20, lambda: None)
+    assert second.uploads.look("")
     assert steps_of(url) == [20, 30]
     second.end()
 
@@ -204,13 +211,12 @@ def test_fifty_former_owners_that_wake_up_commit_nothing(tmp_path):
     before = Mirror(url).checkpoints()
     for number, attempt in enumerate(former):
         attempt.save(100 + number)
-        attempt.uploads.wake()
-    for attempt in former:
-        ends = time.monotonic() + 20
-        while not attempt.mirror.lost and time.monotonic() < ends:
-            time.sleep(0.01)
-        with pytest.raises(TrainingError, match="another job has taken over this run; end this one"):
-            attempt.uploads.look()
+        with pytest.raises(OtherOwnerError):
+            attempt.uploads.look("")
+        attempt.uploads._end.clear()
+        with pytest.raises(SystemExit):
+            attempt.uploads._beat()
+    assert Attempt.lost == [OTHER_OWNER] * 50
     assert Mirror(url).checkpoints() == before and [each["step"] for each in before] == [60, 70]
     # and one that has passed the check, and writes its manifest late
     former[0].mirror.write_json(
@@ -234,22 +240,17 @@ def test_a_mirror_of_a_live_run_is_not_claimed(url, tmp_path, caplog):
     assert Attempt(url, tmp_path / "d").mirror.generation == 3
 
 
-def test_a_failed_run_says_so_at_its_mirror_and_the_next_owner_need_not_wait(url, tmp_path, caplog, monkeypatch):
+def test_a_failed_run_says_so_at_its_mirror_and_the_next_owner_need_not_wait(url, tmp_path, caplog):
     first = Attempt(url, tmp_path / "a").upload(10)
     first.run.failed(TrainingError("disk"), 12)
+    first.uploads.leave()
     status = first.mirror.read_json("00000001/records/status.json")
     assert (status["state"], status["error"], status["step"]) == ("failed", "disk", 12)
     assert Attempt(url, tmp_path / "b").start.attempt == 2 and "whether its owner" not in caplog.text
-    second = Attempt.all[-1]
-    monkeypatch.setattr(mirror_module, "SECONDS_TO_TELL", 0.1)
-    is_reachable = threading.Event()
-    monkeypatch.setattr(Mirror, "write_json", lambda *_: is_reachable.wait())
-    second.run.failed(TrainingError("disk"), 12)  # ends although the storage does not answer
-    is_reachable.set()
 
 
 def test_one_of_two_that_claim_at_the_same_time_is_rejected(url, tmp_path, monkeypatch):
-    monkeypatch.setattr(mirror_module, "SECONDS_TO_READ_BACK", 0.5)
+    monkeypatch.setattr(owner_module, "SECONDS_TO_READ_BACK", 0.5)
     outcomes, barrier = [], threading.Barrier(4)
 
     def start(number):
@@ -291,8 +292,8 @@ def test_a_start_that_is_rejected_leaves_no_copy_of_its_mirror(url, tmp_path, ki
     assert not first.start.moved
     first.end()
     config = TrainingConfig(run_dir=str(tmp_path / "b"), mirror=url, resume_from="auto")
-    lock, start = claim(config, "here", "", False, mirror := Mirror(url))
-    run = Run(config.run_folder, config.checkpoint_folder, 0, ("here",), start, lock, mirror)
+    lock, start = claim(config, "here", "", False)
+    run = Run(config.run_folder, config.checkpoint_folder, 0, ("here",), start, lock)
     run.begin()
     assert run.resume_path.exists() and (run.folder / "metrics.jsonl").exists()
     run.failed(kind("lr=1: must be as in the checkpoint"))
@@ -300,39 +301,6 @@ def test_a_start_that_is_rejected_leaves_no_copy_of_its_mirror(url, tmp_path, ki
     assert run.folder.exists() == (kind is not UserError)
     assert steps_of(url) == [10]
     Attempt(url, tmp_path / "b").upload(20).end()
-
-
-def test_a_failing_upload_is_a_warning_and_is_tried_again(url, tmp_path, monkeypatch, caplog):
-    attempt, files = Attempt(url, tmp_path / "a"), Mirror(url)._files
-    monkeypatch.setattr(uploads_module, "SECONDS_TO_WARN", 0.3)
-    monkeypatch.setattr(uploads_module, "MAX_PAUSE", 0.1)
-    plain, is_down = type(files).put_file, [True]
-
-    def put_file(self, *args, **options):
-        if is_down:
-            raise TimeoutError("no answer")
-        return plain(self, *args, **options)
-
-    monkeypatch.setattr(type(files), "put_file", put_file)
-    with caplog.at_level(logging.WARNING, logger="ddp"):
-        attempt.save(10)
-        attempt.uploads.finish(3, lambda: None)
-        assert "uploads have failed for" in caplog.text and "TimeoutError: no answer" in caplog.text
-        assert "lacks the latest checkpoint or records after 3 s" in caplog.text
-        assert caplog.text.count("uploads have failed") == 1
-    is_down.clear()
-    attempt.upload(20)
-    assert steps_of(url)[-1] == 20
-    attempt.end()
-
-
-def test_a_checkpoint_in_upload_is_not_deleted(tmp_path):
-    run = Attempt(f"file://{tmp_path}/bucket/a", tmp_path / "a")
-    for step in (10, 20, 30, 40):
-        run.save(step)
-    checkpoint.prune(run.run.checkpoints, 2, spared="step_00000010.pt")
-    assert [checkpoint.step_of(each) for each in checkpoint.step_checkpoints(run.run.checkpoints)] == [10, 30, 40]
-    run.end()
 
 
 @pytest.mark.parametrize(
@@ -359,34 +327,11 @@ def test_a_missing_package_and_an_unknown_protocol_are_rejected_in_one_sentence(
         Mirror("s4://a/b")
 
 
-def test_a_checkpoint_counts_once_the_other_nodes_have_uploaded_their_samples(url, tmp_path, monkeypatch):
-    """Rank 0 leaves their files to them, although it has copies of an earlier attempt."""
-    plain, seen = Mirror.read_json, []
-    monkeypatch.setattr(Mirror, "read_json", lambda self, name: (seen.append(name), plain(self, name))[1])
-    attempt = Attempt(url, tmp_path / "run")
-    attempt.uploads.close()
-    attempt.run.start = replace(attempt.start, apart=[[1, 2]])
-    attempt.uploads = Uploads(attempt.run, attempt.mirror, KEEP)
-    for rank in (0, 2):
-        attempt.run.folder.joinpath("samples").mkdir(exist_ok=True)
-        attempt.run.folder.joinpath(f"samples/rank{rank}.jsonl").write_text("{}\n")
-    attempt.save(5)
-    place = attempt.mirror.own("nodes/1.json")
-    attempt.mirror.write_json(place, {"step": 4})
-    attempt.uploads.wake()
-    wait_until(lambda: seen.count(place) > 1)
-    assert attempt.mirror.checkpoints() == []
-    attempt.mirror.write_json(place, {"step": 5})
-    wait_until(lambda: attempt.uploads._done == attempt.uploads._asked)
-    assert [each["step"] for each in attempt.mirror.checkpoints()] == [5]
-    names = attempt.mirror.names()
-    assert attempt.mirror.own("records/samples/rank0.jsonl") in names
-    assert attempt.mirror.own("records/samples/rank2.jsonl") not in names
-
-
 def test_a_run_that_fails_before_its_first_upload_leaves_the_records_of_the_attempt_before(url, tmp_path):
     Attempt(url, tmp_path / "a").upload(10).end()
-    Attempt(url, tmp_path / "b").run.failed(TrainingError("disk"), 12)
+    second = Attempt(url, tmp_path / "b")
+    second.run.failed(TrainingError("disk"), 12)
+    second.uploads.leave()
     third = Attempt(url, tmp_path / "c")
     assert third.run.resume_path and [record["step"] for record in third.run.records("train")] == [10]
 
@@ -396,5 +341,35 @@ def test_nothing_is_deleted_while_the_storage_lists_no_checkpoint(url, tmp_path,
     names = attempt.mirror.names()
     with monkeypatch.context() as stale:
         stale.setattr(Mirror, "checkpoints", lambda self: [])
-        attempt.mirror.prune(1, 0, "")
+        attempt.mirror.prune(1, 0, -1)
     assert attempt.mirror.names().keys() >= names.keys() and steps_of(url) == [10, 20]
+
+
+def test_a_checkpoint_counts_once_the_other_nodes_have_uploaded_their_samples(url, tmp_path, monkeypatch):
+    """Rank 0 leaves their files to them, although it has copies of an earlier attempt."""
+    attempt = Attempt(url, tmp_path / "run")
+    attempt.suspend()
+    main = Uploads(attempt.plan(apart=[[1, 2]]))
+    node = Uploads(attempt.plan(apart=[[1, 2]]) | {"rank": 1})  # it has the same folder here
+    for rank in (0, 2):
+        attempt.run.folder.joinpath("samples").mkdir(exist_ok=True)
+        attempt.run.folder.joinpath(f"samples/rank{rank}.jsonl").write_text("{}\n")
+    attempt.save(5)
+    upload = threading.Thread(target=main.look, args=("",), daemon=True)
+    upload.start()
+    wait_until(lambda: attempt.mirror.read_json(attempt.mirror.own("wanted.json")))
+    assert attempt.mirror.checkpoints() == []
+    assert "00000001/records/samples/rank2.jsonl" not in attempt.mirror.names()
+    node.look("")
+    assert "00000001/records/samples/rank2.jsonl" in attempt.mirror.names()
+    upload.join(20)
+    assert [each["step"] for each in attempt.mirror.checkpoints()] == [5]
+    names = attempt.mirror.names()
+    assert attempt.mirror.own("records/samples/rank0.jsonl") in names
+    assert not node.look("completed")  # rank 0's program may still want parts of it
+    main.start()
+    end = threading.Thread(target=main.look, args=("completed",), daemon=True)
+    end.start()
+    wait_until(lambda: node.look("completed"), 20)
+    end.join(20)
+    assert attempt.mirror.has_ended()

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from scripts import runs as script
-from utils.run.goodput import ACCOUNTS
+from utils.report.goodput import ACCOUNTS
 
 START = 1.8e9
 VOID = ("meta", "link")
@@ -52,11 +52,11 @@ def forge(folder, attempts=((0, 0, 8),), values=(0.5, 0.75), state="completed", 
     def write(name, content):
         (folder / name).write_text(json.dumps(content))
 
-    rows = [{"started_at": START + s, "resumed_at_step": a, "step": b} for s, a, b in attempts]
-    rows = [row | {"training_from": row["started_at"] + 10, "until": row["started_at"] + 50} for row in rows]
-    found = dict.fromkeys(ACCOUNTS, 1.0) | {"started_at": START, "until": rows[-1]["until"], "attempts": rows}
-    ended = rows[-1]["until"] - START
-    write("goodput.json", found | {"step": attempts[-1][2]})
+    records, ended, last = [], attempts[-1][0] + 50, {}
+    for began, first, step in attempts:  # each trains from 10 s to 50 s
+        event = {"kind": "event", "event": "resumed" if last else "started", "step": first, "time": at(began + 10)}
+        records.append(event | {"started_at": at(began), "samples_seen": 8 * first} | last)
+        last = {"previous_step": step, "previous_time": at(began + 50)}
     write("status.json", {"state": state, "epoch": 2, "step": attempts[-1][2], "time": at(ended), **status})
     write("config.json", config or {"lr": 0.1})
     write("provenance.json", {"command": ["python", "train.py", HOSTILE], "git_commit": "abc", "versions": {"t": "1"}})
@@ -70,7 +70,6 @@ def forge(folder, attempts=((0, 0, 8),), values=(0.5, 0.75), state="completed", 
             "restarts": 0,
         }
         write("summary.json", best | {"state": state, "wall_s": 100.0, "time": {f"{name}_s": 1.0 for name in ACCOUNTS}})
-    records = []
     for k, value in enumerate(values, 1):
         common = {"step": 4 * k, "epoch": k, "loss": value, metric: value, "time": at(ended - 20 + 4 * k)}
         records.append({"kind": "train", **common, "data_wait_s": 0.1, "step_s": 0.4, "lr": 0.1})
@@ -153,7 +152,7 @@ def test_non_finite_values_are_gaps_in_the_curves(tmp_path, page):
     assert ">rmse<" in page(forge(tmp_path / "none", values=(None,), metric="rmse"), tmp_path / "run").source
 
 
-@pytest.mark.parametrize("missing", ["goodput.json metrics.jsonl", "provenance.json config.json", "", "all"])
+@pytest.mark.parametrize("missing", ["metrics.jsonl", "provenance.json config.json", "", "all"])
 def test_a_run_that_just_started_or_lacks_files_is_shown(tmp_path, page, missing):
     folder = forge(tmp_path / "run", state="running", values=(0.5,) if missing else ())
     for name in missing.split():
@@ -164,7 +163,7 @@ def test_a_run_that_just_started_or_lacks_files_is_shown(tmp_path, page, missing
             (folder / name).unlink()
     text = " ".join(page(folder).text)
     assert ("unknown" if missing == "all" else "running") in text
-    assert ("No attempt times are recorded" in text) == (missing in ("all", "goodput.json metrics.jsonl"))
+    assert ("No attempt times are recorded" in text) == (missing in ("all", "metrics.jsonl"))
 
 
 def test_a_page_is_written_only_for_runs_and_only_as_html(tmp_path, monkeypatch, capsys):

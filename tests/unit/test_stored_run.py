@@ -1,20 +1,23 @@
 """A run in object storage, as it is read: after a kill at any request, and as a local copy for other programs."""
 
 import threading
+import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from utils.run.mirror import Mirror
 
 from config import TrainingConfig, UserError
+from scripts.companions import follow as follow_module
+from scripts.companions.mirror import Uploads
+from scripts.companions.owner import Mirror
+from scripts.lib import storage, stored
 from test_mirror import WHERE, Attempt, quick, steps_of  # noqa: F401
 from training import wait_until
-from utils import storage
 from utils.checkpoint import format as checkpoint
-from utils.checkpoint import stored
+from utils.checkpoint.stored import local_checkpoint
 from utils.files import read_json
 from utils.run.apart import nodes_apart
 from utils.run.lock import RunLock
@@ -69,7 +72,7 @@ class Wire:
 
 def without_beats(monkeypatch):
     """Whose requests come at any time, and whose threads would stay."""
-    for owner in (Mirror, RunLock):
+    for owner in (Uploads, RunLock):
         monkeypatch.setattr(owner, "_beat", lambda self: None)
 
 
@@ -85,7 +88,6 @@ def step_of_the_next_attempt(url, folder):
     return step
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("is_answered", [False, True])
 @pytest.mark.parametrize("what", ["save", "start"])
 def test_a_kill_at_any_request_leaves_the_old_or_the_new_checkpoint(tmp_path, monkeypatch, what, is_answered):
@@ -101,10 +103,7 @@ def test_a_kill_at_any_request_leaves_the_old_or_the_new_checkpoint(tmp_path, mo
             wire = Wire(patched, at, is_answered)
             with suppress(Killed):
                 if what == "save":
-                    first.save(30)
-                    first.uploads.wake()
-                    wait_until(lambda: wire.is_dead or first.uploads._done == first.uploads._asked)  # noqa: B023
-                    first.suspend()
+                    first.upload(30)
                 else:
                     Attempt(url, folder / "b", launch_id="job")
             is_killed = wire.is_dead
@@ -115,6 +114,55 @@ def test_a_kill_at_any_request_leaves_the_old_or_the_new_checkpoint(tmp_path, mo
     assert at > 10
 
 
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_program_that_is_killed_at_any_request_is_started_again_and_uploads_all(tmp_path, monkeypatch, is_answered):
+    """With the same plan: it claims nothing, and nothing is left over."""
+    without_beats(monkeypatch)
+    at, is_killed = 0, True
+    while is_killed:
+        at += 1
+        url = f"memory://{uuid.uuid4().hex}/a"
+        first = Attempt(url, tmp_path / f"{at}").upload(10, 20)
+        with monkeypatch.context() as patched:
+            wire = Wire(patched, at, is_answered)
+            with suppress(Killed):
+                first.upload(30)
+            is_killed = wire.is_dead
+        again = Uploads(first.plan())
+        assert again.look("")
+        assert steps_of(url) == [20, 30] and again.mirror.latest() == 1
+        assert sum(name.endswith(".pt") for name in again.mirror.names()) == 2
+    assert at > 10
+
+
+def test_a_failing_upload_is_a_warning_and_is_tried_again(url, tmp_path, monkeypatch, caplog):
+    attempt, files = Attempt(url, tmp_path / "a"), Mirror(url)._files
+    monkeypatch.setattr(follow_module, "SECONDS_TO_WARN", 0.3)
+    monkeypatch.setattr(follow_module, "MAX_PAUSE", 0.1)
+    for name in ("watch", "setup_logger"):
+        monkeypatch.setattr(follow_module, name, lambda *_: None)
+    plain, is_down = type(files).put_file, [True]
+
+    def put_file(self, *args, **options):
+        if is_down:
+            raise TimeoutError("no answer")
+        return plain(self, *args, **options)
+
+    monkeypatch.setattr(type(files), "put_file", put_file)
+    attempt.save(10)
+    program = threading.Thread(target=follow_module.follow, args=(attempt.uploads,), daemon=True)
+    program.start()
+    wait_until(lambda: "mirror: tries have failed for" in caplog.text and "TimeoutError: no answer" in caplog.text)
+    assert "; training continues" in caplog.text or "and training continues" in caplog.text
+    time.sleep(0.5)
+    assert caplog.text.count("tries have failed") == 1 and steps_of(url) == []
+    is_down.clear()
+    wait_until(lambda: steps_of(url) == [10])
+    attempt.run.status("preempted")
+    program.join(20)
+    assert not program.is_alive() and attempt.mirror.has_ended()
+
+
 @pytest.fixture
 def copies(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "copies"))
@@ -123,8 +171,7 @@ def copies(tmp_path, monkeypatch):
 
 def test_a_run_at_a_url_is_copied_as_far_as_it_is_needed(url, tmp_path, copies):
     first = Attempt(url, tmp_path / "a").upload(10, best=True)
-    first.run.event("best", 10)
-    first.upload(20, 30, value=10)
+    first.upload(20, 30)
     folder = stored.local_run(url)
     assert read_json(folder / "status.json")["state"] == "running" and not checkpoint.step_checkpoints(folder)
     steps = {f"{url}/checkpoints/step_00000020.pt": 20, f"{url}/checkpoints/best.pt": 10, url: 10}
@@ -132,9 +179,13 @@ def test_a_run_at_a_url_is_copied_as_far_as_it_is_needed(url, tmp_path, copies):
         path = stored.local_checkpoint(source)
         assert checkpoint.verify(path).step == step and path.is_relative_to(copies)
     assert (folder / "checkpoints/best.pt").readlink() == Path("step_00000010.pt")
-    first.upload(40, value=10)
+    first.upload(40)
     with pytest.raises(UserError, match=r"step_00000020.pt: is not there; the run has .* these steps: 10, 30, 40$"):
         stored.local_checkpoint(f"{url}/checkpoints/step_00000020.pt")
+    if url.startswith("file"):  # as a rank asks for it
+        assert local_checkpoint(url) == path
+        with pytest.raises(UserError, match="step_00000020.pt: is not there"):
+            local_checkpoint(f"{url}/checkpoints/step_00000020.pt")
     stored.local_run(url, lambda steps, best: steps[-1:])
     assert [checkpoint.step_of(path) for path in checkpoint.step_checkpoints(folder / "checkpoints")] == [10, 40]
     first.end()

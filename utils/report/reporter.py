@@ -20,12 +20,12 @@ from utils.memory import peak_memory
 from utils.metrics import RESERVED
 from utils.redact import stored
 from utils.report.banner import decisions
+from utils.report.goodput import accounts_of, attempts_of
 from utils.report.profiler import StepProfiler
 from utils.report.tensorboard import Board
 from utils.rng import seed_evaluation, set_apart
 from utils.run.attempt import Attempt
 from utils.run.folder import Run
-from utils.run.goodput import ACCOUNTS, share_in_training
 from utils.run.provenance import zip_code
 from utils.training.fingerprint import fingerprint, shown
 from utils.training.interval import EMPTY, Read, is_empty
@@ -46,7 +46,7 @@ class LogPoint:
 
     read: Read
     take_seconds: Callable[[], tuple[float, float, float]]  # of this rank, from `Clock.take`
-    at: dict[str, int]  # epoch, step and samples_seen
+    at: dict[str, int]  # epoch and step
     samples: int  # in the interval, of all ranks
     steps: int
     lrs: dict[str, Any]
@@ -74,7 +74,7 @@ class Reporter:
         self._log_images = log_images if run.is_main or config.sharding != "none" else None
         self._attempt, self._run, self._config, self._ctx, self._logger = attempt, run, config, ctx, logger
         self._state, self._loader, self._sampler = state, loader, loader.sampler
-        self._clock, self._goodput = attempt.clock, attempt.goodput
+        self._clock = attempt.clock
         self._total_steps, self._origin = state.schedule.total_steps, origin
         self._board = Board(run.folder / "tensorboard" if ctx.is_main else None, state.progress.step)
         folder = run.folder / "traces" if config.enable_profiling and ctx.is_main else None
@@ -94,7 +94,6 @@ class Reporter:
             differences: what has changed since the checkpoint that the run resumes from.
         """
         run, origin, progress = self._run, self._origin, self._state.progress
-        step = progress.step
         run.write_json("config.json", stored(self._config))
         run.write_json("provenance.json", origin)
         if run.is_main:
@@ -109,10 +108,9 @@ class Reporter:
             run.warn("changed: %s", line)
         if warning := self._state.schedule.warning:
             run.warn("%s", warning)
-        run.status("running", epoch=progress.epoch_number, step=step, samples_seen=progress.samples_seen)
-        if run.resume_path:
-            where = {"checkpoint": str(run.resume_path), "world_size": self._ctx.world_size}
-            run.event("resumed", step, **where, changed=differences)
+        where = {"epoch": progress.epoch_number, "step": progress.step, "samples_seen": progress.samples_seen}
+        source = {"checkpoint": str(run.resume_path), "changed": differences} if run.resume_path else {}
+        run.mark_beginning(self._attempt.began, where, world_size=self._ctx.world_size, **source)
 
     # ---- training ----
 
@@ -122,6 +120,7 @@ class Reporter:
         step = progress.step
         if self._config.record_samples:
             self._run.record_samples(progress.epoch_number, step, indices)
+        self._run.progress(epoch=progress.epoch_number, step=step, samples_seen=progress.samples_seen)
         self._samples += samples
         self._steps += 1
         if self._unwritten and step - self._unwritten.at["step"] >= READ_AFTER:
@@ -148,7 +147,7 @@ class Reporter:
         self._unwritten = LogPoint(
             read=state.begin_read(fingerprint(state)),
             take_seconds=self._clock.take(),
-            at={"epoch": progress.epoch_number, "step": progress.step, "samples_seen": progress.samples_seen},
+            at={"epoch": progress.epoch_number, "step": progress.step},
             samples=self._samples,
             steps=max(1, self._steps),
             lrs=_learning_rates(self._config.lr * state.factor, state.lrs),
@@ -179,8 +178,7 @@ class Reporter:
         self._train_names = list(means)
         record = self._latest = self._run.record(
             "train",
-            epoch=point.at["epoch"],
-            step=step,
+            **point.at,
             **means,
             **({"skipped_steps": skips} if skips else {}),
             **point.lrs,
@@ -202,7 +200,6 @@ class Reporter:
         if self._log_points == 2:  # the first interval includes the start of the workers
             self._advise(waited / seconds if seconds else 0.0)
         self._board.scalars(record)
-        self._run.progress(**point.at)
         self._check_skips(step, "no targets" if is_empty(skipped) else NOT_FINITE)
 
     def before_save(self) -> None:
@@ -277,11 +274,16 @@ class Reporter:
 
     def finish(self, ending: str, best_metric: str, test: list[dict[str, Any]]) -> dict[str, Any]:
         """Write summary.json and the last status, and show the next commands."""
-        progress, accounts = self._state.progress, self._goodput.now()
+        progress, records = self._state.progress, self._run.records()
+        attempts = attempts_of(records, self._run.now(), progress.step)
+        accounts = accounts_of(attempts)
+        wall = max(1e-9, sum(accounts.values()))
         trained = accounts["training"] + accounts["data_wait"]  # counts each step once
-        rate = progress.samples_seen / trained if trained else 0.0
+        # the run may have begun with the checkpoint of another one
+        samples = progress.samples_seen - min((each.first["samples_seen"] for each in attempts), default=0)
+        rate = samples / trained if trained else 0.0
         chosen = "ema" if self._config.ema_decay else "model"
-        evaluations = [r for r in self._run.records("eval") if r["weights"] == chosen and r not in test]
+        evaluations = [r for r in records if r["kind"] == "eval" and r["weights"] == chosen and r not in test]
         if any(r["split"] == "val" for r in evaluations):  # the others are tests at the end of an earlier, shorter run
             evaluations = [r for r in evaluations if r["split"] == "val"]
         final = evaluations[-1] if evaluations else {}
@@ -292,7 +294,7 @@ class Reporter:
             "steps": progress.step,
             "skipped_steps": progress.skipped_steps,
             "samples_seen": progress.samples_seen,
-            "wall_s": max(1e-9, sum(accounts[name] for name in ACCOUNTS)),
+            "wall_s": wall,
             "samples_per_s": rate,
             "samples_per_s_per_rank": rate / self._ctx.world_size,
             "world_size": self._ctx.world_size,
@@ -305,13 +307,13 @@ class Reporter:
             "data_wait_fraction": accounts["data_wait"] / trained if trained else 0.0,
             "peak_memory_bytes": peak_memory(),
             "restarts": self._run.start.attempt - 1,
-            "goodput": share_in_training(accounts),
+            "goodput": accounts["training"] / wall,
             "overflow_steps": progress.overflow_steps,
-            "time": {f"{name}_s": round(accounts[name], 3) for name in ACCOUNTS},
+            "time": {f"{name}_s": round(seconds, 3) for name, seconds in accounts.items()},
         }
         if test:
             summary["test"] = test
-        empty_steps = sum(each.get("reason") == EMPTY for each in self._run.records("event"))
+        empty_steps = sum(each.get("reason") == EMPTY for each in records)
         if warnings := self._warnings(summary, evaluations, empty_steps):
             summary["warnings"] = warnings
         for line in warnings:

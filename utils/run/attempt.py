@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from config import TrainingConfig
 from utils.clock import Clock
 from utils.distributed.context import DistributedContext
 from utils.run.folder import Run
-from utils.run.goodput import Goodput
 from utils.signals import StopSignals
 
 
@@ -22,10 +21,9 @@ class Attempt:
     ctx: DistributedContext
     run: Run
     clock: Clock
-    goodput: Goodput
+    began: float  # when its process started, by time.monotonic
     signals: StopSignals
     logger: logging.Logger
-    began: float = field(default_factory=time.monotonic)
 
     @property
     def is_asked_to_stop(self) -> bool:

@@ -63,8 +63,8 @@ class Checkpoints:
         run, config, ctx = attempt.run, attempt.config, attempt.ctx
         self._run, self._state, self._ctx, self._before_save, self._clock = run, state, ctx, before_save, attempt.clock
         self._keep, self._minutes = (config.keep_last, config.keep_every), config.save_every_minutes
-        self._goodput, self._settings, self._origin = attempt.goodput, stored(config), origin
-        mapped(self._meta(), lambda tensor: tensor)  # raises now if no checkpoint can hold it; later only values change
+        self._meta = {"config": stored(config), "provenance": origin | {"total_steps": state.schedule.total_steps}}
+        mapped(self._meta, lambda tensor: tensor)  # raises now if no checkpoint can hold it; later only values change
         self._is_sharded = config.sharding != "none"
         shards = {"none": 1, "hybrid": ctx.local_world_size}.get(config.sharding, ctx.world_size)
         self._replicas = [range(shard, ctx.world_size, shards) for shard in range(shards)]  # ranks with equal weights
@@ -95,13 +95,10 @@ class Checkpoints:
         self._odd_buffers: list[str] | None = None  # that differ between ranks; None: not compared yet
         self._begun_at = time.monotonic()  # start of the last save
         self._blocked_s = 0.0  # how long it blocked training
+        self._waits_since = math.inf  # since when `_wait` waits for it
         self._failing_since = 0.0  # when the first of a series of failed saves failed; 0: the last succeeded
         self._moves = self._moves_seen = 0  # of the write in progress: blocks
         self._stalled_s, self._looked_at, self._warned_of = 0.0, 0.0, Path()
-
-    def _meta(self) -> dict[str, Any]:
-        origin = self._origin | {"goodput": self._goodput.now(), "total_steps": self._state.schedule.total_steps}
-        return {"config": self._settings, "provenance": origin}
 
     # ---- all ranks ----
 
@@ -193,8 +190,7 @@ class Checkpoints:
         self.finish_copy()
         if self._new_best:
             self._clock.enter("save")  # other ranks wait for those that write
-        while self._new_best and self._writing:
-            self._look(SECONDS_OF_A_LOOK)
+            self._wait()
         self._settle_best()
 
     def _settle_best(self) -> None:
@@ -207,20 +203,23 @@ class Checkpoints:
         """Wait until the last checkpoint is on the disk. Raises TrainingError where a rank cannot write it."""
         self.finish_copy()
         self._clock.enter("save")  # no longer a step: other ranks may end before this one
-        self._wait_for_the_disk()
-        self._settle_best()
-
-    def _wait_for_the_disk(self) -> None:
         for last in [False] * (LAST_TRIES - 1) + [True] if self._writes else []:
-            while self._writing:
-                self._look(SECONDS_OF_A_LOOK)
+            self._wait()
             if not self._failing_since:
-                return
+                break
             if last:
                 problem = "the last checkpoint cannot be written; make room, then --resume_from auto"
                 raise TrainingError(f"{self._run.checkpoints}: {problem}")
             time.sleep(1.0)
             self._start_writing()
+        self._settle_best()
+
+    def _wait(self) -> None:
+        """Wait for the write in progress. Its event has the time."""
+        self._waits_since = time.monotonic()
+        while self._writing:
+            self._look(SECONDS_OF_A_LOOK)
+        self._waits_since = math.inf
 
     def finish_begun(self) -> None:
         """Wait for the write in progress, for a limited time, unless it makes no progress."""
@@ -245,7 +244,7 @@ class Checkpoints:
         if self._writes:
             self._buffers = [*buffers_of(self._state.model)]
             self._payload, pairs = self._memory.copy_of(state)
-            self._payload |= self._meta()
+            self._payload |= self._meta
             self._path = checkpoint.step_path(self._run.checkpoints, self._state.progress.step, self._is_sharded)
             # buffers at once: the next forward pass changes them
             buffers = {buffer.data_ptr() for buffer in self._state.model.buffers()}
@@ -350,7 +349,8 @@ class Checkpoints:
         self._failing_since, self._latest = 0.0, self._path
         progress, blocked = self._payload["progress"], self._blocked_s
         epoch = progress["epoch"] + (progress["samples_in_epoch"] > 0)  # as in records
-        times = {"seconds": round(seconds, 3), "blocked_s": round(blocked, 5)}
+        waited = max(0.0, time.monotonic() - self._waits_since)
+        times = {"seconds": round(seconds, 3), "blocked_s": round(blocked, 5), "waited_s": round(waited, 3)}
         self._run.event("checkpoint", progress["step"], epoch=epoch, path=str(self._path), **times)
         self._run.status("running", checkpoint=str(self._path))
         text = "saved %s in %.2f s; blocked training for %.1f ms"

@@ -55,11 +55,13 @@ class Companions:
             if f"{name}.py\0{self._plan['folder']}\0".encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
                 end_session(pid)
         while not self._is_closed.is_set():
-            process = self._running[name] = start(name, self._plan)
-            with suppress(OSError):
-                file.write_text(str(process.pid))
-            code = process.wait()
-            end_session(process.pid)  # what it had started
+            code = -1
+            with suppress(OSError):  # no memory, or no process more
+                process = self._running[name] = start(name, self._plan)
+                with suppress(OSError):  # a full disk
+                    file.write_text(str(process.pid))
+                code = process.wait()
+                end_session(process.pid)  # what it had started
             if code == OTHER_OWNER:
                 self._lost = f"{title}: another job has taken over this run; end this one"
             if code in (0, OTHER_OWNER):

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import wait
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,7 +28,6 @@ from utils.memory import is_out_of_memory, let_go
 from utils.run.attempt import Attempt
 from utils.run.command_line import end_now, reject, report_to_torchrun
 from utils.run.folder import Run
-from utils.run.goodput import Goodput
 from utils.run.resume import claim_run
 from utils.run.start_checks import check_alike
 from utils.run.watchdog import Watchdog
@@ -105,8 +104,7 @@ def open_run(config: TrainingConfig, ctx: DistributedContext) -> Iterator[Attemp
         if folder := ctx.launch.flight_recorder and Path(ctx.launch.flight_recorder).parent:
             on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True), ctx)  # torch does not create it
         logger = setup_logger(ctx.rank, None if run.start.is_completed else run.log_file)
-        with closing(Goodput(run, clock, began)) as goodput:
-            yield Attempt(config, ctx, run, clock, goodput, signals, logger)
+        yield Attempt(config, ctx, run, clock, began, signals, logger)
     run.close()
 
 

@@ -15,13 +15,13 @@ from config import StartError, TrainingError, UserError
 from utils.checkpoint import format as checkpoint
 from utils.data.sampler import GlobalBatchSampler
 from utils.files import LinesFile, cut_lines, finite, read_json, read_lines, replace_json
-from utils.logger import ALIKE, count, told
+from utils.logger import ALIKE, BEGINNINGS, count, told
 from utils.logger import NAME as LOGGER
 from utils.run.claim import Start, move_back
 from utils.run.companions import Companions
 from utils.run.lock import NAME as LOCK
 from utils.run.lock import RunLock
-from utils.run.provenance import now
+from utils.run.provenance import now as iso
 from utils.training.interval import SkippedStep, is_empty
 
 SECONDS_BETWEEN_STATUS = 1.0  # while only the progress changes
@@ -58,6 +58,7 @@ class Run:
         self._written = ""  # the latest checkpoint of this attempt
         self._status_at = -math.inf  # when it was written
         self._status_before: dict[str, Any] = {}  # of a continued run, until this attempt trains
+        self._clock_at_0 = time.time() - time.monotonic()  # once: the system's clock may jump during the attempt
 
     @property
     def leads_node(self) -> bool:
@@ -100,6 +101,11 @@ class Run:
         if token != self.start.token:
             raise TrainingError(f"{self.checkpoints}: another job has taken over this run; end this one")
 
+    def end_companions(self) -> None:
+        """After a failure."""
+        if self.companions:
+            self.companions.leave()
+
     def close(self) -> None:
         """Release the folder."""
         if self._lock is not None:
@@ -115,7 +121,24 @@ class Run:
         return values
 
     def event(self, event: str, step: int, **values: Any) -> None:
-        self.record("event", event=event, step=step, **values, time=now())
+        self.record("event", event=event, step=step, **values, time=self.now())
+
+    def now(self, moment: float | None = None) -> str:
+        """The time as in records, or that of a moment of time.monotonic."""
+        return iso(self._clock_at_0 + (time.monotonic() if moment is None else moment))
+
+    def mark_beginning(self, began: float, where: dict[str, int], **values: Any) -> None:
+        """Write the first event of this attempt, which no later one drops, and the status.
+
+        Args:
+            began: when its process started, by time.monotonic.
+            where: epoch, step and samples_seen.
+        """
+        before = {f"previous_{name}": value for name, value in self._status.pop("previous", {}).items()}
+        event = BEGINNINGS[bool(self.resume_path)]
+        self.event(event, **where, **values, started_at=self.now(began), **before)
+        self.status("running", **where)
+        self._status_at = -math.inf  # the first step is written at once
 
     def record_skipped(self, skipped: list[SkippedStep], sampler: GlobalBatchSampler) -> None:
         """Record skipped optimizer steps, with the samples of their global batches."""
@@ -146,7 +169,9 @@ class Run:
         before = read_json(self.folder / "status.json") if self.start.attempt > 1 else {}
         where = {"epoch": 0, "step": 0, "samples_seen": 0, "checkpoint": None} | before
         kept = {name: where[name] for name in ("epoch", "step", "samples_seen", "checkpoint")}
-        self.status("running", **kept, error=None, rank=None, host=None)
+        # of the last attempt that began to train: this one may not
+        own = {name: before[name] for name in ("state", "step", "time") if name in before}
+        self.status("running", **kept, previous=before.get("previous") or own, error=None, rank=None, host=None)
         self._status_before = before if self.is_main else {}
 
     def progress(self, **values: Any) -> None:
@@ -162,7 +187,7 @@ class Run:
         is_running = state == "running"
         if self.is_main or (self.has_own_folder and not is_running):  # each node's launcher reads how it ended
             self._check()
-            self._status |= {"state": state} | values | {"time": now(), "token": self.start.token}
+            self._status |= {"state": state} | values | {"time": self.now(), "token": self.start.token}
             if is_running and not self.lock_file.exists():
                 return  # the file system is unmounted, and nothing belongs below its mount point
             with suppress(OSError) if is_running else nullcontext():  # a full disk: training continues
@@ -178,8 +203,7 @@ class Run:
         step: the last one that this rank has completed.
         """
         self._write_failure(error, step)
-        if self.companions:
-            self.companions.leave()
+        self.end_companions()
 
     def _write_failure(self, error: BaseException, step: int) -> None:
         if not self.is_ours():
@@ -205,7 +229,7 @@ class Run:
             if status.get("state") == "running":
                 latest = self._written or status.get("checkpoint")
                 reached = {"step": max(step, status.get("step", 0)), "checkpoint": latest}
-                status |= {"state": "failed", "error": text} | reached | where | {"time": now()}
+                status |= {"state": "failed", "error": text} | reached | where | {"time": self.now()}
                 said = "the run failed after step %d; its latest checkpoint is %s"
                 logging.getLogger(LOGGER).info(said, reached["step"], latest or "missing")
                 try:
@@ -217,8 +241,9 @@ class Run:
             if self.is_main:
                 break
 
-    def records(self, kind: str) -> list[dict[str, Any]]:
-        return [record for *_, record in read_lines(self.folder / "metrics.jsonl") if record["kind"] == kind]
+    def records(self, kind: str = "") -> list[dict[str, Any]]:
+        """Those of this kind, or all."""
+        return [record for *_, record in read_lines(self.folder / "metrics.jsonl") if kind in ("", record["kind"])]
 
     def write_json(self, name: str, value: Any) -> None:
         if self.is_main:
@@ -251,6 +276,9 @@ class Run:
             )
 
         def is_kept(record: dict[str, Any]) -> bool:
+            # the time of every attempt counts (utils/report/goodput.py)
+            if record.get("event") in BEGINNINGS:
+                return True
             if has_test and record.get("split") == "test":  # made at the end of a shorter run, with an earlier step
                 return False
             is_of_evaluation = record["kind"] == "eval" or record.get("event") in ("best", "evaluation")

@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 import zipfile
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,9 +37,9 @@ OURS = ("train.py", "config.py", "ddp_utils.py", "utils", "scripts")  # files th
 BLOCK = ("# ---- yours:", "# ---- end of yours")  # the lines of config.py between these belong to the fork
 
 
-def now() -> str:
-    """The time in UTC, ISO 8601."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
+def now(seconds: float | None = None) -> str:
+    """The time in UTC, ISO 8601, or that of these seconds since 1970."""
+    return datetime.fromtimestamp(time.time() if seconds is None else seconds, UTC).isoformat(timespec="milliseconds")
 
 
 def collect(

@@ -57,10 +57,14 @@ def claim_run(config: TrainingConfig, ctx: DistributedContext) -> Run:
         plan = plan_of(config, ctx.rank, ctx.host, start.token, start.launch_id, **more)
         companions = Companions(config, plan, ctx)
     run = Run(config.run_folder, config.checkpoint_folder, ctx.rank, ctx.hosts, start, lock, companions)
-    if run.resume_path and run.resume_path.parent == run.checkpoints:
-        share(run.resume_path, run, ctx)
-    if not start.is_completed:
-        check_shared(run.folder, run.lock_file, start.token, ctx)
+    try:
+        if run.resume_path and run.resume_path.parent == run.checkpoints:
+            share(run.resume_path, run, ctx)
+        if not start.is_completed:
+            check_shared(run.folder, run.lock_file, start.token, ctx)
+    except BaseException:
+        run.end_companions()
+        raise
     return run
 
 
@@ -106,8 +110,7 @@ def resume_run(
     if not broadcast_json(on_rank_0(lambda: run.restore_best(progress.best_step), ctx), ctx):
         progress.forget_best()
     on_rank_0(lambda: _keep(listing, run.folder), ctx)
-    run.mark_training()
-    attempt.goodput.resume(payload["provenance"]["goodput"] if payload else None, progress.step)
+    on_all_ranks(run.mark_training, ctx)
     return differences
 
 

@@ -64,7 +64,7 @@ class Ours:
 
     def spent(self) -> dict[str, float]:
         """Seconds so far in each phase of the loop."""
-        return self.training.attempt.clock.spent()[0]
+        return self.training.attempt.clock.spent()
 
     def close(self) -> None:
         self.training.checkpoints.finish_writing()

@@ -1,0 +1,77 @@
+"""How a run spent its time, over all attempts, from its records. Each second is in one account."""
+
+from __future__ import annotations
+
+import math
+from datetime import datetime
+from typing import Any, NamedTuple
+
+ACCOUNTS = ("training", "data_wait", "evaluation", "checkpoints", "start_up", "recomputed", "down")
+
+
+class AttemptTimes(NamedTuple):
+    """One attempt. Times are in seconds since 1970."""
+
+    first: dict[str, Any]  # its first event
+    records: list[dict[str, Any]]  # the others, without those that later attempts have dropped
+    started_at: float
+    training_from: float
+    lost_from: float  # when the save of `kept_step` began; `until` if nothing was lost
+    until: float  # its last sign of life
+    step: int  # the last one that it is known to have made
+    kept_step: float  # the step from which later attempts go on
+
+
+def attempts_of(records: list[dict[str, Any]], time: Any, step: Any) -> list[AttemptTimes]:
+    """The attempts of a run, without those of earlier versions, whose first event has no times.
+
+    time, step: of status.json; the first event of the next attempt has those of the others, and their state.
+    """
+    found: list[AttemptTimes] = []
+    own: list[dict[str, Any]] = []
+    kept, state = math.inf, ""
+    for record in reversed(records):
+        began, trains = (seconds_of(record.get(name)) for name in ("started_at", "time"))
+        if not began:
+            own.append(record)
+            continue
+        times = [trains, *(seconds_of(each.get("time")) for each in own)]
+        saves = [each for each in own if each.get("event") == "checkpoint" and each["step"] == kept]
+        starts = [seconds_of(each.get("time")) - each.get("seconds", 0.0) for each in saves]
+        until, step = max(*times, seconds_of(time)), step if isinstance(step, int) else record["step"]
+        is_lost = step > kept or (bool(starts) and state in ("running", "failed"))
+        lost_from = max(starts or times) if is_lost else until
+        found.append(AttemptTimes(record, own[::-1], min(began, trains), trains, lost_from, until, step, kept))
+        kept, own = min(kept, record["step"]), []
+        time, step, state = (record.get(f"previous_{name}") for name in ("time", "step", "state"))
+    return found[::-1]
+
+
+def accounts_of(attempts: list[AttemptTimes]) -> dict[str, float]:
+    """The seconds in each account. Their sum is the time from the first start to the end of the last attempt."""
+    found, ended = dict.fromkeys(ACCOUNTS, 0.0), math.inf
+    for each in attempts:
+        left, step = each.lost_from - each.training_from, each.first["step"]
+        for record in each.records:
+            noted = {"checkpoints": record.get("blocked_s", 0.0) + record.get("waited_s", 0.0)}
+            if record["kind"] == "train":
+                noted["data_wait"], step = record.get("data_wait_s", 0.0) * (record["step"] - step), record["step"]
+            elif record.get("event") == "evaluation":
+                noted["evaluation"] = record.get("seconds", 0.0)
+            for name, seconds in noted.items():
+                found[name] += min(seconds, left)
+                left -= min(seconds, left)
+        found["training"] += left
+        found["start_up"] += each.training_from - each.started_at
+        found["recomputed"] += each.until - each.lost_from
+        found["down"] += max(0.0, each.started_at - ended)
+        ended = each.until
+    return found
+
+
+def seconds_of(text: Any) -> float:
+    """Seconds since 1970 of a time in ISO 8601; 0 if it is not one."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (TypeError, ValueError):
+        return 0.0
