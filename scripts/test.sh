@@ -48,6 +48,12 @@ fi
 if [ "$mode" = all ]; then # recipes, exports, storage
     install datasets:datasets fuse:fusepy 'moto:moto[server]' optuna:optuna peft:peft s3fs:s3fs safetensors:safetensors \
         timm:timm transformers:transformers
+    trackers=.venv-trackers # which need other versions of packages that tests use
+    if [ ! -d "$trackers" ]; then
+        echo "environment: installing what only the tests need, into $trackers: wandb mlflow trackio. Ctrl-C stops it."
+        "$PYTHON" -m venv "$trackers"
+        "$trackers/bin/pip" install --quiet 'wandb>=0.31' 'mlflow>=3.17' 'trackio>=0.43' || rm -rf "$trackers"
+    fi
 fi
 [ "$mode" != mutations ] || exec "$PYTHON" tests/mutations.py "$@"
 

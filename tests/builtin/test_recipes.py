@@ -2,8 +2,6 @@
 
 import csv
 import json
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
@@ -198,40 +196,3 @@ def test_auc_and_f1_of_the_tabular_recipe_are_those_of_scikit_learns_formulas(tm
     assert evaluated["f1"] == 2 * hits / (found.sum().item() + labels.sum().item())  # sklearn.metrics.f1_score
     assert evaluated["auc"] == pytest.approx(auc((scores * 1000).floor()), abs=1e-4)  # a score may be at a bin's edge
     assert evaluated["auc"] == pytest.approx(auc(scores), abs=2e-3) and evaluated["auc"] > 0.9
-
-
-WANDB = (
-    "import json, sys\ndef init(**options): json.dump(options, open(sys.argv[1] + '/init.json', 'w'))\nlog = print\n"
-)
-
-
-def test_a_resumed_run_keeps_its_id_in_weights_and_biases_and_a_new_one_in_its_folder_gets_another(tmp_path):
-    (tmp_path / "follow.py").write_text(blocks_of("trackers", "python")[0])
-    (tmp_path / "wandb.py").write_text(WANDB)
-    run, found = tmp_path / "default", []
-    run.mkdir()
-    for second, more in ((1, ""), (1, '{"kind": "event", "event": "resumed", "step": 5, "time": "later"}\n'), (2, "")):
-        first = {"kind": "event", "event": "started", "step": 0, "time": f"2026-11-26T20:00:0{second}.000+00:00"}
-        for name, value in {
-            "config.json": {},
-            "status.json": {"state": "completed"},
-        }.items():
-            (run / name).write_text(json.dumps(value))
-        (run / "metrics.jsonl").write_text(f"{json.dumps(first)}\n{more}")
-        subprocess.run([sys.executable, "follow.py", run, "wandb"], cwd=tmp_path, check=True)
-        found.append(json.loads((run / "init.json").read_text()))
-    first, resumed, other = (each["id"] for each in found)
-    assert first == resumed != other and found[0]["name"] == "default" and found[0]["resume"] == "allow"
-
-
-@pytest.mark.slow
-def test_a_tracker_follows_a_run_from_outside(tmp_path):
-    fork = Fork(tmp_path, "trackers")
-    ended = forks.run(
-        fork.folder, 0, "train.py", *"--image_size 8 --dataset_size 40 --epochs 2 --log_interval 1".split()
-    )
-    assert ended.code == 0, ended.text
-    ended = forks.run(fork.folder, 0, "follow.py", "runs/default")
-    lines = [line for line in ended.out.splitlines() if "train/loss" in line]
-    records = [json.loads(line) for line in (fork.folder / "runs/default/metrics.jsonl").read_text().splitlines()]
-    assert len(lines) == sum(record["kind"] == "train" for record in records) and "val/top1" in ended.out

@@ -7,6 +7,7 @@ import os
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ class Start:
 
 def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) -> tuple[RunLock, Start]:
     """`decide`; a run folder that did not exist before a start that is rejected does not exist after it either."""
+    if config.track != "none" and not getattr(find_spec(config.track), "origin", None):  # a folder has none
+        raise UserError(f"track={config.track}: the package is missing; pip install {config.track}")
     places = [] if config.run_folder.exists() else [config.run_folder, config.checkpoint_folder]
     new = [[str(place), NOTHING] for place in places if not place.exists()]
     try:

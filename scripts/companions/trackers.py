@@ -1,0 +1,189 @@
+"""Weights & Biases, MLflow and Trackio, as scripts/companions/track.py uses them."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+WANDB = {"console": "off", "save_code": False, "disable_git": True, "x_disable_meta": True, "init_timeout": 30}
+WANDB |= {"x_transaction_log_flush_interval": 0.2}  # seconds, after which a kill loses nothing
+MLFLOW = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}  # track.py tries again
+MLFLOW |= {"MLFLOW_DISABLE_TELEMETRY": "true"}
+BLOCK = 32768  # bytes
+Rows = list[tuple[int, dict[str, float]]]  # of each record the step, and the values, "train/loss" for example
+
+
+class Tracker:
+    """A run in a tracker. After an error a new object takes its place.
+
+    Attributes:
+        id: of the run; `open` may set the one that the tracker chooses.
+        project, name, settings, folder: of the run.
+    """
+
+    variable, remedy = "", ""  # which names the project; what to do if the tracker rejects the run
+
+    def __init__(self, id: str, project: str, settings: dict[str, Any], folder: Path) -> None:
+        self.id, self.project, self.settings, self.folder, self.name = id, project, settings, folder, folder.name
+
+    def open(self, sent: dict[str, int]) -> dict[str, int]:
+        """Continue the run or begin it. Returns the last step that it has, by group; `sent` if the tracker is mute."""
+        raise NotImplementedError
+
+    def send(self, rows: Rows) -> None:
+        """Returns when they cannot be lost, or when `open` would find that they are missing."""
+        raise NotImplementedError
+
+    def close(self, state: str, step: int, summary: dict[str, float]) -> None:
+        if summary:
+            self.send([(step, summary)])
+
+
+class Wandb(Tracker):
+    variable, remedy = "WANDB_PROJECT", "run `wandb login`, or set WANDB_MODE=offline"
+
+    def open(self, sent: dict[str, int]) -> dict[str, int]:
+        import wandb
+
+        wandb.teardown()  # what a failed try has left
+        mode, url = (getattr(wandb.setup().settings, name) for name in ("mode", "base_url"))
+        if mode in ("online", "shared"):  # a try to begin without a network would leave a folder
+            reach(url)
+        more = wandb.Settings(**{name: value for name, value in WANDB.items() if name in wandb.Settings.model_fields})
+        place = {"project": self.project, "dir": os.environ.get("WANDB_DIR") or self.folder}
+        self._run = run = wandb.init(id=self.id, name=self.name, resume="allow", settings=more, **place)
+        run.config.update(self.settings, allow_val_change=True)
+        rows = [dict(run.summary)] if run.resumed else []
+        if run.offline:  # where `resume` has no effect
+            files = Path(run.settings.wandb_dir).glob(f"offline-run-*-{self.id}/*.wandb")
+            rows = [row for file in files for row in offline_rows(file)]
+        found = last_steps(rows) or (sent if run.offline or run.resumed else {})
+        last = [*(int(row.get("_step", -1)) for row in rows), *found.values()]
+        self._row = max([run.step, *(each + 1 for each in last)])
+        return found
+
+    def send(self, rows: Rows) -> None:
+        for step, values in rows:
+            self._row = max(self._row, step)  # a row of an earlier step would be ignored
+            self._run.log(values, step=self._row)
+
+    def close(self, state: str, step: int, summary: dict[str, float]) -> None:
+        self._run.summary.update(summary)
+        self._run.finish(exit_code=int(state not in ("completed", "preempted")))
+
+
+class Mlflow(Tracker):
+    variable, remedy = "MLFLOW_EXPERIMENT_NAME", "set MLFLOW_TRACKING_URI and the variables of its login"
+
+    def open(self, sent: dict[str, int]) -> dict[str, int]:
+        for name, value in MLFLOW.items():
+            os.environ.setdefault(name, value)
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self._client = client = MlflowClient()
+        project = client.get_experiment_by_name(self.project)
+        place = project.experiment_id if project else client.create_experiment(self.project)
+        words = [f"{name} = '{self.id}'" for name in ("attributes.run_id", "tags.key")]  # or begun, but not noted
+        found = [run for each in words for run in client.search_runs([place], each)]
+        run = found[0] if found else client.create_run(place, run_name=self.name, tags={"key": self.id})
+        self.id = run.info.run_id
+        client.update_run(self.id, status="RUNNING")
+        params = [
+            Param(name, str(value)[:6000]) for name, value in self.settings.items() if name not in run.data.params
+        ]
+        for at in range(0, len(params), 100):  # which cannot be changed later
+            client.log_batch(self.id, params=params[at : at + 100])
+        return last_steps([run.data.metrics])
+
+    def send(self, rows: Rows) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        values = [Metric(name, value, now, step) for step, found in rows for name, value in found.items()]
+        for at in range(0, len(values), 1000):
+            self._client.log_batch(self.id, metrics=values[at : at + 1000])
+
+    def close(self, state: str, step: int, summary: dict[str, float]) -> None:
+        super().close(state, step, summary)
+        self._client.set_terminated(self.id, {"completed": "FINISHED", "preempted": "KILLED"}.get(state, "FAILED"))
+
+
+class Trackio(Tracker):
+    variable, remedy = "TRACKIO_PROJECT", "run `hf auth login`, or unset TRACKIO_SPACE_ID"
+
+    def open(self, sent: dict[str, int]) -> dict[str, int]:
+        import trackio
+
+        self._is_local = not os.environ.keys() & {"TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_STORAGE_MODE"}
+        if not self.id.startswith(f"{self.name}-"):  # it resumes by name, which other runs may have
+            self.id = f"{self.name}-{self.id[:8]}"
+        if self._is_local:
+            return last_steps(trackio.SQLiteStorage.get_logs(self.project, self.id))
+        self.send([])  # what Trackio has kept while its server was out of reach
+        return sent
+
+    def send(self, rows: Rows) -> None:
+        import trackio
+
+        if url := os.environ.get("TRACKIO_SERVER_URL"):
+            reach(url.partition("?")[0])  # Trackio would keep what it cannot send
+        place = {"project": self.project, "name": self.id, "resume": "allow", "embed": False}
+        run = trackio.init(**place, config=self.settings, auto_log_cpu=False, auto_log_gpu=False)
+        for step, values in rows:
+            run.log(values, step=step)
+        run.finish()  # else a thread sends them later; it prints errors
+        for step, values in rows[-1:] if self._is_local else []:
+            found = trackio.SQLiteStorage.get_metric_values(self.project, self.id, [*values][-1], step=step)
+            if not found:
+                raise OSError(f"Trackio has not stored step {step}")
+
+    def close(self, state: str, step: int, summary: dict[str, float]) -> None:
+        import trackio
+
+        if not self._is_local and trackio.SQLiteStorage.has_pending_data(self.project):
+            raise OSError("Trackio keeps records that its server lacks")
+        super().close(state, step, summary)
+
+
+TRACKERS = {"wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio}
+
+
+def reach(url: str) -> None:
+    """Raises OSError if no server answers there."""
+    with suppress(urllib.error.HTTPError):
+        urllib.request.urlopen(url, timeout=10).close()
+
+
+def last_steps(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """The last step of each group: the largest of its values called `step`."""
+    found: dict[str, int] = {}
+    for row in rows:
+        for name, value in row.items():
+            group, _, last = name.rpartition("/")
+            if group and last == "step":
+                found[group] = max(found.get(group, -1), int(value))
+    return found
+
+
+def offline_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows in the file of an offline run, which a kill may have cut. It has the format of LevelDB's logs."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, whole = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        size, kind = struct.unpack_from("<HB", data, at + 4)  # kind: 1 whole, 2 first, 3 middle, 4 last part
+        whole, at = (b"" if kind in (1, 2) else whole) + data[at + 7 : at + 7 + size], at + 7 + size
+        if kind in (1, 4) and at <= len(data):
+            items = Record.FromString(whole).history.item
+            yield {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
+        if (left := BLOCK - at % BLOCK) < 7:
+            at += left
