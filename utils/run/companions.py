@@ -97,13 +97,14 @@ class Companions:
             values = name, self._settings[name], time.monotonic() - began, self._plan["folder"]
             self._log.warning(text, *values)
         self.look()
-        self.leave()
+        self.leave(tick)
 
-    def leave(self) -> None:
+    def leave(self, tick: Callable[[], object] = lambda: None) -> None:
         """End them within ten seconds. The mirror may still write that the run has failed."""
         self._is_closed.set()
         ends = time.monotonic() + SECONDS_TO_LEAVE
         while self._alive() and (left := ends - time.monotonic()) > -1:
             for process in list(self._running.values()):
                 process.send_signal(signal.SIGUSR2 if left > 0 else signal.SIGKILL)
+            tick()
             time.sleep(SECONDS_OF_A_LOOK)
