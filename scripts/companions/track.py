@@ -19,7 +19,9 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, cast
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])
+ROOT = Path(__file__).resolve().parents[2]
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
 
 from config import UserError
 from scripts.companions.follow import Companion, Lines, follow, read_plan
@@ -29,7 +31,7 @@ from utils.redact import redacted
 
 SECONDS_BETWEEN_LOOKS, SECONDS_AFTER_REJECTION, SECONDS_TO_GET_A_PLAN = 2.0, 60.0, 10.0
 ROWS = 200  # sent at once
-PROJECT = Path(sys.path[0]).name
+PROJECT = ROOT.name
 REJECTIONS = ("UsageError", "AuthenticationError", "LocalTokenNotFoundError")  # names of errors
 NOTE = "track.json"  # the run in the tracker, and the last step sent
 
