@@ -21,7 +21,6 @@ RESERVED = (  # keys of a record besides the metrics
 )
 ALIKE = 25  # the level of a warning that all ranks have: only rank 0 shows it
 logging.addLevelName(ALIKE, "WARNING")
-BEGINNINGS = ("started", "resumed")  # the first event of each attempt
 BAR_WIDTH = 24
 COLUMNS = 120  # maximum width of a line
 

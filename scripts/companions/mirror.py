@@ -21,8 +21,7 @@ from scripts.companions.follow import OTHER_OWNER, Companion, Lines, OtherOwnerE
 from scripts.companions.owner import SECONDS_BETWEEN_BEATS, Mirror
 from scripts.lib.stored import SECONDS_BETWEEN_LINES, files_of
 from utils.checkpoint import format as checkpoint
-from utils.files import TEMPORARY, read_json, read_lines, replace_json
-from utils.logger import BEGINNINGS
+from utils.files import TEMPORARY, read_json, replace_json
 
 SECONDS_TO_WARN = 60.0  # of an upload without progress
 SECONDS_BETWEEN_REQUESTS = 2.0  # of a node whose run folder is its own
@@ -53,8 +52,7 @@ def decide(plan: dict[str, Any]) -> dict[str, Any]:
             f"mirror={mirror.url}: holds a run already; add --resume_from auto to continue it, or give another --mirror"
         )
     run_id = read_json(folder / MIRRORED).get("run", "") if is_continued else ""
-    events = (record.get("event") for *_, record in read_lines(folder / "metrics.jsonl"))
-    if valid and (here or any(event not in BEGINNINGS for event in events)) and run_id != mirror.run_id:
+    if valid and (here or (folder / "metrics.jsonl").exists()) and run_id != mirror.run_id:
         raise UserError(f"run_dir={folder}: holds another run than mirror={mirror.url}; give another --run_dir")
     decision: dict[str, Any] = {"notes": []}
     if valid:

@@ -66,7 +66,7 @@ STORIES = {  # attempts: the first step and what follows; those that do not end 
         [(0, "start step save hang failed"), (1, "start step")],
         [2, 0, 0, 0.5, 4, 7, 4],
     ),
-    "killed before a save": ([(0, "start step step"), (0, "start step")], [1, 0, 0, 0, 4, 2, 4]),
+    "killed before a save": ([(0, "start step step log"), (0, "start step")], [1, 0, 0, 0, 4, 2, 4]),
     "killed after an evaluation": (
         [(0, "start step evaluate save step"), (1, "start step")],
         [2, 0, 3, 0.5, 4, 1, 4],
@@ -136,7 +136,7 @@ def test_a_start_that_recorded_no_step_is_not_a_run_to_continue(tmp_path, monkey
 def test_what_is_noted_never_exceeds_the_time(tmp_path, monkeypatch):
     """As for a wait that is noted twice."""
     story = Story(tmp_path / "run", monkeypatch)
-    story.attempt(0, "start step")
+    story.attempt(0, "start step log")
     run = RunInfo(tmp_path / "run")
     run.attempts[0].records.extend([{"kind": "event", "event": "evaluation", "step": 1, "seconds": 9}] * 2)
-    assert [*accounts_of(run.attempts).values()] == pytest.approx([0, 0, 1, 0, 2, 0, 0], abs=2e-3)
+    assert [*accounts_of(run.attempts).values()] == pytest.approx([0, 0.25, 0.75, 0, 2, 0, 0], abs=2e-3)

@@ -13,8 +13,7 @@ from typing import Any
 
 from config import DEFAULT_RUN_DIR, StartError, TrainingConfig, UserError
 from utils.checkpoint import format as checkpoint
-from utils.files import TEMPORARY, may_pass, read_json, read_lines, replace_json
-from utils.logger import BEGINNINGS
+from utils.files import TEMPORARY, may_pass, read_json, replace_json
 from utils.programs import ask
 from utils.run.lock import KILLED, RunLock, repeated_failures
 from utils.run.lock import NAME as LOCK
@@ -90,7 +89,7 @@ def decide(config: TrainingConfig, host: str, launch_id: str, may_restart: bool)
         with suppress(OSError):
             replace_json(folder / "status.json", status)
     saved = [*checkpoint.step_checkpoints(checkpoints), *checkpoints.glob(checkpoint.BEST)]
-    holds_run = has_records(folder) or bool(saved)
+    holds_run = (folder / "metrics.jsonl").exists() or bool(saved)
     is_same_launch = bool(launch_id) and owner.get("launch_id") == launch_id
     given = Path(config.resume_from) if config.resume_from not in ("", "auto") else None
     is_continued = holds_run and (config.resume_from == "auto" or is_same_launch)
@@ -145,8 +144,6 @@ def decide(config: TrainingConfig, host: str, launch_id: str, may_restart: bool)
     # an attempt that was killed before its first record or checkpoint counts too
     is_again = not moved and (holds_run or (config.resume_from == "auto" and owner.get("has_trained")))
     attempt = owner.get("attempt", 0) + 1 if is_again else 1
-    if not is_again:  # what another run has begun here
-        (folder / "metrics.jsonl").unlink(missing_ok=True)
     start = Start(str(path or ""), False, moved, attempt, lock.token, launch_id, failures, notes, decision)
     # until `mark_training` a restart of this launch must not continue this run
     inherited = launch_id if is_same_launch else ""
@@ -156,11 +153,6 @@ def decide(config: TrainingConfig, host: str, launch_id: str, may_restart: bool)
         with suppress(OSError):  # NFS keeps the files that a process has open as .nfs*
             shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
     return lock, start
-
-
-def has_records(folder: Path) -> bool:
-    """Whether attempts in this folder have recorded more than that they began."""
-    return any(each.get("event") not in BEGINNINGS for *_, each in read_lines(folder / "metrics.jsonl"))
 
 
 def is_completed(config: TrainingConfig, owner: dict[str, Any], launch_id: str) -> bool:

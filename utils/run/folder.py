@@ -15,7 +15,7 @@ from config import StartError, TrainingError, UserError
 from utils.checkpoint import format as checkpoint
 from utils.data.sampler import GlobalBatchSampler
 from utils.files import LinesFile, cut_lines, finite, read_json, read_lines, replace_json
-from utils.logger import ALIKE, BEGINNINGS, count, told
+from utils.logger import ALIKE, count, told
 from utils.logger import NAME as LOGGER
 from utils.run.claim import Start, move_back
 from utils.run.companions import Companions
@@ -24,6 +24,7 @@ from utils.run.lock import RunLock
 from utils.run.provenance import now as iso
 from utils.training.interval import SkippedStep, is_empty
 
+BEGINNINGS = ("started", "resumed")  # the first event of each attempt
 SECONDS_BETWEEN_STATUS = 1.0  # while only the progress changes
 
 
@@ -54,6 +55,7 @@ class Run:
         self.log_file = folder / "logs" / f"rank{rank}.log"
         self._lock, self.companions = lock, companions
         self._files: dict[str, LinesFile] = {}
+        self._first: list[dict[str, Any]] = []  # event of this attempt, until it is written
         self._status: dict[str, Any] = {}
         self._written = ""  # the latest checkpoint of this attempt
         self._status_at = -math.inf  # when it was written
@@ -125,7 +127,8 @@ class Run:
         """Append a record to metrics.jsonl; non-finite numbers become null."""
         values = finite({"kind": kind} | values)
         if self.is_main:
-            self._append("metrics.jsonl", values)
+            self._append("metrics.jsonl", *self._first, values)
+            self._first = []
         return values
 
     def event(self, event: str, step: int, **values: Any) -> None:
@@ -143,8 +146,11 @@ class Run:
             where: epoch, step and samples_seen.
         """
         before = {f"previous_{name}": value for name, value in self._status.pop("previous", {}).items()}
-        event = BEGINNINGS[bool(self.resume_path)]
-        self.event(event, **where, **values, started_at=self.now(began), **before)
+        first = where | values | before | {"started_at": self.now(began), "time": self.now()}
+        self._first = [{"kind": "event", "event": BEGINNINGS[bool(self.resume_path)]} | first]
+        if self.is_main and (self.folder / "metrics.jsonl").exists():
+            self._append("metrics.jsonl", *self._first)  # else with the next record: a run without one begins again
+            self._first = []
         self.status("running", **where)
         self._status_at = -math.inf  # the first step is written at once
 
@@ -162,11 +168,12 @@ class Run:
     def warn(self, text: str, *values: Any) -> None:
         logging.getLogger(LOGGER).log(ALIKE, text, *values)
 
-    def _append(self, name: str, values: dict[str, Any]) -> None:
+    def _append(self, name: str, *records: dict[str, Any]) -> None:
         self._check()
         if name not in self._files:
             self._files[name] = LinesFile(self.folder / name)
-        self._files[name].append(json.dumps(values))
+        for each in records:
+            self._files[name].append(json.dumps(each))
 
     def record_samples(self, epoch: int, step: int, indices: list[int]) -> None:
         """Append the samples that this rank computed in a committed step to its own file, on every rank."""
