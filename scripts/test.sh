@@ -50,7 +50,7 @@ if [ "$mode" = all ]; then # recipes, exports, storage
         timm:timm transformers:transformers
     trackers=.venv-trackers # which need other versions of packages that tests use
     if [ ! -d "$trackers" ]; then
-        echo "environment: installing what only the tests need, into $trackers: wandb mlflow trackio. Ctrl-C stops it."
+        echo "environment: making $trackers with wandb, mlflow and trackio, which only tests need. Ctrl-C stops it."
         "$PYTHON" -m venv "$trackers"
         "$trackers/bin/pip" install --quiet 'wandb>=0.31' 'mlflow>=3.17' 'trackio>=0.43' || rm -rf "$trackers"
     fi

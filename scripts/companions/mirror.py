@@ -17,7 +17,16 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from config import StartError, UserError, limits_of
-from scripts.companions.follow import OTHER_OWNER, Companion, Lines, OtherOwnerError, answer, follow, read_plan
+from scripts.companions.follow import (
+    OTHER_OWNER,
+    SECONDS_TO_LEAVE,
+    Companion,
+    Lines,
+    OtherOwnerError,
+    answer,
+    follow,
+    read_plan,
+)
 from scripts.companions.owner import SECONDS_BETWEEN_BEATS, Mirror
 from scripts.lib.stored import SECONDS_BETWEEN_LINES, files_of
 from utils.checkpoint import format as checkpoint
@@ -150,6 +159,7 @@ class Uploads(Companion):
     def leave(self) -> None:
         self._end.set()
         if self.plan["rank"] == 0:
+            self._thread.join(SECONDS_TO_LEAVE / 2)  # its last beat comes before this one
             self.mirror.end(read_json(self.folder / "status.json"))
 
     def look(self, state: str) -> bool:

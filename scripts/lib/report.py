@@ -18,9 +18,7 @@ from utils.report.goodput import ACCOUNTS, accounts_of
 
 MAX_POINTS, MAX_EVENTS, OPEN_PLOTS = 500, 1000, 4  # points per curve, rows per table, unfolded plots
 MAX_TEXT = 240  # characters of an event's details
-NOT_DETAILS = (
-    "kind event step epoch time at path text started_at samples_seen previous_step previous_time previous_state".split()
-)
+NOT_DETAILS = "kind event step epoch time at path text samples_seen previous_step previous_time previous_state".split()
 DATA_WAIT = "data wait, % of the step time"
 OF_TRAINING = (DATA_WAIT, "samples_per_s", "lr", "grad_norm")  # plotted after the metrics
 STYLE = Path(__file__).with_name("report.css")

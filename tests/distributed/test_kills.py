@@ -76,10 +76,11 @@ def kill_again_and_again(runs, epochs, kills, clock, dtype):
     runs.train(whole, "whole", *FLAGS, "--epochs", epochs, "--save_every_steps", 0, dtype=dtype, task="lines")
     assert runs.samples("killed") == runs.samples("whole") and len(runs.samples("whole")) == 5 * epochs
     begun = [*runs.events("killed", "started"), *runs.events("killed", "resumed")]
-    assert len(begun) == len(kills) + 1 and runs.json("killed", "summary.json")["restarts"] == len(kills)
+    assert len(begun) <= len(kills) + 1 and runs.json("killed", "summary.json")["restarts"] == len(kills)
+    assert begun[-1]["event"] == "resumed"  # attempts that were killed before the first record of the run left none
     print("resumed at", [record["step"] for record in begun])
     times, ended = (runs.json("killed", name)["time"] for name in ("summary.json", "status.json"))
-    wall_s = seconds_of(ended) - seconds_of(begun[0]["started_at"])
+    wall_s = seconds_of(ended) - seconds_of(begun[0]["time"]) + begun[0]["seconds"]
     assert sum(times.values()) == pytest.approx(wall_s, abs=1) and times["recomputed_s"] > 0 < times["training_s"]
 
 

@@ -39,7 +39,7 @@ class Mirrored:
 
     def held(self, **options: object) -> Job:
         """In step 14, while the checkpoint of step 10 is being uploaded."""
-        job = self.drill.held(2, 14, *self.flags, code=self.code, checkpoint_of=10, **options)
+        job = self.drill.held(2, 14, *self.flags, code=self.code, **options)
         job.wait_for(self.uploading)
         return job
 

@@ -55,7 +55,7 @@ def forge(folder, attempts=((0, 0, 8),), values=(0.5, 0.75), state="completed", 
     records, ended, last = [], attempts[-1][0] + 50, {}
     for began, first, step in attempts:  # each trains from 10 s to 50 s
         event = {"kind": "event", "event": "resumed" if last else "started", "step": first, "time": at(began + 10)}
-        records.append(event | {"started_at": at(began), "samples_seen": 8 * first} | last)
+        records.append(event | {"seconds": 10, "samples_seen": 8 * first} | last)
         last = {"previous_step": step, "previous_time": at(began + 50)}
     write("status.json", {"state": state, "epoch": 2, "step": attempts[-1][2], "time": at(ended), **status})
     write("config.json", config or {"lr": 0.1})

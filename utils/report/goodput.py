@@ -31,10 +31,11 @@ def attempts_of(records: list[dict[str, Any]], time: Any, step: Any) -> list[Att
     own: list[dict[str, Any]] = []
     kept, state = math.inf, ""
     for record in reversed(records):
-        began, trains = (seconds_of(record.get(name)) for name in ("started_at", "time"))
-        if not began:
+        if record.get("event") not in ("started", "resumed") or "seconds" not in record:
             own.append(record)
             continue
+        trains = seconds_of(record["time"])
+        began = trains - record["seconds"]
         times = [trains, *(seconds_of(each.get("time")) for each in own)]
         saves = [each for each in own if each.get("event") == "checkpoint" and each["step"] == kept]
         starts = [seconds_of(each.get("time")) - each.get("seconds", 0.0) for each in saves]

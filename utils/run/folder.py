@@ -134,9 +134,9 @@ class Run:
     def event(self, event: str, step: int, **values: Any) -> None:
         self.record("event", event=event, step=step, **values, time=self.now())
 
-    def now(self, moment: float | None = None) -> str:
-        """The time as in records, or that of a moment of time.monotonic."""
-        return iso(self._clock_at_0 + (time.monotonic() if moment is None else moment))
+    def now(self) -> str:
+        """The time as in records."""
+        return iso(self._clock_at_0 + time.monotonic())
 
     def mark_beginning(self, began: float, where: dict[str, int], **values: Any) -> None:
         """Write the first event of this attempt, which no later one drops, and the status.
@@ -146,7 +146,7 @@ class Run:
             where: epoch, step and samples_seen.
         """
         before = {f"previous_{name}": value for name, value in self._status.pop("previous", {}).items()}
-        first = where | values | before | {"started_at": self.now(began), "time": self.now()}
+        first = where | values | before | {"seconds": round(time.monotonic() - began, 3), "time": self.now()}
         self._first = [{"kind": "event", "event": BEGINNINGS[bool(self.resume_path)]} | first]
         if self.is_main and (self.folder / "metrics.jsonl").exists():
             self._append("metrics.jsonl", *self._first)  # else with the next record: a run without one begins again
