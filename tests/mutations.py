@@ -203,7 +203,7 @@ MUTATIONS = [
     Mutation('setup_distributed', 'fast_bf16=all(each["bf16"] for each in cards),', 'fast_bf16=any(each["bf16"] for each in cards),', 'precision'),
     Mutation('verdict', 'last = [rank for rank, where in known.items() if where == min(known.values())]', 'last = [rank for rank, where in known.items() if where == max(known.values())]', 'hang'),
     Mutation('Run.rewind', 'if record.get("event") in BEGINNINGS:', 'if False:', 'goodput'),
-    Mutation('Run.now', 'return iso(self._clock_at_0 + (time.monotonic() if moment is None else moment))', 'return iso()', 'clock-jump'),
+    Mutation('Run.now', 'return iso(self._clock_at_0 + time.monotonic())', 'return iso()', 'clock-jump'),
     Mutation('Run.check_owner', 'if token != self.start.token:', 'if False:', 'one-owner'),
     Mutation('RunLock._is_held', 'fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)', 'pass', 'one-owner'),
     Mutation('MetricTracker.add', 'self.values[:size].add_(torch.where(is_added, other.values[:size], self._zero))', 'self.values[:size].copy_(other.values[:size])', 'weights'),
