@@ -23,7 +23,6 @@ from utils.run.command_line import open_output
 
 NICENESS = 10
 OTHER_OWNER = 76  # exit code: another job owns the run
-SECONDS_OF_A_LOOK = 0.5
 SECONDS_TO_WARN = 60.0  # of failing tries
 MAX_PAUSE = 60.0  # seconds between two tries
 SECONDS_TO_LEAVE = 8.0
@@ -47,7 +46,7 @@ class Companion:
             apart: the ranks of each node that has a run folder of its own.
     """
 
-    name = ""
+    name, seconds_of_a_look = "", 0.5
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self.plan, self.config = plan, plan["config"]
@@ -149,7 +148,7 @@ def watch(plan: dict[str, Any], leave: Callable[[], object]) -> None:
     signal.signal(signal.SIGUSR2, lambda *_: is_asked.set())
 
     def wait() -> None:
-        while os.getppid() == plan["parent"] and not is_asked.wait(SECONDS_OF_A_LOOK):
+        while os.getppid() == plan["parent"] and not is_asked.wait(0.5):
             pass
         last = threading.Thread(target=leave, daemon=True)
         last.start()
@@ -194,13 +193,13 @@ def follow(companion: Companion) -> int:
         companion.leave()
 
     watch(companion.plan, leave)
-    failing_since, pause, is_said = 0.0, SECONDS_OF_A_LOOK, False
+    failing_since, pause, is_said = 0.0, companion.seconds_of_a_look, False
     while True:
         try:
             state = companion.state()  # before the look, which then sees all that was written until the end
             if companion.look(state) and state:
                 return 0
-            failing_since, pause, is_said = 0.0, SECONDS_OF_A_LOOK, False
+            failing_since, pause, is_said = 0.0, companion.seconds_of_a_look, False
         except OtherOwnerError:
             return OTHER_OWNER
         except (UserError, OSError) as error:

@@ -33,7 +33,7 @@ from utils.checkpoint import format as checkpoint
 from utils.files import TEMPORARY, read_json, replace_json
 
 SECONDS_TO_WARN = 60.0  # of an upload without progress
-SECONDS_BETWEEN_REQUESTS = 2.0  # of a node whose run folder is its own
+SECONDS_BETWEEN_REQUESTS = 0.5  # of a node whose run folder is its own
 LEFT_OUT = (".", "superseded-", "traces")  # how names of files and folders begin that are not uploaded
 MIRRORED = "mirror.json"  # in the run folder: which run its mirror is a copy of
 WANTED = "wanted.json"  # the checkpoint of which other nodes upload their parts, samples and logs

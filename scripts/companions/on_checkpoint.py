@@ -28,7 +28,7 @@ SECONDS_TO_TERMINATE = 5.0  # before SIGKILL
 class OnCheckpoint(Companion):
     """Runs the command. A file in the run folder has the step of the latest checkpoint whose command has ended."""
 
-    name = "on_checkpoint"
+    name, seconds_of_a_look = "on_checkpoint", 0.1  # of a short run no checkpoint is passed over
 
     def __init__(self, plan: dict[str, Any]) -> None:
         super().__init__(plan)

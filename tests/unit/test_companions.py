@@ -29,7 +29,7 @@ from utils.run.claim import plan_of
 from utils.run.companions import Companions
 from utils.run.watchdog import GONE
 
-CTX = SimpleNamespace(is_main=True, rank=0, host="here", launch=SimpleNamespace(is_under_torchrun=False))
+CTX = SimpleNamespace(is_main=True, rank=0, host="here")
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import signal
 import subprocess
 import threading
@@ -18,13 +17,11 @@ from utils.distributed.context import DistributedContext
 from utils.logger import NAME
 from utils.programs import end_session, start
 from utils.redact import redacted
-from utils.signals import StopSignals
 
 OTHER_OWNER = 76  # exit code: another job owns the run
 SECONDS_OF_A_LOOK = 0.1
 MAX_PAUSE = 60.0  # seconds before one that dies again and again is started
 SECONDS_TO_LEAVE = 10.0
-SECONDS_AFTER_STOP = 27.0  # torchrun kills ranks 30 s after a stop signal
 
 
 class Companions:
@@ -38,8 +35,8 @@ class Companions:
         if ctx.is_main:
             every |= {"track": config.track.replace("none", ""), "on_checkpoint": config.on_checkpoint}
         self._settings = {name: value for name, value in every.items() if value}
-        self._plan, self._is_under_torchrun = plan, ctx.launch.is_under_torchrun
-        self._log, self._lost, self._is_closed = logging.getLogger(NAME), "", threading.Event()
+        self._plan, self._log = plan, logging.getLogger(NAME)
+        self._lost, self._is_closed = "", threading.Event()
         self._running: dict[str, subprocess.Popen] = {}
         self._threads = {
             name: threading.Thread(target=self._keep, args=(name,), daemon=True) for name in self._settings
@@ -86,16 +83,14 @@ class Companions:
             seconds: at most, but for `on_checkpoint`, whose command has limits of its own.
             tick: called meanwhile.
         """
-        began = time.monotonic()
-        ends = min(began + seconds, StopSignals.came_at + SECONDS_AFTER_STOP if self._is_under_torchrun else math.inf)
+        ends = time.monotonic() + seconds
         while (alive := self._alive()) and ("on_checkpoint" in alive or time.monotonic() < ends):
             tick()
             self.look()
             time.sleep(SECONDS_OF_A_LOOK)
         for name in alive:
             text = "%s=%s: lacks the latest checkpoint or records after %.0f s; they are in %s"
-            values = name, self._settings[name], time.monotonic() - began, self._plan["folder"]
-            self._log.warning(text, *values)
+            self._log.warning(text, name, self._settings[name], seconds, self._plan["folder"])
         self.look()
         self.leave(tick)
 
