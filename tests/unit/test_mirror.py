@@ -271,6 +271,8 @@ def test_one_of_two_that_claim_at_the_same_time_is_rejected(url, tmp_path, monke
         thread.join()
     assert outcomes.count("owner") <= 1
     assert all("another job has claimed it" in each for each in outcomes if each != "owner")
+    with pytest.raises(FileExistsError):
+        Mirror(url).create("owners/00000001.json", b"")
 
 
 def test_a_fresh_start_on_a_run_and_another_run_in_the_folder_are_rejected(url, tmp_path):
