@@ -140,3 +140,18 @@ def disk_full(drill: Drill) -> None:
     assert [each["step"] for each in Mirror(url).checkpoints()][-1] == 50
     drill.no_partial_files()
     drill.is_whole(2, *RUN, code=LARGE)
+
+
+@fault("mirror stopped until another job owns the run")
+def taken_over(drill: Drill) -> None:
+    run = Mirrored(drill)
+    run.hold.unlink()
+    job = run.held()
+    job.wait_for(lambda: run.steps() == [10])
+    os.kill(run.uploading(), signal.SIGSTOP)
+    drill.fork(2, *run.flags, "--resume_from", "auto", name="other")  # which looks for 30 s whether it is alive
+    os.kill(run.uploading(), signal.SIGCONT)
+    drill.let_go(is_slow=True)
+    drill.fails(job, r"mirror=\S+: another job has taken over this run; end this one")
+    assert run.steps()[-1] == 50
+    assert_same_state(drill.runs.last("other"), drill.runs.last(drill.uninterrupted(2, *RUN)))
