@@ -30,6 +30,7 @@ class Clock:
         self.phase, self._mark, self._step_began = "start", time.perf_counter(), 0.0
         self.function = NO_FUNCTION  # of model.py, in which an evaluation is
         self._events: list[tuple[str, torch.Event]] | None = [] if device and device.type != "cpu" else None
+        self.enter("start")
 
     @property
     def completed(self) -> int:
