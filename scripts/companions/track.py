@@ -106,7 +106,8 @@ class Track(Companion):
             self._tracker = None
             status = getattr(error, "get_http_status_code", int)()
             is_final = isinstance(error, ImportError | ValueError) or type(error).__name__ in REJECTIONS
-            first = [*str(error).strip().splitlines(), type(error).__name__][0][:300].rstrip(".")
+            first = [*str(error).strip().splitlines(), type(error).__name__][0].rstrip(".")
+            first = first if len(first) < 300 else f"{first[:140]} ... {first[-140:]}"  # the cause is at the end
             text = redacted(f"track={self._kind}: {first}")
             if isinstance(error, UserError):
                 raise UserError(f"{text}; wait until it has ended") from None

@@ -123,7 +123,7 @@ def write_run(folder, steps=12, config=None):
             each += [{"kind": "event", "event": "checkpoint", "step": step}]
             file.writelines(json.dumps(record) + "\n" for record in each)
     (folder / "config.json").write_text(json.dumps({"lr": 0.1, "track": "trackio"} | (config or {})))
-    (folder / "status.json").write_text(json.dumps({"state": "completed", "token": "1"}))
+    (folder / "status.json").write_text(json.dumps({"state": "completed"}))
     (folder / "summary.json").write_text(json.dumps({"steps": steps, "best_value": 0.5, "final": {"top1": 0.25}}))
     (folder / "lock.json").write_text(json.dumps({"token": "1", "has_trained": True}))
     return folder
