@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, cast
 
 from config import StartError, UserError
 
+OTHER_OWNER = 76  # exit code: another job owns the run
 PROGRAMS = Path(__file__).resolve().parents[1] / "scripts/companions"
 
 

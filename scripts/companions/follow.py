@@ -19,10 +19,10 @@ from config import StartError, UserError
 from utils.checkpoint import format as checkpoint
 from utils.files import TEMPORARY, read_json
 from utils.logger import NAME, setup_logger
+from utils.programs import OTHER_OWNER
 from utils.run.command_line import open_output
 
 NICENESS = 10
-OTHER_OWNER = 76  # exit code: another job owns the run
 SECONDS_TO_WARN = 60.0  # of failing tries
 MAX_PAUSE = 60.0  # seconds between two tries
 SECONDS_TO_LEAVE = 8.0
@@ -176,6 +176,9 @@ def answer(action: Callable[[dict[str, Any]], dict[str, Any]]) -> NoReturn:
 def read_plan() -> dict[str, Any]:
     """The plan that the rank gives to this program. From now on stop signals are ignored: they are for training."""
     open_output()
+    if sys.stdin.isatty():
+        print("train.py starts this program; see docs/companions.md", file=sys.stderr)
+        sys.exit(2)
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which commands would inherit
     with suppress(OSError):

@@ -308,3 +308,13 @@ def test_the_start_after_an_attempt_that_left_the_state_running_writes_how_it_en
     found = read_json((moved if "overwrite" in changes else config.run_folder) / "status.json")
     killed = {"state": "failed", "error": "every rank was killed", "rank": 0, "host": "here"}
     assert found == before | (killed if state == "running" else {})
+
+
+def test_a_folder_that_has_only_the_status_of_a_completed_run_holds_no_run(tmp_path):
+    """The records and checkpoints were deleted."""
+    config = TrainingConfig(run_dir=str(tmp_path / "run"), resume_from="auto")
+    config.run_folder.mkdir()
+    replace_json(config.run_folder / "status.json", {"state": "completed"})
+    run = open_run(config)
+    assert not run.start.is_completed and run.resume_path is None
+    run.close()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -237,6 +238,16 @@ def test_a_program_that_sends_over_a_network_is_waited_for_a_limited_time(fake, 
 def test_companions_import_no_torch(name):
     code = f"import sys, scripts.companions.{name}\nassert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["mirror", "on_checkpoint", "fetch"])
+def test_a_companion_that_is_started_by_hand_names_its_page(name):
+    ours, terminal = pty.openpty()
+    words = [sys.executable, ROOT / f"scripts/companions/{name}.py"]
+    ended = subprocess.run(words, stdin=terminal, capture_output=True, text=True, timeout=60)
+    os.close(ours)
+    os.close(terminal)
+    assert ended.returncode == 2 and ended.stderr == "train.py starts this program; see docs/companions.md\n"
 
 
 def test_a_companion_is_gone_soon_after_its_rank_with_what_it_has_started(tmp_path):

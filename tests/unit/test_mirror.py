@@ -11,7 +11,7 @@ import pytest
 from config import StartError, TrainingConfig, TrainingError, UserError
 from scripts.companions import mirror as mirror_module
 from scripts.companions import owner as owner_module
-from scripts.companions.follow import OTHER_OWNER, OtherOwnerError
+from scripts.companions.follow import OtherOwnerError
 from scripts.companions.mirror import Uploads
 from scripts.companions.owner import Mirror
 from scripts.lib import storage
@@ -19,6 +19,7 @@ from test_checkpoint import flip, payload
 from training import wait_until
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
+from utils.programs import OTHER_OWNER
 from utils.run import claim as claim_module
 from utils.run.claim import claim, plan_of
 from utils.run.folder import Run

@@ -88,8 +88,7 @@ def decide(config: TrainingConfig, host: str, launch_id: str, may_restart: bool)
         status |= {"state": "failed", "error": KILLED, "rank": 0, "host": owner.get("host")}
         with suppress(OSError):
             replace_json(folder / "status.json", status)
-    saved = [*checkpoint.step_checkpoints(checkpoints), *checkpoints.glob(checkpoint.BEST)]
-    holds_run = (folder / "metrics.jsonl").exists() or bool(saved)
+    holds_run = has_run(folder, checkpoints)
     is_same_launch = bool(launch_id) and owner.get("launch_id") == launch_id
     given = Path(config.resume_from) if config.resume_from not in ("", "auto") else None
     is_continued = holds_run and (config.resume_from == "auto" or is_same_launch)
@@ -155,12 +154,18 @@ def decide(config: TrainingConfig, host: str, launch_id: str, may_restart: bool)
     return lock, start
 
 
+def has_run(folder: Path, checkpoints: Path) -> bool:
+    """Whether there are records or checkpoints."""
+    saved = [*checkpoint.step_checkpoints(checkpoints), *checkpoints.glob(checkpoint.BEST)]
+    return (folder / "metrics.jsonl").exists() or bool(saved)
+
+
 def is_completed(config: TrainingConfig, owner: dict[str, Any], launch_id: str) -> bool:
     """Whether the folder holds a completed run that this start would continue, and that is not to train longer."""
+    folders = config.run_folder, config.checkpoint_folder
     is_continued = config.resume_from == "auto" or (bool(launch_id) and owner.get("launch_id") == launch_id)
-    if not is_continued or read_json(config.run_folder / "status.json").get("state") != "completed":
-        return False
-    return not config.asks_for_more_than(saved_config(config.run_folder, config.checkpoint_folder))
+    has_ended = read_json(config.run_folder / "status.json").get("state") == "completed"
+    return is_continued and has_ended and has_run(*folders) and not config.asks_for_more_than(saved_config(*folders))
 
 
 def saved_config(folder: Path, checkpoints: Path) -> dict[str, Any]:

@@ -15,10 +15,9 @@ from typing import Any
 from config import TrainingConfig, TrainingError
 from utils.distributed.context import DistributedContext
 from utils.logger import NAME
-from utils.programs import end_session, start
+from utils.programs import OTHER_OWNER, end_session, start
 from utils.redact import redacted
 
-OTHER_OWNER = 76  # exit code: another job owns the run
 SECONDS_OF_A_LOOK = 0.1
 MAX_PAUSE = 60.0  # seconds before one that dies again and again is started
 SECONDS_TO_LEAVE = 10.0
@@ -77,7 +76,7 @@ class Companions:
             raise TrainingError(self._lost)
 
     def finish(self, seconds: float, tick: Callable[[], object]) -> None:
-        """Wait until they have done what is left after the end that status.json holds, then end them.
+        """Wait until they have done what is left after the end that lock.json holds, then end them.
 
         Args:
             seconds: at most, but for `on_checkpoint`, whose command has limits of its own.

@@ -88,7 +88,7 @@ class Run:
         self._moved = []
 
     def mark_ended(self) -> None:
-        """Tell the programs beside this rank that status.json has the end of this attempt."""
+        """Tell the programs beside this rank how this attempt has ended, which status.json has already."""
         if self.companions:
             with suppress(OSError):  # a full disk
                 self.mark_training(ended=self._status.get("state", ""))
