@@ -198,8 +198,8 @@ def follow(companion: Companion) -> int:
     watch(companion.plan, leave)
     failing_since, pause, is_said = 0.0, companion.seconds_of_a_look, False
     while True:
+        state = companion.state()  # before the look, which then sees all that was written until the end
         try:
-            state = companion.state()  # before the look, which then sees all that was written until the end
             if companion.look(state) and state:
                 return 0
             failing_since, pause, is_said = 0.0, companion.seconds_of_a_look, False
@@ -211,4 +211,6 @@ def follow(companion: Companion) -> int:
             if failing > SECONDS_TO_WARN and not is_said:
                 is_said, text = True, "%s: tries have failed for %.0f s, and training continues: %s"
                 companion.log.warning(text, companion.name, failing, error)
-        time.sleep(pause)
+        ends = time.monotonic() + pause
+        while time.monotonic() < ends and companion.state() == state:  # at the end of the run the rank waits
+            time.sleep(min(pause, 0.5))

@@ -6,6 +6,7 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -238,6 +239,29 @@ def test_a_program_that_sends_over_a_network_is_waited_for_a_limited_time(fake, 
 def test_companions_import_no_torch(name):
     code = f"import sys, scripts.companions.{name}\nassert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+def test_the_end_of_the_run_is_a_new_try_whatever_the_pause(plan, monkeypatch):
+    """The rank waits for it."""
+    for name in ("watch", "setup_logger"):
+        monkeypatch.setattr(follow, name, lambda *_: None)
+
+    class Failing(Companion):
+        seconds_of_a_look, tries = 20.0, 0
+
+        def look(self, state):
+            self.tries += 1
+            if not state:
+                raise OSError(101, "Network is unreachable")
+            return True
+
+    companion = Failing(plan)
+    program = threading.Thread(target=follow.follow, args=(companion,), daemon=True)
+    program.start()
+    wait_until(lambda: companion.tries)
+    replace_json(companion.folder / "lock.json", {"token": "t", "has_trained": True, "ended": "completed"})
+    program.join(5)
+    assert not program.is_alive() and companion.tries == 2
 
 
 @pytest.mark.parametrize("name", ["mirror", "on_checkpoint", "fetch"])
