@@ -4,6 +4,8 @@ A value that the host reads raises an error. `Crossings` lists operators that mi
 with float16 and --cpu_offload; builtin/test_fake_gpu.py has the loop. distributed/test_cuda.py checks both on a GPU.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from config import TrainingConfig
 from forged import GLOBAL_BATCH, MICRO_BATCH
 from utils.data.sampler import Assignment, GlobalBatchSampler
+from utils.report.reporter import Reporter
 from utils.training import state as training_state
 from utils.training import step_sums
 from utils.training.optimizer import WeightAverage
@@ -112,3 +115,17 @@ def test_the_rehearsal_notices_a_mix_of_devices(crossings, monkeypatch):
     monkeypatch.setattr(WeightAverage, "update", lambda self, taken: update(self, taken.cpu()))
     step(state)
     assert crossings.found[-2:] == ["_fused_sgd_", "_to_copy"]
+
+
+def test_images_that_break_the_device_end_the_run():
+    """A CUDA context computes nothing after a failed assertion: the next operation would be blamed for it."""
+    reporter = mock.MagicMock()
+    reporter._ctx.device = torch.device("cpu")
+    for error, is_raised in ((torch.AcceleratorError("device-side assert"), True), (KeyError("images"), False)):
+        log_images = mock.Mock(side_effect=error)
+        if is_raised:
+            with pytest.raises(torch.AcceleratorError):
+                Reporter._show_images(reporter, log_images, "val", mock.MagicMock())
+        else:
+            Reporter._show_images(reporter, log_images, "val", mock.MagicMock())
+            reporter._run.warn.assert_called_once()

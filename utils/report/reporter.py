@@ -254,6 +254,8 @@ class Reporter:
                 images = log_images(model.eval(), batch)
             if self._run.is_main:
                 self._board.images(split, images, self._state.progress.step)
+        except torch.AcceleratorError:  # the device computes nothing after it
+            raise
         except Exception as error:  # images must not end a run
             # parameters that the pass has gathered are sharded again: they may be those of the average
             getattr(model, "reset_iter_state", model.state_dict)()
