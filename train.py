@@ -238,9 +238,8 @@ def train_one_epoch(training: Training) -> None:
     consensus, checkpoints, reporter = training.consensus, training.checkpoints, training.reporter
     training.model.train()
     state.sums.running_stats.begin_epoch()
-    for global_batch in training.seams.counted(loader.global_batches(progress.epoch, progress.samples_in_epoch)):
-        if schedule.is_at_end:  # max_steps
-            break
+    stream = training.seams.counted(loader.micro_batches(progress.epoch, progress.samples_in_epoch))
+    while not (schedule.is_epoch_complete or schedule.is_at_end):  # max_steps
         if config.eval_every_steps and schedule.is_evaluation_due:
             validate_within_epoch(training)  # here, so that a resume at this step evaluates too
             if schedule.is_patience_over:
@@ -248,12 +247,12 @@ def train_one_epoch(training: Training) -> None:
         clock.begin_step(progress.step + 1)
         state.show(progress)  # what compute_loss and after_step of model.py may read
         # forward and backward; each --check_every steps also a micro-batch of another rank, to compare gradients
-        indices = training.cross_check.run(global_batch, partial(compute_gradient, training))
+        samples, indices = training.cross_check.run(stream, partial(compute_gradient, training))
         clock.enter("update")
         checkpoints.finish_copy()  # before the weights change
-        state.update_if_finite(global_batch)  # divides by the count, clips, steps; if not finite, all ranks skip it
-        state.advance(global_batch)
-        reporter.step_done(global_batch.samples, indices)
+        state.update_if_finite(samples)  # divides by the count, clips, steps; if not finite, all ranks skip it
+        state.advance(samples)
+        reporter.step_done(samples, indices)
         if reporter.is_due:
             reporter.log()
             checkpoints.compare_buffers(once=True)  # between ranks; a save compares them again
@@ -266,10 +265,13 @@ def train_one_epoch(training: Training) -> None:
     reporter.catch_up()
 
 
-def compute_gradient(training: Training, micro_batches: Iterable[MicroBatch]) -> list[int]:
-    """The passes of this rank in one optimizer step, which leave its gradient and sums. Returns this rank's indices."""
+def compute_gradient(training: Training, stream: Iterable[MicroBatch]) -> tuple[int, list[int]]:
+    """The passes of this rank in one optimizer step, which leave its gradient and sums.
+
+    Returns the samples of all ranks in the global batch, and the indices of this rank's.
+    """
     attempt, state, model, indices = training.attempt, training.state, training.model, []
-    for micro_batch in micro_batches:  # padding with zero gradient on an idle rank: DDP needs every rank
+    for micro_batch in stream:  # padding with zero gradient on an idle rank: DDP needs every rank
         is_padding, is_last_micro_batch = micro_batch.is_padding, micro_batch.is_last
         with model.accumulating(micro_batch):
             seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, micro_batch.number)
@@ -284,7 +286,9 @@ def compute_gradient(training: Training, micro_batches: Iterable[MicroBatch]) ->
                 state.sums.start_reduce(micro_batch)  # overlaps the backward pass
             attempt.clock.enter("backward")
             state.backward(metrics["loss"][0], is_padding)  # of the sum; the count [1] divides in the update
-    return indices
+        if is_last_micro_batch:
+            return micro_batch.samples, indices
+    raise RuntimeError("the stream of micro-batches ended within a step; this is a bug in the loader")
 
 
 def validate_within_epoch(training: Training) -> None:

@@ -90,7 +90,7 @@ def run(options: argparse.Namespace, config: TrainingConfig, out: Path, ctx: Dis
     loader = create_evaluation_dataloader(dataset, sets.config, ctx)
 
     def progress(step: int) -> None:
-        show_progress(logger, step, loader.sampler.steps_per_epoch, "predicting")
+        show_progress(logger, step, loader.sampler.passes_per_epoch, "predicting")
 
     split = split_of(dataset, options.split)
     seed = functools.partial(seed_evaluation, ctx.device, sets.config.seed, "predict", split)
@@ -144,12 +144,11 @@ def predict(seams: Seams, state: TrainState, loader: GlobalBatchLoader, seed, pr
         with state.precision.autocast():
             return seams.predict(net, batch)
 
-    for step, global_batch in enumerate(loader.global_batches(epoch=0), 1):
-        for micro_batch in global_batch:
-            if step == 1 and seams.predict is Seams.predict:  # the default
-                check_arguments(net, example_inputs(micro_batch.batch), "predict(model, batch)")
-            with state.precision.autocast():
-                outputs.add(net, micro_batch.batch, micro_batch.indices, micro_batch.is_padding)
+    for step, micro_batch in enumerate(loader.micro_batches(epoch=0), 1):
+        if step == 1 and seams.predict is Seams.predict:  # the default
+            check_arguments(net, example_inputs(micro_batch.batch), "predict(model, batch)")
+        with state.precision.autocast():
+            outputs.add(net, micro_batch.batch, micro_batch.indices, micro_batch.is_padding)
         if step == 1:  # the workers have started
             size, batch_size = len(loader.dataset), loader.sampler.batch_size
             check_row_order(predicted, lambda rows: loader.fetch(rows)[2], size, batch_size)

@@ -48,8 +48,8 @@ from lib.verify.values import TIMES, digest, leaves
 from scripts.lib.stored import local_run
 from utils.batch import map_tensors, tensors_in
 from utils.checkpoint import format as checkpoint
-from utils.data.loader import GlobalBatchLoader
-from utils.data.sampler import GlobalBatch, MicroBatch
+from utils.data.sampler import MicroBatch
+from utils.distributed.consensus import Stopped
 from utils.files import read_json, read_lines, replace_file
 from utils.rng import seed_device
 from utils.run.command_line import open_output
@@ -206,7 +206,8 @@ def look_at(ours: Ours, target: int) -> Step:
     go_on(ours, target - 1)
     begin_epoch(ours)
     step = Step(number=target, epoch=progress.epoch, before=copies(state.model.state_dict()))
-    global_batch = next(ours.loader.sampler.global_batches(step.epoch, progress.samples_in_epoch))
+    planned = ours.loader.sampler.micro_batches(step.epoch, progress.samples_in_epoch)
+    plan = [first := next(planned), *itertools.islice(planned, first.count - 1)]
     plain_commit = StepSums.commit
 
     def commit(sums: StepSums, *rest: Any) -> None:
@@ -222,28 +223,26 @@ def look_at(ours: Ours, target: int) -> Step:
     hook.remove()
     step.after, step.lrs = copies(state.model.state_dict()), state.lrs
     step.moments = copies(leaves(comparable(state.state_dict())["optimizer"]))
-    examine(step, global_batch, ours)
+    examine(step, plan, ours)
     return step
-
-
-class Limited:
-    """A loader that stops after some steps."""
-
-    def __init__(self, loader: GlobalBatchLoader, steps: int) -> None:
-        self._loader, self._steps = loader, steps
-
-    def global_batches(self, epoch: int, start: int = 0) -> Iterator[GlobalBatch]:
-        return itertools.islice(self._loader.global_batches(epoch, start), self._steps)
 
 
 def go_on(ours: Ours, step: int) -> None:
     """Train until the run has made so many steps."""
     state, training = ours.state, ours.training
+
+    def stop_there() -> bool:
+        if state.progress.step >= step:
+            raise Stopped
+        return False
+
     while state.progress.step < step:
         begin_epoch(ours)
         if state.schedule.is_at_end:
             raise UserError(f"step={step}: its checkpoint's settings end before; add --max_steps {step}")
-        train.train_one_epoch(replace(training, loader=Limited(ours.loader, step - state.progress.step)))
+        with contextlib.suppress(Stopped):
+            train.train_one_epoch(replace(training, consensus=mock.Mock(step=stop_there)))
+        training.reporter.catch_up()
 
 
 def begin_epoch(ours: Ours) -> None:
@@ -259,7 +258,7 @@ def copies(tensors: dict[str, Any]) -> dict[str, Any]:
     return {name: value.detach().cpu().clone() for name, value in tensors.items() if isinstance(value, Tensor)}
 
 
-def examine(step: Step, global_batch: GlobalBatch, ours: Ours) -> None:
+def examine(step: Step, plan: list[MicroBatch], ours: Ours) -> None:
     """Compute the micro-batches once more with the weights before the step, and then each sample by itself."""
     seams, config, loader, device = ours.training.seams, ours.config, ours.loader, ours.loader.device
     epoch = step.epoch
@@ -274,10 +273,10 @@ def examine(step: Step, global_batch: GlobalBatch, ours: Ours) -> None:
 
     count, gradients_are_finite = 0.0, True
     if seams.terms:
-        batches = [loader.fetch(each.indices, epoch)[2] for each in global_batch.micro_batches]
+        batches = [loader.fetch(each.indices, epoch)[2] for each in plan]
         seams.terms.divide_by(torch.stack([seams.terms.counts(batch) for batch in batches]).sum(0))
         count = 1.0
-    for micro_batch in sorted(global_batch.micro_batches, key=lambda each: each.number):
+    for micro_batch in sorted(plan, key=lambda each: each.number):
         where, batch = f"micro-batch {micro_batch.number}", loader.fetch(micro_batch.indices, epoch)[2]
         step.indices += micro_batch.indices
         step.micro_batches.append(micro_batch.indices)

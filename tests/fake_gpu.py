@@ -307,8 +307,8 @@ def run(recorder, *flags):
 
 def planned(sampler):
     """Draw the orders now, with their values."""
-    orders = [list(sampler.global_batches(epoch)) for epoch in range(EPOCHS)]
-    sampler.global_batches = lambda epoch, start=0: iter(orders[epoch])
+    orders = [list(sampler.micro_batches(epoch)) for epoch in range(EPOCHS)]
+    sampler.micro_batches = lambda epoch, start=0: iter(orders[epoch])
 
 
 def train_and_save(recorder, loader, held_out, config, ctx):
@@ -334,7 +334,7 @@ def train_and_save(recorder, loader, held_out, config, ctx):
     training = SimpleNamespace(
         **{"attempt": attempt, "seams": seams, "loader": loader, "state": state, "model": model},
         **{"consensus": nothing, "checkpoints": nothing, "reporter": reporter},
-        cross_check=SimpleNamespace(run=lambda global_batch, compute: compute(global_batch)),
+        cross_check=SimpleNamespace(run=lambda stream, compute: compute(stream)),
     )
     recorder.part = "update"
     recorder.take()

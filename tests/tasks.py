@@ -32,7 +32,6 @@ import train
 from config import TrainingConfig
 from line_tasks import BlockModel, TokenModel, create_lines, token_loss
 from utils.data.augment import augment_images, normalize
-from utils.data.sampler import GlobalBatch
 from utils.distributed.consensus import Consensus
 from utils.metrics import count_correct
 from utils.report.reporter import Reporter
@@ -322,31 +321,26 @@ def watching(found):
     if found is None:
         yield
         return
-    plain_iter, plain_loss, plain_state = GlobalBatch.__iter__, model.compute_loss, train.create_state
+    plain_compute, plain_loss = train.compute_gradient, model.compute_loss
     here = {}
 
-    def iterate(self):
-        for micro_batch in plain_iter(self):
-            here["micro_batch"] = micro_batch
-            yield micro_batch
+    def compute(training, stream):
+        def watched():
+            for micro_batch in stream:
+                here.update(micro_batch=micro_batch, state=training.state)
+                yield micro_batch
+
+        return plain_compute(training, watched())
 
     def loss(net, batch):
         micro_batch = here.get("micro_batch")
-        if micro_batch and net.training and micro_batch.batch is batch and not micro_batch.is_padding:
+        if micro_batch and net.training and micro_batch.batch is batch and not micro_batch.is_extra:
             progress, seed = here["state"].progress, torch.default_generator.initial_seed()
             where = (progress.epoch, progress.step, micro_batch.number, tuple(micro_batch.indices))
             found.append((*where, digest(batch), seed))
         return plain_loss(net, batch)
 
-    def state(*args, **options):
-        here["state"] = plain_state(*args, **options)
-        return here["state"]
-
-    with (
-        mock.patch.object(GlobalBatch, "__iter__", iterate),
-        mock.patch.object(model, "compute_loss", loss),
-        mock.patch.object(train, "create_state", state),
-    ):
+    with mock.patch.object(train, "compute_gradient", compute), mock.patch.object(model, "compute_loss", loss):
         yield
 
 

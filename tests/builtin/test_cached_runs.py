@@ -41,7 +41,7 @@ def digests(flags):
     loader, _ = create_distributed_dataloader(train_set, config, ctx)
     found = []
     for epoch, each in ((0, loader), (1, loader), (0, create_evaluation_dataloader(held_out["val"], config, ctx))):
-        for m in (m for global_batch in each.global_batches(epoch) for m in global_batch if not m.is_padding):
+        for m in (m for m in each.micro_batches(epoch) if not m.is_padding):
             content = hashlib.sha256(b"".join(part.contiguous().numpy().tobytes() for part in m.batch)).hexdigest()
             found.append((each is loader, epoch, m.indices, content))
     cleanup_distributed()

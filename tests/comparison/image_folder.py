@@ -72,8 +72,7 @@ def main() -> None:
 
     def our_batches() -> Iterable:
         for epoch in range(10**6):
-            for global_batch in loader.global_batches(epoch):
-                yield from global_batch
+            yield from loader.micro_batches(epoch)
 
     def their_batches() -> Iterable:
         while True:

@@ -221,7 +221,7 @@ def campaign(words, folder, faults):
         training, found = ours.training, []
         check, rank, draw = training.cross_check, training.attempt.ctx.rank, random.Random(3)
         check._save, check._warn, check._event = (lambda: None), (lambda text: None), lambda *_, **e: events.append(e)
-        batches, now = {}, {"on": False, "always": False}
+        steps, now = [[]], {"on": False, "always": False}
         plain = partial(train.compute_gradient, training)
 
         def compute(micro_batches):
@@ -235,18 +235,18 @@ def campaign(words, folder, faults):
             return plain(begun())
 
         def gradient(function):
-            function(replace(batch, fetched=None))
+            function(iter(step))
             taken = [p.grad.clone() for p in training.state.model.parameters()]
             check._undo()
             return taken
 
         training.model.train()
-        for batch in training.loader.global_batches(0):
-            fetched = [*batch]
-            batches[len(batches)] = replace(batch, micro_batches=fetched, fetched=None)
+        for micro_batch in training.loader.micro_batches(0):
+            steps[-1].append(micro_batch)
+            steps += [[]] if micro_batch.is_last else []
         for number in range(faults):
-            at = number % (len(batches) - 1)
-            batch, progress, events = batches[at], training.state.progress, []
+            at = number % (len(steps) - 2)
+            step, progress, events = steps[at], training.state.progress, []
             progress.step, progress.samples_in_epoch = at, at * training.loader.sampler.global_batch_size
             clean = gradient(lambda each: check.run(each, plain))
             bad, here = draw.randrange(4), random.Random(draw.random())

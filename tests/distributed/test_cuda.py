@@ -43,7 +43,7 @@ def test_batches_equal_those_on_the_cpu(workers):
         ctx = DistributedContext(0, 0, 1, torch.device(device, 0) if device == "cuda" else torch.device(device))
         config = TrainingConfig(batch_size=16, num_workers=workers)
         loader, _ = create_distributed_dataloader(Images(100, "train"), config, ctx)
-        micro_batches = [m for epoch in (0, 1) for each in loader.global_batches(epoch) for m in each]
+        micro_batches = [m for epoch in (0, 1) for m in loader.micro_batches(epoch)]
         assert all(tensor.device.type == device for m in micro_batches for tensor in m.batch)
         found.append([tensor.cpu() for m in micro_batches for tensor in m.batch])
         loader.close()

@@ -10,8 +10,8 @@ from ddp_utils import cleanup_distributed, setup_distributed
 from line_tasks import Lines, TokenModel, token_loss
 from ranks import run_ranks, slow
 from tasks import Images, SmallNet, image_loss
-from utils.data.loader import create_evaluation_dataloader
-from utils.data.sampler import GlobalBatch, GlobalBatchSampler
+from utils.data.loader import GlobalBatchLoader, create_evaluation_dataloader
+from utils.data.sampler import GlobalBatchSampler
 from utils.training.evaluation import Evaluation
 from utils.training.precision import Precision
 from utils.training.seams import Seams
@@ -26,10 +26,10 @@ def evaluations(task, workers, bf16=False, reduction="fast"):
     precision = Precision("cpu", torch.bfloat16 if bf16 else None)
     torch.manual_seed(0)
     net = SmallNet(True, 10) if task == "images" else TokenModel()
-    found, here, plain_iter = [], {}, GlobalBatch.__iter__
+    found, here, plain_stream = [], {}, GlobalBatchLoader.micro_batches
 
-    def iterate(self):
-        for micro_batch in plain_iter(self):
+    def stream(self, epoch):
+        for micro_batch in plain_stream(self, epoch):
             here["indices"] = [] if micro_batch.is_padding else micro_batch.indices
             yield micro_batch
 
@@ -38,7 +38,7 @@ def evaluations(task, workers, bf16=False, reduction="fast"):
         found[-1][1].update(zip(here["indices"], rows, strict=False))  # none of the padding
 
     net.register_forward_hook(note)
-    with mock.patch.object(GlobalBatch, "__iter__", iterate):
+    with mock.patch.object(GlobalBatchLoader, "micro_batches", stream):
         for size in SIZES:
             data = Images(size, "val") if task == "images" else Lines(size, "val")
             found.append([None, {}])
@@ -94,20 +94,20 @@ def evaluate_with_a_wrong_sampler():
     """One micro-batch too few and one too many, as with a padding sampler."""
     config = TrainingConfig(backend="gloo", batch_size=4, num_workers=0)
     ctx = setup_distributed(config)
-    plain, errors = GlobalBatchSampler.global_batches, []
+    plain, errors = GlobalBatchSampler.micro_batches, []
     for change in ("fewer", "more"):
 
-        def global_batches(self, epoch, start=0, change=change):
+        def micro_batches(self, epoch, start=0, change=change):
             given = list(plain(self, epoch, start))
             if ctx.rank == 1:
-                given[-1].micro_batches[0].is_padding = change != "more"  # rank 1 pads here with a copy of rank 0's
+                given[-1].is_padding = change != "more"  # rank 1 pads here with a copy of rank 0's
             elif change == "fewer":
-                given[-1].micro_batches[0].is_padding = True
+                given[-1].is_padding = True
             return iter(given)
 
         loader = create_evaluation_dataloader(Images(11, "val"), config, ctx)
         with (
-            mock.patch.object(GlobalBatchSampler, "global_batches", global_batches),
+            mock.patch.object(GlobalBatchSampler, "micro_batches", micro_batches),
             pytest.raises(RuntimeError) as error,
         ):
             Evaluation(SmallNet(True, 10), Seams(None, None, image_loss), Precision("cpu", None), ctx).means(loader)

@@ -78,7 +78,7 @@ def gradients(task, accumulations, tails, precision, dtype):
                 state.plan(sampler, ctx.world_size)
                 attempt, consensus = mock.Mock(config=config, ctx=ctx, clock=Clock()), Consensus(Vote, ctx.control)
                 parts = (attempt, seams, loader, {}, state, wrapped, consensus, None, silent, silent)
-                parts += (mock.Mock(run=lambda global_batch, compute: compute(global_batch)),)
+                parts += (mock.Mock(run=lambda stream, compute: compute(stream)),)
                 with gradients_into(taken := []):
                     train.train_one_epoch(train.Training(*parts, "loss", -1))
                 assert len(taken) == 1 and state.progress.samples_seen == tail

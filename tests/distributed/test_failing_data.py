@@ -144,9 +144,8 @@ config = TrainingConfig(batch_size=4, num_workers=2, hang_timeout=8)
 loader = create_evaluation_dataloader(Growing(), config, DistributedContext(0, 0, 1, torch.device("cpu")))
 loader.sample_batch()
 try:
-    for global_batch in loader.global_batches(0):
-        for micro_batch in global_batch:
-            pass
+    for micro_batch in loader.micro_batches(0):
+        pass
 except TrainingError as error:
     print(error)
 """

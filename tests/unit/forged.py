@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from config import TrainingConfig
-from utils.data.sampler import GlobalBatch, MicroBatch
+from utils.data.sampler import MicroBatch
 from utils.training.precision import Precision
 from utils.training.seams import Seams
 from utils.training.state import TrainState
 
-GLOBAL_BATCH = GlobalBatch(samples=4, micro_batches=[])
+SAMPLES = 4
 MICRO_BATCH = MicroBatch(0, 0, [0, 1, 2, 3], is_padding=False, is_last=True, count=1)
 
 
@@ -44,7 +44,7 @@ def payload_of(state: TrainState, step: int) -> dict[str, Any]:
     loss = state.model(torch.randn(4, 300)).square().mean()
     state.sums.add({"loss": (loss, 4)}, MICRO_BATCH)
     loss.backward()
-    state.update_if_finite(GLOBAL_BATCH)
+    state.update_if_finite(SAMPLES)
     state.progress.step = step
     return state.state_dict() | {
         "config": TrainingConfig(ema_decay=0.9).to_dict(),

@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import random
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,63 +12,43 @@ from torch import nn
 
 from config import TrainingConfig, UserError
 from ddp_utils import DistributedContext
-from utils.data.sampler import Assignment, GlobalBatchSampler, shifts_of
-from utils.training.cross_check import Round, check_possible, compare
+from utils.data.sampler import Assignment, GlobalBatchSampler
+from utils.training.cross_check import CrossCheck, Round, check_possible, compare, first_of, shifts_of
 from utils.training.fingerprint import digest_of, fingerprint_of
 
 CPU = torch.device("cpu")
 
 
-def samplers(ranks, n, per_step, every, hosts=None, **options):
-    options |= {"batch_size": 2, "micro_batches_per_step": per_step}
-    how = {"check_every": every, "hosts": hosts or ["a"] * ranks, "in_runs": options.pop("in_runs", False)}
-    parts = [Assignment(rank, ranks, **how) for rank in range(ranks)]
-    found = [GlobalBatchSampler(range(n), assignment=part, **options) for part in parts]
-    for sampler in found:
-        sampler.set_epoch(0, 0)
-    return found
+def check_of(ranks, every, hosts=None, first_step=0):
+    """The check of a model of one parameter, in an attempt that begins after so many steps."""
+    ctx = DistributedContext(0, 0, ranks, CPU, hosts=tuple(hosts or ["a"] * ranks), device_names=("cpu",) * ranks)
+    state = SimpleNamespace(model=nn.Linear(1, 1), progress=SimpleNamespace(step=first_step))
+    return CrossCheck(state, None, TrainingConfig(check_every=every), ctx, *[mock.Mock()] * 3)
 
 
 def test_ranks_check_each_other_at_changing_distances_on_other_hosts_if_there_are_any():
     assert shifts_of(["a"]) == [] and shifts_of("aa") == [1] and shifts_of("aaaa") == [1, 2, 3]
     assert shifts_of("aabb") == [2] and shifts_of("aaabbbccc") == [3, 4, 5, 6] and shifts_of("aab") == [1, 2]
-    shifts = [samplers(4, 400, 4, 3)[0].shift_at(0, 8 * step) for step in range(15)]
+    shifts = [check_of(4, 3).shift_at(step) for step in range(15)]
     assert shifts == [1, 0, 2, 0, 0, 3, 0, 0, 1, 0, 0, 2, 0, 0, 3]  # the first step, and each third one
 
 
-@pytest.mark.parametrize(("per_step", "in_runs"), [(4, False), (8, False), (8, True), (6, True), (3, False)])
-def test_a_rank_is_checked_with_its_own_first_micro_batch_by_exactly_one_other(per_step, in_runs):
-    """Also in a short last step, and with padding; without checks the micro-batches are the same."""
-    checked, plain = (samplers(4, 43, per_step, every, in_runs=in_runs) for every in (2, 0))
-    steps = 0
-    for epoch in (0, 1):
-        for number, batches in enumerate(
-            zip(*(each.global_batches(epoch) for each in (*checked, *plain)), strict=True)
-        ):
-            usual, own = [each.micro_batches for each in batches[4:]], []
-            shift = checked[0].shift_at(epoch, number * 2 * per_step)
-            for each in batches[:4]:
-                checks = [m for m in each.micro_batches if m.is_check]
-                own.append([m for m in each.micro_batches if not m.is_check])
-                assert len(checks) == bool(shift) and each.micro_batches[: len(checks)] == checks
-            assert own == usual
-            for rank, each in enumerate(batches[:4] if shift else ()):
-                partner = own[(rank + shift) % 4][0]
-                expected = dataclasses.replace(partner, is_check=True, is_last=False)
-                assert each.micro_batches[0] == expected and each.micro_batches[0].is_extra
-            steps += bool(shift)
-    assert steps >= 4
-    assert [*checked[1]] == [*plain[1]]  # iterating yields this rank's own samples
-
-
 def test_the_first_step_of_an_attempt_is_checked():
-    sampler = samplers(2, 40, 2, 100)[0]
-    resumed = GlobalBatchSampler(
-        range(41), batch_size=2, micro_batches_per_step=2, assignment=Assignment(1, 2, check_every=100, hosts="ab")
-    )
-    assert sampler.shift_at(0, 0) == 1 and sampler.shift_at(0, 4) == 0
-    resumed.set_epoch(1, 41)  # at the end of an epoch, in which the short last step was made
-    assert [resumed.shift_at(*at) for at in ((0, 0), (1, 0), (1, 40), (2, 0), (2, 4))] == [0, 0, 0, 1, 0]
+    assert [check_of(2, 100).shift_at(step) for step in (0, 1, 99)] == [1, 0, 1]
+    assert [check_of(2, 100, first_step=22).shift_at(step) for step in (0, 21, 22, 23, 99)] == [0, 0, 1, 0, 1]
+    assert not any(check_of(1, 1).shift_at(step) for step in range(3))
+
+
+@pytest.mark.parametrize(("per_step", "in_runs"), [(4, False), (8, False), (8, True), (6, True), (3, False)])
+def test_a_rank_is_checked_with_its_own_first_micro_batch(per_step, in_runs):
+    """Also in a short last step, and with padding."""
+    parts = [Assignment(rank, 4, in_runs=in_runs) for rank in range(4)]
+    options = {"batch_size": 2, "micro_batches_per_step": per_step}
+    samplers = [GlobalBatchSampler(range(43), assignment=part, **options) for part in parts]
+    for start, rank in itertools.product(range(0, 43, 2 * per_step), range(4)):
+        own = next(samplers[rank].micro_batches(1, start))
+        checked = first_of(samplers[0], rank, 1, start)
+        assert checked == dataclasses.replace(own, is_check=True, is_last=False) and checked.is_extra
 
 
 NOISE = random.Random(1)

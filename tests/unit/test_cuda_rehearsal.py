@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from config import TrainingConfig
-from forged import GLOBAL_BATCH, MICRO_BATCH
+from forged import MICRO_BATCH, SAMPLES
 from utils.data.sampler import Assignment, GlobalBatchSampler
 from utils.report.reporter import Reporter
 from utils.training import state as training_state
@@ -88,8 +88,8 @@ def step(state):
     state.scaler.scale(loss)
     state.sums.add({"loss": (loss, 4)}, MICRO_BATCH)
     state.sums.start_reduce(MICRO_BATCH)
-    state.update_if_finite(GLOBAL_BATCH)
-    state.advance(GLOBAL_BATCH)
+    state.update_if_finite(SAMPLES)
+    state.advance(SAMPLES)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

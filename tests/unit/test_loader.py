@@ -38,12 +38,23 @@ def sampler_of(data, rank=0, world_size=1, batch_size=4, per_step=0, **options):
     return GlobalBatchSampler(data, assignment=Assignment(rank, world_size, **how), **options)
 
 
+def steps_of(sampler, epoch=0):
+    """The micro-batches of each optimizer step."""
+    steps = [[]]
+    for micro_batch in sampler.micro_batches(epoch):
+        steps[-1].append(micro_batch)
+        if micro_batch.is_last:
+            steps.append([])
+    assert steps.pop() == []
+    return steps
+
+
 def by_all_ranks(n, world_size, per_step):
     """{(global batch, micro-batch): indices} of all ranks together, without padding."""
     seen = {}
     for rank in range(world_size):
-        for number, global_batch in enumerate(sampler_of(n, rank, world_size, per_step=per_step).global_batches(0)):
-            for micro_batch in global_batch:
+        for number, step in enumerate(steps_of(sampler_of(n, rank, world_size, per_step=per_step))):
+            for micro_batch in step:
                 if not micro_batch.is_padding:
                     assert (number, micro_batch.number) not in seen and micro_batch.number % world_size == rank
                     seen[number, micro_batch.number] = micro_batch.indices
@@ -63,9 +74,9 @@ def test_the_sampler_is_a_distributed_sampler_of_this_ranks_indices():
 def test_no_rank_waits_for_more_than_one_micro_batch_of_another():
     """Also with large accumulation and in short windows: a collective that takes one micro-batch meets `timeout`."""
     for n in (1, 5, 20, 21, 399, 401, 403):
-        ranks = [sampler_of(n, rank, 3, per_step=48).global_batches(0) for rank in range(3)]
-        for global_batches in zip(*ranks, strict=True):
-            counts = [len(each.micro_batches) for each in global_batches]
+        ranks = [steps_of(sampler_of(n, rank, 3, per_step=48)) for rank in range(3)]
+        for steps in zip(*ranks, strict=True):
+            counts = [len(each) for each in steps]
             assert max(counts) - min(counts) <= 1
 
 
@@ -100,18 +111,17 @@ def test_ranks_decide_only_who_computes_a_micro_batch(n):
 
 
 @pytest.mark.parametrize(
-    "options", [{"per_step": 6}, {"per_step": 6, "in_runs": True}, {"in_runs": True, "shuffle": False}]
+    "options", [{"per_step": 6}, {"per_step": 6, "in_runs": True}, {"per_step": 6, "is_padded": True}]
 )
 @pytest.mark.parametrize("n", [1, 2, 4, 5, 8, 9, 12, 13, 20, 23, 24, 25])
 def test_a_global_batch_has_the_same_length_and_the_true_size_on_each_rank(n, options):
-    ranks = [list(sampler_of(n, rank, 3, **options).global_batches(0)) for rank in range(3)]
+    ranks = [steps_of(sampler_of(n, rank, 3, **options)) for rank in range(3)]
     mine = [[index for each in own for m in each if not m.is_padding for index in m.indices] for own in ranks]
     assert sorted(itertools.chain(*mine)) == list(range(n))
-    for global_batches in zip(*ranks, strict=True):
-        samples = sum(len(m.indices) for each in global_batches for m in each if not m.is_padding)
-        for each in global_batches:
-            assert each.samples == samples
-            assert [m.is_last for m in each] == [False] * (len(each.micro_batches) - 1) + [True]
+    for steps in zip(*ranks, strict=True):
+        samples = sum(len(m.indices) for each in steps for m in each if not m.is_padding)
+        assert all(m.samples == samples for each in steps for m in each)
+        assert not options.get("is_padded") or len({len(each) for each in steps}) == 1
 
 
 def test_steps_left():
@@ -139,7 +149,7 @@ def changed(**attributes):
 
 def test_a_data_set_can_define_its_own_order():
     each = sampler_of(Ordered(), batch_size=2, per_step=2)
-    indices = [m.indices for global_batch in each.global_batches(1) for m in global_batch]
+    indices = [m.indices for m in each.micro_batches(1)]
     assert indices == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 0]]
 
 
@@ -214,9 +224,8 @@ def epochs_of(dataset, world_size, workers):
     ranks = [create_distributed_dataloader(dataset, config, context(rank, world_size))[0] for rank in range(world_size)]
     found = [{}, {}]
     for epoch, samples in enumerate(found):
-        for global_batch in (each for loader in ranks for each in loader.global_batches(epoch)):
-            for m in global_batch:
-                samples |= {} if m.is_padding else dict(zip(m.indices, map(tuple, m.batch.tolist()), strict=True))
+        for m in (m for loader in ranks for m in loader.micro_batches(epoch)):
+            samples |= {} if m.is_padding else dict(zip(m.indices, map(tuple, m.batch.tolist()), strict=True))
     return found
 
 
@@ -261,9 +270,24 @@ def test_an_evaluation_loader_keeps_the_order_and_cuts_fixed_micro_batches():
         found = {}
         for rank in range(world_size):
             loader = create_evaluation_dataloader(data, config, context(rank, world_size))
-            for step, global_batch in enumerate(loader.global_batches(0)):
-                found |= {step * world_size + m.number: m.indices for m in global_batch if not m.is_padding}
+            for step, m in enumerate(loader.micro_batches(0)):
+                found |= {} if m.is_padding else {step * world_size + m.number: m.indices}
         assert found == {0: [0, 1, 2, 3], 1: [4, 5, 6, 7], 2: [8, 9]}
+
+
+def test_an_exact_evaluation_gives_each_rank_a_run_of_the_set_and_equally_many_passes():
+    """Also where a rank has several micro-batches less than another, or none."""
+    for n, world_size in itertools.product((1, 3, 7, 10, 12), (1, 2, 3, 4)):
+        config, found, passes = TrainingConfig(batch_size=2, reduction="exact"), {}, set()
+        for rank in range(world_size):
+            loader = create_evaluation_dataloader(Images(n, "val"), config, context(rank, world_size))
+            stream = list(loader.micro_batches(0))
+            passes |= {len(stream), loader.sampler.passes_per_epoch}
+            mine = {m.number: m.indices for m in stream if not m.is_padding}
+            assert [*mine] == [*range(min(mine, default=0), max(mine, default=-1) + 1)]
+            found |= mine
+        assert len(passes) == 1
+        assert found == {k: [*range(2 * k, min(2 * k + 2, n))] for k in range(-(-n // 2))}
 
 
 def test_an_empty_epoch_is_rejected():
@@ -338,10 +362,10 @@ def test_a_micro_batch_is_handed_out_without_waiting_for_the_next_one(monkeypatc
     loader, sampler = create_distributed_dataloader(Lines(), config, context(), clock)
     loader._side = Stream(CPU)
     for epoch in (0, 1):  # the workers of the first epoch are kept
-        a, b, c = (m.indices for global_batch in sampler.global_batches(epoch) for m in global_batch)
+        a, b, c = (m.indices for m in sampler.micro_batches(epoch))
         seen = loader._side.seen
         seen.clear()
-        for m in (m for global_batch in loader.global_batches(epoch) for m in global_batch):
+        for m in itertools.islice(loader.micro_batches(epoch), 3):  # training does not ask for more
             seen.append(("computed", m.indices))
             assert phases[-1] == "forward" and m.batch["label"].tolist() == m.indices
             assert m.batch["drawn"].tolist() == [k + epoch for k in m.indices]
@@ -353,10 +377,9 @@ def test_a_micro_batch_is_handed_out_without_waiting_for_the_next_one(monkeypatc
 def test_an_epoch_that_is_left_early_does_not_affect_the_next_one():
     loader, sampler = create_distributed_dataloader(Lines(), TrainingConfig(batch_size=8, num_workers=1), context())
     for epoch, last in ((0, 2), (1, 8)):
-        for number, global_batch in enumerate(loader.global_batches(epoch)):
-            for m in global_batch:
-                assert m.indices == sampler.order(epoch)[8 * number : 8 * number + 8].tolist()
-                assert m.batch["label"].tolist() == m.indices
+        for number, m in enumerate(loader.micro_batches(epoch)):
+            assert m.indices == sampler.order(epoch)[8 * number : 8 * number + 8].tolist()
+            assert m.batch["label"].tolist() == m.indices
             if number == last:
                 break
     assert number == 8

@@ -10,7 +10,7 @@ from torch import nn
 from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed
 from forged import MICRO_BATCH
-from utils.data.sampler import Assignment, GlobalBatch, GlobalBatchSampler
+from utils.data.sampler import Assignment, GlobalBatchSampler
 from utils.training.first_passes import evaluate_once, train_twice
 from utils.training.optimizer import lr_factor
 from utils.training.precision import Precision, has_fast_bf16
@@ -19,7 +19,7 @@ from utils.training.state import TrainState
 
 CPU = torch.device("cpu")
 FLOAT32 = Precision("cpu", None)
-BATCH = GlobalBatch(samples=4, micro_batches=[])
+SAMPLES = 4
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,8 +54,8 @@ def step(state, gradient=None, more_loss=0.0):
     if gradient is not None:
         for p in state.model.parameters():
             p.grad.fill_(gradient)
-    state.update_if_finite(BATCH)
-    state.advance(BATCH)
+    state.update_if_finite(SAMPLES)
+    state.advance(SAMPLES)
 
 
 def load(state, source):
@@ -286,8 +286,8 @@ def test_a_resumed_optimizer_takes_the_memory_format_of_the_parameters(optimizer
         loss = state.model(torch.randn(2, 2, 5, 5)).square().sum()
         state.sums.add({"loss": (loss, 4)}, MICRO_BATCH)
         state.backward(loss, is_padding=False)
-        state.update_if_finite(BATCH)
-        state.advance(BATCH)
+        state.update_if_finite(SAMPLES)
+        state.advance(SAMPLES)
 
     layouts = (torch.channels_last, torch.contiguous_format)
     whole, other = (make(model=nn.Conv2d(2, 3, 3).to(memory_format=layout), optimizer=optimizer) for layout in layouts)

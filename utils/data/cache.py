@@ -145,10 +145,9 @@ def _decode(
 
     def run() -> None:
         loader.check_shared_memory(row, CHUNK)
-        for done, global_batch in enumerate(loader.global_batches(epoch=0), 1):
-            for micro_batch in global_batch:
-                if not micro_batch.is_padding:
-                    _fill(rows, micro_batch.indices, micro_batch.batch)
+        for done, micro_batch in enumerate(loader.micro_batches(epoch=0), 1):  # one in each step
+            if not micro_batch.is_padding:
+                _fill(rows, micro_batch.indices, micro_batch.batch)
             show_progress(logger, done, sampler.steps_per_epoch, "decoding")
 
     on_all_ranks(run, ctx)

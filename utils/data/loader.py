@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, Sampler, Subset, default_collate
 
 from config import TrainingConfig, TrainingError, UserError
 from utils.clock import Clock
-from utils.data.sampler import Assignment, GlobalBatch, GlobalBatchSampler, MapDataset, MicroBatch
+from utils.data.sampler import Assignment, GlobalBatchSampler, MapDataset, MicroBatch
 from utils.data.transfer import SideStream, indices_on, pinned, to_device
 from utils.data.worker import HANGS, TIMEOUTS, Collate, Fetcher, check_shared_memory, explain, is_late
 from utils.distributed.context import DistributedContext
@@ -26,7 +27,7 @@ MAX_WORKERS = 8  # per rank, where num_workers is "auto"
 class GlobalBatchLoader:
     """Fetches the sampler's micro-batches in workers, moves them to the device and applies `device_transform`.
 
-    Training uses `global_batches(epoch, start)`. Iterating yields only the batches; each pass is the next epoch.
+    Training uses `micro_batches(epoch, start)`. Iterating yields only the batches; each pass is the next epoch.
 
     Args:
         clock: records when the loop waits for data and when it computes.
@@ -63,7 +64,7 @@ class GlobalBatchLoader:
         if self.num_workers:
             self._loader = DataLoader(
                 self._fetcher,
-                batch_sampler=_Plan(sampler),
+                batch_sampler=_Plan(self._planned),
                 collate_fn=cast(Any, self._collate),  # of what the fetcher returns, not of a list
                 num_workers=self.num_workers,
                 prefetch_factor=PREFETCHED,
@@ -77,27 +78,32 @@ class GlobalBatchLoader:
             is_within = config.max_steps or config.eval_every_steps
             self._batches_ahead = PREFETCHED * (2 if is_within else 1)
 
-    def global_batches(self, epoch: int, start: int = 0) -> Iterator[GlobalBatch]:
-        """The global batches of the epoch from sample `start` on; iterating one fetches its micro-batches."""
+    def micro_batches(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of the epoch from sample `start` on, on the device, each fetched when it is asked
+        for."""
         self.sampler.set_epoch(epoch, start)
-        fetched = self._fetch()
-
-        def fetch(micro_batch: MicroBatch) -> MicroBatch:
+        number, fetched = 0, self._fetch()
+        try:
+            while not self.failure:
+                micro_batch = next(fetched, None)
+                if micro_batch is None:
+                    return
+                number += 1
+                yield micro_batch
+        except Exception as error:
+            if not self._holds_failure or HANGS in str(error):
+                raise
             try:
-                if not self.failure:
-                    return next(fetched)
-            except Exception as error:
-                if not self._holds_failure or HANGS in str(error):
-                    raise
-                try:
-                    self._stand_in = self.fetch([*range(min(self.sampler.batch_size, len(self.dataset)))])[2]
-                except Exception:
-                    raise error from None
-                self.failure = error
-            return dataclasses.replace(micro_batch, batch=self._stand_in, is_stand_in=True)
+                self._stand_in = self.fetch([*range(min(self.sampler.batch_size, len(self.dataset)))])[2]
+            except Exception:
+                raise error from None
+            self.failure = error
+        for micro_batch in self._planned(number):
+            yield dataclasses.replace(micro_batch, batch=self._stand_in, is_stand_in=True)
 
-        for global_batch in self.sampler.global_batches(epoch, start):
-            yield dataclasses.replace(global_batch, fetch=fetch)
+    def _planned(self, number: int = 0) -> Iterator[MicroBatch]:
+        """The plan, from the number-th micro-batch after the current position on."""
+        return itertools.islice(self.sampler.micro_batches(self.sampler.epoch, self.sampler.start), number, None)
 
     def sample_batch(self) -> Any:
         """The first micro-batch, fetched in this process, for the passes before the first step.
@@ -124,11 +130,11 @@ class GlobalBatchLoader:
         self._loader = None
 
     def __iter__(self) -> Iterator[Any]:
-        yield from (micro_batch.batch for micro_batch in self._fetch() if not micro_batch.is_extra)
+        yield from (micro_batch.batch for micro_batch in self._fetch() if not micro_batch.is_padding)
         self.sampler.set_epoch(self.sampler.epoch + 1)
 
     def __len__(self) -> int:
-        return sum(not micro_batch.is_extra for micro_batch in self.sampler.micro_batches())
+        return sum(not micro_batch.is_padding for micro_batch in self._planned())
 
     def _fetch(self) -> Iterator[MicroBatch]:
         """This rank's micro-batches on the device.
@@ -168,7 +174,7 @@ class GlobalBatchLoader:
         if self._loader is not None:
             with kept_back():
                 return iter(self._loader)
-        return map(self._make, self.sampler.micro_batches())
+        return map(self._make, self._planned())
 
     def _make(self, micro_batch: MicroBatch) -> tuple[MicroBatch, Any]:
         if not self._side:
@@ -179,7 +185,7 @@ class GlobalBatchLoader:
 
     def _name_of(self, number: int) -> str:
         """The samples of the number-th micro-batch from here on, for an error message."""
-        micro_batch = next(itertools.islice(self.sampler.micro_batches(), number, None), None)
+        micro_batch = next(self._planned(number), None)
         indices = micro_batch.indices if micro_batch else []
         some = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
         return f"samples {some} of {getattr(self.dataset, 'split', 'the data set')} in epoch {self.sampler.epoch + 1}"
@@ -218,11 +224,11 @@ def fetches_batches(dataset: Any) -> bool:
 class _Plan(Sampler):
     """The DataLoader's batch sampler. It yields micro-batches, not lists, so that workers know epoch and position."""
 
-    def __init__(self, sampler: GlobalBatchSampler) -> None:
-        self._sampler = sampler
+    def __init__(self, planned: Callable[[], Iterator[MicroBatch]]) -> None:
+        self._planned = planned
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        return self._sampler.micro_batches()
+        return self._planned()
 
 
 def usable_cpus() -> int:
@@ -264,8 +270,6 @@ def create_distributed_dataloader(
             ctx.world_size,
             in_runs=config.reduction == "exact",
             is_padded=config.sharding != "none",
-            check_every=config.check_every,
-            hosts=ctx.hosts,
         ),
         seed=config.seed,
         drop_last=config.drop_last,
@@ -283,13 +287,17 @@ def create_evaluation_dataloader(
     clock: Clock | None = None,
     holds_failure: bool = False,
 ) -> GlobalBatchLoader:
-    """The loader of an evaluation set, equally many steps per rank: in order, micro-batch b on rank b % world_size, or
-    for exact sums consecutive ones on each rank. A micro-batch has `eval_batch_size` samples."""
+    """The loader of an evaluation set, with equally many micro-batches per rank, of `eval_batch_size` samples.
+
+    Micro-batch b is on rank b % world_size; for exact sums the whole set is one global batch, of which each rank gets
+    consecutive ones.
+    """
+    size, is_exact = config.eval_batch_size or config.batch_size, config.reduction == "exact"
     sampler = GlobalBatchSampler(
         dataset,
-        batch_size=config.eval_batch_size or config.batch_size,
-        micro_batches_per_step=ctx.world_size,
-        assignment=Assignment(ctx.rank, ctx.world_size, in_runs=config.reduction == "exact"),
+        batch_size=size,
+        micro_batches_per_step=max(1, math.ceil(len(dataset) / size)) if is_exact else ctx.world_size,
+        assignment=Assignment(ctx.rank, ctx.world_size, in_runs=is_exact, is_padded=True),
         seed=config.seed,
         shuffle=False,
     )

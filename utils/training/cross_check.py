@@ -1,14 +1,17 @@
 """Ranks check each other's gradients before the update (`--check_every`): a device that computes wrong values is named.
 
-In a check step each rank first computes the first micro-batch of another rank, then its own. The gradient of a
-micro-batch has the same bits on every rank. If two ranks disagree, the step is repeated with other pairs of ranks, and
-with samples that are fetched again. If all agree then, training goes on; else the run ends, and saves the state before.
+In a check step each rank first fetches and computes the first micro-batch of another rank, then its own. The gradient
+of a micro-batch has the same bits on every rank. If two ranks disagree, the step is repeated with other pairs of ranks,
+and with samples that are fetched again. If all agree then, training goes on; else the run ends, and saves the state
+before.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -18,7 +21,8 @@ from torch import Tensor, nn
 
 from config import TrainingConfig, TrainingError, UserError
 from utils.data.loader import GlobalBatchLoader
-from utils.data.sampler import GlobalBatch, MicroBatch
+from utils.data.sampler import GlobalBatchSampler, MicroBatch
+from utils.distributed.consensus import is_every
 from utils.distributed.context import DistributedContext
 from utils.rng import seed_host
 from utils.training.fingerprint import digest_of
@@ -63,8 +67,21 @@ def compare(rounds: list[Round]) -> Finding:
     return Finding(sorted(wrong), *first, is_steady=unsteady < 2 and len(wrong) <= max(2, ranks // 2))
 
 
+def shifts_of(hosts: Sequence[str]) -> list[int]:
+    """The distances at which ranks check each other, in turn: those at which most have a rank on another host."""
+    ranks = len(hosts)
+    abroad = [sum(hosts[k] != hosts[(k + shift) % ranks] for k in range(ranks)) for shift in range(ranks)]
+    return [shift for shift in range(1, ranks) if abroad[shift] == max(abroad[1:])]
+
+
+def first_of(sampler: GlobalBatchSampler, rank: int, epoch: int, start: int) -> MicroBatch:
+    """The first micro-batch of a rank in the step that begins there, with which another one checks it."""
+    first = next(sampler.micro_batches(epoch, start, rank))
+    return dataclasses.replace(first, is_last=False, is_check=True)
+
+
 class CrossCheck:
-    """Checks the gradients of the steps in which the loader hands out another rank's micro-batch.
+    """Checks the gradients of the first step of an attempt, and of every `check_every`-th step.
 
     Args:
         event, warn: of the run.
@@ -90,47 +107,64 @@ class CrossCheck:
         self._prints = torch.zeros(2, len(self._trained), dtype=torch.int64, device=ctx.device)
         self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []  # of the model, and their values before a step
         self._agreed = 0  # the latest step in which the ranks agreed, from 1
+        self._every, self._first_step = config.check_every, state.progress.step
+        self._shifts = shifts_of(ctx.hosts) if config.check_every else []
         if config.check_every:
             check_possible(state.model, config, ctx)
             if ctx.world_size == 1:
                 warn("check_every: one rank has no other one that could check it, so nothing is checked")
 
-    def run(self, global_batch: GlobalBatch, compute: Callable[[Iterable[MicroBatch]], T]) -> T:
+    def shift_at(self, step: int) -> int:
+        """In the step after so many, rank r checks rank (r + shift) % ranks; 0 if that is no check step."""
+        if not self._shifts or not (step == self._first_step or is_every(self._every, step + 1)):
+            return 0
+        return self._shifts[(step + 1) // self._every % len(self._shifts)]
+
+    def run(self, micro_batches: Iterator[MicroBatch], compute: Callable[[Iterable[MicroBatch]], T]) -> T:
         """compute(micro-batches), which leaves the gradient of the step; in a check step until the ranks agree on it.
+
+        Args:
+            micro_batches: the stream; `compute` takes those of one step.
 
         Raises:
             TrainingError: if a rank has another gradient again; the state before the step is saved.
             UserError: if the ranks do not repeat their own gradients.
         """
         at = self._state.progress
-        shift = self._loader.sampler.shift_at(at.epoch, at.samples_in_epoch)
+        shift = self.shift_at(at.step)
         if not shift:
-            return compute(global_batch)
+            return compute(micro_batches)
         modules = self._state.model.modules()
         self._buffers = [(m, name, x, x.clone()) for m in modules for name, x in m.named_buffers(recurse=False)]
-        result = compute(self._watched(global_batch))
+        result = self._computed(compute, itertools.chain(self._fetched([self._checked_at(shift)]), micro_batches))
         first = self._exchange(shift)
         if (first.own != first.checked.roll(shift, 0)).any():
             self._undo()
             shift = shift % (self._ctx.world_size - 1) + 1
-            result = compute(self._watched(self._again(global_batch, shift)))
+            mine = self._loader.sampler.micro_batches(at.epoch, at.samples_in_epoch)  # of this step and later ones
+            result = self._computed(compute, self._fetched(itertools.chain([self._checked_at(shift)], mine)))
             second = self._exchange(shift)
             self._report(compare([first, second]), bool((second.own != second.checked.roll(shift, 0)).any()))
         self._buffers, self._agreed = [], at.step + 1
         return result
 
-    def _watched(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+    def _computed(self, compute: Callable[[Iterable[MicroBatch]], T], micro_batches: Iterator[MicroBatch]) -> T:
+        with closing(self._watched(micro_batches)) as watched:
+            return compute(watched)
+
+    def _watched(self, rest: Iterator[MicroBatch]) -> Generator[MicroBatch]:
         """The micro-batches, the first of which leaves nothing but the fingerprint of its gradient.
 
         Hooks get the whole gradient of a backward pass, before it is added to others and averaged.
         """
-        rest = iter(micro_batches)
         for row in (CHECKED, OWN):
             self._prints[row].zero_()
             hooks = [p.register_hook(partial(self._note, row, number)) for number, (_, p) in enumerate(self._trained)]
-            yield next(rest)
-            for hook in hooks:
-                hook.remove()
+            try:
+                yield next(rest)
+            finally:  # also after a rank's only micro-batch, which ends the step
+                for hook in hooks:
+                    hook.remove()
             if row == CHECKED:
                 self._undo()
         yield from rest
@@ -152,20 +186,23 @@ class CrossCheck:
         found = torch.stack(rows).cpu()
         return Round(shift, found[:, OWN], found[:, CHECKED])
 
-    def _again(self, global_batch: GlobalBatch, shift: int) -> Iterator[MicroBatch]:
-        """The same step with another pairing; each micro-batch is fetched when it is needed."""
-        at, loader, ctx = self._state.progress, self._loader, self._ctx
-        check = loader.sampler.first_of((ctx.rank + shift) % ctx.world_size, at.epoch, at.samples_in_epoch)
-        for each in [check, *global_batch.micro_batches[1:]]:
-            batch = loader.fetch(each.indices, each.epoch)[2]
-            if loader.num_workers:  # else a model that draws from the global generators would seem deterministic
-                seed_host("repeat", ctx.rank, each.number)
+    def _checked_at(self, shift: int) -> MicroBatch:
+        """What this rank computes for another one."""
+        at, ctx = self._state.progress, self._ctx
+        return first_of(self._loader.sampler, (ctx.rank + shift) % ctx.world_size, at.epoch, at.samples_in_epoch)
+
+    def _fetched(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Each one with its samples, fetched in this process when it is needed."""
+        for each in micro_batches:
+            batch = self._loader.fetch(each.indices, each.epoch)[2]
+            if self._loader.num_workers:  # else a model that draws from the global generators would seem deterministic
+                seed_host("repeat", self._ctx.rank, each.number)
             yield dataclasses.replace(each, batch=batch)
 
     def _report(self, found: Finding, differs: bool) -> None:
         """Record the ranks that are wrong, and end the run if they still are."""
         at, ctx, wrong = self._state.progress, self._ctx, found.wrong
-        micro_batch = self._loader.sampler.first_of(found.owner, at.epoch, at.samples_in_epoch)
+        micro_batch = first_of(self._loader.sampler, found.owner, at.epoch, at.samples_in_epoch)
         name, last, host = self._trained[found.parameter][0], wrong[-1], ctx.hosts[wrong[-1]]
         what = f"gradient of {name} for micro-batch {micro_batch.number} of step {at.step + 1}"
         if differs and not found.is_steady:

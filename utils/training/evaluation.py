@@ -86,10 +86,9 @@ class Evaluation:
                 return bool(torch.as_tensor(self.seams.compute_loss(self.model, batch)["loss"][0]).isfinite().all())
 
         self.model.eval()
-        for global_batch in loader.global_batches(epoch=0):
-            passes = [(each.indices[0], is_finite(each.batch, each.indices), each.is_padding) for each in global_batch]
-            mine = min((first for first, fine, is_padding in passes if not (fine or is_padding)), default=math.inf)
-            first = all_reduce_scalar(mine, "min", self.ctx.control)
+        for each in loader.micro_batches(epoch=0):  # equally many on all ranks
+            is_wrong = not is_finite(each.batch, each.indices) and not each.is_padding
+            first = all_reduce_scalar(each.indices[0] if is_wrong else math.inf, "min", self.ctx.control)
             if first < math.inf:  # all ranks look at its samples: with a sharded model none can do so alone
                 batch = range(int(first), min(int(first) + loader.sampler.batch_size, len(loader.dataset)))
                 return [each for each in batch if not is_finite(loader.fetch([each])[2], [each])]
@@ -101,10 +100,10 @@ class Evaluation:
     ) -> dict[str, float]:
         """The mean loss and metrics over a set, those of `summarize`, and its "count".
 
-        Every rank makes the same number of steps; in a step without a micro-batch for it, a rank computes padding.
+        Every rank makes the same number of passes, some of them over padding.
 
         Args:
-            show: called with the step, from 1, and the number of steps.
+            show: called with the number of a pass, from 1, and how many there are.
             split: decides what `compute_loss` and `predict` draw.
         """
         self.model.eval()
@@ -112,26 +111,25 @@ class Evaluation:
         tree = TreeSum() if loader.sampler.is_in_runs else None
         seed = partial(seed_evaluation, ctx.device, loader.sampler.seed)
         outputs = Outputs(summary.predict, partial(seed, "predict", split), is_bounded=True) if summary else None
-        for step, global_batch in enumerate(loader.global_batches(epoch=0), start=1):
-            for micro_batch in global_batch:
-                self.clock.call("compute_loss")
-                seed("compute_loss", split, micro_batch.indices)
-                with self.precision.autocast():
-                    metrics = self.seams.compute_loss(self.model, micro_batch.batch)
-                    if outputs:
-                        self.clock.call("predict")
-                        outputs.add(self.model, micro_batch.batch, micro_batch.indices, micro_batch.is_padding)
-                self.clock.enter("evaluation")
-                if not tracker.layout:
-                    tracker.lay_out(check_metrics(metrics))
-                if not micro_batch.is_padding:
-                    tracker.update(metrics)
-                    samples += len(micro_batch.indices)
-                    if tree:
-                        tree.add(micro_batch.number, [tracker.values.clone()])
-                        tracker.reset()
+        for number, micro_batch in enumerate(loader.micro_batches(epoch=0), start=1):
+            self.clock.call("compute_loss")
+            seed("compute_loss", split, micro_batch.indices)
+            with self.precision.autocast():
+                metrics = self.seams.compute_loss(self.model, micro_batch.batch)
+                if outputs:
+                    self.clock.call("predict")
+                    outputs.add(self.model, micro_batch.batch, micro_batch.indices, micro_batch.is_padding)
+            self.clock.enter("evaluation")
+            if not tracker.layout:
+                tracker.lay_out(check_metrics(metrics))
+            if not micro_batch.is_padding:
+                tracker.update(metrics)
+                samples += len(micro_batch.indices)
+                if tree:
+                    tree.add(micro_batch.number, [tracker.values.clone()])
+                    tracker.reset()
             if show:
-                show(step, loader.sampler.steps_per_epoch)
+                show(number, loader.sampler.passes_per_epoch)
             if self.consensus:
                 self.consensus.step()
         if self.consensus:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from config import UserError
-from utils.data.sampler import GlobalBatch
+from utils.data.sampler import MicroBatch
 from utils.metrics import Metrics
 from utils.training.activation import find_blocks
 from utils.training.optimizer import create_optimizer, lr_factor
@@ -97,9 +97,9 @@ class Seams:
     def summary(self) -> Summary | None:
         return Summary(self.predict, self.summarize) if self.summarize else None
 
-    def counted(self, global_batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
-        """The global batches; if the loss has terms, each when their counts are known."""
-        return self.terms.ahead(global_batches) if self.terms else global_batches
+    def counted(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """The micro-batches; if the loss has terms, those of a step when their counts are known."""
+        return self.terms.ahead(stream) if self.terms else stream
 
     @classmethod
     def of(cls, module: ModuleType, device: torch.device = CPU) -> Seams:

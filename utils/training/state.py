@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from config import TrainingConfig, UserError
-from utils.data.sampler import GlobalBatch, GlobalBatchSampler
+from utils.data.sampler import GlobalBatchSampler
 from utils.distributed.dtensor import device_of, group_of, is_sharded, local, norm_over, shard_of
 from utils.memory import is_out_of_memory
 from utils.metrics import Metrics, MetricTracker
@@ -158,11 +158,13 @@ class TrainState:
         for parameter in self._with_gradients:  # optimizer.zero_grad takes 20 us more, for the profiler
             parameter.grad = None
 
-    def update_if_finite(self, global_batch: GlobalBatch) -> None:
+    def update_if_finite(self, samples: int) -> None:
         """Divide, clip, step, average. If the gradient is not finite, all of this is skipped on the device.
 
         After the all-reduces, gradient and loss are the same on every rank, so all ranks decide alike without
         communication. Only an optimizer that does not support `found_inf` needs a read from the device.
+
+        samples: of all ranks in the global batch.
         """
         if any(p.requires_grad for p in self._frozen):
             raise thawed_error([name for p, name in self._frozen.items() if p.requires_grad], self.progress.step + 1)
@@ -200,7 +202,7 @@ class TrainState:
         self.drop_gradients()
         # float16 skips steps to find its scale, and their loss counts
         is_loss_finite = self.sums.loss.isfinite() if self.scaler.is_enabled() else is_finite
-        self.sums.commit(global_batch.samples, is_finite, self.interval, is_loss_finite)
+        self.sums.commit(samples, is_finite, self.interval, is_loss_finite)
         if self._after_step and self._view:
             with torch.no_grad():
                 self._after_step(self.model, self._view, (1 - skipped).double())
@@ -230,9 +232,9 @@ class TrainState:
             self._set_lr()
         progress.step, progress.user = at["step"], at["user"]
 
-    def advance(self, global_batch: GlobalBatch) -> None:
+    def advance(self, samples: int) -> None:
         self.progress.step += 1
-        progress, samples = self.progress, global_batch.samples
+        progress = self.progress
         self.interval.note_step(SkippedStep(progress.step, progress.epoch, progress.samples_in_epoch, samples))
         progress.samples_in_epoch += samples
         progress.samples_seen += samples

@@ -6,7 +6,6 @@ sums over the micro-batches of all ranks are formed while the step before is com
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config import UserError
-from utils.data.sampler import GlobalBatch
+from utils.data.sampler import MicroBatch
 from utils.metrics import Metrics, TermMeans
 
 EXAMPLE = '{"loss": {"boxes": (sum, count, weight), "classes": (sum, count, weight)}}'
@@ -50,17 +49,17 @@ class Terms:
         found = self._loss_counts(batch)
         return self._stack([found[name] for name in self._names(found)])
 
-    def ahead(self, global_batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
-        """The global batches, each when `mean` knows its counts. The next one is fetched before, so that no step waits
-        for the sums over the ranks."""
-        begun = map(self._begin, global_batches)
+    def ahead(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """The micro-batches, those of a step when `mean` knows its counts. The next step's are fetched before, so that
+        none waits for the sums over the ranks."""
+        begun = self._begun(stream)
         latest = next(begun, None)
         while latest:
-            (global_batch, counts, work), latest = latest, next(begun, None)
+            (fetched, counts, work), latest = latest, next(begun, None)
             if work:
                 work.wait()
             self.divide_by(counts.sum(0))
-            yield global_batch
+            yield from fetched
 
     def divide_by(self, counts: Tensor) -> None:
         """counts: of the global batch. What counted nothing adds nothing."""
@@ -94,15 +93,19 @@ class Terms:
                     " would have a wrong divisor; count the same in both"
                 )
 
-    def _begin(self, global_batch: GlobalBatch) -> tuple[GlobalBatch, Tensor, dist.Work | None]:
-        """Fetch this rank's micro-batches, and begin to exchange their counts: float64 [micro-batches, terms]."""
-        fetched = list(global_batch)
-        counts = torch.zeros(fetched[0].count, len(self._means.names), **self._float64)
-        for micro_batch in fetched:  # other rows are 0, so nothing is rounded: the same bits on any number of ranks
-            if not micro_batch.is_extra:
-                counts[micro_batch.number] = self.counts(micro_batch.batch)
-        work = dist.all_reduce(counts, async_op=True) if dist.get_world_size() > 1 else None
-        return dataclasses.replace(global_batch, micro_batches=fetched, fetch=None), counts, work
+    def _begun(self, stream: Iterator[MicroBatch]) -> Iterator[tuple[list[MicroBatch], Tensor, dist.Work | None]]:
+        """This rank's micro-batches of each step, whose counts are being exchanged: float64 [micro-batches, terms]."""
+        fetched: list[MicroBatch] = []
+        for micro_batch in stream:
+            fetched.append(micro_batch)
+            if micro_batch.is_last:
+                counts = torch.zeros(micro_batch.count, len(self._means.names), **self._float64)
+                for each in fetched:  # other rows are 0, so nothing is rounded: the same bits on any number of ranks
+                    if not each.is_padding:
+                        counts[each.number] = self.counts(each.batch)
+                work = dist.all_reduce(counts, async_op=True) if dist.get_world_size() > 1 else None
+                yield fetched, counts, work
+                fetched = []
 
     def _names(self, terms: dict[str, Any]) -> tuple[str, ...]:
         names = tuple(sorted(terms))

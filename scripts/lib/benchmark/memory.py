@@ -100,7 +100,7 @@ def measure(
             "state": state,
             "loader": loader,
             "model": model,
-            "cross_check": mock.Mock(run=lambda global_batch, compute: compute(global_batch)),
+            "cross_check": mock.Mock(run=lambda stream, compute: compute(stream)),
         }
         training = mock.MagicMock(**parts)  # no votes, records and checkpoints
         training.reporter.is_due = training.consensus.step.return_value = False

@@ -112,9 +112,8 @@ def content(fork: Fork) -> str:
                 continue
             found = {
                 str(step * as_rank.world_size + micro_batch.number): digest(micro_batch.batch)
-                for step, global_batch in enumerate(loader.global_batches(epoch))
-                for micro_batch in global_batch
-                if not micro_batch.is_extra
+                for step, micro_batch in enumerate(loader.micro_batches(epoch))  # one in each step
+                if not micro_batch.is_padding
             }
         return found
 

@@ -57,7 +57,7 @@ def parameters(fork: Fork) -> str:
             raise Broken(f"{first_three(left_out)}: in no parameter group, never trained; add them to param_groups")
         net.train()
         loader, never = fork.loader(fork.small_train_set(), ctx=fork.ctx), list(trainable)
-        for micro_batch in (m for global_batch in loader.global_batches(0) for m in global_batch):
+        for micro_batch in loader.micro_batches(0):
             net.zero_grad()
             fork.seams.compute_loss(net, micro_batch.batch)["loss"][0].sum().backward()
             unused = [name for name, p in trainable.items() if p.grad is None]
