@@ -32,8 +32,9 @@ from utils.run.resume import load_checkpoint
 from utils.run.start_checks import raise_file_limit
 from utils.signals import follow_torchrun
 from utils.training.first_passes import check_compiler
-from utils.training.parallel import unwrap, wrap_ddp
+from utils.training.parallel import wrap_ddp
 from utils.training.precision import has_fast_bf16
+from utils.training.replicated import unwrap
 
 __all__ = [
     "DistributedContext",

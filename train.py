@@ -58,7 +58,7 @@ from utils.training.batchnorm import check_sync_batchnorm
 from utils.training.cross_check import CrossCheck
 from utils.training.evaluation import Evaluation
 from utils.training.first_passes import first_passes
-from utils.training.parallel import Wrapped
+from utils.training.replicated import Wrapped
 from utils.training.schedule import Progress
 from utils.training.seams import Seams
 from utils.training.state import TrainState

@@ -316,7 +316,7 @@ def train_and_save(recorder, loader, held_out, config, ctx):
     state = create_state(seams, config, ctx)
     model = wrap_ddp(state.model, config, ctx)
     first_passes(model, state, loader, held_out, seams, config, ctx)
-    state.plan(sampler, ctx.world_size)
+    state.plan(sampler)
     for owner, name, part in (
         (loader, "_make", "loader"),
         (loader, "_to_device", "augmentation"),

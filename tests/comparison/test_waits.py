@@ -73,7 +73,7 @@ def template(done):
     state = create_state(seams, CONFIG, CTX)
     state.lay_out({"loss": (0.0, 4), "top1": (0, 4)})
     batches, sampler = loader.create_distributed_dataloader(dataset.create_dataset(CONFIG, "train"), CONFIG, CTX)
-    state.plan(sampler, 1)
+    state.plan(sampler)
     parts = {"state": state, "seams": seams, "loader": batches, "checkpoints": mock.Mock()}
     parts |= {"attempt": SimpleNamespace(config=CONFIG, clock=Clock(), ctx=CTX), "consensus": mock.Mock(step=bool)}
     parts |= {"reporter": mock.Mock(step_done=lambda *_: done(), is_due=False)}

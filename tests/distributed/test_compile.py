@@ -16,7 +16,7 @@ from ranks import lack, run_ranks
 from tasks import TASKS, SmallNet, train_task
 from training import assert_same_state
 from utils.training.first_passes import check_compiler
-from utils.training.state import TrainState
+from utils.training.update import Updater
 
 # micro-batches of 3 and, in the last global batch, one of 2, which leaves a rank idle; the evaluation has 8 samples:
 # 3, 3 and 2
@@ -130,14 +130,14 @@ def test_a_compiled_run_with_exact_sums_has_the_same_bits_on_one_and_two_ranks(r
 
 def gradients_between_steps(flags):
     """Train with the rule for CUDA graphs, without the compiler; returns what each step leaves in the gradients."""
-    left, plain = set(), TrainState.drop_gradients
+    left, plain = set(), Updater.drop_gradients
 
     def drop(self):
         plain(self)
-        left.update("none" if p.grad is None else f"norm {p.grad.norm():g}" for p in self.model.parameters())
+        left.update("none" if p.grad is None else f"norm {p.grad.norm():g}" for p in self.owners.values())
 
     with (
-        mock.patch.object(TrainState, "drop_gradients", drop),
+        mock.patch.object(Updater, "drop_gradients", drop),
         mock.patch.object(utils.training.first_passes, "compile_all_sizes", lambda *_: None),
     ):
         train_task("images", flags)

@@ -34,8 +34,10 @@ def fault(kind, rank, step, is_once=False, seed=0):
             for micro_batch in micro_batches:
                 is_first = not micro_batch.is_check and training.state.progress.step == step and not here.get("over")
                 here["on"] = is_here and (is_first if is_once else training.state.progress.step >= step)
-                yield micro_batch
-                here["on"], here["over"] = False, here.get("over") or is_first
+                try:
+                    yield micro_batch
+                finally:
+                    here["on"], here["over"] = False, here.get("over") or is_first
 
         return plain(training, begun())
 
@@ -229,8 +231,10 @@ def campaign(words, folder, faults):
                 for micro_batch in micro_batches:
                     is_now = now["always"] or (micro_batch.is_check == now["in_check"] and not now.get("over"))
                     now["on"] = rank == bad and is_now
-                    yield micro_batch
-                    now["on"], now["over"] = False, now.get("over") or is_now
+                    try:
+                        yield micro_batch
+                    finally:
+                        now["on"], now["over"] = False, now.get("over") or is_now
 
             return plain(begun())
 

@@ -75,7 +75,7 @@ def gradients(task, accumulations, tails, precision, dtype):
                     train.your_data.create_dataset(config, "train"), config, ctx
                 )
                 state.schedule.progress = Progress()
-                state.plan(sampler, ctx.world_size)
+                state.plan(sampler)
                 attempt, consensus = mock.Mock(config=config, ctx=ctx, clock=Clock()), Consensus(Vote, ctx.control)
                 parts = (attempt, seams, loader, {}, state, wrapped, consensus, None, silent, silent)
                 parts += (mock.Mock(run=lambda stream, compute: compute(stream)),)

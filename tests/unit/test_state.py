@@ -41,7 +41,7 @@ def make(precision=FLOAT32, model=None, groups=None, **changes):
     state = TrainState(model, seams(lambda *_: groups or [{"params": model.parameters()}]), config, precision)
     sampler = GlobalBatchSampler(range(40), batch_size=4, micro_batches_per_step=1, assignment=Assignment(0, 1))
     state.lay_out({"loss": (0.0, 4)})
-    state.plan(sampler, 1)
+    state.plan(sampler)
     return state
 
 

@@ -14,7 +14,7 @@ from utils.data.sets import kind_of, split_of
 from utils.distributed.device import unused_accelerator
 from utils.logger import count
 from utils.run.attempt import Attempt
-from utils.training.parallel import bucket_megabytes
+from utils.training.replicated import bucket_megabytes
 from utils.training.state import TrainState
 
 READS = ": one device read per step, since it does not support found_inf (torch's fused optimizers do)"
@@ -41,7 +41,7 @@ def decisions(
         "batch": _batch_line(config, sampler.micro_batches_per_step, ctx.world_size),
         "steps": f"{total:,}, {sampler.steps_per_epoch:,} per epoch" + _shorter_limit(config, total),
         "precision": state.precision.title + ", channels_last" * is_channels_last(state.model),
-        "optimizer": type(state.optimizer).__name__ + ("" if state.skips_on_device else READS),
+        "optimizer": type(state.optimizer).__name__ + ("" if state.updater.skips_on_device else READS),
         **({"gradients": _gradient_line(config, state.model)} if has_ddp else {}),
         "checkpoints": _checkpoint_line(config),
         "verify": origin["verification"],

@@ -10,9 +10,9 @@ from utils.checkpoint.format import load_weights, take_weights
 from utils.checkpoint.stored import local_checkpoint
 from utils.distributed.context import DistributedContext
 from utils.training.activation import checkpoint_blocks
+from utils.training.parallel import Sharing
 from utils.training.precision import Precision
 from utils.training.seams import Seams
-from utils.training.sharding import build_sharded
 from utils.training.state import TrainState
 from utils.training.unsaved import complete, digests, left_out
 
@@ -36,6 +36,7 @@ def create_state(seams: Seams, config: TrainingConfig, ctx: DistributedContext, 
             checkpoint_blocks(model, seams.blocks(model))
         return model
 
-    model = build(ctx.device) if config.sharding == "none" else build_sharded(build, seams.blocks, config, ctx)
+    sharing = Sharing.choose(config, ctx)
+    model = sharing.build(build, seams.blocks, ctx.device)
     precision = Precision.choose(config, ctx.device, ctx.fast_bf16)
-    return TrainState(model, seams, config, precision)
+    return TrainState(model, seams, config, precision, sharing)

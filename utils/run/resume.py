@@ -97,7 +97,7 @@ def resume_run(
         differences = on_all_ranks(lambda: compare(payload, config, origin, files), ctx)
         on_all_ranks(lambda: state.load_state_dict(payload), ctx)
         differences += changed_bits(payload, state, ctx)
-    state.plan(sampler, ctx.world_size)
+    state.plan(sampler)
     if payload:
         differences += lr_jump(payload, state)
         if is_other_best(payload, config):

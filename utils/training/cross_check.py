@@ -136,7 +136,9 @@ class CrossCheck:
             return compute(micro_batches)
         modules = self._state.model.modules()
         self._buffers = [(m, name, x, x.clone()) for m in modules for name, x in m.named_buffers(recurse=False)]
-        result = self._computed(compute, itertools.chain(self._fetched([self._checked_at(shift)]), micro_batches))
+        own = [next(micro_batches)]  # from here on the divisors of terms are known
+        other = self._fetched([self._checked_at(shift)])
+        result = self._computed(compute, itertools.chain(other, own, micro_batches))
         first = self._exchange(shift)
         if (first.own != first.checked.roll(shift, 0)).any():
             self._undo()
@@ -175,7 +177,7 @@ class CrossCheck:
     def _undo(self) -> None:
         """Drop what the passes since the beginning of the step have left."""
         self._state.sums.discard()
-        self._state.drop_gradients()
+        self._state.updater.drop_gradients()
         for module, name, buffer, value in self._buffers:
             setattr(module, name, buffer.copy_(value))  # the model may have put another tensor in its place
 

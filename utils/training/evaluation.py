@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from config import UserError
 from utils.clock import Clock
@@ -22,7 +21,7 @@ from utils.data.worker import sample_name
 from utils.distributed.collectives import require_equal
 from utils.distributed.consensus import Consensus
 from utils.distributed.context import DistributedContext
-from utils.distributed.tree import TreeAllReduce, TreeSum, run_of
+from utils.distributed.tree import rank_sum
 from utils.logger import ALIKE, NAME, show_progress
 from utils.metrics import MetricTracker, all_reduce_scalar, check_metrics
 from utils.rng import seed_evaluation, set_apart
@@ -30,17 +29,6 @@ from utils.training.outputs import Outputs
 from utils.training.precision import Precision
 from utils.training.schedule import Progress
 from utils.training.seams import Seams
-
-
-def all_reduce(values: Tensor, tree: TreeSum | None, leaves: int, ctx: DistributedContext) -> None:
-    """Sum over the ranks, in place. With exact sums, `tree` holds those of this rank's micro-batches, of `leaves`."""
-    if tree:
-        parts = [each for [each] in tree.parts(run_of(ctx.rank, ctx.world_size, leaves).stop, leaves)]
-        if parts:
-            values.copy_(parts.pop())
-        TreeAllReduce(values, parts, leaves).wait()
-    elif ctx.world_size > 1:
-        dist.all_reduce(values)
 
 
 @dataclass(frozen=True)
@@ -108,7 +96,7 @@ class Evaluation:
         """
         self.model.eval()
         tracker, samples, ctx, summary = MetricTracker(self.ctx.device), 0, self.ctx, self.seams.summary
-        tree = TreeSum() if loader.sampler.is_in_runs else None
+        ranks = rank_sum(loader.sampler.is_in_runs)
         seed = partial(seed_evaluation, ctx.device, loader.sampler.seed)
         outputs = Outputs(summary.predict, partial(seed, "predict", split), is_bounded=True) if summary else None
         for number, micro_batch in enumerate(loader.micro_batches(epoch=0), start=1):
@@ -125,9 +113,7 @@ class Evaluation:
             if not micro_batch.is_padding:
                 tracker.update(metrics)
                 samples += len(micro_batch.indices)
-                if tree:
-                    tree.add(micro_batch.number, [tracker.values.clone()])
-                    tracker.reset()
+                ranks.add(tracker.values, micro_batch.number)
             if show:
                 show(number, loader.sampler.passes_per_epoch)
             if self.consensus:
@@ -139,7 +125,8 @@ class Evaluation:
             raise RuntimeError(f"evaluation counted {count} samples of {whole}; this is a bug in the loader")
         sentence = "compute_loss: {other} and {first} report different metrics; report the same for every batch"
         require_equal(tracker.layout, sentence, ctx)
-        all_reduce(tracker.values, tree, math.ceil(count / loader.sampler.batch_size), ctx)
+        if work := ranks.start(tracker.values, math.ceil(count / loader.sampler.batch_size)):
+            work.wait()
         means = tracker.means()
         summarized = summary.of_ranks(outputs, count, ctx, self.clock) if summary and outputs else {}
         if both := sorted(means.keys() & summarized.keys()):

@@ -25,7 +25,7 @@ from utils.logger import NAME, count
 from utils.metrics import MetricTracker, check_metrics
 from utils.training.fingerprint import fingerprint_of
 from utils.training.outputs import Summary
-from utils.training.parallel import Wrapped
+from utils.training.replicated import Wrapped
 from utils.training.seams import ComputeLoss, Seams
 from utils.training.state import TrainState
 
@@ -57,7 +57,7 @@ def first_passes(
     batch = on_all_ranks(loader.sample_batch, ctx)
     # the loss is doubled on every other rank: gradients differ unless they are averaged
     digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss, 1.0 + ctx.rank % 2), ctx)
-    if config.sharding == "none":
+    if state.sharing.has_whole_gradients:
         require_equal(digest, NOT_AVERAGED, ctx)
     layout = state.sums.metrics.layout
     require_equal(layout, "compute_loss: {other} and {first} report different metrics; report the same on all", ctx)
@@ -106,7 +106,7 @@ def train_twice(model: Wrapped, batch: Any, state: TrainState, compute_loss: Com
         state.check_gradients()
     gradients = [local(p.grad) for p in state.model.parameters() if p.grad is not None]
     digest = fingerprint_of("gradients", gradients)
-    state.drop_gradients()
+    state.updater.drop_gradients()
     state.sums.running_stats.discard()
     state.lay_out(metrics)
     return digest

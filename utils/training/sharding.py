@@ -142,22 +142,3 @@ def _broadcast(group: nn.Module, device: torch.device) -> None:
                 is_parameter = isinstance(tensor, nn.Parameter)
                 new[tensor] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
             setattr(module, name, new[tensor])
-
-
-def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None) -> None:
-    """`unscale_`, with an overflow in any shard found on all ranks of the group."""
-    scaler.unscale_(optimizer)
-    if group and scaler.is_enabled():
-        for found in scaler._found_inf_per_device(optimizer).values():
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-
-
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raises UserError for an optimizer that may need whole tensors, such as their norms."""
-    kind = type(optimizer)
-    known = kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE
-    if not known and not getattr(optimizer, "is_elementwise", False):
-        raise UserError(
-            f"create_optimizer: {kind.__name__} gets shards of the parameters; if it updates each element by itself,"
-            " set is_elementwise = True in its class, else use --sharding none"
-        )

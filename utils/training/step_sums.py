@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from utils.data.sampler import MicroBatch
 from utils.distributed.dtensor import device_of
-from utils.distributed.tree import TreeAllReduce, TreeSum
+from utils.distributed.tree import RankSum
 from utils.metrics import Metrics, MetricTracker
 from utils.training.batchnorm import RunningStats
 
@@ -19,14 +18,13 @@ class StepSums:
     The all-reduce overlaps the last backward pass. Create it before the model is wrapped or copied.
 
     Args:
-        is_exact: sum along the tree over micro-batches.
+        ranks: forms the sum over micro-batches and ranks.
     """
 
-    def __init__(self, model: nn.Module, is_exact: bool = False) -> None:
+    def __init__(self, model: nn.Module, ranks: RankSum) -> None:
         self.running_stats = RunningStats(model)
         self.metrics = MetricTracker(device_of(model))
-        self._work: dist.Work | TreeAllReduce | None = None
-        self._tree = TreeSum() if is_exact else None
+        self._ranks, self._work = ranks, None
 
     def lay_out(self, metrics: Metrics) -> None:
         """Allocate space for metrics of these names and shapes, the same on all ranks."""
@@ -50,19 +48,11 @@ class StepSums:
         """Call after the forward pass of a micro-batch, unless it is padding."""
         self.metrics.update(metrics)
         self.running_stats.add(len(micro_batch.indices))
-        if self._tree and not micro_batch.is_last:
-            self._tree.add(micro_batch.number, [self.metrics.values.clone()])
-            self.metrics.reset()
+        self._ranks.add(self.metrics.values, micro_batch.number)
 
     def start_reduce(self, micro_batch: MicroBatch) -> None:
         """Call after the forward pass of this rank's last micro-batch: the all-reduce overlaps the backward pass."""
-        if self._tree:
-            parts, inner = self._tree.take(micro_batch.number, micro_batch.count)
-            for [values] in inner:
-                self.metrics.values.add_(values)
-            self._work = TreeAllReduce(self.metrics.values, [values for [values] in parts], micro_batch.count)
-        elif dist.get_world_size() > 1:
-            self._work = dist.all_reduce(self.metrics.values, async_op=True)
+        self._work = self._ranks.start(self.metrics.values, micro_batch.count)
 
     def wait(self) -> None:
         """Wait for the all-reduce; what follows on the device sees the sums of all ranks."""

@@ -93,7 +93,7 @@ def measure(
         if isinstance(model, DistributedDataParallel) and config.reduction != "exact":  # which has a hook of its own
             model.register_comm_hook(None, at_once)
         train_twice(model, loader.sample_batch(), state, seams.compute_loss)
-        state.plan(sampler, ranks)
+        state.plan(sampler)
         parts = {
             "attempt": mock.MagicMock(config=config, ctx=ctx),
             "seams": seams,

@@ -1,0 +1,254 @@
+"""The model as compute_loss gets it: alone, in DDP or in FSDP. All options of DDP are set here."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from config import TrainingConfig, TrainingError, UserError
+from utils.data.sampler import MicroBatch
+from utils.distributed.collectives import is_of_a_peer
+from utils.distributed.context import DistributedContext
+from utils.distributed.tree import TreeAllReduce, TreeSum
+
+
+class SingleProcess(nn.Module):
+    """Stands for DDP on one rank: DDP's buckets would be a second copy of the gradients."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        return self.module(*inputs, **options)
+
+    def no_sync(self) -> AbstractContextManager:
+        return nullcontext()
+
+    def accumulating(self, micro_batch: MicroBatch) -> AbstractContextManager:
+        return nullcontext()
+
+
+class Sharded(SingleProcess):
+    """Stands for DDP if FSDP shards the parameters: it reduces the gradients of each micro-batch."""
+
+    module: Any
+
+    def accumulating(self, micro_batch: MicroBatch) -> AbstractContextManager:
+        self.module.set_requires_all_reduce(micro_batch.is_last)  # between replicas, once per step
+        return nullcontext()
+
+
+class Replicated(DistributedDataParallel):
+    """DDP whose error names the parameters that the last pass on this rank did not use.
+
+    With find_unused_parameters, those that no micro-batch of a step used on any rank have no gradient after it. Padding
+    does not count: it repeats a micro-batch of the step, with the same random numbers.
+    """
+
+    def __init__(self, module: nn.Module, accumulates: bool = False, **options: Any) -> None:
+        super().__init__(module, **options)
+        self._trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
+        self._places: dict[Tensor, Tensor] = {}  # of gradients in the buckets
+        for parameter in self._trained if accumulates else ():
+            parameter.register_post_accumulate_grad_hook(self._put_into_bucket)
+
+    @contextmanager
+    def accumulating(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """For the passes of a micro-batch: gradients are exchanged in the last backward pass of a step."""
+        with nullcontext() if micro_batch.is_last else self.no_sync():
+            yield
+        if micro_batch.is_last and len(self._places) < len(self._trained):
+            self._places |= {p: p.grad for p in self._trained if p.grad is not None}
+
+    def _put_into_bucket(self, parameter: Tensor) -> None:
+        """Move a step's first gradient, else a second copy. In a zeroed place, one without use would be updated."""
+        place, gradient = self._places.get(parameter), parameter.grad
+        if place is not None and gradient is not None and gradient is not place:
+            parameter.grad = place.copy_(gradient)
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        try:
+            return super().forward(*inputs, **options)
+        except RuntimeError as error:
+            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            if not found:
+                raise
+            raise unused_error([[*self._trained.values()][int(index)] for index in found[1].split()]) from None
+
+
+Wrapped = Replicated | SingleProcess
+
+
+class ExactlyReplicated(Replicated):
+    """DDP that sums gradients along the tree over micro-batches (utils/distributed/tree.py), one process included.
+
+    The gradients of each micro-batch but the rank's last are held apart from DDP's. In the last backward pass, DDP's
+    hook adds them bucket by bucket, and begins the sum over ranks. A collective that is started in the callback of a
+    future would run in another order on each rank, so the hook of a bucket continues the exchange of the one before.
+    It does so in a stream of its own, for whose futures DDP waits at the end of the backward pass; buckets and held
+    gradients, of the other stream, live longer.
+
+    Args:
+        is_static: gradients stay where they are, as with CUDA graphs; what is held is a copy. So it is with
+            find_unused_parameters: DDP demands a gradient of what an earlier micro-batch used.
+    """
+
+    def __init__(self, module: nn.Module, is_static: bool, **options: Any) -> None:
+        super().__init__(module, **options)
+        self._is_static, self._count = is_static or self.find_unused_parameters, dist.get_world_size()
+        self._tree = TreeSum()
+        self._parts: list[dict[nn.Parameter, Tensor]] = []
+        self._inner: list[dict[nn.Parameter, Tensor]] = []
+        self._exchanges: list[tuple[TreeAllReduce, Tensor, torch.futures.Future]] = []
+        device = next(iter(self._trained)).device
+        self._side = torch.Stream(device) if device.type != "cpu" else None
+        self.register_comm_hook(None, self._reduce_bucket)
+
+    @contextmanager
+    def accumulating(self, micro_batch: MicroBatch) -> Iterator[None]:
+        if not micro_batch.is_last:
+            with self.no_sync():
+                yield
+            if not micro_batch.is_check:
+                self._tree.add(micro_batch.number, self._take_gradients())
+            return
+        self._count = micro_batch.count
+        self._parts, self._inner = (
+            [dict(zip(self._trained, gradients, strict=True)) for gradients in held]
+            for held in self._tree.take(micro_batch.number, micro_batch.count)
+        )
+        yield
+        self._parts, self._inner = [], []
+
+    def _take_gradients(self) -> list[Tensor]:
+        if not self.find_unused_parameters and any(p.grad is None for p in self._trained):
+            raise unused_error([name for p, name in self._trained.items() if p.grad is None])
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._trained]
+        if self._is_static:
+            gradients = [gradient.clone() for gradient in gradients]
+        self.zero_grad(set_to_none=not self._is_static)
+        return gradients
+
+    def _reduce_bucket(self, state, bucket):  # DDP rejects annotations that are strings
+        """DDP's hook: None and a dist.GradBucket -> torch.futures.Future of its summed buffer."""
+        if self._side:
+            self._side.wait_stream(torch.accelerator.current_stream())
+        with self._side or nullcontext():
+            return self._exchange_bucket(bucket.buffer(), bucket.parameters(), bucket.is_last())
+
+    def _exchange_bucket(self, flat: Tensor, parameters: list[nn.Parameter], is_last: bool) -> torch.futures.Future:
+        for held in self._inner:
+            torch._foreach_add_(_views(flat, parameters), [held[parameter] for parameter in parameters])
+        parts = [torch.empty_like(flat) for _ in self._parts]
+        for part, held in zip(parts, self._parts, strict=True):
+            torch._foreach_copy_(_views(part, parameters), [held[parameter] for parameter in parameters])
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
+        self._exchanges.append((TreeAllReduce(flat, parts, self._count), flat, future))
+        if len(self._exchanges) > 1:
+            self._exchanges[-2][0].gather()
+        if is_last:
+            self._exchanges[-1][0].gather()
+        while len(self._exchanges) > (0 if is_last else 2):
+            exchange, result, done = self._exchanges.pop(0)
+            exchange.finish()
+            done.set_result(result)
+        return future
+
+
+def _views(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
+    """The gradients in a flat bucket; those of GradBucket.gradients() have the wrong strides for channels_last."""
+    offsets = itertools.accumulate([p.numel() for p in parameters], initial=int(flat.storage_offset()))
+    return [flat.as_strided(p.shape, p.stride(), offset) for p, offset in zip(parameters, offsets, strict=False)]
+
+
+def unused_error(names: list[str]) -> TrainingError:
+    """The error for parameters that got no gradient in a step."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return TrainingError(
+        f"model: {', '.join(names[:3])}{more} got no gradient in this step, while other batches use it, and other ranks"
+        " wait for it; use every parameter in every forward pass, add --find_unused_parameters, or freeze it"
+    )
+
+
+def thawed_error(names: list[str], step: int) -> UserError:
+    """The error for parameters that are trainable at this step, and were not when the training was assembled."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return UserError(
+        f"model: {', '.join(names[:3])}{more} was frozen at the start and got requires_grad_(True) before step {step},"
+        " so neither DDP nor the optimizer knows it; let create_model leave it trainable, in a parameter group whose"
+        " learning rate is 0 until then, or train it in a second run that starts with --init_from"
+    )
+
+
+def wrap_replicated(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) -> Wrapped:
+    """DDP, with all of its options."""
+    # DDP divides a gradient in its bucket by the ranks, and multiplies another one by 1 / ranks: equal bits only for
+    # powers of two, and the first step of an attempt has none in the buckets
+    accumulates = config.micro_batches_per_step(ctx.world_size) > ctx.world_size and ctx.world_size.bit_count() == 1
+    wrapped = Replicated(model, accumulates, **_options(model, config, ctx))
+    if config.comm_hook != "none":
+        _compress(wrapped, config.comm_hook, ctx.device)
+    return wrapped
+
+
+def wrap_exactly(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) -> Wrapped:
+    """DDP with sums along the tree. Raises UserError if they cannot hold with this model."""
+    check_exact(model, config, ctx)
+    return ExactlyReplicated(model, config.compile == "reduce-overhead", **_options(model, config, ctx))
+
+
+def _options(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) -> dict[str, Any]:
+    # running statistics are handled in utils/training/batchnorm.py; torch 2.15 renamed the argument
+    is_new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    no_buffers = {"forward_sync_buffers" if is_new else "broadcast_buffers": False}
+    return no_buffers | {
+        "device_ids": None if ctx.device.type == "cpu" else [ctx.device.index],
+        "gradient_as_bucket_view": True,
+        "find_unused_parameters": config.find_unused_parameters,
+        "bucket_cap_mb": bucket_megabytes(model, config),
+    }
+
+
+def check_exact(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) -> None:
+    """Raises UserError if `--reduction exact` cannot hold with this model."""
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        raise UserError("reduction=exact: SyncBatchNorm sums over the ranks by itself; leave out --sync_bn")
+    if ctx.device.type != "cpu" and not config.deterministic:
+        raise UserError("reduction=exact: on a GPU needs deterministic kernels; add --deterministic")
+
+
+def bucket_megabytes(model: nn.Module, config: TrainingConfig) -> float:
+    """The size of DDP's buckets in MB: a quarter of the gradients, so that several overlap, between 1 and 25."""
+    size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return config.bucket_cap_mb or min(25.0, max(1.0, size / 2**20 / 4))
+
+
+def _compress(model: DistributedDataParallel, name: str, device: torch.device) -> None:
+    """All-reduce gradients rounded to 16 bits; weights and optimizer keep their type. Raises UserError."""
+    hook = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[name]
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[name]
+    try:
+        model.register_comm_hook(None, hook)  # raises if this build of torch has no bfloat16
+        dist.all_reduce(torch.zeros(1, dtype=dtype, device=device))  # raises if the backend has not
+    except (TypeError, ValueError, RuntimeError) as error:
+        if is_of_a_peer(error):
+            raise
+        backend, other = dist.get_backend(), "none" if name == "fp16" else "fp16 or none"
+        reason = f"torch {torch.__version__} cannot all-reduce {name} over {backend} ({str(error).splitlines()[0]})"
+        raise UserError(f"comm_hook={name}: {reason}; give --comm_hook {other}") from None
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model without DDP."""
+    return model.module if isinstance(model, Wrapped) else model
