@@ -241,7 +241,8 @@ TASKS["joint"] = TASKS["taught"] | {
     "param_groups": lambda net, config: named_groups(net.student, config),
     "lr_factor": thaw,
 }
-OPTIONAL = ("after_step", "loss_counts", "lr_factor")  # functions that the shipped model.py does not have
+# functions that the shipped model.py does not have, and that of a fork must not be used
+OPTIONAL = ("after_step", "create_optimizer", "is_saved", "loss_counts", "lr_factor")
 BUCKETS = ["--bucket_cap_mb", "0.002"]  # several buckets for these small models
 
 
@@ -249,6 +250,10 @@ BUCKETS = ["--bucket_cap_mb", "0.002"]  # several buckets for these small models
 def using(task):
     """Use the task's functions instead of those of model.py and dataset.py, in the loop and the oracle; "": no task."""
     with contextlib.ExitStack() as stack:
+        for name in OPTIONAL if task else ():
+            if hasattr(model, name) and name not in TASKS[task]:
+                stack.callback(setattr, model, name, getattr(model, name))
+                delattr(model, name)
         for name, function in ({"log_images": None} | TASKS[task]).items() if task else ():
             for module in (train, plain_loop, model, dataset):
                 if hasattr(module, name) or (module is model and name in OPTIONAL):
