@@ -32,7 +32,6 @@ import train
 from config import TrainingConfig
 from line_tasks import BlockModel, TokenModel, create_lines, token_loss
 from utils.data.augment import augment_images, normalize
-from utils.data.sampler import GlobalBatch
 from utils.distributed.consensus import Consensus
 from utils.metrics import count_correct
 from utils.report.reporter import Reporter
@@ -266,19 +265,19 @@ def config_of(flags, dtype=torch.float32):
     return TrainingConfig.from_args([*BUCKETS, *flags])
 
 
-def train_task(task, flags, dtype=torch.float32, stops=(), is_watched=False, goes_on=True):
+def train_task(task, flags, dtype=torch.float32, stops=(), goes_on=True):
     """Train in a rank. After each step in `stops` a signal reaches one rank, all stop and, if `goes_on`, restart.
 
-    Returns the final state of the last attempt, and the micro-batches that `watching` recorded.
+    Returns the final state of the last attempt.
     """
-    found, stops = [], list(stops)
-    with using(task), watching(found if is_watched else None), signals_after(stops):
+    stops = list(stops)
+    with using(task), signals_after(stops):
         flags = [*map(str, flags)]
         outcome = train.train(config_of(flags, dtype))
         while outcome["state"] == "preempted" and goes_on:
             stops.pop(0)
             outcome = train.train(config_of([*flags, "--resume_from", "auto"], dtype))
-    return outcome["state"], found
+    return outcome["state"]
 
 
 class EagerConsensus(Consensus):
@@ -319,42 +318,3 @@ def training_under(mode, done):
 
     with mock.patch.object(train, "train_one_epoch", epoch), mock.patch.object(Reporter, "step_done", step_done):
         yield
-
-
-@contextlib.contextmanager
-def watching(found):
-    """Record each computed micro-batch: (epoch, step, number, indices, digest of the batch, seed of the device)."""
-    if found is None:
-        yield
-        return
-    plain_iter, plain_loss, plain_state = GlobalBatch.__iter__, model.compute_loss, train.create_state
-    here = {}
-
-    def iterate(self):
-        for micro_batch in plain_iter(self):
-            here["micro_batch"] = micro_batch
-            yield micro_batch
-
-    def loss(net, batch):
-        micro_batch = here.get("micro_batch")
-        if micro_batch and net.training and micro_batch.batch is batch and not micro_batch.is_padding:
-            progress, seed = here["state"].progress, torch.default_generator.initial_seed()
-            where = (progress.epoch, progress.step, micro_batch.number, tuple(micro_batch.indices))
-            found.append((*where, digest(batch), seed))
-        return plain_loss(net, batch)
-
-    def state(*args, **options):
-        here["state"] = plain_state(*args, **options)
-        return here["state"]
-
-    with (
-        mock.patch.object(GlobalBatch, "__iter__", iterate),
-        mock.patch.object(model, "compute_loss", loss),
-        mock.patch.object(train, "create_state", state),
-    ):
-        yield
-
-
-def digest(batch):
-    tensors = batch if isinstance(batch, tuple | list) else [batch]
-    return hashlib.sha256(b"".join(each.contiguous().numpy().tobytes() for each in tensors)).hexdigest()

@@ -45,7 +45,8 @@ def check_against_the_kernel(runs, attempts, task, flags):
             is_stopped = runs.json("run", "status.json")["state"] == "preempted"
             until = runs.last("run")["progress"]["step"] if is_stopped else TO_END
             found = run_ranks(ranks, kernel_run, task, runs.words("run", *flags), runs.folder("kernel.pt"), until)[0]
-    run, where, evaluated = runs.last("run"), found["where"], runs.records("run", "eval")
+    run, where = runs.last("run"), found["where"]
+    evaluated = [record for record in runs.records("run", "eval") if record["weights"] == "model"]
     groups = [[group["lr"] for group in each["optimizer"]["param_groups"]] for each in (run, found)]
     assert groups[0] == groups[1] and run["progress"]["step"] == where["step"]
     for name in ("model", "scaler"):

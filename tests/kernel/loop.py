@@ -5,6 +5,7 @@ It shares model.py, dataset.py and the random keys of utils/rng.py with the repo
 averages of weights, exact sums, sharding and the optional functions of model.py.
 """
 
+import inspect
 import math
 import os
 from contextlib import nullcontext
@@ -69,7 +70,8 @@ class Kernel:
         net = model.create_model(config, CPU)
         self.state = State(net, model.param_groups(net, config), config, ranks)
         options: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": config.bucket_cap_mb}
-        options |= {"broadcast_buffers": False}
+        is_new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters  # torch 2.15
+        options |= {"forward_sync_buffers" if is_new else "broadcast_buffers": False}
         self.model: Any = Shared(net, **options) if ranks > 1 else net
         self.first_passes()
 

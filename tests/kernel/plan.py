@@ -42,10 +42,18 @@ class Plan:
     def steps_per_epoch(self) -> int:
         return math.ceil(self.samples_per_epoch / (self.size * self.per_step))
 
+    def order(self, epoch: int) -> torch.Tensor:
+        """A function of (seed, epoch), unless the data set has its own."""
+        size = len(self.data)
+        if not self.shuffles:
+            return torch.arange(size)
+        if hasattr(self.data, "epoch_order"):
+            return torch.as_tensor(self.data.epoch_order(self.seed, epoch, size))
+        return torch.randperm(size, generator=torch.Generator().manual_seed(derive_seed("order", self.seed, epoch)))
+
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         """From this sample of the epoch on. Micro-batch m of a global batch is computed by rank m % ranks."""
-        generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))
-        order = torch.randperm(len(self.data), generator=generator) if self.shuffles else torch.arange(len(self.data))
+        order = self.order(epoch)
         whole = self.size * self.per_step
         for first in range(start, self.samples_per_epoch, whole):
             window = order[first : first + whole]
@@ -64,7 +72,7 @@ class Plan:
             samples = []
             for index in indices:
                 seed_host("sample", self.seed, epoch, index)
-                samples.append(self.data[index])
+                samples.append(self.data[index % len(self.data)])  # copies have numbers of their own
         batch = getattr(self.data, "collate", default_collate)(samples)
         transform = getattr(self.data, "device_transform", None)
         return transform(batch, self.seed, epoch, torch.tensor(indices)) if transform else batch
