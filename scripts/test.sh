@@ -43,7 +43,8 @@ print(*(pair.split(":")[1] for pair in sys.argv[1:] if not importlib.util.find_s
 
 install xdist:pytest-xdist
 if [ "$mode" != fork ] || [ -n "${CI:-}" ]; then
-    install mypy:mypy ruff:ruff kubernetes_validate:kubernetes-validate kubeflow_trainer_api:kubeflow-trainer-api
+    install hypothesis:hypothesis mypy:mypy ruff:ruff kubernetes_validate:kubernetes-validate \
+        kubeflow_trainer_api:kubeflow-trainer-api
 fi
 if [ "$mode" = all ]; then # recipes, exports, storage
     install datasets:datasets fuse:fusepy 'moto:moto[server]' optuna:optuna peft:peft s3fs:s3fs safetensors:safetensors \
@@ -84,7 +85,7 @@ if [ -z "$has_path" ]; then
             if [[ " $* " = *" --all "* ]]; then
                 options+=(tests/faults tests/distributed tests/unit)
             else
-                options+=(tests/distributed/test_{exact_*,oracle,fork*,*seams,terms,resume,refusals}.py)
+                options+=(tests/distributed/test_{exact_*,kernel,oracle,fork*,*seams,terms,resume,refusals}.py)
                 options+=(tests/distributed/test_{summarize,predict*}.py tests/unit)
                 for name in watchdog mirror lock rendezvous processes stored_run companions; do # of the machine, and take long
                     options+=("--ignore=tests/unit/test_$name.py")

@@ -240,7 +240,8 @@ TASKS["joint"] = TASKS["taught"] | {
     "param_groups": lambda net, config: named_groups(net.student, config),
     "lr_factor": thaw,
 }
-OPTIONAL = ("after_step", "loss_counts", "lr_factor")  # functions that the shipped model.py does not have
+# functions that the shipped model.py does not have, and that of a fork must not be used
+OPTIONAL = ("after_step", "create_optimizer", "is_saved", "loss_counts", "lr_factor")
 BUCKETS = ["--bucket_cap_mb", "0.002"]  # several buckets for these small models
 
 
@@ -251,6 +252,10 @@ OF_THIS_FORK = getattr(model, "log_images", None)  # takes other batches than th
 def using(task):
     """Use the task's functions instead of those of model.py and dataset.py, in the loop and the oracle; "": no task."""
     with contextlib.ExitStack() as stack:
+        for name in OPTIONAL if task else ():
+            if hasattr(model, name) and name not in TASKS[task]:
+                stack.callback(setattr, model, name, getattr(model, name))
+                delattr(model, name)
         no_images = {"log_images": None} if getattr(model, "log_images", None) is OF_THIS_FORK else {}
         for name, function in (no_images | TASKS[task]).items() if task else ():
             for module in (train, plain_loop, model, dataset):
@@ -264,19 +269,19 @@ def config_of(flags, dtype=torch.float32):
     return TrainingConfig.from_args([*BUCKETS, *flags])
 
 
-def train_task(task, flags, dtype=torch.float32, stops=(), is_watched=False, goes_on=True):
+def train_task(task, flags, dtype=torch.float32, stops=(), goes_on=True):
     """Train in a rank. After each step in `stops` a signal reaches one rank, all stop and, if `goes_on`, restart.
 
-    Returns the final state of the last attempt, and the micro-batches that `watching` recorded.
+    Returns the final state of the last attempt.
     """
-    found, stops = [], list(stops)
-    with using(task), watching(found if is_watched else None), signals_after(stops):
+    stops = list(stops)
+    with using(task), signals_after(stops):
         flags = [*map(str, flags)]
         outcome = train.train(config_of(flags, dtype))
         while outcome["state"] == "preempted" and goes_on:
             stops.pop(0)
             outcome = train.train(config_of([*flags, "--resume_from", "auto"], dtype))
-    return outcome["state"], found
+    return outcome["state"]
 
 
 class EagerConsensus(Consensus):
@@ -317,37 +322,3 @@ def training_under(mode, done):
 
     with mock.patch.object(train, "train_one_epoch", epoch), mock.patch.object(Reporter, "step_done", step_done):
         yield
-
-
-@contextlib.contextmanager
-def watching(found):
-    """Record each computed micro-batch: (epoch, step, number, indices, digest of the batch, seed of the device)."""
-    if found is None:
-        yield
-        return
-    plain_compute, plain_loss = train.compute_gradient, model.compute_loss
-    here = {}
-
-    def compute(training, stream):
-        def watched():
-            for micro_batch in stream:
-                here.update(micro_batch=micro_batch, state=training.state)
-                yield micro_batch
-
-        return plain_compute(training, watched())
-
-    def loss(net, batch):
-        micro_batch = here.get("micro_batch")
-        if micro_batch and net.training and micro_batch.batch is batch and not micro_batch.is_extra:
-            progress, seed = here["state"].progress, torch.default_generator.initial_seed()
-            where = (progress.epoch, progress.step, micro_batch.number, tuple(micro_batch.indices))
-            found.append((*where, digest(batch), seed))
-        return plain_loss(net, batch)
-
-    with mock.patch.object(train, "compute_gradient", compute), mock.patch.object(model, "compute_loss", loss):
-        yield
-
-
-def digest(batch):
-    tensors = batch if isinstance(batch, tuple | list) else [batch]
-    return hashlib.sha256(b"".join(each.contiguous().numpy().tobytes() for each in tensors)).hexdigest()

@@ -68,7 +68,7 @@ class Runs:
         self, world_size: int, name: str, *flags, stops: tuple, dtype=torch.float32, task="images", goes_on=True
     ) -> None:
         """Like tasks.train_task: a signal after each of these steps, then another attempt if `goes_on`."""
-        run_ranks(world_size, train_task, task, self.words(name, *flags), dtype, stops, False, goes_on)
+        run_ranks(world_size, train_task, task, self.words(name, *flags), dtype, stops, goes_on)
 
     def checkpoints(self, name: str) -> list[Path]:
         return checkpoint.step_checkpoints(self.folder(name) / "checkpoints")

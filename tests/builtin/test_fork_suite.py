@@ -153,5 +153,5 @@ def test_what_is_installed_is_said_before_and_which_folders_run(tmp_path, words,
     assert not said or ended.out.index("installing") < ended.out.index("pip:")
     files = re.findall(r"(?: |=)(tests/\w+/\w+\.py)", ended.out)
     assert all((ROOT / file).is_file() for file in files)
-    assert ("tests/distributed/test_exact_samples.py" in files) == (words == ["--fork"])
+    assert ("tests/distributed/test_kernel.py" in files) == (words == ["--fork"])
     assert re.findall(r" tests/(\w+)(?= |$)", ended.out.split("pytest: ")[1].splitlines()[0]) == folders

@@ -11,9 +11,8 @@ from config import TrainingConfig, UserError
 from dataset import create_dataset
 from model import MiniResNet, compute_loss, create_model, param_groups
 from ranks import ROOT, torchrun
-from test_exact_samples import observed
+from test_kernel import TO_END, check_against_the_kernel
 from test_oracle import SGD, check_against_the_oracle
-from training import TINY
 from utils.data.augment import mix, repeated_order
 from utils.data.sampler import Assignment, GlobalBatchSampler
 from utils.data.sets import ChosenSamples, choose_samples
@@ -145,18 +144,11 @@ def test_the_recipe_is_torchvisions():
 
 
 @pytest.mark.slow
-def test_the_recipe_on_jpegs_is_the_same_on_one_and_two_ranks_and_after_a_restart(runs):
+@pytest.mark.parametrize("attempts", [[(1, TO_END)], [(2, 2), (2, TO_END)]])
+def test_the_recipe_on_jpegs_equals_the_kernel_on_one_and_two_ranks_and_after_a_restart(runs, attempts):
+    """Two copies of each image in two epochs."""
     save_jpegs(runs.root / "data", {"train": 6, "val": 2})
-    flags = [*TINY, *SMALL.split(), "--data_dir", runs.root / "data"]
-    each = [
-        observed(ranks, "", [*flags, "--run_dir", runs.folder(str(ranks)), "--num_workers", workers], stops)
-        for ranks, workers, stops in ((1, 0, ()), (2, 1, (2,)))
-    ]
-    assert each[0] == each[1] and len(each[0]) == 2 * 5
-    seen = [index for indices, *_ in each[0].values() for index in indices]
-    assert sorted(seen) == list(range(2 * 18))  # each of two copies once in two epochs
-    digests = [digest for _, digest, _ in each[0].values()]
-    assert len(set(digests)) == len(digests)
+    check_against_the_kernel(runs, attempts, "", [*SMALL.split(), "--num_classes", 3])
 
 
 @pytest.mark.slow

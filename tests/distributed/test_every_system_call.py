@@ -58,7 +58,7 @@ def train_and_cut(flags, calls, log):
         mock.patch.object(claim, "repeated_failures", return_value=[]),
         mock.patch.object(Checkpoints, "_start_writing", start),
     ):
-        return train_task("images", flags)[0]
+        return train_task("images", flags)
 
 
 def calls_of_one_save(root):

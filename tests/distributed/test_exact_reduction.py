@@ -60,7 +60,7 @@ def train_until(flags, number, step, victim):
 
     eager = mock.patch.object(train, "Consensus", EagerConsensus)
     with mock.patch.object(Reporter, "step_done", done), eager:
-        return train_task("images", flags, goes_on=False)[0]
+        return train_task("images", flags, goes_on=False)
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def train_and_be_killed(flags, dtype, victim, *when):
         mock.patch.object(claim, "repeated_failures", return_value=[]),
         killed_in(*when) if int(os.environ["RANK"]) == victim else contextlib.nullcontext(),
     ):
-        return train_task("lines", flags, dtype)[0]
+        return train_task("lines", flags, dtype)
 
 
 def kill_again_and_again(runs, epochs, kills, clock, dtype):

@@ -61,7 +61,7 @@ def train_on_its_own_disk(root, *args):
 
 def attempt(runs, name, env, *flags, stops=(), ranks=2):
     words = runs.words(name, *FLAGS, *flags)
-    return run_ranks(ranks, train_with, env, "images", words, torch.float32, stops, False, False)
+    return run_ranks(ranks, train_with, env, "images", words, torch.float32, stops, False)
 
 
 def need_s3():
@@ -126,7 +126,7 @@ def test_a_run_that_loses_its_folder_goes_on_from_its_mirror_bit_for_bit(runs, b
     attempt(runs, "whole", {}, *flags)
     flags += ["--mirror", url, "--resume_from", "auto"]
     for stop_at in ((5,), (11,), ()):
-        (state, _), *_ = attempt(runs, "parts", env, *flags, stops=stop_at)
+        state, *_ = attempt(runs, "parts", env, *flags, stops=stop_at)
         assert state == ("preempted" if stop_at else "completed")
         if stop_at:
             shutil.rmtree(runs.folder("parts"))
@@ -152,9 +152,9 @@ def test_nodes_without_a_shared_disk_are_given_the_checkpoint_and_end_alike(runs
     words = [*runs.words("parts", *FLAGS, *flags, "--mirror", url, "--resume_from", "auto"), "--run_dir", "runs/parts"]
     nodes = [runs.root / f"node{rank}" / "runs/parts" for rank in range(2)]
     for number, stops in enumerate([(5,), (11,), ()]):
-        found = run_ranks(2, train_on_its_own_disk, runs.root, "images", words, torch.float32, stops, False, False)
+        found = run_ranks(2, train_on_its_own_disk, runs.root, "images", words, torch.float32, stops, False)
         state = "preempted" if stops else "completed"
-        assert [each[0] for each in found] == [state, state]
+        assert found == [state, state]
         assert [json.loads((node / "status.json").read_text())["state"] for node in nodes] == [state, state]
         if number == 0:
             shutil.rmtree(nodes[1])  # this node is replaced

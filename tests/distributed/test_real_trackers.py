@@ -128,7 +128,7 @@ def train_tracked(env, *args):
 def test_a_run_over_two_resumes_is_one_curve(runs, where):
     for stops in ((5,), (11,), ()):
         flags = [*FLAGS, "--track", where.kind, "--resume_from", "auto", "--on_checkpoint", "true --password geheim"]
-        run_ranks(1, train_tracked, where.env, "images", runs.words("run", *flags), torch.float32, stops, False, False)
+        run_ranks(1, train_tracked, where.env, "images", runs.words("run", *flags), torch.float32, stops, False)
     rows = assert_whole(where, runs.folder("run"))
     if where.kind == "mlflow":
         assert rows[-1]["status"] == "FINISHED" and rows[-1]["params"]["lr"] == "0.02"
@@ -176,7 +176,7 @@ def test_training_goes_on_while_the_server_is_stopped_and_the_rest_is_sent_by_ha
     """The first attempt meets a server that answers, the second one that is stopped."""
     for stops in ((5,), ()):
         flags = [*FLAGS, "--track", "mlflow", "--resume_from", "auto", "--hang_timeout", 15]
-        run_ranks(1, train_tracked, where.env, "images", runs.words("run", *flags), torch.float32, stops, False, False)
+        run_ranks(1, train_tracked, where.env, "images", runs.words("run", *flags), torch.float32, stops, False)
         os.killpg(where.server.pid, signal.SIGSTOP)
     assert runs.json("run", "status.json")["state"] == "completed"
     assert "track=mlflow: lacks the latest checkpoint or records after" in runs.log("run")

@@ -84,7 +84,7 @@ def test_all_ranks_stop_after_the_same_step_when_one_reaches_the_time_limit(runs
 def test_a_stop_request_takes_effect_one_step_later_but_within_the_epoch(runs, asked, stopped):
     """A vote in flight at the end of an epoch is flushed; otherwise the run would stop in the next epoch."""
     flags = runs.words("run", *"--dataset_size 32 --epochs 2 --eval_every 0 --no-use_amp".split())
-    assert run_ranks(2, train_task, "images", flags, torch.float32, [asked], False, False) == [("preempted", [])] * 2
+    assert run_ranks(2, train_task, "images", flags, torch.float32, [asked], False) == ["preempted"] * 2
     assert runs.last("run")["progress"]["step"] == stopped
 
 

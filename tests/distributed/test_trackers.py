@@ -81,7 +81,7 @@ def train_tracked(folder, *args):
 
 def attempt(runs, folder, *flags, stops=(), name="run"):
     words = runs.words(name, *FLAGS, "--track", "trackio", "--resume_from", "auto", *flags)
-    return run_ranks(1, train_tracked, folder, "images", words, torch.float32, stops, False, False)[0][0]
+    return run_ranks(1, train_tracked, folder, "images", words, torch.float32, stops, False)[0]
 
 
 def by_hand(run, *words, **env):

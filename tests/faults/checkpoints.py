@@ -19,7 +19,7 @@ from utils.checkpoint.format import step_checkpoints, step_path
 def stopped_at_30(drill: Drill) -> Path:
     """A run stopped at step 30; returns its folder with the checkpoints of steps 10, 20 and 30."""
     words = [*FLAGS, "--run_dir", drill.folder / "run", *RUN]
-    run_ranks(2, train_task, "images", words, torch.float32, [29], False, False)
+    run_ranks(2, train_task, "images", words, torch.float32, [29], False)
     folder = drill.folder / "run/checkpoints"
     assert [checkpoint.verify(path).step for path in step_checkpoints(folder)] == [10, 20, 30]
     return folder

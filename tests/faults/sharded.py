@@ -51,7 +51,7 @@ archive.write = write
 def stopped_at_30(drill: Drill) -> Path:
     """A run stopped at step 30; returns its folder with the checkpoints of steps 10, 20 and 30."""
     words = [*FLAGS, "--run_dir", drill.folder / "run", *ZERO3]
-    run_ranks(2, train_task, "images", words, torch.float32, [29], False, False)
+    run_ranks(2, train_task, "images", words, torch.float32, [29], False)
     folder = drill.folder / "run/checkpoints"
     assert [path.name for path in checkpoint.step_checkpoints(folder)] == [
         f"step_000000{step}" for step in (10, 20, 30)

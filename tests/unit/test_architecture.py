@@ -105,9 +105,10 @@ def test_no_file_is_over_400_lines():
     assert len((ROOT / "tests/plain_loop.py").read_text().splitlines()) <= 100
 
 
-def test_the_oracle_shares_only_model_data_and_config():
-    found = {node.module for node in ast.walk(tree(ROOT / "tests/plain_loop.py")) if isinstance(node, ast.ImportFrom)}
-    assert found == {"collections", "dataset", "model", "torch.optim.swa_utils", "types"}
+def test_the_oracles_share_only_model_data_and_random_keys():
+    for oracle, shared in (("plain_loop.py", {"model", "dataset"}), ("kernel/*.py", {"model", "dataset", "utils.rng"})):
+        files = [*(ROOT / "tests").glob(oracle)]
+        assert {name for path in files for name in imports(path)} == shared, oracle
 
 
 def names_used(text):

@@ -52,15 +52,6 @@ def test_one_micro_batch_updates_the_statistics_as_the_stock_layer_does():
         torch.testing.assert_close(buffers(ours)[name], value)
 
 
-def test_a_global_batch_updates_the_statistics_once_with_the_mean_over_its_samples():
-    ours = net()
-    stats, parts = RunningStats(ours), [images(samples) for samples in (4, 4, 1)]
-    expected = sum(ours[0](part).mean((0, 2, 3)) * len(part) / 9 for part in parts)
-    step(ours, stats, *parts)
-    torch.testing.assert_close(ours[1].running_mean, 0.1 * expected)
-    assert ours[1].num_batches_tracked.item() == 1
-
-
 def test_a_skipped_step_leaves_the_statistics_bitwise_unchanged_even_after_nan():
     ours = net()
     stats = RunningStats(ours)

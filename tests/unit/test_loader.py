@@ -19,7 +19,6 @@ from utils.clock import Clock
 from utils.data.loader import (
     choose_workers,
     create_distributed_dataloader,
-    create_evaluation_dataloader,
     fetches_batches,
 )
 from utils.data.sampler import Assignment, GlobalBatchSampler
@@ -38,29 +37,6 @@ def sampler_of(data, rank=0, world_size=1, batch_size=4, per_step=0, **options):
     return GlobalBatchSampler(data, assignment=Assignment(rank, world_size, **how), **options)
 
 
-def steps_of(sampler, epoch=0):
-    """The micro-batches of each optimizer step."""
-    steps = [[]]
-    for micro_batch in sampler.micro_batches(epoch):
-        steps[-1].append(micro_batch)
-        if micro_batch.is_last:
-            steps.append([])
-    assert steps.pop() == []
-    return steps
-
-
-def by_all_ranks(n, world_size, per_step):
-    """{(global batch, micro-batch): indices} of all ranks together, without padding."""
-    seen = {}
-    for rank in range(world_size):
-        for number, step in enumerate(steps_of(sampler_of(n, rank, world_size, per_step=per_step))):
-            for micro_batch in step:
-                if not micro_batch.is_padding:
-                    assert (number, micro_batch.number) not in seen and micro_batch.number % world_size == rank
-                    seen[number, micro_batch.number] = micro_batch.indices
-    return seen
-
-
 def test_the_sampler_is_a_distributed_sampler_of_this_ranks_indices():
     ranks = [sampler_of(30, rank, 2) for rank in (0, 1)]
     assert all(isinstance(each, DistributedSampler) for each in ranks)
@@ -69,22 +45,6 @@ def test_the_sampler_is_a_distributed_sampler_of_this_ranks_indices():
     assert [len(each) for each in ranks] == [len(each) for each in indices]
     ranks[0].set_epoch(1)
     assert list(ranks[0]) != indices[0]
-
-
-def test_no_rank_waits_for_more_than_one_micro_batch_of_another():
-    """Also with large accumulation and in short windows: a collective that takes one micro-batch meets `timeout`."""
-    for n in (1, 5, 20, 21, 399, 401, 403):
-        ranks = [steps_of(sampler_of(n, rank, 3, per_step=48)) for rank in range(3)]
-        for steps in zip(*ranks, strict=True):
-            counts = [len(each) for each in steps]
-            assert max(counts) - min(counts) <= 1
-
-
-def test_the_order_is_a_function_of_seed_and_epoch_alone():
-    orders = [tuple(sampler_of(40, seed=seed).order(epoch).tolist()) for seed in (0, 1) for epoch in (0, 1)]
-    assert len(set(orders)) == 4
-    assert all(sorted(order) == list(range(40)) for order in orders)
-    assert orders[0] == tuple(sampler_of(40, rank=2, world_size=3, batch_size=2, seed=0).order(0).tolist())
 
 
 def test_one_order_of_four_bytes_a_sample_is_in_memory(monkeypatch):
@@ -99,35 +59,6 @@ def test_one_order_of_four_bytes_a_sample_is_in_memory(monkeypatch):
         generator = torch.Generator().manual_seed(derive_seed("order", 0, epoch))
         assert torch.equal(each.order(epoch), plain(1000, generator=generator).int())
     assert held == [None, None] and sampler_of(1000, shuffle=False).order(0).dtype == torch.int32
-
-
-@pytest.mark.parametrize("n", [1, 3, 4, 5, 23, 24, 25, 48, 49])
-def test_ranks_decide_only_who_computes_a_micro_batch(n):
-    """Six micro-batches per step on 1, 2, 3 and 4 ranks (4 does not divide 6): the same micro-batches, each once."""
-    reference = by_all_ranks(n, 1, per_step=6)
-    assert sorted(index for indices in reference.values() for index in indices) == list(range(n))
-    for world_size in (2, 3, 4):
-        assert by_all_ranks(n, world_size, per_step=6) == reference
-
-
-@pytest.mark.parametrize(
-    "options", [{"per_step": 6}, {"per_step": 6, "in_runs": True}, {"per_step": 6, "is_padded": True}]
-)
-@pytest.mark.parametrize("n", [1, 2, 4, 5, 8, 9, 12, 13, 20, 23, 24, 25])
-def test_a_global_batch_has_the_same_length_and_the_true_size_on_each_rank(n, options):
-    ranks = [steps_of(sampler_of(n, rank, 3, **options)) for rank in range(3)]
-    mine = [[index for each in own for m in each if not m.is_padding for index in m.indices] for own in ranks]
-    assert sorted(itertools.chain(*mine)) == list(range(n))
-    for steps in zip(*ranks, strict=True):
-        samples = sum(len(m.indices) for each in steps for m in each if not m.is_padding)
-        assert all(m.samples == samples for each in steps for m in each)
-        assert not options.get("is_padded") or len({len(each) for each in steps}) == 1
-
-
-def test_steps_left():
-    each = sampler_of(50, per_step=2)  # 7 steps per epoch, the last one short
-    places = ((0, 0, 3), (0, 16, 3), (2, 48, 3), (2, 50, 3), (3, 0, 3))
-    assert [each.steps_left(*place) for place in places] == [21, 19, 1, 0, 0]
 
 
 class Ordered(Dataset):
@@ -262,32 +193,6 @@ def test_each_iteration_of_a_loader_is_a_new_epoch():
     assert [labels.tolist() for _, labels in loader] == first
     images, labels = next(iter(loader))
     assert images.dtype == torch.float32 and images.shape == (8, 3, 8, 8) and labels.dtype == torch.int64
-
-
-def test_an_evaluation_loader_keeps_the_order_and_cuts_fixed_micro_batches():
-    data, config = Images(10, "val"), TrainingConfig(batch_size=4)
-    for world_size in (1, 2, 3, 4):
-        found = {}
-        for rank in range(world_size):
-            loader = create_evaluation_dataloader(data, config, context(rank, world_size))
-            for step, m in enumerate(loader.micro_batches(0)):
-                found |= {} if m.is_padding else {step * world_size + m.number: m.indices}
-        assert found == {0: [0, 1, 2, 3], 1: [4, 5, 6, 7], 2: [8, 9]}
-
-
-def test_an_exact_evaluation_gives_each_rank_a_run_of_the_set_and_equally_many_passes():
-    """Also where a rank has several micro-batches less than another, or none."""
-    for n, world_size in itertools.product((1, 3, 7, 10, 12), (1, 2, 3, 4)):
-        config, found, passes = TrainingConfig(batch_size=2, reduction="exact"), {}, set()
-        for rank in range(world_size):
-            loader = create_evaluation_dataloader(Images(n, "val"), config, context(rank, world_size))
-            stream = list(loader.micro_batches(0))
-            passes |= {len(stream), loader.sampler.passes_per_epoch}
-            mine = {m.number: m.indices for m in stream if not m.is_padding}
-            assert [*mine] == [*range(min(mine, default=0), max(mine, default=-1) + 1)]
-            found |= mine
-        assert len(passes) == 1
-        assert found == {k: [*range(2 * k, min(2 * k + 2, n))] for k in range(-(-n // 2))}
 
 
 def test_an_empty_epoch_is_rejected():

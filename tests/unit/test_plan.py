@@ -1,0 +1,130 @@
+"""The assignment of micro-batches, for any sizes: an independent definition, and what must follow from it."""
+
+import math
+from itertools import chain
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from config import TrainingConfig
+from ddp_utils import DistributedContext
+from manifests import package
+from plain_loop import number
+from utils.data.loader import create_evaluation_dataloader
+from utils.data.sampler import Assignment, GlobalBatchSampler
+
+hypothesis, st = package("hypothesis"), package("hypothesis.strategies")
+EXAMPLES = hypothesis.settings(
+    max_examples=150,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(hypothesis.HealthCheck),  # which measures time
+)
+SIZES = {"n": st.integers(1, 60), "size": st.integers(1, 7), "ranks": st.integers(1, 6), "epoch": st.integers(0, 3)}
+
+
+def steps_of(sampler, epoch, start=0):
+    """The global batches of an epoch as a rank sees them: its micro-batches, and the samples of all ranks."""
+    steps = [SimpleNamespace(samples=0, mine=[])]
+    for micro_batch in sampler.micro_batches(epoch, start):
+        steps[-1].mine.append(micro_batch)
+        if micro_batch.is_last:
+            assert {steps[-1].mine[0].samples} == {m.samples for m in steps[-1].mine}
+            steps[-1].samples = micro_batch.samples
+            steps.append(SimpleNamespace(samples=0, mine=[]))
+    assert not steps.pop().mine
+    return steps
+
+
+def samplers(n, ranks, size, per_step, *how, **options):
+    """Those of all ranks. how: in_runs and is_padded of the assignment."""
+    options |= {"batch_size": size, "micro_batches_per_step": per_step, "seed": 1}
+    world = [Assignment(rank, ranks, *how) for rank in range(ranks)]
+    return [GlobalBatchSampler(range(n), assignment=each, **options) for each in world]
+
+
+def check_steps(all_steps, expected, size):
+    """The ranks compute the expected micro-batches of each step together, each once. Yields those of each rank."""
+    assert {len(each) for each in all_steps} == {len(expected)}
+    for each, entries in zip(zip(*all_steps, strict=True), expected, strict=True):
+        mine = [step.mine for step in each]
+        assert {step.samples for step in each} == {len(entries)}
+        computed = [m for own in mine for m in own if not m.is_padding]
+        found = {m.number: m.indices for m in computed}
+        assert len(found) == len(computed) and [*chain(*(found[k] for k in sorted(found)))] == entries
+        assert all(len(found[k]) == size for k in sorted(found)[:-1])
+        for own in mine:
+            assert [m.is_last for m in own] == [False] * (len(own) - 1) + [True]  # at least one
+            assert [m.is_padding for m in own] == sorted(m.is_padding for m in own)
+            assert all(1 <= len(m.indices) <= size for m in own)  # padding has samples, as all have
+        yield mine, found
+
+
+@EXAMPLES
+@hypothesis.given(
+    **SIZES,
+    per_step=st.integers(1, 9),
+    drop=st.booleans(),
+    how=st.sampled_from([(), (True,), (False, True), (True, True)]),
+    shuffle=st.booleans(),
+    position=st.floats(0, 1),
+    later=st.integers(-1, 3),
+)
+def test_any_ranks_compute_the_same_global_batches(
+    n, size, per_step, ranks, epoch, drop, how, shuffle, position, later
+):
+    in_runs, is_padded = (*how, False, False)[:2]
+    world, whole = samplers(n, ranks, size, per_step, *how, shuffle=shuffle, drop_last=drop), size * per_step
+    generator = torch.Generator().manual_seed(number("order", 1, epoch))
+    order = torch.randperm(n, generator=generator).tolist() if shuffle else [*range(n)]
+    order = order[: n // whole * whole] if drop else order
+    assert all(each.order(epoch).tolist() == order and each.samples_per_epoch == len(order) for each in world)
+    start = round(position * len(order))  # of a run that had another global batch, too
+    expected = [order[at : at + whole] for at in range(start, len(order), whole)]
+    left = len(expected) + max(0, later) * math.ceil(len(order) / whole) if later >= 0 else 0
+    assert {each.steps_left(epoch, start, epoch + 1 + later) for each in world} == {left}
+    for mine, found in check_steps([steps_of(each, epoch, start) for each in world], expected, size):
+        assert sorted(found) == [*range(len(found))]
+        assert {m.count for own in mine for m in own} == {len(found)}
+        lengths, most = [len(own) for own in mine], math.ceil(len(found) / ranks)
+        if is_padded:
+            assert {*lengths} == {most}
+        if in_runs:
+            assert max(lengths) <= most  # consecutive ones: which, tests/unit/test_tree.py checks
+            runs = [[m.number for m in own if not m.is_padding] for own in mine]
+            assert all(run == [*range(run[0], run[0] + len(run))] for run in runs if run)
+        else:  # a collective that takes one micro-batch meets `timeout`
+            assert max(lengths) == most and max(lengths) - min(lengths) <= 1
+            assert all(m.is_padding or m.number % ranks == r for r, own in enumerate(mine) for m in own)
+
+
+@EXAMPLES
+@hypothesis.given(n=SIZES["n"], size=SIZES["size"], ranks=SIZES["ranks"], is_exact=st.booleans())
+def test_an_evaluation_has_equally_many_passes_on_all_ranks(n, size, ranks, is_exact):
+    """In order; for exact sums, the set is one global batch, of which each rank has consecutive micro-batches."""
+    config = TrainingConfig(batch_size=size, reduction="exact" if is_exact else "fast")
+    numbers = {}
+    for rank in range(ranks):
+        ctx = DistributedContext(rank, rank, ranks, torch.device("cpu"))
+        sampler = create_evaluation_dataloader(range(n), config, ctx).sampler
+        passes = list(sampler.micro_batches(0))
+        assert len(passes) == sampler.passes_per_epoch == math.ceil(math.ceil(n / size) / ranks)
+        mine = {m.indices[0] // size: m for m in passes if not m.is_padding}
+        assert all(m.indices == [*range(k * size, min(n, (k + 1) * size))] for k, m in mine.items())
+        if is_exact:
+            assert (
+                [m.number for m in mine.values()]
+                == [*mine]
+                == [*range(min(mine, default=0), max(mine, default=-1) + 1)]
+            )
+        assert not numbers.keys() & mine.keys()
+        numbers |= mine
+    assert len(numbers) == math.ceil(n / size)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_order_of_an_epoch_is_its_own_if_the_samples_are_shuffled(shuffle):
+    [each] = samplers(40, 1, 4, 1, shuffle=shuffle)
+    assert len({tuple(each.order(epoch).tolist()) for epoch in range(4)}) == (4 if shuffle else 1)
