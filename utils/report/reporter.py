@@ -79,7 +79,6 @@ class Reporter:
         self._board = Board(run.folder / "tensorboard" if ctx.is_main else None, state.progress.step)
         folder = run.folder / "traces" if config.enable_profiling and ctx.is_main else None
         self._profiler = StepProfiler(folder, ctx.device, logger)
-        self._train_names: list[str] = []
         self._samples, self._steps = 0, 0  # since the last log point
         self._unwritten: LogPoint | None = None
         self._log_points = 0
@@ -175,7 +174,6 @@ class Reporter:
         grad_norm, _ = means.pop("grad_norm"), means.pop("skipped_steps")
         skips = int(sums.sum_of("skipped_steps"))
         means = {"loss": means.pop("loss")} | means
-        self._train_names = list(means)
         record = self._latest = self._run.record(
             "train",
             **point.at,
@@ -195,7 +193,8 @@ class Reporter:
         per_s = targets_in(count, point.samples) / seconds if seconds else 0.0
         if record["loss"] is None and is_empty(skipped):
             record = record | {"loss": "without targets"}
-        log_training_step(self._logger, record, self._train_names[1:], self._total_steps, self._ctx.world_size, per_s)
+        names = [name for name in means if name != "loss"]
+        log_training_step(self._logger, record, names, self._total_steps, self._ctx.world_size, per_s)
         self._log_points += 1
         if self._log_points == 2:  # the first interval includes the start of the workers
             self._advise(waited / seconds if seconds else 0.0)
@@ -227,7 +226,6 @@ class Reporter:
     def _report_slowest(self, step: int, ranks: list[dict[str, float]]) -> None:
         rank, ratio, cause = slowest(ranks)
         host = self._ctx.hosts[rank]
-        self._logger.debug("slowest: rank %d on %s, %.2f times the median, because of its %s", rank, host, ratio, cause)
         own = ranks[rank]["data"] + ranks[rank]["compute"]
         if ratio >= STRAGGLES and own * (1 - 1 / ratio) > LEAST_EXCESS:
             self._run.event("straggler", step, rank=rank, host=host, times=round(ratio, 2), cause=cause)
@@ -267,7 +265,6 @@ class Reporter:
             self._run.record(**record)
             self._board.scalars(record)
         self._run.event("evaluation", records[0]["step"], split=records[0]["split"], seconds=round(seconds, 3))
-        self._board.layout(self._train_names, records)
         log_epoch_summary(self._logger, records, seconds, is_best, title)
         if odd := [record for record in records if not math.isfinite(record["loss"])]:
             text = "evaluation of %s: the loss is %s; if it has no labels, use --split predict of scripts/predict.py"
