@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from operator import methodcaller
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,8 @@ class Board:
         self._folder, self._step = folder, start_step
         self._writer: Any = None
 
-    def _write(self, action: Callable[[Any], None]) -> None:
+    def _write(self, method: str, *values: Any) -> None:
+        """Call a method of the writer."""
         if self._folder is None:
             return
         try:
@@ -41,14 +41,14 @@ class Board:
                     self._folder.mkdir(exist_ok=True)
                     place = f"/proc/self/fd/{os.open(self._folder, os.O_RDONLY)}"
                 self._writer = SummaryWriter(place, purge_step=purge_step, flush_secs=1)
-            action(self._writer)
+            attrgetter(method)(self._writer)(*values)
         except OSError:
             self._writer = None
 
     def texts(self, **values: dict[str, Any]) -> None:
         for name, value in values.items():
             text = f"```json\n{json.dumps(value, indent=2)}\n```"
-            self._write(methodcaller("add_text", name, text, 0))
+            self._write("add_text", name, text, 0)
 
     def images(self, group: str, images: dict[str, Tensor], step: int) -> None:
         """The first images of each name as one grid: uint8 [B, C, H, W]. Raises TypeError for anything else."""
@@ -60,26 +60,24 @@ class Board:
                 raise TypeError(f"{name} is {what}; return uint8 [B, 3, H, W]")
             channels = 3 if batch.shape[1] >= 3 else 1
             shown = batch[:IMAGES, :channels].cpu()
-            self._write(methodcaller("add_images", f"{group}/{name}", shown, step))
+            self._write("add_images", f"{group}/{name}", shown, step)
 
     def scalars(self, record: dict[str, Any]) -> None:
         """The numbers of a train or eval record, under `train/...`, `val/...` or `val_ema/...`."""
+        if self._folder is None:
+            return
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         group = record.get("split", "train") + "_ema" * (record.get("weights") == "ema")
-
-        def write(writer: Any) -> None:
-            from tensorboard.compat.proto.summary_pb2 import Summary
-
-            values = [
-                Summary.Value(tag=f"{group}/{name}", simple_value=value)
-                for name, value in record.items()
-                if isinstance(value, int | float) and name not in WHERE
-            ]
-            # one event for all: add_scalar takes 84 us each
-            writer.file_writer.add_summary(Summary(value=values), record["step"])
-
-        self._write(write)
+        values = [
+            Summary.Value(tag=f"{group}/{name}", simple_value=value)
+            for name, value in record.items()
+            if isinstance(value, int | float) and name not in WHERE
+        ]
+        # one event for all: add_scalar takes 84 us each
+        self._write("file_writer.add_summary", Summary(value=values), record["step"])
         self._step = record["step"]
 
     def close(self) -> None:
         if self._writer:
-            self._write(methodcaller("close"))
+            self._write("close")
