@@ -60,7 +60,8 @@ class Board:
                 raise TypeError(f"{name} is {what}; return uint8 [B, 3, H, W]")
             channels = 3 if batch.shape[1] >= 3 else 1
             shown = batch[:IMAGES, :channels].cpu()
-            self._write("add_images", f"{group}/{name}", shown, step)
+            if len(shown):
+                self._write("add_images", f"{group}/{name}", shown, step)
 
     def scalars(self, record: dict[str, Any]) -> None:
         """The numbers of a train or eval record, under `train/...`, `val/...` or `val_ema/...`."""

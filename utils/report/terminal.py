@@ -33,7 +33,9 @@ class Terminal:
         """Show what was decided and changes the result or the cost. origin: content of provenance.json."""
         config, ctx, run, state = self._attempt.config, self._attempt.ctx, self._attempt.run, self._state
         sampler, progress, total = self._loader.sampler, state.progress, self._total_steps
-        limits = [f"epochs={config.epochs}", f"max_steps={config.max_steps}"][:: -1 if total == config.max_steps else 1]
+        limits = [f"epochs={config.epochs}", f"max_steps={config.max_steps}"]
+        if total == config.max_steps:
+            limits.reverse()
         shorter = "" if math.inf in config.limits else f" ({' ends the run before '.join(limits)})"
         where = f"step {progress.step}, epoch {progress.epoch + 1}, {progress.samples_in_epoch:,}"
         versions, changed = origin["versions"], ", ".join(origin["changed_template_files"])
@@ -60,14 +62,13 @@ class Terminal:
 
     def step(self, step: int) -> None:
         """Move the progress bar."""
+        if not self._has_bar:
+            return
         more = ""
-        if self._latest and self._has_bar:
-            left = duration(self._latest["step_s"] * (self._total_steps - step))
-            more = (
-                f" | loss {show(self._latest['loss'])} | {self._latest['samples_per_s']:,.0f} samples/s | {left} left"
-            )
-        if self._has_bar:
-            show_progress(self._logger, step, self._total_steps, "step", more)
+        if latest := self._latest:
+            left = duration(latest["step_s"] * (self._total_steps - step))
+            more = f" | loss {show(latest['loss'])} | {latest['samples_per_s']:,.0f} samples/s | {left} left"
+        show_progress(self._logger, step, self._total_steps, "step", more)
 
     def interval(self, record: dict[str, Any], targets_per_s: float, is_empty: bool) -> None:
         """Show a train record. is_empty: steps were skipped, and their losses counted nothing."""
