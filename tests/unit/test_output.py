@@ -7,7 +7,10 @@ import json
 import os
 import sys
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 from config import TrainingConfig
 from ranks import ROOT, launch
@@ -91,6 +94,31 @@ def test_every_file_takes_every_name_is_utf_8_and_gives_the_name_back(tmp_path, 
     for config in (TrainingConfig(data_dir=str(folder)), TrainingConfig(data_dir=rf"\u{name}\udce9")):
         file.write_bytes(config.to_toml().encode(errors="backslashreplace"))  # as it is printed
         assert TrainingConfig.from_args(["--config", str(file)]) == config
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "columns", "channels"),
+    [((1, 3), 1, 1, 3), ((5, 3), 1, 5, 3), ((70, 1), 8, 8, 1), ((9, 2), 2, 8, 1), ((9, 4), 2, 8, 3), ((0, 3), 0, 0, 3)],
+)
+def test_at_most_64_images_are_a_grid_on_tensorboard(tmp_path, shape, rows, columns, channels):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    images = torch.arange(1, shape[0] * shape[1] * 6 + 1).remainder(251).byte().view(*shape, 2, 3)
+    board = Board(tmp_path, 0)
+    board.texts(config={})
+    board.images("val", {"few": images}, 3)
+    board.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    if not rows:
+        assert not events.Tags()["images"]
+        return
+    [found] = events.Images("val/few")
+    grid = np.array(Image.open(io.BytesIO(found.encoded_image_string)))
+    assert found.step == 3 and grid.shape == (2 * rows, 3 * columns, 3)
+    for place in range(rows * columns):
+        row, column = 2 * (place // columns), 3 * (place % columns)
+        expected = images[place, :channels] if place < shape[0] else torch.zeros(channels, 2, 3, dtype=torch.uint8)
+        assert np.array_equal(grid[row : row + 2, column : column + 3], expected.expand(3, 2, 3).permute(1, 2, 0))
 
 
 class Full(io.StringIO):

@@ -1,0 +1,127 @@
+"""The end of a run: summary.json, and the last lines of the output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from config import TrainingConfig
+from utils.checkpoint.format import step_checkpoints
+from utils.logger import count, duration
+from utils.memory import peak_memory
+from utils.metrics import RESERVED
+from utils.report.goodput import accounts_of, attempts_of
+from utils.run.attempt import Attempt
+from utils.run.folder import Run
+from utils.training.interval import EMPTY
+from utils.training.state import TrainState
+
+MIN_SECONDS_FOR_GOODPUT = 60  # in a shorter run, start-up dominates
+
+
+def summary_of(
+    attempt: Attempt,
+    state: TrainState,
+    global_batch_size: int,
+    ending: str,
+    best_metric: str,
+    records: list[dict[str, Any]],
+    test: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """The content of summary.json. records: of all attempts. test: those of the test set."""
+    progress, ranks = state.progress, attempt.ctx.world_size
+    attempts = attempts_of(records, attempt.run.now(), progress.step)
+    accounts = accounts_of(attempts)
+    wall = max(1e-9, sum(accounts.values()))
+    trained = accounts["training"] + accounts["data_wait"]  # counts each step once
+    # the run may have begun with the checkpoint of another one
+    samples = progress.samples_seen - min((each.first["samples_seen"] for each in attempts), default=0)
+    rate = samples / trained if trained else 0.0
+    evaluations = _evaluations(records, test, "ema" if attempt.config.ema_decay else "model")
+    best: dict[str, Any] = next((r for r in reversed(evaluations) if r["step"] == progress.best_step), {})
+    summary = {
+        "state": ending,
+        "epochs": progress.epoch,
+        "steps": progress.step,
+        "skipped_steps": progress.skipped_steps,
+        "samples_seen": progress.samples_seen,
+        "wall_s": wall,
+        "samples_per_s": rate,
+        "samples_per_s_per_rank": rate / ranks,
+        "world_size": ranks,
+        "global_batch_size": global_batch_size,
+        "best_metric": best_metric,
+        "best_value": progress.best_value,
+        "best_epoch": progress.best_epoch,
+        "best": _metrics_of(best),
+        "final": _metrics_of(evaluations[-1] if evaluations else {}),
+        "data_wait_fraction": accounts["data_wait"] / trained if trained else 0.0,
+        "peak_memory_bytes": peak_memory(),
+        "restarts": attempt.run.start.attempt - 1,
+        "goodput": accounts["training"] / wall,
+        "overflow_steps": progress.overflow_steps,
+        "time": {f"{name}_s": round(seconds, 3) for name, seconds in accounts.items()},
+    }
+    warnings = [state.schedule.warning] * bool(state.schedule.warning)
+    warnings += _warnings(summary, evaluations, empty_steps(records))
+    return summary | ({"test": test} if test else {}) | ({"warnings": warnings} if warnings else {})
+
+
+def empty_steps(records: list[dict[str, Any]]) -> int:
+    """The number of steps that were skipped because their loss counted nothing."""
+    return sum(each.get("reason") == EMPTY for each in records)
+
+
+def _evaluations(records: list[dict[str, Any]], test: list[dict[str, Any]], weights: str) -> list[dict[str, Any]]:
+    """Those of the weights that select the best checkpoint."""
+    found = [each for each in records if each["kind"] == "eval" and each["weights"] == weights and each not in test]
+    # the others are tests at the end of an earlier, shorter run
+    return [each for each in found if each["split"] == "val"] or found
+
+
+def _warnings(summary: dict[str, Any], evaluations: list[dict[str, Any]], empty_steps: int) -> list[str]:
+    """What the run has not done although it ends without an error."""
+    never = ", ".join(name for name in summary["final"] if all(each.get(name) is None for each in evaluations))
+    is_empty, has_no_best = 0 < summary["steps"] == empty_steps, evaluations and summary["best_value"] is None
+    found = [
+        "training: all steps were without targets, so nothing was learned; label the samples" * is_empty,
+        f"evaluation: {never}: never finite" * bool(never),
+        f"best_metric={summary['best_metric']}: was never finite, so there is no best.pt" * bool(has_no_best),
+    ]
+    return [each for each in found if each]
+
+
+def _metrics_of(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name not in RESERVED}
+
+
+def end_text(summary: dict[str, Any], run: Run, config: TrainingConfig, trained_s: float, empty_steps: int = 0) -> str:
+    """The end summary, with the next commands. empty_steps: of the skipped ones, those without targets."""
+    why = "without targets" if summary["skipped_steps"] == empty_steps else "non-finite loss or gradient"
+    skipped = f" ({summary['skipped_steps']} skipped: {why})" if summary["skipped_steps"] else ""
+    times = {name.removesuffix("_s").replace("_", " "): seconds for name, seconds in summary["time"].items()}
+    idle = times.pop("down")  # between attempts
+    total = sum(times.values())
+    parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in times.items() if seconds >= 0.5)
+    goodput = f", goodput {times['training'] / total:.0%}" if total >= MIN_SECONDS_FOR_GOODPUT else ""
+    restarts = f", {count(summary['restarts'], 'restart')}" if summary["restarts"] else ""
+    restarts += f", {duration(idle)} between attempts" if idle >= 0.5 else ""
+    lines = [
+        f"{summary['state']}: {count(summary['epochs'], 'epoch')}, {count(summary['steps'], 'step')}{skipped},"
+        f" {summary['samples_seen']:,} samples in {duration(trained_s)} of training,"
+        f" {summary['samples_per_s']:,.0f} samples/s, peak memory {summary['peak_memory_bytes'] / 2**30:.2f} GiB",
+        f"time: {duration(total)} ({parts}){goodput}{restarts}",
+    ]
+    if summary["best_value"] is not None:
+        whose = " (averaged weights)" if config.ema_decay else ""
+        best = f"{summary['best_metric']} {summary['best_value']:.4f}{whose}"
+        lines.append(f"best: {best} in epoch {summary['best_epoch']}")
+    if summary["state"] == "preempted":
+        change = "with --resume_from auto" + " instead of --overwrite" * config.overwrite
+        return "\n".join([*lines, f"to continue: the same command {change}"])
+    file = run.checkpoints / "best.pt"
+    source = file if file.exists() else [file, *step_checkpoints(run.checkpoints)][-1]
+    average = " --ema" if config.ema_decay else ""  # the weights that selected the best checkpoint
+    lines += ["next:", f"  tensorboard --logdir {run.folder}"]
+    lines.append(f"  python scripts/runs.py {run.folder} --plot {run.folder}/curves.svg")
+    lines += [f"  python train.py --config {run.folder}/config.json --eval_only"] * bool(summary["final"])
+    return "\n".join([*lines, f"  python scripts/export.py {source} {run.folder}/model.pt{average}"])

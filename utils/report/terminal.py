@@ -1,0 +1,132 @@
+"""What a run shows on the terminal and in its log: the decisions at the start, progress, advice."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from config import TrainingConfig
+from utils.data.loader import GlobalBatchLoader, usable_cpus
+from utils.data.sets import kind_of, split_of
+from utils.distributed.device import unused_accelerator
+from utils.logger import count, duration, has_terminal, log_training_step, show, show_progress
+from utils.metrics import RESERVED
+from utils.run.attempt import Attempt
+from utils.training.replicated import bucket_megabytes
+from utils.training.state import TrainState
+
+READS = ": one device read per step, since it does not support found_inf (torch's fused optimizers do)"
+MAX_DATA_WAIT = 0.2  # fraction of an interval above which a warning suggests flags
+
+
+class Terminal:
+    """Called on all ranks: the logger decides what only rank 0 shows."""
+
+    def __init__(self, attempt: Attempt, state: TrainState, loader: GlobalBatchLoader) -> None:
+        self._attempt, self._state, self._loader = attempt, state, loader
+        self._logger, self._total_steps = attempt.logger, state.schedule.total_steps
+        self._has_bar = has_terminal(attempt.logger)
+        self._latest: dict[str, Any] = {}  # train record
+        self._intervals = 0
+
+    def begin(self, held_out: dict[str, GlobalBatchLoader], origin: dict[str, Any]) -> None:
+        """Show what was decided and changes the result or the cost. origin: content of provenance.json."""
+        config, ctx, run, state = self._attempt.config, self._attempt.ctx, self._attempt.run, self._state
+        sampler, progress, total = self._loader.sampler, state.progress, self._total_steps
+        limits = [f"epochs={config.epochs}", f"max_steps={config.max_steps}"]
+        if total == config.max_steps:
+            limits.reverse()
+        shorter = "" if math.inf in config.limits else f" ({' ends the run before '.join(limits)})"
+        where = f"step {progress.step}, epoch {progress.epoch + 1}, {progress.samples_in_epoch:,}"
+        versions, changed = origin["versions"], ", ".join(origin["changed_template_files"])
+        decided = {
+            "run": str(run.folder),
+            "ranks": f"{ctx.world_size} on {count(set(ctx.hosts), 'node')}: {', '.join(sorted(set(ctx.device_names)))}",
+            "model": _model_line(config, state),
+            "data": _data_line(self._loader, held_out),
+            "evaluation": "" if held_out else "none: the data has no validation or test set",
+            "workers": f"{self._loader.num_workers} per rank",
+            "batch": _batch_line(config.batch_size, sampler.micro_batches_per_step, ctx.world_size),
+            "steps": f"{total:,}, {sampler.steps_per_epoch:,} per epoch{shorter}",
+            "precision": state.precision.title,
+            "optimizer": type(state.optimizer).__name__ + ("" if state.updater.skips_on_device else READS),
+            "gradients": _gradient_line(config, state) if ctx.world_size > 1 and config.sharding == "none" else "",
+            "checkpoints": _checkpoint_line(config),
+            "verify": origin["verification"],
+            "versions": ", ".join(f"{name} {versions[name]}" for name in ("torch", "cuda", "nccl") if name in versions),
+            "unused": unused_accelerator(config.backend),
+            "resumed": run.resume_path and f"{run.resume_path}: {where} of {sampler.samples_per_epoch:,} samples",
+            "changed": changed and f"template files: {changed}",
+        }
+        self._logger.info("%s", "\n".join(f"  {name:<11}  {value}" for name, value in decided.items() if value))
+
+    def step(self, step: int) -> None:
+        """Move the progress bar."""
+        if not self._has_bar:
+            return
+        more = ""
+        if latest := self._latest:
+            left = duration(latest["step_s"] * (self._total_steps - step))
+            more = f" | loss {show(latest['loss'])} | {latest['samples_per_s']:,.0f} samples/s | {left} left"
+        show_progress(self._logger, step, self._total_steps, "step", more)
+
+    def interval(self, record: dict[str, Any], targets_per_s: float, is_empty: bool) -> None:
+        """Show a train record. is_empty: steps were skipped, and their losses counted nothing."""
+        self._latest, ctx, dataset = record, self._attempt.ctx, self._loader.dataset
+        names = [name for name in record if name not in RESERVED and name != "loss"]
+        shown = record | ({"loss": "without targets"} if record["loss"] is None and is_empty else {})
+        log_training_step(self._logger, shown, names, self._total_steps, ctx.world_size, targets_per_s)
+        self._intervals += 1
+        waited = record["data_wait_s"] / (record["step_s"] or math.inf)
+        # the first interval includes the start of the workers
+        if self._intervals == 2 and waited > MAX_DATA_WAIT and not getattr(dataset, "in_memory", False):
+            cache = " or --cache ram" if getattr(dataset, "cacheable", False) else ""
+            text = "data loading takes %.0f%% of the time: try more --num_workers (now %d per rank, with %d CPUs)%s"
+            cpus = usable_cpus() // ctx.local_world_size
+            self._attempt.run.warn(text, 100 * waited, self._loader.num_workers, cpus, cache)
+
+
+def _model_line(config: TrainingConfig, state: TrainState) -> str:
+    parameters = sum(p.numel() for p in state.model.parameters())
+    trained = sum(state.owners[p].numel() for group in state.optimizer.param_groups for p in group["params"])
+    line = f"{type(state.model).__name__}, {parameters:,} parameters, "
+    line += f"{trained:,} of them trained" if trained < parameters else "all trained"
+    line += f", sharded ({config.sharding}{', in host memory' * config.cpu_offload})" * (config.sharding != "none")
+    line += ", activation checkpointing" * config.activation_checkpointing
+    return line + f", compiled ({config.compile})" * (config.compile != "off")
+
+
+def _data_line(loader: GlobalBatchLoader, held_out: dict[str, GlobalBatchLoader]) -> str:
+    dropped = len(loader.dataset) - loader.sampler.samples_per_epoch
+    line = f"{kind_of(loader.dataset)}, {len(loader.dataset):,} training samples"
+    line += f" ({dropped} dropped, different ones in each epoch)" * (dropped > 0)
+    splits = {split_of(each.dataset, split): len(each.dataset) for split, each in held_out.items()}
+    more = ", which also selects the best checkpoint" * (list(splits) == ["test"])
+    line += "".join(f", {size:,} for evaluation ({split}{more})" for split, size in splits.items())
+    classes = getattr(loader.dataset, "classes", ())
+    return line + (f", {len(classes):,} classes" if classes else "")
+
+
+def _batch_line(size: int, micro_batches: int, ranks: int) -> str:
+    """64 per rank x 2 accumulation x 4 ranks = 512 global."""
+    each = math.ceil(micro_batches / ranks)
+    end = f"{count(ranks, 'rank')} = {micro_batches * size} global"
+    if micro_batches == each * ranks:
+        return f"{size} per rank x {each} accumulation x {end}"
+    return f"{micro_batches} x {size} on {end} ({1 - micro_batches / (each * ranks):.0%} of the ranks' time is idle)"
+
+
+def _gradient_line(config: TrainingConfig, state: TrainState) -> str:
+    """The gradients that an optimizer step sends."""
+    size = sum(p.numel() * p.element_size() for p in state.model.parameters() if p.requires_grad) / 2**20
+    hook = f", rounded to {config.comm_hook}" * (config.comm_hook != "none")
+    hook += ", summed in one order on any number of ranks" * (config.reduction == "exact")
+    return f"{size:.2f} MB per step, in buckets of about {bucket_megabytes(state.model, config):.2f} MB{hook}"
+
+
+def _checkpoint_line(config: TrainingConfig) -> str:
+    minutes, steps, epochs = config.save_every_minutes, config.save_every_steps, config.save_every
+    parts = [f"{minutes:g} min"] * (minutes > 0) + [count(steps, "step")] * (steps > 0)
+    parts += [count(epochs, "epoch")] * (epochs > 0)
+    several = ", whichever comes first" * (len(parts) > 1)
+    return f"every {' or '.join(parts)}{several}, and when asked to stop" if parts else "only at the end"
