@@ -9,8 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from config import TrainingError
 from utils.checkpoint.layouts import Call, Payload, size_of
@@ -22,23 +22,12 @@ SECONDS_COUNTED = 10.0  # at most, between two looks: a suspended job does not w
 FLUSHED_PER_SECOND = 50e6  # bytes, at least; a flush shows no progress
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """Seconds."""
 
     to_warn: float  # of a write without progress
     without: float  # for which saves may fail, or one may make no progress, before training ends
     after_stop: float  # without progress, after a stop signal
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A write that has ended."""
-
-    path: Path
-    payload: Payload
-    seconds: float
-    error: OSError | None  # None: the checkpoint is on the disk
 
 
 class Writer:
@@ -59,16 +48,11 @@ class Writer:
         whose: tuple[int, str],
         latest: Path | None,
     ) -> None:
-        self._write, self._is_waiting, self._limits, self._whose, self._latest = (
-            write,
-            is_waiting,
-            limits,
-            whose,
-            latest,
-        )
+        self._write, self._is_waiting, self._limits = write, is_waiting, limits
+        self._whose, self._latest = whose, latest
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_be_nice)
-        self._path, self._copy = Path(), Future[Payload]()
-        self._writing: Future[float] | None = None  # in progress; returns its seconds
+        self.path, self.copy = Path(), Future[Payload]()  # of the last write
+        self._writing: Future[float | None] | None = None  # in progress; returns its seconds
         self._failing_since = 0.0  # when the first of a series of failed saves failed; 0: the last succeeded
         self._moves = self._moves_seen = 0  # of the write in progress: blocks
         self._stalled_s, self._looked_at = 0.0, 0.0
@@ -84,7 +68,7 @@ class Writer:
 
     def start(self, path: Path, copy: Future[Payload]) -> None:
         """Write the payload as soon as the copy is complete. If that fails, nothing is written."""
-        self._path, self._copy = path, copy
+        self.path, self.copy = path, copy
         self.start_again()
 
     def start_again(self) -> None:
@@ -92,55 +76,56 @@ class Writer:
         self._stalled_s, self._looked_at = 0.0, time.monotonic()
         self._writing = self._thread.submit(self._write_copy)
 
-    def _write_copy(self) -> float:
+    def _write_copy(self) -> float | None:
         """In the thread: returns the seconds."""
-        if self._copy.exception():  # waits for the copy
-            return 0.0
+        if self.copy.exception():  # waits for the copy
+            return None
         began = time.monotonic()
-        self._write(self._path, self._copy.result(), self._tick)
+        self._write(self.path, self.copy.result(), self._tick)
         return time.monotonic() - began
 
     def _tick(self) -> None:
         self._moves += 1
 
-    def look(self, seconds: float = 0.0) -> Ended | None:
-        """The write, if it has ended since the last call; waits for that at most this many seconds.
+    def look(self, seconds: float) -> float | OSError | None:
+        """The seconds or the error of the write that has ended since the last call, in at most so many seconds.
 
         Raises:
             TrainingError: if another try will not help, or none has succeeded or made progress for too long.
         """
-        if not self._writing or not wait([self._writing], seconds).done:
+        if not self._writing:
+            return None
+        if not wait([self._writing], seconds).done:
             self._check_progress()
             return None
-        write, self._writing, error = self._writing, None, None
-        if self._copy.exception():
-            return None
+        write, self._writing = self._writing, None
         try:
             taken = write.result()
-            self._failing_since, self._latest = 0.0, self._path
-        except OSError as problem:
-            taken, error = 0.0, problem
+        except OSError as error:
             self._failing_since = self._failing_since or time.monotonic()
             failing_s = time.monotonic() - self._failing_since
             if failing_s > self._limits.without:
                 text = f"(no checkpoint could be written for {failing_s / 60:.0f} min, so training ends)"
                 raise TrainingError(f"{error} {text}") from None
-        return Ended(self._path, self._copy.result(), taken, error)
+            return error
+        if taken is not None:
+            self._failing_since, self._latest = 0.0, self.path
+        return taken
 
     def _check_progress(self) -> None:
         """Warn of a write that makes no progress, then end the run: after minutes, or soon after a stop signal."""
         now, before = time.monotonic(), self._stalled_s
-        has_moved = self._moves != self._moves_seen or self._is_waiting() or not self._copy.done()
+        has_moved = self._moves != self._moves_seen or self._is_waiting() or not self.copy.done()
         self._stalled_s = 0.0 if has_moved else self._stalled_s + min(now - self._looked_at, SECONDS_COUNTED)
         self._moves_seen, self._looked_at = self._moves, now
-        if not self._writing or not self._stalled_s:
+        if has_moved:
             return
-        text = f"{self._path}: its write has made no progress for {self._stalled_s:.0f} s"
+        text = f"{self.path}: its write has made no progress for {self._stalled_s:.0f} s"
         if before <= self._limits.to_warn < self._stalled_s:
             logging.getLogger(NAME).warning("%s; check the storage", text)  # perhaps only of this rank
         since_stop = min(self._stalled_s, now - StopSignals.came_at)
         too_long = max(self._stalled_s - self._limits.without, since_stop - self._limits.after_stop)
-        if too_long > size_of(self._copy.result()) / FLUSHED_PER_SECOND:
+        if too_long > size_of(self.copy.result()) / FLUSHED_PER_SECOND:
             rank, host = self._whose
             text += f" (rank {rank} on {host}), so training ends; the latest checkpoint is {self._latest or 'missing'}"
             raise TrainingError(f"{text}; repair the storage, then --resume_from auto", rank, host)

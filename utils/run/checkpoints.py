@@ -138,8 +138,7 @@ class Checkpoints:
 
     def finish_best(self) -> None:
         """Wait until the best checkpoint is on the disk. Call this before an evaluation."""
-        if self._new_best:
-            self.finish_copy()
+        if self._new_best and not self._is_linked:
             self._attempt.clock.enter("save")  # other ranks wait for those that write
             self._wait()
         self._settle_best()
@@ -213,20 +212,20 @@ class Checkpoints:
         """Report the write in progress, if it ends within so many seconds."""
         if self._writes and self._run.companions:
             self._run.companions.look()
-        ended = self._writer.look(seconds)
-        if not ended:
+        path, taken = self._writer.path, self._writer.look(seconds)
+        if taken is None:
             return
-        if ended.error:
-            self._run.warn(f"{ended.error}; training continues, and the next checkpoint is tried when it is due")
+        if isinstance(taken, OSError):
+            self._run.warn(f"{taken}; training continues, and the next checkpoint is tried when it is due")
             return
-        progress, blocked = ended.payload["progress"], self._blocked_s
+        progress, blocked = self._writer.copy.result()["progress"], self._blocked_s
         epoch = progress["epoch"] + (progress["samples_in_epoch"] > 0)  # as in records
         waited = max(0.0, time.monotonic() - waits_since)
-        times = {"seconds": round(ended.seconds, 3), "blocked_s": round(blocked, 5), "waited_s": round(waited, 3)}
-        self._run.event("checkpoint", progress["step"], epoch=epoch, path=str(ended.path), **times)
-        self._run.status("running", checkpoint=str(ended.path))
+        times = {"seconds": round(taken, 3), "blocked_s": round(blocked, 5), "waited_s": round(waited, 3)}
+        self._run.event("checkpoint", progress["step"], epoch=epoch, path=str(path), **times)
+        self._run.status("running", checkpoint=str(path))
         text = "saved %s in %.2f s; blocked training for %.1f ms"
-        logging.getLogger(NAME).info(text, ended.path, ended.seconds, 1000 * blocked)
+        logging.getLogger(NAME).info(text, path, taken, 1000 * blocked)
         self._link_best()
 
     def _link_best(self) -> None:
