@@ -90,18 +90,12 @@ class Checkpoints:
         self._before_save()
         if lowest_rank(self._is_owed, self._ctx) is None:
             self.compare_buffers()
-            self._begin()
+            copy, self._begun_at = self._copier.begin(), time.monotonic()
+            if self._writes:
+                is_sharded = isinstance(self._layout, FolderLayout)
+                self._writer.start(checkpoint.step_path(self._run.checkpoints, step, is_sharded), copy)
             self._blocked_s, self._saved_step = time.perf_counter() - began, step
         self._attempt.clock.enter("update")
-
-    def _begin(self) -> None:
-        path = checkpoint.step_path(
-            self._run.checkpoints, self._state.progress.step, isinstance(self._layout, FolderLayout)
-        )
-        copy = self._copier.begin()
-        if self._writes:
-            self._writer.start(path, copy)
-        self._begun_at = time.monotonic()
 
     def finish_copy(self) -> None:
         """Complete the copy. Call this before weights or optimizer state change.
