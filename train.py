@@ -191,17 +191,16 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
     config, ending, test_records = attempt.config, "completed", []
     if attempt.run.resume_path:
         checkpoints.save(now=True)  # does nothing if the checkpoint is already in this run's folder
-        checkpoints.finish_copy()  # the disk gets it while training continues
     try:
         training.consensus.flush()  # raises Stopped if a rank was asked to stop before the first step
         while not schedule.is_finished:  # by epochs, max_steps or patience
             train_one_epoch(training)
             if after_epoch:
+                checkpoints.finish_copy()  # it may change the weights
                 after_epoch(training)
             if schedule.is_at_end or is_every(config.save_every, schedule.progress.epoch_number):
                 # before the evaluation, so that a failure there loses no training; a resume repeats the evaluation
                 checkpoints.save(now=schedule.is_at_end)
-                checkpoints.finish_copy()
             if schedule.is_evaluation_due:
                 validate(training)
             schedule.end_epoch()
@@ -211,6 +210,7 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
         checkpoints.finish_writing()
         test_records = test_best(training)
     except Stopped:
+        checkpoints.finish_copy()  # before the state may be taken back
         training.reporter.catch_up()
         failure = failure_of_data((training.loader, *training.held_out.values()), training.state, attempt)
         ending = "preempted"
@@ -304,14 +304,14 @@ def validate(training: Training) -> None:
     """Evaluate the validation set, if there is one, and keep the best checkpoint."""
     state, schedule, checkpoints = training.state, training.state.schedule, training.checkpoints
     progress = schedule.progress
-    checkpoints.finish_best()  # of an earlier evaluation; and the copy, before the weights become their average
+    checkpoints.finish_best()  # of an earlier evaluation
     began = time.perf_counter()
     state.show(progress)
     if "val" not in training.held_out:
-        with [*state.weights().values()][-1]:
+        with [*checkpoints.weights().values()][-1]:
             training.reporter.show_images("train", training.loader)
         return
-    records = training.evaluation.records("val", training.held_out["val"], state.weights(), progress)
+    records = training.evaluation.records("val", training.held_out["val"], checkpoints.weights(), progress)
     selecting = records[-1]  # of the averaged weights, if there are any
     if training.best_metric not in selecting:
         raise UserError(f"best_metric={training.best_metric}: is missing in this evaluation; report it in each one")
@@ -319,13 +319,12 @@ def validate(training: Training) -> None:
     is_best = progress.note_value(value, training.best_sign)
     title = "" if schedule.is_epoch_complete else f"step {progress.step}"
     training.reporter.evaluated(records, time.perf_counter() - began, is_best, title)
-    with state.weights()[selecting["weights"]]:
+    with checkpoints.weights()[selecting["weights"]]:
         training.reporter.show_images("val", training.held_out["val"])
     if is_best:
         checkpoints.save_best()
     if schedule.is_at_end and not schedule.is_epoch_complete:  # max_steps: a longer run must not evaluate here again
         checkpoints.save(now=True, again=True)
-        checkpoints.finish_copy()
 
 
 def test_best(training: Training) -> list[dict[str, Any]]:

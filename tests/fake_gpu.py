@@ -48,7 +48,8 @@ from utils.clock import Clock
 from utils.data.loader import create_distributed_dataloader, create_evaluation_dataloader
 from utils.distributed.context import DistributedContext
 from utils.metrics import MetricTracker
-from utils.run import checkpoints as checkpoints_module
+from utils.run import copier as copier_module
+from utils.run.checkpoints import Checkpoints
 from utils.run.create import create_state
 from utils.training import fingerprint
 from utils.training import first_passes as first_passes_module
@@ -251,8 +252,9 @@ def made_of_stubs(recorder):
     torch.accelerator.set_device_index = lambda *_: None
     # what is read on purpose: digests of the first passes and of a checkpoint, and the result of an evaluation
     first_passes_module.fingerprint_of = lambda name, tensors: len(fingerprint._totals(name, tensors))
-    checkpoints_module.of_weights = lambda state: fingerprint.of_weights(state).numel()
-    checkpoints_module.of_rest = lambda *args: fingerprint.of_rest(*args).numel()
+    copier_module.of_weights = lambda state: fingerprint.of_weights(state).numel()
+    copier_module.of_rest = lambda *args: fingerprint.of_rest(*args).numel()
+    copier_module.gather = lambda row, ctx: [[0]]
     archive.Tensor = FakeTensor  # else no checkpoint can hold one
     MetricTracker.means = lambda self: {"loss": 0.0}
 
@@ -358,10 +360,10 @@ def save(recorder, state, attempt):
     """The copy of a checkpoint, whose thread is this one: modes of torch are those of their thread."""
     run = mock.MagicMock(leads_node=True, mirror=None, resume_path=None, checkpoints=Path("checkpoints"))
     attempt = SimpleNamespace(run=run, **vars(attempt))
-    checkpoints = checkpoints_module.Checkpoints(attempt, state, {}, before_save=lambda: None)
+    checkpoints = Checkpoints(attempt, state, {}, before_save=lambda: None)
     recorder.take()
-    with mock.patch.object(checkpoints._copier, "submit", lambda function, *args: function(*args)):
-        checkpoints._begin()
+    with mock.patch.object(checkpoints._copier._thread, "submit", lambda function, *args: function(*args)):
+        checkpoints._copier.begin()
     return recorder.take()
 
 

@@ -12,8 +12,8 @@ from ranks import run_ranks
 from tasks import EagerConsensus
 from training import train_flags
 from utils.checkpoint.layouts import FileLayout
+from utils.checkpoint.writer import Writer
 from utils.report.reporter import Reporter
-from utils.run.checkpoints import Checkpoints
 from utils.run.folder import Run
 
 # 8 steps of two ranks, evaluated after each second one
@@ -73,10 +73,10 @@ def test_training_goes_on_while_the_best_checkpoint_is_written(runs, fails_at, b
 
 def train_and_look(words):
     """What best.pt links to after step 7, if the checkpoint of step 4 is on the disk after step 6."""
-    found, started, plain_done, plain_start = [], [], Reporter.step_done, Checkpoints._start_writing
+    found, started, plain_done, plain_start = [], [], Reporter.step_done, Writer.start
 
-    def start_writing(self):
-        plain_start(self)
+    def start_writing(self, *args):
+        plain_start(self, *args)
         started.append(self._writing)
 
     def done(self, samples, indices):
@@ -87,7 +87,7 @@ def train_and_look(words):
             found.append(os.readlink(self._run.checkpoints / "best.pt"))
 
     with (
-        mock.patch.object(Checkpoints, "_start_writing", start_writing),
+        mock.patch.object(Writer, "start", start_writing),
         mock.patch.object(Reporter, "step_done", done),
         mock.patch.object(train, "Consensus", EagerConsensus),
     ):

@@ -15,7 +15,7 @@ from utils.checkpoint.snapshot import HostMemory, _has_succeeded
 from utils.data.augment import augment_images
 from utils.data.loader import create_distributed_dataloader
 from utils.rng import draw_integers, draw_uniform, sample_draws
-from utils.run.checkpoints import _copy_all
+from utils.run.copier import _copy_all
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

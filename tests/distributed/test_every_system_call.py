@@ -13,8 +13,8 @@ from ranks import need, run_ranks
 from tasks import train_task
 from training import Runs, assert_same_state, wait_until
 from utils.checkpoint import format as checkpoint
+from utils.checkpoint.writer import Writer
 from utils.run import claim
-from utils.run.checkpoints import Checkpoints
 
 FLAGS = "--dataset_size 20 --no-use_amp --ema_decay 0.9 --record_samples --num_workers 0 --save_every 0".split()
 FLAGS += "--keep_last 2 --eval_every 20".split()
@@ -40,23 +40,23 @@ def train_and_cut(flags, calls, log):
     Returns:
         The final state.
     """
-    plain_start, calls, traced, seen = Checkpoints._start_writing, list(calls), [], []
+    plain_start, calls, traced, seen = Writer.start, list(calls), [], []
 
-    def start(self):
+    def start(self, *args):
         for strace in traced:
             strace.terminate()  # it detaches
             strace.wait()
         traced.clear()
         if calls and seen:  # the first save also imports modules
             name, _, number = calls.pop(0).partition(":")
-            thread = self._writer.submit(threading.get_native_id).result()
+            thread = self._thread.submit(threading.get_native_id).result()
             traced.append(attach(thread, log, *["-e", f"inject={name}:signal=SIGKILL:when={number}"] * bool(name)))
         seen.append(self)
-        plain_start(self)
+        plain_start(self, *args)
 
     with (
         mock.patch.object(claim, "repeated_failures", return_value=[]),
-        mock.patch.object(Checkpoints, "_start_writing", start),
+        mock.patch.object(Writer, "start", start),
     ):
         return train_task("images", flags)
 

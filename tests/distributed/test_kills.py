@@ -17,10 +17,10 @@ from ranks import WarmLaunch, finish, run_ranks
 from scripts.runs import RunInfo
 from tasks import train_task
 from training import assert_same_state, relative
+from utils.checkpoint.layouts import FileLayout
 from utils.clock import Clock
 from utils.report.goodput import seconds_of
 from utils.run import claim
-from utils.run.checkpoints import Checkpoints
 
 PHASES = ("data", "forward", "backward", "update", "save", "written", "evaluation")  # written: by the thread
 FLAGS = "--dataset_size 66 --global_batch_size 16 --lr 0.02 --ema_decay 0.9 --no-use_amp --record_samples".split()
@@ -30,7 +30,7 @@ FLAGS += "--num_workers 1 --save_every_steps 3 --timeout 30".split()
 @contextlib.contextmanager
 def killed_in(phase, steps, delay):
     """Kill this process `delay` seconds after it first enters the phase in or after step `steps` of this attempt."""
-    plain_step, plain_enter, plain_start, begun = Clock.begin_step, Clock.enter, Checkpoints._start_writing, []
+    plain_step, plain_enter, plain_write, begun = Clock.begin_step, Clock.enter, FileLayout.write, []
 
     def kill():
         time.sleep(delay)
@@ -45,13 +45,13 @@ def killed_in(phase, steps, delay):
         if name == phase and len(begun) >= steps:
             threading.Thread(target=kill).start() if delay else kill()
 
-    def start(self):
-        plain_start(self)
+    def write(*args):
         if phase == "written" and len(begun) >= steps:
-            kill()
+            threading.Thread(target=kill).start() if delay else kill()
+        plain_write(*args)
 
-    starting = mock.patch.object(Checkpoints, "_start_writing", start)
-    with mock.patch.multiple(Clock, begin_step=begin_step, enter=enter), starting:
+    writing = mock.patch.object(FileLayout, "write", write)
+    with mock.patch.multiple(Clock, begin_step=begin_step, enter=enter), writing:
         yield
 
 

@@ -8,7 +8,7 @@ import pytest
 from ranks import run_ranks
 from training import TIMES, train_flags
 from utils.report.reporter import Reporter
-from utils.run.checkpoints import Checkpoints
+from utils.run.copier import Copier
 from utils.training.state import TrainState
 
 # 13 steps of two ranks in each epoch; the gradients of steps 6 and 7 are not finite
@@ -24,7 +24,7 @@ CASES = [  # flags, and the step at which each log point is read: READ_AFTER is 
 def train_and_watch(words, is_at_once):
     """Where each log point was read, and where each checkpoint began: (step, last step of the train records)."""
     read, saved, recorded = {}, [], [0]
-    plain_catch_up, plain_log, plain_begin = Reporter.catch_up, Reporter.log, Checkpoints._begin
+    plain_catch_up, plain_log, plain_begin = Reporter.catch_up, Reporter.log, Copier.begin
     plain_backward = TrainState.backward
 
     def catch_up(self):
@@ -40,14 +40,14 @@ def train_and_watch(words, is_at_once):
 
     def begin(self):
         saved.append((self._state.progress.step, recorded[-1]))
-        plain_begin(self)
+        return plain_begin(self)
 
     def backward(self, loss, is_padding):
         plain_backward(self, loss * float("nan") if self.progress.step in (5, 6) else loss, is_padding)
 
     with (
         mock.patch.multiple(Reporter, catch_up=catch_up, log=log),
-        mock.patch.object(Checkpoints, "_begin", begin),
+        mock.patch.object(Copier, "begin", begin),
         mock.patch.object(TrainState, "backward", backward),
     ):
         train_flags(words)

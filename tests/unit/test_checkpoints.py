@@ -22,8 +22,8 @@ from utils.checkpoint.layouts import FileLayout
 from utils.checkpoint.snapshot import HostMemory
 from utils.files import LinesFile, read_lines
 from utils.rng import diverged
-from utils.run import checkpoints as checkpoints_module
-from utils.run.checkpoints import Checkpoints
+from utils.run import copier
+from utils.run.copier import Copier
 
 
 def state(step):
@@ -79,11 +79,11 @@ def test_the_thread_that_copies_first_takes_the_device_of_its_rank(monkeypatch):
     """A new thread is on GPU 0, where each rank would open a context of its own."""
     calls, stream = [], mock.MagicMock()
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: calls.append(device))
-    monkeypatch.setattr(checkpoints_module, "_copy_all", lambda pairs: calls.append("copy"))
-    monkeypatch.setattr(checkpoints_module, "of_weights", lambda state: calls.append("read") or 7)
+    monkeypatch.setattr(copier, "_copy_all", lambda pairs: calls.append("copy"))
+    monkeypatch.setattr(copier, "of_weights", lambda state: calls.append("read") or 7)
     stream.__enter__.side_effect = lambda: calls.append("stream")
     of_rank_3 = SimpleNamespace(_stream=stream, _ctx=SimpleNamespace(device="cuda:3", is_main=False), _state=None)
-    assert Checkpoints._copy_and_digest(of_rank_3, [], None) == 7
+    assert Copier._copy_and_digest(of_rank_3, [], None) == 7
     assert calls == ["cuda:3", "stream", "copy", "read"]
 
 

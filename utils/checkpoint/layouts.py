@@ -56,16 +56,14 @@ class FolderLayout:
     """
 
     def __init__(self, ctx: DistributedContext, parts: int, leads_node: bool) -> None:
-        # the threads of the ranks speak to each other while training uses the other groups
-        group: Any = dist.new_group(backend="gloo", timeout=timedelta(hours=24))
-        self._ctx = dataclasses.replace(ctx, control=group)
+        self.ctx = of_threads(ctx)
         self._has_part, self._numbers, self._leads_node = ctx.rank < parts, itertools.count(), leads_node
         self.is_waiting = False  # for another rank, which looks at its own progress
 
     def write(self, path: Path, payload: Payload, before_rename: Call, tick: Call) -> None:
         """As FileLayout.write, with the error of the rank that failed on all ranks."""
         folder = path.with_name(f"{path.name}.{next(self._numbers)}{TEMPORARY}")
-        name = shards.part_name(self._ctx.rank)
+        name = shards.part_name(self.ctx.rank)
 
         def publish() -> None:
             before_rename()
@@ -99,14 +97,22 @@ class FolderLayout:
         except TrainingError as error:
             problem, is_final = str(error), True
         except Exception as error:
-            problem = f"{_explained(error, path, payload)} (rank {self._ctx.rank} on {self._ctx.host})"
+            problem = f"{_explained(error, path, payload)} (rank {self.ctx.rank} on {self.ctx.host})"
         self.is_waiting = True
-        found = all_gather_json([result, problem, is_final], self._ctx)
+        found = all_gather_json([result, problem, is_final], self.ctx)
         self.is_waiting = False
         for _, text, is_final in found:
             if text:
                 raise TrainingError(text) if is_final else OSError(text)
         return [result for result, *_ in found]
+
+
+def of_threads(ctx: DistributedContext) -> DistributedContext:
+    """The context for threads, which speak to those of other ranks while training uses the other groups."""
+    if ctx.world_size == 1:
+        return ctx
+    group: Any = dist.new_group(backend="gloo", timeout=timedelta(hours=24))
+    return dataclasses.replace(ctx, control=group)
 
 
 def size_of(payload: Payload) -> int:

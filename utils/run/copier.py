@@ -1,0 +1,159 @@
+"""Copies the state after a step while training continues, and compares the ranks: a checkpoint holds what all have."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from config import TrainingError
+from utils.checkpoint.archive import mapped
+from utils.checkpoint.layouts import Payload
+from utils.checkpoint.snapshot import HostMemory
+from utils.distributed.collectives import broadcast_json, gather, lowest_rank
+from utils.distributed.context import DistributedContext
+from utils.distributed.dtensor import local
+from utils.rng import diverged
+from utils.run.attempt import Attempt
+from utils.training.fingerprint import buffers_of, fingerprint_of, of_rest, of_weights, shown
+from utils.training.schedule import Progress
+from utils.training.state import TrainState
+
+
+class Copier:
+    """Copies the state. All ranks call its methods.
+
+    Args:
+        writes: whether this rank writes the copy.
+        meta: what a payload holds beside the state.
+        shards: rank r has the shard r % shards of the state.
+        threads: the context of the threads (`layouts.of_threads`).
+    """
+
+    def __init__(
+        self, attempt: Attempt, state: TrainState, writes: bool, meta: Payload, shards: int, threads: DistributedContext
+    ) -> None:
+        self._run, self._state, self._writes, self._meta = attempt.run, state, writes, meta
+        self._ctx, self._threads = attempt.ctx, threads
+        self._replicas = [range(shard, threads.world_size, shards) for shard in range(shards)]  # ranks of equal weights
+        mapped(meta, lambda tensor: tensor)  # raises now if no checkpoint can hold it; later only values change
+        self._memory = HostMemory()
+        if writes:  # now: pinning gigabytes takes seconds. Adam's two tensors and a step per parameter come later
+            late = [local(p) for p in state.owners if p.requires_grad and p not in state.optimizer.state]
+            _, pairs = self._memory.copy_of(state.state_dict())
+            self._memory.reserve([*(tensor for _, tensor in pairs), *late, *late, *(torch.empty(()) for _ in late)])
+        self._stream = torch.Stream(threads.device) if threads.device.type != "cpu" else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+        self._copy: Future[Payload] | None = None  # begun, and not finished
+        self._odd_buffers: list[str] | None = None  # that differ between ranks; None: not compared yet
+
+    def begin(self) -> Future[Payload]:
+        """Start to copy the state as it is now. Finish the copy before weights or optimizer state change.
+
+        Returns:
+            The payload, where this rank writes. TrainingError on all ranks if they differ.
+
+        Raises:
+            UserError: if a checkpoint cannot hold a value of the state.
+        """
+        state, payload = self._state.state_dict(), Payload()
+        pairs: list[tuple[Tensor, Tensor]] = []
+        if self._writes:
+            payload, pairs = self._memory.copy_of(state)
+        # buffers at once: the next forward pass changes them
+        places = {buffer.data_ptr() for buffer in self._state.model.buffers()}
+        _copy_all([pair for pair in pairs if pair[1].data_ptr() in places])
+        later = [pair for pair in pairs if pair[1].data_ptr() not in places]
+        buffers = [payload["model"][name] for name in buffers_of(self._state.model)] if self._ctx.is_main else []
+        event = torch.accelerator.current_stream().record_event() if self._stream else None
+        self._copy = self._thread.submit(self._complete, payload | self._meta, later, buffers, event)
+        return self._copy
+
+    def _complete(
+        self, payload: Payload, pairs: list[tuple[Tensor, Tensor]], buffers: list[Tensor], event: Any
+    ) -> Payload:
+        """In the thread: complete the copy, and compare the ranks. Returns the payload."""
+        digest, rest = self._copy_and_digest(pairs, event), 0
+        if self._ctx.is_main:
+            rest = int(of_rest(Progress.of(payload), buffers, torch.device("cpu")))
+        payload["provenance"]["fingerprint"] = self._compare(digest, rest)
+        return payload
+
+    def _copy_and_digest(self, pairs: list[tuple[Tensor, Tensor]], event: Any) -> int:
+        """The digest of this rank's weights and optimizer state."""
+        if self._stream:
+            torch.accelerator.set_device_index(self._ctx.device)
+        with self._stream or nullcontext():
+            if self._stream and event:
+                self._stream.wait_event(event)
+            _copy_all(pairs)
+            digest = int(of_weights(self._state))  # reads from the device, so the copies are complete
+            if self._stream:
+                self._stream.synchronize()
+        return digest
+
+    def _compare(self, digest: int, rest: int) -> str:
+        """The fingerprint of the state. rest: on rank 0, that of its buffers and position."""
+        digests = [row[0] for row in gather(torch.tensor([digest]), self._threads)]  # of all ranks, on rank 0
+        groups = self._replicas if self._ctx.is_main else []
+        odd = [ranks[each] for ranks in groups for each in diverged([digests[rank] for rank in ranks])]
+        whole = sum(digests[ranks[0]] for ranks in groups)
+        odd, fingerprint = broadcast_json([sorted(odd), shown(whole + rest)], self._threads)
+        if odd:
+            whose = ", ".join(f"rank {rank} on {self._ctx.hosts[rank]}" for rank in odd)
+            raise TrainingError(
+                f"{whose}: has different weights or optimizer state than the other ranks, so nothing was saved; look"
+                " for faulty memory or code that treats ranks differently (scripts/verify.py), then --resume_from auto",
+                odd[0],
+                self._ctx.hosts[odd[0]],
+            )
+        return fingerprint
+
+    def finish(self) -> float:
+        """Wait until the copy is complete; returns the seconds. Raises TrainingError on all ranks if they differ."""
+        began, copy, self._copy = time.perf_counter(), self._copy, None
+        if copy:
+            copy.result()
+        return time.perf_counter() - began
+
+    def compare_buffers(self, once: bool = False) -> None:
+        """Report persistent buffers that differ between ranks, as a queue that each rank fills: rank 0's are saved.
+
+        once: only if this attempt has not compared them yet. Call it between two steps, on all ranks.
+        """
+        if self._ctx.world_size == 1 or (once and self._odd_buffers is not None):
+            return
+        buffers = buffers_of(self._state.model).items()
+        mine = {name: [*each.shape, fingerprint_of("buffers", [each])] for name, each in buffers}
+        first = broadcast_json(mine, self._ctx)
+        rank, before, self._odd_buffers = lowest_rank(mine != first, self._ctx), self._odd_buffers, []
+        if rank is None:
+            return
+        other = broadcast_json(mine, self._ctx, rank)
+        self._odd_buffers = odd = sorted(name for name in first | other if first.get(name) != other.get(name))
+        self._run.event("buffers_differ", self._state.progress.step, names=odd, rank=rank)
+        if odd != before:
+            self._run.warn(
+                "%s: rank %d has other values in these buffers than rank 0, whose are saved; update them with what all"
+                " ranks computed (torch.distributed.all_reduce or all_gather), or register them with persistent=False",
+                ", ".join(odd[:5]) + (f" and {len(odd) - 5} more" if len(odd) > 5 else ""),
+                rank,
+            )
+
+    def wait(self, seconds: float) -> None:
+        """Wait at most so long for the copy in progress."""
+        wait([self._copy] if self._copy else [], seconds)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self._memory.release()
+
+
+def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        if pairs:
+            torch._foreach_copy_([view for view, _ in pairs], [tensor for _, tensor in pairs], non_blocking=True)
