@@ -240,24 +240,23 @@ TASKS["joint"] = TASKS["taught"] | {
     "param_groups": lambda net, config: named_groups(net.student, config),
     "lr_factor": thaw,
 }
-# functions that the shipped model.py does not have, and that of a fork must not be used
-OPTIONAL = ("after_step", "create_optimizer", "is_saved", "loss_counts", "lr_factor")
+OPTIONAL = ("after_step", "create_optimizer", "is_saved", "loss_counts", "lr_factor", "log_images")
+OF_THIS_FORK = {name: getattr(model, name) for name in OPTIONAL if hasattr(model, name)}
 BUCKETS = ["--bucket_cap_mb", "0.002"]  # several buckets for these small models
-
-
-OF_THIS_FORK = getattr(model, "log_images", None)  # takes other batches than those of a task
 
 
 @contextlib.contextmanager
 def using(task):
-    """Use the task's functions instead of those of model.py and dataset.py, in the loop and the oracle; "": no task."""
+    """Use the task's functions instead of those of model.py and dataset.py, in the loop and the oracle; "": no task.
+
+    Optional functions of this fork are not used, but those are that a test has put in their place.
+    """
     with contextlib.ExitStack() as stack:
-        for name in OPTIONAL if task else ():
-            if hasattr(model, name) and name not in TASKS[task]:
-                stack.callback(setattr, model, name, getattr(model, name))
+        for name, function in OF_THIS_FORK.items() if task else ():
+            if getattr(model, name, None) is function and name not in TASKS[task]:
+                stack.callback(setattr, model, name, function)
                 delattr(model, name)
-        no_images = {"log_images": None} if getattr(model, "log_images", None) is OF_THIS_FORK else {}
-        for name, function in (no_images | TASKS[task]).items() if task else ():
+        for name, function in TASKS[task].items() if task else ():
             for module in (train, plain_loop, model, dataset):
                 if hasattr(module, name) or (module is model and name in OPTIONAL):
                     stack.enter_context(mock.patch.object(module, name, function, create=True))

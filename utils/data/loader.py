@@ -50,11 +50,10 @@ class GlobalBatchLoader:
     ) -> None:
         self.failure: Exception | None = None
         self._holds_failure = holds_failure
-        self._stand_in: Any = None  # a batch
         self.dataset, self.sampler, self.device = dataset, sampler, ctx.device
         self.num_workers = choose_workers(config, dataset, ctx.local_world_size)
         self._clock, self._phases = clock or Clock(), phases
-        self._seed, self._ranks = config.seed, ctx.local_world_size
+        self._ranks = ctx.local_world_size
         self._transform = getattr(dataset, "device_transform", None) if is_transformed else None
         self._fetcher = Fetcher(dataset, fetches_batches(dataset), config.seed)
         self._collate = Collate(dataset, getattr(dataset, "collate", default_collate))
@@ -93,13 +92,13 @@ class GlobalBatchLoader:
         except Exception as error:
             if not self._holds_failure or HANGS in str(error):
                 raise
-            try:
-                self._stand_in = self.fetch([*range(min(self.sampler.batch_size, len(self.dataset)))])[2]
-            except Exception:
-                raise error from None
             self.failure = error
+        try:
+            stand_in = self.fetch([*range(min(self.sampler.batch_size, len(self.dataset)))])[2]
+        except Exception:
+            raise self.failure from None
         for micro_batch in self._planned(number):
-            yield dataclasses.replace(micro_batch, batch=self._stand_in, is_stand_in=True)
+            yield dataclasses.replace(micro_batch, batch=stand_in, is_stand_in=True)
 
     def _planned(self, number: int = 0) -> Iterator[MicroBatch]:
         """The plan, from the number-th micro-batch after the current position on."""
@@ -201,7 +200,8 @@ class GlobalBatchLoader:
             raise batch
         batch = to_device(batch, self.device) if self._side else batch
         if self._transform:
-            batch = self._transform(batch, self._seed, micro_batch.epoch, indices_on(micro_batch.indices, self.device))
+            indices = indices_on(micro_batch.indices, self.device)
+            batch = self._transform(batch, self.sampler.seed, micro_batch.epoch, indices)
         return dataclasses.replace(micro_batch, batch=batch)
 
 

@@ -75,16 +75,17 @@ class TrainState:
 
     def lay_out(self, metrics: Metrics) -> None:
         """Allocate space for the metrics that compute_loss returned for a batch. Call before the first step."""
+        metrics = self._seams.divided(metrics, 0)
         self.sums.lay_out(metrics)
         self.interval.lay_out(metrics | {"grad_norm": (0.0, 0), "skipped_steps": (0.0, 0)})
-        self._first_count = 1.0 if self._seams.terms else float(metrics["loss"][1])
+        self._first_count = float(metrics["loss"][1])
 
     def plan(self, sampler: GlobalBatchSampler) -> None:
         """Plan the schedule of the whole run, which continues from `progress`."""
         progress = self.progress
         if progress.loss_shift < 0:
             count = max(1.0, self._first_count) * sampler.micro_batches_per_step
-            progress.loss_shift = 0 if self._seams.terms else round(math.log2(count))  # terms are divided before
+            progress.loss_shift = round(math.log2(count))
         # a power of two changes no bit of the gradients
         self._loss_scale.fill_(self.sharing.divisor * 2.0**-progress.loss_shift)
         self.schedule.plan(sampler)
@@ -132,8 +133,7 @@ class TrainState:
 
         Padding has a gradient of 0.
         """
-        total = self._seams.terms.mean(loss) if self._seams.terms else loss
-        self.scaler.scale(total).backward(self.updater.zero if is_padding else self._loss_scale)
+        self.scaler.scale(loss).backward(self.updater.zero if is_padding else self._loss_scale)
 
     def update_if_finite(self, samples: int) -> None:
         """Divide, clip, step, average. If the loss or the gradient is not finite, all of this is skipped on the device.
@@ -143,7 +143,7 @@ class TrainState:
         self._set_lr()
         self.sums.wait()
         if self._seams.terms:
-            self._seams.terms.note(self.sums.metrics.count_of("loss"))
+            self._seams.terms.note(self.sums.metrics)
         divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift
         norm, is_finite, skipped = self.updater.step(divisor, self.sums.loss, self.progress.step + 1)
         is_scaled = self.scaler.is_enabled()

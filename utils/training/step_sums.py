@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from utils.data.sampler import MicroBatch
@@ -33,16 +32,13 @@ class StepSums:
 
     @property
     def loss_count(self) -> Tensor:
-        """The count of the loss in the global batch, after `wait`: float64, 0-dimensional, on the device. With terms,
-        which are divided before: 1, or 0 if none counted anything."""
-        count = self.metrics.count_of("loss")
-        return count.any().double() if count.ndim else count
+        """The count of the loss in the global batch, after `wait`: float64, 0-dimensional, on the device."""
+        return self.metrics.count_of("loss")
 
     @property
     def loss(self) -> Tensor:
-        """The summed loss of the global batch, as `loss_count`; with terms, the sum of their quotients."""
-        total, count = self.metrics.sum_of("loss"), self.metrics.count_of("loss")
-        return torch.where(count == 0, total, total / count).sum() if count.ndim else total
+        """The summed loss of the global batch, as `loss_count`."""
+        return self.metrics.sum_of("loss")
 
     def add(self, metrics: Metrics, micro_batch: MicroBatch) -> None:
         """Call after the forward pass of a micro-batch, unless it is padding."""

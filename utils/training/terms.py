@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from config import UserError
 from utils.data.sampler import MicroBatch
-from utils.metrics import Metrics, TermMeans
+from utils.metrics import Metrics, MetricTracker, TermMeans
 
 EXAMPLE = '{"loss": {"boxes": (sum, count, weight), "classes": (sum, count, weight)}}'
 
@@ -28,7 +28,7 @@ class Terms:
         self._compute_loss, self._loss_counts = compute_loss, loss_counts
         self._float64: dict[str, Any] = {"dtype": torch.float64, "device": device}
         self._means = TermMeans(())  # with the names, once they are known
-        self._counts = self._divisors = torch.ones((), **self._float64)  # of the global batch
+        self._counts = self._divisors = self._one = torch.ones((), **self._float64)  # of the global batch
         self._steps: list[Tensor] = []  # since the last check: the counts of loss_counts and of compute_loss
 
     def compute_loss(self, model: nn.Module, batch: Any) -> Metrics:
@@ -64,13 +64,22 @@ class Terms:
     def divide_by(self, counts: Tensor) -> None:
         """counts: of the global batch. What counted nothing adds nothing."""
         self._counts, self._divisors = counts, torch.where(counts > 0, counts, math.inf)
+        self._one = counts.any().double()
+
+    def divided(self, metrics: Metrics, number: int) -> Metrics:
+        """The metrics of a training micro-batch, whose number in its global batch is given: "loss" is its part of the
+        loss, with a count of 1 for the whole global batch, or 0 if that counts nothing; each term is a metric."""
+        sums, counts, means = metrics["loss"]
+        terms = {f"loss/{name}": (sums[k], counts[k]) for k, name in enumerate(means.names)}
+        return metrics | {"loss": (self.mean(sums), self._one if number == 0 else 0.0)} | terms
 
     def mean(self, sums: Tensor) -> Tensor:
         """What the sums of a micro-batch add to the loss of the global batch: 0-dimensional."""
         return (sums / self._divisors).sum()
 
-    def note(self, counts: Tensor) -> None:
+    def note(self, sums: MetricTracker) -> None:
         """Keep the counts that compute_loss returned for the global batch, for `check`."""
+        counts = torch.stack([sums.count_of(f"loss/{name}") for name in self._means.names])
         self._steps.append(torch.stack([self._counts, counts]))
 
     def take_steps(self) -> Tensor:
