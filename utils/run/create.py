@@ -37,6 +37,6 @@ def create_state(seams: Seams, config: TrainingConfig, ctx: DistributedContext, 
         return model
 
     sharing = Sharing.choose(config, ctx)
-    model = sharing.build(build, seams.blocks, ctx.device)
+    model = sharing.build(build, seams.blocks)
     precision = Precision.choose(config, ctx.device, ctx.fast_bf16)
     return TrainState(model, seams, config, precision, sharing)

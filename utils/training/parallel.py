@@ -25,21 +25,19 @@ class Sharing:
     sums_in_runs = False  # of consecutive micro-batches, along the tree
     has_whole_gradients = True  # on each rank, the same on all of them
 
-    def __init__(self, config: TrainingConfig) -> None:
-        self.config = config
+    def __init__(self, config: TrainingConfig, ctx: DistributedContext) -> None:
+        self._config, self._ctx = config, ctx
 
     @staticmethod
     def choose(config: TrainingConfig, ctx: DistributedContext) -> Sharing:
         """The way that the settings ask for."""
-        if config.sharding != "none":
-            return FullySharded(config, ctx)
-        if config.reduction == "exact":
-            return Exact(config, ctx)
-        return Averaged(config, ctx) if ctx.world_size > 1 else Sharing(config)
+        way = Averaged if ctx.world_size > 1 else Sharing
+        way = FullySharded if config.sharding != "none" else Exact if config.reduction == "exact" else way
+        return way(config, ctx)
 
-    def build(self, build: Build, blocks: Blocks, device: torch.device) -> nn.Module:
+    def build(self, build: Build, blocks: Blocks) -> nn.Module:
         """The model, not wrapped. build: creates it on a device. Raises UserError."""
-        return build(device)
+        return build(self._ctx.device)
 
     def wrap(self, model: nn.Module) -> Wrapped:
         """The model as compute_loss gets it: its backward pass leaves the gradient of all ranks. Raises UserError."""
@@ -68,11 +66,11 @@ class Averaged(Sharing):
     """DDP, which averages the gradients of the ranks, bucket by bucket, beside the backward pass."""
 
     def __init__(self, config: TrainingConfig, ctx: DistributedContext) -> None:
-        super().__init__(config)
-        self.divisor, self._ctx = ctx.world_size, ctx
+        super().__init__(config, ctx)
+        self.divisor = ctx.world_size
 
     def wrap(self, model: nn.Module) -> Wrapped:
-        return wrap_replicated(model, self.config, self._ctx)
+        return wrap_replicated(model, self._config, self._ctx)
 
 
 class Exact(Sharing):
@@ -80,26 +78,18 @@ class Exact(Sharing):
 
     sums_in_runs = True
 
-    def __init__(self, config: TrainingConfig, ctx: DistributedContext) -> None:
-        super().__init__(config)
-        self._ctx = ctx
-
     def wrap(self, model: nn.Module) -> Wrapped:
-        return wrap_exactly(model, self.config, self._ctx)
+        return wrap_exactly(model, self._config, self._ctx)
 
 
 class FullySharded(Sharing):
     """FSDP, which sums gradients: each rank keeps and updates shards, in tensors of its own."""
 
     has_whole_gradients = False
+    _group: dist.ProcessGroup | None = None  # the ranks that hold the shards of a parameter
 
-    def __init__(self, config: TrainingConfig, ctx: DistributedContext) -> None:
-        super().__init__(config)
-        self._ctx = ctx
-        self._group: dist.ProcessGroup | None = None
-
-    def build(self, build: Build, blocks: Blocks, device: torch.device) -> nn.Module:
-        return build_sharded(build, blocks, self.config, self._ctx)
+    def build(self, build: Build, blocks: Blocks) -> nn.Module:
+        return build_sharded(build, blocks, self._config, self._ctx)
 
     def wrap(self, model: nn.Module) -> Wrapped:
         return Sharded(model)

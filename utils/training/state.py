@@ -15,6 +15,7 @@ from torch import nn
 
 from config import TrainingConfig, UserError
 from utils.data.sampler import GlobalBatchSampler
+from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import device_of, is_sharded, shard_of
 from utils.distributed.tree import rank_sum
 from utils.memory import is_out_of_memory
@@ -42,7 +43,8 @@ class TrainState:
         sharing: Sharing | None = None,
     ) -> None:
         self._config, self._seams = config, seams
-        self.sharing = sharing or Sharing(config)  # by default, of one rank
+        device = device_of(model)
+        self.sharing = sharing or Sharing(config, DistributedContext(0, 0, 1, device))
         self.model, self.precision = model, precision  # the model is not wrapped in DDP
         self.schedule = Schedule(config, seams.lr_factor)
         self.sums = StepSums(model, rank_sum(self.sharing.sums_in_runs))
@@ -50,7 +52,6 @@ class TrainState:
         if sparse := [name for name, module in model.named_modules() if getattr(module, "sparse", None) is True]:
             raise UserError(f"model: {sparse[0]} has sparse gradients, which are not supported; set sparse=False")
         self.unsaved = digests(left_out(model, seams.is_saved))  # of what checkpoints leave out, by name
-        device = device_of(model)
         self.updater = Updater(model, seams, config, precision, self.sharing, device)
         self.interval = Interval(device)
         self.factor = 0.0  # of the schedule, at the last step taken; the largest if groups have their own
