@@ -16,9 +16,7 @@ if __name__ == "__main__":
     hold()  # stop signals: the run acts on them once it can save
 
 import faulthandler
-import math
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,6 +44,7 @@ from utils.distributed.collectives import broadcast_json, on_all_ranks
 from utils.distributed.consensus import Consensus, Stopped, Vote, is_every
 from utils.metrics import choose_best
 from utils.report.reporter import Reporter
+from utils.report.validation import Validation
 from utils.rng import seed_device
 from utils.run.attempt import Attempt
 from utils.run.checkpoints import Checkpoints
@@ -53,13 +52,12 @@ from utils.run.create import create_state
 from utils.run.evaluate_only import evaluate_only
 from utils.run.failures import PREEMPTED, failure_of_data, leave_after, open_run, wait_for_blame, watched
 from utils.run.provenance import provenance_of
-from utils.run.resume import load_best, resume_run
+from utils.run.resume import resume_run
 from utils.training.batchnorm import check_sync_batchnorm
 from utils.training.cross_check import CrossCheck
 from utils.training.evaluation import Evaluation
 from utils.training.first_passes import first_passes
 from utils.training.replicated import Wrapped
-from utils.training.schedule import Progress
 from utils.training.seams import Seams
 from utils.training.state import TrainState
 
@@ -124,12 +122,10 @@ class Training:
     state: TrainState
     model: Wrapped
     consensus: Consensus
-    evaluation: Evaluation
     reporter: Reporter
     checkpoints: Checkpoints
     cross_check: CrossCheck
-    best_metric: str
-    best_sign: int  # 1: the highest value is best, -1: the lowest
+    validation: Validation
 
 
 def assemble(attempt: Attempt, data: Any = your_data) -> Training:
@@ -148,7 +144,7 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     model = wrap_ddp(state.model, config, ctx)
     # before resume_run: the model's buffers, which these passes may change, are then those of the checkpoint
     metric_names = first_passes(model, state, loader, loaders, seams, config, ctx)
-    best_metric, best_sign = on_all_ranks(lambda: choose_best(config.best_metric, metric_names), ctx)
+    best = on_all_ranks(lambda: choose_best(config.best_metric, metric_names), ctx)
 
     origin = provenance_of(config, ctx, state, train_set) | sets.content
     origin |= {"global_batch_size": sampler.global_batch_size}
@@ -168,6 +164,7 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
         return Vote(stop=attempt.is_asked_to_stop or has_failed, save=checkpoints.is_due())
 
     consensus = Consensus(vote, ctx.control)
+    evaluation = Evaluation(state.model, seams, state.precision, ctx, consensus, attempt.clock)
     return Training(
         attempt=attempt,
         seams=seams,
@@ -176,12 +173,12 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
         state=state,
         model=model,
         consensus=consensus,
-        evaluation=Evaluation(state.model, seams, state.precision, ctx, consensus, attempt.clock),
         reporter=reporter,
         checkpoints=checkpoints,
         cross_check=cross_check,
-        best_metric=best_metric,
-        best_sign=best_sign,
+        validation=Validation(
+            attempt, state, evaluation, {"train": loader, **loaders}, reporter, checkpoints, best=best
+        ),
     )
 
 
@@ -208,7 +205,7 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
                 attempt.logger.info("patience: no improvement in %d evaluations, so the run ends", config.patience)
                 checkpoints.save(now=True)
         checkpoints.finish_writing()
-        test_records = test_best(training)
+        test_records = training.validation.test_best()
     except Stopped:
         checkpoints.finish_copy()  # before the state may be taken back
         training.reporter.catch_up()
@@ -221,7 +218,7 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
     except Exception:
         checkpoints.finish_begun()  # what this failure need not cost
         raise
-    outcome = training.reporter.finish(ending, training.best_metric, test_records)
+    outcome = training.reporter.finish(ending, training.validation.best[0], test_records)
     checkpoints.close()
     for loader in (training.loader, *training.held_out.values()):
         loader.close()
@@ -303,48 +300,7 @@ def validate_within_epoch(training: Training) -> None:
 
 def validate(training: Training) -> None:
     """Evaluate the validation set, if there is one, and keep the best checkpoint."""
-    state, schedule, checkpoints = training.state, training.state.schedule, training.checkpoints
-    progress = schedule.progress
-    checkpoints.finish_best()  # of an earlier evaluation
-    began = time.perf_counter()
-    state.show(progress)
-    if "val" not in training.held_out:
-        with [*checkpoints.weights().values()][-1]:
-            training.reporter.show_images("train", training.loader)
-        return
-    records = training.evaluation.records("val", training.held_out["val"], checkpoints.weights(), progress)
-    selecting = records[-1]  # of the averaged weights, if there are any
-    if training.best_metric not in selecting:
-        raise UserError(f"best_metric={training.best_metric}: is missing in this evaluation; report it in each one")
-    value = selecting[training.best_metric] if math.isfinite(selecting["loss"]) else math.nan
-    is_best = progress.note_value(value, training.best_sign)
-    title = "" if schedule.is_epoch_complete else f"step {progress.step}"
-    training.reporter.evaluated(records, time.perf_counter() - began, is_best, title)
-    with checkpoints.weights()[selecting["weights"]]:
-        training.reporter.show_images("val", training.held_out["val"])
-    if is_best:
-        checkpoints.save_best()
-    if schedule.is_at_end and not schedule.is_epoch_complete:  # max_steps: a longer run must not evaluate here again
-        checkpoints.save(now=True, again=True)
-
-
-def test_best(training: Training) -> list[dict[str, Any]]:
-    """Evaluate the best checkpoint (or else the last weights) on the test set, if there is one.
-
-    This overwrites the trained weights, so do not save afterwards.
-    """
-    if "test" not in training.held_out:
-        return []
-    state, ctx, began = training.state, training.attempt.ctx, time.perf_counter()
-    weights, progress = state.weights(), state.progress
-    kind = list(weights)[-1]
-    if best := load_best(training.attempt.run, state, ctx):
-        weights, progress = state.weights_of(best), Progress.of(best)
-    state.show(progress)
-    chosen = {kind: weights.get(kind, weights["model"])}
-    records = training.evaluation.records("test", training.held_out["test"], chosen, progress)
-    training.reporter.evaluated(records, time.perf_counter() - began, is_best=False, title="best checkpoint")
-    return records
+    training.validation.validate()
 
 
 def run_as_script() -> None:

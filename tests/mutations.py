@@ -100,7 +100,7 @@ MUTATIONS = [
     Mutation('TrainState.plan', 'self._loss_scale.fill_(self.sharing.divisor * 2.0**-progress.loss_shift)', 'self._loss_scale.fill_(2.0**-progress.loss_shift)', 'gradient'),
     Mutation('TrainState.update_if_finite', 'divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift', 'divisor = torch.full_like(self.sums.loss_count, float(samples)) * 2.0**-self.progress.loss_shift', 'gradient'),
     Mutation('train_one_epoch', "state.show(progress)  # what compute_loss and after_step of model.py may read", 'pass', 'step-loss'),
-    Mutation('validate', 'state.show(progress)', 'pass', 'step-loss'),
+    Mutation('Validation.validate', 'state.show(progress)', 'pass', 'step-loss'),
     Mutation('TrainState._set_lr', 'group["lr"] = group["base_lr"] * factor', 'group["lr"] = group["base_lr"] * self.factor', 'group-factors'),
     Mutation('_options', '"find_unused_parameters": config.find_unused_parameters,', '"find_unused_parameters": False,', 'unused'),
     Mutation('ExactlyReplicated.__init__', 'self._is_static, self._count = is_static or self.find_unused_parameters, dist.get_world_size()', 'self._is_static, self._count = is_static, dist.get_world_size()', 'unused'),

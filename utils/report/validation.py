@@ -1,0 +1,75 @@
+"""The evaluations of a run: the validation set, which selects the best checkpoint, and the test set at the end."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from config import UserError
+from utils.data.loader import GlobalBatchLoader
+from utils.report.reporter import Reporter
+from utils.run.attempt import Attempt
+from utils.run.checkpoints import Checkpoints
+from utils.run.resume import load_best
+from utils.training.evaluation import Evaluation
+from utils.training.schedule import Progress
+from utils.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Evaluates, reports and keeps the best checkpoint. All ranks call its methods."""
+
+    attempt: Attempt
+    state: TrainState
+    evaluation: Evaluation
+    loaders: dict[str, GlobalBatchLoader]  # by split: train, and the held-out ones
+    reporter: Reporter
+    checkpoints: Checkpoints
+    best: tuple[str, int]  # the metric that selects, and 1 if its highest value is best, -1 if its lowest is
+
+    def validate(self) -> None:
+        """Evaluate the validation set, if there is one, and keep the best checkpoint."""
+        state, schedule, checkpoints = self.state, self.state.schedule, self.checkpoints
+        progress, (metric, sign) = schedule.progress, self.best
+        checkpoints.finish_best()  # of an earlier evaluation
+        began = time.perf_counter()
+        state.show(progress)
+        if "val" not in self.loaders:
+            with [*checkpoints.weights().values()][-1]:
+                self.reporter.show_images("train", self.loaders["train"])
+            return
+        records = self.evaluation.records("val", self.loaders["val"], checkpoints.weights(), progress)
+        selecting = records[-1]  # of the averaged weights, if there are any
+        if metric not in selecting:
+            raise UserError(f"best_metric={metric}: is missing in this evaluation; report it in each one")
+        value = selecting[metric] if math.isfinite(selecting["loss"]) else math.nan
+        is_best = progress.note_value(value, sign)
+        title = "" if schedule.is_epoch_complete else f"step {progress.step}"
+        self.reporter.evaluated(records, time.perf_counter() - began, is_best, title)
+        with checkpoints.weights()[selecting["weights"]]:
+            self.reporter.show_images("val", self.loaders["val"])
+        if is_best:
+            checkpoints.save_best()
+        if schedule.is_at_end and not schedule.is_epoch_complete:  # max_steps: a longer run does not evaluate it again
+            checkpoints.save(now=True, again=True)
+
+    def test_best(self) -> list[dict[str, Any]]:
+        """Evaluate the best checkpoint (or else the last weights) on the test set, if there is one.
+
+        This overwrites the trained weights, so do not save afterwards.
+        """
+        if "test" not in self.loaders:
+            return []
+        state, began = self.state, time.perf_counter()
+        weights, progress = state.weights(), state.progress
+        kind = list(weights)[-1]
+        if best := load_best(self.attempt.run, state, self.attempt.ctx):
+            weights, progress = state.weights_of(best), Progress.of(best)
+        state.show(progress)
+        chosen = {kind: weights.get(kind, weights["model"])}
+        records = self.evaluation.records("test", self.loaders["test"], chosen, progress)
+        self.reporter.evaluated(records, time.perf_counter() - began, is_best=False, title="best checkpoint")
+        return records
