@@ -14,6 +14,7 @@ from training import train_flags
 from utils.checkpoint.layouts import FileLayout
 from utils.checkpoint.writer import Writer
 from utils.report.reporter import Reporter
+from utils.run.checkpoints import Checkpoints
 from utils.run.folder import Run
 
 # 8 steps of two ranks, evaluated after each second one
@@ -98,6 +99,25 @@ def train_and_look(words):
 def test_best_is_linked_before_the_next_save_or_evaluation(runs):
     words = runs.words("run", *FLAGS, "--eval_every_steps", 4)
     assert run_ranks(1, train_and_look, words) == [["step_00000004.pt"]]
+
+
+def evaluate_longer_than_the_write(words):
+    """Whether best.pt is linked right after the evaluation."""
+    found, plain = [], Checkpoints.save_best
+
+    def save_best(self):
+        self._wait()  # the checkpoint that was begun before the evaluation is on the disk, and reported
+        plain(self)
+        found.append(self._is_linked)
+
+    with mock.patch.object(Checkpoints, "save_best", save_best):
+        train_flags(words)
+    return found
+
+
+def test_best_is_linked_after_an_evaluation_that_takes_longer_than_the_write(runs):
+    words = runs.words("run", "--dataset_size", 64, "--epochs", 1, "--num_workers", 0)
+    assert run_ranks(1, evaluate_longer_than_the_write, words) == [[True]]
 
 
 def fail_while_writing(words):
