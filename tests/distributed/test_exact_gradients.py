@@ -77,10 +77,10 @@ def gradients(task, accumulations, tails, precision, dtype):
                 state.schedule.progress = Progress()
                 state.plan(sampler)
                 attempt, consensus = mock.Mock(config=config, ctx=ctx, clock=Clock()), Consensus(Vote, ctx.control)
-                parts = (attempt, seams, loader, {}, state, wrapped, consensus, None, silent, silent)
+                parts = (attempt, seams, loader, {}, state, wrapped, consensus, silent, silent)
                 parts += (mock.Mock(run=lambda stream, compute: compute(stream)),)
                 with gradients_into(taken := []):
-                    train.train_one_epoch(train.Training(*parts, "loss", -1))
+                    train.train_one_epoch(train.Training(*parts, silent))
                 assert len(taken) == 1 and state.progress.samples_seen == tail
                 found[accumulation, tail] = [g.numpy() for g in taken[0]]
             cleanup_distributed()
