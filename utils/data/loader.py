@@ -81,14 +81,13 @@ class GlobalBatchLoader:
         """This rank's micro-batches of the epoch from sample `start` on, on the device, each fetched when it is asked
         for."""
         self.sampler.set_epoch(epoch, start)
-        number, fetched = 0, self._fetch()
+        number = 0
         try:
-            while not self.failure:
-                micro_batch = next(fetched, None)
-                if micro_batch is None:
-                    return
-                number += 1
-                yield micro_batch
+            if not self.failure:
+                for micro_batch in self._fetch():
+                    number += 1
+                    yield micro_batch
+                return
         except Exception as error:
             if not self._holds_failure or HANGS in str(error):
                 raise
@@ -143,37 +142,24 @@ class GlobalBatchLoader:
         """
         if self._side:
             self._side.begin()
-        for micro_batch, event in self._staged():
-            if self._side and event:
-                self._side.hand_over(micro_batch.batch, event)
-            yield micro_batch
-
-    def _staged(self) -> Iterator[tuple[MicroBatch, Any]]:
-        """Each micro-batch, with its batch in transfer to the device, and the event that marks its arrival."""
         number = 0
         try:
-            batches = self._batches()
+            with kept_back():
+                batches = map(self._make, self._planned()) if self._loader is None else iter(self._loader)
             while True:
                 self._clock.enter(self._phases[0])
                 item = _next_of(batches)
                 self._clock.enter(self._phases[1])
                 if item is None:
                     return
-                staged, item = self._stage(item), None  # frees the batch in shared memory
-                yield staged
+                micro_batch, item = self._stage(item), None  # frees the batch in shared memory
+                yield micro_batch
                 number += 1
         except RuntimeError as error:
             failure = explain(error, self.sampler.rank, self._name_of(number))
             if failure is None:
                 raise
             raise failure from None
-
-    def _batches(self) -> Iterator[tuple[MicroBatch, Any]]:
-        """Each micro-batch with its collated samples: from the workers, or made here on demand."""
-        if self._loader is not None:
-            with kept_back():
-                return iter(self._loader)
-        return map(self._make, self._planned())
 
     def _make(self, micro_batch: MicroBatch) -> tuple[MicroBatch, Any]:
         if not self._side:
@@ -189,10 +175,15 @@ class GlobalBatchLoader:
         some = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
         return f"samples {some} of {getattr(self.dataset, 'split', 'the data set')} in epoch {self.sampler.epoch + 1}"
 
-    def _stage(self, item: tuple[MicroBatch, Any]) -> tuple[MicroBatch, Any]:
+    def _stage(self, item: tuple[MicroBatch, Any]) -> MicroBatch:
+        """The micro-batch with its batch on the device, or on its way there; the current stream waits for it."""
         if isinstance(item[1], (UserError, TrainingError)):
             raise type(item[1])(f"rank {self.sampler.rank}: {item[1]}")
-        return self._side.run(lambda: self._to_device(item)) if self._side else (self._to_device(item), None)
+        if not self._side:
+            return self._to_device(item)
+        micro_batch, event = self._side.run(lambda: self._to_device(item))
+        self._side.hand_over(micro_batch.batch, event)
+        return micro_batch
 
     def _to_device(self, item: tuple[MicroBatch, Any]) -> MicroBatch:
         micro_batch, batch = item
