@@ -120,27 +120,18 @@ class MetricTracker:
         """
         if not self._places:
             self.lay_out(metrics)
-        is_same = len(metrics) == len(self._places)
-        try:
-            for name, entry in metrics.items():
-                self.count(name, *entry[:2])
-        except (KeyError, RuntimeError):
-            is_same = False
+        is_same = metrics.keys() == self._places.keys()
+        for name, entry in metrics.items() if is_same else ():
+            for place, value in zip(self._places[name], entry[:2], strict=True):
+                is_same = is_same and (not isinstance(value, Tensor) or value.shape == place.shape)
+                if is_same:
+                    place.add_(value.detach() if isinstance(value, Tensor) else value)
         if not is_same:
             found = {name: [list(getattr(part, "shape", ())) for part in entry[:2]] for name, entry in metrics.items()}
             raise UserError(
                 f"model.compute_loss: returned metrics of names and shapes {found}, earlier {self.layout}; return"
                 " the same for every batch, with a count of 0 if there is nothing to count"
             )
-
-    def count(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
-        """Add to one of the metrics. Raises KeyError for a tensor of a different shape."""
-        for place, value in zip(self._places[name], (total, count), strict=True):
-            if isinstance(value, Tensor):
-                if value.shape != place.shape:
-                    raise KeyError(name)
-                value = value.detach()
-            place.add_(value)
 
     def add(self, other: MetricTracker, is_added: Tensor) -> None:
         """Add the sums of another tracker, whose metrics are the first ones of this one, or nothing.

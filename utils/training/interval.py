@@ -53,14 +53,12 @@ class Interval(MetricTracker):
         super().lay_out(metrics, spare)
         self._sums.lay_out(metrics, spare)
 
-    def note_gradient(self, norm: Tensor, divisor: Tensor, loss: Tensor | None) -> None:
+    def note(self, step: SkippedStep, norm: Tensor, divisor: Tensor, loss: Tensor | None) -> None:
         """Keep what tells whether a step was skipped: 0-dimensional, on the device. loss: with float16."""
+        self._steps.append(step)
         self.norms.append(norm)
         self._divisors.append(divisor)
         self._losses += [] if loss is None else [loss.clone()]
-
-    def note_step(self, step: SkippedStep) -> None:
-        self._steps.append(step)
 
     def begin_read(self, scale: Tensor, *more: Tensor) -> Read:
         """Begin to copy the sums, and what each step since the last read may have skipped, to the host.
@@ -90,8 +88,8 @@ class Interval(MetricTracker):
         for norm in finite:  # not sum(), so that the bits do not depend on where a resume divides the interval
             norm_sum += norm
         sums.sum_of("grad_norm").fill_(norm_sum)
-        sums.count("grad_norm", 0.0, len(finite))
-        sums.count("skipped_steps", len(norms) - len(finite), 0)
+        sums.count_of("grad_norm").add_(len(finite))
+        sums.sum_of("skipped_steps").add_(len(norms) - len(finite))
         skipped = []
         rows = (norms.tolist(), divisors.tolist(), losses.tolist() or [0.0] * len(norms))
         for step, norm, divisor, loss in zip(read.steps, *rows, strict=True):

@@ -147,8 +147,9 @@ class TrainState:
             self._seams.terms.note(self.sums.metrics)
         divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift
         norm, is_finite, skipped = self.updater.step(divisor, self.sums.loss, self.progress.step + 1)
-        is_scaled = self.scaler.is_enabled()
-        self.interval.note_gradient(norm, divisor, self.sums.loss if is_scaled else None)
+        is_scaled, at = self.scaler.is_enabled(), self.progress
+        number = SkippedStep(at.step + 1, at.epoch, at.samples_in_epoch, samples)
+        self.interval.note(number, norm, divisor, self.sums.loss if is_scaled else None)
         # float16 skips steps to find its scale, and their loss counts
         self.sums.commit(samples, is_finite, self.interval, self.sums.loss.isfinite() if is_scaled else is_finite)
         if self._seams.after_step and self._seams.progress:
@@ -182,10 +183,8 @@ class TrainState:
 
     def advance(self, samples: int) -> None:
         self.progress.step += 1
-        progress = self.progress
-        self.interval.note_step(SkippedStep(progress.step, progress.epoch, progress.samples_in_epoch, samples))
-        progress.samples_in_epoch += samples
-        progress.samples_seen += samples
+        self.progress.samples_in_epoch += samples
+        self.progress.samples_seen += samples
 
     def begin_read(self, *more: torch.Tensor) -> Read:
         """Begin to copy what `finish_read` returns to the host. more: float64 or int64, on the device."""
