@@ -274,10 +274,11 @@ def compute_gradient(training: Training, stream: Iterable[MicroBatch]) -> tuple[
             seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, micro_batch.number)
             with state.precision.autocast():
                 metrics = training.seams.compute_loss(model, micro_batch.batch)
-            metrics = training.seams.divided(metrics, micro_batch.number)
+            if training.seams.terms:
+                metrics = training.seams.terms.divided(metrics, micro_batch.number)
             if micro_batch.is_stand_in:
                 metrics = state.spoil(metrics)
-            if not micro_batch.is_extra:  # padding, or another rank's in a check step
+            if not (is_padding or micro_batch.is_check):  # another rank's, in a check step
                 state.sums.add(metrics, micro_batch)
                 indices += micro_batch.indices
             if is_last_micro_batch:

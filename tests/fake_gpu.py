@@ -346,7 +346,7 @@ def train_and_save(recorder, loader, held_out, config, ctx):
         state.schedule.end_epoch()
     recorder.take()
     recorder.part = "log point"
-    state.begin_read(fingerprint.fingerprint(state))
+    state.interval.begin_read(fingerprint.fingerprint(state))
     log_point, recorder.part = recorder.take(), "evaluation"
     Evaluation(state.model, seams, state.precision, ctx).records(
         "val", held_out["val"], state.weights(), state.progress

@@ -79,25 +79,46 @@ class GlobalBatchLoader:
 
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         """This rank's micro-batches of the epoch from sample `start` on, on the device, each fetched when it is asked
-        for."""
+        for.
+
+        On CUDA the host is ahead of the device: while that computes a micro-batch, the loop has already asked for the
+        next one, which is transferred and transformed in the side stream. None waits for the one after it.
+        """
         self.sampler.set_epoch(epoch, start)
         number = 0
         try:
-            if not self.failure:
-                for micro_batch in self._fetch():
-                    number += 1
-                    yield micro_batch
-                return
+            batches = self._batches()
+            while not self.failure:
+                self._clock.enter(self._phases[0])
+                item = _next_of(batches)
+                self._clock.enter(self._phases[1])
+                if item is None:
+                    return
+                micro_batch, item = self._stage(item), None  # frees the batch in shared memory
+                yield micro_batch
+                number += 1
         except Exception as error:
-            if not self._holds_failure or HANGS in str(error):
+            failure = explain(error, self.sampler.rank, self._name_of(number) if is_late(error) else "")
+            if not self._holds_failure or HANGS in str(failure):
+                if failure:
+                    raise failure from None
                 raise
-            self.failure = error
+            self.failure = failure or error
         try:
             stand_in = self.fetch([*range(min(self.sampler.batch_size, len(self.dataset)))])[2]
         except Exception:
             raise self.failure from None
         for micro_batch in self._planned(number):
             yield dataclasses.replace(micro_batch, batch=stand_in, is_stand_in=True)
+
+    def _batches(self) -> Iterator[tuple[MicroBatch, Any]]:
+        """Each micro-batch with its collated samples: from the workers, or made here on demand."""
+        if self._side:
+            self._side.begin()
+        if self._loader is None or self.failure:
+            return map(self._make, self._planned())
+        with kept_back():
+            return iter(self._loader)
 
     def _planned(self, number: int = 0) -> Iterator[MicroBatch]:
         """The plan, from the number-th micro-batch after the current position on."""
@@ -128,38 +149,12 @@ class GlobalBatchLoader:
         self._loader = None
 
     def __iter__(self) -> Iterator[Any]:
-        yield from (micro_batch.batch for micro_batch in self._fetch() if not micro_batch.is_padding)
+        here = self.micro_batches(self.sampler.epoch, self.sampler.start)
+        yield from (micro_batch.batch for micro_batch in here if not micro_batch.is_padding)
         self.sampler.set_epoch(self.sampler.epoch + 1)
 
     def __len__(self) -> int:
         return sum(not micro_batch.is_padding for micro_batch in self._planned())
-
-    def _fetch(self) -> Iterator[MicroBatch]:
-        """This rank's micro-batches on the device.
-
-        On CUDA the host is ahead of the device: while that computes a micro-batch, the loop has already asked for the
-        next one, which is transferred and transformed in the side stream. None waits for the one after it.
-        """
-        if self._side:
-            self._side.begin()
-        number = 0
-        try:
-            with kept_back():
-                batches = map(self._make, self._planned()) if self._loader is None else iter(self._loader)
-            while True:
-                self._clock.enter(self._phases[0])
-                item = _next_of(batches)
-                self._clock.enter(self._phases[1])
-                if item is None:
-                    return
-                micro_batch, item = self._stage(item), None  # frees the batch in shared memory
-                yield micro_batch
-                number += 1
-        except RuntimeError as error:
-            failure = explain(error, self.sampler.rank, self._name_of(number))
-            if failure is None:
-                raise
-            raise failure from None
 
     def _make(self, micro_batch: MicroBatch) -> tuple[MicroBatch, Any]:
         if not self._side:

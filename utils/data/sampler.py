@@ -45,11 +45,6 @@ class MicroBatch:
     is_check: bool = False  # another rank's first one, whose gradient is compared and not used
     is_stand_in: bool = False  # this one could not be fetched: its batch is another one
 
-    @property
-    def is_extra(self) -> bool:
-        """Whether it adds nothing to the step on this rank."""
-        return self.is_padding or self.is_check
-
 
 @dataclass(frozen=True)
 class Assignment:

@@ -1,9 +1,9 @@
-"""Transfer to the device, on a GPU in a stream beside the one that computes, and of numbers back to the host."""
+"""Transfer to the device, on a GPU in a stream beside the one that computes."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -31,30 +31,6 @@ def pinned(batch: Any) -> Any:
 def indices_on(indices: list[int], device: torch.device) -> Tensor:
     """int64 [B] on the device. A copy from memory that is not pinned could wait for work queued there."""
     return torch.tensor(indices, pin_memory=device.type != "cpu").to(device, non_blocking=True)
-
-
-class Reading:
-    """Numbers on their way from a device to the host, in one copy for which only `result` waits.
-
-    Args:
-        tensors: float64 or int64, of any shapes, on one device, as they are now.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._likes = [(each.shape, each.dtype) for each in tensors]
-        self._host = torch.cat([each.reshape(-1).view(torch.int64) for each in tensors])
-        self._event: torch.Event | None = None
-        if self._host.device.type != "cpu":
-            there = torch.empty(self._host.shape, dtype=torch.int64, pin_memory=True)
-            self._host = there.copy_(self._host, non_blocking=True)
-            self._event = torch.accelerator.current_stream().record_event()
-
-    def result(self) -> list[Tensor]:
-        """The tensors, on the CPU. Waits until the device has reached the copy, not for what was queued later."""
-        if self._event:
-            self._event.synchronize()
-        parts = self._host.split([shape.numel() for shape, _ in self._likes])
-        return [part.view(dtype).view(shape) for part, (shape, dtype) in zip(parts, self._likes, strict=True)]
 
 
 def once_per_stream(make: Callable[..., T], kept: int = 64) -> Callable[..., T]:

@@ -118,7 +118,7 @@ class Reporter:
             at={"epoch": progress.epoch_number, "step": progress.step} | rates,
             samples=self._samples,
             steps=max(1, self._steps),
-            read=state.begin_read(fingerprint(state)),
+            read=state.interval.begin_read(fingerprint(state)),
             take_seconds=self._attempt.clock.take(),
         )
         self._samples, self._steps = 0, 0
@@ -134,7 +134,7 @@ class Reporter:
         point, self._unwritten = self._unwritten, None
         if point is None:
             return
-        sums, skipped, [digest] = self._state.finish_read(point.read)
+        sums, skipped, [digest] = self._state.interval.finish_read(point.read, self._state.progress)
         row = torch.tensor([*point.take_seconds(), peak_memory()], dtype=torch.float64)
         ranks = gather(row, self._ctx)  # on rank 0
         record = self._run.record("train", **point.record(sums, ranks, fingerprint=shown(int(digest))))

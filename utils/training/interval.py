@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from utils.data.transfer import Reading
 from utils.metrics import Metrics, MetricTracker
 from utils.training.schedule import Progress
+from utils.training.terms import Terms
 
 EMPTY = "empty"
 
@@ -30,18 +30,42 @@ def is_empty(skipped: list[SkippedStep]) -> bool:
     return {each.reason for each in skipped} == {EMPTY}
 
 
-class Read(NamedTuple):
-    """What an interval held after a step, on its way to the host."""
+class Read:
+    """What an interval held after a step, on its way to the host in one copy, for which only `result` waits.
 
-    reading: Reading
-    steps: list[SkippedStep]
+    Args:
+        tensors: float64 or int64, of any shapes, on one device, as they are now.
+        steps: since the read before.
+    """
+
+    def __init__(self, tensors: list[Tensor], steps: list[SkippedStep]) -> None:
+        self.steps, self._likes = steps, [(each.shape, each.dtype) for each in tensors]
+        self._host = torch.cat([each.reshape(-1).view(torch.int64) for each in tensors])
+        self._event: torch.Event | None = None
+        if self._host.device.type != "cpu":
+            there = torch.empty(self._host.shape, dtype=torch.int64, pin_memory=True)
+            self._host = there.copy_(self._host, non_blocking=True)
+            self._event = torch.accelerator.current_stream().record_event()
+
+    def result(self) -> list[Tensor]:
+        """The tensors, on the CPU. Waits until the device has reached the copy, not for what was queued later."""
+        if self._event:
+            self._event.synchronize()
+        parts = self._host.split([shape.numel() for shape, _ in self._likes])
+        return [part.view(dtype).view(shape) for part, (shape, dtype) in zip(parts, self._likes, strict=True)]
 
 
 class Interval(MetricTracker):
-    """The sums of the metrics since the last log point, and what each step since the last read may have skipped."""
+    """The sums of the metrics since the last log point, and what each step since the last read may have skipped.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        scaler: of float16, or disabled.
+        terms: of the loss, if it has some.
+    """
+
+    def __init__(self, device: torch.device, scaler: torch.amp.GradScaler, terms: Terms | None = None) -> None:
         super().__init__(device)
+        self._scaler, self._terms, self._one = scaler, terms, torch.ones((), device=device)
         self._sums = MetricTracker()  # what was read last, on the host
         self.norms: list[Tensor] = []  # of the gradient, one per step; not finite if it was skipped
         self._divisors: list[Tensor] = []  # one per step: 0 if the loss counted nothing
@@ -60,17 +84,14 @@ class Interval(MetricTracker):
         self._divisors.append(divisor)
         self._losses += [] if loss is None else [loss.clone()]
 
-    def begin_read(self, scale: Tensor, *more: Tensor) -> Read:
+    def begin_read(self, *more: Tensor) -> Read:
         """Begin to copy the sums, and what each step since the last read may have skipped, to the host.
 
-        Args:
-            scale: float64, 0-dimensional: float16's scale of the loss, or 0. At 1 or more, a step that is not finite
-                although its loss is was skipped in the search for this scale.
-            more: float64 or int64 values to copy too.
+        more: float64 or int64 values to copy too.
         """
-        kept = [self.norms, self._divisors, self._losses]
+        kept = [self.norms, self._divisors, self._losses, self._terms.take_steps() if self._terms else []]
         stacks = [torch.stack(each).double() if each else self.values.new_empty(0) for each in kept]
-        read = Read(Reading([self.values, *stacks, scale, *more]), self._steps)
+        read = Read([self.values, *stacks, self._scaler.scale(self._one).double(), *more], self._steps)
         self.norms, self._divisors, self._losses, self._steps = [], [], [], []
         return read
 
@@ -80,8 +101,11 @@ class Interval(MetricTracker):
         Returns:
             The sums of the steps with a finite loss, with the norms of these steps; the skipped steps without those of
             the search for a scale; and `more`. All of it is on the host.
+
+        Raises:
+            UserError: if loss_counts is wrong.
         """
-        values, norms, divisors, losses, scale, *more = read.reading.result()
+        values, norms, divisors, losses, counts, scale, *more = read.result()
         sums = self._sums
         sums.values.copy_(values)
         norm_sum, finite = sums.sum_of("grad_norm").item(), [norm for norm in norms.tolist() if math.isfinite(norm)]
@@ -91,11 +115,11 @@ class Interval(MetricTracker):
         sums.count_of("grad_norm").add_(len(finite))
         sums.sum_of("skipped_steps").add_(len(norms) - len(finite))
         skipped = []
-        rows = (norms.tolist(), divisors.tolist(), losses.tolist() or [0.0] * len(norms))
+        rows = (norms.tolist(), divisors.tolist(), losses.tolist() or [math.nan] * len(norms))
         for step, norm, divisor, loss in zip(read.steps, *rows, strict=True):
             if math.isfinite(norm):
                 progress.skipped_in_row = 0
-            elif scale >= 1 and divisor and math.isfinite(loss):
+            elif scale >= 1 and divisor and math.isfinite(loss):  # skipped in float16's search for this scale
                 progress.overflow_steps += 1
             else:
                 skipped.append(step._replace(reason="non-finite" if divisor else EMPTY))
@@ -103,6 +127,8 @@ class Interval(MetricTracker):
         progress.skipped_steps += len(skipped)
         if read.steps and sums.count_of("grad_norm"):
             self._read_at, self._read_values = read.steps[-1].step, sums.values.clone()
+        if self._terms:
+            self._terms.check_steps(counts)
         return sums, skipped, more
 
     def take_back(self, step: int, latest: int) -> None:

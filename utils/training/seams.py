@@ -101,10 +101,6 @@ class Seams:
         """The micro-batches; if the loss has terms, those of a step when their counts are known."""
         return self.terms.ahead(stream) if self.terms else stream
 
-    def divided(self, metrics: Metrics, number: int) -> Metrics:
-        """The metrics of the training micro-batch with this number; if the loss has terms, they are divided."""
-        return self.terms.divided(metrics, number) if self.terms else metrics
-
     @classmethod
     def of(cls, module: ModuleType, device: torch.device = CPU) -> Seams:
         """The functions of model.py, with defaults for missing ones. Raises UserError if a required one is missing.

@@ -19,8 +19,8 @@ from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import device_of, is_sharded, shard_of
 from utils.distributed.tree import rank_sum
 from utils.memory import is_out_of_memory
-from utils.metrics import Metrics, MetricTracker
-from utils.training.interval import Interval, Read, SkippedStep
+from utils.metrics import Metrics
+from utils.training.interval import Interval, SkippedStep
 from utils.training.optimizer import WeightAverage, factors_of
 from utils.training.parallel import Sharing
 from utils.training.precision import Precision
@@ -53,7 +53,7 @@ class TrainState:
             raise UserError(f"model: {sparse[0]} has sparse gradients, which are not supported; set sparse=False")
         self.unsaved = digests(left_out(model, seams.is_saved))  # of what checkpoints leave out, by name
         self.updater = Updater(model, seams, config, precision, self.sharing, device)
-        self.interval = Interval(device)
+        self.interval = Interval(device, self.updater.scaler, seams.terms)
         self.factor = 0.0  # of the schedule, at the last step taken; the largest if groups have their own
         self._loss_scale, self._first_count = torch.ones((), device=device), 1.0
         self.spoiled_at: dict[str, Any] = {}  # the progress before the first step that this rank has spoiled
@@ -76,7 +76,8 @@ class TrainState:
 
     def lay_out(self, metrics: Metrics) -> None:
         """Allocate space for the metrics that compute_loss returned for a batch. Call before the first step."""
-        metrics = self._seams.divided(metrics, 0)
+        if self._seams.terms:
+            metrics = self._seams.terms.divided(metrics, number=0)
         self.sums.lay_out(metrics)
         self.interval.lay_out(metrics | {"grad_norm": (0.0, 0), "skipped_steps": (0.0, 0)})
         self._first_count = float(metrics["loss"][1])
@@ -186,25 +187,10 @@ class TrainState:
         self.progress.samples_in_epoch += samples
         self.progress.samples_seen += samples
 
-    def begin_read(self, *more: torch.Tensor) -> Read:
-        """Begin to copy what `finish_read` returns to the host. more: float64 or int64, on the device."""
-        zero, terms = self.updater.zero, self._seams.terms
-        scale = self.scaler.scale(self.updater.one) if self.scaler.is_enabled() else zero
-        counts = terms.take_steps() if terms else zero.new_empty(0)
-        return self.interval.begin_read(scale.double(), counts.double(), *more)
-
-    def finish_read(self, read: Read) -> tuple[MetricTracker, list[SkippedStep], list[torch.Tensor]]:
-        """The sums of the interval, the steps that were skipped since the last read, which this counts, and `more`.
-        Waits for the device to reach the copy. Raises UserError if loss_counts is wrong."""
-        sums, skipped, (counts, *more) = self.interval.finish_read(read, self.progress)
-        if self._seams.terms:
-            self._seams.terms.check_steps(counts)
-        return sums, skipped, more
-
     def read_skips(self) -> list[SkippedStep]:
         """Count and return the steps that were skipped since the last read, the same on all ranks. Waits for the
         device, and adds the norms of the gradients to `interval`."""
-        _, skipped, _ = self.finish_read(self.begin_read())
+        _, skipped, _ = self.interval.finish_read(self.interval.begin_read(), self.progress)
         self.interval.keep_norms()
         return skipped
 

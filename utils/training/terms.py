@@ -82,11 +82,11 @@ class Terms:
         counts = torch.stack([sums.count_of(f"loss/{name}") for name in self._means.names])
         self._steps.append(torch.stack([self._counts, counts]))
 
-    def take_steps(self) -> Tensor:
-        """The counts of the steps since the last call, the same on all ranks: float64 [steps, 2, terms], on the device,
-        each step as for `check`."""
+    def take_steps(self) -> list[Tensor]:
+        """The counts of the steps since the last call, the same on all ranks: float64 [2, terms], on the device, each
+        step as for `check`."""
         steps, self._steps = self._steps, []
-        return torch.stack(steps) if steps else self._counts.new_empty(0)
+        return steps
 
     def check_steps(self, counts: Tensor) -> None:
         """Check what `take_steps` returned, on the host."""
