@@ -109,9 +109,6 @@ class MetricTracker:
         self._places = dict(zip(metrics, zip(views[::2], views[1::2], strict=True), strict=True))
         self._finish = {name: entry[2] for name, entry in metrics.items() if len(entry) > 2}
 
-    def reset(self) -> None:
-        self.values.zero_()
-
     def update(self, metrics: Metrics) -> None:
         """Add one micro-batch's metrics: {name: (sum, count)}, numbers or tensors of any one shape.
 
@@ -165,7 +162,7 @@ class MetricTracker:
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Load sums and counts; metrics whose name or shape changed start at 0."""
-        self.reset()
+        self.values.zero_()
         for key, place in self.state().items():
             if key in state and state[key].shape == place.shape:
                 place.copy_(state[key])

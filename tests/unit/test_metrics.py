@@ -135,7 +135,7 @@ def test_loading_state_restores_what_fits_and_keeps_the_functions():
     metrics = {"perplexity": (2.0, 2, math.exp), "recall": (torch.ones(2), torch.ones(2), torch.mean)}
     tracker.update(metrics), other.update(metrics | {"recall": (torch.ones(3), torch.ones(3), torch.mean)})
     state = {name: value.clone() for name, value in tracker.state().items()}
-    tracker.reset()
+    tracker.values.zero_()
     tracker.load_state(state), other.load_state(state)
     assert tracker.means() == {"perplexity": math.exp(1.0), "recall": 1.0}
     assert other.means()["perplexity"] == math.exp(1.0) and math.isnan(other.means()["recall"])

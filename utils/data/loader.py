@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, Sampler, Subset, default_collate
+from torch.utils.data import DataLoader, Sampler, Subset
 
 from config import TrainingConfig, TrainingError, UserError
 from utils.clock import Clock
 from utils.data.sampler import Assignment, GlobalBatchSampler, MapDataset, MicroBatch
 from utils.data.transfer import SideStream, indices_on, pinned, to_device
-from utils.data.worker import HANGS, TIMEOUTS, Collate, Fetcher, check_shared_memory, explain, is_late
+from utils.data.worker import HANGS, TIMEOUTS, Fetcher, check_shared_memory, explain, is_late
 from utils.distributed.context import DistributedContext
 from utils.signals import ignore_in_worker, kept_back
 
@@ -56,7 +56,6 @@ class GlobalBatchLoader:
         self._ranks = ctx.local_world_size
         self._transform = getattr(dataset, "device_transform", None) if is_transformed else None
         self._fetcher = Fetcher(dataset, fetches_batches(dataset), config.seed)
-        self._collate = Collate(dataset, getattr(dataset, "collate", default_collate))
         self._side = SideStream(ctx.device) if ctx.device.type != "cpu" else None
         self._loader: DataLoader | None = None
         self._batches_ahead = 0
@@ -64,7 +63,7 @@ class GlobalBatchLoader:
             self._loader = DataLoader(
                 self._fetcher,
                 batch_sampler=_Plan(self._planned),
-                collate_fn=cast(Any, self._collate),  # of what the fetcher returns, not of a list
+                collate_fn=cast(Any, self._fetcher.collate),  # of what the fetcher returns, not of a list
                 num_workers=self.num_workers,
                 prefetch_factor=PREFETCHED,
                 worker_init_fn=ignore_in_worker,
@@ -141,7 +140,7 @@ class GlobalBatchLoader:
     def fetch(self, indices: list[int], epoch: int = 0) -> tuple[Any, Any, Any]:
         """Fetch samples in this process. Returns them as the data set gives them, collated, and on the device."""
         fetched = self._fetcher.__getitems__(MicroBatch(epoch, 0, indices, is_padding=False, is_last=True, count=1))
-        collated = self._collate(fetched)
+        collated = self._fetcher.collate(fetched)
         return fetched[1], collated[1], self._to_device(collated).batch
 
     def close(self) -> None:
@@ -158,9 +157,9 @@ class GlobalBatchLoader:
 
     def _make(self, micro_batch: MicroBatch) -> tuple[MicroBatch, Any]:
         if not self._side:
-            return self._collate(self._fetcher.__getitems__(micro_batch))
+            return self._fetcher.collate(self._fetcher.__getitems__(micro_batch))
         with self._side.stream:  # a data set on the device is indexed on this stream
-            micro_batch, batch = self._collate(self._fetcher.__getitems__(micro_batch))
+            micro_batch, batch = self._fetcher.collate(self._fetcher.__getitems__(micro_batch))
         return micro_batch, pinned(batch)
 
     def _name_of(self, number: int) -> str:

@@ -14,7 +14,7 @@ from multiprocessing.queues import Queue
 from typing import Any, cast
 
 from torch._utils import ExceptionWrapper
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, Subset, default_collate
 
 from config import StartError, TrainingError, UserError
 from utils.batch import tensors_in
@@ -72,10 +72,12 @@ def add_samples(error: Exception, dataset: Any, indices: Sequence[int], action: 
 
 
 class Fetcher(Dataset):
-    """Fetches the samples of a micro-batch, each with its own random seed, or at once with a seed of all indices."""
+    """Fetches the samples of a micro-batch, each with its own random seed, or at once with a seed of all indices, and
+    collates them."""
 
     def __init__(self, dataset: Any, is_batched: bool, seed: int) -> None:
         self._dataset, self._is_batched, self._seed = dataset, is_batched, seed
+        self._collate_samples = getattr(dataset, "collate", default_collate)
 
     def __getitems__(self, micro_batch: MicroBatch) -> tuple[MicroBatch, Any]:
         epoch, indices = micro_batch.epoch, micro_batch.indices
@@ -107,24 +109,18 @@ class Fetcher(Dataset):
         seed_host("sample", self._seed, epoch, index)
         return self._dataset[index % len(self._dataset)]  # it may be that of a copy
 
-
-class Collate:
-    """Collates the samples of a micro-batch."""
-
-    def __init__(self, dataset: Any, collate: Any) -> None:
-        self._dataset, self._collate = dataset, collate
-
-    def __call__(self, item: tuple[MicroBatch, Any]) -> tuple[MicroBatch, Any]:
+    def collate(self, item: tuple[MicroBatch, Any]) -> tuple[MicroBatch, Any]:
+        """The micro-batch with its samples collated."""
         micro_batch, samples = item
         if isinstance(samples, UserError):
             return item
         try:
-            return micro_batch, self._collate(samples)
+            return micro_batch, self._collate_samples(samples)
         except UserError as error:
             return micro_batch, error
         except Exception as error:
             is_listed = isinstance(samples, list) and len(samples) == len(micro_batch.indices)  # else a batch already
-            again = (lambda some: self._collate([samples[k] for k in some])) if is_listed else None
+            again = (lambda some: self._collate_samples([samples[k] for k in some])) if is_listed else None
             add_samples(error, self._dataset, micro_batch.indices, again)
             raise
 

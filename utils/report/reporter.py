@@ -122,7 +122,7 @@ class Reporter:
             take_seconds=self._attempt.clock.take(),
         )
         self._samples, self._steps = 0, 0
-        state.interval.reset()
+        state.interval.values.zero_()
 
     def catch_up(self) -> None:
         """Write the train record that `log` has begun, if there is one. A collective: call it on all ranks at the same

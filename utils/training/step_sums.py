@@ -59,7 +59,7 @@ class StepSums:
     def discard(self) -> None:
         """Drop the sums of a step that will be repeated."""
         self.wait()
-        self.metrics.reset()
+        self.metrics.values.zero_()
 
     def commit(self, samples: int, is_finite: Tensor, interval: MetricTracker, is_loss_finite: Tensor) -> None:
         """Add this step to the running statistics and the interval's sums, and begin the next step.
@@ -71,4 +71,4 @@ class StepSums:
         """
         self.running_stats.commit(samples, is_finite)
         interval.add(self.metrics, is_loss_finite)
-        self.metrics.reset()
+        self.metrics.values.zero_()
