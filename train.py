@@ -26,18 +26,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import dataset as your_data
 import model as your_model
-from ddp_utils import (
-    cleanup_distributed,
-    read_launch,
-    setup_distributed,
-    wrap_ddp,
-)
+from ddp_utils import cleanup_distributed, read_launch, setup_distributed, wrap_ddp
 from utils.data.cache import cached
-from utils.data.loader import (
-    GlobalBatchLoader,
-    create_distributed_dataloader,
-    create_evaluation_dataloader,
-)
+from utils.data.loader import GlobalBatchLoader, create_distributed_dataloader, create_evaluation_dataloader
 from utils.data.sampler import MicroBatch
 from utils.data.sets import load_data
 from utils.distributed.collectives import broadcast_json, on_all_ranks
@@ -238,7 +229,8 @@ def train_one_epoch(training: Training) -> None:
     stream = training.seams.counted(loader.micro_batches(progress.epoch, progress.samples_in_epoch))
     while not (schedule.is_epoch_complete or schedule.is_at_end):  # max_steps
         if config.eval_every_steps and schedule.is_evaluation_due:
-            validate_within_epoch(training)  # here, so that a resume at this step evaluates too
+            leave_steps(training)
+            validate(training)  # here, so that a resume at this step evaluates too
             if schedule.is_patience_over:
                 return  # run_training ends the run: no evaluation is due, and the epoch does not count as complete
         clock.begin_step(progress.step + 1)
@@ -257,9 +249,7 @@ def train_one_epoch(training: Training) -> None:
         if consensus.step() or is_every(config.save_every_steps, progress.step):
             consensus.flush()  # an earlier vote must not count after a save
             checkpoints.save()
-    clock.leave_steps()
-    consensus.flush()
-    reporter.catch_up()
+    leave_steps(training)
 
 
 def compute_gradient(training: Training, stream: Iterable[MicroBatch]) -> tuple[int, list[int]]:
@@ -290,18 +280,17 @@ def compute_gradient(training: Training, stream: Iterable[MicroBatch]) -> tuple[
     raise RuntimeError("the stream of micro-batches ended within a step; this is a bug in the loader")
 
 
-def validate_within_epoch(training: Training) -> None:
-    """`validate` between two steps of an epoch, whose workers keep the batches that they have fetched."""
+def leave_steps(training: Training) -> None:
+    """For an evaluation, before which workers keep the batches that they have fetched, or for the end of an epoch."""
     training.attempt.clock.leave_steps()
-    training.consensus.flush()  # an earlier vote must not count after the evaluation
+    training.consensus.flush()  # an earlier vote must not count after it
     training.reporter.catch_up()
-    validate(training)
-    training.model.train()
 
 
 def validate(training: Training) -> None:
     """Evaluate the validation set, if there is one, and keep the best checkpoint."""
     training.validation.validate()
+    training.model.train()
 
 
 def run_as_script() -> None:

@@ -1,8 +1,10 @@
 """Sampler and loader: each sample once, whichever rank computes it; orders that a data set defines."""
 
 import contextlib
+import gc
 import itertools
 import random
+import weakref
 from types import SimpleNamespace
 from unittest import mock
 
@@ -288,3 +290,16 @@ def test_an_epoch_that_is_left_early_does_not_affect_the_next_one():
             if number == last:
                 break
     assert number == 8
+
+
+def test_a_loader_that_is_not_used_any_more_is_freed_at_once():
+    """Else a collection in a worker of another loader may free it, which ends the queues of that worker."""
+    loader, _ = create_distributed_dataloader(Lines(), TrainingConfig(batch_size=8, num_workers=1), context())
+    list(loader.micro_batches(0))
+    workers = weakref.ref(loader._loader._iterator)
+    gc.disable()
+    try:
+        del loader
+        assert workers() is None
+    finally:
+        gc.enable()

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -62,7 +62,7 @@ class GlobalBatchLoader:
         if self.num_workers:
             self._loader = DataLoader(
                 self._fetcher,
-                batch_sampler=_Plan(self._planned),
+                batch_sampler=_Plan(sampler),
                 collate_fn=cast(Any, self._fetcher.collate),  # of what the fetcher returns, not of a list
                 num_workers=self.num_workers,
                 prefetch_factor=PREFETCHED,
@@ -207,13 +207,16 @@ def fetches_batches(dataset: Any) -> bool:
 
 
 class _Plan(Sampler):
-    """The DataLoader's batch sampler. It yields micro-batches, not lists, so that workers know epoch and position."""
+    """The DataLoader's batch sampler. It yields micro-batches, not lists, so that workers know epoch and position.
 
-    def __init__(self, planned: Callable[[], Iterator[MicroBatch]]) -> None:
-        self._planned = planned
+    It does not refer to the loader: garbage in a cycle, collected in a worker, would end the workers of another loader.
+    """
+
+    def __init__(self, sampler: GlobalBatchSampler) -> None:
+        self._sampler = sampler
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        return self._planned()
+        return self._sampler.micro_batches(self._sampler.epoch, self._sampler.start)
 
 
 def usable_cpus() -> int:
