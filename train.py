@@ -7,9 +7,9 @@ scripts/launch.sh --epochs 5                                     several machine
 
 from __future__ import annotations
 
-from config import PATHS, TrainingConfig, UserError
+from config import PATHS, TrainingConfig
 from utils.run.command_line import check_command_line
-from utils.signals import hold, release
+from utils.signals import hold
 
 if __name__ == "__main__":
     check_command_line()  # before torch is imported, which takes seconds
@@ -19,7 +19,6 @@ import faulthandler
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -33,7 +32,6 @@ from utils.data.sampler import MicroBatch
 from utils.data.sets import load_data
 from utils.distributed.collectives import broadcast_json, on_all_ranks
 from utils.distributed.consensus import Consensus, Stopped, Vote, is_every
-from utils.metrics import choose_best
 from utils.report.reporter import Reporter
 from utils.report.validation import Validation
 from utils.rng import seed_device
@@ -41,18 +39,14 @@ from utils.run.attempt import Attempt
 from utils.run.checkpoints import Checkpoints
 from utils.run.create import create_state
 from utils.run.evaluate_only import evaluate_only
-from utils.run.failures import PREEMPTED, failure_of_data, leave_after, open_run, wait_for_blame, watched
+from utils.run.failures import PREEMPTED, failure_of_data, for_torchrun, leave_after, open_run
 from utils.run.provenance import provenance_of
 from utils.run.resume import resume_run
-from utils.training.batchnorm import check_sync_batchnorm
 from utils.training.cross_check import CrossCheck
-from utils.training.evaluation import Evaluation
 from utils.training.first_passes import first_passes
 from utils.training.replicated import Wrapped
 from utils.training.seams import Seams
 from utils.training.state import TrainState
-
-COMPLETED = "%s: this run is already completed; to train longer, increase --epochs"
 
 
 @record
@@ -61,11 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = TrainingConfig.from_args(argv)
     try:
         outcome = train(config)
-    except UserError as error:
-        raise error.with_traceback(None) from None  # torchrun's summary shows the sentence, not the traceback
     except Exception as error:
-        wait_for_blame(error)  # torchrun reports the rank that ends first: that must be the one that failed
-        raise
+        raise for_torchrun(error) from error.__cause__
     return PREEMPTED if outcome.get("state") == "preempted" and not read_launch().is_under_torchrun else 0
 
 
@@ -88,13 +79,10 @@ def train(
     # `~` is that of rank 0; data may be mounted elsewhere on another node
     config = replace(config, **broadcast_json({name: getattr(config, name) for name in {*PATHS} - {"data_dir"}}, ctx))
     if config.eval_only:
-        release()  # an evaluation has nothing to save: a signal ends it
-        with watched(config.run_folder, config, ctx):  # if a rank hangs or is gone, all end
-            outcome = evaluate_only(config, ctx, Seams.of(your_model, ctx.device), data)
+        outcome = evaluate_only(config, ctx, your_model, data)
     else:
-        with open_run(config, ctx) as attempt:  # watched too; stop signals count; a failure is in status.json
+        with open_run(config, ctx) as attempt:  # ranks are watched, stop signals count, a failure is in status.json
             if attempt.run.start.is_completed:
-                attempt.logger.info(COMPLETED, attempt.run.folder)
                 outcome = {"state": "completed"}
             else:
                 outcome = run_training(assemble(attempt, data), after_epoch)
@@ -131,31 +119,25 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     loading = config, ctx, attempt.clock, True  # the loaders hold their errors until the state is saved
     loader, sampler = on_all_ranks(lambda: create_distributed_dataloader(train_set, *loading), ctx)
     loaders = {name: create_evaluation_dataloader(each, *loading) for name, each in held_out.items()}
-    on_all_ranks(lambda: check_sync_batchnorm(state.model, sampler, ctx), ctx)
     model = wrap_ddp(state.model, config, ctx)
     # before resume_run: the model's buffers, which these passes may change, are then those of the checkpoint
-    metric_names = first_passes(model, state, loader, loaders, seams, config, ctx)
-    best = on_all_ranks(lambda: choose_best(config.best_metric, metric_names), ctx)
-
-    origin = provenance_of(config, ctx, state, train_set) | sets.content
-    origin |= {"global_batch_size": sampler.global_batch_size}
+    best = first_passes(model, state, loader, loaders, seams, config, ctx)
+    origin = provenance_of(config, ctx, state, sampler) | sets.content
     differences = resume_run(attempt, state, sampler, origin, sets.listing, has_test="test" in held_out)
     reporter = Reporter(attempt, state, loader, origin, seams.log_images)
     checkpoints = Checkpoints(attempt, state, origin, reporter.before_save)
-
-    def save_to_disk() -> None:
-        checkpoints.save(now=True)
-        checkpoints.finish_writing()
-
-    cross_check = on_all_ranks(lambda: CrossCheck(state, loader, config, ctx, run.event, run.warn, save_to_disk), ctx)
+    cross_check = on_all_ranks(
+        lambda: CrossCheck(state, loader, config, ctx, run.event, run.warn, checkpoints.save_and_finish), ctx
+    )
     reporter.start(loaders, differences)  # training begins
+    every = {"train": loader, **loaders}
 
     def vote() -> Vote:
-        has_failed = any(each.failure for each in (loader, *loaders.values()))
+        has_failed = any(each.failure for each in every.values())
         return Vote(stop=attempt.is_asked_to_stop or has_failed, save=checkpoints.is_due())
 
     consensus = Consensus(vote, ctx.control)
-    evaluation = Evaluation(state.model, seams, state.precision, ctx, consensus, attempt.clock)
+    validation = Validation(attempt, state, seams, consensus, every, reporter, checkpoints, best=best)
     return Training(
         attempt=attempt,
         seams=seams,
@@ -167,9 +149,7 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
         reporter=reporter,
         checkpoints=checkpoints,
         cross_check=cross_check,
-        validation=Validation(
-            attempt, state, evaluation, {"train": loader, **loaders}, reporter, checkpoints, best=best
-        ),
+        validation=validation,
     )
 
 
@@ -202,8 +182,7 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
         training.reporter.catch_up()
         failure = failure_of_data((training.loader, *training.held_out.values()), training.state, attempt)
         ending = "preempted"
-        checkpoints.save(now=True)  # does nothing after the last step, which is saved before the test
-        checkpoints.finish_writing()
+        checkpoints.save_and_finish()  # saves nothing after the last step, which is saved before the test
         if failure:
             raise failure from failure.__cause__
     except Exception:
@@ -217,10 +196,7 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
 
 
 def train_one_epoch(training: Training) -> None:
-    """Train to the end of the epoch, or until max_steps or patience end the run.
-
-    Raises Stopped between two steps if the ranks agree to stop.
-    """
+    """Train to the end of the epoch, or of the run. Raises Stopped between two steps if the ranks agree to stop."""
     config, clock, state, loader = training.attempt.config, training.attempt.clock, training.state, training.loader
     schedule, progress = state.schedule, state.progress
     consensus, checkpoints, reporter = training.consensus, training.checkpoints, training.reporter
@@ -228,7 +204,7 @@ def train_one_epoch(training: Training) -> None:
     state.sums.running_stats.begin_epoch()
     stream = training.seams.counted(loader.micro_batches(progress.epoch, progress.samples_in_epoch))
     while not (schedule.is_epoch_complete or schedule.is_at_end):  # max_steps
-        if config.eval_every_steps and schedule.is_evaluation_due:
+        if schedule.is_evaluation_due:  # by steps
             leave_steps(training)
             validate(training)  # here, so that a resume at this step evaluates too
             if schedule.is_patience_over:
@@ -236,7 +212,7 @@ def train_one_epoch(training: Training) -> None:
         clock.begin_step(progress.step + 1)
         state.show(progress)  # what compute_loss and after_step of model.py may read
         # forward and backward; each --check_every steps also a micro-batch of another rank, to compare gradients
-        samples, indices = training.cross_check.run(stream, partial(compute_gradient, training))
+        samples, indices = training.cross_check.run(stream, lambda some: compute_gradient(training, some))
         clock.enter("update")
         checkpoints.finish_copy()  # before the weights change
         state.update_if_finite(samples)  # divides by the count, clips, steps; if not finite, all ranks skip it

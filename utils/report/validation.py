@@ -9,12 +9,14 @@ from typing import Any
 
 from config import UserError
 from utils.data.loader import GlobalBatchLoader
+from utils.distributed.consensus import Consensus
 from utils.report.reporter import Reporter
 from utils.run.attempt import Attempt
 from utils.run.checkpoints import Checkpoints
 from utils.run.resume import load_best
 from utils.training.evaluation import Evaluation
 from utils.training.schedule import Progress
+from utils.training.seams import Seams
 from utils.training.state import TrainState
 
 
@@ -24,11 +26,17 @@ class Validation:
 
     attempt: Attempt
     state: TrainState
-    evaluation: Evaluation
+    seams: Seams
+    consensus: Consensus
     loaders: dict[str, GlobalBatchLoader]  # by split: train, and the held-out ones
     reporter: Reporter
     checkpoints: Checkpoints
     best: tuple[str, int]  # the metric that selects, and 1 if its highest value is best, -1 if its lowest is
+
+    @property
+    def evaluation(self) -> Evaluation:
+        state, attempt = self.state, self.attempt
+        return Evaluation(state.model, self.seams, state.precision, attempt.ctx, self.consensus, attempt.clock)
 
     def validate(self) -> None:
         """Evaluate the validation set, if there is one, and keep the best checkpoint."""

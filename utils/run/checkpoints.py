@@ -158,6 +158,11 @@ class Checkpoints:
             raise TrainingError(f"{self._run.checkpoints}: {problem}")
         self._settle_best()
 
+    def save_and_finish(self) -> None:
+        """Save the current state, unless that is saved, and wait until it is on the disk."""
+        self.save(now=True)
+        self.finish_writing()
+
     def finish_begun(self) -> None:
         """Wait for the copy and the write in progress, for a limited time, unless the write makes no progress."""
         self._copier.wait(SECONDS_AFTER_STOP)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from config import TrainingConfig
@@ -16,17 +17,25 @@ from utils.distributed.context import DistributedContext
 from utils.files import replace_json
 from utils.logger import ALIKE, log_epoch_summary, setup_logger
 from utils.run.create import create_state
+from utils.run.failures import watched
 from utils.run.resume import check_evaluation, compare_evaluated, load_checkpoint
+from utils.signals import release
 from utils.training.evaluation import Evaluation
 from utils.training.schedule import Progress
 from utils.training.seams import Seams
 
 
-def evaluate_only(config: TrainingConfig, ctx: DistributedContext, seams: Seams, data: Any) -> dict[str, Any]:
+def evaluate_only(config: TrainingConfig, ctx: DistributedContext, model: ModuleType, data: Any) -> dict[str, Any]:
     """Evaluate a checkpoint, or the weights of init_from, on the held-out sets, and write only eval-<name>.json.
 
-    data: has the functions of dataset.py. Raises UserError.
+    model, data: have the functions of model.py and dataset.py. Raises UserError.
     """
+    release()  # an evaluation has nothing to save: a signal ends it
+    with watched(config.run_folder, config, ctx):  # if a rank hangs or is gone, all end
+        return _evaluate(config, ctx, Seams.of(model, ctx.device), data)
+
+
+def _evaluate(config: TrainingConfig, ctx: DistributedContext, seams: Seams, data: Any) -> dict[str, Any]:
     is_published = bool(config.init_from)
     path = Path(config.init_from or config.resume_from)
     if not is_published:

@@ -40,10 +40,13 @@ SECONDS_TO_TELL = 2.0  # the other ranks, through a store that may hang
 PREEMPTED = 75  # exit code
 
 
-def wait_for_blame(error: BaseException) -> None:
-    """Wait if another rank failed: torchrun blames the rank with the earliest report."""
-    if is_of_a_peer(error) or getattr(error, "rank", None) not in (None, read_launch().rank):
+def for_torchrun(error: Exception) -> Exception:
+    """The error as torchrun's summary should show it. Waits if another rank failed: the earliest report is blamed."""
+    if isinstance(error, UserError):
+        error.__cause__ = error.__traceback__ = None  # it shows the sentence
+    elif is_of_a_peer(error) or getattr(error, "rank", None) not in (None, read_launch().rank):
         time.sleep(SECONDS_FOR_BLAME)
+    return error
 
 
 def cause_of(
@@ -104,6 +107,8 @@ def open_run(config: TrainingConfig, ctx: DistributedContext) -> Iterator[Attemp
         if folder := ctx.launch.flight_recorder and Path(ctx.launch.flight_recorder).parent:
             on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True), ctx)  # torch does not create it
         logger = setup_logger(ctx.rank, None if run.start.is_completed else run.log_file)
+        if run.start.is_completed:
+            logger.info("%s: this run is already completed; to train longer, increase --epochs", run.folder)
         yield Attempt(config, ctx, run, clock, began, signals, logger)
     run.close()
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from config import TrainingConfig
-from utils.data.sampler import MapDataset
+from utils.data.sampler import GlobalBatchSampler
 from utils.data.sets import describe, kind_of
 from utils.distributed.context import DistributedContext
 from utils.distributed.tree import ORDER
@@ -65,13 +65,14 @@ def collect(
 
 
 def provenance_of(
-    config: TrainingConfig, ctx: DistributedContext, state: TrainState, train_set: MapDataset
+    config: TrainingConfig, ctx: DistributedContext, state: TrainState, sampler: GlobalBatchSampler
 ) -> dict[str, Any]:
     """Content of provenance.json, as far as it is known before the data sets are compared."""
-    verified = verification(task_of(state.model, kind_of(train_set)), config)
-    found = collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit, verified) | describe(train_set)
+    verified = verification(task_of(state.model, kind_of(sampler.dataset)), config)
+    found = collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit, verified) | describe(sampler.dataset)
     found |= {KEY: state.unsaved} if state.unsaved else {}
-    return found | {"cpu_threads": torch.get_num_threads(), "precision": state.precision.name}
+    found |= {"cpu_threads": torch.get_num_threads(), "precision": state.precision.name}
+    return found | {"global_batch_size": sampler.global_batch_size}
 
 
 def versions() -> dict[str, str]:

@@ -22,7 +22,8 @@ from utils.distributed.collectives import on_all_ranks, require_equal
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import local
 from utils.logger import NAME, count
-from utils.metrics import MetricTracker, check_metrics
+from utils.metrics import MetricTracker, check_metrics, choose_best
+from utils.training.batchnorm import check_sync_batchnorm
 from utils.training.fingerprint import fingerprint_of
 from utils.training.outputs import Summary
 from utils.training.replicated import Wrapped
@@ -43,15 +44,16 @@ def first_passes(
     seams: Seams,
     config: TrainingConfig,
     ctx: DistributedContext,
-) -> list[str]:
+) -> tuple[str, int]:
     """Two complete passes, so that a resumed run sums gradients in the order of a fresh one; then compile.
 
     Returns:
-        The names that an evaluation will report; none if there is no held-out set.
+        The metric that selects the best checkpoint, as `choose_best` does, of those that an evaluation will report.
 
     Raises:
         UserError: if compute_loss returns something invalid, or a parameter got no gradient.
     """
+    on_all_ranks(lambda: check_sync_batchnorm(state.model, loader.sampler, ctx), ctx)
     compute_loss, summary = seams.compute_loss, seams.summary
     on_all_ranks(lambda: check_one_sample(state, loader, compute_loss, config.max_steps), ctx)
     batch = on_all_ranks(loader.sample_batch, ctx)
@@ -70,7 +72,7 @@ def first_passes(
     )
     if config.compile != "off":
         on_all_ranks(lambda: compile_all_sizes(model, state, loader, held_out, seams, config), ctx)
-    return names[0] if names else []
+    return on_all_ranks(lambda: choose_best(config.best_metric, [*names, []][0]), ctx)
 
 
 @torch.no_grad()
