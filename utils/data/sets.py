@@ -37,11 +37,7 @@ class DataSets:
 
 
 def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext) -> DataSets:
-    """The data sets that dataset.py creates, which must be the same on all ranks. Raises UserError.
-
-    Args:
-        seams: the module dataset.py.
-    """
+    """The data sets that dataset.py (`seams`) creates, which must be the same on all ranks. Raises UserError."""
     once_per_file_system(
         Path(config.data_dir), lambda: seams.is_prepared(config), lambda: seams.prepare_data(config), ctx
     )
