@@ -154,7 +154,7 @@ class CrossCheck:
     def _round(
         self, shift: int, compute: Callable[[Iterable[MicroBatch]], T], mine: Iterator[MicroBatch]
     ) -> tuple[T, Round]:
-        """compute(the micro-batch of another rank, then those of this one), and what all ranks have found."""
+        """compute(another rank's micro-batch, then those of this rank), and what all found. Reads from the device."""
         at, ctx = self._state.progress, self._ctx
         other = first_of(self._loader.sampler, (ctx.rank + shift) % ctx.world_size, at.epoch, at.samples_in_epoch)
         with closing(self._watched(itertools.chain(self._fetched([other]), mine))) as watched:
