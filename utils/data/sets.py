@@ -33,15 +33,11 @@ class DataSets:
     held_out: dict[str, MapDataset]
     config: TrainingConfig
     content: dict[str, Any]  # of the training set, and of the held-out sets by split: what a checkpoint is compared by
-    listing: bytes  # of its files, if it has one
+    listing: bytes  # of the training set's files, if it has one
 
 
 def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext) -> DataSets:
-    """The data sets that dataset.py creates, which must be the same on all ranks. Raises UserError.
-
-    Args:
-        seams: the module dataset.py.
-    """
+    """The data sets that dataset.py (`seams`) creates, which must be the same on all ranks. Raises UserError."""
     once_per_file_system(
         Path(config.data_dir), lambda: seams.is_prepared(config), lambda: seams.prepare_data(config), ctx
     )
@@ -65,28 +61,26 @@ def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext
         each.use_listing(read_once(each.folder, functools.partial(getattr, each, "listing"), differ, ctx))
     if listed and ctx.is_main:
         log_listed([sets[split] for split in listed])
-    listing = sets["train"].listing if "train" in listed else b""
 
-    def check() -> MapDataset:
+    def check() -> dict[str, MapDataset]:
         for split, dataset in sets.items():
             check_dataset(dataset, split)
-        return choose_samples(sets.pop("train"), config)
+        return sets | {"train": choose_samples(sets["train"], config)}
 
-    train_set = on_all_ranks(check, ctx)
-    config = on_all_ranks(lambda: with_auto(config, train_set), ctx)
-    seen = [[split, identity(each)] for split, each in [("train", train_set), *sets.items()]]
+    sets = on_all_ranks(check, ctx)
+    config = on_all_ranks(lambda: with_auto(config, sets["train"]), ctx)
+    seen = [[split, identity(each)] for split, each in sets.items()]
     require_equal(seen, differ, ctx)
-    mine = on_all_ranks(lambda: [sketches(each, config.seed) for each in (train_set, *sets.values())], ctx)
+    mine = on_all_ranks(lambda: [sketches(each, config.seed) for each in sets.values()], ctx)
     first = broadcast_json(mine, ctx)
     require_equal(first if all(map(are_alike, mine, first)) else mine, differ, ctx)
-    files = [listing, *(each.listing if split in listed else b"" for split, each in sets.items())]
-    train, *others = [
-        {"content": hashlib.sha256(each).hexdigest()[:16], "sketches": own}
-        for each, own in zip(files, mine, strict=True)
-    ]
-    identities = dict(seen)
-    held_out = {split: {"identity": identities[split], **own} for split, own in zip(sets, others, strict=True)}
-    return DataSets(train_set, sets, config, train | {"held_out": held_out}, listing)
+    files = [each.listing if split in listed else b"" for split, each in sets.items()]
+    content = {
+        split: {"identity": own, "content": hashlib.sha256(listing).hexdigest()[:16], "sketches": some}
+        for (split, own), listing, some in zip(seen, files, mine, strict=True)
+    }
+    train = content.pop("train")
+    return DataSets(sets.pop("train"), sets, config, train | {"held_out": content}, files[0])
 
 
 def with_auto(config: TrainingConfig, dataset: MapDataset) -> TrainingConfig:
@@ -118,6 +112,8 @@ class ChosenSamples(Subset):
         super().__init__(dataset, array("q", self._chosen.numpy().tobytes()))  # 8 bytes each, read as Python's integers
         if hasattr(dataset, "device_transform"):
             self.device_transform = self._transform
+        if hasattr(dataset, "epoch_order"):  # knows its samples by their indices in the whole set, too
+            self.epoch_order = self._order_of_chosen
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "dataset":
@@ -130,13 +126,6 @@ class ChosenSamples(Subset):
         if not hasattr(self.dataset, "__getitems__"):
             raise AttributeError("__getitems__")
         return super().__getitems__
-
-    @property
-    def epoch_order(self) -> Any:
-        """Exists only if the data set has it, which knows its samples by their indices in the whole set."""
-        if not hasattr(self.dataset, "epoch_order"):
-            raise AttributeError("epoch_order")
-        return self._order_of_chosen
 
     def _order_of_chosen(self, seed: int, epoch: int, n: int) -> Tensor:
         whole = len(self.dataset)

@@ -95,10 +95,9 @@ class Beats:
     def read(self, ranks: Iterable[int]) -> tuple[dict[int, Place], dict[str, Any]]:
         """The places of these ranks, and the first failure as given to `report`, or nothing."""
         *places, failure = self._get([*map(str, ranks), "failure"])
-        words = [text.split() for text in places]
         found = (
             Place(int(beat), int(counter), int(step), phase, int(pid), function)
-            for beat, counter, step, phase, pid, function in words
+            for beat, counter, step, phase, pid, function in map(str.split, places)
         )
         return dict(zip(ranks, found, strict=True)), {} if failure == NOTHING else json.loads(failure)
 

@@ -61,8 +61,8 @@ def summary_of(
         "overflow_steps": progress.overflow_steps,
         "time": {f"{name}_s": round(seconds, 3) for name, seconds in accounts.items()},
     }
-    warnings = [state.schedule.warning] * bool(state.schedule.warning)
-    warnings += _warnings(summary, evaluations, empty_steps(records))
+    warnings = [state.schedule.warning, *_warnings(summary, evaluations, empty_steps(records))]
+    warnings = [each for each in warnings if each]
     return summary | ({"test": test} if test else {}) | ({"warnings": warnings} if warnings else {})
 
 
@@ -79,15 +79,14 @@ def _evaluations(records: list[dict[str, Any]], test: list[dict[str, Any]], weig
 
 
 def _warnings(summary: dict[str, Any], evaluations: list[dict[str, Any]], empty_steps: int) -> list[str]:
-    """What the run has not done although it ends without an error."""
+    """What the run has not done although it ends without an error; empty texts for the rest."""
     never = ", ".join(name for name in summary["final"] if all(each.get(name) is None for each in evaluations))
     is_empty, has_no_best = 0 < summary["steps"] == empty_steps, evaluations and summary["best_value"] is None
-    found = [
+    return [
         "training: all steps were without targets, so nothing was learned; label the samples" * is_empty,
         f"evaluation: {never}: never finite" * bool(never),
         f"best_metric={summary['best_metric']}: was never finite, so there is no best.pt" * bool(has_no_best),
     ]
-    return [each for each in found if each]
 
 
 def _metrics_of(record: dict[str, Any]) -> dict[str, Any]:

@@ -17,9 +17,7 @@ def checkpoint_blocks(model: nn.Module, blocks: list[nn.Module]) -> None:
 
     The second pass draws the same random numbers, and leaves in BatchNorm's buffers what the first one did, since their
     momentum is 1 (utils/training/batchnorm.py); it counts its batch twice, which `RunningStats.commit` corrects.
-
-    Raises:
-        UserError: for a model without blocks.
+    Raises UserError for a model without blocks.
     """
     if not blocks:
         raise UserError(

@@ -39,6 +39,10 @@ class Round(NamedTuple):
     own: Tensor  # int64 [ranks, parameters], on the CPU: fingerprints of the gradient of each rank's first micro-batch
     checked: Tensor  # the same, of the first micro-batch of the rank that it has checked
 
+    @property
+    def differs(self) -> bool:
+        return bool((self.own != self.checked.roll(self.shift, 0)).any())
+
 
 class Finding(NamedTuple):
     """What two rounds have shown."""
@@ -137,22 +141,28 @@ class CrossCheck:
         modules = self._state.model.modules()
         self._buffers = [(m, name, x, x.clone()) for m in modules for name, x in m.named_buffers(recurse=False)]
         own = [next(micro_batches)]  # from here on the divisors of terms are known
-        other = self._fetched([self._checked_at(shift)])
-        result = self._computed(compute, itertools.chain(other, own, micro_batches))
-        first = self._exchange(shift)
-        if (first.own != first.checked.roll(shift, 0)).any():
+        result, first = self._round(shift, compute, itertools.chain(own, micro_batches))
+        if first.differs:
             self._undo()
             shift = shift % (self._ctx.world_size - 1) + 1
             mine = self._loader.sampler.micro_batches(at.epoch, at.samples_in_epoch)  # of this step and later ones
-            result = self._computed(compute, self._fetched(itertools.chain([self._checked_at(shift)], mine)))
-            second = self._exchange(shift)
-            self._report(compare([first, second]), bool((second.own != second.checked.roll(shift, 0)).any()))
+            result, second = self._round(shift, compute, self._fetched(mine))
+            self._report(compare([first, second]), second.differs)
         self._buffers, self._agreed = [], at.step + 1
         return result
 
-    def _computed(self, compute: Callable[[Iterable[MicroBatch]], T], micro_batches: Iterator[MicroBatch]) -> T:
-        with closing(self._watched(micro_batches)) as watched:
-            return compute(watched)
+    def _round(
+        self, shift: int, compute: Callable[[Iterable[MicroBatch]], T], mine: Iterator[MicroBatch]
+    ) -> tuple[T, Round]:
+        """compute(another rank's micro-batch, then those of this rank), and what all found. Reads from the device."""
+        at, ctx = self._state.progress, self._ctx
+        other = first_of(self._loader.sampler, (ctx.rank + shift) % ctx.world_size, at.epoch, at.samples_in_epoch)
+        with closing(self._watched(itertools.chain(self._fetched([other]), mine))) as watched:
+            result = compute(watched)
+        rows = [torch.empty_like(self._prints) for _ in range(ctx.world_size)]
+        dist.all_gather(rows, self._prints)
+        found = torch.stack(rows).cpu()
+        return result, Round(shift, found[:, OWN], found[:, CHECKED])
 
     def _watched(self, rest: Iterator[MicroBatch]) -> Generator[MicroBatch]:
         """The micro-batches, the first of which leaves nothing but the fingerprint of its gradient.
@@ -180,18 +190,6 @@ class CrossCheck:
         self._state.updater.drop_gradients()
         for module, name, buffer, value in self._buffers:
             setattr(module, name, buffer.copy_(value))  # the model may have put another tensor in its place
-
-    def _exchange(self, shift: int) -> Round:
-        """The fingerprints of all ranks. Reads from the device."""
-        rows = [torch.empty_like(self._prints) for _ in range(self._ctx.world_size)]
-        dist.all_gather(rows, self._prints)
-        found = torch.stack(rows).cpu()
-        return Round(shift, found[:, OWN], found[:, CHECKED])
-
-    def _checked_at(self, shift: int) -> MicroBatch:
-        """What this rank computes for another one."""
-        at, ctx = self._state.progress, self._ctx
-        return first_of(self._loader.sampler, (ctx.rank + shift) % ctx.world_size, at.epoch, at.samples_in_epoch)
 
     def _fetched(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """Each one with its samples, fetched in this process when it is needed."""

@@ -36,9 +36,7 @@ def build_sharded(
     """Build the model on the CPU of rank 0, with the weights it has without sharding, and shard it block by block.
 
     The other ranks build it without memory, on the meta device. No device holds more than its shards and one group.
-
-    Raises:
-        UserError: on all ranks, if the model cannot be built or sharded.
+    Raises UserError on all ranks if the model cannot be built or sharded.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 

@@ -51,8 +51,7 @@ def complete(
         here: digests of what this model leaves out; empty if it leaves out nothing.
         source: where the weights come from, for messages.
 
-    Raises:
-        UserError: if the model has other values than the checkpoint was trained with.
+    Raises UserError if the model has other values than the checkpoint was trained with.
     """
     names = saved.keys() | (here.keys() & weights.keys())
     if not names:
