@@ -126,9 +126,7 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     differences = resume_run(attempt, state, sampler, origin, sets.listing, has_test="test" in held_out)
     reporter = Reporter(attempt, state, loader, origin, seams.log_images)
     checkpoints = Checkpoints(attempt, state, origin, reporter.before_save)
-    cross_check = on_all_ranks(
-        lambda: CrossCheck(state, loader, config, ctx, run.event, run.warn, checkpoints.save_and_finish), ctx
-    )
+    cross_check = CrossCheck(state, loader, config, ctx, run.event, run.warn, checkpoints.save_and_finish)
     reporter.start(loaders, differences)  # training begins
     every = {"train": loader, **loaders}
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from config import TrainingConfig, TrainingError, UserError
 from utils.data.loader import GlobalBatchLoader
 from utils.data.sampler import GlobalBatchSampler, MicroBatch
+from utils.distributed.collectives import on_all_ranks
 from utils.distributed.consensus import is_every
 from utils.distributed.context import DistributedContext
 from utils.rng import seed_host
@@ -114,7 +115,7 @@ class CrossCheck:
         self._every, self._first_step = config.check_every, state.progress.step
         self._shifts = shifts_of(ctx.hosts) if config.check_every else []
         if config.check_every:
-            check_possible(state.model, config, ctx)
+            on_all_ranks(lambda: check_possible(state.model, config, ctx), ctx)
             if ctx.world_size == 1:
                 warn("check_every: one rank has no other one that could check it, so nothing is checked")
 
