@@ -127,7 +127,7 @@ MUTATIONS = [
     Mutation('Checkpoints._look', 'self._link_best()', 'pass', 'keep-last'),
     Mutation('Checkpoints.save_best', 'self._link_best()', 'pass', 'keep-last'),
     Mutation('Checkpoints._settle_best', 'self._state.progress.forget_best()', 'pass', 'keep-last'),
-    Mutation('Checkpoints.finish_best', 'if self._new_best and not self._is_linked:', 'if False:', 'keep-last'),
+    Mutation('Checkpoints.finish_best', 'if self._is_linked is False:', 'if False:', 'keep-last'),
     Mutation('TrainState._load', 'self.average.continue_from(self.progress.step - skipped)', 'self.average.continue_from(self.progress.step)', 'weights'),
     Mutation('WeightAverage.update', 'rate = (9 / (9 + self._taken)).clamp(min=self._least_rate) * taken  # 1 minus the decay', 'rate = (1 / (1 + self._taken)).clamp(min=self._least_rate) * taken', 'weights'),
     Mutation('compute_gradient', 'seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, micro_batch.number)', 'seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, attempt.ctx.rank)', 'dropout'),

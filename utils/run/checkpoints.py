@@ -58,8 +58,7 @@ class Checkpoints:
         self._writer = Writer(self._write, lambda: self._layout.is_waiting, limits, whose, run.resume_path)
         is_own = run.resume_path and run.resume_path.resolve().parent == run.checkpoints.resolve()
         self._saved_step = state.progress.step if is_own else -1
-        self._new_best: tuple[int, int] | None = None  # step and epoch of a best evaluation, until it is settled
-        self._is_linked = False  # by best.pt, where a rank leads its node
+        self._is_linked: bool | None = None  # a new best, by best.pt; None: there is none, or all ranks know
         self._is_owed = False  # a save was due while another one was written
         self._begun_at = time.monotonic()  # start of the last save
         self._blocked_s = 0.0  # how long it blocked training
@@ -127,21 +126,21 @@ class Checkpoints:
         """Make best.pt a link to the checkpoint of this step as soon as that is on the disk. If that fails, the next
         evaluation starts a new best."""
         self.save(now=True)
-        self._new_best, self._is_linked = (self._state.progress.step, self._state.progress.epoch_number), False
+        self._is_linked = False
         self._link_best()
 
     def finish_best(self) -> None:
         """Wait until the best checkpoint is on the disk. Call this before an evaluation."""
-        if self._new_best and not self._is_linked:
+        if self._is_linked is False:
             self._attempt.clock.enter("save")  # other ranks wait for those that write
             self._wait()
         self._settle_best()
 
     def _settle_best(self) -> None:
         """Tell all ranks whether best.pt was linked. Call this when nothing is being written."""
-        if self._new_best and not broadcast_json(self._is_linked, self._ctx):
+        if self._is_linked is not None and not broadcast_json(self._is_linked, self._ctx):
             self._state.progress.forget_best()
-        self._new_best = None
+        self._is_linked = None
 
     def finish_writing(self) -> None:
         """Wait until the last checkpoint is on the disk. Raises TrainingError where a rank cannot write it."""
@@ -224,13 +223,14 @@ class Checkpoints:
 
     def _link_best(self) -> None:
         """Link best.pt, if its checkpoint is on the disk."""
-        if not self._new_best or self._is_linked or self._writer.is_busy or not (self._writes and self._run.leads_node):
+        if self._is_linked is not False or self._writer.is_busy or not (self._writes and self._run.leads_node):
             return
-        step, epoch = self._new_best
+        progress = self._state.progress  # which has the best evaluation until a failure is settled
         try:
-            self._run.link_best(step)
+            self._run.link_best(progress.best_step)
         except OSError as error:
             self._run.warn(f"best.pt cannot be written ({error}); the next evaluation starts a new best")
             return
         self._is_linked = True
-        self._run.event("best", step, epoch=epoch, path=str(self._run.checkpoints / checkpoint.BEST))
+        path = str(self._run.checkpoints / checkpoint.BEST)
+        self._run.event("best", progress.best_step, epoch=progress.best_epoch, path=path)
