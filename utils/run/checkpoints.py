@@ -19,6 +19,7 @@ from utils.logger import NAME
 from utils.redact import stored
 from utils.run.attempt import Attempt
 from utils.run.copier import Copier
+from utils.training.fingerprint import buffers_of, fingerprint_of
 from utils.training.state import TrainState
 
 LAST_TRIES = 3  # at the end of a run, a second apart
@@ -50,16 +51,17 @@ class Checkpoints:
         is_sharded = config.sharding != "none"
         self._writes = is_sharded or ctx.is_main
         shards = {"none": 1, "hybrid": ctx.local_world_size}.get(config.sharding, ctx.world_size)
-        self._layout = FolderLayout(ctx, shards, run.leads_node) if is_sharded else FileLayout()
-        threads = self._layout.ctx if isinstance(self._layout, FolderLayout) else of_threads(ctx)
+        threads = of_threads(ctx)
+        self._layout = FolderLayout(threads, shards, run.leads_node) if is_sharded else FileLayout()
         meta = {"config": stored(config), "provenance": origin | {"total_steps": state.schedule.total_steps}}
-        self._copier = Copier(attempt, state, self._writes, meta, shards, threads)
+        self._copier = Copier(state, self._writes, meta, shards, threads)
         limits, whose = Limits(SECONDS_TO_WARN, SECONDS_WITHOUT, SECONDS_AFTER_STOP), (ctx.rank, ctx.host)
         self._writer = Writer(self._write, lambda: self._layout.is_waiting, limits, whose, run.resume_path)
         is_own = run.resume_path and run.resume_path.resolve().parent == run.checkpoints.resolve()
         self._saved_step = state.progress.step if is_own else -1
         self._is_linked: bool | None = None  # a new best, by best.pt; None: there is none, or all ranks know
         self._is_owed = False  # a save was due while another one was written
+        self._odd_buffers: list[str] | None = None  # that differ between ranks; None: not compared yet
         self._begun_at = time.monotonic()  # start of the last save
         self._blocked_s = 0.0  # how long it blocked training
 
@@ -116,11 +118,28 @@ class Checkpoints:
             yield
 
     def compare_buffers(self, once: bool = False) -> None:
-        """Warn of persistent buffers that differ between ranks. Call this between two steps.
+        """Report persistent buffers that differ between ranks, as a queue that each rank fills: rank 0's are saved.
 
-        once: only if this attempt has not compared them yet.
+        once: only if this attempt has not compared them yet. Call it between two steps.
         """
-        self._copier.compare_buffers(once)
+        if self._ctx.world_size == 1 or (once and self._odd_buffers is not None):
+            return
+        buffers = buffers_of(self._state.model).items()
+        mine = {name: [*each.shape, fingerprint_of("buffers", [each])] for name, each in buffers}
+        first = broadcast_json(mine, self._ctx)
+        rank, before, self._odd_buffers = lowest_rank(mine != first, self._ctx), self._odd_buffers, []
+        if rank is None:
+            return
+        other = broadcast_json(mine, self._ctx, rank)
+        self._odd_buffers = odd = sorted(name for name in first | other if first.get(name) != other.get(name))
+        self._run.event("buffers_differ", self._state.progress.step, names=odd, rank=rank)
+        if odd != before:
+            self._run.warn(
+                "%s: rank %d has other values in these buffers than rank 0, whose are saved; update them with what all"
+                " ranks computed (torch.distributed.all_reduce or all_gather), or register them with persistent=False",
+                ", ".join(odd[:5]) + (f" and {len(odd) - 5} more" if len(odd) > 5 else ""),
+                rank,
+            )
 
     def save_best(self) -> None:
         """Make best.pt a link to the checkpoint of this step as soon as that is on the disk. If that fails, the next
