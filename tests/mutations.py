@@ -45,7 +45,7 @@ MUTATIONS = [
     Mutation('failure_of_data', 'state.take_back(at)', 'pass', 'bad-sample'),
     Mutation('Interval.take_back', 'self.values.copy_(self._read_values)', 'pass', 'bad-sample'),
     Mutation('compare_evaluated', 'line, is_other = compare_data(before[split], here[split], {}, is_same, split)', 'line, is_other = "", False', 'must-match'),
-    Mutation('best_name', 'return step_path(folder, trailer.step).name if trailer else ""', 'return ""', 'keep-last'),
+    Mutation('best_name', 'return step_path(folder, outline(best)[0], best.is_dir()).name', 'return ""', 'keep-last'),
     Mutation('claim', 'move_back(new)', 'pass', 'mirror-owner'),
     Mutation('Run._write_failure', 'move_back(moved)', 'pass', 'mirror-owner'),
     Mutation('seed_evaluation', 'seed_device(device, "evaluation", seed, function, split, indices[0])', 'pass', 'eval-only'),
