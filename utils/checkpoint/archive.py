@@ -22,7 +22,7 @@ from utils.files import may_pass, replace_file, retried
 if TYPE_CHECKING:
     from torch import Tensor
 else:
-    Tensor = None  # `mapped` imports it
+    Tensor = None
 
 KEYS = ("model", "ema", "optimizer", "scaler", "progress", "config", "provenance")
 STEP_NAME = re.compile(r"step_(\d{8,})(\.pt)?")  # without .pt: the folder of a sharded run (shards.py)
@@ -46,18 +46,17 @@ def mapped(value: Any, function: Callable[[Tensor], Any], name: str = "") -> Any
     Raises:
         UserError: for a value that `torch.load(weights_only=True)` would reject or change, with its name.
     """
-    global Tensor
     import torch
 
     from utils.distributed.dtensor import is_sharded
 
-    Tensor = torch.Tensor if Tensor is None else Tensor  # type: ignore[misc]
+    tensors = (torch.Tensor if Tensor is None else Tensor, torch.nn.Parameter)
 
     def walk(value: Any, name: str) -> Any:
         kind = type(value)
         if kind in PLAIN:
             return value
-        if kind is Tensor or kind is torch.nn.Parameter or is_sharded(value):
+        if kind in tensors or is_sharded(value):
             return function(value)
         if kind in (dict, OrderedDict) and all(type(key) in PLAIN for key in value):
             return {key: walk(each, f"{name}.{key}" if name else str(key)) for key, each in value.items()}
@@ -166,8 +165,7 @@ def _read_digests(path: Path, is_hashed: bool) -> tuple[Trailer | None, str]:
     """The trailer, and the checksum of what is before it, if that is wanted."""
     digest = hashlib.sha256()
     with open_file(path) as file:
-        trailer = read_trailer(file)
-        size = file.seek(0, os.SEEK_END) - DIGEST_BYTES
+        trailer, size = read_trailer(file), file.tell() - DIGEST_BYTES
         file.seek(0)
         while is_hashed and trailer and size > 0 and (block := file.read(min(size, BLOCK_BYTES))):
             digest.update(block)

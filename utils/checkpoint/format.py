@@ -6,7 +6,6 @@ A checkpoint has its final name only when it is complete and on the disk.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -52,14 +51,20 @@ def verify(path: Path, part: tuple[int, int] = (0, 1)) -> Trailer:
     return archive.verify(path, is_hashed=part[0] == 0)  # the first one verifies a file
 
 
+def outline(path: Path) -> tuple[int, dict[str, str]]:
+    """The step of a checkpoint, and the checksum that each of its files should have, by name; -1 if it is gone."""
+    if path.is_dir():
+        manifest = read_json(path / shards.MANIFEST)
+        return manifest.get("step", -1), manifest.get("files", {})
+    with suppress(OSError), archive.open_file(path) as file:
+        if trailer := archive.read_trailer(file):
+            return trailer.step, {path.name: trailer.digest}
+    return -1, {}
+
+
 def digests(path: Path) -> dict[str, str]:
     """The checksum that each file of a checkpoint should have, by name; empty if it is gone."""
-    if path.is_dir():
-        return dict(read_json(path / shards.MANIFEST).get("files", {}))
-    with suppress(OSError), archive.open_file(path) as file:
-        trailer = archive.read_trailer(file)
-        return {path.name: trailer.digest} if trailer else {}
-    return {}
+    return outline(path)[1]
 
 
 def read(
@@ -129,17 +134,11 @@ def superseded(steps: Iterable[int], keep_last: int, keep_every: int = 0) -> lis
 
 
 def best_name(folder: Path) -> str:
-    """The name of the step checkpoint that best.pt links to or is a copy of; empty if there is none."""
+    """The name of the step checkpoint that best.pt links to or is a copy of; that of no checkpoint if there is none."""
     best = folder / BEST
-    with suppress(OSError, KeyError):
-        if best.is_symlink():
-            return os.readlink(best)
-        if best.is_dir():
-            return step_path(folder, read_json(best / shards.MANIFEST)["step"], is_sharded=True).name
-        with archive.open_file(best) as file:
-            trailer = archive.read_trailer(file)
-            return step_path(folder, trailer.step).name if trailer else ""
-    return ""
+    if best.is_symlink():
+        return best.readlink().name
+    return step_path(folder, outline(best)[0], best.is_dir()).name
 
 
 def prune(folder: Path, keep_last: int, keep_every: int = 0) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from config import TrainingError
 from utils.checkpoint import archive, shards
@@ -50,14 +49,15 @@ class FolderLayout:
     """A folder with a file of each rank that has a shard. All ranks take part, and have the same outcome.
 
     Args:
+        ctx: of its thread (`of_threads`).
         parts: the number of shards; rank r has the shard r % parts.
         leads_node: whether this rank makes the folder and its manifest: rank 0, and one rank of each node whose disk
             is its own. There a folder has the parts of the ranks of the node.
     """
 
     def __init__(self, ctx: DistributedContext, parts: int, leads_node: bool) -> None:
-        self.ctx = of_threads(ctx)
-        self._has_part, self._numbers, self._leads_node = ctx.rank < parts, itertools.count(), leads_node
+        self.ctx, self._has_part, self._leads_node = ctx, ctx.rank < parts, leads_node
+        self._numbers = itertools.count()  # of tries
         self.is_waiting = False  # for another rank, which looks at its own progress
 
     def write(self, path: Path, payload: Payload, before_rename: Call, tick: Call) -> None:
@@ -118,11 +118,7 @@ def of_threads(ctx: DistributedContext) -> DistributedContext:
 def size_of(payload: Payload) -> int:
     """The bytes of its tensors."""
     sizes: list[int] = []
-
-    def note(tensor: Tensor) -> None:
-        sizes.append(tensor.nbytes)
-
-    archive.mapped(payload, note)
+    archive.mapped(payload, lambda tensor: sizes.append(tensor.nbytes))
     return sum(sizes)
 
 

@@ -33,16 +33,14 @@ def verify(folder: Path, part: tuple[int, int] = (0, 1)) -> archive.Trailer:
     part: (number, readers): compute only every so many-th checksum, as each reader does.
     """
     try:
-        if not (folder / MANIFEST).exists():
-            raise UserError(f"{folder}: lacks {MANIFEST}; give another checkpoint")
         text = retried((folder / MANIFEST).read_bytes)
         manifest = json.loads(text)
         step, files = int(manifest["step"]), {str(name): str(digest) for name, digest in manifest["files"].items()}
+    except FileNotFoundError:
+        raise UserError(f"{folder}: lacks {MANIFEST}; give another checkpoint") from None
     except OSError as error:
         raise archive.unreadable(folder, error) from None
-    except (AttributeError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, UserError):
-            raise
+    except (AttributeError, ValueError, KeyError, TypeError):
         raise UserError(f"{folder}: its {MANIFEST} is damaged; give another checkpoint") from None
     if ".metadata" in files:
         raise UserError(

@@ -28,11 +28,9 @@ def wrap(shard: Tensor, like: Any) -> Tensor:
     return type(like)(shard, like._spec, requires_grad=False) if is_sharded(like) else shard
 
 
-def shard_of(value: Any, like: Tensor | None) -> Any:
+def shard_of(value: Any, like: Any) -> Any:
     """The part of a full tensor that this rank holds, sharded as `like`. Anything else is returned unchanged."""
-    if like is None or not is_sharded(like) or not isinstance(value, Tensor) or value.shape != like.shape:
-        return value
-    if is_sharded(value):
+    if not is_sharded(like) or is_sharded(value) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
     first, count = own_rows(like)
     return wrap(value[first : first + count], like)

@@ -19,6 +19,7 @@ from utils.logger import NAME
 from utils.redact import stored
 from utils.run.attempt import Attempt
 from utils.run.copier import Copier
+from utils.training.fingerprint import buffers_of, fingerprint_of
 from utils.training.state import TrainState
 
 LAST_TRIES = 3  # at the end of a run, a second apart
@@ -50,17 +51,17 @@ class Checkpoints:
         is_sharded = config.sharding != "none"
         self._writes = is_sharded or ctx.is_main
         shards = {"none": 1, "hybrid": ctx.local_world_size}.get(config.sharding, ctx.world_size)
-        self._layout = FolderLayout(ctx, shards, run.leads_node) if is_sharded else FileLayout()
-        threads = self._layout.ctx if isinstance(self._layout, FolderLayout) else of_threads(ctx)
+        threads = of_threads(ctx)
+        self._layout = FolderLayout(threads, shards, run.leads_node) if is_sharded else FileLayout()
         meta = {"config": stored(config), "provenance": origin | {"total_steps": state.schedule.total_steps}}
-        self._copier = Copier(attempt, state, self._writes, meta, shards, threads)
+        self._copier = Copier(state, self._writes, meta, shards, threads)
         limits, whose = Limits(SECONDS_TO_WARN, SECONDS_WITHOUT, SECONDS_AFTER_STOP), (ctx.rank, ctx.host)
         self._writer = Writer(self._write, lambda: self._layout.is_waiting, limits, whose, run.resume_path)
         is_own = run.resume_path and run.resume_path.resolve().parent == run.checkpoints.resolve()
         self._saved_step = state.progress.step if is_own else -1
-        self._new_best: tuple[int, int] | None = None  # step and epoch of a best evaluation, until it is settled
-        self._is_linked = False  # by best.pt, where a rank leads its node
+        self._is_linked: bool | None = None  # a new best, by best.pt; None: there is none, or all ranks know
         self._is_owed = False  # a save was due while another one was written
+        self._odd_buffers: list[str] | None = None  # that differ between ranks; None: not compared yet
         self._begun_at = time.monotonic()  # start of the last save
         self._blocked_s = 0.0  # how long it blocked training
 
@@ -117,31 +118,48 @@ class Checkpoints:
             yield
 
     def compare_buffers(self, once: bool = False) -> None:
-        """Warn of persistent buffers that differ between ranks. Call this between two steps.
+        """Report persistent buffers that differ between ranks, as a queue that each rank fills: rank 0's are saved.
 
-        once: only if this attempt has not compared them yet.
+        once: only if this attempt has not compared them yet. Call it between two steps.
         """
-        self._copier.compare_buffers(once)
+        if self._ctx.world_size == 1 or (once and self._odd_buffers is not None):
+            return
+        buffers = buffers_of(self._state.model).items()
+        mine = {name: [*each.shape, fingerprint_of("buffers", [each])] for name, each in buffers}
+        first = broadcast_json(mine, self._ctx)
+        rank, before, self._odd_buffers = lowest_rank(mine != first, self._ctx), self._odd_buffers, []
+        if rank is None:
+            return
+        other = broadcast_json(mine, self._ctx, rank)
+        self._odd_buffers = odd = sorted(name for name in first | other if first.get(name) != other.get(name))
+        self._run.event("buffers_differ", self._state.progress.step, names=odd, rank=rank)
+        if odd != before:
+            self._run.warn(
+                "%s: rank %d has other values in these buffers than rank 0, whose are saved; update them with what all"
+                " ranks computed (torch.distributed.all_reduce or all_gather), or register them with persistent=False",
+                ", ".join(odd[:5]) + (f" and {len(odd) - 5} more" if len(odd) > 5 else ""),
+                rank,
+            )
 
     def save_best(self) -> None:
         """Make best.pt a link to the checkpoint of this step as soon as that is on the disk. If that fails, the next
         evaluation starts a new best."""
         self.save(now=True)
-        self._new_best, self._is_linked = (self._state.progress.step, self._state.progress.epoch_number), False
+        self._is_linked = False
         self._link_best()
 
     def finish_best(self) -> None:
         """Wait until the best checkpoint is on the disk. Call this before an evaluation."""
-        if self._new_best and not self._is_linked:
+        if self._is_linked is False:
             self._attempt.clock.enter("save")  # other ranks wait for those that write
             self._wait()
         self._settle_best()
 
     def _settle_best(self) -> None:
         """Tell all ranks whether best.pt was linked. Call this when nothing is being written."""
-        if self._new_best and not broadcast_json(self._is_linked, self._ctx):
+        if self._is_linked is not None and not broadcast_json(self._is_linked, self._ctx):
             self._state.progress.forget_best()
-        self._new_best = None
+        self._is_linked = None
 
     def finish_writing(self) -> None:
         """Wait until the last checkpoint is on the disk. Raises TrainingError where a rank cannot write it."""
@@ -229,13 +247,14 @@ class Checkpoints:
 
     def _link_best(self) -> None:
         """Link best.pt, if its checkpoint is on the disk."""
-        if not self._new_best or self._is_linked or self._writer.is_busy or not (self._writes and self._run.leads_node):
+        if self._is_linked is not False or self._writer.is_busy or not (self._writes and self._run.leads_node):
             return
-        step, epoch = self._new_best
+        progress = self._state.progress  # which has the best evaluation until a failure is settled
         try:
-            self._run.link_best(step)
+            self._run.link_best(progress.best_step)
         except OSError as error:
             self._run.warn(f"best.pt cannot be written ({error}); the next evaluation starts a new best")
             return
         self._is_linked = True
-        self._run.event("best", step, epoch=epoch, path=str(self._run.checkpoints / checkpoint.BEST))
+        path = str(self._run.checkpoints / checkpoint.BEST)
+        self._run.event("best", progress.best_step, epoch=progress.best_epoch, path=path)

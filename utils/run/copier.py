@@ -14,12 +14,11 @@ from config import TrainingError
 from utils.checkpoint.archive import mapped
 from utils.checkpoint.layouts import Payload
 from utils.checkpoint.snapshot import HostMemory
-from utils.distributed.collectives import broadcast_json, gather, lowest_rank
+from utils.distributed.collectives import broadcast_json, gather
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import local
 from utils.rng import diverged
-from utils.run.attempt import Attempt
-from utils.training.fingerprint import buffers_of, fingerprint_of, of_rest, of_weights, shown
+from utils.training.fingerprint import buffers_of, of_rest, of_weights, shown
 from utils.training.schedule import Progress
 from utils.training.state import TrainState
 
@@ -31,14 +30,13 @@ class Copier:
         writes: whether this rank writes the copy.
         meta: what a payload holds beside the state.
         shards: rank r has the shard r % shards of the state.
-        threads: the context of the threads (`layouts.of_threads`).
+        threads: the context of the thread, which speaks to those of other ranks (`layouts.of_threads`).
     """
 
     def __init__(
-        self, attempt: Attempt, state: TrainState, writes: bool, meta: Payload, shards: int, threads: DistributedContext
+        self, state: TrainState, writes: bool, meta: Payload, shards: int, threads: DistributedContext
     ) -> None:
-        self._run, self._state, self._writes, self._meta = attempt.run, state, writes, meta
-        self._ctx, self._threads = attempt.ctx, threads
+        self._state, self._writes, self._meta, self._ctx = state, writes, meta, threads
         self._replicas = [range(shard, threads.world_size, shards) for shard in range(shards)]  # ranks of equal weights
         mapped(meta, lambda tensor: tensor)  # raises now if no checkpoint can hold it; later only values change
         self._memory = HostMemory()
@@ -49,7 +47,6 @@ class Copier:
         self._stream = torch.Stream(threads.device) if threads.device.type != "cpu" else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._copy: Future[Payload] | None = None  # begun, and not finished
-        self._odd_buffers: list[str] | None = None  # that differ between ranks; None: not compared yet
 
     def begin(self) -> Future[Payload]:
         """Start to copy the state as it is now. Finish the copy before weights or optimizer state change.
@@ -60,10 +57,8 @@ class Copier:
         Raises:
             UserError: if a checkpoint cannot hold a value of the state.
         """
-        state, payload = self._state.state_dict(), Payload()
-        pairs: list[tuple[Tensor, Tensor]] = []
-        if self._writes:
-            payload, pairs = self._memory.copy_of(state)
+        state = self._state.state_dict()
+        payload, pairs = self._memory.copy_of(state) if self._writes else (Payload(), [])
         # buffers at once: the next forward pass changes them
         places = {buffer.data_ptr() for buffer in self._state.model.buffers()}
         _copy_all([pair for pair in pairs if pair[1].data_ptr() in places])
@@ -98,11 +93,11 @@ class Copier:
 
     def _compare(self, digest: int, rest: int) -> str:
         """The fingerprint of the state. rest: on rank 0, that of its buffers and position."""
-        digests = [row[0] for row in gather(torch.tensor([digest]), self._threads)]  # of all ranks, on rank 0
+        digests = [row[0] for row in gather(torch.tensor([digest]), self._ctx)]  # of all ranks, on rank 0
         groups = self._replicas if self._ctx.is_main else []
         odd = [ranks[each] for ranks in groups for each in diverged([digests[rank] for rank in ranks])]
         whole = sum(digests[ranks[0]] for ranks in groups)
-        odd, fingerprint = broadcast_json([sorted(odd), shown(whole + rest)], self._threads)
+        odd, fingerprint = broadcast_json([sorted(odd), shown(whole + rest)], self._ctx)
         if odd:
             whose = ", ".join(f"rank {rank} on {self._ctx.hosts[rank]}" for rank in odd)
             raise TrainingError(
@@ -119,30 +114,6 @@ class Copier:
         if copy:
             copy.result()
         return time.perf_counter() - began
-
-    def compare_buffers(self, once: bool = False) -> None:
-        """Report persistent buffers that differ between ranks, as a queue that each rank fills: rank 0's are saved.
-
-        once: only if this attempt has not compared them yet. Call it between two steps, on all ranks.
-        """
-        if self._ctx.world_size == 1 or (once and self._odd_buffers is not None):
-            return
-        buffers = buffers_of(self._state.model).items()
-        mine = {name: [*each.shape, fingerprint_of("buffers", [each])] for name, each in buffers}
-        first = broadcast_json(mine, self._ctx)
-        rank, before, self._odd_buffers = lowest_rank(mine != first, self._ctx), self._odd_buffers, []
-        if rank is None:
-            return
-        other = broadcast_json(mine, self._ctx, rank)
-        self._odd_buffers = odd = sorted(name for name in first | other if first.get(name) != other.get(name))
-        self._run.event("buffers_differ", self._state.progress.step, names=odd, rank=rank)
-        if odd != before:
-            self._run.warn(
-                "%s: rank %d has other values in these buffers than rank 0, whose are saved; update them with what all"
-                " ranks computed (torch.distributed.all_reduce or all_gather), or register them with persistent=False",
-                ", ".join(odd[:5]) + (f" and {len(odd) - 5} more" if len(odd) > 5 else ""),
-                rank,
-            )
 
     def wait(self, seconds: float) -> None:
         """Wait at most so long for the copy in progress."""
