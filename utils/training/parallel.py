@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from config import TrainingConfig, UserError
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import group_of, local, norm_over
-from utils.training.replicated import Sharded, SingleProcess, Wrapped, wrap_exactly, wrap_replicated
+from utils.training.replicated import (
+    ExactlyReplicated,
+    Replicated,
+    Sharded,
+    SingleProcess,
+    Wrapped,
+    compress,
+    ddp_options,
+)
 from utils.training.sharding import ELEMENTWISE, build_sharded
 
 Build = Callable[[torch.device], nn.Module]
@@ -70,7 +78,14 @@ class Averaged(Sharing):
         self.divisor = ctx.world_size
 
     def wrap(self, model: nn.Module) -> Wrapped:
-        return wrap_replicated(model, self._config, self._ctx)
+        config, ranks = self._config, self._ctx.world_size
+        # DDP divides a gradient in its bucket by the ranks, and multiplies another one by 1 / ranks: equal bits only
+        # for powers of two, and the first step of an attempt has none in the buckets
+        accumulates = config.micro_batches_per_step(ranks) > ranks and ranks.bit_count() == 1
+        wrapped = Replicated(model, accumulates, **ddp_options(model, config, self._ctx))
+        if config.comm_hook != "none":
+            compress(wrapped, config.comm_hook, self._ctx.device)
+        return wrapped
 
 
 class Exact(Sharing):
@@ -79,7 +94,13 @@ class Exact(Sharing):
     sums_in_runs = True
 
     def wrap(self, model: nn.Module) -> Wrapped:
-        return wrap_exactly(model, self._config, self._ctx)
+        config = self._config
+        if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+            raise UserError("reduction=exact: SyncBatchNorm sums over the ranks by itself; leave out --sync_bn")
+        if self._ctx.device.type != "cpu" and not config.deterministic:
+            raise UserError("reduction=exact: on a GPU needs deterministic kernels; add --deterministic")
+        is_static = config.compile == "reduce-overhead"
+        return ExactlyReplicated(model, is_static, **ddp_options(model, config, self._ctx))
 
 
 class FullySharded(Sharing):

@@ -191,24 +191,8 @@ def thawed_error(names: list[str], step: int) -> UserError:
     )
 
 
-def wrap_replicated(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) -> Wrapped:
-    """DDP, with all of its options."""
-    # DDP divides a gradient in its bucket by the ranks, and multiplies another one by 1 / ranks: equal bits only for
-    # powers of two, and the first step of an attempt has none in the buckets
-    accumulates = config.micro_batches_per_step(ctx.world_size) > ctx.world_size and ctx.world_size.bit_count() == 1
-    wrapped = Replicated(model, accumulates, **_options(model, config, ctx))
-    if config.comm_hook != "none":
-        _compress(wrapped, config.comm_hook, ctx.device)
-    return wrapped
-
-
-def wrap_exactly(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) -> Wrapped:
-    """DDP with sums along the tree. Raises UserError if they cannot hold with this model."""
-    check_exact(model, config, ctx)
-    return ExactlyReplicated(model, config.compile == "reduce-overhead", **_options(model, config, ctx))
-
-
-def _options(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) -> dict[str, Any]:
+def ddp_options(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) -> dict[str, Any]:
+    """All options of DDP."""
     # running statistics are handled in utils/training/batchnorm.py; torch 2.15 renamed the argument
     is_new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     no_buffers = {"forward_sync_buffers" if is_new else "broadcast_buffers": False}
@@ -220,21 +204,13 @@ def _options(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) 
     }
 
 
-def check_exact(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) -> None:
-    """Raises UserError if `--reduction exact` cannot hold with this model."""
-    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        raise UserError("reduction=exact: SyncBatchNorm sums over the ranks by itself; leave out --sync_bn")
-    if ctx.device.type != "cpu" and not config.deterministic:
-        raise UserError("reduction=exact: on a GPU needs deterministic kernels; add --deterministic")
-
-
 def bucket_megabytes(model: nn.Module, config: TrainingConfig) -> float:
     """The size of DDP's buckets in MB: a quarter of the gradients, so that several overlap, between 1 and 25."""
     size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return config.bucket_cap_mb or min(25.0, max(1.0, size / 2**20 / 4))
 
 
-def _compress(model: DistributedDataParallel, name: str, device: torch.device) -> None:
+def compress(model: DistributedDataParallel, name: str, device: torch.device) -> None:
     """All-reduce gradients rounded to 16 bits; weights and optimizer keep their type. Raises UserError."""
     hook = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[name]
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[name]
