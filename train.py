@@ -42,6 +42,7 @@ from utils.run.evaluate_only import evaluate_only
 from utils.run.failures import PREEMPTED, failure_of_data, for_torchrun, leave_after, open_run
 from utils.run.provenance import provenance_of
 from utils.run.resume import resume_run
+from utils.training.batchnorm import check_sync_batchnorm
 from utils.training.cross_check import CrossCheck
 from utils.training.first_passes import first_passes
 from utils.training.replicated import Wrapped
@@ -119,6 +120,7 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     loading = config, ctx, attempt.clock, True  # the loaders hold their errors until the state is saved
     loader, sampler = on_all_ranks(lambda: create_distributed_dataloader(train_set, *loading), ctx)
     loaders = {name: create_evaluation_dataloader(each, *loading) for name, each in held_out.items()}
+    on_all_ranks(lambda: check_sync_batchnorm(state.model, sampler, ctx), ctx)
     model = wrap_ddp(state.model, config, ctx)
     # before resume_run: the model's buffers, which these passes may change, are then those of the checkpoint
     best = first_passes(model, state, loader, loaders, seams, config, ctx)
@@ -227,10 +229,7 @@ def train_one_epoch(training: Training) -> None:
 
 
 def compute_gradient(training: Training, stream: Iterable[MicroBatch]) -> tuple[int, list[int]]:
-    """The passes of this rank in one optimizer step, which leave its gradient and sums.
-
-    Returns the samples of all ranks in the global batch, and the indices of this rank's.
-    """
+    """This rank's passes of a step. Returns the samples in the global batch, and the indices of this rank's."""
     attempt, state, model, indices = training.attempt, training.state, training.model, []
     for micro_batch in stream:  # padding with zero gradient on an idle rank: DDP needs every rank
         is_padding, is_last_micro_batch = micro_batch.is_padding, micro_batch.is_last

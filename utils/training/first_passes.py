@@ -23,7 +23,6 @@ from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import local
 from utils.logger import NAME, count
 from utils.metrics import MetricTracker, check_metrics, choose_best
-from utils.training.batchnorm import check_sync_batchnorm
 from utils.training.fingerprint import fingerprint_of
 from utils.training.outputs import Summary
 from utils.training.replicated import Wrapped
@@ -53,7 +52,6 @@ def first_passes(
     Raises:
         UserError: if compute_loss returns something invalid, or a parameter got no gradient.
     """
-    on_all_ranks(lambda: check_sync_batchnorm(state.model, loader.sampler, ctx), ctx)
     compute_loss, summary = seams.compute_loss, seams.summary
     on_all_ranks(lambda: check_one_sample(state, loader, compute_loss, config.max_steps), ctx)
     batch = on_all_ranks(loader.sample_batch, ctx)
