@@ -171,6 +171,9 @@ def test_on_storage_without_links_best_pt_is_a_copy(config, monkeypatch):
         commit(run, step)
         best = commit_best(run, step)
         assert not best.is_symlink() and checkpoint.verify(best).step == step
+    for step in (30, 40):
+        commit(run, step, keep_last=1)
+    assert names(run.checkpoints) == ["best.pt", "step_00000020.pt", "step_00000040.pt"]
     assert run.restore_best(20)
     best.write_bytes(b"broken")
     assert not run.restore_best(15)
