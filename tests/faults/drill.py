@@ -49,8 +49,9 @@ PLACE = Path(FOLDER, f'place-{{RUN.name}}-{{RANK}}')
 plain_begin, enter_phase, plain_loss = Clock.begin_step, Clock.enter, train.your_model.compute_loss
 
 def show(clock):
-    Path(f'{{PLACE}}.new').write_text(f'0 {{clock.counter}} {{clock.step}} {{clock.phase}} {{os.getpid()}}')
-    os.replace(f'{{PLACE}}.new', PLACE)
+    new = f'{{PLACE}}.{{os.getpid()}}.new'  # two jobs may have this folder
+    Path(new).write_text(f'0 {{clock.counter}} {{clock.step}} {{clock.phase}} {{os.getpid()}}')
+    os.replace(new, PLACE)
 
 def begin_step(self, step):
     global STEP
