@@ -38,7 +38,7 @@ def training(fork: Fork) -> str:
     seen: dict[int, list[int]] = {1: [], 2: []}
     for file in fork.trainings["whole"].attempt.run.folder.glob("samples/rank*.jsonl"):
         for record in map(json.loads, file.read_text().splitlines()):
-            seen[record["epoch"]] += record["indices"]
+            seen.setdefault(record["epoch"], []).extend(record["indices"])
     for epoch, indices in seen.items():
         if sorted(indices) != list(range(count)):
             found = f"{len(set(indices))} of {count} samples in {len(indices)} visits"
