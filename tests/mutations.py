@@ -177,7 +177,7 @@ MUTATIONS = [
     Mutation('Consensus.flush', 'self._start(every=1)', 'pass', 'bad-sample'),
     Mutation('train_one_epoch', 'consensus.flush()  # an earlier vote must not count after a save', 'pass', 'stop'),
     Mutation('ignore_in_worker', 'signal.signal(number, signal.SIG_IGN)', 'signal.signal(number, signal.SIG_DFL)', 'stop'),
-    Mutation('StopSignals._note', 'self.received = self.received or signal.Signals(number).name', 'pass', 'stop'),
+    Mutation('StopSignals._keep', 'self._received, self.came_at = signal.Signals(number).name, time.monotonic()', 'pass', 'stop'),
     Mutation('cleanup_distributed', 'dist.barrier()', 'pass', 'clean-exit'),
     Mutation('on_all_ranks', 'if (rank := lowest_rank(bool(problem[0]), ctx)) is None:', 'if (rank := ctx.rank if problem[0] else None) is None:', 'one-sentence'),
     Mutation('replace_file', 'os.fsync(file.fileno())', 'pass', 'whole-file'),

@@ -96,7 +96,7 @@ SETTING = "{name}={here}: the checkpoint has {name}={before}"
 
 
 class Row(NamedTuple):
-    """A value that a checkpoint and the run that continues from it have. A difference may be rejected or is said."""
+    """A value that a checkpoint and the run that continues from it have. A difference is rejected or logged."""
 
     name: str
     before: Any

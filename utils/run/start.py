@@ -22,7 +22,7 @@ from utils.run.companions import Companions, plan_of
 from utils.run.ending import watched
 from utils.run.folder import Run
 from utils.run.owner import Claim, claim, sees
-from utils.signals import StopSignals, began_at
+from utils.signals import STOP, began_at
 from utils.table import format_table
 
 MAY_DIFFER = ("data_dir",)  # may be mounted elsewhere on another machine; the data itself is compared later
@@ -39,7 +39,7 @@ def open_run(config: TrainingConfig, ctx: DistributedContext) -> Iterator[Attemp
         UserError: if the run cannot be started or continued.
     """
     began = began_at()
-    with StopSignals() as signals, watched(config.run_folder, config, ctx) as ending:
+    with STOP, watched(config.run_folder, config, ctx) as ending:
         check_alike(config, ctx)
         run = claim_run(config, ctx)
         ending.report_to(run)
@@ -48,7 +48,7 @@ def open_run(config: TrainingConfig, ctx: DistributedContext) -> Iterator[Attemp
         logger = setup_logger(ctx.rank, None if run.claim.is_completed else run.log_file)
         if run.claim.is_completed:
             logger.info("%s: this run is already completed; to train longer, increase --epochs", run.folder)
-        yield Attempt(config, ctx, run, ending.clock, began, signals, logger)
+        yield Attempt(config, ctx, run, ending.clock, began, logger)
     run.close()
 
 
