@@ -39,6 +39,7 @@ def test_release_restores_the_handlers_that_hold_replaced():
     StopSignals.held = None
 
 
+@pytest.mark.guarantee("stop")
 def test_a_signal_sets_a_flag_and_the_handlers_are_restored():
     before = signal.getsignal(signal.SIGTERM)
     with StopSignals() as signals:
@@ -187,6 +188,7 @@ def test_a_rank_of_a_live_torchrun_starts_whatever_is_around_them(tmp_path, abov
         stop(program)
 
 
+@pytest.mark.guarantee("launcher-killed")
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal of Linux")
 @pytest.mark.parametrize("when", ["before the import", "after the import", "later"])
 @pytest.mark.parametrize("above", [each for each in ABOVE if each != "process 1 of a container"])
