@@ -15,7 +15,7 @@ from config import UserError
 from ranks import lack, run_ranks
 from tasks import TASKS, SmallNet, train_task
 from training import assert_same_state
-from utils.training.first_passes import check_compiler
+from utils.distributed.device import check_compiler
 from utils.training.update import Updater
 
 # micro-batches of 3 and, in the last global batch, one of 2, which leaves a rank idle; the evaluation has 8 samples:

@@ -14,7 +14,7 @@ from tasks import train_task
 from training import Runs, assert_same_state, wait_until
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.writer import Writer
-from utils.run import claim
+from utils.run import owner
 
 FLAGS = "--dataset_size 20 --no-use_amp --ema_decay 0.9 --record_samples --num_workers 0 --save_every 0".split()
 FLAGS += "--keep_last 2 --eval_every 20".split()
@@ -55,7 +55,7 @@ def train_and_cut(flags, calls, log):
         plain_start(self, *args)
 
     with (
-        mock.patch.object(claim, "repeated_failures", return_value=[]),
+        mock.patch.object(owner, "repeated_failures", return_value=[]),
         mock.patch.object(Writer, "start", start),
     ):
         return train_task("images", flags)

@@ -28,7 +28,7 @@ from scripts.companions.owner import Mirror
 from tasks import train_task, using
 from training import assert_same_state, difference, wait_until
 from utils.checkpoint import format as checkpoint
-from utils.run import start_checks
+from utils.run import owner
 from utils.training.schedule import Progress
 
 FLAGS = "--epochs 2 --ema_decay 0.9 --lr 0.02 --record_samples --save_every_steps 3 --dataset_size 60".split()
@@ -54,7 +54,7 @@ def train_on_its_own_disk(root, *args):
     folder = Path(root, f"node{rank}")
     folder.mkdir(exist_ok=True)
     os.chdir(folder)
-    soon = mock.patch.object(start_checks, "SECONDS_TO_SEE", 1.0)  # each disk is its own
+    soon = mock.patch.object(owner, "SECONDS_TO_SEE", 1.0)  # each disk is its own
     with soon, mock.patch.dict(tasks.TASKS["images"], {"create_dataset": with_a_test_set}):
         return train_with({}, *args)
 

@@ -22,7 +22,7 @@ from tasks import train_task
 from test_trackers import FLAGS, PROGRAM, assert_one_curve, write_run
 from training import wait_until
 from utils.files import read_json
-from utils.run import claim
+from utils.run import owner
 
 pytestmark = pytest.mark.slow
 PYTHON = ROOT / ".venv-trackers/bin/python"  # their requirements are not those of the other tests
@@ -120,7 +120,7 @@ def by_hand(where, run, *words, **env):
 def train_tracked(env, *args):
     os.environ.update(env)
     sys.executable = str(PYTHON)
-    with mock.patch.object(claim, "find_spec", lambda name: SimpleNamespace(origin=name)):
+    with mock.patch.object(owner, "find_spec", lambda name: SimpleNamespace(origin=name)):
         return train_task(*args)
 
 

@@ -15,7 +15,7 @@ from scripts.companions import trackers
 from tasks import train_task
 from training import assert_same_state
 from utils.files import read_json
-from utils.run.claim import claim
+from utils.run.owner import claim
 
 PROGRAM = ROOT / "scripts/companions/track.py"
 FLAGS = "--epochs 2 --dataset_size 60 --ema_decay 0.9 --lr 0.02 --log_interval 1 --save_every_steps 3".split()

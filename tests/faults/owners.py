@@ -8,7 +8,7 @@ from processes import RUN
 
 ELSEWHERE = "import socket\nsocket.gethostname = lambda: 'elsewhere'\n"
 REBOOTED = (
-    "import utils.run.lock\nutils.run.lock.BOOT = RUN.with_name('boot')\nutils.run.lock.BOOT.write_text('another')\n"
+    "import utils.run.owner\nutils.run.owner.BOOT = RUN.with_name('boot')\nutils.run.owner.BOOT.write_text('another')\n"
 )
 NO_LOCKS = "import fcntl\nfcntl.lockf = lambda *args: None\n"  # as on storage where locks do not work across hosts
 

@@ -27,8 +27,7 @@ from utils.checkpoint import format as checkpoint
 from utils.distributed.beats import state_of
 from utils.files import read_json, replace_json
 from utils.run import companions as companions_module
-from utils.run.claim import plan_of
-from utils.run.companions import Companions
+from utils.run.companions import Companions, plan_of
 from utils.run.watchdog import GONE
 
 CTX = SimpleNamespace(is_main=True, rank=0, host="here")

@@ -20,9 +20,10 @@ from training import wait_until
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.programs import OTHER_OWNER
-from utils.run import claim as claim_module
-from utils.run.claim import claim, plan_of
+from utils.run import owner as claim_module
+from utils.run.companions import plan_of
 from utils.run.folder import Run
+from utils.run.owner import claim
 
 WHERE = ["memory", "file"]
 

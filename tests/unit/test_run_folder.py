@@ -12,8 +12,8 @@ from test_checkpoint import payload
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.run import folder as run_folder
-from utils.run.claim import claim
 from utils.run.folder import Run
+from utils.run.owner import claim
 
 
 def open_run(config, launch_id="", may_restart=False, host="here"):
@@ -85,7 +85,7 @@ def test_resuming_from_an_earlier_checkpoint_of_the_run_sets_later_ones_aside(co
     fill(run, steps=(10, 20, 30))
     commit_best(run, 20)
     run = open_run(from_step_10(config))
-    assert run.resume_path.name == "step_00000010.pt" and run.start.attempt == 2
+    assert run.resume_path.name == "step_00000010.pt" and run.claim.attempt == 2
     run.rewind(10)
     assert not run.restore_best(20) and run.restore_best(-1)
     assert names(run.folder / "superseded-2") == ["step_00000020.pt", "step_00000030.pt"]

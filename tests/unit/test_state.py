@@ -11,9 +11,10 @@ from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed
 from forged import MICRO_BATCH
 from utils.data.sampler import Assignment, GlobalBatchSampler
+from utils.distributed.device import has_fast_bf16
 from utils.training.first_passes import evaluate_once, train_twice
 from utils.training.optimizer import lr_factor
-from utils.training.precision import Precision, has_fast_bf16
+from utils.training.precision import Precision
 from utils.training.seams import Seams
 from utils.training.state import TrainState
 

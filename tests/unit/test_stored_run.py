@@ -23,7 +23,7 @@ from utils.checkpoint import format as checkpoint
 from utils.checkpoint.stored import local_checkpoint
 from utils.files import read_json, replace_json
 from utils.run.apart import nodes_apart
-from utils.run.lock import RunLock
+from utils.run.owner import RunLock
 
 
 @pytest.fixture(params=WHERE)

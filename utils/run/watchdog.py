@@ -65,7 +65,7 @@ class Watchdog:
     Args:
         clock: of this rank.
         hang_timeout: seconds without progress after which the run is ended; 0: never.
-        ending: its methods are called: see `utils.run.failures.Ending`.
+        ending: its methods are called: see `utils.run.ending.Ending`.
     """
 
     def __init__(self, clock: Clock, ctx: DistributedContext, hang_timeout: float, ending: Any) -> None:
