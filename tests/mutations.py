@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from guarantees import GUARANTEES
+from guarantees import collect
 from ranks import ROOT, copy_repository
 
 DEADLINE = 600.0  # seconds for the tests of one guarantee
@@ -290,9 +290,8 @@ def run_tests(copy: Path, tests: list[str], *options: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout + ended.stderr
 
 
-def is_caught(mutation: Mutation, origin: Path) -> bool:
-    """Whether a test fails with the fault in a copy of `origin`; prints its name."""
-    tests = next(row.tests for row in GUARANTEES if row.key == mutation.breaks)
+def is_caught(mutation: Mutation, origin: Path, tests: list[str]) -> bool:
+    """Whether one of the tests fails with the fault in a copy of `origin`; prints its name."""
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         copy = Path(folder, "copy")
         shutil.copytree(origin, copy)
@@ -314,7 +313,8 @@ def main() -> int:
     options = parser.parse_args()
     chosen = [each for each in MUTATIONS if any(text in each.title + each.breaks for text in options.text or [""])]
     keys = {each.breaks for each in chosen}
-    tests = sorted({test for row in GUARANTEES if row.key in keys for test in row.tests})
+    found = [(key, test) for key, kind, test in collect() if key in keys and kind == "default"]
+    tests = sorted({test for _, test in found})
     has_xdist = importlib.util.find_spec("xdist") is not None
     parallel = ["-n", str(options.jobs + 1), "--dist", "loadfile"] if has_xdist else []
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder, ThreadPoolExecutor(options.jobs) as threads:
@@ -326,7 +326,8 @@ def main() -> int:
         if code:
             print(f"the tests fail without a fault; fix them first\n{said[-3000:]}")
             return 1
-        caught = [*threads.map(lambda each: is_caught(each, origin), chosen)]
+        own = [[test for key, test in reversed(found) if key == each.breaks] for each in chosen]  # tests/unit first
+        caught = [*threads.map(is_caught, chosen, [origin] * len(chosen), own)]
     print(f"{sum(caught)} of {len(chosen)} faults were caught")
     return 0 if chosen and all(caught) else 1
 

@@ -70,6 +70,7 @@ def calls_of_one_save(root):
     return lines
 
 
+@pytest.mark.guarantee("whole-file")
 def test_a_checkpoint_is_flushed_before_the_rename_and_the_folder_before_it_counts(tmp_path):
     calls, checkpoints = calls_of_one_save(tmp_path), tmp_path / "counted/checkpoints"
     file = rf"\d+<{checkpoints}/step_\d+\.pt\.[^/>]+\.tmp>"
@@ -112,6 +113,7 @@ def killed_at(runs, calls):
     assert is_completed or completes(f"killed{number}")
 
 
+@pytest.mark.guarantee("kills", "whole-file")
 @pytest.mark.slow
 def test_rank_0_killed_at_every_system_call_of_a_save(tmp_path):
     names = [line.split("(")[0] for line in calls_of_one_save(tmp_path)]

@@ -115,6 +115,7 @@ def answers(url):
         return False
 
 
+@pytest.mark.guarantee("mirror-resume")
 @pytest.mark.parametrize(
     ("bucket", "sharding"),
     [("file", "none"), slow("s3", "none"), slow("file", "zero3"), slow("s3", "zero3")],
@@ -142,6 +143,7 @@ def test_a_run_that_loses_its_folder_goes_on_from_its_mirror_bit_for_bit(runs, b
     assert status["state"] == "completed" and json.loads((runs.folder("parts") / "status.json").read_text()) == status
 
 
+@pytest.mark.guarantee("mirror-resume")
 @pytest.mark.parametrize(
     ("bucket", "sharding"), [("file", "none"), ("file", "zero3"), slow("file", "hybrid")], indirect=["bucket"]
 )
@@ -193,6 +195,7 @@ def use_tools(env, *commands):
     return texts
 
 
+@pytest.mark.guarantee("mirror-resume")
 @pytest.mark.slow
 @pytest.mark.parametrize("bucket", ["file", "s3"], indirect=True)
 def test_the_scripts_and_init_from_take_the_url_of_a_run(runs, bucket, tmp_path):

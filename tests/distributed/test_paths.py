@@ -37,12 +37,14 @@ def places(monkeypatch, tmp_path):
     (tmp_path / "is $THERE").mkdir()
 
 
+@pytest.mark.guarantee("paths")
 @pytest.mark.parametrize("path", VALUES)
 def test_a_path_is_expanded_unless_it_exists_as_it_is(places, path):
     assert expand(path) == VALUES[path]
     assert TrainingConfig(init_from=path).init_from == VALUES[path]
 
 
+@pytest.mark.guarantee("paths")
 @pytest.mark.parametrize("path", UNKNOWN)
 @pytest.mark.parametrize("name", [*PATHS, "config"])
 def test_an_unknown_name_is_an_error_and_makes_no_folder(places, tmp_path, capsys, name, path):
@@ -66,6 +68,7 @@ def train_in_other_homes(flags, folder):
     return train_flags(flags)["state"]
 
 
+@pytest.mark.guarantee("paths")
 @pytest.mark.parametrize("way", ["flags", "a file", "$PLACE"])
 def test_the_folders_of_a_run_are_those_of_rank_0(runs, way):
     paths = {"run_dir": "~/runs/{seed}", "checkpoint_dir": "~/ckpt", "data_dir": "~/data"}

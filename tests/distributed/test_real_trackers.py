@@ -124,6 +124,7 @@ def train_tracked(env, *args):
         return train_task(*args)
 
 
+@pytest.mark.guarantee("tracker")
 @pytest.mark.parametrize("where", TRACKERS, indirect=True)
 def test_a_run_over_two_resumes_is_one_curve(runs, where):
     for stops in ((5,), (11,), ()):
@@ -137,6 +138,7 @@ def test_a_run_over_two_resumes_is_one_curve(runs, where):
         assert all(row["_step"] == row["train/step"] for row in rows if "train/step" in row)
 
 
+@pytest.mark.guarantee("tracker")
 @pytest.mark.parametrize("where", TRACKERS, indirect=True)
 def test_kills_at_any_moment_lose_and_repeat_nothing(tmp_path, where):
     run = write_run(tmp_path / "run", config={"track": where.kind})
@@ -171,6 +173,7 @@ def test_kills_at_any_moment_lose_and_repeat_nothing(tmp_path, where):
     assert_whole(where, run)
 
 
+@pytest.mark.guarantee("tracker")
 @pytest.mark.parametrize("where", ["mlflow"], indirect=True)
 def test_training_goes_on_while_the_server_is_stopped_and_the_rest_is_sent_by_hand(runs, where):
     """The first attempt meets a server that answers, the second one that is stopped."""
@@ -202,6 +205,7 @@ class Answer(BaseHTTPRequestHandler):
     do_POST = do_PATCH = do_GET
 
 
+@pytest.mark.guarantee("tracker")
 @pytest.mark.parametrize("where", ["mlflow"], indirect=True)
 def test_a_server_that_fails_or_rejects_is_one_sentence_and_a_later_try_sends_all(tmp_path, where):
     run = write_run(tmp_path / "run")

@@ -65,6 +65,7 @@ def unlike(words, folder):
     return found
 
 
+@pytest.mark.guarantee("alike")
 def test_every_rank_raises_an_error_with_the_differences(runs):
     for name in ("0", "1"):
         (runs.root / name).mkdir()

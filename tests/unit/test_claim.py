@@ -21,6 +21,7 @@ IS_HELD = "holds a run already; add --resume_from auto to continue it, --overwri
 HOLDS_MORE = "contains more than one run's files; give a separate folder"
 
 
+@pytest.mark.guarantee("nothing-lost")
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
@@ -43,6 +44,7 @@ def test_a_start_in_an_unusable_folder_is_rejected_and_changes_nothing(config, c
 REPLACING = [{"run_dir": "runs/default"}, {"overwrite": True}, {"overwrite": True, "checkpoint_dir": "ckpt"}]
 
 
+@pytest.mark.guarantee("nothing-lost")
 @pytest.mark.parametrize("changes", REPLACING)
 def test_an_earlier_run_is_moved_aside_with_its_checkpoints(config, changes):
     config = with_(config, **changes)
@@ -59,6 +61,7 @@ def test_an_earlier_run_is_moved_aside_with_its_checkpoints(config, changes):
         assert run.notes == [f"moved the earlier run to {where} (0.0 GB); to delete it: rm -r {' '.join(asides)}"]
 
 
+@pytest.mark.guarantee("nothing-lost")
 @pytest.mark.parametrize("changes", REPLACING)
 def test_a_start_that_is_rejected_later_moves_the_earlier_run_back(config, changes):
     config = with_(config, **changes)
@@ -77,6 +80,7 @@ def test_a_start_that_is_rejected_later_moves_the_earlier_run_back(config, chang
     assert open_run(with_(config, overwrite=False, resume_from="auto")).resume_path.name == "step_00000020.pt"
 
 
+@pytest.mark.guarantee("nothing-lost")
 def test_an_earlier_run_is_named_if_the_start_that_moved_it_was_killed(config):
     replacing = with_(config, overwrite=True)
     fill(open_run(replacing))
@@ -137,6 +141,7 @@ def test_a_rejected_start_leaves_the_status_of_the_run(config):
     assert read_json(file)["state"] == "failed"
 
 
+@pytest.mark.guarantee("disk")
 def test_the_cause_of_a_failure_is_written_where_no_file_can_be_created(config, monkeypatch):
     run, nothing = open_run(config), mock.Mock(side_effect=OSError(28, "No space left on device"))
     run.status("running", step=7, checkpoint="x" * 999)
@@ -161,6 +166,7 @@ def test_a_run_without_records_or_checkpoints_is_started_again_in_its_folder(con
     assert run.records("train") == []
 
 
+@pytest.mark.guarantee("all-damaged")
 def test_a_run_whose_checkpoints_are_gone_is_not_started_over(config):
     """Their disk may not be mounted."""
     config = with_(config, resume_from="auto")

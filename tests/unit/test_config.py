@@ -41,6 +41,7 @@ def test_flags_with_underscores_dashes_and_negations():
         assert of(spelling).use_amp is False
 
 
+@pytest.mark.guarantee("config")
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
@@ -144,6 +145,7 @@ def test_a_run_dir_takes_every_format_of_python(run_dir, expected):
     assert of(f"--run_dir=runs/{run_dir}").run_folder.name == expected
 
 
+@pytest.mark.guarantee("config")
 def test_all_problems_are_listed_together(capsys):
     lines = rejection(capsys, *"--epochs 0 --lr x --nonsense --seed -1".split()).splitlines()
     assert [line.split(":")[0] for line in lines] == ["--nonsense", "seed=-1", "epochs=0", "lr=x"]
@@ -157,6 +159,7 @@ def test_the_constructor_checks_values_like_the_flags():
     assert TrainingConfig(batch_size="4").batch_size == 4
 
 
+@pytest.mark.guarantee("config")
 def test_defaults_then_file_then_flags(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('epochs = 3\nbatch-size = 16\nuse_amp = false\nnum_workers = "auto"\nlr = 1\n')
@@ -174,6 +177,7 @@ def test_a_file_is_checked_like_flags(tmp_path, capsys, text, expected):
     assert expected in rejection(capsys, "--config", str(tmp_path / "run.toml"))
 
 
+@pytest.mark.guarantee("config")
 def test_the_output_of_print_config_can_be_read_back(tmp_path, capsys):
     def printed(*words):
         with pytest.raises(SystemExit) as ended:

@@ -63,6 +63,7 @@ def test_a_rank_ends_although_its_log_is_on_storage_that_stalls(tmp_path):
         run_ranks(1, end_on_stalled_storage, tmp_path, deadline=30)
 
 
+@pytest.mark.guarantee("exit-codes")
 @pytest.mark.parametrize(("launch_id", "code"), [(None, 75), ("none", 0)])
 def test_a_preempted_process_exits_with_75_and_under_torchrun_which_would_restart_it_with_0(
     monkeypatch, launch_id, code

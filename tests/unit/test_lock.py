@@ -24,6 +24,7 @@ def quick(monkeypatch):
         monkeypatch.setattr(owner_module, f"SECONDS_{name}", getattr(owner_module, f"SECONDS_{name}") / divisor)
 
 
+@pytest.mark.guarantee("one-owner")
 def test_a_former_owner_writes_nothing_after_another_job_has_taken_over(tmp_path):
     config = TrainingConfig(run_dir=str(tmp_path))
     former = open_run(config)
@@ -45,6 +46,7 @@ def hold(folder, connection):
     connection.recv()
 
 
+@pytest.mark.guarantee("one-owner")
 def test_a_folder_in_use_is_rejected_with_its_owner_and_a_dead_owner_does_not_block(tmp_path):
     ours, theirs = CONTEXT.Pipe()
     owner = CONTEXT.Process(target=hold, args=(tmp_path, theirs))
@@ -62,6 +64,7 @@ def test_a_folder_in_use_is_rejected_with_its_owner_and_a_dead_owner_does_not_bl
     assert RunLock(tmp_path, "here").before["token"] == token
 
 
+@pytest.mark.guarantee("one-owner")
 def test_a_file_lock_that_outlives_its_machine_is_waited_for(tmp_path, monkeypatch, quick):
     """As on NFS, where the server keeps it for a while. The machine is this one before a reboot."""
     ours, theirs = CONTEXT.Pipe()
@@ -82,6 +85,7 @@ def test_a_file_lock_that_outlives_its_machine_is_waited_for(tmp_path, monkeypat
         owner.join()
 
 
+@pytest.mark.guarantee("one-owner")
 @pytest.mark.parametrize("boot", ["", "another"])
 def test_without_shared_file_locks_an_owner_on_another_machine_is_seen_by_its_heartbeat(
     tmp_path, monkeypatch, quick, boot
@@ -108,6 +112,7 @@ def test_an_owner_on_another_machine_that_has_reported_its_end_is_not_waited_for
     assert time.monotonic() - began < owner_module.SECONDS_TO_SEE_A_BEAT
 
 
+@pytest.mark.guarantee("one-owner")
 @pytest.mark.parametrize("before", ["nothing", "a dead owner"])
 def test_of_two_starts_at_the_same_time_without_file_locks_one_owns_the_run(tmp_path, monkeypatch, quick, before):
     def no_locks(*_):
@@ -145,6 +150,7 @@ def test_the_token_is_written_before_the_newest_checkpoint_is_verified(tmp_path,
     assert seen == [run.claim.token] != [first.claim.token]
 
 
+@pytest.mark.guarantee("same-step")
 def test_attempts_that_get_no_further_are_counted():
     def failures_at(*steps):
         owner = {"has_trained": True}

@@ -44,11 +44,13 @@ OTHERS = [
 CTX = DistributedContext(1, 1, 2, torch.device("cuda", 1), hosts=("a", "b"), device_names=("NVIDIA H200",) * 2)
 
 
+@pytest.mark.guarantee("memory")
 def test_failed_allocations_are_distinguished_from_other_errors():
     assert [error for error in FAILED if not is_out_of_memory(error)] == []
     assert [error for error in OTHERS if is_out_of_memory(error) or explain_memory(error, TrainingConfig(), CTX)] == []
 
 
+@pytest.mark.guarantee("memory")
 def test_the_error_names_the_rank_the_device_and_the_flags_that_help():
     config = TrainingConfig(global_batch_size=512)
     flags = "--batch_size 32 --global_batch_size 512 (the same global batch; scripts/benchmark.py --find-batch"

@@ -37,6 +37,7 @@ def test_release_restores_the_handlers_that_hold_replaced():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.guarantee("stop")
 def test_a_signal_sets_a_flag_and_the_handlers_are_restored():
     before = signal.getsignal(signal.SIGTERM)
     with STOP as signals:
@@ -186,6 +187,7 @@ def test_a_rank_of_a_live_torchrun_starts_whatever_is_around_them(tmp_path, abov
         stop(program)
 
 
+@pytest.mark.guarantee("launcher-killed")
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal of Linux")
 @pytest.mark.parametrize("when", ["before the import", "after the import", "later"])
 @pytest.mark.parametrize("above", [each for each in ABOVE if each != "process 1 of a container"])
