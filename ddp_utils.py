@@ -61,13 +61,44 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
     launch = read_launch()
     if launch.is_under_torchrun:
         follow_torchrun()
+    if dist.is_initialized():  # left by a failed run in this process
+        dist.destroy_process_group()
+    gc.collect()  # frees that run's groups: a worker forked later would hang on them
+    backend, device, card = _look_at_machine(config, launch)
+    url = config.init_method or "env://"
+    store = _rendezvous(launch, url, timedelta(seconds=config.timeout))
+    if launch.is_launched:  # a second run in this process gets its own keys
+        store = dist.PrefixStore(f"group {next(GROUPS)}", store)
+    cards, word = _introduce(store, launch, card, config)
+    beats = None
+    if launch.world_size > 1 and not url.startswith("file://"):  # which only appends
+        address = launch.master if url == "env://" and launch.master else (launch.address or url).split("//")[-1]
+        is_of_rank_0 = not (launch.agent_hosts_store and url == "env://")
+        beats = Beats(dist.PrefixStore(word, store), launch.rank, os.getpid(), address.split("?")[0], is_of_rank_0)
+    control = _create_groups(config, launch, store, backend, device)
+    hosts = tuple(each["host"] for each in cards)
+    return DistributedContext(
+        rank=launch.rank,
+        local_rank=launch.local_rank,
+        world_size=launch.world_size,
+        device=device,
+        local_world_size=hosts.count(card["host"]),
+        hosts=hosts,
+        device_names=tuple(each["device"] for each in cards),
+        fast_bf16=all(each["bf16"] for each in cards),
+        launch=launch,
+        control=control,
+        beats=beats,
+    )
+
+
+def _look_at_machine(config: TrainingConfig, launch: Launch) -> tuple[str, torch.device, dict[str, Any]]:
+    """Choose the backend, the device and the kernels of this rank, and write the card that it shows the others: host,
+    device, whether that has fast bfloat16, and what is missing. A rank without a launcher raises that UserError."""
     if config.deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(config.deterministic)  # it imports the compiler, which takes seconds
     if config.deterministic:
         make_libraries_deterministic()
-    if dist.is_initialized():  # left by a failed run in this process
-        dist.destroy_process_group()
-    gc.collect()  # frees that run's groups: a worker forked later would hang on them
     card: dict[str, Any] = {"host": socket.gethostname(), "problem": ""}
     backend, device = "", torch.device("cpu")
     try:
@@ -85,18 +116,13 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
     choose_kernels(device, config.deterministic)
     if config.reduction == "exact" and not launch.threads:
         torch.set_num_threads(1)  # as torchrun does: the bits of a sum may depend on it
+    return backend, device, card
 
-    timeout = timedelta(seconds=config.timeout)
-    url = config.init_method or "env://"
-    store = _rendezvous(launch, url, timeout)
-    if launch.is_launched:  # a second run in this process gets its own keys
-        store = dist.PrefixStore(f"group {next(GROUPS)}", store)
-    cards, word = _introduce(store, launch, card, config)
-    beats = None
-    if launch.world_size > 1 and not url.startswith("file://"):  # which only appends
-        address = launch.master if url == "env://" and launch.master else (launch.address or url).split("//")[-1]
-        is_of_rank_0 = not (launch.agent_hosts_store and url == "env://")
-        beats = Beats(dist.PrefixStore(word, store), launch.rank, os.getpid(), address.split("?")[0], is_of_rank_0)
+
+def _create_groups(
+    config: TrainingConfig, launch: Launch, store: dist.Store, backend: str, device: torch.device
+) -> dist.ProcessGroup:
+    """Create the default group and the control group, which is returned. Raises StartError."""
     if launch.world_size > RANKS_IN_A_MESH:
         connect_lazily()
     try:
@@ -105,38 +131,20 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
             store=dist.PrefixStore("world", store),
             rank=launch.rank,
             world_size=launch.world_size,
-            timeout=timeout,
+            timeout=timedelta(seconds=config.timeout),
             device_id=None if device.type == "cpu" else device,
         )
-        control = _create_control_group(config.timeout)
+        # a rank may stop now, and the group's own limit is for later
+        group: Any = within(config.timeout, lambda: dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
+        return group
+    except TimeoutError:
+        text = f"the ranks did not connect within {config.timeout:g} s; check the network between the nodes"
+        raise StartError(f"{text}, then start again") from None
     except RuntimeError as error:
         if "Unable to find" not in str(error):  # an interface of the network
             raise
         remedy = "bring up the loopback (ip link set lo up), or name another interface in GLOO_SOCKET_IFNAME"
         raise StartError(f"gloo: {str(error).splitlines()[0].rpartition('. ')[2]}; {remedy}") from None
-    hosts = tuple(each["host"] for each in cards)
-    return DistributedContext(
-        rank=launch.rank,
-        local_rank=launch.local_rank,
-        world_size=launch.world_size,
-        device=device,
-        local_world_size=hosts.count(card["host"]),
-        hosts=hosts,
-        device_names=tuple(each["device"] for each in cards),
-        fast_bf16=all(each["bf16"] for each in cards),
-        launch=launch,
-        control=control,
-        beats=beats,
-    )
-
-
-def _create_control_group(seconds: float) -> dist.ProcessGroup:
-    try:  # a rank may stop now, and its own limit is for later
-        group: Any = within(seconds, lambda: dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
-        return group
-    except TimeoutError:
-        text = f"the ranks did not connect within {seconds:g} s; check the network between the nodes, then start again"
-        raise StartError(text) from None
 
 
 def _rendezvous(launch: Launch, url: str, timeout: timedelta) -> dist.Store:

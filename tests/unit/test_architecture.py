@@ -111,6 +111,14 @@ def test_the_loop_fits_on_a_page():
             assert node.end_lineno - node.lineno < 60, node.name
 
 
+def test_no_function_is_over_50_lines_and_no_constructor_has_more_than_seven_parameters():
+    for path in CORE:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 50, (path, node.name)
+                assert node.name != "__init__" or len(node.args.args + node.args.kwonlyargs) <= 8, path  # with self
+
+
 def test_no_file_is_over_400_lines():
     for path in [*CORE, *(ROOT / "scripts").rglob("*.*"), *(ROOT / "tests").rglob("*.py")]:
         if path.suffix in (".py", ".sh") and path.name not in (

@@ -140,7 +140,7 @@ def _decode(
         assignment=Assignment(peers.index(ctx.rank), len(peers)),
         shuffle=False,
     )
-    loader = GlobalBatchLoader(source, sampler, config, replace(ctx, device=torch.device("cpu")), is_transformed=False)
+    loader = GlobalBatchLoader(sampler, config, replace(ctx, device=torch.device("cpu")), is_transformed=False)
     rows = _shared_rows(row, len(source), ctx)
 
     def run() -> None:

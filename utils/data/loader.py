@@ -39,7 +39,6 @@ class GlobalBatchLoader:
 
     def __init__(
         self,
-        dataset: MapDataset,
         sampler: GlobalBatchSampler,
         config: TrainingConfig,
         ctx: DistributedContext,
@@ -50,6 +49,7 @@ class GlobalBatchLoader:
     ) -> None:
         self.failure: Exception | None = None
         self._holds_failure = holds_failure
+        dataset = sampler.dataset
         self.dataset, self.sampler, self.device = dataset, sampler, ctx.device
         self.num_workers = choose_workers(config, dataset, ctx.local_world_size)
         self._clock, self._phases = clock or Clock(), phases
@@ -254,7 +254,7 @@ def create_distributed_dataloader(
     size = sampler.global_batch_size
     if not sampler.steps_per_epoch:
         raise UserError(f"dataset: {len(dataset)} samples do not fill a global batch of {size}; reduce batch_size")
-    return GlobalBatchLoader(dataset, sampler, config, ctx, clock, holds_failure=holds_failure), sampler
+    return GlobalBatchLoader(sampler, config, ctx, clock, holds_failure=holds_failure), sampler
 
 
 def create_evaluation_dataloader(
@@ -279,4 +279,4 @@ def create_evaluation_dataloader(
         shuffle=False,
     )
     phases = "evaluation", "evaluation"
-    return GlobalBatchLoader(dataset, sampler, config, ctx, clock, phases, holds_failure=holds_failure)
+    return GlobalBatchLoader(sampler, config, ctx, clock, phases, holds_failure=holds_failure)
