@@ -23,8 +23,9 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, default_collate
 
 from config import TrainingConfig, UserError, range_of, unless_auto
-from utils.data.augment import augment_images, choose, file_transform, mix, normalize, repeated_order
-from utils.data.images import (
+from utils.data.loader import create_distributed_dataloader
+from utils.example.augment import augment_images, choose, file_transform, mix, normalize, repeated_order
+from utils.example.images import (
     Listing,
     cifar10_folder,
     classes_of,
@@ -33,9 +34,8 @@ from utils.data.images import (
     read_cifar10,
     read_image,
 )
-from utils.data.lists import CsvListing, rows_of
-from utils.data.loader import create_distributed_dataloader
-from utils.data.pretrained import download_weights, published, weights_file
+from utils.example.lists import CsvListing, rows_of
+from utils.example.pretrained import download_weights, published, weights_file
 from utils.rng import derive_seed
 
 __all__ = ["SyntheticImageDataset", "create_dataset", "create_distributed_dataloader", "is_prepared", "prepare_data"]

@@ -20,7 +20,7 @@ from config import TrainingConfig, UserError, nearest, unless_auto
 from ddp_utils import unwrap, wrap_ddp
 from utils.checkpoint.format import load_weights
 from utils.checkpoint.stored import local_checkpoint
-from utils.data.pretrained import weights_file
+from utils.example.pretrained import weights_file
 from utils.memory import is_out_of_memory
 from utils.metrics import Metrics, count_correct
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from config import UserError
-from utils.data.images import Listing, check_splits
+from utils.example.images import Listing, check_splits
 from utils.logger import ALIKE, NAME, count
 
 DECIMAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)")

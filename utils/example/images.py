@@ -35,6 +35,24 @@ SAMPLED = 64  # files of a set, whose headers are read
 _met: dict[str, int] = {}  # the warnings that this process has logged, and the highest value of 16-bit images
 
 
+def log_listed(sets: Sequence[Any]) -> None:
+    """Log how many files of all these listings are left out, if any, and what reading their images loses."""
+    from PIL import Image
+
+    _met.clear()
+    kinds: Counter[str] = sum((each.left_out for each in sets), Counter())
+    if kinds:
+        example = next(each.example for each in sets if each.example)
+        text = "data: left out %s of other types than images: %s, e.g. %s"
+        logging.getLogger(NAME).info(text, count(kinds.total(), "file"), _in_words(kinds), example)
+    for path in (each.path(k) for each in sets for k in range(0, len(each), max(1, len(each) // SAMPLED))):
+        with suppress(Exception), Image.open(path) as file:  # an unreadable one ends the run when it is needed
+            _of_8_bits(file, path)
+    if 0 < (peak := _met.get("peak", 0)) < DARK:
+        text = "data: the 16-bit images have values up to %d of 65535, of which reading keeps %d levels; scale them up"
+        logging.getLogger(NAME).warning(text, peak, peak // 256 + 1)
+
+
 class Listing:
     """A data set's files: images below <folder>/<class>/, by class and path. A subclass sets `folder` and `classes`."""
 
@@ -66,6 +84,8 @@ class Listing:
 
     def use_listing(self, listing: bytes) -> None:
         self.listing = listing  # from `load_data`, which lists once per file system
+
+    log_listed = staticmethod(log_listed)
 
     @functools.cached_property
     def _zeros(self) -> Tensor:
@@ -147,24 +167,6 @@ def _no_images(folder: Path, what: str, others: list[os.DirEntry]) -> UserError:
 
 def _in_words(kinds: Counter[str]) -> str:
     return ", ".join(f"{number:,} {kind or 'without a suffix'}" for kind, number in kinds.most_common(5))
-
-
-def log_listed(sets: Sequence[Any]) -> None:
-    """Log how many files of all these listings are left out, if any, and what reading their images loses."""
-    from PIL import Image
-
-    _met.clear()
-    kinds: Counter[str] = sum((each.left_out for each in sets), Counter())
-    if kinds:
-        example = next(each.example for each in sets if each.example)
-        text = "data: left out %s of other types than images: %s, e.g. %s"
-        logging.getLogger(NAME).info(text, count(kinds.total(), "file"), _in_words(kinds), example)
-    for path in (each.path(k) for each in sets for k in range(0, len(each), max(1, len(each) // SAMPLED))):
-        with suppress(Exception), Image.open(path) as file:  # an unreadable one ends the run when it is needed
-            _of_8_bits(file, path)
-    if 0 < (peak := _met.get("peak", 0)) < DARK:
-        text = "data: the 16-bit images have values up to %d of 65535, of which reading keeps %d levels; scale them up"
-        logging.getLogger(NAME).warning(text, peak, peak // 256 + 1)
 
 
 def classes_of(root: Path, split: str) -> list[str]:
