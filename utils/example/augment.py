@@ -102,12 +102,10 @@ def repeated_order(repeats: int, group: int, seed: int, epoch: int, n: int) -> T
     """
     cycle, part = divmod(epoch, repeats)
     images = torch.randperm(n, generator=torch.Generator().manual_seed(derive_seed("order", seed, "repeats", cycle)))
-    place = torch.arange(part * n, (part + 1) * n)
     last = max(n // group - 1, 0) * group  # the last group also has the rest
-    first = (place // (group * repeats) * group).clamp(max=last)
-    size = torch.where(first < last, group, n - first)
-    within = place - first * repeats
-    return images[first + within % size] + n * (within // size)
+    copies = n * torch.arange(repeats).unsqueeze(1)
+    groups = images[:last].view(-1, 1, group), images[last:]
+    return torch.cat([(each + copies).flatten() for each in groups])[part * n : (part + 1) * n]
 
 
 def normalize(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
