@@ -12,7 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import json
 import math
+import os
+import re
+from array import array
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,19 +29,21 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, default_collate
 
 from config import TrainingConfig, UserError, range_of, unless_auto
-from utils.data.augment import augment_images, choose, file_transform, mix, normalize, repeated_order
-from utils.data.images import (
-    Listing,
+from utils.data.loader import create_distributed_dataloader
+from utils.example.augment import augment_images, choose, mix, normalize, repeated_order
+from utils.example.images import (
     cifar10_folder,
     classes_of,
     download_cifar10,
     images_in,
+    kind_of,
+    list_folder,
+    log_listed,
     read_cifar10,
     read_image,
 )
-from utils.data.lists import CsvListing, rows_of
-from utils.data.loader import create_distributed_dataloader
-from utils.data.pretrained import download_weights, published, weights_file
+from utils.example.lists import list_csv, rows_of
+from utils.example.pretrained import download_weights, published, weights_file
 from utils.rng import derive_seed
 
 __all__ = ["SyntheticImageDataset", "create_dataset", "create_distributed_dataloader", "is_prepared", "prepare_data"]
@@ -144,29 +152,63 @@ class SyntheticImageDataset(InMemoryImages):
         super().__init__(images, labels, classes, (0.5,) * in_channels, (0.2,) * in_channels, split)
 
 
-class ImageFolderDataset(Listing, ImageDataset):  # type: ignore[override]  # a cached property can be set, too
-    """Images below <folder>/<class>/, decoded on access. `load_data` lists them once per file system.
+class ImageFolderDataset(ImageDataset):
+    """Images below <folder>/<class>/, by class and path, decoded on access. `load_data` lists them once per file
+    system.
 
     Args:
+        folder: of a split.
+        config: the size of the files may be "auto"; then they have image_size, and another one is an error.
         image_size: height and width of the model input in pixels.
-        transform: of a decoded image, uint8 [C, H, W]; the results have one size.
-        is_random: whether the transform draws random numbers.
-        is_resized: whether the files may have any size (else another one than image_size is an error).
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        classes: list[str],
-        channels: int,
-        image_size: int,
-        transform: Callable[[Tensor], Tensor],
-        is_random: bool,
-        is_resized: bool,
-    ) -> None:
-        self.folder, self.classes, self.split, self.image_size = folder, classes, folder.name, image_size
-        self._transform, self.cacheable, self._is_resized = transform, not is_random, is_resized
-        self.mean, self.std = map(torch.tensor, STATISTICS[channels])
+    has_sizes = True  # the listing has those of the files
+    left_out: Counter[str] = Counter()  # suffixes of other files, on the rank that has listed them
+    example = ""
+    log_listed = staticmethod(log_listed)
+
+    def __init__(self, folder: Path, classes: list[str], config: TrainingConfig, image_size: int) -> None:
+        self.folder, self.classes, self.split, self.image_size = folder, classes, folder.stem, image_size
+        self.mean, self.std = map(torch.tensor, STATISTICS[unless_auto(config.in_channels, 3)])
+        self._is_resized = config.image_size != "auto"
+        self._transform, is_random = file_transform(config, image_size, self.split == "train")
+        self.cacheable = not is_random
+
+    @functools.cached_property
+    def listing(self) -> bytes:
+        """<class>/<path below it> and the bytes of each file, between zeros. Raises UserError for an empty class."""
+        listing, others = list_folder(self.folder, self.classes)
+        self.left_out, self.example = Counter(kind_of(each.name) for each in others), others[0].path if others else ""
+        return listing
+
+    def use_listing(self, listing: bytes) -> None:
+        self.listing = listing  # from `load_data`, which lists once per file system
+
+    @functools.cached_property
+    def _zeros(self) -> Tensor:
+        return (torch.frombuffer(bytearray(self.listing), dtype=torch.uint8) == 0).nonzero().flatten()
+
+    def path(self, index: int) -> Path:
+        start, end = self._zeros[index : index + 2].tolist()
+        return self.folder / os.fsdecode(self.listing[start + 1 : end].rpartition(b" ")[0])
+
+    @functools.cached_property
+    def targets(self) -> Tensor:  # type: ignore[override]  # a cached property can be set, too
+        found = Counter(match[1] for match in re.finditer(rb"\0([^/]+)/", self.listing))
+        return torch.repeat_interleave(torch.tensor([found[os.fsencode(name)] for name in self.classes]))
+
+    def class_of(self, index: int) -> str:
+        """The class of a sample, for messages."""
+        return self.classes[int(self.targets[index])]
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of what must match at a resume: names and labels, and not the sizes."""
+        rows = re.finditer(rb"\0[^\0]+(?= )" if self.has_sizes else rb"[^\0]+", self.listing)
+        digest = hashlib.sha256()
+        for row in rows:
+            digest.update(row[0])
+        return digest.hexdigest()
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """uint8 [C, size, size] and the label. Raises UserError for a corrupt file or one of a wrong size."""
@@ -180,34 +222,50 @@ class ImageFolderDataset(Listing, ImageDataset):  # type: ignore[override]  # a 
         return self._transform(image), label
 
 
-class CsvDataset(CsvListing, ImageFolderDataset):  # type: ignore[override]  # as above
+class CsvDataset(ImageFolderDataset):
     """Images that a CSV file names, each with its label: <data_dir>/<split>.csv. Read once per file system, too."""
 
-    def __init__(self, file: Path, limit: int | str, *rest: Any) -> None:
-        super().__init__(file.parent, [], *rest)
+    has_sizes = False  # reading the list touches no image
+
+    def __init__(self, file: Path, classes: list[str], config: TrainingConfig, image_size: int) -> None:
+        super().__init__(file, classes, config, image_size)
         del self.classes  # they are in the listing
-        self.file, self.limit, self.split = file, limit, file.stem
+        self.folder, self.file, self.limit = file.parent, file, config.num_classes
+
+    @functools.cached_property
+    def listing(self) -> bytes:
+        return list_csv(self.file, self.limit)
+
+    @functools.cached_property
+    def classes(self) -> list[str]:  # type: ignore[override]  # as above
+        return json.loads(self.listing.rpartition(b"\0")[2])
+
+    @functools.cached_property
+    def targets(self) -> Tensor:  # type: ignore[override]  # as above
+        return torch.frombuffer(array("q", map(int, re.findall(rb" (\d+)\0", self.listing))), dtype=torch.int64)
+
+    def class_of(self, index: int) -> str:
+        return f"{super().class_of(index)}, {self.file}, line {index + 2}"
 
 
 def is_prepared(config: TrainingConfig) -> bool:
     """Whether the data, and the weights of `--init_from torchvision`, are there; called on every rank."""
-    return not (_lacks_cifar10(config) or _lacks_weights(config))
+    return not _downloads(config)
 
 
 def prepare_data(config: TrainingConfig) -> None:
     """Download what is missing to config.data_dir, completely or not at all. Raises UserError."""
-    if _lacks_cifar10(config):
-        download_cifar10(Path(config.data_dir))
-    if _lacks_weights(config):
-        download_weights(config)
+    for download in _downloads(config):
+        download()
 
 
-def _lacks_cifar10(config: TrainingConfig) -> bool:
-    return config.dataset == "cifar10" and not cifar10_folder(Path(config.data_dir)).exists()
-
-
-def _lacks_weights(config: TrainingConfig) -> bool:
-    return config.init_from == "torchvision" and not weights_file(config).exists()
+def _downloads(config: TrainingConfig) -> list[Callable[[], None]]:
+    missing: list[Callable[[], None]] = []
+    if config.dataset == "cifar10" and not cifar10_folder(Path(config.data_dir)).exists():
+        missing.append(lambda: download_cifar10(Path(config.data_dir)))
+    if config.init_from == "torchvision" and not weights_file(config).exists():
+        missing.append(lambda: download_weights(config))
+    return missing
 
 
 def create_dataset(config: TrainingConfig, split: str) -> Dataset | None:
@@ -219,8 +277,9 @@ def create_dataset(config: TrainingConfig, split: str) -> Dataset | None:
     if dataset is not None and split == "train":
         if not isinstance(dataset, CsvDataset):  # which checks them when it is read
             _check_labels(dataset, config)
-        if dataset.in_memory:
-            _check_unused(config)
+        for name in OF_FILES if dataset.in_memory else ():
+            if (value := getattr(config, name)) != getattr(TrainingConfig, name):
+                raise UserError(f"{name}={value}: is for image files; leave it out, or use --dataset imagefolder")
         kind = choose(config.augment, dataset.image_size, dataset.in_memory)
         dataset.augment = "none" if kind == "resized_crop" else kind  # resized crops are made by the workers
         if config.mixup_alpha or config.cutmix_alpha:
@@ -266,16 +325,16 @@ def _image_files(config: TrainingConfig, split: str) -> ImageFolderDataset | Non
         raise UserError(f"in_channels={channels}: images have 1 or 3 channels; give 1 or 3")
     sizes: dict[str, Any] = _sizes(config)
     config = dataclasses.replace(config, **sizes)
-    if isinstance(config.image_size, int):
-        size = config.image_size
-    else:
-        by_class = root / "train" / "".join(classes[:1])
-        first = (
-            root / next(rows_of(root / "train.csv"))[0] if suffix else Path(images_in(by_class, must_exist=True)[0][0])
-        )
-        size = _size_of(first, channels)
-    rest = (channels, size, *_transform(config, size, channels, split == "train"), config.image_size != "auto")
-    dataset = CsvDataset(source, config.num_classes, *rest) if suffix else ImageFolderDataset(source, classes, *rest)
+    size = config.image_size
+    if not isinstance(size, int):  # that of the first image
+        if suffix:
+            first = root / next(rows_of(root / "train.csv"))[0]
+        else:
+            first = Path(images_in(root / "train" / classes[0], must_exist=True)[0][0])
+        size, width = read_image(first, channels).shape[1:]
+        if size != width:
+            raise UserError(f"{first}: is not square ({width}x{size} pixels); resize all to N x N with --image_size N")
+    dataset = (CsvDataset if suffix else ImageFolderDataset)(source, classes, config, size)
     vars(dataset).update(sizes)
     return dataset
 
@@ -297,35 +356,31 @@ def _sizes(config: TrainingConfig) -> dict[str, int | str]:
     return {name: value for name, value in values.items() if getattr(config, name) == "auto"}
 
 
-def _transform(
-    config: TrainingConfig, size: int, channels: int, is_train: bool
-) -> tuple[Callable[[Tensor], Tensor], bool]:
-    """The transform of decoded images, and whether it draws random numbers."""
+def file_transform(config: TrainingConfig, size: int, is_train: bool) -> tuple[Callable[[Tensor], Tensor], bool]:
+    """torchvision's reference transforms, in its order: decoded uint8 [C, H, W] -> uint8 [C, size, size], in workers;
+    and whether they draw. A worker seeds torch's generator for each sample, so draws depend on (seed, epoch, sample).
+    """
+    from torchvision.transforms import v2
+
+    mode, steps = v2.InterpolationMode(config.interpolation), []
     is_cropped = choose(config.augment, size) == "resized_crop"
     if not is_train:
         usual = round(size * 256 / 224) if is_cropped else size  # torchvision resizes to 256 for 224
-        return file_transform(size, unless_auto(config.resize_size, usual), config.interpolation), False
-    train_size = unless_auto(config.train_size, size)
-    crop = (range_of(config.crop_scale), range_of(config.crop_ratio)) if is_cropped else None
-    expected = _expected(config)
-    extra = (config.auto_augment, config.random_erase, expected.mean if expected else STATISTICS[channels][0])
-    is_random = is_cropped or config.auto_augment != "none" or config.random_erase > 0
-    return file_transform(train_size, train_size, config.interpolation, crop, *extra), is_random
-
-
-def _size_of(first: Path, channels: int) -> int:
-    """The size of all images if none is given: that of the first one, which must be square."""
-    height, width = read_image(first, channels).shape[1:]
-    if height != width:
-        raise UserError(f"{first}: is not square ({width}x{height} pixels); resize all to N x N with --image_size N")
-    return height
-
-
-def _check_unused(config: TrainingConfig) -> None:
-    """Data in memory are not transformed by the workers."""
-    for name in OF_FILES:
-        if (value := getattr(config, name)) != getattr(TrainingConfig, name):
-            raise UserError(f"{name}={value}: is for image files; leave it out, or use --dataset imagefolder")
+        return v2.Compose([v2.Resize(unless_auto(config.resize_size, usual), mode), v2.CenterCrop(size)]), False
+    size = unless_auto(config.train_size, size)
+    if is_cropped:
+        crop = range_of(config.crop_scale), range_of(config.crop_ratio)
+        steps += [v2.RandomResizedCrop(size, *crop, interpolation=mode), v2.RandomHorizontalFlip()]
+    else:
+        steps += [v2.Resize(size, mode), v2.CenterCrop(size)]
+    if config.auto_augment != "none":
+        policies = {"ra": v2.RandAugment, "ta_wide": v2.TrivialAugmentWide, "augmix": v2.AugMix}
+        turned = v2.InterpolationMode("nearest" if mode.value == "nearest" else "bilinear")  # no bicubic of tensors
+        steps.append(policies.get(config.auto_augment, v2.AutoAugment)(interpolation=turned))
+    if config.random_erase:  # a box of the mean, which is 0 after the device has normalized
+        mean = expected.mean if (expected := _expected(config)) else STATISTICS[unless_auto(config.in_channels, 3)][0]
+        steps.append(v2.RandomErasing(config.random_erase, value=[round(255 * part) for part in mean]))
+    return v2.Compose(steps), is_cropped or config.auto_augment != "none" or config.random_erase > 0
 
 
 def _check_labels(dataset: ImageDataset, config: TrainingConfig) -> None:

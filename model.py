@@ -20,7 +20,7 @@ from config import TrainingConfig, UserError, nearest, unless_auto
 from ddp_utils import unwrap, wrap_ddp
 from utils.checkpoint.format import load_weights
 from utils.checkpoint.stored import local_checkpoint
-from utils.data.pretrained import weights_file
+from utils.example.pretrained import weights_file
 from utils.memory import is_out_of_memory
 from utils.metrics import Metrics, count_correct
 
@@ -171,11 +171,9 @@ def _torchvision_model(name: str, in_channels: int, num_classes: int, image_size
         raise UserError(
             f"in_channels={in_channels}: torchvision's models take 3; use --model mini_resnet or 3 channels"
         )
-    special: dict[str, Any] = (
-        {"aux_logits": False, "transform_input": True} if name in ("inception_v3", "googlenet") else {}
-    )
-    if name.startswith("vit_"):
-        special = {"image_size": image_size}
+    special: dict[str, Any] = {"image_size": image_size} if name.startswith("vit_") else {}
+    if name in ("inception_v3", "googlenet"):
+        special = {"aux_logits": False, "transform_input": True}
     try:
         model = models.get_model(name, weights=None, num_classes=num_classes, **special).eval()
         shapes = {key: value.to("meta") for key, value in [*model.named_parameters(), *model.named_buffers()]}

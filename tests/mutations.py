@@ -136,7 +136,7 @@ MUTATIONS = [
     Mutation('sample_draws', 'return _shift(mix(indices.unsqueeze(1) * count + number, derive_seed("sample", seed, epoch)), 32)', 'return _shift(mix(torch.arange(len(indices), device=indices.device).unsqueeze(1) * count + number, derive_seed("sample", seed, epoch)), 32)', 'samples'),
     Mutation('GlobalBatchLoader._to_device', 'batch = self._transform(batch, self.sampler.seed, micro_batch.epoch, indices)', 'batch = self._transform(batch, self.sampler.seed, 0, indices)', 'samples'),
     Mutation('Fetcher._batch', 'seed_host("sample", self._seed, epoch, *indices)', 'pass', 'samples'),
-    Mutation('repeated_order', 'return images[first + within % size] + n * (within // size)', 'return images[first + within % size]', 'order'),
+    Mutation('repeated_order', 'copies = n * torch.arange(repeats).unsqueeze(1)', 'copies = 0 * torch.arange(repeats).unsqueeze(1)', 'order'),
     Mutation('mix', 'torch.default_generator.manual_seed(seed)', 'pass', 'samples'),
     Mutation('first_passes', 'digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss, 1.0 + ctx.rank % 2), ctx)', 'digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss), ctx)', 'unwrapped'),
     Mutation('Updater.step', 'if thawed := [name for p, name in self._frozen.items() if p.requires_grad]:', 'if thawed := []:', 'thawed'),

@@ -31,8 +31,8 @@ import plain_loop
 import train
 from config import TrainingConfig
 from line_tasks import BlockModel, TokenModel, create_lines, token_loss
-from utils.data.augment import augment_images, normalize
 from utils.distributed.consensus import Consensus
+from utils.example.augment import augment_images, normalize
 from utils.metrics import count_correct
 from utils.report.reporter import Reporter
 

@@ -17,10 +17,10 @@ from dataset import SyntheticImageDataset, create_dataset, is_prepared, prepare_
 from ddp_utils import cleanup_distributed, setup_distributed
 from images import save_images
 from ranks import run_ranks
-from utils.data.augment import augment_images, normalize
 from utils.data.sampler import MicroBatch
 from utils.data.sets import choose_samples, identity, load_data, with_auto
 from utils.data.worker import Fetcher
+from utils.example.augment import augment_images, normalize
 from utils.rng import seed_host
 
 

@@ -13,10 +13,10 @@ from model import MiniResNet, compute_loss, create_model, param_groups
 from ranks import ROOT, torchrun
 from test_kernel import TO_END, check_against_the_kernel
 from test_oracle import SGD, check_against_the_oracle
-from utils.data.augment import mix, repeated_order
 from utils.data.sampler import Assignment, GlobalBatchSampler
 from utils.data.sets import ChosenSamples, choose_samples
 from utils.data.worker import Fetcher
+from utils.example.augment import mix, repeated_order
 
 RECIPE = ROOT / "docs/recipes/imagenet.toml"
 # a small run of the same kind

@@ -15,7 +15,7 @@ from model import create_model
 from ranks import ROOT, WarmLaunch, finish
 from training import Runs, difference
 from utils.checkpoint import archive
-from utils.data.augment import normalize
+from utils.example.augment import normalize
 
 
 @pytest.fixture(scope="module")

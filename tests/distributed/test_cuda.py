@@ -12,8 +12,8 @@ from test_compile import CUDA, SECONDS, assert_near, need_compiler, train_net
 from test_compile import FLAGS as COMPILE_FLAGS
 from test_exact_resume import FLAGS
 from utils.checkpoint.snapshot import HostMemory, _has_succeeded
-from utils.data.augment import augment_images
 from utils.data.loader import create_distributed_dataloader
+from utils.example.augment import augment_images
 from utils.rng import draw_integers, draw_uniform, sample_draws
 from utils.run.copier import _copy_all
 

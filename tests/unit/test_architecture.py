@@ -18,6 +18,7 @@ FLOORS = {
     "utils.run": 5,
     "utils.report": 6,
     "ddp_utils": 7,
+    "utils.example": 7,  # of model.py and dataset.py alone
     "model": 8,
     "dataset": 8,
     "train": 9,
@@ -63,6 +64,12 @@ def test_imports_point_down_or_stay_in_their_package(path):
     here = package(".".join(path.relative_to(ROOT).with_suffix("").parts))
     upward = {name for name in imports(path) if package(name) != here and FLOORS[package(name)] >= FLOORS[here]}
     assert not upward
+
+
+def test_only_model_py_and_dataset_py_import_the_example():
+    """The template needs none of it."""
+    outside = [path for path in OURS if "example" not in path.parts]
+    assert not [path for path in outside for name in imports(path) if package(name) == "utils.example"]
 
 
 def test_the_environment_is_read_in_one_file_and_no_function_takes_an_args_object():

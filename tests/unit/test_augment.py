@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import plain_loop
-from utils.data import augment
-from utils.data.augment import augment_images, choose, crop_and_flip, crops_of, normalize
+from utils.example import augment
+from utils.example.augment import augment_images, choose, crop_and_flip, crops_of, normalize
 from utils.rng import derive_seed, draw_integers, sample_draws
 
 

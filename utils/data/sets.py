@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, Subset
 
 from config import TrainingConfig, UserError, fields_of_yours, type_of
-from utils.data.images import Listing, log_listed
 from utils.data.sampler import MapDataset
 from utils.data.sketches import are_alike, sketches
 from utils.distributed.collectives import broadcast_json, on_all_ranks, once_per_file_system, read_once, require_equal
@@ -55,12 +54,12 @@ def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext
     sets = on_all_ranks(create, ctx)
     differ = f"data_dir={config.data_dir}: {{other}} and {{first}} hold different data; copy it again, or sort what"
     differ += " create_dataset makes from a set, the environment or the clock"
-    listed = [split for split, dataset in sets.items() if isinstance(dataset, Listing)]
+    listed = [split for split, dataset in sets.items() if hasattr(dataset, "use_listing")]
     require_equal(listed, differ, ctx)
     for each in (sets[split] for split in listed):
         each.use_listing(read_once(each.folder, functools.partial(getattr, each, "listing"), differ, ctx))
     if listed and ctx.is_main:
-        log_listed([sets[split] for split in listed])
+        sets[listed[0]].log_listed([sets[split] for split in listed])
 
     def check() -> dict[str, MapDataset]:
         for split, dataset in sets.items():

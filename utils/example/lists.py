@@ -3,78 +3,62 @@
 from __future__ import annotations
 
 import csv
-import functools
 import json
 import logging
 import os
 import re
 import unicodedata
-from array import array
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from config import UserError
-from utils.data.images import Listing, check_splits
+from utils.example.images import check_splits
 from utils.logger import ALIKE, NAME, count
 
 DECIMAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)")
 MISSING = ("nan", "-nan", "none", "null", "na", "n/a", "#n/a", "#na", "<na>", "nat")  # in lower case
 
 
-class CsvListing(Listing):
-    """Images listed in a CSV file, with paths relative to `folder`. A subclass sets `folder`, `file` and `limit`."""
+def list_csv(file: Path, limit: int | str) -> bytes:
+    """<path> and the number of the class, between zeros, then the names of the classes of train.csv as JSON.
 
-    file: Path
-    limit: int | str  # the most classes; auto: any number
-    has_sizes = False  # reading the list touches no image
+    Args:
+        file: <data_dir>/<split>.csv, with paths relative to its folder.
+        limit: the most classes; auto: any number.
 
-    @functools.cached_property
-    def listing(self) -> bytes:
-        """<path> and the number of the class, between zeros, then the names of the classes of train.csv as JSON."""
-        train, places = self.file.with_name("train.csv"), {}
-        for line, (_, label) in enumerate(rows_of(train), 2):
-            if label not in places:
-                places[label] = f"{train}, line {line}"
-        if self.file == train:
-            check_splits(train)
-            check_labels(places)
-        classes = _in_order(set(places))
-        if len(classes) == 1:
-            raise UserError(f"{train}: has only one class, {classes[0]}; put two or more into it")
-        if isinstance(self.limit, int) and len(classes) > self.limit:
-            raise UserError(f"num_classes={self.limit}: {train} has {len(classes)}; give that number or leave it auto")
-        numbers, listing = {name: number for number, name in enumerate(classes)}, bytearray()
-        labels: dict[int, int] = {}  # by the hash of the path, which takes fewer bytes
-        for line, (path, label) in enumerate(rows_of(self.file), 2):
-            here = f"{self.file}, line {line}"
-            if label not in numbers:
-                check_labels(places | {label: here})
-                raise UserError(f"{here}: has the label {label!r}, which {train} has not; fix it")
-            listing += b"\0%b %d" % (os.fsencode(path), numbers[label])
-            name = os.path.normpath(path)
-            if (other := labels.setdefault(hash(name), numbers[label])) != numbers[label]:
-                first = next(n for n, (each, _) in enumerate(rows_of(self.file), 2) if os.path.normpath(each) == name)
-                raise UserError(f"{here}: {path} is {label!r} here and {classes[other]!r} in line {first}; delete one")
-        if repeated := line - 1 - len(labels):
-            text = "data: %s lists files again, with the same label, in %s"
-            logging.getLogger(NAME).log(ALIKE, text, self.file, count(repeated, "line"))
-        return bytes(listing + b"\0") + json.dumps(classes).encode()
-
-    @functools.cached_property
-    def classes(self) -> list[str]:  # type: ignore[override]  # a cached property can be set, too
-        return json.loads(self.listing.rpartition(b"\0")[2])
-
-    @functools.cached_property
-    def targets(self) -> Tensor:
-        return torch.frombuffer(array("q", map(int, re.findall(rb" (\d+)\0", self.listing))), dtype=torch.int64)
-
-    def class_of(self, index: int) -> str:
-        return f"{super().class_of(index)}, {self.file}, line {index + 2}"
+    Raises:
+        UserError: for a wrong line or label.
+    """
+    train, places = file.with_name("train.csv"), {}
+    for line, (_, label) in enumerate(rows_of(train), 2):
+        if label not in places:
+            places[label] = f"{train}, line {line}"
+    if file == train:
+        check_splits(train)
+        check_labels(places)
+    classes = _in_order(set(places))
+    if len(classes) == 1:
+        raise UserError(f"{train}: has only one class, {classes[0]}; put two or more into it")
+    if isinstance(limit, int) and len(classes) > limit:
+        raise UserError(f"num_classes={limit}: {train} has {len(classes)}; give that number or leave it auto")
+    numbers, listing = {name: number for number, name in enumerate(classes)}, bytearray()
+    labels: dict[int, int] = {}  # by the hash of the path, which takes fewer bytes
+    for line, (path, label) in enumerate(rows_of(file), 2):
+        here = f"{file}, line {line}"
+        if label not in numbers:
+            check_labels(places | {label: here})
+            raise UserError(f"{here}: has the label {label!r}, which {train} has not; fix it")
+        listing += b"\0%b %d" % (os.fsencode(path), numbers[label])
+        name = os.path.normpath(path)
+        if (other := labels.setdefault(hash(name), numbers[label])) != numbers[label]:
+            first = next(n for n, (each, _) in enumerate(rows_of(file), 2) if os.path.normpath(each) == name)
+            raise UserError(f"{here}: {path} is {label!r} here and {classes[other]!r} in line {first}; delete one")
+    if repeated := line - 1 - len(labels):
+        text = "data: %s lists files again, with the same label, in %s"
+        logging.getLogger(NAME).log(ALIKE, text, file, count(repeated, "line"))
+    return bytes(listing + b"\0") + json.dumps(classes).encode()
 
 
 def rows_of(file: Path) -> Iterator[tuple[str, str]]:

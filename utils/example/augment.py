@@ -1,9 +1,9 @@
-"""Augmentation: of image files by torchvision's transforms in the workers, of batches of uint8 images on the device."""
+"""Augmentation of batches of uint8 images, on the device."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from utils.rng import derive_seed, draw_integers, sample_draws
 
 MAX_TABLE = 64e6  # bytes on the device, for the crops of an epoch
 LARGEST_CROP_SIZE = 64  # pixels; above it "auto" means resized_crop for image files
-Range = tuple[float, float]
 
 
 def choose(augment: str, image_size: int, in_memory: bool = False) -> str:
@@ -26,41 +25,6 @@ def choose(augment: str, image_size: int, in_memory: bool = False) -> str:
     if augment == "auto":
         return "crop" if in_memory or image_size <= LARGEST_CROP_SIZE else "resized_crop"
     return augment
-
-
-def file_transform(
-    size: int,
-    resize_size: int,
-    interpolation: str,
-    crop: tuple[Range, Range] | None = None,
-    auto_augment: str = "none",
-    random_erase: float = 0.0,
-    mean: Sequence[float] = (0.0,),
-) -> Callable[[Tensor], Tensor]:
-    """torchvision's reference transforms, in its order: decoded uint8 [C, H, W] -> uint8 [C, size, size], in workers.
-
-    Their draws are functions of (seed, epoch, sample), since a worker seeds torch's generator for each sample.
-
-    Args:
-        resize_size: of the shorter side, before the center crop.
-        crop: scale and ratio of RandomResizedCrop, which with a random flip takes the place of resize and center crop.
-        auto_augment: none, ra, ta_wide, augmix or autoaugment.
-        random_erase: probability of a box of the color `mean`, in [0, 1], which is 0 after the device has normalized.
-    """
-    from torchvision.transforms import v2
-
-    mode = v2.InterpolationMode(interpolation)
-    if crop:
-        steps = [v2.RandomResizedCrop(size, *crop, interpolation=mode), v2.RandomHorizontalFlip()]
-    else:
-        steps = [v2.Resize(resize_size, mode), v2.CenterCrop(size)]
-    if auto_augment != "none":
-        policies = {"ra": v2.RandAugment, "ta_wide": v2.TrivialAugmentWide, "augmix": v2.AugMix}
-        turned = v2.InterpolationMode("nearest" if interpolation == "nearest" else "bilinear")  # no bicubic of tensors
-        steps.append(policies.get(auto_augment, v2.AutoAugment)(interpolation=turned))
-    if random_erase:
-        steps.append(v2.RandomErasing(random_erase, value=[round(255 * part) for part in mean]))
-    return v2.Compose(steps)
 
 
 def augment_images(images: Tensor, kind: str, size: int, seed: int, epoch: int, indices: Tensor, n: int = 0) -> Tensor:
@@ -138,12 +102,10 @@ def repeated_order(repeats: int, group: int, seed: int, epoch: int, n: int) -> T
     """
     cycle, part = divmod(epoch, repeats)
     images = torch.randperm(n, generator=torch.Generator().manual_seed(derive_seed("order", seed, "repeats", cycle)))
-    place = torch.arange(part * n, (part + 1) * n)
     last = max(n // group - 1, 0) * group  # the last group also has the rest
-    first = (place // (group * repeats) * group).clamp(max=last)
-    size = torch.where(first < last, group, n - first)
-    within = place - first * repeats
-    return images[first + within % size] + n * (within // size)
+    copies = n * torch.arange(repeats).unsqueeze(1)
+    groups = images[:last].view(-1, 1, group), images[last:]
+    return torch.cat([(each + copies).flatten() for each in groups])[part * n : (part + 1) * n]
 
 
 def normalize(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:

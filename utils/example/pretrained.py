@@ -10,7 +10,7 @@ import torch
 from config import TrainingConfig, UserError
 
 
-def published(model: str) -> Any | None:
+def published(model: str) -> Any:
     """torchvision's default weights of a model: `url` and `transforms()`. None if it is not one of torchvision's."""
     if model == "mini_resnet":
         return None  # torchvision may be missing
@@ -21,29 +21,25 @@ def published(model: str) -> Any | None:
     return models.get_model_weights(model).DEFAULT if model in models.list_models(module=models) else None
 
 
-def url_of(config: TrainingConfig) -> str:
-    """Where torchvision has the weights of the model. Raises UserError if it has none."""
+def weights_file(config: TrainingConfig) -> Path:
+    """Where the weights are: torch.hub's folder if they are there, else <data_dir>/weights. Raises UserError."""
     weights = published(config.model)
     if weights is None:
         raise UserError(
             f"init_from=torchvision: has no weights of {config.model}; give one of its models, such as --model resnet50"
         )
-    return weights.url
-
-
-def weights_file(config: TrainingConfig) -> Path:
-    """Where the weights are: torch.hub's folder if they are there, else <data_dir>/weights. Raises UserError."""
-    name = url_of(config).rpartition("/")[2]
+    name = weights.url.rpartition("/")[2]
     in_hub = Path(torch.hub.get_dir(), "checkpoints", name)
     return in_hub if in_hub.exists() else Path(config.data_dir) / "weights" / name
 
 
 def download_weights(config: TrainingConfig) -> None:
     """Download the weights, completely or not at all. Raises UserError."""
-    file, url = weights_file(config), url_of(config)
+    file, weights = weights_file(config), published(config.model)
     digest = file.stem.rpartition("-")[2]  # the name ends with the beginning of the file's SHA-256
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        torch.hub.download_url_to_file(url, str(file), digest, progress=False)
+        torch.hub.download_url_to_file(weights.url, str(file), digest, progress=False)
     except (OSError, RuntimeError) as error:
-        raise UserError(f"init_from=torchvision: cannot be downloaded ({error}); put {url} there as {file}") from None
+        text = f"init_from=torchvision: cannot be downloaded ({error}); put {weights.url} there as {file}"
+        raise UserError(text) from None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import logging
 import os
 import re
@@ -35,62 +33,44 @@ SAMPLED = 64  # files of a set, whose headers are read
 _met: dict[str, int] = {}  # the warnings that this process has logged, and the highest value of 16-bit images
 
 
-class Listing:
-    """A data set's files: images below <folder>/<class>/, by class and path. A subclass sets `folder` and `classes`."""
+def log_listed(sets: Sequence[Any]) -> None:
+    """Log how many files of all these listings are left out, if any, and what reading their images loses."""
+    from PIL import Image
 
-    folder: Path
-    classes: list[str]
-    has_sizes = True
-    left_out: Counter[str] = Counter()  # suffixes of other files, on the rank that has listed them
-    example = ""
+    _met.clear()
+    kinds: Counter[str] = sum((each.left_out for each in sets), Counter())
+    if kinds:
+        example = next(each.example for each in sets if each.example)
+        text = "data: left out %s of other types than images: %s, e.g. %s"
+        logging.getLogger(NAME).info(text, count(kinds.total(), "file"), _in_words(kinds), example)
+    for path in (each.path(k) for each in sets for k in range(0, len(each), max(1, len(each) // SAMPLED))):
+        with suppress(Exception), Image.open(path) as file:  # an unreadable one ends the run when it is needed
+            _of_8_bits(file, path)
+    if 0 < (peak := _met.get("peak", 0)) < DARK:
+        text = "data: the 16-bit images have values up to %d of 65535, of which reading keeps %d levels; scale them up"
+        logging.getLogger(NAME).warning(text, peak, peak // 256 + 1)
 
-    @functools.cached_property
-    def listing(self) -> bytes:
-        """<class>/<path below it> and the bytes of each file, between zeros. Raises UserError for an empty class."""
-        rows: list[bytes] = []
-        others: list[os.DirEntry] = []
-        start, is_train = len(os.path.join(self.folder, "")), self.folder.name == "train"
-        if is_train:
-            check_splits(self.folder)
-        for name in self.classes:
-            images, rest = images_in(self.folder / name, must_exist=is_train)
-            others += rest
-            rows += [os.fsencode(f"{each.path[start:]} {each.stat().st_size}") for each in images]
-        with os.scandir(self.folder) as entries:
-            others += [entry for entry in entries if entry.name not in self.classes]
-        if not rows:
-            raise _no_images(self.folder, "<class>/ folders with images", others)
-        self.left_out = Counter(kind_of(each.name) for each in others)
-        self.example = others[0].path if others else ""
-        return b"\0".join([b"", *rows, b""])
 
-    def use_listing(self, listing: bytes) -> None:
-        self.listing = listing  # from `load_data`, which lists once per file system
+def list_folder(folder: Path, classes: list[str]) -> tuple[bytes, list[os.DirEntry]]:
+    """<class>/<path below it> and the bytes of each image below <folder>/<class>/, between zeros; and other files.
 
-    @functools.cached_property
-    def _zeros(self) -> Tensor:
-        return (torch.frombuffer(bytearray(self.listing), dtype=torch.uint8) == 0).nonzero().flatten()
-
-    def path(self, index: int) -> Path:
-        start, end = self._zeros[index : index + 2].tolist()
-        return self.folder / os.fsdecode(self.listing[start + 1 : end].rpartition(b" ")[0])
-
-    @functools.cached_property
-    def targets(self) -> Tensor:
-        found = Counter(match[1] for match in re.finditer(rb"\0([^/]+)/", self.listing))
-        return torch.repeat_interleave(torch.tensor([found[os.fsencode(name)] for name in self.classes]))
-
-    def class_of(self, index: int) -> str:
-        """The class of a sample, for messages."""
-        return self.classes[int(self.targets[index])]
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """Of what must match at a resume: names and labels, and not the sizes."""
-        digest = hashlib.sha256()
-        for row in re.finditer(rb"\0[^\0]+(?= )" if self.has_sizes else rb"[^\0]+", self.listing):
-            digest.update(row[0])
-        return digest.hexdigest()
+    Raises:
+        UserError: if there are no images, or none of a class of train.
+    """
+    rows: list[bytes] = []
+    others: list[os.DirEntry] = []
+    start, is_train = len(os.path.join(folder, "")), folder.name == "train"
+    if is_train:
+        check_splits(folder)
+    for name in classes:
+        images, rest = images_in(folder / name, must_exist=is_train)
+        others += rest
+        rows += [os.fsencode(f"{each.path[start:]} {each.stat().st_size}") for each in images]
+    with os.scandir(folder) as entries:
+        others += [entry for entry in entries if entry.name not in classes]
+    if not rows:
+        raise _no_images(folder, "<class>/ folders with images", others)
+    return b"\0".join([b"", *rows, b""]), others
 
 
 def check_splits(train: Path) -> None:
@@ -109,25 +89,25 @@ def check_splits(train: Path) -> None:
 def images_in(folder: Path, must_exist: bool = False) -> tuple[list[os.DirEntry], list[os.DirEntry]]:
     """The images below a folder, those that torchvision's ImageFolder finds, in its order, but for hidden files and
     those of tools; and the rest. Raises UserError if there must be images and are none."""
-    found: list[os.DirEntry] = []
-    rest: list[os.DirEntry] = []
-    for _, files in sorted(_folders(os.fspath(folder)), key=lambda each: each[0]) if folder.is_dir() else ():
-        for file in files:
-            (found if kind_of(file.name) in SUFFIXES else rest).append(file)
+    files = sorted(_files(folder), key=lambda each: os.path.split(each.path)) if folder.is_dir() else []
+    found = [file for file in files if kind_of(file.name) in SUFFIXES]
+    rest = [file for file in files if kind_of(file.name) not in SUFFIXES]
     if must_exist and not found:
         raise _no_images(folder, "images", rest)
     return found, rest
 
 
-def _folders(folder: str) -> Iterator[tuple[str, list[os.DirEntry]]]:
-    """The folder and all below it, links followed, each with its files and hidden folders by name."""
+def _files(folder: str | Path) -> Iterator[os.DirEntry]:
+    """All files below a folder, links followed, and the hidden folders."""
     with os.scandir(folder) as entries:
-        by_name = sorted(entries, key=lambda entry: entry.name)
-    yield folder, [entry for entry in by_name if not is_folder(entry)]
-    for entry in filter(is_folder, by_name):
-        if entry.is_symlink() and Path(folder).resolve().is_relative_to(Path(entry).resolve()):
+        found = [*entries]
+    for entry in found:
+        if not is_folder(entry):
+            yield entry
+        elif entry.is_symlink() and Path(folder).resolve().is_relative_to(Path(entry).resolve()):
             raise UserError(f"{entry.path}: is a link to a folder that contains it; remove the link")
-        yield from _folders(entry.path)
+        else:
+            yield from _files(entry.path)
 
 
 def is_folder(entry: os.DirEntry) -> bool:
@@ -147,24 +127,6 @@ def _no_images(folder: Path, what: str, others: list[os.DirEntry]) -> UserError:
 
 def _in_words(kinds: Counter[str]) -> str:
     return ", ".join(f"{number:,} {kind or 'without a suffix'}" for kind, number in kinds.most_common(5))
-
-
-def log_listed(sets: Sequence[Any]) -> None:
-    """Log how many files of all these listings are left out, if any, and what reading their images loses."""
-    from PIL import Image
-
-    _met.clear()
-    kinds: Counter[str] = sum((each.left_out for each in sets), Counter())
-    if kinds:
-        example = next(each.example for each in sets if each.example)
-        text = "data: left out %s of other types than images: %s, e.g. %s"
-        logging.getLogger(NAME).info(text, count(kinds.total(), "file"), _in_words(kinds), example)
-    for path in (each.path(k) for each in sets for k in range(0, len(each), max(1, len(each) // SAMPLED))):
-        with suppress(Exception), Image.open(path) as file:  # an unreadable one ends the run when it is needed
-            _of_8_bits(file, path)
-    if 0 < (peak := _met.get("peak", 0)) < DARK:
-        text = "data: the 16-bit images have values up to %d of 65535, of which reading keeps %d levels; scale them up"
-        logging.getLogger(NAME).warning(text, peak, peak // 256 + 1)
 
 
 def classes_of(root: Path, split: str) -> list[str]:
