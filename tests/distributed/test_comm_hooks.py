@@ -16,7 +16,7 @@ from tasks import train_task, training_under
 from test_exact_resume import FLAGS as RESUME_FLAGS
 from training import TINY, difference
 from utils.data.sampler import MicroBatch
-from utils.run.checkpoints import Checkpoints
+from utils.run.buffers import BufferCheck
 
 PARAMETERS, STATISTICS = 2090, 2 * (8 + 16)  # of tasks.SmallNet
 SUMS = 4  # sum and count of loss and top1
@@ -48,7 +48,7 @@ def sent_by_step(task, flags, dtype):
         steps.append((mode.calls, mode.bytes))
         mode.calls, mode.bytes = 0, {}
 
-    with training_under(mode, done), mock.patch.object(Checkpoints, "compare_buffers"):
+    with training_under(mode, done), mock.patch.object(BufferCheck, "compare"):
         train_task(task, flags, dtype)
     return steps
 

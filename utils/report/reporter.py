@@ -201,7 +201,7 @@ class Reporter:
             self._run.event("non_finite_evaluation", step, split=split)
 
     def finish(self, ending: str, best_metric: str, test: list[dict[str, Any]]) -> dict[str, Any]:
-        """Write summary.json and the last status, and show the next commands."""
+        """Write summary.json and the last status, show the next commands, and wait for the programs beside training."""
         progress, records, logger = self._state.progress, self._run.records(), self._attempt.logger
         batch = self._loader.sampler.global_batch_size
         summary = summary_of(self._attempt, self._state, batch, ending, best_metric, records, test)
@@ -214,6 +214,7 @@ class Reporter:
         self._board.close()
         trained_s = summary["time"]["training_s"] + summary["time"]["data_wait_s"]
         logger.info("%s", end_text(summary, self._run, self._config, trained_s, empty_steps(records)))
+        self._attempt.finish_companions()
         return summary
 
 

@@ -18,13 +18,12 @@ from utils.distributed.collectives import broadcast_json, lowest_rank
 from utils.logger import NAME
 from utils.redact import stored
 from utils.run.attempt import Attempt
+from utils.run.buffers import BufferCheck
 from utils.run.copier import Copier
-from utils.training.fingerprint import buffers_of, fingerprint_of
 from utils.training.state import TrainState
 
 LAST_TRIES = 3  # at the end of a run, a second apart
 SECONDS_OF_A_LOOK = 0.5
-SECONDS_AFTER_RANK_0 = 5.0  # for programs beside other ranks to end
 SECONDS_WITHOUT = 600.0  # for which saves may fail, or one may make no progress, before training ends
 SECONDS_TO_WARN, SECONDS_AFTER_STOP = 60.0, 20.0  # of a write without progress; torchrun waits 30 s after a stop signal
 
@@ -61,7 +60,7 @@ class Checkpoints:
         self._saved_step = state.progress.step if is_own else -1
         self._is_linked: bool | None = None  # a new best, by best.pt; None: there is none, or all ranks know
         self._is_owed = False  # a save was due while another one was written
-        self._odd_buffers: list[str] | None = None  # that differ between ranks; None: not compared yet
+        self.buffers = BufferCheck(run, state.model, ctx)
         self._begun_at = time.monotonic()  # start of the last save
         self._blocked_s = 0.0  # how long it blocked training
 
@@ -90,7 +89,7 @@ class Checkpoints:
         self._is_owed = self._writer.is_busy
         self._before_save()
         if lowest_rank(self._is_owed, self._ctx) is None:
-            self.compare_buffers()
+            self.buffers.compare(step)
             copy, self._begun_at = self._copier.begin(), time.monotonic()
             if self._writes:
                 is_sharded = isinstance(self._layout, FolderLayout)
@@ -116,30 +115,6 @@ class Checkpoints:
         self.finish_copy()
         with context:
             yield
-
-    def compare_buffers(self, once: bool = False) -> None:
-        """Report persistent buffers that differ between ranks, as a queue that each rank fills: rank 0's are saved.
-
-        once: only if this attempt has not compared them yet. Call it between two steps.
-        """
-        if self._ctx.world_size == 1 or (once and self._odd_buffers is not None):
-            return
-        buffers = buffers_of(self._state.model).items()
-        mine = {name: [*each.shape, fingerprint_of("buffers", [each])] for name, each in buffers}
-        first = broadcast_json(mine, self._ctx)
-        rank, before, self._odd_buffers = lowest_rank(mine != first, self._ctx), self._odd_buffers, []
-        if rank is None:
-            return
-        other = broadcast_json(mine, self._ctx, rank)
-        self._odd_buffers = odd = sorted(name for name in first | other if first.get(name) != other.get(name))
-        self._run.event("buffers_differ", self._state.progress.step, names=odd, rank=rank)
-        if odd != before:
-            self._run.warn(
-                "%s: rank %d has other values in these buffers than rank 0, whose are saved; update them with what all"
-                " ranks computed (torch.distributed.all_reduce or all_gather), or register them with persistent=False",
-                ", ".join(odd[:5]) + (f" and {len(odd) - 5} more" if len(odd) > 5 else ""),
-                rank,
-            )
 
     def save_best(self) -> None:
         """Make best.pt a link to the checkpoint of this step as soon as that is on the disk. If that fails, the next
@@ -187,15 +162,7 @@ class Checkpoints:
         self._writer.wait()
 
     def close(self) -> None:
-        """Wait for the programs beside training, on all ranks, for a limited time, then end the threads."""
-        companions, clock = self._run.companions, self._attempt.clock
-        tick = lambda: clock.enter("save")  # noqa: E731 - a long upload is not a hang
-        self._run.mark_ended()
-        if companions and self._ctx.is_main:
-            companions.finish(self._attempt.config.hang_timeout or math.inf, tick)
-        broadcast_json(None, self._ctx)  # other ranks wait here, where `timeout` does not apply
-        if companions and not self._ctx.is_main:  # which rank 0's have waited for
-            companions.finish(SECONDS_AFTER_RANK_0, tick)
+        """End the threads."""
         self._copier.close()
         self._writer.close()
 
