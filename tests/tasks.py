@@ -52,6 +52,13 @@ class SmallNet(nn.Module):
         return self.head(self.dropout(self.features(x).flatten(1)))
 
 
+class LeavesOut(nn.BatchNorm2d):
+    """A layer that half of the micro-batches leave out in training, with no parameters that DDP would wait for."""
+
+    def forward(self, x):
+        return super().forward(x) if not self.training or torch.rand(()) < 0.5 else x
+
+
 class Images(Dataset):
     """uint8 images of 3 x 8 x 8 in memory: one pattern per class plus noise, so that a network can learn them."""
 
@@ -220,6 +227,9 @@ TASKS = {
         "compute_loss": token_loss,
         "create_dataset": create_lines,
     },
+}
+TASKS["left_out"] = TASKS["images"] | {
+    "create_model": lambda config, device: nn.Sequential(LeavesOut(3, affine=False), SmallNet(True, 10)).to(device)
 }
 TASKS["ramped"] = TASKS["images"] | {"compute_loss": ramped_loss}
 TASKS["terms"] = TASKS["images"] | {"compute_loss": term_loss, "loss_counts": term_counts}

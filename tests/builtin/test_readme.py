@@ -249,7 +249,7 @@ def test_the_pages_name_files_and_functions_that_exist():
 
 def test_the_line_counts_of_the_reading_path_are_about_right():
     rows = re.findall(r"^\| `(\S+\.py)` \| (\d+) \|", PAGES[ROOT / "docs" / "architecture.md"], re.MULTILINE)
-    assert len(rows) == 7
+    assert len(rows) == 8 and sum(int(lines) for _, lines in rows) <= 1501
     for name, lines in rows:
         assert abs(len((ROOT / name).read_text().splitlines()) - int(lines)) <= 0.1 * int(lines), name
 

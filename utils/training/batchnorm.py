@@ -85,10 +85,16 @@ class RunningStats:
             self._committed_counts.addcmul_(self._trains, is_finite)
             self.discard()
 
-    def discard(self) -> None:
-        """Drop what the passes since the last step left in the layers' buffers."""
+    def restore(self) -> None:
+        """Call between two micro-batches, after the backward pass: a layer that the next one leaves out must add the
+        committed statistics, not those of the micro-batch before."""
         if self.exist:
             self._latest.copy_(self._committed)
+
+    def discard(self) -> None:
+        """Drop what the passes since the last step left in the layers' buffers."""
+        self.restore()
+        if self.exist:
             self._latest_counts.copy_(self._committed_counts)
 
     def reload(self) -> None:

@@ -136,6 +136,7 @@ class TrainState:
         Padding has a gradient of 0.
         """
         self.scaler.scale(loss).backward(self.updater.zero if is_padding else self._loss_scale)
+        self.sums.running_stats.restore()
 
     def update_if_finite(self, samples: int) -> None:
         """Divide, clip, step, average. If the loss or the gradient is not finite, all of this is skipped on the device.
@@ -177,7 +178,7 @@ class TrainState:
             setattr(progress, name, at[name])
         progress.skipped_steps -= number
         progress.skipped_in_row -= number
-        if number:  # the learning rates of the last step that was taken
+        if number and at["step"]:  # the learning rates of the last step that was taken
             progress.step, progress.user = at["step"] - 1, copy.deepcopy(at["user"])
             self._set_lr()
         progress.step, progress.user = at["step"], at["user"]
