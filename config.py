@@ -5,9 +5,9 @@ Standard library only, so that `--help` and flag errors appear at once, before t
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import os
@@ -15,12 +15,13 @@ import re
 import shlex
 import string
 import sys
+import textwrap
 import tomllib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 DEFAULT_RUN_DIR = "runs/default"
 REDACTED = "[redacted]"  # in a stored command
@@ -32,15 +33,32 @@ AUTO_AUGMENTS = ("none", "ra", "ta_wide", "augmix", "autoaugment")
 AMP_DTYPES = ("auto", "bf16", "fp16", "bf16_params", "fp16_params")
 SHARDINGS = ("none", "zero2", "zero3", "hybrid")
 PATHS = ("run_dir", "data_dir", "checkpoint_dir", "resume_from", "init_from")
-VARIABLE = re.compile(r"\$(\{\w+\}|[A-Za-z_]\w*)|^~[^/]*")  # in a path
 ELSEWHERE = Path(__file__).parent / "docs" / "coming-from.md"  # names of flags in other trainers
 OF_TORCHRUN = """nproc_per_node nnodes node_rank master_addr master_port max_restarts local_rank world_size gpus devices
-num_nodes dist_url"""
-EXAMPLES = """examples:
+num_nodes"""
+USAGE = """usage: torchrun --standalone --nproc-per-node=N train.py [flags]   (or: python train.py [flags])
+
+Flags may be written with _ or -. Flags override the --config file, which overrides the defaults.
+For several nodes, scripts/launch.sh takes these flags and more.
+
+general:
+  --help [all]                    show the flags that most runs use, or all flags, and exit
+  --config FILE                   read values from a TOML file or a run's config.json
+  --print_config                  print the resolved config as TOML and exit"""
+EXAMPLES = """
+examples:
   torchrun --standalone --nproc-per-node=2 train.py --epochs 5
   torchrun --standalone --nproc-per-node=8 train.py --run_dir runs/first --resume_from auto
   python train.py --config runs/default/config.json --eval_only"""
+GENERAL = ("help", "config", "print_config")  # flags that are no settings
+FLAG = re.compile(r"--?[^\W\d][\w.-]*(=|$)")  # a negative number is a value
 BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {  # of fields: how their text or value is read, and their name
+    "int": (lambda value: int(str(value)), "a whole number"),
+    "float": (lambda value: float(str(value)), "a number"),
+    "bool": (lambda value: BOOLEANS[str(value).lower()], "true or false"),
+    "str": (lambda value: "".join([value]), "text"),  # nothing else becomes text
+}
 
 
 class UserError(ValueError):
@@ -101,37 +119,41 @@ class one_of:  # used like the functions around it
         return "" if value in self.choices else f"is not known; choose {nearest(value, self.choices)}"
 
 
+def refuse(*rows: tuple[str, str]) -> Check:
+    """A check by patterns: the first that is found in the value says what is wrong."""
+    return lambda value: next((wrong for pattern, wrong in rows if re.search(pattern, value)), "")
+
+
+local_path = refuse(("://", "is not a path; mount the storage and give its path"))
+run_path = refuse(
+    ("://", "is not a path; give a local folder, and this URL with --mirror"),
+    (r"^\s*$", "is empty; give a folder, e.g. runs/NAME"),
+)
+mirror_url = refuse(
+    (r"^(?!\w+://[^/]|file:///[^/]|$)", "is not a URL; give e.g. s3://BUCKET/NAME, or the path with --run_dir"),
+    (r"\?|://[^/]*:[^/]*@", "has a key in it; give that in the environment or the provider's files"),
+)
+metric_name = refuse((r"^(?!(min:|max:)?[^:]*$)", "has an unknown prefix; write min:NAME or max:NAME"))
+rendezvous_url = refuse(
+    (r"^(?!(env|tcp|file)://|$)", "is not a rendezvous address; give env://, tcp://HOST:PORT or file:///SHARED/PATH")
+)
+
+
+def path_or_url(value: str) -> str:
+    return mirror_url(value) if "://" in value else ""
+
+
 def expand(path: str) -> str:
     """The path with `~` and $NAME replaced, unless it exists as it is or is a URL."""
     if "://" in path or (os.path.lexists(path) and not path.startswith("~")):
         return path
-    return os.path.expanduser(VARIABLE.sub(lambda found: os.path.expandvars(found[0]), path))
+    return os.path.expanduser(os.path.expandvars(path))
 
 
 def known_path(value: str) -> str:
-    unknown = None if os.path.lexists(value) else VARIABLE.search(value)
+    is_exact = "://" in value or os.path.lexists(value)
+    unknown = None if is_exact else re.search(r"\$(\{\w+\}|[A-Za-z_]\w*)|^~[^/]*", value)
     return f"{unknown[0]} is not known here; write the path in full" if unknown else ""
-
-
-def local_path(value: str) -> str:
-    return "is not a path; mount the storage and give its path" if "://" in value else known_path(value)
-
-
-def path_or_url(value: str) -> str:
-    return mirror_url(value) if "://" in value else known_path(value)
-
-
-def run_path(value: str) -> str:
-    if "://" in value:
-        return "is not a path; give a local folder, and this URL with --mirror"
-    return known_path(value) if value.strip() else "is empty; give a folder, e.g. runs/NAME"
-
-
-def mirror_url(value: str) -> str:
-    if value and not re.match(r"\w+://[^/]", value.replace("file:///", "file://")):
-        return "is not a URL; give e.g. s3://BUCKET/NAME, or the path with --run_dir"
-    has_key = "?" in value or re.search(r"://[^/]*:[^/]*@", value)
-    return "has a key in it; give that in the environment or the provider's files" if has_key else ""
 
 
 def command_line(value: str) -> str:
@@ -140,16 +162,6 @@ def command_line(value: str) -> str:
     except ValueError as error:
         return f"is not a valid command ({error}); fix its quotes"
     return ""
-
-
-def metric_name(value: str) -> str:
-    prefix, colon, _ = value.rpartition(":")
-    return "" if not colon or prefix in ("min", "max") else "has an unknown prefix; write min:NAME or max:NAME"
-
-
-def rendezvous_url(value: str) -> str:
-    known = not value or value.startswith(("env://", "tcp://", "file://"))
-    return "" if known else "is not a rendezvous address; give env://, tcp://HOST:PORT or file:///SHARED/PATH"
 
 
 def range_of(value: str) -> tuple[float, float]:
@@ -175,13 +187,20 @@ def nearest(value: str, choices: Sequence[str]) -> str:
     return f"{', '.join(choices)}" + (f" (did you mean {close[0]}?)" if close else "")
 
 
-def setting(group: str, default: Any, text: str, check: Check | None = None, resume: str = "free") -> Any:
+def setting(
+    group: str, default: Any, text: str, check: Check | None = None, resume: str = "free", is_common: bool = True
+) -> Any:
     """One field of the config. A field of type `int | str`, or one whose default is "auto", may also be "auto".
 
-    resume: when a run is resumed the value "must" be the same, "may" change (which is logged), or is "free".
+    Args:
+        resume: when a run is resumed the value "must" be the same, "may" change (which is logged), or is "free".
+        is_common: `--help` shows it; `--help all` shows all fields.
     """
-    meta = {"group": group, "help": text, "check": check, "resume": resume}
+    meta = {"group": group, "help": text, "check": check, "resume": resume, "is_common": is_common}
     return dataclasses.field(default=default, metadata=meta)
+
+
+rare = functools.partial(setting, is_common=False)
 
 
 def yours(default: Any, text: str, check: Check | None = None, resume: str = "must") -> Any:
@@ -195,12 +214,60 @@ def help_of(field: dataclasses.Field) -> str:
     return field.metadata["help"] + (f": {{{','.join(check.choices)}}}" if isinstance(check, one_of) else "")
 
 
-def type_of(field: dataclasses.Field) -> tuple[type, bool]:
-    """The type of a field, and whether it may be "auto", which is not one of its values."""
-    name, _, rest = field.type.partition(" | ")
-    kind = {"int": int, "float": float, "bool": bool, "str": str}[name]
-    is_choice = kind is str and "auto" in getattr(field.metadata["check"], "choices", ["auto"])
-    return kind, rest == "str" or (field.default == "auto" and not is_choice)
+def may_be_auto(field: dataclasses.Field) -> bool:
+    """Whether the field may be "auto" and that stands for another value."""
+    is_choice = field.type == "str" and "auto" in getattr(field.metadata["check"], "choices", ["auto"])
+    return field.type.endswith("| str") or (field.default == "auto" and not is_choice)
+
+
+def unfilled(config: TrainingConfig) -> str:
+    """What is wrong with the names of fields in run_dir."""
+    try:
+        used = [name for _, name, _, _ in string.Formatter().parse(config.run_dir) if name is not None]
+        wrong = [f"{{{name}}} is not a field" for name in used if name not in vars(config)]
+        _ = wrong or config.run_folder  # raises if a field does not take its format, as {lr:d}
+    except Exception as error:  # of any kind: fields and formats call methods of the values
+        wrong = [f"cannot be filled in ({error})"]
+    return "".join(wrong[:1])
+
+
+def multiples(config: TrainingConfig) -> str:
+    """Those of batch_size around global_batch_size; empty if that is one."""
+    total, size = config.global_batch_size, config.batch_size
+    low = total - total % size
+    return " or ".join(str(fit) for fit in (low, low + size) if fit) if total % size else ""
+
+
+# What does not go together: a field, the field or condition that excludes it, and what to do. Both fields are given:
+# they differ from their defaults. {found} is what the condition returned.
+# fmt: off
+EITHER = "give only one of the two"
+CONFLICTS: list[tuple[str, str | Callable[[TrainingConfig], Any], str]] = [
+    ("global_batch_size", multiples, "is not a multiple of batch_size={batch_size}; give {found}"),
+    ("grad_accum_steps", "global_batch_size", f"is derived from global_batch_size; {EITHER}"),
+    ("overwrite", "resume_from", f"would move aside the run that resume_from continues; {EITHER}"),
+    ("init_from", lambda config: config.resume_from not in ("", "auto"),
+     f"a resumed run takes its weights from resume_from; {EITHER}"),
+    ("amp_dtype", "use_amp", "needs mixed precision; leave out amp_dtype or no_use_amp"),
+    ("comm_hook", "reduction", f"rounds gradients before they are summed; {EITHER}"),
+    ("compile", lambda config: config.compile == "reduce-overhead" and config.find_unused_parameters,
+     "keeps all gradients in place, and find_unused_parameters leaves some out; use --compile default"),
+    ("sharding", "check_every", f"does not work with check_every; {EITHER}"),
+    ("find_unused_parameters", "check_every", f"does not work with check_every; {EITHER}"),
+    ("compile", lambda config: config.compile == "reduce-overhead" and config.check_every,
+     f"does not work with check_every; {EITHER}"),
+    ("reduction", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),
+    ("comm_hook", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),
+    ("compile", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),
+    ("find_unused_parameters", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),
+    ("cpu_offload", lambda config: config.sharding == "none", "needs sharding; add --sharding zero3, or leave it out"),
+    ("amp_dtype", lambda config: config.amp_dtype.endswith("_params") and config.sharding == "none",
+     "needs sharding; add --sharding zero3, or leave it out"),
+    ("min_lr", lambda config: config.min_lr >= config.lr, "is not below lr={lr}; give a smaller one"),
+    ("warmup_steps", "warmup_epochs", f"there is warmup_epochs={{warmup_epochs}}; {EITHER}"),
+    ("run_dir", unfilled, "{found}; use e.g. {{model}} or {{lr}}"),
+]
+# fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,14 +286,14 @@ class TrainingConfig:
     deterministic: bool = setting("run", False, "bit-exact on one CUDA topology too (slower)", resume="may")
 
     data_dir: str = setting("data", "data", "imagefolder reads <data_dir>/{train,val,test}/<class>/**", local_path)
-    dataset_size: int = setting("data", 0, "train on a seeded subset of this size (0 = all)", at_least(0), "must")
-    cache: str = setting("data", "none", "keep decoded images in RAM or on the device", one_of("none", "ram", "device"))
+    dataset_size: int = rare("data", 0, "train on a seeded subset of this size (0 = all)", at_least(0), "must")
+    cache: str = rare("data", "none", "keep decoded images in RAM or on the device", one_of("none", "ram", "device"))
     num_workers: int | str = setting("data", "auto", "loader workers per rank (0 for in-memory data)", at_least(0))
-    drop_last: bool = setting("data", False, "drop the last, incomplete global batch of each epoch", resume="must")
-    record_samples: bool = setting("data", False, "write the sample indices of each optimizer step to run_dir/samples")
+    drop_last: bool = rare("data", False, "drop the last, incomplete global batch of each epoch", resume="must")
+    record_samples: bool = rare("data", False, "write the sample indices of each optimizer step to run_dir/samples")
 
-    compile: str = setting("model", "off", "torch.compile mode", one_of("off", "default", "reduce-overhead"))
-    activation_checkpointing: bool = setting("model", False, "recompute activations to save memory (slower)")
+    compile: str = rare("model", "off", "torch.compile mode", one_of("off", "default", "reduce-overhead"))
+    activation_checkpointing: bool = rare("model", False, "recompute activations to save memory (slower)")
 
     epochs: int | str = setting("training", "auto", "passes over the data (auto: 10, or max_steps)", at_least(1), "may")
     max_steps: int = setting("training", 0, "total optimizer steps (0 = set by epochs)", at_least(0), "may")
@@ -236,38 +303,38 @@ class TrainingConfig:
     optimizer: str = setting("training", "sgd", "optimizer", one_of("sgd", "adamw"), "must")
     lr: float = setting("training", "auto", "peak, not scaled by ranks (auto: 0.1, adamw 0.001)", above(0), "may")
     momentum: float = setting("training", 0.9, "SGD momentum, AdamW beta1", between(0, 1), "may")
-    beta2: float = setting("training", 0.999, "AdamW beta2", between(0, 1), "may")
-    nesterov: bool = setting("training", True, "Nesterov momentum for SGD", resume="may")
+    beta2: float = rare("training", 0.999, "AdamW beta2", between(0, 1), "may")
+    nesterov: bool = rare("training", True, "Nesterov momentum for SGD", resume="may")
     weight_decay: float = setting(
         "training", "auto", "not applied to biases and normalization (auto: 0.0005, adamw 0.01)", at_least(0), "may"
     )
     schedule: str = setting("training", "cosine", "learning rate after warm-up", one_of(*SCHEDULES), "may")
-    schedule_steps: int = setting("training", 0, "length of the schedule (0 = that of the run)", at_least(0), "may")
-    min_lr: float = setting("training", 0.0, "learning rate at the end of the schedule", at_least(0), "may")
+    schedule_steps: int = rare("training", 0, "length of the schedule (0 = that of the run)", at_least(0), "may")
+    min_lr: float = rare("training", 0.0, "learning rate at the end of the schedule", at_least(0), "may")
     warmup_epochs: float = setting("training", 0.5, "epochs of linear warm-up", at_least(0), "may")
-    warmup_steps: int | str = setting("training", "auto", "steps of it (auto: by warmup_epochs)", at_least(0), "may")
+    warmup_steps: int | str = rare("training", "auto", "steps of it (auto: by warmup_epochs)", at_least(0), "may")
     clip_grad_norm: float = setting("training", 0.0, "max gradient norm (0 = off)", at_least(0), "may")
-    ema_decay: float = setting(
+    ema_decay: float = rare(
         "training",
         0.0,
         "decay of the weight EMA (0 = off); after n updates at most n / (9 + n)",
         between(0, 1),
         "may",
     )
-    max_skipped_steps: int = setting("training", 50, "non-finite steps in a row before abort (0 = off)", at_least(0))
-    patience: int = setting("training", 0, "evaluations without improvement before the end (0 = off)", at_least(0))
+    max_skipped_steps: int = rare("training", 50, "non-finite steps in a row before abort (0 = off)", at_least(0))
+    patience: int = rare("training", 0, "evaluations without improvement before the end (0 = off)", at_least(0))
     max_time: float = setting("training", 0.0, "save and stop after this many minutes (0 = off)", at_least(0))
 
     use_amp: bool = setting("precision", True, "mixed precision (on CPUs only with amp_dtype)", resume="may")
-    amp_dtype: str = setting("precision", "auto", "dtype (_params: of gathered shards too)", one_of(*AMP_DTYPES), "may")
+    amp_dtype: str = rare("precision", "auto", "dtype (_params: of gathered shards too)", one_of(*AMP_DTYPES), "may")
 
     backend: str = setting("distributed", "auto", "nccl on CUDA, else gloo", one_of("auto", "nccl", "gloo", "mpi"))
-    init_method: str = setting("distributed", "", "env:// (default), tcp://HOST:PORT or file:///PATH", rendezvous_url)
-    timeout: float = setting("distributed", 600.0, "seconds a collective may take", above(0))
+    init_method: str = rare("distributed", "", "env:// (default), tcp://HOST:PORT or file:///PATH", rendezvous_url)
+    timeout: float = rare("distributed", 600.0, "seconds a collective may take", above(0))
     hang_timeout: float = setting("distributed", 300.0, "seconds without progress before abort (0 = off)", at_least(0))
-    bucket_cap_mb: float = setting("distributed", 0.0, "DDP bucket size in MB (0: by model size)", at_least(0), "may")
-    comm_hook: str = setting("distributed", "none", "gradient compression", one_of("none", "fp16", "bf16"), "may")
-    find_unused_parameters: bool = setting(
+    bucket_cap_mb: float = rare("distributed", 0.0, "DDP bucket size in MB (0: by model size)", at_least(0), "may")
+    comm_hook: str = rare("distributed", "none", "gradient compression", one_of("none", "fp16", "bf16"), "may")
+    find_unused_parameters: bool = rare(
         "distributed", False, "allow parameters that a batch does not use (slower)", resume="may"
     )
     reduction: str = setting("distributed", "fast", "exact: same bits on any ranks", one_of("fast", "exact"), "may")
@@ -275,25 +342,25 @@ class TrainingConfig:
         "distributed", 0, "steps between checks of the ranks' gradients by other ranks (0 = off)", at_least(0)
     )
     sharding: str = setting("distributed", "none", "FSDP: shard the model over the ranks", one_of(*SHARDINGS), "may")
-    cpu_offload: bool = setting("distributed", False, "keep shards and optimizer in host memory (slower)", resume="may")
+    cpu_offload: bool = rare("distributed", False, "keep shards and optimizer in host memory (slower)", resume="may")
 
     checkpoint_dir: str = setting("checkpoints", "", "checkpoint folder (empty: run_dir/checkpoints)", local_path)
     save_every: int = setting("checkpoints", 1, "epochs between checkpoints (0 = off)", at_least(0))
-    save_every_steps: int = setting("checkpoints", 0, "optimizer steps between checkpoints (0 = off)", at_least(0))
-    save_every_minutes: float = setting("checkpoints", 10.0, "minutes between checkpoints (0 = off)", at_least(0))
-    keep_last: int = setting("checkpoints", 3, "latest checkpoints to keep, besides the best", at_least(2))
-    keep_every: int = setting("checkpoints", 0, "also keep one checkpoint of so many steps (0 = off)", at_least(0))
-    on_checkpoint: str = setting(
+    save_every_steps: int = rare("checkpoints", 0, "optimizer steps between checkpoints (0 = off)", at_least(0))
+    save_every_minutes: float = rare("checkpoints", 10.0, "minutes between checkpoints (0 = off)", at_least(0))
+    keep_last: int = rare("checkpoints", 3, "latest checkpoints to keep, besides the best", at_least(2))
+    keep_every: int = rare("checkpoints", 0, "also keep one checkpoint of so many steps (0 = off)", at_least(0))
+    on_checkpoint: str = rare(
         "checkpoints", "", "command after each checkpoint; {} is its path; put secrets into a script", command_line
     )
     eval_every: int = setting("checkpoints", 1, "epochs between evaluations (0: only at the end)", at_least(0))
-    eval_every_steps: int = setting(
+    eval_every_steps: int = rare(
         "checkpoints",
         0,
         "steps between evaluations within an epoch (0 = off); patience counts each, and a new best saves a checkpoint",
         at_least(0),
     )
-    eval_batch_size: int = setting(
+    eval_batch_size: int = rare(
         "checkpoints", 0, "samples per evaluation batch on each rank (0 = batch_size)", at_least(0), "may"
     )
     best_metric: str = setting("checkpoints", "auto", "for best.pt: auto, NAME, min:NAME, max:NAME", metric_name, "may")
@@ -304,25 +371,25 @@ class TrainingConfig:
     # ---- yours: fields for your own model and data; a fork edits only these lines of this file ----
     dataset: str = yours("synthetic", "data set", one_of("synthetic", "cifar10", "imagefolder", "csv"), "must")
     augment: str = yours("auto", "crops and flips", one_of("auto", "none", "crop", "resized_crop"), "may")
-    crop_scale: str = yours("0.08,1", "area of a resized_crop, as a part of the image's", range_up_to(1), "may")
-    crop_ratio: str = yours("3/4,4/3", "width / height of a resized_crop", range_up_to(100), "may")
-    auto_augment: str = yours("none", "torchvision's policy for image files", one_of(*AUTO_AUGMENTS), "may")
-    random_erase: float = yours(0.0, "probability of erasing a box of an image file", probability, "may")
-    augment_repeats: int = yours(1, "copies of an image in so many epochs, each with other random draws", at_least(1))
-    mixup_alpha: float = yours(0.0, "mixup of training batches: alpha (0 = off)", at_least(0), "may")
-    cutmix_alpha: float = yours(0.0, "CutMix of training batches: alpha (0 = off)", at_least(0), "may")
+    crop_scale: str = rare(YOURS, "0.08,1", "area of a resized_crop, as a part of the image's", range_up_to(1), "may")
+    crop_ratio: str = rare(YOURS, "3/4,4/3", "width / height of a resized_crop", range_up_to(100), "may")
+    auto_augment: str = rare(YOURS, "none", "torchvision's policy for image files", one_of(*AUTO_AUGMENTS), "may")
+    random_erase: float = rare(YOURS, 0.0, "probability of erasing a box of an image file", probability, "may")
+    augment_repeats: int = rare(YOURS, 1, "copies of an image in so many epochs, with other draws", at_least(1), "must")
+    mixup_alpha: float = rare(YOURS, 0.0, "mixup of training batches: alpha (0 = off)", at_least(0), "may")
+    cutmix_alpha: float = rare(YOURS, 0.0, "CutMix of training batches: alpha (0 = off)", at_least(0), "may")
     model: str = yours("mini_resnet", "mini_resnet or a torchvision classifier", resume="must")
-    freeze: str = yours("none", "backbone: train only the last layer", one_of("none", "backbone"), "must")
-    num_classes: int | str = yours("auto", "classes (auto: from the data)", at_least(2), "must")
-    in_channels: int | str = yours("auto", "image channels (auto: from the data)", at_least(1), "must")
+    freeze: str = rare(YOURS, "none", "backbone: train only the last layer", one_of("none", "backbone"), "must")
+    num_classes: int | str = rare(YOURS, "auto", "classes (auto: from the data)", at_least(2), "must")
+    in_channels: int | str = rare(YOURS, "auto", "image channels (auto: from the data)", at_least(1), "must")
     image_size: int | str = yours("auto", "resize to it (auto: from weights or data)", at_least(4), "must")
-    train_size: int | str = yours("auto", "size of training images in files (auto: image_size)", at_least(4), "may")
-    resize_size: int | str = yours("auto", "shorter side before evaluation's center crop", at_least(4), "may")
-    interpolation: str = yours("auto", "resizing", one_of("bilinear", "bicubic", "nearest"), "may")
-    channels_last: bool = yours(True, "memory format of convolutions (faster on CPU and CUDA)", resume="may")
-    label_smoothing: float = yours(0.0, "label smoothing of the training loss", between(0, 1), "may")
-    norm_weight_decay: float = yours("auto", "weight decay of normalization (auto: 0)", at_least(0), "may")
-    sync_bn: bool = yours(False, "BatchNorm statistics across all ranks (CUDA only)", resume="may")
+    train_size: int | str = rare(YOURS, "auto", "size of training image files (auto: image_size)", at_least(4), "may")
+    resize_size: int | str = rare(YOURS, "auto", "shorter side before evaluation's center crop", at_least(4), "may")
+    interpolation: str = rare(YOURS, "auto", "resizing", one_of("bilinear", "bicubic", "nearest"), "may")
+    channels_last: bool = rare(YOURS, True, "memory format of convolutions (faster on CPU and CUDA)", resume="may")
+    label_smoothing: float = rare(YOURS, 0.0, "label smoothing of the training loss", between(0, 1), "may")
+    norm_weight_decay: float = rare(YOURS, "auto", "weight decay of normalization (auto: 0)", at_least(0), "may")
+    sync_bn: bool = rare(YOURS, False, "BatchNorm statistics across all ranks (CUDA only)", resume="may")
     # ---- end of yours ----
     # fmt: on
 
@@ -344,59 +411,18 @@ class TrainingConfig:
 
     def _conflicts(self) -> list[str]:
         """Problems with combinations of values."""
+        given = {name: value for name, value in vars(self).items() if value != getattr(type(self), name)}
         problems = []
-        total, size = self.global_batch_size, self.batch_size
-        if total % size:
-            fits = " or ".join(str(fit) for fit in (total - total % size, total - total % size + size) if fit)
-            problems.append(f"global_batch_size={total}: is not a multiple of batch_size={size}; give {fits}")
-        either = "give only one of the two"
-        if total and self.grad_accum_steps != 1:
-            problems.append(f"grad_accum_steps={self.grad_accum_steps}: is derived from global_batch_size; {either}")
-        if self.overwrite and self.resume_from:
-            problems.append(f"overwrite=True: would move aside the run that resume_from continues; {either}")
-        if self.init_from and self.resume_from and self.resume_from != "auto":
-            problems.append(f"init_from={self.init_from}: a resumed run takes its weights from resume_from; {either}")
-        if self.amp_dtype != "auto" and not self.use_amp:
-            problems.append(f"amp_dtype={self.amp_dtype}: needs mixed precision; leave out amp_dtype or no_use_amp")
-        if self.reduction == "exact" and self.comm_hook != "none":
-            problems.append(f"comm_hook={self.comm_hook}: rounds gradients before they are summed; {either}")
-        if self.find_unused_parameters and self.compile == "reduce-overhead":
-            why = "keeps all gradients in place, and find_unused_parameters leaves some out; use --compile default"
-            problems.append(f"compile=reduce-overhead: {why}")
-        if self.check_every:
-            unlike = {"sharding": "none", "find_unused_parameters": False}  # as far as the config shows
-            wrong = [name for name, value in unlike.items() if getattr(self, name) != value]
-            wrong += ["compile"] if self.compile == "reduce-overhead" else []
-            problems += [f"{name}={getattr(self, name)}: does not work with check_every; {either}" for name in wrong]
-        if self.sharding != "none":
-            other = {"reduction": "fast", "comm_hook": "none", "compile": "off", "find_unused_parameters": False}
-            problems += [
-                f"{name}={getattr(self, name)}: does not work with sharding={self.sharding}; {either}"
-                for name, value in other.items()
-                if getattr(self, name) != value
-            ]
-        elif self.cpu_offload or self.amp_dtype.endswith("_params"):
-            name = "cpu_offload" if self.cpu_offload else "amp_dtype"
-            problems.append(f"{name}={getattr(self, name)}: needs sharding; add --sharding zero3, or leave it out")
-        if self.min_lr >= self.lr:
-            problems.append(f"min_lr={self.min_lr}: is not below lr={self.lr}; give a smaller one")
-        if self.warmup_steps != "auto" and self.warmup_epochs != type(self).warmup_epochs:
-            problems.append(f"warmup_steps={self.warmup_steps}: there is warmup_epochs={self.warmup_epochs}; {either}")
-        names = [field.name for field in dataclasses.fields(self)]
-        try:
-            used = [name for _, name, _, _ in string.Formatter().parse(self.run_dir) if name is not None]
-            wrong = [f"{{{name}}} is not a field" for name in used if name not in names]
-            _ = wrong or self.run_folder  # raises if a field does not take its format, as {lr:d}
-        except Exception as error:  # of any kind: fields and formats call methods of the values
-            wrong = [f"cannot be filled in ({error})"]
-        if wrong:
-            problems.append(f"run_dir={self.run_dir}: {wrong[0]}; use e.g. {{model}} or {{lr}}")
+        for name, other, wrong in CONFLICTS:
+            found = name in given and (other(self) if callable(other) else other in given)
+            if found:
+                problems.append(f"{name}={given[name]}: " + wrong.format_map(vars(self) | {"found": found}))
         return problems
 
     @property
     def run_folder(self) -> Path:
         """run_dir with its field names filled in."""
-        return Path(self.run_dir.format_map(dataclasses.asdict(self)))
+        return Path(self.run_dir.format_map(vars(self)))
 
     @property
     def checkpoint_folder(self) -> Path:
@@ -416,12 +442,12 @@ class TrainingConfig:
     @property
     def limits(self) -> tuple[float, float]:
         """The epochs and optimizer steps after which the run ends; infinite if that limit is not set."""
-        return limits_of(dataclasses.asdict(self))
+        return limits_of(vars(self))
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, with run_dir and checkpoint_dir as paths; `from_args(["--config", ...])` reads it back."""
         paths = {"run_dir": str(self.run_folder), "checkpoint_dir": str(self.checkpoint_folder)}
-        return dataclasses.asdict(self) | paths
+        return vars(self) | paths
 
     def to_toml(self) -> str:
         lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in self.to_dict().items()]
@@ -433,17 +459,17 @@ class TrainingConfig:
 
         saved: values that replace the defaults.
         """
-        flags, unknown = _parser(cls).parse_known_args(argv)
-        given = vars(flags)
-        file, print_config = given.pop("config", ""), given.pop("print_config", False)
-        problems = [_unknown(word, cls) for word in unknown if word.startswith("-")]
-        stray = [word for word in unknown[:1] if not word.startswith("-")]
-        problems += [f"{word}: is not a flag; write --flag value" for word in stray]
+        given, problems = _read_flags(sys.argv[1:] if argv is None else argv, cls)
+        shown, file, print_config = (given.pop(name, "") for name in GENERAL)
+        if shown in ("true", "all"):
+            print(_help(cls, shown == "all"))
+            raise SystemExit(0)
+        problems += [f"help={shown}: is not known; give --help, or --help all"] * bool(shown)
         try:
             values = _read_file(file, cls) if file else {}
         except UserError as error:
             problems, values = [*problems, str(error)], {}
-        if given.get("eval_only"):
+        if BOOLEANS.get(given.get("eval_only", "").lower()):
             values.pop("init_from", None)  # the weights that the run of a config.json started from
         if REDACTED in str((values | given).get("on_checkpoint")):
             remedy = "give the command again, or better a script that holds the secret"
@@ -479,32 +505,47 @@ def fields_of_yours() -> list[dataclasses.Field]:
 
 def _convert(field: dataclasses.Field, value: Any) -> tuple[Any, str]:
     """The value converted to the field's type, and the problem with it ("" if none). Flags give text."""
-    (kind, may_be_auto), check = type_of(field), field.metadata["check"]
-    if may_be_auto and value == "auto":
+    kind, check = field.type.split()[0], field.metadata["check"]
+    if value == "auto" and may_be_auto(field):
         return value, ""
-    wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
-    wanted += " or auto" if may_be_auto else ""
+    read, name = KINDS[kind]
+    wanted = name + " or auto" * may_be_auto(field)
     wrong = f"is not {wanted}; give {wanted}"
     try:
-        if kind is bool and isinstance(value, str):
-            value = BOOLEANS[value.lower()]
-        elif field.name in PATHS and isinstance(value, str):
-            value = expand(value)
-        elif isinstance(value, bool) and kind is not bool:
-            return value, wrong
-        elif kind in (int, float) and isinstance(value, str | int):
-            value = kind(value)
-        if not isinstance(value, kind) or (isinstance(value, float) and not math.isfinite(value)):
-            return value, wrong
-    except (ValueError, KeyError):
+        value = read(value)
+    except (ValueError, KeyError, TypeError):
         return value, wrong
-    return value, check(value) if check else ""
+    if kind == "float" and not math.isfinite(value):
+        return value, wrong
+    if field.name not in PATHS:
+        return value, check(value) if check else ""
+    return expand(value), check(expand(value)) or known_path(expand(value))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        print(f"{message}; see --help" if ";" not in message else message, file=sys.stderr, flush=True)
-        raise SystemExit(2)
+def _read_flags(words: Sequence[str], cls: type) -> tuple[dict[str, str], list[str]]:
+    """The text given with each flag, and the problems with the flags."""
+    kinds = {field.name: field.type for field in dataclasses.fields(cls)} | dict.fromkeys(GENERAL)
+    flags, given, problems = [[""]], dict[str, str](), list[str]()
+    for word in words:
+        if FLAG.match(word):
+            flags.append(word.split("=", 1))
+        else:
+            flags[-1].append(word)
+    for flag, *values in flags:
+        name = "help" if flag == "-h" else flag.removeprefix("--").replace("-", "_")
+        if name not in kinds and kinds.get(name.removeprefix("no_")) == "bool":
+            name, values = name.removeprefix("no_"), ["false", *values]
+        elif name == "print_config":
+            values = ["true", *values]
+        elif name == "help" or kinds.get(name) == "bool":
+            values = values or ["true"]
+        if name in kinds and values:
+            given[name], *values = values
+        elif flag:
+            missing = f"{flag}: expected one argument; see --help"
+            problems, values = [*problems, missing if name in kinds else _unknown(flag, cls)], []
+        problems += [f"{word}: is not a flag; write --flag value" for word in values[:1]]
+    return given, problems
 
 
 def _unknown(word: str, cls: type) -> str:
@@ -530,60 +571,28 @@ def _of_another_trainer(name: str, names: Collection[str]) -> str | None:
 
     names: of the flags here. What the page says about others is left out: a fork may have deleted its fields.
     """
-    try:
-        rows = [line.strip("|").split("|") for line in ELSEWHERE.read_text(encoding="utf-8").splitlines()]
-    except OSError:
-        return None
-    for there, here in (row for row in rows if len(row) == 2):
+    page = ELSEWHERE.read_text(encoding="utf-8") if ELSEWHERE.exists() else ""
+    for there, here in re.findall(r"^\|([^|]*)\|([^|]*)\|$", page, re.MULTILINE):
         if name in re.findall(r"`_+(\w+)`", there.replace("-", "_")):
             parts = here.strip().split("; ")
             return "; ".join(part for part in parts if {*re.findall(r"`--(?:no-)?(\w+)", part)} <= {*names})
     return None
 
 
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """One line per flag, in one spelling."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=120)
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        name = action.option_strings[0]
-        if action.const is True and action.nargs:
-            return f"--[no-]{name[2:]}"
-        return f"{name} {action.metavar}" if action.metavar else name
-
-
-def _parser(cls: type) -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="train.py",
-        usage="torchrun --standalone --nproc-per-node=N train.py [flags]   (or: python train.py [flags])",
-        description="Flags may be written with _ or -. Flags override the --config file, which overrides the "
-        "defaults.\nFor several nodes, scripts/launch.sh takes these flags and more.",
-        epilog=EXAMPLES,
-        allow_abbrev=False,
-        add_help=False,
-        argument_default=argparse.SUPPRESS,
-        formatter_class=_HelpFormatter,
-    )
-    general = parser.add_argument_group("general")
-    general.add_argument("--help", "-h", action="help", help="show this text and exit")
-    general.add_argument("--config", metavar="FILE", help="read values from a TOML file or a run's config.json")
-    text = "print the resolved config as TOML and exit"
-    general.add_argument("--print_config", "--print-config", action="store_true", help=text)
-    names = dict.fromkeys(field.metadata["group"] for field in dataclasses.fields(cls))
-    groups = {name: parser.add_argument_group(name) for name in names}
+def _help(cls: type, is_all: bool) -> str:
+    """Flags by group, with help and default; if not is_all, those that are common."""
+    lines, group, rest = [USAGE], "", 0
     for field in dataclasses.fields(cls):
-        name, group = field.name, groups[field.metadata["group"]]
-        text = help_of(field) + ("" if field.default == "" else f" [{field.default}]")
-        text, spellings = text.replace("%", "%%"), [f"--{name}", f"--{name.replace('_', '-')}"]
-        if type_of(field)[0] is bool:
-            group.add_argument(*spellings, dest=name, nargs="?", const=True, metavar="BOOL", help=text)
-            negations = [f"--{no}{spelled[2:]}" for no in ("no-", "no_") for spelled in spellings]
-            group.add_argument(*negations, dest=name, action="store_false", help=argparse.SUPPRESS)
-        else:
-            group.add_argument(*spellings, dest=name, metavar=type_of(field)[0].__name__.upper(), help=text)
-    return parser
+        if not (is_all or field.metadata["is_common"]):
+            rest += 1
+            continue
+        if field.metadata["group"] != group:
+            group = field.metadata["group"]
+            lines += ["", f"{group}:"]
+        kind, default = field.type.split()[0], "" if field.default == "" else f" [{field.default}]"
+        flag = f"--[no-]{field.name}" if kind == "bool" else f"--{field.name} {kind.upper()}"
+        lines += textwrap.wrap(f"  {flag:31} {help_of(field)}{default}", 120, subsequent_indent=" " * 34)
+    return "\n".join([*lines, EXAMPLES, *([f"\n--help all shows the other {rest} flags."] if rest else [])])
 
 
 def _read_file(file: str, cls: type) -> dict[str, Any]:

@@ -202,13 +202,22 @@ def test_config_json_of_a_run_restores_its_settings_but_not_its_folders_or_start
     assert (config.on_checkpoint, str(config.checkpoint_folder)) == ("", "runs/b/checkpoints")
 
 
-def test_help_shows_each_flag_once_with_its_default_in_lines_of_120_columns(capsys):
-    with pytest.raises(SystemExit):
-        TrainingConfig.from_args(["--help"])
-    text = capsys.readouterr().out
+def help_text(capsys, *words):
+    with pytest.raises(SystemExit) as ended:
+        TrainingConfig.from_args(words)
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def flags_of(text):
+    return [entry.split()[0] for entry in re.split(r"\n  --(?:\[no-])?", text)[1:]]
+
+
+def test_help_all_shows_each_flag_once_with_its_default_in_lines_of_120_columns(capsys):
+    text = help_text(capsys, "--help", "all")
     assert len(text.splitlines()) <= 120 and max(map(len, text.splitlines())) <= 120
     entries, fields = re.split(r"\n  --(?:\[no-])?", text)[1:], dataclasses.fields(TrainingConfig)
-    assert [entry.split()[0] for entry in entries] == ["help", "config", "print_config", *(f.name for f in fields)]
+    assert flags_of(text) == ["help", "config", "print_config", *(f.name for f in fields)]
     for entry, field in zip(entries[3:], fields, strict=True):
         assert field.default == "" or f"[{field.default}]" in entry
     assert "{sgd,adamw} [sgd]" in text
@@ -216,6 +225,56 @@ def test_help_shows_each_flag_once_with_its_default_in_lines_of_120_columns(caps
     assert len(examples) == 3
     for words in examples[:2]:  # the third reads the config of a run
         TrainingConfig.from_args(words.split())
+
+
+def test_help_shows_the_common_flags_and_how_many_are_left(capsys):
+    fields = dataclasses.fields(TrainingConfig)
+    common = [field.name for field in fields if field.metadata["is_common"]]
+    text = help_text(capsys, "--help")
+    assert flags_of(text) == ["help", "config", "print_config", *common] and {*PUBLISHED} <= {*common}
+    assert text.splitlines()[-1] == f"--help all shows the other {len(fields) - len(common)} flags."
+    assert "all shows" not in help_text(capsys, "--help", "all")
+
+
+@pytest.mark.parametrize(
+    "words", ["-h", "--epochs x --help", "--help --lr 0.1", "--nonsense 3 -h", "stray --help", "--lr -h"]
+)
+def test_help_is_shown_wherever_it_is_asked_for(capsys, words):
+    assert help_text(capsys, *words.split()) == help_text(capsys, "--help")
+
+
+@pytest.mark.parametrize("words", ["-h all", "--help=all", "--lr 0 --help all"])
+def test_all_flags_are_shown_by_each_spelling(capsys, words):
+    assert help_text(capsys, *words.split()) == help_text(capsys, "--help", "all")
+
+
+@pytest.mark.parametrize("words", ["--help nonsense", "-h nonsense", "--help=nonsense"])
+def test_another_word_after_help_is_refused(capsys, words):
+    assert rejection(capsys, *words.split()) == "help=nonsense: is not known; give --help, or --help all"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--lr --epochs 0", ["--lr: expected one argument", "epochs=0: is below 1"]),
+        ("--data-dir", ["--data-dir: expected one argument"]),
+        ("a b --lr 1 c d --nonsense 3 -x 4", ["a: is not a", "c: is not a", "--nonsense: is not known", "-x: is not"]),
+        ("--use_amp no off", ["off: is not a flag; write --flag value"]),
+        ("--no-use_amp=off", ["off: is not a flag; write --flag value"]),
+        ("--no-lr 1", ["--no-lr: is not known"]),
+        ("--no_print_config", ["--no_print_config: is not known"]),
+        ("--print_config off", ["off: is not a flag; write --flag value"]),
+        ("--epoch 3 --batch 4", ["--epoch: is not known; did you mean --epochs?", "--batch: is not known;"]),
+    ],
+)
+def test_words_that_are_no_flags_or_values_are_listed(capsys, words, expected):
+    lines = rejection(capsys, *words.split()).splitlines()
+    assert len(lines) == len(expected) and all(map(str.startswith, lines, expected)), lines
+
+
+@pytest.mark.parametrize("value", ["-1", "-0.5", "-1e-3", "-.5"])
+def test_a_negative_number_is_the_value_of_the_flag_before_it(capsys, value):
+    assert rejection(capsys, "--min_lr", value) == f"min_lr={float(value)}: is below 0; give 0 or more"
 
 
 @pytest.mark.parametrize(
