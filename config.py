@@ -238,8 +238,8 @@ def multiples(config: TrainingConfig) -> str:
     return " or ".join(str(fit) for fit in (low, low + size) if fit) if total % size else ""
 
 
-# What does not go together: a field, the field or condition that excludes it, and what to do. Both fields are given:
-# they differ from their defaults. {found} is what the condition returned.
+# What does not go together: a field, the field or condition that excludes it, what is wrong and what to do. A row
+# counts if the field and the other one differ from their defaults. {found} is what the condition returned.
 # fmt: off
 EITHER = "give only one of the two"
 CONFLICTS: list[tuple[str, str | Callable[[TrainingConfig], Any], str]] = [
@@ -554,15 +554,13 @@ def _unknown(word: str, cls: type) -> str:
     if name in OF_TORCHRUN.split():
         return f"{word}: is not known; start the ranks with torchrun: torchrun --standalone --nproc-per-node=N train.py"
     names = [field.name for field in dataclasses.fields(cls)] + ["config", "print_config"] * bool(dashes)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-    if (here := _of_another_trainer(name, names)) is not None:
-        if not here:
-            return f'{word}: is not a flag of this fork; add a field to the block "yours" of config.py, or leave it out'
-        meant = re.match(r"`--(\w+)", here)
-        if not meant:
-            advice = re.sub(r"\[(.*?)\]\((.*?)\)", r"\1 (docs/\2)", here.replace("`", ""))
-            return f"{word}: is not a flag here; {advice}"
-        close = [meant[1]]
+    here = _of_another_trainer(name, names)
+    if here == "":
+        return f'{word}: is not a flag of this fork; add a field to the block "yours" of config.py, or leave it out'
+    close = re.findall(r"^`--(\w+)", here or "") or difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+    if here and not here.startswith("`--"):
+        advice = re.sub(r"\[(.*?)\]\((.*?)\)", r"\1 (docs/\2)", here.replace("`", ""))
+        return f"{word}: is not a flag here; {advice}"
     return f"{word}: is not known; " + (f"did you mean {dashes}{close[0]}?" if close else "see --help for all flags")
 
 
@@ -581,11 +579,9 @@ def _of_another_trainer(name: str, names: Collection[str]) -> str | None:
 
 def _help(cls: type, is_all: bool) -> str:
     """Flags by group, with help and default; if not is_all, those that are common."""
-    lines, group, rest = [USAGE], "", 0
-    for field in dataclasses.fields(cls):
-        if not (is_all or field.metadata["is_common"]):
-            rest += 1
-            continue
+    lines, group, fields = [USAGE], "", dataclasses.fields(cls)
+    rest = 0 if is_all else sum(not field.metadata["is_common"] for field in fields)
+    for field in (field for field in fields if is_all or field.metadata["is_common"]):
         if field.metadata["group"] != group:
             group = field.metadata["group"]
             lines += ["", f"{group}:"]

@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 
-from config import TrainingConfig, UserError, yours
+from config import CONFLICTS, TrainingConfig, UserError, yours
 
 PUBLISHED = (
     "batch_size num_workers epochs lr momentum weight_decay backend use_amp"
@@ -73,6 +73,16 @@ def test_flags_with_underscores_dashes_and_negations():
         ("--find_unused_parameters --compile reduce-overhead", "compile=reduce-overhead: keeps all gradients in place"),
         ("--sharding zero2 --comm_hook bf16", "comm_hook=bf16: does not work with sharding=zero2; give only one"),
         ("--sharding hybrid --compile default", "compile=default: does not work with sharding=hybrid; give only one"),
+        (
+            "--init_from a --resume_from b",
+            "init_from=a: a resumed run takes its weights from resume_from; give only one",
+        ),
+        ("--check_every 5 --sharding zero3", "sharding=zero3: does not work with check_every; give only one"),
+        (
+            "--check_every 5 --find_unused_parameters",
+            "find_unused_parameters=True: does not work with check_every; give only one",
+        ),
+        ("--check_every 5 --compile reduce-overhead", "compile=reduce-overhead: does not work with check_every; give"),
         ("--cpu_offload", "cpu_offload=True: needs sharding; add --sharding zero3, or leave it out"),
         ("--amp_dtype bf16_params", "amp_dtype=bf16_params: needs sharding; add --sharding zero3, or leave it out"),
         ("--btach_size 3", "--btach_size: is not known; did you mean --batch_size?"),
@@ -144,6 +154,38 @@ def test_a_run_dir_takes_every_format_of_python(run_dir, expected):
     assert of(f"--run_dir=runs/{run_dir}").run_folder.name == expected
 
 
+@pytest.mark.parametrize("row", CONFLICTS, ids=lambda row: row[0])
+def test_a_row_of_the_conflicts_names_fields_and_ends_with_a_fix(row):
+    name, other, wrong = row
+    names = {field.name for field in dataclasses.fields(TrainingConfig)}
+    assert {name, *([] if callable(other) else [other])} <= names
+    assert "; " in wrong.format_map(vars(TrainingConfig()) | {"found": "x"})
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--init_from a --resume_from auto",
+        "--sharding zero3 --cpu_offload --amp_dtype bf16_params",
+        "--check_every 5 --compile default",
+        "--find_unused_parameters --compile default",
+        "--sharding none --reduction exact",
+        "--global_batch_size 128 --grad_accum_steps 1",
+        "--warmup_steps 5 --warmup_epochs 0.5",
+        "--lr 0.01 --min_lr 0.009",
+    ],
+)
+def test_values_beside_a_conflict_are_accepted(flags):
+    assert of(flags)
+
+
+def test_conflicts_are_listed_together(capsys):
+    lines = rejection(
+        capsys, *"--cpu_offload --amp_dtype bf16_params --overwrite --resume_from auto".split()
+    ).splitlines()
+    assert [line.split("=")[0] for line in lines] == ["overwrite", "cpu_offload", "amp_dtype"]
+
+
 def test_all_problems_are_listed_together(capsys):
     lines = rejection(capsys, *"--epochs 0 --lr x --nonsense --seed -1".split()).splitlines()
     assert [line.split(":")[0] for line in lines] == ["--nonsense", "seed=-1", "epochs=0", "lr=x"]
@@ -200,6 +242,13 @@ def test_config_json_of_a_run_restores_its_settings_but_not_its_folders_or_start
     config = of(f"--config {file} --run_dir runs/b")
     assert (config.overwrite, config.eval_only, config.resume_from, config.seed) == (False, False, "", 5)
     assert (config.on_checkpoint, str(config.checkpoint_folder)) == ("", "runs/b/checkpoints")
+
+
+@pytest.mark.parametrize(("flags", "kept"), [("", "w.pt"), ("--eval_only no", "w.pt"), ("--eval_only", "")])
+def test_an_evaluation_of_a_run_leaves_out_the_weights_that_it_started_from(tmp_path, flags, kept):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(TrainingConfig(init_from="w.pt").to_dict()))
+    assert of(f"--config {file} {flags}").init_from == kept
 
 
 def help_text(capsys, *words):
