@@ -510,16 +510,16 @@ def _convert(field: dataclasses.Field, value: Any) -> tuple[Any, str]:
         return value, ""
     read, name = KINDS[kind]
     wanted = name + " or auto" * may_be_auto(field)
-    wrong = f"is not {wanted}; give {wanted}"
     try:
-        value = read(value)
+        found = read(value)
+        is_valid = kind != "float" or math.isfinite(found)
     except (ValueError, KeyError, TypeError):
-        return value, wrong
-    if kind == "float" and not math.isfinite(value):
-        return value, wrong
-    if field.name not in PATHS:
-        return value, check(value) if check else ""
-    return expand(value), check(expand(value)) or known_path(expand(value))
+        is_valid = False
+    if not is_valid:
+        return value, f"is not {wanted}; give {wanted}"
+    if field.name in PATHS:
+        return expand(found), check(expand(found)) or known_path(expand(found))
+    return found, check(found) if check else ""
 
 
 def _read_flags(words: Sequence[str], cls: type) -> tuple[dict[str, str], list[str]]:

@@ -199,6 +199,28 @@ def test_the_constructor_checks_values_like_the_flags():
     assert TrainingConfig(batch_size="4").batch_size == 4
 
 
+NUMBER, WHOLE, TEXT = (
+    "is not a number; give a number",
+    "is not a whole number; give a whole number",
+    "is not text; give text",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wrong"),
+    [
+        *(("beta2", value, NUMBER) for value in (True, math.inf, -math.inf, math.nan, "inf", "1e400", None, [0.5], "")),
+        *(("batch_size", value, WHOLE) for value in (True, 2.0, "2.0", math.inf, None, [2], {}, "9" * 5000)),
+        *(("data_dir", value, TEXT) for value in (3, True, None, ["a"], {"a": 1}, b"a")),
+        *(("use_amp", value, "is not true or false; give true or false") for value in (2, 1.0, None, [True], "")),
+    ],
+)
+def test_a_value_of_another_type_is_rejected(name, value, wrong):
+    with pytest.raises(UserError) as error:
+        TrainingConfig(**{name: value})
+    assert str(error.value) == f"{name}={value}: {wrong}"
+
+
 def test_defaults_then_file_then_flags(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('epochs = 3\nbatch-size = 16\nuse_amp = false\nnum_workers = "auto"\nlr = 1\n')
