@@ -26,14 +26,11 @@ from utils.distributed.context import (
     make_libraries_deterministic,
     read_launch,
 )
-from utils.distributed.device import choose_device, choose_kernels
+from utils.distributed.device import check_compiler, choose_device, choose_kernels, has_fast_bf16, raise_file_limit
 from utils.run.checkpoints import Checkpoints
 from utils.run.resume import load_checkpoint
-from utils.run.start_checks import raise_file_limit
 from utils.signals import follow_torchrun
-from utils.training.first_passes import check_compiler
 from utils.training.parallel import wrap_ddp
-from utils.training.precision import has_fast_bf16
 from utils.training.replicated import unwrap
 
 __all__ = [

@@ -38,10 +38,11 @@ from utils.rng import seed_device
 from utils.run.attempt import Attempt
 from utils.run.checkpoints import Checkpoints
 from utils.run.create import create_state
+from utils.run.ending import PREEMPTED, failure_of_data, for_torchrun, leave_after
 from utils.run.evaluate_only import evaluate_only
-from utils.run.failures import PREEMPTED, failure_of_data, for_torchrun, leave_after, open_run
 from utils.run.provenance import provenance_of
 from utils.run.resume import resume_run
+from utils.run.start import open_run
 from utils.training.batchnorm import check_sync_batchnorm
 from utils.training.cross_check import CrossCheck
 from utils.training.first_passes import first_passes
@@ -83,7 +84,7 @@ def train(
         outcome = evaluate_only(config, ctx, your_model, data)
     else:
         with open_run(config, ctx) as attempt:  # ranks are watched, stop signals count, a failure is in status.json
-            if attempt.run.start.is_completed:
+            if attempt.run.claim.is_completed:
                 outcome = {"state": "completed"}
             else:
                 outcome = run_training(assemble(attempt, data), after_epoch)

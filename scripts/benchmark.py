@@ -88,7 +88,7 @@ from lib.benchmark import find_batch, speed
 from lib.benchmark.turns import facts
 from utils.distributed.collectives import broadcast_json, on_rank_0
 from utils.files import replace_json
-from utils.run.failures import leave_after
+from utils.run.ending import leave_after
 
 
 @record

@@ -43,8 +43,9 @@ from utils.files import TEMPORARY, replace_file, replace_json
 from utils.logger import ALIKE, setup_logger, show_progress
 from utils.rng import seed_evaluation
 from utils.run.command_line import open_output
-from utils.run.failures import leave_after, watched
+from utils.run.ending import leave_after, watched
 from utils.run.resume import compare_evaluated
+from utils.run.start import check_alike
 from utils.training.outputs import OTHER_NAMES, Outputs, in_order
 from utils.training.seams import Seams, example_inputs
 from utils.training.state import TrainState
@@ -68,6 +69,7 @@ def main() -> None:
     out = options.out or beside / "predictions.pt"
     ctx = setup_distributed(config)
     with watched(out.parent, config, ctx):
+        check_alike(config, ctx)
         run(options, config, out, ctx)
     cleanup_distributed()
 

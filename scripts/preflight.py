@@ -57,8 +57,8 @@ from utils.distributed.collectives import all_gather_json
 from utils.files import replace_json
 from utils.logger import count
 from utils.run import provenance
-from utils.run.failures import leave_after
-from utils.run.start_checks import check_alike
+from utils.run.ending import leave_after
+from utils.run.start import check_alike
 from utils.table import format_table
 from utils.training.precision import Precision
 from utils.training.seams import Seams

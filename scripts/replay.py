@@ -53,7 +53,7 @@ from utils.distributed.consensus import Stopped
 from utils.files import read_json, read_lines, replace_file
 from utils.rng import seed_device
 from utils.run.command_line import open_output
-from utils.run.failures import leave_after
+from utils.run.ending import leave_after
 from utils.table import format_table
 from utils.training.fingerprint import fingerprint_of
 from utils.training.seams import Seams

@@ -57,7 +57,7 @@ from utils.distributed.collectives import all_gather_json, is_of_a_peer
 from utils.distributed.device import choose_kernels
 from utils.files import replace_json
 from utils.run import provenance
-from utils.run.failures import leave_after
+from utils.run.ending import leave_after
 from utils.training.seams import Seams
 
 # in this order: an early failure is usually the cause of later ones

@@ -34,8 +34,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    kinds = ["slow" if item.get_closest_marker("slow") else "default" for item in items]
-    config.collected = [*zip(kinds, (item.nodeid for item in items), strict=True)]  # also what is left out
+    config.collected = [*items]  # also what is left out
 
     def is_left_out(item):
         is_slow, is_alone = (item.get_closest_marker(name) is not None for name in ("slow", "alone"))

@@ -1,10 +1,11 @@
-"""What the template promises, and which test checks each promise: the rows of docs/guarantees.md.
+"""What the template promises: the rows of docs/guarantees.md. A test carries the keys of its rows in a marker.
 
-`python tests/guarantees.py` renews the table of docs/fault-tolerance.md. A row without a default test, a
-test that does not exist and one that the default run leaves out make tests/builtin/test_guarantees.py fail.
+python tests/guarantees.py             renews the table of docs/fault-tolerance.md
+python tests/guarantees.py resume      lists the tests of a key
 """
 
-import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +20,6 @@ class Guarantee:
     key: str
     subject: str  # what the promise is about; for faults, what happens
     promise: str
-    tests: list[str]  # node ids in the default run
-    slow: list[str]  # node ids that --all adds
 
 
 def read_guarantees() -> list[Guarantee]:
@@ -29,26 +28,48 @@ def read_guarantees() -> list[Guarantee]:
         if line.startswith("## "):
             section = line.removeprefix("## ")
         elif line.startswith("| ") and not line.startswith("| key |"):
-            *texts, tests, slow = (cell.strip() for cell in line.strip("|").split(" | "))
-            ids = ([f"tests/{name}" for name in re.findall(r"`([^`]+)`", cell)] for cell in (tests, slow))
-            found.append(Guarantee(section, *texts, *ids))
+            found.append(Guarantee(section, *(cell.strip() for cell in line.strip("|").split(" | "))))
     return found
 
 
 GUARANTEES = read_guarantees()
 
 
-def table() -> str:
-    """The rows of the section "What a run survives", without their tests."""
-    rows = [f"| {each.subject} | {each.promise} |" for each in GUARANTEES if each.section == "What a run survives"]
-    return "\n".join(["| what happens | what follows |", "|---|---|", *rows])
+def marked(items: list) -> list[tuple[str, ...]]:
+    """(key, "default" or "slow", node id) of each test that carries a key."""
+    found = set()
+    for item in items:
+        kind = "slow" if item.get_closest_marker("slow") else "default"
+        for mark in item.iter_markers("guarantee"):
+            found |= {(key, kind, item.nodeid) for key in mark.args or ["(none)"]}
+    return sorted(found)
+
+
+def pytest_collection_finish(session) -> None:
+    """pytest calls this only if it is told to use this file as a plugin."""
+    print(*(" ".join(("marker", *words)) for words in marked(session.items)), sep="\n")
+
+
+def collect() -> list[tuple[str, ...]]:
+    """What `marked` finds in the whole tree, as another process collects it."""
+    words = "-m pytest --all --collect-only -qq -p no:cacheprovider -p no:xdist -p guarantees".split()
+    ended = subprocess.run([sys.executable, *words], cwd=ROOT / "tests", capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return [tuple(line.split(maxsplit=3)[1:]) for line in ended.stdout.splitlines() if line.startswith("marker ")]
 
 
 def written(text: str) -> str:
-    """The text of the page with a renewed table."""
+    """The text of the page with a renewed table: the rows of the section "What a run survives", without their keys."""
+    rows = [f"| {each.subject} | {each.promise} |" for each in GUARANTEES if each.section == "What a run survives"]
+    table = "\n".join(["| what happens | what follows |", "|---|---|", *rows])
     before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    if wrong := {*sys.argv[1:]} - {row.key for row in GUARANTEES}:
+        sys.exit(f"{min(wrong)}: not a key of docs/guarantees.md; choose one of its first column")
+    if sys.argv[1:]:
+        print(*(f"{kind} {name}" for key, kind, name in collect() if key in sys.argv[1:]), sep="\n")
+    else:
+        PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

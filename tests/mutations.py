@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from guarantees import GUARANTEES
+from guarantees import collect
 from ranks import ROOT, copy_repository
 
 DEADLINE = 600.0  # seconds for the tests of one guarantee
@@ -47,7 +47,7 @@ MUTATIONS = [
     Mutation('compare_evaluated', 'line, is_other = compare_data(before[split], here[split], {}, is_same, split)', 'line, is_other = "", False', 'must-match'),
     Mutation('best_name', 'return step_path(folder, outline(best)[0], best.is_dir()).name', 'return ""', 'keep-last'),
     Mutation('claim', 'move_back(new)', 'pass', 'mirror-owner'),
-    Mutation('Run._write_failure', 'move_back(moved)', 'pass', 'mirror-owner'),
+    Mutation('Run._is_undone', 'move_back(moved)', 'pass', 'mirror-owner'),
     Mutation('seed_evaluation', 'seed_device(device, "evaluation", seed, function, split, indices[0])', 'pass', 'eval-only'),
     Mutation('Evaluation.records', 'with context, set_apart(self.ctx.device):', 'with context:', 'eval-only'),
     Mutation('Watchdog._look', 'if standing <= TIMES_IN_A_FUNCTION * self._hang_timeout:', 'if False:', 'hang'),
@@ -169,7 +169,7 @@ MUTATIONS = [
     Mutation('Updater.load_state_dict', 'if self.scaler.is_enabled() and payload["scaler"]:', 'if False:', 'resume'),
     Mutation('load_optimizer', 'optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})', 'optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})', 'resume'),
     Mutation('resume_run', 'on_all_ranks(lambda: run.rewind(progress.step, is_evaluated, has_test) if run.leads_node else None, ctx)', 'pass', 'records-once'),
-    Mutation('compare', '(wrong if field.metadata["resume"] == "must" else may).append(line)', 'may.append(line)', 'must-match'),
+    Mutation('compare', 'wrong, may = (lines_of(rows, resume) for resume in ("must", "may"))', 'wrong, may = [], [*lines_of(rows, "must"), *lines_of(rows, "may")]', 'must-match'),
     Mutation('Updater.step', 'norm = torch.add(norm, loss, alpha=0)  # 0 times a non-finite loss is NaN', 'pass', 'not-finite'),
     Mutation('Updater.step', 'is_finite = norm < math.inf  # NaN is not', 'is_finite = norm <= math.inf', 'not-finite'),
     Mutation('TrainState.update_if_finite', 'self.average.update(1 - skipped)', 'self.average.update(torch.ones_like(skipped))', 'not-finite'),
@@ -177,7 +177,7 @@ MUTATIONS = [
     Mutation('Consensus.flush', 'self._start(every=1)', 'pass', 'bad-sample'),
     Mutation('train_one_epoch', 'consensus.flush()  # an earlier vote must not count after a save', 'pass', 'stop'),
     Mutation('ignore_in_worker', 'signal.signal(number, signal.SIG_IGN)', 'signal.signal(number, signal.SIG_DFL)', 'stop'),
-    Mutation('StopSignals._note', 'self.received = self.received or signal.Signals(number).name', 'pass', 'stop'),
+    Mutation('StopSignals._keep', 'self._received, self.came_at = signal.Signals(number).name, time.monotonic()', 'pass', 'stop'),
     Mutation('cleanup_distributed', 'dist.barrier()', 'pass', 'clean-exit'),
     Mutation('on_all_ranks', 'if (rank := lowest_rank(bool(problem[0]), ctx)) is None:', 'if (rank := ctx.rank if problem[0] else None) is None:', 'one-sentence'),
     Mutation('replace_file', 'os.fsync(file.fileno())', 'pass', 'whole-file'),
@@ -196,8 +196,8 @@ MUTATIONS = [
     Mutation('_HashingWriter.write', 'self._tick()', 'pass', 'stalled-write'),
     Mutation('OnCheckpoint.leave', 'os.killpg(command.pid, number)', 'command.send_signal(number)', 'command'),
     Mutation('follow_torchrun', 'die_with_parent()', 'pass', 'launcher-killed'),
-    Mutation('resume_run', 'if len(run.start.failures) >= MAX_FAILURES:', 'if False:', 'same-step'),
-    Mutation('watched', 'check_alike(config, ctx)', 'pass', 'alike'),
+    Mutation('check_progress', 'if len(failures) < MAX_FAILURES:', 'if True:', 'same-step'),
+    Mutation('open_run', 'check_alike(config, ctx)', 'pass', 'alike'),
     Mutation('reject', 'end_now(error.exit_code)', 'end_now(1)', 'exit-codes'),
     Mutation('main', 'return PREEMPTED if outcome.get("state") == "preempted" and not read_launch().is_under_torchrun else 0', 'return 0', 'exit-codes'),
     Mutation('make_libraries_deterministic', 'os.environ.setdefault("NCCL_NVLS_ENABLE", "0")', 'pass', 'kernels'),
@@ -208,7 +208,7 @@ MUTATIONS = [
     Mutation('verdict', 'last = [rank for rank, where in known.items() if where == min(known.values())]', 'last = [rank for rank, where in known.items() if where == max(known.values())]', 'hang'),
     Mutation('Run.rewind', 'if record.get("event") in BEGINNINGS:', 'if False:', 'goodput'),
     Mutation('Run.now', 'return iso(self._clock_at_0 + time.monotonic())', 'return iso()', 'clock-jump'),
-    Mutation('Run.check_owner', 'if token != self.start.token:', 'if False:', 'one-owner'),
+    Mutation('Run.check_owner', 'if token != self.claim.token:', 'if False:', 'one-owner'),
     Mutation('RunLock._is_held', 'fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)', 'pass', 'one-owner'),
     Mutation('MetricTracker.add', 'self.values[:size].add_(torch.where(is_added, other.values[:size], self._zero))', 'self.values[:size].copy_(other.values[:size])', 'weights'),
     Mutation('Updater.step', 'self.optimizer.found_inf = skipped', 'self.optimizer.found_inf = self.zero', 'not-finite'),
@@ -290,9 +290,8 @@ def run_tests(copy: Path, tests: list[str], *options: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout + ended.stderr
 
 
-def is_caught(mutation: Mutation, origin: Path) -> bool:
-    """Whether a test fails with the fault in a copy of `origin`; prints its name."""
-    tests = next(row.tests for row in GUARANTEES if row.key == mutation.breaks)
+def is_caught(mutation: Mutation, origin: Path, tests: list[str]) -> bool:
+    """Whether one of the tests fails with the fault in a copy of `origin`; prints its name."""
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         copy = Path(folder, "copy")
         shutil.copytree(origin, copy)
@@ -314,7 +313,8 @@ def main() -> int:
     options = parser.parse_args()
     chosen = [each for each in MUTATIONS if any(text in each.title + each.breaks for text in options.text or [""])]
     keys = {each.breaks for each in chosen}
-    tests = sorted({test for row in GUARANTEES if row.key in keys for test in row.tests})
+    found = [(key, test) for key, kind, test in collect() if key in keys and kind == "default"]
+    tests = sorted({test for _, test in found})
     has_xdist = importlib.util.find_spec("xdist") is not None
     parallel = ["-n", str(options.jobs + 1), "--dist", "loadfile"] if has_xdist else []
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder, ThreadPoolExecutor(options.jobs) as threads:
@@ -326,7 +326,8 @@ def main() -> int:
         if code:
             print(f"the tests fail without a fault; fix them first\n{said[-3000:]}")
             return 1
-        caught = [*threads.map(lambda each: is_caught(each, origin), chosen)]
+        own = [[test for key, test in reversed(found) if key == each.breaks] for each in chosen]  # tests/unit first
+        caught = [*threads.map(is_caught, chosen, [origin] * len(chosen), own)]
     print(f"{sum(caught)} of {len(chosen)} faults were caught")
     return 0 if chosen and all(caught) else 1
 

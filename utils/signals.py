@@ -27,67 +27,81 @@ BORN = {PROCESS: time.monotonic()}
 
 
 class StopSignals:
-    """A context manager that keeps the name of the first stop signal; a second SIGINT interrupts at once."""
+    """A context manager that keeps the name of the first stop signal; a second SIGINT interrupts at once.
 
-    held: StopSignals | None = None  # the signals that `hold` caught before the run began
-    came_at = math.inf  # when the first stop signal came, by time.monotonic
-    arrived: socket.socket | None = None  # of the latest instance: the numbers of signals, see `has_arrived`
+    The process has one, `STOP`, which may be entered again meanwhile: the last exit restores the handlers.
+    """
 
     def __init__(self) -> None:
-        self.received: str = StopSignals.held.received if StopSignals.held else ""
+        self._depth = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._received, self.came_at = "", math.inf  # when the first one came, by time.monotonic
+        self._is_noted, self._wakeup_before = False, -1
         self._before: dict[int, Any] = {}
         self._sockets: tuple[socket.socket, ...] = ()  # one is read, the interpreter writes to the other
-        self._wakeup_before = -1
+
+    @property
+    def received(self) -> str:
+        """The name of the first stop signal, or "". For any thread: Python's handlers do not run while the main thread
+        is blocked in C; before that, the interpreter writes the number of the signal into a socket.
+        """
+        with contextlib.suppress(BlockingIOError):
+            for number in self._sockets[0].recv(4096) if self._sockets else ():
+                self._keep(number)
+        return self._received
+
+    @property
+    def are_caught(self) -> bool:
+        return bool(self._before)
 
     def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():  # Python handles signals only there
+        self._depth += 1
+        # Python handles signals only in its main thread
+        if self._depth == 1 and threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                     self._before[number] = signal.signal(number, self._note)
-            self._sockets = reader, wakeup = socket.socketpair()
-            reader.setblocking(False)
-            wakeup.setblocking(False)
-            StopSignals.arrived = reader  # both are kept: this instance may be used again after a later one
-            if self.received:  # while `hold` was in effect
-                wakeup.send(bytes([signal.SIGTERM]))
-            self._wakeup_before = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+            self._sockets = socket.socketpair()
+            for each in self._sockets:
+                each.setblocking(False)
+            self._wakeup_before = signal.set_wakeup_fd(self._sockets[1].fileno(), warn_on_full_buffer=False)
         return self
 
     def __exit__(self, *_) -> None:
-        if self._sockets:
+        self._depth -= 1
+        if self._depth == 0 and self._before:
             signal.set_wakeup_fd(self._wakeup_before)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+            self._reset()  # for a later run in this process
 
     def _note(self, number: int, _frame) -> None:
-        if self.received and number == signal.SIGINT:
+        if self._is_noted and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.received = self.received or signal.Signals(number).name
-        StopSignals.came_at = min(StopSignals.came_at, time.monotonic())
+        self._is_noted = True
+        self._keep(number)
+
+    def _keep(self, number: int) -> None:
+        if number in STOP_SIGNALS and not self._received:
+            self._received, self.came_at = signal.Signals(number).name, time.monotonic()
 
 
-def has_arrived() -> bool:
-    """Whether a stop signal came since the last call. Python's handlers do not run while the main thread is blocked in
-    C; before that, the interpreter writes the number of the signal into a socket.
-    """
-    with contextlib.suppress(BlockingIOError):
-        return StopSignals.arrived is not None and any(each in STOP_SIGNALS for each in StopSignals.arrived.recv(4096))
-    return False
-
-
+STOP = StopSignals()
 # a child must not write there, nor into a file that gets the same number
 os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 def hold() -> None:
     """Catch stop signals from now on, while torch is imported; the run acts on them."""
-    StopSignals.held = StopSignals().__enter__()
+    STOP.__enter__()
 
 
 def release() -> None:
     """Undo `hold`: stop signals end this process."""
-    if StopSignals.held:
-        StopSignals.held.__exit__()
+    if STOP.are_caught:
+        STOP.__exit__()
 
 
 def began_at() -> float:
@@ -117,7 +131,7 @@ def end_workers() -> None:
     """At exit: multiprocessing would send SIGTERM to the remaining workers, which ignore it, and wait forever."""
     if threading.current_thread() is threading.main_thread():
         # Python removes its handlers now, and another signal (srun --kill-on-bad-exit) would change the exit code
-        for number in STOP_SIGNALS if StopSignals.held else ():
+        for number in STOP_SIGNALS if STOP.are_caught else ():
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise for workers killed here
     for child in multiprocessing.active_children():

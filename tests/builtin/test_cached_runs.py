@@ -48,6 +48,7 @@ def digests(flags):
     return found
 
 
+@pytest.mark.guarantee("cache")
 @pytest.mark.parametrize(
     "worlds",
     [
@@ -83,6 +84,7 @@ def shared_files(flags):
     return value, {inode: end - begin for inode, (begin, end) in ends.items()}, are_gone
 
 
+@pytest.mark.guarantee("cache")
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc")
 def test_the_ranks_of_a_node_share_one_mapped_file_per_data_set(flags):
     """So memory does not grow with the ranks. The files are unlinked: the memory is freed when the processes end."""

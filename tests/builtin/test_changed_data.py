@@ -62,6 +62,7 @@ def grow(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"\0" * 10)
 
 
+@pytest.mark.guarantee("changed-data")
 def test_a_file_cut_short_in_mid_run_is_repaired_and_the_run_resumes_with_the_same_bits(runs):
     files = save_jpegs(runs.root / "data")
     runs.train(2, "whole", *FLAGS, task="")
@@ -82,6 +83,7 @@ def test_a_file_cut_short_in_mid_run_is_repaired_and_the_run_resumes_with_the_sa
     assert b"003.jpg" not in runs.checkpoints("run")[-1].read_bytes()
 
 
+@pytest.mark.guarantee("changed-data")
 @pytest.mark.slow
 def test_a_deleted_file_and_many_changed_files_are_rejected_with_their_names(runs):
     files = save_jpegs(runs.root / "data")
@@ -105,6 +107,7 @@ def test_a_deleted_file_and_many_changed_files_are_rejected_with_their_names(run
     assert (runs.folder("run") / "training_files.gz").read_bytes() == listing
 
 
+@pytest.mark.guarantee("changed-data")
 @pytest.mark.slow
 def test_without_the_list_of_files_a_change_is_logged_without_names(runs):
     """In another run folder, and with decoded images in memory; the list is written again."""

@@ -16,6 +16,7 @@ TRAIN = ROOT / "train.py"
 SMALL = "--image_size 8 --batch_size 8 --log_interval 2 --backend gloo".split()
 
 
+@pytest.mark.guarantee("published-flags")
 def test_the_published_flags_work_unchanged(tmp_path):
     """The command line of the published pipeline, with a run folder and small data."""
     line = "--epochs 2 --batch_size 64 --no-use_amp --grad_accum_steps 2".split()
@@ -68,6 +69,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.guarantee("eval-only", "one-process")
 def test_one_process_needs_no_launcher_and_the_default_folder_is_moved_aside(tmp_path):
     """`python train.py` in a folder with an earlier run; then --eval_only, which leaves the run unchanged."""
     flags = [*SMALL, "--dataset_size", "40", "--epochs", "1", "--run_dir", tmp_path / "runs" / "default"]
@@ -86,6 +88,7 @@ def test_one_process_needs_no_launcher_and_the_default_folder_is_moved_aside(tmp
     assert (evaluated["loss"], evaluated["top1"], evaluated["count"]) == (last["loss"], last["top1"], 8)
 
 
+@pytest.mark.guarantee("exit-codes")
 def test_bad_data_ends_one_process_with_exit_code_2_and_one_sentence(tmp_path):
     folders = ["--data_dir", tmp_path, "--run_dir", tmp_path / "run"]
     ended = launch([sys.executable, TRAIN, *SMALL, "--dataset", "imagefolder", *folders])
@@ -103,11 +106,13 @@ def train_without_torchvision(flags):
     return train_flags([*flags, "--overwrite"], task="")["state"]
 
 
+@pytest.mark.guarantee("no-torchvision")
 def test_the_synthetic_run_works_without_torchvision(tmp_path):
     flags = [*SMALL, "--dataset_size", "40", "--epochs", "1", "--run_dir", str(tmp_path / "run")]
     assert run_ranks(2, train_without_torchvision, flags) == ["completed"] * 2
 
 
+@pytest.mark.guarantee("eval-only", "test-split")
 def test_a_separate_test_set_is_evaluated_once_with_the_best_weights(runs):
     for split, counts in (("train", (6, 6)), ("val", (3, 2)), ("test", (4, 3))):
         save_images(runs.root / "data" / split, dict(zip(("cat", "dog"), counts, strict=True)), seed=len(split))

@@ -122,6 +122,7 @@ ALIKE = {  # labels of lines 2, 3, ...: the error, or None and the classes
 }
 
 
+@pytest.mark.guarantee("labels")
 @pytest.mark.parametrize("labels", ALIKE, ids=ascii)
 def test_labels_that_look_alike_are_an_error_that_names_two_lines(tmp_path, labels):
     write(tmp_path, "path,label\n" + "".join(f"{k}.png,{label}\n" for k, label in enumerate(labels)))
@@ -134,6 +135,7 @@ def test_labels_that_look_alike_are_an_error_that_names_two_lines(tmp_path, labe
             len(data)
 
 
+@pytest.mark.guarantee("labels")
 def test_a_label_of_val_that_only_looks_like_one_of_train_is_an_error_that_says_so(tmp_path):
     write(tmp_path, "path,label\nx,caf\u00e9\ny,b\n")
     write(tmp_path, "path,label\nx,b\ny,cafe\u0301\n", "val")
@@ -155,6 +157,7 @@ def test_labels_that_differ_in_case_are_a_warning(tmp_path, monkeypatch, caplog)
     assert logged(monkeypatch, caplog, data) == (3, [expected]) and data.classes == ["A", "a", "b"]
 
 
+@pytest.mark.guarantee("labels")
 @pytest.mark.parametrize("again", ["a", "./a", "b/../a"])
 def test_a_file_twice_is_a_warning_with_one_label_and_an_error_with_two(tmp_path, monkeypatch, caplog, again):
     write(tmp_path, f"path,label\na,x\nb,y\n{again},x\n{again},x\n")

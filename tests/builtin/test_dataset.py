@@ -301,6 +301,7 @@ def listed_folders(flags):
     return count, len(train_set), train_set.path(6), (train_set.fingerprint, sets.content["content"])
 
 
+@pytest.mark.guarantee("data-once")
 def test_an_image_folder_is_listed_by_one_rank(tmp_path):
     """Also with names that are not UTF-8 or contain a space or a line break. Sizes need not match at a resume."""
     names = [f"class{k:02d}" for k in range(12)]

@@ -16,6 +16,7 @@ def folder_config(path, **changes):
     return TrainingConfig(data_dir=str(path), **({"dataset": "imagefolder"} | changes))
 
 
+@pytest.mark.guarantee("splits")
 @pytest.mark.parametrize("name", [".ipynb_checkpoints", "@eaDir", "__MACOSX", "lost+found", ".thumbs", "#recycle"])
 @pytest.mark.parametrize("place", ["train", "val", "train/cat", "val/dog", "train/cat/below"])
 def test_folders_of_tools_and_hidden_files_are_no_classes_and_no_samples(tmp_path, name, place):
@@ -31,6 +32,7 @@ def test_folders_of_tools_and_hidden_files_are_no_classes_and_no_samples(tmp_pat
     assert sum((each.left_out for each in sets), Counter()) == {"hidden or of tools": 2}
 
 
+@pytest.mark.guarantee("splits")
 @pytest.mark.parametrize(
     "name", ["valid", "validation", "eval", "dev", "Val", "VALID", "Validation_set", "val2", "holdout"]
 )
@@ -73,6 +75,7 @@ def test_a_link_to_val_is_another_name_of_it(tmp_path, monkeypatch, caplog):
     assert not caplog.messages
 
 
+@pytest.mark.guarantee("splits")
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
@@ -102,6 +105,7 @@ def test_near_misses_of_a_class_are_counted_in_the_error(tmp_path):
         len(create_dataset(folder_config(tmp_path), "train"))
 
 
+@pytest.mark.guarantee("splits")
 def test_training_without_a_held_out_set_is_a_line_of_the_banner(runs):
     save_images(runs.root / "data/train", {"cat": 3, "dog": 3})
     runs.train(1, "run", *"--dataset imagefolder --num_workers 0 --epochs 1".split(), task="")

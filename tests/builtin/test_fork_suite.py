@@ -85,6 +85,7 @@ def fork_with_other_fields(folder):
     return folder
 
 
+@pytest.mark.guarantee("fork-tests")
 def test_the_fork_suite_is_collected_in_a_fork(tmp_path):
     """Nothing outside tests/builtin imports names that only the shipped model.py and dataset.py have."""
     fork = text_fork(tmp_path)
@@ -108,6 +109,7 @@ def test_rules_and_settings_hold_in_a_fork_with_fields_and_files_of_its_own(tmp_
     assert ended.code == 0, ended.text
 
 
+@pytest.mark.guarantee("fork-tests")
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize("make", [text_fork, fork_without_batch_norm, fork_with_other_fields])

@@ -40,6 +40,7 @@ def test_a_bad_flag_is_rejected_once_before_any_process_starts():
     assert (ended.code, ended.err) == (2, "--epohs: is not known; did you mean --epochs?\n")
 
 
+@pytest.mark.guarantee("exit-codes", "launch")
 def test_a_launch_resumes_after_a_killed_rank_and_at_sigterm_it_saves_and_exits_75(tmp_path):
     """The failed rank is named."""
     run, script = tmp_path / "run", tmp_path / "kill.sh"

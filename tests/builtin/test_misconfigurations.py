@@ -29,6 +29,7 @@ def marks(names):
     return [pytest.mark.slow, *([pytest.mark.alone] if ROWS[names[0]].code == 0 else [])]  # 0: a warning about speed
 
 
+@pytest.mark.guarantee("misconfigured")
 @pytest.mark.parametrize("names", [pytest.param(names, id="+".join(names), marks=marks(names)) for names in CASES])
 def test_a_misconfiguration_is_reported_in_time_with_the_node_and_a_fix(names, tmp_path):
     rows = [ROWS[name] for name in names]
@@ -52,6 +53,7 @@ def test_a_misconfiguration_is_reported_in_time_with_the_node_and_a_fix(names, t
             wait_until(lambda: code in [program.poll() for each in speakers() for program in each], SECONDS)
 
 
+@pytest.mark.guarantee("misconfigured")
 @pytest.mark.slow
 def test_preflight_finds_nothing_on_correct_nodes(tmp_path):
     """test_two_nodes.py checks the same for training."""

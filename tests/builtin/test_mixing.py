@@ -36,6 +36,7 @@ def save_jpegs(root, counts, size=40):
                 Image.fromarray(image.numpy()).save(root / split / name / f"{k:03d}.jpg")
 
 
+@pytest.mark.guarantee("samples")
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.2, 1.0)])
 def test_batches_are_mixed_as_by_torchvision_and_the_default_generator_does_not_advance(mixup, cutmix):
     images, labels = torch.rand(6, 3, 8, 8), torch.arange(6) % 4
@@ -64,6 +65,7 @@ def test_the_loss_of_mixed_labels_is_the_weighted_sum_of_both_also_smoothed():
     assert mixed["loss"][1] == 2 and mixed["top1"][0] == each[0]["top1"][0]
 
 
+@pytest.mark.guarantee("weights")
 def test_mini_resnet_and_mixed_batches_equal_the_plain_loop_on_two_ranks(runs):
     """In float64; the third global batch of an epoch is short and leaves a rank idle."""
     flags = (*SGD, *"--mixup_alpha 0.4 --cutmix_alpha 1 --label_smoothing 0.1 --max_steps 3".split())
@@ -76,6 +78,7 @@ def test_only_training_batches_are_mixed():
     assert create_dataset(TrainingConfig(num_classes=10), "train").mixing is None
 
 
+@pytest.mark.guarantee("order")
 @pytest.mark.parametrize(("n", "repeats", "group"), [(24, 4, 2), (25, 4, 3), (7, 3, 8), (64, 2, 5), (1, 3, 2)])
 def test_over_repeats_epochs_each_copy_of_each_image_comes_once(n, repeats, group):
     for cycle in (0, 3):
@@ -143,6 +146,7 @@ def test_the_recipe_is_torchvisions():
     assert config.micro_batches_per_step(8) == 8 and config.micro_batches_per_step(4) == 8
 
 
+@pytest.mark.guarantee("samples")
 @pytest.mark.slow
 @pytest.mark.parametrize("attempts", [[(1, TO_END)], [(2, 2), (2, TO_END)]])
 def test_the_recipe_on_jpegs_equals_the_kernel_on_one_and_two_ranks_and_after_a_restart(runs, attempts):

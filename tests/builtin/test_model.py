@@ -35,6 +35,7 @@ def test_no_weight_decay_on_biases_and_norms():
     assert len(decayed["params"]) + len(bare["params"]) == len(list(model.parameters()))
 
 
+@pytest.mark.guarantee("shipped-loss")
 def test_the_loss_is_a_sum_and_metrics_are_sums_and_counts():
     model = create_model(TrainingConfig(label_smoothing=0.1), CPU)
     images, labels = torch.randn(6, 3, 8, 8), torch.arange(6)
@@ -74,6 +75,7 @@ def test_a_model_that_cannot_be_created_is_rejected(changes, expected):
         create_model(TrainingConfig(**changes), CPU)
 
 
+@pytest.mark.guarantee("plain-load")
 def test_init_from_loads_weights_that_fit_and_logs_the_others(tmp_path, caplog):
     source = MiniResNet(3, 10)
     file = tmp_path / "weights.pt"

@@ -28,6 +28,7 @@ def pod(tmp_path):
     make_removable(app)
 
 
+@pytest.mark.guarantee("kubernetes")
 def test_a_drained_pod_saves_and_its_replacement_completes_the_run(pod):
     """The entrypoint as process 1: SIGTERM, exit code 75, and the same command again, as the Job would start it."""
     app, shared, env = pod

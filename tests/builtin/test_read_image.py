@@ -148,6 +148,7 @@ MODES = {  # the image or how it is written, suffix, the mode that Pillow opens,
 TRANSPARENT = {"16-bit png, a transparent value": 16, "color, a transparent one": (0, 0, 0)}
 
 
+@pytest.mark.guarantee("image-levels")
 @pytest.mark.parametrize("name", MODES)
 def test_every_mode_that_pillow_opens_keeps_its_levels_and_its_figure(tmp_path, name):
     image, suffix, mode, expected = MODES[name]
@@ -170,6 +171,7 @@ def test_every_mode_that_pillow_opens_keeps_its_levels_and_its_figure(tmp_path, 
     assert mode in ("YCbCr", "LAB") or numpy.array_equal(read_image(path, 1)[0].numpy(), luma)
 
 
+@pytest.mark.guarantee("image-levels")
 def test_the_table_has_every_mode_of_the_formats_that_are_read():
     from PIL import PngImagePlugin, TiffImagePlugin
 
@@ -215,6 +217,7 @@ def folder_with(root, values):
 DARK_GRAY, BRIGHT_GRAY = (numpy.full((8, 8), value, "uint16") for value in (4095, 4096))
 
 
+@pytest.mark.guarantee("image-levels")
 @pytest.mark.parametrize(
     ("values", "peak"),
     [([DARK_GRAY] * 70, 4095), ([DARK_GRAY] * 3 + [BRIGHT_GRAY], None), ([COLOR[:8, :8]] * 2, None)],
@@ -225,6 +228,7 @@ def test_sixteen_bits_of_which_little_is_left_are_a_warning(tmp_path, logged, va
     assert logged == ([("WARNING", text)] if peak else [])
 
 
+@pytest.mark.guarantee("image-levels")
 def test_transparent_images_are_a_warning_at_the_first_one_and_where_nothing_is_left(tmp_path, logged):
     clear = numpy.array(with_alpha(COLOR))
     white = clear.copy()
@@ -247,6 +251,7 @@ def damaged(data, draw):
     return data[: draw.choice((len(data), len(data), draw.randrange(len(data))))]
 
 
+@pytest.mark.guarantee("bad-sample")
 @pytest.mark.parametrize(
     "kind", [("png", {}), ("bmp", {}), ("webp", {}), ("jpg", {}), ("jpg", {"progressive": True})], ids=str
 )

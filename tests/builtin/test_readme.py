@@ -144,6 +144,7 @@ def run_pasted(folder, path, after_clone, left_out, deadline):
     return ended, folder / "exact-ddp"
 
 
+@pytest.mark.guarantee("quickstart")
 def test_the_readmes_commands_work_in_order_from_an_empty_folder(tmp_path):
     """Every block of the README but what is slow, pasted into one shell. The present environment is linked in."""
     is_venv = (Path(sys.prefix) / "bin/activate").exists()
@@ -158,6 +159,7 @@ def test_the_readmes_commands_work_in_order_from_an_empty_folder(tmp_path):
     assert fork["best_metric"] == "mae" and fork["best"]["mae"] < 0.5
 
 
+@pytest.mark.guarantee("quickstart")
 @pytest.mark.slow
 @pytest.mark.alone
 def test_the_readmes_commands_work_in_order_in_an_empty_environment(tmp_path):
@@ -184,6 +186,7 @@ def quickstart(folder, *flags):
     return ended, json.loads((folder / "runs" / "quickstart-1" / "summary.json").read_text())["best"]["top1"]
 
 
+@pytest.mark.guarantee("quickstart")
 @pytest.mark.slow
 def test_the_quickstart_as_typed_trains_two_ranks_to_over_90_percent(tmp_path):
     ended, top1 = quickstart(tmp_path)

@@ -73,11 +73,13 @@ CASES = {
 }
 
 
+@pytest.mark.guarantee("recipes")
 @pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.md") if "```diff" in path.read_text()))
 def test_the_diffs_of_a_recipe_apply(tmp_path, name):
     Fork(tmp_path, name)
 
 
+@pytest.mark.guarantee("recipes")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_recipe_trains_on_two_ranks(tmp_path, name):
@@ -93,6 +95,7 @@ def test_a_recipe_trains_on_two_ranks(tmp_path, name):
     assert (summary["best_value"] < limit) if is_lower_better else (summary["best_value"] > limit)
 
 
+@pytest.mark.guarantee("recipes")
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", CASES)
@@ -136,6 +139,7 @@ def test_a_sharded_language_model_of_transformers_trains_as_under_ddp(tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+@pytest.mark.guarantee("recipes")
 def test_a_metric_of_text_is_per_token_not_per_line(tmp_path):
     fork = Fork(tmp_path, "text")
     lines_of_words(fork.folder / "FOLDER")

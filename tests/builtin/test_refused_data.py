@@ -36,6 +36,7 @@ def rejections(starts):
     return errors
 
 
+@pytest.mark.guarantee("one-sentence")
 def test_data_that_cannot_be_used_is_rejected_by_all_ranks_with_the_fix(runs):
     starts = []
     for number, (spoil, flags, _) in enumerate(CASES):
@@ -54,6 +55,7 @@ def test_data_that_cannot_be_used_is_rejected_by_all_ranks_with_the_fix(runs):
         )
 
 
+@pytest.mark.guarantee("bad-sample")
 def test_a_corrupt_image_ends_the_run_with_its_path_class_and_rank(runs):
     """Image 5 of 12 is in the second micro-batch of the evaluation, which rank 1 reads and rank 0 does not."""
     words = folder_of_images(runs.root / "images")

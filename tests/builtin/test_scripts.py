@@ -67,6 +67,7 @@ def test_compare_says_whether_the_weights_are_bitwise_equal(two_runs):
     assert run_script("runs.py", "--compare", fast).code == 2
 
 
+@pytest.mark.guarantee("export")
 @pytest.mark.parametrize("flags", [[], ["--ema"], pytest.param(["--format", "safetensors"], marks=pytest.mark.slow)])
 def test_the_printed_snippet_gives_the_same_predictions_as_the_evaluation(two_runs, tmp_path, flags):
     """The printed lines are run unchanged on the evaluated data."""

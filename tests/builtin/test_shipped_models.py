@@ -10,6 +10,7 @@ from test_oracle import check_against_the_oracle
 from utils.training.activation import find_blocks
 
 
+@pytest.mark.guarantee("dropout")
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 4), (2, 2), (4, 1)])
 def test_dropout_of_a_torchvision_model_depends_on_step_and_micro_batch_not_on_rank(runs, ranks, accumulation):

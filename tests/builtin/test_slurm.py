@@ -61,6 +61,7 @@ class Job:
         return wait_for_step(self.run, rank, 3)
 
 
+@pytest.mark.guarantee("slurm")
 def test_a_job_saves_before_its_time_limit_and_requeues_itself_until_completed(cluster, slow_repository, tmp_path):
     """Slurm checks limits every 30 s. The limit is set after the first steps, whatever the machine's speed."""
     job = Job(cluster, tmp_path, slow_repository, ["--signal=B:USR1@60"])
@@ -81,6 +82,7 @@ def test_a_job_saves_before_its_time_limit_and_requeues_itself_until_completed(c
     assert [rank["host"] for rank in runs.json("run", "provenance.json")["ranks"]] == ["node0", "node1"]
 
 
+@pytest.mark.guarantee("slurm")
 def test_scancel_saves_and_ends_a_job_for_good(cluster, slow_repository, tmp_path):
     job = Job(cluster, tmp_path, slow_repository)
     job.wait_for_steps()
@@ -94,6 +96,7 @@ def test_scancel_saves_and_ends_a_job_for_good(cluster, slow_repository, tmp_pat
     assert job.wait()[::2] == ("CANCELLED", 0) and job.said.count("attempt") == 1
 
 
+@pytest.mark.guarantee("slurm")
 @pytest.mark.parametrize("partition", ["cancel", "grace", "requeue"])
 def test_a_preempted_job_is_requeued_and_resumes(cluster, slow_repository, tmp_path, partition):
     """Slurm requeues one that has no grace time only under PreemptMode=REQUEUE. Then scancel ends it for good."""
@@ -112,6 +115,7 @@ def test_a_preempted_job_is_requeued_and_resumes(cluster, slow_repository, tmp_p
     cluster.wait_until_idle()
 
 
+@pytest.mark.guarantee("slurm")
 def test_one_task_of_an_array_is_requeued(cluster, slow_repository, tmp_path):
     """The job id of the last task is that of the array, so `scontrol requeue` of it would end the others too."""
     flags = " ".join([*LONG, "--epochs", "100", "--run_dir", f"{tmp_path}/run-$SLURM_ARRAY_TASK_ID"])
@@ -173,6 +177,7 @@ def test_a_job_stopped_before_its_first_step_is_not_requeued_forever(cluster, tm
     assert re.search(r"not requeued, since the signal came \d+ s after the start; submit it again", job.said)
 
 
+@pytest.mark.guarantee("slurm")
 def test_srun_tasks_are_ranks_without_torchrun(cluster, slow_repository, tmp_path):
     """Two tasks on each of two nodes; in the batch script itself train.py is one process. Stopped, srun exits 75."""
     flags = " ".join([*TINY, "--dataset_size", "400", "--epochs", "2", "--run_dir", str(tmp_path)])

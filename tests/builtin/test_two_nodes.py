@@ -50,6 +50,7 @@ def difference_from_one_node(folder, epochs):
     return difference(runs.last("run")["model"], runs.last("uninterrupted")["model"])
 
 
+@pytest.mark.guarantee("nodes")
 def test_two_nodes_train_the_same_as_one(tmp_path):
     """Node 0 starts late and node 1 reports that it waits; no other message of the table is printed."""
     with Nodes(2) as nodes:
@@ -77,6 +78,7 @@ def test_two_nodes_measure_the_speed_into_one_report(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"s.json", "run.launch"}
 
 
+@pytest.mark.guarantee("rank-killed", "nodes")
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["the link is cut", "launch.sh and its torchrun are killed"])
 def test_a_lost_node_returns_and_the_result_is_bitwise_equal(tmp_path, how):
@@ -101,6 +103,7 @@ def test_a_lost_node_returns_and_the_result_is_bitwise_equal(tmp_path, how):
     assert difference_from_one_node(tmp_path, 6) == []
 
 
+@pytest.mark.guarantee("nodes")
 @pytest.mark.slow
 def test_nodes_join_and_leave_while_the_global_batch_stays_the_same(tmp_path):
     run = tmp_path / "run"

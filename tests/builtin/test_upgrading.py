@@ -35,6 +35,7 @@ def release(template, number):
     run(template, f"git add . && git commit -qm 'version {number}' && {tag}")
 
 
+@pytest.mark.guarantee("upgrading")
 @pytest.mark.parametrize("is_cloned", [True, False], ids=["clone", "copy-without-history"])
 def test_a_fork_takes_newer_versions_with_the_commands_of_the_page(tmp_path, monkeypatch, is_cloned):
     template, fork = tmp_path / "template", tmp_path / "fork"

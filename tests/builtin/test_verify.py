@@ -30,6 +30,7 @@ def outcomes(text):
     return {name.strip(): outcome.strip() for outcome, name in lines}
 
 
+@pytest.mark.guarantee("ranks-alike", "verify", "own-code")
 def test_the_template_passes_and_runs_report_it_until_a_file_changes(tmp_path):
     fork = copy_repository(tmp_path)
     ended = forks.run(fork, 2, "scripts/verify.py", *FLAGS, *GIVEN)
@@ -67,6 +68,7 @@ def fault(path):
     return pytest.param(path, id=path.stem, marks=() if path.stem in DEFAULT else pytest.mark.slow)
 
 
+@pytest.mark.guarantee("other-buffers", "verify")
 @pytest.mark.parametrize("patch", [fault(path) for path in FAULTS])
 def test_a_fault_in_a_fork_is_named_with_a_fix(tmp_path, patch):
     need("patch")
@@ -96,6 +98,7 @@ def test_a_fault_in_a_fork_is_named_with_a_fix(tmp_path, patch):
     assert not found["passed"] and [name for name, each in found["invariants"].items() if not each["passed"]] == broken
 
 
+@pytest.mark.guarantee("exact-ranks")
 @pytest.mark.slow
 def test_exact_sums_are_checked_on_one_and_on_all_ranks(tmp_path):
     fork = copy_repository(tmp_path)
@@ -104,6 +107,7 @@ def test_exact_sums_are_checked_on_one_and_on_all_ranks(tmp_path):
     assert "a single process gives the same bits as 3 ranks, in " in ended.out
 
 
+@pytest.mark.guarantee("sharded-resume", "sharding")
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", ["zero2", "zero3 --ema_decay 0.9 --optimizer adamw", "hybrid", "zero3 --cpu_offload"])
 def test_a_sharded_run_is_checked_like_any_other(tmp_path, flags):
@@ -113,6 +117,7 @@ def test_a_sharded_run_is_checked_like_any_other(tmp_path, flags):
     assert re.search(r"weights +\d+ tensors identical on 4 ranks, \d+ shards, after", ended.out), ended.text
 
 
+@pytest.mark.guarantee("verify")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
@@ -182,6 +187,7 @@ def after_step(model, progress, taken):
 }
 
 
+@pytest.mark.guarantee("after-step", "group-factors", "unused")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "flags"),
@@ -200,6 +206,7 @@ def test_functions_that_a_fork_adds_raise_no_false_alarm(tmp_path, name, flags):
     assert ended.code == 0 and outcomes(ended.out) == dict.fromkeys(INVARIANTS, "ok"), ended.text
 
 
+@pytest.mark.guarantee("verify")
 @pytest.mark.slow
 def test_the_template_passes_on_four_ranks_launched_as_in_the_readme(tmp_path):
     ended = torchrun(4, *FLAGS, script="scripts/verify.py", cwd=copy_repository(tmp_path))

@@ -73,6 +73,7 @@ def compute_loss(model, batch):
 """
 
 
+@pytest.mark.guarantee("verify")
 @pytest.mark.parametrize(
     ("output", "predicted", "flags", "is_found"),
     [
@@ -135,6 +136,7 @@ DISCRETE = """rows = Rows(500 if split == "train" else 100, len(split))
     return rows"""
 
 
+@pytest.mark.guarantee("verify")
 @pytest.mark.parametrize(
     ("splitting", "outcome", "text"),
     [

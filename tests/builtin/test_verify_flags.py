@@ -79,6 +79,7 @@ def test_each_flag_that_changes_the_result_has_a_row():
     assert not set(fields) - given - ELSEWHERE.keys() and not ELSEWHERE.keys() - {*fields}
 
 
+@pytest.mark.guarantee("verify")
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS)
 def test_verify_finds_nothing_on_the_template_with(tmp_path, row):

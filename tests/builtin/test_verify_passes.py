@@ -150,6 +150,7 @@ SOUND = {
 }
 
 
+@pytest.mark.guarantee("verify")
 @pytest.mark.parametrize(
     ("name", "ranks"), [("accumulation", 0), slow("accumulation", 2), *(slow(*row) for row in product(OTHERS, (0, 2)))]
 )

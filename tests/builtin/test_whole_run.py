@@ -35,6 +35,7 @@ def whole(tmp_path_factory):
     return runs
 
 
+@pytest.mark.guarantee("torchrun")
 def test_rank_0_prints_the_chosen_settings_and_the_progress(whole):
     for part in (
         "starting on 2 ranks; importing torch takes a few seconds",
@@ -64,6 +65,7 @@ def test_rank_0_prints_the_chosen_settings_and_the_progress(whole):
     assert "Traceback" not in whole.ended.text and "Warning" not in whole.ended.text
 
 
+@pytest.mark.guarantee("files")
 def test_records_have_the_documented_keys_once_per_step(whole):
     train, evaluations, events = (whole.records("run", kind) for kind in ("train", "eval", "event"))
     assert [record["step"] for record in train] == STEPS
@@ -79,6 +81,7 @@ def test_records_have_the_documented_keys_once_per_step(whole):
     assert train[-1]["step_s"] > 0 and train[-1]["peak_memory_bytes"] > 1e8
 
 
+@pytest.mark.guarantee("files")
 def test_status_and_summary_have_the_result(whole):
     status, summary = whole.json("run", "status.json"), whole.json("run", "summary.json")
     assert list(status) == "state epoch step samples_seen checkpoint error rank host time".split()
@@ -93,6 +96,7 @@ def test_status_and_summary_have_the_result(whole):
     assert 0 < summary["goodput"] <= 1 and sum(summary["time"].values()) == pytest.approx(summary["wall_s"], abs=0.1)
 
 
+@pytest.mark.guarantee("files")
 def test_config_provenance_and_code_are_those_of_the_run(whole):
     config, provenance = whole.json("run", "config.json"), whole.json("run", "provenance.json")
     assert config | {"num_classes": 10, "in_channels": 3, "image_size": 8, "num_workers": 1} == config
@@ -104,6 +108,7 @@ def test_config_provenance_and_code_are_those_of_the_run(whole):
         assert "utils/data/loader.py" in archive.namelist()
 
 
+@pytest.mark.guarantee("plain-load", "keep-last")
 def test_the_last_checkpoints_are_kept_and_open_with_plain_torch_load(whole):
     best = whole.folder("run") / "checkpoints" / "best.pt"
     kept = [path for path in whole.checkpoints("run") if path.name != str(best.readlink())]
@@ -114,18 +119,21 @@ def test_the_last_checkpoints_are_kept_and_open_with_plain_torch_load(whole):
     assert torch.load(best, weights_only=True)["progress"]["step"] in (5, 10, 15)
 
 
+@pytest.mark.guarantee("files")
 def test_rank_0_has_a_log_and_the_others_have_one_only_after_a_warning(whole):
     lines = (whole.folder("run") / "logs" / "rank0.log").read_text().splitlines()
     assert len(lines) > 20 and all(re.match(r"\d{4}-\d\d-\d\dT[\d:.]+Z 0 \S+", line) for line in lines)
     assert [path.name for path in (whole.folder("run") / "logs").iterdir()] == ["rank0.log"]
 
 
+@pytest.mark.guarantee("files")
 def test_each_sample_is_recorded_once_per_epoch(whole):
     for epoch in range(3):
         seen = [index for step in range(5 * epoch + 1, 5 * epoch + 6) for index in whole.samples("run")[step]]
         assert sorted(seen) == list(range(80))
 
 
+@pytest.mark.guarantee("files")
 def test_tensorboard_has_scalars_by_step_texts_and_images(whole):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -38,7 +38,7 @@ from ddp_utils import cleanup_distributed, setup_distributed
 from lib.benchmark.turns import facts
 from utils.distributed.collectives import broadcast_json
 from utils.files import replace_json
-from utils.run.failures import leave_after
+from utils.run.ending import leave_after
 
 
 @record

@@ -55,6 +55,7 @@ def train_blocks(flags):
     return recomputed[0]
 
 
+@pytest.mark.guarantee("activation")
 @pytest.mark.parametrize("precision", [pytest.param("--no-use_amp", marks=pytest.mark.slow), "--amp_dtype bf16"])
 def test_losses_weights_and_statistics_are_bitwise_equal(runs, precision):
     """Two ranks, accumulation, dropout, averaged weights, a short last global batch with an idle rank."""
@@ -86,6 +87,7 @@ def bytes_kept(model, images):
     return sum(size for size, _ in kept.values()), loss
 
 
+@pytest.mark.guarantee("activation")
 def test_only_the_input_of_a_block_is_kept():
     model, images = BlockNet(), torch.randn(4, 3, 8, 8)
     all_kept, _ = bytes_kept(model, images)

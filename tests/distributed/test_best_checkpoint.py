@@ -61,6 +61,7 @@ def train_on_a_slow_disk(words, fails_at):
 CASES = [(-1, [2, 4, 8], ""), (4, [2, 6, 8], ""), (-1, [4, 8], "--eval_every_steps 4 --save_every_steps 1")]
 
 
+@pytest.mark.guarantee("keep-last")
 @pytest.mark.parametrize(("fails_at", "best", "flags"), CASES)
 def test_training_goes_on_while_the_best_checkpoint_is_written(runs, fails_at, best, flags):
     """If the write of step 4 fails, the evaluation after it starts a new best, which is worse. With a save in each
@@ -96,6 +97,7 @@ def train_and_look(words):
     return found
 
 
+@pytest.mark.guarantee("keep-last")
 def test_best_is_linked_before_the_next_save_or_evaluation(runs):
     words = runs.words("run", *FLAGS, "--eval_every_steps", 4)
     assert run_ranks(1, train_and_look, words) == [["step_00000004.pt"]]
@@ -115,6 +117,7 @@ def evaluate_longer_than_the_write(words):
     return found
 
 
+@pytest.mark.guarantee("keep-last")
 def test_best_is_linked_after_an_evaluation_that_takes_longer_than_the_write(runs):
     words = runs.words("run", "--dataset_size", 64, "--epochs", 1, "--num_workers", 0)
     assert run_ranks(1, evaluate_longer_than_the_write, words) == [[True]]

@@ -51,6 +51,7 @@ def run_again(words, is_predicted, *changes):
 ALL = "{0} samples that differ from the checkpoint's: {1} of {1} that are compared"
 
 
+@pytest.mark.guarantee("must-match")
 @pytest.mark.parametrize(
     ("flags", "split", "share", "attributes", "error", "said"),
     [

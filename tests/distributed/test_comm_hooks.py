@@ -53,6 +53,7 @@ def sent_by_step(task, flags, dtype):
     return steps
 
 
+@pytest.mark.guarantee("collectives", "comm-hook")
 @pytest.mark.parametrize(
     ("ranks", "task", "hook", "width", "dtype"),
     [
@@ -82,6 +83,7 @@ def test_gradients_are_sent_once_in_the_hooks_type_all_else_in_one_collective(ru
     assert types <= {dtype, torch.int64}
 
 
+@pytest.mark.guarantee("collectives")
 def test_one_rank_has_no_collective(runs):
     assert run_ranks(1, sent_by_step, "images", runs.words("run", *FLAGS), torch.float32) == [[(0, {})] * 10]
 
@@ -98,6 +100,7 @@ def train_with_a_huge_gradient(flags, huge_step):
         return train_task("images", flags)
 
 
+@pytest.mark.guarantee("comm-hook")
 @pytest.mark.slow
 @pytest.mark.parametrize(("hook", "skipped"), [("fp16", 1), ("none", 0), ("bf16", 0)])
 def test_a_gradient_that_overflows_in_the_all_reduce_is_skipped_by_all_ranks(runs, hook, skipped):
@@ -115,6 +118,7 @@ def test_a_gradient_that_overflows_in_the_all_reduce_is_skipped_by_all_ranks(run
     assert all(value.isfinite().all() for value in runs.last("run")["model"].values())
 
 
+@pytest.mark.guarantee("comm-hook")
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "hook", "accumulation"), [(2, "bf16", 2), (4, "fp16", 1)])
 def test_stops_and_resumes_with_a_hook_do_not_change_the_run(runs, ranks, hook, accumulation):
@@ -140,6 +144,7 @@ def rejection(flags):
     return str(error.value)
 
 
+@pytest.mark.guarantee("comm-hook")
 @pytest.mark.slow
 def test_a_type_that_the_backend_cannot_reduce_is_rejected_by_all_ranks(runs):
     expected = f"comm_hook=bf16: torch {torch.__version__} cannot all-reduce bf16 over gloo (Invalid scalar type)"
@@ -161,6 +166,7 @@ def gradient_storages(flags):
     return sum(g.nbytes for g in gradients), list(storages.values())
 
 
+@pytest.mark.guarantee("buckets")
 def test_by_default_gradients_are_stored_in_several_buckets_without_a_copy():
     """The storages of all .grad are DDP's buckets; there are several, so that communication overlaps."""
     for size, storages in run_ranks(2, gradient_storages, [*TINY, "--no-use_amp"]):
@@ -209,6 +215,7 @@ def accumulated(flags, used):
 LAYER = 4 * (64 * 64 + 64)  # bytes
 
 
+@pytest.mark.guarantee("buckets")
 @pytest.mark.parametrize(
     ("flags", "used", "sizes"),
     [

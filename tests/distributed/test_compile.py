@@ -15,7 +15,7 @@ from config import UserError
 from ranks import lack, run_ranks
 from tasks import TASKS, SmallNet, train_task
 from training import assert_same_state
-from utils.training.first_passes import check_compiler
+from utils.distributed.device import check_compiler
 from utils.training.update import Updater
 
 # micro-batches of 3 and, in the last global batch, one of 2, which leaves a rank idle; the evaluation has 8 samples:
@@ -77,6 +77,7 @@ def assert_near(a, b):
         torch.testing.assert_close(state, b["optimizer"]["state"][number], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.guarantee("compile")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_run_equals_the_eager_one_and_compiles_nothing_after_the_first_step(runs, backend):
     """Two ranks, accumulation, a short last global batch, averaged weights, BatchNorm, evaluation. aot_eager: all but
@@ -100,6 +101,7 @@ def test_a_compiled_run_equals_the_eager_one_and_compiles_nothing_after_the_firs
     assert sorted(places) == places and begin < places[0]
 
 
+@pytest.mark.guarantee("compile")
 @pytest.mark.slow
 def test_a_compiled_run_resumes_an_eager_checkpoint_and_vice_versa(runs):
     """It also resumes its own checkpoint, bitwise equal."""
@@ -144,6 +146,7 @@ def gradients_between_steps(flags):
     return left
 
 
+@pytest.mark.guarantee("compile")
 @pytest.mark.slow
 def test_with_cuda_graphs_gradients_keep_their_memory_and_the_run_is_bitwise_equal(runs):
     """A new gradient would be in memory that the next replay overwrites, so DDP's gradients are zeroed and kept."""
@@ -164,6 +167,7 @@ def train_without_compiling(skipped, words):
         train_task("images", words)
 
 
+@pytest.mark.guarantee("compile")
 @pytest.mark.slow
 def test_what_is_not_compiled_is_said(runs):
     need_compiler()

@@ -72,6 +72,7 @@ def train_and_hold(words, is_held_for_evaluation, changes):
     return states, went_on
 
 
+@pytest.mark.guarantee("resume")
 @pytest.mark.parametrize(
     ("flags", "changes"),
     [("", False), ("--ema_decay 0.9", False), ("--ema_decay 0.9 --save_every 0 --save_every_steps 2", True)],

@@ -71,6 +71,7 @@ def train_with(fault_of, words, task="images"):
         return train_flags(words, task=task)
 
 
+@pytest.mark.guarantee("cross-check")
 @pytest.mark.parametrize(
     ("ranks", "every", "task", "flags"),
     [
@@ -94,6 +95,7 @@ def test_checks_change_nothing_and_raise_no_alarm(runs, ranks, every, task, flag
     assert not runs.events("checked", "gradient_differs")
 
 
+@pytest.mark.guarantee("cross-check")
 @pytest.mark.parametrize(("kind", "ranks"), [("activation", 4), slow("gradient", 2)])
 def test_a_rank_that_is_always_wrong_ends_the_run_before_the_update(runs, kind, ranks):
     """It is named, of two ranks the pair. The state before the step is saved, from which another machine goes on."""
@@ -113,6 +115,7 @@ def test_a_rank_that_is_always_wrong_ends_the_run_before_the_update(runs, kind, 
     runs.assert_same("clean", "run")
 
 
+@pytest.mark.guarantee("cross-check")
 @pytest.mark.parametrize(
     ("kind", "ranks", "flags"),
     [
@@ -151,6 +154,7 @@ def train_noisy(words):
         return train_flags(words)
 
 
+@pytest.mark.guarantee("cross-check")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_model_that_is_not_deterministic_is_rejected_in_the_first_step(runs, ranks):
     words = runs.words("run", *tasks.BUCKETS, *FLAGS, "--check_every", 100, "--num_workers", 1)
@@ -272,6 +276,7 @@ def campaign(words, folder, faults):
         return found
 
 
+@pytest.mark.guarantee("cross-check")
 @pytest.mark.slow
 def test_no_wrong_bit_at_seeded_places_reaches_a_gradient_unseen(runs):
     """100 faults that stay and 100 that come once. A bit that is lost in rounding or behind a ReLU changes nothing."""
@@ -288,6 +293,7 @@ def test_no_wrong_bit_at_seeded_places_reaches_a_gradient_unseen(runs):
     assert sum(counts[always, "none"] for always in (True, False)) < 20
 
 
+@pytest.mark.guarantee("cross-check")
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["images", "terms", "lines", "blocks", "taught"])
 def test_two_thousand_clean_steps_raise_no_alarm(runs, task):

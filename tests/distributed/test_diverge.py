@@ -187,6 +187,7 @@ PLANTS = {
 INTERVALS = {"rate": 4, "bit": 4, "used": 4, "moment": 4, "pixel": 1}  # of records; else 5
 
 
+@pytest.mark.guarantee("diverge")
 @pytest.mark.parametrize("planted", [("pixel", "rate", "used", "gradient"), slow(tuple(PLANTS))])
 def test_planted_differences_are_found_at_their_step_with_their_kind(runs, planted):
     names = ["a", *planted]
@@ -214,6 +215,7 @@ def diverge_with_replays(*folders):
         return diverge(*folders, "--replay")
 
 
+@pytest.mark.guarantee("diverge")
 @pytest.mark.slow
 def test_a_fault_that_came_once_is_told_from_a_difference_that_a_replay_has_too(runs):
     """And two equal runs, on one rank and on two, do not differ."""
@@ -243,6 +245,7 @@ def test_the_steps_of_a_run_that_was_made_longer_are_replayed_with_its_later_set
     assert {step: again[step]["fingerprint"] for step in again} == {step: records[step] for step in (5, 6, 7, 8)}
 
 
+@pytest.mark.guarantee("diverge")
 def test_records_differ_by_their_fingerprints_and_by_all_values_where_there_is_none():
     common = {"loss": 1.0, "top1": 0.5, "step_s": 0.1}
     a = {step: {"step": step, "fingerprint": f"{step}"} | common for step in (5, 10, 15)}
@@ -260,6 +263,7 @@ def test_records_differ_by_their_fingerprints_and_by_all_values_where_there_is_n
         first_gap(a, {4: a[5]})
 
 
+@pytest.mark.guarantee("diverge")
 @pytest.mark.parametrize("step", [3, 4])
 def test_dumps_of_two_machines_are_compared_without_the_runs(tmp_path, step):
     """A decoder that gives other pixels on one of them."""

@@ -22,6 +22,7 @@ def complaints(runs, name):
     return [line for event in runs.events(name, "resumed") for line in event["changed"] if "fingerprint" in line]
 
 
+@pytest.mark.guarantee("fingerprint")
 def test_with_exact_sums_it_is_equal_on_1_2_and_4_ranks_and_after_a_resume_on_another_number(runs):
     words = [*SMALL, "--reduction", "exact", "--optimizer", "adamw"]
     for ranks in (1, 2, 4):
@@ -46,6 +47,7 @@ def load_and_flip(words, wrong_rank):
         train_flags(words)
 
 
+@pytest.mark.guarantee("fingerprint")
 def test_a_state_with_other_bits_after_loading_is_reported_with_its_rank(runs):
     words = runs.words("run", *SMALL, "--save_every_steps", 1, "--keep_last", 9)
     run_ranks(2, train_flags, [*words, "--max_steps", "1"])
@@ -56,6 +58,7 @@ def test_a_state_with_other_bits_after_loading_is_reported_with_its_rank(runs):
     assert line in runs.log("run")
 
 
+@pytest.mark.guarantee("fingerprint")
 @pytest.mark.parametrize("optimizer", [slow("sgd"), "adamw"])
 def test_of_a_sharded_state_it_is_that_of_the_whole(runs, optimizer):
     """A sharded run and one process load each other's checkpoints, and compute the fingerprint that is in them."""

@@ -17,6 +17,7 @@ def evaluated(runs, name):
     return [record["step"] for record in runs.records(name, "eval") if record["weights"] == "ema"]
 
 
+@pytest.mark.guarantee("evaluation-by-steps")
 def test_training_is_the_same_bits_with_and_without_evaluations_within_an_epoch(runs):
     """Batches that a worker has fetched are not lost: the samples and losses of each step are the same."""
     runs.train(2, "few", *FLAGS, *DATA, "--eval_every_steps", 0, "--log_interval", 1)
@@ -46,6 +47,7 @@ def test_training_is_the_same_bits_with_and_without_evaluations_within_an_epoch(
     assert chosen in DUE and many[chosen, "ema"]["top1"] == best
 
 
+@pytest.mark.guarantee("evaluation-by-steps")
 @pytest.mark.parametrize(
     ("ranks", "task", "more"),
     [
@@ -68,6 +70,7 @@ def test_stops_before_at_and_after_an_evaluation_within_an_epoch_change_nothing(
     runs.assert_same("whole", "parts")
 
 
+@pytest.mark.guarantee("evaluation-by-steps")
 def test_patience_counts_evaluations_within_an_epoch_and_a_resume_from_a_saved_step_repeats_none(runs):
     flags = "--epochs 3 --dataset_size 78 --num_workers 1 --no-use_amp --lr 1e-30 --eval_every_steps 2".split()
     flags += "--save_every_steps 1 --keep_last 99 --best_metric min:loss --log_interval 1 --patience 3".split()

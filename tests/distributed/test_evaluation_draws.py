@@ -56,6 +56,7 @@ def train_drawing(flags, loss):
         return train_flags(flags)
 
 
+@pytest.mark.guarantee("eval-only")
 @pytest.mark.parametrize(
     ("loss", "worlds"),
     [
@@ -119,6 +120,7 @@ def train_watching(flags):
     return found, seen
 
 
+@pytest.mark.guarantee("eval-only")
 def test_training_draws_the_same_with_and_without_evaluations(runs):
     """log_images is called on rank 0, in evaluation mode, with the same random numbers in each evaluation."""
     for name, every in (("with", "1"), ("without", "9")):

@@ -14,7 +14,7 @@ from tasks import train_task
 from training import Runs, assert_same_state, wait_until
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.writer import Writer
-from utils.run import claim
+from utils.run import owner
 
 FLAGS = "--dataset_size 20 --no-use_amp --ema_decay 0.9 --record_samples --num_workers 0 --save_every 0".split()
 FLAGS += "--keep_last 2 --eval_every 20".split()
@@ -55,7 +55,7 @@ def train_and_cut(flags, calls, log):
         plain_start(self, *args)
 
     with (
-        mock.patch.object(claim, "repeated_failures", return_value=[]),
+        mock.patch.object(owner, "repeated_failures", return_value=[]),
         mock.patch.object(Writer, "start", start),
     ):
         return train_task("images", flags)
@@ -70,6 +70,7 @@ def calls_of_one_save(root):
     return lines
 
 
+@pytest.mark.guarantee("whole-file")
 def test_a_checkpoint_is_flushed_before_the_rename_and_the_folder_before_it_counts(tmp_path):
     calls, checkpoints = calls_of_one_save(tmp_path), tmp_path / "counted/checkpoints"
     file = rf"\d+<{checkpoints}/step_\d+\.pt\.[^/>]+\.tmp>"
@@ -112,6 +113,7 @@ def killed_at(runs, calls):
     assert is_completed or completes(f"killed{number}")
 
 
+@pytest.mark.guarantee("kills", "whole-file")
 @pytest.mark.slow
 def test_rank_0_killed_at_every_system_call_of_a_save(tmp_path):
     names = [line.split("(")[0] for line in calls_of_one_save(tmp_path)]

@@ -54,6 +54,7 @@ def evaluations(task, workers, bf16=False, reduction="fast"):
     return found
 
 
+@pytest.mark.guarantee("evaluation-counts", "evaluation-means")
 @pytest.mark.parametrize(
     ("task", "workers", "bf16", "worlds"),
     [
@@ -76,6 +77,7 @@ def test_counts_and_logits_are_the_same_on_one_to_four_ranks(task, workers, bf16
             assert all(own == pytest.approx(record, rel=1e-14) for own, _ in each)
 
 
+@pytest.mark.guarantee("exact-ranks")
 @pytest.mark.parametrize(
     ("task", "worlds"), [("lines", (3, 5)), slow("images", (2, 3, 4, 5, 6)), slow("lines", (2, 4, 6))]
 )
@@ -115,6 +117,7 @@ def evaluate_with_a_wrong_sampler():
     return errors
 
 
+@pytest.mark.guarantee("evaluation-counts")
 def test_a_wrong_sample_count_is_an_error():
     expected = [f"evaluation counted {count} samples of 11; this is a bug in the loader" for count in (8, 14)]
     assert run_ranks(2, evaluate_with_a_wrong_sampler) == [expected] * 2

@@ -105,6 +105,7 @@ def distance(got, want):
 SLOW = [(ranks, task, (1, 2, 4)) for ranks in (1, 2, 4) for task in OF_TASK]
 
 
+@pytest.mark.guarantee("ranks-alike", "gradient", "terms")
 @pytest.mark.parametrize(
     ("ranks", "task", "accumulations"),
     [
@@ -141,6 +142,7 @@ def half_precision_oracle(tail):
     return [g / SCALE for g in taken[0]]
 
 
+@pytest.mark.guarantee("gradient")
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_float16_gradients_are_scaled_and_unscaled(ranks):
     """Each micro-batch rounds to float16 as in the plain loop under the same scale; float32 sums over them may differ

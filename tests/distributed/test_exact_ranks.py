@@ -15,6 +15,7 @@ FLAGS += "--no-use_amp --save_every 0 --num_workers 1 --record_samples --log_int
 CHAIN = ((4, 3), (2, 8), (1, 11), (3, 0))  # ranks, and the step after which a signal comes
 
 
+@pytest.mark.guarantee("elastic")
 @pytest.mark.parametrize("task", ["images", pytest.param("lines", marks=pytest.mark.slow)])
 def test_four_two_one_and_three_ranks_in_one_epoch_equal_the_plain_loop(runs, task):
     """The same samples in the same global batches, each once; float64 within 1e-12 of the oracle after 24 steps."""
@@ -46,6 +47,7 @@ def factor(step):
     return (step + 1) / 12 if step < 12 else 0.5 + 0.5 * math.cos(math.pi * (step - 12) / 12)
 
 
+@pytest.mark.guarantee("global-batch")
 def test_without_global_batch_size_a_changed_global_batch_is_a_warning(runs):
     """It is in the log and in the record of the resume; the epoch continues at the same sample."""
     flags = "--dataset_size 46 --epochs 1 --no-use_amp --record_samples".split()

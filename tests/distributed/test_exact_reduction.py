@@ -27,6 +27,7 @@ BF16 = "--amp_dtype bf16 --optimizer adamw".split()
 SIGNALS = [signal.Signals(number) for number in (9, 15, 9, 9, 15)]  # what ends the attempts but the last
 
 
+@pytest.mark.guarantee("exact-ranks")
 @pytest.mark.parametrize(
     ("task", "flags", "worlds"),
     [
@@ -63,6 +64,7 @@ def train_until(flags, number, step, victim):
         return train_task("images", flags, goes_on=False)
 
 
+@pytest.mark.guarantee("exact-ranks")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("chain", "seed"),
@@ -120,6 +122,7 @@ def sent_bytes(flags):
     return steps[-1]
 
 
+@pytest.mark.guarantee("exact-ranks")
 @pytest.mark.parametrize(
     ("ranks", "micro_batches", "ratio"),
     [(2, 8, 1), (3, 8, 4 / 3), slow(4, 4, 1), slow(3, 6, 1), slow(5, 20, 1), slow(5, 32, 1.8), slow(6, 32, 17 / 12)],
@@ -163,6 +166,7 @@ def sent_by_all(ranks, micro_batches, size):
     return [sent_by(rank, ranks, micro_batches, size) for rank in range(ranks)]
 
 
+@pytest.mark.guarantee("exact-ranks")
 def test_three_nodes_of_eight_ranks_send_the_bytes_of_a_ring():
     for per_rank, ratio in ((1, 1), (2, 1), (4, 1), (8, 1), (3, 1.5), (6, 1.5)):
         found = run_ranks(1, sent_by_all, 24, 24 * per_rank, 2400)[0]

@@ -1,9 +1,12 @@
 """A run that stops and resumes at any step, any number of times, is bitwise equal to the uninterrupted run."""
 
+import pytest
+
 FLAGS = "--epochs 2 --ema_decay 0.9 --num_workers 1 --log_interval 3 --lr 0.02 --record_samples --keep_last 99".split()
 FLAGS += "--clip_grad_norm 1 --save_every 0 --patience 9".split()
 
 
+@pytest.mark.guarantee("resume", "records-once")
 def test_stops_and_resumes_within_an_epoch_change_nothing(runs):
     """Three stops by a signal, two of them in one epoch; a persistent worker; a short last step. It looks at averages,
     records and samples too; test_kernel.py has the table of flags, ranks and stops."""

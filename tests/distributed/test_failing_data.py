@@ -22,6 +22,7 @@ tasks.Images.__getitems__ = fetch
 """  # where a worker of rank 1 fetches its third micro-batch
 
 
+@pytest.mark.guarantee("worker-killed")
 @pytest.mark.slow
 def test_a_worker_that_hangs_ends_the_run_with_its_rank_and_samples(runs):
     """Both ranks end long before a collective times out, and no process is left."""
@@ -48,6 +49,7 @@ tasks.Images.collate = collate
 """  # the third micro-batch of a worker of rank 1, or of the only one
 
 
+@pytest.mark.guarantee("worker-killed")
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_batch_that_a_worker_cannot_send_ends_the_run_at_once(runs, ranks):
     words = runs.words("run", *"--dataset_size 160 --epochs 1 --num_workers 1".split())
@@ -114,6 +116,7 @@ train.your_model.compute_loss = compute_loss
 """
 
 
+@pytest.mark.guarantee("hang")
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_one_slow_step_is_called_slow_and_training_continues(runs, ranks):
     ended = finish(

@@ -51,6 +51,7 @@ def reads_by_step(flags, reads_in_step, task="images"):
     return seen, mode.places
 
 
+@pytest.mark.guarantee("terms", "no-reads")
 @pytest.mark.parametrize(("reads_in_step", "task", "expected"), [(0, "images", 0), (2, "images", 1), (0, "terms", 0)])
 def test_three_steps_read_nothing_and_an_injected_item_call_is_detected(runs, reads_in_step, task, expected):
     """With accumulation, clipping, averaged weights, scaler, finite check, recorded samples and metrics on, on two
@@ -61,6 +62,7 @@ def test_three_steps_read_nothing_and_an_injected_item_call_is_detected(runs, re
         assert len(in_all) > expected  # the log point reads
 
 
+@pytest.mark.guarantee("no-reads")
 def test_a_log_point_reads_nothing_until_the_device_has_had_time_to_reach_it(runs):
     """Of 12 steps the fifth is a log point, whose values are read after the ninth. The first one compares buffers."""
     flags = [*FLAGS, "--dataset_size", "192", "--log_interval", "5"]

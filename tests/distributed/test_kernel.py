@@ -71,6 +71,7 @@ CASES = [
 ]
 
 
+@pytest.mark.guarantee("order", "samples", "dropout", "resume", "weights", "batchnorm", "elastic", "evaluation-means")
 @pytest.mark.parametrize(("attempts", "task", "flags"), CASES)
 def test_runs_equal_the_kernel_bit_for_bit(runs, attempts, task, flags):
     check_against_the_kernel(runs, attempts, task, [*FLAGS, *flags.split()])

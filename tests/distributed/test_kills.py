@@ -20,7 +20,7 @@ from training import assert_same_state, relative
 from utils.checkpoint.layouts import FileLayout
 from utils.clock import Clock
 from utils.report.goodput import seconds_of
-from utils.run import claim
+from utils.run import owner
 
 PHASES = ("data", "forward", "backward", "update", "save", "written", "evaluation")  # written: by the thread
 FLAGS = "--dataset_size 66 --global_batch_size 16 --lr 0.02 --ema_decay 0.9 --no-use_amp --record_samples".split()
@@ -58,7 +58,7 @@ def killed_in(phase, steps, delay):
 def train_and_be_killed(flags, dtype, victim, *when):
     with (
         # kills may hit the same step three times in a row
-        mock.patch.object(claim, "repeated_failures", return_value=[]),
+        mock.patch.object(owner, "repeated_failures", return_value=[]),
         killed_in(*when) if int(os.environ["RANK"]) == victim else contextlib.nullcontext(),
     ):
         return train_task("lines", flags, dtype)
@@ -84,6 +84,7 @@ def kill_again_and_again(runs, epochs, kills, clock, dtype):
     assert sum(times.values()) == pytest.approx(wall_s, abs=1) and times["recomputed_s"] > 0 < times["training_s"]
 
 
+@pytest.mark.guarantee("kills", "records-once", "goodput")
 def test_one_kill_in_each_phase_with_one_two_or_four_ranks(runs):
     """In float64 only the order of sums differs, over 30 steps."""
     kills = [(ranks, phase, 4, 0) for ranks, phase in zip(itertools.cycle((2, 1, 4)), PHASES, strict=False)]
@@ -91,6 +92,7 @@ def test_one_kill_in_each_phase_with_one_two_or_four_ranks(runs):
     assert relative(runs.last("killed")["model"], runs.last("whole")["model"]) < 1e-10
 
 
+@pytest.mark.guarantee("order", "kills")
 @pytest.mark.slow
 @pytest.mark.parametrize("choices", [(1, 2, 4), (4,)])
 def test_twenty_one_kills_at_random_moments(runs, choices):
@@ -136,6 +138,7 @@ def test_a_rank_that_crashes_is_named_by_the_others(runs):
     assert re.match(r"rank 1 on \S+ was killed or cut off, last seen in ", status["error"])
 
 
+@pytest.mark.guarantee("rank-killed")
 @pytest.mark.parametrize(
     ("ranks", "name"), [(0, "SIGSEGV"), (0, "SIGKILL"), (0, "SIGABRT"), (0, "SIGBUS"), (2, "SIGSEGV")]
 )

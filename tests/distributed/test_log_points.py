@@ -64,6 +64,7 @@ def lines(runs, name):
     return [record | dict.fromkeys((*TIMES, "path")) for record in kept]
 
 
+@pytest.mark.guarantee("files")
 @pytest.mark.parametrize(("flags", "expected"), CASES)
 def test_records_read_later_are_those_read_at_once_and_precede_their_checkpoints(runs, flags, expected):
     found = {}

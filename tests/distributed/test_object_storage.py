@@ -28,7 +28,7 @@ from scripts.companions.owner import Mirror
 from tasks import train_task, using
 from training import assert_same_state, difference, wait_until
 from utils.checkpoint import format as checkpoint
-from utils.run import start_checks
+from utils.run import owner
 from utils.training.schedule import Progress
 
 FLAGS = "--epochs 2 --ema_decay 0.9 --lr 0.02 --record_samples --save_every_steps 3 --dataset_size 60".split()
@@ -54,7 +54,7 @@ def train_on_its_own_disk(root, *args):
     folder = Path(root, f"node{rank}")
     folder.mkdir(exist_ok=True)
     os.chdir(folder)
-    soon = mock.patch.object(start_checks, "SECONDS_TO_SEE", 1.0)  # each disk is its own
+    soon = mock.patch.object(owner, "SECONDS_TO_SEE", 1.0)  # each disk is its own
     with soon, mock.patch.dict(tasks.TASKS["images"], {"create_dataset": with_a_test_set}):
         return train_with({}, *args)
 
@@ -115,6 +115,7 @@ def answers(url):
         return False
 
 
+@pytest.mark.guarantee("mirror-resume")
 @pytest.mark.parametrize(
     ("bucket", "sharding"),
     [("file", "none"), slow("s3", "none"), slow("file", "zero3"), slow("s3", "zero3")],
@@ -142,6 +143,7 @@ def test_a_run_that_loses_its_folder_goes_on_from_its_mirror_bit_for_bit(runs, b
     assert status["state"] == "completed" and json.loads((runs.folder("parts") / "status.json").read_text()) == status
 
 
+@pytest.mark.guarantee("mirror-resume")
 @pytest.mark.parametrize(
     ("bucket", "sharding"), [("file", "none"), ("file", "zero3"), slow("file", "hybrid")], indirect=["bucket"]
 )
@@ -193,6 +195,7 @@ def use_tools(env, *commands):
     return texts
 
 
+@pytest.mark.guarantee("mirror-resume")
 @pytest.mark.slow
 @pytest.mark.parametrize("bucket", ["file", "s3"], indirect=True)
 def test_the_scripts_and_init_from_take_the_url_of_a_run(runs, bucket, tmp_path):

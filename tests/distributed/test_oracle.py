@@ -37,6 +37,7 @@ def check_against_the_oracle(runs, ranks, accumulation, dtype, flags, tolerance,
     assert record["loss"] == pytest.approx(mean.item(), rel=tolerance * 10)
 
 
+@pytest.mark.guarantee("samples", "weights", "batchnorm")
 @pytest.mark.parametrize(
     ("ranks", "accumulation", "optimizer", "task", "schedule"),
     [

@@ -2,13 +2,11 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 
-from config import PATHS, TrainingConfig, UserError, expand
+from config import PATHS, TrainingConfig, expand
 from ranks import run_ranks
-from test_run_folder import contents, fill, open_run
 from training import train_flags
 
 VALUES = {  # path: what it becomes in a home of /home/me, with NAME=/scratch
@@ -39,12 +37,14 @@ def places(monkeypatch, tmp_path):
     (tmp_path / "is $THERE").mkdir()
 
 
+@pytest.mark.guarantee("paths")
 @pytest.mark.parametrize("path", VALUES)
 def test_a_path_is_expanded_unless_it_exists_as_it_is(places, path):
     assert expand(path) == VALUES[path]
     assert TrainingConfig(init_from=path).init_from == VALUES[path]
 
 
+@pytest.mark.guarantee("paths")
 @pytest.mark.parametrize("path", UNKNOWN)
 @pytest.mark.parametrize("name", [*PATHS, "config"])
 def test_an_unknown_name_is_an_error_and_makes_no_folder(places, tmp_path, capsys, name, path):
@@ -68,6 +68,7 @@ def train_in_other_homes(flags, folder):
     return train_flags(flags)["state"]
 
 
+@pytest.mark.guarantee("paths")
 @pytest.mark.parametrize("way", ["flags", "a file", "$PLACE"])
 def test_the_folders_of_a_run_are_those_of_rank_0(runs, way):
     paths = {"run_dir": "~/runs/{seed}", "checkpoint_dir": "~/ckpt", "data_dir": "~/data"}
@@ -86,22 +87,3 @@ def test_the_folders_of_a_run_are_those_of_rank_0(runs, way):
     assert [saved[name] for name in paths] == [f"{home}/runs/7", f"{home}/ckpt", f"{home}/data"]
     assert not [*runs.root.rglob("~")] and not [*runs.root.rglob("*PLACE*")]
     assert not [*(runs.root / "home1").iterdir()]
-
-
-def test_a_run_in_a_folder_named_like_the_home_is_named(places, monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path / "me"))
-    fill(open_run(TrainingConfig(run_dir="./~/runs/a")))  # as earlier versions did
-    before, folder = contents(tmp_path), expand("~/runs/a")
-    expected = f"run_dir={folder}: an earlier version wrote a run to {tmp_path}/~/runs/a; to continue it, move it here"
-    with pytest.raises(UserError, match=expected):
-        open_run(TrainingConfig(run_dir=folder, resume_from="auto"))
-    assert contents(tmp_path) == before
-    run = open_run(TrainingConfig(run_dir=folder))
-    assert run.notes == [expected] and contents(tmp_path) == before
-    run.close()
-    for name in ("~/runs/b", "elsewhere/a"):
-        assert open_run(TrainingConfig(run_dir=name)).notes == []
-    os.rename(tmp_path / "~/runs/a", Path(folder).with_name("moved"))
-    os.rename(folder, Path(folder).with_name("empty"))
-    os.rename(Path(folder).with_name("moved"), folder)
-    assert open_run(TrainingConfig(run_dir=folder, resume_from="auto")).resume_path.name == "step_00000020.pt"

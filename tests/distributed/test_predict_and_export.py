@@ -88,6 +88,7 @@ def predict_and_die(words):
         run_main(predict, "lines", tokens, words)
 
 
+@pytest.mark.guarantee("predict")
 def test_a_kill_leaves_no_partial_output_and_the_next_prediction_cleans_up(runs):
     runs.train(1, "run", *LINES, task="lines")
     words, out = [runs.checkpoints("run")[-1], "--split", "train"], runs.folder("run") / "predictions.pt"

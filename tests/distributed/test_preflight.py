@@ -39,6 +39,7 @@ def run_preflight(flags, *, of_last=(), code_of_last=None, is_alone=False):
         return preflight.main([*flags, *(of_last if is_last else ())]), printed.getvalue()
 
 
+@pytest.mark.guarantee("preflight")
 def test_healthy_ranks_pass_and_the_run_folder_is_left_unchanged(tmp_path):
     folder, file = tmp_path / "run", tmp_path / "found.json"
     (folder / "checkpoints").mkdir(parents=True)
@@ -104,6 +105,7 @@ def test_invalid_flags_are_rejected(capsys):
     assert "--json: expected one argument" in capsys.readouterr().err
 
 
+@pytest.mark.guarantee("preflight")
 def test_different_flags_and_code_are_listed_and_two_nodes_are_measured(tmp_path):
     odd = partial(run_preflight, of_last=("--lr", "0.2"), code_of_last={"model.py": "another"})
     found = run_ranks(3, odd, [*QUICK, "--run_dir", str(tmp_path / "run")])

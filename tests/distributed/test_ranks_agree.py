@@ -27,6 +27,7 @@ def other_data_on_rank_1(words):
         train_flags(words)
 
 
+@pytest.mark.guarantee("alike")
 def test_ranks_that_see_different_data_are_rejected(runs):
     with pytest.raises(AssertionError, match=r"\S+ \(rank 1\) and \S+ \(rank 0\) hold different data; copy it again"):
         run_ranks(2, other_data_on_rank_1, runs.words("run", *SMALL))
@@ -50,6 +51,7 @@ def train_on_lines(words, changed_ranks, share=0.5):
             return str(error)
 
 
+@pytest.mark.guarantee("other-samples")
 def test_data_without_names_are_compared_by_decoded_samples(runs):
     """Over the ranks, and with the checkpoint of a resumed run."""
     words = runs.words("run", *SMALL, "--epochs", 2, "--max_steps", 1, "--data_dir", "d")
@@ -75,6 +77,7 @@ def errors_of(words, changes):
     return texts
 
 
+@pytest.mark.guarantee("nothing-lost")
 def test_overwrite_with_a_bad_flag_leaves_the_run_unchanged(runs):
     runs.train(2, "run", *SMALL)
     before = contents(runs.folder("run"))
@@ -98,6 +101,7 @@ def train_two_runs(words, folder):
     return found
 
 
+@pytest.mark.guarantee("one-process")
 def test_two_runs_in_the_same_processes_are_equal(runs):
     assert run_ranks(2, train_two_runs, runs.words("run", *SMALL), runs.root) == [[False, False]] * 2
     assert_same_state(runs.last("a"), runs.last("b"))
@@ -217,6 +221,7 @@ def train_with_a_queue(words, is_reduced):
         return train_flags(words)["state"]
 
 
+@pytest.mark.guarantee("other-buffers")
 @pytest.mark.parametrize("is_reduced", [False, True])
 def test_buffers_that_a_rank_updates_by_itself_are_named_after_the_first_steps_and_at_a_save(runs, is_reduced):
     """BatchNorm's are not among them. The queue has another shape on each rank; training goes on and saves."""

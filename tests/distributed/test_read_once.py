@@ -4,6 +4,8 @@ import dataclasses
 import shutil
 from pathlib import Path
 
+import pytest
+
 from config import UserError
 from forged import payload_of, small_state
 from ranks import lack, run_ranks
@@ -30,6 +32,7 @@ def read_folder(root):
             return str(error), len(reads)
 
 
+@pytest.mark.guarantee("data-once")
 def test_a_folder_is_read_once_per_file_system_and_must_be_the_same_on_all(tmp_path):
     for name in "01":
         (tmp_path / name).mkdir()
@@ -59,6 +62,7 @@ def load_on_nodes(root, nodes):
         return found, bytes_read() - before
 
 
+@pytest.mark.guarantee("damaged")
 def test_a_checkpoint_is_verified_once_per_node_and_damage_on_one_node_is_noticed(tmp_path):
     if not Path("/proc/self/io").exists():
         lack("/proc/self/io does not exist")

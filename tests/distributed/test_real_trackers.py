@@ -22,7 +22,7 @@ from tasks import train_task
 from test_trackers import FLAGS, PROGRAM, assert_one_curve, write_run
 from training import wait_until
 from utils.files import read_json
-from utils.run import claim
+from utils.run import owner
 
 pytestmark = pytest.mark.slow
 PYTHON = ROOT / ".venv-trackers/bin/python"  # their requirements are not those of the other tests
@@ -120,10 +120,11 @@ def by_hand(where, run, *words, **env):
 def train_tracked(env, *args):
     os.environ.update(env)
     sys.executable = str(PYTHON)
-    with mock.patch.object(claim, "find_spec", lambda name: SimpleNamespace(origin=name)):
+    with mock.patch.object(owner, "find_spec", lambda name: SimpleNamespace(origin=name)):
         return train_task(*args)
 
 
+@pytest.mark.guarantee("tracker")
 @pytest.mark.parametrize("where", TRACKERS, indirect=True)
 def test_a_run_over_two_resumes_is_one_curve(runs, where):
     for stops in ((5,), (11,), ()):
@@ -137,6 +138,7 @@ def test_a_run_over_two_resumes_is_one_curve(runs, where):
         assert all(row["_step"] == row["train/step"] for row in rows if "train/step" in row)
 
 
+@pytest.mark.guarantee("tracker")
 @pytest.mark.parametrize("where", TRACKERS, indirect=True)
 def test_kills_at_any_moment_lose_and_repeat_nothing(tmp_path, where):
     run = write_run(tmp_path / "run", config={"track": where.kind})
@@ -171,6 +173,7 @@ def test_kills_at_any_moment_lose_and_repeat_nothing(tmp_path, where):
     assert_whole(where, run)
 
 
+@pytest.mark.guarantee("tracker")
 @pytest.mark.parametrize("where", ["mlflow"], indirect=True)
 def test_training_goes_on_while_the_server_is_stopped_and_the_rest_is_sent_by_hand(runs, where):
     """The first attempt meets a server that answers, the second one that is stopped."""
@@ -202,6 +205,7 @@ class Answer(BaseHTTPRequestHandler):
     do_POST = do_PATCH = do_GET
 
 
+@pytest.mark.guarantee("tracker")
 @pytest.mark.parametrize("where", ["mlflow"], indirect=True)
 def test_a_server_that_fails_or_rejects_is_one_sentence_and_a_later_try_sends_all(tmp_path, where):
     run = write_run(tmp_path / "run")

@@ -62,6 +62,7 @@ def test_a_process_without_an_interface_for_gloo_says_so_and_has_lost_no_peers(r
 # ---- before any process group ----
 
 
+@pytest.mark.guarantee("one-sentence")
 @pytest.mark.parametrize(
     ("variables", "problem"),
     [
@@ -141,6 +142,7 @@ def precision_where_rank_0_alone_is_fast():
         return Precision.choose(TrainingConfig(), torch.device("cuda"), ctx.fast_bf16).dtype
 
 
+@pytest.mark.guarantee("precision")
 def test_bf16_needs_fast_hardware_on_every_rank():
     assert run_ranks(2, precision_where_rank_0_alone_is_fast) == [torch.float16] * 2
 
@@ -180,6 +182,7 @@ def fail_on(rank):
         return str(error.value), error.value.rank, error.value.host == ctx.host
 
 
+@pytest.mark.guarantee("one-sentence")
 def test_an_error_of_one_rank_is_raised_on_all_with_rank_and_host():
     for text, rank, has_host in run_ranks(4, fail_on, 2):
         assert text.startswith("class cat: is empty; fill it (rank 2 on ") and rank == 2 and has_host
@@ -204,6 +207,7 @@ def prepare(root, fails):
             return str(error)
 
 
+@pytest.mark.guarantee("data-once")
 def test_data_is_prepared_once_per_file_system(tmp_path):
     for _ in range(2):  # the second time it is already prepared
         assert run_ranks(4, prepare, str(tmp_path), False) == [["data", "prepared-by"]] * 4
@@ -233,6 +237,7 @@ def train_with_a_spare_layer(flags):
     return str(error.value)
 
 
+@pytest.mark.guarantee("unused")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_unused_parameter_is_named(runs, ranks):
     for text in run_ranks(ranks, train_with_a_spare_layer, runs.words("run", "--dataset_size", 16)):
@@ -251,6 +256,7 @@ def train_without_ddp(flags, changes):
     return found
 
 
+@pytest.mark.guarantee("unwrapped")
 def test_a_forward_pass_that_bypasses_ddp_is_an_error_before_the_first_step(runs):
     said = r"compute_loss: \S+ \(rank 1\) and \S+ \(rank 0\) have different gradients .*; call the model that compute"
     changes = [], ["--reduction", "exact"], ["--comm_hook", "bf16"]
@@ -279,6 +285,7 @@ train.your_model.compute_loss = broken
 """
 
 
+@pytest.mark.guarantee("one-sentence", "clean-exit")
 def test_a_failing_rank_ends_all_ranks_and_workers_and_is_named(runs):
     words = runs.words("run", "--dataset_size", 400, "--num_workers", 1)
     ended = finish(WarmLaunch(2, runs.program(BUG), words), 60)
@@ -304,6 +311,7 @@ train.first_passes, train.your_model.compute_loss = first_passes, large_loss
 """
 
 
+@pytest.mark.guarantee("memory")
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's limits of a process")
 def test_a_rank_out_of_memory_is_named_with_the_flags_that_help(runs):
     flags = "--batch_size 512 --dataset_size 1024 --epochs 2 --save_every 0 --no-use_amp".split()
@@ -326,6 +334,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.guarantee("clean-exit")
 def test_workers_that_ignore_sigterm_do_not_keep_the_process_alive(tmp_path):
     """multiprocessing ends daemonic children with SIGTERM and joins them without a timeout."""
     file = tmp_path / "program.py"
@@ -357,6 +366,7 @@ def leave_late(flag):
     return Path(flag).exists()
 
 
+@pytest.mark.guarantee("clean-exit")
 def test_no_rank_leaves_the_group_before_all_have_finished(tmp_path):
     """gloo aborts a rank whose peer is gone."""
     assert run_ranks(4, leave_late, str(tmp_path / "flag")) == [True] * 4

@@ -63,6 +63,7 @@ def replayed_terms(run, dump):
     return replayed(run, 6, "--dump", dump, task="terms")
 
 
+@pytest.mark.guarantee("terms")
 def test_a_step_of_a_loss_with_terms_is_bitwise_equal_in_one_process(runs, tmp_path):
     runs.train(2, "run", *FLAGS, "--reduction", "exact", task="terms")
     ((code, text),) = run_ranks(1, replayed_terms, runs.folder("run"), tmp_path / "6.pt")

@@ -24,6 +24,7 @@ FLAGS = "--dataset_size 60 --epochs 4 --global_batch_size 8 --no-use_amp --lr 0.
 FLAGS += ["--keep_last", "99"]
 
 
+@pytest.mark.guarantee("schedule-end")
 def test_max_steps_ends_a_run_as_completed_and_more_steps_continue_it(runs):
     flags = "--dataset_size 80 --epochs 9 --max_steps".split()
     outcome = runs.train(2, "steps", *flags, 13)[0]
@@ -52,6 +53,7 @@ def test_max_steps_alone_sets_the_length_and_of_two_limits_the_banner_names_the_
     assert "3, 1 per epoch (epochs=3 ends the run before max_steps=13)" in runs.log("both")
 
 
+@pytest.mark.guarantee("schedule-end")
 def test_patience_ends_a_run_as_completed_and_saves_it(runs):
     outcome = runs.train(2, "run", *"--dataset_size 16 --epochs 9 --lr 1e-9 --patience 2 --save_every 0".split())[0]
     assert runs.last("run")["progress"]["step"] == outcome["steps"] == 6  # saved, though no save was due
@@ -73,6 +75,7 @@ def train_until_time_is_up(flags):
         return outcome["state"], outcome["steps"]
 
 
+@pytest.mark.guarantee("stop")
 def test_all_ranks_stop_after_the_same_step_when_one_reaches_the_time_limit(runs):
     words = runs.words("run", *"--dataset_size 400 --no-use_amp --max_time 30".split())
     (state, step), other = run_ranks(2, train_until_time_is_up, words)
@@ -80,6 +83,7 @@ def test_all_ranks_stop_after_the_same_step_when_one_reaches_the_time_limit(runs
     assert 7 < step <= 100 and step == runs.last("run")["progress"]["step"]
 
 
+@pytest.mark.guarantee("stop")
 @pytest.mark.parametrize(("asked", "stopped"), [(2, 3), (4, 4)])
 def test_a_stop_request_takes_effect_one_step_later_but_within_the_epoch(runs, asked, stopped):
     """A vote in flight at the end of an epoch is flushed; otherwise the run would stop in the next epoch."""
@@ -95,6 +99,7 @@ def train_with_a_quick_disk(flags):
         return train_flags(flags)
 
 
+@pytest.mark.guarantee("stop")
 def test_a_save_request_from_before_a_save_does_not_cause_another_save(runs):
     """A save is always due: requested at one step, done at the next. A stale request would cause an extra one."""
     flags = "--dataset_size 80 --epochs 1 --save_every 0 --eval_every 0 --save_every_minutes 1e-9".split()
@@ -102,6 +107,7 @@ def test_a_save_request_from_before_a_save_does_not_cause_another_save(runs):
     assert [record["step"] for record in runs.events("often", "checkpoint")] == [2, 4, 6, 8, 10]
 
 
+@pytest.mark.guarantee("completed")
 def test_a_completed_run_is_left_unchanged(runs):
     flags = "--dataset_size 16 --epochs 1".split()
     runs.train(2, "done", *flags)
@@ -139,6 +145,7 @@ def test_a_config_file_may_begin_with_a_byte_order_mark(tmp_path, suffix):
     assert TrainingConfig.from_args(["--config", str(tmp_path / f"a{suffix}")]).epochs == 3
 
 
+@pytest.mark.guarantee("resume")
 def test_a_run_resumed_in_another_folder_starts_with_a_checkpoint_and_its_best_one(runs):
     runs.train(1, "whole", *FLAGS)
     runs.train(1, "moved", *FLAGS, "--resume_from", runs.checkpoints("whole")[1])
@@ -168,6 +175,7 @@ def test_a_run_ended_by_patience_completes_without_more_steps(runs):
     assert [record["step"] for record in runs.records("run", "eval")] == [8, 16]
 
 
+@pytest.mark.guarantee("build")
 def test_a_changed_setting_that_changes_bits_is_recorded(runs):
     runs.train_with_stops(1, "run", *FLAGS, stops=(3,), goes_on=False)
     more = "--resume_from auto --bucket_cap_mb 0.004 --epochs 1".split()

@@ -341,6 +341,7 @@ train.your_model.create_model, train.your_model.compute_loss = create_model, com
 """
 
 
+@pytest.mark.guarantee("unused")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_parameter_that_only_some_batches_use_is_named(runs, ranks):
     ended = finish(WarmLaunch(ranks, runs.program(SOMETIMES), runs.words("run", *FLAGS, "--log_interval", 1)), 60)

@@ -85,6 +85,7 @@ def counted(words, nodes):
     return parameters, found["gradients"], moments, found["building"], found["saving"]
 
 
+@pytest.mark.guarantee("sharding")
 @pytest.mark.slow
 def test_a_rank_holds_its_part_of_parameters_gradients_and_optimizer_state(runs):
     """Prints the table of docs/sharding.md."""
@@ -118,6 +119,7 @@ def train_within(words, limit):
         return train_flags(words, task="blocks")["state"]
 
 
+@pytest.mark.guarantee("sharding")
 @pytest.mark.slow
 def test_a_model_that_does_not_fit_under_ddp_trains_under_zero3(runs):
     """Under DDP parameters, gradients and optimizer state take 768 MB, under zero3 on 4 ranks 192 MB.

@@ -5,6 +5,7 @@ import resource
 import time
 from unittest import mock
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -77,6 +78,7 @@ def save_with_failures(folder, places):
     return found
 
 
+@pytest.mark.guarantee("sharded-save")
 def test_a_rank_that_cannot_write_holds_up_no_other(tmp_path):
     places, began = [*FAILING, "limit"], time.monotonic()
     ranks = run_ranks(2, save_with_failures, tmp_path, places)

@@ -30,6 +30,7 @@ from utils.training.schedule import Progress
 SGD, ADAMW = "--optimizer sgd --lr 0.05", "--optimizer adamw --lr 0.001"
 
 
+@pytest.mark.guarantee("sharding")
 @pytest.mark.parametrize(
     ("ranks", "accumulation", "task", "optimizer", "flags"),
     [
@@ -52,6 +53,7 @@ def train_on_two_nodes(words, task):
         return train_flags(words, torch.float64, task)
 
 
+@pytest.mark.guarantee("sharding")
 def test_hybrid_is_sharded_on_a_node_and_replicated_on_two(runs):
     flags = [*"--no-use_amp --dataset_size 42 --epochs 2 --clip_grad_norm 1 --grad_accum_steps 2".split(), *SGD.split()]
     run_ranks(4, train_on_two_nodes, runs.words("run", *flags, "--sharding", "hybrid"), "blocks")
@@ -60,6 +62,7 @@ def test_hybrid_is_sharded_on_a_node_and_replicated_on_two(runs):
     assert relative(runs.last("run")["model"], model.state_dict()) < 1e-12
 
 
+@pytest.mark.guarantee("sharded-resume")
 @pytest.mark.parametrize(
     ("ranks", "task", "flags"),
     [
@@ -105,6 +108,7 @@ def shared_by_step(words):
     return steps[2]
 
 
+@pytest.mark.guarantee("sharding")
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_parameters_are_gathered_in_16_bits_if_asked_and_the_shards_stay_in_32(runs, ranks):
@@ -134,6 +138,7 @@ def test_batchnorm_is_refused_with_parameters_in_16_bits(runs):
 CHAIN = ((4, 3, "zero3"), (2, 8, "none"), (2, 11, "zero2"), (1, 0, "zero3"))  # as in test_exact_ranks
 
 
+@pytest.mark.guarantee("sharding")
 def test_other_numbers_of_ranks_and_ddp_in_one_epoch_equal_the_plain_loop(runs):
     for ranks, stop, sharding in CHAIN:
         flags = (*OF_CHAIN, "--sharding", sharding, "--resume_from", "auto")
@@ -150,6 +155,7 @@ def test_other_numbers_of_ranks_and_ddp_in_one_epoch_equal_the_plain_loop(runs):
     assert runs.samples("run") == expected
 
 
+@pytest.mark.guarantee("sharding")
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(runs):
     for name, flags in {"ddp": [], "run": ["--sharding", "zero3"]}.items():
         run_ranks(2, train_with_nan, runs.words(name, *OF_SKIPPING, "--ema_decay", 0.9, *flags), 3)
@@ -173,6 +179,7 @@ def train_steeply(flags):
         train_flags(flags)
 
 
+@pytest.mark.guarantee("sharding")
 def test_float16_finds_its_scale_on_all_ranks_together(runs):
     """DDP's ranks scale their gradients by the number of ranks, for its average, so its scale is half as large."""
     flags = "--dataset_size 128 --epochs 1 --amp_dtype fp16 --lr 0.0000001".split()
@@ -203,6 +210,7 @@ def watch_the_memory(words):
     return devices, found
 
 
+@pytest.mark.guarantee("sharding")
 def test_only_rank_0_builds_the_model_and_each_rank_holds_its_part(runs):
     flags = "--dataset_size 16 --epochs 1 --max_steps 1 --sharding zero3".split()
     (devices, held), (others, rest) = run_ranks(2, watch_the_memory, runs.words("run", *flags))

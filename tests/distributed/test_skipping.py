@@ -3,6 +3,8 @@
 import os
 from unittest import mock
 
+import pytest
+
 from ranks import run_ranks
 from tasks import TASKS, image_loss
 from training import train_flags
@@ -25,6 +27,7 @@ def train_with_nan(flags, bad_step):
         train_flags(flags)
 
 
+@pytest.mark.guarantee("not-finite")
 def test_a_resume_between_the_skip_and_its_log_point_records_it_once(runs):
     words = runs.words("run", *FLAGS)
     run_ranks(2, train_with_nan, words, 3)

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 import train
-import utils.run.start_checks
+import utils.run.start
 from config import TrainingConfig, UserError
 from ranks import run_ranks
 from training import train_flags
@@ -43,7 +43,7 @@ def touch(path, plain=Path.touch):
 
 def unlike(words, folder):
     """For each case: this rank's error, the rank that it names, and whether there was a run folder."""
-    rank, found, provenance = int(os.environ["RANK"]), [], utils.run.start_checks.provenance
+    rank, found, provenance = int(os.environ["RANK"]), [], utils.run.start.provenance
     torch_2_11 = provenance.versions() | {"torch": "2.11.0"}
     changed = provenance.code_digests() | {"train.py": "0123456789"}
     patches = {
@@ -65,6 +65,7 @@ def unlike(words, folder):
     return found
 
 
+@pytest.mark.guarantee("alike")
 def test_every_rank_raises_an_error_with_the_differences(runs):
     for name in ("0", "1"):
         (runs.root / name).mkdir()

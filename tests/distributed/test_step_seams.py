@@ -30,6 +30,7 @@ on_other_ranks = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.guarantee("step-loss", "after-step", "group-factors", "terms")
 @on_other_ranks
 def test_what_a_fork_adds_equals_the_plain_loop(runs, ranks, accumulation, flags):
     """A loss of terms with counts of their own that knows the step, a teacher that follows each step, a bound on the
@@ -55,6 +56,7 @@ def test_what_a_fork_adds_equals_the_plain_loop(runs, ranks, accumulation, flags
         assert record["loss"] == pytest.approx(terms, rel=1e-12)
 
 
+@pytest.mark.guarantee("step-loss", "after-step", "group-factors", "terms")
 @after_stops
 def test_stops_and_resumes_do_not_change_what_a_fork_adds(runs, ranks, flags):
     """A loss of terms that knows the step, after_step and lr_factor. Stops within an epoch; then a resume before the
@@ -77,6 +79,7 @@ def test_stops_and_resumes_do_not_change_what_a_fork_adds(runs, ranks, flags):
     assert [each["ramp"] for each in runs.json("whole", name)["records"]] == pytest.approx(ramps[1:] * 2, rel=1e-6)
 
 
+@pytest.mark.guarantee("step-loss", "after-step")
 def test_a_loss_that_does_not_ask_costs_nothing():
     seams = Seams.of(SimpleNamespace(**SEAMS, compute_loss=image_loss))
     assert seams.progress is None and seams.after_step is None and seams.compute_loss is image_loss
@@ -90,6 +93,7 @@ class Ramped(SmallNet):
         return super().forward(x) * (1 + step)
 
 
+@pytest.mark.guarantee("step-loss")
 @pytest.mark.parametrize(("is_number", "compiled"), [(False, 1), (True, 5)])
 def test_a_step_that_is_passed_to_a_compiled_model_compiles_nothing_again(is_number, compiled):
     """A plain number does, in each step."""
@@ -121,6 +125,7 @@ def train_with_a_nan(flags, bad_step):
         return train_flags(flags, task="taught")["state"]
 
 
+@pytest.mark.guarantee("after-step")
 def test_a_skipped_step_is_not_taken(runs):
     flags = "--dataset_size 32 --epochs 1 --no-use_amp --save_every_steps 1 --keep_last 99".split()
     assert run_ranks(2, train_with_a_nan, runs.words("run", *flags), 3) == ["completed"] * 2
@@ -142,6 +147,7 @@ def train_groups(flags, names, factor):
     return str(error.value)
 
 
+@pytest.mark.guarantee("group-factors")
 @pytest.mark.parametrize(
     ("names", "factor", "expected"),
     [
@@ -164,6 +170,7 @@ def test_a_factor_without_a_group_or_a_group_without_a_factor_is_named(runs, nam
 UNUSED = ("--find_unused_parameters", "--weight_decay", "0.1")
 
 
+@pytest.mark.guarantee("unused")
 @pytest.mark.parametrize(
     ("ranks", "accumulation", "flags"),
     [slow(4, 1, ADAMW), (2, 2, (*SGD, *EXACT)), slow(2, 2, SGD), slow(4, 2, (*ADAMW, *EXACT)), slow(1, 4, ADAMW)],
@@ -181,6 +188,7 @@ def test_parameters_that_a_global_batch_does_not_use_are_left_as_in_the_plain_lo
     assert not [event for event in runs.records("ours", "event") if event["event"] == "buffers_differ"]
 
 
+@pytest.mark.guarantee("unused")
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "flags"), [(2, ("--optimizer", "adamw")), (3, EXACT)])
 def test_stops_and_resumes_do_not_change_what_is_left(runs, ranks, flags):
@@ -190,6 +198,7 @@ def test_stops_and_resumes_do_not_change_what_is_left(runs, ranks, flags):
     runs.assert_same("whole", "parts")
 
 
+@pytest.mark.guarantee("unused")
 @pytest.mark.slow
 def test_exact_sums_have_the_same_bits_on_any_ranks_where_parameters_are_unused(runs):
     flags = [*"--dataset_size 90 --epochs 2 --no-use_amp --num_workers 1 --global_batch_size 32".split(), *EXACT]

@@ -46,6 +46,7 @@ def train_scores(flags):
     return train_summarizing(flags, predict=scores, summarize=summarize)
 
 
+@pytest.mark.guarantee("summary")
 @pytest.mark.parametrize(("worlds", "reduction"), [((1, 2), "exact"), slow((3,), "fast"), slow((1, 3, 4), "exact")])
 def test_a_summary_is_that_of_the_whole_set_in_order_and_the_same_bits_on_any_number_of_ranks(runs, worlds, reduction):
     """10 validation samples in 4 micro-batches: on 3 ranks, two ranks have padding in the second step."""
@@ -82,6 +83,7 @@ def train_tokens(flags):
     return train_summarizing(flags, task="blocks", predict=tokens, summarize=lengths)
 
 
+@pytest.mark.guarantee("summary")
 def test_a_sharded_model_is_summarized_as_any_other(runs):
     """7 samples; outputs of different lengths are a list of rows."""
     flags = "--dataset_size 16 --epochs 1 --no-use_amp --optimizer adamw --best_metric max:sum".split()
@@ -135,6 +137,7 @@ def train_wrongly(flags, folder):
     return found
 
 
+@pytest.mark.guarantee("summary")
 def test_a_summary_that_cannot_be_used_is_rejected_in_one_sentence(runs):
     for texts in run_ranks(2, train_wrongly, runs.words("run", *FLAGS), runs.root):
         for text, (_, expected) in zip(texts, PROBLEMS.values(), strict=True):
@@ -153,6 +156,7 @@ def train_without(flags):
     return train_summarizing([*flags, "--best_metric", "auto"], predict=count), len(calls)
 
 
+@pytest.mark.guarantee("summary")
 def test_without_summarize_an_evaluation_makes_one_pass(runs):
     assert run_ranks(2, train_without, runs.words("run", *FLAGS)) == [("completed", 0)] * 2
     assert TASKS["images"].keys().isdisjoint({"predict", "summarize"})

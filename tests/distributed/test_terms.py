@@ -16,6 +16,7 @@ from utils.metrics import check_metrics
 from utils.training.seams import Seams
 
 
+@pytest.mark.guarantee("terms")
 @pytest.mark.parametrize("worlds", [(1, 3), slow((1, 2, 4))])
 def test_exact_sums_give_terms_the_same_bits_on_any_number_of_ranks(runs, worlds):
     """Counts that are no integers, so that the order of their sum matters: in float64, where that changes weights."""
@@ -43,6 +44,7 @@ def train_shares(flags):
         return train_flags(flags, torch.float64, "terms")["state"]
 
 
+@pytest.mark.guarantee("terms")
 def test_an_evaluation_divides_the_sums_over_the_set_for_each_term(runs):
     """9 validation samples in 3 micro-batches, one of them alone in the second step."""
     flags = "--dataset_size 42 --epochs 1 --no-use_amp --num_workers 1 --best_metric min:loss/rare".split()
@@ -96,6 +98,7 @@ def train_broken(flags, case):
         return str(error.value)
 
 
+@pytest.mark.guarantee("terms")
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_count_that_lies_and_missing_terms_are_errors(runs, case):
     """The first batch is checked before the first step, and every step before its record and its checkpoint."""
@@ -106,6 +109,7 @@ def test_a_count_that_lies_and_missing_terms_are_errors(runs, case):
         assert len(set(found)) == 1 and runs.checkpoints("run") == []
 
 
+@pytest.mark.guarantee("terms")
 def test_a_loss_without_terms_costs_nothing():
     required, batches = {"create_model": None, "param_groups": None}, iter([])
     seams = Seams.of(SimpleNamespace(**required, compute_loss=image_loss))

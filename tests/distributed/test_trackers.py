@@ -15,7 +15,7 @@ from scripts.companions import trackers
 from tasks import train_task
 from training import assert_same_state
 from utils.files import read_json
-from utils.run.claim import claim
+from utils.run.owner import claim
 
 PROGRAM = ROOT / "scripts/companions/track.py"
 FLAGS = "--epochs 2 --dataset_size 60 --ema_decay 0.9 --lr 0.02 --log_interval 1 --save_every_steps 3".split()
@@ -129,6 +129,7 @@ def write_run(folder, steps=12, config=None):
     return folder
 
 
+@pytest.mark.guarantee("tracker")
 @pytest.mark.parametrize("faults", ["", "refuses", "fails", "loses", "half", "dies", "refuses half half fails loses"])
 def test_by_hand_each_record_arrives_once_whatever_fails(tmp_path, fake, faults):
     run, env = write_run(tmp_path / "run"), {"PYTHONPATH": str(fake)}
@@ -165,6 +166,7 @@ def test_by_hand_what_cannot_be_sent_is_one_sentence(tmp_path, fake, config, wor
     assert (ended.returncode, ended.stderr) == (2, sentence.format(run=run) + "\n")
 
 
+@pytest.mark.guarantee("tracker")
 @pytest.mark.parametrize("tracker", ["wandb", "mlflow", "trackio"])
 @pytest.mark.parametrize("has_folder", [False, True])
 def test_a_missing_package_is_rejected_before_the_run_folder_is_made(tmp_path, monkeypatch, tracker, has_folder):
@@ -177,6 +179,7 @@ def test_a_missing_package_is_rejected_before_the_run_folder_is_made(tmp_path, m
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.guarantee("tracker")
 def test_training_does_not_notice_its_tracker_and_the_curve_is_whole_over_two_resumes(runs, fake):
     command = "true --password geheim"
     for faults, stops, state in (

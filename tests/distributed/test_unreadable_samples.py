@@ -48,6 +48,7 @@ def samples_of(runs, name, step):
     return [index for each in lines if each["step"] == step for index in each["indices"]]
 
 
+@pytest.mark.guarantee("bad-sample")
 @pytest.mark.parametrize(
     ("ranks", "task", "name", "error", "flags"),
     [
@@ -80,6 +81,7 @@ def test_the_state_before_the_step_is_saved_and_a_resume_equals_the_uninterrupte
     runs.assert_same("whole", "run")
 
 
+@pytest.mark.guarantee("bad-sample")
 @pytest.mark.parametrize(("ranks", "workers"), [(2, 0), slow(1, 1), slow(4, 1)])
 def test_an_evaluation_that_cannot_read_a_sample_costs_no_step(runs, ranks, workers):
     flags = [*FLAGS, "--eval_every_steps", "3", "--num_workers", str(workers), "--log_interval", "2"]

@@ -42,6 +42,7 @@ def behind(bucket, monkeypatch):  # noqa: F811
         proxy.close()
 
 
+@pytest.mark.guarantee("mirror-fails")
 @pytest.mark.parametrize("seed", range(3))
 def test_what_a_network_does_to_requests_costs_time_only(bucket, behind, tmp_path, monkeypatch, seed):  # noqa: F811
     """One request of five meets a fault: while a run saves, while the next one starts from the mirror, and again."""
@@ -67,6 +68,7 @@ def test_what_a_network_does_to_requests_costs_time_only(bucket, behind, tmp_pat
     print({kind: met.count(kind) for kind in sorted(set(met))})
 
 
+@pytest.mark.guarantee("mirror-resume")
 def test_an_object_that_is_too_short_is_passed_over(bucket, tmp_path, monkeypatch):  # noqa: F811
     """A server rejects a range beyond its end."""
     url, _ = bucket
@@ -106,6 +108,7 @@ def count_requests(what, env, url, folder, at, is_answered):
     return count
 
 
+@pytest.mark.guarantee("mirror-resume")
 @pytest.mark.parametrize("is_answered", [False, True])
 @pytest.mark.parametrize("what", ["save", "start"])
 @pytest.mark.parametrize("part", [0, 1])  # every second request each: all take minutes

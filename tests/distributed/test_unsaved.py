@@ -72,6 +72,7 @@ CASES = [
 ]
 
 
+@pytest.mark.guarantee("unsaved")
 @pytest.mark.parametrize(("ranks", "more"), CASES)
 def test_a_run_without_its_frozen_trunk_in_checkpoints_equals_one_with_it_and_resumes_exactly(runs, ranks, more):
     """The uninterrupted run, the same one with everything saved, and the one that stops three times."""
@@ -120,6 +121,7 @@ def use_scripts(folder, path, shift):
     return found
 
 
+@pytest.mark.guarantee("unsaved")
 def test_scripts_complete_a_checkpoint_and_reject_another_trunk(runs):
     flags = [*FLAGS, "--save_every_steps", 1, "--reduction", "exact"]
     for name, train in (("run", train_frozen), ("all", train_all)):
@@ -160,6 +162,7 @@ def train_in_turns(folder, flags):
     return {name: train_frozen([*flags, *more[name]], **options) for name, (_, options) in turns.items()}
 
 
+@pytest.mark.guarantee("unsaved")
 def test_another_trunk_is_rejected_and_the_same_one_needs_no_copy(runs):
     words = runs.words("run", *FLAGS, "--max_steps", 3)
     assert run_ranks(2, train_frozen, words) == ["completed"] * 2

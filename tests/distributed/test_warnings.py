@@ -34,6 +34,7 @@ def train_odd(flags, odd, value=float("nan"), count=1, more=None):
         return train_flags(flags)
 
 
+@pytest.mark.guarantee("no-silence")
 @pytest.mark.parametrize(("ranks", "flags"), [(1, ""), (2, "--reduction exact"), (2, "--grad_accum_steps 2")])
 def test_a_sample_of_an_evaluation_whose_loss_is_not_finite_is_named(runs, ranks, flags):
     run_ranks(ranks, train_odd, runs.words("run", *FLAGS, *flags.split()), {"val": [13, 14]})
@@ -44,6 +45,7 @@ def test_a_sample_of_an_evaluation_whose_loss_is_not_finite_is_named(runs, ranks
     assert [record["loss"] for record in runs.records("run", "eval")] == [None, None]
 
 
+@pytest.mark.guarantee("no-silence")
 @pytest.mark.parametrize("interval", [2, 3, 6])
 def test_the_loss_of_an_interval_is_that_of_its_finite_steps_and_skipped_ones_are_counted(runs, interval):
     flags = [*FLAGS, "--global_batch_size", "8", "--save_every_steps", "1", "--keep_last", "99"]
@@ -70,6 +72,7 @@ def counted(runs):
     return [(each["step"], each["loss"], each.get("skipped_steps")) for each in runs.records("run", "train")]
 
 
+@pytest.mark.guarantee("no-silence")
 def test_training_without_targets_is_said_and_in_the_summary(runs):
     everything = {"train": list(range(24)), "val": list(range(24))}
     run_ranks(2, train_odd, runs.words("run", *FLAGS, "--patience", "0"), everything, 0.0, 0)
@@ -90,6 +93,7 @@ def test_too_many_steps_without_targets_end_the_run_as_such(runs):
         run_ranks(1, train_odd, words, {"train": list(range(24))}, 0.0, 0)
 
 
+@pytest.mark.guarantee("no-silence")
 def test_metrics_that_were_never_finite_are_named(runs):
     more = {"auc": (float("nan"), 1), "rmse": (1.0, 2)}
     run_ranks(1, train_odd, runs.words("run", *FLAGS, "--best_metric", "max:auc"), {}, 1.0, 1, more)
@@ -99,6 +103,7 @@ def test_metrics_that_were_never_finite_are_named(runs):
     assert "warnings" not in runs.json("fine", "summary.json")
 
 
+@pytest.mark.guarantee("no-silence")
 @pytest.mark.parametrize(
     ("flags", "warning"),
     [

@@ -70,7 +70,7 @@ class Mirrored:
         self.has_all()
 
 
-@fault("mirror killed", is_default=True)
+@fault("mirror killed", is_default=True, guarantees="companion")
 def mirror_killed(drill: Drill) -> None:
     run, killed = Mirrored(drill), []
     job = run.held()
@@ -86,8 +86,8 @@ def mirror_killed(drill: Drill) -> None:
     run.has_all()
 
 
-@fault("rank 0 killed during an upload", False)
-@fault("torchrun killed during an upload", True)
+@fault("rank 0 killed during an upload", False, guarantees="companion")
+@fault("torchrun killed during an upload", True, guarantees="companion")
 def rank_killed(drill: Drill, is_torchrun: bool) -> None:
     run = Mirrored(drill)
     job = run.held(is_real=is_torchrun)
@@ -98,7 +98,7 @@ def rank_killed(drill: Drill, is_torchrun: bool) -> None:
     run.resumes()
 
 
-@fault("mirror stopped")
+@fault("mirror stopped", guarantees="companion")
 def mirror_stopped(drill: Drill) -> None:
     run = Mirrored(drill)
     job = run.held()
@@ -111,7 +111,7 @@ def mirror_stopped(drill: Drill) -> None:
     run.has_all()
 
 
-@fault("SIGTERM during a slow upload")
+@fault("SIGTERM during a slow upload", guarantees="companion")
 def stopped_during_an_upload(drill: Drill) -> None:
     """torchrun kills its ranks 30 s after the signal."""
     run = Mirrored(drill)
@@ -126,7 +126,7 @@ def stopped_during_an_upload(drill: Drill) -> None:
     run.resumes()
 
 
-@fault("disk full beside a mirror")
+@fault("disk full beside a mirror", guarantees="companion")
 def disk_full(drill: Drill) -> None:
     disk, bucket = Disk(drill), drill.folder / "bucket"
     url = f"file://{bucket}/a"
@@ -142,7 +142,7 @@ def disk_full(drill: Drill) -> None:
     drill.is_whole(2, *RUN, code=LARGE)
 
 
-@fault("mirror stopped until another job owns the run")
+@fault("mirror stopped until another job owns the run", guarantees="companion")
 def taken_over(drill: Drill) -> None:
     run = Mirrored(drill)
     run.hold.unlink()

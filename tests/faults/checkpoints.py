@@ -51,12 +51,13 @@ def drop_another_runs(drill: Drill, folder: Path) -> None:
     shutil.copy(drill.runs.checkpoints("other")[0], step_path(folder, 40))
 
 
-@fault("newest checkpoints damaged", damage_two, 10, CUT, FLIPPED, is_default=True)
+@fault("newest checkpoints damaged", damage_two, 10, CUT, FLIPPED, is_default=True, guarantees="damaged")
 @fault(
     "checkpoint of another run in the folder",
     drop_another_runs,
     30,
     r"step_00000040\.pt: is the checkpoint of step 10 under another name",
+    guarantees="untrusted",
 )
 def passed_over(drill: Drill, spoil: Callable[[Drill, Path], None], taken: int, *sentences: str) -> None:
     """The run resumes from the checkpoint of step `taken`, logs the reason, and ends bitwise equal."""
@@ -68,7 +69,7 @@ def passed_over(drill: Drill, spoil: Callable[[Drill, Path], None], taken: int, 
     drill.is_whole(2, *RUN)
 
 
-@fault("newest checkpoint unreadable")
+@fault("newest checkpoint unreadable", guarantees="damaged")
 def newest_unreadable(drill: Drill) -> None:
     path = step_path(stopped_at_30(drill), 30)
     code = "while not os.path.exists(f'{FOLDER}/traced'):\n    time.sleep(0.01)\n"
@@ -96,7 +97,7 @@ def command_fails(drill: Drill) -> None:
         says(ended.text, f"on_checkpoint: {command} {problem}; the checkpoint is valid")
 
 
-@fault("command after a checkpoint hangs")
+@fault("command after a checkpoint hangs", guarantees="command")
 def command_is_slow(drill: Drill) -> None:
     command, copies, go = drill.folder / "command", drill.folder / "copies", drill.folder / "release"
     copies.mkdir()

@@ -14,8 +14,8 @@ KILLED = r"rank 1: loader worker \d+ (was killed|died), usually because the mach
 STOPPED = r"no progress for 1\d s: rank 1 on \S+ hangs in data of step \d+ \(process \d+\)"
 
 
-@fault("loader worker killed", signal.SIGKILL, KILLED, is_default=True)
-@fault("loader worker hangs", signal.SIGSTOP, STOPPED)
+@fault("loader worker killed", signal.SIGKILL, KILLED, is_default=True, guarantees="worker-killed")
+@fault("loader worker hangs", signal.SIGSTOP, STOPPED, guarantees="worker-killed")
 def worker_fails(drill: Drill, number: int, said: str) -> None:
     """A rank that takes a batch from a stopped worker waits on the worker's socket: the watchdog ends it."""
     job = drill.held(2, 8, *RUN, "--hang_timeout", 12)
@@ -26,7 +26,7 @@ def worker_fails(drill: Drill, number: int, said: str) -> None:
     drill.resumes(2, *RUN)
 
 
-@fault("small shared memory")
+@fault("small shared memory", guarantees="worker-killed")
 def small_shared_memory(drill: Drill) -> None:
     """1 MB, while two ranks may need 1.5 MB with two workers each, and 0.9 MB with one."""
     code = mounting("-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm")

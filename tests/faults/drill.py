@@ -85,17 +85,18 @@ class Fault:
     group: str
     drill: Callable[["Drill"], None]
     is_default: bool  # the others run with --all only
+    guarantees: str  # keys of docs/guarantees.md, with spaces between them
 
 
 FAULTS: list[Fault] = []
 
 
-def fault(kind: str, *args: object, is_default: bool = False) -> Callable:
+def fault(kind: str, *args: object, is_default: bool = False, guarantees: str = "") -> Callable:
     """Register the decorated function, called with these args, as a row. docs/fault-tolerance.md describes it."""
 
     def register(function: Callable) -> Callable:
         group = function.__module__.replace("_", "-")
-        FAULTS.append(Fault(kind, group, lambda drill: function(drill, *args), is_default))
+        FAULTS.append(Fault(kind, group, lambda drill: function(drill, *args), is_default, guarantees))
         return function
 
     return register

@@ -86,12 +86,12 @@ def rank_stopped(drill: Drill, phase: str, rank: int) -> None:
     drill.is_whole(2, *flags)
 
 
-fault("rank stopped", "backward", 0)(rank_stopped)
+fault("rank stopped", "backward", 0, guarantees="hang")(rank_stopped)
 for phase, rank in (("data", 1), ("forward", 0), ("update", 1), ("evaluation", 0)):
-    fault(f"rank stopped, {phase}", phase, rank)(rank_stopped)
+    fault(f"rank stopped, {phase}", phase, rank, guarantees="hang")(rank_stopped)
 
 
-@fault("rank hangs", is_default=True)
+@fault("rank hangs", is_default=True, guarantees="hang")
 def rank_hangs(drill: Drill) -> None:
     job = drill.start(2, *RUN, *HANG_TIMEOUT, code=HANGS)
     drill.fails(job, SENTENCE, rank=1, seconds=120)
@@ -184,7 +184,7 @@ def stop_under_nccl(drill: Drill) -> None:
     drill.resumes(2, *RUN)
 
 
-@fault("rank hangs and is restarted")
+@fault("rank hangs and is restarted", guarantees="hang")
 def rank_hangs_and_restarts(drill: Drill) -> None:
     how = ("--standalone", "--max-restarts=1")
     ended = drill.completes(2, *RUN, *HANG_TIMEOUT, code=HANGS, seconds=150, how=how, env=NO_SHARED_STORE)
@@ -237,9 +237,9 @@ if NAME == 'summarize':
 """
 
 
-@fault("log_images takes longer than hang_timeout", "log_images")
-@fault("summarize takes longer than hang_timeout", "summarize")
-@fault("an evaluation takes longer than hang_timeout", "compute_loss")
+@fault("log_images takes longer than hang_timeout", "log_images", guarantees="hang")
+@fault("summarize takes longer than hang_timeout", "summarize", guarantees="hang")
+@fault("an evaluation takes longer than hang_timeout", "compute_loss", guarantees="hang")
 def function_takes_long(drill: Drill, name: str) -> None:
     """The other ranks wait for it without a limit of their own."""
     flags = [*"--dataset_size 40 --epochs 2 --num_workers 1 --hang_timeout 3 --timeout 4".split()]
@@ -247,7 +247,7 @@ def function_takes_long(drill: Drill, name: str) -> None:
     assert not list((drill.folder / "run").glob("hang-*.txt"))
 
 
-@fault("log_images hangs")
+@fault("log_images hangs", guarantees="hang")
 def function_hangs(drill: Drill) -> None:
     flags = [*"--dataset_size 40 --epochs 2 --num_workers 1 --hang_timeout 1.5".split()]
     job = drill.start(2, *flags, code=f"NAME, SECONDS = 'log_images', 3600\n{OF_MODEL}")

@@ -68,9 +68,9 @@ def idle_steps(drill: Drill, ranks: int = 2) -> list[int]:
     return [step for step, found in digests.items() if found["before"] == found["after"]]
 
 
-@fault("NaN loss", changed_loss("(1, 8)", NAN), [1, 8], is_default=True)
-@fault("infinite gradient", changed_loss("(8,)", INFINITE_GRADIENT), [8])
-@fault("NaN loss in float16", changed_loss("(12,)", NAN), [12], *HALF)
+@fault("NaN loss", changed_loss("(1, 8)", NAN), [1, 8], is_default=True, guarantees="batchnorm not-finite")
+@fault("infinite gradient", changed_loss("(8,)", INFINITE_GRADIENT), [8], guarantees="not-finite")
+@fault("NaN loss in float16", changed_loss("(12,)", NAN), [12], *HALF, guarantees="not-finite")
 def skips(drill: Drill, code: str, steps: list[int], *flags: object) -> None:
     """These steps and no others are skipped on all ranks, and recorded with their samples."""
     ended = drill.completes(2, *RUN, *flags, code=WATCHED + code)
@@ -87,14 +87,14 @@ def skips(drill: Drill, code: str, steps: list[int], *flags: object) -> None:
         assert all(record["loss"] is not None for record in drill.runs.records("run", "train"))
 
 
-@fault("float16 searches its scale")
+@fault("float16 searches its scale", guarantees="not-finite")
 def search_for_a_scale(drill: Drill) -> None:
     skips(drill, changed_loss("range(16)", "* 64", "(0, 1)"), [], *HALF)
     searched = drill.json("summary.json")["overflow_steps"]
     assert 0 < searched < 15 and idle_steps(drill)[0] == 1, (searched, idle_steps(drill))
 
 
-@fault("NaN for good", is_default=True)
+@fault("NaN for good", is_default=True, guarantees="not-finite")
 def nan_for_good(drill: Drill) -> None:
     job = drill.start(2, *RUN, "--max_skipped_steps", 4, code=changed_loss("range(7, 99)", NAN))
     drill.fails(
@@ -111,7 +111,7 @@ def nan_for_good(drill: Drill) -> None:
 SAVING = "--dataset_size 240 --epochs 1 --num_workers 1 --save_every_steps 4".split()
 
 
-@fault("bit of a weight flips", is_default=True)
+@fault("bit of a weight flips", is_default=True, guarantees="ranks-alike divergence")
 def diverges(drill: Drill) -> None:
     code = """
 from utils.training.state import TrainState

@@ -8,14 +8,14 @@ from processes import RUN
 
 ELSEWHERE = "import socket\nsocket.gethostname = lambda: 'elsewhere'\n"
 REBOOTED = (
-    "import utils.run.lock\nutils.run.lock.BOOT = RUN.with_name('boot')\nutils.run.lock.BOOT.write_text('another')\n"
+    "import utils.run.owner\nutils.run.owner.BOOT = RUN.with_name('boot')\nutils.run.owner.BOOT.write_text('another')\n"
 )
 NO_LOCKS = "import fcntl\nfcntl.lockf = lambda *args: None\n"  # as on storage where locks do not work across hosts
 
 
-@fault("second job on the folder", "", is_default=True)
-@fault("second job from another host", ELSEWHERE + NO_LOCKS)
-@fault("second job from a host of the same name", REBOOTED + NO_LOCKS)
+@fault("second job on the folder", "", is_default=True, guarantees="one-owner")
+@fault("second job from another host", ELSEWHERE + NO_LOCKS, guarantees="one-owner")
+@fault("second job from a host of the same name", REBOOTED + NO_LOCKS, guarantees="one-owner")
 def second_job(drill: Drill, code: str) -> None:
     job = drill.held(2, 20, *RUN)
     who = rf"process {job.pid(0)} on {HOST} since \S+, for \d+\.\d min"
@@ -27,8 +27,8 @@ def second_job(drill: Drill, code: str) -> None:
     drill.is_whole(2, *RUN)
 
 
-@fault("owner on another host is dead", ELSEWHERE, "host", "elsewhere")
-@fault("node of the owner has rebooted", REBOOTED, "boot", "another")
+@fault("owner on another host is dead", ELSEWHERE, "host", "elsewhere", guarantees="one-owner")
+@fault("node of the owner has rebooted", REBOOTED, "boot", "another", guarantees="one-owner")
 def dead_owner(drill: Drill, code: str, name: str, value: str) -> None:
     job = drill.held(2, 20, *RUN)
     for pid in job.members():
@@ -39,7 +39,7 @@ def dead_owner(drill: Drill, code: str, name: str, value: str) -> None:
     drill.is_whole(2, *RUN)
 
 
-@fault("former owner wakes up")
+@fault("former owner wakes up", guarantees="one-owner")
 def owner_wakes_up(drill: Drill) -> None:
     job = drill.start(2, *RUN, code=slow_writer(1.0))
     job.wait_for(lambda: drill.runs.checkpoints("run"))

@@ -31,7 +31,7 @@ def is_diagnosed(drill: Drill, text: str, step: int, epoch: int, cause: str, *fl
     assert drill.json("status.json")["state"] == "failed"
 
 
-@fault("rank killed under default settings")
+@fault("rank killed under default settings", guarantees="rank-killed")
 def killed_under_defaults(drill: Drill) -> None:
     """Three kills, at random steps after the first epoch; each repeats at most one epoch and the steps during a
     write."""
@@ -60,17 +60,17 @@ def rank_killed_at_12(drill: Drill, said: str = "", **options: object) -> None:
     drill.resumes(2, *RUN)
 
 
-@fault("rank killed", is_default=True)
+@fault("rank killed", is_default=True, guarantees="rank-killed")
 def rank_killed(drill: Drill) -> None:
     rank_killed_at_12(drill)
 
 
-@fault("rank killed under torchrun")
+@fault("rank killed under torchrun", guarantees="rank-killed")
 def rank_killed_under_torchrun(drill: Drill) -> None:
     rank_killed_at_12(drill, r"Root Cause \(first observed failure\):(?s:.*)rank      : 1 ", is_real=True)
 
 
-@fault("rank 0 killed in a save")
+@fault("rank 0 killed in a save", guarantees="rank-killed")
 def rank_0_killed_in_a_save(drill: Drill) -> None:
     """Rank 0 normally writes status.json. The checkpoint is lost, not the one before."""
     job = drill.start(2, *RUN, code=slow_writer("60 * (path.name == 'step_00000010.pt')"))
@@ -81,7 +81,7 @@ def rank_0_killed_in_a_save(drill: Drill) -> None:
     drill.resumes(2, *RUN)
 
 
-@fault("launcher killed", is_default=True)
+@fault("launcher killed", is_default=True, guarantees="launcher-killed")
 def launcher_killed(drill: Drill) -> None:
     job = drill.held(2, 8, *RUN, code=slow_writer(60.0))
     job.wait_for_partial_file()
@@ -92,7 +92,7 @@ def launcher_killed(drill: Drill) -> None:
     drill.resumes(2, *RUN)
 
 
-@fault("rank killed under torchrun's restarts")
+@fault("rank killed under torchrun's restarts", guarantees="rank-killed")
 def restarted_by_torchrun(drill: Drill) -> None:
     how = "--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --rdzv-id drill --max-restarts 3".split()
     job = drill.held(2, 12, *RUN, how=how, env=NO_SHARED_STORE)
@@ -104,7 +104,7 @@ def restarted_by_torchrun(drill: Drill) -> None:
     drill.is_whole(2, *RUN)
 
 
-@fault("killed at the same step under torchrun's restarts")
+@fault("killed at the same step under torchrun's restarts", guarantees="same-step")
 def restarts_in_vain(drill: Drill) -> None:
     how = ("--standalone", "--max-restarts", 10)
     job = drill.start(2, *RUN, how=how, env=NO_SHARED_STORE, code=injected_at(7, "os.kill(os.getpid(), 9)"))
@@ -113,7 +113,7 @@ def restarts_in_vain(drill: Drill) -> None:
     drill.resumes(2, *RUN)
 
 
-@fault("fails at the same step each time", is_default=True)
+@fault("fails at the same step each time", is_default=True, guarantees="same-step")
 def relaunches_in_vain(drill: Drill) -> None:
     flags = (
         "--dataset_size 78 --epochs 2 --save_every 0 --save_every_steps 5 --num_workers 1 --resume_from auto".split()

@@ -106,8 +106,8 @@ DAMAGES = (
 )
 
 
-@fault("newest checkpoint damaged", DAMAGES[:1], is_default=True)
-@fault("newest checkpoint damaged in other ways", DAMAGES[1:])
+@fault("newest checkpoint damaged", DAMAGES[:1], is_default=True, guarantees="sharded-damage")
+@fault("newest checkpoint damaged in other ways", DAMAGES[1:], guarantees="sharded-damage")
 def damaged(drill: Drill, damages: tuple[tuple[Callable[[Path], None], str], ...]) -> None:
     whole = stopped_at_30(drill)
     shutil.copytree(drill.folder / "run", drill.folder / "before")
@@ -120,7 +120,7 @@ def damaged(drill: Drill, damages: tuple[tuple[Callable[[Path], None], str], ...
         says(drill.runs.log("run"), said)
 
 
-@fault("malicious part")
+@fault("malicious part", guarantees="sharded-damage")
 def malicious(drill: Drill) -> None:
     folder = stopped_at_30(drill)
     with_a_malicious_part(folder / "step_00000030")
@@ -130,10 +130,10 @@ def malicious(drill: Drill) -> None:
     says(ended.text, r"part_00001\.pt: is not a checkpoint \(UnpicklingError\)")
 
 
-@fault("rank 0 killed while shards are written", "write", "before", 0, 10)
-@fault("rank killed after its shards are on the disk", "write", "after", 1, 10)
-@fault("rank 0 killed before the folder gets its name", "replace_folder", "before", 0, 10)
-@fault("rank 0 killed after the folder has its name", "replace_folder", "after", 0, 20)
+@fault("rank 0 killed while shards are written", "write", "before", 0, 10, guarantees="sharded-save")
+@fault("rank killed after its shards are on the disk", "write", "after", 1, 10, guarantees="sharded-save")
+@fault("rank 0 killed before the folder gets its name", "replace_folder", "before", 0, 10, guarantees="sharded-save")
+@fault("rank 0 killed after the folder has its name", "replace_folder", "after", 0, 20, guarantees="sharded-save")
 def killed(drill: Drill, function: str, place: str, rank: int, step: int) -> None:
     job = drill.start(2, *ZERO3, code=f"{KILLED}\nkill_at({function!r}, {place!r}, {rank})")
     drill.fails(job, rf"rank {rank} on {HOST} was killed or cut off", rank=rank)
@@ -142,15 +142,15 @@ def killed(drill: Drill, function: str, place: str, rank: int, step: int) -> Non
     drill.resumes(2, *ZERO3)
 
 
-@fault("storage of one rank hangs", False)
-@fault("SIGTERM while the storage of one rank hangs", True)
+@fault("storage of one rank hangs", False, guarantees="stalled-write")
+@fault("SIGTERM while the storage of one rank hangs", True, guarantees="stalled-write")
 def stalled(drill: Drill, is_asked: bool) -> None:
     job = drill.start(2, *ZERO3, code=f"WRITES = 9999\n{ENDS_AT_A_STOP if is_asked else ENDS_IN_SECONDS}{STALLED}")
     ends_without(drill, job, is_asked, rank=1)
     drill.resumes(2, *ZERO3)
 
 
-@fault("storage of one rank is slow")
+@fault("storage of one rank is slow", guarantees="stalled-write")
 def slow(drill: Drill) -> None:
     """It takes three times as long as a write without progress may."""
     job = drill.start(2, *ZERO3, code=f"WRITES = 24\n{ENDS_IN_SECONDS}{STALLED}")

@@ -52,7 +52,7 @@ def peer_missing(drill: Drill) -> None:
     assert not (drill.folder / "run").exists()
 
 
-@fault("other config than the checkpoint's", is_default=True)
+@fault("other config than the checkpoint's", is_default=True, guarantees="must-match")
 def other_config(drill: Drill) -> None:
     drill.stopped(13, *RUN)
     said = (
@@ -68,7 +68,7 @@ def other_config(drill: Drill) -> None:
     drill.is_whole(2, *RUN)
 
 
-@fault("rank killed at the start")
+@fault("rank killed at the start", guarantees="rank-killed")
 def killed_at_the_start(drill: Drill) -> None:
     job = drill.start(2, *RUN, code=SLOW_START)
     job.wait_for(lambda: (job.folder / "status.json").exists())
@@ -79,7 +79,7 @@ def killed_at_the_start(drill: Drill) -> None:
     drill.is_whole(2, *RUN)
 
 
-@fault("launcher killed at the start")
+@fault("launcher killed at the start", guarantees="launcher-killed")
 def launcher_killed_at_the_start(drill: Drill) -> None:
     """Before the ranks have executed a line, and while they import torch."""
     for is_late in (False, True):

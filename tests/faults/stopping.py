@@ -39,13 +39,13 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
-@fault("SIGTERM", is_default=True)
+@fault("SIGTERM", is_default=True, guarantees="stop")
 def terminated(drill: Drill) -> None:
     drill.stopped(8, *RUN)
     drill.resumes(2, *RUN)
 
 
-@fault("SIGTERM at any moment")
+@fault("SIGTERM at any moment", guarantees="stop")
 def terminated_at_random_moments(drill: Drill) -> None:
     flags = "--dataset_size 480 --epochs 4 --num_workers 2 --save_every_steps 5 --resume_from auto".split()
     for _ in range(20):
@@ -62,7 +62,7 @@ def terminated_at_random_moments(drill: Drill) -> None:
     drill.resumes(2, *flags)
 
 
-@fault("SIGTERM in an evaluation")
+@fault("SIGTERM in an evaluation", guarantees="stop")
 def terminated_in_an_evaluation(drill: Drill) -> None:
     """The workers of the evaluation's loader have just started and do not ignore the signal yet."""
     job = drill.start(2, *RUN, "--save_every", 0, code=SLOW_EVALUATION)
@@ -75,7 +75,7 @@ def terminated_in_an_evaluation(drill: Drill) -> None:
     assert [record["step"] for record in drill.runs.records("run", "eval")] == [25, 50]
 
 
-@fault("SIGTERM in a save")
+@fault("SIGTERM in a save", guarantees="stop")
 def terminated_in_a_save(drill: Drill) -> None:
     job = drill.start(2, *RUN, "--save_every_steps", 10, code=slow_writer(2.0))
     job.wait_for_partial_file()
@@ -86,7 +86,7 @@ def terminated_in_a_save(drill: Drill) -> None:
     drill.resumes(2, *RUN)
 
 
-@fault("SIGTERM while a command hangs")
+@fault("SIGTERM while a command hangs", guarantees="command")
 def terminated_while_a_command_hangs(drill: Drill) -> None:
     """The command ignores SIGTERM, and so does its child."""
     command, began = drill.folder / "command", drill.folder / "began"
@@ -111,7 +111,7 @@ def terminated_while_a_command_hangs(drill: Drill) -> None:
     drill.resumes(2, *RUN, "--save_every_steps", 10)
 
 
-@fault("SIGTERM at the start")
+@fault("SIGTERM at the start", guarantees="stop")
 def terminated_at_the_start(drill: Drill) -> None:
     job = drill.start(2, *RUN, code=SLOW_START)
     job.wait_for_phase("start")
@@ -127,12 +127,19 @@ def terminated_at_the_start(drill: Drill) -> None:
     assert drill.json("status.json", "alone")["step"] == 0
 
 
-@fault("SIGINT, SIGUSR1 and SIGHUP", 0, (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP), ("--standalone",))
+@fault(
+    "SIGINT, SIGUSR1 and SIGHUP",
+    0,
+    (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP),
+    ("--standalone",),
+    guarantees="stop exit-codes",
+)
 @fault(
     "signals to torchrun",
     2,
     (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT),
     ("--standalone", "--signals-to-handle", HEARD),
+    guarantees="stop",
 )
 def stopped_by_each(drill: Drill, ranks: int, numbers: tuple[int, ...], how: tuple[str, ...]) -> None:
     step, flags = 3, (*RUN, "--epochs", 4)
@@ -142,7 +149,7 @@ def stopped_by_each(drill: Drill, ranks: int, numbers: tuple[int, ...], how: tup
     drill.resumes(max(1, ranks), *flags)
 
 
-@fault("SIGINT twice")
+@fault("SIGINT twice", guarantees="stop")
 def interrupted_twice(drill: Drill) -> None:
     code = "def before_loss(net):\n    if STEP == 8:\n        (RUN / 'sleeps').touch()\n        time.sleep(60)\n"
     job = drill.start(0, *RUN, code=code)
@@ -155,7 +162,7 @@ def interrupted_twice(drill: Drill) -> None:
     drill.no_partial_files()
 
 
-@fault("terminal closed")
+@fault("terminal closed", guarantees="stop")
 def terminal_closed(drill: Drill) -> None:
     drill.stopped(8, *RUN, ranks=0, number=signal.SIGUSR1, before=(sys.executable, "-c", TERMINAL))
     drill.resumes(1, *RUN)

@@ -56,7 +56,7 @@ def held_on_a_disk(
     return disk, disk.held(2, step, *RUN, code=code, checkpoint_of=checkpoint_of)
 
 
-@fault("disk full at a save", is_default=True)
+@fault("disk full at a save", is_default=True, guarantees="disk")
 def disk_full(drill: Drill) -> None:
     disk, job = held_on_a_disk(drill, LARGE)
     disk.fill(leave=5)
@@ -69,7 +69,7 @@ def disk_full(drill: Drill) -> None:
     written_later(drill, job)
 
 
-@fault("inode table full")
+@fault("inode table full", guarantees="disk")
 def no_inodes(drill: Drill) -> None:
     """Saves fail every few milliseconds; the time limit is the default one of ten minutes."""
     flags = (*RUN, "--save_every_steps", 2)
@@ -86,7 +86,7 @@ def no_inodes(drill: Drill) -> None:
     drill.is_whole(2, *flags, code=LARGE)
 
 
-@fault("checkpoints folder deleted")
+@fault("checkpoints folder deleted", guarantees="disk")
 def checkpoints_deleted(drill: Drill) -> None:
     job = drill.held(2, 14, *RUN, checkpoint_of=10)
     shutil.rmtree(job.checkpoint(10).parent)
@@ -96,9 +96,9 @@ def checkpoints_deleted(drill: Drill) -> None:
     drill.is_whole(2, *RUN)
 
 
-@fault("disk full for good", "full")
-@fault("inode table full for good", "inodes")
-@fault("run folder turns read-only", "read-only")
+@fault("disk full for good", "full", guarantees="disk")
+@fault("inode table full for good", "inodes", guarantees="disk")
+@fault("run folder turns read-only", "read-only", guarantees="disk")
 def not_writable(drill: Drill, kind: str) -> None:
     disk, job = held_on_a_disk(drill, GIVES_UP)
     spoil, repair, why, space = {
@@ -118,7 +118,7 @@ def not_writable(drill: Drill, kind: str) -> None:
     drill.is_whole(2, *RUN, code=LARGE)
 
 
-@fault("records on a full disk")
+@fault("records on a full disk", guarantees="disk")
 def records_on_a_full_disk(drill: Drill) -> None:
     flags = (*RUN, "--save_every_steps", 0, "--epochs", 4, "--log_interval", 1)  # 100 steps
     disk = Disk(drill)
@@ -145,8 +145,8 @@ def records_on_a_full_disk(drill: Drill) -> None:
     drill.is_whole(2, *flags, code=LARGE)
 
 
-@fault("run folder vanishes", False)
-@fault("run folder unmounted", True)
+@fault("run folder vanishes", False, guarantees="disk")
+@fault("run folder unmounted", True, guarantees="disk")
 def goes_away(drill: Drill, is_unmounted: bool) -> None:
     disk, job = held_on_a_disk(drill, GIVES_UP, is_run_folder=is_unmounted)
     if is_unmounted:
@@ -163,8 +163,8 @@ def goes_away(drill: Drill, is_unmounted: bool) -> None:
     assert left == [], left
 
 
-@fault("EIO at the fsync of a checkpoint", 1, [10])
-@fault("EIO at the fsync of the folder", 2, [10, 20])
+@fault("EIO at the fsync of a checkpoint", 1, [10], guarantees="disk")
+@fault("EIO at the fsync of the folder", 2, [10, 20], guarantees="disk")
 def flush_fails(drill: Drill, number: int, whole: list[int]) -> None:
     """One failure, in the second save. number: which fsync of the save fails. whole: the checkpoints that exist until
     the retry."""
@@ -204,7 +204,7 @@ def stalled_write(drill: Drill, code: str, *flags: object) -> Job:
     return job
 
 
-@fault("write hangs and then continues")
+@fault("write hangs and then continues", guarantees="stalled-write")
 def write_stalls(drill: Drill) -> None:
     """Only the limit for the warning is shortened."""
     code = STALLS.format(600.0) + "train.Checkpoints = checkpoints.Checkpoints\n"  # saves need not wait
@@ -218,8 +218,8 @@ def write_stalls(drill: Drill) -> None:
     drill.is_whole(2, *RUN, "--epochs", 4)
 
 
-@fault("write hangs for good", False, is_default=True)
-@fault("SIGTERM while a write hangs", True)
+@fault("write hangs for good", False, is_default=True, guarantees="stalled-write")
+@fault("SIGTERM while a write hangs", True, guarantees="stalled-write")
 def write_hangs(drill: Drill, is_asked: bool) -> None:
     job = stalled_write(drill, ENDS_AT_A_STOP if is_asked else ENDS_IN_SECONDS)
     ends_without(drill, job, is_asked, rank=0)
@@ -284,8 +284,8 @@ def slow_file_system(drill: Drill) -> None:
     drill.is_whole(2, *flags, code=large)
 
 
-@fault("final save, disk full", True)
-@fault("final save finds no room", False)
+@fault("final save, disk full", True, guarantees="disk")
+@fault("final save finds no room", False, guarantees="disk")
 def final_save_on_a_full_disk(drill: Drill, is_emptied: bool) -> None:
     disk, job = held_on_a_disk(drill, LARGE, 44, 40)
     disk.fill(leave=1)

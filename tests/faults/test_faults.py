@@ -12,7 +12,10 @@ for name in "beside checkpoints data hangs numerics owners processes sharded sta
 
 
 def parameter(fault):
-    return pytest.param(fault, id=fault.kind.replace(" ", "-"), marks=() if fault.is_default else pytest.mark.slow)
+    marks = [] if fault.is_default else [pytest.mark.slow]
+    if fault.guarantees:
+        marks.append(pytest.mark.guarantee(*fault.guarantees.split()))
+    return pytest.param(fault, id=fault.kind.replace(" ", "-"), marks=marks)
 
 
 @pytest.mark.parametrize("fault", [parameter(fault) for fault in FAULTS])

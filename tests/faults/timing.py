@@ -56,10 +56,10 @@ Images.__init__ = preparing
 """
 
 
-@fault("long evaluation", SLOW_EVALUATION, 14.9, LONG_EVALUATION, HANG_TIMEOUT)
-@fault("read stall", STALL, 29.9)
-@fault("slow save", SLOW_SAVE, 19.9, RUN, HANG_TIMEOUT)
-@fault("recompile", RECOMPILE, 14.9)
+@fault("long evaluation", SLOW_EVALUATION, 14.9, LONG_EVALUATION, HANG_TIMEOUT, guarantees="hang")
+@fault("read stall", STALL, 29.9, guarantees="hang")
+@fault("slow save", SLOW_SAVE, 19.9, RUN, HANG_TIMEOUT, guarantees="hang")
+@fault("recompile", RECOMPILE, 14.9, guarantees="hang")
 @fault("long preparation", PREPARES, 14.9, RUN, ("--hang_timeout", 5, "--timeout", 8))
 def goes_on(drill: Drill, code: str, is_held: float, run: list[str] = RUN, flags: list[str] = ()) -> None:
     """The code blocks the run for at least `is_held` seconds. A report is allowed, below half of --hang_timeout that it
@@ -100,8 +100,8 @@ def job_suspended(drill: Drill, step: int, phase: str, code: str = "") -> None:
     drill.is_whole(2, *RUN)
 
 
-@fault("clock set forward", 3600)
-@fault("clock set back", -3600)
+@fault("clock set forward", 3600, guarantees="clock-jump")
+@fault("clock set back", -3600, guarantees="clock-jump")
 def clock_jumps(drill: Drill, seconds: int) -> None:
     """Python's system clock jumps in step 12 on both ranks."""
     jump = f"plain_time = time.time\ntime.time = lambda: plain_time() + ({seconds} if STEP >= 12 else 0)\n"
@@ -113,7 +113,7 @@ def clock_jumps(drill: Drill, seconds: int) -> None:
     drill.is_whole(2, *RUN)
 
 
-@fault("long upload")
+@fault("long upload", guarantees="command")
 def long_upload(drill: Drill) -> None:
     """The command of the last checkpoint takes longer than a hang or a collective may."""
     command = drill.folder / "upload"
@@ -137,8 +137,8 @@ Images.__getitems__ = slow_fetch
 """
 
 
-@fault("straggler by its compute", SLOW_COMPUTE, "compute", is_default=True)
-@fault("straggler by its data", SLOW_DATA, "data")
+@fault("straggler by its compute", SLOW_COMPUTE, "compute", is_default=True, guarantees="straggler")
+@fault("straggler by its data", SLOW_DATA, "data", guarantees="straggler")
 def straggles(drill: Drill, code: str, cause: str) -> None:
     """Both ranks take 0.3 s per step; rank 0 is fast after step 10, so that rank 1 is the straggler from then on."""
     ended = drill.completes(2, *"--dataset_size 160 --epochs 1 --num_workers 0".split(), code=code)

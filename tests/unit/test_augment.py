@@ -47,6 +47,7 @@ def test_crop_and_flip_moves_each_image_by_its_own_draws():
     assert out.dtype == torch.uint8
 
 
+@pytest.mark.guarantee("samples")
 def test_augmentation_of_a_sample_does_not_depend_on_its_batch():
     images = torch.randint(0, 256, (12, 3, 16, 16), dtype=torch.uint8)
     indices = torch.arange(100, 112)

@@ -20,6 +20,7 @@ def place(step, phase, counter=1, beat=1, pid=100):
 WAITING = dict.fromkeys(range(4), place(7, "backward"))
 
 
+@pytest.mark.guarantee("hang")
 @pytest.mark.parametrize(
     ("places", "still", "text", "hanging"),
     [

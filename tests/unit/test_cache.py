@@ -52,6 +52,7 @@ def test_a_cached_set_returns_its_samples_and_keeps_its_attributes(ctx):
     assert data[5]["label"] == 5
 
 
+@pytest.mark.guarantee("cache")
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -88,6 +89,7 @@ def cache_in_this_process(data):
     cached(data, {}, CONFIG, setup_distributed(CONFIG), logging.getLogger("ddp"))
 
 
+@pytest.mark.guarantee("cache")
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc")
 def test_a_rank_that_is_killed_while_it_decodes_leaves_no_file(tmp_path):
     """A file in /dev/shm would hold its memory until the machine restarts."""
@@ -99,6 +101,7 @@ def test_a_rank_that_is_killed_while_it_decodes_leaves_no_file(tmp_path):
     assert line.endswith(" (deleted)") and not Path(line.split()[5]).exists(), line
 
 
+@pytest.mark.guarantee("cache")
 def test_a_set_that_does_not_fit_is_rejected(ctx, monkeypatch):
     monkeypatch.setattr(utils.data.cache, "free_memory", lambda: 2_000)
     with pytest.raises(UserError, match="cache=ram: the decoded data take 0 MiB, .* of memory free; give the job more"):

@@ -39,6 +39,7 @@ def test_the_first_step_of_an_attempt_is_checked():
     assert not any(check_of(1, 1).shift_at(step) for step in range(3))
 
 
+@pytest.mark.guarantee("cross-check")
 @pytest.mark.parametrize(("per_step", "in_runs"), [(4, False), (8, False), (8, True), (6, True), (3, False)])
 def test_a_rank_is_checked_with_its_own_first_micro_batch(per_step, in_runs):
     """Also in a short last step, and with padding."""
@@ -77,6 +78,7 @@ def rounds_of(ranks, shifts, bad, added):
     return rounds
 
 
+@pytest.mark.guarantee("cross-check")
 @pytest.mark.parametrize("ranks", [3, 4, 5, 8])
 @pytest.mark.parametrize("added", [noise, once, always])
 def test_of_three_or_more_ranks_the_wrong_one_is_named_whatever_it_computes(ranks, added):
@@ -85,6 +87,7 @@ def test_of_three_or_more_ranks_the_wrong_one_is_named_whatever_it_computes(rank
         assert found.wrong == [bad] and found.is_steady and found.parameter == 1
 
 
+@pytest.mark.guarantee("cross-check")
 @pytest.mark.parametrize("bad", [0, 1])
 def test_of_two_ranks_the_pair_is_named_unless_one_of_them_does_not_repeat_itself(bad):
     for added, named in ((once, [bad]), (noise, [bad]), (always, [0, 1])):

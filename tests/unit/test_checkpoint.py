@@ -37,6 +37,7 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.guarantee("all-damaged")
 def test_a_folder_of_invalid_checkpoints_is_an_error_and_an_empty_folder_is_not(tmp_path):
     assert checkpoint.latest_valid(tmp_path) == (None, [])
     archive.write(checkpoint.step_path(tmp_path, 1), payload(1))
@@ -65,6 +66,7 @@ def test_a_checkpoint_that_storage_fails_to_read_is_not_taken_for_damaged(tmp_pa
         checkpoint.latest_valid(tmp_path)
 
 
+@pytest.mark.guarantee("keep-last")
 def test_the_latest_checkpoints_are_kept_by_step_not_by_name(tmp_path):
     for step in (99_999_999, 100_000_000, 5):
         checkpoint.step_path(tmp_path, step).touch()
@@ -81,6 +83,7 @@ def test_one_checkpoint_of_every_so_many_steps_is_kept(tmp_path):
     assert kept == [4, 12, 20, 32, 40, 52, 56, 60]
 
 
+@pytest.mark.guarantee("whole-file")
 def test_a_failed_write_leaves_the_old_file_and_no_partial_file(tmp_path):
     path = tmp_path / "file"
     replace_file(path, lambda file: file.write(b"old"))
@@ -96,6 +99,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_partial_file(tmp_path):
     assert path.read_text() == '{\n  "a": null\n}\n' and not list(tmp_path.glob(f"*{TEMPORARY}"))
 
 
+@pytest.mark.guarantee("whole-file")
 def test_writers_of_one_file_never_share_a_temporary_file(tmp_path):
     """In containers on two hosts even their process ids are the same."""
     path = tmp_path / "file"
@@ -103,6 +107,7 @@ def test_writers_of_one_file_never_share_a_temporary_file(tmp_path):
     assert path.read_bytes() == b"first" and os.listdir(tmp_path) == ["file"]
 
 
+@pytest.mark.guarantee("plain-load")
 def test_weights_come_from_a_checkpoint_or_a_bare_state_dict(tmp_path):
     archive.write(tmp_path / "c.pt", payload())
     torch.save({"weight": torch.ones(3)}, tmp_path / "bare.pt")
@@ -128,6 +133,7 @@ MUST_MATCH = {name: value for name, value in MUST_MATCH.items() if hasattr(Train
 FREE = {"run_dir": "elsewhere", "num_workers": 3, "log_interval": 1, "save_every_steps": 5, "keep_last": 9}
 
 
+@pytest.mark.guarantee("must-match")
 def test_all_fields_that_must_match_are_rejected_in_one_error(tmp_path):
     with pytest.raises(UserError) as error:
         compare(payload(), TrainingConfig(**MUST_MATCH), origin("other"))
@@ -137,6 +143,7 @@ def test_all_fields_that_must_match_are_rejected_in_one_error(tmp_path):
     assert "these must match; give them as they were" in remedy
 
 
+@pytest.mark.guarantee("changed-data")
 def test_changed_files_are_named_up_to_twenty_and_rejected_from_one_percent_on():
     def listing(**sizes):
         return b"\0" + b"".join(b"%b %d\0" % item for item in zip(map(str.encode, sizes), sizes.values(), strict=True))
@@ -153,6 +160,7 @@ def test_changed_files_are_named_up_to_twenty_and_rejected_from_one_percent_on()
     assert is_other and "; new: c; missing: a: put them back, or readable copies" in line
 
 
+@pytest.mark.guarantee("other-samples")
 def test_half_of_the_samples_may_differ_or_all_if_the_code_has_changed():
     before = origin(sketches=[[k, 1.0, 0.5] for k in range(4)])
     for number in range(5):
@@ -163,6 +171,7 @@ def test_half_of_the_samples_may_differ_or_all_if_the_code_has_changed():
     assert compare_data(before, origin(sketches=[None] * 4), {}, True) == ("", False)
 
 
+@pytest.mark.guarantee("changed-settings")
 def test_changes_of_may_fields_are_listed_and_of_free_fields_are_not():
     assert compare(payload(), TrainingConfig(**FREE), origin()) == []
     changed = compare(payload(), TrainingConfig(lr=0.3, epochs=20), origin(size=128))
@@ -183,6 +192,7 @@ def test_the_number_of_cpu_threads_must_match_for_exact_sums():
         compare(payload(**exact), TrainingConfig(**exact), origin(threads=2))
 
 
+@pytest.mark.guarantee("exact-ranks")
 def test_a_checkpoint_of_a_version_with_another_order_of_exact_sums_is_reported():
     old, exact = {**origin(), "exact_sums": None}, TrainingConfig(reduction="exact")
     [line] = compare(payload(reduction="exact") | {"provenance": old}, exact, origin())

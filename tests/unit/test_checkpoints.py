@@ -134,6 +134,7 @@ def test_the_memory_for_checkpoints_is_allocated_before_the_first_step(runs, opt
     assert before == count > 0
 
 
+@pytest.mark.guarantee("disk")
 def test_a_checkpoint_that_cannot_be_written_is_an_error_with_the_free_space(tmp_path):
     path, written = checkpoint.step_path(tmp_path / "checkpoints", 10), state(10)
     with pytest.raises(OSError, match=r"00010.pt: cannot be written \(No such file .*\); it needs 0.0 MB, its folder"):
@@ -150,6 +151,7 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_with_the_free_space(tmp
         write(tmp_path / "step_00000010.pt", written)
 
 
+@pytest.mark.guarantee("one-owner")
 def test_nothing_appears_in_a_run_that_another_job_has_taken_over(tmp_path):
     def taken():
         raise TrainingError("another job")
@@ -159,12 +161,14 @@ def test_nothing_appears_in_a_run_that_another_job_has_taken_over(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.guarantee("stalled-write")
 def test_blocks_of_a_write_are_counted_and_hashed(tmp_path):
     ticks, big = [], payload(10) | {"model": {"weight": torch.randn(5_000_000)}}
     digest = archive.write(tmp_path / "a.pt", big, tick=lambda: ticks.append(1))
     assert len(ticks) > 5 and checkpoint.verify(tmp_path / "a.pt") == (10, digest)
 
 
+@pytest.mark.guarantee("divergence")
 @pytest.mark.parametrize(
     ("digests", "ranks"), [([5, 5, 5, 5], []), ([5, 5, 6, 5], [2]), ([5, 6], [1]), ([6, 5, 5, 5], [0])]
 )
@@ -172,6 +176,7 @@ def test_ranks_whose_weights_differ_from_the_majority_are_named(digests, ranks):
     assert diverged(digests) == ranks
 
 
+@pytest.mark.guarantee("disk")
 def test_records_that_do_not_fit_on_a_full_disk_are_written_later_complete_and_once(tmp_path):
     path, plain_write = tmp_path / "records.jsonl", os.write
     file = LinesFile(path)

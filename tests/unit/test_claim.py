@@ -21,6 +21,7 @@ IS_HELD = "holds a run already; add --resume_from auto to continue it, --overwri
 HOLDS_MORE = "contains more than one run's files; give a separate folder"
 
 
+@pytest.mark.guarantee("nothing-lost")
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
@@ -43,6 +44,7 @@ def test_a_start_in_an_unusable_folder_is_rejected_and_changes_nothing(config, c
 REPLACING = [{"run_dir": "runs/default"}, {"overwrite": True}, {"overwrite": True, "checkpoint_dir": "ckpt"}]
 
 
+@pytest.mark.guarantee("nothing-lost")
 @pytest.mark.parametrize("changes", REPLACING)
 def test_an_earlier_run_is_moved_aside_with_its_checkpoints(config, changes):
     config = with_(config, **changes)
@@ -50,7 +52,7 @@ def test_an_earlier_run_is_moved_aside_with_its_checkpoints(config, changes):
         fill(open_run(config))
         (config.run_folder / "notes.txt").write_text("mine")
         run = open_run(config)
-        assert not contents(run.folder) and not names(run.checkpoints) and run.start.attempt == 1
+        assert not contents(run.folder) and not names(run.checkpoints) and run.claim.attempt == 1
         run.close()
         asides = [f"{config.checkpoint_folder}.{number}"] * bool(config.checkpoint_dir) + [f"{run.folder}.{number}"]
         kept = Path(asides[0]) if config.checkpoint_dir else Path(asides[0], "checkpoints")
@@ -59,6 +61,7 @@ def test_an_earlier_run_is_moved_aside_with_its_checkpoints(config, changes):
         assert run.notes == [f"moved the earlier run to {where} (0.0 GB); to delete it: rm -r {' '.join(asides)}"]
 
 
+@pytest.mark.guarantee("nothing-lost")
 @pytest.mark.parametrize("changes", REPLACING)
 def test_a_start_that_is_rejected_later_moves_the_earlier_run_back(config, changes):
     config = with_(config, **changes)
@@ -77,6 +80,7 @@ def test_a_start_that_is_rejected_later_moves_the_earlier_run_back(config, chang
     assert open_run(with_(config, overwrite=False, resume_from="auto")).resume_path.name == "step_00000020.pt"
 
 
+@pytest.mark.guarantee("nothing-lost")
 def test_an_earlier_run_is_named_if_the_start_that_moved_it_was_killed(config):
     replacing = with_(config, overwrite=True)
     fill(open_run(replacing))
@@ -85,10 +89,10 @@ def test_an_earlier_run_is_named_if_the_start_that_moved_it_was_killed(config):
         with pytest.raises(UserError, match=r"its run was moved to runs/mine\.1 .*; move it back, or start over"):
             open_run(with_(config, resume_from="auto"))
     run = open_run(replacing, "job-7")  # a restart of the same launch
-    assert run.resume_path is None and run.start.attempt == 1
+    assert run.resume_path is None and run.claim.attempt == 1
     fill(run)
     run = open_run(with_(config, resume_from="auto"))
-    assert run.resume_path.name == "step_00000020.pt" and run.start.attempt == 2
+    assert run.resume_path.name == "step_00000020.pt" and run.claim.attempt == 2
 
 
 @pytest.mark.parametrize("given", ["init_from", "resume_from"])
@@ -137,6 +141,7 @@ def test_a_rejected_start_leaves_the_status_of_the_run(config):
     assert read_json(file)["state"] == "failed"
 
 
+@pytest.mark.guarantee("disk")
 def test_the_cause_of_a_failure_is_written_where_no_file_can_be_created(config, monkeypatch):
     run, nothing = open_run(config), mock.Mock(side_effect=OSError(28, "No space left on device"))
     run.status("running", step=7, checkpoint="x" * 999)
@@ -152,7 +157,7 @@ def test_a_run_without_records_or_checkpoints_is_started_again_in_its_folder(con
     run.failed(UserError("bad data; fix it"))
     run.close()
     run = open_run(config)
-    assert run.start.attempt == 1
+    assert run.claim.attempt == 1
     run.record("train", step=3, loss=1.0)
     run.close()
     run = open_run(with_(config, resume_from="auto"))
@@ -161,6 +166,7 @@ def test_a_run_without_records_or_checkpoints_is_started_again_in_its_folder(con
     assert run.records("train") == []
 
 
+@pytest.mark.guarantee("all-damaged")
 def test_a_run_whose_checkpoints_are_gone_is_not_started_over(config):
     """Their disk may not be mounted."""
     config = with_(config, resume_from="auto")
@@ -186,7 +192,7 @@ def test_resuming_from_another_run_starts_a_new_run_but_not_in_a_folder_that_hol
     fill(open_run(config))
     other = with_(from_step_10(config), run_dir="runs/other")
     run = open_run(other)
-    assert run.resume_path.name == "step_00000010.pt" and run.start.attempt == 1
+    assert run.resume_path.name == "step_00000010.pt" and run.claim.attempt == 1
     fill(run)
     with pytest.raises(UserError, match=IS_HELD):
         open_run(other)
@@ -244,14 +250,14 @@ def test_a_folder_without_a_checkpoint_is_rejected_and_says_which_file_to_give(c
 def test_the_folder_of_the_run_itself_continues_it_at_its_latest_checkpoint(config):
     fill(open_run(config))
     run = open_run(with_(config, resume_from=config.run_dir))
-    assert run.resume_path == run.checkpoints / "step_00000020.pt" and run.start.attempt == 2 and not run.start.moved
+    assert run.resume_path == run.checkpoints / "step_00000020.pt" and run.claim.attempt == 2 and not run.claim.moved
 
 
 def test_a_restart_of_the_same_launch_continues_even_with_overwrite(config):
     first = with_(config, overwrite=True)
     fill(open_run(first, launch_id="job-7"))
     run = open_run(first, launch_id="job-7")
-    assert run.resume_path.name == "step_00000020.pt" and run.start.attempt == 2
+    assert run.resume_path.name == "step_00000020.pt" and run.claim.attempt == 2
     run.close()
     with pytest.raises(UserError, match=IS_HELD):
         open_run(config, launch_id="job-8")
@@ -262,7 +268,7 @@ def test_a_restart_before_the_first_checkpoint_starts_from_the_path_again(config
     given = with_(config, resume_from="runs/other/checkpoints/step_00000010.pt")
     for attempt in (1, 2):
         run = open_run(given, launch_id="job-7")
-        assert str(run.resume_path) == given.resume_from and run.start.attempt == attempt
+        assert str(run.resume_path) == given.resume_from and run.claim.attempt == attempt
         run.mark_training()
         run.record("train", epoch=0, step=11, loss=1.0)
         run.close()
@@ -278,7 +284,7 @@ def test_a_restart_of_a_launch_that_had_not_trained_starts_from_the_given_checkp
     for attempt in (2, 3):
         run = open_run(from_step_10(config), launch_id="job-7")
         assert run.resume_path.name == "step_00000010.pt"
-        assert not run.start.is_completed and run.start.attempt == attempt
+        assert not run.claim.is_completed and run.claim.attempt == attempt
         run.close()
     with pytest.raises(UserError, match=IS_HELD):
         open_run(config, launch_id="job-7")
@@ -316,5 +322,5 @@ def test_a_folder_that_has_only_the_status_of_a_completed_run_holds_no_run(tmp_p
     config.run_folder.mkdir()
     replace_json(config.run_folder / "status.json", {"state": "completed"})
     run = open_run(config)
-    assert not run.start.is_completed and run.resume_path is None
+    assert not run.claim.is_completed and run.resume_path is None
     run.close()

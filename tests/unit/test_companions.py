@@ -27,8 +27,7 @@ from utils.checkpoint import format as checkpoint
 from utils.distributed.beats import state_of
 from utils.files import read_json, replace_json
 from utils.run import companions as companions_module
-from utils.run.claim import plan_of
-from utils.run.companions import Companions
+from utils.run.companions import Companions, plan_of
 from utils.run.watchdog import GONE
 
 CTX = SimpleNamespace(is_main=True, rank=0, host="here")
@@ -57,6 +56,7 @@ def text_of(numbers):
     return "".join(f'{{"n": {n}}}\n' for n in numbers)
 
 
+@pytest.mark.guarantee("companion")
 @pytest.mark.parametrize(
     ("contents", "expected"),
     [
@@ -79,6 +79,7 @@ def test_each_record_of_a_growing_file_is_read_and_a_file_that_a_resume_has_cut_
     assert found == expected
 
 
+@pytest.mark.guarantee("companion")
 @pytest.mark.parametrize("has_links", [True, False])
 @pytest.mark.parametrize("is_folder", [False, True])
 def test_a_checkpoint_in_work_outlives_its_deletion(plan, monkeypatch, has_links, is_folder):
@@ -112,6 +113,7 @@ def test_without_links_no_copy_is_made_onto_a_full_disk(plan, monkeypatch):
     assert list(companion.checkpoints.iterdir()) == [path]
 
 
+@pytest.mark.guarantee("companion")
 @pytest.mark.parametrize(
     ("lock", "expected"),
     [
@@ -130,6 +132,7 @@ def test_an_end_counts_only_with_the_token_of_this_attempt(plan, lock, expected)
     assert companion.state() == expected
 
 
+@pytest.mark.guarantee("companion")
 def test_a_companion_waits_until_the_folder_is_at_the_step_of_its_attempt(plan):
     companion = Companion(plan)
     replace_json(companion.folder / "lock.json", {"token": "t"})
@@ -166,6 +169,7 @@ def fake(tmp_path, monkeypatch):
         each.leave()
 
 
+@pytest.mark.guarantee("companion")
 def test_one_that_dies_is_started_again_with_growing_pauses_and_only_exit_code_76_ends_the_run(fake, caplog):
     companions = fake(
         "deaths = sum(1 for line in open(plan['folder'] + '/log'))\n"
@@ -187,6 +191,7 @@ def test_one_that_dies_is_started_again_with_growing_pauses_and_only_exit_code_7
     assert wait_until(has_lost) == "on_checkpoint=true: another job has taken over this run; end this one"
 
 
+@pytest.mark.guarantee("companion")
 def test_one_that_is_killed_leaves_no_process_that_it_has_started(fake):
     fake(
         "child = subprocess.Popen(['sleep', '600'], process_group=0)\n"
@@ -200,6 +205,7 @@ def test_one_that_is_killed_leaves_no_process_that_it_has_started(fake):
     wait_until(lambda: len(fake.starts()) == 2)
 
 
+@pytest.mark.guarantee("companion")
 def test_a_new_attempt_ends_the_companion_of_the_attempt_before(fake):
     first = fake("signal.pause()\n")
     wait_until(fake.starts)
@@ -274,6 +280,7 @@ def test_a_companion_that_is_started_by_hand_names_its_page(name):
     assert ended.returncode == 2 and ended.stderr == "train.py starts this program; see docs/companions.md\n"
 
 
+@pytest.mark.guarantee("companion")
 def test_a_companion_is_gone_soon_after_its_rank_with_what_it_has_started(tmp_path):
     """The rank is killed. The command ignores SIGTERM."""
     plan = plan_for(tmp_path, on_checkpoint=f"sh -c 'trap : TERM; echo $$ > {tmp_path}/pid; sleep 600; sleep 600'")
@@ -302,6 +309,7 @@ def finish(companion, state=""):
     wait_until(lambda: time.sleep(0.05) or companion.look(state))
 
 
+@pytest.mark.guarantee("command")
 def test_the_command_gets_the_latest_checkpoint_and_its_failure_is_a_warning(tmp_path, caplog):
     out, may_end = tmp_path / "out", tmp_path / "may_end"
     plan = plan_for(tmp_path, on_checkpoint=f"sh -c 'while ! [ -e {may_end} ]; do sleep 0.02; done; echo $0 >> {out}'")
@@ -327,6 +335,7 @@ def test_the_command_gets_the_latest_checkpoint_and_its_failure_is_a_warning(tmp
     assert out.read_bytes() == path.read_bytes()
 
 
+@pytest.mark.guarantee("command")
 def test_the_command_runs_once_per_checkpoint_whichever_process_and_attempt_looks(tmp_path):
     out = tmp_path / "out"
     plan = plan_for(tmp_path, on_checkpoint=f"sh -c 'echo $0 >> {out}'")
@@ -346,6 +355,7 @@ def test_the_command_runs_once_per_checkpoint_whichever_process_and_attempt_look
     assert out.read_text() == f"{first}\n{second}\n"
 
 
+@pytest.mark.guarantee("command")
 def test_a_command_that_hangs_is_reported_and_ended_with_its_children_when_the_run_is_over(
     tmp_path, monkeypatch, caplog
 ):

@@ -41,6 +41,7 @@ def test_flags_with_underscores_dashes_and_negations():
         assert of(spelling).use_amp is False
 
 
+@pytest.mark.guarantee("config")
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
@@ -186,6 +187,7 @@ def test_conflicts_are_listed_together(capsys):
     assert [line.split("=")[0] for line in lines] == ["overwrite", "cpu_offload", "amp_dtype"]
 
 
+@pytest.mark.guarantee("config")
 def test_all_problems_are_listed_together(capsys):
     lines = rejection(capsys, *"--epochs 0 --lr x --nonsense --seed -1".split()).splitlines()
     assert [line.split(":")[0] for line in lines] == ["--nonsense", "seed=-1", "epochs=0", "lr=x"]
@@ -221,6 +223,7 @@ def test_a_value_of_another_type_is_rejected(name, value, wrong):
     assert str(error.value) == f"{name}={value}: {wrong}"
 
 
+@pytest.mark.guarantee("config")
 def test_defaults_then_file_then_flags(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('epochs = 3\nbatch-size = 16\nuse_amp = false\nnum_workers = "auto"\nlr = 1\n')
@@ -238,6 +241,7 @@ def test_a_file_is_checked_like_flags(tmp_path, capsys, text, expected):
     assert expected in rejection(capsys, "--config", str(tmp_path / "run.toml"))
 
 
+@pytest.mark.guarantee("config")
 def test_the_output_of_print_config_can_be_read_back(tmp_path, capsys):
     def printed(*words):
         with pytest.raises(SystemExit) as ended:

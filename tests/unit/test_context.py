@@ -38,6 +38,7 @@ def launched(monkeypatch, **changed):
     return read_launch()
 
 
+@pytest.mark.guarantee("slurm")
 def test_a_task_of_a_slurm_step_is_a_rank(monkeypatch):
     launch = launched(monkeypatch)
     assert (launch.rank, launch.local_rank, launch.world_size) == (5, 1, 8)

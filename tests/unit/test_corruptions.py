@@ -107,6 +107,7 @@ def is_rejected(action, path):
     return str(path) in text and re.search("; (give|rename) ", text) and "weights_only" not in text
 
 
+@pytest.mark.guarantee("damaged")
 @pytest.mark.parametrize("count", [5, pytest.param(48, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_corrupt_checkpoint_is_loaded_and_the_previous_one_is_found(kind, count, files, tmp_path):
@@ -137,6 +138,7 @@ def zipped(payload, is_new=True):
     return file.getvalue()
 
 
+@pytest.mark.guarantee("untrusted")
 @pytest.mark.parametrize(
     "write", [lambda payload: pickle.dumps(payload, 2), zipped, lambda payload: zipped(payload, is_new=False)]
 )

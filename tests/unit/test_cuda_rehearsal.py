@@ -92,6 +92,7 @@ def step(state):
     state.advance(SAMPLES)
 
 
+@pytest.mark.guarantee("no-reads")
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(
     ("device", "dtype", "copies"),

@@ -31,6 +31,7 @@ def kernels():
     torch.backends.cudnn.benchmark = before[1]
 
 
+@pytest.mark.guarantee("kernels")
 @pytest.mark.parametrize("is_deterministic", [True, False])
 @pytest.mark.parametrize(("device", "expected"), [("cuda", "high"), ("cpu", "highest")])
 def test_tf32_is_used_on_cuda_and_cudnn_benchmark_unless_deterministic(kernels, device, expected, is_deterministic):
@@ -49,6 +50,7 @@ def settings_of_libraries(flags):
     return *[os.environ.get(name) for name in names], torch.utils.deterministic.fill_uninitialized_memory
 
 
+@pytest.mark.guarantee("kernels")
 def test_deterministic_sets_up_cublas_and_nccl_and_does_not_fill_new_tensors():
     assert run_ranks(1, settings_of_libraries, ["--backend", "gloo", "--deterministic"]) == [(":4096:8", "0", False)]
 
@@ -74,6 +76,7 @@ def test_the_banner_names_tf32_if_the_hardware_has_it(monkeypatch):
     assert Precision("cuda", torch.float16).title == "float16"
 
 
+@pytest.mark.guarantee("devices")
 def test_an_accelerator_that_stays_idle_is_named_unless_the_cpu_was_chosen(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
@@ -119,6 +122,7 @@ def test_the_bits_of_an_optimizer_step_do_not_depend_on_the_number_of_threads(na
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
+@pytest.mark.guarantee("unused")
 def test_the_generators_of_the_device_and_the_cpu_are_seeded(monkeypatch):
     """On CUDA too: a forward pass that drops layers draws on the CPU."""
     monkeypatch.setattr(torch.cuda, "default_generators", [torch.Generator(), torch.Generator()])

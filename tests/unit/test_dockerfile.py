@@ -28,6 +28,7 @@ def test_base_image_and_commit_are_arguments_and_a_new_commit_reuses_the_package
     assert packages < next(i for i, (name, rest) in enumerate(IMAGE) if name == "COPY" and "utils" in rest)
 
 
+@pytest.mark.guarantee("image")
 def test_the_image_is_small_and_does_not_run_as_root():
     assert STEPS.count("FROM") == 1
     assert all("--no-cache-dir" in rest for name, rest in IMAGE if "pip install" in rest)
@@ -35,6 +36,7 @@ def test_the_image_is_small_and_does_not_run_as_root():
     assert STEPS.index("USER") > max(i for i, name in enumerate(STEPS) if name in ("RUN", "COPY"))
 
 
+@pytest.mark.guarantee("image")
 def test_copied_files_exist_are_tracked_and_are_sent_to_the_builder():
     need("git")
     listed = subprocess.run(["git", "-C", ROOT, "ls-files"], capture_output=True, text=True, check=True).stdout.split()

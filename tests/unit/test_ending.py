@@ -13,8 +13,9 @@ from ranks import run_ranks
 from training import wait_until
 from utils.distributed.context import Launch
 from utils.logger import NAME
-from utils.run import command_line, failures
-from utils.run.failures import Ending
+from utils.run import command_line
+from utils.run import ending as ending_module
+from utils.run.ending import Ending
 
 
 class Stalled(logging.Handler):
@@ -51,7 +52,7 @@ def test_a_report_does_not_hold_up_the_beats_when_the_storage_stalls(stalled, tm
 
 
 def end_on_stalled_storage(folder):
-    failures.SECONDS_TO_WRITE, command_line.SECONDS_TO_FLUSH = 0.5, 0.5
+    ending_module.SECONDS_TO_WRITE, command_line.SECONDS_TO_FLUSH = 0.5, 0.5
     logging.getLogger(NAME).addHandler(Stalled())
     ctx = SimpleNamespace(rank=0, hosts=("a",), host="a", beats=None, device=torch.device("cpu"), launch=Launch())
     Ending(folder, ctx).end("no progress", 0)
@@ -62,6 +63,7 @@ def test_a_rank_ends_although_its_log_is_on_storage_that_stalls(tmp_path):
         run_ranks(1, end_on_stalled_storage, tmp_path, deadline=30)
 
 
+@pytest.mark.guarantee("exit-codes")
 @pytest.mark.parametrize(("launch_id", "code"), [(None, 75), ("none", 0)])
 def test_a_preempted_process_exits_with_75_and_under_torchrun_which_would_restart_it_with_0(
     monkeypatch, launch_id, code

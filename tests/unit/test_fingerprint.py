@@ -16,6 +16,7 @@ def of(*tensors):
     return fingerprint_of("test", tensors)
 
 
+@pytest.mark.guarantee("fingerprint", "divergence")
 @pytest.mark.parametrize(
     "dtype",
     [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex64, torch.complex128],
@@ -34,6 +35,7 @@ def test_one_flipped_bit_anywhere_is_seen(dtype):
     assert len(seen) == 8 * len(values) and before not in seen and of(*tensors) == before
 
 
+@pytest.mark.guarantee("fingerprint")
 def test_exchanged_values_tensors_and_signs_are_seen():
     a, b = torch.randn(4, 5), torch.randn(4, 5)
     swapped = a.clone()
@@ -48,6 +50,7 @@ def test_exchanged_values_tensors_and_signs_are_seen():
     assert fingerprint_of("weights", [a]) != fingerprint_of("buffers", [a])
 
 
+@pytest.mark.guarantee("fingerprint")
 def test_chunks_and_memory_formats_change_nothing():
     torch.manual_seed(0)
     image, half, long = torch.randn(8, 3, 5, 5), torch.randn(9, 3).bfloat16(), torch.randn(KEYS + 1000)
@@ -72,6 +75,7 @@ class LargestResult(TorchDispatchMode):
         return result
 
 
+@pytest.mark.guarantee("fingerprint")
 @pytest.mark.parametrize("chunk", [fingerprint.CHUNKS["cpu"], KEYS])
 def test_no_temporary_is_larger_than_a_chunk(chunk):
     of(torch.ones(1))  # creates the keys
@@ -81,6 +85,7 @@ def test_no_temporary_is_larger_than_a_chunk(chunk):
     assert largest.bytes == 8 * chunk < 4 * min(each.numel() for each in tensors[:2])
 
 
+@pytest.mark.guarantee("fingerprint")
 def test_weights_and_state_of_the_optimizer_count_and_the_order_of_groups_does_not():
     torch.manual_seed(0)
     net = nn.Linear(3, 2)

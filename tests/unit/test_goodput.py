@@ -93,6 +93,7 @@ STORIES = {  # attempts: the first step and what follows; those that do not end 
 }
 
 
+@pytest.mark.guarantee("clock-jump", "goodput")
 @pytest.mark.parametrize("name", STORIES)
 def test_each_second_is_counted_once_over_restarts(tmp_path, monkeypatch, name):
     attempts, expected = STORIES[name]

@@ -50,6 +50,7 @@ def given(line, flag):
     return values[-1] if values else line[line.index(flag) + 1]
 
 
+@pytest.mark.guarantee("kubernetes")
 def test_manifests_and_the_job_of_a_trainjob_follow_the_published_schemas():
     for document in [*documents().values(), *both()]:
         validate(document)
@@ -81,6 +82,7 @@ def flags_of(cluster, job):
     return line[line.index("train.py") + 1 :]
 
 
+@pytest.mark.guarantee("kubernetes")
 def test_each_pod_starts_launch_sh_as_its_node(cluster, job):
     name, subdomain = job["metadata"]["name"], job["spec"]["template"]["spec"]["subdomain"]
     nodes = job["spec"]["completions"]

@@ -36,6 +36,7 @@ def plan(monkeypatch):
     return make
 
 
+@pytest.mark.guarantee("launch")
 def test_one_node(plan):
     words, settings = plan("--epochs", "3", "--data_dir", "my data", NPROC_PER_NODE="4")
     assert words[:3] == ["torchrun", "--nproc-per-node=4", "--standalone"]
@@ -44,6 +45,7 @@ def test_one_node(plan):
     assert "--tee=3" in words and ("SIGHUP" in settings["PET_SIGNALS_TO_HANDLE"]) == is_heard
 
 
+@pytest.mark.guarantee("devices")
 def test_gpus_without_nvidia_smi_are_counted_by_torch(plan, monkeypatch, tmp_path):
     """AMD's, and NVIDIA's in a container that lacks the tool."""
     (tmp_path / "torch.py").write_text("class cuda:\n    device_count = staticmethod(lambda: 3)\n")
@@ -56,6 +58,7 @@ def test_gpus_without_nvidia_smi_are_counted_by_torch(plan, monkeypatch, tmp_pat
     assert plan()[0][1] == "--nproc-per-node=3"
 
 
+@pytest.mark.guarantee("devices")
 @pytest.mark.parametrize("arguments", ["train.py", "-m scripts.lib.launching"])
 def test_windows_is_rejected_in_one_sentence(arguments):
     """It lacks SIGUSR1."""
@@ -67,6 +70,7 @@ def test_windows_is_rejected_in_one_sentence(arguments):
     assert re.fullmatch(r"Windows: has no SIGUSR1, .*; start it under WSL 2\n", ended.err), ended.err
 
 
+@pytest.mark.guarantee("nodes")
 def test_several_nodes_by_variables_and_by_flags(plan):
     variables = {
         "NNODES": "3",
@@ -115,6 +119,7 @@ def test_a_node_that_returns_to_a_completed_run_does_not_wait_for_the_others(tmp
     assert is_said == is_done and (code == 0 or not is_done)  # else it looks for torchrun, which may be there or not
 
 
+@pytest.mark.guarantee("nodes")
 @pytest.mark.parametrize("more", [[], ["--dry-run"], ["--preflight"]])
 def test_each_node_creates_the_run_folder_before_its_ranks_look_for_it(plan, monkeypatch, tmp_path, more):
     """An NFS client remembers for up to 30 s that rank 0's folder does not exist."""
@@ -177,6 +182,7 @@ def test_all_attempts_have_node_0s_id(tmp_path, monkeypatch):
 SECOND_OF_TWO = {"NNODES": "2", "NODE_RANK": "1"}
 
 
+@pytest.mark.guarantee("misconfigured")
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
@@ -221,6 +227,7 @@ OLD, SAVED, FAILED = (
 )
 
 
+@pytest.mark.guarantee("exit-codes")
 @pytest.mark.parametrize(
     ("torchruns", "status", "message", "code", "said"),
     [

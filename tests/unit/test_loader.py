@@ -162,6 +162,7 @@ def epochs_of(dataset, world_size, workers):
     return found
 
 
+@pytest.mark.guarantee("samples")
 @pytest.mark.parametrize("data", [Noisy(), NoisyTogether(), NoisyCollate()], ids=["alone", "together", "collate"])
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_samples_content_does_not_depend_on_ranks_or_workers(method, data):

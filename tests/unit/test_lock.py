@@ -12,17 +12,19 @@ import pytest
 from config import TrainingConfig, TrainingError, UserError
 from ranks import CONTEXT
 from test_run_folder import open_run, with_
-from utils.run import claim, lock
-from utils.run.lock import RunLock, repeated_failures
+from utils.run import owner as owner_module
+from utils.run.failures import KILLED, repeated_failures
+from utils.run.owner import RunLock
 
 
 @pytest.fixture
 def quick(monkeypatch):
     """A fraction of the seconds."""
     for name, divisor in {"BETWEEN_BEATS": 50, "TO_SEE_A_BEAT": 15, "TO_READ_BACK": 10}.items():
-        monkeypatch.setattr(lock, f"SECONDS_{name}", getattr(lock, f"SECONDS_{name}") / divisor)
+        monkeypatch.setattr(owner_module, f"SECONDS_{name}", getattr(owner_module, f"SECONDS_{name}") / divisor)
 
 
+@pytest.mark.guarantee("one-owner")
 def test_a_former_owner_writes_nothing_after_another_job_has_taken_over(tmp_path):
     config = TrainingConfig(run_dir=str(tmp_path))
     former = open_run(config)
@@ -44,6 +46,7 @@ def hold(folder, connection):
     connection.recv()
 
 
+@pytest.mark.guarantee("one-owner")
 def test_a_folder_in_use_is_rejected_with_its_owner_and_a_dead_owner_does_not_block(tmp_path):
     ours, theirs = CONTEXT.Pipe()
     owner = CONTEXT.Process(target=hold, args=(tmp_path, theirs))
@@ -61,6 +64,7 @@ def test_a_folder_in_use_is_rejected_with_its_owner_and_a_dead_owner_does_not_bl
     assert RunLock(tmp_path, "here").before["token"] == token
 
 
+@pytest.mark.guarantee("one-owner")
 def test_a_file_lock_that_outlives_its_machine_is_waited_for(tmp_path, monkeypatch, quick):
     """As on NFS, where the server keeps it for a while. The machine is this one before a reboot."""
     ours, theirs = CONTEXT.Pipe()
@@ -69,11 +73,11 @@ def test_a_file_lock_that_outlives_its_machine_is_waited_for(tmp_path, monkeypat
     try:
         token = ours.recv()
         (tmp_path / "boot_id").write_text("another")
-        monkeypatch.setattr(lock, "BOOT", tmp_path / "boot_id")
-        monkeypatch.setattr(lock, "SECONDS_OF_A_LEASE", 0)
+        monkeypatch.setattr(owner_module, "BOOT", tmp_path / "boot_id")
+        monkeypatch.setattr(owner_module, "SECONDS_OF_A_LEASE", 0)
         with pytest.raises(UserError, match="is in use by"):
             RunLock(tmp_path, "here")
-        monkeypatch.setattr(lock, "SECONDS_OF_A_LEASE", 60)
+        monkeypatch.setattr(owner_module, "SECONDS_OF_A_LEASE", 60)
         threading.Timer(0.5, owner.kill).start()
         assert RunLock(tmp_path, "here").before["token"] == token
     finally:
@@ -81,6 +85,7 @@ def test_a_file_lock_that_outlives_its_machine_is_waited_for(tmp_path, monkeypat
         owner.join()
 
 
+@pytest.mark.guarantee("one-owner")
 @pytest.mark.parametrize("boot", ["", "another"])
 def test_without_shared_file_locks_an_owner_on_another_machine_is_seen_by_its_heartbeat(
     tmp_path, monkeypatch, quick, boot
@@ -90,13 +95,13 @@ def test_without_shared_file_locks_an_owner_on_another_machine_is_seen_by_its_he
     owner = RunLock(tmp_path, "here" if boot else "there")
     if boot:
         (tmp_path / "boot_id").write_text(boot)
-        monkeypatch.setattr(lock, "BOOT", tmp_path / "boot_id")
+        monkeypatch.setattr(owner_module, "BOOT", tmp_path / "boot_id")
     with pytest.raises(UserError, match=rf"is in use by process {os.getpid()} on t?here since"):
         RunLock(tmp_path, "here")
     owner.close()
     began = time.monotonic()
     assert RunLock(tmp_path, "here").before["token"] == owner.token
-    assert time.monotonic() - began > lock.SECONDS_TO_SEE_A_BEAT
+    assert time.monotonic() - began > owner_module.SECONDS_TO_SEE_A_BEAT
 
 
 def test_an_owner_on_another_machine_that_has_reported_its_end_is_not_waited_for(tmp_path, quick):
@@ -104,15 +109,16 @@ def test_an_owner_on_another_machine_that_has_reported_its_end_is_not_waited_for
     (tmp_path / "status.json").write_text('{"state": "preempted"}')
     began = time.monotonic()
     RunLock(tmp_path, "here")
-    assert time.monotonic() - began < lock.SECONDS_TO_SEE_A_BEAT
+    assert time.monotonic() - began < owner_module.SECONDS_TO_SEE_A_BEAT
 
 
+@pytest.mark.guarantee("one-owner")
 @pytest.mark.parametrize("before", ["nothing", "a dead owner"])
 def test_of_two_starts_at_the_same_time_without_file_locks_one_owns_the_run(tmp_path, monkeypatch, quick, before):
     def no_locks(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(lock.fcntl, "lockf", no_locks)
+    monkeypatch.setattr(owner_module.fcntl, "lockf", no_locks)
     if before != "nothing":
         RunLock(tmp_path, "dead").close()
     owners, rejected = [], []
@@ -139,11 +145,12 @@ def test_the_token_is_written_before_the_newest_checkpoint_is_verified(tmp_path,
     first.record("train", step=1)
     first.close()
     token = lambda: json.loads((tmp_path / "lock.json").read_text())["token"]  # noqa: E731
-    monkeypatch.setattr(claim.checkpoint, "latest_valid", lambda _: (seen.append(token()), (None, []))[1])
+    monkeypatch.setattr(owner_module.checkpoint, "latest_valid", lambda _: (seen.append(token()), (None, []))[1])
     run = open_run(with_(config, resume_from="auto"))
-    assert seen == [run.start.token] != [first.start.token]
+    assert seen == [run.claim.token] != [first.claim.token]
 
 
+@pytest.mark.guarantee("same-step")
 def test_attempts_that_get_no_further_are_counted():
     def failures_at(*steps):
         owner = {"has_trained": True}
@@ -155,7 +162,7 @@ def test_attempts_that_get_no_further_are_counted():
     assert failures_at(150, 120, 150) == [150, 120, 150]
     assert failures_at(7, 7, 8) == [8] and failures_at(7, 8, 7) == [8, 7]
     owner = {"has_trained": True, "failures": [{"step": 7, "error": "boom"}]}
-    assert repeated_failures(owner, {"state": "running", "step": 7})[-1] == {"step": 7, "error": lock.KILLED}
+    assert repeated_failures(owner, {"state": "running", "step": 7})[-1] == {"step": 7, "error": KILLED}
     assert repeated_failures(owner, {"state": "preempted", "step": 7}) == []
     for changes in ({"has_trained": False}, {"has_diagnosed": True}):
         assert repeated_failures(owner | changes, {"state": "failed", "step": 7}) == []

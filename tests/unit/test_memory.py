@@ -13,7 +13,8 @@ from test_checkpoint import payload
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.memory import free_memory, is_out_of_memory
-from utils.run.failures import cause_of, explain_memory, halved
+from utils.run.ending import cause_of
+from utils.run.failures import explain_memory, halved
 from utils.training.state import TrainState
 
 CUDA = "CUDA out of memory. Tried to allocate 1.95 GiB. GPU 0 has a total capacity of 139.80 GiB."
@@ -43,11 +44,13 @@ OTHERS = [
 CTX = DistributedContext(1, 1, 2, torch.device("cuda", 1), hosts=("a", "b"), device_names=("NVIDIA H200",) * 2)
 
 
+@pytest.mark.guarantee("memory")
 def test_failed_allocations_are_distinguished_from_other_errors():
     assert [error for error in FAILED if not is_out_of_memory(error)] == []
     assert [error for error in OTHERS if is_out_of_memory(error) or explain_memory(error, TrainingConfig(), CTX)] == []
 
 
+@pytest.mark.guarantee("memory")
 def test_the_error_names_the_rank_the_device_and_the_flags_that_help():
     config = TrainingConfig(global_batch_size=512)
     flags = "--batch_size 32 --global_batch_size 512 (the same global batch; scripts/benchmark.py --find-batch"
@@ -78,7 +81,7 @@ def test_out_of_memory_during_a_load_is_not_reported_as_a_bad_checkpoint(monkeyp
 
 def test_the_checkpoint_folder_whose_storage_hangs_is_not_read_for_the_cause_of_a_failure():
     error, run = TrainingError("its write has made no progress"), mock.Mock(resume_path=None)
-    with mock.patch("utils.run.failures.step_checkpoints", side_effect=AssertionError):
+    with mock.patch("utils.run.ending.step_checkpoints", side_effect=AssertionError):
         assert cause_of(error, run, mock.Mock(), TrainingConfig(), mock.Mock(rank=0)) is error
 
 

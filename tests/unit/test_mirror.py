@@ -20,9 +20,10 @@ from training import wait_until
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.programs import OTHER_OWNER
-from utils.run import claim as claim_module
-from utils.run.claim import claim, plan_of
+from utils.run import owner as claim_module
+from utils.run.companions import plan_of
 from utils.run.folder import Run
+from utils.run.owner import claim
 
 WHERE = ["memory", "file"]
 
@@ -119,6 +120,7 @@ def test_a_run_goes_on_from_its_mirror_in_an_empty_folder(url, tmp_path):
     lock.close()
 
 
+@pytest.mark.guarantee("keep-last")
 @pytest.mark.parametrize("has_links", [True, False])
 def test_the_latest_checkpoints_and_the_best_one_are_kept(url, tmp_path, monkeypatch, has_links):
     """Without symbolic links best.pt is a copy."""
@@ -139,6 +141,7 @@ def test_the_latest_checkpoints_and_the_best_one_are_kept(url, tmp_path, monkeyp
     second.end()
 
 
+@pytest.mark.guarantee("mirror-resume")
 def test_a_later_checkpoint_of_the_folder_counts_and_is_uploaded(url, tmp_path):
     first = Attempt(url, tmp_path / "a").upload(10, 20)
     first.save(30)
@@ -151,6 +154,7 @@ def test_a_later_checkpoint_of_the_folder_counts_and_is_uploaded(url, tmp_path):
     second.end()
 
 
+@pytest.mark.guarantee("mirror-resume")
 @pytest.mark.parametrize("damage", ["bit", "short", "missing", "manifest"])
 def test_a_damaged_object_is_passed_over_by_name(tmp_path, damage):
     url = f"file://{tmp_path}/bucket/a"
@@ -177,6 +181,7 @@ def test_a_damaged_object_is_passed_over_by_name(tmp_path, damage):
         Attempt(url, tmp_path / "c")
 
 
+@pytest.mark.guarantee("mirror-resume")
 def test_a_broken_transfer_goes_on_where_it_stopped(url, tmp_path, monkeypatch):
     Attempt(url, tmp_path / "a").upload(10).end()
     monkeypatch.setattr(storage, "BLOCK_BYTES", 512)
@@ -202,6 +207,7 @@ def test_a_broken_transfer_goes_on_where_it_stopped(url, tmp_path, monkeypatch):
     attempt.end()
 
 
+@pytest.mark.guarantee("mirror-owner")
 def test_fifty_former_owners_that_wake_up_commit_nothing(tmp_path):
     url, former = f"memory://{uuid.uuid4().hex}", []
     for number in range(50):
@@ -229,6 +235,7 @@ def test_fifty_former_owners_that_wake_up_commit_nothing(tmp_path):
     assert steps_of(url) == [70, 80]
 
 
+@pytest.mark.guarantee("mirror-owner")
 def test_a_mirror_of_a_live_run_is_not_claimed(url, tmp_path, caplog):
     first = Attempt(url, tmp_path / "a").upload(10)
     with pytest.raises(UserError, match="is in use by a job on here since .*; end that job or give another --mirror"):
@@ -242,6 +249,7 @@ def test_a_mirror_of_a_live_run_is_not_claimed(url, tmp_path, caplog):
     assert Attempt(url, tmp_path / "d").mirror.generation == 3
 
 
+@pytest.mark.guarantee("mirror-owner")
 def test_a_failed_run_says_so_at_its_mirror_and_the_next_owner_need_not_wait(url, tmp_path, caplog):
     first = Attempt(url, tmp_path / "a").upload(10)
     first.run.failed(TrainingError("disk"), 12)
@@ -251,6 +259,7 @@ def test_a_failed_run_says_so_at_its_mirror_and_the_next_owner_need_not_wait(url
     assert Attempt(url, tmp_path / "b").start.attempt == 2 and "whether its owner" not in caplog.text
 
 
+@pytest.mark.guarantee("mirror-owner")
 def test_one_of_two_that_claim_at_the_same_time_is_rejected(url, tmp_path, monkeypatch):
     monkeypatch.setattr(owner_module, "SECONDS_TO_READ_BACK", 0.5)
     outcomes, barrier = [], threading.Barrier(4)
@@ -276,6 +285,7 @@ def test_one_of_two_that_claim_at_the_same_time_is_rejected(url, tmp_path, monke
         Mirror(url).create("owners/00000001.json", b"")
 
 
+@pytest.mark.guarantee("mirror-owner")
 def test_a_fresh_start_on_a_run_and_another_run_in_the_folder_are_rejected(url, tmp_path):
     Attempt(url, tmp_path / "a").upload(10).end()
     for flags in ({"resume_from": ""}, {"resume_from": "", "overwrite": True}):
@@ -289,6 +299,7 @@ def test_a_fresh_start_on_a_run_and_another_run_in_the_folder_are_rejected(url, 
     assert steps_of(url) == [10] and steps_of(other) == [10]
 
 
+@pytest.mark.guarantee("mirror-owner")
 @pytest.mark.parametrize("kind", [UserError, StartError, TrainingError])
 def test_a_start_that_is_rejected_leaves_no_copy_of_its_mirror(url, tmp_path, kind):
     """Another job of the launch may go on with what has been fetched. A new run keeps its folder, for status.json."""
@@ -331,6 +342,7 @@ def test_a_missing_package_and_an_unknown_protocol_are_rejected_in_one_sentence(
         Mirror("s4://a/b")
 
 
+@pytest.mark.guarantee("mirror-resume")
 def test_a_run_that_fails_before_its_first_upload_leaves_the_records_of_the_attempt_before(url, tmp_path):
     Attempt(url, tmp_path / "a").upload(10).end()
     second = Attempt(url, tmp_path / "b")
@@ -349,6 +361,7 @@ def test_nothing_is_deleted_while_the_storage_lists_no_checkpoint(url, tmp_path,
     assert attempt.mirror.names().keys() >= names.keys() and steps_of(url) == [10, 20]
 
 
+@pytest.mark.guarantee("mirror-resume")
 def test_a_checkpoint_counts_once_the_other_nodes_have_uploaded_their_samples(url, tmp_path, monkeypatch):
     """Rank 0 leaves their files to them, although it has copies of an earlier attempt."""
     attempt = Attempt(url, tmp_path / "run")

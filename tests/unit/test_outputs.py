@@ -1,10 +1,12 @@
 """Outputs of all ranks, merged on rank 0."""
 
+import pytest
 import torch
 
 from utils.training.outputs import in_order
 
 
+@pytest.mark.guarantee("summary")
 def test_outputs_of_ranks_come_in_the_order_of_the_samples():
     """Each rank has every other batch; `ragged` has another width in the last one."""
     batches = torch.arange(5).split(2)

@@ -62,6 +62,7 @@ def check_steps(all_steps, expected, size):
         yield mine, found
 
 
+@pytest.mark.guarantee("order", "gradient")
 @EXAMPLES
 @hypothesis.given(
     **SIZES,
@@ -100,6 +101,7 @@ def test_any_ranks_compute_the_same_global_batches(
             assert all(m.is_padding or m.number % ranks == r for r, own in enumerate(mine) for m in own)
 
 
+@pytest.mark.guarantee("exact-ranks")
 @EXAMPLES
 @hypothesis.given(n=SIZES["n"], size=SIZES["size"], ranks=SIZES["ranks"], is_exact=st.booleans())
 def test_an_evaluation_has_equally_many_passes_on_all_ranks(n, size, ranks, is_exact):
@@ -124,6 +126,7 @@ def test_an_evaluation_has_equally_many_passes_on_all_ranks(n, size, ranks, is_e
     assert len(numbers) == math.ceil(n / size)
 
 
+@pytest.mark.guarantee("order")
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_the_order_of_an_epoch_is_its_own_if_the_samples_are_shuffled(shuffle):
     [each] = samplers(40, 1, 4, 1, shuffle=shuffle)

@@ -99,6 +99,7 @@ def test_shared_memory_for_nccl():
     is_ok(verdict.shared_memory([fact | {"device": "cpu"} for fact in small]))
 
 
+@pytest.mark.guarantee("preflight")
 def test_a_slow_link_and_a_slow_node_are_distinguished():
     pairs = {pair: (1e-4, 10.0 * GB) for pairs in links.pair_rounds(4) for pair in pairs}
 

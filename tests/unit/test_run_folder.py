@@ -12,8 +12,8 @@ from test_checkpoint import payload
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.run import folder as run_folder
-from utils.run.claim import claim
 from utils.run.folder import Run
+from utils.run.owner import claim
 
 
 def open_run(config, launch_id="", may_restart=False, host="here"):
@@ -69,6 +69,7 @@ def test_a_non_finite_number_becomes_null(config):
     assert run.records("train") == [{"kind": "train", "step": 1, "loss": None, "lr": 0.1}]
 
 
+@pytest.mark.guarantee("records-once")
 def test_rewinding_drops_later_samples_and_an_incomplete_last_line(config):
     run = open_run(config)
     for step in (1, 2, 3):
@@ -84,7 +85,7 @@ def test_resuming_from_an_earlier_checkpoint_of_the_run_sets_later_ones_aside(co
     fill(run, steps=(10, 20, 30))
     commit_best(run, 20)
     run = open_run(from_step_10(config))
-    assert run.resume_path.name == "step_00000010.pt" and run.start.attempt == 2
+    assert run.resume_path.name == "step_00000010.pt" and run.claim.attempt == 2
     run.rewind(10)
     assert not run.restore_best(20) and run.restore_best(-1)
     assert names(run.folder / "superseded-2") == ["step_00000020.pt", "step_00000030.pt"]
@@ -93,6 +94,7 @@ def test_resuming_from_an_earlier_checkpoint_of_the_run_sets_later_ones_aside(co
     assert [(record["kind"], record["step"]) for record in records] == [("train", 10), ("event", 10)]
 
 
+@pytest.mark.guarantee("records-once")
 def test_records_of_an_evaluation_that_will_be_repeated_are_dropped(config):
     fill(open_run(config))
     run = open_run(with_(config, resume_from="auto"))
@@ -133,6 +135,7 @@ def test_a_kill_during_a_rewind_leaves_no_later_checkpoint(config, monkeypatch):
     assert open_run(with_(config, resume_from="auto")).resume_path.name == "step_00000010.pt"
 
 
+@pytest.mark.guarantee("one-owner")
 def test_a_checkpoint_appears_only_in_a_folder_that_is_still_owned(config):
     run = open_run(config)
     run.mark_training()
@@ -164,6 +167,7 @@ def test_best_pt_is_a_link_to_a_checkpoint_that_is_kept(config):
         commit_best(run, 45)
 
 
+@pytest.mark.guarantee("keep-last")
 def test_on_storage_without_links_best_pt_is_a_copy(config, monkeypatch):
     monkeypatch.setattr(Path, "symlink_to", mock.Mock(side_effect=OSError(95, "Operation not supported")))
     run = open_run(config)

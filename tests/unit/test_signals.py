@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ import pytest
 import utils.signals
 from ranks import ROOT, marked, start, stop
 from training import wait_until
-from utils.signals import StopSignals
+from utils.signals import STOP
 
 ENDS_UNDER_SIGNALS = """
 import os, signal, sys
@@ -36,12 +35,12 @@ def test_release_restores_the_handlers_that_hold_replaced():
     assert signal.getsignal(signal.SIGTERM) != before
     utils.signals.release()
     assert signal.getsignal(signal.SIGTERM) == before
-    StopSignals.held = None
 
 
+@pytest.mark.guarantee("stop")
 def test_a_signal_sets_a_flag_and_the_handlers_are_restored():
     before = signal.getsignal(signal.SIGTERM)
-    with StopSignals() as signals:
+    with STOP as signals:
         assert signals.received == ""
         os.kill(os.getpid(), signal.SIGTERM)
         assert signals.received == "SIGTERM"
@@ -50,22 +49,23 @@ def test_a_signal_sets_a_flag_and_the_handlers_are_restored():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_signal_after_a_run_finds_the_socket_of_the_instance_before(monkeypatch):
+def test_a_signal_counts_for_a_run_that_begins_later_until_nobody_catches_it(monkeypatch):
     found = []
     monkeypatch.setattr(sys, "unraisablehook", found.append)
-    with StopSignals() as outer:
-        with StopSignals():
+    with STOP:
+        with STOP:
             pass
         gc.collect()
         os.kill(os.getpid(), signal.SIGUSR1)
-        time.sleep(0.01)
-        assert outer.received == "SIGUSR1" and not found
+        with STOP:
+            assert STOP.received == "SIGUSR1" and not found
+    assert STOP.received == ""
 
 
 def test_a_forked_process_does_not_write_signals_into_the_files_of_its_parent():
     before = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(before)
-    with StopSignals():
+    with STOP:
         pid = os.fork()
         if not pid:
             os._exit(signal.set_wakeup_fd(-1) != -1)
@@ -187,6 +187,7 @@ def test_a_rank_of_a_live_torchrun_starts_whatever_is_around_them(tmp_path, abov
         stop(program)
 
 
+@pytest.mark.guarantee("launcher-killed")
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal of Linux")
 @pytest.mark.parametrize("when", ["before the import", "after the import", "later"])
 @pytest.mark.parametrize("above", [each for each in ABOVE if each != "process 1 of a container"])

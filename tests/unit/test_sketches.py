@@ -36,6 +36,7 @@ def changed(**others):
     return Samples(get)
 
 
+@pytest.mark.guarantee("other-samples")
 def test_other_content_is_noticed():
     found = sketches(Samples(), 0)
     assert len(found) == 64 and None not in found and found == sketches(Samples(), 0)
@@ -50,6 +51,7 @@ def test_other_content_is_noticed():
         assert not are_alike(found, sketches(other, 0))
 
 
+@pytest.mark.guarantee("other-samples")
 def test_what_equal_data_sets_may_differ_in_is_ignored(tmp_path, monkeypatch):
     found, counter = sketches(Samples(), 0), itertools.count()
     (tmp_path / "sample 5").touch()

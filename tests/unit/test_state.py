@@ -11,9 +11,10 @@ from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed
 from forged import MICRO_BATCH
 from utils.data.sampler import Assignment, GlobalBatchSampler
+from utils.distributed.device import has_fast_bf16
 from utils.training.first_passes import evaluate_once, train_twice
 from utils.training.optimizer import lr_factor
-from utils.training.precision import Precision, has_fast_bf16
+from utils.training.precision import Precision
 from utils.training.seams import Seams
 from utils.training.state import TrainState
 
@@ -75,6 +76,7 @@ def same(a, b):
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+@pytest.mark.guarantee("weights")
 def test_the_passes_before_the_first_step_leave_the_state_unchanged():
     """A run that is stopped before its first step saves its initial state."""
     state = make(ema_decay=0.9)
@@ -88,6 +90,7 @@ def test_the_passes_before_the_first_step_leave_the_state_unchanged():
     assert all(p.grad is None for p in state.model.parameters())
 
 
+@pytest.mark.guarantee("not-finite")
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("steps_before", [0, 2])
@@ -112,6 +115,7 @@ def test_a_non_finite_gradient_changes_nothing(optimizer, bad, steps_before):
     assert state.read_skips() == []
 
 
+@pytest.mark.guarantee("not-finite")
 def test_a_non_finite_loss_with_finite_gradients_changes_nothing():
     state = make(ema_decay=0.9)
     step(state)
@@ -120,6 +124,7 @@ def test_a_non_finite_loss_with_finite_gradients_changes_nothing():
     assert same(before, snapshot(state)) and [each.step for each in state.read_skips()] == [2]
 
 
+@pytest.mark.guarantee("thawed")
 def test_a_parameter_that_is_trainable_only_later_is_an_error_at_that_step():
     model = nn.Sequential(nn.Linear(3, 4).requires_grad_(False), nn.BatchNorm1d(4), nn.Linear(4, 2))
     state = make(model=model)
@@ -130,6 +135,7 @@ def test_a_parameter_that_is_trainable_only_later_is_an_error_at_that_step():
         step(state)
 
 
+@pytest.mark.guarantee("weights")
 def test_clipping_bounds_the_norm_and_the_unclipped_norm_is_recorded():
     state = make(clip_grad_norm=0.5, momentum=0, lr=1.0, weight_decay=0)
     before = [p.detach().clone() for p in state.model.parameters()]
@@ -140,6 +146,7 @@ def test_clipping_bounds_the_norm_and_the_unclipped_norm_is_recorded():
     assert state.interval.means()["grad_norm"] == pytest.approx(3 * math.sqrt(len(moved)))
 
 
+@pytest.mark.guarantee("weights")
 def test_the_learning_rate_is_a_function_of_the_step_and_skipped_steps_count():
     factors = [lr_factor(TrainingConfig(), step, 10, 4, None) for step in range(11)]
     assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0] and factors[4:] == sorted(factors[4:], reverse=True)
@@ -186,6 +193,7 @@ def test_the_state_tells_the_loop_when_to_evaluate_and_when_the_run_is_over():
     assert not state.schedule.is_evaluation_due
 
 
+@pytest.mark.guarantee("evaluation-by-steps")
 def test_evaluations_by_steps_come_beside_those_by_epochs_and_once_per_step():
     state, due = make(max_steps=35, eval_every=2, eval_every_steps=4), []
     assert not state.schedule.is_evaluation_due  # before the first step
@@ -233,6 +241,7 @@ def test_a_parameter_outside_the_model_is_rejected():
         make(model=net, groups=[{"params": [*net.parameters(), other]}])
 
 
+@pytest.mark.guarantee("changed-settings")
 def test_a_resume_takes_learning_rate_and_decay_from_the_config():
     source, target = make(lr=0.1, weight_decay=0.1, momentum=0.8), make(lr=0.02, weight_decay=0.3, momentum=0.9)
     step(source)
@@ -242,6 +251,7 @@ def test_a_resume_takes_learning_rate_and_decay_from_the_config():
     assert same(target.optimizer.state_dict()["state"], source.optimizer.state_dict()["state"])
 
 
+@pytest.mark.guarantee("precision")
 @pytest.mark.parametrize(
     ("changes", "fast", "device", "expected"),
     [
@@ -259,6 +269,7 @@ def test_the_precision_follows_the_hardware_unless_given(changes, fast, device, 
     assert has_fast_bf16(CPU) is False
 
 
+@pytest.mark.guarantee("weights", "not-finite")
 def test_the_average_warms_up_and_counts_only_steps_that_are_taken():
     """The first update copies; a short run's average does not hold its first weights, nor does a resumed one's."""
     state = make(ema_decay=0.9)

@@ -23,7 +23,7 @@ from utils.checkpoint import format as checkpoint
 from utils.checkpoint.stored import local_checkpoint
 from utils.files import read_json, replace_json
 from utils.run.apart import nodes_apart
-from utils.run.lock import RunLock
+from utils.run.owner import RunLock
 
 
 @pytest.fixture(params=WHERE)
@@ -91,6 +91,7 @@ def step_of_the_next_attempt(url, folder):
     return step
 
 
+@pytest.mark.guarantee("mirror-resume")
 @pytest.mark.parametrize("is_answered", [False, True])
 @pytest.mark.parametrize("what", ["save", "start"])
 def test_a_kill_at_any_request_leaves_the_old_or_the_new_checkpoint(tmp_path, monkeypatch, what, is_answered):
@@ -117,6 +118,7 @@ def test_a_kill_at_any_request_leaves_the_old_or_the_new_checkpoint(tmp_path, mo
     assert at > 10
 
 
+@pytest.mark.guarantee("mirror-resume")
 @pytest.mark.parametrize("is_answered", [False, True])
 def test_a_program_that_is_killed_at_any_request_is_started_again_and_uploads_all(tmp_path, monkeypatch, is_answered):
     """With the same plan: it claims nothing, and nothing is left over."""
@@ -138,6 +140,7 @@ def test_a_program_that_is_killed_at_any_request_is_started_again_and_uploads_al
     assert at > 10
 
 
+@pytest.mark.guarantee("mirror-fails")
 def test_a_failing_upload_is_a_warning_and_is_tried_again(url, tmp_path, monkeypatch, caplog):
     attempt, files = Attempt(url, tmp_path / "a"), Mirror(url)._files
     monkeypatch.setattr(follow_module, "SECONDS_TO_WARN", 0.3)
@@ -254,6 +257,7 @@ def test_a_file_at_a_url_is_fetched_again_when_it_has_changed(url, tmp_path, cop
         TrainingConfig(init_from="s3://key:secret@b/w.pt")
 
 
+@pytest.mark.guarantee("mirror-resume")
 @pytest.mark.parametrize(
     ("ranks", "expected"),
     [

@@ -39,6 +39,7 @@ def parts_by_rank(ranks, count):
     return found
 
 
+@pytest.mark.guarantee("exact-ranks")
 @pytest.mark.parametrize("count", [*range(1, 18), 31, 32, 33, 40])
 def test_the_sum_is_that_of_the_definition_on_any_number_of_ranks(count):
     for ranks in range(1, 42):
@@ -49,6 +50,7 @@ def test_the_sum_is_that_of_the_definition_on_any_number_of_ranks(count):
         assert torch.equal(total, defined(count)), ranks
 
 
+@pytest.mark.guarantee("exact-ranks")
 def test_an_evaluation_has_the_same_parts():
     """There, the parts are taken after the last leaf."""
     for ranks, count in ((1, 13), (3, 32), (5, 33), (6, 7)):
@@ -60,6 +62,7 @@ def test_an_evaluation_has_the_same_parts():
             assert all(torch.equal(part, other) for (_, part), [other] in pairs)
 
 
+@pytest.mark.guarantee("exact-ranks")
 def test_every_leaf_is_in_one_run_and_no_rank_has_more_than_its_share():
     for count in range(1, 70):
         for ranks in range(1, 40):
@@ -68,6 +71,7 @@ def test_every_leaf_is_in_one_run_and_no_rank_has_more_than_its_share():
             assert max(map(len, runs)) == math.ceil(count / ranks)
 
 
+@pytest.mark.guarantee("exact-ranks")
 def test_a_rank_has_one_part_where_its_micro_batches_are_a_power_of_two():
     """So that it sends the bytes of a ring all-reduce; also in a short last global batch."""
     for ranks in (1, 2, 3, 5, 6, 7, 8, 12, 24):
@@ -79,6 +83,7 @@ def test_a_rank_has_one_part_where_its_micro_batches_are_a_power_of_two():
     assert mean == pytest.approx({3: 9 / 3, 5: 13 / 5, 6: 11 / 6, 7: 16 / 7, 12: 21 / 12})
 
 
+@pytest.mark.guarantee("exact-ranks")
 def test_another_order_gives_other_bits():
     """The leaves are such that the other tests can fail."""
     assert not torch.equal(sum(LEAVES), defined(40))

@@ -23,7 +23,7 @@ from utils.clock import Clock, slowest
 from utils.distributed.beats import Beats, Place
 from utils.distributed.collectives import is_of_a_peer
 from utils.run.watchdog import Watchdog
-from utils.signals import StopSignals
+from utils.signals import STOP
 
 HERE = socket.gethostname()
 
@@ -52,6 +52,7 @@ def quick(monkeypatch):
             monkeypatch.setattr(utils.run.watchdog, name, getattr(utils.run.watchdog, name) / 10)
 
 
+@pytest.mark.guarantee("hang")
 def test_a_slow_step_is_a_warning_and_a_hang_from_half_of_hang_timeout_on(quick, monkeypatch):
     """Without --hang_timeout, from a minute on (here 2.5 s)."""
     monkeypatch.setattr(utils.run.watchdog, "FIRST_LIMIT", 2.5)
@@ -85,6 +86,7 @@ def test_the_limit_is_learned_from_the_steps_and_is_at_least_five_seconds():
     assert limits == [60.0, 5.0, 15.0, 15.0]
 
 
+@pytest.mark.guarantee("hang")
 def test_other_ranks_see_the_phase_the_step_and_a_beat(quick):
     store, clock = dist.HashStore(), Clock()
     watchdog, other = watch(clock, beats=beats_of(store, 0)), beats_of(store, 1)
@@ -98,6 +100,7 @@ def test_other_ranks_see_the_phase_the_step_and_a_beat(quick):
     assert other.read([0, 1])[0][0].phase == "end"
 
 
+@pytest.mark.guarantee("hang")
 def test_stacks_are_read_only_when_a_rank_hangs_and_then_it_ends(quick, monkeypatch):
     """Reading the stacks of running threads rarely ended real runs with SIGSEGV."""
     ended, clock, dumped, plain = [], Clock(), [], Watchdog._dump_stacks
@@ -116,6 +119,7 @@ def test_stacks_are_read_only_when_a_rank_hangs_and_then_it_ends(quick, monkeypa
     assert "--- rank 0 on a" in stacks and "wait_until" in stacks
 
 
+@pytest.mark.guarantee("hang")
 def test_a_function_of_an_evaluation_may_take_ten_times_hang_timeout(quick):
     """Rank 0 judges itself and rank 1, which waits for it."""
     store, ended, clocks, watchdogs = dist.HashStore(), [], [Clock(), Clock()], []
@@ -271,7 +275,7 @@ def test_a_store_whose_process_is_gone_names_rank_0(quick):
 def test_after_a_stop_signal_a_rank_that_stands_before_the_first_step_ends_as_preempted(quick):
     """Nothing can be lost; it may wait for a rank that does not answer."""
     preempted, ended = [], []
-    with StopSignals():
+    with STOP:
         watchdog = watch(Clock(), 60.0, ended.append, preempt=lambda: preempted.append(time.monotonic()))
         began = time.monotonic()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -338,7 +342,7 @@ def test_after_a_stop_signal_a_rank_that_is_blocked_in_c_ends(quick):
         libc.pthread_mutex_unlock(mutex)
 
     clock = Clock()
-    with StopSignals() as signals:
+    with STOP as signals:
         watchdog = watch(clock, hang_timeout=60.0, end=end)
         clock.durations.append(0.1)
         clock.begin_step(1)
@@ -351,7 +355,7 @@ def test_after_a_stop_signal_a_rank_that_is_blocked_in_c_ends(quick):
         assert signals.received == "SIGTERM"
         watchdog.close()
     (text, *_), received = ended[0]
-    assert received == "" and text.endswith("(after a stop signal)") and 2 < took < 10
+    assert received == "SIGTERM" and text.endswith("(after a stop signal)") and 2 < took < 10
 
 
 @pytest.mark.parametrize(

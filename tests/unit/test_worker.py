@@ -303,6 +303,7 @@ def loader_of(data):
     return create_evaluation_dataloader(data, TrainingConfig(batch_size=1, num_workers=1, hang_timeout=30), ctx)
 
 
+@pytest.mark.guarantee("worker-killed")
 def test_a_batch_that_a_worker_cannot_send_is_an_error_and_not_a_hang():
     loader = loader_of(Unsendable())
     batches = iter(loader._loader)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from config import TrainingError
 from utils.checkpoint.layouts import Call, Payload, size_of
 from utils.logger import NAME
-from utils.signals import StopSignals
+from utils.signals import STOP
 
 NICENESS = 10  # of the thread: training comes first if every core has a rank
 SECONDS_COUNTED = 10.0  # at most, between two looks: a suspended job does not write
@@ -123,7 +123,7 @@ class Writer:
         text = f"{self.path}: its write has made no progress for {self._stalled_s:.0f} s"
         if before <= self._limits.to_warn < self._stalled_s:
             logging.getLogger(NAME).warning("%s; check the storage", text)  # perhaps only of this rank
-        since_stop = min(self._stalled_s, now - StopSignals.came_at)
+        since_stop = min(self._stalled_s, now - STOP.came_at)
         too_long = max(self._stalled_s - self._limits.without, since_stop - self._limits.after_stop)
         if too_long > size_of(self.copy.result()) / FLUSHED_PER_SECOND:
             rank, host = self._whose

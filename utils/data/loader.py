@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import os
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -18,6 +17,7 @@ from utils.data.sampler import Assignment, GlobalBatchSampler, MapDataset, Micro
 from utils.data.transfer import SideStream, indices_on, pinned, to_device
 from utils.data.worker import HANGS, TIMEOUTS, Fetcher, check_shared_memory, explain, is_late
 from utils.distributed.context import DistributedContext
+from utils.distributed.device import usable_cpus
 from utils.signals import ignore_in_worker, kept_back
 
 PREFETCHED = 2  # batches of each worker
@@ -217,17 +217,6 @@ class _Plan(Sampler):
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self._sampler.micro_batches(self._sampler.epoch, self._sampler.start)
-
-
-def usable_cpus() -> int:
-    """CPUs that this process may use: its affinity mask (where the system has one) and its container's quota."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        with open("/sys/fs/cgroup/cpu.max") as file:
-            quota, period = file.read().split()
-        return cpus if quota == "max" else max(1, min(cpus, int(quota) // int(period)))
-    except (OSError, ValueError):
-        return cpus
 
 
 def choose_workers(config: TrainingConfig, dataset: MapDataset, local_world_size: int) -> int:

@@ -1,14 +1,23 @@
-"""Chooses the device and the kernels of a rank."""
+"""The device and the kernels of a rank, and what else of its machine it needs: CPUs, open files, a compiler."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import os
+import shutil
+import sysconfig
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from config import UserError
 from utils.logger import NAME, count
+
+# descriptors: per process, per rank (sockets), per worker (pipes)
+FILES, FILES_PER_RANK, FILES_PER_WORKER = 128, 6, 16
 
 
 def choose_device(backend: str, local_rank: int) -> tuple[str, torch.device]:
@@ -59,3 +68,55 @@ def choose_kernels(device: torch.device, is_deterministic: bool, has_tf32: bool 
     # filling new tensors takes 3 % of a step, only to find faults; mypy does not see that the attribute exists
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.set_float32_matmul_precision("high" if device.type == "cuda" and has_tf32 else "highest")
+
+
+def has_fast_bf16(device: torch.device) -> bool:
+    """Whether this device is a GPU that multiplies bfloat16 in hardware. Needs no process group."""
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may use: its affinity mask (where the system has one) and its container's quota."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+        return cpus if quota == "max" else max(1, min(cpus, int(quota) // int(period)))
+    except (OSError, ValueError):
+        return cpus
+
+
+def raise_file_limit(world_size: int, workers: int) -> None:
+    """Raise the limit on open files to the hard limit. Raises UserError if that is not enough."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):  # macOS reports a hard limit that it does not grant
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    need = FILES + FILES_PER_RANK * world_size + FILES_PER_WORKER * workers
+    if soft != resource.RLIM_INFINITY and soft < need:
+        how = f"ulimit -n {need}, LimitNOFILE, --ulimit"
+        raise UserError(f"open files: the limit is {soft}, but about {need} are needed; raise it ({how})")
+
+
+def check_compiler(mode: str, device: torch.device, named: str) -> None:
+    """Raises UserError if torch.compile could not build its kernels.
+
+    named: the compiler set in the environment (CC or CXX).
+    """
+    if mode == "off":
+        return
+    kind, known = ("C++", ["g++"]) if device.type == "cpu" else ("C", ["gcc", "clang"])
+    missing = ""
+    if not any(map(shutil.which, [named] if named else known)):
+        missing = f"a {kind} compiler ({named or ' or '.join(known)})"
+    elif not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        missing = "the headers of this Python (python3-dev)"
+    elif device.type != "cpu" and importlib.util.find_spec("triton") is None:
+        missing = "triton"
+    if missing:
+        raise UserError(f"compile={mode}: needs {missing}, which is missing; install it, or use --compile off")

@@ -56,7 +56,7 @@ def summary_of(
         "final": _metrics_of(evaluations[-1] if evaluations else {}),
         "data_wait_fraction": accounts["data_wait"] / trained if trained else 0.0,
         "peak_memory_bytes": peak_memory(),
-        "restarts": attempt.run.start.attempt - 1,
+        "restarts": attempt.run.claim.attempt - 1,
         "goodput": accounts["training"] / wall,
         "overflow_steps": progress.overflow_steps,
         "time": {f"{name}_s": round(seconds, 3) for name, seconds in accounts.items()},

@@ -17,16 +17,14 @@ from utils.distributed.collectives import all_gather_json, broadcast_json, on_al
 from utils.distributed.context import DistributedContext
 from utils.files import replace_file
 from utils.programs import ask
-from utils.run.claim import Start, plan_of
+from utils.run.companions import plan_of
 from utils.run.folder import Run
-from utils.run.lock import NAME as LOCK
-from utils.run.lock import RunLock
-from utils.run.start_checks import sees
+from utils.run.owner import Claim, RunLock, sees
 
 BLOCK_BYTES = 2**24  # of a file that a rank sends to other nodes
 
 
-def own_folder(config: TrainingConfig, start: Start, ctx: DistributedContext) -> tuple[list[list[int]], RunLock | None]:
+def own_folder(config: TrainingConfig, claim: Claim, ctx: DistributedContext) -> tuple[list[list[int]], RunLock | None]:
     """The ranks of each node whose run folder is not rank 0's; on its first rank, the folder's lock. Collective.
 
     The first rank also fetches what the mirror has of the node's samples and logs, if the folder has less.
@@ -35,7 +33,7 @@ def own_folder(config: TrainingConfig, start: Start, ctx: DistributedContext) ->
         UserError: if another job owns that folder.
     """
     folder = config.run_folder
-    is_apart = ctx.local_rank == 0 and not (start.is_completed or sees(folder / LOCK, start.token))
+    is_apart = ctx.local_rank == 0 and not (claim.is_completed or sees(folder, claim.token))
     apart = nodes_apart(all_gather_json([ctx.host, ctx.local_rank, is_apart], ctx))
 
     def lock() -> RunLock | None:
@@ -43,10 +41,10 @@ def own_folder(config: TrainingConfig, start: Start, ctx: DistributedContext) ->
             return None
         config.checkpoint_folder.mkdir(parents=True, exist_ok=True)
         found = RunLock(folder, ctx.host)
-        found.write(token=start.token)
-        if start.resume_from:
-            more = {"apart": apart, "resume_from": start.resume_from}
-            plan = plan_of(config, ctx.rank, ctx.host, start.token, start.launch_id, **more)
+        found.write(token=claim.token)
+        if claim.resume_from:
+            more = {"apart": apart, "resume_from": claim.resume_from}
+            plan = plan_of(config, ctx.rank, ctx.host, claim.token, claim.launch_id, **more)
             ask("mirror", plan, f"mirror={config.mirror}", "--first")
         return found
 
@@ -73,7 +71,7 @@ def share(path: Path, run: Run, ctx: DistributedContext) -> Path:
         Its path, which is no link.
     """
     path = run.checkpoints / broadcast_json(path.resolve().name, ctx)
-    if not run.start.apart:
+    if not run.claim.apart:
         return path
     if not broadcast_json(path.is_dir(), ctx):
         _send(path, 0, run, ctx)

@@ -10,7 +10,7 @@ from config import TrainingConfig
 from utils.clock import Clock
 from utils.distributed.context import DistributedContext
 from utils.run.folder import Run
-from utils.signals import StopSignals
+from utils.signals import STOP
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,10 @@ class Attempt:
     run: Run
     clock: Clock
     began: float  # when its process started, by time.monotonic
-    signals: StopSignals
     logger: logging.Logger
 
     @property
     def is_asked_to_stop(self) -> bool:
         """Whether this rank got a stop signal, or max_time is over."""
         is_time_up = 0 < self.config.max_time < (time.monotonic() - self.began) / 60
-        return bool(self.signals.received) or is_time_up
+        return bool(STOP.received) or is_time_up

@@ -102,3 +102,10 @@ class Companions:
                 process.send_signal(signal.SIGUSR2 if left > 0 else signal.SIGKILL)
             tick()
             time.sleep(SECONDS_OF_A_LOOK)
+
+
+def plan_of(config: TrainingConfig, rank: int, host: str, token: str, launch_id: str, **more: Any) -> dict[str, Any]:
+    """What the programs beside training know (scripts/companions/follow.py). more: see there."""
+    folders = {"folder": str(config.run_folder.absolute()), "checkpoints": str(config.checkpoint_folder.absolute())}
+    who = {"rank": rank, "host": host, "token": token, "launch_id": launch_id}
+    return folders | who | {"config": config.to_dict()} | more

@@ -17,8 +17,9 @@ from utils.distributed.context import DistributedContext
 from utils.files import replace_json
 from utils.logger import ALIKE, log_epoch_summary, setup_logger
 from utils.run.create import create_state
-from utils.run.failures import watched
+from utils.run.ending import watched
 from utils.run.resume import check_evaluation, compare_evaluated, load_checkpoint
+from utils.run.start import check_alike
 from utils.signals import release
 from utils.training.evaluation import Evaluation
 from utils.training.schedule import Progress
@@ -32,6 +33,7 @@ def evaluate_only(config: TrainingConfig, ctx: DistributedContext, model: Module
     """
     release()  # an evaluation has nothing to save: a signal ends it
     with watched(config.run_folder, config, ctx):  # if a rank hangs or is gone, all end
+        check_alike(config, ctx)
         return _evaluate(config, ctx, Seams.of(model, ctx.device), data)
 
 

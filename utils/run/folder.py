@@ -17,10 +17,10 @@ from utils.data.sampler import GlobalBatchSampler
 from utils.files import LinesFile, cut_lines, finite, read_json, read_lines, replace_json
 from utils.logger import ALIKE, count, told
 from utils.logger import NAME as LOGGER
-from utils.run.claim import Start, move_back
+from utils.run.aside import move_back
 from utils.run.companions import Companions
-from utils.run.lock import NAME as LOCK
-from utils.run.lock import RunLock
+from utils.run.owner import NAME as LOCK
+from utils.run.owner import Claim, RunLock
 from utils.run.provenance import now as iso
 from utils.training.interval import SkippedStep, is_empty
 
@@ -43,13 +43,13 @@ class Run:
         checkpoints: Path,
         rank: int,
         hosts: tuple[str, ...],
-        start: Start,
+        claim: Claim,
         lock: RunLock | None,
         companions: Companions | None = None,
     ) -> None:
-        self.folder, self.checkpoints, self.rank, self.hosts, self.start = folder, checkpoints, rank, hosts, start
-        self.notes, self._moved = list(start.notes), start.moved
-        self.resume_path = Path(start.resume_from) if start.resume_from else None
+        self.folder, self.checkpoints, self.rank, self.hosts, self.claim = folder, checkpoints, rank, hosts, claim
+        self.notes, self._moved = list(claim.notes), claim.moved
+        self.resume_path = Path(claim.resume_from) if claim.resume_from else None
         self.is_main, self.host = rank == 0, hosts[rank]
         self.lock_file = folder / LOCK
         self.log_file = folder / "logs" / f"rank{rank}.log"
@@ -80,11 +80,11 @@ class Run:
             has_diagnosed: instead, the run was stopped because its attempts get no further.
             ended: how this attempt has ended.
         """
-        start = self.start
-        values = {"attempt": start.attempt, "failures": start.failures, "has_diagnosed": has_diagnosed}
-        values |= {"token": start.token, "ended": ended}  # rank 0's token, on other nodes too
+        claim = self.claim
+        values = {"attempt": claim.attempt, "failures": claim.failures, "has_diagnosed": has_diagnosed}
+        values |= {"token": claim.token, "ended": ended}  # rank 0's token, on other nodes too
         if self._lock:
-            self._lock.write(launch_id=start.launch_id, has_trained=True, **values)
+            self._lock.write(launch_id=claim.launch_id, has_trained=True, **values)
         self._moved = []
 
     def mark_ended(self) -> None:
@@ -95,7 +95,7 @@ class Run:
 
     def is_ours(self) -> bool:
         """Whether no other job has taken over the folder while this one was suspended or cut off."""
-        return read_json(self.lock_file).get("token", self.start.token) == self.start.token
+        return read_json(self.lock_file).get("token", self.claim.token) == self.claim.token
 
     def _check(self) -> None:
         """Call before every write: a later owner would take it for its own."""
@@ -108,7 +108,7 @@ class Run:
             token = json.loads(self.lock_file.read_text(encoding="utf-8"))["token"]
         except (ValueError, KeyError, TypeError):
             raise OSError(5, f"{self.lock_file} cannot be read") from None
-        if token != self.start.token:
+        if token != self.claim.token:
             raise TrainingError(f"{self.checkpoints}: another job has taken over this run; end this one")
 
     def end_companions(self) -> None:
@@ -181,7 +181,7 @@ class Run:
 
     def begin(self) -> None:
         """Write to status.json that an attempt is running."""
-        before = read_json(self.folder / "status.json") if self.start.attempt > 1 else {}
+        before = read_json(self.folder / "status.json") if self.claim.attempt > 1 else {}
         where = {"epoch": 0, "step": 0, "samples_seen": 0, "checkpoint": None} | before
         kept = {name: where[name] for name in ("epoch", "step", "samples_seen", "checkpoint")}
         # of the last attempt that began to train: this one may not
@@ -213,48 +213,50 @@ class Run:
         self._written = str(path)
 
     def failed(self, error: BaseException, step: int = 0) -> None:
-        """Write that the run failed, and end its companions. Called on each rank that fails; the first one counts.
+        """Undo a start that was refused, or write that the run failed: rank 0 an error that all ranks have, else the
+        first rank that finds the run still running.
 
         step: the last one that this rank has completed.
         """
-        self._write_failure(error, step)
+        is_of_all = getattr(error, "rank", None) is not None and not isinstance(error, TrainingError)
+        # else the status belongs to another job, or is rank 0's
+        if self.is_ours() and (self.is_main or not is_of_all) and not self._is_undone(error):
+            self._write_failure(error, step)
+            if not self.is_main:  # rank 0 may have been writing its own status just then; it waits for this rank now
+                time.sleep(0.3)
+                self._write_failure(error, step)
         self.end_companions()
 
-    def _write_failure(self, error: BaseException, step: int) -> None:
-        if not self.is_ours():
-            return  # the status belongs to another job
-        if getattr(error, "rank", None) is not None and not self.is_main and not isinstance(error, TrainingError):
-            return  # all ranks have this error: rank 0 writes it
-        path = self.folder / "status.json"
+    def _is_undone(self, error: BaseException) -> bool:
+        """Whether this start was refused and had changed the folder: it is then as before."""
         may_continue = isinstance(error, StartError)  # with what has been fetched into a new folder
-        if moved := [pair for pair in self._moved if isinstance(error, UserError) and (pair[1] or not may_continue)]:
+        if not isinstance(error, UserError):
+            return False
+        if moved := [pair for pair in self._moved if pair[1] or not may_continue]:
             move_back(moved)
-            return
-        if isinstance(error, UserError) and self._status_before:  # the run is unchanged
+        elif self._status_before:
             with suppress(OSError):
-                replace_json(path, self._status_before)
+                replace_json(self.folder / "status.json", self._status_before)
+        return bool(moved or self._status_before)
+
+    def _write_failure(self, error: BaseException, step: int) -> None:
+        path = self.folder / "status.json"
+        status = read_json(path)
+        if status.get("state") != "running":
             return
-        text = told(error)
         rank, host = getattr(error, "rank", None), getattr(error, "host", None)
         where = {"rank": self.rank, "host": self.host} if rank is None else {"rank": rank, "host": host}
-        for is_second_look in (False, True):
-            if is_second_look:
-                time.sleep(0.3)  # rank 0 may have been writing its own status just then; it waits for this rank now
-            status = read_json(path)
-            if status.get("state") == "running":
-                latest = self._written or status.get("checkpoint")
-                reached = {"step": max(step, status.get("step", 0)), "checkpoint": latest}
-                status |= {"state": "failed", "error": text} | reached | where | {"time": self.now()}
-                said = "the run failed after step %d; its latest checkpoint is %s"
-                logging.getLogger(LOGGER).info(said, reached["step"], latest or "missing")
-                try:
-                    replace_json(path, status)
-                except OSError:
-                    with suppress(OSError), path.open("r+") as file:  # needs no free block or inode
-                        file.write(json.dumps(status))
-                        file.truncate()
-            if self.is_main:
-                break
+        latest = self._written or status.get("checkpoint")
+        reached = {"step": max(step, status.get("step", 0)), "checkpoint": latest}
+        status |= {"state": "failed", "error": told(error)} | reached | where | {"time": self.now()}
+        said = "the run failed after step %d; its latest checkpoint is %s"
+        logging.getLogger(LOGGER).info(said, reached["step"], latest or "missing")
+        try:
+            replace_json(path, status)
+        except OSError:
+            with suppress(OSError), path.open("r+") as file:  # needs no free block or inode
+                file.write(json.dumps(status))
+                file.truncate()
 
     def records(self, kind: str = "") -> list[dict[str, Any]]:
         """Those of this kind, or all."""
@@ -335,6 +337,6 @@ class Run:
 
     def _aside(self) -> Path:
         """The folder for checkpoints of steps after the one that this attempt resumes from."""
-        aside = self.folder / f"superseded-{self.start.attempt}"
+        aside = self.folder / f"superseded-{self.claim.attempt}"
         aside.mkdir(exist_ok=True)
         return aside

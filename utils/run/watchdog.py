@@ -35,7 +35,7 @@ from config import TrainingError
 from utils.clock import NO_FUNCTION, STEP_PHASES, Clock
 from utils.distributed.beats import Place, state_of, verdict
 from utils.distributed.context import DistributedContext
-from utils.signals import has_arrived
+from utils.signals import STOP
 
 T = TypeVar("T")
 STOPPED = "after a stop signal"
@@ -65,7 +65,7 @@ class Watchdog:
     Args:
         clock: of this rank.
         hang_timeout: seconds without progress after which the run is ended; 0: never.
-        ending: its methods are called: see `utils.run.failures.Ending`.
+        ending: its methods are called: see `utils.run.ending.Ending`.
     """
 
     def __init__(self, clock: Clock, ctx: DistributedContext, hang_timeout: float, ending: Any) -> None:
@@ -137,7 +137,7 @@ class Watchdog:
         counter, moved_at, dumped, reported = -1, 0.0, -1, (-1, False)
         while not self._stop.wait(SECONDS_BETWEEN_BEATS):
             self._tick()
-            if has_arrived():
+            if STOP.received:
                 self._asked_at = min(self._asked_at, self._time)
             if self._time - self._failed_at > SECONDS_TO_FAIL:
                 self._ending.give_up()

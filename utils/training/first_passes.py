@@ -6,11 +6,7 @@ compiled in place: it stays the same module, with the same keys in its state dic
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import shutil
-import sysconfig
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -182,22 +178,3 @@ def sizes_of(loader: GlobalBatchLoader) -> list[int]:
     """The batch sizes of an epoch: the full one, and that of a short last micro-batch."""
     samples, size = loader.sampler.samples_per_epoch, loader.sampler.batch_size
     return [size, samples % size] if samples > size and samples % size else [min(size, samples)]
-
-
-def check_compiler(mode: str, device: torch.device, named: str) -> None:
-    """Raises UserError if torch.compile could not build its kernels.
-
-    named: the compiler set in the environment (CC or CXX).
-    """
-    if mode == "off":
-        return
-    kind, known = ("C++", ["g++"]) if device.type == "cpu" else ("C", ["gcc", "clang"])
-    missing = ""
-    if not any(map(shutil.which, [named] if named else known)):
-        missing = f"a {kind} compiler ({named or ' or '.join(known)})"
-    elif not Path(sysconfig.get_paths()["include"], "Python.h").exists():
-        missing = "the headers of this Python (python3-dev)"
-    elif device.type != "cpu" and importlib.util.find_spec("triton") is None:
-        missing = "triton"
-    if missing:
-        raise UserError(f"compile={mode}: needs {missing}, which is missing; install it, or use --compile off")

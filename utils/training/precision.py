@@ -10,11 +10,6 @@ import torch
 from config import TrainingConfig
 
 
-def has_fast_bf16(device: torch.device) -> bool:
-    """Whether this device is a GPU that multiplies bfloat16 in hardware. Needs no process group."""
-    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-
-
 @dataclass(frozen=True)
 class Precision:
     """The autocast type of the run (None: plain float32) and whether gradients are scaled (float16 only)."""

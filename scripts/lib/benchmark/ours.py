@@ -16,7 +16,7 @@ import train
 from config import TrainingConfig
 from ddp_utils import DistributedContext
 from utils.rng import derive_seed
-from utils.run.failures import open_run
+from utils.run.start import open_run
 
 EPOCHS = 1000  # of the schedule; fewer are measured
 

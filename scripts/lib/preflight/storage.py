@@ -10,7 +10,7 @@ from pathlib import Path
 
 from config import TrainingConfig, UserError
 from scripts.lib.storage import Storage
-from utils.run.start_checks import SECONDS_TO_SEE
+from utils.run.owner import SECONDS_TO_SEE
 
 MAX_BYTES, MAX_SECONDS = 2**28, 2.0  # written to measure the speed
 BLOCK = bytes(2**23)

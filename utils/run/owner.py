@@ -1,0 +1,341 @@
+"""Who owns a run folder, and whether a start continues the run in it, begins a new one or moves an earlier one aside.
+
+The owner has a file lock, which the kernel releases however its process ends, and a random token in lock.json. Where
+file locks do not reach another machine, an owner is alive if the time stamp of lock.json moves. The token stops a
+former owner that was suspended and continues: it is read again before a record or the name of a checkpoint is written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import threading
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from config import DEFAULT_RUN_DIR, StartError, TrainingConfig, UserError
+from utils.checkpoint import format as checkpoint
+from utils.files import TEMPORARY, may_pass, read_json, replace_json
+from utils.logger import NAME as LOGGER
+from utils.programs import ask
+from utils.run.aside import NOTHING, move_aside, move_back, size_of
+from utils.run.companions import plan_of
+from utils.run.failures import KILLED, repeated_failures
+from utils.run.provenance import now
+
+NAME = "lock.json"
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # on Linux; differs between machines of the same name
+SECONDS_OF_A_LEASE = 120.0  # for which an NFS server may keep the file lock of a machine that is gone
+SECONDS_BETWEEN_BEATS = 10.0
+SECONDS_TO_SEE_A_BEAT = 30.0  # of an owner on another machine, where file locks may not reach
+SECONDS_TO_SEE = 5.0  # until a file of another machine is visible on shared storage
+SECONDS_TO_READ_BACK = 2.0  # there, a second launch may have written its token in the meantime
+
+
+class RunLock:
+    """The lock of this process on a folder. Raises UserError if a live process holds it.
+
+    `before` is what the previous owner wrote.
+    """
+
+    def __init__(self, folder: Path, host: str) -> None:
+        self._file, self._own = folder / NAME, {"token": uuid.uuid4().hex, "host": host, "boot": ""}
+        with suppress(OSError):
+            self._own["boot"] = BOOT.read_text().strip()
+        self._has_locks, self._end = True, threading.Event()
+        self._descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        self.before: dict[str, Any] = {}
+        is_alone = self._wait_for_the_owner(folder)
+        if is_alone:
+            self.write(**{name: value for name, value in self.before.items() if name not in self._own})
+            if self._is_elsewhere() or not self._has_locks:
+                time.sleep(SECONDS_TO_READ_BACK)
+            found = read_json(self._file)
+            is_alone, self.before = found.get("token") == self.token, self.before if is_alone else found
+        if not is_alone:
+            self.close()
+            raise UserError(
+                f"run_dir={folder}: is in use by {_describe(self.before)}; end that job or give another --run_dir"
+            )
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    @property
+    def token(self) -> str:
+        return self._own["token"]
+
+    def _is_elsewhere(self) -> bool:
+        """Whether the previous owner was on another machine, or on this one before it was restarted."""
+        return bool(self.before) and any(self.before.get(name) != self._own[name] for name in ("host", "boot"))
+
+    def _wait_for_the_owner(self, folder: Path) -> bool:
+        """Wait until it is known whether the previous owner is alive. Returns False if it is."""
+        began, stamp = time.monotonic(), self._stamp()
+        has_ended = read_json(folder / "status.json").get("state", "running") != "running"
+        while True:
+            is_held, self.before = self._is_held(), read_json(self._file)
+            waited = time.monotonic() - began
+            if self._is_elsewhere() and self._stamp() != stamp:
+                return False
+            if not self._is_elsewhere() or waited > SECONDS_OF_A_LEASE:
+                return not is_held
+            if not is_held and (has_ended or waited > SECONDS_TO_SEE_A_BEAT):
+                return True
+            if waited < 0.5:
+                text = "%s: looking for up to %.0f s whether its owner, %s, is alive"
+                logging.getLogger(LOGGER).warning(text, folder, SECONDS_TO_SEE_A_BEAT, _describe(self.before))
+            time.sleep(0.5)
+
+    def _stamp(self) -> int:
+        with suppress(OSError), self._file.open() as file:  # NFS looks at the server's attributes when a file is opened
+            return os.fstat(file.fileno()).st_mtime_ns
+        return 0
+
+    def _is_held(self) -> bool:
+        """Whether another process has the file lock; otherwise this one takes it."""
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._has_locks = isinstance(error, (BlockingIOError, PermissionError))
+            return self._has_locks
+        return False
+
+    def _beat(self) -> None:
+        while not self._end.wait(SECONDS_BETWEEN_BEATS):
+            with suppress(OSError):  # the storage may hang; then this thread does
+                if read_json(self._file).get("token") == self.token:
+                    os.utime(self._file)
+
+    def write(self, **values: Any) -> None:
+        """Write this owner's identity and these values."""
+        replace_json(self._file, self._own | {"pid": os.getpid(), "time": now()} | values)
+
+    def close(self) -> None:
+        """Release the folder."""
+        self._end.set()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _describe(owner: dict[str, Any]) -> str:
+    since = owner.get("time", "?")
+    try:
+        minutes = (datetime.now(UTC) - datetime.fromisoformat(since)).total_seconds() / 60
+        since += f", for {max(0.0, minutes):.1f} min"
+    except ValueError:
+        pass
+    return f"process {owner.get('pid', '?')} on {owner.get('host', '?')} since {since}"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What rank 0 has decided about the run folder. Plain values."""
+
+    resume_from: str = ""  # the checkpoint
+    is_completed: bool = False  # nothing is left to do, and nothing may be written
+    moved: list[list[str]] = field(default_factory=list)  # folders of an earlier run, each with its new name or NOTHING
+    attempt: int = 1
+    token: str = ""  # of the owner
+    launch_id: str = ""
+    failures: list[dict[str, Any]] = field(default_factory=list)  # attempts in a row that got no further
+    notes: list[str] = field(default_factory=list)  # decisions to log
+    decision: dict[str, Any] = field(default_factory=dict)  # of the mirror: what this attempt owns there
+    apart: list[list[int]] = field(default_factory=list)  # the ranks of each node that has a run folder of its own
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a start finds in its folder. owner: lock.json of the attempt before."""
+
+    config: TrainingConfig
+    launch_id: str
+    owner: dict[str, Any]
+    status: dict[str, Any]
+    holds_run: bool  # records or checkpoints
+
+    @classmethod
+    def look(cls, config: TrainingConfig, launch_id: str, owner: dict[str, Any]) -> Found:
+        folder, checkpoints = config.run_folder, config.checkpoint_folder
+        saved = [*checkpoint.step_checkpoints(checkpoints), *checkpoints.glob(checkpoint.BEST)]
+        holds_run = (folder / "metrics.jsonl").exists() or bool(saved)
+        return cls(config, launch_id, owner, read_json(folder / "status.json"), holds_run)
+
+    @property
+    def is_same_launch(self) -> bool:
+        return bool(self.launch_id) and self.owner.get("launch_id") == self.launch_id
+
+    @property
+    def is_continued(self) -> bool:
+        return self.holds_run and (self.config.resume_from == "auto" or self.is_same_launch)
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether this start would continue a completed run, and is not to train longer."""
+        has_ended = self.is_continued and self.status.get("state") == "completed"
+        return has_ended and not self.config.asks_for_more_than(self._saved_config())
+
+    def _saved_config(self) -> dict[str, Any]:
+        """The settings of the run: those of its latest valid checkpoint, since config.json may be edited."""
+        for path in reversed(checkpoint.step_checkpoints(self.config.checkpoint_folder)):
+            with suppress(UserError):
+                return checkpoint.read(path)[0]["config"]
+        return read_json(self.config.run_folder / "config.json")
+
+    def checkpoint(self) -> tuple[Path | None, list[str]]:
+        """The checkpoint to start from, if any, and notes to log. Raises UserError if it is not valid."""
+        path, notes = checkpoint.latest_valid(self.config.checkpoint_folder) if self.is_continued else (None, [])
+        if path or self.config.resume_from in ("", "auto"):
+            return path, notes  # an earlier attempt of this launch may have started from the given one
+        path, more = checkpoint.best_or_latest(Path(self.config.resume_from), prefers_best=False)
+        checkpoint.verify(path)
+        return path, notes + more
+
+    def check(self, path: Path | None, is_replaced: bool, may_restart: bool) -> None:
+        """Raises UserError if the run in the folder must stay as it is.
+
+        Args:
+            path: the checkpoint to start from.
+            is_replaced: the run in the folder would be moved aside.
+            may_restart: the launcher starts further attempts.
+        """
+        config, folder, is_new = self.config, self.config.run_folder, not (self.is_continued or self.is_same_launch)
+        is_auto, written, aside = config.resume_from == "auto", self.status.get("checkpoint"), self.owner.get("aside")
+        is_named = config.run_dir != DEFAULT_RUN_DIR or config.checkpoint_dir != ""
+        given = {name: getattr(config, name) for name in ("init_from", "resume_from")}
+        inside = [f"{name}={path}" for name, path in given.items() if path and is_below(path, folder)]
+        refusals = [
+            (
+                self.is_continued and written and not path,
+                f"{config.checkpoint_folder}: has no checkpoint, but the run has written {written}; put it back (is the"
+                " disk mounted?), or start over with --overwrite instead of --resume_from auto",
+            ),
+            (
+                is_auto and is_new and aside,
+                f"run_dir={folder}: its run was moved to {' and '.join(aside or ())} by a start that was killed; move"
+                " it back, or start over without --resume_from auto",
+            ),
+            (
+                is_replaced and may_restart and not self.launch_id,
+                f"run_dir={folder}: holds a run, and restarts look like new launches; give torchrun --rdzv-id NAME",
+            ),
+            (
+                is_replaced and is_named and not config.overwrite,
+                f"run_dir={folder}: holds a run already; add --resume_from auto to continue it, --overwrite to replace"
+                " it, or give another --run_dir",
+            ),
+            (
+                is_replaced and inside,
+                f"{', '.join(inside)}: is in the run that would be moved aside; give another --run_dir",
+            ),
+        ]
+        for is_refused, text in refusals:
+            if is_refused:
+                raise UserError(text)
+
+
+def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) -> tuple[RunLock, Claim]:
+    """On rank 0: lock the folder and decide whether to continue the run in it, once its mirror has fetched it. A folder
+    that did not exist before a start that is refused does not exist after it either.
+
+    Args:
+        launch_id: common to all attempts of one launch; empty if unknown.
+        may_restart: whether the launcher starts further attempts.
+
+    Raises:
+        UserError: if the folder holds another run, belongs to a running job, or cannot be written.
+    """
+    folder, checkpoints = config.run_folder, config.checkpoint_folder
+    if config.track != "none" and not getattr(find_spec(config.track), "origin", None):  # a folder has none
+        raise UserError(f"track={config.track}: the package is missing; pip install {config.track}")
+    if Path.cwd().is_relative_to(folder.resolve()) or any(folder.glob(f"*/{NAME}")):
+        raise UserError(f"run_dir={folder}: contains more than one run's files; give a separate folder, e.g. runs/NAME")
+    places = [] if folder.exists() else [folder, checkpoints]
+    new = [[str(place), NOTHING] for place in places if not place.exists()]
+    try:
+        lock, decided = _decide(config, host, launch_id, may_restart)
+    except StartError:  # another attempt continues with what has been fetched
+        raise
+    except UserError:
+        move_back(new)
+        raise
+    if decided.attempt > 1 and not decided.moved:  # restored from the mirror
+        decided = replace(decided, moved=new)
+    return lock, decided
+
+
+def _decide(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) -> tuple[RunLock, Claim]:
+    folder, checkpoints = config.run_folder, config.checkpoint_folder
+    lock = _lock(folder, checkpoints, host)
+    found, decision = Found.look(config, launch_id, lock.before), {}
+    if config.mirror and not found.is_completed:
+        plan = plan_of(config, 0, host, lock.token, launch_id)
+        decision = ask("mirror", plan, f"mirror={config.mirror}", "--first")
+        found = Found.look(config, launch_id, decision.get("owner") or lock.before)
+    if found.is_completed or decision.get("is_completed"):
+        return lock, Claim(is_completed=True)
+    notes, owner, aside = decision.get("notes", []), found.owner, found.owner.get("aside", [])
+    failures: list[dict[str, Any]] = []
+    moved: list[list[str]] = []
+    if found.status.get("state") == "running":  # no rank survived to write it: the lock was free
+        notes.append(f"the previous attempt: {KILLED}")
+        found.status.update({"state": "failed", "error": KILLED, "rank": 0, "host": owner.get("host")})
+        with suppress(OSError):
+            replace_json(folder / "status.json", found.status)
+    path, more = found.checkpoint()
+    notes += [each for each in more if each not in notes]
+    is_here = path is not None and path.resolve().parent == checkpoints.resolve()
+    is_replaced = found.holds_run and not found.is_continued and not is_here
+    found.check(path, is_replaced, may_restart)
+    if found.is_continued:
+        failures = repeated_failures(owner, found.status)
+    elif is_replaced:
+        moved = move_aside(folder, checkpoints)
+        lock.close()
+        lock, owner, aside = _lock(folder, checkpoints, host), {}, [name for _, name in moved]
+        text = f"moved the earlier run to {' and '.join(aside)} ({size_of(aside)}); to delete it: rm -r "
+        notes.append(text + " ".join(aside))
+    # an attempt that was killed before its first record or checkpoint counts too
+    is_again = not moved and (found.holds_run or (config.resume_from == "auto" and owner.get("has_trained")))
+    attempt = owner.get("attempt", 0) + 1 if is_again else 1
+    # until `mark_training` a restart of this launch must not continue this run
+    inherited = launch_id if found.is_same_launch else ""
+    lock.write(launch_id=inherited, attempt=attempt, failures=failures, aside=aside)
+    partial = [*folder.glob(f"*{TEMPORARY}"), *folder.glob(f"samples/*{TEMPORARY}"), *checkpoints.glob(f"*{TEMPORARY}")]
+    for left_over in partial:
+        with suppress(OSError):  # NFS keeps the files that a process has open as .nfs*
+            shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
+    resume_from = str(path or "")
+    return lock, Claim(resume_from, False, moved, attempt, lock.token, launch_id, failures, notes, decision)
+
+
+def _lock(folder: Path, checkpoints: Path, host: str) -> RunLock:
+    """Create both folders and lock the run's. Raises UserError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        return RunLock(folder, host)
+    except OSError as error:
+        kind = StartError if may_pass(error) else UserError
+        raise kind(f"run_dir={folder}: cannot be written ({error.strerror}); give a writable folder") from None
+
+
+def is_below(path: str, folder: Path) -> bool:
+    return Path(path).resolve().is_relative_to(folder.resolve())
+
+
+def sees(folder: Path, token: str) -> bool:
+    """Whether the owner with this token is visible in the folder here, at once or after some seconds."""
+    ends = time.monotonic() + SECONDS_TO_SEE
+    while read_json(folder / NAME).get("token") != token:
+        if time.monotonic() > ends:
+            return False
+        time.sleep(0.1)
+    return True

@@ -1,0 +1,117 @@
+"""How an attempt starts: the ranks are compared, the folder is claimed, and all see it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from config import StartError, TrainingConfig, UserError
+from utils.distributed.collectives import broadcast_json, lowest_rank, on_all_ranks, on_rank_0
+from utils.distributed.context import DistributedContext
+from utils.files import may_pass
+from utils.logger import setup_logger
+from utils.redact import stored
+from utils.run import provenance
+from utils.run.apart import own_folder, share
+from utils.run.attempt import Attempt
+from utils.run.companions import Companions, plan_of
+from utils.run.ending import watched
+from utils.run.folder import Run
+from utils.run.owner import Claim, claim, sees
+from utils.signals import STOP, began_at
+from utils.table import format_table
+
+MAY_DIFFER = ("data_dir",)  # may be mounted elsewhere on another machine; the data itself is compared later
+MAX_KINDS = 6  # of ranks that differ, in a table
+
+
+@contextmanager
+def open_run(config: TrainingConfig, ctx: DistributedContext) -> Iterator[Attempt]:
+    """An attempt of the run in its folder. Until the block ends, stop signals become a flag, and all ranks are watched.
+
+    If the block fails, the cause is written to status.json and raised.
+
+    Raises:
+        UserError: if the run cannot be started or continued.
+    """
+    began = began_at()
+    with STOP, watched(config.run_folder, config, ctx) as ending:
+        check_alike(config, ctx)
+        run = claim_run(config, ctx)
+        ending.report_to(run)
+        if folder := ctx.launch.flight_recorder and Path(ctx.launch.flight_recorder).parent:
+            on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True), ctx)  # torch does not create it
+        logger = setup_logger(ctx.rank, None if run.claim.is_completed else run.log_file)
+        if run.claim.is_completed:
+            logger.info("%s: this run is already completed; to train longer, increase --epochs", run.folder)
+        yield Attempt(config, ctx, run, ending.clock, began, logger)
+    run.close()
+
+
+def check_alike(config: TrainingConfig, ctx: DistributedContext) -> None:
+    """Raise UserError on every rank, with a table of the differences, if code, settings or versions differ."""
+    settings = {name: str(value) for name, value in stored(config).items() if name not in MAY_DIFFER}
+    if config.reduction == "exact":
+        settings["CPU threads"] = str(torch.get_num_threads())
+    code = {name: digest[:8] for name, digest in provenance.code_digests().items()}
+    facts = settings | code | provenance.versions()
+    ranks: list[int] = []  # one of equal ranks, from rank 0
+    kinds: list[dict[str, str]] = []
+    while (rank := lowest_rank(facts not in kinds, ctx)) is not None and len(ranks) < MAX_KINDS:
+        ranks.append(rank)
+        kinds.append(broadcast_json(facts, ctx, rank))
+    if len(ranks) == 1:
+        return
+    names = sorted({name for each in kinds for name in each if len({one.get(name, "none") for one in kinds}) > 1})
+    rows = [[name, *(each.get(name, "none") for each in kinds)] for name in names]
+    head = ["", *(f"rank {rank} on {ctx.hosts[rank]}" for rank in ranks)]
+    text = "the ranks differ in code, settings or versions; give all nodes the same ones, then start again"
+    raise UserError(f"{text}\n{format_table([head, *rows])}", ranks[1], ctx.hosts[ranks[1]])
+
+
+def claim_run(config: TrainingConfig, ctx: DistributedContext) -> Run:
+    """The run in its folder. Rank 0 locks it and decides whether to continue the run in it. Raises UserError."""
+    claimed = on_rank_0(lambda: claim(config, ctx.host, ctx.launch.id, ctx.launch.may_restart), ctx)
+    lock, decided = claimed or (None, None)
+    decided = Claim(**broadcast_json(dataclasses.asdict(decided) if decided else None, ctx))
+    if config.mirror:
+        apart, own_lock = own_folder(config, decided, ctx)
+        decided, lock = dataclasses.replace(decided, apart=apart), lock or own_lock
+    companions = None
+    if lock and not decided.is_completed:
+        more = {"apart": decided.apart, "resume_from": decided.resume_from, "decision": decided.decision}
+        plan = plan_of(config, ctx.rank, ctx.host, decided.token, decided.launch_id, **more)
+        companions = Companions(config, plan, ctx)
+    run = Run(config.run_folder, config.checkpoint_folder, ctx.rank, ctx.hosts, decided, lock, companions)
+    try:
+        if run.resume_path and run.resume_path.parent == run.checkpoints:
+            share(run.resume_path, run, ctx)
+        if not decided.is_completed:
+            on_all_ranks(lambda: check_shared(run.folder, decided.token, ctx), ctx)
+    except BaseException:
+        run.end_companions()
+        raise
+    return run
+
+
+def check_shared(folder: Path, token: str, ctx: DistributedContext) -> None:
+    """Raises UserError if this rank does not see what rank 0 has just written to the run folder, or cannot write there.
+
+    token: of its owner.
+    """
+    if not sees(folder, token):
+        remedy = "put the run folder on storage that all nodes share, at the same path, or give --mirror"
+        text = f"{ctx.host} does not see what rank 0 on {ctx.hosts[0]} has written there"
+        raise UserError(f"run_dir={folder}: {text}; {remedy}")
+    mark = folder / f".rank{ctx.rank}"
+    try:
+        mark.touch()
+        mark.unlink()
+    except OSError as error:
+        kind = StartError if may_pass(error) else UserError
+        text = f"{ctx.host} cannot write there ({error.strerror}); make it writable on all nodes"
+        raise kind(f"run_dir={folder}: {text}") from None
