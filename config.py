@@ -5,7 +5,6 @@ Standard library only, so that `--help` and flag errors appear at once, before t
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
 import json
@@ -15,12 +14,13 @@ import re
 import shlex
 import string
 import sys
+import textwrap
 import tomllib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 DEFAULT_RUN_DIR = "runs/default"
 REDACTED = "[redacted]"  # in a stored command
@@ -31,16 +31,39 @@ DEFAULTS = {"sgd": {"lr": 0.1, "weight_decay": 5e-4}, "adamw": {"lr": 1e-3, "wei
 AUTO_AUGMENTS = ("none", "ra", "ta_wide", "augmix", "autoaugment")
 AMP_DTYPES = ("auto", "bf16", "fp16", "bf16_params", "fp16_params")
 SHARDINGS = ("none", "zero2", "zero3", "hybrid")
+RARE = """dataset_size cache drop_last record_samples compile activation_checkpointing beta2 nesterov schedule_steps
+min_lr warmup_steps ema_decay max_skipped_steps patience amp_dtype init_method timeout bucket_cap_mb
+comm_hook find_unused_parameters cpu_offload save_every_steps save_every_minutes keep_last keep_every
+on_checkpoint eval_every_steps eval_batch_size crop_scale crop_ratio auto_augment random_erase
+augment_repeats mixup_alpha cutmix_alpha freeze num_classes in_channels train_size resize_size interpolation
+channels_last label_smoothing norm_weight_decay sync_bn"""  # flags that only `--help all` shows
 PATHS = ("run_dir", "data_dir", "checkpoint_dir", "resume_from", "init_from")
-VARIABLE = re.compile(r"\$(\{\w+\}|[A-Za-z_]\w*)|^~[^/]*")  # in a path
 ELSEWHERE = Path(__file__).parent / "docs" / "coming-from.md"  # names of flags in other trainers
 OF_TORCHRUN = """nproc_per_node nnodes node_rank master_addr master_port max_restarts local_rank world_size gpus devices
-num_nodes dist_url"""
-EXAMPLES = """examples:
+num_nodes"""
+USAGE = """usage: torchrun --standalone --nproc-per-node=N train.py [flags]   (or: python train.py [flags])
+
+Flags may be written with _ or -. Flags override the --config file, which overrides the defaults.
+For several nodes, scripts/launch.sh takes these flags and more.
+
+general:
+  --help [all]                    show the flags that most runs use, or all flags, and exit
+  --config FILE                   read values from a TOML file or a run's config.json
+  --print_config                  print the resolved config as TOML and exit"""
+EXAMPLES = """
+examples:
   torchrun --standalone --nproc-per-node=2 train.py --epochs 5
   torchrun --standalone --nproc-per-node=8 train.py --run_dir runs/first --resume_from auto
   python train.py --config runs/default/config.json --eval_only"""
+GENERAL = ("help", "config", "print_config")  # flags that are no settings
+FLAG = re.compile(r"--?[^\W\d][\w.-]*(=|$)")  # a negative number is a value
 BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {  # of fields: how their text or value is read, and their name
+    "int": (lambda value: int(str(value)), "a whole number"),
+    "float": (lambda value: float(str(value)), "a number"),
+    "bool": (lambda value: BOOLEANS[str(value).lower()], "true or false"),
+    "str": (lambda value: "".join([value]), "text"),  # nothing else becomes text
+}
 
 
 class UserError(ValueError):
@@ -101,37 +124,41 @@ class one_of:  # used like the functions around it
         return "" if value in self.choices else f"is not known; choose {nearest(value, self.choices)}"
 
 
+def refuse(*rows: tuple[str, str]) -> Check:
+    """A check by patterns: the first that is found in the value says what is wrong."""
+    return lambda value: next((wrong for pattern, wrong in rows if re.search(pattern, value)), "")
+
+
+local_path = refuse(("://", "is not a path; mount the storage and give its path"))
+run_path = refuse(
+    ("://", "is not a path; give a local folder, and this URL with --mirror"),
+    (r"^\s*$", "is empty; give a folder, e.g. runs/NAME"),
+)
+mirror_url = refuse(
+    (r"^(?!\w+://[^/]|file:///[^/]|$)", "is not a URL; give e.g. s3://BUCKET/NAME, or the path with --run_dir"),
+    (r"\?|://[^/]*:[^/]*@", "has a key in it; give that in the environment or the provider's files"),
+)
+metric_name = refuse((r"^(?!(min:|max:)?[^:]*$)", "has an unknown prefix; write min:NAME or max:NAME"))
+rendezvous_url = refuse(
+    (r"^(?!(env|tcp|file)://|$)", "is not a rendezvous address; give env://, tcp://HOST:PORT or file:///SHARED/PATH")
+)
+
+
+def path_or_url(value: str) -> str:
+    return mirror_url(value) if "://" in value else ""
+
+
 def expand(path: str) -> str:
     """The path with `~` and $NAME replaced, unless it exists as it is or is a URL."""
     if "://" in path or (os.path.lexists(path) and not path.startswith("~")):
         return path
-    return os.path.expanduser(VARIABLE.sub(lambda found: os.path.expandvars(found[0]), path))
+    return os.path.expanduser(os.path.expandvars(path))
 
 
 def known_path(value: str) -> str:
-    unknown = None if os.path.lexists(value) else VARIABLE.search(value)
+    is_exact = "://" in value or os.path.lexists(value)
+    unknown = None if is_exact else re.search(r"\$(\{\w+\}|[A-Za-z_]\w*)|^~[^/]*", value)
     return f"{unknown[0]} is not known here; write the path in full" if unknown else ""
-
-
-def local_path(value: str) -> str:
-    return "is not a path; mount the storage and give its path" if "://" in value else known_path(value)
-
-
-def path_or_url(value: str) -> str:
-    return mirror_url(value) if "://" in value else known_path(value)
-
-
-def run_path(value: str) -> str:
-    if "://" in value:
-        return "is not a path; give a local folder, and this URL with --mirror"
-    return known_path(value) if value.strip() else "is empty; give a folder, e.g. runs/NAME"
-
-
-def mirror_url(value: str) -> str:
-    if value and not re.match(r"\w+://[^/]", value.replace("file:///", "file://")):
-        return "is not a URL; give e.g. s3://BUCKET/NAME, or the path with --run_dir"
-    has_key = "?" in value or re.search(r"://[^/]*:[^/]*@", value)
-    return "has a key in it; give that in the environment or the provider's files" if has_key else ""
 
 
 def command_line(value: str) -> str:
@@ -140,16 +167,6 @@ def command_line(value: str) -> str:
     except ValueError as error:
         return f"is not a valid command ({error}); fix its quotes"
     return ""
-
-
-def metric_name(value: str) -> str:
-    prefix, colon, _ = value.rpartition(":")
-    return "" if not colon or prefix in ("min", "max") else "has an unknown prefix; write min:NAME or max:NAME"
-
-
-def rendezvous_url(value: str) -> str:
-    known = not value or value.startswith(("env://", "tcp://", "file://"))
-    return "" if known else "is not a rendezvous address; give env://, tcp://HOST:PORT or file:///SHARED/PATH"
 
 
 def range_of(value: str) -> tuple[float, float]:
@@ -195,12 +212,60 @@ def help_of(field: dataclasses.Field) -> str:
     return field.metadata["help"] + (f": {{{','.join(check.choices)}}}" if isinstance(check, one_of) else "")
 
 
-def type_of(field: dataclasses.Field) -> tuple[type, bool]:
-    """The type of a field, and whether it may be "auto", which is not one of its values."""
-    name, _, rest = field.type.partition(" | ")
-    kind = {"int": int, "float": float, "bool": bool, "str": str}[name]
-    is_choice = kind is str and "auto" in getattr(field.metadata["check"], "choices", ["auto"])
-    return kind, rest == "str" or (field.default == "auto" and not is_choice)
+def may_be_auto(field: dataclasses.Field) -> bool:
+    """Whether the field may be "auto" and that stands for another value."""
+    is_choice = field.type == "str" and "auto" in getattr(field.metadata["check"], "choices", ["auto"])
+    return field.type.endswith("| str") or (field.default == "auto" and not is_choice)
+
+
+def unfilled(config: TrainingConfig) -> str:
+    """What is wrong with the names of fields in run_dir."""
+    try:
+        used = [name for _, name, _, _ in string.Formatter().parse(config.run_dir) if name is not None]
+        wrong = [f"{{{name}}} is not a field" for name in used if name not in vars(config)]
+        _ = wrong or config.run_folder  # raises if a field does not take its format, as {lr:d}
+    except Exception as error:  # of any kind: fields and formats call methods of the values
+        wrong = [f"cannot be filled in ({error})"]
+    return "".join(wrong[:1])
+
+
+def multiples(config: TrainingConfig) -> str:
+    """Those of batch_size around global_batch_size; empty if that is one."""
+    total, size = config.global_batch_size, config.batch_size
+    low = total - total % size
+    return " or ".join(str(fit) for fit in (low, low + size) if fit) if total % size else ""
+
+
+# What does not go together: a field, the field or condition that excludes it, what is wrong and what to do. A row
+# counts if the field and the other one differ from their defaults. {found} is what the condition returned.
+# fmt: off
+EITHER = "give only one of the two"
+CONFLICTS: list[tuple[str, str | Callable[[TrainingConfig], Any], str]] = [
+    ("global_batch_size", multiples, "is not a multiple of batch_size={batch_size}; give {found}"),
+    ("grad_accum_steps", "global_batch_size", f"is derived from global_batch_size; {EITHER}"),
+    ("overwrite", "resume_from", f"would move aside the run that resume_from continues; {EITHER}"),
+    ("init_from", lambda config: config.resume_from not in ("", "auto"),
+     f"a resumed run takes its weights from resume_from; {EITHER}"),
+    ("amp_dtype", "use_amp", "needs mixed precision; leave out amp_dtype or no_use_amp"),
+    ("comm_hook", "reduction", f"rounds gradients before they are summed; {EITHER}"),
+    ("compile", lambda config: config.compile == "reduce-overhead" and config.find_unused_parameters,
+     "keeps all gradients in place, and find_unused_parameters leaves some out; use --compile default"),
+    ("sharding", "check_every", f"does not work with check_every; {EITHER}"),
+    ("find_unused_parameters", "check_every", f"does not work with check_every; {EITHER}"),
+    ("compile", lambda config: config.compile == "reduce-overhead" and config.check_every,
+     f"does not work with check_every; {EITHER}"),
+    ("reduction", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),
+    ("comm_hook", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),
+    ("compile", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),
+    ("find_unused_parameters", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),
+    ("cpu_offload", lambda config: config.sharding == "none", "needs sharding; add --sharding zero3, or leave it out"),
+    ("amp_dtype", lambda config: config.amp_dtype.endswith("_params") and config.sharding == "none",
+     "needs sharding; add --sharding zero3, or leave it out"),
+    ("min_lr", lambda config: config.min_lr >= config.lr, "is not below lr={lr}; give a smaller one"),
+    ("warmup_steps", "warmup_epochs", f"there is warmup_epochs={{warmup_epochs}}; {EITHER}"),
+    ("run_dir", unfilled, "{found}; use e.g. {{model}} or {{lr}}"),
+]
+# fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,59 +409,18 @@ class TrainingConfig:
 
     def _conflicts(self) -> list[str]:
         """Problems with combinations of values."""
+        given = {name: value for name, value in vars(self).items() if value != getattr(type(self), name)}
         problems = []
-        total, size = self.global_batch_size, self.batch_size
-        if total % size:
-            fits = " or ".join(str(fit) for fit in (total - total % size, total - total % size + size) if fit)
-            problems.append(f"global_batch_size={total}: is not a multiple of batch_size={size}; give {fits}")
-        either = "give only one of the two"
-        if total and self.grad_accum_steps != 1:
-            problems.append(f"grad_accum_steps={self.grad_accum_steps}: is derived from global_batch_size; {either}")
-        if self.overwrite and self.resume_from:
-            problems.append(f"overwrite=True: would move aside the run that resume_from continues; {either}")
-        if self.init_from and self.resume_from and self.resume_from != "auto":
-            problems.append(f"init_from={self.init_from}: a resumed run takes its weights from resume_from; {either}")
-        if self.amp_dtype != "auto" and not self.use_amp:
-            problems.append(f"amp_dtype={self.amp_dtype}: needs mixed precision; leave out amp_dtype or no_use_amp")
-        if self.reduction == "exact" and self.comm_hook != "none":
-            problems.append(f"comm_hook={self.comm_hook}: rounds gradients before they are summed; {either}")
-        if self.find_unused_parameters and self.compile == "reduce-overhead":
-            why = "keeps all gradients in place, and find_unused_parameters leaves some out; use --compile default"
-            problems.append(f"compile=reduce-overhead: {why}")
-        if self.check_every:
-            unlike = {"sharding": "none", "find_unused_parameters": False}  # as far as the config shows
-            wrong = [name for name, value in unlike.items() if getattr(self, name) != value]
-            wrong += ["compile"] if self.compile == "reduce-overhead" else []
-            problems += [f"{name}={getattr(self, name)}: does not work with check_every; {either}" for name in wrong]
-        if self.sharding != "none":
-            other = {"reduction": "fast", "comm_hook": "none", "compile": "off", "find_unused_parameters": False}
-            problems += [
-                f"{name}={getattr(self, name)}: does not work with sharding={self.sharding}; {either}"
-                for name, value in other.items()
-                if getattr(self, name) != value
-            ]
-        elif self.cpu_offload or self.amp_dtype.endswith("_params"):
-            name = "cpu_offload" if self.cpu_offload else "amp_dtype"
-            problems.append(f"{name}={getattr(self, name)}: needs sharding; add --sharding zero3, or leave it out")
-        if self.min_lr >= self.lr:
-            problems.append(f"min_lr={self.min_lr}: is not below lr={self.lr}; give a smaller one")
-        if self.warmup_steps != "auto" and self.warmup_epochs != type(self).warmup_epochs:
-            problems.append(f"warmup_steps={self.warmup_steps}: there is warmup_epochs={self.warmup_epochs}; {either}")
-        names = [field.name for field in dataclasses.fields(self)]
-        try:
-            used = [name for _, name, _, _ in string.Formatter().parse(self.run_dir) if name is not None]
-            wrong = [f"{{{name}}} is not a field" for name in used if name not in names]
-            _ = wrong or self.run_folder  # raises if a field does not take its format, as {lr:d}
-        except Exception as error:  # of any kind: fields and formats call methods of the values
-            wrong = [f"cannot be filled in ({error})"]
-        if wrong:
-            problems.append(f"run_dir={self.run_dir}: {wrong[0]}; use e.g. {{model}} or {{lr}}")
+        for name, other, wrong in CONFLICTS:
+            found = name in given and (other(self) if callable(other) else other in given)
+            if found:
+                problems.append(f"{name}={given[name]}: " + wrong.format_map(vars(self) | {"found": found}))
         return problems
 
     @property
     def run_folder(self) -> Path:
         """run_dir with its field names filled in."""
-        return Path(self.run_dir.format_map(dataclasses.asdict(self)))
+        return Path(self.run_dir.format_map(vars(self)))
 
     @property
     def checkpoint_folder(self) -> Path:
@@ -416,12 +440,12 @@ class TrainingConfig:
     @property
     def limits(self) -> tuple[float, float]:
         """The epochs and optimizer steps after which the run ends; infinite if that limit is not set."""
-        return limits_of(dataclasses.asdict(self))
+        return limits_of(vars(self))
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, with run_dir and checkpoint_dir as paths; `from_args(["--config", ...])` reads it back."""
         paths = {"run_dir": str(self.run_folder), "checkpoint_dir": str(self.checkpoint_folder)}
-        return dataclasses.asdict(self) | paths
+        return vars(self) | paths
 
     def to_toml(self) -> str:
         lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in self.to_dict().items()]
@@ -433,17 +457,17 @@ class TrainingConfig:
 
         saved: values that replace the defaults.
         """
-        flags, unknown = _parser(cls).parse_known_args(argv)
-        given = vars(flags)
-        file, print_config = given.pop("config", ""), given.pop("print_config", False)
-        problems = [_unknown(word, cls) for word in unknown if word.startswith("-")]
-        stray = [word for word in unknown[:1] if not word.startswith("-")]
-        problems += [f"{word}: is not a flag; write --flag value" for word in stray]
+        given, problems = _read_flags(sys.argv[1:] if argv is None else argv, cls)
+        shown, file, print_config = (given.pop(name, "") for name in GENERAL)
+        if shown in ("true", "all"):
+            print(_help(cls, shown == "all"))
+            raise SystemExit(0)
+        problems += [f"help={shown}: is not known; give --help, or --help all"] * bool(shown)
         try:
             values = _read_file(file, cls) if file else {}
         except UserError as error:
             problems, values = [*problems, str(error)], {}
-        if given.get("eval_only"):
+        if BOOLEANS.get(given.get("eval_only", "").lower()):
             values.pop("init_from", None)  # the weights that the run of a config.json started from
         if REDACTED in str((values | given).get("on_checkpoint")):
             remedy = "give the command again, or better a script that holds the secret"
@@ -479,32 +503,47 @@ def fields_of_yours() -> list[dataclasses.Field]:
 
 def _convert(field: dataclasses.Field, value: Any) -> tuple[Any, str]:
     """The value converted to the field's type, and the problem with it ("" if none). Flags give text."""
-    (kind, may_be_auto), check = type_of(field), field.metadata["check"]
-    if may_be_auto and value == "auto":
+    kind, check = field.type.split()[0], field.metadata["check"]
+    if value == "auto" and may_be_auto(field):
         return value, ""
-    wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
-    wanted += " or auto" if may_be_auto else ""
-    wrong = f"is not {wanted}; give {wanted}"
+    read, name = KINDS[kind]
+    wanted = name + " or auto" * may_be_auto(field)
     try:
-        if kind is bool and isinstance(value, str):
-            value = BOOLEANS[value.lower()]
-        elif field.name in PATHS and isinstance(value, str):
-            value = expand(value)
-        elif isinstance(value, bool) and kind is not bool:
-            return value, wrong
-        elif kind in (int, float) and isinstance(value, str | int):
-            value = kind(value)
-        if not isinstance(value, kind) or (isinstance(value, float) and not math.isfinite(value)):
-            return value, wrong
-    except (ValueError, KeyError):
-        return value, wrong
-    return value, check(value) if check else ""
+        found = read(value)
+        is_valid = kind != "float" or math.isfinite(found)
+    except (ValueError, KeyError, TypeError):
+        is_valid = False
+    if not is_valid:
+        return value, f"is not {wanted}; give {wanted}"
+    if field.name in PATHS:
+        return expand(found), check(expand(found)) or known_path(expand(found))
+    return found, check(found) if check else ""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        print(f"{message}; see --help" if ";" not in message else message, file=sys.stderr, flush=True)
-        raise SystemExit(2)
+def _read_flags(words: Sequence[str], cls: type) -> tuple[dict[str, str], list[str]]:
+    """The text given with each flag, and the problems with the flags."""
+    kinds = {field.name: field.type for field in dataclasses.fields(cls)} | dict.fromkeys(GENERAL)
+    flags, given, problems = [[""]], dict[str, str](), list[str]()
+    for word in words:
+        if FLAG.match(word):
+            flags.append(word.split("=", 1))
+        else:
+            flags[-1].append(word)
+    for flag, *values in flags:
+        name = "help" if flag == "-h" else flag.removeprefix("--").replace("-", "_")
+        if name not in kinds and kinds.get(name.removeprefix("no_")) == "bool":
+            name, values = name.removeprefix("no_"), ["false", *values]
+        elif name == "print_config":
+            values = ["true", *values]
+        elif name == "help" or kinds.get(name) == "bool":
+            values = values or ["true"]
+        if name in kinds and values:
+            given[name], *values = values
+        elif flag:
+            missing = f"{flag}: expected one argument; see --help"
+            problems, values = [*problems, missing if name in kinds else _unknown(flag, cls)], []
+        problems += [f"{word}: is not a flag; write --flag value" for word in values[:1]]
+    return given, problems
 
 
 def _unknown(word: str, cls: type) -> str:
@@ -513,15 +552,13 @@ def _unknown(word: str, cls: type) -> str:
     if name in OF_TORCHRUN.split():
         return f"{word}: is not known; start the ranks with torchrun: torchrun --standalone --nproc-per-node=N train.py"
     names = [field.name for field in dataclasses.fields(cls)] + ["config", "print_config"] * bool(dashes)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-    if (here := _of_another_trainer(name, names)) is not None:
-        if not here:
-            return f'{word}: is not a flag of this fork; add a field to the block "yours" of config.py, or leave it out'
-        meant = re.match(r"`--(\w+)", here)
-        if not meant:
-            advice = re.sub(r"\[(.*?)\]\((.*?)\)", r"\1 (docs/\2)", here.replace("`", ""))
-            return f"{word}: is not a flag here; {advice}"
-        close = [meant[1]]
+    here = _of_another_trainer(name, names)
+    if here == "":
+        return f'{word}: is not a flag of this fork; add a field to the block "yours" of config.py, or leave it out'
+    close = re.findall(r"^`--(\w+)", here or "") or difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+    if here and not here.startswith("`--"):
+        advice = re.sub(r"\[(.*?)\]\((.*?)\)", r"\1 (docs/\2)", here.replace("`", ""))
+        return f"{word}: is not a flag here; {advice}"
     return f"{word}: is not known; " + (f"did you mean {dashes}{close[0]}?" if close else "see --help for all flags")
 
 
@@ -530,60 +567,26 @@ def _of_another_trainer(name: str, names: Collection[str]) -> str | None:
 
     names: of the flags here. What the page says about others is left out: a fork may have deleted its fields.
     """
-    try:
-        rows = [line.strip("|").split("|") for line in ELSEWHERE.read_text(encoding="utf-8").splitlines()]
-    except OSError:
-        return None
-    for there, here in (row for row in rows if len(row) == 2):
+    page = ELSEWHERE.read_text(encoding="utf-8") if ELSEWHERE.exists() else ""
+    for there, here in re.findall(r"^\|([^|]*)\|([^|]*)\|$", page, re.MULTILINE):
         if name in re.findall(r"`_+(\w+)`", there.replace("-", "_")):
             parts = here.strip().split("; ")
             return "; ".join(part for part in parts if {*re.findall(r"`--(?:no-)?(\w+)", part)} <= {*names})
     return None
 
 
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """One line per flag, in one spelling."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=120)
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        name = action.option_strings[0]
-        if action.const is True and action.nargs:
-            return f"--[no-]{name[2:]}"
-        return f"{name} {action.metavar}" if action.metavar else name
-
-
-def _parser(cls: type) -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="train.py",
-        usage="torchrun --standalone --nproc-per-node=N train.py [flags]   (or: python train.py [flags])",
-        description="Flags may be written with _ or -. Flags override the --config file, which overrides the "
-        "defaults.\nFor several nodes, scripts/launch.sh takes these flags and more.",
-        epilog=EXAMPLES,
-        allow_abbrev=False,
-        add_help=False,
-        argument_default=argparse.SUPPRESS,
-        formatter_class=_HelpFormatter,
-    )
-    general = parser.add_argument_group("general")
-    general.add_argument("--help", "-h", action="help", help="show this text and exit")
-    general.add_argument("--config", metavar="FILE", help="read values from a TOML file or a run's config.json")
-    text = "print the resolved config as TOML and exit"
-    general.add_argument("--print_config", "--print-config", action="store_true", help=text)
-    names = dict.fromkeys(field.metadata["group"] for field in dataclasses.fields(cls))
-    groups = {name: parser.add_argument_group(name) for name in names}
-    for field in dataclasses.fields(cls):
-        name, group = field.name, groups[field.metadata["group"]]
-        text = help_of(field) + ("" if field.default == "" else f" [{field.default}]")
-        text, spellings = text.replace("%", "%%"), [f"--{name}", f"--{name.replace('_', '-')}"]
-        if type_of(field)[0] is bool:
-            group.add_argument(*spellings, dest=name, nargs="?", const=True, metavar="BOOL", help=text)
-            negations = [f"--{no}{spelled[2:]}" for no in ("no-", "no_") for spelled in spellings]
-            group.add_argument(*negations, dest=name, action="store_false", help=argparse.SUPPRESS)
-        else:
-            group.add_argument(*spellings, dest=name, metavar=type_of(field)[0].__name__.upper(), help=text)
-    return parser
+def _help(cls: type, is_all: bool) -> str:
+    """Flags by group, with help and default; if not is_all, those that are common."""
+    lines, group, fields = [USAGE], "", dataclasses.fields(cls)
+    rare = [] if is_all else [field for field in fields if field.name in RARE.split()]
+    for field in (field for field in fields if field not in rare):
+        if field.metadata["group"] != group:
+            group = field.metadata["group"]
+            lines += ["", f"{group}:"]
+        kind, default = field.type.split()[0], "" if field.default == "" else f" [{field.default}]"
+        flag = f"--[no-]{field.name}" if kind == "bool" else f"--{field.name} {kind.upper()}"
+        lines += textwrap.wrap(f"  {flag:31} {help_of(field)}{default}", 120, subsequent_indent=" " * 34)
+    return "\n".join([*lines, EXAMPLES, *([f"\n--help all shows the other {len(rare)} flags."] if rare else [])])
 
 
 def _read_file(file: str, cls: type) -> dict[str, Any]:

@@ -56,7 +56,7 @@ MUTATIONS = [
     Mutation('kind_of', 'return HIDDEN if name.startswith(".") or name in OF_TOOLS else os.path.splitext(name)[1].lower()', 'return os.path.splitext(name)[1].lower()', 'splits'),
     Mutation('check_splits', 'if not val.exists():', 'if False:', 'splits'),
     Mutation('check_labels', 'shown = "".join(each for each in label if unicodedata.category(each) != "Cf")  # marks without width', 'shown = label', 'labels'),
-    Mutation('expand', 'return os.path.expanduser(VARIABLE.sub(lambda found: os.path.expandvars(found[0]), path))', 'return path', 'paths'),
+    Mutation('expand', 'return os.path.expanduser(os.path.expandvars(path))', 'return path', 'paths'),
     Mutation('MetricTracker.add', 'self.values[:size].add_(torch.where(is_added, other.values[:size], self._zero))', 'self.values[:size].add_(other.values[:size])', 'no-silence'),
     Mutation('Interval.finish_read', 'sums.sum_of("skipped_steps").add_(len(norms) - len(finite))', 'pass', 'no-silence'),
     Mutation('BufferCheck.compare', 'mine = {name: [*each.shape, fingerprint_of("buffers", [each])] for name, each in buffers}', 'mine = {name: [*each.shape] for name, each in buffers}', 'other-buffers'),

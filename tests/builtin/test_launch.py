@@ -23,12 +23,14 @@ for process in $(cat "/proc/$agent/task/$agent/children"); do [ "$process" = "$r
 """  # a command for --on_checkpoint, which a program beside rank 0 runs; it acts only the first time
 
 
-def test_help_covers_the_script_and_train_py():
-    ended = launch([SCRIPT, "--help"], env={"PATH": PATH})
+@pytest.mark.parametrize("words", ["--help", "-h", "--hosts a --help all", "--help=all"])
+def test_help_covers_the_script_and_train_py(words):
+    ended = launch([SCRIPT, *words.split()], env={"PATH": PATH})
     assert (
         ended.code == 0
         and "NPROC_PER_NODE" in ended.out
         and "--grad_accum_steps" in ended.out
+        and ("--beta2" in ended.out) == ("all" in words)
         and "set -euo" not in ended.out
     )
 

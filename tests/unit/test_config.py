@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 
-from config import TrainingConfig, UserError, yours
+from config import CONFLICTS, RARE, TrainingConfig, UserError, yours
 
 PUBLISHED = (
     "batch_size num_workers epochs lr momentum weight_decay backend use_amp"
@@ -74,6 +74,16 @@ def test_flags_with_underscores_dashes_and_negations():
         ("--find_unused_parameters --compile reduce-overhead", "compile=reduce-overhead: keeps all gradients in place"),
         ("--sharding zero2 --comm_hook bf16", "comm_hook=bf16: does not work with sharding=zero2; give only one"),
         ("--sharding hybrid --compile default", "compile=default: does not work with sharding=hybrid; give only one"),
+        (
+            "--init_from a --resume_from b",
+            "init_from=a: a resumed run takes its weights from resume_from; give only one",
+        ),
+        ("--check_every 5 --sharding zero3", "sharding=zero3: does not work with check_every; give only one"),
+        (
+            "--check_every 5 --find_unused_parameters",
+            "find_unused_parameters=True: does not work with check_every; give only one",
+        ),
+        ("--check_every 5 --compile reduce-overhead", "compile=reduce-overhead: does not work with check_every; give"),
         ("--cpu_offload", "cpu_offload=True: needs sharding; add --sharding zero3, or leave it out"),
         ("--amp_dtype bf16_params", "amp_dtype=bf16_params: needs sharding; add --sharding zero3, or leave it out"),
         ("--btach_size 3", "--btach_size: is not known; did you mean --batch_size?"),
@@ -145,6 +155,38 @@ def test_a_run_dir_takes_every_format_of_python(run_dir, expected):
     assert of(f"--run_dir=runs/{run_dir}").run_folder.name == expected
 
 
+@pytest.mark.parametrize("row", CONFLICTS, ids=lambda row: row[0])
+def test_a_row_of_the_conflicts_names_fields_and_ends_with_a_fix(row):
+    name, other, wrong = row
+    names = {field.name for field in dataclasses.fields(TrainingConfig)}
+    assert {name, *([] if callable(other) else [other])} <= names
+    assert "; " in wrong.format_map(vars(TrainingConfig()) | {"found": "x"})
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--init_from a --resume_from auto",
+        "--sharding zero3 --cpu_offload --amp_dtype bf16_params",
+        "--check_every 5 --compile default",
+        "--find_unused_parameters --compile default",
+        "--sharding none --reduction exact",
+        "--global_batch_size 128 --grad_accum_steps 1",
+        "--warmup_steps 5 --warmup_epochs 0.5",
+        "--lr 0.01 --min_lr 0.009",
+    ],
+)
+def test_values_beside_a_conflict_are_accepted(flags):
+    assert of(flags)
+
+
+def test_conflicts_are_listed_together(capsys):
+    lines = rejection(
+        capsys, *"--cpu_offload --amp_dtype bf16_params --overwrite --resume_from auto".split()
+    ).splitlines()
+    assert [line.split("=")[0] for line in lines] == ["overwrite", "cpu_offload", "amp_dtype"]
+
+
 @pytest.mark.guarantee("config")
 def test_all_problems_are_listed_together(capsys):
     lines = rejection(capsys, *"--epochs 0 --lr x --nonsense --seed -1".split()).splitlines()
@@ -157,6 +199,28 @@ def test_the_constructor_checks_values_like_the_flags():
     names = [line.split(":")[0] for line in str(error.value).splitlines()]
     assert names == ["num_workers=True", "epochs=2.5", "use_amp=maybe"]
     assert TrainingConfig(batch_size="4").batch_size == 4
+
+
+NUMBER, WHOLE, TEXT = (
+    "is not a number; give a number",
+    "is not a whole number; give a whole number",
+    "is not text; give text",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wrong"),
+    [
+        *(("beta2", value, NUMBER) for value in (True, math.inf, -math.inf, math.nan, "inf", "1e400", None, [0.5], "")),
+        *(("batch_size", value, WHOLE) for value in (True, 2.0, "2.0", math.inf, None, [2], {}, "9" * 5000)),
+        *(("data_dir", value, TEXT) for value in (3, True, None, ["a"], {"a": 1}, b"a")),
+        *(("use_amp", value, "is not true or false; give true or false") for value in (2, 1.0, None, [True], "")),
+    ],
+)
+def test_a_value_of_another_type_is_rejected(name, value, wrong):
+    with pytest.raises(UserError) as error:
+        TrainingConfig(**{name: value})
+    assert str(error.value) == f"{name}={value}: {wrong}"
 
 
 @pytest.mark.guarantee("config")
@@ -206,13 +270,29 @@ def test_config_json_of_a_run_restores_its_settings_but_not_its_folders_or_start
     assert (config.on_checkpoint, str(config.checkpoint_folder)) == ("", "runs/b/checkpoints")
 
 
-def test_help_shows_each_flag_once_with_its_default_in_lines_of_120_columns(capsys):
-    with pytest.raises(SystemExit):
-        TrainingConfig.from_args(["--help"])
-    text = capsys.readouterr().out
+@pytest.mark.parametrize(("flags", "kept"), [("", "w.pt"), ("--eval_only no", "w.pt"), ("--eval_only", "")])
+def test_an_evaluation_of_a_run_leaves_out_the_weights_that_it_started_from(tmp_path, flags, kept):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(TrainingConfig(init_from="w.pt").to_dict()))
+    assert of(f"--config {file} {flags}").init_from == kept
+
+
+def help_text(capsys, *words):
+    with pytest.raises(SystemExit) as ended:
+        TrainingConfig.from_args(words)
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def flags_of(text):
+    return [entry.split()[0] for entry in re.split(r"\n  --(?:\[no-])?", text)[1:]]
+
+
+def test_help_all_shows_each_flag_once_with_its_default_in_lines_of_120_columns(capsys):
+    text = help_text(capsys, "--help", "all")
     assert len(text.splitlines()) <= 120 and max(map(len, text.splitlines())) <= 120
     entries, fields = re.split(r"\n  --(?:\[no-])?", text)[1:], dataclasses.fields(TrainingConfig)
-    assert [entry.split()[0] for entry in entries] == ["help", "config", "print_config", *(f.name for f in fields)]
+    assert flags_of(text) == ["help", "config", "print_config", *(f.name for f in fields)]
     for entry, field in zip(entries[3:], fields, strict=True):
         assert field.default == "" or f"[{field.default}]" in entry
     assert "{sgd,adamw} [sgd]" in text
@@ -220,6 +300,56 @@ def test_help_shows_each_flag_once_with_its_default_in_lines_of_120_columns(caps
     assert len(examples) == 3
     for words in examples[:2]:  # the third reads the config of a run
         TrainingConfig.from_args(words.split())
+
+
+def test_help_shows_the_common_flags_and_how_many_are_left(capsys):
+    fields = dataclasses.fields(TrainingConfig)
+    common = [field.name for field in fields if field.name not in RARE.split()]
+    text = help_text(capsys, "--help")
+    assert flags_of(text) == ["help", "config", "print_config", *common] and {*PUBLISHED} <= {*common}
+    assert text.splitlines()[-1] == f"--help all shows the other {len(fields) - len(common)} flags."
+    assert "all shows" not in help_text(capsys, "--help", "all")
+
+
+@pytest.mark.parametrize(
+    "words", ["-h", "--epochs x --help", "--help --lr 0.1", "--nonsense 3 -h", "stray --help", "--lr -h"]
+)
+def test_help_is_shown_wherever_it_is_asked_for(capsys, words):
+    assert help_text(capsys, *words.split()) == help_text(capsys, "--help")
+
+
+@pytest.mark.parametrize("words", ["-h all", "--help=all", "--lr 0 --help all"])
+def test_all_flags_are_shown_by_each_spelling(capsys, words):
+    assert help_text(capsys, *words.split()) == help_text(capsys, "--help", "all")
+
+
+@pytest.mark.parametrize("words", ["--help nonsense", "-h nonsense", "--help=nonsense"])
+def test_another_word_after_help_is_refused(capsys, words):
+    assert rejection(capsys, *words.split()) == "help=nonsense: is not known; give --help, or --help all"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--lr --epochs 0", ["--lr: expected one argument", "epochs=0: is below 1"]),
+        ("--data-dir", ["--data-dir: expected one argument"]),
+        ("a b --lr 1 c d --nonsense 3 -x 4", ["a: is not a", "c: is not a", "--nonsense: is not known", "-x: is not"]),
+        ("--use_amp no off", ["off: is not a flag; write --flag value"]),
+        ("--no-use_amp=off", ["off: is not a flag; write --flag value"]),
+        ("--no-lr 1", ["--no-lr: is not known"]),
+        ("--no_print_config", ["--no_print_config: is not known"]),
+        ("--print_config off", ["off: is not a flag; write --flag value"]),
+        ("--epoch 3 --batch 4", ["--epoch: is not known; did you mean --epochs?", "--batch: is not known;"]),
+    ],
+)
+def test_words_that_are_no_flags_or_values_are_listed(capsys, words, expected):
+    lines = rejection(capsys, *words.split()).splitlines()
+    assert len(lines) == len(expected) and all(map(str.startswith, lines, expected)), lines
+
+
+@pytest.mark.parametrize("value", ["-1", "-0.5", "-1e-3", "-.5"])
+def test_a_negative_number_is_the_value_of_the_flag_before_it(capsys, value):
+    assert rejection(capsys, "--min_lr", value) == f"min_lr={float(value)}: is below 0; give 0 or more"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset
 
-from config import TrainingConfig, UserError, fields_of_yours, type_of
+from config import TrainingConfig, UserError, fields_of_yours, may_be_auto
 from utils.data.sampler import MapDataset
 from utils.data.sketches import are_alike, sketches
 from utils.distributed.collectives import broadcast_json, on_all_ranks, once_per_file_system, read_once, require_equal
@@ -84,7 +84,7 @@ def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext
 
 def with_auto(config: TrainingConfig, dataset: MapDataset) -> TrainingConfig:
     """Replace "auto" in fields of the model and data by the training set's attributes of the same names."""
-    names = [field.name for field in fields_of_yours() if getattr(config, field.name) == "auto" and type_of(field)[1]]
+    names = [field.name for field in fields_of_yours() if getattr(config, field.name) == "auto" and may_be_auto(field)]
     return dataclasses.replace(config, **{name: getattr(dataset, name) for name in names if hasattr(dataset, name)})
 
 

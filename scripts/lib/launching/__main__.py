@@ -21,9 +21,9 @@ from scripts.lib.processes import start
 
 
 def main(argv: Sequence[str], env: dict[str, str]) -> int:
-    if {"--help", "-h"} & {*argv}:
+    if any(word.partition("=")[0] in ("--help", "-h") for word in argv):
         print(make_parser({}).format_help(), flush=True)
-        os.execv(sys.executable, [sys.executable, "train.py", "--help"])
+        os.execv(sys.executable, [sys.executable, "train.py", *argv])
     try:
         return launch(argv, env)
     except UserError as error:
