@@ -38,7 +38,7 @@ from utils.rng import seed_device
 from utils.run.attempt import Attempt
 from utils.run.checkpoints import Checkpoints
 from utils.run.create import create_state
-from utils.run.ending import PREEMPTED, failure_of_data, for_torchrun, leave_after
+from utils.run.ending import PREEMPTED, for_torchrun, leave_after, take_back_failed_steps
 from utils.run.evaluate_only import evaluate_only
 from utils.run.provenance import provenance_of
 from utils.run.resume import resume_run
@@ -69,7 +69,7 @@ def train(
 
     Args:
         data: has the functions of dataset.py.
-        after_epoch: called on all ranks after the last step of each epoch and of the run.
+        after_epoch: called on all ranks after the last step of each epoch and of the run, again by a resume from there.
 
     Returns:
         The content of summary.json (only `state` if the run was already completed); with `eval_only`, of eval-*.json.
@@ -181,7 +181,7 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
     except Stopped:
         checkpoints.finish_copy()  # before the state may be taken back
         training.reporter.catch_up()
-        failure = failure_of_data((training.loader, *training.held_out.values()), training.state, attempt)
+        failure = take_back_failed_steps((training.loader, *training.held_out.values()), training.state, attempt)
         ending = "preempted"
         checkpoints.save_and_finish()  # saves nothing after the last step, which is saved before the test
         if failure:
@@ -224,7 +224,7 @@ def train_one_epoch(training: Training) -> None:
             checkpoints.buffers.compare(progress.step, once=True)  # between ranks; a save compares them again
         # the vote of an earlier step, whether to save; it raises Stopped if a rank was asked to stop
         if consensus.step() or is_every(config.save_every_steps, progress.step):
-            consensus.flush()  # an earlier vote must not count after a save
+            consensus.flush()  # an earlier vote must not count after a save; nor is a step without data saved
             checkpoints.save()
     leave_steps(training)
 
@@ -257,7 +257,7 @@ def compute_gradient(training: Training, stream: Iterable[MicroBatch]) -> tuple[
 def leave_steps(training: Training) -> None:
     """For an evaluation, before which workers keep the batches that they have fetched, or for the end of an epoch."""
     training.attempt.clock.leave_steps()
-    training.consensus.flush()  # an earlier vote must not count after it
+    training.consensus.flush()  # as before a save
     training.reporter.catch_up()
 
 

@@ -42,7 +42,7 @@ class Mutation:
 # fmt: off
 MUTATIONS = [
     Mutation('TrainState.spoil', 'return {**metrics, "loss": (math.nan * total, *rest)}', 'return metrics', 'bad-sample'),
-    Mutation('failure_of_data', 'state.take_back(at)', 'pass', 'bad-sample'),
+    Mutation('take_back_failed_steps', 'state.take_back(at)', 'pass', 'bad-sample'),
     Mutation('Interval.take_back', 'self.values.copy_(self._read_values)', 'pass', 'bad-sample'),
     Mutation('compare_evaluated', 'line, is_other = compare_data(before[split], here[split], {}, is_same, split)', 'line, is_other = "", False', 'must-match'),
     Mutation('best_name', 'return step_path(folder, outline(best)[0], best.is_dir()).name', 'return ""', 'keep-last'),
@@ -175,7 +175,7 @@ MUTATIONS = [
     Mutation('TrainState.update_if_finite', 'self.average.update(1 - skipped)', 'self.average.update(torch.ones_like(skipped))', 'not-finite'),
     Mutation('prepare', 'fill_momenta(optimizer)', 'pass', 'not-finite'),
     Mutation('Consensus.flush', 'self._start(every=1)', 'pass', 'bad-sample'),
-    Mutation('train_one_epoch', 'consensus.flush()  # an earlier vote must not count after a save', 'pass', 'stop'),
+    Mutation('train_one_epoch', 'consensus.flush()  # an earlier vote must not count after a save; nor is a step without data saved', 'pass', 'stop'),
     Mutation('ignore_in_worker', 'signal.signal(number, signal.SIG_IGN)', 'signal.signal(number, signal.SIG_DFL)', 'stop'),
     Mutation('StopSignals._keep', 'self._received, self.came_at = signal.Signals(number).name, time.monotonic()', 'pass', 'stop'),
     Mutation('cleanup_distributed', 'dist.barrier()', 'pass', 'clean-exit'),

@@ -22,7 +22,7 @@ from utils.files import may_pass, replace_file, retried
 if TYPE_CHECKING:
     from torch import Tensor
 else:
-    Tensor = None
+    Tensor = None  # a test puts another class of tensors here
 
 KEYS = ("model", "ema", "optimizer", "scaler", "progress", "config", "provenance")
 STEP_NAME = re.compile(r"step_(\d{8,})(\.pt)?")  # without .pt: the folder of a sharded run (shards.py)
@@ -165,7 +165,8 @@ def _read_digests(path: Path, is_hashed: bool) -> tuple[Trailer | None, str]:
     """The trailer, and the checksum of what is before it, if that is wanted."""
     digest = hashlib.sha256()
     with open_file(path) as file:
-        trailer, size = read_trailer(file), file.tell() - DIGEST_BYTES
+        trailer = read_trailer(file)  # which is at the end of the file
+        size = file.tell() - DIGEST_BYTES
         file.seek(0)
         while is_hashed and trailer and size > 0 and (block := file.read(min(size, BLOCK_BYTES))):
             digest.update(block)

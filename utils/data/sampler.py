@@ -2,8 +2,8 @@
 
 The order is cut into micro-batches of `batch_size` consecutive entries; `micro_batches_per_step` consecutive
 micro-batches form a global batch, that is one optimizer step. Micro-batch m of a global batch goes to rank
-m % world_size, or, for exact sums, each rank gets a run of consecutive ones. The number of ranks decides only which
-rank computes a micro-batch, never what is in it.
+m % world_size, or, for exact sums, each rank gets a run of consecutive ones. Given `micro_batches_per_step`, which
+--global_batch_size fixes, ranks decide only who computes a micro-batch, never what is in it.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class GlobalBatchSampler(DistributedSampler):
                 order = torch.as_tensor(self.dataset.epoch_order(self.seed, epoch, n), dtype=torch.int64)
                 if len(order) != n or (n and not 0 <= order.min() <= order.max() < n * copies):
                     problem = f"epoch_order: returned {len(order)} indices for {n} samples"
-                    raise UserError(f"{problem}; return n indices from 0 to n - 1")
+                    raise UserError(f"{problem}; return n indices from 0 to {n * copies - 1}")
                 left_out = n - int(torch.zeros(n, dtype=torch.bool).index_fill_(0, order % n, True).sum())
                 if left_out and not getattr(self.dataset, "with_replacement", False):
                     raise UserError(

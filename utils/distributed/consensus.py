@@ -59,7 +59,7 @@ class Consensus:
         return is_save_due
 
     def flush(self) -> None:
-        """Vote and wait for the decision. An earlier vote does not count after a save or an evaluation."""
+        """Drop the vote under way, vote again and wait, for a stop only: a save that is due stays due."""
         self._read()
         self._start(every=1)
         self._read()

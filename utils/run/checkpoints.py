@@ -58,7 +58,8 @@ class Checkpoints:
         self._writer = Writer(self._write, lambda: self._layout.is_waiting, limits, whose, run.resume_path)
         is_own = run.resume_path and run.resume_path.resolve().parent == run.checkpoints.resolve()
         self._saved_step = state.progress.step if is_own else -1
-        self._is_linked: bool | None = None  # a new best, by best.pt; None: there is none, or all ranks know
+        # whether best.pt links to a new best; None: there is none, or all ranks know. They set and clear it together
+        self._is_linked: bool | None = None
         self._is_owed = False  # a save was due while another one was written
         self.buffers = BufferCheck(run, state.model, ctx)
         self._begun_at = time.monotonic()  # start of the last save
@@ -166,10 +167,10 @@ class Checkpoints:
         self._copier.close()
         self._writer.close()
 
-    # ---- where a rank writes ----
+    # ---- the write in progress ----
 
     def is_due(self) -> bool:
-        """Whether a timed, postponed or failed save can start now. Also looks at the write in progress."""
+        """Whether a timed or postponed save can start now. Also looks at the write in progress."""
         if not self._writes:
             return False
         self._look()

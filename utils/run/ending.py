@@ -69,7 +69,9 @@ def cause_of(
     return known or (watchdog.find_lost() if is_of_a_peer(error) else None) or error
 
 
-def failure_of_data(loaders: Iterable[GlobalBatchLoader], state: TrainState, attempt: Attempt) -> Exception | None:
+def take_back_failed_steps(
+    loaders: Iterable[GlobalBatchLoader], state: TrainState, attempt: Attempt
+) -> Exception | None:
     """The error with which the run ends if a rank could not fetch its samples: that of the first one. The state is then
     that before its step. Collective."""
     ctx, progress = attempt.ctx, state.progress

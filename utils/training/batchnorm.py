@@ -1,4 +1,4 @@
-"""BatchNorm's running statistics, updated once per optimizer step with the mean over the whole global batch.
+"""BatchNorm's running statistics, updated once per optimizer step with the mean of those of its micro-batches.
 
 nn.BatchNorm updates them with every micro-batch of its own rank, so that they depend on ranks x accumulation and
 differ between ranks. Here each micro-batch only leaves its own statistics (momentum 1) in the layers' buffers, which
@@ -57,7 +57,7 @@ class RunningStats:
             self._sum = place
 
     def begin_epoch(self) -> None:
-        """Record which layers are in training mode: the others (a frozen trunk) keep their statistics bit for bit."""
+        """Call after model.train(): layers that do not train (a frozen trunk) keep their statistics bit for bit."""
         trains = [layer.training for layer in self._layers]
         if trains != self._in_training:  # else a copy to the device would wait for it in each epoch
             self._in_training, sizes = trains, [2 * layer.num_features for layer in self._layers]
@@ -85,16 +85,11 @@ class RunningStats:
             self._committed_counts.addcmul_(self._trains, is_finite)
             self.discard()
 
-    def restore(self) -> None:
-        """Call between two micro-batches, after the backward pass: a layer that the next one leaves out must add the
-        committed statistics, not those of the micro-batch before."""
+    def discard(self) -> None:
+        """Drop what a pass has left in the layers' buffers: after each backward pass, since a layer that the next
+        micro-batch leaves out would add the statistics of this one."""
         if self.exist:
             self._latest.copy_(self._committed)
-
-    def discard(self) -> None:
-        """Drop what the passes since the last step left in the layers' buffers."""
-        self.restore()
-        if self.exist:
             self._latest_counts.copy_(self._committed_counts)
 
     def reload(self) -> None:

@@ -138,7 +138,7 @@ def compile_all_sizes(
     """Compile the model in passes with every batch size of the run. Raises UserError if torch compiles nothing.
 
     Two passes each: CUDA graphs are recorded in the second. The passes before were not compiled, so the gradients are
-    in memory of DDP or their own, where `TrainState.drop_gradients` leaves them, and not in the memory of a graph.
+    in memory of DDP or their own, where `Updater.drop_gradients` leaves them, and not in the memory of a graph.
     """
     import torch._dynamo  # takes seconds
 

@@ -79,6 +79,7 @@ class TrainState:
         if self._seams.terms:
             metrics = self._seams.terms.divided(metrics, number=0)
         self.sums.lay_out(metrics)
+        # after the metrics, which `commit` adds as the first ones
         self.interval.lay_out(metrics | {"grad_norm": (0.0, 0), "skipped_steps": (0.0, 0)})
         self._first_count = float(metrics["loss"][1])
 
@@ -88,7 +89,7 @@ class TrainState:
         if progress.loss_shift < 0:
             count = max(1.0, self._first_count) * sampler.micro_batches_per_step
             progress.loss_shift = round(math.log2(count))
-        # a power of two changes no bit of the gradients
+        # the shift changes no bit of the gradients; `divisor` is 1 for exact sums
         self._loss_scale.fill_(self.sharing.divisor * 2.0**-progress.loss_shift)
         self.schedule.plan(sampler)
 
@@ -136,7 +137,7 @@ class TrainState:
         Padding has a gradient of 0.
         """
         self.scaler.scale(loss).backward(self.updater.zero if is_padding else self._loss_scale)
-        self.sums.running_stats.restore()
+        self.sums.running_stats.discard()
 
     def update_if_finite(self, samples: int) -> None:
         """Divide, clip, step, average. If the loss or the gradient is not finite, all of this is skipped on the device.
@@ -189,8 +190,8 @@ class TrainState:
         self.progress.samples_seen += samples
 
     def read_skips(self) -> list[SkippedStep]:
-        """Count and return the steps that were skipped since the last read, the same on all ranks. Waits for the
-        device, and adds the norms of the gradients to `interval`."""
+        """Count and return the steps that were skipped since the last read, the same on all ranks. Call it before
+        `state_dict`. Waits for the device, and adds the norms of the gradients to `interval`."""
         _, skipped, _ = self.interval.finish_read(self.interval.begin_read(), self.progress)
         self.interval.keep_norms()
         return skipped
