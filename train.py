@@ -125,10 +125,10 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     model = wrap_ddp(state.model, config, ctx)
     # before resume_run: the model's buffers, which these passes may change, are then those of the checkpoint
     best = first_passes(model, state, loader, loaders, seams, config, ctx)
-    origin = provenance_of(config, ctx, state, sampler) | sets.content
-    differences = resume_run(attempt, state, sampler, origin, sets.listing, has_test="test" in held_out)
-    reporter = Reporter(attempt, state, loader, origin, seams.log_images)
-    checkpoints = Checkpoints(attempt, state, origin, reporter.before_save)
+    provenance = provenance_of(config, ctx, state, sampler) | sets.content
+    differences = resume_run(attempt, state, sampler, provenance, sets.listing, has_test="test" in held_out)
+    reporter = Reporter(attempt, state, loader, provenance, seams.log_images)
+    checkpoints = Checkpoints(attempt, state, provenance, reporter.before_save)
     cross_check = CrossCheck(state, loader, config, ctx, run.event, run.warn, checkpoints.save_and_finish)
     reporter.start(loaders, differences)  # training begins
     every = {"train": loader, **loaders}
@@ -224,7 +224,7 @@ def train_one_epoch(training: Training) -> None:
             checkpoints.buffers.compare(progress.step, once=True)  # between ranks; a save compares them again
         # the vote of an earlier step, whether to save; it raises Stopped if a rank was asked to stop
         if consensus.step() or is_every(config.save_every_steps, progress.step):
-            consensus.flush()  # an earlier vote must not count after a save; nor is a step without data saved
+            consensus.flush()  # an earlier vote must not count after a save
             checkpoints.save()
     leave_steps(training)
 
@@ -257,7 +257,7 @@ def compute_gradient(training: Training, stream: Iterable[MicroBatch]) -> tuple[
 def leave_steps(training: Training) -> None:
     """For an evaluation, before which workers keep the batches that they have fetched, or for the end of an epoch."""
     training.attempt.clock.leave_steps()
-    training.consensus.flush()  # as before a save
+    training.consensus.flush()  # an earlier vote must not count after it; nor may a step without data be behind it
     training.reporter.catch_up()
 
 

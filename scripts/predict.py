@@ -84,7 +84,7 @@ def run(options: argparse.Namespace, config: TrainingConfig, out: Path, ctx: Dis
     dataset = on_all_ranks(lambda: choose(data, options.split), ctx)
     seams = Seams.of(fork)
     state = on_all_ranks(lambda: train.create_state(seams, sets.config, ctx, is_resumed=True), ctx)
-    payload = load_checkpoint(options.checkpoint, ctx, state.layouts())
+    payload = load_checkpoint(options.checkpoint, ctx, state.sharded())
     on_all_ranks(lambda: check(options, payload, out), ctx)
     for line in on_all_ranks(lambda: compare_evaluated(payload, sets.config, options.split, sets), ctx):
         logger.log(ALIKE, "changed: %s", line)

@@ -15,7 +15,7 @@ from utils.checkpoint.layouts import FileLayout
 from utils.checkpoint.writer import Writer
 from utils.report.reporter import Reporter
 from utils.run.checkpoints import Checkpoints
-from utils.run.folder import Run
+from utils.run.folder import RunFolder
 
 # 8 steps of two ranks, evaluated after each second one
 FLAGS = "--dataset_size 64 --epochs 1 --eval_every_steps 2 --num_workers 0 --lr 0.01 --keep_last 2".split()
@@ -25,7 +25,7 @@ BEST = {2: 4.0, 4: 3.0, 6: 5.0, 8: 2.0}  # the loss that each evaluation reports
 def train_on_a_slow_disk(words, fails_at):
     """No write ends before the next step is made. Returns the saved steps for which training waited."""
     steps, waited = [0], []
-    plain_write, plain_done, plain_link = FileLayout.write, Reporter.step_done, Run.link_best
+    plain_write, plain_done, plain_link = FileLayout.write, Reporter.step_done, RunFolder.link_best
 
     def write(self, path, payload, *rest):
         step, ends = payload["progress"]["step"], time.monotonic() + 10
@@ -51,7 +51,7 @@ def train_on_a_slow_disk(words, fails_at):
     with (
         mock.patch.object(FileLayout, "write", write),
         mock.patch.object(Reporter, "step_done", done),
-        mock.patch.object(Run, "link_best", link),
+        mock.patch.object(RunFolder, "link_best", link),
         mock.patch("utils.training.evaluation.Evaluation.records", losses),
     ):
         train_flags([*words, "--best_metric", "loss"])

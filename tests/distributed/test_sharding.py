@@ -201,7 +201,7 @@ def watch_the_memory(words):
 
     def create_state(*args, **options):
         state = plain_state(*args, **options)
-        found.update({name: (p.to_local().numel(), p.numel()) for name, p in state.layouts().items()})
+        found.update({name: (p.to_local().numel(), p.numel()) for name, p in state.sharded().items()})
         return state
 
     watched = mock.patch.dict(TASKS["blocks"], {"create_model": create_model})

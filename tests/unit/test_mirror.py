@@ -22,7 +22,7 @@ from utils.checkpoint import format as checkpoint
 from utils.programs import OTHER_OWNER
 from utils.run import owner as claim_module
 from utils.run.companions import plan_of
-from utils.run.folder import Run
+from utils.run.folder import RunFolder
 from utils.run.owner import claim
 
 WHERE = ["memory", "file"]
@@ -62,7 +62,7 @@ class Attempt:
     def __init__(self, url, folder, launch_id="", **flags):
         self.config = TrainingConfig(run_dir=str(folder), mirror=url, keep_last=2, **{"resume_from": "auto"} | flags)
         lock, self.start = claim(self.config, "here", launch_id, False)
-        self.run = Run(Path(folder), self.config.checkpoint_folder, 0, ("here",), self.start, lock, mock.Mock())
+        self.run = RunFolder(Path(folder), self.config.checkpoint_folder, 0, ("here",), self.start, lock, mock.Mock())
         self.run.begin()
         self.run.mark_training()
         self.uploads = Uploads(self.plan(launch_id))
@@ -308,7 +308,7 @@ def test_a_start_that_is_rejected_leaves_no_copy_of_its_mirror(url, tmp_path, ki
     first.end()
     config = TrainingConfig(run_dir=str(tmp_path / "b"), mirror=url, resume_from="auto")
     lock, start = claim(config, "here", "", False)
-    run = Run(config.run_folder, config.checkpoint_folder, 0, ("here",), start, lock)
+    run = RunFolder(config.run_folder, config.checkpoint_folder, 0, ("here",), start, lock)
     run.begin()
     assert run.resume_path.exists() and (run.folder / "metrics.jsonl").exists()
     run.failed(kind("lr=1: must be as in the checkpoint"))

@@ -12,13 +12,13 @@ from test_checkpoint import payload
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.run import folder as run_folder
-from utils.run.folder import Run
+from utils.run.folder import RunFolder
 from utils.run.owner import claim
 
 
 def open_run(config, launch_id="", may_restart=False, host="here"):
     lock, start = claim(config, host, launch_id, may_restart)
-    return Run(config.run_folder, config.checkpoint_folder, 0, (host,), start, lock)
+    return RunFolder(config.run_folder, config.checkpoint_folder, 0, (host,), start, lock)
 
 
 def commit(run, step, keep_last=9):

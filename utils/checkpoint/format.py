@@ -68,16 +68,16 @@ def digests(path: Path) -> dict[str, str]:
 
 
 def read(
-    path: Path, trailer: Trailer | None = None, layouts: dict[str, Tensor] | None = None
+    path: Path, trailer: Trailer | None = None, sharded: dict[str, Tensor] | None = None
 ) -> tuple[dict[str, Any], str]:
     """The checkpoint, its tensors mapped from the file, and its checksum. Raises UserError if damaged or incomplete.
 
     Args:
         trailer: as returned by `verify`, if that was called.
-        layouts: sharded parameters by name: from a folder, only this rank's rows of them are read.
+        sharded: sharded parameters by name: from a folder, only this rank's rows of them are read.
     """
     trailer = trailer or verify(path)
-    payload = shards.read(path, trailer, layouts or {}) if path.is_dir() else archive.read(path, trailer)
+    payload = shards.read(path, trailer, sharded or {}) if path.is_dir() else archive.read(path, trailer)
     return payload, trailer.digest
 
 

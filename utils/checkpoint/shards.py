@@ -57,10 +57,10 @@ def verify(folder: Path, part: tuple[int, int] = (0, 1)) -> archive.Trailer:
     return archive.Trailer(step, hashlib.sha256(text).hexdigest())
 
 
-def read(folder: Path, trailer: archive.Trailer, layouts: dict[str, Tensor]) -> dict[str, Any]:
+def read(folder: Path, trailer: archive.Trailer, sharded: dict[str, Tensor]) -> dict[str, Any]:
     """The content of the checkpoint. Raises UserError if it is damaged or incomplete.
 
-    layouts: sharded parameters by name: of these, and of their optimizer state, only this rank's rows are read.
+    sharded: sharded parameters by name: of these, and of their optimizer state, only this rank's rows are read.
     """
     parts = [archive.read(path, trailer) for path in sorted(folder.glob("part_*.pt"))]
     names = parts[0]["optimizer"].get("names", [])
@@ -71,7 +71,7 @@ def read(folder: Path, trailer: archive.Trailer, layouts: dict[str, Tensor]) -> 
             return first
         if first.keys() == {"rows", "first", "size"}:
             name = names[place[2]] if place[0] == "optimizer" else place[1]
-            return _join(values, layouts.get(name))
+            return _join(values, sharded.get(name))
         return {key: joined([value[key] for value in values], (*place, key)) for key in first}
 
     try:

@@ -27,7 +27,7 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._buffer, self._is_locked = mmap.mmap(-1, 1), False
-        self._layout: list[tuple] = []  # of the latest payload
+        self._sizes: list[tuple] = []  # of the latest payload
         self._places: list[Tensor] = []  # for its tensors
 
     def reserve(self, tensors: Iterable[Tensor]) -> None:
@@ -55,10 +55,10 @@ class HostMemory:
         """
         tensors: dict[tuple, Tensor] = {}
         mapped(payload, lambda value: tensors.setdefault(_key(local(value)), local(value).detach()))
-        layout = [key[1:] for key in tensors]
-        if layout != self._layout:  # making the places takes a millisecond
+        sizes = [key[1:] for key in tensors]
+        if sizes != self._sizes:  # making the places takes a millisecond
             self.reserve(tensors.values())
-            self._layout, self._places = layout, [*self._divide(tensors.values())]
+            self._sizes, self._places = sizes, [*self._divide(tensors.values())]
         places = dict(zip(tensors, self._places, strict=True))
         copied = mapped(payload, lambda value: rows_of(value, places[_key(local(value))]))
         return copied, [(places[key], tensor) for key, tensor in tensors.items()]
@@ -78,7 +78,7 @@ class HostMemory:
         if self._is_locked:
             _has_succeeded(torch.cuda.cudart().cudaHostUnregister(_address(self._buffer)))
         self._buffer, self._is_locked = mmap.mmap(-1, 1), False
-        self._layout, self._places = [], []
+        self._sizes, self._places = [], []
 
 
 def _address(buffer: mmap.mmap) -> int:

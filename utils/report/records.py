@@ -8,7 +8,7 @@ from typing import Any
 
 from utils.clock import slowest
 from utils.metrics import MetricTracker
-from utils.run.folder import Run
+from utils.run.folder import RunFolder
 from utils.training.interval import Read
 
 STRAGGLES = 1.5  # times the median
@@ -46,7 +46,7 @@ class LogPoint:
         }
 
 
-def note_slowest(run: Run, step: int, ranks: list[list[float]]) -> None:
+def note_slowest(run: RunFolder, step: int, ranks: list[list[float]]) -> None:
     """Record and name a rank that takes much longer than the median. ranks: as in `LogPoint.record`."""
     rank, ratio, cause = slowest([{"data": data, "compute": own} for _, data, own, _ in ranks])
     if ratio >= STRAGGLES and sum(ranks[rank][1:3]) * (1 - 1 / ratio) > LEAST_EXCESS:

@@ -36,7 +36,7 @@ class Reporter:
 
     Args:
         loader: of the training set.
-        origin: content of provenance.json.
+        provenance: content of provenance.json.
         log_images: from model.py.
     """
 
@@ -45,12 +45,12 @@ class Reporter:
         attempt: Attempt,
         state: TrainState,
         loader: GlobalBatchLoader,
-        origin: dict[str, Any],
+        provenance: dict[str, Any],
         log_images: LogImages | None = None,
     ) -> None:
         run, ctx = attempt.run, attempt.ctx
         self._attempt, self._run, self._config, self._ctx = attempt, run, attempt.config, ctx
-        self._state, self._loader, self._origin = state, loader, origin
+        self._state, self._loader, self._provenance = state, loader, provenance
         self._log_images = log_images if run.is_main or attempt.config.sharding != "none" else None
         self._board = Board(run.folder / "tensorboard" if ctx.is_main else None, state.progress.step)
         self._terminal = Terminal(attempt, state, loader)
@@ -66,15 +66,15 @@ class Reporter:
             held_out: by split.
             differences: what has changed since the checkpoint that the run resumes from.
         """
-        run, origin, progress = self._run, self._origin, self._state.progress
+        run, provenance, progress = self._run, self._provenance, self._state.progress
         run.write_json("config.json", stored(self._config))
-        run.write_json("provenance.json", origin)
+        run.write_json("provenance.json", provenance)
         if run.is_main:
             zip_code(run.folder / "code.zip")
-        self._board.texts(config=stored(self._config), environment=origin)
+        self._board.texts(config=stored(self._config), environment=provenance)
         for line in run.notes:
             self._attempt.logger.warning("%s", line)
-        self._terminal.begin(held_out, origin)
+        self._terminal.begin(held_out, provenance)
         for line in differences:
             run.warn("changed: %s", line)
         if warning := self._state.schedule.warning:

@@ -11,7 +11,7 @@ from utils.memory import peak_memory
 from utils.metrics import RESERVED
 from utils.report.goodput import accounts_of, attempts_of
 from utils.run.attempt import Attempt
-from utils.run.folder import Run
+from utils.run.folder import RunFolder
 from utils.training.interval import EMPTY
 from utils.training.state import TrainState
 
@@ -93,7 +93,9 @@ def _metrics_of(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name not in RESERVED}
 
 
-def end_text(summary: dict[str, Any], run: Run, config: TrainingConfig, trained_s: float, empty_steps: int = 0) -> str:
+def end_text(
+    summary: dict[str, Any], run: RunFolder, config: TrainingConfig, trained_s: float, empty_steps: int = 0
+) -> str:
     """The end summary, with the next commands. empty_steps: of the skipped ones, those without targets."""
     why = "without targets" if summary["skipped_steps"] == empty_steps else "non-finite loss or gradient"
     skipped = f" ({summary['skipped_steps']} skipped: {why})" if summary["skipped_steps"] else ""

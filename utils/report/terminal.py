@@ -29,8 +29,8 @@ class Terminal:
         self._latest: dict[str, Any] = {}  # train record
         self._intervals = 0
 
-    def begin(self, held_out: dict[str, GlobalBatchLoader], origin: dict[str, Any]) -> None:
-        """Show what was decided and changes the result or the cost. origin: content of provenance.json."""
+    def begin(self, held_out: dict[str, GlobalBatchLoader], provenance: dict[str, Any]) -> None:
+        """Show what was decided and changes the result or the cost. provenance: content of provenance.json."""
         config, ctx, run, state = self._attempt.config, self._attempt.ctx, self._attempt.run, self._state
         sampler, progress, total = self._loader.sampler, state.progress, self._total_steps
         limits = [f"epochs={config.epochs}", f"max_steps={config.max_steps}"]
@@ -38,7 +38,7 @@ class Terminal:
             limits.reverse()
         shorter = "" if math.inf in config.limits else f" ({' ends the run before '.join(limits)})"
         where = f"step {progress.step}, epoch {progress.epoch + 1}, {progress.samples_in_epoch:,}"
-        versions, changed = origin["versions"], ", ".join(origin["changed_template_files"])
+        versions, changed = provenance["versions"], ", ".join(provenance["changed_template_files"])
         decided = {
             "run": str(run.folder),
             "ranks": f"{ctx.world_size} on {count(set(ctx.hosts), 'node')}: {', '.join(sorted(set(ctx.device_names)))}",
@@ -52,7 +52,7 @@ class Terminal:
             "optimizer": type(state.optimizer).__name__ + ("" if state.updater.skips_on_device else READS),
             "gradients": _gradient_line(config, state) if ctx.world_size > 1 and config.sharding == "none" else "",
             "checkpoints": _checkpoint_line(config),
-            "verify": origin["verification"],
+            "verify": provenance["verification"],
             "versions": ", ".join(f"{name} {versions[name]}" for name in ("torch", "cuda", "nccl") if name in versions),
             "unused": unused_accelerator(config.backend),
             "resumed": run.resume_path and f"{run.resume_path}: {where} of {sampler.samples_per_epoch:,} samples",

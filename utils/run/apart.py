@@ -18,7 +18,7 @@ from utils.distributed.context import DistributedContext
 from utils.files import replace_file
 from utils.programs import ask
 from utils.run.companions import plan_of
-from utils.run.folder import Run
+from utils.run.folder import RunFolder
 from utils.run.owner import Claim, RunLock, sees
 
 BLOCK_BYTES = 2**24  # of a file that a rank sends to other nodes
@@ -63,7 +63,7 @@ def nodes_apart(ranks: list[tuple[str, int, bool]]) -> list[list[int]]:
     return [node for is_apart, node in nodes if is_apart]
 
 
-def share(path: Path, run: Run, ctx: DistributedContext) -> Path:
+def share(path: Path, run: RunFolder, ctx: DistributedContext) -> Path:
     """Give a checkpoint to the nodes that have a run folder of their own. Rank 0 has it or, if it is sharded, each rank
     its part. Collective.
 
@@ -86,7 +86,7 @@ def share(path: Path, run: Run, ctx: DistributedContext) -> Path:
     return path
 
 
-def _send(path: Path, source: int, run: Run, ctx: DistributedContext) -> None:
+def _send(path: Path, source: int, run: RunFolder, ctx: DistributedContext) -> None:
     """Send a file of the rank `source` to the other nodes, in blocks. Collective."""
     size = broadcast_json(path.stat().st_size if ctx.rank == source else 0, ctx, source)
 

@@ -11,7 +11,7 @@ from config import TrainingConfig
 from utils.clock import Clock
 from utils.distributed.collectives import broadcast_json
 from utils.distributed.context import DistributedContext
-from utils.run.folder import Run
+from utils.run.folder import RunFolder
 from utils.signals import STOP
 
 SECONDS_AFTER_RANK_0 = 5.0  # for programs beside other ranks to end
@@ -23,7 +23,7 @@ class Attempt:
 
     config: TrainingConfig
     ctx: DistributedContext
-    run: Run
+    run: RunFolder
     clock: Clock
     began: float  # when its process started, by time.monotonic
     logger: logging.Logger

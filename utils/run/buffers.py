@@ -6,7 +6,7 @@ from torch import nn
 
 from utils.distributed.collectives import broadcast_json, lowest_rank
 from utils.distributed.context import DistributedContext
-from utils.run.folder import Run
+from utils.run.folder import RunFolder
 from utils.training.fingerprint import buffers_of, fingerprint_of
 
 MAX_NAMES = 5
@@ -15,7 +15,7 @@ MAX_NAMES = 5
 class BufferCheck:
     """Compares the buffers of all ranks. `compare` is a collective."""
 
-    def __init__(self, run: Run, model: nn.Module, ctx: DistributedContext) -> None:
+    def __init__(self, run: RunFolder, model: nn.Module, ctx: DistributedContext) -> None:
         self._run, self._model, self._ctx = run, model, ctx
         self._odd: list[str] | None = None  # names of those that differ; None: not compared yet
 

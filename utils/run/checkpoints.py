@@ -34,7 +34,7 @@ class Checkpoints:
     The state is copied, compared and written by threads (`Copier`, `Writer`). Call `finish_copy` before it changes.
 
     Args:
-        origin: content of provenance.json.
+        provenance: content of provenance.json.
         before_save: writes the records of all steps so far, and counts those that were skipped.
     """
 
@@ -42,7 +42,7 @@ class Checkpoints:
         self,
         attempt: Attempt,
         state: TrainState,
-        origin: dict[str, Any],
+        provenance: dict[str, Any],
         before_save: Callable[[], None],
     ) -> None:
         run, config, ctx = attempt.run, attempt.config, attempt.ctx
@@ -52,7 +52,7 @@ class Checkpoints:
         shards = {"none": 1, "hybrid": ctx.local_world_size}.get(config.sharding, ctx.world_size)
         threads = of_threads(ctx)
         self._layout = FolderLayout(threads, shards, run.leads_node) if is_sharded else FileLayout()
-        meta = {"config": stored(config), "provenance": origin | {"total_steps": state.schedule.total_steps}}
+        meta = {"config": stored(config), "provenance": provenance | {"total_steps": state.schedule.total_steps}}
         self._copier = Copier(state, self._writes, meta, shards, threads)
         limits, whose = Limits(SECONDS_TO_WARN, SECONDS_WITHOUT, SECONDS_AFTER_STOP), (ctx.rank, ctx.host)
         self._writer = Writer(self._write, lambda: self._layout.is_waiting, limits, whose, run.resume_path)

@@ -28,7 +28,7 @@ from utils.memory import is_out_of_memory
 from utils.run.attempt import Attempt
 from utils.run.command_line import end_now, reject, report_to_torchrun
 from utils.run.failures import explain_memory
-from utils.run.folder import Run
+from utils.run.folder import RunFolder
 from utils.run.watchdog import Watchdog
 from utils.training.state import TrainState
 
@@ -60,7 +60,7 @@ def watched(folder: Path, config: TrainingConfig, ctx: DistributedContext) -> It
 
 
 def cause_of(
-    error: BaseException, run: Run | None, watchdog: Watchdog, config: TrainingConfig, ctx: DistributedContext
+    error: BaseException, run: RunFolder | None, watchdog: Watchdog, config: TrainingConfig, ctx: DistributedContext
 ) -> BaseException:
     """The cause of the error: a loader worker of this rank, its memory, another rank, or else the error itself."""
     # the folder is read only if it matters, since its storage may hang
@@ -96,11 +96,11 @@ class Ending:
     """
 
     def __init__(self, folder: Path, ctx: DistributedContext) -> None:
-        self.run: Run | None = None
+        self.run: RunFolder | None = None
         self.clock = Clock(ctx.device)
         self._folder, self._ctx, self._logger = folder, ctx, logging.getLogger(NAME)
 
-    def report_to(self, run: Run) -> None:
+    def report_to(self, run: RunFolder) -> None:
         """From now on how this process ends is written to the run's status.json."""
         self.run = run
 

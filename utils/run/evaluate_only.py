@@ -49,7 +49,7 @@ def _evaluate(config: TrainingConfig, ctx: DistributedContext, seams: Seams, dat
     progress, total_steps = Progress(), 1
     payload: dict[str, Any] = {}  # the weights that the model has
     if not is_published:
-        payload = load_checkpoint(path, ctx, state.layouts())
+        payload = load_checkpoint(path, ctx, state.sharded())
         on_all_ranks(lambda: check_evaluation(payload, config), ctx)
         progress, total_steps = Progress.of(payload), payload["provenance"].get("total_steps", 1)
     state.show(progress, total_steps)

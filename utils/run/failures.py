@@ -14,7 +14,7 @@ from utils.memory import is_out_of_memory, let_go
 from utils.training.schedule import Progress
 
 if TYPE_CHECKING:  # whose Claim needs `repeated_failures`
-    from utils.run.folder import Run
+    from utils.run.folder import RunFolder
 
 MAX_FAILURES = 3  # attempts in a row that get no further, before the run is stopped
 KILLED = "every rank was killed"  # nobody wrote how far the attempt got, so its step is a little too low
@@ -36,7 +36,7 @@ def repeated_failures(owner: dict[str, Any], status: dict[str, Any]) -> list[dic
     return [*before, last] if last["step"] <= furthest else [last]
 
 
-def check_progress(run: Run, progress: Progress, sampler: GlobalBatchSampler, ctx: DistributedContext) -> None:
+def check_progress(run: RunFolder, progress: Progress, sampler: GlobalBatchSampler, ctx: DistributedContext) -> None:
     """Raises UserError, with the samples of the step that fails, if the last attempts got no further. Collective."""
     failures = run.claim.failures
     if len(failures) < MAX_FAILURES:

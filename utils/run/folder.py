@@ -28,7 +28,7 @@ BEGINNINGS = ("started", "resumed")  # the first event of each attempt
 SECONDS_BETWEEN_STATUS = 1.0  # while only the progress changes
 
 
-class Run:
+class RunFolder:
     """The folder of one run, as seen by one rank. Records that only rank 0 may write are ignored on other ranks.
 
     Args:

@@ -21,7 +21,7 @@ from utils.distributed.context import DistributedContext
 from utils.run.apart import share
 from utils.run.attempt import Attempt
 from utils.run.failures import check_progress
-from utils.run.folder import Run
+from utils.run.folder import RunFolder
 from utils.training.fingerprint import fingerprint, shown
 from utils.training.state import TrainState
 
@@ -30,14 +30,14 @@ def resume_run(
     attempt: Attempt,
     state: TrainState,
     sampler: GlobalBatchSampler,
-    origin: dict[str, Any],
+    provenance: dict[str, Any],
     listing: bytes,
     has_test: bool,
 ) -> list[str]:
-    """Load the checkpoint that the run starts from, if any, rewind the folder to its step (`Run.rewind`), and plan the
-    schedule of the whole run from there.
+    """Load the checkpoint that the run starts from, if any, rewind the folder to its step (`RunFolder.rewind`), and
+    plan the schedule of the whole run from there.
 
-    origin: content of provenance.json. listing: of the training set's files.
+    provenance: content of provenance.json. listing: of the training set's files.
 
     Returns:
         The allowed differences from the checkpoint's config.
@@ -49,9 +49,9 @@ def resume_run(
     differences, progress = [], state.progress
     payload: dict[str, Any] = {}
     if run.resume_path:
-        payload = load_checkpoint(run.resume_path, ctx, state.layouts())
+        payload = load_checkpoint(run.resume_path, ctx, state.sharded())
         files = broadcast_json(on_rank_0(lambda: changed_files(read_listing(run.folder), listing), ctx), ctx)
-        differences = on_all_ranks(lambda: compare(payload, config, origin, files), ctx)
+        differences = on_all_ranks(lambda: compare(payload, config, provenance, files), ctx)
         on_all_ranks(lambda: state.load_state_dict(payload), ctx)
         differences += changed_bits(payload, state, ctx)
     state.plan(sampler)
@@ -69,11 +69,11 @@ def resume_run(
     return differences
 
 
-def load_checkpoint(path: Path, ctx: DistributedContext, layouts: dict[str, Tensor] | None = None) -> dict[str, Any]:
+def load_checkpoint(path: Path, ctx: DistributedContext, sharded: dict[str, Tensor] | None = None) -> dict[str, Any]:
     """Load the checkpoint on every rank. The ranks of a node verify it together; if it is damaged or differs, all raise
     UserError.
 
-    layouts: of a sharded model (`TrainState.layouts`): only this rank's shards of these tensors are read.
+    sharded: of a sharded model (`TrainState.sharded`): only this rank's shards of these tensors are read.
     """
     files = all_gather_json([ctx.host, *(path.stat()[1:3] if path.exists() else ())], ctx)  # inode and device
     readers = [rank for rank, file in enumerate(files) if file == files[ctx.rank]]
@@ -81,15 +81,15 @@ def load_checkpoint(path: Path, ctx: DistributedContext, layouts: dict[str, Tens
     trailer = on_all_ranks(lambda: checkpoint.verify(path, part), ctx)
     remedy = "put the run folder on storage that all nodes share"
     require_equal(trailer.digest, f"{path}: {{other}} and {{first}} see different files under this name; {remedy}", ctx)
-    return on_all_ranks(lambda: checkpoint.read(path, trailer, layouts)[0], ctx)
+    return on_all_ranks(lambda: checkpoint.read(path, trailer, sharded)[0], ctx)
 
 
-def load_best(run: Run, state: TrainState, ctx: DistributedContext) -> dict[str, Any] | None:
+def load_best(run: RunFolder, state: TrainState, ctx: DistributedContext) -> dict[str, Any] | None:
     """The best checkpoint, with this rank's shards; None if there is none. Collective."""
     best = run.checkpoints / checkpoint.BEST
     if not broadcast_json(best.exists(), ctx):
         return None
-    return load_checkpoint(share(best, run, ctx), ctx, state.layouts())
+    return load_checkpoint(share(best, run, ctx), ctx, state.sharded())
 
 
 SETTING = "{name}={here}: the checkpoint has {name}={before}"
@@ -111,8 +111,8 @@ def settings_of(payload: dict[str, Any], config: TrainingConfig) -> list[Row]:
     return [Row(each.name, before, getattr(config, each.name), each.metadata["resume"]) for each, before in pairs]
 
 
-def rows_of(payload: dict[str, Any], config: TrainingConfig, origin: dict[str, Any]) -> list[Row]:
-    """All that is compared but the data. origin: as for `compare`."""
+def rows_of(payload: dict[str, Any], config: TrainingConfig, provenance: dict[str, Any]) -> list[Row]:
+    """All that is compared but the data. provenance: as for `compare`."""
     before = payload["provenance"]
     is_exact = config.reduction == payload["config"].get("reduction") == "exact"
     size = "global batch: {here} samples per optimizer step, the checkpoint has {before}"
@@ -127,7 +127,7 @@ def rows_of(payload: dict[str, Any], config: TrainingConfig, origin: dict[str, A
         "cpu_threads": ("must" if is_exact else "free", threads),
         "exact_sums": ("may" if is_exact else "free", sums),
     }
-    found = [Row(name, before.get(name), origin.get(name), *kind) for name, kind in kinds.items()]
+    found = [Row(name, before.get(name), provenance.get(name), *kind) for name, kind in kinds.items()]
     return [*settings_of(payload, config), *found]
 
 
@@ -137,24 +137,24 @@ def lines_of(rows: Iterable[Row], resume: str) -> list[str]:
 
 
 def compare(
-    payload: dict[str, Any], config: TrainingConfig, origin: dict[str, Any], files: dict[str, Any] | None = None
+    payload: dict[str, Any], config: TrainingConfig, provenance: dict[str, Any], files: dict[str, Any] | None = None
 ) -> list[str]:
     """The allowed differences, one line each: with any of them the run is not the same as an uninterrupted one.
 
     Args:
         payload: the checkpoint.
         config: resolved, of the resumed run.
-        origin: its provenance.
+        provenance: its provenance.
         files: of `changed_files`.
 
     Raises:
         UserError: if values differ that must not, with all of them.
     """
-    before, rows = payload["provenance"], rows_of(payload, config, origin)
+    before, rows = payload["provenance"], rows_of(payload, config, provenance)
     yours = {field.name for field in fields_of_yours()}
-    is_same_code = all(before.get(name) == origin.get(name) for name in ("code", "versions"))
+    is_same_code = all(before.get(name) == provenance.get(name) for name in ("code", "versions"))
     is_same_code &= all(each.before == each.here for each in rows if each.name in yours)  # else transforms may differ
-    line, is_other = compare_data(before, origin, files or {}, is_same_code)
+    line, is_other = compare_data(before, provenance, files or {}, is_same_code)
     wrong, may = (lines_of(rows, resume) for resume in ("must", "may"))
     (wrong if is_other else may).extend([line] if line else [])
     if wrong:

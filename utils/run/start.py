@@ -20,7 +20,7 @@ from utils.run.apart import own_folder, share
 from utils.run.attempt import Attempt
 from utils.run.companions import Companions, plan_of
 from utils.run.ending import watched
-from utils.run.folder import Run
+from utils.run.folder import RunFolder
 from utils.run.owner import Claim, claim, sees
 from utils.signals import STOP, began_at
 from utils.table import format_table
@@ -73,7 +73,7 @@ def check_alike(config: TrainingConfig, ctx: DistributedContext) -> None:
     raise UserError(f"{text}\n{format_table([head, *rows])}", ranks[1], ctx.hosts[ranks[1]])
 
 
-def claim_run(config: TrainingConfig, ctx: DistributedContext) -> Run:
+def claim_run(config: TrainingConfig, ctx: DistributedContext) -> RunFolder:
     """The run in its folder. Rank 0 locks it and decides whether to continue the run in it. Raises UserError."""
     claimed = on_rank_0(lambda: claim(config, ctx.host, ctx.launch.id, ctx.launch.may_restart), ctx)
     lock, decided = claimed or (None, None)
@@ -86,7 +86,7 @@ def claim_run(config: TrainingConfig, ctx: DistributedContext) -> Run:
         more = {"apart": decided.apart, "resume_from": decided.resume_from, "decision": decided.decision}
         plan = plan_of(config, ctx.rank, ctx.host, decided.token, decided.launch_id, **more)
         companions = Companions(config, plan, ctx)
-    run = Run(config.run_folder, config.checkpoint_folder, ctx.rank, ctx.hosts, decided, lock, companions)
+    run = RunFolder(config.run_folder, config.checkpoint_folder, ctx.rank, ctx.hosts, decided, lock, companions)
     try:
         if run.resume_path and run.resume_path.parent == run.checkpoints:
             share(run.resume_path, run, ctx)

@@ -246,7 +246,7 @@ class TrainState:
 
     def load_model(self, payload: dict[str, Any], kind: str = "model") -> None:
         """Load the weights of a checkpoint. kind: "model", or "ema" for the averaged ones. Raises UserError."""
-        weights, likes = self._complete(payload[kind], payload), self.layouts()
+        weights, likes = self._complete(payload[kind], payload), self.sharded()
         try:
             self.model.load_state_dict({name: shard_of(each, likes.get(name)) for name, each in weights.items()})
         except RuntimeError as error:
@@ -270,6 +270,6 @@ class TrainState:
         self.load_model(payload, kind)
         yield
 
-    def layouts(self) -> dict[str, torch.Tensor]:
+    def sharded(self) -> dict[str, torch.Tensor]:
         """The sharded parameters by name."""
         return {name: p for name, p in self.model.state_dict(keep_vars=True).items() if is_sharded(p)}
