@@ -169,7 +169,7 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
                 after_epoch(training)
             if schedule.is_at_end or is_every(config.save_every, schedule.progress.epoch_number):
                 # before the evaluation, so that a failure there loses no training; a resume repeats the evaluation
-                checkpoints.save(now=schedule.is_at_end)
+                checkpoints.save(now=schedule.is_at_end, again=bool(after_epoch))
             if schedule.is_evaluation_due:
                 validate(training)
             schedule.end_epoch()

@@ -209,7 +209,7 @@ MUTATIONS = [
     Mutation('RunFolder.rewind', 'if record.get("event") in BEGINNINGS:', 'if False:', 'goodput'),
     Mutation('RunFolder.now', 'return iso(self._clock_at_0 + time.monotonic())', 'return iso()', 'clock-jump'),
     Mutation('RunFolder.check_owner', 'if token != self.claim.token:', 'if False:', 'one-owner'),
-    Mutation('RunLock._is_held', 'fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)', 'pass', 'one-owner'),
+    Mutation('RunLock._take', 'fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)', 'pass', 'one-owner'),
     Mutation('MetricTracker.add', 'self.values[:size].add_(torch.where(is_added, other.values[:size], self._zero))', 'self.values[:size].copy_(other.values[:size])', 'weights'),
     Mutation('Updater.step', 'self.optimizer.found_inf = skipped', 'self.optimizer.found_inf = self.zero', 'not-finite'),
     Mutation('compare_data', 'if before["identity"] != here["identity"]:', 'if False:', 'must-match'),

@@ -27,7 +27,7 @@ BORN = {PROCESS: time.monotonic()}
 
 
 class StopSignals:
-    """A context manager that keeps the name of the first stop signal; a second SIGINT interrupts at once.
+    """A context manager that keeps the name of the first stop signal; a SIGINT after it interrupts at once.
 
     The process has one, `STOP`, which may be entered again meanwhile: the last exit restores the handlers.
     """
@@ -99,9 +99,12 @@ def hold() -> None:
 
 
 def release() -> None:
-    """Undo `hold`: stop signals end this process."""
+    """Undo `hold`: stop signals end this process, also one that has come since."""
+    came = STOP.received
     if STOP.are_caught:
         STOP.__exit__()
+    if came:
+        os.kill(os.getpid(), signal.Signals[came])
 
 
 def began_at() -> float:

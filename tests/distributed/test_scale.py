@@ -63,7 +63,7 @@ def part_of_run():
         return "start"
     if "catch_up" in names:  # also in a save
         return "log point"
-    if files & {"checkpoints.py", "copier.py"}:
+    if files & {"checkpoints.py", "copier.py", "buffers.py"}:
         return "save"
     if "train_one_epoch" in names:
         return "step" if files & {"consensus.py", "step_sums.py"} else "log point"

@@ -16,6 +16,7 @@ from utils.checkpoint import format as checkpoint
 from utils.checkpoint.stored import local_checkpoint
 from utils.files import read_json, replace_json
 from utils.run import folder as run_folder
+from utils.run import owner
 
 IS_HELD = "holds a run already; add --resume_from auto to continue it, --overwrite to replace it, or give another --run"
 HOLDS_MORE = "contains more than one run's files; give a separate folder"
@@ -59,6 +60,23 @@ def test_an_earlier_run_is_moved_aside_with_its_checkpoints(config, changes):
         assert names(kept) == ["step_00000010.pt", "step_00000020.pt"] and Path(asides[-1], "notes.txt").exists()
         where = " and ".join(asides)
         assert run.notes == [f"moved the earlier run to {where} (0.0 GB); to delete it: rm -r {' '.join(asides)}"]
+
+
+def test_a_start_that_finds_the_folder_in_use_leaves_it_to_the_start_that_made_it(config, monkeypatch):
+    """Both have found no folder."""
+    plain = owner.RunLock.__init__
+
+    def lock_second(lock, folder, host, token=""):
+        (folder / "lock.json").write_text("of the first start")
+        raise UserError("is in use")
+
+    monkeypatch.setattr(owner.RunLock, "__init__", lock_second)
+    with pytest.raises(UserError, match="is in use"):
+        open_run(config)
+    assert [path.name for path in contents(Path(config.run_dir))] == [] and (config.run_folder / "lock.json").exists()
+    shutil.rmtree(config.run_folder)
+    monkeypatch.setattr(owner.RunLock, "__init__", plain)
+    open_run(config).close()
 
 
 @pytest.mark.guarantee("nothing-lost")

@@ -6,15 +6,16 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from config import TrainingConfig, TrainingError, UserError
+from config import StartError, TrainingConfig, TrainingError, UserError
 from ranks import CONTEXT
 from test_run_folder import open_run, with_
 from utils.run import owner as owner_module
 from utils.run.failures import KILLED, repeated_failures
-from utils.run.owner import RunLock
+from utils.run.owner import RunLock, claim
 
 
 @pytest.fixture
@@ -31,7 +32,8 @@ def test_a_former_owner_writes_nothing_after_another_job_has_taken_over(tmp_path
     former.record("train", step=1, loss=1.0)
     owner = open_run(with_(config, resume_from="auto"))
     assert owner.is_ours() and not former.is_ours()
-    for write in (lambda: former.status("running", step=2), lambda: former.link_best(1)):
+    writes = [lambda: former.status("running", step=2), lambda: former.link_best(1), former.mark_training]
+    for write in [*writes, lambda: former.rewind(0), lambda: former.restore_best(-1)]:
         with pytest.raises(TrainingError, match="another job has taken over this run; end this one"):
             write()
     owner.status("running", step=1)
@@ -113,6 +115,37 @@ def test_an_owner_on_another_machine_that_has_reported_its_end_is_not_waited_for
 
 
 @pytest.mark.guarantee("one-owner")
+def test_a_status_from_before_the_owners_claim_does_not_show_that_it_has_ended(tmp_path, quick):
+    (tmp_path / "status.json").write_text('{"state": "failed", "time": "2026-01-01T00:00:00.000+00:00"}')
+    RunLock(tmp_path, "there").close()
+    began = time.monotonic()
+    RunLock(tmp_path, "here")
+    assert time.monotonic() - began > owner_module.SECONDS_TO_SEE_A_BEAT
+
+
+def test_an_owner_that_cannot_be_read_is_not_one_that_is_missing(tmp_path, monkeypatch):
+    RunLock(tmp_path, "here").close()
+    before = (tmp_path / "lock.json").read_bytes()
+
+    def fails(path, *_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr("utils.files.SECONDS_BETWEEN_TRIES", 0.0)
+    with monkeypatch.context() as patches:
+        patches.setattr(Path, "read_text", fails)
+        with pytest.raises(StartError, match="cannot be written"):
+            claim(TrainingConfig(run_dir=str(tmp_path)), "here", "", False)
+    assert (tmp_path / "lock.json").read_bytes() == before
+
+
+def test_the_process_and_the_token_in_the_lock_are_those_of_the_owner(tmp_path):
+    (tmp_path / "lock.json").write_text('{"token": "before", "host": "here", "pid": 1, "time": "before", "attempt": 3}')
+    lock = RunLock(tmp_path, "here", token="mine")
+    found = json.loads((tmp_path / "lock.json").read_text())
+    assert (found["pid"], found["token"], found["attempt"]) == (os.getpid(), "mine", 3) and found["time"] != "before"
+    assert lock.before["pid"] == 1
+
+
 @pytest.mark.parametrize("before", ["nothing", "a dead owner"])
 def test_of_two_starts_at_the_same_time_without_file_locks_one_owns_the_run(tmp_path, monkeypatch, quick, before):
     def no_locks(*_):

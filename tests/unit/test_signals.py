@@ -38,6 +38,14 @@ def test_release_restores_the_handlers_that_hold_replaced():
 
 
 @pytest.mark.guarantee("stop")
+def test_a_signal_that_came_before_the_release_ends_the_process():
+    code = "import os, signal; from utils.signals import hold, release; hold(); os.kill(os.getpid(), 15); release()"
+    ended = subprocess.run(
+        [sys.executable, "-c", code + "; print('goes on')"], cwd=ROOT, capture_output=True, timeout=60
+    )
+    assert ended.returncode == -signal.SIGTERM and not ended.stdout
+
+
 def test_a_signal_sets_a_flag_and_the_handlers_are_restored():
     before = signal.getsignal(signal.SIGTERM)
     with STOP as signals:

@@ -40,8 +40,7 @@ def own_folder(config: TrainingConfig, claim: Claim, ctx: DistributedContext) ->
         if not is_apart:
             return None
         config.checkpoint_folder.mkdir(parents=True, exist_ok=True)
-        found = RunLock(folder, ctx.host)
-        found.write(token=claim.token)
+        found = RunLock(folder, ctx.host, claim.token)
         if claim.resume_from:
             more = {"apart": apart, "resume_from": claim.resume_from}
             plan = plan_of(config, ctx.rank, ctx.host, claim.token, claim.launch_id, **more)

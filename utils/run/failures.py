@@ -41,7 +41,7 @@ def check_progress(run: RunFolder, progress: Progress, sampler: GlobalBatchSampl
     failures = run.claim.failures
     if len(failures) < MAX_FAILURES:
         return
-    on_rank_0(lambda: run.mark_training(has_diagnosed=True), ctx)
+    on_rank_0(lambda: run.mark_diagnosed(), ctx)
     step, size = max(each["step"] for each in failures) + 1, sampler.global_batch_size
     first = progress.samples_in_epoch + (step - progress.step - 1) * size
     indices = sampler.order(progress.epoch)[max(0, first) : first + size].tolist()[:32]

@@ -31,6 +31,9 @@ SECONDS_BETWEEN_STATUS = 1.0  # while only the progress changes
 class RunFolder:
     """The folder of one run, as seen by one rank. Records that only rank 0 may write are ignored on other ranks.
 
+    An attempt calls `begin` (status.json), `rewind`, `restore_best`, `mark_training` (lock.json) and `mark_beginning`
+    (first event), in this order. The first status after `begin` makes the start final.
+
     Args:
         hosts: of all ranks.
         lock: on rank 0, and on the first rank of each node whose folder is its own.
@@ -72,33 +75,38 @@ class RunFolder:
         """Whether this is the first rank of a node whose run folder is not rank 0's."""
         return bool(self._lock) and not self.is_main
 
-    def mark_training(self, has_diagnosed: bool = False, ended: str = "") -> None:
-        """Where a rank has a lock: the folder is at the step from which this attempt trains. From now on a restart of
-        this launch continues the run in it.
-
-        Args:
-            has_diagnosed: instead, the run was stopped because its attempts get no further.
-            ended: how this attempt has ended.
-        """
-        claim = self.claim
-        values = {"attempt": claim.attempt, "failures": claim.failures, "has_diagnosed": has_diagnosed}
-        values |= {"token": claim.token, "ended": ended}  # rank 0's token, on other nodes too
+    def _note(self, **values: Any) -> None:
+        """Write to lock.json, where a rank has a lock."""
         if self._lock:
-            self._lock.write(launch_id=claim.launch_id, has_trained=True, **values)
+            self._check()
+            claim = self.claim
+            known = {"launch_id": claim.launch_id, "attempt": claim.attempt, "failures": claim.failures}
+            self._lock.write(**known, has_trained=True, **values)
+
+    def mark_training(self) -> None:
+        """The folder is at the step from which this attempt trains: from now on a restart of this launch continues the
+        run in it, and no failure undoes the start."""
+        self._note()
         self._moved = []
+
+    def mark_diagnosed(self) -> None:
+        """The run is stopped, since its attempts get no further."""
+        self._note(has_diagnosed=True)
 
     def mark_ended(self) -> None:
         """Tell the programs beside this rank how this attempt has ended, which status.json has already."""
         if self.companions:
             with suppress(OSError):  # a full disk
-                self.mark_training(ended=self._status.get("state", ""))
+                self._note(ended=self._status.get("state", ""))
 
     def is_ours(self) -> bool:
         """Whether no other job has taken over the folder while this one was suspended or cut off."""
         return read_json(self.lock_file).get("token", self.claim.token) == self.claim.token
 
     def _check(self) -> None:
-        """Call before every write: a later owner would take it for its own."""
+        """Call before every write: a later owner would take it for its own. A lock.json that cannot be read counts as
+        this owner's, since a failing storage must not end training; `check_owner` is strict, as a save is tried again.
+        """
         if not self.is_ours():
             raise TrainingError(f"run_dir={self.folder}: another job has taken over this run; end this one")
 
@@ -283,6 +291,7 @@ class RunFolder:
 
         is_evaluated: the evaluation at this step will not be repeated. has_test: a test set is evaluated at the end.
         """
+        self._check()
         beyond = [path for path in checkpoint.step_checkpoints(self.checkpoints) if checkpoint.step_of(path) > step]
         if beyond:  # before the records: after a kill in between nothing resumes from a later step
             aside = self._aside()
@@ -311,6 +320,7 @@ class RunFolder:
 
         step: of the best evaluation so far; below 0 if there was none.
         """
+        self._check()
         best = self.checkpoints / checkpoint.BEST
         folders = dict.fromkeys([self.checkpoints, *([self.resume_path.parent] if self.resume_path else [])])
         paths = [path for each in folders for path in [each / checkpoint.BEST, *checkpoint.step_checkpoints(each)]]

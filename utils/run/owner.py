@@ -8,6 +8,7 @@ former owner that was suspended and continues: it is read again before a record 
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import shutil
@@ -23,7 +24,7 @@ from typing import Any
 
 from config import DEFAULT_RUN_DIR, StartError, TrainingConfig, UserError
 from utils.checkpoint import format as checkpoint
-from utils.files import TEMPORARY, may_pass, read_json, replace_json
+from utils.files import TEMPORARY, may_pass, read_json, replace_json, retried
 from utils.logger import NAME as LOGGER
 from utils.programs import ask
 from utils.run.aside import NOTHING, move_aside, move_back, size_of
@@ -41,21 +42,25 @@ SECONDS_TO_READ_BACK = 2.0  # there, a second launch may have written its token 
 
 
 class RunLock:
-    """The lock of this process on a folder. Raises UserError if a live process holds it.
+    """The lock of this process on a folder. `before` is what the previous owner wrote.
 
-    `before` is what the previous owner wrote.
+    token: of the run, on a node whose folder is its own; by default a random one.
+
+    Raises:
+        UserError: if a live process holds it.
+        OSError: if the folder cannot be read or written. A lock.json that cannot be read is not one without an owner.
     """
 
-    def __init__(self, folder: Path, host: str) -> None:
-        self._file, self._own = folder / NAME, {"token": uuid.uuid4().hex, "host": host, "boot": ""}
+    def __init__(self, folder: Path, host: str, token: str = "") -> None:
+        self._file, self._own = folder / NAME, {"token": token or uuid.uuid4().hex, "host": host, "boot": ""}
         with suppress(OSError):
             self._own["boot"] = BOOT.read_text().strip()
         self._has_locks, self._end = True, threading.Event()
         self._descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         self.before: dict[str, Any] = {}
-        is_alone = self._wait_for_the_owner(folder)
+        is_alone = self._is_owner_gone(folder)
         if is_alone:
-            self.write(**{name: value for name, value in self.before.items() if name not in self._own})
+            self.write(**self.before)
             if self._is_elsewhere() or not self._has_locks:
                 time.sleep(SECONDS_TO_READ_BACK)
             found = read_json(self._file)
@@ -75,18 +80,20 @@ class RunLock:
         """Whether the previous owner was on another machine, or on this one before it was restarted."""
         return bool(self.before) and any(self.before.get(name) != self._own[name] for name in ("host", "boot"))
 
-    def _wait_for_the_owner(self, folder: Path) -> bool:
-        """Wait until it is known whether the previous owner is alive. Returns False if it is."""
-        began, stamp = time.monotonic(), self._stamp()
-        has_ended = read_json(folder / "status.json").get("state", "running") != "running"
+    def _is_owner_gone(self, folder: Path) -> bool:
+        """Take the file lock, and wait until it is known whether the previous owner is alive."""
+        began, stamp, status = time.monotonic(), self._stamp(), read_json(folder / "status.json")
         while True:
-            is_held, self.before = self._is_held(), read_json(self._file)
+            is_free, self.before = self._take(), self._read()
             waited = time.monotonic() - began
             if self._is_elsewhere() and self._stamp() != stamp:
                 return False
             if not self._is_elsewhere() or waited > SECONDS_OF_A_LEASE:
-                return not is_held
-            if not is_held and (has_ended or waited > SECONDS_TO_SEE_A_BEAT):
+                return is_free
+            # an older status is that of an attempt before this owner
+            is_later = status.get("time", "?") >= self.before.get("time", "")
+            has_ended = status.get("state", "running") != "running" and (is_later or self.before.get("ended"))
+            if is_free and (has_ended or waited > SECONDS_TO_SEE_A_BEAT):
                 return True
             if waited < 0.5:
                 text = "%s: looking for up to %.0f s whether its owner, %s, is alive"
@@ -98,14 +105,21 @@ class RunLock:
             return os.fstat(file.fileno()).st_mtime_ns
         return 0
 
-    def _is_held(self) -> bool:
-        """Whether another process has the file lock; otherwise this one takes it."""
+    def _read(self) -> dict[str, Any]:
+        try:
+            found = json.loads(retried(self._file.read_text))
+        except (FileNotFoundError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _take(self) -> bool:
+        """Take the file lock. Returns whether no other process has it; without file locks, none has."""
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._has_locks = isinstance(error, (BlockingIOError, PermissionError))
-            return self._has_locks
-        return False
+            return not self._has_locks
+        return True
 
     def _beat(self) -> None:
         while not self._end.wait(SECONDS_BETWEEN_BEATS):
@@ -115,7 +129,7 @@ class RunLock:
 
     def write(self, **values: Any) -> None:
         """Write this owner's identity and these values."""
-        replace_json(self._file, self._own | {"pid": os.getpid(), "time": now()} | values)
+        replace_json(self._file, values | self._own | {"pid": os.getpid(), "time": now()})
 
     def close(self) -> None:
         """Release the folder."""
@@ -260,7 +274,14 @@ def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) 
     places = [] if folder.exists() else [folder, checkpoints]
     new = [[str(place), NOTHING] for place in places if not place.exists()]
     try:
-        lock, decided = _decide(config, host, launch_id, may_restart)
+        lock = _lock(folder, checkpoints, host)
+    except UserError:
+        for place, _ in reversed(new):
+            with suppress(OSError):  # it has another start's files
+                os.rmdir(place)
+        raise
+    try:
+        lock, decided = _decide(lock, config, host, launch_id, may_restart)
     except StartError:  # another attempt continues with what has been fetched
         raise
     except UserError:
@@ -271,9 +292,11 @@ def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) 
     return lock, decided
 
 
-def _decide(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) -> tuple[RunLock, Claim]:
+def _decide(
+    lock: RunLock, config: TrainingConfig, host: str, launch_id: str, may_restart: bool
+) -> tuple[RunLock, Claim]:
+    """The lock is another one if the folder was moved aside."""
     folder, checkpoints = config.run_folder, config.checkpoint_folder
-    lock = _lock(folder, checkpoints, host)
     found, decision = Found.look(config, launch_id, lock.before), {}
     if config.mirror and not found.is_completed:
         plan = plan_of(config, 0, host, lock.token, launch_id)
@@ -292,6 +315,8 @@ def _decide(config: TrainingConfig, host: str, launch_id: str, may_restart: bool
     path, more = found.checkpoint()
     notes += [each for each in more if each not in notes]
     is_here = path is not None and path.resolve().parent == checkpoints.resolve()
+    if path and is_here:
+        path = checkpoints / path.name  # one spelling on all ranks
     is_replaced = found.holds_run and not found.is_continued and not is_here
     found.check(path, is_replaced, may_restart)
     if found.is_continued:
@@ -308,12 +333,25 @@ def _decide(config: TrainingConfig, host: str, launch_id: str, may_restart: bool
     # until `mark_training` a restart of this launch must not continue this run
     inherited = launch_id if found.is_same_launch else ""
     lock.write(launch_id=inherited, attempt=attempt, failures=failures, aside=aside)
+    _remove_partial(folder, checkpoints)
+    return lock, Claim(
+        resume_from=str(path or ""),
+        moved=moved,
+        attempt=attempt,
+        token=lock.token,
+        launch_id=launch_id,
+        failures=failures,
+        notes=notes,
+        decision=decision,
+    )
+
+
+def _remove_partial(folder: Path, checkpoints: Path) -> None:
+    """Delete the temporary files of an attempt that was killed."""
     partial = [*folder.glob(f"*{TEMPORARY}"), *folder.glob(f"samples/*{TEMPORARY}"), *checkpoints.glob(f"*{TEMPORARY}")]
     for left_over in partial:
         with suppress(OSError):  # NFS keeps the files that a process has open as .nfs*
             shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
-    resume_from = str(path or "")
-    return lock, Claim(resume_from, False, moved, attempt, lock.token, launch_id, failures, notes, decision)
 
 
 def _lock(folder: Path, checkpoints: Path, host: str) -> RunLock:

@@ -19,7 +19,7 @@ from utils.run import provenance
 from utils.run.apart import own_folder, share
 from utils.run.attempt import Attempt
 from utils.run.companions import Companions, plan_of
-from utils.run.ending import watched
+from utils.run.ending import Ending, watched
 from utils.run.folder import RunFolder
 from utils.run.owner import Claim, claim, sees
 from utils.signals import STOP, began_at
@@ -41,8 +41,7 @@ def open_run(config: TrainingConfig, ctx: DistributedContext) -> Iterator[Attemp
     began = began_at()
     with STOP, watched(config.run_folder, config, ctx) as ending:
         check_alike(config, ctx)
-        run = claim_run(config, ctx)
-        ending.report_to(run)
+        run = claim_run(config, ctx, ending)
         if folder := ctx.launch.flight_recorder and Path(ctx.launch.flight_recorder).parent:
             on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True), ctx)  # torch does not create it
         logger = setup_logger(ctx.rank, None if run.claim.is_completed else run.log_file)
@@ -73,28 +72,29 @@ def check_alike(config: TrainingConfig, ctx: DistributedContext) -> None:
     raise UserError(f"{text}\n{format_table([head, *rows])}", ranks[1], ctx.hosts[ranks[1]])
 
 
-def claim_run(config: TrainingConfig, ctx: DistributedContext) -> RunFolder:
+def claim_run(config: TrainingConfig, ctx: DistributedContext, ending: Ending) -> RunFolder:
     """The run in its folder. Rank 0 locks it and decides whether to continue the run in it. Raises UserError."""
     claimed = on_rank_0(lambda: claim(config, ctx.host, ctx.launch.id, ctx.launch.may_restart), ctx)
     lock, decided = claimed or (None, None)
     decided = Claim(**broadcast_json(dataclasses.asdict(decided) if decided else None, ctx))
+    folders = config.run_folder, config.checkpoint_folder, ctx.rank, ctx.hosts
+    run = RunFolder(*folders, decided, lock)
+    ending.report_to(run)  # a start that is refused from here on is undone
+    if decided.is_completed:
+        return run
     if config.mirror:
         apart, own_lock = own_folder(config, decided, ctx)
         decided, lock = dataclasses.replace(decided, apart=apart), lock or own_lock
-    companions = None
-    if lock and not decided.is_completed:
+    if lock:
         more = {"apart": decided.apart, "resume_from": decided.resume_from, "decision": decided.decision}
         plan = plan_of(config, ctx.rank, ctx.host, decided.token, decided.launch_id, **more)
-        companions = Companions(config, plan, ctx)
-    run = RunFolder(config.run_folder, config.checkpoint_folder, ctx.rank, ctx.hosts, decided, lock, companions)
-    try:
-        if run.resume_path and run.resume_path.parent == run.checkpoints:
-            share(run.resume_path, run, ctx)
-        if not decided.is_completed:
-            on_all_ranks(lambda: check_shared(run.folder, decided.token, ctx), ctx)
-    except BaseException:
-        run.end_companions()
-        raise
+        run = RunFolder(*folders, decided, lock, Companions(config, plan, ctx))
+    else:
+        run = RunFolder(*folders, decided, lock)
+    ending.report_to(run)
+    if run.resume_path and run.resume_path.parent == run.checkpoints:
+        share(run.resume_path, run, ctx)
+    on_all_ranks(lambda: check_shared(run.folder, decided.token, ctx), ctx)
     return run
 
 
