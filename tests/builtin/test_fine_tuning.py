@@ -15,7 +15,7 @@ from config import TrainingConfig, UserError
 from dataset import create_dataset, is_prepared, prepare_data
 from images import save_images
 from model import create_model, initial_weights
-from ranks import ROOT, run_ranks, torchrun
+from ranks import ROOT, run_ranks
 from tasks import Images
 from test_config import rejection
 from training import train_flags
@@ -212,16 +212,6 @@ def test_a_run_is_not_resumed_with_another_normalization(runs):
     with pytest.raises(AssertionError, match=r"mean=\[0.25, 0.25, 0.25\]: the checkpoint has mean=\[0.5, 0.5, 0.5\]"):
         run_ranks(2, train_normalized, again, 0.25)
     run_ranks(2, train_normalized, again, 0.5)
-
-
-@pytest.mark.slow
-def test_verify_holds_with_a_frozen_backbone(tmp_path):
-    folders(tmp_path, count=30)
-    forge_weights(tmp_path)
-    flags = f"--dataset imagefolder --data_dir {tmp_path} --model resnet18 --image_size 32 --init_from torchvision"
-    flags += " --freeze backbone --batch_size 8 --backend gloo --num_workers 0"
-    ended = torchrun(2, *flags.split(), script="scripts/verify.py", deadline=500)
-    assert ended.code == 0 and "11 of 11 invariants hold" in ended.out, ended.text
 
 
 def test_a_choice_is_auto_only_by_its_default(capsys):

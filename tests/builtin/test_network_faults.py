@@ -5,7 +5,6 @@ A node that is lost and returns: test_two_nodes.py; one that reboots: test_ssh.p
 
 import os
 import re
-import sys
 import time
 from pathlib import Path
 
@@ -16,58 +15,11 @@ from ranks import finish
 from test_two_nodes import difference_from_one_node, launch
 from training import wait_for_step, wait_until
 
-OF_THE_PORT = "'' 'GET / HTTP/1.1\\r\\n\\r\\n' '{\"rank\": 1}\\n' '\\x16\\x03\\x01' '\\xff\\xff\\xff\\x7f'"
-SCANNER = """
-import random, shlex, socket, sys, time
-words = [word.encode().decode("unicode_escape").encode("latin-1") for word in shlex.split(sys.argv[1])]
-words.append(random.Random(0).randbytes(999))
-held = []
-while True:
-    for port in [29500, *random.sample(range(20000, 30000), 20)]:
-        for word in words if port == 29500 else words[:1]:
-            try:
-                held.append(socket.create_connection(("10.0.0.1", port), 0.2))
-                held[-1].sendall(word)
-            except OSError:
-                pass
-    del held[:-200]
-    time.sleep(0.05)
-"""
 RULES = ("add pref 9 lookup local", "del pref 0", "add pref 5 iif eth0 ipproto tcp blackhole")
 
 
 def printed(program):
     return os.pread(program.files[1].fileno(), 2**22, 0).decode()
-
-
-@pytest.mark.slow
-def test_a_port_scanner_during_the_start_delays_it_at_most(tmp_path):
-    """A third machine connects to node 0 all the time, silently or with bytes of other protocols. Node 1 is late."""
-    with Nodes(3) as nodes:
-        nodes[2].start([sys.executable, "-c", SCANNER, OF_THE_PORT])
-        flags = ["--epochs", 1, "--run_dir", tmp_path / "run"]
-        first = launch(nodes[0], 0, *flags)
-        wait_until(lambda: "waiting for node 1 of 2" in printed(first))
-        second = launch(nodes[1], 1, *flags)
-        ended = [finish(program, 120) for program in (first, second)]
-    assert [each.code for each in ended] == [0, 0], "".join(each.text for each in ended)
-    assert "Traceback" not in ended[0].err, ended[0].err
-
-
-@pytest.mark.slow
-def test_two_launches_that_cross(tmp_path):
-    """Both have the same node 0 and port; node 1 of the second one reaches node 0 of the first."""
-    with Nodes(2) as nodes:
-        flags = ["--epochs", 2, "--run_dir"]
-        crossing = launch(nodes[1], 1, *flags, tmp_path / "b", LAUNCH_WAIT="60")
-        first = launch(nodes[0], 0, *flags, tmp_path / "a")
-        wait_until(lambda: "is used there by another launch" in printed(crossing))
-        other = finish(launch(nodes[0], 0, *flags, tmp_path / "b"))
-        assert other.code == 2 and "MASTER_PORT=29500: is in use on node0" in other.err, other.text
-        second = launch(nodes[1], 1, *flags, tmp_path / "a")
-        ended = [finish(program, 120) for program in (first, second, crossing)]
-    assert [each.code for each in ended] == [0, 0, 1], "\n--------\n".join(each.text for each in ended)
-    assert (tmp_path / "a/summary.json").exists() and not [*(tmp_path / "b").iterdir()]
 
 
 @pytest.mark.slow

@@ -5,15 +5,7 @@ import torch
 from torchvision import models
 
 from ranks import torchrun
-from test_kernel import TO_END, check_against_the_kernel
 from utils.training.activation import find_blocks
-
-
-@pytest.mark.slow
-def test_mini_resnet_equals_the_kernel_bit_for_bit(runs):
-    flags = "--dataset_size 45 --epochs 2 --lr 0.02 --no-use_amp --grad_accum_steps 2".split()
-    check_against_the_kernel(runs, [(2, 3), (2, TO_END)], "", flags)
-
 
 KNOWN = [
     ("resnet50", 16, "Bottleneck"),
