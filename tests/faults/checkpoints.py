@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, truncated, partial or untrusted, and the command that runs after each checkpoint."""
+"""Checkpoints that are damaged, truncated, partial or untrusted."""
 
 import os
 import shutil
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from disks import tracing
 from drill import FLAGS, Drill, fault, says
 from ranks import run_ranks
 from storage import RUN
@@ -67,46 +66,3 @@ def passed_over(drill: Drill, spoil: Callable[[Drill, Path], None], taken: int, 
         says(ended.text, sentence)
     assert drill.events("resumed")[-1]["step"] == taken
     drill.is_whole(2, *RUN)
-
-
-@fault("newest checkpoint unreadable", guarantees="damaged")
-def newest_unreadable(drill: Drill) -> None:
-    path = step_path(stopped_at_30(drill), 30)
-    code = "while not os.path.exists(f'{FOLDER}/traced'):\n    time.sleep(0.01)\n"
-    job = drill.start(2, *RUN, "--resume_from", "auto", code=code)
-    for pid in job.wait_for(lambda: len(found := job.children(job.program.pid)) == 2 and found):
-        tracing(drill, pid, "-f", "-qq", "-P", path, "-e", "trace=read,mmap", "-e", "inject=read:error=EIO")
-    (drill.folder / "traced").touch()
-    unread = r"step_00000030\.pt: cannot be read in three tries \(Input/output error\); repair the storage"
-    drill.fails(job, unread, has_status=False)
-    assert path.exists()  # it is not taken for damaged
-    drill.resumes(2, *RUN)
-    assert drill.events("resumed")[-1]["step"] == 30
-
-
-@fault("command after a checkpoint fails")
-def command_fails(drill: Drill) -> None:
-    command = drill.folder / "command"
-    command.write_text("#!/bin/sh\nexit 3\n")
-    command.chmod(0o755)
-    job = drill.held(2, 24, *RUN, "--on_checkpoint", command, checkpoint_of=20)
-    command.unlink()
-    drill.let_go()
-    ended = drill.has_completed(job)
-    for problem in ("ended with exit code 3", r"cannot be run \(No such file or directory\)"):
-        says(ended.text, f"on_checkpoint: {command} {problem}; the checkpoint is valid")
-
-
-@fault("command after a checkpoint hangs", guarantees="command")
-def command_is_slow(drill: Drill) -> None:
-    command, copies, go = drill.folder / "command", drill.folder / "copies", drill.folder / "release"
-    copies.mkdir()
-    command.write_text(f'#!/bin/sh\ncp "$1" {copies}\nwhile [ ! -e {go} ]; do sleep 0.1; done\n')
-    command.chmod(0o755)
-    job = drill.held(2, 44, *RUN, "--on_checkpoint", command, checkpoint_of=40)
-    assert [path.name for path in copies.iterdir()] == ["step_00000010.pt"]
-    go.touch()
-    drill.let_go()
-    drill.has_completed(job)
-    steps = sorted(checkpoint.verify(path).step for path in copies.iterdir())
-    assert {10, 50} <= set(steps) <= {10, 30, 40, 50}, steps  # 20 was superseded before its command started

@@ -1,7 +1,5 @@
 """Checkpoints of sharded runs: files that are missing or damaged, and ranks that are killed or cannot write."""
 
-import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +8,6 @@ import torch
 
 from checkpoints import cut
 from drill import FLAGS, HOST, Drill, fault, says
-from forged import Call
 from ranks import run_ranks
 from storage import ENDS_AT_A_STOP, ENDS_IN_SECONDS, RUN, ends_without
 from tasks import train_task
@@ -87,15 +84,6 @@ def under_another_name(last: Path) -> None:
     shutil.rmtree(last)
 
 
-def with_a_malicious_part(last: Path) -> None:
-    """With correct checksums; it touches a file when it is unpickled."""
-    payload = archive.load(last / part_name(1), "")
-    payload["model"] = Call(os.system, f"touch {last.parent}/marker")
-    manifest = json.loads((last / "manifest.json").read_text())
-    manifest["files"][part_name(1)] = archive.write(last / part_name(1), payload)
-    (last / "manifest.json").write_text(json.dumps(manifest))
-
-
 DAMAGES = (
     (with_another_shard, r"step_00000030: is damaged: part_00001\.pt does not match manifest\.json"),
     (with_a_short_shard, r"step_00000030/part_00000\.pt: has no checksum at its end: it is truncated"),
@@ -118,16 +106,6 @@ def damaged(drill: Drill, damages: tuple[tuple[Callable[[Path], None], str], ...
         drill.resumes(2, *ZERO3)
         assert drill.events("resumed")[-1]["step"] == 20
         says(drill.runs.log("run"), said)
-
-
-@fault("malicious part", guarantees="sharded-damage")
-def malicious(drill: Drill) -> None:
-    folder = stopped_at_30(drill)
-    with_a_malicious_part(folder / "step_00000030")
-    job = drill.start(2, *ZERO3, "--resume_from", folder / "step_00000030")
-    ended = job.end()
-    assert ended.code == 1 and not (folder / "marker").exists()
-    says(ended.text, r"part_00001\.pt: is not a checkpoint \(UnpicklingError\)")
 
 
 @fault("rank 0 killed while shards are written", "write", "before", 0, 10, guarantees="sharded-save")

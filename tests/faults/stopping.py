@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from drill import Drill, fault, says, slow_writer
+from drill import Drill, fault, slow_writer
 from ranks import need
 from start_up import SLOW_START
 from training import wait_until
@@ -84,31 +84,6 @@ def terminated_in_a_save(drill: Drill) -> None:
     first, *others = drill.runs.checkpoints("run")
     assert first.name == "step_00000010.pt" and len(others) == 1
     drill.resumes(2, *RUN)
-
-
-@fault("SIGTERM while a command hangs", guarantees="command")
-def terminated_while_a_command_hangs(drill: Drill) -> None:
-    """The command ignores SIGTERM, and so does its child."""
-    command, began = drill.folder / "command", drill.folder / "began"
-    command.write_text(f"#!/bin/sh\ntrap '' TERM\necho $1 >> {began}\nsleep 600\n")
-    command.chmod(0o755)
-    program = drill.folder / "on_checkpoint.py"
-    program.write_text(
-        "import sys\nfrom scripts.companions import on_checkpoint as it\n"
-        "it.SECONDS_TO_FINISH_AFTER_STOP = it.SECONDS_TO_TERMINATE = 0.5\n"
-        "sys.exit(it.follow(it.OnCheckpoint(it.read_plan())))\n"
-    )
-    code = f"from utils import programs\nprograms.PROGRAMS = __import__('pathlib').Path({str(drill.folder)!r})\n"
-    job = drill.held(2, 14, *RUN, "--save_every_steps", 10, "--on_checkpoint", command, code=code, checkpoint_of=10)
-    job.wait_for(began.exists)
-    job.signal_launcher(signal.SIGTERM)
-    drill.let_go(is_slow=True)
-    drill.has_stopped(job)  # leaves no process
-    last = drill.runs.checkpoints("run")[-1]
-    assert began.read_text().splitlines() == [str(job.checkpoint(10)), str(last)]  # the last one got its time, too
-    said = "on_checkpoint: the command was ended after 0 min, since the run is over; run it again for "
-    says(drill.runs.log("run"), f"{said}{job.checkpoint(10)}(.|\n)*{said}{last}")
-    drill.resumes(2, *RUN, "--save_every_steps", 10)
 
 
 @fault("SIGTERM at the start", guarantees="stop")

@@ -113,17 +113,6 @@ def clock_jumps(drill: Drill, seconds: int) -> None:
     drill.is_whole(2, *RUN)
 
 
-@fault("long upload", guarantees="command")
-def long_upload(drill: Drill) -> None:
-    """The command of the last checkpoint takes longer than a hang or a collective may."""
-    command = drill.folder / "upload"
-    command.write_text(f"#!/bin/sh\nsleep 15\ntouch {drill.folder}/done\n")
-    command.chmod(0o755)
-    short = "--dataset_size 120 --epochs 1 --num_workers 0 --timeout 8 --hang_timeout 8".split()
-    drill.completes(2, *short, "--on_checkpoint", command)
-    assert (drill.folder / "done").exists() and drill.json("status.json")["state"] == "completed"
-
-
 SLOW_COMPUTE = """
 def before_loss(net):
     time.sleep(0.3 if net.training and (RANK == 1 or STEP <= 10) else 0)

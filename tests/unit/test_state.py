@@ -12,6 +12,7 @@ from ddp_utils import cleanup_distributed, setup_distributed
 from forged import MICRO_BATCH
 from utils.data.sampler import Assignment, GlobalBatchSampler
 from utils.distributed.device import has_fast_bf16
+from utils.training.first_passes import evaluate_once, train_twice
 from utils.training.optimizer import lr_factor
 from utils.training.precision import Precision
 from utils.training.seams import Seams
@@ -73,6 +74,20 @@ def same(a, b):
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+@pytest.mark.guarantee("weights")
+def test_the_passes_before_the_first_step_leave_the_state_unchanged():
+    """A run that is stopped before its first step saves its initial state."""
+    state = make(ema_decay=0.9)
+    before, batch = snapshot(state), torch.randn(4, 3)
+
+    def loss(net, batch):
+        return {"loss": (net(batch).square().sum(), 4), "accuracy": (1, 1)}
+
+    train_twice(state.model, batch, state, loss)
+    assert evaluate_once(batch, state, loss) == ["loss", "accuracy"] and same(snapshot(state), before)
+    assert all(p.grad is None for p in state.model.parameters())
 
 
 @pytest.mark.guarantee("not-finite")
