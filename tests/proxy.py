@@ -16,13 +16,12 @@ class Proxy(ThreadingHTTPServer):
         port: of the server on this machine.
         fault: called with the number of the request from 1, its method and its path. Returns "": none; "delay"; "503";
             "refuse": closed before the server sees it; "lose": closed after the server has carried it out; "cut":
-            closed in the middle of the answer's body; "stale": a list as it was at the last request of it; or a
-            function that is called once the server has carried it out.
+            closed in the middle of the answer's body; "stale": a list as it was at the last request of it.
     """
 
     daemon_threads = True
 
-    def __init__(self, port: int, fault: Callable[[int, str, str], str | Callable[[], object]]) -> None:
+    def __init__(self, port: int, fault: Callable[[int, str, str], str]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.port, self.fault, self.count, self.lists = port, fault, 0, {}
         self.lock = threading.Lock()
@@ -65,8 +64,6 @@ class Handler(BaseHTTPRequestHandler):
                 found = proxy.lists.get(self.path, found)
             else:
                 proxy.lists[self.path] = found
-        if callable(fault):
-            fault()
         if fault == "lose":
             return self.hang_up()
         self.reply(*found, is_cut=fault == "cut")

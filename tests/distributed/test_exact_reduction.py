@@ -37,6 +37,7 @@ SIGNALS = [signal.Signals(number) for number in (9, 15, 9, 9, 15)]  # what ends 
         slow("images", ["--amp_dtype", "fp16"], range(2, 9)),
         slow("lines", ["--no-use_amp", "--optimizer", "adamw"], range(2, 9)),
         slow("blocks", ["--no-use_amp", "--optimizer", "adamw"], range(2, 9)),
+        slow("experts", ["--no-use_amp", "--find_unused_parameters"], (3, 4)),
     ],
 )
 def test_runs_on_any_number_of_ranks_have_the_same_bits(runs, task, flags, worlds):

@@ -1,19 +1,14 @@
-"""A mirror on a real S3 server, behind a proxy that loses, cuts, refuses and delays, or a process that is killed."""
+"""A mirror on a real S3 server, behind a proxy that loses, cuts, refuses and delays."""
 
-import os
 import random
-import signal
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from proxy import Proxy
-from ranks import run_ranks
 from scripts.lib import storage
 from test_mirror import Attempt, be_quick, quick, steps_of  # noqa: F401
 from test_object_storage import bucket  # noqa: F401
-from test_stored_run import step_of_the_next_attempt, without_beats
 from utils.checkpoint import format as checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("bucket", ["moto"], indirect=True)]
@@ -79,59 +74,3 @@ def test_an_object_that_is_too_short_is_passed_over(bucket, tmp_path, monkeypatc
     first.mirror._files.pipe_file(f"{first.mirror._root}/{name}", b"short")
     second = Attempt(url, tmp_path / "b")
     assert second.run.resume_path.name == "step_00000010.pt" and "is missing or damaged" in second.start.notes[0]
-
-
-def count_requests(what, env, url, folder, at, is_answered):
-    """Those of a save or of a start. The proxy in this process kills it at one: before it, or when it is answered."""
-    os.environ.update(env)
-    kill, count, is_armed = partial(os.kill, os.getpid(), signal.SIGKILL), 0, False
-
-    def fault(*_):
-        nonlocal count
-        count += is_armed
-        if is_armed and count == at and not is_answered:
-            kill()
-        return kill if is_armed and count == at else ""
-
-    os.environ["AWS_ENDPOINT_URL"] = Proxy(port_of(env), fault).url
-    with pytest.MonkeyPatch.context() as patched:
-        be_quick(patched)
-        without_beats(patched)
-        first = Attempt(url, folder / "a", launch_id="job").upload(10, 20)
-        if what == "start":
-            first.suspend()
-        is_armed = True
-        if what == "start":
-            Attempt(url, folder / "b", launch_id="job")
-        else:
-            first.upload(30)
-    return count
-
-
-@pytest.mark.guarantee("mirror-resume")
-@pytest.mark.parametrize("is_answered", [False, True])
-@pytest.mark.parametrize("what", ["save", "start"])
-@pytest.mark.parametrize("part", [0, 1])  # every second request each: all take minutes
-def test_sigkill_at_any_http_request_leaves_the_old_or_the_new_checkpoint(
-    bucket,  # noqa: F811
-    tmp_path,
-    monkeypatch,
-    what,
-    is_answered,
-    part,
-):
-    base, env = bucket
-    without_beats(monkeypatch)
-    found, at, is_killed = set(), part - 1, True
-    while is_killed:
-        at += 2
-        url, folder = f"{base}-{at}", tmp_path / f"{at}"
-        is_killed = False
-        try:
-            run_ranks(1, count_requests, what, env, url, folder, at, is_answered)
-        except AssertionError as error:
-            assert "exit codes [-9]" in str(error), error
-            is_killed = True
-        found.add(step_of_the_next_attempt(url, folder))
-    print(f"killed at every second of {at - 1} requests")
-    assert at > 10 and 20 in found <= ({20, 30} if what == "save" else {20})
