@@ -85,30 +85,6 @@ def test_a_file_cut_short_in_mid_run_is_repaired_and_the_run_resumes_with_the_sa
 
 @pytest.mark.guarantee("changed-data")
 @pytest.mark.slow
-def test_a_deleted_file_and_many_changed_files_are_rejected_with_their_names(runs):
-    files = save_jpegs(runs.root / "data")
-    words = [*runs.words("run", *FLAGS), "--resume_from", "auto"]
-    assert run_ranks(2, attempt, [*words, "--max_steps", "2"]) == ["completed"] * 2
-    listing = (runs.folder("run") / "training_files.gz").read_bytes()
-    gone = files[0].read_bytes()
-    files[0].unlink()
-    remedy = "resume_from: these must match; give them as they were, or start a new run with --init_from"
-    for text in run_ranks(2, attempt, words):
-        assert text.splitlines() == [
-            "the training set differs from the checkpoint's (names, number or labels); missing: cat/000.jpg: put them"
-            " back, or readable copies of other images under these names",
-            remedy,
-        ]
-    files[0].write_bytes(gone)
-    for path in files[-2:]:
-        grow(path)
-    for text in run_ranks(2, attempt, words):
-        assert text.splitlines() == [f"{RESIZED}: 2 of {COUNT} (dog/010.jpg, dog/011.jpg)", remedy]
-    assert (runs.folder("run") / "training_files.gz").read_bytes() == listing
-
-
-@pytest.mark.guarantee("changed-data")
-@pytest.mark.slow
 def test_without_the_list_of_files_a_change_is_logged_without_names(runs):
     """In another run folder, and with decoded images in memory; the list is written again."""
     files = save_jpegs(runs.root / "data")

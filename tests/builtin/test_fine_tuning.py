@@ -15,9 +15,7 @@ from config import TrainingConfig, UserError
 from dataset import create_dataset, is_prepared, prepare_data
 from images import save_images
 from model import create_model, initial_weights
-from ranks import ROOT, run_ranks, torchrun
-from tasks import Images
-from test_config import rejection
+from ranks import ROOT, run_ranks
 from training import train_flags
 from utils.checkpoint.format import take_weights
 from utils.data.sets import with_auto
@@ -197,34 +195,3 @@ def test_weights_in_torch_hubs_folder_are_used(tmp_path):
     there.parent.mkdir(parents=True)
     torch.save({"fc.weight": torch.ones(2)}, there)
     assert is_prepared(config) and initial_weights(config).keys() == {"fc.weight"}
-
-
-def train_normalized(flags, mean):
-    with mock.patch.object(Images, "mean", torch.full((3,), mean)):
-        return train_flags(flags)
-
-
-@pytest.mark.slow
-def test_a_run_is_not_resumed_with_another_normalization(runs):
-    flags = "--dataset_size 16 --epochs 1".split()
-    run_ranks(2, train_normalized, runs.words("run", *flags), 0.5)
-    again = runs.words("run", *flags, "--epochs", 2, "--resume_from", "auto")
-    with pytest.raises(AssertionError, match=r"mean=\[0.25, 0.25, 0.25\]: the checkpoint has mean=\[0.5, 0.5, 0.5\]"):
-        run_ranks(2, train_normalized, again, 0.25)
-    run_ranks(2, train_normalized, again, 0.5)
-
-
-@pytest.mark.slow
-def test_verify_holds_with_a_frozen_backbone(tmp_path):
-    folders(tmp_path, count=30)
-    forge_weights(tmp_path)
-    flags = f"--dataset imagefolder --data_dir {tmp_path} --model resnet18 --image_size 32 --init_from torchvision"
-    flags += " --freeze backbone --batch_size 8 --backend gloo --num_workers 0"
-    ended = torchrun(2, *flags.split(), script="scripts/verify.py", deadline=500)
-    assert ended.code == 0 and "11 of 11 invariants hold" in ended.out, ended.text
-
-
-def test_a_choice_is_auto_only_by_its_default(capsys):
-    assert TrainingConfig().interpolation == "auto"
-    assert "interpolation=cubic: is not known; choose" in rejection(capsys, "--interpolation", "cubic")
-    assert "freeze=all: is not known; choose none, backbone" in rejection(capsys, "--freeze", "all")

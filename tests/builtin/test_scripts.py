@@ -1,6 +1,5 @@
 """scripts/runs.py, export.py, predict.py and replay.py on real runs."""
 
-import json
 import re
 import shutil
 
@@ -11,11 +10,9 @@ import forks
 from config import TrainingConfig, UserError
 from dataset import create_dataset
 from export import as_safetensors
-from model import create_model
 from ranks import ROOT, WarmLaunch, finish
 from training import Runs, difference
 from utils.checkpoint import archive
-from utils.example.augment import normalize
 
 
 @pytest.fixture(scope="module")
@@ -109,40 +106,6 @@ def test_an_export_that_cannot_be_made_is_rejected(two_runs, tmp_path):
     assert (
         ended.code == 2 and "is the checkpoint itself; give another name" in ended.err and source.read_bytes() == before
     )
-
-
-def net_of(payload):
-    net = create_model(TrainingConfig(**payload["config"]), torch.device("cpu")).eval()
-    net.load_state_dict(payload["model"])
-    return net
-
-
-def images_of(payload, split, **changes):
-    """The normalized images of the run's data."""
-    data = create_dataset(TrainingConfig(**payload["config"] | changes), split)
-    return normalize(data.images, data.mean, data.std)
-
-
-@pytest.mark.slow
-def test_predictions_have_each_sample_once_in_order_on_any_number_of_ranks(two_runs, tmp_path):
-    """37 samples in micro-batches of 4, the last one short; with 4 ranks two of them are idle in the last step."""
-    source, found = two_runs.checkpoints("fast")[-1], []
-    flags = "--split train --dataset_size 37 --augment none".split()
-    for ranks in (0, 2, 4):
-        out = tmp_path / "new" / f"{ranks}.pt"
-        ended = run_script("predict.py", source, *flags, "--out", out, ranks=ranks)
-        assert ended.code == 0 and f"wrote {out}: output of 37 samples" in ended.out, ended.text
-        found.append(torch.load(out, weights_only=True))
-    assert all(torch.equal(each["output"], found[0]["output"]) for each in found) and [*found[0]] == ["output"]
-    payload = torch.load(source, weights_only=True)
-    with torch.no_grad():
-        expected = net_of(payload)(images_of(payload, "train", dataset_size=37))
-    torch.testing.assert_close(found[0]["output"], expected)
-    described = json.loads((tmp_path / "new" / "2.pt.json").read_text())
-    assert described == {"checkpoint": str(source), "weights": "model", "split": "train", "samples": 37} | {
-        "precision": "float32"
-    }
-    assert len(list(out.parent.iterdir())) == 6  # no rank's part is left
 
 
 REFUSED = [  # ranks, arguments of predict.py, message

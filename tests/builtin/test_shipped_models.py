@@ -5,24 +5,7 @@ import torch
 from torchvision import models
 
 from ranks import torchrun
-from test_kernel import TO_END, check_against_the_kernel
-from test_oracle import check_against_the_oracle
 from utils.training.activation import find_blocks
-
-
-@pytest.mark.guarantee("dropout")
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 4), (2, 2), (4, 1)])
-def test_dropout_of_a_torchvision_model_depends_on_step_and_micro_batch_not_on_rank(runs, ranks, accumulation):
-    flags = "--model squeezenet1_1 --image_size 32 --lr 0.01 --max_steps 4".split()
-    check_against_the_oracle(runs, ranks, accumulation, torch.float64, flags, 1e-12, task="")
-
-
-@pytest.mark.slow
-def test_mini_resnet_equals_the_kernel_bit_for_bit(runs):
-    flags = "--dataset_size 45 --epochs 2 --lr 0.02 --no-use_amp --grad_accum_steps 2".split()
-    check_against_the_kernel(runs, [(2, 3), (2, TO_END)], "", flags)
-
 
 KNOWN = [
     ("resnet50", 16, "Bottleneck"),

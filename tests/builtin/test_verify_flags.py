@@ -35,6 +35,13 @@ ROWS = """
 --label_smoothing 0.1
 --sharding zero2
 --sharding zero3 --cpu_offload
+--sharding zero3 --ema_decay 0.9 --optimizer adamw
+--sharding hybrid
+--amp_dtype fp16
+--dataset_size 1
+--dataset_size 2 --seed 0
+--image_size 4 --dataset_size 37
+--optimizer adamw --ema_decay 0.9 --drop_last --batch_size 8 --global_batch_size 16
 --reduction exact
 --grad_accum_steps 2
 --global_batch_size 256

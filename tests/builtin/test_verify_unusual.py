@@ -53,7 +53,6 @@ def compute_loss(model, batch):
     x, y = batch
     COMPUTE
 """
-SQUARES = "return {'loss': ((model(x) - y).square().sum(), len(y))}"
 CLASSES = "logits = torch.cat([model(x), -model(x)], 1)"
 BY_LENGTH = """        return self.x[index, :1].expand(2 + index % 7, 8), self.y[index]
 

@@ -1,4 +1,5 @@
-"""In none of the loops but the tutorial's does the host wait for the device, so their times on a GPU are comparable.
+"""In the plain and the bare loop the host does not wait for the device, so their times on a GPU are comparable with
+those of the template (builtin/test_fake_gpu.py).
 
 The device is torch's "meta", whose tensors have no values: a read by the host raises an error, and copies from the host
 are seen. Not shown: pinned memory and streams, which exist only where there is a GPU.
@@ -18,16 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dataset
-import model
-import train
 from comparison import loops
 from config import TrainingConfig
-from utils.clock import Clock
-from utils.data import loader
-from utils.run.create import create_state
-from utils.training.cross_check import CrossCheck
 from utils.training.precision import Precision
-from utils.training.seams import Seams
 
 META = torch.device("meta")
 CTX = SimpleNamespace(rank=0, world_size=1, local_world_size=1, device=META, hosts=("here",), fast_bf16=True)
@@ -67,21 +61,6 @@ class Calls(TorchFunctionMode):
         return args[0] if func is torch.Tensor.pin_memory else func(*args, **kwargs)
 
 
-def template(done):
-    """Its loop, loader and state, without what it does at log points and saves. Calls done() after each step."""
-    seams = Seams.of(model, META)
-    state = create_state(seams, CONFIG, CTX)
-    state.lay_out({"loss": (0.0, 4), "top1": (0, 4)})
-    batches, sampler = loader.create_distributed_dataloader(dataset.create_dataset(CONFIG, "train"), CONFIG, CTX)
-    state.plan(sampler)
-    parts = {"state": state, "seams": seams, "loader": batches, "checkpoints": mock.Mock()}
-    parts |= {"attempt": SimpleNamespace(config=CONFIG, clock=Clock(), ctx=CTX), "consensus": mock.Mock(step=bool)}
-    parts |= {"reporter": mock.Mock(step_done=lambda *_: done(), is_due=False)}
-    parts |= {"model": train.wrap_ddp(state.model, CONFIG, CTX)}
-    parts |= {"cross_check": CrossCheck(state, batches, CONFIG, CTX, *[mock.Mock()] * 3)}
-    train.train_one_epoch(SimpleNamespace(**parts))
-
-
 def other(loop, done):
     for _ in itertools.islice(loop(CONFIG, CTX, Precision("meta", None)), 3):
         done()
@@ -105,7 +84,7 @@ def waits_of(run):
     return set(steps[1:])
 
 
-RUNS = {"template": template, "plain": partial(other, loops.plain), "bare": partial(other, loops.bare)}
+RUNS = {"plain": partial(other, loops.plain), "bare": partial(other, loops.bare)}
 
 
 @pytest.mark.parametrize("name", RUNS)

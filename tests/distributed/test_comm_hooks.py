@@ -13,7 +13,6 @@ from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed, wrap_ddp
 from ranks import run_ranks, slow
 from tasks import train_task, training_under
-from test_exact_resume import FLAGS as RESUME_FLAGS
 from training import TINY, difference
 from utils.data.sampler import MicroBatch
 from utils.run.buffers import BufferCheck
@@ -116,18 +115,6 @@ def test_a_gradient_that_overflows_in_the_all_reduce_is_skipped_by_all_ranks(run
     summary = runs.json("run", "summary.json")
     assert (summary["steps"], summary["skipped_steps"]) == (5, skipped)
     assert all(value.isfinite().all() for value in runs.last("run")["model"].values())
-
-
-@pytest.mark.guarantee("comm-hook")
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "hook", "accumulation"), [(2, "bf16", 2), (4, "fp16", 1)])
-def test_stops_and_resumes_with_a_hook_do_not_change_the_run(runs, ranks, hook, accumulation):
-    samples = 15 * 4 * ranks * accumulation // 2 + 1
-    flags = [*RESUME_FLAGS, "--no-use_amp", "--comm_hook", hook, "--grad_accum_steps", accumulation]
-    flags += ["--dataset_size", samples]
-    runs.train(ranks, "whole", *flags)
-    runs.train_with_stops(ranks, "parts", *flags, stops=(1, 3, 11))
-    runs.assert_same("whole", "parts")
 
 
 def rejection(flags):

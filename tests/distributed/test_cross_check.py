@@ -3,9 +3,7 @@
 import contextlib
 import os
 import random
-from collections import Counter
 from dataclasses import replace
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -13,9 +11,7 @@ import torch
 
 import tasks
 import train
-from config import TrainingError, UserError
-from ddp_utils import setup_distributed
-from lib.benchmark.ours import Ours
+from config import UserError
 from ranks import run_ranks, slow
 from tasks import SmallNet
 from training import train_flags
@@ -184,113 +180,6 @@ def test_ranks_on_different_devices_are_rejected(runs):
 def test_one_rank_trains_without_checks_and_says_so(runs):
     runs.train(1, "run", *FLAGS, "--check_every", 2)
     assert "check_every: one rank has no other one that could check it" in runs.log("run")
-
-
-def flip(tensor, draw):
-    """A copy in which a bit of a value that is not 0 is flipped; the value stays finite."""
-    wrong = tensor.detach().clone(memory_format=torch.contiguous_format)
-    flat = wrong.view(-1)
-    places = flat.nonzero().flatten()
-    value = flat[places[draw.randrange(len(places))]] if len(places) else flat[0]
-    value.view(torch.int32).bitwise_xor_(1 << draw.randrange(30))
-    return wrong if wrong.isfinite().all() else tensor.detach()
-
-
-def place_fault(model, draw, now):
-    """Flip bits somewhere in the model, always or once, while now["on"]. Returns the hooks."""
-    kind, is_always = draw.choice(["activation", "gradient", "parameter"]), now["always"]
-    seed, count, which = draw.random(), draw.choice([1, 1, 3]), draw.random()
-
-    def corrupt(tensor):
-        if not now["on"]:
-            return None
-        here = random.Random(seed if is_always else draw.random())
-        for _ in range(count):
-            tensor = tensor + (flip(tensor, here) - tensor.detach())
-        return tensor
-
-    if kind == "parameter":
-        parameters = [*model.parameters()]
-        return parameters[int(which * len(parameters))].register_hook(corrupt)
-    modules = [module for module in model.modules() if not [*module.children()]]
-    module = modules[int(which * len(modules))]
-    if kind == "activation":
-        return module.register_forward_hook(lambda _, inputs, output: corrupt(output))
-    return module.register_full_backward_pre_hook(lambda _, gradients: (corrupt(gradients[0]),) if now["on"] else None)
-
-
-def campaign(words, folder, faults):
-    """Steps of one run, each with a fault on one rank. [(bad rank, always, what was found, equal gradients)]"""
-    with tasks.using("images"):
-        config = tasks.config_of(words)
-        ours = Ours(config, setup_distributed(config), folder, 0)
-        training, found = ours.training, []
-        check, rank, draw = training.cross_check, training.attempt.ctx.rank, random.Random(3)
-        check._save, check._warn, check._event = (lambda: None), (lambda text: None), lambda *_, **e: events.append(e)
-        steps, now = [[]], {"on": False, "always": False}
-        plain = partial(train.compute_gradient, training)
-
-        def compute(micro_batches):
-            def begun():
-                for micro_batch in micro_batches:
-                    is_now = now["always"] or (micro_batch.is_check == now["in_check"] and not now.get("over"))
-                    now["on"] = rank == bad and is_now
-                    try:
-                        yield micro_batch
-                    finally:
-                        now["on"], now["over"] = False, now.get("over") or is_now
-
-            return plain(begun())
-
-        def gradient(function):
-            function(iter(step))
-            taken = [p.grad.clone() for p in training.state.model.parameters()]
-            check._undo()
-            return taken
-
-        training.model.train()
-        for micro_batch in training.loader.micro_batches(0):
-            steps[-1].append(micro_batch)
-            steps += [[]] if micro_batch.is_last else []
-        for number in range(faults):
-            at = number % (len(steps) - 2)
-            step, progress, events = steps[at], training.state.progress, []
-            progress.step, progress.samples_in_epoch = at, at * training.loader.sampler.global_batch_size
-            clean = gradient(lambda each: check.run(each, plain))
-            bad, here = draw.randrange(4), random.Random(draw.random())
-            now.clear()
-            now |= {"on": False, "always": number % 2 == 0, "in_check": draw.random() < 0.5}
-            hook = place_fault(training.state.model, here, now)
-            named, is_same = "none", True
-            try:
-                wrong = gradient(lambda each: check.run(each, compute))
-                is_same = all(torch.equal(a, b) for a, b in zip(clean, wrong, strict=True))
-                named = [e["rank"] for e in events] or "none"
-            except TrainingError as error:
-                named = f"ended by {error.rank}"
-            except UserError:
-                named = "not deterministic"
-            hook.remove()
-            check._undo()
-            found.append((bad, now["always"], named, is_same))
-        return found
-
-
-@pytest.mark.guarantee("cross-check")
-@pytest.mark.slow
-def test_no_wrong_bit_at_seeded_places_reaches_a_gradient_unseen(runs):
-    """100 faults that stay and 100 that come once. A bit that is lost in rounding or behind a ReLU changes nothing."""
-    words = runs.words("run", *FLAGS, "--dataset_size", 400, "--epochs", 1000, "--check_every", 1)
-    rows = run_ranks(4, campaign, words, runs.folder("ours"), 200)
-    assert all(row == rows[0] for row in rows)
-    for bad, _, named, is_same in rows[0]:  # a fault that stays may have an effect on some samples only
-        assert is_same and named in ("none", [bad], f"ended by {bad}")
-    counts = Counter(
-        (always, named.split()[0] if isinstance(named, str) else "once") for _, always, named, _ in rows[0]
-    )
-    print(counts)
-    assert counts[True, "ended"] > 80 and counts[False, "ended"] == 0
-    assert sum(counts[always, "none"] for always in (True, False)) < 20
 
 
 @pytest.mark.guarantee("cross-check")

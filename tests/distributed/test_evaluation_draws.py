@@ -56,7 +56,7 @@ def train_drawing(flags, loss):
         return train_flags(flags)
 
 
-@pytest.mark.guarantee("eval-only")
+@pytest.mark.guarantee("eval-only", "evaluation-means")
 @pytest.mark.parametrize(
     ("loss", "worlds"),
     [

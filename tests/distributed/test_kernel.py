@@ -66,12 +66,15 @@ CASES = [
     ([(1, 2), (2, 5), (1, TO_END)], "images", f"{FP32} --global_batch_size 12 --clip_grad_norm 1 --schedule_steps 9"),
     # on 3 ranks the order of DDP's buckets changes sums; step 3 is an epoch's last one, before its evaluation
     ([(3, stop) for stop in (1, 2, 3, 4, TO_END)], "images", f"{FP32} --grad_accum_steps 2 --save_every_steps 1"),
+    # evaluations within an epoch; at steps 3 and 6 they are due when the run stops, and the resumed run makes them
+    ([(2, stop) for stop in (2, 5, 10, TO_END)], "images", f"{FP32} --eval_every_steps 3 --ema_decay 0.9 --patience 9"),
     ([(2, 6), (2, TO_END)], "images", f"{FP32} --max_steps 13 --epochs 9 --warmup_steps 3 --eval_batch_size 3"),
     *(slow(*drawn(number)) for number in range(24)),
 ]
 
 
-@pytest.mark.guarantee("order", "samples", "dropout", "resume", "weights", "batchnorm", "elastic", "evaluation-means")
+@pytest.mark.guarantee("order", "samples", "dropout", "resume", "weights", "batchnorm", "elastic", "gradient")
+@pytest.mark.guarantee("evaluation-means", "evaluation-counts", "evaluation-by-steps")
 @pytest.mark.parametrize(("attempts", "task", "flags"), CASES)
 def test_runs_equal_the_kernel_bit_for_bit(runs, attempts, task, flags):
     check_against_the_kernel(runs, attempts, task, [*FLAGS, *flags.split()])

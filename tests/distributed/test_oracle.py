@@ -1,8 +1,7 @@
 """A run's weights equal those of the plain loop: on 1, 2 and 4 ranks, with accumulation, short last global batches,
 idle ranks and workers.
 
-test_exact_*.py checks every accumulation, tail, number of ranks and resume; builtin/test_shipped_models.py checks
-MiniResNet.
+test_kernel.py has the flags, ranks and stops; builtin/test_mixing.py checks MiniResNet.
 """
 
 import pytest
@@ -56,3 +55,20 @@ def test_twenty_float64_steps_equal_the_plain_loop(runs, ranks, accumulation, op
     """
     flags = (*optimizer, "--max_steps", "20", "--schedule", *schedule.split())
     check_against_the_oracle(runs, ranks, accumulation, torch.float64, flags, 1e-12, task)
+
+
+@pytest.mark.guarantee("gradient", "terms")
+@pytest.mark.parametrize(
+    ("ranks", "accumulation", "task"),
+    [
+        (2, 2, "terms"),
+        slow(4, 1, "images"),
+        *(slow(4, 2, task) for task in ("terms", "images", "lines")),
+        slow(1, 4, "plain"),
+    ],
+)
+def test_a_step_of_every_length_equals_the_plain_loop(runs, ranks, accumulation, task):
+    """Where the gradient is most of the weights after the step."""
+    for samples in range(1, 2 * ranks * accumulation + 1):
+        flags = f"--batch_size 2 --dataset_size {samples} --max_steps 1 --lr 100 --warmup_epochs 0 --overwrite"
+        check_against_the_oracle(runs, ranks, accumulation, torch.float64, flags.split(), 1e-12, task)

@@ -60,6 +60,8 @@ def test_outputs_of_different_shapes_are_a_list_in_sample_order(runs):
         out = runs.root / f"{ranks}.pt"
         run_ranks(ranks, predict_lines, [checkpoint, "--split", "train", "--out", out])
         found.append(torch.load(out, weights_only=True))
+    described = {"checkpoint": str(checkpoint), "weights": "model", "split": "train", "samples": 9}
+    assert runs.json("", "4.pt.json") == described | {"precision": "float32"} and len([*runs.root.glob("*.pt*")]) == 6
     net = TokenModel().eval()
     net.load_state_dict(runs.last("run")["model"])
     rows = [[*each.values()] for each in found]

@@ -21,18 +21,6 @@ from utils.training.evaluation import Evaluation
 SMALL = "--dataset_size 16 --epochs 1".split()
 
 
-def other_data_on_rank_1(words):
-    """Simulates two hosts with different copies of the data."""
-    with mock.patch("utils.data.sets.identity", lambda dataset: os.environ["RANK"]):
-        train_flags(words)
-
-
-@pytest.mark.guarantee("alike")
-def test_ranks_that_see_different_data_are_rejected(runs):
-    with pytest.raises(AssertionError, match=r"\S+ \(rank 1\) and \S+ \(rank 0\) hold different data; copy it again"):
-        run_ranks(2, other_data_on_rank_1, runs.words("run", *SMALL))
-
-
 def train_on_lines(words, changed_ranks, share=0.5):
     """Train on lines, a set without names; on these ranks a share of the lines differs. Returns the error."""
     plain = TASKS["lines"]["create_dataset"]

@@ -53,14 +53,6 @@ def test_max_steps_alone_sets_the_length_and_of_two_limits_the_banner_names_the_
     assert "3, 1 per epoch (epochs=3 ends the run before max_steps=13)" in runs.log("both")
 
 
-@pytest.mark.guarantee("schedule-end")
-def test_patience_ends_a_run_as_completed_and_saves_it(runs):
-    outcome = runs.train(2, "run", *"--dataset_size 16 --epochs 9 --lr 1e-9 --patience 2 --save_every 0".split())[0]
-    assert runs.last("run")["progress"]["step"] == outcome["steps"] == 6  # saved, though no save was due
-    assert (outcome["state"], outcome["epochs"]) == ("completed", 3)
-    assert "patience: no improvement in 2 evaluations, so the run ends" in runs.log("run")
-
-
 def train_until_time_is_up(flags):
     """Train; on rank 1 the clock jumps by an hour after step 7."""
     clock, plain = SimpleNamespace(monotonic=time.monotonic, perf_counter=time.perf_counter), Reporter.step_done

@@ -8,22 +8,19 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset
 
 import model
 from config import UserError
-from ranks import WarmLaunch, finish, run_ranks, slow
+from ranks import WarmLaunch, finish, run_ranks
 from tasks import TASKS, Images, SmallNet, image_loss
 from training import assert_same_state, train_flags
-from utils.rng import draw_integers, sample_draws
 
 FLAGS = "--dataset_size 46 --epochs 2 --no-use_amp --save_every 0".split()
 
 
 def train_with(flags, **seams):
     """Train in a rank with these functions instead of the task's; returns the state or the error."""
-    dtype = torch.float64 if "float64" in flags else torch.float32
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(TASKS["images"], seams))
         for name in seams.keys() & {
@@ -33,114 +30,25 @@ def train_with(flags, **seams):
         }:  # `using` replaces only existing functions
             stack.enter_context(mock.patch.object(model, name, seams[name], create=True))
         try:
-            return train_flags([flag for flag in flags if flag != "float64"], dtype)["state"]
+            return train_flags(flags)["state"]
         except UserError as error:
             return str(error)
 
 
-# ---- the count of the loss depends on the batch ----
-
-
-class Pixels(Dataset):
-    """float images [1, 8, 8] and masks of three classes, 255 is ignored; randomly cropped on the device."""
-
-    in_memory = True
-
-    def __init__(self, size):
-        generator = torch.Generator().manual_seed(3)
-        self.masks = torch.randint(0, 3, (size, 8, 8), generator=generator)
-        noise = torch.randn(size, 1, 8, 8, generator=generator, dtype=torch.float64)
-        self.images = self.masks.double()[:, None] + noise
-        self.masks[torch.rand(size, 8, 8, generator=generator) < 0.3] = 255
-        self.masks[20:24] = 255  # nothing counts in these
-
-    def __len__(self):
-        return len(self.masks)
-
-    def __getitem__(self, index):
-        return self.images[index], self.masks[index]
-
-    def device_transform(self, batch, seed, epoch, indices):
-        return crop(*batch, seed, epoch, indices)
-
-
-def crop(images, masks, seed, epoch, indices):
-    """A crop of 6 x 6 pixels of each sample, at a position drawn per sample."""
-    places = draw_integers(sample_draws(seed, epoch, indices, 2), 3)
-    cut = [(slice(top, top + 6), slice(left, left + 6)) for top, left in places.tolist()]
-    images = torch.stack([image[:, rows, columns] for image, (rows, columns) in zip(images, cut, strict=True)])
-    return images, torch.stack([mask[rows, columns] for mask, (rows, columns) in zip(masks, cut, strict=True)])
-
-
-def pixel_loss(net, batch):
-    logits, masks = net(batch[0]), batch[1]
-    valid = masks != 255
-    found, classes = logits.argmax(1)[valid], torch.arange(3)[:, None]
-    is_true, is_found = masks[valid] == classes, found == classes
-    return {
-        "loss": (F.cross_entropy(logits, masks, ignore_index=255, reduction="sum"), valid.sum()),
-        "miou": ((is_true & is_found).sum(1), (is_true | is_found).sum(1), lambda iou: iou.nanmean()),
-        "recall": ((is_true & is_found).sum(1), is_true.sum(1), lambda each: {"c0": each[0], "c2": each[2]}),
-    }
-
-
-def pixel_net(config, device):
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 3, 1)).to(device)
-
-
-PIXELS = {
-    "create_model": pixel_net,
-    "compute_loss": pixel_loss,
-    "create_dataset": lambda config, split: Pixels(46) if split != "test" else None,
-}
-
-
-def train_pixels(flags):
-    return train_with([*flags, "float64"], **PIXELS)
-
-
-@pytest.mark.parametrize(("ranks", "accumulation"), [(2, 2), slow(4, 1)])
-def test_the_loss_is_the_mean_over_the_valid_pixels_of_the_global_batch(runs, ranks, accumulation):
-    """The expected loss is computed over all pixels of a step at once. 1e-12: order of sums."""
-    flags = "--epochs 1 --lr 1e-300 --warmup_epochs 0 --log_interval 1 --no-use_amp --record_samples".split()
-    words = runs.words("run", *flags, "--grad_accum_steps", accumulation)
-    assert run_ranks(ranks, train_pixels, words) == ["completed"] * ranks
-    torch.set_default_dtype(torch.float64)  # as in the ranks
-    data, net = Pixels(46), pixel_net(None, torch.device("cpu"))
-    torch.set_default_dtype(torch.float32)
-    samples, records = runs.samples("run"), runs.records("run", "train")
-    assert len(records) == -(-46 // (4 * ranks * accumulation))
-    for record in records:
-        indices = torch.tensor(samples[record["step"]])
-        images, masks = crop(data.images[indices], data.masks[indices], 42, 0, indices)
-        with torch.no_grad():
-            logits = net(images)
-        expected = F.cross_entropy(logits, masks, ignore_index=255)  # the mean over valid pixels
-        assert record["loss"] == pytest.approx(expected.item(), rel=1e-12)
-        hits = [((masks == k) & (logits.argmax(1) == k)).sum() for k in range(3)]
-        union = [((masks == k) | ((logits.argmax(1) == k) & (masks != 255))).sum() for k in range(3)]
-        miou = sum(a / b for a, b in zip(hits, union, strict=True)).item() / 3
-        assert record["miou"] == pytest.approx(miou, rel=1e-6)
-        assert record["recall/c2"] == pytest.approx((hits[2] / (masks == 2).sum()).item(), rel=1e-6)
-    evaluated = runs.records("run", "eval")[-1]
-    assert {"loss", "miou", "recall/c0", "recall/c2", "count"} < evaluated.keys()
-
-
 def only_odd_steps(flags):
-    """Train with all pixels of every second global batch ignored."""
+    """Train with all samples of every second global batch ignored."""
 
     def loss(net, batch):
-        metrics = pixel_loss(net, batch)
+        metrics = image_loss(net, batch)
         total, count = metrics["loss"]
-        is_empty = bool((batch[0].sum() * 1e6).long() % 2) if net.training else False
+        is_empty = net.training and bool(batch[1].sum() % 2)
         return metrics | {"loss": (total * (not is_empty), count * (not is_empty))}
 
-    return train_with([*flags, "float64"], **PIXELS | {"compute_loss": loss})
+    return train_with(flags, compute_loss=loss)
 
 
 def test_a_global_batch_that_counts_nothing_is_a_skipped_step(runs):
-    flags = "--epochs 2 --log_interval 1 --no-use_amp --save_every_steps 1 --keep_last 99".split()
+    flags = "--dataset_size 46 --epochs 2 --log_interval 1 --no-use_amp --save_every_steps 1 --keep_last 99".split()
     assert run_ranks(1, only_odd_steps, runs.words("run", *flags)) == ["completed"]
     skipped = runs.events("run", "skipped_step")
     assert {event["reason"] for event in skipped} == {"empty"} and 3 < len(skipped) < 21
@@ -174,25 +82,6 @@ def test_a_schedule_that_follows_the_metric_resumes_exactly(runs):
     resumed = [record["lr"] for record in runs.records("resumed", "train")]
     assert resumed == rates[len(rates) - len(resumed) :]
     assert_same_state(runs.last("whole"), runs.last("resumed"))
-
-
-def train_groups(flags, own):
-    """Train two groups. own: the settings of the second one, such as its learning rate."""
-
-    def groups(net, config):
-        return [{"params": list(net.features.parameters())}, {"params": list(net.head.parameters()), **own}]
-
-    return train_with(flags, param_groups=groups)
-
-
-@pytest.mark.parametrize("own", [{}, {"lr": 0.1}])
-def test_records_have_the_lr_of_the_schedule_and_of_groups_that_differ(runs, own):
-    flags = "--epochs 2 --lr 0.4 --schedule linear --warmup_epochs 0 --log_interval 1".split()
-    run_ranks(1, train_groups, runs.words("run", *FLAGS, *flags), own)
-    records, factors = runs.records("run", "train"), [1 - step / 24 for step in range(24)]
-    assert [record["lr"] for record in records] == pytest.approx([0.4 * factor for factor in factors])
-    expected = [pytest.approx([0.4 * factor, 0.1 * factor]) if own else None for factor in factors]
-    assert [record.get("lr_of_groups") for record in records] == expected
 
 
 class Signed(torch.optim.Optimizer):

@@ -13,7 +13,7 @@ from ranks import run_ranks, slow
 from tasks import TASKS, SmallNet, image_loss, ramped_loss, taught_loss, teach
 from test_exact_resume import FLAGS as OF_RESUME
 from test_oracle import ADAMW, SGD, check_against_the_oracle
-from training import assert_same_state, difference, train_flags
+from training import difference, train_flags
 from utils.checkpoint import format as checkpoint
 from utils.distributed.dtensor import full
 from utils.training.schedule import Progress
@@ -196,12 +196,3 @@ def test_stops_and_resumes_do_not_change_what_is_left(runs, ranks, flags):
     runs.train(ranks, "whole", *flags, task="experts")
     runs.train_with_stops(ranks, "parts", *flags, task="experts", stops=(1, 3, 6))
     runs.assert_same("whole", "parts")
-
-
-@pytest.mark.guarantee("unused")
-@pytest.mark.slow
-def test_exact_sums_have_the_same_bits_on_any_ranks_where_parameters_are_unused(runs):
-    flags = [*"--dataset_size 90 --epochs 2 --no-use_amp --num_workers 1 --global_batch_size 32".split(), *EXACT]
-    for ranks in (1, 3, 4):
-        runs.train(ranks, f"on-{ranks}", *flags, *UNUSED, task="experts")
-        assert_same_state(runs.last("on-1"), runs.last(f"on-{ranks}"))

@@ -59,7 +59,7 @@ class Kernel:
     """Everything of one rank."""
 
     def __init__(self, config: Any, rank: int, ranks: int) -> None:
-        self.config, self.ranks = config, ranks
+        self.config, self.ranks, self.evaluated = config, ranks, 0
         seed_host("create_dataset", config.seed)
         data, held_out = (dataset.create_dataset(config, split) for split in ("train", "val"))
         size, per_step = config.batch_size, config.global_batch_size // config.batch_size
@@ -117,6 +117,8 @@ class Kernel:
                 state.backward(metrics["loss"][0], each.is_padding)
             if each.is_last:
                 state.update(each.samples, self.factor())
+                if self.config.eval_every_steps and state.step % self.config.eval_every_steps == 0:
+                    self.evaluate()
 
     def factor(self) -> float:
         """Of the learning rate: a linear warm-up, then a cosine to 0."""
@@ -133,7 +135,10 @@ class Kernel:
     def evaluate(self) -> None:
         """The means over the held-out set: each sample counts once."""
         state, sums = self.state, cast(Any, None)
-        state.model.eval()
+        if state.step == self.evaluated:
+            return
+        self.evaluated = state.step
+        self.model.eval()
         for each in self.held_out.micro_batches(0):
             batch = self.held_out.batch(each.indices)
             seed_device(CPU, "evaluation", self.config.seed, "compute_loss", "val", each.indices[0])
@@ -145,3 +150,4 @@ class Kernel:
         if self.ranks > 1:
             dist.all_reduce(sums.values)
         state.evaluations.append(sums.means())
+        self.model.train()

@@ -58,14 +58,3 @@ def test_of_two_ranks_only_rank_0_prints(tmp_path, flags, codes, out, err):
             message = json.loads(report.read_text())["message"]
             assert message["message"] == f"UserError: {REJECTED.strip()}"
             assert message["extraInfo"]["py_callstack"] == REJECTED.strip()
-
-
-def test_incomplete_launcher_variables_are_rejected_in_one_sentence():
-    ended = start("", RANK="0")
-    assert ended.returncode == 2 and ended.stderr.startswith("LOCAL_RANK and WORLD_SIZE: not set, while RANK is;")
-    assert len(ended.stderr.splitlines()) == 1
-
-
-def test_a_process_of_mpirun_is_rejected_at_once():
-    ended = start("", OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="1")
-    assert (ended.returncode, ended.stdout) == (2, "") and ended.stderr.startswith("OMPI_COMM_WORLD_SIZE=2: mpirun")

@@ -136,17 +136,6 @@ def test_a_parameter_that_is_trainable_only_later_is_an_error_at_that_step():
 
 
 @pytest.mark.guarantee("weights")
-def test_clipping_bounds_the_norm_and_the_unclipped_norm_is_recorded():
-    state = make(clip_grad_norm=0.5, momentum=0, lr=1.0, weight_decay=0)
-    before = [p.detach().clone() for p in state.model.parameters()]
-    step(state, gradient=3.0)
-    moved = torch.cat([(a - b.detach()).flatten() for a, b in zip(before, state.model.parameters(), strict=True)])
-    torch.testing.assert_close(moved.norm(), torch.tensor(0.5), rtol=1e-4, atol=0)
-    state.read_skips()
-    assert state.interval.means()["grad_norm"] == pytest.approx(3 * math.sqrt(len(moved)))
-
-
-@pytest.mark.guarantee("weights")
 def test_the_learning_rate_is_a_function_of_the_step_and_skipped_steps_count():
     factors = [lr_factor(TrainingConfig(), step, 10, 4, None) for step in range(11)]
     assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0] and factors[4:] == sorted(factors[4:], reverse=True)
@@ -158,15 +147,6 @@ def test_the_learning_rate_is_a_function_of_the_step_and_skipped_steps_count():
     for gradient in (None, float("nan"), None):
         step(state, gradient)
     assert state.lrs == [0.2 * factor for factor in state.factors_at(2, state.progress)]
-
-
-def test_a_group_can_have_its_own_learning_rate():
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    groups = [{"params": list(model[0].parameters()), "lr": 0.01}, {"params": list(model[1].parameters())}]
-    state = make(model=model, groups=groups, lr=0.1)
-    state.progress.step = 5
-    step(state)
-    assert [lr / state.factors_at(5, state.progress)[0] for lr in state.lrs] == [0.01, 0.1]
 
 
 def test_patience_counts_evaluations_without_a_better_value():
@@ -191,21 +171,6 @@ def test_the_state_tells_the_loop_when_to_evaluate_and_when_the_run_is_over():
     assert (state.progress.epoch, state.progress.samples_in_epoch) == (3, 20)  # a longer run continues this epoch
     state.progress.evaluated_step = 35
     assert not state.schedule.is_evaluation_due
-
-
-@pytest.mark.guarantee("evaluation-by-steps")
-def test_evaluations_by_steps_come_beside_those_by_epochs_and_once_per_step():
-    state, due = make(max_steps=35, eval_every=2, eval_every_steps=4), []
-    assert not state.schedule.is_evaluation_due  # before the first step
-    while not state.schedule.is_finished:
-        while not (state.schedule.is_at_end or state.schedule.is_epoch_complete):
-            step(state)
-            if state.schedule.is_evaluation_due:
-                due.append(state.progress.step)
-                state.progress.note_value(0.5, 1)
-        assert not state.schedule.is_evaluation_due
-        state.schedule.end_epoch()
-    assert due == [4, 8, 12, 16, 20, 24, 28, 32, 35]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

@@ -63,15 +63,6 @@ def test_an_evaluation_has_the_same_parts():
 
 
 @pytest.mark.guarantee("exact-ranks")
-def test_every_leaf_is_in_one_run_and_no_rank_has_more_than_its_share():
-    for count in range(1, 70):
-        for ranks in range(1, 40):
-            runs = [run_of(rank, ranks, count) for rank in range(ranks)]
-            assert [leaf for run in runs for leaf in run] == list(range(count))
-            assert max(map(len, runs)) == math.ceil(count / ranks)
-
-
-@pytest.mark.guarantee("exact-ranks")
 def test_a_rank_has_one_part_where_its_micro_batches_are_a_power_of_two():
     """So that it sends the bytes of a ring all-reduce; also in a short last global batch."""
     for ranks in (1, 2, 3, 5, 6, 7, 8, 12, 24):
