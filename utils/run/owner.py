@@ -203,6 +203,15 @@ class Found:
                 return checkpoint.read(path)[0]["config"]
         return read_json(self.config.run_folder / "config.json")
 
+    def mark_killed(self) -> list[str]:
+        """Write how the attempt before has ended, if no rank survived to write it: its lock is free. Returns a note."""
+        if self.status.get("state") != "running":
+            return []
+        self.status.update({"state": "failed", "error": KILLED, "rank": 0, "host": self.owner.get("host")})
+        with suppress(OSError):
+            replace_json(self.config.run_folder / "status.json", self.status)
+        return [f"the previous attempt: {KILLED}"]
+
     def checkpoint(self) -> tuple[Path | None, list[str]]:
         """The checkpoint to start from, if any, and notes to log. Raises UserError if it is not valid."""
         path, notes = checkpoint.latest_valid(self.config.checkpoint_folder) if self.is_continued else (None, [])
@@ -304,14 +313,10 @@ def _decide(
         found = Found.look(config, launch_id, decision.get("owner") or lock.before)
     if found.is_completed or decision.get("is_completed"):
         return lock, Claim(is_completed=True)
-    notes, owner, aside = decision.get("notes", []), found.owner, found.owner.get("aside", [])
+    owner, aside = found.owner, found.owner.get("aside", [])
     failures: list[dict[str, Any]] = []
     moved: list[list[str]] = []
-    if found.status.get("state") == "running":  # no rank survived to write it: the lock was free
-        notes.append(f"the previous attempt: {KILLED}")
-        found.status.update({"state": "failed", "error": KILLED, "rank": 0, "host": owner.get("host")})
-        with suppress(OSError):
-            replace_json(folder / "status.json", found.status)
+    notes = decision.get("notes", []) + found.mark_killed()
     path, more = found.checkpoint()
     notes += [each for each in more if each not in notes]
     is_here = path is not None and path.resolve().parent == checkpoints.resolve()
