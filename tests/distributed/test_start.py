@@ -13,6 +13,7 @@ import train
 import utils.run.start
 from config import TrainingConfig, UserError
 from ranks import run_ranks
+from test_run_folder import contents, fill, open_run
 from training import train_flags
 from utils.distributed.collectives import all_gather_json
 from utils.metrics import all_reduce_scalar
@@ -73,6 +74,20 @@ def test_every_rank_raises_an_error_with_the_differences(runs):
         for (what, pattern, odd), (text, rank, is_made) in zip(UNLIKE, found, strict=True):
             assert re.search(pattern, text) and rank == odd, (what, text, rank)
             assert not is_made or what not in ("config", "versions", "code")  # before the folder is locked
+
+
+def overwrite(words):
+    fault = mock.patch.object(Path, "touch", touch) if os.environ["RANK"] == "1" else contextlib.nullcontext()
+    with fault, pytest.raises(UserError, match="cannot write there"):
+        train_flags([*words, "--overwrite"])
+
+
+def test_a_run_that_a_start_has_moved_aside_is_moved_back_if_a_rank_cannot_write(runs):
+    words = runs.words("run", "--dataset_size", 16, "--epochs", 1)
+    fill(open_run(TrainingConfig.from_args(words)))
+    before = contents(runs.root)
+    run_ranks(2, overwrite, words)
+    assert contents(runs.root) == before
 
 
 def exchange(sizes):
