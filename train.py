@@ -69,7 +69,7 @@ def train(
 
     Args:
         data: has the functions of dataset.py.
-        after_epoch: called on all ranks after the last step of each epoch and of the run, again by a resume from there.
+        after_epoch: called on all ranks at the end of each epoch and of the run; a save there need not have its changes.
 
     Returns:
         The content of summary.json (only `state` if the run was already completed); with `eval_only`, of eval-*.json.
@@ -169,7 +169,7 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
                 after_epoch(training)
             if schedule.is_at_end or is_every(config.save_every, schedule.progress.epoch_number):
                 # before the evaluation, so that a failure there loses no training; a resume repeats the evaluation
-                checkpoints.save(now=schedule.is_at_end, again=bool(after_epoch))
+                checkpoints.save(now=schedule.is_at_end)
             if schedule.is_evaluation_due:
                 validate(training)
             schedule.end_epoch()

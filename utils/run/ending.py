@@ -92,7 +92,7 @@ def take_back_failed_steps(
 
 class Ending:
     """Ends this process if ranks hang or are gone: called by the watchdog's thread, which must not wait for storage
-    that stalls while this process is alive: other hosts would miss its beats.
+    that stalls unless it ends this process: other hosts would miss its beats.
     """
 
     def __init__(self, folder: Path, ctx: DistributedContext) -> None:
