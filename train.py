@@ -69,7 +69,7 @@ def train(
 
     Args:
         data: has the functions of dataset.py.
-        after_epoch: called on all ranks at the end of each epoch and of the run; a save there need not have its changes.
+        after_epoch: called on all ranks at the end of each epoch and of the run. A save need not have its changes.
 
     Returns:
         The content of summary.json (only `state` if the run was already completed); with `eval_only`, of eval-*.json.
