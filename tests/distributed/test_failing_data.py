@@ -80,6 +80,54 @@ def test_slow_data_is_a_warning_with_the_flags_that_help(runs):
     assert re.search(r"data loading takes \d+% of the time: try more --num_workers \(now 0 per rank, with ", ended.text)
 
 
+BROKEN = """
+import line_tasks
+plain = line_tasks.Lines.__getitem__
+def getitem(self, index):
+    if index == 13:
+        return {'the_line': None}['the_' + 'word']
+    return plain(self, index)
+line_tasks.Lines.__getitem__ = getitem
+line_tasks.Lines.path = lambda self, index: f'/texts/{index}.txt'
+"""
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_an_error_in_getitem_names_the_sample_and_its_file_beside_the_authors_traceback(runs, workers):
+    words = runs.words("run", *f"--dataset_size 20 --epochs 1 --num_workers {workers}".split())
+    ended = finish(WarmLaunch(2, runs.program(BROKEN, task="lines"), words))
+    status, where = runs.json("run", "status.json"), "sample 13 (/texts/13.txt)"
+    assert ended.code == 1 and where in status["error"] and "the_word" in status["error"], ended.text
+    assert ", in getitem" in ended.text
+    last = ended.text.rpartition("failed: rank ")[2]
+    assert last.startswith(f"{status['rank']} on ") and "KeyError: " in last and where in last
+
+
+ONE_SLOW_BATCH = """
+import utils.run.watchdog as watchdog
+watchdog.LEAST_LIMIT = watchdog.SECONDS_OF_A_LOOK = 0.4
+plain_loss, calls = train.your_model.compute_loss, []
+def compute_loss(net, batch):
+    calls.append(net.training)
+    if len(calls) == 20 and os.environ.get('RANK', '1') == '1':
+        time.sleep(3)
+    return plain_loss(net, batch)
+train.your_model.compute_loss = compute_loss
+"""
+
+
+@pytest.mark.guarantee("hang")
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_one_slow_step_is_called_slow_and_training_continues(runs, ranks):
+    ended = finish(
+        WarmLaunch(ranks, runs.program(ONE_SLOW_BATCH), runs.words("run", *"--dataset_size 200 --epochs 1".split()))
+    )
+    assert (ended.code, ended.left) == (0, 0), ended.text
+    said = rf"WARN.*no progress for \d s: rank {min(ranks, 1)} on \S+ is slow in forward of step \d+ \(process \d+\)\n"
+    assert len(re.findall(said, runs.log("run"))) == ended.text.count("no progress") == 1, ended.text
+    assert " hangs " not in ended.text and not list(runs.folder("run").glob("hang-*"))
+
+
 # ---- shared memory ----
 
 
