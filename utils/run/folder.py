@@ -76,18 +76,18 @@ class RunFolder:
         return bool(self._lock) and not self.is_main
 
     def _note(self, **values: Any) -> None:
-        """Write to lock.json, where a rank has a lock."""
+        """Write to lock.json, where a rank has a lock. From now on no failure undoes the start."""
         if self._lock:
             self._check()
             claim = self.claim
             known = {"launch_id": claim.launch_id, "attempt": claim.attempt, "failures": claim.failures}
             self._lock.write(**known, has_trained=True, **values)
+        self._moved = []
 
     def mark_training(self) -> None:
         """The folder is at the step from which this attempt trains: from now on a restart of this launch continues the
-        run in it, and no failure undoes the start."""
+        run in it."""
         self._note()
-        self._moved = []
 
     def mark_diagnosed(self) -> None:
         """The run is stopped, since its attempts get no further."""
