@@ -364,7 +364,9 @@ class TrainingConfig:
     best_metric: str = setting("checkpoints", "auto", "for best.pt: auto, NAME, min:NAME, max:NAME", metric_name, "may")
 
     log_interval: int = setting("logging", 20, "optimizer steps between log lines", at_least(1))
+    # ---- extra: profiler ----
     enable_profiling: bool = setting("logging", False, "profile a few steps of rank 0 into run_dir/traces")
+    # ---- end of profiler ----
 
     # ---- yours: fields for your own model and data; a fork edits only these lines of this file ----
     dataset: str = yours("synthetic", "data set", one_of("synthetic", "cifar10", "imagefolder", "csv"), "must")
@@ -552,6 +554,8 @@ def _unknown(word: str, cls: type) -> str:
     if name in OF_TORCHRUN.split():
         return f"{word}: is not known; start the ranks with torchrun: torchrun --standalone --nproc-per-node=N train.py"
     names = [field.name for field in dataclasses.fields(cls)] + ["config", "print_config"] * bool(dashes)
+    if extra := next((extra for extra, fields in deleted_extras().items() if name.removeprefix("no_") in fields), ""):
+        return f"{word}: this fork has no extra {extra}; see docs/extras.md"
     here = _of_another_trainer(name, names)
     if here == "":
         return f'{word}: is not a flag of this fork; add a field to the block "yours" of config.py, or leave it out'
@@ -560,6 +564,13 @@ def _unknown(word: str, cls: type) -> str:
         advice = re.sub(r"\[(.*?)\]\((.*?)\)", r"\1 (docs/\2)", here.replace("`", ""))
         return f"{word}: is not a flag here; {advice}"
     return f"{word}: is not known; " + (f"did you mean {dashes}{close[0]}?" if close else "see --help for all flags")
+
+
+def deleted_extras() -> dict[str, dict[str, Any]]:
+    """The fields of the extras that scripts/without.sh has deleted from this fork, with their defaults, by extra."""
+    file = Path(__file__).parent / "pyproject.toml"
+    found = tomllib.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return found.get("tool", {}).get("extras", {}).get("without", {})
 
 
 def _of_another_trainer(name: str, names: Collection[str]) -> str | None:
@@ -603,6 +614,9 @@ def _read_file(file: str, cls: type) -> dict[str, Any]:
         raise UserError(f"config={file}: is not a table of names and values; {remedy}")
     names = [field.name for field in dataclasses.fields(cls)]
     values = {key.replace("-", "_"): value for key, value in values.items()}
+    for name, default in (pair for fields in deleted_extras().values() for pair in fields.items()):
+        if values.get(name) == default:  # what this fork does without it
+            del values[name]
     unknown = [f"{file}: {_unknown(key, cls)}" for key in values if key not in names]
     if unknown:
         raise UserError("\n".join(unknown))

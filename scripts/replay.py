@@ -163,7 +163,8 @@ def choose_config(run: Path, payload: dict[str, Any] | None, flags: list[str]) -
     is_inside = payload and payload["progress"]["step"] < origin.get("total_steps", math.inf)
     saved = payload["config"] if payload and is_inside else read_json(run / "config.json")
     plain: dict[str, Any] = {"on_checkpoint": "", "track": "none", "init_method": ""}
-    plain |= {"enable_profiling": False, "record_samples": False}
+    plain["record_samples"] = False
+    plain["enable_profiling"] = False  # extra: profiler
     plain |= {"sharding": "none", "cpu_offload": False} | ({"init_from": ""} if payload else {})
     if Seams.of(fork).lr_factor is Seams.lr_factor:  # else the schedule may depend on evaluations
         plain |= {"eval_every_steps": 0}

@@ -29,7 +29,8 @@ PROVENANCE_KEYS = "git_commit git_dirty hosts start_time changed_template_files 
 def whole(tmp_path_factory):
     runs = Runs(tmp_path_factory.mktemp("full"))
     flags = "--image_size 8 --batch_size 8 --log_interval 2 --backend gloo --dataset_size 80 --epochs 3"
-    flags += " --ema_decay 0.9 --num_workers 1 --enable_profiling --record_samples --save_every_steps 4 --keep_last 2"
+    flags += " --ema_decay 0.9 --num_workers 1 --record_samples --save_every_steps 4 --keep_last 2"
+    flags += " --enable_profiling"  # extra: profiler
     runs.ended = torchrun(2, *flags.split(), "--run_dir", runs.folder("run"))
     assert (runs.ended.code, runs.ended.left) == (0, 0), runs.ended.text
     return runs
@@ -147,7 +148,7 @@ def test_tensorboard_has_scalars_by_step_texts_and_images(whole):
     assert {"config/text_summary", "environment/text_summary"} <= set(tags["tensors"])
 
 
-def test_the_profile_opens_and_its_costliest_operations_are_printed(whole):
+def test_the_profile_opens_and_its_costliest_operations_are_printed(whole):  # extra: profiler
     with gzip.open(whole.folder("run") / "traces" / "rank0.json.gz") as file:
         trace = json.load(file)
     assert any("convolution" in event.get("name", "") for event in trace["traceEvents"])

@@ -10,10 +10,13 @@ import pytest
 
 from config import CONFLICTS, RARE, TrainingConfig, UserError, yours
 
-PUBLISHED = (
-    "batch_size num_workers epochs lr momentum weight_decay backend use_amp"
-    " grad_accum_steps checkpoint_dir save_every resume_from log_interval enable_profiling seed"
-).split()
+PUBLISHED = [
+    *(
+        "batch_size num_workers epochs lr momentum weight_decay backend use_amp"
+        " grad_accum_steps checkpoint_dir save_every resume_from log_interval seed"
+    ).split(),
+    "enable_profiling",  # extra: profiler
+]
 
 
 def of(flags):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from config import TrainingError
 from utils.data.loader import GlobalBatchLoader
 from utils.distributed.collectives import broadcast_json, gather, lowest_rank
+from utils.extras.profiler import Profiler  # extra: profiler
 from utils.logger import log_epoch_summary
 from utils.memory import peak_memory
 from utils.redact import stored
-from utils.report.profiler import end_profile, step_profiler
 from utils.report.records import LogPoint, note_slowest
 from utils.report.summary import empty_steps, end_text, summary_of
 from utils.report.tensorboard import Board
@@ -29,6 +29,16 @@ from utils.training.state import TrainState
 
 READ_AFTER = 4  # steps after a log point, on all ranks, its values are read
 LogImages = Callable[[nn.Module, Any], dict[str, Tensor]]
+
+
+class Observer(Protocol):
+    """What looks at the steps of an attempt."""
+
+    def start(self) -> None: ...
+
+    def step(self) -> None: ...
+
+    def end(self) -> None: ...
 
 
 class Reporter:
@@ -54,8 +64,9 @@ class Reporter:
         self._log_images = log_images if run.is_main or attempt.config.sharding != "none" else None
         self._board = Board(run.folder / "tensorboard" if ctx.is_main else None, state.progress.step)
         self._terminal = Terminal(attempt, state, loader)
-        is_profiled = attempt.config.enable_profiling and ctx.is_main
-        self._profiler = step_profiler(run.folder / "traces", ctx.device, attempt.logger) if is_profiled else None
+        self._observers: list[Observer] = []
+        if attempt.config.enable_profiling and ctx.is_main:  # extra: profiler
+            self._observers.append(Profiler(run.folder / "traces", ctx.device, attempt.logger))
         self._samples, self._steps = 0, 0  # since the last log point
         self._unwritten: LogPoint | None = None
 
@@ -82,8 +93,8 @@ class Reporter:
         where = {"epoch": progress.epoch_number, "step": progress.step, "samples_seen": progress.samples_seen}
         source = {"checkpoint": str(run.resume_path), "changed": differences} if run.resume_path else {}
         run.mark_beginning(self._attempt.began, where, world_size=self._ctx.world_size, **source)
-        if self._profiler:
-            self._profiler.start()
+        for each in self._observers:
+            each.start()
 
     # ---- training ----
 
@@ -99,8 +110,8 @@ class Reporter:
         if self._unwritten and step - self._unwritten.at["step"] >= READ_AFTER:
             self.catch_up()
         self._terminal.step(step)
-        if self._profiler:
-            self._profiler.step()
+        for each in self._observers:
+            each.step()
 
     @property
     def is_due(self) -> bool:
@@ -209,8 +220,8 @@ class Reporter:
             self._run.warn("%s", line)
         self._run.write_json("summary.json", summary)
         self._run.status(ending, epoch=progress.epoch_number, step=progress.step, samples_seen=progress.samples_seen)
-        if self._profiler:
-            end_profile(self._profiler, logger)
+        for each in self._observers:
+            each.end()
         self._board.close()
         trained_s = summary["time"]["training_s"] + summary["time"]["data_wait_s"]
         logger.info("%s", end_text(summary, self._run, self._config, trained_s, empty_steps(records)))

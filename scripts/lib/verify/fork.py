@@ -133,7 +133,8 @@ class Fork:
         off = ("global_batch_size", "dataset_size", "max_steps", "max_time", "patience", "save_every")
         values: dict[str, Any] = dict.fromkeys(off, 0)
         values |= {"epochs": 2, "eval_every": 1, "log_interval": 2, "keep_last": 99, "save_every_minutes": 0.0}
-        values |= {"drop_last": False, "enable_profiling": False, "record_samples": True, "checkpoint_dir": ""}
+        values |= {"drop_last": False, "record_samples": True, "checkpoint_dir": ""}
+        values["enable_profiling"] = False  # extra: profiler
         return replace(
             self.config,
             **values,

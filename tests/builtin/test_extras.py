@@ -1,0 +1,135 @@
+"""docs/extras.md: what is left of the template without one extra or all of them is tested and trains alike."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import forks
+from lib import without
+from ranks import ROOT, copy_repository
+
+EXTRAS = without.extras_of(without.read_files(ROOT))
+CORE = [ROOT / name for name in ("train.py", "config.py", "ddp_utils.py")]
+CORE += [path for path in (ROOT / "utils").rglob("*.py") if "extras" not in path.parts]
+WHO = {f"GIT_{role}_{what}": "a@example.com" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+ENV = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | WHO
+ENV |= {"GIT_CONFIG_GLOBAL": os.devnull, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+STEPS = "--max_steps 20 --image_size 8 --batch_size 4 --dataset_size 96 --num_workers 0 --log_interval 20".split()
+
+
+def run(folder, *command, code=0, seconds=600):
+    ended = subprocess.run(command, cwd=folder, env=ENV, capture_output=True, text=True, timeout=seconds)
+    assert ended.returncode == code, f"{ended.stdout[-9000:]}\n{ended.stderr[-3000:]}"
+    return ended.stdout + ended.stderr
+
+
+def commit(folder, message):
+    run(folder, "git", "add", "--all")
+    run(folder, "git", "commit", "-qm", message)
+
+
+def copy(folder):
+    copy_repository(folder)
+    run(folder, "git", "init", "-q", "-b", "main")
+    commit(folder, "the whole template")
+    return folder
+
+
+def cut(folder, *names):
+    found = run(folder, "scripts/without.sh", *names)
+    commit(folder, f"without {' '.join(names)}")
+    return found
+
+
+def fingerprints(folder, runs):
+    """After 20 steps on 1 and on 2 ranks."""
+    found = []
+    for ranks in (1, 2):
+        where = f"{folder.name}{ranks}"
+        words = [*STEPS, "--backend", "gloo", "--run_dir", runs.folder(where)]
+        ended = forks.run(folder, ranks, "train.py", *words)
+        assert ended.code == 0, ended.text
+        found.append(runs.records(where, "train")[-1]["fingerprint"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    from training import Runs
+
+    return fingerprints(ROOT, Runs(tmp_path_factory.mktemp("whole")))
+
+
+def dead_links(folder):
+    for page in folder.rglob("*.md"):
+        for link in re.findall(r"\]\(([^)\s#]+)(?:#[^)]*)?\)", page.read_text()):
+            if "://" not in link and not link.startswith("../../") and not (page.parent / link).exists():
+                yield f"{page.relative_to(folder)}: {link}"
+
+
+EACH = [pytest.param([name], id=name, marks=pytest.mark.slow) for name in EXTRAS]
+
+
+@pytest.mark.parametrize("names", [pytest.param(["--all-but"], id="all"), *EACH])
+def test_what_is_left_is_tested_and_trains_to_the_same_bits(tmp_path, runs, whole, names):
+    folder = copy(tmp_path / "fork")
+    gone = EXTRAS.keys() if names == ["--all-but"] else names
+    fields = without.fields_of((folder / "config.py").read_text(), set(gone))
+    printed = cut(folder, *names)
+    assert "lines before and after" in printed and "git restore" in printed
+    assert fingerprints(folder, runs) == whole
+    assert not [*dead_links(folder)]
+    shown = run(folder, sys.executable, "train.py", "--help", "all")
+    for extra, flags in fields.items():
+        for flag in flags:
+            assert not re.search(rf"--(\[no-\])?{flag}\b", shown), flag
+            answer = run(folder, sys.executable, "train.py", f"--{flag}", "1", code=2)
+            assert f"--{flag}: this fork has no extra {extra}; see docs/extras.md" in answer
+    run(folder, sys.executable, "-m", "ruff", "check", ".")
+    run(folder, sys.executable, "-m", "ruff", "format", "--check", ".")
+    run(folder, sys.executable, "-m", "mypy")
+    run(folder, sys.executable, "-m", "pytest", "-q", "-x", "-n", "4", "--dist", "loadfile", *quick_tests(folder))
+
+
+def quick_tests(folder):
+    return [name for name in ("tests/unit", "tests/extras") if (folder / name).is_dir()]
+
+
+def marked_lines(path):
+    """The numbers, from 0, of the lines that some extra deletes from a file, and how many have a marker."""
+    text = path.read_text()
+    every = set(EXTRAS)
+    markers = [number for number, line in enumerate(text.splitlines()) if without.MARKER.search(line)]
+    left = without.cut_text(path.name, text, every).splitlines()
+    return left, len(markers)
+
+
+def test_the_kernel_names_an_extra_only_in_marked_lines():
+    fields = without.fields_of((ROOT / "config.py").read_text(), set(EXTRAS))
+    names = "|".join(name for each in fields.values() for name in each)
+    named = re.compile(rf"utils\.extras|config\.({names})\b|\b({names})=|[\"' -]({names})[\"' ,]")
+    total = 0
+    for path in CORE:
+        left, number = marked_lines(path)
+        total += number
+        assert not [line for line in left if named.search(line) and '"""' not in line], path
+    assert total <= 120, total
+
+
+def test_bad_names_and_a_changed_tree_are_refused_and_a_deletion_can_be_undone(tmp_path):
+    folder = copy(tmp_path / "fork")
+    assert "nonsense: is not an extra; give some of" in run(folder, "scripts/without.sh", "nonsense", code=2)
+    name = next(iter(EXTRAS))
+    listed = run(folder, "scripts/without.sh", "--list")
+    assert all(re.search(rf"^{each} +\d+ +\d+ +\d+  \S", listed, re.M) for each in EXTRAS)
+    printed = run(folder, "scripts/without.sh", name)
+    assert "commit or stash them first" in run(folder, "scripts/without.sh", name, code=2)
+    run(folder, "bash", "-c", printed.split("to undo this: ")[1])
+    assert run(folder, "git", "status", "--porcelain") == ""
+    cut(folder, name)
+    assert "these are already deleted" in run(folder, "scripts/without.sh", name)
+    assert re.search(rf"^{name} +deleted", run(folder, "scripts/without.sh", "--list"), re.M)
