@@ -286,7 +286,6 @@ def show_list(files: Files) -> None:
 
 
 def delete(names: set[str]) -> None:
-    require_clean()
     before, left = cut_tree(ROOT, names)
     print(f"deleted {', '.join(sorted(names))}; lines before and after:")
     for part, number in sizes(before).items():
@@ -341,6 +340,7 @@ def main(words: list[str]) -> None:
         names = set(words) - {"--all-but"}
         if wrong := names - known.keys():
             fail(f"{min(wrong)}: is not an extra; give some of {', '.join(known)}")
+        require_clean()
         gone = recorded(files[PROJECT]).keys()
         names = (known.keys() - names if words[0] == "--all-but" else names) - gone
         delete(names) if names else print("these are already deleted")

@@ -18,6 +18,7 @@ FLOORS = {
     "utils.run": 5,
     "utils.report": 6,
     "ddp_utils": 7,
+    "utils.extras": 7,  # imported in marked lines only: tests/builtin/test_extras.py
     "utils.example": 7,  # of model.py and dataset.py alone
     "model": 8,
     "dataset": 8,
@@ -25,6 +26,7 @@ FLOORS = {
 }
 # without a fork's own files
 CORE = sorted([*(path for path in ROOT.glob("*.py") if path.stem in FLOORS), *ROOT.glob("utils/**/*.py")])
+EXTRAS = [path for path in CORE if "extras" in path.parts and path.parent.name != "extras"]
 OURS = [path for path in CORE if path.name not in ("model.py", "dataset.py")]  # a fork does not edit these
 COLLECTIVES = set(
     "all_reduce all_gather broadcast gather barrier all_gather_json broadcast_json lowest_rank all_reduce_scalar"
@@ -63,7 +65,14 @@ def imports(path):
 def test_imports_point_down_or_stay_in_their_package(path):
     here = package(".".join(path.relative_to(ROOT).with_suffix("").parts))
     upward = {name for name in imports(path) if package(name) != here and FLOORS[package(name)] >= FLOORS[here]}
-    assert not upward
+    assert not {name for name in upward if package(name) != "utils.extras"}
+
+
+@pytest.mark.parametrize("path", EXTRAS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_an_extra_imports_no_other_one_unless_its_docstring_names_it(path):
+    own = path.relative_to(ROOT).parts[2]
+    others = {name.split(".")[2] for name in imports(path) if name.startswith("utils.extras.")} - {own}
+    assert not [name for name in others if f"`{name}`" not in ast.get_docstring(tree(path))]
 
 
 def test_only_model_py_and_dataset_py_import_the_example():
