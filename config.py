@@ -250,10 +250,10 @@ CONFLICTS: list[tuple[str, str | Callable[[TrainingConfig], Any], str]] = [
     ("comm_hook", "reduction", f"rounds gradients before they are summed; {EITHER}"),
     ("compile", lambda config: config.compile == "reduce-overhead" and config.find_unused_parameters,
      "keeps all gradients in place, and find_unused_parameters leaves some out; use --compile default"),
-    ("sharding", "check_every", f"does not work with check_every; {EITHER}"),
-    ("find_unused_parameters", "check_every", f"does not work with check_every; {EITHER}"),
+    ("sharding", "check_every", f"does not work with check_every; {EITHER}"),  # extra: sharding and check
+    ("find_unused_parameters", "check_every", f"does not work with check_every; {EITHER}"),  # extra: check
     ("compile", lambda config: config.compile == "reduce-overhead" and config.check_every,
-     f"does not work with check_every; {EITHER}"),
+     f"does not work with check_every; {EITHER}"),  # extra: compile and check
     ("reduction", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),
     ("comm_hook", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),
     ("compile", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),
@@ -336,9 +336,11 @@ class TrainingConfig:
         "distributed", False, "allow parameters that a batch does not use (slower)", resume="may"
     )
     reduction: str = setting("distributed", "fast", "exact: same bits on any ranks", one_of("fast", "exact"), "may")
+    # ---- extra: check ----
     check_every: int = setting(
         "distributed", 0, "steps between checks of the ranks' gradients by other ranks (0 = off)", at_least(0)
     )
+    # ---- end of check ----
     sharding: str = setting("distributed", "none", "FSDP: shard the model over the ranks", one_of(*SHARDINGS), "may")
     cpu_offload: bool = setting("distributed", False, "keep shards and optimizer in host memory (slower)", resume="may")
 

@@ -19,6 +19,7 @@ import faulthandler
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -32,6 +33,7 @@ from utils.data.sampler import MicroBatch
 from utils.data.sets import load_data
 from utils.distributed.collectives import broadcast_json, on_all_ranks
 from utils.distributed.consensus import Consensus, Stopped, Vote, is_every
+from utils.extras.check import CrossCheck  # extra: check
 from utils.report.reporter import Reporter
 from utils.report.validation import Validation
 from utils.rng import seed_device
@@ -44,7 +46,6 @@ from utils.run.provenance import provenance_of
 from utils.run.resume import resume_run
 from utils.run.start import open_run
 from utils.training.batchnorm import check_sync_batchnorm
-from utils.training.cross_check import CrossCheck
 from utils.training.first_passes import first_passes
 from utils.training.replicated import Wrapped
 from utils.training.seams import Seams
@@ -105,7 +106,7 @@ class Training:
     consensus: Consensus
     reporter: Reporter
     checkpoints: Checkpoints
-    cross_check: CrossCheck
+    cross_check: CrossCheck  # extra: check
     validation: Validation
 
 
@@ -129,7 +130,8 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     differences = resume_run(attempt, state, sampler, provenance, sets.listing, has_test="test" in held_out)
     reporter = Reporter(attempt, state, loader, provenance, seams.log_images)
     checkpoints = Checkpoints(attempt, state, provenance, reporter.before_save)
-    cross_check = CrossCheck(state, loader, config, ctx, run.event, run.warn, checkpoints.save_and_finish)
+    events = run.event, run.warn, checkpoints.save_and_finish  # extra: check
+    cross_check = CrossCheck(state, loader, config, ctx, *events)  # extra: check
     reporter.start(loaders, differences)  # training begins
     every = {"train": loader, **loaders}
 
@@ -149,7 +151,7 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
         consensus=consensus,
         reporter=reporter,
         checkpoints=checkpoints,
-        cross_check=cross_check,
+        cross_check=cross_check,  # extra: check
         validation=validation,
     )
 
@@ -203,6 +205,8 @@ def train_one_epoch(training: Training) -> None:
     consensus, checkpoints, reporter = training.consensus, training.checkpoints, training.reporter
     training.model.train()
     state.sums.running_stats.begin_epoch()
+    compute = partial(compute_gradient, training)
+    compute = partial(training.cross_check.run, compute=compute)  # extra: check
     stream = training.seams.counted(loader.micro_batches(progress.epoch, progress.samples_in_epoch))
     while not (schedule.is_epoch_complete or schedule.is_at_end):  # max_steps
         if schedule.is_evaluation_due:  # by steps
@@ -212,8 +216,7 @@ def train_one_epoch(training: Training) -> None:
                 return  # run_training ends the run: no evaluation is due, and the epoch does not count as complete
         clock.begin_step(progress.step + 1)
         state.show(progress)  # what compute_loss and after_step of model.py may read
-        # forward and backward; each --check_every steps also a micro-batch of another rank, to compare gradients
-        samples, indices = training.cross_check.run(stream, lambda some: compute_gradient(training, some))
+        samples, indices = compute(stream)  # forward and backward
         clock.enter("update")
         checkpoints.finish_copy()  # before the weights change
         state.update_if_finite(samples)  # divides by the count, clips, steps; if not finite, all ranks skip it

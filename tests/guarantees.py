@@ -4,6 +4,7 @@ python tests/guarantees.py             renews the table of docs/fault-tolerance.
 python tests/guarantees.py resume      lists the tests of a key
 """
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ class Guarantee:
     key: str
     subject: str  # what the promise is about; for faults, what happens
     promise: str
+    marker: str = ""  # of the extra that makes it
 
 
 def read_guarantees() -> list[Guarantee]:
@@ -28,7 +30,8 @@ def read_guarantees() -> list[Guarantee]:
         if line.startswith("## "):
             section = line.removeprefix("## ")
         elif line.startswith("| ") and not line.startswith("| key |"):
-            found.append(Guarantee(section, *(cell.strip() for cell in line.strip("|").split(" | "))))
+            row, *marker = re.split("(?=<!-- extra: )", line)
+            found.append(Guarantee(section, *(cell.strip() for cell in row.strip("|").split(" | ")), *marker))
     return found
 
 
@@ -60,7 +63,8 @@ def collect() -> list[tuple[str, ...]]:
 
 def written(text: str) -> str:
     """The text of the page with a renewed table: the rows of the section "What a run survives", without their keys."""
-    rows = [f"| {each.subject} | {each.promise} |" for each in GUARANTEES if each.section == "What a run survives"]
+    shown = [each for each in GUARANTEES if each.section == "What a run survives"]
+    rows = [f"| {each.subject} | {each.promise} |{each.marker}" for each in shown]
     table = "\n".join(["| what happens | what follows |", "|---|---|", *rows])
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"

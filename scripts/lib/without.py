@@ -191,7 +191,7 @@ def unlinked(page: str, text: str, gone: set[str]) -> str:
 def without_rows(text: str, fields: set[str]) -> str:
     """The page without the rows of tables that are about these fields."""
     lines = text.splitlines(keepends=True)
-    cells = [re.match(r"\| *`(?:--)?(\w+)`", line) for line in lines]
+    cells = [re.match(r"\| *`(?:--)?(\w+)[^`]*`", line) for line in lines]
     return "".join(line for line, cell in zip(lines, cells, strict=True) if not (cell and cell[1] in fields))
 
 
@@ -229,7 +229,7 @@ def sizes(files: Files) -> Counter[str]:
 
 
 def promises(files: Files) -> dict[str, str]:
-    rows = re.findall(r"^\| (\w+) \| ([^|]*) \| ([^|]*) \|", files.get("docs/guarantees.md", ""), re.MULTILINE)
+    rows = re.findall(r"^\| ([\w-]+) \| ([^|]*) \| ([^|]*) \|", files.get("docs/guarantees.md", ""), re.MULTILINE)
     return {key: f"{subject}: {promise}" for key, subject, promise in rows}
 
 

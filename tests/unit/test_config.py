@@ -81,12 +81,18 @@ def test_flags_with_underscores_dashes_and_negations():
             "--init_from a --resume_from b",
             "init_from=a: a resumed run takes its weights from resume_from; give only one",
         ),
-        ("--check_every 5 --sharding zero3", "sharding=zero3: does not work with check_every; give only one"),
+        (
+            "--check_every 5 --sharding zero3",
+            "sharding=zero3: does not work with check_every; give only one",
+        ),  # extra: sharding and check
         (
             "--check_every 5 --find_unused_parameters",
             "find_unused_parameters=True: does not work with check_every; give only one",
-        ),
-        ("--check_every 5 --compile reduce-overhead", "compile=reduce-overhead: does not work with check_every; give"),
+        ),  # extra: check
+        (
+            "--check_every 5 --compile reduce-overhead",
+            "compile=reduce-overhead: does not work with check_every; give",
+        ),  # extra: compile and check
         ("--cpu_offload", "cpu_offload=True: needs sharding; add --sharding zero3, or leave it out"),
         ("--amp_dtype bf16_params", "amp_dtype=bf16_params: needs sharding; add --sharding zero3, or leave it out"),
         ("--btach_size 3", "--btach_size: is not known; did you mean --batch_size?"),
@@ -171,7 +177,7 @@ def test_a_row_of_the_conflicts_names_fields_and_ends_with_a_fix(row):
     [
         "--init_from a --resume_from auto",
         "--sharding zero3 --cpu_offload --amp_dtype bf16_params",
-        "--check_every 5 --compile default",
+        "--check_every 5 --compile default",  # extra: compile and check
         "--find_unused_parameters --compile default",
         "--sharding none --reduction exact",
         "--global_batch_size 128 --grad_accum_steps 1",

@@ -13,7 +13,7 @@ from torch import nn
 from config import TrainingConfig, UserError
 from ddp_utils import DistributedContext
 from utils.data.sampler import Assignment, GlobalBatchSampler
-from utils.training.cross_check import CrossCheck, Round, check_possible, compare, first_of, shifts_of
+from utils.extras.check import CrossCheck, Round, check_possible, compare, first_of, shifts_of
 from utils.training.fingerprint import digest_of, fingerprint_of
 
 CPU = torch.device("cpu")

@@ -1,5 +1,7 @@
 """Ranks check each other's gradients before the update (`--check_every`): a device that computes wrong values is named.
 
+It costs one more micro-batch and a read from the device in a check step. Who trains on many devices for long needs it.
+
 In a check step each rank first fetches and computes the first micro-batch of another rank, then its own. The gradient
 of a micro-batch has the same bits on every rank. If two ranks disagree, the step is repeated with other pairs of ranks,
 and with samples that are fetched again. If all agree then, training goes on; else the run ends, and saves the state
