@@ -247,14 +247,14 @@ CONFLICTS: list[tuple[str, str | Callable[[TrainingConfig], Any], str]] = [
     ("init_from", lambda config: config.resume_from not in ("", "auto"),
      f"a resumed run takes its weights from resume_from; {EITHER}"),
     ("amp_dtype", "use_amp", "needs mixed precision; leave out amp_dtype or no_use_amp"),
-    ("comm_hook", "reduction", f"rounds gradients before they are summed; {EITHER}"),
+    ("comm_hook", "reduction", f"rounds gradients before they are summed; {EITHER}"),  # extra: exact
     ("compile", lambda config: config.compile == "reduce-overhead" and config.find_unused_parameters,
      "keeps all gradients in place, and find_unused_parameters leaves some out; use --compile default"),
     ("sharding", "check_every", f"does not work with check_every; {EITHER}"),  # extra: sharding and check
     ("find_unused_parameters", "check_every", f"does not work with check_every; {EITHER}"),  # extra: check
     ("compile", lambda config: config.compile == "reduce-overhead" and config.check_every,
      f"does not work with check_every; {EITHER}"),  # extra: compile and check
-    ("reduction", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),
+    ("reduction", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),  # extra: exact and sharding
     ("comm_hook", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),
     ("compile", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),
     ("find_unused_parameters", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),
@@ -335,7 +335,9 @@ class TrainingConfig:
     find_unused_parameters: bool = setting(
         "distributed", False, "allow parameters that a batch does not use (slower)", resume="may"
     )
+    # ---- extra: exact ----
     reduction: str = setting("distributed", "fast", "exact: same bits on any ranks", one_of("fast", "exact"), "may")
+    # ---- end of exact ----
     # ---- extra: check ----
     check_every: int = setting(
         "distributed", 0, "steps between checks of the ranks' gradients by other ranks (0 = off)", at_least(0)

@@ -114,7 +114,7 @@ def _look_at_machine(config: TrainingConfig, launch: Launch) -> tuple[str, torch
             raise
         card["problem"] = str(error)
     choose_kernels(device, config.deterministic)
-    if config.reduction == "exact" and not launch.threads:
+    if config.reduction == "exact" and not launch.threads:  # extra: exact
         torch.set_num_threads(1)  # as torchrun does: the bits of a sum may depend on it
     return backend, device, card
 

@@ -103,7 +103,7 @@ MUTATIONS = [
     Mutation('Validation.validate', 'state.show(progress)', 'pass', 'step-loss'),
     Mutation('TrainState._set_lr', 'group["lr"] = group["base_lr"] * factor', 'group["lr"] = group["base_lr"] * self.factor', 'group-factors'),
     Mutation('ddp_options', '"find_unused_parameters": config.find_unused_parameters,', '"find_unused_parameters": False,', 'unused'),
-    Mutation('ExactlyReplicated.__init__', 'self._is_static, self._count = is_static or self.find_unused_parameters, dist.get_world_size()', 'self._is_static, self._count = is_static, dist.get_world_size()', 'unused'),
+    Mutation('ExactlyReplicated.__init__', 'self._is_static, self._count = is_static or self.find_unused_parameters, dist.get_world_size()', 'self._is_static, self._count = is_static, dist.get_world_size()', 'unused'),  # extra: exact
     Mutation('seed_device', 'for generator in (torch.default_generator, *on_device):', 'for generator in on_device or [torch.default_generator]:', 'unused'),
     Mutation('factors_of', 'if wrong := sorted(set(names) ^ factor.keys()):', 'if wrong := sorted(set(names) - factor.keys()):', 'group-factors'),
     Mutation('TrainState.update_if_finite', 'self._seams.after_step(self.model, self._seams.progress, (1 - skipped).double())', 'self._seams.after_step(self.model, self._seams.progress, torch.ones_like(skipped).double())', 'after-step'),
@@ -147,8 +147,8 @@ MUTATIONS = [
     Mutation('StepSums.start_reduce', 'self._work = self._ranks.start(self.metrics.values, micro_batch.count)', 'self._work = None', 'batchnorm'),
     Mutation('_is_complete', 'return left % 2**height == 0 and left >> height != after >> height', 'return left >> height != after >> height', 'exact-ranks'),
     Mutation('_after', 'return stop if stop < leaves else END', 'return END', 'exact-ranks'),
-    Mutation('TreeAllReduce.gather', 'chunks, tree = self._received.split(self._chunk), TreeSum()', 'chunks, tree = self._received.split(self._chunk)[::-1], TreeSum()', 'exact-ranks'),
-    Mutation('RankSum.start', 'return TreeAllReduce(values, parts, count)', 'return dist.get_world_size() > 1 and dist.all_reduce(values, async_op=True)', 'exact-ranks'),
+    Mutation('TreeAllReduce.gather', 'chunks, tree = self._received.split(self._chunk), TreeSum()', 'chunks, tree = self._received.split(self._chunk)[::-1], TreeSum()', 'exact-ranks'),  # extra: exact
+    Mutation('TreeRankSum.start', 'return TreeAllReduce(values, parts, count)', 'return dist.get_world_size() > 1 and dist.all_reduce(values, async_op=True)', 'exact-ranks'),  # extra: exact
     Mutation('RunningStats.commit', 'torch.where(is_finite, self._moved, self._committed, out=self._committed)', 'self._committed.copy_(self._moved)', 'not-finite'),
     Mutation('train_twice', 'state.sums.running_stats.discard()', 'pass', 'weights'),
     Mutation('Evaluation.means', 'if not micro_batch.is_padding:', 'if True:', 'evaluation-counts'),
@@ -234,7 +234,7 @@ MUTATIONS = [
     Mutation('build_sharded', 'group.set_gradient_divide_factor(1.0)', 'pass', 'sharding'),
     Mutation('norm_over', 'return torch.linalg.vector_norm(norms)', 'return norm', 'sharding'),
     Mutation('build_sharded', 'group.reshard()', 'pass', 'sharding'),
-    Mutation('GlobalBatchSampler.micro_batches', 'passes = math.ceil(count / ranks) if self._is_padded else max(1, len(mine))', 'passes = max(1, len(mine))', 'sharding'),
+    Mutation('GlobalBatchSampler.micro_batches', 'passes = math.ceil(count / ranks) if self.assignment.is_padded else max(1, len(mine))', 'passes = max(1, len(mine))', 'sharding'),
     Mutation('optimizer_state', 'key: wrap(value, owners[p]) if _is_tensor(value) and value.shape == p.shape else value', 'key: value', 'sharded-resume'),
     Mutation('FolderLayout.write', 'self._on_all(lambda: self._prepare(path, folder, payload), path, payload)', 'self._prepare(path, folder, payload)', 'sharded-save'),
     Mutation('verify', 'if archive.verify(folder / name, is_hashed=number % part[1] == part[0]) != (step, files[name]):', 'if archive.verify(folder / name).step != step:', 'sharded-damage'),

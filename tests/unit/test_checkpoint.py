@@ -11,7 +11,7 @@ import utils.files
 from config import StartError, TrainingConfig, UserError
 from utils.checkpoint import archive, shards
 from utils.checkpoint import format as checkpoint
-from utils.distributed.tree import ORDER
+from utils.extras.exact import ORDER  # extra: exact
 from utils.files import TEMPORARY, replace_file, replace_json
 from utils.run.resume import changed_files, compare, compare_data, is_other_best
 
@@ -184,7 +184,7 @@ def test_a_requested_global_batch_must_match():
     assert compare(payload(), TrainingConfig(global_batch_size=64), origin()) == []
 
 
-def test_the_number_of_cpu_threads_must_match_for_exact_sums():
+def test_the_number_of_cpu_threads_must_match_for_exact_sums():  # extra: exact
     exact = {"reduction": "exact"}
     assert compare(payload(), TrainingConfig(), origin(threads=2)) == []
     assert compare(payload(**exact), TrainingConfig(**exact), origin()) == []
@@ -193,7 +193,7 @@ def test_the_number_of_cpu_threads_must_match_for_exact_sums():
 
 
 @pytest.mark.guarantee("exact-ranks")
-def test_a_checkpoint_of_a_version_with_another_order_of_exact_sums_is_reported():
+def test_a_checkpoint_of_a_version_with_another_order_of_exact_sums_is_reported():  # extra: exact
     old, exact = {**origin(), "exact_sums": None}, TrainingConfig(reduction="exact")
     [line] = compare(payload(reduction="exact") | {"provenance": old}, exact, origin())
     assert line == "reduction=exact: this version sums in another order than the checkpoint's; the bits change"

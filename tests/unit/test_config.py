@@ -68,8 +68,11 @@ def test_flags_with_underscores_dashes_and_negations():
         (
             "--reduction exact --comm_hook bf16",
             "comm_hook=bf16: rounds gradients before they are summed; give",
-        ),
-        ("--sharding zero3 --reduction exact", "reduction=exact: does not work with sharding=zero3; give only one"),
+        ),  # extra: exact
+        (
+            "--sharding zero3 --reduction exact",
+            "reduction=exact: does not work with sharding=zero3; give only one",
+        ),  # extra: exact and sharding
         (
             "--sharding zero3 --find_unused_parameters",
             "find_unused_parameters=True: does not work with sharding=zero3; give only one",
@@ -179,7 +182,7 @@ def test_a_row_of_the_conflicts_names_fields_and_ends_with_a_fix(row):
         "--sharding zero3 --cpu_offload --amp_dtype bf16_params",
         "--check_every 5 --compile default",  # extra: compile and check
         "--find_unused_parameters --compile default",
-        "--sharding none --reduction exact",
+        "--sharding none --reduction exact",  # extra: exact and sharding
         "--global_batch_size 128 --grad_accum_steps 1",
         "--warmup_steps 5 --warmup_epochs 0.5",
         "--lr 0.01 --min_lr 0.009",

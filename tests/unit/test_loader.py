@@ -35,8 +35,8 @@ def sampler_of(data, rank=0, world_size=1, batch_size=4, per_step=0, **options):
     data = range(data) if isinstance(data, int) else data
     per_step = per_step or world_size
     options |= {"batch_size": batch_size, "micro_batches_per_step": per_step}
-    how = {name: options.pop(name) for name in ("in_runs", "is_padded") if name in options}
-    return GlobalBatchSampler(data, assignment=Assignment(rank, world_size, **how), **options)
+    assignment = Assignment(rank, world_size, options.pop("is_padded", False))
+    return GlobalBatchSampler(data, assignment=assignment, **options)
 
 
 def test_the_sampler_is_a_distributed_sampler_of_this_ranks_indices():

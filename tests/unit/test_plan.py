@@ -13,6 +13,7 @@ from manifests import package
 from plain_loop import number
 from utils.data.loader import create_evaluation_dataloader
 from utils.data.sampler import Assignment, GlobalBatchSampler
+from utils.extras.exact import Runs  # extra: exact
 
 hypothesis, st = package("hypothesis"), package("hypothesis.strategies")
 EXAMPLES = hypothesis.settings(
@@ -22,6 +23,10 @@ EXAMPLES = hypothesis.settings(
     deadline=None,
     suppress_health_check=list(hypothesis.HealthCheck),  # which measures time
 )
+WAYS = {
+    "every-nth": Assignment,
+    "runs": Runs,  # extra: exact
+}
 SIZES = {"n": st.integers(1, 60), "size": st.integers(1, 7), "ranks": st.integers(1, 6), "epoch": st.integers(0, 3)}
 
 
@@ -38,10 +43,10 @@ def steps_of(sampler, epoch, start=0):
     return steps
 
 
-def samplers(n, ranks, size, per_step, *how, **options):
-    """Those of all ranks. how: in_runs and is_padded of the assignment."""
+def samplers(n, ranks, size, per_step, way="every-nth", is_padded=False, **options):
+    """Those of all ranks."""
     options |= {"batch_size": size, "micro_batches_per_step": per_step, "seed": 1}
-    world = [Assignment(rank, ranks, *how) for rank in range(ranks)]
+    world = [WAYS[way](rank, ranks, is_padded) for rank in range(ranks)]
     return [GlobalBatchSampler(range(n), assignment=each, **options) for each in world]
 
 
@@ -68,16 +73,16 @@ def check_steps(all_steps, expected, size):
     **SIZES,
     per_step=st.integers(1, 9),
     drop=st.booleans(),
-    how=st.sampled_from([(), (True,), (False, True), (True, True)]),
+    way=st.sampled_from([*WAYS]),
+    is_padded=st.booleans(),
     shuffle=st.booleans(),
     position=st.floats(0, 1),
     later=st.integers(-1, 3),
 )
 def test_any_ranks_compute_the_same_global_batches(
-    n, size, per_step, ranks, epoch, drop, how, shuffle, position, later
+    n, size, per_step, ranks, epoch, drop, way, is_padded, shuffle, position, later
 ):
-    in_runs, is_padded = (*how, False, False)[:2]
-    world, whole = samplers(n, ranks, size, per_step, *how, shuffle=shuffle, drop_last=drop), size * per_step
+    world, whole = samplers(n, ranks, size, per_step, way, is_padded, shuffle=shuffle, drop_last=drop), size * per_step
     generator = torch.Generator().manual_seed(number("order", 1, epoch))
     order = torch.randperm(n, generator=generator).tolist() if shuffle else [*range(n)]
     order = order[: n // whole * whole] if drop else order
@@ -92,8 +97,8 @@ def test_any_ranks_compute_the_same_global_batches(
         lengths, most = [len(own) for own in mine], math.ceil(len(found) / ranks)
         if is_padded:
             assert {*lengths} == {most}
-        if in_runs:
-            assert max(lengths) <= most  # consecutive ones: which, tests/unit/test_tree.py checks
+        if way == "runs":
+            assert max(lengths) <= most  # consecutive ones: which, test_tree.py checks
             runs = [[m.number for m in own if not m.is_padding] for own in mine]
             assert all(run == [*range(run[0], run[0] + len(run))] for run in runs if run)
         else:  # a collective that takes one micro-batch meets `timeout`
@@ -103,10 +108,10 @@ def test_any_ranks_compute_the_same_global_batches(
 
 @pytest.mark.guarantee("exact-ranks")
 @EXAMPLES
-@hypothesis.given(n=SIZES["n"], size=SIZES["size"], ranks=SIZES["ranks"], is_exact=st.booleans())
-def test_an_evaluation_has_equally_many_passes_on_all_ranks(n, size, ranks, is_exact):
+@hypothesis.given(n=SIZES["n"], size=SIZES["size"], ranks=SIZES["ranks"], way=st.sampled_from([*WAYS]))
+def test_an_evaluation_has_equally_many_passes_on_all_ranks(n, size, ranks, way):
     """In order; for exact sums, the set is one global batch, of which each rank has consecutive micro-batches."""
-    config = TrainingConfig(batch_size=size, reduction="exact" if is_exact else "fast")
+    config = TrainingConfig(batch_size=size, **({"reduction": "exact"} if way == "runs" else {}))
     numbers = {}
     for rank in range(ranks):
         ctx = DistributedContext(rank, rank, ranks, torch.device("cpu"))
@@ -115,7 +120,7 @@ def test_an_evaluation_has_equally_many_passes_on_all_ranks(n, size, ranks, is_e
         assert len(passes) == sampler.passes_per_epoch == math.ceil(math.ceil(n / size) / ranks)
         mine = {m.indices[0] // size: m for m in passes if not m.is_padding}
         assert all(m.indices == [*range(k * size, min(n, (k + 1) * size))] for k, m in mine.items())
-        if is_exact:
+        if way == "runs":
             assert (
                 [m.number for m in mine.values()]
                 == [*mine]

@@ -230,6 +230,15 @@ def choose_workers(config: TrainingConfig, dataset: MapDataset, local_world_size
     return max(1, min(MAX_WORKERS, usable_cpus() // local_world_size))
 
 
+def assignment_of(config: TrainingConfig, ctx: DistributedContext, is_padded: bool) -> Assignment:
+    """Which micro-batches this rank computes. is_padded: of `Assignment`."""
+    if config.reduction == "exact":  # extra: exact
+        from utils.extras.exact import Runs
+
+        return Runs(ctx.rank, ctx.world_size, is_padded)
+    return Assignment(ctx.rank, ctx.world_size, is_padded)
+
+
 def create_distributed_dataloader(
     dataset: MapDataset,
     config: TrainingConfig,
@@ -242,12 +251,7 @@ def create_distributed_dataloader(
         dataset,
         batch_size=config.batch_size,
         micro_batches_per_step=config.micro_batches_per_step(ctx.world_size),
-        assignment=Assignment(
-            ctx.rank,
-            ctx.world_size,
-            in_runs=config.reduction == "exact",
-            is_padded=config.sharding != "none",
-        ),
+        assignment=assignment_of(config, ctx, is_padded=config.sharding != "none"),
         seed=config.seed,
         drop_last=config.drop_last,
     )
@@ -269,12 +273,12 @@ def create_evaluation_dataloader(
     Micro-batch b is on rank b % world_size; for exact sums the whole set is one global batch, of which each rank gets
     consecutive ones.
     """
-    size, is_exact = config.eval_batch_size or config.batch_size, config.reduction == "exact"
+    size, assignment = config.eval_batch_size or config.batch_size, assignment_of(config, ctx, is_padded=True)
     sampler = GlobalBatchSampler(
         dataset,
         batch_size=size,
-        micro_batches_per_step=max(1, math.ceil(len(dataset) / size)) if is_exact else ctx.world_size,
-        assignment=Assignment(ctx.rank, ctx.world_size, in_runs=is_exact, is_padded=True),
+        micro_batches_per_step=assignment.together(math.ceil(len(dataset) / size)),
+        assignment=assignment,
         seed=config.seed,
         shuffle=False,
     )

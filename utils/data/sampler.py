@@ -9,7 +9,7 @@ m % world_size, or, for exact sums, each rank gets a run of consecutive ones. Gi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from config import UserError
-from utils.distributed.tree import run_of
+from utils.distributed.collectives import RankSum
 from utils.rng import derive_seed
 
 
@@ -51,15 +51,25 @@ class Assignment:
     """Which micro-batches of a global batch a rank computes.
 
     Args:
-        in_runs: consecutive ones, for exact sums (utils/distributed/tree.py).
         is_padded: every rank computes equally many, some of them padding, for what all ranks do in each of them: they
             gather sharded parameters, or may stop an evaluation.
     """
 
     rank: int
     world_size: int
-    in_runs: bool = False
     is_padded: bool = False
+
+    def numbers(self, rank: int, count: int) -> Sequence[int]:
+        """Those of a rank, of `count` micro-batches."""
+        return range(rank, count, self.world_size)
+
+    def together(self, count: int) -> int:
+        """The micro-batches in a global batch of an evaluation that has `count` of them."""
+        return self.world_size
+
+    def rank_sum(self) -> RankSum:
+        """Forms the sums of an evaluation over micro-batches and ranks."""
+        return RankSum()
 
 
 class GlobalBatchSampler(DistributedSampler):
@@ -86,7 +96,7 @@ class GlobalBatchSampler(DistributedSampler):
         super().__init__(dataset, **ranks, shuffle=shuffle, seed=seed, drop_last=drop_last)
         self.batch_size = batch_size
         self.micro_batches_per_step = micro_batches_per_step
-        self.is_in_runs, self._is_padded = assignment.in_runs, assignment.is_padded
+        self.assignment = assignment
         self.start = 0
         self._order: tuple[int, Tensor] | None = None
 
@@ -150,8 +160,8 @@ class GlobalBatchSampler(DistributedSampler):
         for first in range(start, len(order), self.global_batch_size):
             entries = order[first : first + self.global_batch_size]
             count = math.ceil(len(entries) / size)
-            mine = run_of(rank, ranks, count) if self.is_in_runs else range(rank, count, ranks)
-            passes = math.ceil(count / ranks) if self._is_padded else max(1, len(mine))
+            mine = self.assignment.numbers(rank, count)
+            passes = math.ceil(count / ranks) if self.assignment.is_padded else max(1, len(mine))
             for k in range(passes):
                 is_padding = k >= len(mine)
                 number = (mine[0] if mine else 0) if is_padding else mine[k]

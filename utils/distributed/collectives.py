@@ -148,6 +148,20 @@ def read_once(folder: Path, read: Callable[[], bytes], sentence: str, ctx: Distr
     return bytes(buffer)
 
 
+class RankSum:
+    """The sum of a vector over micro-batches and ranks. All ranks call `start` in the same order."""
+
+    def add(self, values: Tensor, number: int) -> None:
+        """Call when a micro-batch has been added to the vector. number: within its global batch."""
+
+    def start(self, values: Tensor, count: int) -> Any:
+        """Begin to replace the vector by the sum over the ranks. Returns what has `wait()`, or None if it is complete.
+
+        count: micro-batches in the global batch.
+        """
+        return dist.all_reduce(values, async_op=True) if dist.get_world_size() > 1 else None
+
+
 def within(seconds: float, action: Callable[[], T]) -> T:
     """The result of the action, or TimeoutError: a store connected to some other program ignores its own timeout."""
     future: Future[T] = Future()

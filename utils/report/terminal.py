@@ -120,7 +120,7 @@ def _gradient_line(config: TrainingConfig, state: TrainState) -> str:
     """The gradients that an optimizer step sends."""
     size = sum(p.numel() * p.element_size() for p in state.model.parameters() if p.requires_grad) / 2**20
     hook = f", rounded to {config.comm_hook}" * (config.comm_hook != "none")
-    hook += ", summed in one order on any number of ranks" * (config.reduction == "exact")
+    hook += ", summed in one order on any number of ranks" * (config.reduction == "exact")  # extra: exact
     return f"{size:.2f} MB per step, in buckets of about {bucket_megabytes(state.model, config):.2f} MB{hook}"
 
 

@@ -24,7 +24,7 @@ from config import TrainingConfig
 from utils.data.sampler import GlobalBatchSampler
 from utils.data.sets import describe, kind_of
 from utils.distributed.context import DistributedContext
-from utils.distributed.tree import ORDER
+from utils.extras.exact import ORDER  # extra: exact
 from utils.logger import count
 from utils.redact import redacted
 from utils.rng import derive_seed
@@ -56,7 +56,7 @@ def collect(
         "verification": verified[1],
         "versions": versions(),
         "code": derive_seed(*code_digests().items()),
-        "exact_sums": ORDER,
+        "exact_sums": ORDER,  # extra: exact
         "hosts": sorted(set(hosts)),
         "ranks": [{"rank": rank, "host": host, "device": device_names[rank]} for rank, host in enumerate(hosts)],
         "world_size": len(hosts),

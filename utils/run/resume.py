@@ -18,6 +18,7 @@ from utils.data.sampler import GlobalBatchSampler
 from utils.data.sets import DataSets, describe
 from utils.distributed.collectives import all_gather_json, broadcast_json, on_all_ranks, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
+from utils.extras.exact import rows_of_exact  # extra: exact
 from utils.run.apart import share
 from utils.run.attempt import Attempt
 from utils.run.failures import check_progress
@@ -114,19 +115,15 @@ def settings_of(payload: dict[str, Any], config: TrainingConfig) -> list[Row]:
 def rows_of(payload: dict[str, Any], config: TrainingConfig, provenance: dict[str, Any]) -> list[Row]:
     """All that is compared but the data. provenance: as for `compare`."""
     before = payload["provenance"]
-    is_exact = config.reduction == payload["config"].get("reduction") == "exact"
     size = "global batch: {here} samples per optimizer step, the checkpoint has {before}"
     precision = "precision: {here}, the checkpoint was made in {before}"
-    threads = "OMP_NUM_THREADS={here}: with reduction=exact it must be as in the checkpoint, {before}"
-    sums = "reduction=exact: this version sums in another order than the checkpoint's; the bits change"
     kinds = {
         "mean": ("must", SETTING),
         "std": ("must", SETTING),
         "global_batch_size": ("must" if config.global_batch_size else "may", size),
         "precision": ("may", precision),
-        "cpu_threads": ("must" if is_exact else "free", threads),
-        "exact_sums": ("may" if is_exact else "free", sums),
     }
+    kinds |= rows_of_exact(payload, config)  # extra: exact
     found = [Row(name, before.get(name), provenance.get(name), *kind) for name, kind in kinds.items()]
     return [*settings_of(payload, config), *found]
 

@@ -54,7 +54,7 @@ def open_run(config: TrainingConfig, ctx: DistributedContext) -> Iterator[Attemp
 def check_alike(config: TrainingConfig, ctx: DistributedContext) -> None:
     """Raise UserError on every rank, with a table of the differences, if code, settings or versions differ."""
     settings = {name: str(value) for name, value in stored(config).items() if name not in MAY_DIFFER}
-    if config.reduction == "exact":
+    if config.reduction == "exact":  # extra: exact
         settings["CPU threads"] = str(torch.get_num_threads())
     code = {name: digest[:8] for name, digest in provenance.code_digests().items()}
     facts = settings | code | provenance.versions()

@@ -21,7 +21,6 @@ from utils.data.worker import sample_name
 from utils.distributed.collectives import require_equal
 from utils.distributed.consensus import Consensus
 from utils.distributed.context import DistributedContext
-from utils.distributed.tree import RankSum
 from utils.logger import ALIKE, NAME, show_progress
 from utils.metrics import MetricTracker, all_reduce_scalar, check_metrics
 from utils.rng import seed_evaluation, set_apart
@@ -96,7 +95,7 @@ class Evaluation:
         """
         self.model.eval()
         tracker, samples, ctx, summary = MetricTracker(self.ctx.device), 0, self.ctx, self.seams.summary
-        ranks = RankSum(loader.sampler.is_in_runs)
+        ranks = loader.sampler.assignment.rank_sum()
         seed = partial(seed_evaluation, ctx.device, loader.sampler.seed)
         outputs = Outputs(summary.predict, partial(seed, "predict", split), is_bounded=True) if summary else None
         for number, micro_batch in enumerate(loader.micro_batches(epoch=0), start=1):

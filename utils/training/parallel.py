@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config import TrainingConfig, UserError
+from utils.distributed.collectives import RankSum
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import group_of, local, norm_over
 from utils.training.replicated import (
-    ExactlyReplicated,
     Replicated,
     Sharded,
     SingleProcess,
@@ -30,7 +30,6 @@ class Sharing:
     """One rank: there is nothing to share. The other ways override what they do differently."""
 
     divisor = 1  # by which the wrapped model divides the sum of the gradients of all ranks
-    sums_in_runs = False  # of consecutive micro-batches, along the tree
     has_whole_gradients = True  # on each rank, the same on all of them
 
     def __init__(self, config: TrainingConfig, ctx: DistributedContext) -> None:
@@ -40,7 +39,11 @@ class Sharing:
     def choose(config: TrainingConfig, ctx: DistributedContext) -> Sharing:
         """The way that the settings ask for."""
         way = Averaged if ctx.world_size > 1 else Sharing
-        way = FullySharded if config.sharding != "none" else Exact if config.reduction == "exact" else way
+        if config.reduction == "exact":  # extra: exact
+            from utils.extras.exact import Exact
+
+            way = Exact
+        way = FullySharded if config.sharding != "none" else way
         return way(config, ctx)
 
     def build(self, build: Build, blocks: Blocks) -> nn.Module:
@@ -50,6 +53,10 @@ class Sharing:
     def wrap(self, model: nn.Module) -> Wrapped:
         """The model as compute_loss gets it: its backward pass leaves the gradient of all ranks. Raises UserError."""
         return SingleProcess(model)
+
+    def rank_sum(self) -> RankSum:
+        """Forms the sums of a step over micro-batches and ranks."""
+        return RankSum()
 
     def tensors_of(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
         """For each parameter the tensor that the optimizer updates, which has its memory on this rank."""
@@ -86,21 +93,6 @@ class Averaged(Sharing):
         if config.comm_hook != "none":
             compress(wrapped, config.comm_hook, self._ctx.device)
         return wrapped
-
-
-class Exact(Sharing):
-    """DDP with sums along a tree over micro-batches, which have the same bits on any number of ranks."""
-
-    sums_in_runs = True
-
-    def wrap(self, model: nn.Module) -> Wrapped:
-        config = self._config
-        if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-            raise UserError("reduction=exact: SyncBatchNorm sums over the ranks by itself; leave out --sync_bn")
-        if self._ctx.device.type != "cpu" and not config.deterministic:
-            raise UserError("reduction=exact: on a GPU needs deterministic kernels; add --deterministic")
-        is_static = config.compile == "reduce-overhead"
-        return ExactlyReplicated(model, is_static, **ddp_options(model, config, self._ctx))
 
 
 class FullySharded(Sharing):

@@ -17,7 +17,6 @@ from config import TrainingConfig, UserError
 from utils.data.sampler import GlobalBatchSampler
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import device_of, is_sharded, shard_of
-from utils.distributed.tree import RankSum
 from utils.memory import is_out_of_memory
 from utils.metrics import Metrics
 from utils.training.interval import Interval, SkippedStep
@@ -47,7 +46,7 @@ class TrainState:
         self.sharing = sharing or Sharing(config, DistributedContext(0, 0, 1, device))
         self.model, self.precision = model, precision  # the model is not wrapped in DDP
         self.schedule = Schedule(config, seams.lr_factor)
-        self.sums = StepSums(model, RankSum(self.sharing.sums_in_runs))
+        self.sums = StepSums(model, self.sharing.rank_sum())
         self.average = WeightAverage(model, config.ema_decay) if config.ema_decay else None
         if sparse := [name for name, module in model.named_modules() if getattr(module, "sparse", None) is True]:
             raise UserError(f"model: {sparse[0]} has sparse gradients, which are not supported; set sparse=False")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from utils.data.sampler import MicroBatch
+from utils.distributed.collectives import RankSum
 from utils.distributed.dtensor import device_of
-from utils.distributed.tree import RankSum
 from utils.metrics import Metrics, MetricTracker
 from utils.training.batchnorm import RunningStats
 

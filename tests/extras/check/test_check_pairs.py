@@ -14,6 +14,7 @@ from config import TrainingConfig, UserError
 from ddp_utils import DistributedContext
 from utils.data.sampler import Assignment, GlobalBatchSampler
 from utils.extras.check import CrossCheck, Round, check_possible, compare, first_of, shifts_of
+from utils.extras.exact import Runs  # extra: exact
 from utils.training.fingerprint import digest_of, fingerprint_of
 
 CPU = torch.device("cpu")
@@ -40,10 +41,19 @@ def test_the_first_step_of_an_attempt_is_checked():
 
 
 @pytest.mark.guarantee("cross-check")
-@pytest.mark.parametrize(("per_step", "in_runs"), [(4, False), (8, False), (8, True), (6, True), (3, False)])
-def test_a_rank_is_checked_with_its_own_first_micro_batch(per_step, in_runs):
+@pytest.mark.parametrize(
+    ("per_step", "kind"),
+    [
+        (4, Assignment),
+        (8, Assignment),
+        (3, Assignment),
+        (8, Runs),  # extra: exact
+        (6, Runs),  # extra: exact
+    ],
+)
+def test_a_rank_is_checked_with_its_own_first_micro_batch(per_step, kind):
     """Also in a short last step, and with padding."""
-    parts = [Assignment(rank, 4, in_runs=in_runs) for rank in range(4)]
+    parts = [kind(rank, 4) for rank in range(4)]
     options = {"batch_size": 2, "micro_batches_per_step": per_step}
     samplers = [GlobalBatchSampler(range(43), assignment=part, **options) for part in parts]
     for start, rank in itertools.product(range(0, 43, 2 * per_step), range(4)):

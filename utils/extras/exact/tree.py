@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from utils.distributed.collectives import RankSum
+
 ORDER = "natural"  # of the leaves; in checkpoints, so that a resume tells if another version sums in another order
 END = 2**40  # after the last leaf
 
@@ -141,28 +143,17 @@ class TreeAllReduce:
         self.finish()
 
 
-class RankSum:
-    """The sum of a vector over micro-batches and ranks. All ranks call `start` in the same order.
+class TreeRankSum(RankSum):
+    """Each rank computes a run of consecutive micro-batches, and the sum is formed along the tree."""
 
-    in_runs: each rank computes a run of consecutive micro-batches, and the sum is formed along the tree.
-    """
-
-    def __init__(self, in_runs: bool) -> None:
-        self._tree = TreeSum() if in_runs else None
+    def __init__(self) -> None:
+        self._tree = TreeSum()
 
     def add(self, values: Tensor, number: int) -> None:
-        """Call when a micro-batch has been added to the vector. number: within its global batch."""
-        if self._tree:
-            self._tree.add(number, [values.clone()])
-            values.zero_()
+        self._tree.add(number, [values.clone()])
+        values.zero_()
 
     def start(self, values: Tensor, count: int) -> Any:
-        """Begin to replace the vector by the sum over the ranks. Returns what has `wait()`, or None if it is complete.
-
-        count: micro-batches in the global batch.
-        """
-        if not self._tree:
-            return dist.all_reduce(values, async_op=True) if dist.get_world_size() > 1 else None
         stop = run_of(dist.get_rank(), dist.get_world_size(), count).stop
         if parts := [part for [part] in self._tree.parts(stop, count)]:
             values.copy_(parts.pop())

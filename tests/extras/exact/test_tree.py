@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from utils.distributed.tree import END, TreeSum, parts_of, run_of
+from utils.extras.exact.tree import END, TreeSum, parts_of, run_of
 
 LEAVES = [torch.randn(5, generator=torch.Generator().manual_seed(k)) * 10.0 ** (k % 7) for k in range(40)]
 
