@@ -29,8 +29,11 @@ SCHEDULES = ("cosine", "linear", "constant", "wsd", "step")
 TRACKERS = ("none", "wandb", "mlflow", "trackio")
 DEFAULTS = {"sgd": {"lr": 0.1, "weight_decay": 5e-4}, "adamw": {"lr": 1e-3, "weight_decay": 0.01}}
 AUTO_AUGMENTS = ("none", "ra", "ta_wide", "augmix", "autoaugment")
-AMP_DTYPES = ("auto", "bf16", "fp16", "bf16_params", "fp16_params")
-SHARDINGS = ("none", "zero2", "zero3", "hybrid")
+AMP_DTYPES = [
+    *("auto", "bf16", "fp16"),
+    *("bf16_params", "fp16_params"),  # extra: sharding
+]
+SHARDINGS = ("none", "zero2", "zero3", "hybrid")  # extra: sharding
 RARE = """dataset_size cache drop_last record_samples compile activation_checkpointing beta2 nesterov schedule_steps
 min_lr warmup_steps ema_decay max_skipped_steps patience amp_dtype init_method timeout bucket_cap_mb
 comm_hook find_unused_parameters cpu_offload save_every_steps save_every_minutes keep_last keep_every
@@ -255,12 +258,13 @@ CONFLICTS: list[tuple[str, str | Callable[[TrainingConfig], Any], str]] = [
     ("compile", lambda config: config.compile == "reduce-overhead" and config.check_every,
      f"does not work with check_every; {EITHER}"),  # extra: compile and check
     ("reduction", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),  # extra: exact and sharding
-    ("comm_hook", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),
-    ("compile", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),
-    ("find_unused_parameters", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),
-    ("cpu_offload", lambda config: config.sharding == "none", "needs sharding; add --sharding zero3, or leave it out"),
+    ("comm_hook", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),  # extra: sharding
+    ("compile", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),  # extra: compile and sharding
+    ("find_unused_parameters", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),  # extra: sharding
+    ("cpu_offload", lambda config: config.sharding == "none",
+     "needs sharding; add --sharding zero3, or leave it out"),  # extra: sharding
     ("amp_dtype", lambda config: config.amp_dtype.endswith("_params") and config.sharding == "none",
-     "needs sharding; add --sharding zero3, or leave it out"),
+     "needs sharding; add --sharding zero3, or leave it out"),  # extra: sharding
     ("min_lr", lambda config: config.min_lr >= config.lr, "is not below lr={lr}; give a smaller one"),
     ("warmup_steps", "warmup_epochs", f"there is warmup_epochs={{warmup_epochs}}; {EITHER}"),
     ("run_dir", unfilled, "{found}; use e.g. {{model}} or {{lr}}"),
@@ -343,8 +347,10 @@ class TrainingConfig:
         "distributed", 0, "steps between checks of the ranks' gradients by other ranks (0 = off)", at_least(0)
     )
     # ---- end of check ----
+    # ---- extra: sharding ----
     sharding: str = setting("distributed", "none", "FSDP: shard the model over the ranks", one_of(*SHARDINGS), "may")
     cpu_offload: bool = setting("distributed", False, "keep shards and optimizer in host memory (slower)", resume="may")
+    # ---- end of sharding ----
 
     checkpoint_dir: str = setting("checkpoints", "", "checkpoint folder (empty: run_dir/checkpoints)", local_path)
     save_every: int = setting("checkpoints", 1, "epochs between checkpoints (0 = off)", at_least(0))

@@ -125,9 +125,11 @@ def _create_groups(
     """Create the default group and the control group, which is returned. Raises StartError."""
     if launch.world_size > RANKS_IN_A_MESH:
         connect_lazily()
+    if config.cpu_offload and backend == "nccl":  # extra: sharding
+        backend = "cpu:gloo,cuda:nccl"  # norms of shards are on the CPU
     try:
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if config.cpu_offload and backend == "nccl" else backend,  # norms of shards on the CPU
+            backend,
             store=dist.PrefixStore("world", store),
             rank=launch.rank,
             world_size=launch.world_size,

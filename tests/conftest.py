@@ -3,6 +3,7 @@
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -46,6 +47,20 @@ def pytest_collection_modifyitems(config, items):
     if deselected:
         items[:] = [item for item in items if item not in deselected]
         config.hook.pytest_deselected(items=deselected)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """In a fork that has deleted extras (docs/extras.md), a test that uses one is skipped."""
+    from config import deleted_extras
+
+    report, deleted = yield, deleted_extras()
+    if deleted and report.failed:
+        names = "|".join(["-", *(name for fields in deleted.values() for name in fields)])
+        uses = rf"this fork has no extra \w+|(?:keyword argument|no attribute) '(?:{names})'"
+        if found := re.search(uses, report.longreprtext):
+            report.outcome, report.longrepr = "skipped", (*item.location[:2], found[0])
+    return report
 
 
 @pytest.fixture(autouse=True)

@@ -67,7 +67,7 @@ MUTATIONS = [
     Mutation('Mirror.end', 'if status.get("state") == "failed" and self.read_json(name):  # else the earlier records count', 'if status.get("state") == "failed":', 'mirror-resume'),
     Mutation('Mirror.end', 'self.write_json(f"owners/{self.generation:08d}.beat", {"state": "ended"})', 'pass', 'mirror-owner'),
     Mutation('share', '_send(path / name, 0 if is_whole else number, run, ctx)', '_send(path / name, 0, run, ctx)', 'mirror-resume'),
-    Mutation('FolderLayout.write', 'self._on_all(lambda: publish() if self._leads_node else None, path, payload)', 'self._on_all(lambda: publish() if self._ctx.is_main else None, path, payload)', 'mirror-resume'),
+    Mutation('FolderLayout.write', 'self._on_all(lambda: publish() if self._leads_node else None, path, payload)', 'self._on_all(lambda: publish() if self._ctx.is_main else None, path, payload)', 'mirror-resume'),  # extra: sharding
     Mutation('_send', 'dist.broadcast(torch.frombuffer(block, dtype=torch.uint8), source, group=ctx.control)', 'pass', 'mirror-resume'),
     Mutation('Uploads._upload', 'self._upload_records()  # before the manifest: who resumes from the checkpoint needs them', 'pass', 'mirror-resume'),
     Mutation('Track._send', 'if record["step"] > sent.get(group, -1):', 'if True:', 'tracker'),
@@ -231,12 +231,12 @@ MUTATIONS = [
     Mutation('_shared_rows', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes)), dtype=torch.uint8)', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes), mmap.MAP_PRIVATE), dtype=torch.uint8)', 'cache'),
     Mutation('_shared_rows', 'os.unlink(path)', 'pass', 'cache'),
     Mutation('GlobalBatchLoader._stage', 'if isinstance(item[1], (UserError, TrainingError)):', 'if False:', 'bad-sample'),
-    Mutation('build_sharded', 'group.set_gradient_divide_factor(1.0)', 'pass', 'sharding'),
-    Mutation('norm_over', 'return torch.linalg.vector_norm(norms)', 'return norm', 'sharding'),
-    Mutation('build_sharded', 'group.reshard()', 'pass', 'sharding'),
+    Mutation('build_sharded', 'group.set_gradient_divide_factor(1.0)', 'pass', 'sharding'),  # extra: sharding
+    Mutation('norm_over', 'return torch.linalg.vector_norm(norms)', 'return norm', 'sharding'),  # extra: sharding
+    Mutation('build_sharded', 'group.reshard()', 'pass', 'sharding'),  # extra: sharding
     Mutation('GlobalBatchSampler.micro_batches', 'passes = math.ceil(count / ranks) if self.assignment.is_padded else max(1, len(mine))', 'passes = max(1, len(mine))', 'sharding'),
     Mutation('optimizer_state', 'key: wrap(value, owners[p]) if _is_tensor(value) and value.shape == p.shape else value', 'key: value', 'sharded-resume'),
-    Mutation('FolderLayout.write', 'self._on_all(lambda: self._prepare(path, folder, payload), path, payload)', 'self._prepare(path, folder, payload)', 'sharded-save'),
+    Mutation('FolderLayout.write', 'self._on_all(lambda: self._prepare(path, folder, payload), path, payload)', 'self._prepare(path, folder, payload)', 'sharded-save'),  # extra: sharding
     Mutation('verify', 'if archive.verify(folder / name, is_hashed=number % part[1] == part[0]) != (step, files[name]):', 'if archive.verify(folder / name).step != step:', 'sharded-damage'),
 ]
 # fmt: on

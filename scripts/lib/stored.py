@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 
 from config import StartError, UserError
 from scripts.lib.storage import TRIES, Storage
-from utils.checkpoint import archive, shards
+from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.files import read_lines, replace_file, replace_json
 from utils.logger import NAME
@@ -140,7 +140,7 @@ class StoredRun(Storage):
             (place / part).replace(path)
             place.rmdir()
         else:
-            replace_json(place / shards.MANIFEST, {"step": manifest["step"], "files": digests})
+            replace_json(place / archive.MANIFEST, {"step": manifest["step"], "files": digests})
             checkpoint.replace_folder(place, path)
         log.info("fetched %s (%.0f MB)", source, total / 1e6)
         return path

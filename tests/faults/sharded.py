@@ -1,3 +1,4 @@
+# extra: sharding
 """Checkpoints of sharded runs: files that are missing or damaged, and ranks that are killed or cannot write."""
 
 import json
@@ -16,12 +17,13 @@ from storage import ENDS_AT_A_STOP, ENDS_IN_SECONDS, RUN, ends_without
 from tasks import train_task
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
-from utils.checkpoint.shards import part_name
+from utils.extras.sharding.shards import part_name
 
 ZERO3 = [*RUN, "--sharding", "zero3"]
 KILLED = """
 import signal
-from utils.checkpoint import archive, layouts
+from utils.checkpoint import archive
+from utils.extras.sharding import layout as layouts
 def kill_at(name, place, rank):
     owner = {'write': archive, 'replace_folder': layouts}[name]
     plain = getattr(owner, name)

@@ -9,7 +9,7 @@ import torch
 
 import utils.files
 from config import StartError, TrainingConfig, UserError
-from utils.checkpoint import archive, shards
+from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.extras.exact import ORDER  # extra: exact
 from utils.files import TEMPORARY, replace_file, replace_json
@@ -48,7 +48,13 @@ def test_a_folder_of_invalid_checkpoints_is_an_error_and_an_empty_folder_is_not(
         checkpoint.latest_valid(tmp_path)
 
 
-@pytest.mark.parametrize("is_folder", [False, True])
+@pytest.mark.parametrize(
+    "is_folder",
+    [
+        False,
+        True,  # extra: sharding
+    ],
+)
 def test_a_checkpoint_that_storage_fails_to_read_is_not_taken_for_damaged(tmp_path, monkeypatch, is_folder):
     def fail(*args):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -56,7 +62,7 @@ def test_a_checkpoint_that_storage_fails_to_read_is_not_taken_for_damaged(tmp_pa
     path = checkpoint.step_path(tmp_path, 1)
     if is_folder:
         (path.with_suffix("")).mkdir()
-        (path.with_suffix("") / shards.MANIFEST).touch()
+        (path.with_suffix("") / archive.MANIFEST).touch()
         monkeypatch.setattr(Path, "read_bytes", fail)
     else:
         archive.write(path, payload(1))

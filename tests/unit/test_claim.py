@@ -12,7 +12,7 @@ import pytest
 from config import TrainingConfig, TrainingError, UserError
 from test_checkpoint import payload
 from test_run_folder import commit, commit_best, contents, fill, from_step_10, names, open_run, with_
-from utils.checkpoint import archive, shards
+from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.stored import local_checkpoint
 from utils.files import read_json, replace_json
@@ -240,9 +240,10 @@ def test_resuming_from_another_run_starts_a_new_run_but_not_in_a_folder_that_hol
         ("runs/mine/checkpoints/best.pt", "runs/mine/checkpoints/best.pt"),
         ("moved", "moved/checkpoints/step_00000020.pt"),  # config.json names the folder it was moved from
         ("runs/apart", "elsewhere/step_00000020.pt"),  # of a run with a checkpoint_dir
-        ("sharded", "sharded/checkpoints/step_00000030"),
+        ("sharded", "sharded/checkpoints/step_00000030"),  # extra: sharding
         ("sharded/checkpoints/step_00000030", "sharded/checkpoints/step_00000030"),
-        ("kept", "kept"),  # a sharded checkpoint that was renamed
+        # a sharded checkpoint that was renamed  # extra: sharding
+        ("kept", "kept"),  # extra: sharding
     ],
 )
 def test_a_run_folder_or_its_checkpoints_folder_stands_for_the_latest_valid_checkpoint(config, given, chosen):
@@ -259,8 +260,8 @@ def test_a_run_folder_or_its_checkpoints_folder_stands_for_the_latest_valid_chec
     os.symlink("runs/mine", "link")
     for folder in (Path("sharded/checkpoints/step_00000030"), Path("kept")):
         folder.mkdir(parents=True)
-        digest = archive.write(folder / shards.part_name(0), payload(30))
-        replace_json(folder / shards.MANIFEST, {"step": 30, "files": {shards.part_name(0): digest}})
+        digest = archive.write(folder / "part_00000.pt", payload(30))
+        replace_json(folder / archive.MANIFEST, {"step": 30, "files": {"part_00000.pt": digest}})
     run = open_run(with_(config, run_dir="new", resume_from=given))
     assert str(run.resume_path) == chosen
     is_folder = "step_" not in given and "best" not in given and given != "kept"

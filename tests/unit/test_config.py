@@ -76,10 +76,16 @@ def test_flags_with_underscores_dashes_and_negations():
         (
             "--sharding zero3 --find_unused_parameters",
             "find_unused_parameters=True: does not work with sharding=zero3; give only one",
-        ),
+        ),  # extra: sharding
         ("--find_unused_parameters --compile reduce-overhead", "compile=reduce-overhead: keeps all gradients in place"),
-        ("--sharding zero2 --comm_hook bf16", "comm_hook=bf16: does not work with sharding=zero2; give only one"),
-        ("--sharding hybrid --compile default", "compile=default: does not work with sharding=hybrid; give only one"),
+        (
+            "--sharding zero2 --comm_hook bf16",
+            "comm_hook=bf16: does not work with sharding=zero2; give only one",
+        ),  # extra: sharding
+        (
+            "--sharding hybrid --compile default",
+            "compile=default: does not work with sharding=hybrid; give only one",
+        ),  # extra: compile and sharding
         (
             "--init_from a --resume_from b",
             "init_from=a: a resumed run takes its weights from resume_from; give only one",
@@ -96,8 +102,14 @@ def test_flags_with_underscores_dashes_and_negations():
             "--check_every 5 --compile reduce-overhead",
             "compile=reduce-overhead: does not work with check_every; give",
         ),  # extra: compile and check
-        ("--cpu_offload", "cpu_offload=True: needs sharding; add --sharding zero3, or leave it out"),
-        ("--amp_dtype bf16_params", "amp_dtype=bf16_params: needs sharding; add --sharding zero3, or leave it out"),
+        (
+            "--cpu_offload",
+            "cpu_offload=True: needs sharding; add --sharding zero3, or leave it out",
+        ),  # extra: sharding
+        (
+            "--amp_dtype bf16_params",
+            "amp_dtype=bf16_params: needs sharding; add --sharding zero3, or leave it out",
+        ),  # extra: sharding
         ("--btach_size 3", "--btach_size: is not known; did you mean --batch_size?"),
         ("--nonsense", "--nonsense: is not known; see --help"),
         ("--learning_rate 1", "--learning_rate: is not known; did you mean --lr?"),
@@ -179,7 +191,7 @@ def test_a_row_of_the_conflicts_names_fields_and_ends_with_a_fix(row):
     "flags",
     [
         "--init_from a --resume_from auto",
-        "--sharding zero3 --cpu_offload --amp_dtype bf16_params",
+        "--sharding zero3 --cpu_offload --amp_dtype bf16_params",  # extra: sharding
         "--check_every 5 --compile default",  # extra: compile and check
         "--find_unused_parameters --compile default",
         "--sharding none --reduction exact",  # extra: exact and sharding

@@ -17,8 +17,8 @@ from utils.clock import Clock
 from utils.data.transfer import SideStream
 from utils.distributed.context import DistributedContext, Launch
 from utils.distributed.device import choose_kernels, unused_accelerator
+from utils.extras.sharding import model as sharding  # extra: sharding
 from utils.rng import seed_device
-from utils.training import sharding
 from utils.training.optimizer import create_optimizer
 from utils.training.precision import Precision
 
@@ -98,7 +98,7 @@ def test_an_accelerator_that_stays_idle_is_named_unless_the_cpu_was_chosen(monke
         ("cpu", "1", ["--cpu_offload"], []),
     ],
 )
-def test_an_offloaded_optimizer_uses_the_nodes_cores(monkeypatch, kind, threads, flags, expected):
+def test_an_offloaded_optimizer_uses_the_cores(monkeypatch, kind, threads, flags, expected):  # extra: sharding
     found = []
     monkeypatch.setattr(sharding, "usable_cpus", lambda: 32)
     monkeypatch.setattr(torch, "set_num_threads", found.append)

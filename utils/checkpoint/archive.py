@@ -26,6 +26,7 @@ else:
 
 KEYS = ("model", "ema", "optimizer", "scaler", "progress", "config", "provenance")
 STEP_NAME = re.compile(r"step_(\d{8,})(\.pt)?")  # without .pt: the folder of a sharded run (shards.py)
+MANIFEST = "manifest.json"  # of such a folder
 TRAILER = re.compile(rb"\nstep:(\d{10}) sha256:([0-9a-f]{64})\n")
 TRAILER_BYTES = 89
 DIGEST_BYTES = 72  # "sha256:...\n" in the trailer

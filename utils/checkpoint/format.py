@@ -1,4 +1,4 @@
-"""The checkpoints of a run: files (archive.py) or, if it is sharded, folders of them (shards.py); the best is a link.
+"""The checkpoints of a run: files (archive.py), or folders of a file per rank; the best is a link.
 
 A checkpoint has its final name only when it is complete and on the disk.
 """
@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from config import StartError, UserError
-from utils.checkpoint import archive, shards
-from utils.checkpoint.archive import STEP_NAME, Trailer
+from utils.checkpoint import archive
+from utils.checkpoint.archive import MANIFEST, STEP_NAME, Trailer
+from utils.extras.sharding import shards  # extra: sharding
 from utils.files import TEMPORARY, flush_folder, read_json, temporary_of
 from utils.logger import NAME
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 BEST = "best.pt"
 
 
-def step_path(folder: Path, step: int, is_sharded: bool = False) -> Path:
-    return folder / f"step_{step:08d}{'' if is_sharded else '.pt'}"
+def step_path(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:08d}.pt"
 
 
 def step_of(path: Path) -> int:
@@ -44,17 +45,19 @@ def verify(path: Path, part: tuple[int, int] = (0, 1)) -> Trailer:
 
     part: (number, readers): of so many processes that verify this checkpoint, the number of this one, from 0.
     """
-    if path.is_dir():
+    if path.is_dir():  # extra: sharding
         return shards.verify(path, part)
-    if (path.parent / shards.MANIFEST).exists():
+    if path.is_dir():
+        raise UserError(f"{path}: is a sharded checkpoint, which this fork cannot read; see docs/extras.md")
+    if (path.parent / MANIFEST).exists():
         raise UserError(f"{path}: is a part of a checkpoint; give its folder, {path.parent}")
     return archive.verify(path, is_hashed=part[0] == 0)  # the first one verifies a file
 
 
 def outline(path: Path) -> tuple[int, dict[str, str]]:
     """The step of a checkpoint, and the checksum that each of its files should have, by name; -1 if it is gone."""
-    if path.is_dir():
-        manifest = read_json(path / shards.MANIFEST)
+    if path.is_dir():  # extra: sharding
+        manifest = read_json(path / MANIFEST)
         return manifest.get("step", -1), manifest.get("files", {})
     with suppress(OSError), archive.open_file(path) as file:
         if trailer := archive.read_trailer(file):
@@ -77,8 +80,9 @@ def read(
         sharded: sharded parameters by name: from a folder, only this rank's rows of them are read.
     """
     trailer = trailer or verify(path)
-    payload = shards.read(path, trailer, sharded or {}) if path.is_dir() else archive.read(path, trailer)
-    return payload, trailer.digest
+    if path.is_dir():  # extra: sharding
+        return shards.read(path, trailer, sharded or {}), trailer.digest
+    return archive.read(path, trailer), trailer.digest
 
 
 def latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
@@ -105,7 +109,7 @@ def latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
 def best_or_latest(path: Path, prefers_best: bool) -> tuple[Path, list[str]]:
     """In the folder of a run or of checkpoints, best.pt if it is preferred and exists, else the latest valid one, and
     notes to log; any other path is returned. Raises UserError if the folder has none."""
-    if not path.is_dir() or STEP_NAME.fullmatch(path.name) or (path / shards.MANIFEST).exists():
+    if not path.is_dir() or STEP_NAME.fullmatch(path.name) or (path / MANIFEST).exists():
         return path, []
     named = Path(read_json(path / "config.json").get("checkpoint_dir", path))
     folder = next(each for each in (path / "checkpoints", named, path) if each.is_dir())
@@ -138,7 +142,8 @@ def best_name(folder: Path) -> str:
     best = folder / BEST
     if best.is_symlink():
         return best.readlink().name
-    return step_path(folder, outline(best)[0], best.is_dir()).name
+    path = step_path(folder, outline(best)[0])
+    return path.stem if best.is_dir() else path.name
 
 
 def prune(folder: Path, keep_last: int, keep_every: int = 0) -> None:

@@ -247,11 +247,13 @@ def create_distributed_dataloader(
     holds_failure: bool = False,
 ) -> tuple[GlobalBatchLoader, GlobalBatchSampler]:
     """The loader of the training set on this rank, and its sampler. Raises UserError if an epoch would be empty."""
+    is_padded = False
+    is_padded = config.sharding != "none"  # extra: sharding
     sampler = GlobalBatchSampler(
         dataset,
         batch_size=config.batch_size,
         micro_batches_per_step=config.micro_batches_per_step(ctx.world_size),
-        assignment=assignment_of(config, ctx, is_padded=config.sharding != "none"),
+        assignment=assignment_of(config, ctx, is_padded),
         seed=config.seed,
         drop_last=config.drop_last,
     )

@@ -68,12 +68,3 @@ def group_of(parameters: Iterable[Any]) -> dist.ProcessGroup | None:
 def full(value: Any) -> Tensor:
     """The whole tensor, gathered from all ranks; the value itself if it is not sharded."""
     return value.full_tensor() if is_sharded(value) else value
-
-
-def norm_over(group: dist.ProcessGroup | None, norm: Tensor) -> Tensor:
-    """The norm over all shards in the group, if there is one, with the same bits on all ranks."""
-    if group is None:
-        return norm
-    norms = norm.new_empty(group.size())
-    dist.all_gather_into_tensor(norms, norm.reshape(1), group=group)
-    return torch.linalg.vector_norm(norms)

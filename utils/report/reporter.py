@@ -61,7 +61,9 @@ class Reporter:
         run, ctx = attempt.run, attempt.ctx
         self._attempt, self._run, self._config, self._ctx = attempt, run, attempt.config, ctx
         self._state, self._loader, self._provenance = state, loader, provenance
-        self._log_images = log_images if run.is_main or attempt.config.sharding != "none" else None
+        shows_images = run.is_main
+        shows_images = shows_images or attempt.config.sharding != "none"  # extra: sharding
+        self._log_images = log_images if shows_images else None
         self._board = Board(run.folder / "tensorboard" if ctx.is_main else None, state.progress.step)
         self._terminal = Terminal(attempt, state, loader)
         self._observers: list[Observer] = []

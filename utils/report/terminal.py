@@ -50,7 +50,7 @@ class Terminal:
             "steps": f"{total:,}, {sampler.steps_per_epoch:,} per epoch{shorter}",
             "precision": state.precision.title,
             "optimizer": type(state.optimizer).__name__ + ("" if state.updater.skips_on_device else READS),
-            "gradients": _gradient_line(config, state) if ctx.world_size > 1 and config.sharding == "none" else "",
+            "gradients": _gradient_line(config, state) * (ctx.world_size > 1 and state.sharing.has_whole_gradients),
             "checkpoints": _checkpoint_line(config),
             "verify": provenance["verification"],
             "versions": ", ".join(f"{name} {versions[name]}" for name in ("torch", "cuda", "nccl") if name in versions),
@@ -91,7 +91,8 @@ def _model_line(config: TrainingConfig, state: TrainState) -> str:
     trained = sum(state.owners[p].numel() for group in state.optimizer.param_groups for p in group["params"])
     line = f"{type(state.model).__name__}, {parameters:,} parameters, "
     line += f"{trained:,} of them trained" if trained < parameters else "all trained"
-    line += f", sharded ({config.sharding}{', in host memory' * config.cpu_offload})" * (config.sharding != "none")
+    if config.sharding != "none":  # extra: sharding
+        line += f", sharded ({config.sharding}{', in host memory' * config.cpu_offload})"
     line += ", activation checkpointing" * config.activation_checkpointing
     return line + f", compiled ({config.compile})" * (config.compile != "off")
 

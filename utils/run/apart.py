@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from config import TrainingConfig
 from utils.checkpoint import format as checkpoint
-from utils.checkpoint import shards
+from utils.checkpoint.archive import MANIFEST
 from utils.distributed.collectives import all_gather_json, broadcast_json, on_all_ranks
 from utils.distributed.context import DistributedContext
 from utils.files import replace_file
@@ -81,7 +81,7 @@ def share(path: Path, run: RunFolder, ctx: DistributedContext) -> Path:
     is_whole = broadcast_json(all((path / name).exists() for name in parts), ctx)
     for number, name in enumerate(parts):
         _send(path / name, 0 if is_whole else number, run, ctx)
-    _send(path / shards.MANIFEST, 0, run, ctx)
+    _send(path / MANIFEST, 0, run, ctx)
     return path
 
 

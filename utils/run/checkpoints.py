@@ -12,9 +12,10 @@ from typing import Any
 
 from config import TrainingError
 from utils.checkpoint import format as checkpoint
-from utils.checkpoint.layouts import Call, FileLayout, FolderLayout, Payload, of_threads
+from utils.checkpoint.layouts import Call, FileLayout, Payload, of_threads
 from utils.checkpoint.writer import Limits, Writer
 from utils.distributed.collectives import broadcast_json, lowest_rank
+from utils.extras.sharding.layout import FolderLayout, shards_of  # extra: sharding
 from utils.logger import NAME
 from utils.redact import stored
 from utils.run.attempt import Attempt
@@ -47,11 +48,11 @@ class Checkpoints:
     ) -> None:
         run, config, ctx = attempt.run, attempt.config, attempt.ctx
         self._attempt, self._run, self._ctx, self._state, self._before_save = attempt, run, ctx, state, before_save
-        is_sharded = config.sharding != "none"
-        self._writes = is_sharded or ctx.is_main
-        shards = {"none": 1, "hybrid": ctx.local_world_size}.get(config.sharding, ctx.world_size)
         threads = of_threads(ctx)
-        self._layout = FolderLayout(threads, shards, run.leads_node) if is_sharded else FileLayout()
+        self._layout, self._writes, shards = FileLayout(), ctx.is_main, 1
+        if config.sharding != "none":  # extra: sharding
+            self._writes, shards = True, shards_of(config, ctx)
+            self._layout = FolderLayout(threads, shards, run.leads_node)
         meta = {"config": stored(config), "provenance": provenance | {"total_steps": state.schedule.total_steps}}
         self._copier = Copier(state, self._writes, meta, shards, threads)
         limits, whose = Limits(SECONDS_TO_WARN, SECONDS_WITHOUT, SECONDS_AFTER_STOP), (ctx.rank, ctx.host)
@@ -93,8 +94,7 @@ class Checkpoints:
             self.buffers.compare(step)
             copy, self._begun_at = self._copier.begin(), time.monotonic()
             if self._writes:
-                is_sharded = isinstance(self._layout, FolderLayout)
-                self._writer.start(checkpoint.step_path(self._run.checkpoints, step, is_sharded), copy)
+                self._writer.start(self._layout.path(self._run.checkpoints, step), copy)
             self._blocked_s, self._saved_step = time.perf_counter() - began, step
         self._attempt.clock.enter("update")
 

@@ -69,7 +69,7 @@ def explain_memory(
     ways = [] if config.activation_checkpointing else ["--activation_checkpointing"]
     if not is_of_device:
         ways += ["fewer --num_workers", "more memory for the job"]
-    elif ctx.world_size > 1 and config.sharding == "none":
+    if is_of_device and ctx.world_size > 1 and config.sharding == "none":  # extra: sharding
         ways.append("--sharding zero3")
     flags = halved(config.batch_size, config, ctx.world_size)
     if flags and not is_resumed:

@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from config import TrainingConfig, UserError
 from utils.distributed.collectives import RankSum
 from utils.distributed.context import DistributedContext
-from utils.distributed.dtensor import group_of, local, norm_over
 from utils.training.replicated import (
     Replicated,
-    Sharded,
     SingleProcess,
     Wrapped,
     compress,
     ddp_options,
 )
-from utils.training.sharding import ELEMENTWISE, build_sharded
 
 Build = Callable[[torch.device], nn.Module]
 Blocks = Callable[[nn.Module], list[nn.Module]]
@@ -43,7 +39,10 @@ class Sharing:
             from utils.extras.exact import Exact
 
             way = Exact
-        way = FullySharded if config.sharding != "none" else way
+        if config.sharding != "none":  # extra: sharding
+            from utils.extras.sharding.sharing import FullySharded
+
+            way = FullySharded
         return way(config, ctx)
 
     def build(self, build: Build, blocks: Blocks) -> nn.Module:
@@ -93,48 +92,6 @@ class Averaged(Sharing):
         if config.comm_hook != "none":
             compress(wrapped, config.comm_hook, self._ctx.device)
         return wrapped
-
-
-class FullySharded(Sharing):
-    """FSDP, which sums gradients: each rank keeps and updates shards, in tensors of its own."""
-
-    has_whole_gradients = False
-    _group: dist.ProcessGroup | None = None  # the ranks that hold the shards of a parameter
-
-    def build(self, build: Build, blocks: Blocks) -> nn.Module:
-        return build_sharded(build, blocks, self._config, self._ctx)
-
-    def wrap(self, model: nn.Module) -> Wrapped:
-        return Sharded(model)
-
-    def tensors_of(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
-        parameters = list(parameters)
-        self._group = group_of(parameters)
-        return {p: nn.Parameter(local(p.detach()), p.requires_grad) for p in parameters}
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer may need whole tensors, such as their norms."""
-        kind = type(optimizer)
-        known = kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE
-        if not known and not getattr(optimizer, "is_elementwise", False):
-            raise UserError(
-                f"create_optimizer: {kind.__name__} gets shards of the parameters; if it updates each element by"
-                " itself, set is_elementwise = True in its class, else use --sharding none"
-            )
-
-    def unscale(
-        self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, owners: dict[nn.Parameter, nn.Parameter]
-    ) -> None:
-        for group in optimizer.param_groups:
-            for shard in group["params"]:
-                shard.grad = local(owners[shard].grad)
-        scaler.unscale_(optimizer)
-        if scaler.is_enabled():  # an overflow in any shard counts on all ranks
-            for found in scaler._found_inf_per_device(optimizer).values():
-                dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-
-    def norm(self, gradients: list[Tensor]) -> Tensor:
-        return norm_over(self._group, super().norm(gradients))
 
 
 def wrap_ddp(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) -> Wrapped:

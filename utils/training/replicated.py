@@ -1,4 +1,4 @@
-"""The model as compute_loss gets it: alone, in DDP or in FSDP. All options of DDP are set here."""
+"""The model as compute_loss gets it: alone or in DDP. All options of DDP are set here."""
 
 from __future__ import annotations
 
@@ -34,16 +34,6 @@ class SingleProcess(nn.Module):
         return nullcontext()
 
     def accumulating(self, micro_batch: MicroBatch) -> AbstractContextManager:
-        return nullcontext()
-
-
-class Sharded(SingleProcess):
-    """Stands for DDP if FSDP shards the parameters: it reduces the gradients of each micro-batch."""
-
-    module: Any
-
-    def accumulating(self, micro_batch: MicroBatch) -> AbstractContextManager:
-        self.module.set_requires_all_reduce(micro_batch.is_last)  # between replicas, once per step
         return nullcontext()
 
 

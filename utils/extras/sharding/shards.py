@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from config import UserError
 from utils.checkpoint import archive
+from utils.checkpoint.archive import MANIFEST
 from utils.files import retried
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-MANIFEST = "manifest.json"
 
 
 def part_name(rank: int) -> str:

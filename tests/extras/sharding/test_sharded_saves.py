@@ -14,10 +14,11 @@ from config import TrainingConfig
 from ddp_utils import cleanup_distributed, setup_distributed
 from ranks import run_ranks
 from test_checkpoint import payload
-from utils.checkpoint import archive, layouts
+from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
-from utils.checkpoint.layouts import FolderLayout
 from utils.checkpoint.snapshot import HostMemory
+from utils.extras.sharding import layout as layouts
+from utils.extras.sharding.layout import FolderLayout
 
 FAILING = {  # where it fails: the rank, the object and its function
     "the room": (1, layouts, "check_room"),

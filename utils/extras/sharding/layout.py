@@ -1,0 +1,88 @@
+"""A checkpoint of a sharded state: a folder with a file per rank. Called in a thread of each rank."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from config import TrainingConfig, TrainingError
+from utils.checkpoint import archive
+from utils.checkpoint.format import replace_folder, step_path
+from utils.checkpoint.layouts import Call, FileLayout, Payload, check_room, explained
+from utils.distributed.collectives import all_gather_json
+from utils.distributed.context import DistributedContext
+from utils.extras.sharding import shards
+from utils.files import TEMPORARY, replace_json
+
+
+def shards_of(config: TrainingConfig, ctx: DistributedContext) -> int:
+    """The number of shards. Rank r has the shard r % shards."""
+    return ctx.local_world_size if config.sharding == "hybrid" else ctx.world_size
+
+
+class FolderLayout(FileLayout):
+    """A folder with a file of each rank that has a shard. All ranks take part, and have the same outcome.
+
+    Args:
+        ctx: of its thread (`of_threads`).
+        parts: the number of shards; rank r has the shard r % parts.
+        leads_node: whether this rank makes the folder and its manifest: rank 0, and one rank of each node whose disk
+            is its own. There a folder has the parts of the ranks of the node.
+    """
+
+    def __init__(self, ctx: DistributedContext, parts: int, leads_node: bool) -> None:
+        self.ctx, self._has_part, self._leads_node = ctx, ctx.rank < parts, leads_node
+        self._numbers = itertools.count()  # of tries
+        self.is_waiting = False  # for another rank, which looks at its own progress
+
+    def path(self, folder: Path, step: int) -> Path:
+        return step_path(folder, step).with_suffix("")
+
+    def write(self, path: Path, payload: Payload, before_rename: Call, tick: Call) -> None:
+        """As FileLayout.write, with the error of the rank that failed on all ranks."""
+        folder = path.with_name(f"{path.name}.{next(self._numbers)}{TEMPORARY}")
+        name = shards.part_name(self.ctx.rank)
+
+        def publish() -> None:
+            before_rename()
+            files = {name: digest for each in digests for name, digest in each.items()}
+            replace_json(folder / archive.MANIFEST, {"step": payload["progress"]["step"], "files": files})
+            replace_folder(folder, path)
+
+        def write_part() -> dict[str, str]:
+            return {name: archive.write(folder / name, payload, tick=tick)} if self._has_part else {}
+
+        try:
+            self._on_all(lambda: self._prepare(path, folder, payload), path, payload)
+            digests = self._on_all(write_part, path, payload)
+            self._on_all(lambda: publish() if self._leads_node else None, path, payload)
+        except BaseException:
+            if self._leads_node:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def _prepare(self, path: Path, folder: Path, payload: Payload) -> None:
+        check_room(path, payload)
+        if self._leads_node:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+
+    def _on_all(self, action: Callable[[], Any], path: Path, payload: Payload) -> list[Any]:
+        """The results of all ranks. If the action fails on one of them, all raise its error."""
+        result, problem, is_final = None, "", False
+        try:
+            result = action()
+        except TrainingError as error:
+            problem, is_final = str(error), True
+        except Exception as error:
+            problem = f"{explained(error, path, payload)} (rank {self.ctx.rank} on {self.ctx.host})"
+        self.is_waiting = True
+        found = all_gather_json([result, problem, is_final], self.ctx)
+        self.is_waiting = False
+        for _, text, is_final in found:
+            if text:
+                raise TrainingError(text) if is_final else OSError(text)
+        return [result for result, *_ in found]

@@ -1,0 +1,79 @@
+"""How gradients are shared if FSDP shards the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from config import UserError
+from utils.data.sampler import MicroBatch
+from utils.distributed.dtensor import group_of, local
+from utils.extras.sharding.model import ELEMENTWISE, build_sharded
+from utils.training.parallel import Blocks, Build, Sharing
+from utils.training.replicated import SingleProcess, Wrapped
+
+
+class Sharded(SingleProcess):
+    """Stands for DDP if FSDP shards the parameters: it reduces the gradients of each micro-batch."""
+
+    module: Any
+
+    def accumulating(self, micro_batch: MicroBatch) -> AbstractContextManager:
+        self.module.set_requires_all_reduce(micro_batch.is_last)  # between replicas, once per step
+        return nullcontext()
+
+
+class FullySharded(Sharing):
+    """FSDP, which sums gradients: each rank keeps and updates shards, in tensors of its own."""
+
+    has_whole_gradients = False
+    _group: dist.ProcessGroup | None = None  # the ranks that hold the shards of a parameter
+
+    def build(self, build: Build, blocks: Blocks) -> nn.Module:
+        return build_sharded(build, blocks, self._config, self._ctx)
+
+    def wrap(self, model: nn.Module) -> Wrapped:
+        return Sharded(model)
+
+    def tensors_of(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
+        parameters = list(parameters)
+        self._group = group_of(parameters)
+        return {p: nn.Parameter(local(p.detach()), p.requires_grad) for p in parameters}
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer may need whole tensors, such as their norms."""
+        kind = type(optimizer)
+        known = kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE
+        if not known and not getattr(optimizer, "is_elementwise", False):
+            raise UserError(
+                f"create_optimizer: {kind.__name__} gets shards of the parameters; if it updates each element by"
+                " itself, set is_elementwise = True in its class, else use --sharding none"
+            )
+
+    def unscale(
+        self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, owners: dict[nn.Parameter, nn.Parameter]
+    ) -> None:
+        for group in optimizer.param_groups:
+            for shard in group["params"]:
+                shard.grad = local(owners[shard].grad)
+        scaler.unscale_(optimizer)
+        if scaler.is_enabled():  # an overflow in any shard counts on all ranks
+            for found in scaler._found_inf_per_device(optimizer).values():
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        return norm_over(self._group, super().norm(gradients))
+
+
+def norm_over(group: dist.ProcessGroup | None, norm: Tensor) -> Tensor:
+    """The norm over all shards in the group, if there is one, with the same bits on all ranks."""
+    if group is None:
+        return norm
+    norms = norm.new_empty(group.size())
+    dist.all_gather_into_tensor(norms, norm.reshape(1), group=group)
+    return torch.linalg.vector_norm(norms)
