@@ -165,7 +165,8 @@ def choose_config(run: Path, payload: dict[str, Any] | None, flags: list[str]) -
     plain: dict[str, Any] = {"on_checkpoint": "", "track": "none", "init_method": ""}
     plain["record_samples"] = False
     plain["enable_profiling"] = False  # extra: profiler
-    plain |= {"sharding": "none", "cpu_offload": False} | ({"init_from": ""} if payload else {})
+    plain |= {"sharding": "none", "cpu_offload": False}  # extra: sharding
+    plain |= {"init_from": ""} if payload else {}
     if Seams.of(fork).lr_factor is Seams.lr_factor:  # else the schedule may depend on evaluations
         plain |= {"eval_every_steps": 0}
     sizes = {"global_batch_size": origin["global_batch_size"], "grad_accum_steps": 1}

@@ -87,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     config, read = TrainingConfig.from_args(argv), note_reads()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the folder of the short runs is deleted
     fork = prepare(config)
-    checks = CHECKS + (reduction,) * (config.reduction == "exact")
+    checks = CHECKS
+    checks += (reduction,) * (config.reduction == "exact")  # extra: exact
     try:
         if fork.ctx.is_main:
             fork.new_process = NewProcess(

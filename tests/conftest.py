@@ -26,6 +26,9 @@ for number in (signal.SIGINT, signal.SIGHUP):
 import pytest
 import torch
 
+from config import deleted_extras
+
+DELETED = deleted_extras()
 torch.set_num_threads(1)
 
 
@@ -52,11 +55,9 @@ def pytest_collection_modifyitems(config, items):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     """In a fork that has deleted extras (docs/extras.md), a test that uses one is skipped."""
-    from config import deleted_extras
-
-    report, deleted = yield, deleted_extras()
-    if deleted and report.failed:
-        names = "|".join(["-", *(name for fields in deleted.values() for name in fields)])
+    report = yield
+    if DELETED and report.failed:
+        names = "|".join(["-", *(name for fields in DELETED.values() for name in fields)])
         uses = rf"this fork has no extra \w+|(?:keyword argument|no attribute) '(?:{names})'"
         if found := re.search(uses, report.longreprtext):
             report.outcome, report.longrepr = "skipped", (*item.location[:2], found[0])

@@ -113,10 +113,10 @@ def cut_text(name: str, text: str, cut: set[str]) -> str:
             if lines[number].lstrip().startswith("#"):
                 gone.add(number)
                 continue
-            here = [span for span in spans if number in span]
+            here = [(last - first, first, last) for first, at, last in spans if number in (first, at, last)]
             if not here:
                 fail(f"{name}:{number + 1}: no statement begins or ends here; move the marker")
-            first, last = max(here, key=lambda span: span[1] - span[0])
+            _, first, last = max(here)
             gone |= set(range(first, last + 1))
     else:
         gone |= marked.keys()
@@ -131,15 +131,15 @@ def comments_of(text: str) -> set[int]:
     return {token.start[0] - 1 for token in tokens if token.type == tokenize.COMMENT}
 
 
-def spans_of(text: str) -> list[tuple[int, int]]:
-    """The first and the last line of each statement, and of each element of a list, from 0."""
-    return [(first - 1, last - 1) for node in ast.walk(ast.parse(text)) for first, last in _spans(node)]
+def spans_of(text: str) -> list[tuple[int, ...]]:
+    """Of each statement and each element of a list the first line, that below its decorators, and the last, from 0."""
+    return [tuple(line - 1 for line in span) for node in ast.walk(ast.parse(text)) for span in _spans(node)]
 
 
-def _spans(node: ast.AST) -> Iterator[tuple[int, int]]:
+def _spans(node: ast.AST) -> Iterator[tuple[int, int, int]]:
     if isinstance(node, ast.stmt):
         decorators = [each.lineno for each in getattr(node, "decorator_list", [])]
-        yield min([node.lineno, *decorators]), node.end_lineno or node.lineno
+        yield min([node.lineno, *decorators]), node.lineno, node.end_lineno or node.lineno
     elements: list = []
     if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
         elements = [(each, each) for each in node.elts]
@@ -153,7 +153,7 @@ def _spans(node: ast.AST) -> Iterator[tuple[int, int]]:
         elements = [(each, end or each) for each, end in zip([*positional, *node.kwonlyargs], defaults, strict=True)]
     elif isinstance(node, ast.ImportFrom):
         elements = [(each, each) for each in node.names]
-    yield from ((first.lineno, last.end_lineno) for first, last in elements)
+    yield from ((first.lineno, first.lineno, last.end_lineno) for first, last in elements)
 
 
 def fields_of(config: str, cut: set[str]) -> Fields:

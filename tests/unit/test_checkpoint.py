@@ -28,7 +28,9 @@ def payload(step=10, **changes):
 
 def origin(identity="abc", size=64, threads=1, content="1", sketches=()):
     data = {"identity": identity, "content": content, "sketches": list(sketches)}
-    return data | {"global_batch_size": size, "cpu_threads": threads, "exact_sums": ORDER}
+    data |= {"global_batch_size": size, "cpu_threads": threads}
+    data["exact_sums"] = ORDER  # extra: exact
+    return data
 
 
 def flip(path: Path, position: int) -> None:

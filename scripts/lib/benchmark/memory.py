@@ -91,7 +91,9 @@ def measure(
         state = train.create_state(seams, config, ctx)
         loader, sampler = create_distributed_dataloader(data, config, ctx)
         model = wrap_ddp(state.model, config, ctx)
-        if isinstance(model, DistributedDataParallel) and config.reduction != "exact":  # which has a hook of its own
+        has_no_hook = isinstance(model, DistributedDataParallel)
+        has_no_hook = has_no_hook and config.reduction != "exact"  # extra: exact
+        if has_no_hook:
             model.register_comm_hook(None, at_once)
         train_twice(model, loader.sample_batch(), state, seams.compute_loss)
         state.plan(sampler)

@@ -69,7 +69,10 @@ def configs_of(against: list[str], config: TrainingConfig, ctx: DistributedConte
     found = {GIVEN: config}
     found |= {f"with {words}": TrainingConfig.from_args(shlex.split(words), config.to_dict()) for words in against}
     # FSDP communicates within the passes, and exact sums hold what others have to add
-    if ctx.world_size > 1 and config.sharding == "none" and config.reduction != "exact":
+    is_alone = ctx.world_size > 1
+    is_alone = is_alone and config.sharding == "none"  # extra: sharding
+    is_alone = is_alone and config.reduction != "exact"  # extra: exact
+    if is_alone:
         found[ALONE] = dataclasses.replace(config, save_every_steps=0, save_every_minutes=0.0)  # the ranks diverge
     return found
 
