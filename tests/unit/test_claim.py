@@ -241,7 +241,7 @@ def test_resuming_from_another_run_starts_a_new_run_but_not_in_a_folder_that_hol
         ("moved", "moved/checkpoints/step_00000020.pt"),  # config.json names the folder it was moved from
         ("runs/apart", "elsewhere/step_00000020.pt"),  # of a run with a checkpoint_dir
         ("sharded", "sharded/checkpoints/step_00000030"),  # extra: sharding
-        ("sharded/checkpoints/step_00000030", "sharded/checkpoints/step_00000030"),
+        ("sharded/checkpoints/step_00000030", "sharded/checkpoints/step_00000030"),  # extra: sharding
         # a sharded checkpoint that was renamed  # extra: sharding
         ("kept", "kept"),  # extra: sharding
     ],

@@ -172,7 +172,7 @@ def test_a_failing_upload_is_a_warning_and_is_tried_again(url, tmp_path, monkeyp
 
 def shard(checkpoints, step, rank):
     """The folder of a sharded checkpoint of two ranks, on the node of this one."""
-    folder, names = checkpoint.step_path(checkpoints, step, is_sharded=True), ["part_00000.pt", "part_00001.pt"]
+    folder, names = checkpoint.step_path(checkpoints, step).with_suffix(""), ["part_00000.pt", "part_00001.pt"]
     folder.mkdir(parents=True)
     torch.manual_seed(step)
     digests = {name: archive.write(folder / name, payload(step)) for name in names}

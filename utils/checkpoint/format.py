@@ -48,7 +48,7 @@ def verify(path: Path, part: tuple[int, int] = (0, 1)) -> Trailer:
     if path.is_dir():  # extra: sharding
         return shards.verify(path, part)
     if path.is_dir():
-        raise UserError(f"{path}: is a sharded checkpoint, which this fork cannot read; see docs/extras.md")
+        raise UserError(f"{path}: is a folder, and this fork has no extra sharding; give another checkpoint")
     if (path.parent / MANIFEST).exists():
         raise UserError(f"{path}: is a part of a checkpoint; give its folder, {path.parent}")
     return archive.verify(path, is_hashed=part[0] == 0)  # the first one verifies a file

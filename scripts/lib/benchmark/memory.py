@@ -91,9 +91,9 @@ def measure(
         state = train.create_state(seams, config, ctx)
         loader, sampler = create_distributed_dataloader(data, config, ctx)
         model = wrap_ddp(state.model, config, ctx)
-        has_no_hook = isinstance(model, DistributedDataParallel)
-        has_no_hook = has_no_hook and config.reduction != "exact"  # extra: exact
-        if has_no_hook:
+        has_own_hook = False
+        has_own_hook = config.reduction == "exact"  # extra: exact
+        if isinstance(model, DistributedDataParallel) and not has_own_hook:
             model.register_comm_hook(None, at_once)
         train_twice(model, loader.sample_batch(), state, seams.compute_loss)
         state.plan(sampler)

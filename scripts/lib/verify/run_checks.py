@@ -29,7 +29,7 @@ def training(fork: Fork) -> str:
     """Two epochs of training visit each sample once per epoch, according to the indices in the batches."""
 
     def note_loss(training: Training) -> None:
-        if fork.config.sharding != "none":  # extra: sharding
+        if any(map(is_sharded, training.state.model.parameters())):
             fork.sharded_loss = fork.sample_loss(training.state.model, fork.ctx.device)
 
     # changes of the data sets in workers would not be seen
