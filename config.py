@@ -333,7 +333,9 @@ class TrainingConfig:
     backend: str = setting("distributed", "auto", "nccl on CUDA, else gloo", one_of("auto", "nccl", "gloo", "mpi"))
     init_method: str = setting("distributed", "", "env:// (default), tcp://HOST:PORT or file:///PATH", rendezvous_url)
     timeout: float = setting("distributed", 600.0, "seconds a collective may take", above(0))
+    # ---- extra: watch ----
     hang_timeout: float = setting("distributed", 300.0, "seconds without progress before abort (0 = off)", at_least(0))
+    # ---- end of watch ----
     bucket_cap_mb: float = setting("distributed", 0.0, "DDP bucket size in MB (0: by model size)", at_least(0), "may")
     comm_hook: str = setting("distributed", "none", "gradient compression", one_of("none", "fp16", "bf16"), "may")
     find_unused_parameters: bool = setting(

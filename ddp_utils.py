@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from config import StartError, TrainingConfig, UserError, unless_auto
-from utils.distributed.beats import Beats
 from utils.distributed.collectives import within
 from utils.distributed.context import (
     DistributedContext,
@@ -70,8 +69,11 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
     if launch.is_launched:  # a second run in this process gets its own keys
         store = dist.PrefixStore(f"group {next(GROUPS)}", store)
     cards, word = _introduce(store, launch, card, config)
-    beats = None
-    if launch.world_size > 1 and not url.startswith("file://"):  # which only appends
+    beats = None  # extra: watch
+    if launch.world_size > 1 and not url.startswith("file://"):  # extra: watch
+        # not files, which only append
+        from utils.extras.watch.beats import Beats
+
         address = launch.master if url == "env://" and launch.master else (launch.address or url).split("//")[-1]
         is_of_rank_0 = not (launch.agent_hosts_store and url == "env://")
         beats = Beats(dist.PrefixStore(word, store), launch.rank, os.getpid(), address.split("?")[0], is_of_rank_0)
@@ -88,7 +90,7 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
         fast_bf16=all(each["bf16"] for each in cards),
         launch=launch,
         control=control,
-        beats=beats,
+        beats=beats,  # extra: watch
     )
 
 

@@ -45,12 +45,12 @@ MUTATIONS = [
     Mutation('take_back_failed_steps', 'state.take_back(at)', 'pass', 'bad-sample'),
     Mutation('Interval.take_back', 'self.values.copy_(self._read_values)', 'pass', 'bad-sample'),
     Mutation('compare_evaluated', 'line, is_other = compare_data(before[split], here[split], {}, is_same, split)', 'line, is_other = "", False', 'must-match'),
-    Mutation('best_name', 'return step_path(folder, outline(best)[0], best.is_dir()).name', 'return ""', 'keep-last'),
+    Mutation('best_name', 'return path.stem if best.is_dir() else path.name', 'return ""', 'keep-last'),
     Mutation('claim', 'move_back(new)', 'pass', 'mirror-owner'),
     Mutation('RunFolder._is_undone', 'move_back(moved)', 'pass', 'mirror-owner'),
     Mutation('seed_evaluation', 'seed_device(device, "evaluation", seed, function, split, indices[0])', 'pass', 'eval-only'),
     Mutation('Evaluation.records', 'with context, set_apart(self.ctx.device):', 'with context:', 'eval-only'),
-    Mutation('Watchdog._look', 'if standing <= TIMES_IN_A_FUNCTION * self._hang_timeout:', 'if False:', 'hang'),
+    Mutation('Watchdog._look', 'if standing <= TIMES_IN_A_FUNCTION * self._hang_timeout:', 'if False:', 'hang'),  # extra: watch
     Mutation('_of_8_bits', 'return Image.fromarray((values >> 8).astype("uint8"))', 'return file', 'image-levels'),
     Mutation('_of_8_bits', 'file = Image.alpha_composite(Image.new("RGBA", file.size, "white"), file).convert("RGB")', 'file = file.convert("RGB")', 'image-levels'),
     Mutation('kind_of', 'return HIDDEN if name.startswith(".") or name in OF_TOOLS else os.path.splitext(name)[1].lower()', 'return os.path.splitext(name)[1].lower()', 'splits'),
@@ -205,7 +205,7 @@ MUTATIONS = [
     Mutation('ddp_options', '"gradient_as_bucket_view": True,', '"gradient_as_bucket_view": False,', 'buckets'),
     Mutation('ddp_options', 'return no_buffers | {', 'return {', 'collectives'),
     Mutation('setup_distributed', 'fast_bf16=all(each["bf16"] for each in cards),', 'fast_bf16=any(each["bf16"] for each in cards),', 'precision'),
-    Mutation('verdict', 'last = [rank for rank, where in known.items() if where == min(known.values())]', 'last = [rank for rank, where in known.items() if where == max(known.values())]', 'hang'),
+    Mutation('verdict', 'last = [rank for rank, where in known.items() if where == min(known.values())]', 'last = [rank for rank, where in known.items() if where == max(known.values())]', 'hang'),  # extra: watch
     Mutation('RunFolder.rewind', 'if record.get("event") in BEGINNINGS:', 'if False:', 'goodput'),
     Mutation('RunFolder.now', 'return iso(self._clock_at_0 + time.monotonic())', 'return iso()', 'clock-jump'),
     Mutation('RunFolder.check_owner', 'if token != self.claim.token:', 'if False:', 'one-owner'),
@@ -227,7 +227,7 @@ MUTATIONS = [
     Mutation('main', 'return 0 if is_passed else 1', 'return 0', 'verify'),
     Mutation('read', 'saved = {"model": payload["ema" if use_ema else "model"]}', 'saved = {"model": payload["model"]}', 'export'),
     Mutation('merge', 'if part.fullmatch(left.name):', 'if left.name.startswith(f"{out.name}.rank"):', 'predict'),
-    Mutation('cause_of', 'return known or (watchdog.find_lost() if is_of_a_peer(error) else None) or error', 'return known or error', 'rank-killed'),
+    Mutation('Watch.tell', 'cause = self._watchdog.find_lost() or error', 'pass', 'rank-killed'),  # extra: watch
     Mutation('_shared_rows', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes)), dtype=torch.uint8)', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes), mmap.MAP_PRIVATE), dtype=torch.uint8)', 'cache'),
     Mutation('_shared_rows', 'os.unlink(path)', 'pass', 'cache'),
     Mutation('GlobalBatchLoader._stage', 'if isinstance(item[1], (UserError, TrainingError)):', 'if False:', 'bad-sample'),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable
@@ -112,17 +111,3 @@ class Clock:
         """Call when this rank has finished, or has reported its failure."""
         self.enter("end")
         self._events = None
-
-
-def slowest(ranks: list[dict[str, float]]) -> tuple[int, float, str]:
-    """The slowest rank of an interval, its time as a multiple of the median, and the cause: data or compute.
-
-    Args:
-        ranks: the seconds of each rank in "data" and "compute", without waits for other ranks.
-    """
-    totals = [each["data"] + each["compute"] for each in ranks]
-    rank = max(range(len(totals)), key=totals.__getitem__)
-    excess = {
-        part: ranks[rank][part] - statistics.median_low(each[part] for each in ranks) for part in ("data", "compute")
-    }
-    return rank, totals[rank] / max(1e-9, statistics.median_low(totals)), max(excess, key=excess.__getitem__)

@@ -22,7 +22,7 @@ from ranks import ROOT, Ended, WarmLaunch, finish, marked, start, stop
 from tasks import BUCKETS
 from training import Runs, assert_same_state
 from utils.checkpoint.format import step_path
-from utils.distributed.beats import Place
+from utils.extras.watch.beats import Place
 from utils.files import replace_file
 
 FLAGS = "--batch_size 4 --log_interval 5 --backend gloo --no-use_amp --record_samples".split() + BUCKETS

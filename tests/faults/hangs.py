@@ -9,8 +9,8 @@ from pathlib import Path
 
 from drill import HOST, LOOKED, NO_SHARED_STORE, Drill, Job, fault, says
 from ranks import ROOT
-from utils.distributed.beats import state_of
-from utils.run.watchdog import LEAST_LIMIT
+from utils.extras.watch.beats import state_of
+from utils.extras.watch.watchdog import LEAST_LIMIT
 
 STOPS = """
 import signal

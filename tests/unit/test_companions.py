@@ -24,11 +24,11 @@ from training import wait_until
 from utils import programs
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
-from utils.distributed.beats import state_of
+from utils.extras.watch.beats import state_of
+from utils.extras.watch.watchdog import GONE
 from utils.files import read_json, replace_json
 from utils.run import companions as companions_module
 from utils.run.companions import Companions, plan_of
-from utils.run.watchdog import GONE
 
 CTX = SimpleNamespace(is_main=True, rank=0, host="here")
 

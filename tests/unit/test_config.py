@@ -65,51 +65,27 @@ def test_flags_with_underscores_dashes_and_negations():
         ("--global_batch_size 128 --grad_accum_steps 2", "grad_accum_steps=2: is derived from global_batch_size; give"),
         ("--overwrite --resume_from auto", "overwrite=True: would move aside the run that resume_from"),
         ("--amp_dtype fp16 --no-use_amp", "amp_dtype=fp16: needs mixed precision; leave out"),
-        (
-            "--reduction exact --comm_hook bf16",
-            "comm_hook=bf16: rounds gradients before they are summed; give",
-        ),  # extra: exact
-        (
-            "--sharding zero3 --reduction exact",
-            "reduction=exact: does not work with sharding=zero3; give only one",
-        ),  # extra: exact and sharding
+        ("--reduction exact --comm_hook bf16", "comm_hook=bf16: rounds gradients before they are summed; give"),
+        ("--sharding zero3 --reduction exact", "reduction=exact: does not work with sharding=zero3; give only one"),
         (
             "--sharding zero3 --find_unused_parameters",
             "find_unused_parameters=True: does not work with sharding=zero3; give only one",
-        ),  # extra: sharding
+        ),
         ("--find_unused_parameters --compile reduce-overhead", "compile=reduce-overhead: keeps all gradients in place"),
-        (
-            "--sharding zero2 --comm_hook bf16",
-            "comm_hook=bf16: does not work with sharding=zero2; give only one",
-        ),  # extra: sharding
-        (
-            "--sharding hybrid --compile default",
-            "compile=default: does not work with sharding=hybrid; give only one",
-        ),  # extra: compile and sharding
+        ("--sharding zero2 --comm_hook bf16", "comm_hook=bf16: does not work with sharding=zero2; give only one"),
+        ("--sharding hybrid --compile default", "compile=default: does not work with sharding=hybrid; give only one"),
         (
             "--init_from a --resume_from b",
             "init_from=a: a resumed run takes its weights from resume_from; give only one",
         ),
-        (
-            "--check_every 5 --sharding zero3",
-            "sharding=zero3: does not work with check_every; give only one",
-        ),  # extra: sharding and check
+        ("--check_every 5 --sharding zero3", "sharding=zero3: does not work with check_every; give only one"),
         (
             "--check_every 5 --find_unused_parameters",
             "find_unused_parameters=True: does not work with check_every; give only one",
-        ),  # extra: check
-        (
-            "--check_every 5 --compile reduce-overhead",
-            "compile=reduce-overhead: does not work with check_every; give",
-        ),  # extra: compile and check
-        (
-            "--cpu_offload",
-            "cpu_offload=True: needs sharding; add --sharding zero3, or leave it out",
-        ),  # extra: sharding
-        (
-            "--amp_dtype bf16_params",
-            "amp_dtype=bf16_params: needs sharding; add --sharding zero3, or leave it out",
-        ),  # extra: sharding
+        ),
+        ("--check_every 5 --compile reduce-overhead", "compile=reduce-overhead: does not work with check_every; give"),
+        ("--cpu_offload", "cpu_offload=True: needs sharding; add --sharding zero3, or leave it out"),
+        ("--amp_dtype bf16_params", "amp_dtype=bf16_params: needs sharding; add --sharding zero3, or leave it out"),
         ("--btach_size 3", "--btach_size: is not known; did you mean --batch_size?"),
         ("--nonsense", "--nonsense: is not known; see --help"),
         ("--learning_rate 1", "--learning_rate: is not known; did you mean --lr?"),
@@ -191,10 +167,10 @@ def test_a_row_of_the_conflicts_names_fields_and_ends_with_a_fix(row):
     "flags",
     [
         "--init_from a --resume_from auto",
-        "--sharding zero3 --cpu_offload --amp_dtype bf16_params",  # extra: sharding
-        "--check_every 5 --compile default",  # extra: compile and check
+        "--sharding zero3 --cpu_offload --amp_dtype bf16_params",
+        "--check_every 5 --compile default",
         "--find_unused_parameters --compile default",
-        "--sharding none --reduction exact",  # extra: exact and sharding
+        "--sharding none --reduction exact",
         "--global_batch_size 128 --grad_accum_steps 1",
         "--warmup_steps 5 --warmup_epochs 0.5",
         "--lr 0.01 --min_lr 0.009",

@@ -60,6 +60,8 @@ class GlobalBatchLoader:
         self._loader: DataLoader | None = None
         self._batches_ahead = 0
         if self.num_workers:
+            seconds = 0.0  # without a limit
+            seconds = 0.9 * config.hang_timeout  # before the watchdog ends the run  # extra: watch
             self._loader = DataLoader(
                 self._fetcher,
                 batch_sampler=_Plan(sampler),
@@ -69,7 +71,7 @@ class GlobalBatchLoader:
                 worker_init_fn=ignore_in_worker,
                 persistent_workers=True,
                 pin_memory=ctx.device.type != "cpu",
-                timeout=0.9 * config.hang_timeout / TIMEOUTS,  # before the watchdog ends the run
+                timeout=seconds / TIMEOUTS,
                 generator=torch.Generator(),  # for the workers' base seed: the global generator does not advance
             )
             # within an epoch, training batches wait in shared memory while evaluation batches arrive

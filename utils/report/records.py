@@ -6,13 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from utils.clock import slowest
 from utils.metrics import MetricTracker
-from utils.run.folder import RunFolder
 from utils.training.interval import Read
-
-STRAGGLES = 1.5  # times the median
-LEAST_EXCESS = 0.25  # seconds over the median in an interval; less is noise
 
 
 @dataclass(frozen=True)
@@ -44,13 +39,3 @@ class LogPoint:
             "peak_memory_bytes": int(max(memory for *_, memory in ranks)),
             **more,
         }
-
-
-def note_slowest(run: RunFolder, step: int, ranks: list[list[float]]) -> None:
-    """Record and name a rank that takes much longer than the median. ranks: as in `LogPoint.record`."""
-    rank, ratio, cause = slowest([{"data": data, "compute": own} for _, data, own, _ in ranks])
-    if ratio >= STRAGGLES and sum(ranks[rank][1:3]) * (1 - 1 / ratio) > LEAST_EXCESS:
-        host = run.hosts[rank]
-        run.event("straggler", step, rank=rank, host=host, times=round(ratio, 2), cause=cause)
-        text = "rank %d on %s is %.1f times slower than the median rank because of its %s"
-        run.warn(text, rank, host, ratio, cause)

@@ -13,10 +13,11 @@ from config import TrainingError
 from utils.data.loader import GlobalBatchLoader
 from utils.distributed.collectives import broadcast_json, gather, lowest_rank
 from utils.extras.profiler import Profiler  # extra: profiler
+from utils.extras.watch.stragglers import note_slowest  # extra: watch
 from utils.logger import log_epoch_summary
 from utils.memory import peak_memory
 from utils.redact import stored
-from utils.report.records import LogPoint, note_slowest
+from utils.report.records import LogPoint
 from utils.report.summary import empty_steps, end_text, summary_of
 from utils.report.tensorboard import Board
 from utils.report.terminal import Terminal
@@ -152,7 +153,7 @@ class Reporter:
         ranks = gather(row, self._ctx)  # on rank 0
         record = self._run.record("train", **point.record(sums, ranks, fingerprint=shown(int(digest))))
         self._run.record_skipped(skipped, self._loader.sampler)
-        note_slowest(self._run, point.at["step"], ranks)
+        note_slowest(self._run, point.at["step"], ranks)  # extra: watch
         targets = targets_in(sums.count_of("loss"), point.samples)
         self._terminal.interval(record, targets / (record["step_s"] * point.steps or math.inf), is_empty(skipped))
         self._board.scalars(record)

@@ -34,7 +34,9 @@ class Attempt:
         tick = lambda: self.clock.enter("save")  # noqa: E731 - a long upload is not a hang
         self.run.mark_ended()
         if companions and self.ctx.is_main:
-            companions.finish(self.config.hang_timeout or math.inf, tick)
+            seconds = math.inf
+            seconds = self.config.hang_timeout or seconds  # extra: watch
+            companions.finish(seconds, tick)
         broadcast_json(None, self.ctx)  # other ranks wait here, where `timeout` does not apply
         if companions and not self.ctx.is_main:  # which rank 0's have waited for
             companions.finish(SECONDS_AFTER_RANK_0, tick)

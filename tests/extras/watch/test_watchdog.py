@@ -17,12 +17,13 @@ import pytest
 import torch.distributed as dist
 
 import utils.clock
-import utils.run.watchdog
+import utils.extras.watch.watchdog
 from training import wait_until
-from utils.clock import Clock, slowest
-from utils.distributed.beats import Beats, Place
+from utils.clock import Clock
 from utils.distributed.collectives import is_of_a_peer
-from utils.run.watchdog import Watchdog
+from utils.extras.watch.beats import Beats, Place
+from utils.extras.watch.stragglers import slowest
+from utils.extras.watch.watchdog import Watchdog
 from utils.signals import STOP
 
 HERE = socket.gethostname()
@@ -47,15 +48,15 @@ def watch(clock, hang_timeout=0.0, end=None, beats=None, hosts=("a",), rank=0, *
 @pytest.fixture
 def quick(monkeypatch):
     """The watchdog waits a tenth of its usual times."""
-    for name in vars(utils.run.watchdog).copy():
+    for name in vars(utils.extras.watch.watchdog).copy():
         if name.startswith("SECONDS_"):
-            monkeypatch.setattr(utils.run.watchdog, name, getattr(utils.run.watchdog, name) / 10)
+            monkeypatch.setattr(utils.extras.watch.watchdog, name, getattr(utils.extras.watch.watchdog, name) / 10)
 
 
 @pytest.mark.guarantee("hang")
 def test_a_slow_step_is_a_warning_and_a_hang_from_half_of_hang_timeout_on(quick, monkeypatch):
     """Without --hang_timeout, from a minute on (here 2.5 s)."""
-    monkeypatch.setattr(utils.run.watchdog, "FIRST_LIMIT", 2.5)
+    monkeypatch.setattr(utils.extras.watch.watchdog, "FIRST_LIMIT", 2.5)
     monkeypatch.setattr(Watchdog, "limit", 0.4)
     clock, said, watchdogs = Clock(), {5.0: [], 0.0: []}, []
     for hang_timeout, texts in said.items():
@@ -170,8 +171,8 @@ def test_time_in_which_the_watching_process_was_suspended_does_not_count(quick, 
     """As it wakes, its own step and the beat of the other host stand since an hour. A later stop is found."""
     ended, jump, plain, watchdogs = set(), [0.0], time.monotonic, []
     fake = SimpleNamespace(sleep=time.sleep, monotonic=lambda: plain() + jump[0])
-    monkeypatch.setattr(utils.run.watchdog, "time", fake)
-    monkeypatch.setattr(utils.run.watchdog, "SECONDS_OF_SILENCE", 2.0)
+    monkeypatch.setattr(utils.extras.watch.watchdog, "time", fake)
+    monkeypatch.setattr(utils.extras.watch.watchdog, "SECONDS_OF_SILENCE", 2.0)
     for phase in ("backward", "start"):
         store, clock, note = dist.HashStore(), Clock(), lambda *_, phase=phase: ended.add(phase)
         beats = beats_of(store, 0)

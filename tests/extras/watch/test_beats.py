@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from training import wait_until
-from utils.distributed.beats import Beats, Place, verdict
+from utils.extras.watch.beats import Beats, Place, verdict
 
 HOSTS = ("a", "a", "b", "b")
 

@@ -33,8 +33,8 @@ import torch.distributed as dist
 
 from config import TrainingError
 from utils.clock import NO_FUNCTION, STEP_PHASES, Clock
-from utils.distributed.beats import Place, state_of, verdict
 from utils.distributed.context import DistributedContext
+from utils.extras.watch.beats import Place, state_of, verdict
 from utils.signals import STOP
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Watchdog:
     Args:
         clock: of this rank.
         hang_timeout: seconds without progress after which the run is ended; 0: never.
-        ending: its methods are called: see `utils.run.ending.Ending`.
+        ending: its methods are called: see `utils.extras.watch.Watch`.
     """
 
     def __init__(self, clock: Clock, ctx: DistributedContext, hang_timeout: float, ending: Any) -> None:

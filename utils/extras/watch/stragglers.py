@@ -1,0 +1,37 @@
+"""A rank that takes much longer than the others."""
+
+from __future__ import annotations
+
+import statistics
+
+from utils.run.folder import RunFolder
+
+STRAGGLES = 1.5  # times the median
+LEAST_EXCESS = 0.25  # seconds over the median in an interval; less is noise
+
+
+def note_slowest(run: RunFolder, step: int, ranks: list[list[float]]) -> None:
+    """Record and name a rank that takes much longer than the median.
+
+    ranks: as in `LogPoint.record`.
+    """
+    rank, ratio, cause = slowest([{"data": data, "compute": own} for _, data, own, _ in ranks])
+    if ratio >= STRAGGLES and sum(ranks[rank][1:3]) * (1 - 1 / ratio) > LEAST_EXCESS:
+        host = run.hosts[rank]
+        run.event("straggler", step, rank=rank, host=host, times=round(ratio, 2), cause=cause)
+        text = "rank %d on %s is %.1f times slower than the median rank because of its %s"
+        run.warn(text, rank, host, ratio, cause)
+
+
+def slowest(ranks: list[dict[str, float]]) -> tuple[int, float, str]:
+    """The slowest rank of an interval, its time as a multiple of the median, and the cause: data or compute.
+
+    Args:
+        ranks: the seconds of each rank in "data" and "compute", without waits for other ranks.
+    """
+    totals = [each["data"] + each["compute"] for each in ranks]
+    rank = max(range(len(totals)), key=totals.__getitem__)
+    excess = {
+        part: ranks[rank][part] - statistics.median_low(each[part] for each in ranks) for part in ("data", "compute")
+    }
+    return rank, totals[rank] / max(1e-9, statistics.median_low(totals)), max(excess, key=excess.__getitem__)
