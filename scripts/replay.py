@@ -60,7 +60,10 @@ from utils.training.seams import Seams
 from utils.training.step_sums import StepSums
 
 SHOWN = 8
-OFF = ("save_every", "save_every_steps", "save_every_minutes", "max_time", "max_skipped_steps", "hang_timeout")
+OFF = [
+    *("save_every", "save_every_steps", "save_every_minutes", "max_time", "max_skipped_steps"),
+    "hang_timeout",  # extra: watch
+]
 
 
 @dataclass

@@ -193,6 +193,14 @@ def stop(program: subprocess.Popen) -> int:
     return len(left)
 
 
+def is_gone(pid: int) -> bool:
+    """Whether the process has ended, also if nobody has waited for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
 def marked(program: subprocess.Popen) -> list[int]:
     """The processes that the program left; none if there is no /proc."""
 

@@ -113,7 +113,7 @@ def cut_text(name: str, text: str, cut: set[str]) -> str:
             if lines[number].lstrip().startswith("#"):
                 gone.add(number)
                 continue
-            here = [(last - first, first, last) for first, at, last in spans if number in (first, at, last)]
+            here = [(last - first, first, last) for first, last, ends in spans if number in ends]
             if not here:
                 fail(f"{name}:{number + 1}: no statement begins or ends here; move the marker")
             _, first, last = max(here)
@@ -131,15 +131,23 @@ def comments_of(text: str) -> set[int]:
     return {token.start[0] - 1 for token in tokens if token.type == tokenize.COMMENT}
 
 
-def spans_of(text: str) -> list[tuple[int, ...]]:
-    """Of each statement and each element of a list the first line, that below its decorators, and the last, from 0."""
-    return [tuple(line - 1 for line in span) for node in ast.walk(ast.parse(text)) for span in _spans(node)]
+def spans_of(text: str) -> list[tuple[int, int, set[int]]]:
+    """Of each statement and each element of a list the first and the last line, and those that may have its marker.
+
+    Lines count from 0. The last line of a compound statement is that of another one, and has the marker of that.
+    """
+    return [
+        (first - 1, last - 1, {line - 1 for line in ends})
+        for node in ast.walk(ast.parse(text))
+        for first, last, ends in _spans(node)
+    ]
 
 
-def _spans(node: ast.AST) -> Iterator[tuple[int, int, int]]:
+def _spans(node: ast.AST) -> Iterator[tuple[int, int, set[int]]]:
     if isinstance(node, ast.stmt):
         decorators = [each.lineno for each in getattr(node, "decorator_list", [])]
-        yield min([node.lineno, *decorators]), node.lineno, node.end_lineno or node.lineno
+        first, last = min([node.lineno, *decorators]), node.end_lineno or node.lineno
+        yield first, last, {first, node.lineno} | (set() if hasattr(node, "body") else {last})
     elements: list = []
     if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
         elements = [(each, each) for each in node.elts]
@@ -153,7 +161,7 @@ def _spans(node: ast.AST) -> Iterator[tuple[int, int, int]]:
         elements = [(each, end or each) for each, end in zip([*positional, *node.kwonlyargs], defaults, strict=True)]
     elif isinstance(node, ast.ImportFrom):
         elements = [(each, each) for each in node.names]
-    yield from ((first.lineno, first.lineno, last.end_lineno) for first, last in elements)
+    yield from ((first.lineno, last.end_lineno, {first.lineno, last.end_lineno}) for first, last in elements)
 
 
 def fields_of(config: str, cut: set[str]) -> Fields:

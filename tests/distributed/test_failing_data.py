@@ -113,12 +113,12 @@ def compute_loss(net, batch):
         time.sleep(3)
     return plain_loss(net, batch)
 train.your_model.compute_loss = compute_loss
-"""
+"""  # extra: watch
 
 
 @pytest.mark.guarantee("hang")
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_one_slow_step_is_called_slow_and_training_continues(runs, ranks):
+def test_one_slow_step_is_called_slow_and_training_continues(runs, ranks):  # extra: watch
     ended = finish(
         WarmLaunch(ranks, runs.program(ONE_SLOW_BATCH), runs.words("run", *"--dataset_size 200 --epochs 1".split()))
     )

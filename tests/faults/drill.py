@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import Popen
+from typing import NamedTuple
 
 from ranks import ROOT, Ended, WarmLaunch, finish, marked, start, stop
 from tasks import BUCKETS
 from training import Runs, assert_same_state
 from utils.checkpoint.format import step_path
-from utils.extras.watch.beats import Place
 from utils.files import replace_file
 
 FLAGS = "--batch_size 4 --log_interval 5 --backend gloo --no-use_amp --record_samples".split() + BUCKETS
@@ -100,6 +100,16 @@ def fault(kind: str, *args: object, is_default: bool = False, guarantees: str = 
         return function
 
     return register
+
+
+class Place(NamedTuple):
+    """Where a rank is."""
+
+    beat: int
+    counter: int
+    step: int
+    phase: str
+    pid: int
 
 
 def read_place(file: Path) -> Place | None:

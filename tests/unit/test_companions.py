@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from config import TrainingConfig, TrainingError
-from ranks import ROOT
+from ranks import ROOT, is_gone
 from scripts.companions import follow, on_checkpoint
 from scripts.companions.follow import Companion, Lines, OtherOwnerError
 from scripts.companions.on_checkpoint import OnCheckpoint
@@ -24,8 +24,6 @@ from training import wait_until
 from utils import programs
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
-from utils.extras.watch.beats import state_of
-from utils.extras.watch.watchdog import GONE
 from utils.files import read_json, replace_json
 from utils.run import companions as companions_module
 from utils.run.companions import Companions, plan_of
@@ -201,7 +199,7 @@ def test_one_that_is_killed_leaves_no_process_that_it_has_started(fake):
     wait_until(lambda: file.exists() and file.read_text().endswith("\n"))
     child = int(file.read_text())
     os.kill(int(fake.starts()[0][0]), signal.SIGKILL)
-    wait_until(lambda: state_of(child) in GONE, 10)
+    wait_until(lambda: is_gone(child), 10)
     wait_until(lambda: len(fake.starts()) == 2)
 
 
@@ -212,7 +210,7 @@ def test_a_new_attempt_ends_the_companion_of_the_attempt_before(fake):
     first._is_closed.set()  # as if its rank were gone, and the program stopped
     os.kill(int(fake.starts()[0][0]), signal.SIGSTOP)
     fake("signal.pause()\n")
-    wait_until(lambda: state_of(int(fake.starts()[0][0])) in GONE, 10)
+    wait_until(lambda: is_gone(int(fake.starts()[0][0])), 10)
     wait_until(lambda: len(fake.starts()) == 2)
 
 
@@ -223,7 +221,7 @@ def test_after_a_failure_one_that_does_not_answer_is_killed(fake):
     wait_until(lambda: len(fake.starts()) == 2)
     began = time.monotonic()
     companions.leave()
-    assert time.monotonic() - began < 5 and state_of(int(fake.starts()[0][0])) in GONE
+    assert time.monotonic() - began < 5 and is_gone(int(fake.starts()[0][0]))
 
 
 def test_the_end_waits_for_them_and_ticks(fake):
@@ -295,10 +293,10 @@ def test_a_companion_is_gone_soon_after_its_rank_with_what_it_has_started(tmp_pa
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):  # which are for training
         os.kill(companion, number)
     time.sleep(0.7)
-    assert state_of(companion) not in GONE
+    assert not is_gone(companion)
     rank.kill()
     rank.wait()
-    wait_until(lambda: state_of(companion) in GONE and state_of(command) in GONE, 10)
+    wait_until(lambda: is_gone(companion) and is_gone(command), 10)
 
 
 # ---- the command after a checkpoint ----
@@ -383,7 +381,7 @@ def test_a_command_that_hangs_is_reported_and_ended_with_its_children_when_the_r
             companion.look("completed")
         said = f"was ended after 0 min, since the run is over; run it again for {path}"
         assert caplog.messages[-1] == f"on_checkpoint: the command {said}"
-        wait_until(lambda pid=int(child): state_of(pid) in GONE)
+        wait_until(lambda pid=int(child): is_gone(pid))
         assert name == str(path)
         companion.look("")
     assert read_json(companion.folder / ".on_checkpoint.json")["step"] == 2

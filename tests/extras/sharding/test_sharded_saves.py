@@ -57,7 +57,7 @@ def save_with_failures(folder, places):
         copied, pairs = memory.copy_of(written)
         for place, tensor in pairs:
             place.copy_(tensor)
-        path = checkpoint.step_path(folder, number, is_sharded=True)
+        path = checkpoint.step_path(folder, number).with_suffix("")
 
         def save(path=path, copied=copied):
             try:
