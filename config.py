@@ -26,7 +26,7 @@ DEFAULT_RUN_DIR = "runs/default"
 REDACTED = "[redacted]"  # in a stored command
 YOURS = "model and data"  # the group of fields that a fork changes
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "step")
-TRACKERS = ("none", "wandb", "mlflow", "trackio")
+TRACKERS = ("none", "wandb", "mlflow", "trackio")  # extra: companions
 DEFAULTS = {"sgd": {"lr": 0.1, "weight_decay": 5e-4}, "adamw": {"lr": 1e-3, "weight_decay": 0.01}}
 AUTO_AUGMENTS = ("none", "ra", "ta_wide", "augmix", "autoaugment")
 AMP_DTYPES = [
@@ -137,7 +137,7 @@ run_path = refuse(
     ("://", "is not a path; give a local folder, and this URL with --mirror"),
     (r"^\s*$", "is empty; give a folder, e.g. runs/NAME"),
 )
-mirror_url = refuse(
+mirror_url = refuse(  # extra: companions
     (r"^(?!\w+://[^/]|file:///[^/]|$)", "is not a URL; give e.g. s3://BUCKET/NAME, or the path with --run_dir"),
     (r"\?|://[^/]*:[^/]*@", "has a key in it; give that in the environment or the provider's files"),
 )
@@ -148,7 +148,9 @@ rendezvous_url = refuse(
 
 
 def path_or_url(value: str) -> str:
-    return mirror_url(value) if "://" in value else ""
+    if "://" in value:  # extra: companions
+        return mirror_url(value)
+    return local_path(value)
 
 
 def expand(path: str) -> str:
@@ -164,7 +166,7 @@ def known_path(value: str) -> str:
     return f"{unknown[0]} is not known here; write the path in full" if unknown else ""
 
 
-def command_line(value: str) -> str:
+def command_line(value: str) -> str:  # extra: companions
     try:
         shlex.split(value)
     except ValueError as error:
@@ -280,8 +282,10 @@ class TrainingConfig:
     run_dir: str = setting("run", DEFAULT_RUN_DIR, "run folder; may contain fields: runs/{model}-s{seed}", run_path)
     resume_from: str = setting("run", "", "auto: latest valid checkpoint; a path; empty: fresh start", local_path)
     overwrite: bool = setting("run", False, "move an existing run in run_dir aside, to NAME.1")
+    # ---- extra: companions ----
     mirror: str = setting("run", "", "URL of a copy of the run in object storage, for resume_from too", mirror_url)
     track: str = setting("run", "none", "send settings and records to a tracker", one_of(*TRACKERS))
+    # ---- end of companions ----
     init_from: str = setting("run", "", "weights to start with: a checkpoint, a state dict, torchvision", path_or_url)
     eval_only: bool = setting("run", False, "only evaluate resume_from (empty: the best of run_dir) or init_from")
     seed: int = setting("run", 42, "seed for weights, data order, augmentation and dropout", between(0, 2**63), "must")
@@ -360,9 +364,11 @@ class TrainingConfig:
     save_every_minutes: float = setting("checkpoints", 10.0, "minutes between checkpoints (0 = off)", at_least(0))
     keep_last: int = setting("checkpoints", 3, "latest checkpoints to keep, besides the best", at_least(2))
     keep_every: int = setting("checkpoints", 0, "also keep one checkpoint of so many steps (0 = off)", at_least(0))
+    # ---- extra: companions ----
     on_checkpoint: str = setting(
         "checkpoints", "", "command after each checkpoint; {} is its path; put secrets into a script", command_line
     )
+    # ---- end of companions ----
     eval_every: int = setting("checkpoints", 1, "epochs between evaluations (0: only at the end)", at_least(0))
     eval_every_steps: int = setting(
         "checkpoints",
@@ -483,7 +489,7 @@ class TrainingConfig:
             problems, values = [*problems, str(error)], {}
         if BOOLEANS.get(given.get("eval_only", "").lower()):
             values.pop("init_from", None)  # the weights that the run of a config.json started from
-        if REDACTED in str((values | given).get("on_checkpoint")):
+        if REDACTED in str((values | given).get("on_checkpoint")):  # extra: companions
             remedy = "give the command again, or better a script that holds the secret"
             problems.append(f"on_checkpoint: {REDACTED} stands for a secret that a run did not store; {remedy}")
         try:
@@ -633,7 +639,10 @@ def _read_file(file: str, cls: type) -> dict[str, Any]:
     if unknown:
         raise UserError("\n".join(unknown))
     if path.suffix == ".json":  # how that run was started does not apply to a new one, and its command may not be yours
-        left_out = ("resume_from", "overwrite", "eval_only", "on_checkpoint")
+        left_out = [
+            *("resume_from", "overwrite", "eval_only"),
+            "on_checkpoint",  # extra: companions
+        ]
         values = {key: value for key, value in values.items() if key not in left_out}
     if values.get("checkpoint_dir") == f"{values.get('run_dir')}/checkpoints":
         del values["checkpoint_dir"]

@@ -64,7 +64,8 @@ outputs = session.run(None, {{each.name: x for each, x in zip(session.get_inputs
 
 FORMATS = ("weights", "safetensors", "torch.export", "onnx")
 # fields of ours that an export does not have: the commands and places of one machine
-PLACES = ("run_dir", "resume_from", "init_from", "data_dir", "init_method", "checkpoint_dir", "mirror", "on_checkpoint")
+PLACES = ["run_dir", "resume_from", "init_from", "data_dir", "init_method", "checkpoint_dir"]
+PLACES += ["mirror", "on_checkpoint"]  # extra: companions
 
 
 def read(source: Path, use_ema: bool) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -131,7 +131,7 @@ def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None
         run = checkpoints
     checkpoint = sizes[0]["checkpoint"] if sizes else 0
     check_folder(run, leaders, checkpoint, config, ctx, steps)
-    if config.mirror:
+    if config.mirror:  # extra: companions
         use = functools.partial(storage.use_mirror, config.mirror, checkpoint)
         if used := steps.take("mirror", lambda: use() if ctx.is_main else None, seconds=MAX_SECONDS_OF_MODEL):
             found += verdict.mirror(used[0], checkpoint, config.save_every_minutes, config.mirror)
@@ -159,14 +159,16 @@ def check_folder(
     """One rank per node tests the folder, which each node may have for itself if there is a mirror. If checkpoints (of
     this many bytes) go there, rank 0 measures the disk."""
     is_leader = ctx.rank in leaders
-    creates = is_leader if config.mirror else ctx.is_main
+    is_shared = True
+    is_shared = not config.mirror  # extra: companions
+    creates = ctx.is_main if is_shared else is_leader
     created = steps.take("run folder", lambda: storage.create_probe(folder) if creates else "")
     if not created:
         return
     probe = Path(created[ctx.rank] or created[0])
     try:
         if steps.take("shared folder", lambda: storage.use_folder(probe, f"rank{ctx.rank}") if is_leader else None):
-            how = "writable" if config.mirror else "visible and writable"
+            how = "visible and writable" if is_shared else "writable"
             steps.findings += verdict.findings("shared folder", f"{folder}: {how} on every node")
         measure = functools.partial(storage.measure, probe, checkpoint, config)
         if checkpoint and (disk := steps.take("disk", lambda: measure() if ctx.is_main else None)):

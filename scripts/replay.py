@@ -60,10 +60,8 @@ from utils.training.seams import Seams
 from utils.training.step_sums import StepSums
 
 SHOWN = 8
-OFF = [
-    *("save_every", "save_every_steps", "save_every_minutes", "max_time", "max_skipped_steps"),
-    "hang_timeout",  # extra: watch
-]
+OFF = ["save_every", "save_every_steps", "save_every_minutes", "max_time", "max_skipped_steps"]
+OFF.append("hang_timeout")  # extra: watch
 
 
 @dataclass
@@ -165,8 +163,8 @@ def choose_config(run: Path, payload: dict[str, Any] | None, flags: list[str]) -
     # a run that was made longer: the steps after the end of the former attempt have the latest settings
     is_inside = payload and payload["progress"]["step"] < origin.get("total_steps", math.inf)
     saved = payload["config"] if payload and is_inside else read_json(run / "config.json")
-    plain: dict[str, Any] = {"on_checkpoint": "", "track": "none", "init_method": ""}
-    plain["record_samples"] = False
+    plain: dict[str, Any] = {"init_method": "", "record_samples": False}
+    plain |= {"on_checkpoint": "", "track": "none"}  # extra: companions
     plain["enable_profiling"] = False  # extra: profiler
     plain |= {"sharding": "none", "cpu_offload": False}  # extra: sharding
     plain |= {"init_from": ""} if payload else {}

@@ -46,8 +46,8 @@ MUTATIONS = [
     Mutation('Interval.take_back', 'self.values.copy_(self._read_values)', 'pass', 'bad-sample'),
     Mutation('compare_evaluated', 'line, is_other = compare_data(before[split], here[split], {}, is_same, split)', 'line, is_other = "", False', 'must-match'),
     Mutation('best_name', 'return path.stem if best.is_dir() else path.name', 'return ""', 'keep-last'),
-    Mutation('claim', 'move_back(new)', 'pass', 'mirror-owner'),
-    Mutation('RunFolder._is_undone', 'move_back(moved)', 'pass', 'mirror-owner'),
+    Mutation('claim', 'move_back(new)', 'pass', 'mirror-owner'),  # extra: companions
+    Mutation('RunFolder._is_undone', 'move_back(moved)', 'pass', 'mirror-owner'),  # extra: companions
     Mutation('seed_evaluation', 'seed_device(device, "evaluation", seed, function, split, indices[0])', 'pass', 'eval-only'),
     Mutation('Evaluation.records', 'with context, set_apart(self.ctx.device):', 'with context:', 'eval-only'),
     Mutation('Watchdog._look', 'if standing <= TIMES_IN_A_FUNCTION * self._hang_timeout:', 'if False:', 'hang'),  # extra: watch
@@ -60,26 +60,26 @@ MUTATIONS = [
     Mutation('MetricTracker.add', 'self.values[:size].add_(torch.where(is_added, other.values[:size], self._zero))', 'self.values[:size].add_(other.values[:size])', 'no-silence'),
     Mutation('Interval.finish_read', 'sums.sum_of("skipped_steps").add_(len(norms) - len(finite))', 'pass', 'no-silence'),
     Mutation('BufferCheck.compare', 'mine = {name: [*each.shape, fingerprint_of("buffers", [each])] for name, each in buffers}', 'mine = {name: [*each.shape] for name, each in buffers}', 'other-buffers'),
-    Mutation('StoredRun.checkpoints', 'names = [*owner.get("inherits", []), *self.names(f"{latest:08d}/manifests")]', 'names = [name for name in self.names() if "/manifests/" in name]', 'mirror-owner'),
-    Mutation('StoredRun.fetch', 'if archive.verify(place / part).digest != file["sha256"]:', 'if False:', 'mirror-resume'),
-    Mutation('StoredRun.restore_own_records', 'self._restore(name, path)', 'pass', 'mirror-resume'),
-    Mutation('Uploads._is_a_node_behind', 'return any(each.get("step", -1) < step or (state and not each.get("state")) for each in self._of_nodes())', 'return False', 'mirror-resume'),
-    Mutation('Mirror.end', 'if status.get("state") == "failed" and self.read_json(name):  # else the earlier records count', 'if status.get("state") == "failed":', 'mirror-resume'),
-    Mutation('Mirror.end', 'self.write_json(f"owners/{self.generation:08d}.beat", {"state": "ended"})', 'pass', 'mirror-owner'),
-    Mutation('share', '_send(path / name, 0 if is_whole else number, run, ctx)', '_send(path / name, 0, run, ctx)', 'mirror-resume'),
+    Mutation('StoredRun.checkpoints', 'names = [*owner.get("inherits", []), *self.names(f"{latest:08d}/manifests")]', 'names = [name for name in self.names() if "/manifests/" in name]', 'mirror-owner'),  # extra: companions
+    Mutation('StoredRun.fetch', 'if archive.verify(place / part).digest != file["sha256"]:', 'if False:', 'mirror-resume'),  # extra: companions
+    Mutation('StoredRun.restore_own_records', 'self._restore(name, path)', 'pass', 'mirror-resume'),  # extra: companions
+    Mutation('Uploads._is_a_node_behind', 'return any(each.get("step", -1) < step or (state and not each.get("state")) for each in self._of_nodes())', 'return False', 'mirror-resume'),  # extra: companions
+    Mutation('Mirror.end', 'if status.get("state") == "failed" and self.read_json(name):  # else the earlier records count', 'if status.get("state") == "failed":', 'mirror-resume'),  # extra: companions
+    Mutation('Mirror.end', 'self.write_json(f"owners/{self.generation:08d}.beat", {"state": "ended"})', 'pass', 'mirror-owner'),  # extra: companions
+    Mutation('share', '_send(path / name, 0 if is_whole else number, run, ctx)', '_send(path / name, 0, run, ctx)', 'mirror-resume'),  # extra: companions
     Mutation('FolderLayout.write', 'self._on_all(lambda: publish() if self._leads_node else None, path, payload)', 'self._on_all(lambda: publish() if self._ctx.is_main else None, path, payload)', 'mirror-resume'),  # extra: sharding
-    Mutation('_send', 'dist.broadcast(torch.frombuffer(block, dtype=torch.uint8), source, group=ctx.control)', 'pass', 'mirror-resume'),
-    Mutation('Uploads._upload', 'self._upload_records()  # before the manifest: who resumes from the checkpoint needs them', 'pass', 'mirror-resume'),
-    Mutation('Track._send', 'if record["step"] > sent.get(group, -1):', 'if True:', 'tracker'),
-    Mutation('Track._open', 'note["sent"] = self._tracker.open(note["sent"])', 'self._tracker.open(note["sent"])', 'tracker'),
-    Mutation('Track.send', 'self._tracker = None', 'pass', 'tracker'),
-    Mutation('follow', 'except (UserError, OSError) as error:', 'except KeyError as error:', 'mirror-fails'),
-    Mutation('Companion.state', 'return lock.get("ended", "") if lock.get("token") == self.plan["token"] else ""', 'return lock.get("ended", "")', 'companion'),
-    Mutation('Companions._keep', 'end_session(process.pid)  # what it had started', 'pass', 'companion'),
-    Mutation('Companions._keep', 'self._lost = f"{title}: another job has taken over this run; end this one"', 'pass', 'companion'),
-    Mutation('watch', 'os._exit(0)', 'pass', 'companion'),
-    Mutation('link', 'os.link(file, copy)', 'copy.symlink_to(file)', 'companion'),
-    Mutation('Storage.create', 'with open(path, "xb") as file:', 'with open(path, "wb") as file:', 'mirror-owner'),
+    Mutation('_send', 'dist.broadcast(torch.frombuffer(block, dtype=torch.uint8), source, group=ctx.control)', 'pass', 'mirror-resume'),  # extra: companions
+    Mutation('Uploads._upload', 'self._upload_records()  # before the manifest: who resumes from the checkpoint needs them', 'pass', 'mirror-resume'),  # extra: companions
+    Mutation('Track._send', 'if record["step"] > sent.get(group, -1):', 'if True:', 'tracker'),  # extra: companions
+    Mutation('Track._open', 'note["sent"] = self._tracker.open(note["sent"])', 'self._tracker.open(note["sent"])', 'tracker'),  # extra: companions
+    Mutation('Track.send', 'self._tracker = None', 'pass', 'tracker'),  # extra: companions
+    Mutation('follow', 'except (UserError, OSError) as error:', 'except KeyError as error:', 'mirror-fails'),  # extra: companions
+    Mutation('Companion.state', 'return lock.get("ended", "") if lock.get("token") == self.plan["token"] else ""', 'return lock.get("ended", "")', 'companion'),  # extra: companions
+    Mutation('Companions._keep', 'end_session(process.pid)  # what it had started', 'pass', 'companion'),  # extra: companions
+    Mutation('Companions._keep', 'self._lost = f"{title}: another job has taken over this run; end this one"', 'pass', 'companion'),  # extra: companions
+    Mutation('watch', 'os._exit(0)', 'pass', 'companion'),  # extra: companions
+    Mutation('link', 'os.link(file, copy)', 'copy.symlink_to(file)', 'companion'),  # extra: companions
+    Mutation('Storage.create', 'with open(path, "xb") as file:', 'with open(path, "wb") as file:', 'mirror-owner'),  # extra: companions
     Mutation('CrossCheck._undo', 'self._state.updater.drop_gradients()', 'pass', 'cross-check'),  # extra: check
     Mutation('CrossCheck._watched', 'if row == CHECKED:', 'if row == OWN:', 'cross-check'),  # extra: check
     Mutation('CrossCheck.run', 'shift = shift % (self._ctx.world_size - 1) + 1', 'pass', 'cross-check'),  # extra: check
@@ -88,7 +88,7 @@ MUTATIONS = [
     Mutation('CrossCheck._watched', 'hook.remove()', 'pass', 'cross-check'),  # extra: check
     Mutation('CrossCheck.run', 'own = [next(micro_batches)]  # from here on the divisors of terms are known', 'own = []', 'cross-check'),  # extra: check
     Mutation('Copier._complete', 'rest = int(of_rest(Progress.of(payload), buffers, torch.device("cpu")))', 'pass', 'fingerprint'),
-    Mutation('nodes_apart', 'latest[host].append(rank)', 'nodes[-1][1].append(rank)', 'mirror-resume'),
+    Mutation('nodes_apart', 'latest[host].append(rank)', 'nodes[-1][1].append(rank)', 'mirror-resume'),  # extra: companions
     Mutation('_totals', 'products *= _keys(device)[first : first + len(products)]', 'pass', 'fingerprint'),
     Mutation('_totals', 'totals[device] += products.sum() * (derive_seed(name, block) | 1)', 'totals[device] += products.sum()', 'fingerprint'),
     Mutation('_pieces', 'first = own_rows(owner)[0]', 'pass', 'fingerprint'),
@@ -194,7 +194,7 @@ MUTATIONS = [
     Mutation('run_training', 'checkpoints.finish_copy()  # it may change the weights', 'pass', 'resume'),
     Mutation('Writer._check_progress', 'self._stalled_s = 0.0 if has_moved else self._stalled_s + min(now - self._looked_at, SECONDS_COUNTED)', 'self._stalled_s = 0.0', 'stalled-write'),
     Mutation('_HashingWriter.write', 'self._tick()', 'pass', 'stalled-write'),
-    Mutation('OnCheckpoint.leave', 'os.killpg(command.pid, number)', 'command.send_signal(number)', 'command'),
+    Mutation('OnCheckpoint.leave', 'os.killpg(command.pid, number)', 'command.send_signal(number)', 'command'),  # extra: companions
     Mutation('follow_torchrun', 'die_with_parent()', 'pass', 'launcher-killed'),
     Mutation('check_progress', 'if len(failures) < MAX_FAILURES:', 'if True:', 'same-step'),
     Mutation('open_run', 'check_alike(config, ctx)', 'pass', 'alike'),

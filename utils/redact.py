@@ -30,4 +30,6 @@ def redacted(text: str) -> str:
 
 def stored(config: TrainingConfig) -> dict[str, Any]:
     """The config as it is written to files."""
-    return config.to_dict() | {"on_checkpoint": redacted(config.on_checkpoint)}
+    found = config.to_dict()
+    found["on_checkpoint"] = redacted(config.on_checkpoint)  # extra: companions
+    return found

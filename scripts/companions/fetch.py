@@ -1,3 +1,4 @@
+# extra: companions
 """Copies a checkpoint or a file at a URL to this machine, and answers with its path."""
 
 from __future__ import annotations

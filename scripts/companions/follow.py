@@ -1,3 +1,4 @@
+# extra: companions
 """What programs beside training share (docs/companions.md): their plan, what they see of the run, their end."""
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any, NoReturn
 
 from config import StartError, UserError
 from utils.checkpoint import format as checkpoint
+from utils.extras.companions.programs import OTHER_OWNER
 from utils.files import TEMPORARY, read_json
 from utils.logger import NAME, setup_logger
-from utils.programs import OTHER_OWNER
 from utils.run.command_line import open_output
 
 NICENESS = 10

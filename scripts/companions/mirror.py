@@ -1,3 +1,4 @@
+# extra: companions
 """`--mirror`: a copy of the run in object storage. It decides how the run starts, and uploads what the run writes.
 
 mirror.py RUN --first    answers how the run starts, after it has fetched what the folder lacks, and claimed the URL
@@ -21,8 +22,8 @@ from scripts.companions.follow import SECONDS_TO_LEAVE, Companion, Lines, OtherO
 from scripts.companions.owner import SECONDS_BETWEEN_BEATS, Mirror
 from scripts.lib.stored import SECONDS_BETWEEN_LINES, files_of
 from utils.checkpoint import format as checkpoint
+from utils.extras.companions.programs import OTHER_OWNER
 from utils.files import TEMPORARY, read_json, replace_json
-from utils.programs import OTHER_OWNER
 
 SECONDS_TO_WARN = 60.0  # of an upload without progress
 SECONDS_BETWEEN_REQUESTS = 0.5  # of a node whose run folder is its own

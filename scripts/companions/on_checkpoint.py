@@ -1,3 +1,4 @@
+# extra: companions
 """`--on_checkpoint`: the user's command after each checkpoint; one at a time; of those waiting, only the latest."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# extra: companions
 """Who owns a run in object storage (scripts/lib/stored.py), and what its owner writes there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# extra: companions
 """`--track`: sends the settings, the records and the summary of a run to a tracker (docs/recipes/trackers.md).
 
 track.py RUN              follows the run

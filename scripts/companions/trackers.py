@@ -1,3 +1,4 @@
+# extra: companions
 """Weights & Biases, MLflow and Trackio, as scripts/companions/track.py uses them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# extra: companions
 """Objects in storage that fsspec opens: requests, with errors that name the address and the remedy."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# extra: companions
 """A run in object storage (scripts/companions/mirror.py writes it): its valid checkpoints, and local copies.
 
 owners/<generation>.json        a claim: token, host, and the checkpoints that are valid at that moment ("inherits")

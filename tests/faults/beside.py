@@ -1,3 +1,4 @@
+# extra: companions
 """Programs beside training that are killed, stopped, slow or full: training goes on, and nothing is lost."""
 
 import os
@@ -34,7 +35,7 @@ class Mirrored:
         self.hold, self._log = drill.folder / "hold", drill.folder / "uploading"
         self.hold.touch()
         (drill.folder / "mirror.py").write_text(PROGRAM.format(folder=str(drill.folder)))
-        self.code = f"from utils import programs\nprograms.PROGRAMS = Path({str(drill.folder)!r})\n"
+        self.code = f"from utils.extras.companions import programs\nprograms.PROGRAMS = Path({str(drill.folder)!r})\n"
         self.flags = (*RUN, "--mirror", self.url)
 
     def held(self, **options: object) -> Job:

@@ -98,7 +98,7 @@ def terminated_while_a_command_hangs(drill: Drill) -> None:
         "it.SECONDS_TO_FINISH_AFTER_STOP = it.SECONDS_TO_TERMINATE = 0.5\n"
         "sys.exit(it.follow(it.OnCheckpoint(it.read_plan())))\n"
     )
-    code = f"from utils import programs\nprograms.PROGRAMS = __import__('pathlib').Path({str(drill.folder)!r})\n"
+    code = f"from utils.extras.companions import programs\nprograms.PROGRAMS = __import__('pathlib').Path({str(drill.folder)!r})\n"
     job = drill.held(2, 14, *RUN, "--save_every_steps", 10, "--on_checkpoint", command, code=code, checkpoint_of=10)
     job.wait_for(began.exists)
     job.signal_launcher(signal.SIGTERM)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from utils.checkpoint.format import best_or_latest
-from utils.programs import ask
+from utils.extras.companions.programs import ask  # extra: companions
 
 
 def local_checkpoint(source: str) -> Path:
@@ -16,6 +16,6 @@ def local_checkpoint(source: str) -> Path:
     Raises:
         UserError: if it is not there or damaged.
     """
-    if "://" not in source:
-        return best_or_latest(Path(source), prefers_best=True)[0]
-    return Path(ask("fetch", {"source": source}, source)["path"])
+    if "://" in source:  # extra: companions
+        return Path(ask("fetch", {"source": source}, source)["path"])
+    return best_or_latest(Path(source), prefers_best=True)[0]

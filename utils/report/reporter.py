@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from config import TrainingError
 from utils.data.loader import GlobalBatchLoader
 from utils.distributed.collectives import broadcast_json, gather, lowest_rank
+from utils.extras.companions.beside import finish_companions  # extra: companions
 from utils.extras.profiler import Profiler  # extra: profiler
 from utils.extras.watch.stragglers import note_slowest  # extra: watch
 from utils.logger import log_epoch_summary
@@ -228,7 +229,7 @@ class Reporter:
         self._board.close()
         trained_s = summary["time"]["training_s"] + summary["time"]["data_wait_s"]
         logger.info("%s", end_text(summary, self._run, self._config, trained_s, empty_steps(records)))
-        self._attempt.finish_companions()
+        finish_companions(self._attempt)  # extra: companions
         return summary
 
 

@@ -18,7 +18,6 @@ from utils.files import LinesFile, cut_lines, finite, read_json, read_lines, rep
 from utils.logger import ALIKE, count, told
 from utils.logger import NAME as LOGGER
 from utils.run.aside import move_back
-from utils.run.companions import Companions
 from utils.run.owner import NAME as LOCK
 from utils.run.owner import Claim, RunLock
 from utils.run.provenance import now as iso
@@ -48,7 +47,7 @@ class RunFolder:
         hosts: tuple[str, ...],
         claim: Claim,
         lock: RunLock | None,
-        companions: Companions | None = None,
+        companions: Any = None,
     ) -> None:
         self.folder, self.checkpoints, self.rank, self.hosts, self.claim = folder, checkpoints, rank, hosts, claim
         self.notes, self._moved = list(claim.notes), claim.moved

@@ -24,11 +24,10 @@ from typing import Any
 
 from config import DEFAULT_RUN_DIR, StartError, TrainingConfig, UserError
 from utils.checkpoint import format as checkpoint
+from utils.extras.companions.programs import ask, plan_of  # extra: companions
 from utils.files import TEMPORARY, may_pass, read_json, replace_json, retried
 from utils.logger import NAME as LOGGER
-from utils.programs import ask
 from utils.run.aside import NOTHING, move_aside, move_back, size_of
-from utils.run.companions import plan_of
 from utils.run.failures import KILLED, repeated_failures
 from utils.run.provenance import now
 
@@ -276,7 +275,7 @@ def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) 
         UserError: if the folder holds another run, belongs to a running job, or cannot be written.
     """
     folder, checkpoints = config.run_folder, config.checkpoint_folder
-    if config.track != "none" and not getattr(find_spec(config.track), "origin", None):  # a folder has none
+    if config.track != "none" and not getattr(find_spec(config.track), "origin", None):  # extra: companions
         raise UserError(f"track={config.track}: the package is missing; pip install {config.track}")
     if Path.cwd().is_relative_to(folder.resolve()) or any(folder.glob(f"*/{NAME}")):
         raise UserError(f"run_dir={folder}: contains more than one run's files; give a separate folder, e.g. runs/NAME")
@@ -306,8 +305,9 @@ def _decide(
 ) -> tuple[RunLock, Claim]:
     """The lock is another one if the folder was moved aside."""
     folder, checkpoints = config.run_folder, config.checkpoint_folder
-    found, decision = Found.look(config, launch_id, lock.before), {}
-    if config.mirror and not found.is_completed:
+    found = Found.look(config, launch_id, lock.before)
+    decision: dict[str, Any] = {}
+    if config.mirror and not found.is_completed:  # extra: companions
         plan = plan_of(config, 0, host, lock.token, launch_id)
         decision = ask("mirror", plan, f"mirror={config.mirror}", "--first")
         found = Found.look(config, launch_id, decision.get("owner") or lock.before)

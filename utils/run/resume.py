@@ -18,8 +18,8 @@ from utils.data.sampler import GlobalBatchSampler
 from utils.data.sets import DataSets, describe
 from utils.distributed.collectives import all_gather_json, broadcast_json, on_all_ranks, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
+from utils.extras.companions.apart import share  # extra: companions
 from utils.extras.exact import rows_of_exact  # extra: exact
-from utils.run.apart import share
 from utils.run.attempt import Attempt
 from utils.run.failures import check_progress
 from utils.run.folder import RunFolder
@@ -90,7 +90,8 @@ def load_best(run: RunFolder, state: TrainState, ctx: DistributedContext) -> dic
     best = run.checkpoints / checkpoint.BEST
     if not broadcast_json(best.exists(), ctx):
         return None
-    return load_checkpoint(share(best, run, ctx), ctx, state.sharded())
+    best = share(best, run, ctx)  # extra: companions
+    return load_checkpoint(best, ctx, state.sharded())
 
 
 SETTING = "{name}={here}: the checkpoint has {name}={before}"

@@ -12,13 +12,14 @@ import torch
 from config import StartError, TrainingConfig, UserError
 from utils.distributed.collectives import broadcast_json, lowest_rank, on_all_ranks, on_rank_0
 from utils.distributed.context import DistributedContext
+from utils.extras.companions.apart import own_folder, share  # extra: companions
+from utils.extras.companions.beside import Companions  # extra: companions
+from utils.extras.companions.programs import plan_of  # extra: companions
 from utils.files import may_pass
 from utils.logger import setup_logger
 from utils.redact import stored
 from utils.run import provenance
-from utils.run.apart import own_folder, share
 from utils.run.attempt import Attempt
-from utils.run.companions import Companions, plan_of
 from utils.run.ending import Ending, watched
 from utils.run.folder import RunFolder
 from utils.run.owner import Claim, claim, sees
@@ -82,17 +83,16 @@ def claim_run(config: TrainingConfig, ctx: DistributedContext, ending: Ending) -
     ending.report_to(run)  # a start that is refused from here on is undone
     if decided.is_completed:
         return run
-    if config.mirror:
+    if config.mirror:  # extra: companions
         apart, own_lock = own_folder(config, decided, ctx)
         decided, lock = dataclasses.replace(decided, apart=apart), lock or own_lock
-    if lock:
+    run = RunFolder(*folders, decided, lock)
+    if lock:  # extra: companions
         more = {"apart": decided.apart, "resume_from": decided.resume_from, "decision": decided.decision}
         plan = plan_of(config, ctx.rank, ctx.host, decided.token, decided.launch_id, **more)
         run = RunFolder(*folders, decided, lock, Companions(config, plan, ctx))
-    else:
-        run = RunFolder(*folders, decided, lock)
     ending.report_to(run)
-    if run.resume_path and run.resume_path.parent == run.checkpoints:
+    if run.resume_path and run.resume_path.parent == run.checkpoints:  # extra: companions
         share(run.resume_path, run, ctx)
     on_all_ranks(lambda: check_shared(run.folder, decided.token, ctx), ctx)
     return run

@@ -39,9 +39,9 @@ class Ours:
         places: dict[str, Any] = {
             "run_dir": str(folder),
             "checkpoint_dir": "",
-            "mirror": "",
-            "track": "none",
-            "on_checkpoint": "",
+            "mirror": "",  # extra: companions
+            "track": "none",  # extra: companions
+            "on_checkpoint": "",  # extra: companions
             "resume_from": resume_from,
         }
         config = dataclasses.replace(config, **places, overwrite=False)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from config import TrainingConfig, UserError
-from scripts.lib.storage import Storage
+from scripts.lib.storage import Storage  # extra: companions
 from utils.run.owner import SECONDS_TO_SEE
 
 MAX_BYTES, MAX_SECONDS = 2**28, 2.0  # written to measure the speed
@@ -47,7 +47,7 @@ def use_folder(probe: Path, name: str, patience: float = SECONDS_TO_SEE) -> None
         raise UserError(f"{probe.parent}: cannot write there ({error.strerror}); {fix}") from None
 
 
-def use_mirror(url: str, checkpoint: int) -> dict[str, float]:
+def use_mirror(url: str, checkpoint: int) -> dict[str, float]:  # extra: companions
     """Bytes per second to the storage and from it, and whether it creates an object only if that is absent.
 
     Raises:

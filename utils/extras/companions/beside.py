@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import subprocess
 import threading
@@ -10,17 +11,22 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from config import TrainingConfig, TrainingError
+from utils.distributed.collectives import broadcast_json
 from utils.distributed.context import DistributedContext
+from utils.extras.companions.programs import OTHER_OWNER, end_session, start
 from utils.logger import NAME
-from utils.programs import OTHER_OWNER, end_session, start
 from utils.redact import redacted
+
+if TYPE_CHECKING:
+    from utils.run.attempt import Attempt
 
 SECONDS_OF_A_LOOK = 0.1
 MAX_PAUSE = 60.0  # seconds before one that dies again and again is started
 SECONDS_TO_LEAVE = 10.0
+SECONDS_AFTER_RANK_0 = 5.0  # for programs beside other ranks to end
 
 
 class Companions:
@@ -104,8 +110,15 @@ class Companions:
             time.sleep(SECONDS_OF_A_LOOK)
 
 
-def plan_of(config: TrainingConfig, rank: int, host: str, token: str, launch_id: str, **more: Any) -> dict[str, Any]:
-    """What the programs beside training know (scripts/companions/follow.py). more: see there."""
-    folders = {"folder": str(config.run_folder.absolute()), "checkpoints": str(config.checkpoint_folder.absolute())}
-    who = {"rank": rank, "host": host, "token": token, "launch_id": launch_id}
-    return folders | who | {"config": config.to_dict()} | more
+def finish_companions(attempt: Attempt) -> None:
+    """Wait for the programs beside training, on all ranks, for a limited time. Call it after the last write."""
+    companions, is_main = attempt.run.companions, attempt.ctx.is_main
+    tick = lambda: attempt.clock.enter("save")  # noqa: E731 - a long upload is not a hang
+    attempt.run.mark_ended()
+    if companions and is_main:
+        seconds = math.inf
+        seconds = attempt.config.hang_timeout or seconds  # extra: watch
+        companions.finish(seconds, tick)
+    broadcast_json(None, attempt.ctx)  # other ranks wait here, where `timeout` does not apply
+    if companions and not is_main:  # which rank 0's have waited for
+        companions.finish(SECONDS_AFTER_RANK_0, tick)

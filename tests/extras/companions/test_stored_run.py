@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from test_mirror import WHERE, Attempt, quick, steps_of  # noqa: F401
 
 from config import TrainingConfig, UserError
 from scripts.companions import follow as follow_module
@@ -16,13 +17,12 @@ from scripts.companions.mirror import Uploads
 from scripts.companions.owner import Mirror
 from scripts.lib import storage, stored
 from test_checkpoint import payload
-from test_mirror import WHERE, Attempt, quick, steps_of  # noqa: F401
 from training import wait_until
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.stored import local_checkpoint
+from utils.extras.companions.apart import nodes_apart
 from utils.files import read_json, replace_json
-from utils.run.apart import nodes_apart
 from utils.run.owner import RunLock
 
 

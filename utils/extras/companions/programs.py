@@ -11,10 +11,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from config import StartError, UserError
+from config import StartError, TrainingConfig, UserError
 
 OTHER_OWNER = 76  # exit code: another job owns the run
-PROGRAMS = Path(__file__).resolve().parents[1] / "scripts/companions"
+PROGRAMS = Path(__file__).resolve().parents[3] / "scripts/companions"
+
+
+def plan_of(config: TrainingConfig, rank: int, host: str, token: str, launch_id: str, **more: Any) -> dict[str, Any]:
+    """What the programs beside training know (scripts/companions/follow.py). more: see there."""
+    folders = {"folder": str(config.run_folder.absolute()), "checkpoints": str(config.checkpoint_folder.absolute())}
+    who = {"rank": rank, "host": host, "token": token, "launch_id": launch_id}
+    return folders | who | {"config": config.to_dict()} | more
 
 
 def start(name: str, plan: dict[str, Any], *flags: str, **options: Any) -> subprocess.Popen:

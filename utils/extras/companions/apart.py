@@ -15,9 +15,8 @@ from utils.checkpoint import format as checkpoint
 from utils.checkpoint.archive import MANIFEST
 from utils.distributed.collectives import all_gather_json, broadcast_json, on_all_ranks
 from utils.distributed.context import DistributedContext
+from utils.extras.companions.programs import ask, plan_of
 from utils.files import replace_file
-from utils.programs import ask
-from utils.run.companions import plan_of
 from utils.run.folder import RunFolder
 from utils.run.owner import Claim, RunLock, sees
 

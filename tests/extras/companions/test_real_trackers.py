@@ -16,10 +16,10 @@ from unittest import mock
 
 import pytest
 import torch
+from test_trackers import FLAGS, PROGRAM, assert_one_curve, write_run
 
 from ranks import ROOT, lack, run_ranks, start, stop
 from tasks import train_task
-from test_trackers import FLAGS, PROGRAM, assert_one_curve, write_run
 from training import wait_until
 from utils.files import read_json
 from utils.run import owner

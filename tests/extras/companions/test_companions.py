@@ -21,12 +21,13 @@ from scripts.companions.follow import Companion, Lines, OtherOwnerError
 from scripts.companions.on_checkpoint import OnCheckpoint
 from test_checkpoint import payload
 from training import wait_until
-from utils import programs
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
+from utils.extras.companions import beside as companions_module
+from utils.extras.companions import programs
+from utils.extras.companions.beside import Companions
+from utils.extras.companions.programs import plan_of
 from utils.files import read_json, replace_json
-from utils.run import companions as companions_module
-from utils.run.companions import Companions, plan_of
 
 CTX = SimpleNamespace(is_main=True, rank=0, host="here")
 
@@ -284,7 +285,7 @@ def test_a_companion_is_gone_soon_after_its_rank_with_what_it_has_started(tmp_pa
     plan = plan_for(tmp_path, on_checkpoint=f"sh -c 'trap : TERM; echo $$ > {tmp_path}/pid; sleep 600; sleep 600'")
     save(plan, 10)
     rank = subprocess.Popen(
-        [sys.executable, "-c", "import sys, json, time; from utils.programs import start\n"
+        [sys.executable, "-c", "import sys, json, time; from utils.extras.companions.programs import start\n"
          "print(start('on_checkpoint', json.loads(sys.argv[1])).pid, flush=True); time.sleep(600)", json.dumps(plan)],
         cwd=ROOT, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip

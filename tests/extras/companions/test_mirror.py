@@ -19,9 +19,8 @@ from test_checkpoint import flip, payload
 from training import wait_until
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
-from utils.programs import OTHER_OWNER
+from utils.extras.companions.programs import OTHER_OWNER, plan_of
 from utils.run import owner as claim_module
-from utils.run.companions import plan_of
 from utils.run.folder import RunFolder
 from utils.run.owner import claim
 

@@ -7,13 +7,13 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from test_mirror import Attempt, be_quick, quick, steps_of  # noqa: F401
+from test_object_storage import bucket  # noqa: F401
+from test_stored_run import step_of_the_next_attempt, without_beats
 
 from proxy import Proxy
 from ranks import run_ranks
 from scripts.lib import storage
-from test_mirror import Attempt, be_quick, quick, steps_of  # noqa: F401
-from test_object_storage import bucket  # noqa: F401
-from test_stored_run import step_of_the_next_attempt, without_beats
 from utils.checkpoint import format as checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("bucket", ["moto"], indirect=True)]
