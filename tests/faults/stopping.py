@@ -87,7 +87,7 @@ def terminated_in_a_save(drill: Drill) -> None:
 
 
 @fault("SIGTERM while a command hangs", guarantees="command")
-def terminated_while_a_command_hangs(drill: Drill) -> None:
+def terminated_while_a_command_hangs(drill: Drill) -> None:  # extra: companions
     """The command ignores SIGTERM, and so does its child."""
     command, began = drill.folder / "command", drill.folder / "began"
     command.write_text(f"#!/bin/sh\ntrap '' TERM\necho $1 >> {began}\nsleep 600\n")
@@ -98,7 +98,8 @@ def terminated_while_a_command_hangs(drill: Drill) -> None:
         "it.SECONDS_TO_FINISH_AFTER_STOP = it.SECONDS_TO_TERMINATE = 0.5\n"
         "sys.exit(it.follow(it.OnCheckpoint(it.read_plan())))\n"
     )
-    code = f"from utils.extras.companions import programs\nprograms.PROGRAMS = __import__('pathlib').Path({str(drill.folder)!r})\n"
+    code = "from utils.extras.companions import programs\n"
+    code += f"programs.PROGRAMS = __import__('pathlib').Path({str(drill.folder)!r})\n"
     job = drill.held(2, 14, *RUN, "--save_every_steps", 10, "--on_checkpoint", command, code=code, checkpoint_of=10)
     job.wait_for(began.exists)
     job.signal_launcher(signal.SIGTERM)
