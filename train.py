@@ -238,7 +238,7 @@ def compute_gradient(training: Training, stream: Iterable[MicroBatch]) -> tuple[
             seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, micro_batch.number)
             with state.precision.autocast():
                 metrics = training.seams.compute_loss(model, micro_batch.batch)
-            if training.seams.terms:
+            if training.seams.terms:  # extra: terms
                 metrics = training.seams.terms.divided(metrics, micro_batch.number)
             if micro_batch.is_stand_in:
                 metrics = state.spoil(metrics)

@@ -108,13 +108,13 @@ MUTATIONS = [
     Mutation('factors_of', 'if wrong := sorted(set(names) ^ factor.keys()):', 'if wrong := sorted(set(names) - factor.keys()):', 'group-factors'),
     Mutation('TrainState.update_if_finite', 'self._seams.after_step(self.model, self._seams.progress, (1 - skipped).double())', 'self._seams.after_step(self.model, self._seams.progress, torch.ones_like(skipped).double())', 'after-step'),
     Mutation('StepView.fill', 'self.samples_seen.fill_(progress.samples_seen)', 'self.samples_seen.fill_(progress.samples_in_epoch)', 'step-loss'),
-    Mutation('Terms._begun', 'work = dist.all_reduce(counts, async_op=True) if dist.get_world_size() > 1 else None', 'work = None', 'terms'),
-    Mutation('Terms._begun', 'counts[each.number] = self.counts(each.batch)', 'counts[0] += self.counts(each.batch)', 'terms'),
-    Mutation('Terms.divide_by', 'self._counts, self._divisors = counts, torch.where(counts > 0, counts, math.inf)', 'self._counts, self._divisors = counts, counts', 'terms'),
-    Mutation('Terms.mean', 'return (sums / self._divisors).sum()', 'return sums.sum() / self._divisors.mean()', 'terms'),
-    Mutation('Terms.divided', 'return metrics | {"loss": (self.mean(sums), self._one if number == 0 else 0.0)} | terms', 'return metrics | {"loss": (self.mean(sums), self._one)} | terms', 'terms'),
-    Mutation('Terms.check_steps', 'self.check(counted, found)', 'pass', 'terms'),
-    Mutation('TermMeans.__call__', 'quotients = torch.where(count == 0, total, total / count)  # a sum that is not finite stays so', 'quotients = total / count.sum()', 'terms'),
+    Mutation('Terms._begun', 'work = dist.all_reduce(counts, async_op=True) if dist.get_world_size() > 1 else None', 'work = None', 'terms'),  # extra: terms
+    Mutation('Terms._begun', 'counts[each.number] = self.counts(each.batch)', 'counts[0] += self.counts(each.batch)', 'terms'),  # extra: terms
+    Mutation('Terms.divide_by', 'self._counts, self._divisors = counts, torch.where(counts > 0, counts, math.inf)', 'self._counts, self._divisors = counts, counts', 'terms'),  # extra: terms
+    Mutation('Terms.mean', 'return (sums / self._divisors).sum()', 'return sums.sum() / self._divisors.mean()', 'terms'),  # extra: terms
+    Mutation('Terms.divided', 'return metrics | {"loss": (self.mean(sums), self._one if number == 0 else 0.0)} | terms', 'return metrics | {"loss": (self.mean(sums), self._one)} | terms', 'terms'),  # extra: terms
+    Mutation('Terms.check_steps', 'self.check(counted, found)', 'pass', 'terms'),  # extra: terms
+    Mutation('TermMeans.__call__', 'quotients = torch.where(count == 0, total, total / count)  # a sum that is not finite stays so', 'quotients = total / count.sum()', 'terms'),  # extra: terms
     Mutation('compute_gradient', 'state.backward(metrics["loss"][0], is_padding)  # of the sum; the count [1] divides in the update', 'state.backward(metrics["loss"][0], False)', 'gradient'),
     Mutation('GlobalBatchSampler.micro_batches', 'count = math.ceil(len(entries) / size)', 'count = max(1, len(entries) // size)', 'order'),
     Mutation('Updater.step', 'is_finite = norm < math.inf  # NaN is not', 'is_finite = norm.cpu() < math.inf', 'no-reads'),

@@ -138,7 +138,7 @@ def teach(net, progress, taken):
     net.clock.add_((progress.step + 100 * progress.epoch) * taken)
 
 
-def term_loss(net, batch):
+def term_loss(net, batch):  # extra: terms
     """Three terms: per class, which counts as its number; for images of two classes only; and per image."""
     logits, labels = net(batch[0]), batch[1]
     errors, bright = F.cross_entropy(logits, labels, reduction="none"), batch[0].mean((1, 2, 3))
@@ -152,11 +152,11 @@ def term_loss(net, batch):
     return {"loss": loss, "top1": (count_correct(logits, labels), len(labels))}
 
 
-def term_counts(batch):
+def term_counts(batch):  # extra: terms
     return {"classes": (batch[1] + 1).sum(), "rare": (batch[1] % 5 == 4).sum(), "size": len(batch[1])}
 
 
-def joint_loss(net, batch, progress):
+def joint_loss(net, batch, progress):  # extra: steps and terms
     """The terms of the student, and a distance to its teacher whose weight grows with the step."""
     (logits, taught), labels = net(batch[0]), batch[1]
     terms = term_loss(lambda images: logits, batch)["loss"]
@@ -232,7 +232,7 @@ TASKS["left_out"] = TASKS["images"] | {
     "create_model": lambda config, device: nn.Sequential(LeavesOut(3, affine=False), SmallNet(True, 10)).to(device)
 }
 TASKS["ramped"] = TASKS["images"] | {"compute_loss": ramped_loss}
-TASKS["terms"] = TASKS["images"] | {"compute_loss": term_loss, "loss_counts": term_counts}
+TASKS["terms"] = TASKS["images"] | {"compute_loss": term_loss, "loss_counts": term_counts}  # extra: terms
 TASKS["blocks"] = TASKS["lines"] | {"create_model": lambda config, device: BlockModel().to(device)}
 TASKS["experts"] = TASKS["plain"] | {
     "create_model": lambda config, device: Experts().to(device),
@@ -244,7 +244,7 @@ TASKS["taught"] = IMAGES | {
     "compute_loss": taught_loss,
     "after_step": teach,
 }
-TASKS["joint"] = TASKS["taught"] | {
+TASKS["joint"] = TASKS["taught"] | {  # extra: steps and terms
     "compute_loss": joint_loss,
     "loss_counts": lambda batch: term_counts(batch) | {"taught": len(batch[1])},
     "param_groups": lambda net, config: named_groups(net.student, config),

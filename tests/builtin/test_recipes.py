@@ -36,7 +36,7 @@ CASES = {
     "self_distillation": (image_folder, ["model.py"], "top1", 0.9, "--epochs 6 --batch_size 10"),
     "text": (lines_of_words, ["dataset.py", "model.py"], "perplexity", 8, "--epochs 4"),
     "segmentation": (shapes_with_masks, ["config.py", "dataset.py", "model.py"], "miou", 0.6, ""),
-    "detection": (shapes_with_boxes, ["dataset.py", "model.py"], "f1", 0.7, ""),
+    "detection": (shapes_with_boxes, ["dataset.py", "model.py"], "f1", 0.7, ""),  # extra: terms
     "diffusion": (smooth_images, ["config.py", "dataset.py", "model.py"], "loss", 0.5, "--epochs 14 --width 16"),
     "speech": (spoken_words, ["dataset.py", "model.py"], "wer", 0.3, "--epochs 9 --batch_size 4"),
     "gpt": (lines_of_words, ["config.py", "dataset.py", "model.py"], "perplexity", 7, "--epochs 8"),

@@ -273,7 +273,7 @@ class Rest:
         "len(batch['name']))}\n\ndef predict(model, batch):\n    return {'value': model(batch['x'])}\n",
         "        return {'x': self.x[index], 'y': self.y[index], 'name': f'sample {index}'}\n",
     ),
-    "terms": (
+    "terms": (  # extra: terms
         "\ndef loss_counts(batch):\n    return {'first': (batch[1] > 0).sum(), 'second': len(batch[1])}\n"
         + LOSS.replace(
             "COMPUTE",

@@ -73,10 +73,10 @@ def train_with(fault_of, words, task="images"):
     [
         slow(2, 2, "images", ("--grad_accum_steps", 2, "--num_workers", 2)),
         (4, 3, "images", ("--reduction", "exact")),
-        (3, 1, "terms", ("--grad_accum_steps", 2, "--amp_dtype", "bf16")),
+        (3, 1, "terms", ("--grad_accum_steps", 2, "--amp_dtype", "bf16")),  # extra: terms
         slow(4, 2, "images", ("--grad_accum_steps", 2, "--reduction", "exact", "--num_workers", 2)),
         slow(2, 1, "images", ("--amp_dtype", "fp16")),
-        slow(4, 1, "terms", ("--grad_accum_steps", 2, "--reduction", "exact")),
+        slow(4, 1, "terms", ("--grad_accum_steps", 2, "--reduction", "exact")),  # extra: terms
         slow(4, 2, "lines", ()),
         slow(2, 2, "blocks", ("--activation_checkpointing", "--num_workers", 1)),
         slow(2, 2, "taught", ("--comm_hook", "fp16")),
@@ -184,7 +184,16 @@ def test_one_rank_trains_without_checks_and_says_so(runs):
 
 @pytest.mark.guarantee("cross-check")
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["images", "terms", "lines", "blocks", "taught"])
+@pytest.mark.parametrize(
+    "task",
+    [
+        "images",
+        "terms",  # extra: terms
+        "lines",
+        "blocks",
+        "taught",
+    ],
+)
 def test_two_thousand_clean_steps_raise_no_alarm(runs, task):
     flags = ["--dataset_size", 92, "--epochs", 10**6, "--max_steps", 2000, "--lr", 0.02, "--eval_every", 10**6]
     runs.train(4, "run", *flags, "--save_every", 0, "--check_every", 1, task=task, deadline=300)

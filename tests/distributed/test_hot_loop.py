@@ -51,8 +51,18 @@ def reads_by_step(flags, reads_in_step, task="images"):
     return seen, mode.places
 
 
-@pytest.mark.guarantee("terms", "no-reads")
-@pytest.mark.parametrize(("reads_in_step", "task", "expected"), [(0, "images", 0), (2, "images", 1), (0, "terms", 0)])
+@pytest.mark.guarantee(
+    "no-reads",
+    "terms",  # extra: terms
+)
+@pytest.mark.parametrize(
+    ("reads_in_step", "task", "expected"),
+    [
+        (0, "images", 0),
+        (2, "images", 1),
+        (0, "terms", 0),  # extra: terms
+    ],
+)
 def test_three_steps_read_nothing_and_an_injected_item_call_is_detected(runs, reads_in_step, task, expected):
     """With accumulation, clipping, averaged weights, scaler, finite check, recorded samples and metrics on, on two
     ranks."""

@@ -59,11 +59,11 @@ def test_steps_of_a_killed_run_on_four_ranks_are_bitwise_equal_in_one_process(ru
             assert difference(found["after"], {name: weights[name] for name in found["after"]}) == []
 
 
-def replayed_terms(run, dump):
+def replayed_terms(run, dump):  # extra: terms
     return replayed(run, 6, "--dump", dump, task="terms")
 
 
-@pytest.mark.guarantee("terms")
+@pytest.mark.guarantee("terms")  # extra: terms
 def test_a_step_of_a_loss_with_terms_is_bitwise_equal_in_one_process(runs, tmp_path):
     runs.train(2, "run", *FLAGS, "--reduction", "exact", task="terms")
     ((code, text),) = run_ranks(1, replayed_terms, runs.folder("run"), tmp_path / "6.pt")

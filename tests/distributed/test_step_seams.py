@@ -30,7 +30,7 @@ on_other_ranks = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.guarantee("step-loss", "after-step", "group-factors", "terms")
+@pytest.mark.guarantee("step-loss", "after-step", "group-factors", "terms")  # extra: steps and terms
 @on_other_ranks
 def test_what_a_fork_adds_equals_the_plain_loop(runs, ranks, accumulation, flags):
     """A loss of terms with counts of their own that knows the step, a teacher that follows each step, a bound on the
@@ -56,7 +56,7 @@ def test_what_a_fork_adds_equals_the_plain_loop(runs, ranks, accumulation, flags
         assert record["loss"] == pytest.approx(terms, rel=1e-12)
 
 
-@pytest.mark.guarantee("step-loss", "after-step", "group-factors", "terms")
+@pytest.mark.guarantee("step-loss", "after-step", "group-factors", "terms")  # extra: steps and terms
 @after_stops
 def test_stops_and_resumes_do_not_change_what_a_fork_adds(runs, ranks, flags):
     """A loss of terms that knows the step, after_step and lr_factor. Stops within an epoch; then a resume before the

@@ -58,7 +58,7 @@ def samples_of(runs, name, step):
         slow(4, "images", "device_transform", "value", "--num_workers 1 --log_interval 2"),
         slow(2, "lines", "__getitem__", "os", "--num_workers 1 --save_every_steps 1"),
         slow(2, "lines", "__getitem__", "user", "--num_workers 2 --grad_accum_steps 2"),
-        slow(2, "terms", "__getitems__", "value", "--num_workers 0 --reduction exact"),
+        slow(2, "terms", "__getitems__", "value", "--num_workers 0 --reduction exact"),  # extra: terms
         slow(2, "images", "__getitems__", "user", "--num_workers 1 --sharding zero3 --log_interval 4"),
     ],
 )

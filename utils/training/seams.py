@@ -14,14 +14,15 @@ from torch import Tensor, nn
 
 from config import UserError
 from utils.data.sampler import MicroBatch
+from utils.extras.terms.loss import Terms  # extra: terms
 from utils.metrics import Metrics
 from utils.training.activation import find_blocks
 from utils.training.optimizer import create_optimizer, lr_factor
 from utils.training.outputs import Summary
-from utils.training.terms import Terms
 
 ComputeLoss = Callable[[nn.Module, Any], Metrics]
 REQUIRED = ("create_model", "param_groups", "compute_loss")
+OF_EXTRAS = {"loss_counts": "terms"}  # the extra that calls this function, if the fork has it
 CPU = torch.device("cpu")
 
 
@@ -89,8 +90,8 @@ class Seams:
     summarize: Callable[[dict[str, Any]], dict[str, float]] | None = None
     is_saved: Callable[[str], bool] | None = None
     after_step: Callable[[nn.Module, StepView, Tensor], None] | None = None
-    loss_counts: Callable[[Any], dict[str, Any]] | None = None
-    terms: Terms | None = None  # None: the loss has no terms
+    loss_counts: Callable[[Any], dict[str, Any]] | None = None  # extra: terms
+    terms: Terms | None = None  # extra: terms
     progress: StepView | None = None  # None: no function asks for it
 
     @property
@@ -98,8 +99,10 @@ class Seams:
         return Summary(self.predict, self.summarize) if self.summarize else None
 
     def counted(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """The micro-batches; if the loss has terms, those of a step when their counts are known."""
-        return self.terms.ahead(stream) if self.terms else stream
+        """The micro-batches as `train_one_epoch` gets them: an extra may look at those of a step before."""
+        if self.terms:  # extra: terms
+            stream = self.terms.ahead(stream)
+        return stream
 
     @classmethod
     def of(cls, module: ModuleType, device: torch.device = CPU) -> Seams:
@@ -109,6 +112,9 @@ class Seams:
         """
         names = cls.__dataclass_fields__.keys() - {"progress", "terms"}
         found = {name: getattr(module, name) for name in names if hasattr(module, name)}
+        for name, extra in OF_EXTRAS.items():
+            if name not in names and hasattr(module, name):
+                raise UserError(f"model.py: has {name}, but this fork has no extra {extra}; see docs/extras.md")
         missing = [name for name in REQUIRED if name not in found]
         if missing:
             raise UserError(f"model.py: lacks {', '.join(missing)}; define it, see docs/reference.md")
@@ -116,7 +122,7 @@ class Seams:
         ask = [name for name in given if "progress" in inspect.signature(found[name]).parameters]
         view = StepView.on(device) if ask or found.get("after_step") else None
         found |= {name: functools.partial(found[name], progress=view) for name in ask}
-        if "loss_counts" in found:
+        if "loss_counts" in found:  # extra: terms
             found["terms"] = Terms(found["compute_loss"], found["loss_counts"], device)
             found["compute_loss"] = found["terms"].compute_loss
         return cls(**found, progress=view)

@@ -18,6 +18,7 @@ from utils.data.sampler import GlobalBatchSampler
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import device_of, is_sharded, shard_of
 from utils.distributed.tree import RankSum
+from utils.extras.terms.loss import CountedInterval  # extra: terms
 from utils.memory import is_out_of_memory
 from utils.metrics import Metrics
 from utils.training.interval import Interval, SkippedStep
@@ -53,7 +54,9 @@ class TrainState:
             raise UserError(f"model: {sparse[0]} has sparse gradients, which are not supported; set sparse=False")
         self.unsaved = digests(left_out(model, seams.is_saved))  # of what checkpoints leave out, by name
         self.updater = Updater(model, seams, config, precision, self.sharing, device)
-        self.interval = Interval(device, self.updater.scaler, seams.terms)
+        self.interval = Interval(device, self.updater.scaler)
+        if seams.terms:  # extra: terms
+            self.interval = CountedInterval(device, self.updater.scaler, seams.terms)
         self.factor = 0.0  # of the schedule, at the last step taken; the largest if groups have their own
         self._loss_scale, self._first_count = torch.ones((), device=device), 1.0
         self.spoiled_at: dict[str, Any] = {}  # the progress before the first step that this rank has spoiled
@@ -76,7 +79,7 @@ class TrainState:
 
     def lay_out(self, metrics: Metrics) -> None:
         """Allocate space for the metrics that compute_loss returned for a batch. Call before the first step."""
-        if self._seams.terms:
+        if self._seams.terms:  # extra: terms
             metrics = self._seams.terms.divided(metrics, number=0)
         self.sums.lay_out(metrics)
         # after the metrics, which `commit` adds as the first ones
@@ -146,7 +149,7 @@ class TrainState:
         """
         self._set_lr()
         self.sums.wait()
-        if self._seams.terms:
+        if self._seams.terms:  # extra: terms
             self._seams.terms.note(self.sums.metrics)
         divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift
         norm, is_finite, skipped = self.updater.step(divisor, self.sums.loss, self.progress.step + 1)
