@@ -158,10 +158,10 @@ MUTATIONS = [
     Mutation('Schedule.is_evaluation_due', 'return is_due and progress.evaluated_step != progress.step', 'return is_due', 'evaluation-by-steps'),
     Mutation('validate', 'training.model.train()', 'pass', 'evaluation-by-steps'),
     Mutation('train_one_epoch', 'if schedule.is_patience_over:', 'if False:', 'evaluation-by-steps'),
-    Mutation('complete', 'wrong = sorted(name for name in names if ours.get(name) != theirs[name])', 'wrong = []', 'unsaved'),
-    Mutation('complete', 'names = saved.keys() | (here.keys() & weights.keys())', 'names = saved.keys()', 'unsaved'),
-    Mutation('left_out', 'if trained := [name for name, parameter in found.items() if parameter.requires_grad]:', 'if trained := []:', 'unsaved'),
-    Mutation('TrainState._load', 'self.average.load_state_dict(self._complete(payload["ema"] or payload["model"], payload))', 'self.average.load_state_dict(payload["model"])', 'resume'),
+    Mutation('complete', 'wrong = sorted(name for name in names if ours.get(name) != theirs[name])', 'wrong = []', 'unsaved'),  # extra: unsaved
+    Mutation('complete', 'names = saved.keys() | (here.keys() & weights.keys())', 'names = saved.keys()', 'unsaved'),  # extra: unsaved
+    Mutation('left_out', 'if trained := [name for name, parameter in found.items() if parameter.requires_grad]:', 'if trained := []:', 'unsaved'),  # extra: unsaved
+    Mutation('TrainState._load', 'weights = payload["ema"] or payload["model"]', 'weights = payload["model"]', 'resume'),
     Mutation('in_order', 'order = torch.tensor([index for part in parts for index in part["indices"]]).argsort()', 'order = torch.arange(sum(len(part["indices"]) for part in parts))', 'summary'),
     Mutation('Outputs.add', 'if not is_padding:', 'if True:', 'summary'),
     Mutation('Summary.of_ranks', 'check_size(sum(all_gather_json(outputs.bytes, ctx)))', 'pass', 'summary'),

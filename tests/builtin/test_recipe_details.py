@@ -97,7 +97,7 @@ def test_muon_is_rejected_with_sharding_and_its_state_survives_a_resume(tmp_path
     assert kinds == {frozenset({"momentum_buffer"}), frozenset({"step", "exp_avg", "exp_avg_sq"})}
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # extra: unsaved
 def test_checkpoints_of_lora_hold_only_adapters_and_reject_another_base(tmp_path):
     fork = Fork(tmp_path, "lora")
     running_text_for_adapters(fork.folder / "FOLDER")

@@ -61,7 +61,7 @@ CASES = {
     "hugging_face": (hub_images, ["dataset.py"], "top1", 0.9, ""),
     "text_classification": (labelled_texts, ["dataset.py", "model.py"], "f1", 0.9, "--lr 3e-3 --epochs 6"),
     "causal_lm": (running_text, ["config.py", "dataset.py", "model.py"], "perplexity", 2, "--lr 3e-3 --context 16"),
-    "lora": (
+    "lora": (  # extra: unsaved
         running_text_for_adapters,
         ["config.py", "dataset.py", "model.py"],
         "perplexity",

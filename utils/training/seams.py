@@ -22,7 +22,7 @@ from utils.training.outputs import Summary
 
 ComputeLoss = Callable[[nn.Module, Any], Metrics]
 REQUIRED = ("create_model", "param_groups", "compute_loss")
-OF_EXTRAS = {"loss_counts": "terms"}  # the extra that calls this function, if the fork has it
+OF_EXTRAS = {"loss_counts": "terms", "is_saved": "unsaved"}  # the extra that calls this function, if the fork has it
 CPU = torch.device("cpu")
 
 
@@ -88,7 +88,7 @@ class Seams:
     predict: Callable[[nn.Module, Any], dict[str, Tensor]] = predict
     example_inputs: Callable[[Any], tuple] = example_inputs
     summarize: Callable[[dict[str, Any]], dict[str, float]] | None = None
-    is_saved: Callable[[str], bool] | None = None
+    is_saved: Callable[[str], bool] | None = None  # extra: unsaved
     after_step: Callable[[nn.Module, StepView, Tensor], None] | None = None
     loss_counts: Callable[[Any], dict[str, Any]] | None = None  # extra: terms
     terms: Terms | None = None  # extra: terms

@@ -19,6 +19,7 @@ from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import device_of, is_sharded, shard_of
 from utils.distributed.tree import RankSum
 from utils.extras.terms.loss import CountedInterval  # extra: terms
+from utils.extras.unsaved import Unsaved  # extra: unsaved
 from utils.memory import is_out_of_memory
 from utils.metrics import Metrics
 from utils.training.interval import Interval, SkippedStep
@@ -28,7 +29,6 @@ from utils.training.precision import Precision
 from utils.training.schedule import Progress, Schedule
 from utils.training.seams import Seams
 from utils.training.step_sums import StepSums
-from utils.training.unsaved import KEY, complete, digests, left_out
 from utils.training.update import Updater
 
 
@@ -52,7 +52,7 @@ class TrainState:
         self.average = WeightAverage(model, config.ema_decay) if config.ema_decay else None
         if sparse := [name for name, module in model.named_modules() if getattr(module, "sparse", None) is True]:
             raise UserError(f"model: {sparse[0]} has sparse gradients, which are not supported; set sparse=False")
-        self.unsaved = digests(left_out(model, seams.is_saved))  # of what checkpoints leave out, by name
+        self.unsaved = Unsaved(model, seams.is_saved)  # extra: unsaved
         self.updater = Updater(model, seams, config, precision, self.sharing, device)
         self.interval = Interval(device, self.updater.scaler)
         if seams.terms:  # extra: terms
@@ -201,15 +201,14 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """The training state for a checkpoint. Tensors are not copied."""
-        return {
-            "model": self._saved_of(self.model.state_dict()),
-            "ema": self._saved_of(self.average.state_dict()) if self.average else {},
+        state = {
+            "model": self.model.state_dict(),
+            "ema": self.average.state_dict() if self.average else {},
             **self.updater.state_dict(),
             "progress": dataclasses.asdict(self.progress) | {"interval": self.interval.state()},
         }
-
-    def _saved_of(self, state: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in state.items() if name not in self.unsaved} if self.unsaved else state
+        state |= {kind: self.unsaved.without(state[kind]) for kind in ("model", "ema")}  # extra: unsaved
+        return state
 
     def load_state_dict(self, payload: dict[str, Any]) -> None:
         """Load the state of a checkpoint; learning rate, decay and the like are those of the config.
@@ -234,7 +233,9 @@ class TrainState:
         self.load_model(payload)
         self.updater.load_state_dict(payload)
         if self.average:
-            self.average.load_state_dict(self._complete(payload["ema"] or payload["model"], payload))
+            weights = payload["ema"] or payload["model"]
+            weights = self.unsaved.complete(weights, payload)  # extra: unsaved
+            self.average.load_state_dict(weights)
         progress = dict(payload["progress"])
         self.interval.load_state(progress.pop("interval"))
         for name, value in progress.items():
@@ -243,13 +244,10 @@ class TrainState:
             skipped = self.progress.skipped_steps + self.progress.overflow_steps
             self.average.continue_from(self.progress.step - skipped)
 
-    def _complete(self, weights: dict[str, Any], payload: dict[str, Any]) -> dict[str, Any]:
-        saved = payload.get("provenance", {}).get(KEY, {})
-        return complete(weights, saved, self.model, self.unsaved, "the checkpoint")
-
     def load_model(self, payload: dict[str, Any], kind: str = "model") -> None:
         """Load the weights of a checkpoint. kind: "model", or "ema" for the averaged ones. Raises UserError."""
-        weights, likes = self._complete(payload[kind], payload), self.sharded()
+        weights, likes = payload[kind], self.sharded()
+        weights = self.unsaved.complete(weights, payload)  # extra: unsaved
         try:
             self.model.load_state_dict({name: shard_of(each, likes.get(name)) for name, each in weights.items()})
         except RuntimeError as error:
