@@ -162,10 +162,10 @@ MUTATIONS = [
     Mutation('complete', 'names = saved.keys() | (here.keys() & weights.keys())', 'names = saved.keys()', 'unsaved'),  # extra: unsaved
     Mutation('left_out', 'if trained := [name for name, parameter in found.items() if parameter.requires_grad]:', 'if trained := []:', 'unsaved'),  # extra: unsaved
     Mutation('TrainState._load', 'weights = payload["ema"] or payload["model"]', 'weights = payload["model"]', 'resume'),
-    Mutation('in_order', 'order = torch.tensor([index for part in parts for index in part["indices"]]).argsort()', 'order = torch.arange(sum(len(part["indices"]) for part in parts))', 'summary'),
-    Mutation('Outputs.add', 'if not is_padding:', 'if True:', 'summary'),
-    Mutation('Summary.of_ranks', 'check_size(sum(all_gather_json(outputs.bytes, ctx)))', 'pass', 'summary'),
-    Mutation('Summary.names', 'check_size(outputs.bytes / size * samples)', 'pass', 'summary'),
+    Mutation('in_order', 'order = torch.tensor([index for part in parts for index in part["indices"]]).argsort()', 'order = torch.arange(sum(len(part["indices"]) for part in parts))', 'summary'),  # extra: summarize
+    Mutation('Outputs.add', 'if not is_padding:', 'if True:', 'summary'),  # extra: summarize
+    Mutation('Summary.of_ranks', 'check_size(sum(all_gather_json(bytes_of(outputs), ctx)))', 'pass', 'summary'),  # extra: summarize
+    Mutation('Summary.names', 'check_size(bytes_of(outputs) / size * samples)', 'pass', 'summary'),  # extra: summarize
     Mutation('Updater.load_state_dict', 'if self.scaler.is_enabled() and payload["scaler"]:', 'if False:', 'resume'),
     Mutation('load_optimizer', 'optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})', 'optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})', 'resume'),
     Mutation('resume_run', 'on_all_ranks(lambda: run.rewind(progress.step, is_evaluated, has_test) if run.leads_node else None, ctx)', 'pass', 'records-once'),

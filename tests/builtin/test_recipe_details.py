@@ -195,7 +195,7 @@ torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 """
 
 
-def test_the_chunks_of_a_contrastive_batch_give_its_gradient_without_keeping_activations(tmp_path):
+def test_the_chunks_of_a_contrastive_batch_give_its_gradient_without_keeping_activations(tmp_path):  # extra: summarize
     fork = Fork(tmp_path, "contrastive")
     pairs_of_image_and_text(fork.folder / "FOLDER")
     (fork.folder / "chunks.py").write_text(CHUNKS)
@@ -254,7 +254,7 @@ assert summarize({"best": spoken, "text": text}) == {"wer": 0.5}
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # extra: summarize
 def test_packed_rows_of_the_speech_recipe_stay_in_order_and_words_are_compared_by_edits(tmp_path):
     fork = Fork(tmp_path, "speech")
     spoken_words(fork.folder / "FOLDER")

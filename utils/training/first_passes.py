@@ -20,7 +20,6 @@ from utils.distributed.dtensor import local
 from utils.logger import NAME, count
 from utils.metrics import MetricTracker, check_metrics, choose_best
 from utils.training.fingerprint import fingerprint_of
-from utils.training.outputs import Summary
 from utils.training.replicated import Wrapped
 from utils.training.seams import ComputeLoss, Seams
 from utils.training.state import TrainState
@@ -48,7 +47,7 @@ def first_passes(
     Raises:
         UserError: if compute_loss returns something invalid, or a parameter got no gradient.
     """
-    compute_loss, summary = seams.compute_loss, seams.summary
+    compute_loss = seams.compute_loss
     on_all_ranks(lambda: check_one_sample(state, loader, compute_loss, config.max_steps), ctx)
     batch = on_all_ranks(loader.sample_batch, ctx)
     # the loss is doubled on every other rank: gradients differ unless they are averaged
@@ -57,13 +56,15 @@ def first_passes(
         require_equal(digest, NOT_AVERAGED, ctx)
     layout = state.sums.metrics.layout
     require_equal(layout, "compute_loss: {other} and {first} report different metrics; report the same on all", ctx)
-    names = on_all_ranks(
-        lambda: [
-            evaluate_once(each.sample_batch(), state, compute_loss, summary, (sizes_of(each)[0], len(each.dataset)))
-            for each in held_out.values()
-        ],
-        ctx,
-    )
+
+    def evaluate(loader: GlobalBatchLoader) -> list[str]:
+        batch = loader.sample_batch()
+        names = evaluate_once(batch, state, compute_loss)
+        if seams.summary:  # extra: summarize
+            names += seams.summary.names(state, batch, sizes_of(loader)[0], len(loader.dataset))
+        return names
+
+    names = on_all_ranks(lambda: [evaluate(each) for each in held_out.values()], ctx)
     if config.compile != "off":
         on_all_ranks(lambda: compile_all_sizes(model, state, loader, held_out, seams, config), ctx)
     return on_all_ranks(lambda: choose_best(config.best_metric, [*names, []][0]), ctx)
@@ -109,22 +110,12 @@ def train_twice(model: Wrapped, batch: Any, state: TrainState, compute_loss: Com
 
 
 @torch.no_grad()
-def evaluate_once(
-    batch: Any,
-    state: TrainState,
-    compute_loss: ComputeLoss,
-    summary: Summary | None = None,
-    sizes: tuple[int, int] = (1, 1),
-) -> list[str]:
-    """Run a pass in evaluation mode. Returns the names of the metrics.
-
-    sizes: of the batch and of its set.
-    """
+def evaluate_once(batch: Any, state: TrainState, compute_loss: ComputeLoss) -> list[str]:
+    """Run a pass in evaluation mode. Returns the names of the metrics."""
     tracker = MetricTracker(state.sums.metrics.values.device)
     with state.precision.autocast():
         tracker.update(check_metrics(compute_loss(state.model.eval(), batch)))
-        summarized = summary.names(state.model, batch, *sizes) if summary else []
-    return [*tracker.means(), *summarized]
+    return [*tracker.means()]
 
 
 def compile_all_sizes(
@@ -161,7 +152,9 @@ def compile_all_sizes(
             train_twice(model, batch, state, seams.compute_loss)
         else:
             for _ in range(2):
-                evaluate_once(batch, state, seams.compute_loss, seams.summary, (size, size))
+                evaluate_once(batch, state, seams.compute_loss)
+                if seams.summary:  # extra: summarize
+                    seams.summary.names(state, batch, size, size)
         logger.info("compiled for batches of %d in %s after %.0f s", size, kind, perf_counter() - began)
     if counters["stats"]["unique_graphs"] == compiled:
         raise UserError(

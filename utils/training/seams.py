@@ -14,15 +14,19 @@ from torch import Tensor, nn
 
 from config import UserError
 from utils.data.sampler import MicroBatch
+from utils.extras.summarize import Summary  # extra: summarize
 from utils.extras.terms.loss import Terms  # extra: terms
 from utils.metrics import Metrics
 from utils.training.activation import find_blocks
 from utils.training.optimizer import create_optimizer, lr_factor
-from utils.training.outputs import Summary
 
 ComputeLoss = Callable[[nn.Module, Any], Metrics]
 REQUIRED = ("create_model", "param_groups", "compute_loss")
-OF_EXTRAS = {"loss_counts": "terms", "is_saved": "unsaved"}  # the extra that calls this function, if the fork has it
+OF_EXTRAS = {
+    "loss_counts": "terms",
+    "is_saved": "unsaved",
+    "summarize": "summarize",
+}  # the extra that calls this function, if the fork has it
 CPU = torch.device("cpu")
 
 
@@ -87,14 +91,14 @@ class Seams:
     log_images: Callable[[nn.Module, Any], dict[str, Tensor]] | None = None
     predict: Callable[[nn.Module, Any], dict[str, Tensor]] = predict
     example_inputs: Callable[[Any], tuple] = example_inputs
-    summarize: Callable[[dict[str, Any]], dict[str, float]] | None = None
+    summarize: Callable[[dict[str, Any]], dict[str, float]] | None = None  # extra: summarize
     is_saved: Callable[[str], bool] | None = None  # extra: unsaved
     after_step: Callable[[nn.Module, StepView, Tensor], None] | None = None
     loss_counts: Callable[[Any], dict[str, Any]] | None = None  # extra: terms
     terms: Terms | None = None  # extra: terms
     progress: StepView | None = None  # None: no function asks for it
 
-    @property
+    @property  # extra: summarize
     def summary(self) -> Summary | None:
         return Summary(self.predict, self.summarize) if self.summarize else None
 
