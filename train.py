@@ -211,7 +211,7 @@ def train_one_epoch(training: Training) -> None:
             if schedule.is_patience_over:
                 return  # run_training ends the run: no evaluation is due, and the epoch does not count as complete
         clock.begin_step(progress.step + 1)
-        state.show(progress)  # what compute_loss and after_step of model.py may read
+        state.show(progress)  # extra: steps
         # forward and backward; each --check_every steps also a micro-batch of another rank, to compare gradients
         samples, indices = training.cross_check.run(stream, lambda some: compute_gradient(training, some))
         clock.enter("update")

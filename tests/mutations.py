@@ -99,15 +99,15 @@ MUTATIONS = [
     Mutation('Replicated.accumulating', 'with nullcontext() if micro_batch.is_last else self.no_sync():', 'with self.no_sync() if micro_batch.is_last else nullcontext():', 'gradient'),
     Mutation('TrainState.plan', 'self._loss_scale.fill_(self.sharing.divisor * 2.0**-progress.loss_shift)', 'self._loss_scale.fill_(2.0**-progress.loss_shift)', 'gradient'),
     Mutation('TrainState.update_if_finite', 'divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift', 'divisor = torch.full_like(self.sums.loss_count, float(samples)) * 2.0**-self.progress.loss_shift', 'gradient'),
-    Mutation('train_one_epoch', "state.show(progress)  # what compute_loss and after_step of model.py may read", 'pass', 'step-loss'),
-    Mutation('Validation.validate', 'state.show(progress)', 'pass', 'step-loss'),
+    Mutation('train_one_epoch', 'state.show(progress)  # extra: steps', 'pass', 'step-loss'),  # extra: steps
+    Mutation('Validation.validate', 'self.state.show(progress)  # extra: steps', 'pass', 'step-loss'),  # extra: steps
     Mutation('TrainState._set_lr', 'group["lr"] = group["base_lr"] * factor', 'group["lr"] = group["base_lr"] * self.factor', 'group-factors'),
     Mutation('ddp_options', '"find_unused_parameters": config.find_unused_parameters,', '"find_unused_parameters": False,', 'unused'),
     Mutation('ExactlyReplicated.__init__', 'self._is_static, self._count = is_static or self.find_unused_parameters, dist.get_world_size()', 'self._is_static, self._count = is_static, dist.get_world_size()', 'unused'),
     Mutation('seed_device', 'for generator in (torch.default_generator, *on_device):', 'for generator in on_device or [torch.default_generator]:', 'unused'),
     Mutation('factors_of', 'if wrong := sorted(set(names) ^ factor.keys()):', 'if wrong := sorted(set(names) - factor.keys()):', 'group-factors'),
-    Mutation('TrainState.update_if_finite', 'self._seams.after_step(self.model, self._seams.progress, (1 - skipped).double())', 'self._seams.after_step(self.model, self._seams.progress, torch.ones_like(skipped).double())', 'after-step'),
-    Mutation('StepView.fill', 'self.samples_seen.fill_(progress.samples_seen)', 'self.samples_seen.fill_(progress.samples_in_epoch)', 'step-loss'),
+    Mutation('TrainState.update_if_finite', 'self._seams.after_step(self.model, self._seams.progress, (1 - skipped).double())', 'self._seams.after_step(self.model, self._seams.progress, torch.ones_like(skipped).double())', 'after-step'),  # extra: steps
+    Mutation('StepView.fill', 'self.samples_seen.fill_(progress.samples_seen)', 'self.samples_seen.fill_(progress.samples_in_epoch)', 'step-loss'),  # extra: steps
     Mutation('Terms._begun', 'work = dist.all_reduce(counts, async_op=True) if dist.get_world_size() > 1 else None', 'work = None', 'terms'),  # extra: terms
     Mutation('Terms._begun', 'counts[each.number] = self.counts(each.batch)', 'counts[0] += self.counts(each.batch)', 'terms'),  # extra: terms
     Mutation('Terms.divide_by', 'self._counts, self._divisors = counts, torch.where(counts > 0, counts, math.inf)', 'self._counts, self._divisors = counts, counts', 'terms'),  # extra: terms

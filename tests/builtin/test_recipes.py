@@ -33,7 +33,7 @@ from training import Runs
 # recipe: its data, the files that it changes, the metric, the bound of its value (lower; upper for a loss)
 CASES = {
     "vision_transformer": (image_folder, ["model.py"], "top1", 0.9, "--epochs 6 --batch_size 10"),
-    "self_distillation": (image_folder, ["model.py"], "top1", 0.9, "--epochs 6 --batch_size 10"),
+    "self_distillation": (image_folder, ["model.py"], "top1", 0.9, "--epochs 6 --batch_size 10"),  # extra: steps
     "text": (lines_of_words, ["dataset.py", "model.py"], "perplexity", 8, "--epochs 4"),
     "segmentation": (shapes_with_masks, ["config.py", "dataset.py", "model.py"], "miou", 0.6, ""),
     "detection": (shapes_with_boxes, ["dataset.py", "model.py"], "f1", 0.7, ""),  # extra: terms

@@ -151,13 +151,17 @@ def after_step(model, progress, taken):
 }
 
 
-@pytest.mark.guarantee("after-step", "group-factors", "unused")
+@pytest.mark.guarantee(
+    "after-step",  # extra: steps
+    "group-factors",
+    "unused",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        ("after_step", "--ema_decay 0.9"),
-        ("after_step", "--sharding zero3"),
+        ("after_step", "--ema_decay 0.9"),  # extra: steps and average
+        ("after_step", "--sharding zero3"),  # extra: steps
         ("lr_factor", ""),
         ("LayerDrop", "--find_unused_parameters --optimizer adamw"),
     ],

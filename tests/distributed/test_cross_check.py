@@ -79,8 +79,8 @@ def train_with(fault_of, words, task="images"):
         slow(4, 1, "terms", ("--grad_accum_steps", 2, "--reduction", "exact")),  # extra: terms
         slow(4, 2, "lines", ()),
         slow(2, 2, "blocks", ("--activation_checkpointing", "--num_workers", 1)),
-        slow(2, 2, "taught", ("--comm_hook", "fp16")),
-        slow(2, 2, "ramped", ("--compile", "default")),
+        slow(2, 2, "taught", ("--comm_hook", "fp16")),  # extra: steps
+        slow(2, 2, "ramped", ("--compile", "default")),  # extra: steps
     ],
 )
 def test_checks_change_nothing_and_raise_no_alarm(runs, ranks, every, task, flags):
@@ -191,7 +191,7 @@ def test_one_rank_trains_without_checks_and_says_so(runs):
         "terms",  # extra: terms
         "lines",
         "blocks",
-        "taught",
+        "taught",  # extra: steps
     ],
 )
 def test_two_thousand_clean_steps_raise_no_alarm(runs, task):

@@ -96,7 +96,7 @@ class TrainState:
         self._loss_scale.fill_(self.sharing.divisor * 2.0**-progress.loss_shift)
         self.schedule.plan(sampler)
 
-    def show(self, progress: Progress, total_steps: int = 0) -> None:
+    def show(self, progress: Progress, total_steps: int = 0) -> None:  # extra: steps
         """Let compute_loss and after_step of a fork see this progress. total_steps: by default those of this run."""
         if view := self._seams.progress:
             view.fill(progress, total_steps or self.schedule.total_steps)
@@ -158,7 +158,7 @@ class TrainState:
         self.interval.note(number, norm, divisor, self.sums.loss if is_scaled else None)
         # float16 skips steps to find its scale, and their loss counts
         self.sums.commit(samples, is_finite, self.interval, self.sums.loss.isfinite() if is_scaled else is_finite)
-        if self._seams.after_step and self._seams.progress:
+        if self._seams.after_step and self._seams.progress:  # extra: steps
             with torch.no_grad():
                 self._seams.after_step(self.model, self._seams.progress, (1 - skipped).double())
         if self.average:  # of the weights that after_step leaves
