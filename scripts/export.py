@@ -75,7 +75,9 @@ def read(source: Path, use_ema: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     payload, _ = checkpoint.read(source)
     if use_ema and not payload["ema"]:
-        raise UserError(f"{source}: has no averaged weights; leave out --ema, or train with --ema_decay 0.999")
+        remedy = "leave out --ema"
+        remedy += ", or train with --ema_decay 0.999"  # extra: average
+        raise UserError(f"{source}: has no averaged weights; {remedy}")
     saved = {"model": payload["ema" if use_ema else "model"]}
     saved["config"] = {name: value for name, value in payload["config"].items() if name not in PLACES}
     saved |= {name: payload["provenance"][name] for name in ("classes", "mean", "std")}

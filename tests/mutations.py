@@ -120,7 +120,7 @@ MUTATIONS = [
     Mutation('Updater.step', 'is_finite = norm < math.inf  # NaN is not', 'is_finite = norm.cpu() < math.inf', 'no-reads'),
     Mutation('Updater.step', 'divisor = divisor * ((norm + 1e-6) / self._config.clip_grad_norm).clamp(min=1)', 'divisor = divisor * ((2 * norm + 1e-6) / self._config.clip_grad_norm).clamp(min=1)', 'weights'),
     Mutation('lr_factor', 'return (step + 1) / warmup_steps', 'return step / warmup_steps', 'weights'),
-    Mutation('WeightAverage.update', 'self._taken.add_(taken)', 'self._taken.add_(1)', 'weights'),
+    Mutation('WeightAverage.update', 'self._taken.add_(taken)', 'self._taken.add_(1)', 'weights'),  # extra: average
     Mutation('Reporter.before_save', 'self.catch_up()', 'pass', 'files'),
     Mutation('leave_steps', 'training.reporter.catch_up()', 'pass', 'files'),
     Mutation('Reporter.step_done', 'if self._unwritten and step - self._unwritten.at["step"] >= READ_AFTER:', 'if self._unwritten:', 'no-reads'),
@@ -128,8 +128,8 @@ MUTATIONS = [
     Mutation('Checkpoints.save_best', 'self._link_best()', 'pass', 'keep-last'),
     Mutation('Checkpoints._settle_best', 'self._state.progress.forget_best()', 'pass', 'keep-last'),
     Mutation('Checkpoints.finish_best', 'if self._is_linked is False:', 'if False:', 'keep-last'),
-    Mutation('TrainState._load', 'self.average.continue_from(self.progress.step - skipped)', 'self.average.continue_from(self.progress.step)', 'weights'),
-    Mutation('WeightAverage.update', 'rate = (9 / (9 + self._taken)).clamp(min=self._least_rate) * taken  # 1 minus the decay', 'rate = (1 / (1 + self._taken)).clamp(min=self._least_rate) * taken', 'weights'),
+    Mutation('TrainState._load', 'self.average.continue_from(self.progress.step - skipped)', 'self.average.continue_from(self.progress.step)', 'weights'),  # extra: average
+    Mutation('WeightAverage.update', 'rate = (9 / (9 + self._taken)).clamp(min=self._least_rate) * taken  # 1 minus the decay', 'rate = (1 / (1 + self._taken)).clamp(min=self._least_rate) * taken', 'weights'),  # extra: average
     Mutation('compute_gradient', 'seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, micro_batch.number)', 'seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, attempt.ctx.rank)', 'dropout'),
     Mutation('GlobalBatchLoader.micro_batches', 'self.sampler.set_epoch(epoch, start)', 'self.sampler.set_epoch(0, start)', 'order'),
     Mutation('GlobalBatchSampler.order', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, 0))', 'order'),
@@ -161,7 +161,7 @@ MUTATIONS = [
     Mutation('complete', 'wrong = sorted(name for name in names if ours.get(name) != theirs[name])', 'wrong = []', 'unsaved'),  # extra: unsaved
     Mutation('complete', 'names = saved.keys() | (here.keys() & weights.keys())', 'names = saved.keys()', 'unsaved'),  # extra: unsaved
     Mutation('left_out', 'if trained := [name for name, parameter in found.items() if parameter.requires_grad]:', 'if trained := []:', 'unsaved'),  # extra: unsaved
-    Mutation('TrainState._load', 'weights = payload["ema"] or payload["model"]', 'weights = payload["model"]', 'resume'),
+    Mutation('TrainState._load', 'weights = payload["ema"] or payload["model"]', 'weights = payload["model"]', 'resume'),  # extra: average
     Mutation('in_order', 'order = torch.tensor([index for part in parts for index in part["indices"]]).argsort()', 'order = torch.arange(sum(len(part["indices"]) for part in parts))', 'summary'),  # extra: summarize
     Mutation('Outputs.add', 'if not is_padding:', 'if True:', 'summary'),  # extra: summarize
     Mutation('Summary.of_ranks', 'check_size(sum(all_gather_json(bytes_of(outputs), ctx)))', 'pass', 'summary'),  # extra: summarize
@@ -172,7 +172,7 @@ MUTATIONS = [
     Mutation('compare', 'wrong, may = (lines_of(rows, resume) for resume in ("must", "may"))', 'wrong, may = [], [*lines_of(rows, "must"), *lines_of(rows, "may")]', 'must-match'),
     Mutation('Updater.step', 'norm = torch.add(norm, loss, alpha=0)  # 0 times a non-finite loss is NaN', 'pass', 'not-finite'),
     Mutation('Updater.step', 'is_finite = norm < math.inf  # NaN is not', 'is_finite = norm <= math.inf', 'not-finite'),
-    Mutation('TrainState.update_if_finite', 'self.average.update(1 - skipped)', 'self.average.update(torch.ones_like(skipped))', 'not-finite'),
+    Mutation('TrainState.update_if_finite', 'self.average.update(1 - skipped)', 'self.average.update(torch.ones_like(skipped))', 'not-finite'),  # extra: average
     Mutation('prepare', 'fill_momenta(optimizer)', 'pass', 'not-finite'),
     Mutation('Consensus.flush', 'self._start(every=1)', 'pass', 'bad-sample'),
     Mutation('train_one_epoch', 'consensus.flush()  # an earlier vote must not count after a save', 'pass', 'stop'),

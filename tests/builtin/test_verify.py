@@ -14,7 +14,8 @@ from ranks import ROOT, WarmLaunch, copy_repository, finish, need, stop, torchru
 from training import wait_until
 
 FLAGS = "--image_size 8 --dataset_size 60 --backend gloo".split()
-GIVEN = "--dataset_size 24 --ema_decay 0.9 --schedule linear --warmup_epochs 0.1".split()
+GIVEN = "--dataset_size 24 --schedule linear --warmup_epochs 0.1".split()
+GIVEN += ["--ema_decay", "0.9"]  # extra: average
 PATCH = ["patch", "-s", "-p1", "-F0"]  # no fuzz: it plants lines where they are wrong
 FAULTS = sorted((ROOT / "tests" / "faults").glob("*.patch"))
 DEFAULT = ("rank_dependent_parameter",)

@@ -16,7 +16,8 @@ from ranks import run_ranks, slow
 from tasks import SmallNet
 from training import train_flags
 
-FLAGS = "--dataset_size 92 --epochs 2 --lr 0.05 --ema_decay 0.5 --log_interval 1 --record_samples".split()
+FLAGS = "--dataset_size 92 --epochs 2 --lr 0.05 --log_interval 1 --record_samples".split()
+FLAGS += ["--ema_decay", "0.5"]  # extra: average
 
 
 @contextlib.contextmanager

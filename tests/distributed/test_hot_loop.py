@@ -13,7 +13,8 @@ from training import train_flags
 from utils.training.state import TrainState
 
 # four steps of two micro-batches on each of two ranks; the log point is the last of them
-FLAGS = "--dataset_size 64 --epochs 1 --grad_accum_steps 2 --log_interval 4 --ema_decay 0.9 --clip_grad_norm 1".split()
+FLAGS = "--dataset_size 64 --epochs 1 --grad_accum_steps 2 --log_interval 4 --clip_grad_norm 1".split()
+FLAGS += ["--ema_decay", "0.9"]  # extra: average
 FLAGS += "--amp_dtype fp16 --record_samples --num_workers 1 --save_every 0".split()
 READS = tuple(f"aten::{name}" for name in "_local_scalar_dense equal nonzero is_nonzero masked_select unique".split())
 

@@ -15,7 +15,8 @@ from ranks import run_ranks
 from test_exact_reduction import train_until
 from training import difference
 
-FLAGS = "--dataset_size 142 --epochs 3 --global_batch_size 40 --lr 0.05 --ema_decay 0.9 --clip_grad_norm 1".split()
+FLAGS = "--dataset_size 142 --epochs 3 --global_batch_size 40 --lr 0.05 --clip_grad_norm 1".split()
+FLAGS += ["--ema_decay", "0.9"]  # extra: average
 FLAGS += "--log_interval 1 --save_every_steps 1 --keep_last 2 --keep_every 5 --resume_from auto".split()
 
 

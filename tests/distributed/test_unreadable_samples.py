@@ -13,7 +13,8 @@ from tasks import BUCKETS
 from training import train_flags
 from utils.checkpoint import format as checkpoint
 
-FLAGS = "--dataset_size 90 --epochs 2 --no-use_amp --lr 0.02 --save_every 0 --ema_decay 0.9 --record_samples".split()
+FLAGS = "--dataset_size 90 --epochs 2 --no-use_amp --lr 0.02 --save_every 0 --record_samples".split()
+FLAGS += ["--ema_decay", "0.9"]  # extra: average
 ERRORS = {
     "value": lambda index: ValueError(f"sample {index} has no label"),
     "user": lambda index: UserError(f"sample {index}: cannot be decoded; delete it"),

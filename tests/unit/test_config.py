@@ -95,7 +95,7 @@ def test_flags_with_underscores_dashes_and_negations():
         ("--data-path 1", "--data-path: is not known; did you mean --data_dir?"),
         ("-b 1", "-b: is not known; did you mean --batch_size?"),
         ("--beta1 1", "--beta1: is not known; did you mean --momentum?"),
-        ("--model-ema", "--model-ema: is not known; did you mean --ema_decay?"),
+        ("--model-ema", "--model-ema: is not known; did you mean --ema_decay?"),  # extra: average
         ("--resume_from_checkpoint x", "--resume_from_checkpoint: is not known; did you mean --resume_from?"),
         ("--device cpu", "--device: is not a flag here; GPUs are used if there are any; set CUDA_VISIBLE_DEVICES= for"),
         ("--warmup_steps 5 --warmup_epochs 1", "warmup_steps=5: there is warmup_epochs=1.0; give only one of the two"),
@@ -307,7 +307,7 @@ def test_help_all_shows_each_flag_once_with_its_default_in_lines_of_120_columns(
 
 def test_help_shows_the_common_flags_and_how_many_are_left(capsys):
     fields = dataclasses.fields(TrainingConfig)
-    common = [field.name for field in fields if field.name not in RARE.split()]
+    common = [field.name for field in fields if field.name not in RARE]
     text = help_text(capsys, "--help")
     assert flags_of(text) == ["help", "config", "print_config", *common] and {*PUBLISHED} <= {*common}
     assert text.splitlines()[-1] == f"--help all shows the other {len(fields) - len(common)} flags."

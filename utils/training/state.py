@@ -18,12 +18,13 @@ from utils.data.sampler import GlobalBatchSampler
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import device_of, is_sharded, shard_of
 from utils.distributed.tree import RankSum
+from utils.extras.average import WeightAverage  # extra: average
 from utils.extras.terms.loss import CountedInterval  # extra: terms
 from utils.extras.unsaved import Unsaved  # extra: unsaved
 from utils.memory import is_out_of_memory
 from utils.metrics import Metrics
 from utils.training.interval import Interval, SkippedStep
-from utils.training.optimizer import WeightAverage, factors_of
+from utils.training.optimizer import factors_of
 from utils.training.parallel import Sharing
 from utils.training.precision import Precision
 from utils.training.schedule import Progress, Schedule
@@ -49,7 +50,7 @@ class TrainState:
         self.model, self.precision = model, precision  # the model is not wrapped in DDP
         self.schedule = Schedule(config, seams.lr_factor)
         self.sums = StepSums(model, RankSum(self.sharing.sums_in_runs))
-        self.average = WeightAverage(model, config.ema_decay) if config.ema_decay else None
+        self.average = WeightAverage(model, config.ema_decay) if config.ema_decay else None  # extra: average
         if sparse := [name for name, module in model.named_modules() if getattr(module, "sparse", None) is True]:
             raise UserError(f"model: {sparse[0]} has sparse gradients, which are not supported; set sparse=False")
         self.unsaved = Unsaved(model, seams.is_saved)  # extra: unsaved
@@ -161,8 +162,8 @@ class TrainState:
         if self._seams.after_step and self._seams.progress:  # extra: steps
             with torch.no_grad():
                 self._seams.after_step(self.model, self._seams.progress, (1 - skipped).double())
-        if self.average:  # of the weights that after_step leaves
-            self.average.update(1 - skipped)
+        if self.average:  # extra: average
+            self.average.update(1 - skipped)  # of the weights that after_step leaves
 
     def spoil(self, metrics: Metrics) -> Metrics:
         """Metrics of a stand-in for samples that could not be fetched, with which all ranks skip the step."""
@@ -203,10 +204,12 @@ class TrainState:
         """The training state for a checkpoint. Tensors are not copied."""
         state = {
             "model": self.model.state_dict(),
-            "ema": self.average.state_dict() if self.average else {},
+            "ema": {},  # weights beside those of the model
             **self.updater.state_dict(),
             "progress": dataclasses.asdict(self.progress) | {"interval": self.interval.state()},
         }
+        if self.average:  # extra: average
+            state["ema"] = self.average.state_dict()
         state |= {kind: self.unsaved.without(state[kind]) for kind in ("model", "ema")}  # extra: unsaved
         return state
 
@@ -232,15 +235,14 @@ class TrainState:
             raise UserError(f"the checkpoint's progress lacks {', '.join(missing)}; give another checkpoint")
         self.load_model(payload)
         self.updater.load_state_dict(payload)
-        if self.average:
-            weights = payload["ema"] or payload["model"]
-            weights = self.unsaved.complete(weights, payload)  # extra: unsaved
-            self.average.load_state_dict(weights)
         progress = dict(payload["progress"])
         self.interval.load_state(progress.pop("interval"))
         for name, value in progress.items():
             setattr(self.progress, name, value)
-        if self.average:
+        if self.average:  # extra: average
+            weights = payload["ema"] or payload["model"]
+            weights = self.unsaved.complete(weights, payload)  # extra: unsaved
+            self.average.load_state_dict(weights)
             skipped = self.progress.skipped_steps + self.progress.overflow_steps
             self.average.continue_from(self.progress.step - skipped)
 
@@ -256,7 +258,10 @@ class TrainState:
 
     def weights(self) -> dict[str, AbstractContextManager]:
         """The weights to evaluate, each with the context in which the model has them. The last selects the best."""
-        return {"model": nullcontext()} | ({"ema": self.average.swapped()} if self.average else {})
+        found: dict[str, AbstractContextManager] = {"model": nullcontext()}
+        if self.average:  # extra: average
+            found["ema"] = self.average.swapped()
+        return found
 
     def weights_of(self, payload: dict[str, Any]) -> dict[str, AbstractContextManager]:
         """Those in a checkpoint, which replace the weights of the model for good; without one, those of the model."""

@@ -54,7 +54,9 @@ def count(state: TrainState, action: Callable[[], object]) -> dict[str, int]:
 
     Gradients must not exist yet.
     """
-    tracker, copies = Tracker(), [*state.average._copies.values()] if state.average else []
+    tracker, copies = Tracker(), list[torch.Tensor]()
+    if state.average:  # extra: average
+        copies = [*state.average._copies.values()]
     tracker.track_external(state.model, state.optimizer, *copies)
     for parameter in state.model.parameters():  # DDP's buckets are counted when they are used
         parameter.grad = None

@@ -13,7 +13,8 @@ from tasks import TASKS, SmallNet, create_images
 from training import train_flags
 from utils.extras import summarize as extra
 
-FLAGS = "--dataset_size 46 --epochs 2 --num_workers 1 --no-use_amp --lr 0.02 --ema_decay 0.5 --log_interval 1".split()
+FLAGS = "--dataset_size 46 --epochs 2 --num_workers 1 --no-use_amp --lr 0.02 --log_interval 1".split()
+FLAGS += ["--ema_decay", "0.5"]  # extra: average
 FLAGS += "--eval_every_steps 2 --global_batch_size 16 --reduction exact --best_metric max:auc --keep_last 99".split()
 
 
