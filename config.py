@@ -39,8 +39,8 @@ RARE = [  # flags that only `--help all` shows
     *"crop_scale crop_ratio auto_augment random_erase augment_repeats mixup_alpha cutmix_alpha".split(),
     *"train_size resize_size interpolation".split(),
     "cache",
-    "compile",
-    "activation_checkpointing",
+    "compile",  # extra: compile
+    "activation_checkpointing",  # extra: compile
     "ema_decay",  # extra: average
     "cpu_offload",
     "on_checkpoint",
@@ -256,15 +256,15 @@ CONFLICTS: list[tuple[str, str | Callable[[TrainingConfig], Any], str]] = [
      f"a resumed run takes its weights from resume_from; {EITHER}"),
     ("amp_dtype", "use_amp", "needs mixed precision; leave out amp_dtype or no_use_amp"),
     ("comm_hook", "reduction", f"rounds gradients before they are summed; {EITHER}"),
-    ("compile", lambda config: config.compile == "reduce-overhead" and config.find_unused_parameters,
+    ("compile", lambda config: config.compile == "reduce-overhead" and config.find_unused_parameters,  # extra: compile
      "keeps all gradients in place, and find_unused_parameters leaves some out; use --compile default"),
     ("sharding", "check_every", f"does not work with check_every; {EITHER}"),
     ("find_unused_parameters", "check_every", f"does not work with check_every; {EITHER}"),
-    ("compile", lambda config: config.compile == "reduce-overhead" and config.check_every,
+    ("compile", lambda config: config.compile == "reduce-overhead" and config.check_every,  # extra: check and compile
      f"does not work with check_every; {EITHER}"),
     ("reduction", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),
     ("comm_hook", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),
-    ("compile", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),
+    ("compile", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),  # extra: compile and sharding
     ("find_unused_parameters", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),
     ("cpu_offload", lambda config: config.sharding == "none", "needs sharding; add --sharding zero3, or leave it out"),
     ("amp_dtype", lambda config: config.amp_dtype.endswith("_params") and config.sharding == "none",
@@ -298,8 +298,10 @@ class TrainingConfig:
     drop_last: bool = setting("data", False, "drop the last, incomplete global batch of each epoch", resume="must")
     record_samples: bool = setting("data", False, "write the sample indices of each optimizer step to run_dir/samples")
 
+    # ---- extra: compile ----
     compile: str = setting("model", "off", "torch.compile mode", one_of("off", "default", "reduce-overhead"))
     activation_checkpointing: bool = setting("model", False, "recompute activations to save memory (slower)")
+    # ---- end of compile ----
 
     epochs: int | str = setting("training", "auto", "passes over the data (auto: 10, or max_steps)", at_least(1), "may")
     max_steps: int = setting("training", 0, "total optimizer steps (0 = set by epochs)", at_least(0), "may")

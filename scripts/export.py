@@ -163,7 +163,8 @@ def main() -> int:
         if out.exists() and out.samefile(source):
             raise UserError(f"{out}: is the checkpoint itself; give another name for the export")
         out.parent.mkdir(parents=True, exist_ok=True)
-        config = TrainingConfig(**saved["config"] | places | {"backend": "gloo", "compile": "off"})  # on the CPU
+        places["compile"] = "off"  # extra: compile
+        config = TrainingConfig(**saved["config"] | places | {"backend": "gloo"})  # on the CPU
         if unsaved := saved.pop(KEY):  # extra: unsaved
             torch.manual_seed(config.seed)
             net = Seams.of(fork).create_model(config, torch.device("cpu"))

@@ -108,7 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def prepare(config: TrainingConfig) -> Fork:
     """Load the data on all ranks. Raises UserError."""
     config = replace(config, mirror="", track="none", on_checkpoint="")
-    config = replace(config, resume_from="", overwrite=False, eval_only=False, compile="off")
+    config = replace(config, resume_from="", overwrite=False, eval_only=False)
+    config = replace(config, compile="off")  # extra: compile
     ddp_utils.choose_kernels = functools.partial(choose_kernels, has_tf32=False)  # for the short runs too
     gc.freeze()  # each short run begins with a collection, which need not look at what is imported
     ctx = setup_distributed(config)

@@ -48,4 +48,4 @@ def test_find_batch_prints_the_flags_to_paste():
     assert "\n  20 samples: fits, " in ended.out
     given = r"\nas given: 20 samples, .*per micro-batch, .* samples/s\n  this is the whole training set\n"
     assert re.search(given + r"  --batch_size 18 --global_batch_size 36 ", ended.out)
-    assert re.search(r"\nwith --activation_checkpointing: ", ended.out)
+    assert re.search(r"\nwith --activation_checkpointing: ", ended.out)  # extra: compile

@@ -44,7 +44,6 @@ ROWS = """
 --global_batch_size 256
 --batch_size 3
 --drop_last --batch_size 8
---activation_checkpointing
 --max_steps 1
 --epochs 1
 --seed 0
@@ -69,6 +68,7 @@ ROWS = """
 --find_unused_parameters
 """.strip().splitlines()
 ROWS += ["--optimizer adamw --drop_last --batch_size 8 --global_batch_size 16"]
+ROWS += ["--activation_checkpointing"]  # extra: compile
 ROWS += ["--ema_decay 0.9"]  # extra: average
 ROWS += ["--sharding zero3 --ema_decay 0.9 --optimizer adamw"]  # extra: average and sharding
 ELSEWHERE = {  # flags without a row

@@ -79,9 +79,9 @@ def train_with(fault_of, words, task="images"):
         slow(2, 1, "images", ("--amp_dtype", "fp16")),
         slow(4, 1, "terms", ("--grad_accum_steps", 2, "--reduction", "exact")),  # extra: terms
         slow(4, 2, "lines", ()),
-        slow(2, 2, "blocks", ("--activation_checkpointing", "--num_workers", 1)),
+        slow(2, 2, "blocks", ("--activation_checkpointing", "--num_workers", 1)),  # extra: compile
         slow(2, 2, "taught", ("--comm_hook", "fp16")),  # extra: steps
-        slow(2, 2, "ramped", ("--compile", "default")),  # extra: steps
+        slow(2, 2, "ramped", ("--compile", "default")),  # extra: compile and steps
     ],
 )
 def test_checks_change_nothing_and_raise_no_alarm(runs, ranks, every, task, flags):

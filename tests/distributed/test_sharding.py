@@ -34,7 +34,7 @@ SGD, ADAMW = "--optimizer sgd --lr 0.05", "--optimizer adamw --lr 0.001"
     ("ranks", "accumulation", "task", "optimizer", "flags"),
     [
         (4, 1, "blocks", SGD, "zero3"),
-        slow(2, 2, "blocks", ADAMW, "zero2 --activation_checkpointing"),
+        slow(2, 2, "blocks", ADAMW, "zero2 --activation_checkpointing"),  # extra: compile
         slow(1, 4, "blocks", SGD, "zero3 --cpu_offload"),
         slow(3, 2, "images", SGD, "zero3"),
     ],
@@ -67,7 +67,9 @@ def test_hybrid_is_sharded_on_a_node_and_replicated_on_two(runs):
     [
         slow(2, "images", f"{ADAMW} --sharding zero3 --amp_dtype bf16 --grad_accum_steps 2"),
         (2, "blocks", f"{ADAMW} --sharding zero3 --amp_dtype fp16_params --grad_accum_steps 2"),
-        slow(2, "blocks", f"{ADAMW} --sharding zero2 --amp_dtype bf16_params --activation_checkpointing"),
+        slow(
+            2, "blocks", f"{ADAMW} --sharding zero2 --amp_dtype bf16_params --activation_checkpointing"
+        ),  # extra: compile
         slow(4, "blocks", f"{SGD} --sharding zero2 --no-use_amp"),
     ],
 )

@@ -9,8 +9,8 @@ from config import TrainingConfig
 from utils.checkpoint.format import load_weights, take_weights
 from utils.checkpoint.stored import local_checkpoint
 from utils.distributed.context import DistributedContext
+from utils.extras.compile.activation import checkpoint_blocks  # extra: compile
 from utils.extras.unsaved import checked  # extra: unsaved
-from utils.training.activation import checkpoint_blocks
 from utils.training.parallel import Sharing
 from utils.training.precision import Precision
 from utils.training.seams import Seams
@@ -37,7 +37,7 @@ def create_state(seams: Seams, config: TrainingConfig, ctx: DistributedContext, 
                 must_be_whole=config.eval_only,
                 given=given,  # extra: unsaved
             )
-        if config.activation_checkpointing:
+        if config.activation_checkpointing:  # extra: compile
             checkpoint_blocks(model, seams.blocks(model))
         return model
 

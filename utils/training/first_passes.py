@@ -1,13 +1,7 @@
-"""The passes before the first step, in which DDP orders its buckets and torch.compile compiles the model.
-
-Compiled code depends on the batch size, so each size of an epoch or an evaluation is compiled separately. The model is
-compiled in place: it stays the same module, with the same keys in its state dict.
-"""
+"""The passes before the first step, in which DDP orders its buckets."""
 
 from __future__ import annotations
 
-import logging
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,7 +11,6 @@ from utils.data.loader import GlobalBatchLoader
 from utils.distributed.collectives import on_all_ranks, require_equal
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import local
-from utils.logger import NAME, count
 from utils.metrics import MetricTracker, check_metrics, choose_best
 from utils.training.fingerprint import fingerprint_of
 from utils.training.replicated import Wrapped
@@ -39,7 +32,7 @@ def first_passes(
     config: TrainingConfig,
     ctx: DistributedContext,
 ) -> tuple[str, int]:
-    """Two complete passes, so that a resumed run sums gradients in the order of a fresh one; then compile.
+    """Two complete passes, so that a resumed run sums gradients in the order of a fresh one.
 
     Returns:
         The metric that selects the best checkpoint, as `choose_best` does, of those that an evaluation will report.
@@ -65,7 +58,9 @@ def first_passes(
         return names
 
     names = on_all_ranks(lambda: [evaluate(each) for each in held_out.values()], ctx)
-    if config.compile != "off":
+    if config.compile != "off":  # extra: compile
+        from utils.extras.compile.compiled import compile_all_sizes  # which imports this module
+
         on_all_ranks(lambda: compile_all_sizes(model, state, loader, held_out, seams, config), ctx)
     return on_all_ranks(lambda: choose_best(config.best_metric, [*names, []][0]), ctx)
 
@@ -116,55 +111,6 @@ def evaluate_once(batch: Any, state: TrainState, compute_loss: ComputeLoss) -> l
     with state.precision.autocast():
         tracker.update(check_metrics(compute_loss(state.model.eval(), batch)))
     return [*tracker.means()]
-
-
-def compile_all_sizes(
-    model: Wrapped,
-    state: TrainState,
-    loader: GlobalBatchLoader,
-    held_out: dict[str, GlobalBatchLoader],
-    seams: Seams,
-    config: TrainingConfig,
-) -> None:
-    """Compile the model in passes with every batch size of the run. Raises UserError if torch compiles nothing.
-
-    Two passes each: CUDA graphs are recorded in the second. The passes before were not compiled, so the gradients are
-    in memory of DDP or their own, where `Updater.drop_gradients` leaves them, and not in the memory of a graph.
-    """
-    import torch._dynamo  # takes seconds
-
-    logger, began = logging.getLogger(NAME), perf_counter()
-    passes = [("training", loader, size) for size in sizes_of(loader)]
-    passes += [("evaluation", each, size) for each in held_out.values() for size in sizes_of(each)]
-    shown = ", ".join(dict.fromkeys(f"{size} in {kind}" for kind, _, size in passes))
-    logger.info("compiling (%s) for %s: %s", config.compile, count(passes, "batch size"), shown)
-    torch.compiler.reset()  # drops the code of an earlier run in this process
-    # graphs are split at DDP's buckets, so that these overlap; torch cannot split recomputed blocks, tiny buckets, or
-    # alike on any number of ranks
-    is_split = config.reduction == "fast" and not config.activation_checkpointing
-    torch._dynamo.config.optimize_ddp = is_split and not 0 < config.bucket_cap_mb < 1
-    counters = torch._dynamo.utils.counters
-    compiled, skipped = counters["stats"]["unique_graphs"], counters["inductor"]["cudagraph_skips"]
-    state.model.compile(mode=config.compile, dynamic=False)
-    for kind, source, size in passes:
-        batch = source.fetch(list(range(size)))[2]
-        if kind == "training":
-            train_twice(model, batch, state, seams.compute_loss)
-        else:
-            for _ in range(2):
-                evaluate_once(batch, state, seams.compute_loss)
-                if seams.summary:  # extra: summarize
-                    seams.summary.names(state, batch, size, size)
-        logger.info("compiled for batches of %d in %s after %.0f s", size, kind, perf_counter() - began)
-    if counters["stats"]["unique_graphs"] == compiled:
-        raise UserError(
-            f"compile={config.compile}: torch {torch.__version__} found nothing to compile, as in a bare nn.Sequential;"
-            " give the model a class with a forward method, or use --compile off"
-        )
-    skipped = counters["inductor"]["cudagraph_skips"] - skipped
-    if config.compile == "reduce-overhead" and skipped:
-        text = "reduce-overhead: %s run without CUDA graphs (TORCH_LOGS=cudagraphs shows why)"
-        logger.info(text, count(skipped, "compiled part"))  # of rank 0; it is the same on the others
 
 
 def sizes_of(loader: GlobalBatchLoader) -> list[int]:

@@ -99,7 +99,8 @@ class Exact(Sharing):
             raise UserError("reduction=exact: SyncBatchNorm sums over the ranks by itself; leave out --sync_bn")
         if self._ctx.device.type != "cpu" and not config.deterministic:
             raise UserError("reduction=exact: on a GPU needs deterministic kernels; add --deterministic")
-        is_static = config.compile == "reduce-overhead"
+        is_static = False
+        is_static = config.compile == "reduce-overhead"  # extra: compile
         return ExactlyReplicated(model, is_static, **ddp_options(model, config, self._ctx))
 
 

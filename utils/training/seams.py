@@ -17,7 +17,7 @@ from utils.extras.steps import StepView, seeing  # extra: steps
 from utils.extras.summarize import Summary  # extra: summarize
 from utils.extras.terms.loss import Terms  # extra: terms
 from utils.metrics import Metrics
-from utils.training.activation import find_blocks
+from utils.training.blocks import find_blocks
 from utils.training.optimizer import create_optimizer, lr_factor
 
 ComputeLoss = Callable[[nn.Module, Any], Metrics]

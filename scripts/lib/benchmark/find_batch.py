@@ -45,7 +45,8 @@ TRIAL_TIMEOUT = 300  # seconds
 CHECKPOINTING = "--activation_checkpointing"
 FITS, TOO_LARGE, TOO_SLOW = "fits", "does not fit", f"takes longer than {TRIAL_TIMEOUT} s"
 # without evaluation, which needs less memory than training, and compilation and workers, which use other memory
-QUIET: dict[str, Any] = {"num_workers": 0, "compile": "off", "hang_timeout": 0.0, "max_time": 0.0}
+QUIET: dict[str, Any] = {"num_workers": 0, "hang_timeout": 0.0, "max_time": 0.0}
+QUIET["compile"] = "off"  # extra: compile
 QUIET |= {"epochs": 2, "max_steps": 2, "global_batch_size": 0, "grad_accum_steps": 2, "drop_last": False}
 
 
@@ -201,7 +202,9 @@ def find(flags: list[str], ranks: int, gib: float) -> None:
     facts = start_trial(0, ranks, gib, flags)
     say, most, answers = functools.partial(print, flush=True), facts["samples"], []
     say(f"{gigabytes(facts['memory'])} per rank, after {HEADROOM:.0%} headroom")
-    for more in ([], [CHECKPOINTING])[config.activation_checkpointing :]:
+    ways: list[list[str]] = [[]]
+    ways += [[CHECKPOINTING]] * (not config.activation_checkpointing)  # extra: compile
+    for more in ways:
         name = f"with {CHECKPOINTING}" if more else "as given"
         say(f"{name}:")
 

@@ -11,7 +11,8 @@ from config import UserError
 from ranks import run_ranks
 from tasks import TASKS, train_task
 from training import assert_same_state
-from utils.training.activation import checkpoint_blocks, find_blocks
+from utils.extras.compile.activation import checkpoint_blocks
+from utils.training.blocks import find_blocks
 
 WIDTH = 8
 
