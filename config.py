@@ -34,12 +34,20 @@ AMP_DTYPES = [
     *("bf16_params", "fp16_params"),  # extra: sharding
 ]
 SHARDINGS = ("none", "zero2", "zero3", "hybrid")  # extra: sharding
-RARE = """dataset_size cache drop_last record_samples compile activation_checkpointing beta2 nesterov schedule_steps
-min_lr warmup_steps ema_decay max_skipped_steps patience amp_dtype init_method timeout bucket_cap_mb
-comm_hook find_unused_parameters cpu_offload save_every_steps save_every_minutes keep_last keep_every
-on_checkpoint eval_every_steps eval_batch_size crop_scale crop_ratio auto_augment random_erase
-augment_repeats mixup_alpha cutmix_alpha freeze num_classes in_channels train_size resize_size interpolation
-channels_last label_smoothing norm_weight_decay sync_bn"""  # flags that only `--help all` shows
+RARE = [  # flags that only `--help all` shows
+    *"dataset_size drop_last record_samples beta2 nesterov schedule_steps min_lr warmup_steps".split(),
+    *"max_skipped_steps patience amp_dtype init_method timeout bucket_cap_mb comm_hook find_unused_parameters".split(),
+    *"save_every_steps save_every_minutes keep_last keep_every eval_every_steps eval_batch_size".split(),
+    *"freeze num_classes in_channels channels_last label_smoothing norm_weight_decay sync_bn".split(),
+    *"crop_scale crop_ratio auto_augment random_erase augment_repeats mixup_alpha cutmix_alpha".split(),
+    *"train_size resize_size interpolation".split(),
+    "cache",
+    "compile",  # extra: compile
+    "activation_checkpointing",  # extra: compile
+    "ema_decay",  # extra: average
+    "cpu_offload",  # extra: sharding
+    "on_checkpoint",  # extra: companions
+]
 PATHS = ("run_dir", "data_dir", "checkpoint_dir", "resume_from", "init_from")
 ELSEWHERE = Path(__file__).parent / "docs" / "coming-from.md"  # names of flags in other trainers
 OF_TORCHRUN = """nproc_per_node nnodes node_rank master_addr master_port max_restarts local_rank world_size gpus devices
@@ -253,7 +261,7 @@ CONFLICTS: list[tuple[str, str | Callable[[TrainingConfig], Any], str]] = [
      f"a resumed run takes its weights from resume_from; {EITHER}"),
     ("amp_dtype", "use_amp", "needs mixed precision; leave out amp_dtype or no_use_amp"),
     ("comm_hook", "reduction", f"rounds gradients before they are summed; {EITHER}"),  # extra: exact
-    ("compile", lambda config: config.compile == "reduce-overhead" and config.find_unused_parameters,
+    ("compile", lambda config: config.compile == "reduce-overhead" and config.find_unused_parameters,  # extra: compile
      "keeps all gradients in place, and find_unused_parameters leaves some out; use --compile default"),
     ("sharding", "check_every", f"does not work with check_every; {EITHER}"),  # extra: sharding and check
     ("find_unused_parameters", "check_every", f"does not work with check_every; {EITHER}"),  # extra: check
@@ -298,8 +306,10 @@ class TrainingConfig:
     drop_last: bool = setting("data", False, "drop the last, incomplete global batch of each epoch", resume="must")
     record_samples: bool = setting("data", False, "write the sample indices of each optimizer step to run_dir/samples")
 
+    # ---- extra: compile ----
     compile: str = setting("model", "off", "torch.compile mode", one_of("off", "default", "reduce-overhead"))
     activation_checkpointing: bool = setting("model", False, "recompute activations to save memory (slower)")
+    # ---- end of compile ----
 
     epochs: int | str = setting("training", "auto", "passes over the data (auto: 10, or max_steps)", at_least(1), "may")
     max_steps: int = setting("training", 0, "total optimizer steps (0 = set by epochs)", at_least(0), "may")
@@ -320,6 +330,7 @@ class TrainingConfig:
     warmup_epochs: float = setting("training", 0.5, "epochs of linear warm-up", at_least(0), "may")
     warmup_steps: int | str = setting("training", "auto", "steps of it (auto: by warmup_epochs)", at_least(0), "may")
     clip_grad_norm: float = setting("training", 0.0, "max gradient norm (0 = off)", at_least(0), "may")
+    # ---- extra: average ----
     ema_decay: float = setting(
         "training",
         0.0,
@@ -327,6 +338,7 @@ class TrainingConfig:
         between(0, 1),
         "may",
     )
+    # ---- end of average ----
     max_skipped_steps: int = setting("training", 50, "non-finite steps in a row before abort (0 = off)", at_least(0))
     patience: int = setting("training", 0, "evaluations without improvement before the end (0 = off)", at_least(0))
     max_time: float = setting("training", 0.0, "save and stop after this many minutes (0 = off)", at_least(0))
@@ -607,7 +619,7 @@ def _of_another_trainer(name: str, names: Collection[str]) -> str | None:
 def _help(cls: type, is_all: bool) -> str:
     """Flags by group, with help and default; if not is_all, those that are common."""
     lines, group, fields = [USAGE], "", dataclasses.fields(cls)
-    rare = [] if is_all else [field for field in fields if field.name in RARE.split()]
+    rare = [] if is_all else [field for field in fields if field.name in RARE]
     for field in (field for field in fields if field not in rare):
         if field.metadata["group"] != group:
             group = field.metadata["group"]

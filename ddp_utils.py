@@ -25,7 +25,8 @@ from utils.distributed.context import (
     make_libraries_deterministic,
     read_launch,
 )
-from utils.distributed.device import check_compiler, choose_device, choose_kernels, has_fast_bf16, raise_file_limit
+from utils.distributed.device import choose_device, choose_kernels, has_fast_bf16, raise_file_limit
+from utils.extras.compile.compiler import check_compiler  # extra: compile
 from utils.run.checkpoints import Checkpoints
 from utils.run.resume import load_checkpoint
 from utils.signals import follow_torchrun
@@ -110,7 +111,7 @@ def _look_at_machine(config: TrainingConfig, launch: Launch) -> tuple[str, torch
             torch.accelerator.set_device_index(device)  # before anything touches a GPU, and before NCCL guesses which
         card |= {"backend": backend, "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}
         card["bf16"] = has_fast_bf16(device)
-        check_compiler(config.compile, device, launch.compilers["CXX" if device.type == "cpu" else "CC"])
+        check_compiler(config.compile, device, launch.compilers)  # extra: compile
     except UserError as error:
         if not launch.is_launched:
             raise

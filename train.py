@@ -215,7 +215,7 @@ def train_one_epoch(training: Training) -> None:
             if schedule.is_patience_over:
                 return  # run_training ends the run: no evaluation is due, and the epoch does not count as complete
         clock.begin_step(progress.step + 1)
-        state.show(progress)  # what compute_loss and after_step of model.py may read
+        state.show(progress)  # extra: steps
         samples, indices = compute(stream)  # forward and backward
         clock.enter("update")
         checkpoints.finish_copy()  # before the weights change
@@ -241,7 +241,7 @@ def compute_gradient(training: Training, stream: Iterable[MicroBatch]) -> tuple[
             seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, micro_batch.number)
             with state.precision.autocast():
                 metrics = training.seams.compute_loss(model, micro_batch.batch)
-            if training.seams.terms:
+            if training.seams.terms:  # extra: terms
                 metrics = training.seams.terms.divided(metrics, micro_batch.number)
             if micro_batch.is_stand_in:
                 metrics = state.spoil(metrics)

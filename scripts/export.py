@@ -30,11 +30,11 @@ from utils.checkpoint import format as checkpoint
 from utils.checkpoint.stored import local_checkpoint
 from utils.data.loader import create_evaluation_dataloader
 from utils.data.sets import load_data
+from utils.extras.unsaved import KEY, complete  # extra: unsaved
 from utils.files import replace_file
 from utils.run.command_line import open_output
 from utils.run.resume import compare_evaluated
 from utils.training.seams import Seams
-from utils.training.unsaved import KEY, complete
 
 LOAD = """\
 import torch; from config import TrainingConfig; from model import create_model
@@ -76,11 +76,13 @@ def read(source: Path, use_ema: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     payload, _ = checkpoint.read(source)
     if use_ema and not payload["ema"]:
-        raise UserError(f"{source}: has no averaged weights; leave out --ema, or train with --ema_decay 0.999")
+        remedy = "leave out --ema"
+        remedy += ", or train with --ema_decay 0.999"  # extra: average
+        raise UserError(f"{source}: has no averaged weights; {remedy}")
     saved = {"model": payload["ema" if use_ema else "model"]}
     saved["config"] = {name: value for name, value in payload["config"].items() if name not in PLACES}
     saved |= {name: payload["provenance"][name] for name in ("classes", "mean", "std")}
-    saved[KEY] = payload["provenance"].get(KEY, {})
+    saved[KEY] = payload["provenance"].get(KEY, {})  # extra: unsaved
     places = {name: value for name, value in payload["config"].items() if name in PLACES}
     return saved, places | {"init_from": "", "resume_from": ""}
 
@@ -162,8 +164,9 @@ def main() -> int:
         if out.exists() and out.samefile(source):
             raise UserError(f"{out}: is the checkpoint itself; give another name for the export")
         out.parent.mkdir(parents=True, exist_ok=True)
-        config = TrainingConfig(**saved["config"] | places | {"backend": "gloo", "compile": "off"})  # on the CPU
-        if unsaved := saved.pop(KEY):
+        places["compile"] = "off"  # extra: compile
+        config = TrainingConfig(**saved["config"] | places | {"backend": "gloo"})  # on the CPU
+        if unsaved := saved.pop(KEY):  # extra: unsaved
             torch.manual_seed(config.seed)
             net = Seams.of(fork).create_model(config, torch.device("cpu"))
             saved["model"] = complete(saved["model"], unsaved, net, {}, str(source))

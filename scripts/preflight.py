@@ -105,7 +105,9 @@ def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None
     def create() -> dict[str, int]:
         state = train.create_state(Seams.of(train.your_model), config, ctx)
         gradient = sum(p.nbytes for group in state.optimizer.param_groups for p in group["params"])
-        weights = sum(value.nbytes for value in state.model.state_dict().values()) * (2 if config.ema_decay else 1)
+        weights = sum(value.nbytes for value in state.model.state_dict().values())
+        if config.ema_decay:  # extra: average
+            weights *= 2
         copies = 2 if config.optimizer == "adamw" else int(config.momentum > 0)
         return {"checkpoint": weights + copies * gradient, "gradient": gradient}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from config import UserError
+from utils.extras.terms.means import TermMeans  # extra: terms
 from utils.logger import RESERVED
 
 Metrics = dict[str, tuple]  # name -> (sum, count) or (sum, count, function of their quotient); numbers or tensors
@@ -30,8 +30,6 @@ def check_metrics(metrics: Any) -> Metrics:
         problem = f"returned a {type(metrics).__name__}"
     elif "loss" not in metrics:
         problem = "returned no loss"
-    elif isinstance(metrics["loss"], dict):
-        problem = "returned a loss of several terms, for which model.py must define loss_counts(batch) -> {term: count}"
     else:
         for name, entry in metrics.items():
             is_entry = isinstance(entry, tuple | list) and len(entry) in (2, 3) and all(map(is_value, entry[:2]))
@@ -39,34 +37,21 @@ def check_metrics(metrics: Any) -> Metrics:
                 problem = f"returned a metric named {name!r}, which is not allowed (reserved, or with a slash)"
             elif not is_entry or (len(entry) == 3 and not callable(entry[2])):
                 problem = f"returned no (sum, count) or (sum, count, function) for {name}"
+        if isinstance(metrics["loss"], dict):  # extra: terms
+            problem = "returned a loss of several terms, for which model.py must define"
+            problem += " loss_counts(batch) -> {term: count}"
         if not problem:
             total, count, *finish = metrics["loss"]
-            has_terms = any(isinstance(each, TermMeans) for each in finish)
-            counts = count.tolist() if has_terms else [float(count)]
-            if not isinstance(total, Tensor) or total.ndim != has_terms or not total.is_floating_point():
+            counts, ndim = torch.as_tensor(count).reshape(-1).tolist(), 0
+            if any(isinstance(each, TermMeans) for each in finish):  # extra: terms
+                ndim = 1
+            if not isinstance(total, Tensor) or total.ndim != ndim or not total.is_floating_point():
                 problem = "returned a loss whose sum is not a 0-dimensional float tensor"
             elif not all(math.isfinite(each) and each >= 0 for each in counts):
                 problem = f"returned a loss with a count of {', '.join(map(str, counts))}"
     if problem:
         raise UserError(f"model.compute_loss: {problem}; return sums and their counts, e.g. {EXAMPLE}")
     return metrics
-
-
-@dataclass(frozen=True)
-class TermMeans:
-    """What is reported of a loss of several terms: the sum of their quotients, and each of them as loss/name.
-
-    It is the third entry of such a loss, whose sum and count are tensors [terms].
-    """
-
-    names: tuple[str, ...]
-
-    def __call__(self, total: Tensor, count: Tensor) -> dict[str, float]:
-        """A term that counted nothing adds nothing, and is NaN by itself."""
-        quotients = torch.where(count == 0, total, total / count)  # a sum that is not finite stays so
-        loss = quotients.sum() if count.any() else torch.tensor(math.nan)
-        each = torch.where(count == 0, math.nan, quotients).tolist()
-        return {"loss": loss.item()} | {f"loss/{name}": value for name, value in zip(self.names, each, strict=True)}
 
 
 class MetricTracker:
@@ -149,10 +134,10 @@ class MetricTracker:
         means: dict[str, float] = {}
         for name, total, count in zip(self._places, found[::2], found[1::2], strict=True):
             finish = self._finish.get(name)
-            if isinstance(finish, TermMeans):
+            if isinstance(finish, TermMeans):  # extra: terms
                 means |= finish(total, count)
-            else:
-                means |= _reported(name, torch.where(count == 0, math.nan, total / count), finish)
+                continue
+            means |= _reported(name, torch.where(count == 0, math.nan, total / count), finish)
         return means
 
     def state(self) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ RECIPES = ROOT / "docs" / "recipes"
 ON = {
     "muon": ["gpt"],
     "sweeps": ["tabular"],
-    "lora": ["causal_lm"],
+    "lora": ["causal_lm"],  # extra: unsaved
     "memory_mapped_tokens": ["gpt"],
     "several_validation_sets": ["gpt"],
     "tensor_parallel": ["gpt"],

@@ -97,7 +97,7 @@ def test_muon_is_rejected_with_sharding_and_its_state_survives_a_resume(tmp_path
     assert kinds == {frozenset({"momentum_buffer"}), frozenset({"step", "exp_avg", "exp_avg_sq"})}
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # extra: unsaved
 def test_checkpoints_of_lora_hold_only_adapters_and_reject_another_base(tmp_path):
     fork = Fork(tmp_path, "lora")
     running_text_for_adapters(fork.folder / "FOLDER")
@@ -195,7 +195,7 @@ torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 """
 
 
-def test_the_chunks_of_a_contrastive_batch_give_its_gradient_without_keeping_activations(tmp_path):
+def test_the_chunks_of_a_contrastive_batch_give_its_gradient_without_keeping_activations(tmp_path):  # extra: summarize
     fork = Fork(tmp_path, "contrastive")
     pairs_of_image_and_text(fork.folder / "FOLDER")
     (fork.folder / "chunks.py").write_text(CHUNKS)
@@ -254,7 +254,7 @@ assert summarize({"best": spoken, "text": text}) == {"wer": 0.5}
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # extra: summarize
 def test_packed_rows_of_the_speech_recipe_stay_in_order_and_words_are_compared_by_edits(tmp_path):
     fork = Fork(tmp_path, "speech")
     spoken_words(fork.folder / "FOLDER")

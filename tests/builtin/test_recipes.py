@@ -33,12 +33,12 @@ from training import Runs
 # recipe: its data, the files that it changes, the metric, the bound of its value (lower; upper for a loss)
 CASES = {
     "vision_transformer": (image_folder, ["model.py"], "top1", 0.9, "--epochs 6 --batch_size 10"),
-    "self_distillation": (image_folder, ["model.py"], "top1", 0.9, "--epochs 6 --batch_size 10"),
+    "self_distillation": (image_folder, ["model.py"], "top1", 0.9, "--epochs 6 --batch_size 10"),  # extra: steps
     "text": (lines_of_words, ["dataset.py", "model.py"], "perplexity", 8, "--epochs 4"),
     "segmentation": (shapes_with_masks, ["config.py", "dataset.py", "model.py"], "miou", 0.6, ""),
-    "detection": (shapes_with_boxes, ["dataset.py", "model.py"], "f1", 0.7, ""),
+    "detection": (shapes_with_boxes, ["dataset.py", "model.py"], "f1", 0.7, ""),  # extra: terms
     "diffusion": (smooth_images, ["config.py", "dataset.py", "model.py"], "loss", 0.5, "--epochs 14 --width 16"),
-    "speech": (spoken_words, ["dataset.py", "model.py"], "wer", 0.3, "--epochs 9 --batch_size 4"),
+    "speech": (spoken_words, ["dataset.py", "model.py"], "wer", 0.3, "--epochs 9 --batch_size 4"),  # extra: summarize
     "gpt": (lines_of_words, ["config.py", "dataset.py", "model.py"], "perplexity", 7, "--epochs 8"),
     "memory_mapped_tokens": (
         token_files,
@@ -47,7 +47,13 @@ CASES = {
         1.5,
         "",
     ),
-    "contrastive": (pairs_of_image_and_text, ["config.py", "dataset.py", "model.py"], "recall", 0.9, ""),
+    "contrastive": (
+        pairs_of_image_and_text,
+        ["config.py", "dataset.py", "model.py"],
+        "recall",
+        0.9,
+        "",
+    ),  # extra: summarize
     "several_validation_sets": (
         texts_of_two_kinds,
         ["config.py", "dataset.py", "model.py"],
@@ -61,7 +67,7 @@ CASES = {
     "hugging_face": (hub_images, ["dataset.py"], "top1", 0.9, ""),
     "text_classification": (labelled_texts, ["dataset.py", "model.py"], "f1", 0.9, "--lr 3e-3 --epochs 6"),
     "causal_lm": (running_text, ["config.py", "dataset.py", "model.py"], "perplexity", 2, "--lr 3e-3 --context 16"),
-    "lora": (
+    "lora": (  # extra: unsaved
         running_text_for_adapters,
         ["config.py", "dataset.py", "model.py"],
         "perplexity",
@@ -111,7 +117,7 @@ def test_verify_raises_no_false_alarm_on_a_recipe(tmp_path, name, ranks):
     [
         ("vision_transformer", "--epochs 15 --batch_size 10 --global_batch_size 80 --amp_dtype bf16"),
         ("text", "--epochs 10 --batch_size 16 --global_batch_size 128 --no-use_amp"),
-        ("contrastive", "--epochs 15 --global_batch_size 256 --no-use_amp"),
+        ("contrastive", "--epochs 15 --global_batch_size 256 --no-use_amp"),  # extra: summarize
     ],
 )
 def test_with_exact_sums_a_recipe_has_the_same_bits_on_any_number_of_ranks(tmp_path, name, flags):
@@ -134,7 +140,9 @@ def test_a_sharded_language_model_of_transformers_trains_as_under_ddp(tmp_path):
     running_text(fork.folder / "FOLDER")
     flags = "--lr 3e-3 --context 16 --max_steps 20 --no-use_amp".split()
     losses = []
-    for sharding in ([], ["--sharding", "zero3", "--activation_checkpointing"]):
+    sharded = ["--sharding", "zero3"]
+    sharded += ["--activation_checkpointing"]  # extra: compile
+    for sharding in ([], sharded):
         losses.append(fork.train(*flags, *sharding, "--overwrite")[1]["final"]["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 

@@ -10,8 +10,9 @@ import pytest
 import dataset
 import model
 from ranks import ROOT
+from utils.extras.steps import StepView  # extra: steps
 from utils.training.schedule import Progress
-from utils.training.seams import REQUIRED, Seams, StepView
+from utils.training.seams import REQUIRED, Seams
 
 PAGE = (ROOT / "docs/reference.md").read_text()
 CALLERS = [ROOT / "train.py", ROOT / "ddp_utils.py", *ROOT.glob("utils/**/*.py"), *ROOT.glob("scripts/*.py")]
@@ -109,7 +110,7 @@ def test_the_arguments_are_those_of_the_code():
 @pytest.mark.parametrize(
     ("title", "names"),
     [
-        ("The progress of a step", {field.name for field in dataclasses.fields(StepView)}),
+        ("The progress of a step", {field.name for field in dataclasses.fields(StepView)}),  # extra: steps
         (
             "The progress of the run",
             {field.name for field in dataclasses.fields(Progress)} - {"loss_shift"} | {"epoch_number"},

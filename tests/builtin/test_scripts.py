@@ -14,12 +14,15 @@ from ranks import ROOT, WarmLaunch, finish
 from training import Runs, difference
 from utils.checkpoint import archive
 
+AVERAGED: list = []
+AVERAGED += ["--ema_decay", 0.5]  # extra: average
+
 
 @pytest.fixture(scope="module")
 def two_runs(tmp_path_factory):
     runs = Runs(tmp_path_factory.mktemp("two"))
     for name, lr in (("slow", 0.01), ("fast", 0.05)):
-        runs.train(1, name, "--dataset_size", 40, "--epochs", 2, "--lr", lr, "--ema_decay", 0.5, task="")
+        runs.train(1, name, "--dataset_size", 40, "--epochs", 2, "--lr", lr, *AVERAGED, task="")
     return runs
 
 
@@ -65,7 +68,14 @@ def test_compare_says_whether_the_weights_are_bitwise_equal(two_runs):
 
 
 @pytest.mark.guarantee("export")
-@pytest.mark.parametrize("flags", [[], ["--ema"], pytest.param(["--format", "safetensors"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--ema"],  # extra: average
+        pytest.param(["--format", "safetensors"], marks=pytest.mark.slow),
+    ],
+)
 def test_the_printed_snippet_gives_the_same_predictions_as_the_evaluation(two_runs, tmp_path, flags):
     """The printed lines are run unchanged on the evaluated data."""
     is_safe = "safetensors" in flags

@@ -5,7 +5,7 @@ import torch
 from torchvision import models
 
 from ranks import torchrun
-from utils.training.activation import find_blocks
+from utils.training.blocks import find_blocks
 
 KNOWN = [
     ("resnet50", 16, "Bottleneck"),

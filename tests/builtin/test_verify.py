@@ -14,7 +14,8 @@ from ranks import ROOT, WarmLaunch, copy_repository, finish, need, stop, torchru
 from training import wait_until
 
 FLAGS = "--image_size 8 --dataset_size 60 --backend gloo".split()
-GIVEN = "--dataset_size 24 --ema_decay 0.9 --schedule linear --warmup_epochs 0.1".split()
+GIVEN = "--dataset_size 24 --schedule linear --warmup_epochs 0.1".split()
+GIVEN += ["--ema_decay", "0.9"]  # extra: average
 PATCH = ["patch", "-s", "-p1", "-F0"]  # no fuzz: it plants lines where they are wrong
 FAULTS = sorted((ROOT / "tests" / "faults").glob("*.patch"))
 DEFAULT = ("rank_dependent_parameter",)
@@ -151,13 +152,17 @@ def after_step(model, progress, taken):
 }
 
 
-@pytest.mark.guarantee("after-step", "group-factors", "unused")
+@pytest.mark.guarantee(
+    "after-step",  # extra: steps
+    "group-factors",
+    "unused",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        ("after_step", "--ema_decay 0.9"),
-        ("after_step", "--sharding zero3"),
+        ("after_step", "--ema_decay 0.9"),  # extra: steps and average
+        ("after_step", "--sharding zero3"),  # extra: steps
         ("lr_factor", ""),
         ("LayerDrop", "--find_unused_parameters --optimizer adamw"),
     ],

@@ -30,24 +30,20 @@ ROWS = """
 --momentum 0.5 --no-nesterov
 --weight_decay 0
 --weight_decay 0.1
---ema_decay 0.9
 --clip_grad_norm 0.1
 --label_smoothing 0.1
 --sharding zero2
 --sharding zero3 --cpu_offload
---sharding zero3 --ema_decay 0.9 --optimizer adamw
 --sharding hybrid
 --amp_dtype fp16
 --dataset_size 1
 --dataset_size 2 --seed 0
 --image_size 4 --dataset_size 37
---optimizer adamw --ema_decay 0.9 --drop_last --batch_size 8 --global_batch_size 16
 --reduction exact
 --grad_accum_steps 2
 --global_batch_size 256
 --batch_size 3
 --drop_last --batch_size 8
---activation_checkpointing
 --max_steps 1
 --epochs 1
 --seed 0
@@ -71,6 +67,10 @@ ROWS = """
 --eval_every_steps 2 --eval_batch_size 3
 --find_unused_parameters
 """.strip().splitlines()
+ROWS += ["--optimizer adamw --drop_last --batch_size 8 --global_batch_size 16"]
+ROWS += ["--activation_checkpointing"]  # extra: compile
+ROWS += ["--ema_decay 0.9"]  # extra: average
+ROWS += ["--sharding zero3 --ema_decay 0.9 --optimizer adamw"]  # extra: average and sharding
 ELSEWHERE = {  # flags without a row
     "dataset": "test_recipes.py",
     "dataset_size": "FLAGS",

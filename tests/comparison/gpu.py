@@ -44,6 +44,7 @@ from utils.table import format_table
 
 IS_TINY = os.environ.get("CUDA_TEST_ON_CPU", "") == "1"
 PYTEST = "-m pytest -v -rA -p no:cacheprovider -o faulthandler_timeout=80 tests/distributed/test_cuda.py".split()
+PYTEST += ["tests/extras/compile/test_compile_on_a_gpu.py"]  # extra: compile
 AGAINST = ("--amp_dtype fp16", "--cache device", "--log_interval 1000", "--no-channels_last")
 # what a step is told
 FOLDER, OUT, DATA = (Path(os.environ.get(f"CUDA_STEP_{name}", ".")) for name in ("FOLDER", "OUT", "DATA"))
@@ -97,7 +98,7 @@ ALONE = {  # by name only
     "verify": Step(
         90, "scripts/verify.py --model mobilenet_v2 --image_size 32 --dataset_size 48 --run_dir {folder}/run".split()
     ),
-    "compile": own("compile", 90),
+    "compile": own("compile", 90),  # extra: compile
     "accuracy95": own("accuracy95", 300),
 }
 BY_NAME = FIRST | FULL | ALONE

@@ -42,14 +42,15 @@ def predict(net, batch):
     return {"score": net(batch[0])[:, 0] + torch.randn(len(batch[0]))}
 
 
-def summarize(outputs):
+def summarize(outputs):  # extra: summarize
     return {"in_order": (outputs["score"].double() * torch.arange(len(outputs["score"]))).sum()}
 
 
 def train_drawing(flags, loss):
     with (
         mock.patch.dict(TASKS["images"], compute_loss=loss),
-        mock.patch.multiple(model, create=True, predict=predict, summarize=summarize),
+        mock.patch.multiple(model, create=True, predict=predict),
+        mock.patch.multiple(model, create=True, summarize=summarize),  # extra: summarize
     ):
         random.seed(os.getpid())
         torch.manual_seed(os.getpid())
@@ -83,7 +84,9 @@ def test_draws_are_the_same_on_any_number_of_ranks_and_in_eval_only(runs, loss, 
         run_ranks(ranks, train_drawing, [*words, "--eval_only"], loss)
         [found] = runs.json(f"on{ranks}", file.name)["records"]
         expected = next(record for record in records if record["step"] == found["step"])
-        for name in ("loss", "in_order"):
+        names = ["loss"]
+        names += ["in_order"]  # extra: summarize
+        for name in names:
             assert found[name] == pytest.approx(expected[name], rel=1e-12)
 
 
@@ -91,7 +94,7 @@ def predict_drawing(words):
     run_main(scripts.predict, "images", predict, words)
 
 
-def test_predict_py_draws_what_summarize_has_seen(runs):
+def test_predict_py_draws_what_summarize_has_seen(runs):  # extra: summarize
     run_ranks(1, train_drawing, runs.words("run", *FLAGS), noisy_loss)
     for ranks in (1, 2):
         run_ranks(ranks, predict_drawing, [runs.checkpoints("run")[-1], "--out", runs.root / "out.pt"])
@@ -101,15 +104,16 @@ def test_predict_py_draws_what_summarize_has_seen(runs):
 
 def train_watching(flags):
     """Train, and return whether each evaluation left torch's generator as it was, and what log_images was given."""
-    plain, found, seen = train.validate, [], []
+    plain, found, seen, at = train.validate, [], [], []
 
     def validate(training):
         before = torch.random.get_rng_state()
+        at.append(training.state.progress.step)
         plain(training)
         found.append(torch.equal(torch.random.get_rng_state(), before))
 
-    def log_images(net, batch, progress):
-        seen.append((net.training, len(batch[1]), int(progress.step), torch.rand(()).item()))
+    def log_images(net, batch):
+        seen.append((net.training, len(batch[1]), at[-1], torch.rand(()).item()))
         return {"x": torch.zeros(1, 3, 8, 8, dtype=torch.uint8)}
 
     with (

@@ -16,7 +16,8 @@ from utils.checkpoint import format as checkpoint
 from utils.checkpoint.writer import Writer
 from utils.run import owner
 
-FLAGS = "--dataset_size 20 --no-use_amp --ema_decay 0.9 --record_samples --num_workers 0 --save_every 0".split()
+FLAGS = "--dataset_size 20 --no-use_amp --record_samples --num_workers 0 --save_every 0".split()
+FLAGS += ["--ema_decay", "0.9"]  # extra: average
 FLAGS += "--keep_last 2 --eval_every 20".split()
 KILLED = "killed by SIGKILL"  # printed by strace
 SAVES = 99  # more than a run makes

@@ -67,7 +67,11 @@ CASES = [
     # on 3 ranks the order of DDP's buckets changes sums; step 3 is an epoch's last one, before its evaluation
     ([(3, stop) for stop in (1, 2, 3, 4, TO_END)], "images", f"{FP32} --grad_accum_steps 2 --save_every_steps 1"),
     # evaluations within an epoch; at steps 3 and 6 they are due when the run stops, and the resumed run makes them
-    ([(2, stop) for stop in (2, 5, 10, TO_END)], "images", f"{FP32} --eval_every_steps 3 --ema_decay 0.9 --patience 9"),
+    (
+        [(2, stop) for stop in (2, 5, 10, TO_END)],
+        "images",
+        f"{FP32} --eval_every_steps 3 --ema_decay 0.9 --patience 9",
+    ),  # extra: average
     ([(2, 6), (2, TO_END)], "images", f"{FP32} --max_steps 13 --epochs 9 --warmup_steps 3 --eval_batch_size 3"),
     *(slow(*drawn(number)) for number in range(24)),
 ]

@@ -88,11 +88,17 @@ SHARDED = [(2, "zero2"), (4, "zero2"), (4, "zero3")]
 @pytest.mark.parametrize(
     ("flags", "cases"),
     [
-        ("--ema_decay 0.9 --grad_accum_steps 2 --no_use_amp", [(1, "none"), (2, "none"), (2, "zero3"), *SHARDED]),
+        (
+            "--ema_decay 0.9 --grad_accum_steps 2 --no_use_amp",
+            [(1, "none"), (2, "none"), (2, "zero3"), *SHARDED],
+        ),  # extra: average
         ("", [(1, "none"), (2, "none"), (2, "zero3"), *SHARDED]),
         ("--amp_dtype bf16", [(2, "none"), (2, "zero3")]),
         ("--reduction exact --grad_accum_steps 2", [(2, "none")]),
-        ("--activation_checkpointing --optimizer sgd", [(1, "none"), (2, "none"), (2, "zero3"), *SHARDED]),
+        (
+            "--activation_checkpointing --optimizer sgd",
+            [(1, "none"), (2, "none"), (2, "zero3"), *SHARDED],
+        ),  # extra: compile
     ],
 )
 def test_one_process_finds_the_bytes_of_real_ranks(runs, flags, cases):

@@ -7,15 +7,16 @@ from unittest import mock
 
 import pytest
 import torch
+from test_exact_reduction import train_until
 from torch import nn
 
 import replay
 import tasks
 from ranks import run_ranks
-from test_exact_reduction import train_until
 from training import difference
 
-FLAGS = "--dataset_size 142 --epochs 3 --global_batch_size 40 --lr 0.05 --ema_decay 0.9 --clip_grad_norm 1".split()
+FLAGS = "--dataset_size 142 --epochs 3 --global_batch_size 40 --lr 0.05 --clip_grad_norm 1".split()
+FLAGS += ["--ema_decay", "0.9"]  # extra: average
 FLAGS += "--log_interval 1 --save_every_steps 1 --keep_last 2 --keep_every 5 --resume_from auto".split()
 
 
@@ -59,11 +60,11 @@ def test_steps_of_a_killed_run_on_four_ranks_are_bitwise_equal_in_one_process(ru
             assert difference(found["after"], {name: weights[name] for name in found["after"]}) == []
 
 
-def replayed_terms(run, dump):
+def replayed_terms(run, dump):  # extra: terms
     return replayed(run, 6, "--dump", dump, task="terms")
 
 
-@pytest.mark.guarantee("terms")
+@pytest.mark.guarantee("terms")  # extra: terms
 def test_a_step_of_a_loss_with_terms_is_bitwise_equal_in_one_process(runs, tmp_path):
     runs.train(2, "run", *FLAGS, "--reduction", "exact", task="terms")
     ((code, text),) = run_ranks(1, replayed_terms, runs.folder("run"), tmp_path / "6.pt")

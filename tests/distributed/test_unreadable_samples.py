@@ -13,7 +13,8 @@ from tasks import BUCKETS
 from training import train_flags
 from utils.checkpoint import format as checkpoint
 
-FLAGS = "--dataset_size 90 --epochs 2 --no-use_amp --lr 0.02 --save_every 0 --ema_decay 0.9 --record_samples".split()
+FLAGS = "--dataset_size 90 --epochs 2 --no-use_amp --lr 0.02 --save_every 0 --record_samples".split()
+FLAGS += ["--ema_decay", "0.9"]  # extra: average
 ERRORS = {
     "value": lambda index: ValueError(f"sample {index} has no label"),
     "user": lambda index: UserError(f"sample {index}: cannot be decoded; delete it"),
@@ -58,7 +59,7 @@ def samples_of(runs, name, step):
         slow(4, "images", "device_transform", "value", "--num_workers 1 --log_interval 2"),
         slow(2, "lines", "__getitem__", "os", "--num_workers 1 --save_every_steps 1"),
         slow(2, "lines", "__getitem__", "user", "--num_workers 2 --grad_accum_steps 2"),
-        slow(2, "terms", "__getitems__", "value", "--num_workers 0 --reduction exact"),
+        slow(2, "terms", "__getitems__", "value", "--num_workers 0 --reduction exact"),  # extra: terms
         slow(2, "images", "__getitems__", "user", "--num_workers 1 --sharding zero3 --log_interval 4"),
     ],
 )

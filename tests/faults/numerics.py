@@ -6,7 +6,8 @@ import re
 from drill import HOST, Drill, fault, says
 from utils.report.reporter import READ_AFTER
 
-RUN = "--dataset_size 120 --epochs 1 --ema_decay 0.9 --num_workers 1".split()  # 15 steps of two ranks
+RUN = "--dataset_size 120 --epochs 1 --num_workers 1".split()  # 15 steps of two ranks
+RUN += ["--ema_decay", "0.9"]  # extra: average
 HALF = "--use_amp --amp_dtype fp16 --lr 0.0001".split()
 
 WATCHED = """
@@ -22,7 +23,7 @@ def create_state(*args, **options):
 def say(when):
     state = STATES[0]
     momenta = [value for each in state.optimizer.state.values() for value in each.values()]
-    tensors = [*state.model.state_dict().values(), *state.average.state_dict().values(), *momenta]
+    tensors = [*state.state_dict()['model'].values(), *state.state_dict()['ema'].values(), *momenta]
     digest = hashlib.sha256(b''.join(tensor.contiguous().numpy().tobytes() for tensor in tensors)).hexdigest()
     with open(RUN / f'digests{RANK}.jsonl', 'a') as file:
         file.write(json.dumps([STEP, when, digest]) + '\\n')

@@ -13,6 +13,9 @@ from utils.training.precision import Precision
 from utils.training.seams import Seams
 from utils.training.state import TrainState
 
+AVERAGED = {}
+AVERAGED["ema_decay"] = 0.9  # extra: average
+
 SAMPLES = 4
 MICRO_BATCH = MicroBatch(0, 0, [0, 1, 2, 3], is_padding=False, is_last=True, count=1)
 
@@ -31,7 +34,7 @@ def small_state(width: int = 48, seed: int = 0, optimizer: str = "sgd") -> Train
     """Model, momenta and average of a run before its first step."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(300, width), nn.ReLU(), nn.Linear(width, 10))
-    config = TrainingConfig(warmup_epochs=0, ema_decay=0.9, optimizer=optimizer)
+    config = TrainingConfig(warmup_epochs=0, optimizer=optimizer, **AVERAGED)
     seams = Seams(None, lambda *_: [{"params": model.parameters()}], None)
     state = TrainState(model, seams, config, Precision("cpu", None))
     state.lay_out({"loss": (0.0, 4)})
@@ -47,6 +50,6 @@ def payload_of(state: TrainState, step: int) -> dict[str, Any]:
     state.update_if_finite(SAMPLES)
     state.progress.step = step
     return state.state_dict() | {
-        "config": TrainingConfig(ema_decay=0.9).to_dict(),
+        "config": TrainingConfig(**AVERAGED).to_dict(),
         "provenance": {"identity": "abc", "content": "", "sketches": [], "global_batch_size": 64},
     }

@@ -211,4 +211,4 @@ def test_a_checkpoint_of_a_version_with_another_order_of_exact_sums_is_reported(
 def test_a_best_value_of_another_metric_or_of_other_weights_is_dropped():
     assert not is_other_best(payload(), TrainingConfig())
     assert is_other_best(payload(), TrainingConfig(best_metric="loss"))
-    assert is_other_best(payload(), TrainingConfig(ema_decay=0.9))
+    assert is_other_best(payload(), TrainingConfig(ema_decay=0.9))  # extra: average

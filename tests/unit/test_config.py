@@ -71,9 +71,15 @@ def test_flags_with_underscores_dashes_and_negations():
             "--sharding zero3 --find_unused_parameters",
             "find_unused_parameters=True: does not work with sharding=zero3; give only one",
         ),
-        ("--find_unused_parameters --compile reduce-overhead", "compile=reduce-overhead: keeps all gradients in place"),
+        (
+            "--find_unused_parameters --compile reduce-overhead",
+            "compile=reduce-overhead: keeps all gradients in place",
+        ),  # extra: compile
         ("--sharding zero2 --comm_hook bf16", "comm_hook=bf16: does not work with sharding=zero2; give only one"),
-        ("--sharding hybrid --compile default", "compile=default: does not work with sharding=hybrid; give only one"),
+        (
+            "--sharding hybrid --compile default",
+            "compile=default: does not work with sharding=hybrid; give only one",
+        ),  # extra: compile and sharding
         (
             "--init_from a --resume_from b",
             "init_from=a: a resumed run takes its weights from resume_from; give only one",
@@ -83,7 +89,10 @@ def test_flags_with_underscores_dashes_and_negations():
             "--check_every 5 --find_unused_parameters",
             "find_unused_parameters=True: does not work with check_every; give only one",
         ),
-        ("--check_every 5 --compile reduce-overhead", "compile=reduce-overhead: does not work with check_every; give"),
+        (
+            "--check_every 5 --compile reduce-overhead",
+            "compile=reduce-overhead: does not work with check_every; give",
+        ),  # extra: check and compile
         ("--cpu_offload", "cpu_offload=True: needs sharding; add --sharding zero3, or leave it out"),
         ("--amp_dtype bf16_params", "amp_dtype=bf16_params: needs sharding; add --sharding zero3, or leave it out"),
         ("--btach_size 3", "--btach_size: is not known; did you mean --batch_size?"),
@@ -92,7 +101,7 @@ def test_flags_with_underscores_dashes_and_negations():
         ("--data-path 1", "--data-path: is not known; did you mean --data_dir?"),
         ("-b 1", "-b: is not known; did you mean --batch_size?"),
         ("--beta1 1", "--beta1: is not known; did you mean --momentum?"),
-        ("--model-ema", "--model-ema: is not known; did you mean --ema_decay?"),
+        ("--model-ema", "--model-ema: is not known; did you mean --ema_decay?"),  # extra: average
         ("--resume_from_checkpoint x", "--resume_from_checkpoint: is not known; did you mean --resume_from?"),
         ("--device cpu", "--device: is not a flag here; GPUs are used if there are any; set CUDA_VISIBLE_DEVICES= for"),
         ("--warmup_steps 5 --warmup_epochs 1", "warmup_steps=5: there is warmup_epochs=1.0; give only one of the two"),
@@ -168,8 +177,8 @@ def test_a_row_of_the_conflicts_names_fields_and_ends_with_a_fix(row):
     [
         "--init_from a --resume_from auto",
         "--sharding zero3 --cpu_offload --amp_dtype bf16_params",
-        "--check_every 5 --compile default",
-        "--find_unused_parameters --compile default",
+        "--check_every 5 --compile default",  # extra: check and compile
+        "--find_unused_parameters --compile default",  # extra: compile
         "--sharding none --reduction exact",
         "--global_batch_size 128 --grad_accum_steps 1",
         "--warmup_steps 5 --warmup_epochs 0.5",
@@ -304,7 +313,7 @@ def test_help_all_shows_each_flag_once_with_its_default_in_lines_of_120_columns(
 
 def test_help_shows_the_common_flags_and_how_many_are_left(capsys):
     fields = dataclasses.fields(TrainingConfig)
-    common = [field.name for field in fields if field.name not in RARE.split()]
+    common = [field.name for field in fields if field.name not in RARE]
     text = help_text(capsys, "--help")
     assert flags_of(text) == ["help", "config", "print_config", *common] and {*PUBLISHED} <= {*common}
     assert text.splitlines()[-1] == f"--help all shows the other {len(fields) - len(common)} flags."

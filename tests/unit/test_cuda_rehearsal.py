@@ -18,12 +18,15 @@ from torch.utils._pytree import tree_leaves
 from config import TrainingConfig
 from forged import MICRO_BATCH, SAMPLES
 from utils.data.sampler import Assignment, GlobalBatchSampler
+from utils.extras.average import WeightAverage  # extra: average
 from utils.report.reporter import Reporter
 from utils.training import state as training_state
 from utils.training import step_sums
-from utils.training.optimizer import WeightAverage
 from utils.training.precision import Precision
 from utils.training.seams import Seams
+
+AVERAGED = {}
+AVERAGED["ema_decay"] = 0.9  # extra: average
 
 CUDA = torch.device("cuda", 0)
 
@@ -75,7 +78,7 @@ def prepared(device="cuda", dtype=None, **changes):
         setattr(model[1], name, buffer.to(CUDA))
     for p in model.parameters():
         p.grad = torch.empty_like(p)
-    config = TrainingConfig(warmup_epochs=0, ema_decay=0.9, clip_grad_norm=1.0, **changes)
+    config = TrainingConfig(warmup_epochs=0, clip_grad_norm=1.0, **AVERAGED, **changes)
     seams = Seams(create_model=None, param_groups=lambda *_: [{"params": model.parameters()}], compute_loss=None)
     state = training_state.TrainState(model, seams, config, Precision("cuda", dtype))
     state.lay_out({"loss": (0.0, 4)})
@@ -109,10 +112,12 @@ def test_a_step_reads_nothing_from_the_device(crossings, optimizer, device, dtyp
     assert crossings.found == ["_to_copy"] * copies
     if dtype is None:  # torch's scaler reads its scale
         payload = state.state_dict()
-        assert all({each.device.type for each in payload[key].values()} == {"cuda", device} for key in ("model", "ema"))
+        keys = ["model"]
+        keys += ["ema"]  # extra: average
+        assert all({each.device.type for each in payload[key].values()} == {"cuda", device} for key in keys)
 
 
-def test_the_rehearsal_notices_a_mix_of_devices(crossings, monkeypatch):
+def test_the_rehearsal_notices_a_mix_of_devices(crossings, monkeypatch):  # extra: average
     state, update = prepared(), WeightAverage.update
     state.optimizer.state[state.model[3].weight]["momentum_buffer"] = torch.zeros(2, 16)
     monkeypatch.setattr(WeightAverage, "update", lambda self, taken: update(self, taken.cpu()))

@@ -6,7 +6,10 @@ import torch
 from utils.training.outputs import in_order
 
 
-@pytest.mark.guarantee("summary")
+@pytest.mark.guarantee(
+    "predict",
+    "summary",  # extra: summarize
+)
 def test_outputs_of_ranks_come_in_the_order_of_the_samples():
     """Each rank has every other batch; `ragged` has another width in the last one."""
     batches = torch.arange(5).split(2)

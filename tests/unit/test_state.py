@@ -18,6 +18,9 @@ from utils.training.precision import Precision
 from utils.training.seams import Seams
 from utils.training.state import TrainState
 
+AVERAGED = {}
+AVERAGED["ema_decay"] = 0.9  # extra: average
+
 CPU = torch.device("cpu")
 FLOAT32 = Precision("cpu", None)
 SAMPLES = 4
@@ -65,7 +68,7 @@ def load(state, source):
 
 def snapshot(state):
     parts = {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()["state"]}
-    if state.average:
+    if state.average:  # extra: average
         parts["average"] = state.average.state_dict()
     return copy.deepcopy(parts)
 
@@ -79,7 +82,7 @@ def same(a, b):
 @pytest.mark.guarantee("weights")
 def test_the_passes_before_the_first_step_leave_the_state_unchanged():
     """A run that is stopped before its first step saves its initial state."""
-    state = make(ema_decay=0.9)
+    state = make(**AVERAGED)
     before, batch = snapshot(state), torch.randn(4, 3)
 
     def loss(net, batch):
@@ -95,7 +98,7 @@ def test_the_passes_before_the_first_step_leave_the_state_unchanged():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_a_non_finite_gradient_changes_nothing(optimizer, bad, steps_before):
-    state = make(optimizer=optimizer, ema_decay=0.9, clip_grad_norm=1.0, lr=0.01)
+    state = make(optimizer=optimizer, clip_grad_norm=1.0, lr=0.01, **AVERAGED)
     for _ in range(steps_before):
         step(state)
     bad_steps = [steps_before + 1]
@@ -117,7 +120,7 @@ def test_a_non_finite_gradient_changes_nothing(optimizer, bad, steps_before):
 
 @pytest.mark.guarantee("not-finite")
 def test_a_non_finite_loss_with_finite_gradients_changes_nothing():
-    state = make(ema_decay=0.9)
+    state = make(**AVERAGED)
     step(state)
     before = snapshot(state)
     step(state, more_loss=float("inf"))
@@ -234,10 +237,10 @@ def test_the_precision_follows_the_hardware_unless_given(changes, fast, device, 
     assert has_fast_bf16(CPU) is False
 
 
-@pytest.mark.guarantee("weights", "not-finite")
+@pytest.mark.guarantee("weights", "not-finite")  # extra: average
 def test_the_average_warms_up_and_counts_only_steps_that_are_taken():
     """The first update copies; a short run's average does not hold its first weights, nor does a resumed one's."""
-    state = make(ema_decay=0.9)
+    state = make(**AVERAGED)
     expected, taken = None, 0
     for number in range(120):
         step(state, gradient=math.nan if number in (0, 3, 40) else None)
@@ -249,7 +252,7 @@ def test_the_average_warms_up_and_counts_only_steps_that_are_taken():
             torch.testing.assert_close(state.average.state_dict()["0.weight"].double(), expected, rtol=1e-5, atol=1e-6)
         if number in (2, 60):
             state.read_skips()
-            before, state = state, make(ema_decay=0.9)
+            before, state = state, make(**AVERAGED)
             load(state, before)
 
 

@@ -232,7 +232,7 @@ def take_weights(
     weights: dict[str, Tensor],
     source: str,
     must_be_whole: bool = False,
-    given: Collection[str] = (),
+    given: Collection[str] = (),  # extra: unsaved
 ) -> None:
     """Load the weights that match the model by name and shape, and log the others (a head of another size).
 
@@ -254,7 +254,8 @@ def take_weights(
     replaced = [name for name in own if name not in fitting]
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     needed = [name for name in own if own[name].is_floating_point()] if must_be_whole else frozen
-    if random := [name for name in replaced if name in needed and name not in given]:
+    needed = [name for name in needed if name not in given]  # extra: unsaved
+    if random := [name for name in replaced if name in needed]:
         listed = ", ".join(random[:5]) + f" and {len(random) - 5} more" * (len(random) > 5)
         raise UserError(f"init_from={source}: has no {listed} of this model's shape; give weights of the whole model")
     own.update(fitting)  # which has the versions of its modules (MNASNet asks for its own)

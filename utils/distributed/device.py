@@ -1,14 +1,10 @@
-"""The device and the kernels of a rank, and what else of its machine it needs: CPUs, open files, a compiler."""
+"""The device and the kernels of a rank, and what else of its machine it needs: CPUs, open files."""
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
-import shutil
-import sysconfig
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -101,22 +97,3 @@ def raise_file_limit(world_size: int, workers: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < need:
         how = f"ulimit -n {need}, LimitNOFILE, --ulimit"
         raise UserError(f"open files: the limit is {soft}, but about {need} are needed; raise it ({how})")
-
-
-def check_compiler(mode: str, device: torch.device, named: str) -> None:
-    """Raises UserError if torch.compile could not build its kernels.
-
-    named: the compiler set in the environment (CC or CXX).
-    """
-    if mode == "off":
-        return
-    kind, known = ("C++", ["g++"]) if device.type == "cpu" else ("C", ["gcc", "clang"])
-    missing = ""
-    if not any(map(shutil.which, [named] if named else known)):
-        missing = f"a {kind} compiler ({named or ' or '.join(known)})"
-    elif not Path(sysconfig.get_paths()["include"], "Python.h").exists():
-        missing = "the headers of this Python (python3-dev)"
-    elif device.type != "cpu" and importlib.util.find_spec("triton") is None:
-        missing = "triton"
-    if missing:
-        raise UserError(f"compile={mode}: needs {missing}, which is missing; install it, or use --compile off")

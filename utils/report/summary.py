@@ -36,7 +36,7 @@ def summary_of(
     # the run may have begun with the checkpoint of another one
     samples = progress.samples_seen - min((each.first["samples_seen"] for each in attempts), default=0)
     rate = samples / trained if trained else 0.0
-    evaluations = _evaluations(records, test, "ema" if attempt.config.ema_decay else "model")
+    evaluations = _evaluations(records, test, [*state.weights()][-1])
     best: dict[str, Any] = next((r for r in reversed(evaluations) if r["step"] == progress.best_step), {})
     summary = {
         "state": ending,
@@ -112,8 +112,10 @@ def end_text(
         f" {summary['samples_per_s']:,.0f} samples/s, peak memory {summary['peak_memory_bytes'] / 2**30:.2f} GiB",
         f"time: {duration(total)} ({parts}){goodput}{restarts}",
     ]
+    whose = average = ""  # the weights that selected the best checkpoint
+    if config.ema_decay:  # extra: average
+        whose, average = " (averaged weights)", " --ema"
     if summary["best_value"] is not None:
-        whose = " (averaged weights)" if config.ema_decay else ""
         best = f"{summary['best_metric']} {summary['best_value']:.4f}{whose}"
         lines.append(f"best: {best} in epoch {summary['best_epoch']}")
     if summary["state"] == "preempted":
@@ -121,7 +123,6 @@ def end_text(
         return "\n".join([*lines, f"to continue: the same command {change}"])
     file = run.checkpoints / "best.pt"
     source = file if file.exists() else [file, *step_checkpoints(run.checkpoints)][-1]
-    average = " --ema" if config.ema_decay else ""  # the weights that selected the best checkpoint
     lines += ["next:", f"  tensorboard --logdir {run.folder}"]
     lines.append(f"  python scripts/runs.py {run.folder} --plot {run.folder}/curves.svg")
     lines += [f"  python train.py --config {run.folder}/config.json --eval_only"] * bool(summary["final"])

@@ -93,8 +93,9 @@ def _model_line(config: TrainingConfig, state: TrainState) -> str:
     line += f"{trained:,} of them trained" if trained < parameters else "all trained"
     if config.sharding != "none":  # extra: sharding
         line += f", sharded ({config.sharding}{', in host memory' * config.cpu_offload})"
-    line += ", activation checkpointing" * config.activation_checkpointing
-    return line + f", compiled ({config.compile})" * (config.compile != "off")
+    line += ", activation checkpointing" * config.activation_checkpointing  # extra: compile
+    line += f", compiled ({config.compile})" * (config.compile != "off")  # extra: compile
+    return line
 
 
 def _data_line(loader: GlobalBatchLoader, held_out: dict[str, GlobalBatchLoader]) -> str:

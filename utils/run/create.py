@@ -9,12 +9,12 @@ from config import TrainingConfig
 from utils.checkpoint.format import load_weights, take_weights
 from utils.checkpoint.stored import local_checkpoint
 from utils.distributed.context import DistributedContext
-from utils.training.activation import checkpoint_blocks
+from utils.extras.compile.activation import checkpoint_blocks  # extra: compile
+from utils.extras.unsaved import checked  # extra: unsaved
 from utils.training.parallel import Sharing
 from utils.training.precision import Precision
 from utils.training.seams import Seams
 from utils.training.state import TrainState
-from utils.training.unsaved import complete, digests, left_out
 
 
 def create_state(seams: Seams, config: TrainingConfig, ctx: DistributedContext, is_resumed: bool = False) -> TrainState:
@@ -29,10 +29,15 @@ def create_state(seams: Seams, config: TrainingConfig, ctx: DistributedContext, 
         if config.init_from and not is_resumed and device.type != "meta":
             own = seams.initial_weights
             weights = own(config) if own else load_weights(local_checkpoint(config.init_from))
-            given = left_out(model, seams.is_saved)
-            weights = complete(weights, {}, model, digests(given), config.init_from)
-            take_weights(model, weights, config.init_from, must_be_whole=config.eval_only, given=given)
-        if config.activation_checkpointing:
+            weights, given = checked(weights, model, seams.is_saved, config.init_from)  # extra: unsaved
+            take_weights(
+                model,
+                weights,
+                config.init_from,
+                must_be_whole=config.eval_only,
+                given=given,  # extra: unsaved
+            )
+        if config.activation_checkpointing:  # extra: compile
             checkpoint_blocks(model, seams.blocks(model))
         return model
 

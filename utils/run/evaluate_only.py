@@ -46,13 +46,13 @@ def _evaluate(config: TrainingConfig, ctx: DistributedContext, seams: Seams, dat
     sets = load_data(data, config, ctx)
     config = sets.config
     state = on_all_ranks(lambda: create_state(seams, config, ctx, is_resumed=not is_published), ctx)
-    progress, total_steps = Progress(), 1
+    progress = Progress()
     payload: dict[str, Any] = {}  # the weights that the model has
     if not is_published:
         payload = load_checkpoint(path, ctx, state.sharded())
         on_all_ranks(lambda: check_evaluation(payload, config), ctx)
-        progress, total_steps = Progress.of(payload), payload["provenance"].get("total_steps", 1)
-    state.show(progress, total_steps)
+        progress = Progress.of(payload)
+    state.show(progress, payload.get("provenance", {}).get("total_steps", 1))  # extra: steps
     evaluation, logger = Evaluation(state.model, seams, state.precision, ctx), setup_logger(ctx.rank)
     for split in sets.held_out if payload else ():
         for line in on_all_ranks(partial(compare_evaluated, payload, config, split, sets), ctx):

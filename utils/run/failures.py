@@ -66,7 +66,8 @@ def explain_memory(
     let_go(error)
     is_of_device = isinstance(error, torch.OutOfMemoryError) or "CUDA" in text
     place = f"{ctx.device_names[ctx.rank]} ({ctx.device})" if is_of_device else "memory"
-    ways = [] if config.activation_checkpointing else ["--activation_checkpointing"]
+    ways: list[str] = []
+    ways += ["--activation_checkpointing"] * (not config.activation_checkpointing)  # extra: compile
     if not is_of_device:
         ways += ["fewer --num_workers", "more memory for the job"]
     if is_of_device and ctx.world_size > 1 and config.sharding == "none":  # extra: sharding

@@ -29,7 +29,6 @@ from utils.logger import count
 from utils.redact import redacted
 from utils.rng import derive_seed
 from utils.training.state import TrainState
-from utils.training.unsaved import KEY
 
 ROOT = Path(__file__).resolve().parents[2]
 VERIFIED = ROOT / "verified.json"  # the result of scripts/verify.py
@@ -70,7 +69,7 @@ def provenance_of(
     """Content of provenance.json, as far as it is known before the data sets are compared."""
     verified = verification(task_of(state.model, kind_of(sampler.dataset)), config)
     found = collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit, verified) | describe(sampler.dataset)
-    found |= {KEY: state.unsaved} if state.unsaved else {}
+    found |= state.unsaved.provenance  # extra: unsaved
     found |= {"cpu_threads": torch.get_num_threads(), "precision": state.precision.name}
     return found | {"global_batch_size": sampler.global_batch_size}
 

@@ -198,7 +198,9 @@ def compare_evaluated(payload: dict[str, Any], config: TrainingConfig, split: st
 
 def is_other_best(payload: dict[str, Any], config: TrainingConfig) -> bool:
     """Whether the best checkpoint is now selected by another metric or other weights than in the checkpoint."""
-    return payload["config"].get("best_metric") != config.best_metric or bool(payload["ema"]) != bool(config.ema_decay)
+    is_averaged = False
+    is_averaged = bool(config.ema_decay)  # extra: average
+    return payload["config"].get("best_metric") != config.best_metric or bool(payload["ema"]) != is_averaged
 
 
 def changed_bits(payload: dict[str, Any], state: TrainState, ctx: DistributedContext) -> list[str]:

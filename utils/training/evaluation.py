@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from config import UserError
 from utils.clock import Clock
 from utils.data.loader import GlobalBatchLoader
 from utils.data.sets import split_of
@@ -21,10 +20,10 @@ from utils.data.worker import sample_name
 from utils.distributed.collectives import require_equal
 from utils.distributed.consensus import Consensus
 from utils.distributed.context import DistributedContext
+from utils.extras.summarize import Collected  # extra: summarize
 from utils.logger import ALIKE, NAME, show_progress
 from utils.metrics import MetricTracker, all_reduce_scalar, check_metrics
 from utils.rng import seed_evaluation, set_apart
-from utils.training.outputs import Outputs
 from utils.training.precision import Precision
 from utils.training.schedule import Progress
 from utils.training.seams import Seams
@@ -85,7 +84,7 @@ class Evaluation:
     def means(
         self, loader: GlobalBatchLoader, show: Callable[[int, int], None] | None = None, split: str = "val"
     ) -> dict[str, float]:
-        """The mean loss and metrics over a set, those of `summarize`, and its "count".
+        """The mean loss and metrics over a set, and its "count".
 
         Every rank makes the same number of passes, some of them over padding.
 
@@ -94,16 +93,16 @@ class Evaluation:
             split: decides what `compute_loss` and `predict` draw.
         """
         self.model.eval()
-        tracker, samples, ctx, summary = MetricTracker(self.ctx.device), 0, self.ctx, self.seams.summary
+        tracker, samples, ctx = MetricTracker(self.ctx.device), 0, self.ctx
         ranks = loader.sampler.assignment.rank_sum()
         seed = partial(seed_evaluation, ctx.device, loader.sampler.seed)
-        outputs = Outputs(summary.predict, partial(seed, "predict", split), is_bounded=True) if summary else None
+        outputs = Collected.of(self.seams, partial(seed, "predict", split))  # extra: summarize
         for number, micro_batch in enumerate(loader.micro_batches(epoch=0), start=1):
             self.clock.call("compute_loss")
             seed("compute_loss", split, micro_batch.indices)
             with self.precision.autocast():
                 metrics = self.seams.compute_loss(self.model, micro_batch.batch)
-                if outputs:
+                if outputs:  # extra: summarize
                     self.clock.call("predict")
                     outputs.add(self.model, micro_batch.batch, micro_batch.indices, micro_batch.is_padding)
             self.clock.enter("evaluation")
@@ -127,7 +126,6 @@ class Evaluation:
         if work := ranks.start(tracker.values, math.ceil(count / loader.sampler.batch_size)):
             work.wait()
         means = tracker.means()
-        summarized = summary.of_ranks(outputs, count, ctx, self.clock) if summary and outputs else {}
-        if both := sorted(means.keys() & summarized.keys()):
-            raise UserError(f"model.summarize: compute_loss has {both[0]} too; give one of them another name")
-        return means | summarized | {"count": count}
+        if outputs:  # extra: summarize
+            means |= outputs.metrics(means, count, ctx, self.clock)
+        return means | {"count": count}

@@ -1,13 +1,7 @@
-"""The passes before the first step, in which DDP orders its buckets and torch.compile compiles the model.
-
-Compiled code depends on the batch size, so each size of an epoch or an evaluation is compiled separately. The model is
-compiled in place: it stays the same module, with the same keys in its state dict.
-"""
+"""The passes before the first step, in which DDP orders its buckets."""
 
 from __future__ import annotations
 
-import logging
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,10 +11,8 @@ from utils.data.loader import GlobalBatchLoader
 from utils.distributed.collectives import on_all_ranks, require_equal
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import local
-from utils.logger import NAME, count
 from utils.metrics import MetricTracker, check_metrics, choose_best
 from utils.training.fingerprint import fingerprint_of
-from utils.training.outputs import Summary
 from utils.training.replicated import Wrapped
 from utils.training.seams import ComputeLoss, Seams
 from utils.training.state import TrainState
@@ -40,7 +32,7 @@ def first_passes(
     config: TrainingConfig,
     ctx: DistributedContext,
 ) -> tuple[str, int]:
-    """Two complete passes, so that a resumed run sums gradients in the order of a fresh one; then compile.
+    """Two complete passes, so that a resumed run sums gradients in the order of a fresh one.
 
     Returns:
         The metric that selects the best checkpoint, as `choose_best` does, of those that an evaluation will report.
@@ -48,7 +40,7 @@ def first_passes(
     Raises:
         UserError: if compute_loss returns something invalid, or a parameter got no gradient.
     """
-    compute_loss, summary = seams.compute_loss, seams.summary
+    compute_loss = seams.compute_loss
     on_all_ranks(lambda: check_one_sample(state, loader, compute_loss, config.max_steps), ctx)
     batch = on_all_ranks(loader.sample_batch, ctx)
     # the loss is doubled on every other rank: gradients differ unless they are averaged
@@ -57,14 +49,18 @@ def first_passes(
         require_equal(digest, NOT_AVERAGED, ctx)
     layout = state.sums.metrics.layout
     require_equal(layout, "compute_loss: {other} and {first} report different metrics; report the same on all", ctx)
-    names = on_all_ranks(
-        lambda: [
-            evaluate_once(each.sample_batch(), state, compute_loss, summary, (sizes_of(each)[0], len(each.dataset)))
-            for each in held_out.values()
-        ],
-        ctx,
-    )
-    if config.compile != "off":
+
+    def evaluate(loader: GlobalBatchLoader) -> list[str]:
+        batch = loader.sample_batch()
+        names = evaluate_once(batch, state, compute_loss)
+        if seams.summary:  # extra: summarize
+            names += seams.summary.names(state, batch, sizes_of(loader)[0], len(loader.dataset))
+        return names
+
+    names = on_all_ranks(lambda: [evaluate(each) for each in held_out.values()], ctx)
+    if config.compile != "off":  # extra: compile
+        from utils.extras.compile.compiled import compile_all_sizes  # which imports this module
+
         on_all_ranks(lambda: compile_all_sizes(model, state, loader, held_out, seams, config), ctx)
     return on_all_ranks(lambda: choose_best(config.best_metric, [*names, []][0]), ctx)
 
@@ -109,69 +105,12 @@ def train_twice(model: Wrapped, batch: Any, state: TrainState, compute_loss: Com
 
 
 @torch.no_grad()
-def evaluate_once(
-    batch: Any,
-    state: TrainState,
-    compute_loss: ComputeLoss,
-    summary: Summary | None = None,
-    sizes: tuple[int, int] = (1, 1),
-) -> list[str]:
-    """Run a pass in evaluation mode. Returns the names of the metrics.
-
-    sizes: of the batch and of its set.
-    """
+def evaluate_once(batch: Any, state: TrainState, compute_loss: ComputeLoss) -> list[str]:
+    """Run a pass in evaluation mode. Returns the names of the metrics."""
     tracker = MetricTracker(state.sums.metrics.values.device)
     with state.precision.autocast():
         tracker.update(check_metrics(compute_loss(state.model.eval(), batch)))
-        summarized = summary.names(state.model, batch, *sizes) if summary else []
-    return [*tracker.means(), *summarized]
-
-
-def compile_all_sizes(
-    model: Wrapped,
-    state: TrainState,
-    loader: GlobalBatchLoader,
-    held_out: dict[str, GlobalBatchLoader],
-    seams: Seams,
-    config: TrainingConfig,
-) -> None:
-    """Compile the model in passes with every batch size of the run. Raises UserError if torch compiles nothing.
-
-    Two passes each: CUDA graphs are recorded in the second. The passes before were not compiled, so the gradients are
-    in memory of DDP or their own, where `Updater.drop_gradients` leaves them, and not in the memory of a graph.
-    """
-    import torch._dynamo  # takes seconds
-
-    logger, began = logging.getLogger(NAME), perf_counter()
-    passes = [("training", loader, size) for size in sizes_of(loader)]
-    passes += [("evaluation", each, size) for each in held_out.values() for size in sizes_of(each)]
-    shown = ", ".join(dict.fromkeys(f"{size} in {kind}" for kind, _, size in passes))
-    logger.info("compiling (%s) for %s: %s", config.compile, count(passes, "batch size"), shown)
-    torch.compiler.reset()  # drops the code of an earlier run in this process
-    # graphs are split at DDP's buckets, so that these overlap; torch cannot split recomputed blocks, tiny buckets, or
-    # alike on any number of ranks
-    is_split = config.reduction == "fast" and not config.activation_checkpointing
-    torch._dynamo.config.optimize_ddp = is_split and not 0 < config.bucket_cap_mb < 1
-    counters = torch._dynamo.utils.counters
-    compiled, skipped = counters["stats"]["unique_graphs"], counters["inductor"]["cudagraph_skips"]
-    state.model.compile(mode=config.compile, dynamic=False)
-    for kind, source, size in passes:
-        batch = source.fetch(list(range(size)))[2]
-        if kind == "training":
-            train_twice(model, batch, state, seams.compute_loss)
-        else:
-            for _ in range(2):
-                evaluate_once(batch, state, seams.compute_loss, seams.summary, (size, size))
-        logger.info("compiled for batches of %d in %s after %.0f s", size, kind, perf_counter() - began)
-    if counters["stats"]["unique_graphs"] == compiled:
-        raise UserError(
-            f"compile={config.compile}: torch {torch.__version__} found nothing to compile, as in a bare nn.Sequential;"
-            " give the model a class with a forward method, or use --compile off"
-        )
-    skipped = counters["inductor"]["cudagraph_skips"] - skipped
-    if config.compile == "reduce-overhead" and skipped:
-        text = "reduce-overhead: %s run without CUDA graphs (TORCH_LOGS=cudagraphs shows why)"
-        logger.info(text, count(skipped, "compiled part"))  # of rank 0; it is the same on the others
+    return [*tracker.means()]
 
 
 def sizes_of(loader: GlobalBatchLoader) -> list[int]:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from utils.metrics import Metrics, MetricTracker
 from utils.training.schedule import Progress
-from utils.training.terms import Terms
 
 EMPTY = "empty"
 
@@ -60,12 +59,11 @@ class Interval(MetricTracker):
 
     Args:
         scaler: of float16, or disabled.
-        terms: of the loss, if it has some.
     """
 
-    def __init__(self, device: torch.device, scaler: torch.amp.GradScaler, terms: Terms | None = None) -> None:
+    def __init__(self, device: torch.device, scaler: torch.amp.GradScaler) -> None:
         super().__init__(device)
-        self._scaler, self._terms, self._one = scaler, terms, torch.ones((), device=device)
+        self._scaler, self._one = scaler, torch.ones((), device=device)
         self._sums = MetricTracker()  # what was read last, on the host
         self.norms: list[Tensor] = []  # of the gradient, one per step; not finite if it was skipped
         self._divisors: list[Tensor] = []  # one per step: 0 if the loss counted nothing
@@ -89,7 +87,7 @@ class Interval(MetricTracker):
 
         more: float64 or int64 values to copy too.
         """
-        kept = [self.norms, self._divisors, self._losses, self._terms.take_steps() if self._terms else []]
+        kept = [self.norms, self._divisors, self._losses]
         stacks = [torch.stack(each).double() if each else self.values.new_empty(0) for each in kept]
         read = Read([self.values, *stacks, self._scaler.scale(self._one).double(), *more], self._steps)
         self.norms, self._divisors, self._losses, self._steps = [], [], [], []
@@ -101,11 +99,8 @@ class Interval(MetricTracker):
         Returns:
             The sums of the steps with a finite loss, with the norms of these steps; the skipped steps without those of
             the search for a scale; and `more`. All of it is on the host.
-
-        Raises:
-            UserError: if loss_counts is wrong.
         """
-        values, norms, divisors, losses, counts, scale, *more = read.result()
+        values, norms, divisors, losses, scale, *more = read.result()
         sums = self._sums
         sums.values.copy_(values)
         norm_sum, finite = sums.sum_of("grad_norm").item(), [norm for norm in norms.tolist() if math.isfinite(norm)]
@@ -127,8 +122,6 @@ class Interval(MetricTracker):
         progress.skipped_steps += len(skipped)
         if read.steps and sums.count_of("grad_norm"):
             self._read_at, self._read_values = read.steps[-1].step, sums.values.clone()
-        if self._terms:
-            self._terms.check_steps(counts)
         return sums, skipped, more
 
     def take_back(self, step: int, latest: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,40 +13,23 @@ from torch import Tensor, nn
 
 from config import UserError
 from utils.data.sampler import MicroBatch
+from utils.extras.steps import StepView, seeing  # extra: steps
+from utils.extras.summarize import Summary  # extra: summarize
+from utils.extras.terms.loss import Terms  # extra: terms
 from utils.metrics import Metrics
-from utils.training.activation import find_blocks
+from utils.training.blocks import find_blocks
 from utils.training.optimizer import create_optimizer, lr_factor
-from utils.training.outputs import Summary
-from utils.training.terms import Terms
 
 ComputeLoss = Callable[[nn.Module, Any], Metrics]
 REQUIRED = ("create_model", "param_groups", "compute_loss")
+OF_EXTRAS = {  # optional functions that an extra calls, and which one
+    "after_step": "steps",
+    "is_saved": "unsaved",
+    "loss_counts": "terms",
+    "summarize": "summarize",
+}
+MADE = {"progress", "terms"}  # fields that are no functions of model.py
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class StepView:
-    """What `compute_loss`, `log_images` and `after_step` may read: 0-dimensional int64 tensors on the device, equal on
-    all ranks.
-
-    They are filled in place: a number that is passed to a compiled model would compile it again in each step.
-    """
-
-    step: Tensor  # of the run, from 0; in an evaluation, the steps before it
-    total_steps: Tensor  # of the run
-    epoch: Tensor  # from 0
-    samples_seen: Tensor  # by all ranks, before this step
-
-    @classmethod
-    def on(cls, device: torch.device) -> StepView:
-        return cls(*(torch.full((), number, device=device) for number in (0, 1, 0, 0)))
-
-    def fill(self, progress: Any, total_steps: int) -> None:
-        """progress: a Progress."""
-        self.step.fill_(progress.step)
-        self.total_steps.fill_(total_steps)
-        self.epoch.fill_(progress.epoch)
-        self.samples_seen.fill_(progress.samples_seen)
 
 
 def example_inputs(batch: Any) -> tuple[Tensor, ...]:
@@ -78,7 +60,7 @@ class Seams:
 
     create_model: Callable[..., nn.Module]
     param_groups: Callable[..., list[dict[str, Any]]]
-    compute_loss: ComputeLoss  # `of` binds `progress` of this and log_images, if they ask for it
+    compute_loss: ComputeLoss
     lr_factor: Callable[..., float | dict[str, float]] = lr_factor
     create_optimizer: Callable[..., Any] = create_optimizer
     initial_weights: Callable[..., dict[str, Tensor]] | None = None  # None: those of a file
@@ -86,37 +68,45 @@ class Seams:
     log_images: Callable[[nn.Module, Any], dict[str, Tensor]] | None = None
     predict: Callable[[nn.Module, Any], dict[str, Tensor]] = predict
     example_inputs: Callable[[Any], tuple] = example_inputs
-    summarize: Callable[[dict[str, Any]], dict[str, float]] | None = None
-    is_saved: Callable[[str], bool] | None = None
-    after_step: Callable[[nn.Module, StepView, Tensor], None] | None = None
-    loss_counts: Callable[[Any], dict[str, Any]] | None = None
-    terms: Terms | None = None  # None: the loss has no terms
-    progress: StepView | None = None  # None: no function asks for it
+    summarize: Callable[[dict[str, Any]], dict[str, float]] | None = None  # extra: summarize
+    is_saved: Callable[[str], bool] | None = None  # extra: unsaved
+    after_step: Callable[[nn.Module, StepView, Tensor], None] | None = None  # extra: steps
+    loss_counts: Callable[[Any], dict[str, Any]] | None = None  # extra: terms
+    terms: Terms | None = None  # extra: terms
+    progress: StepView | None = None  # extra: steps
 
-    @property
+    @property  # extra: summarize
     def summary(self) -> Summary | None:
         return Summary(self.predict, self.summarize) if self.summarize else None
 
     def counted(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """The micro-batches; if the loss has terms, those of a step when their counts are known."""
-        return self.terms.ahead(stream) if self.terms else stream
+        """The micro-batches as `train_one_epoch` gets them: an extra may look at those of a step before."""
+        if self.terms:  # extra: terms
+            stream = self.terms.ahead(stream)
+        return stream
 
     @classmethod
     def of(cls, module: ModuleType, device: torch.device = CPU) -> Seams:
-        """The functions of model.py, with defaults for missing ones. Raises UserError if a required one is missing.
+        """The functions of model.py, with defaults for missing ones. Raises UserError if a required one is missing,
+        or if this fork has deleted the extra that calls one.
 
-        device: of the progress that they see.
+        device: of the tensors that an extra gives them.
         """
-        names = cls.__dataclass_fields__.keys() - {"progress", "terms"}
-        found = {name: getattr(module, name) for name in names if hasattr(module, name)}
+        names = cls.__dataclass_fields__.keys()
+        found: dict[str, Any] = {name: getattr(module, name) for name in names - MADE if hasattr(module, name)}
         missing = [name for name in REQUIRED if name not in found]
         if missing:
             raise UserError(f"model.py: lacks {', '.join(missing)}; define it, see docs/reference.md")
         given = [name for name in ("compute_loss", "log_images") if found.get(name)]
-        ask = [name for name in given if "progress" in inspect.signature(found[name]).parameters]
-        view = StepView.on(device) if ask or found.get("after_step") else None
-        found |= {name: functools.partial(found[name], progress=view) for name in ask}
-        if "loss_counts" in found:
+        asking = [name for name in given if "progress" in inspect.signature(found[name]).parameters]
+        used = {
+            f"has {name}": extra for name, extra in OF_EXTRAS.items() if hasattr(module, name) and name not in names
+        }
+        used |= {f"{name} asks for progress": "steps" for name in asking if "progress" not in names}
+        for what, extra in used.items():
+            raise UserError(f"model.py: {what}, but this fork has no extra {extra}; see docs/extras.md")
+        found |= seeing(found, asking, device)  # extra: steps
+        if "loss_counts" in found:  # extra: terms
             found["terms"] = Terms(found["compute_loss"], found["loss_counts"], device)
             found["compute_loss"] = found["terms"].compute_loss
-        return cls(**found, progress=view)
+        return cls(**found)

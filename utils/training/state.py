@@ -17,16 +17,18 @@ from config import TrainingConfig, UserError
 from utils.data.sampler import GlobalBatchSampler
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import device_of, is_sharded, shard_of
+from utils.extras.average import WeightAverage  # extra: average
+from utils.extras.terms.loss import CountedInterval  # extra: terms
+from utils.extras.unsaved import Unsaved  # extra: unsaved
 from utils.memory import is_out_of_memory
 from utils.metrics import Metrics
 from utils.training.interval import Interval, SkippedStep
-from utils.training.optimizer import WeightAverage, factors_of
+from utils.training.optimizer import factors_of
 from utils.training.parallel import Sharing
 from utils.training.precision import Precision
 from utils.training.schedule import Progress, Schedule
 from utils.training.seams import Seams
 from utils.training.step_sums import StepSums
-from utils.training.unsaved import KEY, complete, digests, left_out
 from utils.training.update import Updater
 
 
@@ -47,12 +49,14 @@ class TrainState:
         self.model, self.precision = model, precision  # the model is not wrapped in DDP
         self.schedule = Schedule(config, seams.lr_factor)
         self.sums = StepSums(model, self.sharing.rank_sum())
-        self.average = WeightAverage(model, config.ema_decay) if config.ema_decay else None
+        self.average = WeightAverage(model, config.ema_decay) if config.ema_decay else None  # extra: average
         if sparse := [name for name, module in model.named_modules() if getattr(module, "sparse", None) is True]:
             raise UserError(f"model: {sparse[0]} has sparse gradients, which are not supported; set sparse=False")
-        self.unsaved = digests(left_out(model, seams.is_saved))  # of what checkpoints leave out, by name
+        self.unsaved = Unsaved(model, seams.is_saved)  # extra: unsaved
         self.updater = Updater(model, seams, config, precision, self.sharing, device)
-        self.interval = Interval(device, self.updater.scaler, seams.terms)
+        self.interval = Interval(device, self.updater.scaler)
+        if seams.terms:  # extra: terms
+            self.interval = CountedInterval(device, self.updater.scaler, seams.terms)
         self.factor = 0.0  # of the schedule, at the last step taken; the largest if groups have their own
         self._loss_scale, self._first_count = torch.ones((), device=device), 1.0
         self.spoiled_at: dict[str, Any] = {}  # the progress before the first step that this rank has spoiled
@@ -75,7 +79,7 @@ class TrainState:
 
     def lay_out(self, metrics: Metrics) -> None:
         """Allocate space for the metrics that compute_loss returned for a batch. Call before the first step."""
-        if self._seams.terms:
+        if self._seams.terms:  # extra: terms
             metrics = self._seams.terms.divided(metrics, number=0)
         self.sums.lay_out(metrics)
         # after the metrics, which `commit` adds as the first ones
@@ -92,7 +96,7 @@ class TrainState:
         self._loss_scale.fill_(self.sharing.divisor * 2.0**-progress.loss_shift)
         self.schedule.plan(sampler)
 
-    def show(self, progress: Progress, total_steps: int = 0) -> None:
+    def show(self, progress: Progress, total_steps: int = 0) -> None:  # extra: steps
         """Let compute_loss and after_step of a fork see this progress. total_steps: by default those of this run."""
         if view := self._seams.progress:
             view.fill(progress, total_steps or self.schedule.total_steps)
@@ -145,7 +149,7 @@ class TrainState:
         """
         self._set_lr()
         self.sums.wait()
-        if self._seams.terms:
+        if self._seams.terms:  # extra: terms
             self._seams.terms.note(self.sums.metrics)
         divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift
         norm, is_finite, skipped = self.updater.step(divisor, self.sums.loss, self.progress.step + 1)
@@ -154,11 +158,11 @@ class TrainState:
         self.interval.note(number, norm, divisor, self.sums.loss if is_scaled else None)
         # float16 skips steps to find its scale, and their loss counts
         self.sums.commit(samples, is_finite, self.interval, self.sums.loss.isfinite() if is_scaled else is_finite)
-        if self._seams.after_step and self._seams.progress:
+        if self._seams.after_step and self._seams.progress:  # extra: steps
             with torch.no_grad():
                 self._seams.after_step(self.model, self._seams.progress, (1 - skipped).double())
-        if self.average:  # of the weights that after_step leaves
-            self.average.update(1 - skipped)
+        if self.average:  # extra: average
+            self.average.update(1 - skipped)  # of the weights that after_step leaves
 
     def spoil(self, metrics: Metrics) -> Metrics:
         """Metrics of a stand-in for samples that could not be fetched, with which all ranks skip the step."""
@@ -197,15 +201,16 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """The training state for a checkpoint. Tensors are not copied."""
-        return {
-            "model": self._saved_of(self.model.state_dict()),
-            "ema": self._saved_of(self.average.state_dict()) if self.average else {},
+        state = {
+            "model": self.model.state_dict(),
+            "ema": {},  # weights beside those of the model
             **self.updater.state_dict(),
             "progress": dataclasses.asdict(self.progress) | {"interval": self.interval.state()},
         }
-
-    def _saved_of(self, state: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in state.items() if name not in self.unsaved} if self.unsaved else state
+        if self.average:  # extra: average
+            state["ema"] = self.average.state_dict()
+        state |= {kind: self.unsaved.without(state[kind]) for kind in ("model", "ema")}  # extra: unsaved
+        return state
 
     def load_state_dict(self, payload: dict[str, Any]) -> None:
         """Load the state of a checkpoint; learning rate, decay and the like are those of the config.
@@ -229,23 +234,21 @@ class TrainState:
             raise UserError(f"the checkpoint's progress lacks {', '.join(missing)}; give another checkpoint")
         self.load_model(payload)
         self.updater.load_state_dict(payload)
-        if self.average:
-            self.average.load_state_dict(self._complete(payload["ema"] or payload["model"], payload))
         progress = dict(payload["progress"])
         self.interval.load_state(progress.pop("interval"))
         for name, value in progress.items():
             setattr(self.progress, name, value)
-        if self.average:
+        if self.average:  # extra: average
+            weights = payload["ema"] or payload["model"]
+            weights = self.unsaved.complete(weights, payload)  # extra: unsaved
+            self.average.load_state_dict(weights)
             skipped = self.progress.skipped_steps + self.progress.overflow_steps
             self.average.continue_from(self.progress.step - skipped)
 
-    def _complete(self, weights: dict[str, Any], payload: dict[str, Any]) -> dict[str, Any]:
-        saved = payload.get("provenance", {}).get(KEY, {})
-        return complete(weights, saved, self.model, self.unsaved, "the checkpoint")
-
     def load_model(self, payload: dict[str, Any], kind: str = "model") -> None:
         """Load the weights of a checkpoint. kind: "model", or "ema" for the averaged ones. Raises UserError."""
-        weights, likes = self._complete(payload[kind], payload), self.sharded()
+        weights, likes = payload[kind], self.sharded()
+        weights = self.unsaved.complete(weights, payload)  # extra: unsaved
         try:
             self.model.load_state_dict({name: shard_of(each, likes.get(name)) for name, each in weights.items()})
         except RuntimeError as error:
@@ -254,7 +257,10 @@ class TrainState:
 
     def weights(self) -> dict[str, AbstractContextManager]:
         """The weights to evaluate, each with the context in which the model has them. The last selects the best."""
-        return {"model": nullcontext()} | ({"ema": self.average.swapped()} if self.average else {})
+        found: dict[str, AbstractContextManager] = {"model": nullcontext()}
+        if self.average:  # extra: average
+            found["ema"] = self.average.swapped()
+        return found
 
     def weights_of(self, payload: dict[str, Any]) -> dict[str, AbstractContextManager]:
         """Those in a checkpoint, which replace the weights of the model for good; without one, those of the model."""

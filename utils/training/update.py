@@ -57,8 +57,9 @@ class Updater:
         self._divides_in_step = self.skips_on_device and all(p.dtype is torch.float32 for p in self._names)
 
     def drop_gradients(self) -> None:
-        """Call before the next global batch. With CUDA graphs, gradients are zeroed: a replay overwrites new ones."""
-        if self._config.compile == "reduce-overhead":
+        """Call before the next global batch."""
+        if self._config.compile == "reduce-overhead":  # extra: compile
+            # with CUDA graphs, gradients are zeroed: a replay overwrites new ones
             self.optimizer.zero_grad(set_to_none=False)
             return
         for parameter in self._with_gradients:  # optimizer.zero_grad takes 20 us more, for the profiler

@@ -203,7 +203,9 @@ def find(flags: list[str], ranks: int, gib: float) -> None:
     facts = start_trial(0, ranks, gib, flags)
     say, most, answers = functools.partial(print, flush=True), facts["samples"], []
     say(f"{gigabytes(facts['memory'])} per rank, after {HEADROOM:.0%} headroom")
-    for more in ([], [CHECKPOINTING])[config.activation_checkpointing :]:
+    ways: list[list[str]] = [[]]
+    ways += [[CHECKPOINTING]] * (not config.activation_checkpointing)  # extra: compile
+    for more in ways:
         name = f"with {CHECKPOINTING}" if more else "as given"
         say(f"{name}:")
 

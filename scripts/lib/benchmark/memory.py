@@ -39,7 +39,8 @@ SHARDINGS = ("none", "zero2", "hybrid", "zero3")  # the later ones gather more o
 USABLE = 0.9  # of a device's memory; the rest is for kernels and the allocator
 COLUMNS = ("parameters", "optimizer", "peak")
 TWO_STEPS: dict[str, Any] = {"epochs": 2, "max_steps": 2, "max_time": 0.0, "save_every_steps": 0}
-TWO_STEPS |= {"num_workers": 0, "compile": "off", "record_samples": False, "comm_hook": "none"}
+TWO_STEPS |= {"num_workers": 0, "record_samples": False, "comm_hook": "none"}
+TWO_STEPS["compile"] = "off"  # extra: compile
 
 
 class Tracker(MemTracker):
@@ -54,7 +55,9 @@ def count(state: TrainState, action: Callable[[], object]) -> dict[str, int]:
 
     Gradients must not exist yet.
     """
-    tracker, copies = Tracker(), [*state.average._copies.values()] if state.average else []
+    tracker, copies = Tracker(), list[torch.Tensor]()
+    if state.average:  # extra: average
+        copies = [*state.average._copies.values()]
     tracker.track_external(state.model, state.optimizer, *copies)
     for parameter in state.model.parameters():  # DDP's buckets are counted when they are used
         parameter.grad = None
@@ -155,7 +158,8 @@ def show(config: TrainingConfig, ctx: DistributedContext, ranks: list[int], say:
     say(f"MB on a rank in a step with micro-batches of {config.batch_size} on {ctx.device_names[0]}, {per_node} a node")
     say(format_table(rows, range(1, 5)))
     limit = f"{USABLE:.0%} of {room / 1e9:,.1f} GB per rank, on {ranks[-1]} rank{'s' * (ranks[-1] > 1)}"
-    more = "" if config.activation_checkpointing else ", or --activation_checkpointing"
+    more = ""
+    more += ", or --activation_checkpointing" * (not config.activation_checkpointing)  # extra: compile
     if chosen:
         say(f"flags: --sharding {chosen}   (the first whose peak fits into {limit})")
     else:

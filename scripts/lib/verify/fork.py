@@ -122,7 +122,8 @@ class Fork:
     @property
     def settings(self) -> dict[str, object]:
         """The flags for which the result holds: those that change a run, without those that `small_config` replaces."""
-        names = {*("data_dir", "cache", "activation_checkpointing"), *(field.name for field in fields_of_yours())}
+        names = {*("data_dir", "cache"), *(field.name for field in fields_of_yours())}
+        names.add("activation_checkpointing")  # extra: compile
         names |= {field.name for field in fields(self.config) if field.metadata["resume"] != "free"}
         return {name: getattr(self.config, name) for name in sorted(names - {"epochs", "max_steps", "batch_size"})}
 
@@ -212,16 +213,19 @@ class Fork:
         of torch as in the evaluation of `split`."""
         loader, tracker = self.loader(subset), MetricTracker(self.ctx.device)
         seed = functools.partial(seed_evaluation, self.ctx.device, self.small_config.seed)
-        summary, outputs = self.seams.summary, Outputs(self.seams.predict, functools.partial(seed, "predict", split))
+        outputs = Outputs(self.seams.predict, functools.partial(seed, "predict", split))  # extra: summarize
         for indices in torch.arange(len(subset)).split(self.small_config.batch_size):
             *_, batch = loader.fetch(indices.tolist())
             scramble_global_rngs(noise)  # after the fetch, which seeds them by the samples
             seed("compute_loss", split, indices.tolist())
             with torch.no_grad():
                 tracker.update(self.seams.compute_loss(net, batch))
-                if summary:
+                if self.seams.summary:  # extra: summarize
                     outputs.add(net, batch, indices.tolist())
-        return {"count": len(subset)} | tracker.means() | (summary.of(outputs) if summary else {})
+        found = {"count": len(subset)} | tracker.means()
+        if self.seams.summary:  # extra: summarize
+            found |= self.seams.summary.of(outputs)
+        return found
 
     def sample_loss(self, model: nn.Module, device: torch.device) -> float:
         """The summed loss of the first batch of the small set, in evaluation mode."""

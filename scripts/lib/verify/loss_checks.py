@@ -297,6 +297,8 @@ def for_a_look(fork: Fork) -> str:
         means.append(f"{torch.where(counted == 0, 0.0, total / counted).sum().item():.6g} in {kind}")
         counts = {name: torch.as_tensor(entry[1]).double().sum().item() / count for name, entry in metrics.items()}
         others = [f"{name} {each:.6g}" for name, each in counts.items() if not math.isclose(each, counts["loss"])]
-        if others and not fork.seams.terms:
+        if fork.seams.terms:  # extra: terms
+            continue
+        if others:
             notes += f"; please check: counts per sample in {kind} are loss {counts['loss']:.6g}, {first_three(others)}"
     return f"with the same weights and batch, the loss is {' and '.join(means)}{notes}"

@@ -19,7 +19,7 @@ from train import Training
 from utils.checkpoint import format as checkpoint
 from utils.distributed.collectives import all_gather_json
 from utils.distributed.dtensor import is_sharded, local
-from utils.training.unsaved import KEY, complete
+from utils.extras.unsaved import KEY, complete  # extra: unsaved
 
 STATE = ("model", "ema", "optimizer", "scaler", "progress")
 KEEP = "keep it in a buffer (register_buffer), in the optimizer's state or in progress.user"
@@ -155,8 +155,11 @@ def plain_load(fork: Fork) -> str:
             saved = checkpoint.read(path)[0] if has_shards else torch.load(path, map_location="cpu", weights_only=True)
             torch.manual_seed(fork.config.seed)
             loaded = fork.seams.create_model(TrainingConfig(**saved["config"]), device)
-            unsaved = saved["provenance"].get(KEY, {})
-            loaded.load_state_dict(complete(saved["model"], unsaved, loaded, {}, "the checkpoint"))
+            weights = saved["model"]
+            weights = complete(
+                weights, saved["provenance"].get(KEY, {}), loaded, {}, "the checkpoint"
+            )  # extra: unsaved
+            loaded.load_state_dict(weights)
             found = fork.sample_loss(loaded, device)
         if not math.isclose(found, expected, rel_tol=ROUNDING[fork.loss_dtype] if has_shards else 0):
             raise Broken(

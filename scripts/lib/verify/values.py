@@ -123,12 +123,12 @@ def sums(seams: Seams, net: nn.Module, batch: Any, is_training: bool) -> dict[st
 
 def sums_of(seams: Seams, metrics: Metrics, batch: Any) -> dict[str, Tensor]:
     """In their dtypes, flat, on the CPU. Raises UserError if loss_counts lies."""
-    metrics, terms = check_metrics(metrics), {}
-    if seams.terms:
+    metrics = check_metrics(metrics)
+    if seams.terms:  # extra: terms
         total, count, means = metrics["loss"]
         terms = {f"loss/{name}": (total[k], count[k]) for k, name in enumerate(means.names)}
         if torch.is_grad_enabled():  # an evaluation may count otherwise
             seams.terms.check(seams.terms.counts(batch), count)
-    named = (terms | metrics).items()  # a term first, which may be a mean while the others are sums
-    parts = {f"{name}'s {part}": entry[k] for name, entry in named for k, part in enumerate(("sum", "count"))}
+        metrics = terms | metrics  # a term first, which may be a mean while the others are sums
+    parts = {f"{name}'s {part}": entry[k] for name, entry in metrics.items() for k, part in enumerate(("sum", "count"))}
     return {name: torch.as_tensor(value).detach().cpu().flatten() for name, value in parts.items()}

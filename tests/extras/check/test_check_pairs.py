@@ -127,7 +127,11 @@ def test_the_digest_of_a_tensor_is_its_fingerprint_and_any_bit_changes_it():
 
 @pytest.mark.parametrize(
     "flags",
-    [{"sharding": "zero2"}, {"find_unused_parameters": True}, {"compile": "reduce-overhead"}],
+    [
+        {"sharding": "zero2"},
+        {"find_unused_parameters": True},
+        {"compile": "reduce-overhead"},  # extra: compile
+    ],
 )
 def test_settings_with_which_gradients_cannot_be_compared_are_rejected(flags):
     ((name, value),) = flags.items()

@@ -16,7 +16,8 @@ from ranks import run_ranks, slow
 from tasks import SmallNet
 from training import train_flags
 
-FLAGS = "--dataset_size 92 --epochs 2 --lr 0.05 --ema_decay 0.5 --log_interval 1 --record_samples".split()
+FLAGS = "--dataset_size 92 --epochs 2 --lr 0.05 --log_interval 1 --record_samples".split()
+FLAGS += ["--ema_decay", "0.5"]  # extra: average
 
 
 @contextlib.contextmanager
@@ -73,14 +74,14 @@ def train_with(fault_of, words, task="images"):
     [
         slow(2, 2, "images", ("--grad_accum_steps", 2, "--num_workers", 2)),
         (4, 3, "images", ("--reduction", "exact")),
-        (3, 1, "terms", ("--grad_accum_steps", 2, "--amp_dtype", "bf16")),
+        (3, 1, "terms", ("--grad_accum_steps", 2, "--amp_dtype", "bf16")),  # extra: terms
         slow(4, 2, "images", ("--grad_accum_steps", 2, "--reduction", "exact", "--num_workers", 2)),
         slow(2, 1, "images", ("--amp_dtype", "fp16")),
-        slow(4, 1, "terms", ("--grad_accum_steps", 2, "--reduction", "exact")),
+        slow(4, 1, "terms", ("--grad_accum_steps", 2, "--reduction", "exact")),  # extra: terms
         slow(4, 2, "lines", ()),
-        slow(2, 2, "blocks", ("--activation_checkpointing", "--num_workers", 1)),
-        slow(2, 2, "taught", ("--comm_hook", "fp16")),
-        slow(2, 2, "ramped", ("--compile", "default")),
+        slow(2, 2, "blocks", ("--activation_checkpointing", "--num_workers", 1)),  # extra: compile
+        slow(2, 2, "taught", ("--comm_hook", "fp16")),  # extra: steps
+        slow(2, 2, "ramped", ("--compile", "default")),  # extra: compile and steps
     ],
 )
 def test_checks_change_nothing_and_raise_no_alarm(runs, ranks, every, task, flags):
@@ -184,7 +185,16 @@ def test_one_rank_trains_without_checks_and_says_so(runs):
 
 @pytest.mark.guarantee("cross-check")
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["images", "terms", "lines", "blocks", "taught"])
+@pytest.mark.parametrize(
+    "task",
+    [
+        "images",
+        "terms",  # extra: terms
+        "lines",
+        "blocks",
+        "taught",  # extra: steps
+    ],
+)
 def test_two_thousand_clean_steps_raise_no_alarm(runs, task):
     flags = ["--dataset_size", 92, "--epochs", 10**6, "--max_steps", 2000, "--lr", 0.02, "--eval_every", 10**6]
     runs.train(4, "run", *flags, "--save_every", 0, "--check_every", 1, task=task, deadline=300)

@@ -20,7 +20,7 @@ from utils.distributed.collectives import on_all_ranks
 from utils.distributed.context import DistributedContext
 from utils.distributed.device import usable_cpus
 from utils.distributed.dtensor import is_sharded
-from utils.training.activation import check_blocks
+from utils.training.blocks import check_blocks
 from utils.training.precision import Precision
 
 # each element is updated by itself, so that a shard can be

@@ -1,6 +1,7 @@
-"""Frozen parameters that `is_saved` of model.py leaves out of checkpoints: create_model gives them their values.
+"""`is_saved` of model.py: frozen parameters that checkpoints leave out, since create_model gives them their values.
 
-A digest of each is in the provenance of a checkpoint. It is compared wherever the checkpoint is loaded.
+It costs a digest of each, which is in the provenance of a checkpoint and is compared wherever that is loaded. Who
+fine-tunes a large model with small adapters needs it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,26 @@ from config import UserError
 from utils.distributed.dtensor import full
 
 KEY = "unsaved"  # in the provenance
+
+
+class Unsaved:
+    """What the checkpoints of a model leave out. Raises UserError if one of these parameters is trained."""
+
+    def __init__(self, model: nn.Module, is_saved: Callable[[str], bool] | None) -> None:
+        self._model, self._digests = model, digests(left_out(model, is_saved))  # by name
+
+    def without(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state dict as it is saved."""
+        return {name: value for name, value in state.items() if name not in self._digests} if self._digests else state
+
+    def complete(self, weights: dict[str, Any], payload: dict[str, Any]) -> dict[str, Any]:
+        """Weights of this checkpoint, with what it has left out. Raises UserError if it had other values of that."""
+        saved = payload.get("provenance", {}).get(KEY, {})
+        return complete(weights, saved, self._model, self._digests, "the checkpoint")
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        return {KEY: self._digests} if self._digests else {}
 
 
 def digests(values: Mapping[str, Tensor]) -> dict[str, str]:
@@ -39,6 +60,14 @@ def left_out(model: nn.Module, is_saved: Callable[[str], bool] | None) -> dict[s
             " requires_grad_(False)"
         )
     return found
+
+
+def checked(
+    weights: dict[str, Any], model: nn.Module, is_saved: Callable[[str], bool] | None, source: str
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The weights of `--init_from`, and what the model has already. Raises UserError if they have other values."""
+    given = left_out(model, is_saved)
+    return complete(weights, {}, model, digests(given), source), given
 
 
 def complete(

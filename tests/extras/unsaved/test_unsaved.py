@@ -17,7 +17,8 @@ from tasks import TASKS, SmallNet, using
 from tasks import train_task as train_with_signals
 from training import STATE, assert_same_state, difference, train_flags
 
-FLAGS = "--dataset_size 46 --epochs 2 --num_workers 1 --no-use_amp --lr 0.02 --ema_decay 0.9 --log_interval 2".split()
+FLAGS = "--dataset_size 46 --epochs 2 --num_workers 1 --no-use_amp --lr 0.02 --log_interval 2".split()
+FLAGS += ["--ema_decay", "0.9"]  # extra: average
 FLAGS += "--save_every 0 --record_samples --eval_every_steps 2 --keep_last 99".split()
 BASE = {f"features.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias")}
 BASE |= {"features.4.weight", "features.4.bias"}

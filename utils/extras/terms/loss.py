@@ -1,4 +1,4 @@
-"""A loss of several terms, each divided by a count of its own over the global batch: boxes per box, pixels per pixel.
+"""The terms of a loss and their counts.
 
 What divides a term must be known before the backward pass, so `loss_counts` of model.py counts it in each batch. The
 sums over the micro-batches of all ranks are formed while the step before is computed.
@@ -16,7 +16,10 @@ from torch import Tensor, nn
 
 from config import UserError
 from utils.data.sampler import MicroBatch
-from utils.metrics import Metrics, MetricTracker, TermMeans
+from utils.extras.terms.means import TermMeans
+from utils.metrics import Metrics, MetricTracker
+from utils.training.interval import Interval, Read, SkippedStep
+from utils.training.schedule import Progress
 
 EXAMPLE = '{"loss": {"boxes": (sum, count, weight), "classes": (sum, count, weight)}}'
 
@@ -130,3 +133,21 @@ class Terms:
     def _stack(self, counts: list[Tensor | float]) -> Tensor:
         to = self._float64  # torch.full copies nothing from the host
         return torch.stack([c.to(**to) if isinstance(c, Tensor) else torch.full((), c, **to) for c in counts])
+
+
+class CountedInterval(Interval):
+    """An interval whose steps are checked when they are read: loss_counts must have counted what compute_loss did."""
+
+    def __init__(self, device: torch.device, scaler: torch.amp.GradScaler, terms: Terms) -> None:
+        super().__init__(device, scaler)
+        self._terms = terms
+
+    def begin_read(self, *more: Tensor) -> Read:
+        steps = self._terms.take_steps()
+        return super().begin_read(*more, torch.stack(steps) if steps else self.values.new_empty(0))
+
+    def finish_read(self, read: Read, progress: Progress) -> tuple[MetricTracker, list[SkippedStep], list[Tensor]]:
+        """Raises UserError if loss_counts is wrong."""
+        sums, skipped, more = super().finish_read(read, progress)
+        self._terms.check_steps(more.pop())
+        return sums, skipped, more

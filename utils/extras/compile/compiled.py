@@ -1,0 +1,67 @@
+"""torch.compile. Compiled code depends on the batch size, so each size of an epoch or an evaluation is compiled.
+
+The model is compiled in place: it stays the same module, with the same keys in its state dict.
+"""
+
+from __future__ import annotations
+
+import logging
+from time import perf_counter
+
+from config import TrainingConfig, UserError
+from utils.data.loader import GlobalBatchLoader
+from utils.logger import NAME, count
+from utils.training.first_passes import evaluate_once, sizes_of, train_twice
+from utils.training.replicated import Wrapped
+from utils.training.seams import Seams
+from utils.training.state import TrainState
+
+
+def compile_all_sizes(
+    model: Wrapped,
+    state: TrainState,
+    loader: GlobalBatchLoader,
+    held_out: dict[str, GlobalBatchLoader],
+    seams: Seams,
+    config: TrainingConfig,
+) -> None:
+    """Compile the model in passes with every batch size of the run. Raises UserError if torch compiles nothing.
+
+    Two passes each: CUDA graphs are recorded in the second. The passes before were not compiled, so the gradients are
+    in memory of DDP or their own, where `Updater.drop_gradients` leaves them, and not in the memory of a graph.
+    """
+    import torch._dynamo  # takes seconds
+
+    logger, began = logging.getLogger(NAME), perf_counter()
+    passes = [("training", loader, size) for size in sizes_of(loader)]
+    passes += [("evaluation", each, size) for each in held_out.values() for size in sizes_of(each)]
+    shown = ", ".join(dict.fromkeys(f"{size} in {kind}" for kind, _, size in passes))
+    logger.info("compiling (%s) for %s: %s", config.compile, count(passes, "batch size"), shown)
+    torch.compiler.reset()  # drops the code of an earlier run in this process
+    # graphs are split at DDP's buckets, so that these overlap; torch cannot split recomputed blocks, tiny buckets, or
+    # alike on any number of ranks
+    is_split = not config.activation_checkpointing
+    is_split = is_split and config.reduction == "fast"  # extra: exact
+    torch._dynamo.config.optimize_ddp = is_split and not 0 < config.bucket_cap_mb < 1
+    counters = torch._dynamo.utils.counters
+    compiled, skipped = counters["stats"]["unique_graphs"], counters["inductor"]["cudagraph_skips"]
+    state.model.compile(mode=config.compile, dynamic=False)
+    for kind, source, size in passes:
+        batch = source.fetch(list(range(size)))[2]
+        if kind == "training":
+            train_twice(model, batch, state, seams.compute_loss)
+        else:
+            for _ in range(2):
+                evaluate_once(batch, state, seams.compute_loss)
+                if seams.summary:  # extra: summarize
+                    seams.summary.names(state, batch, size, size)
+        logger.info("compiled for batches of %d in %s after %.0f s", size, kind, perf_counter() - began)
+    if counters["stats"]["unique_graphs"] == compiled:
+        raise UserError(
+            f"compile={config.compile}: torch {torch.__version__} found nothing to compile, as in a bare nn.Sequential;"
+            " give the model a class with a forward method, or use --compile off"
+        )
+    skipped = counters["inductor"]["cudagraph_skips"] - skipped
+    if config.compile == "reduce-overhead" and skipped:
+        text = "reduce-overhead: %s run without CUDA graphs (TORCH_LOGS=cudagraphs shows why)"
+        logger.info(text, count(skipped, "compiled part"))  # of rank 0; it is the same on the others
