@@ -31,12 +31,13 @@ DEFAULTS = {"sgd": {"lr": 0.1, "weight_decay": 5e-4}, "adamw": {"lr": 1e-3, "wei
 AUTO_AUGMENTS = ("none", "ra", "ta_wide", "augmix", "autoaugment")
 AMP_DTYPES = ("auto", "bf16", "fp16", "bf16_params", "fp16_params")
 SHARDINGS = ("none", "zero2", "zero3", "hybrid")
-RARE = """dataset_size cache drop_last record_samples compile activation_checkpointing beta2 nesterov schedule_steps
+RARE = """dataset_size drop_last record_samples compile activation_checkpointing beta2 nesterov schedule_steps
 min_lr warmup_steps ema_decay max_skipped_steps patience amp_dtype init_method timeout bucket_cap_mb
 comm_hook find_unused_parameters cpu_offload save_every_steps save_every_minutes keep_last keep_every
 on_checkpoint eval_every_steps eval_batch_size crop_scale crop_ratio auto_augment random_erase
 augment_repeats mixup_alpha cutmix_alpha freeze num_classes in_channels train_size resize_size interpolation
 channels_last label_smoothing norm_weight_decay sync_bn"""  # flags that only `--help all` shows
+RARE += " cache"  # extra: cache
 PATHS = ("run_dir", "data_dir", "checkpoint_dir", "resume_from", "init_from")
 ELSEWHERE = Path(__file__).parent / "docs" / "coming-from.md"  # names of flags in other trainers
 OF_TORCHRUN = """nproc_per_node nnodes node_rank master_addr master_port max_restarts local_rank world_size gpus devices
@@ -285,7 +286,9 @@ class TrainingConfig:
 
     data_dir: str = setting("data", "data", "imagefolder reads <data_dir>/{train,val,test}/<class>/**", local_path)
     dataset_size: int = setting("data", 0, "train on a seeded subset of this size (0 = all)", at_least(0), "must")
+    # ---- extra: cache ----
     cache: str = setting("data", "none", "keep decoded images in RAM or on the device", one_of("none", "ram", "device"))
+    # ---- end of cache ----
     num_workers: int | str = setting("data", "auto", "loader workers per rank (0 for in-memory data)", at_least(0))
     drop_last: bool = setting("data", False, "drop the last, incomplete global batch of each epoch", resume="must")
     record_samples: bool = setting("data", False, "write the sample indices of each optimizer step to run_dir/samples")

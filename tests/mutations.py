@@ -134,7 +134,7 @@ MUTATIONS = [
     Mutation('GlobalBatchLoader.micro_batches', 'self.sampler.set_epoch(epoch, start)', 'self.sampler.set_epoch(0, start)', 'order'),
     Mutation('GlobalBatchSampler.order', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, 0))', 'order'),
     Mutation('sample_draws', 'return _shift(mix(indices.unsqueeze(1) * count + number, derive_seed("sample", seed, epoch)), 32)', 'return _shift(mix(torch.arange(len(indices), device=indices.device).unsqueeze(1) * count + number, derive_seed("sample", seed, epoch)), 32)', 'samples'),
-    Mutation('GlobalBatchLoader._to_device', 'batch = self._transform(batch, self.sampler.seed, micro_batch.epoch, indices)', 'batch = self._transform(batch, self.sampler.seed, 0, indices)', 'samples'),
+    Mutation('GlobalBatchLoader._to_device', 'batch = self.transform(batch, self.sampler.seed, micro_batch.epoch, indices)', 'batch = self.transform(batch, self.sampler.seed, 0, indices)', 'samples'),
     Mutation('Fetcher._batch', 'seed_host("sample", self._seed, epoch, *indices)', 'pass', 'samples'),
     Mutation('repeated_order', 'copies = n * torch.arange(repeats).unsqueeze(1)', 'copies = 0 * torch.arange(repeats).unsqueeze(1)', 'order'),
     Mutation('mix', 'torch.default_generator.manual_seed(seed)', 'pass', 'samples'),
@@ -228,8 +228,8 @@ MUTATIONS = [
     Mutation('read', 'saved = {"model": payload["ema" if use_ema else "model"]}', 'saved = {"model": payload["model"]}', 'export'),
     Mutation('merge', 'if part.fullmatch(left.name):', 'if left.name.startswith(f"{out.name}.rank"):', 'predict'),
     Mutation('cause_of', 'return known or (watchdog.find_lost() if is_of_a_peer(error) else None) or error', 'return known or error', 'rank-killed'),
-    Mutation('_shared_rows', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes)), dtype=torch.uint8)', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes), mmap.MAP_PRIVATE), dtype=torch.uint8)', 'cache'),
-    Mutation('_shared_rows', 'os.unlink(path)', 'pass', 'cache'),
+    Mutation('_shared_rows', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes)), dtype=torch.uint8)', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes), mmap.MAP_PRIVATE), dtype=torch.uint8)', 'cache'),  # extra: cache
+    Mutation('_shared_rows', 'os.unlink(path)', 'pass', 'cache'),  # extra: cache
     Mutation('GlobalBatchLoader._stage', 'if isinstance(item[1], (UserError, TrainingError)):', 'if False:', 'bad-sample'),
     Mutation('build_sharded', 'group.set_gradient_divide_factor(1.0)', 'pass', 'sharding'),
     Mutation('norm_over', 'return torch.linalg.vector_norm(norms)', 'return norm', 'sharding'),

@@ -65,12 +65,12 @@ ROWS = """
 --in_channels 1 --num_classes 3
 --model resnet18 --image_size 32
 --best_metric top5
---cache ram
 --patience 1
 --save_every_steps 1 --eval_every 0
 --eval_every_steps 2 --eval_batch_size 3
 --find_unused_parameters
 """.strip().splitlines()
+ROWS += ["--cache ram"]  # extra: cache
 ELSEWHERE = {  # flags without a row
     "dataset": "test_recipes.py",
     "dataset_size": "FLAGS",

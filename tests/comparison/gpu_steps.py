@@ -179,7 +179,8 @@ def find_data() -> tuple[str, list[str]]:
         images.mkdir()
         with tarfile.open(archive) as tar:
             tar.extractall(images, filter="data")
-        flags = ["--dataset", "imagefolder", "--data_dir", str(images), "--cache", "device"]
+        flags = ["--dataset", "imagefolder", "--data_dir", str(images)]
+        flags += ["--cache", "device"]  # extra: cache
         return "CIFAR-10 as lossy JPEGs", flags
     return f"synthetic images, because {DATA} has neither CIFAR-10 nor {ARCHIVE}", ["--dataset_size", "50000"]
 
