@@ -140,9 +140,9 @@ MUTATIONS = [
     Mutation('mix', 'torch.default_generator.manual_seed(seed)', 'pass', 'samples'),
     Mutation('first_passes', 'digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss, 1.0 + ctx.rank % 2), ctx)', 'digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss), ctx)', 'unwrapped'),
     Mutation('Updater.step', 'if thawed := [name for p, name in self._frozen.items() if p.requires_grad]:', 'if thawed := []:', 'thawed'),
-    Mutation('load_data', 'require_equal(first if all(map(are_alike, mine, first)) else mine, differ, ctx)', 'pass', 'other-samples'),
-    Mutation('compare', '(wrong if is_other else may).extend([line] if line else [])', 'may.extend([line] if line else [])', 'other-samples'),
-    Mutation('_is_alike', 'return all(abs(a - b) <= TOLERANCE * norm for (a, b), norm in zip(pairs, norms, strict=True))', 'return True', 'other-samples'),
+    Mutation('alike_on_all_ranks', 'require_equal(first if all(map(are_alike, mine, first)) else mine, sentence, ctx)', 'pass', 'other-samples'),  # extra: sketches
+    Mutation('compare', '(wrong if is_other else may).extend([line] if line else [])', 'may.extend([line] if line else [])', 'other-samples'),  # extra: sketches
+    Mutation('_is_alike', 'return all(abs(a - b) <= TOLERANCE * norm for (a, b), norm in zip(pairs, norms, strict=True))', 'return True', 'other-samples'),  # extra: sketches
     Mutation('RunningStats.add', 'self._sum.add_(self._latest, alpha=samples)', 'self._sum.add_(self._latest)', 'batchnorm'),
     Mutation('StepSums.start_reduce', 'self._work = self._ranks.start(self.metrics.values, micro_batch.count)', 'self._work = None', 'batchnorm'),
     Mutation('_is_complete', 'return left % 2**height == 0 and left >> height != after >> height', 'return left >> height != after >> height', 'exact-ranks'),
