@@ -18,9 +18,10 @@ import textwrap
 import tomllib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
+
+from utils.extras.images.checks import AUTO_AUGMENTS, probability, range_up_to  # extra: images
 
 DEFAULT_RUN_DIR = "runs/default"
 REDACTED = "[redacted]"  # in a stored command
@@ -28,16 +29,16 @@ YOURS = "model and data"  # the group of fields that a fork changes
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "step")
 TRACKERS = ("none", "wandb", "mlflow", "trackio")
 DEFAULTS = {"sgd": {"lr": 0.1, "weight_decay": 5e-4}, "adamw": {"lr": 1e-3, "weight_decay": 0.01}}
-AUTO_AUGMENTS = ("none", "ra", "ta_wide", "augmix", "autoaugment")
 AMP_DTYPES = ("auto", "bf16", "fp16", "bf16_params", "fp16_params")
 SHARDINGS = ("none", "zero2", "zero3", "hybrid")
 RARE = """dataset_size drop_last record_samples compile activation_checkpointing beta2 nesterov schedule_steps
 min_lr warmup_steps ema_decay max_skipped_steps patience amp_dtype init_method timeout bucket_cap_mb
 comm_hook find_unused_parameters cpu_offload save_every_steps save_every_minutes keep_last keep_every
-on_checkpoint eval_every_steps eval_batch_size crop_scale crop_ratio auto_augment random_erase
-augment_repeats mixup_alpha cutmix_alpha freeze num_classes in_channels train_size resize_size interpolation
-channels_last label_smoothing norm_weight_decay sync_bn"""  # flags that only `--help all` shows
+on_checkpoint eval_every_steps eval_batch_size freeze num_classes in_channels channels_last label_smoothing
+norm_weight_decay sync_bn"""  # flags that only `--help all` shows
 RARE += " cache"  # extra: cache
+RARE += """ crop_scale crop_ratio auto_augment random_erase augment_repeats mixup_alpha cutmix_alpha train_size
+resize_size interpolation"""  # extra: images
 PATHS = ("run_dir", "data_dir", "checkpoint_dir", "resume_from", "init_from")
 ELSEWHERE = Path(__file__).parent / "docs" / "coming-from.md"  # names of flags in other trainers
 OF_TORCHRUN = """nproc_per_node nnodes node_rank master_addr master_port max_restarts local_rank world_size gpus devices
@@ -111,10 +112,6 @@ def between(low: float, high: float) -> Check:
     return lambda value: "" if low <= value < high else wrong
 
 
-def probability(value: float) -> str:
-    return "" if 0 <= value <= 1 else "is not a probability; give a number from 0 to 1"
-
-
 class one_of:  # used like the functions around it
     """A check whose choices are shown in --help."""
 
@@ -168,23 +165,6 @@ def command_line(value: str) -> str:
     except ValueError as error:
         return f"is not a valid command ({error}); fix its quotes"
     return ""
-
-
-def range_of(value: str) -> tuple[float, float]:
-    """The two numbers of "0.08,1" or "3/4,4/3"."""
-    low, high = (float(Fraction(number)) for number in value.split(","))
-    return low, high
-
-
-def range_up_to(most: float) -> Check:
-    def check(value: str) -> str:
-        try:
-            low, high = range_of(value)
-        except (ValueError, ArithmeticError):
-            low = high = 0.0
-        return "" if 0 < low <= high <= most else f"is not a range above 0 and up to {most}; give e.g. 1/2,1"
-
-    return check
 
 
 def nearest(value: str, choices: Sequence[str]) -> str:
@@ -376,8 +356,15 @@ class TrainingConfig:
     # ---- end of profiler ----
 
     # ---- yours: fields for your own model and data; a fork edits only these lines of this file ----
-    dataset: str = yours("synthetic", "data set", one_of("synthetic", "cifar10", "imagefolder", "csv"), "must")
-    augment: str = yours("auto", "crops and flips", one_of("auto", "none", "crop", "resized_crop"), "may")
+    dataset: str = yours("synthetic", "data set", one_of(
+        "synthetic", "cifar10",
+        "imagefolder", "csv",  # extra: images
+    ), "must")
+    augment: str = yours("auto", "crops and flips", one_of(
+        "auto", "none", "crop",
+        "resized_crop",  # extra: images
+    ), "may")
+    # ---- extra: images ----
     crop_scale: str = yours("0.08,1", "area of a resized_crop, as a part of the image's", range_up_to(1), "may")
     crop_ratio: str = yours("3/4,4/3", "width / height of a resized_crop", range_up_to(100), "may")
     auto_augment: str = yours("none", "torchvision's policy for image files", one_of(*AUTO_AUGMENTS), "may")
@@ -385,14 +372,17 @@ class TrainingConfig:
     augment_repeats: int = yours(1, "copies of an image in so many epochs, each with other random draws", at_least(1))
     mixup_alpha: float = yours(0.0, "mixup of training batches: alpha (0 = off)", at_least(0), "may")
     cutmix_alpha: float = yours(0.0, "CutMix of training batches: alpha (0 = off)", at_least(0), "may")
+    # ---- end of images ----
     model: str = yours("mini_resnet", "mini_resnet or a torchvision classifier", resume="must")
     freeze: str = yours("none", "backbone: train only the last layer", one_of("none", "backbone"), "must")
     num_classes: int | str = yours("auto", "classes (auto: from the data)", at_least(2), "must")
     in_channels: int | str = yours("auto", "image channels (auto: from the data)", at_least(1), "must")
     image_size: int | str = yours("auto", "resize to it (auto: from weights or data)", at_least(4), "must")
+    # ---- extra: images ----
     train_size: int | str = yours("auto", "size of training images in files (auto: image_size)", at_least(4), "may")
     resize_size: int | str = yours("auto", "shorter side before evaluation's center crop", at_least(4), "may")
     interpolation: str = yours("auto", "resizing", one_of("bilinear", "bicubic", "nearest"), "may")
+    # ---- end of images ----
     channels_last: bool = yours(True, "memory format of convolutions (faster on CPU and CUDA)", resume="may")
     label_smoothing: float = yours(0.0, "label smoothing of the training loss", between(0, 1), "may")
     norm_weight_decay: float = yours("auto", "weight decay of normalization (auto: 0)", at_least(0), "may")

@@ -137,7 +137,7 @@ MUTATIONS = [
     Mutation('GlobalBatchLoader._to_device', 'batch = self.transform(batch, self.sampler.seed, micro_batch.epoch, indices)', 'batch = self.transform(batch, self.sampler.seed, 0, indices)', 'samples'),
     Mutation('Fetcher._batch', 'seed_host("sample", self._seed, epoch, *indices)', 'pass', 'samples'),
     Mutation('repeated_order', 'copies = n * torch.arange(repeats).unsqueeze(1)', 'copies = 0 * torch.arange(repeats).unsqueeze(1)', 'order'),
-    Mutation('mix', 'torch.default_generator.manual_seed(seed)', 'pass', 'samples'),
+    Mutation('mix', 'torch.default_generator.manual_seed(seed)', 'pass', 'samples'),  # extra: images
     Mutation('first_passes', 'digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss, 1.0 + ctx.rank % 2), ctx)', 'digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss), ctx)', 'unwrapped'),
     Mutation('Updater.step', 'if thawed := [name for p, name in self._frozen.items() if p.requires_grad]:', 'if thawed := []:', 'thawed'),
     Mutation('alike_on_all_ranks', 'require_equal(first if all(map(are_alike, mine, first)) else mine, sentence, ctx)', 'pass', 'other-samples'),  # extra: sketches
